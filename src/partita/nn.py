@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,17 @@ from .runtime import checks
 from .runtime.lengths import Lengths
 
 RNNTLoss.__module__ = __name__  # users and pickles meet it here
+
+
+def _check_options(
+    reduction: Any, label_smoothing: Any = 0.0, softcap: Any = None, z_loss: Any = 0.0
+) -> None:
+    """Raise for an option of a loss that no call would accept."""
+    checks.choice("reduction", reduction, checks.REDUCTIONS)
+    checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    if softcap is not None:
+        checks.number("softcap", softcap, low=0.0, open_low=True)
+    checks.number("z_loss", z_loss, low=0.0)
 
 
 def _loss_repr(module: CrossEntropyLoss | LinearCrossEntropyLoss) -> str:
@@ -62,7 +74,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         inplace: bool = False,
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        checks.loss_options(self.reduction, label_smoothing, softcap, z_loss)
+        _check_options(self.reduction, label_smoothing, softcap, z_loss)
         checks.python_int("ignore_index", ignore_index)
         self.softcap, self.z_loss, self.inplace = softcap, z_loss, inplace
 
@@ -142,7 +154,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         memory_budget: int | None = None,
     ) -> None:
         super().__init__()
-        checks.loss_options(reduction, label_smoothing, softcap, z_loss)
+        _check_options(reduction, label_smoothing, softcap, z_loss)
         if ignore_index is not None:
             checks.python_int("ignore_index", ignore_index)
         self.num_classes = num_classes
@@ -225,7 +237,7 @@ class CTCLoss(torch.nn.CTCLoss):
         *,
         from_logits: bool = False,
     ) -> None:
-        checks.loss_options(reduction)
+        _check_options(reduction)
         checks.python_int("blank", blank)
         if blank < 0:
             raise ValueError(f"blank: expected a class, 0 or more, got {blank}")

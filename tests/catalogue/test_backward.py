@@ -7,6 +7,7 @@ import torch
 from helpers.catalogue import BACKEND, DIFFERENTIABLE, same_bits
 from helpers.rows import INTERPRETING, devices
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import partita
@@ -53,6 +54,19 @@ def test_every_backward_pass_gives_the_same_bits(
             assert all(map(same_bits, found, first)), sample
             for x, old, version in zip(leaves, before, versions, strict=True):
                 assert same_bits(x.detach(), old) and x._version == version
+
+
+@devices
+@each_call
+def test_contexts_have_tensors_that_are_saved_alone(name: str, device: str) -> None:
+    """Only those are dropped under a checkpoint, or moved by hooks."""
+    with partita.backend(BACKEND):
+        for sample in samples(name, Draw(device=device)):
+            nodes = [total_of(sample.run()).grad_fn]
+            for node in nodes:
+                kept = tree_leaves(list(getattr(node, "__dict__", {}).values()))
+                assert not any(isinstance(x, Tensor) for x in kept), (sample, node)
+                nodes += [next for next, _ in node.next_functions if next not in (None, *nodes)]
 
 
 @devices

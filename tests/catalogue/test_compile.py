@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.testing
-from helpers.catalogue import COMPOSED, VARIANTS, is_score
+from helpers.catalogue import COMPOSED, DIFFERENTIABLE, VARIANTS, is_score, same_bits
 from helpers.rows import devices
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,6 +71,25 @@ def test_compiled_transforms_are_right_or_refused(name: str, device: str) -> Non
             assert "partita" in str(refused)
             continue
         torch.testing.assert_close(found, gradient(x.detach()), rtol=1e-4, atol=1e-4)
+
+
+@devices
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if "." not in name])
+def test_compiled_autograd_gives_the_same_bits(name: str, device: str) -> None:
+    """Gradients of a chain's methods are sums of several, which it adds in another order."""
+    sample = typical(name, Draw(device=device))
+    leaves = list(sample.leaves.values())
+
+    def total() -> Tensor:
+        return sum(r.double().square().sum() for r in sample.run() if r.requires_grad)
+
+    expected = torch.autograd.grad(total(), leaves)
+    counters.clear()
+    loss = total()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: loss.backward(), backend="eager")()
+    assert counters["compiled_autograd"]["captures"] == 1
+    assert all(same_bits(x.grad, truth) for x, truth in zip(leaves, expected, strict=True))
 
 
 @pytest.mark.interpreted

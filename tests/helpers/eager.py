@@ -2,60 +2,26 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.fake_driver import FakeDriver
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
-from partita.ops.chain import autograd as chain_ops
-from partita.ops.chain import eager as chain
-from partita.ops.cross_entropy import api as rows_api
-from partita.ops.cross_entropy import autograd as cross_entropy
-from partita.ops.cross_entropy import token_stats
-from partita.ops.ctc import api as ctc_api
-from partita.ops.ctc import autograd as ctc
 from partita.ops.ctc_crf import api as ctc_crf_api
-from partita.ops.ctc_crf import autograd as ctc_crf
-from partita.ops.linear_chain import autograd as linear_chain
-from partita.ops.linear_chain import inputs as linear_chain_inputs
-from partita.ops.linear_heads import loss as linear_loss
 from partita.runtime import caches, launcher, private_names
-from partita.runtime.eager import EagerCall, EagerFunction
-from partita.runtime.known_calls import KnownCalls
 from partita.runtime.register import Op
-
-MODULES = (chain, chain_ops, cross_entropy, token_stats, ctc, ctc_crf, linear_chain)
-DECIDING = (rows_api, ctc_api, ctc_crf_api, linear_chain_inputs, linear_loss)
-
-
-def found_in_modules(kind: type) -> list[Any]:
-    """Return the ops, the eager calls or the known calls of the families."""
-    found = {id(each): each for module in (*MODULES, *DECIDING) for each in vars(module).values()}
-    return [each for each in found.values() if isinstance(each, kind)]
-
-
-def eager_functions(base: type[EagerFunction] = EagerFunction) -> Iterator[type[EagerFunction]]:
-    for function in base.__subclasses__():
-        yield function
-        yield from eager_functions(function)
 
 
 def disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what connected the C module with ops and autograd functions, for the present test."""
-    for each in (*found_in_modules(Op), *found_in_modules(EagerCall)):
-        monkeypatch.setattr(each, "_replay", None)
-    for calls in found_in_modules(KnownCalls):
-        monkeypatch.setattr(calls, "_look_up", None)
-    for function in eager_functions():
-        if "forward" in vars(function):
-            monkeypatch.setattr(function, "forward", EagerFunction.forward)
-        backward: Any = function._backward_cls  # type: ignore[attr-defined]
-        if "apply" in vars(backward):
-            monkeypatch.setattr(backward, "apply", BackwardCFunction.apply)
+    """Undo what connected the C module with ops, for the present test."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("partita.ops.")]
+    for op in {id(x): x for module in modules for x in vars(module).values()}.values():
+        if isinstance(op, Op):
+            monkeypatch.setattr(op, "_replay", None)
 
 
 def as_bytes(tensor: Tensor) -> int:
@@ -97,10 +63,6 @@ class Served:
         self.recorded: list[str] = []
         self.replayed: list[str] = []
         disconnect(monkeypatch)
-        for function in eager_functions():  # what a test connects is undone after it
-            monkeypatch.setattr(function, "forward", function.forward)
-            backward: Any = function._backward_cls  # type: ignore[attr-defined]
-            monkeypatch.setattr(backward, "apply", backward.apply)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(torch.Tensor, "is_cpu", False)
         monkeypatch.setattr(private_names, "current_device", lambda: None)
@@ -139,10 +101,7 @@ class Served:
         function, threads, shared, _ = bound.description
         slots = (*tensors, *range(len(args), len(args) + len(outputs)))
         cells = tuple((slot, 0) for slot in slots)
-        specs = tuple(
-            (tuple(result.shape), result.stride(), result.dtype, as_bytes(result))
-            for result in results
-        )
+        specs = tuple((tuple(result.shape), result.stride(), result.dtype) for result in results)
         several = None if found is None else list(range(len(outputs)))
         entries = 0 if isinstance(found, Tensor) else several
         steps = ((0, function, 1, threads, shared, 0, cells),)

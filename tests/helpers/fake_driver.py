@@ -32,7 +32,8 @@ class FakeDriver:
 
     Kernels are functions of (programs, cells), where cells are the parameters as 64-bit integers.
     `log` has the name of each call of the driver, `allocated` the size of each tensor that replays
-    make, and `status` is what launches return.
+    make, and `status` is what launches return. The allocation of the number `failing`, from 0 on,
+    is out of memory.
 
     `device` is the driver's current device, None in a new thread, and `current` is PyTorch's. They
     differ after PyTorch went back to a device that has no context yet. All tensors, kernels and
@@ -44,6 +45,7 @@ class FakeDriver:
         self.allocated: list[tuple[int, ...]] = []
         self.kernels: list[tuple[Callable[..., None], int]] = []
         self.status = 0
+        self.failing: int | None = None
         self.device: int | None = 0
         self.current = 0
         chain = SimpleNamespace
@@ -54,10 +56,14 @@ class FakeDriver:
             name: ctypes.CFUNCTYPE(_integer, *types)(getattr(self, name))
             for name, types in _SIGNATURES.items()
         }
-        addresses = {
+        self.addresses = {
             name: ctypes.cast(callback, _pointer).value or 0
             for name, callback in self._callbacks.items()
         }
+        self.connect()
+
+    def connect(self, exchange: Any = None, **addresses: int) -> None:
+        """Build the C module and connect it, with another table or other addresses if given."""
         from triton.runtime import build
 
         compile_source = build.compile_module_from_src
@@ -69,12 +75,15 @@ class FakeDriver:
 
         with mock.patch.object(build, "compile_module_from_src", compile_for_cpu):
             self.module = launcher.build(
-                *(launcher.exchange_api(), self.knobs, addresses, self.allocate),
+                launcher.exchange_api() if exchange is None else exchange,
+                *(self.knobs, {**self.addresses, **addresses}, self.allocate),
                 *(lambda: self.current, CPU),
             )
 
     def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of host memory for a replay."""
+        if len(self.allocated) == self.failing:
+            raise torch.OutOfMemoryError("out of memory")
         self.allocated.append(size)
         self.device = self.current
         return guards._empty_strided_cpu(size, stride, dtype)

@@ -23,6 +23,7 @@ from helpers.rank_data import (
 
 import partita
 from partita import parallel
+from partita.ops.vocab_parallel.collectives import PlainCollectives
 from partita.runtime import private_names
 
 
@@ -246,7 +247,7 @@ def check_compile(device: torch.device) -> None:
 
 def check_plain_collectives(device: torch.device) -> None:
     """Compare the collectives that serve where PyTorch has none that compilers trace."""
-    traced, plain = private_names.collectives(), private_names.PlainCollectives
+    traced, plain = private_names.functional_collectives(), PlainCollectives
     world, name = dist.get_world_size(), dist.group.WORLD.group_name
     local = normal(2 * world, 3, device=device) + dist.get_rank()
     for call in (

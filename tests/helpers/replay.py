@@ -46,9 +46,9 @@ class Ops:
         assert isinstance(key, bytes)
         with Recorder(args) as recorder:
             result = op(*args)
-        draft = recorder.draft(result)
-        if draft is not None:
-            self.programs[key] = draft.program(self.driver.module)
+        program = recorder.program(self.driver.module, result, lambda: None)
+        if program is not None:
+            self.programs[key] = program
         return recorder
 
 

@@ -26,8 +26,6 @@ EXCEPTIONS = {
     ("bench/linear_peers.py", "identity.semantic_value_key"): "the peer QuACK, if it is measured",
     ("bench/linear_chain_peers.py", "setattr"): "a module of the peer pytorch-crf",
     ("bench/linear_chain_peers.py", "delattr"): "a module of the peer pytorch-crf",
-    ("runtime/eager.py", "function.forward"): "issue 17 removes the file",
-    ("runtime/eager.py", "function._backward_cls.apply"): "issue 17 removes the file",
 }
 # Functions that set something for the whole process; filters of warnings only inside of a block.
 SETTERS = {

@@ -1,4 +1,4 @@
-"""Autograd functions of plain eager mode that the C module serves, on the CPU.
+"""Calls of plain eager mode whose ops the C module replays, on the CPU.
 
 A program is the function of Python that serves the op there, so results and gradients of a replay
 are those of the plain path.
@@ -26,8 +26,6 @@ from helpers.eager_cases import (
 from torch import Tensor
 
 import partita
-from partita.ops.linear_chain.autograd import EagerLogZ
-from partita.runtime.eager import EagerFunction
 
 
 @pytest.mark.parametrize(("name", "without"), WITHOUT)
@@ -223,19 +221,6 @@ def test_errors_of_python_and_of_the_driver_are_raised(served: Served) -> None:
     with pytest.raises(RuntimeError, match="out of resources"):
         total.backward()
     served.driver.status = 0
-    calls: Any = vars(EagerLogZ)["forward"].__func__
-    with pytest.raises(AttributeError):
-        calls(None, torch.ones(2), ())
-
-
-def test_the_names_of_nodes_are_those_of_the_functions(served: Served) -> None:
-    leaves = leaves_of("linear_chain")
-    for _ in range(3):
-        node: Any = CASES["linear_chain"][2](*leaves).grad_fn
-        assert type(node).__name__ == "EagerLogZBackward"
-        # PyTorch 2.11 refuses `name` of nodes that C has built.
-        assert torch.__version__ < "2.12" or node.name() == "EagerLogZBackward"
-    assert issubclass(EagerLogZ, EagerFunction)
 
 
 def test_the_best_alignment_and_lengths_on_the_host(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""What the autograd functions of plain eager mode save for the backward pass, on the CPU."""
+"""What autograd functions whose ops are replayed save for the backward pass, on the CPU."""
 
 import gc
 import weakref
@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.eager import MODULES, Served
+from helpers.eager import Served
 from helpers.eager_cases import CASES, REPLAYED, assert_equal, leaves_of, numbers, results
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-from partita.runtime.register import Op
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
@@ -64,34 +62,6 @@ def test_checkpoints_and_hooks(name: str, served: Served) -> None:
     assert seen
     for leaf, grad in zip(leaves, expected[1:], strict=True):
         torch.testing.assert_close(leaf.grad, 2 * grad)
-
-
-@pytest.mark.parametrize("name", [name for name in REPLAYED if "fp64" not in name])
-def test_one_tensor_stores_the_results_for_the_backward_pass(name: str, served: Served) -> None:
-    ops, _, function = CASES[name]
-    leaves = leaves_of(name)
-    expected = results(function, leaves)
-    value = function(*leaves)
-    for module in MODULES:
-        for op in vars(module).values():
-            if isinstance(op, Op) and op.dispatched.name() == f"partita::{ops[1]}":
-                op.programs.clear()  # so that Python takes the tensors out of the block
-    served.recorded.clear()
-    node: Any = value.grad_fn
-    while not hasattr(node, "link"):
-        node = node.next_functions[0][0]
-    parts, saved = node.link.block, node.saved_tensors
-    assert sum(part is not None for part in parts) > 1
-    assert len(saved) == 1 + parts.count(None) and saved[-1].dtype == torch.uint8
-    total = (value * numbers(*value.shape)).sum()
-    found = torch.autograd.grad(total, leaves)
-    assert served.recorded == [ops[1]]
-    assert_equal(list(found), expected[1:])
-    with torch.autograd.graph.save_on_cpu():
-        value = function(*leaves)
-    assert served.recorded == [ops[1]]
-    total = (value * numbers(*value.shape)).sum()
-    assert_equal(list(torch.autograd.grad(total, leaves)), expected[1:])
 
 
 @pytest.mark.parametrize("name", CASES)

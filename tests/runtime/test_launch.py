@@ -1,21 +1,29 @@
-"""Side streams, with stand-ins for the streams of a GPU, and parts of tensors as arguments."""
+"""Side streams, with stand-ins for the streams of a GPU, and the arguments that launches take."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 import triton
+import triton.language as tl
 
-from partita.runtime.caches import BoundedCache
-from partita.runtime.compiler_options import compiler_options
-from partita.runtime.launch import SideStream
-from partita.runtime.parts import tensor_of, with_views
+from partita.runtime.caches import BoundedCache, clear_caches
+from partita.runtime.launch import SideStream, _kernels, compiler_options, launch
+from partita.runtime.parts import first_tensor, members, tuple_types, with_views
+
+
+class Pair(NamedTuple):
+    """What a kernel takes as one argument."""
+
+    tensor: Any
+    number: int
+
 
 DEVICE = torch.device("cuda", 0)
 
@@ -118,4 +126,48 @@ def test_triton_gets_a_view_for_each_part_of_a_tensor() -> None:
     assert first is words and number == 3
     assert part.dtype == torch.int32 and part.data_ptr() == words.data_ptr() + 16
     assert torch.equal(part, words[2:].view(torch.int32)) and empty.numel() == 0
-    assert tensor_of((words, 16, torch.int32)) is words and tensor_of(words) is words
+
+
+def test_tuples_keep_their_types_and_are_listed_by_member() -> None:
+    words, outer = torch.arange(8, dtype=torch.float64), (torch.zeros(2),)
+    pair = Pair((words, 16, torch.int32), 3)
+    args = (2.0, pair, (outer, None))
+    assert list(members(args)) == [2.0, pair.tensor, 3, outer[0], None]
+    assert list(tuple_types(args)) == [Pair, tuple, tuple]
+    assert first_tensor(args) is words
+    _, found, rest = with_views(args)
+    assert type(found) is Pair and found.tensor.dtype == torch.int32 and found.number == 3
+    assert rest == (outer, None)
+
+
+@triton.jit
+def scaled_sum_kernel(pair, result, others, size, BLOCK: tl.constexpr):
+    """Store number times the pair's tensor, plus the other tensors that are there."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.load(pair.tensor + lane, mask=lane < size) * pair.number
+    if others[0] is not None:
+        total += tl.load(others[0] + lane, mask=lane < size)
+    total += tl.load(others[1][0] + lane, mask=lane < size)
+    tl.store(result + lane, total, mask=lane < size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_first", [False, True])
+def test_kernels_take_tuples_and_arguments_by_name(has_first: bool) -> None:
+    clear_caches()
+    x, y, z = torch.randn(3, 20, device="cuda")
+    others = (y if has_first else None, (z,))
+    for number in (1, 3, 4, 16):  # of which Triton compiles 1 and 16 apart
+        results = [torch.full_like(x, torch.nan) for _ in range(3)]
+        expected = number * x + z + (y if has_first else 0)
+        for result in results[:2]:
+            names = {"others": others, "size": 20, "result": result}
+            launch(scaled_sum_kernel, 1, Pair(x, number), **names, BLOCK=32)
+        launch(scaled_sum_kernel, 1, Pair(x, number), results[2], others, 20, BLOCK=32)
+        assert all(torch.allclose(result, expected) for result in results)
+    part = (torch.stack([z, x]), 80, torch.float32)
+    launch(scaled_sum_kernel, 1, Pair(part, 2), result, others, size=20, BLOCK=32)
+    assert torch.allclose(result, 2 * x + z + (y if has_first else 0))
+    # The C module has launched them: with 1, with 16, with other numbers, and with a part. Whether
+    # an argument has a name makes no difference.
+    assert len(_kernels) == 4

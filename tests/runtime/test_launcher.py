@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def test_the_first_call_loads_the_module(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(launcher, "build", lambda *_: MODULE)
-    assert launcher.loaded() is None
-    assert launcher.module() is MODULE and launcher.loaded() is MODULE
+    assert launcher.module() is MODULE
     assert launcher.status() == "the C launcher replays calls"
 
 
@@ -61,10 +61,27 @@ def test_a_build_that_fails_is_the_status(gpu: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Failed to find C compiler.")
 
     gpu.setattr(launcher, "build", fail)
-    assert launcher.module() is None and launcher.loaded() is None
+    assert launcher.module() is None
     assert launcher.status() == (
         "Triton launches: the C launcher failed (RuntimeError: Failed to find C compiler.)"
     )
+
+
+@pytest.mark.parametrize("missing", ["compiler", "builder"])
+def test_triton_launches_without_a_c_compiler_or_its_builder(
+    missing: str, gpu: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if missing == "compiler":
+        gpu.setenv("CC", str(tmp_path / "nowhere"))
+        gpu.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    else:
+        gpu.delattr("triton.runtime.build.compile_module_from_src")
+    kernel = Kernel()
+    launch.launch(kernel, 1, torch.ones(3))
+    assert kernel.log == ["launch"] and launcher.module() is None
+    error = "No such file" if missing == "compiler" else "cannot import name"
+    assert launcher.status().startswith("Triton launches: the C launcher failed (")
+    assert error in launcher.status()
 
 
 def test_an_unknown_triton_launches(gpu: pytest.MonkeyPatch) -> None:

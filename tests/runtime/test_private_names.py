@@ -12,6 +12,7 @@ import torch
 from helpers.fresh import run_fresh
 
 import partita
+from partita.ops.vocab_parallel.collectives import PlainCollectives, collectives
 from partita.runtime import backend, launcher, private_names
 
 SOURCE = Path(partita.__file__).parent
@@ -21,13 +22,10 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "numba": ("numba.types", "numba.njit", "numba.extending", "numba.TypingError"),
 }
 NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
-# Issue 17 removes these files, or what they read.
-REMOVED_BY_ISSUE_17 = ("runtime/eager.py",)
 # Attributes of Python's own objects, and of packages that the benchmark is compared with.
 OTHERS = {
     ("runtime/backend.py", "_getframe"),
     ("cli/fresh_process.py", "_exit"),
-    ("runtime/environment.py", "_data"),
     ("bench/ctc_peers.py", "_fwd_bwd_cupy"),
     ("bench/ctc_peers.py", "_Logz"),
     ("bench/linear_chain_peers.py", "_compute_normalizer"),
@@ -91,7 +89,7 @@ def test_private_names_are_read_in_one_file() -> None:
         if (name := str(path.relative_to(SOURCE))) != "runtime/private_names.py"
         for private in private_names_in(path.read_text(encoding="utf-8"), own)
     }
-    assert {item for item in found if item[0] not in REMOVED_BY_ISSUE_17} == OTHERS
+    assert found == OTHERS
 
 
 def test_a_private_name_is_found() -> None:
@@ -229,7 +227,7 @@ OF_RANKS = ("distributed.", "_C._distributed")
 def test_ops_do_without_each_name(device: str) -> None:
     paths = [path for path in private_names.NAMES if not path.startswith(OF_RANKS)]
     paths = [path for path in paths if path.startswith(OF_GPUS) == (device == "cuda")]
-    assert len(paths) > 5
+    assert len(paths) > 3
     code = f"PATHS, DEVICE = {paths}, {device!r}\n{WITHOUT}"
     chosen = {"PARTITA_BACKEND": "reference"} if device == "cpu" else {}
     done = run_fresh(code, {**os.environ, "PYTHONPATH": str(SOURCE.parent), **chosen})
@@ -253,9 +251,9 @@ def test_plain_collectives_serve_without_those_that_compilers_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ranks of `test_parallel` compare both."""
-    assert private_names.collectives() is torch.ops._c10d_functional
+    assert collectives() is torch.ops._c10d_functional
     monkeypatch.setitem(sys.modules, "torch.distributed._functional_collectives", None)
-    assert private_names.collectives() is private_names.PlainCollectives
+    assert collectives() is PlainCollectives
 
 
 def test_triton_launches_without_its_builder_or_driver(monkeypatch: pytest.MonkeyPatch) -> None:

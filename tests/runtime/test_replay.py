@@ -1,8 +1,8 @@
 """Recording and replay of an op's work by the C module, with a driver of host memory."""
 
-import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 from torch import Tensor
 
 from partita.runtime import launcher, recording
-from partita.runtime.programs import FORK, JOIN, LEAVE
-from partita.runtime.recording import Recorder
+from partita.runtime.recording import FORK, JOIN, LEAVE, Recorder
 
 
 def test_a_replay_computes_from_the_new_arguments(ops: Ops) -> None:
@@ -147,6 +146,27 @@ def test_the_same_table_in_the_same_version_only(ops: Ops) -> None:
     assert len(keys) == 3
     with torch.inference_mode():
         assert replay(x, aligned(8)) is NotImplemented  # such a tensor has no version
+
+
+@pytest.mark.parametrize("freed", ["tensor", "memory"])
+def test_a_program_holds_no_table_alive_and_goes_with_it(freed: str, ops: Ops) -> None:
+    programs: dict[bytes, Any] = {}
+    replay = ops.driver.module.Replay(programs, 0b10)
+    x, table = aligned(8), torch.randn(8)
+    memory = weakref.ref(table.untyped_storage())
+    ops.kernels, key = {}, replay(x, table)
+    with recording.Recorder((x, table), by_identity=(1,)) as recorder:
+        result = torch.zeros_like(x)
+        ops.launch(x, result, 8, 1.0)
+        ops.launch(table, result, 8, 1.0)
+    programs[key] = recorder.program(ops.driver.module, result, lambda: programs.pop(key, None))
+    torch.testing.assert_close(replay(x, table), x + table)
+    del recorder
+    if freed == "tensor":
+        del table
+    else:
+        table.data = torch.randn(8)
+    assert not programs and memory() is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("PARTITA_CHECK", "1"), ("PARTITA_REPLAY", "0")])
@@ -291,7 +311,8 @@ def test_patterns_of_fills(dtype: torch.dtype, value: float, pattern: int | None
     assert recording._pattern(value, dtype) == pattern
 
 
-def test_launches_on_a_side_stream(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Record an op with a launch on a side stream and two others, and return its argument."""
     monkeypatch.setattr(launcher._side, "handles", {0: (_Stream(), _Event())}, raising=False)
 
     def op(x: Tensor) -> Tensor:
@@ -303,9 +324,14 @@ def test_launches_on_a_side_stream(ops: Ops, monkeypatch: pytest.MonkeyPatch) ->
                 active.change_stream(kind)
         return result
 
-    ops.record(op, aligned(8))
-    ops.driver.log.clear()
     x = aligned(8)
+    ops.record(op, x)
+    ops.driver.log.clear()
+    return x
+
+
+def test_launches_on_a_side_stream(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = forked(ops, monkeypatch)
     torch.testing.assert_close(ops.replay(x), 3 * x)
     main, side, event = None, 77, 55
     launches = [entry[-1] for entry in ops.driver.log if entry[0] == "launch"]
@@ -319,64 +345,24 @@ def test_launches_on_a_side_stream(ops: Ops, monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+def test_an_error_on_a_side_stream_leaves_none_apart(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of the call is used again in the order of the main stream."""
+    x = forked(ops, monkeypatch)
+    ops.driver.status = 701
+    with pytest.raises(RuntimeError, match="out of resources"):
+        ops.replay(x)
+    assert [entry[0] for entry in ops.driver.log[-3:]] == ["launch", "record", "wait"]
+    assert ops.driver.log[-2:] == [("record", 55, 77), ("wait", 55, None)]
+
+
 class _Stream:
     cuda_stream = 77
 
 
 class _Event:
     cuda_event = 55
-
-
-def test_an_error_of_the_driver_is_raised_with_its_text(ops: Ops) -> None:
-    def op(x: Tensor) -> Tensor:
-        result = torch.zeros_like(x)
-        ops.launch(x, result, 8, 1.0)
-        return result
-
-    x = aligned(8)
-    ops.record(op, x)
-    ops.driver.status = 701
-    with pytest.raises(RuntimeError, match=r"out of resources \(701\)"):
-        ops.replay(x)
-    with pytest.raises(RuntimeError, match=r"out of resources \(701\)"):
-        ops.launch(x, aligned(8), 8, 1.0)
-
-
-def test_calls_from_eight_threads(ops: Ops) -> None:
-    def op(x: Tensor, factor: float) -> Tensor:
-        temporary, result = torch.zeros_like(x), torch.zeros_like(x)
-        ops.launch(x, temporary, x.numel(), factor)
-        ops.launch(temporary, result, x.numel(), 1.0)
-        return result
-
-    ops.record(op, aligned(64), 2.0)
-    errors: list[float] = []
-
-    def work(number: int) -> None:
-        x = aligned(64).fill_(number)
-        for _ in range(50):
-            errors.append(float((ops.replay(x, 2.0) - 2 * number).abs().max()))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == [0.0] * 400
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((1, (), None, 0, ((0, 1, 1, 1, 0, 0, ((5, 0),)),), None), "slot below 1, got 5"),
-        ((1, (), None, 0, ((0, 1),), None), "seven fields"),
-        ((1, (((2,), (1,), torch.int8),), 0, 0, (), None), "four fields"),
-        ((200, (), None, 0, (), None), "at most 128 slots"),
-    ],
-)
-def test_programs_are_checked(arguments: Any, message: str, ops: Ops) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        ops.driver.module.Program(*arguments)
 
 
 def test_a_part_of_a_tensor_is_an_argument_of_a_launch(ops: Ops) -> None:
@@ -391,6 +377,51 @@ def test_a_part_of_a_tensor_is_an_argument_of_a_launch(ops: Ops) -> None:
     assert ops.record(op, aligned(8)).reason is None
     x = aligned(8)
     torch.testing.assert_close(ops.replay(x), 6 * x)
+
+
+class Pair(NamedTuple):
+    tensor: Tensor
+    number: int
+
+
+class Swapped(NamedTuple):
+    number: Tensor
+    tensor: int
+
+
+def test_tuples_are_arguments_of_a_launch(ops: Ops) -> None:
+    def op(x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        ops.launch((x, Pair(result, x.numel())), (3.0,))
+        return result
+
+    assert ops.record(op, aligned(8)).reason is None
+    x = aligned(8)
+    torch.testing.assert_close(ops.replay(x), 3 * x)
+
+
+def test_the_key_of_a_launch_has_the_structure_and_the_types_of_tuples(ops: Ops) -> None:
+    x = aligned(8)
+    launch = ops.driver.module.launch
+    different: list[tuple[Any, ...]] = [
+        (x, 3, x, 3),
+        ((x, 3), (x, 3)),
+        ((x, 3, x), 3),
+        (((x,), 3), (x, 3)),
+        (Pair(x, 3), (x, 3)),
+        (Swapped(x, 3), (x, 3)),
+        (Pair(x, 1), (x, 3)),
+        ((x, 3), (x, 3), ()),
+    ]
+    keys = [launch({}, scale_kernel, 1, args, {}) for args in different]
+    assert all(type(key) is bytes for key in keys) and len(set(keys)) == len(keys)
+    assert launch({}, scale_kernel, 1, (Pair(aligned(8), 5), (x, 7)), {}) == keys[4]
+    many = (x,) + ((3,) * 40,) * 2
+    assert launch({}, scale_kernel, 1, many, {}) is NotImplemented  # more than 64 arguments
+    deep: Any = x
+    for _ in range(5000):
+        deep = (deep,)
+    assert launch({}, scale_kernel, 1, deep, {}) is NotImplemented
 
 
 def test_the_key_of_a_launch_has_the_dtype_and_the_alignment_of_a_part(ops: Ops) -> None:
@@ -409,7 +440,8 @@ def test_the_key_of_a_launch_has_the_dtype_and_the_alignment_of_a_part(ops: Ops)
     [
         torch.ones(2).as_subclass(Subclass),
         (torch.ones(2).as_subclass(Subclass), 0, torch.float32),
-        (torch.ones(2), 0),
+        (torch.ones(2), object()),
+        ((torch.ones(2), [0]),),
         [torch.ones(2)],
         object(),
     ],

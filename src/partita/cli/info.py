@@ -1,4 +1,4 @@
-"""`partita info`: versions, devices, and the backend that serves each op."""
+"""`partita info`: versions, devices, the backend that serves each op, and what is replayed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from ..runtime import launcher
 from ..runtime.backend import current_backend, has_triton, numba_problem, resolve
+from . import replay
 from .console import Table, print_table
 
 NUMBA_OPS = (
@@ -87,18 +88,26 @@ VARIABLES = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
 
+DESCRIPTION = """\
+Print versions, GPUs, and the backend that serves each op on each device. With --replay, make the
+sample calls of every function on the current GPU instead, five times in fp32, forward and backward,
+and print whether the last one was replayed in one call of C, and if not, why."""
+
 EPILOG = """\
 examples:
   partita info                           what is installed, and what serves each op
   PARTITA_BACKEND=numba partita info     the same under this choice
+  partita info --replay                  which calls are replayed on the GPU
 
 exit codes:
   0  printed             2  wrong arguments"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Print versions, GPUs, and the backend that serves each op on each device."
-    parser.epilog = EPILOG
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument(
+        "--replay", action="store_true", help="whether each call is replayed, or why not"
+    )
 
 
 def version(package: str) -> str | None:
@@ -233,9 +242,14 @@ def variables() -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print all tables, and return the exit code."""
-    for table in tables():
-        print_table(*table)
-    for line in (*notes(), *variables()):
+    """Print all tables, or that of replay, and return the exit code."""
+    if args.replay:
+        replay.show()
+    else:
+        for table in tables():
+            print_table(*table)
+        for line in notes():
+            print(f"\n{line}")
+    for line in variables():
         print(f"\n{line}")
     return 0

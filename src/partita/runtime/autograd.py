@@ -119,6 +119,18 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     return without_wrappers(ctx.saved_tensors)
 
 
+def spend(ctx: Any, *saved: Tensor) -> tuple[Tensor, ...] | None:
+    """Return saved tensors for the first backward pass to write over, and None for later ones.
+
+    The context's `is_spent` says whether they were written over. These writes are no new version
+    of the saved tensors: a later pass asks for them all, and computes again what is spent.
+    """
+    if ctx.is_spent:
+        return None
+    ctx.is_spent = True
+    return tuple(tensor.data for tensor in saved)
+
+
 def without_wrappers(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return saved tensors, each without the wrapper of a transform that has ended."""
     if torch.compiler.is_compiling():
@@ -139,13 +151,12 @@ def needed_gradients(ctx: Any, *inputs: Any) -> tuple[bool, ...]:
     )
 
 
-def skip_unused_gradients(ctx: Any, is_plain: bool = False) -> None:
+def skip_unused_gradients(ctx: Any) -> None:
     """Leave gradients of unused outputs None, which saves the memory of zeros.
 
-    Under `vmap` they are zeros, because a generated batching rule takes no None. A caller that
-    knows that the mode is plain eager says so with `is_plain`.
+    Under `vmap` they are zeros, because a generated batching rule takes no None.
     """
-    if is_plain or not is_vmapped():
+    if not is_vmapped():
         ctx.set_materialize_grads(False)
 
 
@@ -320,11 +331,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     Without transforms the call bypasses PyTorch's binding of arguments to a signature, which takes
     longer than a small kernel.
     """
-    return apply_eager(function, *args) if plain_eager() else function.apply(*args)
-
-
-def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)` where the caller knows that the mode is plain eager."""
+    if not plain_eager():
+        return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 

@@ -19,7 +19,6 @@ import torch
 
 from . import private_names
 from .caches import register_cache
-from .environment import reader
 
 BACKENDS = ("auto", "reference", "triton", "numba")
 
@@ -28,7 +27,6 @@ Loader = Callable[[], Mapping[str, Callable[..., Any]]]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_variable = reader("PARTITA_BACKEND")
 _default: str | None = None  # what a plain call of `backend` set for the whole process
 _latest: str | None = None  # mirrors `_chosen` for compilers, which cannot trace a ContextVar
 # The backend of the innermost block.
@@ -123,7 +121,7 @@ def current_backend() -> str:
     chosen = (_latest if torch.compiler.is_compiling() else _chosen.get()) or _default
     if chosen is not None:
         return chosen
-    variable = _variable()
+    variable = os.environ.get("PARTITA_BACKEND")
     return _known(variable, "PARTITA_BACKEND") if variable else "auto"
 
 

@@ -83,11 +83,6 @@ def register_cache(name: str, clear: Callable[[], object]) -> None:
     _clear_functions[name] = clear
 
 
-def cache_names() -> list[str]:
-    """Return the names of all caches that the loaded modules have registered."""
-    return sorted(_clear_functions)
-
-
 def clear_caches() -> None:
     """Empty every registered cache. Results stay the same; the next calls compute them anew."""
     for clear in list(_clear_functions.values()):

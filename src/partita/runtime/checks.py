@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -10,15 +11,12 @@ import torch
 from torch import Tensor
 
 from .autograd import is_batched, is_traced
-from .environment import reader
 from .sizes import same_sizes
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REDUCTIONS = ("none", "mean", "sum")
 NOTHING_IGNORED = -(2**63)  # the lowest number of int64, a label that nobody gives
-
-_setting = reader("PARTITA_CHECK")
 
 
 def tensor(name: str, value: Any) -> None:
@@ -137,17 +135,6 @@ def generator(name: str, value: Any, where: torch.device) -> None:
         raise ValueError(f"{name}: expected a generator on {where}, got one on {value.device}")
 
 
-def loss_options(
-    reduction: Any, label_smoothing: Any = 0.0, softcap: Any = None, z_loss: Any = 0.0
-) -> None:
-    """Raise for an option of a loss that no call would accept."""
-    choice("reduction", reduction, REDUCTIONS)
-    number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    if softcap is not None:
-        number("softcap", softcap, low=0.0, open_low=True)
-    number("z_loss", z_loss, low=0.0)
-
-
 def should_check_values(where: torch.device) -> bool:
     """Return whether the values inside tensors on this device are checked.
 
@@ -156,7 +143,7 @@ def should_check_values(where: torch.device) -> bool:
     """
     if is_traced():
         return False
-    setting = _setting()
+    setting = os.environ.get("PARTITA_CHECK", "")
     if setting not in ("", "0", "1"):
         raise ValueError(f"PARTITA_CHECK: expected 0, 1 or nothing, got {setting!r}")
     if setting == "1" and where.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -209,23 +196,6 @@ def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
             f"{name}: expected {meaning} from {low} to {high},"
             f" got {int(value[index])} at {list(index)}"
         )
-
-
-def states(name: str, value: Tensor, number: int, missing: str) -> None:
-    """Raise `ValueError` with the first state that is neither one of the number nor -1.
-
-    Args:
-        name: the name of the argument.
-        value: the states.
-        number: the number of states.
-        missing: the meaning of -1.
-    """
-    if not can_check_values(value):
-        return
-    value = value.long()  # a narrow type would wrap the bounds
-    if (index := first_index((value < -1) | (value >= number))) is not None:
-        expected = f"a state from 0 to {number - 1}, or -1 {missing}" if number else "-1"
-        raise ValueError(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
 
 
 def blank(value: object, classes: int) -> None:

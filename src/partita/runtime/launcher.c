@@ -1,7 +1,30 @@
-/* Launches kernels with little host time. `launcher.py` builds this module and documents its use.
+/* The C module that launches kernels with little host time. `launcher.py` builds and documents it.
 
-   The module reads tensors through DLPack's C exchange API, so it needs no header of PyTorch, and
-   it gets the driver's functions as addresses, so it links with nothing. */
+   Parts. This file has the table of the driver's functions, keys, kernels, `launch`, and the start
+   of the module. `programs.c` runs the recorded work of an op, and `replay.c` finds the program of a
+   call. They are one source text. It reads tensors through DLPack's C exchange API and gets the
+   driver's functions as addresses, so it needs no header of PyTorch and links with nothing.
+
+   References. `setup` keeps its arguments for ever, and the global variables borrow from them. A
+   Kernel owns the compiled code and the objects whose addresses its key has. A Program owns its
+   kernels and constant tables, but no argument of a call. The dictionaries that Python fills own
+   both, so a function here takes a reference to what it found until it has returned: a program may
+   be dropped meanwhile. A key is compared by value. It names an object by its address only if the
+   entry owns the object, if the object lives for ever, as a dtype does, or if Python drops the
+   entry when the object is freed. Arguments are borrowed from the caller. Outputs belong to the
+   results; the workspace is freed when all is launched, and PyTorch gives its memory to later work
+   of the same stream only. These types take no part in garbage collection, as ops live for ever.
+
+   Threads. Any thread may call, a thread of autograd's too. The GIL is held, except around the
+   driver's launches, which read the stack, a Kernel or a Program, none of which changes. No test
+   runs it without the GIL, so the module does not declare that it could: a Python that can do
+   without then turns the GIL on.
+
+   Errors. What a key cannot describe, and an exception while a key is made, is NotImplemented:
+   Python serves the call and raises what there is to raise. A failed allocation of PyTorch is
+   raised as it is, before any launch. An error of the driver is a RuntimeError with the driver's
+   text; the streams are joined, and the results dropped. An entry of the wrong type or size is a
+   TypeError, ValueError or IndexError, and nothing is launched. Nothing is tried again. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stddef.h>
@@ -13,15 +36,7 @@
 #define MAX_ARGS 64         /* arguments of an op or of a kernel */
 #define MAX_SLOTS 128       /* arguments, outputs and the workspace of a program */
 #define MAX_PARAMETERS 96   /* parameters of a kernel */
-#define MAX_LIMITS 8        /* numbers of rows between which programs stay the same */
-#define MAX_PLACES 8        /* arguments of an op that have the number of rows */
 #define ALIGNMENT 127       /* the bits of an address that a plan may depend on */
-#define WORKSPACE_ALIGNMENT 256  /* bytes, as in programs.py */
-
-#ifndef Py_BEGIN_CRITICAL_SECTION  /* before Python 3.13, where the GIL is always there */
-#define Py_BEGIN_CRITICAL_SECTION(object) {
-#define Py_END_CRITICAL_SECTION() }
-#endif
 
 /* ---- DLPack's C exchange API, version 1 ---- */
 
@@ -58,18 +73,14 @@ typedef struct {
     int (*error_string)(int, const char **);
 } Driver;
 
+/* These and the names below stay as `setup` and the module's start have left them. */
 static Driver driver;
 static const Exchange *exchange;
-static PyObject *tensor_type, *parameter_type, *dtype_type, *byte_dtype, *long_dtype;
+static PyObject *tensor_type, *parameter_type, *dtype_type, *byte_dtype;
 static PyObject *allocate, *current_device;  /* functions, for PyTorch's current device */
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
-static PyObject *is_grad_enabled, *transform, *num_modes;  /* functions of no arguments */
-static PyObject *saved_hooks;  /* a function that returns the hooks of saved tensors, or None */
-static PyObject *forward_globals, *name_level;  /* of torch.autograd.forward_ad */
-static PyObject *environment, *name_check, *name_replay, *name_backend;  /* os.environ */
-static PyObject *backend_of_block, *backend_globals, *name_default, *name_requires_grad;
 
 /* Return whether a device is PyTorch's current one, where it allocates, and let the driver, which
    launches, have it as its current one too. The driver has none in a new thread. It has another one
@@ -79,19 +90,47 @@ static int is_current(int device) {
     if (!of_pytorch) { PyErr_Clear(); return 0; }
     int is_same = PyLong_AsLong(of_pytorch) == device, of_driver;
     Py_DECREF(of_pytorch);
-    if (!is_same) return 0;
+    if (!is_same) { PyErr_Clear(); return 0; }
     if (driver.get_device(&of_driver) == 0 && of_driver == device) return 1;
     void *context;
     return !driver.retain_context(&context, device) && !driver.set_context(context);
 }
 
-static PyObject *raise_driver_error(int status) {
+static void raise_driver_error(int status) {
     const char *text = NULL;
     if (driver.error_string(status, &text) || !text) text = "unknown error";
-    return PyErr_Format(PyExc_RuntimeError, "launch of a kernel failed: %s (%d)", text, status);
+    PyErr_Format(PyExc_RuntimeError, "launch of a kernel failed: %s (%d)", text, status);
 }
 
-#include "modes.c"
+/* Return whether profilers have asked to see launches, which only Triton's launcher reports. */
+static int has_hook(PyObject *name, PyObject *empty_chain) {
+    PyObject *chain = PyObject_GetAttr(knobs, name);
+    if (!chain) { PyErr_Clear(); return 1; }
+    int found = chain != empty_chain && chain != Py_None;
+    if (chain == empty_chain && chain != Py_None) {
+        PyObject *calls = PyObject_GetAttr(chain, name_calls);
+        found = !calls || !PyList_Check(calls) || PyList_GET_SIZE(calls) > 0;
+        if (!calls) PyErr_Clear();
+        Py_XDECREF(calls);
+    }
+    Py_DECREF(chain);
+    return found;
+}
+
+static int has_hooks(void) {
+    return has_hook(name_enter_hook, enter_hook) || has_hook(name_exit_hook, exit_hook);
+}
+
+/* Return a new reference to the value of a key, which has to be of a type of this module, or NULL,
+   with an exception after an error only. */
+static void *look_up(PyTypeObject *type, PyObject *dict, PyObject *key) {
+    PyObject *value = Py_XNewRef(PyDict_GetItemWithError(dict, key));
+    if (value && !Py_IS_TYPE(value, type)) {
+        PyErr_Format(PyExc_TypeError, "expected a %s, got %R", type->tp_name, value);
+        Py_CLEAR(value);
+    }
+    return value;
+}
 
 /* ---- keys ---- */
 
@@ -99,7 +138,7 @@ static PyObject *raise_driver_error(int status) {
 typedef struct { Py_ssize_t used; char bytes[MAX_KEY]; } Key;
 
 static int put(Key *key, const void *bytes, Py_ssize_t size) {
-    if (key->used + size > MAX_KEY) return 0;
+    if (size > MAX_KEY - key->used) return 0;
     memcpy(key->bytes + key->used, bytes, size);
     key->used += size;
     return 1;
@@ -214,14 +253,13 @@ static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->block = block, self->shared = shared, self->count = (int)count;
     self->keep = Py_NewRef(keep);
     self->description = Py_BuildValue("KIIO", function, block, shared, parameters);
-    for (Py_ssize_t i = 0; i < count; i++) {
+    int is_read = self->description != NULL;
+    for (Py_ssize_t i = 0; is_read && i < count; i++) {
         int arg, letter;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(parameters, i), "iC", &arg, &letter)) {
-            Py_DECREF(self);
-            return NULL;
-        }
-        self->parameters[i].arg = arg, self->parameters[i].type = (char)letter;
+        is_read = PyArg_ParseTuple(PyTuple_GET_ITEM(parameters, i), "iC", &arg, &letter);
+        if (is_read) self->parameters[i].arg = arg, self->parameters[i].type = (char)letter;
     }
+    if (!is_read) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -259,7 +297,8 @@ static int pack(PyObject *arg, char type, uint64_t *cell) {
 /* Return whether an argument of a launch is a part of a tensor's memory; see `parts.py`. */
 static int is_part(PyObject *arg) {
     return PyTuple_CheckExact(arg) && PyTuple_GET_SIZE(arg) == 3 &&
-           is_tensor(PyTuple_GET_ITEM(arg, 0)) && PyLong_CheckExact(PyTuple_GET_ITEM(arg, 1));
+           is_tensor(PyTuple_GET_ITEM(arg, 0)) && PyLong_CheckExact(PyTuple_GET_ITEM(arg, 1)) &&
+           (PyObject *)Py_TYPE(PyTuple_GET_ITEM(arg, 2)) == dtype_type;
 }
 
 /* Describe the memory of a tensor or of a part of one, and add its dtype. */
@@ -271,7 +310,9 @@ static int put_memory(Key *key, PyObject *arg, View *view) {
         return put(key, properties, sizeof properties);
     }
     if (!describe_memory(PyTuple_GET_ITEM(arg, 0), view)) return 0;
-    view->data += PyLong_AsSsize_t(PyTuple_GET_ITEM(arg, 1));
+    Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GET_ITEM(arg, 1));
+    if (offset == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
+    view->data += offset;
     PyObject *dtype = PyTuple_GET_ITEM(arg, 2);
     return put_tagged(key, 'p', &dtype, sizeof dtype);
 }
@@ -298,6 +339,68 @@ static int put_specialization(Key *key, PyObject *arg, View *view, int *device) 
     return is_constant(arg) && put_value(key, arg);
 }
 
+/* The arguments of a launch: those of tuples are listed one by one. */
+typedef struct {
+    PyObject *values[MAX_ARGS];
+    View views[MAX_ARGS];
+    int count, device;
+} Arguments;
+
+/* Add an argument, or each member of a tuple, whose type says how a kernel reads it. */
+static int put_argument(Key *key, PyObject *arg, Arguments *found) {
+    if (PyTuple_Check(arg) && !is_part(arg)) {
+        PyTypeObject *type = Py_TYPE(arg);
+        int is_put = put_tagged(key, '(', &type, sizeof type);
+        for (Py_ssize_t i = 0; is_put && i < PyTuple_GET_SIZE(arg); i++)
+            is_put = put_argument(key, PyTuple_GET_ITEM(arg, i), found);
+        return is_put && put(key, ")", 1);
+    }
+    if (found->count == MAX_ARGS) return 0;
+    int i = found->count++;
+    found->values[i] = arg;
+    return put_specialization(key, arg, &found->views[i], &found->device);
+}
+
+/* Add all that a launch depends on and return 1, or 0 where Triton has to launch. */
+static int put_launch(Key *key, PyObject *function, PyObject *args, PyObject *options,
+                      Arguments *found) {
+    key->used = 0, found->count = 0, found->device = -1;
+    if (!put(key, &function, sizeof function)) return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
+        if (!put_argument(key, PyTuple_GET_ITEM(args, i), found)) return 0;
+    Py_ssize_t position = 0;
+    PyObject *name, *value;
+    while (PyDict_Next(options, &position, &name, &value))
+        if (!put_tagged(key, 'k', &name, sizeof name) || !put_value(key, value)) return 0;
+    int device = found->device;
+    return put(key, &device, sizeof device) && device >= 0 && is_current(device);
+}
+
+/* Launch a kernel for arguments with its key; return 0 and set an exception after an error. */
+static int launch_kernel(const Kernel *kernel, unsigned programs, const Arguments *found) {
+    uint64_t cells[MAX_PARAMETERS] = {0};
+    void *pointers[MAX_PARAMETERS], *stream;
+    for (int i = 0; i < kernel->count + 2; i++) pointers[i] = &cells[i];
+    for (int i = 0; i < kernel->count; i++) {
+        int arg = kernel->parameters[i].arg;
+        char type = kernel->parameters[i].type;
+        if (arg < 0 || arg >= found->count) {
+            PyErr_Format(PyExc_IndexError, "a kernel has a parameter without an argument: %d", arg);
+            return 0;
+        }
+        if (type == 'p') cells[i] = (uint64_t)(uintptr_t)found->views[arg].data;
+        else if (!pack(found->values[arg], type, &cells[i])) return 0;
+    }
+    if (exchange->current_stream(device_type, found->device, &stream)) return 0;
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = driver.launch(kernel->function, programs, 1, 1, kernel->block, 1, 1, kernel->shared,
+                           stream, pointers, NULL);
+    Py_END_ALLOW_THREADS
+    if (status) raise_driver_error(status);
+    return !status;
+}
+
 /* launch(kernels, function, programs, args, options)
 
    Launch the kernel that `kernels` holds for such arguments on the current stream, and return it.
@@ -305,140 +408,75 @@ static int put_specialization(Key *key, PyObject *arg, View *view, int *device) 
 static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 5 || !PyDict_Check(args[0]) || !PyTuple_Check(args[3]) || !PyDict_Check(args[4]))
         return PyErr_Format(PyExc_TypeError, "launch: expected (dict, function, int, tuple, dict)");
-    PyObject *values = args[3];
-    Py_ssize_t count = PyTuple_GET_SIZE(values);
-    if (count > MAX_ARGS || has_hooks()) Py_RETURN_NOTIMPLEMENTED;
+    long programs = PyLong_AsLong(args[2]);
+    if (programs == -1 && PyErr_Occurred()) return NULL;
     Key key;
-    View views[MAX_ARGS];
-    int device = -1;
-    key.used = 0;
-    put(&key, &args[1], sizeof args[1]);
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (!put_specialization(&key, PyTuple_GET_ITEM(values, i), &views[i], &device))
-            Py_RETURN_NOTIMPLEMENTED;
-    Py_ssize_t position = 0;
-    PyObject *name, *value;
-    while (PyDict_Next(args[4], &position, &name, &value))
-        if (!put_tagged(&key, 'k', &name, sizeof name) || !put_value(&key, value))
-            Py_RETURN_NOTIMPLEMENTED;
-    if (!put(&key, &device, sizeof device)) Py_RETURN_NOTIMPLEMENTED;
-    if (device < 0 || !is_current(device)) Py_RETURN_NOTIMPLEMENTED;
+    Arguments found;
+    if (programs < 1 || programs > INT32_MAX || has_hooks() ||
+        !put_launch(&key, args[1], args[3], args[4], &found))
+        Py_RETURN_NOTIMPLEMENTED;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
-    if (!bytes) return NULL;
-    Kernel *kernel = (Kernel *)look_up(args[0], bytes);
+    Kernel *kernel = bytes ? look_up(&kernel_type, args[0], bytes) : NULL;
     if (!kernel && !PyErr_Occurred()) return bytes;
-    Py_DECREF(bytes);
-    if (!kernel) return NULL;
-    uint64_t cells[MAX_PARAMETERS] = {0};
-    void *pointers[MAX_PARAMETERS];
-    for (int i = 0; i < kernel->count + 2; i++) pointers[i] = &cells[i];
-    for (int i = 0; i < kernel->count; i++) {
-        int arg = kernel->parameters[i].arg;
-        if (kernel->parameters[i].type == 'p') cells[i] = (uint64_t)(uintptr_t)views[arg].data;
-        else if (!pack(PyTuple_GET_ITEM(values, arg), kernel->parameters[i].type, &cells[i])) {
-            Py_DECREF(kernel);
-            return NULL;
-        }
-    }
-    unsigned programs = (unsigned)PyLong_AsUnsignedLongMask(args[2]);
-    void *stream;
-    if (PyErr_Occurred() || exchange->current_stream(device_type, device, &stream)) {
-        Py_DECREF(kernel);
-        return NULL;
-    }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = driver.launch(kernel->function, programs, 1, 1, kernel->block, 1, 1, kernel->shared,
-                           stream, pointers, NULL);
-    Py_END_ALLOW_THREADS
-    if (status) { Py_DECREF(kernel); return raise_driver_error(status); }
+    Py_XDECREF(bytes);
+    if (kernel && !launch_kernel(kernel, (unsigned)programs, &found)) Py_CLEAR(kernel);
     return (PyObject *)kernel;
 }
 
 #include "programs.c"
 #include "replay.c"
-#include "eager.c"
-#include "known_calls.c"
-#include "native.c"
-#include "lengths.c"
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, of_device, dtypes, exchange, knobs, side_stream, modes, variables,
-         backend, addresses) */
+/* setup(device_type, types, of_device, byte_dtype, exchange, knobs, side_stream, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *of_device, *dtypes, *addresses, *modes, *variables, *backend;
+    PyObject *api, *types, *of_device, *addresses;
     unsigned long long address[8];
-    if (!PyArg_ParseTuple(args, "iO!O!O!OOOO!O!O!O!", &device_type, &PyTuple_Type, &types,
-                          &PyTuple_Type, &of_device, &PyTuple_Type, &dtypes, &api, &knobs,
-                          &side_stream, &PyTuple_Type, &modes, &PyTuple_Type, &variables,
-                          &PyTuple_Type, &backend, &PyTuple_Type, &addresses) ||
+    Py_INCREF(args);  /* for ever: another thread may still use what an earlier call stored */
+    if (!PyArg_ParseTuple(args, "iO!O!OOOOO!", &device_type, &PyTuple_Type, &types,
+                          &PyTuple_Type, &of_device, &byte_dtype, &api, &knobs, &side_stream,
+                          &PyTuple_Type, &addresses) ||
         !PyArg_ParseTuple(of_device, "OO", &allocate, &current_device) ||
-        !PyArg_ParseTuple(dtypes, "OO", &byte_dtype, &long_dtype) ||
-        !PyArg_ParseTuple(modes, "OOOOO!", &is_grad_enabled, &transform, &num_modes, &saved_hooks,
-                          &PyDict_Type, &forward_globals) ||
-        !PyArg_ParseTuple(variables, "OSSS", &environment, &name_check, &name_replay,
-                          &name_backend) ||
-        !PyArg_ParseTuple(backend, "OO!", &backend_of_block, &PyDict_Type, &backend_globals) ||
         !PyArg_ParseTuple(types, "OOO", &tensor_type, &parameter_type, &dtype_type) ||
         !PyArg_ParseTuple(addresses, "KKKKKKKK", &address[0], &address[1], &address[2], &address[3],
                           &address[4], &address[5], &address[6], &address[7]))
         return NULL;
     exchange = PyCapsule_CheckExact(api) ? PyCapsule_GetPointer(api, "dlpack_exchange_api")
                                          : PyLong_AsVoidPtr(api);
-    if (!exchange) return NULL;
-    if (exchange->version.major != 1)
-        return PyErr_Format(PyExc_RuntimeError, "expected version 1 of DLPack's exchange, got %u",
-                            exchange->version.major);
-    for (int i = 0; i < 8; i++) ((uintptr_t *)&driver)[i] = (uintptr_t)address[i];
+    if (!exchange || exchange->version.major != 1 || !exchange->describe ||
+        !exchange->current_stream)
+        return PyErr_Occurred() ? NULL
+                                : PyErr_Format(PyExc_RuntimeError,
+                                               "expected version 1 of DLPack's exchange");
+    _Static_assert(sizeof driver == sizeof address, "a pointer has 64 bits");
+    for (int i = 0; i < 8; i++)
+        if (!address[i]) return PyErr_Format(PyExc_ValueError, "a driver's function is missing");
+    memcpy(&driver, address, sizeof driver);
     enter_hook = PyObject_GetAttr(knobs, name_enter_hook);
     exit_hook = PyObject_GetAttr(knobs, name_exit_hook);
     is_neg = PyObject_GetAttrString(tensor_type, "is_neg");
     if (!enter_hook || !exit_hook || !is_neg) return NULL;
-    Py_INCREF(types), Py_INCREF(of_device), Py_INCREF(dtypes), Py_INCREF(knobs);
-    Py_INCREF(side_stream), Py_INCREF(api), Py_INCREF(modes), Py_INCREF(variables);
-    Py_INCREF(backend);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Store what the other functions call."},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "Launch one kernel."},
-    {"padded_lengths", (PyCFunction)(void (*)(void))padded_lengths, METH_FASTCALL,
-     "padded_lengths(kernel, targets, *rows): (N, S, longest, *lengths), or NotImplemented."},
-    {"serve", (PyCFunction)(void (*)(void))serve, METH_FASTCALL,
-     "serve(function, limit, input, dim): function(input, dim, False), or None."},
     {NULL}};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "partita_launcher", NULL, -1, functions};
 
 PyMODINIT_FUNC PyInit_partita_launcher(void) {
-    name_enter_hook = PyUnicode_InternFromString("launch_enter_hook");
-    name_exit_hook = PyUnicode_InternFromString("launch_exit_hook");
-    name_calls = PyUnicode_InternFromString("calls");
-    name_version = PyUnicode_InternFromString("_version");
-    name_as_strided = PyUnicode_InternFromString("as_strided");
-    name_level = PyUnicode_InternFromString("_current_level");
-    name_default = PyUnicode_InternFromString("_default");
-    name_requires_grad = PyUnicode_InternFromString("requires_grad");
-    name_needs_input_grad = PyUnicode_InternFromString("needs_input_grad");
-    name_saved_tensors = PyUnicode_InternFromString("saved_tensors");
-    name_to_save = PyUnicode_InternFromString("to_save");
-    name_materialize_grads = PyUnicode_InternFromString("materialize_grads");
-    name_non_differentiable = PyUnicode_InternFromString("non_differentiable");
-    name_link = PyUnicode_InternFromString("link");
-    name_result = PyUnicode_InternFromString("result");
+    const struct { PyObject **name; const char *text; } names[] = {
+        {&name_enter_hook, "launch_enter_hook"}, {&name_exit_hook, "launch_exit_hook"},
+        {&name_calls, "calls"}, {&name_version, "_version"}, {&name_as_strided, "as_strided"}};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!(*names[i].name = PyUnicode_InternFromString(names[i].text))) return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
     if (PyModule_AddType(module, &kernel_type) || PyModule_AddType(module, &program_type) ||
-        PyModule_AddType(module, &replay_type) || PyModule_AddType(module, &eager_call_type) ||
-        PyModule_AddType(module, &known_calls_type)) {
-        Py_DECREF(module);
-        return NULL;
-    }
-#ifdef Py_GIL_DISABLED
-    PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
-#endif
+        PyModule_AddType(module, &replay_type))
+        Py_CLEAR(module);
     return module;
 }

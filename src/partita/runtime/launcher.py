@@ -2,9 +2,8 @@
 
 A launch through Triton takes the host about 11 µs, and PyTorch's allocations and views around it
 take as long again. The C module of `launcher.c` and of the files that it includes launches one
-kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). It also finds
-the decisions of `known_calls.py`. Triton's own build function compiles it at the first call, and
-Triton's cache keeps it.
+kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). Triton's own
+build function compiles it at the first call, and Triton's cache keeps it.
 
 Triton launches instead wherever this module cannot: without a C compiler, on AMD GPUs, with
 versions of Triton that are not known here, for kernels that need more than a plain launch
@@ -23,16 +22,14 @@ from typing import Any
 
 import torch
 
-from . import backend, environment, private_names
+from . import private_names
 from .backend import has_triton, interpreting
 from .caches import register_cache
+from .parts import members
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
-INCLUDED = (
-    *("modes.c", "programs.c", "replay.c", "eager.c", "gradients.c"),
-    *("known_calls.c", "native.c", "lengths.c"),
-)
+INCLUDED = ("programs.c", "replay.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -85,19 +82,8 @@ def build(
     types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
     addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
     functions = (exchange, knobs, side_stream_handles)
-    modes = (
-        torch.is_grad_enabled,
-        private_names.peek_interpreter_stack,
-        private_names.len_torch_dispatch_stack,
-        private_names.top_saved_tensors_hooks,
-        vars(torch.autograd.forward_ad),
-    )
-    names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")
-    chosen = (backend._chosen, vars(backend))
-    tables = (modes, (environment.dictionary(), *names), chosen, addresses)
-    dtypes = (torch.uint8, torch.int64)
     of_device = allocate, current_device
-    module.setup(device_type, types, of_device, dtypes, *functions, *tables)
+    module.setup(device_type, types, of_device, torch.uint8, *functions, addresses)
     return module
 
 
@@ -111,17 +97,6 @@ _lock = threading.Lock()
 _found: tuple[Any, str] | None = None  # the connected C module, or None, and a sentence about it
 
 
-def _refusal() -> str | None:
-    """Return why there is no C module, or None."""
-    if not torch.cuda.is_available() or not has_triton():
-        return "no GPU that Triton serves was found"
-    if torch.version.hip is not None:
-        return "Triton launches: the C launcher is for NVIDIA GPUs"
-    if interpreting():
-        return "Triton's interpreter runs the kernels"
-    return None
-
-
 def is_known_triton() -> bool:
     """Return whether this package knows the installed version of Triton."""
     import triton
@@ -131,8 +106,12 @@ def is_known_triton() -> bool:
 
 def _connect() -> tuple[Any, str]:
     """Return the connected C module, or None, and a sentence about it."""
-    if (reason := _refusal()) is not None:
-        return None, reason
+    if not torch.cuda.is_available() or not has_triton():
+        return None, "no GPU that Triton serves was found"
+    if torch.version.hip is not None:
+        return None, "Triton launches: the C launcher is for NVIDIA GPUs"
+    if interpreting():
+        return None, "Triton's interpreter runs the kernels"
     import triton
 
     if not is_known_triton():
@@ -148,6 +127,8 @@ def _connect() -> tuple[Any, str]:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         return None, f"Triton launches: the C launcher failed ({type(error).__name__}: {reason})"
+    if not private_names.HAS_DISPATCH_MODES:
+        return module, "the C launcher launches kernels, and this PyTorch lets no call be recorded"
     return module, "the C launcher replays calls"
 
 
@@ -181,11 +162,6 @@ if hasattr(os, "register_at_fork"):
 def module() -> Any:
     """Return the C module, or None where Triton has to launch."""
     return (_found or _load())[0]
-
-
-def loaded() -> Any:
-    """Return the C module if it has been loaded, else None."""
-    return None if _found is None else _found[0]
 
 
 def status() -> str:
@@ -226,8 +202,7 @@ def bind(compiled: Any, arg_names: list[str], num_args: int, keep: Any) -> Any:
         return None
     metadata, signature = compiled.metadata, compiled.src.signature
     parameters, sizes = [], []
-    for i, name in enumerate(arg_names[:num_args]):
-        kind = signature[name]
+    for i, kind in enumerate(members(tuple(signature[name] for name in arg_names[:num_args]))):
         if kind == "constexpr":  # a None, or an integer that is 1
             continue
         letter = "p" if str(kind).startswith("*") else PARAMETER_TYPES.get(kind)

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks, launcher
-from .autograd import plain_eager
-from .caches import register_cache
-from .sizes import holds, same_sizes
+from . import checks
 
 Lengths = Tensor | Sequence[int] | int
 
-# A copy costs the host less time than launches that send more words.
-LAUNCHED_WORDS = 64
 # CUDA takes up to 64 KB from ordinary memory without waiting for the copy. Pinned memory costs more
 # host time.
 UNPINNED_WORDS = 4096
-
-
-# By the index of the GPU, the C module's form of the kernel that sends lengths; see `words.py`.
-_senders: dict[int | None, Any] = {}
-register_cache("runtime.lengths.senders", _senders.clear)
-
-
-def padded_lengths(targets: Tensor, *rows: Lengths) -> tuple[Any, ...] | None:
-    """Return N, S, a bound of the last lengths, and lengths `[N]` on the device of the targets.
-
-    The C module does all of it for dense targets `[N, S]` in int32 or int64 on a GPU, with int64
-    lengths there or on the host. The result is None for any others, which need checks.
-    """
-    if torch.compiler.is_compiling() or not targets.is_cuda:
-        return None
-    last, sender = rows[-1], None
-    if not (isinstance(last, Tensor) and last.is_cuda):
-        sender = _senders.get(targets.device.index)
-        if sender is None:
-            return None
-    module = launcher.module()
-    found = NotImplemented if module is None else module.padded_lengths(sender, targets, *rows)
-    return None if found is NotImplemented else found
 
 
 def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
@@ -54,36 +25,13 @@ def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
     on_host = [row for row in rows if row.is_cpu]
     if device.type != "cuda" or not on_host:
         return [row.to(device) for row in rows]  # a copy to the CPU has to wait
-    words, copied = len(on_host) * rows[0].shape[0], None
-    is_short = 0 < words <= LAUNCHED_WORDS
-    if is_short and plain_eager() and launcher.module() is not None:
-        copied = launch_together(on_host, device)
-    if copied is None:
-        pinned = words > UNPINNED_WORDS or torch.cuda.is_current_stream_capturing()
-        copied = copy_together(on_host, device, pinned)
+    words = len(on_host) * rows[0].shape[0]
+    pinned = words > UNPINNED_WORDS or torch.cuda.is_current_stream_capturing()
+    copied = copy_together(on_host, device, pinned)
     if len(copied) == len(rows):
         return copied
     copies = iter(copied)
     return [next(copies) if row.is_cpu else row.to(device) for row in rows]
-
-
-def launch_together(rows: Sequence[Tensor], device: torch.device) -> list[Tensor] | None:
-    """Return 64-bit tensors `[N]` on a GPU whose values are sent as parameters of launches.
-
-    Each starts on 16 bytes, so that kernels are compiled for aligned pointers. The result is None
-    where a value is too large.
-    """
-    from .words import LIMIT, words_on_device  # which imports Triton
-
-    N = rows[0].shape[0]
-    padding, values = [0] * (N % 2), []
-    for row in rows:
-        values += row.tolist() + padding
-    if max(values) > LIMIT or min(values) < -LIMIT:
-        return None
-    words, _senders[device.index] = words_on_device(values, device)
-    # This view takes the host less time than `narrow`.
-    return [words.as_strided((N,), (1,), i * (N + N % 2)) for i in range(len(rows))]
 
 
 def copy_together(rows: Sequence[Tensor], device: torch.device, pinned: bool) -> list[Tensor]:
@@ -126,96 +74,3 @@ def lengths_on_device(
     """Return the lengths as int64 `[N]`, first where the user has them, then on the device."""
     lengths = as_lengths(name, value, N)
     return lengths, on_device(device, lengths)[0]
-
-
-def steps_first(emissions: Any, batch_first: bool) -> Tensor:
-    """Return emissions as `[T, N, C]`, or raise for a wrong dtype or shape."""
-    checks.floating("emissions", emissions)
-    if emissions.ndim != 3 or not holds(emissions.shape[1 if batch_first else 0] >= 1):
-        raise ValueError(
-            f"emissions: expected shape {_layout(batch_first)} with T of at least 1,"
-            f" got {list(emissions.shape)}"
-        )
-    return emissions.transpose(0, 1) if batch_first else emissions
-
-
-def end_of_chains(name: str, end: Tensor, emissions: Tensor) -> Tensor:
-    """Return numbers of the first or last states, `[C]` or `[N, C]`, as `[N, C]`.
-
-    A wrong dtype, shape or device raises.
-    """
-    checks.floating(name, end)
-    checks.device(name, end, emissions, "emissions")
-    N, C = emissions.shape[1:]
-    if not same_sizes(end.shape, (C,) if end.ndim == 1 else (N, C)):
-        raise ValueError(
-            f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
-        )
-    return end.expand(N, C)
-
-
-def lengths_of_chains(
-    emissions: Tensor, lengths: Lengths | None, mask: Tensor | None, batch_first: bool, unit: str
-) -> Tensor | None:
-    """Return the lengths of sequences, `[N]` on the device of the emissions; None for T of each.
-
-    Args:
-        emissions: `[T, N, C]`.
-        lengths: `[N]`, 1 to T, or None.
-        mask: `[T, N]` bool instead of lengths, True for a prefix of each sequence; or None.
-        batch_first: whether the mask is `[N, T]`, as the user's emissions are `[N, T, C]`.
-        unit: what a sequence consists of, in messages.
-    """
-    T, N, _ = emissions.shape
-    if mask is None:
-        if lengths is None:
-            return None
-        try:
-            found = lengths_on_device("lengths", lengths, N, emissions.device)[1]
-        except ValueError as error:
-            is_other = T != N and isinstance(lengths, Sized) and len(lengths) == T
-            raise ValueError(f"{error}{_other_layout(batch_first, is_other)}") from None
-        checks.within("lengths", found, 1, T, f"{unit}s")
-        return found
-    if lengths is not None:
-        raise TypeError("mask: expected either lengths or a mask, got both")
-    checks.tensor("mask", mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected dtype torch.bool, got {mask.dtype}")
-    shape, meaning = ((N, T), "[N, T]") if batch_first else ((T, N), "[T, N]")
-    try:
-        checks.shape("mask", mask, shape, f"{meaning} of emissions")
-    except ValueError as error:
-        is_other = tuple(mask.shape) == shape[::-1]
-        raise ValueError(f"{error}{_other_layout(batch_first, is_other)}") from None
-    checks.device("mask", mask, emissions, "emissions")
-    steps = mask.mT if batch_first else mask
-    hole = steps[1:] & ~steps[:-1]
-    if checks.can_check_values(mask):
-        if (index := checks.first_index(hole.mT)) is not None:
-            n, t = index[0], index[1] + 1
-            is_other = bool(steps[:, 0].all()) and not bool((steps[:, 1:] & ~steps[:, :-1]).any())
-            raise ValueError(
-                f"mask: expected a prefix of each sequence, got a {unit} at"
-                f" {[n, t] if batch_first else [t, n]} after one that is left out"
-                f"{_other_layout(batch_first, is_other)}"
-            )
-        if (index := checks.first_index(~steps[0])) is not None:
-            raise ValueError(
-                f"mask: expected at least one {unit} in each sequence, got none in {index[0]}"
-            )
-    return torch.where(hole.any(0), -1, steps.sum(0))
-
-
-def _layout(batch_first: bool) -> str:
-    return "[N, T, C]" if batch_first else "[T, N, C]"
-
-
-def _other_layout(batch_first: bool, is_meant: bool) -> str:
-    """Return the end of a message to a user who seems to mean the other layout, or nothing."""
-    if not is_meant:
-        return ""
-    return (
-        f"; emissions is {_layout(batch_first)}, and batch_first={not batch_first} takes"
-        f" {_layout(not batch_first)}"
-    )

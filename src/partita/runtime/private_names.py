@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 NAMES: dict[str, bool] = {}  # the names below `torch`, and whether this release has them
@@ -64,7 +63,7 @@ def at_some_level(tensor: Tensor, has_property: Callable[[Tensor], bool]) -> boo
 
 
 # Dispatch modes. Without the number of active ones each call goes through PyTorch's dispatcher.
-# Without the class nothing is replayed, and kernels compile one by one where they are launched.
+# Without the class nothing is replayed.
 len_torch_dispatch_stack = _find("_C._len_torch_dispatch_stack", lambda: 1)
 HAS_DISPATCH_MODES = _find("utils._python_dispatch.TorchDispatchMode") is not None
 if HAS_DISPATCH_MODES:
@@ -108,9 +107,6 @@ def may_have_tangents() -> bool:
     return not _HAS_LEVEL or torch.autograd.forward_ad._current_level >= 0
 
 
-# The C module asks for the hooks of saved tensors. Without the function it builds no graph.
-top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
-
 # Tensors. Without versions nothing that was made from a tensor is cached, and without any of the
 # three a gradient is not written over its logits.
 _HAS_VERSION = _find("Tensor._version") is not None
@@ -148,11 +144,6 @@ def is_replica(model: torch.nn.Module) -> bool:
     return getattr(model, "_is_replica", False)
 
 
-# Functions of PyTorch that the C module calls for small inputs. Without them, the op is called.
-softmax = _find("_softmax")
-log_softmax = _find("_log_softmax")
-
-
 # CUDA. The functions that serve instead do the same in more time.
 def _empty_strided(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
@@ -185,44 +176,13 @@ CAN_SHARE_MEMORY = None not in (
 )
 
 
-def collectives() -> Any:
-    """Return the collectives of groups that have a name, as functions of tensors."""
+def functional_collectives() -> Any:
+    """Return the collectives that compilers trace, or None where they are missing."""
     try:
         import torch.distributed._functional_collectives  # registers them
     except ImportError:
-        return PlainCollectives
+        return None
     return torch.ops._c10d_functional
-
-
-class PlainCollectives:
-    """The same collectives by the functions of `torch.distributed`, which finish at once."""
-
-    @staticmethod
-    def all_gather_into_tensor(tensor: Tensor, world: int, name: Any) -> Tensor:
-        result = tensor.new_empty(world * len(tensor), *tensor.shape[1:])
-        dist.all_gather_into_tensor(result, tensor, resolve_process_group(name))
-        return result
-
-    @staticmethod
-    def all_reduce_(tensor: Tensor, operation: str, name: Any) -> Tensor:
-        assert operation == "sum"
-        dist.all_reduce(tensor, group=resolve_process_group(name))
-        return tensor
-
-    @staticmethod
-    def all_reduce(tensor: Tensor, operation: str, name: Any) -> Tensor:
-        return PlainCollectives.all_reduce_(tensor.clone(), operation, name)
-
-    @staticmethod
-    def reduce_scatter_tensor(tensor: Tensor, operation: str, world: int, name: Any) -> Tensor:
-        assert operation == "sum"
-        result = tensor.new_empty(len(tensor) // world, *tensor.shape[1:])
-        dist.reduce_scatter_tensor(result, tensor, group=resolve_process_group(name))
-        return result
-
-    @staticmethod
-    def wait_tensor(tensor: Tensor) -> Tensor:
-        return tensor
 
 
 def symmetric_memory() -> Any:
@@ -240,17 +200,12 @@ def timeout_of(group: Any, device: torch.device) -> float | None:
 
 
 # Triton. Where one of these is missing, Triton launches the kernels.
-def triton_driver() -> Any:
-    """Return the driver of the GPUs that Triton has found."""
-    from triton.runtime.driver import driver
-
-    return driver.active
-
-
 def load_binary(*args: Any) -> Any:
     """Load a compiled kernel as Triton would, or return None."""
     with contextlib.suppress(ImportError, AttributeError):
-        return triton_driver().utils.load_binary(*args)
+        from triton.runtime.driver import driver
+
+        return driver.active.utils.load_binary(*args)
     return None
 
 

@@ -16,16 +16,19 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .parts import Part
+from .parts import is_part, members
 from .private_names import TorchDispatchMode
-from .programs import ABSOLUTE, FILL, LAUNCH, Draft, aligned_size
 
+WORKSPACE_ALIGNMENT = 256
+ABSOLUTE = -1  # the slot of a value that is no address of an argument, an output or the workspace
+LAUNCH, FILL, FORK, LEAVE, JOIN = range(5)  # the kinds of steps, as in programs.c
 MAX_WORKSPACE = 2**26  # bytes; larger temporary tensors are freed and reused as the call goes on
 
 _aten = torch.ops.aten
@@ -201,12 +204,12 @@ class Recorder(TorchDispatchMode):
         if self.reason is not None:
             return
         function, threads, shared, parameters = kernel.description
-        cells = []
+        cells, found = [], list(members(args))
         for i, letter in parameters:
             if letter == "p":
-                cell = self._locate_argument(args[i])
+                cell = self._locate_argument(found[i])
             else:
-                cell = Address(ABSOLUTE, _bits(args[i], letter))
+                cell = Address(ABSOLUTE, _bits(found[i], letter))
             if cell is None:
                 return
             cells.append(cell)
@@ -218,9 +221,9 @@ class Recorder(TorchDispatchMode):
         if self.reason is None:
             self._steps.append((kind, 0, 0, 0, 0, 0, ()))
 
-    def _locate_argument(self, arg: Tensor | Part) -> Address | None:
+    def _locate_argument(self, arg: Any) -> Address | None:
         """Return where an argument of a launch lies; see `_locate`."""
-        if not isinstance(arg, tuple):
+        if not is_part(arg):
             return self._locate(arg)
         tensor, offset, _ = arg
         address = self._locate(tensor)
@@ -260,13 +263,14 @@ class Recorder(TorchDispatchMode):
         around = [a for a in starts if a <= address and address + _span(tensor) <= ends[a]]
         return spans[around[0]] if around else None
 
-    def draft(self, result: Any) -> Draft | None:
-        """Return what the program of the call that returned `result` is made of.
-
-        It is None if the call was refused.
+    def program(self, module: Any, result: Any, drop: Callable[[], object]) -> Any:
+        """Return the program of the call that returned `result`, or None if it was refused.
 
         Args:
+            module: the C module.
             result: a tensor, a tuple of tensors, or None.
+            drop: drops the program. It is called when an argument that counts by identity, or its
+                memory, is freed: then other values may get its address.
         """
         results = [result] if isinstance(result, Tensor) else list(result or ())
         layout = _Layout(len(self.args))
@@ -280,11 +284,11 @@ class Recorder(TorchDispatchMode):
             return None
         steps = tuple((*step[:-1], tuple(map(layout.cell, step[-1]))) for step in self._steps)
         spec = None if result is None else entries[0] if isinstance(result, Tensor) else entries
-        # While their memory lives, no other values can have its address.
-        known = [*self.known, *(tensor.detach() for tensor in self.known)]
-        references = (self.kernels, list(self.constants.values()), known)
-        sizes = (tuple(layout.outputs), spec, tuple(layout.temporaries), layout.workspace)
-        return Draft(len(self.args), *sizes, steps, references)
+        owners = [*self.known, *(tensor.untyped_storage() for tensor in self.known)]
+        watches = [weakref.ref(owner, lambda _: drop()) for owner in owners]
+        references = (self.kernels, list(self.constants.values()), watches)
+        sizes = (tuple(layout.outputs), spec, layout.workspace)
+        return module.Program(len(self.args), *sizes, steps, references)
 
     def _result(self, layout: _Layout, tensor: Any) -> Any:
         """Return the entry of a result: the number of an output, or a view of one."""
@@ -317,9 +321,8 @@ class _Layout:
 
     def __init__(self, args: int) -> None:
         self.args = args
-        self.outputs: list[tuple[Any, ...]] = []
+        self.outputs: list[tuple[Any, ...]] = []  # size, stride and dtype
         self.workspace = 0
-        self.temporaries: list[int] = []  # the bytes of each buffer in the workspace
         self._slots_of_buffers: dict[int, tuple[bool, int]] = {}  # by number of the buffer
 
     def add_output(self, buffer: Buffer | None, spec: tuple[Any, ...]) -> int:
@@ -327,7 +330,7 @@ class _Layout:
         if buffer is not None and buffer.number in self._slots_of_buffers:
             return self._slots_of_buffers[buffer.number][1]
         number = len(self.outputs)
-        self.outputs.append((*spec, 0 if buffer is None else buffer.nbytes))
+        self.outputs.append(spec)
         if buffer is not None:
             self._slots_of_buffers[buffer.number] = True, number
         return number
@@ -336,8 +339,7 @@ class _Layout:
         """Give a buffer that is no output its place in the workspace."""
         if buffer.number not in self._slots_of_buffers:
             self._slots_of_buffers[buffer.number] = False, self.workspace
-            self.temporaries.append(buffer.nbytes)
-            self.workspace += aligned_size(buffer.nbytes)
+            self.workspace += -(-buffer.nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
 
     def cell(self, address: Address) -> tuple[int, int]:
         """Return the slot's number and the offset of an address."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from . import launcher, private_names, recording
 from .autograd import plain_eager
 from .backend import Backends, resolve
 from .caches import BoundedCache, register_cache
-from .programs import RowPrograms, Rows
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 MAX_PROGRAMS = 1024  # recorded programs of an op; a full cache is emptied
 MAX_TRIES = 2  # recordings of a key that may be refused
+
+# How a call was served, beside the reasons why a recording was refused.
+REPLAYED, RECORDED = "replayed", "recorded"
+NOT_RECORDED = "no equal call was recorded"
+LEFT_TO_PYTHON = "an argument, a variable of the environment or a profiler rules replay out"
+BY_REFERENCE = "the backend 'reference' serves it"
 
 _library = torch.library.Library("partita", "DEF")
 
@@ -34,10 +40,10 @@ class Op:
         dispatched: the op as PyTorch's dispatcher knows it.
         by_identity: the positions of tensors whose values decide what the op does. They count by
             identity and version.
-        rows: which calls one program serves with any number of rows, or None.
 
     `programs` holds the recorded calls by key, and `reasons` says why calls of a key are not
-    replayed.
+    replayed. `latest` says how the latest call that was not replayed was served; replays leave it
+    alone, which spares them its time.
     """
 
     def __init__(
@@ -46,13 +52,12 @@ class Op:
         run: Callable[..., Any],
         dispatched: Callable[..., Any],
         by_identity: Sequence[int] = (),
-        rows: Rows | None = None,
     ) -> None:
-        self.run, self.dispatched, self.by_identity = run, dispatched, by_identity
+        self.name, self.run, self.dispatched, self.by_identity = name, run, dispatched, by_identity
+        self.latest = NOT_RECORDED
         self.programs: BoundedCache[bytes, Any] = BoundedCache(MAX_PROGRAMS)
         self.tries: BoundedCache[bytes, int] = BoundedCache(4 * MAX_PROGRAMS)
         self.reasons: BoundedCache[bytes, str] = BoundedCache(MAX_PROGRAMS)
-        self.by_rows = None if rows is None else RowPrograms(name, rows, self.programs)
         self._replay: Any = None
         register_cache(f"runtime.register.{name}.programs", self.programs.clear)
         register_cache(f"runtime.register.{name}.tries", self.tries.clear)
@@ -69,6 +74,7 @@ class Op:
             return self.run(first, *rest)
         replay = self._replay or self.replay()
         if replay is None:
+            self.latest = launcher.status()
             return self.run(*without_lazy_bits(first, *rest))
         found = replay(first, *rest)
         if type(found) is bytes:
@@ -78,6 +84,7 @@ class Op:
         if first.device.index != private_names.current_device():
             with torch.cuda.device(first.device):
                 return self.eager(first, *rest)
+        self.latest = LEFT_TO_PYTHON
         return self.run(*without_lazy_bits(first, *rest))
 
     def replay(self) -> Callable[..., Any] | None:
@@ -85,51 +92,59 @@ class Op:
         module = launcher.module()
         if self._replay is None and module is not None and private_names.HAS_DISPATCH_MODES:
             by_identity = sum(1 << position for position in self.by_identity)
-            options = () if self.by_rows is None else self.by_rows.options
-            self._replay = module.Replay(self.programs, by_identity, *options)
+            self._replay = module.Replay(self.programs, by_identity)
         return self._replay
 
-    def is_familiar(self, key: bytes, args: tuple[Any, ...]) -> bool:
-        """Return whether a call had this key, or class, before, and note that one has it now.
-
-        A function of PyTorch that does the same may serve the first call, for which an op takes
-        more time.
-        """
-        of_class = self._class_of(args)
-        counted = key if of_class is None else of_class[0]
-        if counted in self.tries:
-            return True
-        self.tries.store(counted, 1)
-        return False
-
-    def _class_of(self, args: tuple[Any, ...]) -> tuple[bytes, int, int] | None:
-        """Return the class of a call that has no program; see `RowPrograms.key_of_class`."""
-        return None if self.by_rows is None else self.by_rows.key_of_class(self._replay, args)
-
     def _record(self, key: bytes, args: tuple[Any, ...]) -> Any:
-        """Run a call that has no program, and record it if its key, or class, was seen before.
+        """Run a call that has no program, and record it if its key was seen before.
 
         A second try follows a refusal, which may be due to a cached table that the call built.
         """
         if args[-1] == "reference":  # which is no sequence of launches
+            self.latest = BY_REFERENCE
             return self.run(*args)
-        of_class = self._class_of(args)
-        counted = key if of_class is None else of_class[0]
-        tries = self.tries.get(counted, 0)
-        self.tries.store(counted, tries + 1)
+        tries = self.tries.get(key, 0)
+        self.tries.store(key, tries + 1)
         if not 0 < tries <= MAX_TRIES or torch.cuda.is_current_stream_capturing():
+            self.latest = self.reasons.get(key, NOT_RECORDED)
             return self.run(*args)
         with recording.Recorder(args, self.by_identity) as recorder:
             result = self.run(*args)
-        draft = recorder.draft(result)
-        if draft is None:
-            self.reasons.store(key, recorder.reason or "")
-            return result
-        self.programs.store(key, draft.program(launcher.module()))
-        self.tries.store(counted, 1)  # a cache that was emptied is filled again
-        if self.by_rows is not None and of_class is not None:
-            self.by_rows.add(launcher.module(), of_class, draft)
+        drop = functools.partial(self.programs.pop, key, None)
+        program = recorder.program(launcher.module(), result, drop)
+        if program is None:
+            self.latest = self.reasons.store(key, recorder.reason or "")
+        else:
+            self.latest = RECORDED
+            self.programs.store(key, program)
+            self.tries.store(key, 1)  # a cache that was emptied is filled again
         return result
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[list[tuple[str, str]]]:
+    """Yield a list that gets the name of each op that is called inside, and how it was served.
+
+    That is `REPLAYED`, `RECORDED`, or the reason why the call took the plain path. The list has the
+    plain eager calls of all threads on a GPU. A public function that adds nothing to it calls no
+    op, because PyTorch's own functions serve it. Outside of the block no call takes longer.
+    """
+    calls: list[tuple[str, str]] = []
+    serve = Op.eager
+
+    def note(self: Op, first: torch.Tensor, *rest: Any) -> Any:
+        if not first.is_cuda or recording.recorder() is not None:  # or a part of a recorded call
+            return serve(self, first, *rest)
+        self.latest = REPLAYED
+        result = serve(self, first, *rest)
+        calls.append((self.name, self.latest))
+        return result
+
+    Op.eager = note  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        Op.eager = serve  # type: ignore[method-assign]
 
 
 def without_lazy_bits(*args: Any) -> tuple[Any, ...]:
@@ -166,7 +181,6 @@ def define(
     fake_by_backend: bool = False,
     reference_if_empty: bool = False,
     by_identity: Sequence[str] = (),
-    rows: Rows | None = None,
 ) -> Op:
     """Register `partita::<schema>` and return it.
 
@@ -184,8 +198,6 @@ def define(
         reference_if_empty: whether the reference serves calls whose first tensor has no elements.
         by_identity: the names of tensors whose values decide what the op does, such as a table of
             edges. A replay serves the same tensor in the same version only.
-        rows: which calls one program serves with any number of rows. What an autograd function
-            links with such a call may not depend on that number.
     """
     name = schema.partition("(")[0]
     qualified = f"partita::{name}"
@@ -236,4 +248,4 @@ def define(
         torch.library.register_vmap(qualified, vmap, lib=_library)
     dispatched = getattr(torch.ops.partita, name).default
     names = [part.split()[-1] for part in schema[schema.index("(") + 1 :].split(")")[0].split(",")]
-    return Op(name, run, dispatched, [names.index(tensor) for tensor in by_identity], rows)
+    return Op(name, run, dispatched, [names.index(tensor) for tensor in by_identity])

@@ -14,7 +14,6 @@ from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import lengths_on_device
 from ...runtime.sizes import same_sizes
 from . import autograd, functional
-from .eager import eager_logz
 from .edges import edges_from_states
 from .inputs import (
     ChainTensors,
@@ -386,8 +385,4 @@ def logz(
         >>> logz(torch.zeros(3, 1, 2, 2), dense_source(2), semiring=Log)  # log 16; the default
         tensor([2.7726])
     """
-    if semiring is Log and lengths is None:
-        value = eager_logz.find(scores, source, initial, final, None, True, "auto")
-        if value is not None:
-            return value
     return Chain(scores, source, initial, final, lengths=lengths).logz(semiring)

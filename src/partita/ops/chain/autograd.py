@@ -28,7 +28,7 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from . import fakes, reference
 from .backends import BACKENDS
-from .inputs import ChainTensors
+from .inputs import ChainTensors, check_states
 from .reference import expected_value
 
 
@@ -38,7 +38,7 @@ def check_values(
     """Raise for a source or a length that is out of range, where values are checked."""
     if source.is_meta or not checks.should_check_values(source.device):
         return
-    checks.states("source", source, scores.shape[2], "for no edge")
+    check_states("source", source, scores.shape[2], "for no edge")
     if lengths is not None:
         checks.within("lengths", lengths, 0, scores.shape[0], "steps")
 

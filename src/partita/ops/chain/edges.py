@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.sizes import holds
+from .inputs import check_states
 
 
 def dense_source(C: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -72,7 +73,7 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
     if source.ndim != 2:
         raise ValueError(f"source: expected shape [C, K], got {list(source.shape)}")
     C, K = source.shape
-    checks.states("states", states, C, "past the end of a path")
+    check_states("states", states, C, "past the end of a path")
     previous, entered = states[..., :-1, :].long(), states[..., 1:, :].long()
     in_range = (previous >= 0) & (entered >= 0) & (entered < C)
     if not source.numel():

@@ -10,31 +10,19 @@ import torch
 from torch import Tensor
 
 from ...primitives.semiring import Log, Max, Semiring, differentiable
-from ...runtime.autograd import apply, plain_eager, refuse_forward_mode
+from ...runtime.autograd import apply, refuse_forward_mode
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ...runtime.register import PLAIN
 from . import autograd, reference
 from .autograd import calls_op, chain_needs_gradient, needs_gradient, scan_inputs
-from .eager import EagerExactLogZ, EagerLogZ, eager_exact_logz, eager_logz
 from .inputs import ChainTensors, full_lengths, scalar
-
-
-def _is_eager(chain: ChainTensors) -> bool:
-    """Return whether the autograd functions of plain eager mode serve a call."""
-    return type(chain.scores) in PLAIN and plain_eager()
 
 
 def log_partition(chain: ChainTensors) -> Tensor:
     """Return log Z, `[N]` fp64, of which differences may be formed."""
-    value = eager_exact_logz.find(*chain, True, "auto")
-    if value is not None:
-        return value
     save, backend = chain_needs_gradient(chain), current_backend()
     if calls_op(save, chain.scores, chain.initial, chain.final):
         return autograd.logz(*chain, save, backend)[0]
-    if save and _is_eager(chain):
-        return EagerExactLogZ.run(*chain, save, backend)
     return apply(autograd.LogZ, *chain, save, backend)[0]
 
 
@@ -44,9 +32,6 @@ def partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
     if semiring not in (Log, Max):
         inputs = scan_inputs(chain, semiring, "this semiring")
         return reference.log_partition(inputs, differentiable(semiring)).to(dtype)
-    value = eager_logz.find(*chain, True, "auto") if semiring == Log else None
-    if value is not None:
-        return value
     save, backend = chain_needs_gradient(chain), current_backend()
     is_direct = calls_op(save, chain.scores, chain.initial, chain.final)
     if semiring == Max:
@@ -55,8 +40,6 @@ def partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
         return apply(autograd.BestScore, *chain, save, backend)[0]
     if is_direct:
         return autograd.rounded_logz(*chain, save, backend)[0]
-    if save and _is_eager(chain):
-        return EagerLogZ.run(*chain, save, backend)
     return apply(autograd.RoundedLogZ, *chain, save, backend)[0]
 
 

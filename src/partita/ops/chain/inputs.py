@@ -54,6 +54,23 @@ def check_end(name: str, end: Tensor, scores: Tensor) -> None:
     checks.shape(name, end, scores.shape[1:3], "[N, C] of scores")
 
 
+def check_states(name: str, value: Tensor, number: int, missing: str) -> None:
+    """Raise `ValueError` with the first state that is neither one of the number nor -1.
+
+    Args:
+        name: the name of the argument.
+        value: the states.
+        number: the number of states.
+        missing: the meaning of -1.
+    """
+    if not checks.can_check_values(value):
+        return
+    value = value.long()  # a narrow type would wrap the bounds
+    if (index := checks.first_index((value < -1) | (value >= number))) is not None:
+        expected = f"a state from 0 to {number - 1}, or -1 {missing}" if number else "-1"
+        raise ValueError(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
+
+
 def check_semiring(semiring: Semiring) -> None:
     """Raise for an argument that is not a semiring."""
     if not isinstance(semiring, Semiring):

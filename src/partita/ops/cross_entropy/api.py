@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend, resolve
 from ...runtime.checks import REDUCTIONS
-from ...runtime.known_calls import KnownCalls
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
-from ...runtime.register import PLAIN
 from ...runtime.sizes import same_sizes
 from .autograd import (
     CrossEntropyInPlace,
@@ -28,15 +26,12 @@ from .autograd import (
     CrossEntropyOptions,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
-    eager_loss,
     token_stats_op,
 )
 from .native import native_cross_entropy
-from .token_stats import EagerTokenStats, TokenStatsFunction, eager_token_stats
+from .token_stats import TokenStatsFunction
 
 # The options of calls that take one pass over logits and labels, and those of `token_stats`.
-_known_losses = KnownCalls("cross_entropy", by_size=False)
-_known_statistics = KnownCalls("token_stats", by_size=False)
 
 
 def cross_entropy(
@@ -97,12 +92,6 @@ def cross_entropy(
         (tensor(1.1269, grad_fn=<...>), tensor([[-0.0596,  0.0596],
                 [-0.4404,  0.4404]]))
     """
-    numbers = ignore_index, label_smoothing, softcap, z_loss
-    known = _known_losses.find(input, target, weight, reduction, inplace, *numbers)
-    if type(known) is CrossEntropyOptions:
-        loss = eager_loss(input, target, None, None, *known)
-        if loss is not None:
-            return loss
     check_inputs(input, target, weight, ignore_index, softcap)
     if reduction not in REDUCTIONS:
         checks.choice("reduction", reduction, REDUCTIONS)
@@ -123,9 +112,7 @@ def cross_entropy(
     factors = float(label_smoothing), float(softcap or 0.0), float(z_loss)
     options = CrossEntropyOptions(ignore_index, *factors, reduction == "mean", dtype, backend)
     if is_batch:
-        is_usual = weight is None and not inplace and input.dtype == dtype
-        key = known if is_usual and not target.is_floating_point() else None
-        return loss_of_batch(input, target, weight, options, reduction, inplace, key)
+        return loss_of_batch(input, target, weight, options, reduction, inplace)
     loss = loss_of_batch(
         input.unsqueeze(0), target.unsqueeze(0), weight, options, reduction, inplace
     )
@@ -184,11 +171,6 @@ def token_stats(
         >>> stats.logprob, stats.entropy, stats.argmax
         (tensor([-1.3863]), tensor([1.3863]), tensor([0]))
     """
-    known = _known_statistics.find(logits, target, temperature, softcap, ignore_index)
-    if type(known) is tuple:
-        values = eager_token_stats(logits, target, *known, "auto")
-        if values is not None:
-            return TokenStats(*values)
     checks.floating("logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
@@ -207,12 +189,8 @@ def token_stats(
     if target is None:
         ignore_index = -100  # no row is ignored
     options = float(temperature), float(softcap or 0.0), ignore_index, current_backend()
-    if target is not None:
-        _known_statistics.store(known, options[:-1])
     if needs_no_derivative(logits):
         fields = token_stats_op(logits, target, *options)
-    elif target is not None and type(logits) in PLAIN and plain_eager():
-        fields = EagerTokenStats.run(logits, target, *options)
     else:
         fields = apply(TokenStatsFunction, logits, target, *options)
     return TokenStats(*fields[:4])
@@ -282,12 +260,8 @@ def loss_of_batch(
     options: CrossEntropyOptions,
     reduction: str,
     inplace: bool,
-    key: Any = None,
 ) -> Tensor:
-    """Return the loss of `[N, C, ...]` logits by the pass that suits the call.
-
-    The decision for one pass is stored under the key.
-    """
+    """Return the loss of `[N, C, ...]` logits by the pass that suits the call."""
     if not plain_eager():
         return cross_entropy_of_rows(logits, target, weight, options, reduction)
     others_need_grad = target.requires_grad or (weight is not None and weight.requires_grad)
@@ -305,10 +279,7 @@ def loss_of_batch(
     if is_one_pass and inplace:
         return apply(CrossEntropyInPlace, logits, target, weight, options)
     if is_one_pass and has_one_pass(logits, options):
-        _known_losses.store(key, options._replace(backend="auto"))
-        args = (logits, target, weight, None, *options)
-        loss = eager_loss(*args)
-        return CrossEntropyOnePass.run(*args) if loss is None else loss
+        return apply(CrossEntropyOnePass, logits, target, weight, None, options)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
         # read them.

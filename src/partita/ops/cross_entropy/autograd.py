@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +23,9 @@ from ...runtime.autograd import (
     saved_tensors,
 )
 from ...runtime.dtypes import acc_dtype
-from ...runtime.eager import EagerCall, EagerFunction
-from ...runtime.private_names import version_of
 from . import reference
 from .backends import BACKENDS
 from .common import RowLosses, TokenStatsRows, mean_denominators
-from .gpu.plan import SMALL_GRADIENT
-from .rows import LOSS_ROWS, SCALED_ROWS
 
 
 def _check_labels(
@@ -115,7 +110,6 @@ cross_entropy_one_pass_op = register.define(
     lambda logits, *args: (logits.new_empty((), dtype=args[-1]), torch.empty_like(logits)),
     check=_check_one_pass,
     backends=BACKENDS,
-    rows=LOSS_ROWS,
 )
 cross_entropy_one_pass_inplace_op = register.define(
     f"cross_entropy_one_pass_(Tensor(a!) logits, {_INPUTS}, Tensor? denominator, {_NUMBERS},"
@@ -128,7 +122,6 @@ scale_gradient = register.define(
     "scale_(Tensor(a!) grad, Tensor factor, str backend) -> ()",
     lambda *_: None,
     backends=BACKENDS,
-    rows=SCALED_ROWS,
 )
 
 
@@ -229,40 +222,48 @@ class CrossEntropyRows(torch.autograd.Function):
         return grad_logits, grad_target, grad_weight, None, None, None, None, None
 
 
-class CrossEntropyOnePass(EagerFunction):
+class CrossEntropyOnePass(torch.autograd.Function):
     """The reduced loss, with its gradient computed in the forward pass.
 
-    It is for eager code only, because it stores that gradient until the first backward pass. A
-    denominator, `[]`, divides a sum before the gradient is rounded.
+    It is for eager code only: the first backward pass scales the saved gradient in place, and a
+    second one computes it again. A denominator, `[]`, divides a sum before the gradient is rounded.
     """
 
-    op, scale = cross_entropy_one_pass_op, scale_gradient
-    inputs = (0,)
-    saved = (0, 1, 2, 3)
-    attribute = 1
-    materializes = False
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        denominator: Tensor | None,
+        options: CrossEntropyOptions,
+    ) -> Tensor:
+        inputs = (logits, target, weight, denominator)
+        loss, gradient = cross_entropy_one_pass_op(*inputs, *options)
+        ctx.save_for_backward(gradient, *inputs)
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.is_spent = options, False
+        return loss
 
     @staticmethod
-    def options(args: tuple[Any, ...], needed: Sequence[bool]) -> tuple[Any, ...]:
-        return args[4:]
-
-    @staticmethod
-    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: bytes | None) -> Tensor:
-        (grad,), options = grads, ctx.link.options
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        (grad,), options = grads, ctx.options
+        if grad is None:
+            return None, None, None, None, None
+        gradient, logits, target, weight, denominator = ctx.saved_tensors
         if torch.is_grad_enabled():
-            logits, target, weight, denominator = ctx.saved_tensors
             if denominator is not None:
                 grad = (grad / denominator).to(grad.dtype)
-            all_options = CrossEntropyOptions(*options)
-            return _differentiable_gradient(grad, logits, target, weight, all_options)
-        gradient, is_batched = ctx.result, is_batched_gradient(grad)
-        if gradient is None:
-            gradient = cross_entropy_one_pass_op(*ctx.saved_tensors, *options)[1]
-        ctx.result = gradient if is_batched else None
-        if is_batched:
-            return scaled_by_batch(gradient, grad)
-        scale_by_upstream(gradient, grad, options[-1], saved)
-        return gradient
+            gradient = _differentiable_gradient(grad, logits, target, weight, options)
+            return gradient, None, None, None, None
+        if ctx.is_spent:
+            inputs = (logits, target, weight, denominator)
+            gradient = cross_entropy_one_pass_op(*inputs, *options)[1]
+        if is_batched_gradient(grad):
+            return scaled_by_batch(gradient, grad), None, None, None, None
+        ctx.is_spent = True
+        scale_by_upstream(gradient, grad, options.backend)
+        return gradient, None, None, None, None
 
 
 class CrossEntropyInPlace(torch.autograd.Function):
@@ -282,8 +283,8 @@ class CrossEntropyInPlace(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         loss: Tensor = cross_entropy_one_pass_inplace_op(logits, target, weight, None, *options)
         torch.autograd.graph.increment_version(logits)
-        ctx.gradient, ctx.backend = logits.detach(), options.backend
-        ctx.version = version_of(logits)
+        ctx.save_for_backward(logits)
+        ctx.backend, ctx.is_spent = options.backend, False
         return loss
 
     @staticmethod
@@ -291,25 +292,17 @@ class CrossEntropyInPlace(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None, None, None
-        gradient = ctx.gradient
-        if torch.is_grad_enabled() or gradient is None:
+        if torch.is_grad_enabled() or ctx.is_spent:
             raise RuntimeError(
                 "inplace=True wrote the gradient over the logits: it serves one backward pass and"
                 " no second derivative"
             )
-        if version_of(gradient) != ctx.version:
-            raise RuntimeError(
-                "inplace=True wrote the gradient over the logits, and that memory has been written"
-                " to since: there is no gradient any more"
-            )
+        gradient = ctx.saved_tensors[0].detach()  # It raises if that memory was written to since.
         if is_batched_gradient(grad):
             return scaled_by_batch(gradient, grad), None, None, None
-        ctx.gradient = None
+        ctx.is_spent = True
         scale_by_upstream(gradient, grad, ctx.backend)
         return gradient, None, None, None
-
-
-eager_loss = EagerCall(cross_entropy_one_pass_op, CrossEntropyOnePass)
 
 
 def _differentiable_gradient(
@@ -336,22 +329,14 @@ def scaled_by_batch(gradient: Tensor, upstream: Tensor) -> Tensor:
     return (gradient.to(upstream.dtype) * upstream).to(gradient.dtype)
 
 
-def scale_by_upstream(
-    gradient: Tensor, upstream: Tensor, backend: str, key: bytes | None = None
-) -> None:
+def scale_by_upstream(gradient: Tensor, upstream: Tensor, backend: str) -> None:
     """Multiply the gradient of a loss in place by the gradient that arrives from above.
 
-    For a small gradient, PyTorch's own multiplication takes the host less time than an op. It
-    serves a call whose key is None or new; the op's later calls of a key are replayed.
+    The write is no new version of a saved tensor, which a later backward pass may ask for.
     """
     if gradient.is_cpu and float(upstream) == 1.0:
         return
-    is_small = gradient.numel() <= SMALL_GRADIENT and gradient.dtype == upstream.dtype
-    args = (gradient, upstream, backend)
-    if is_small and (key is None or not scale_gradient.is_familiar(key, args)):
-        gradient.mul_(upstream)
-    else:
-        scale_gradient(*args)
+    scale_gradient(gradient.data, upstream, backend)
 
 
 def cross_entropy_of_rows(

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import plain_eager
+from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from .api import check_inputs, has_one_pass, loss_of_batch
-from .autograd import CrossEntropyOnePass, CrossEntropyOptions, eager_loss
+from .autograd import CrossEntropyOnePass, CrossEntropyOptions
 from .native import native_cross_entropy
 
 
@@ -50,6 +50,4 @@ def cross_entropy_over(
         return loss_of_batch(input, target, None, options, "sum", False) / denominator
     if not isinstance(denominator, Tensor):
         denominator = torch.full((), denominator, dtype=dtype, device=input.device)
-    args = (input, target, None, denominator, *options)
-    loss = eager_loss(*args)
-    return CrossEntropyOnePass.run(*args) if loss is None else loss
+    return apply(CrossEntropyOnePass, input, target, None, denominator, options)

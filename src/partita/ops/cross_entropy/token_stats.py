@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from ...runtime.autograd import (
     plain_eager,
     without_wrappers,
 )
-from ...runtime.eager import EagerCall, EagerFunction
 from . import reference
 from .autograd import token_stats_backward_op, token_stats_op
 
@@ -54,28 +52,6 @@ class TokenStatsFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         dlogits = _token_stats_gradient(grads[:3], ctx.saved_tensors, tuple(ctx.options))
         return dlogits, None, None, None, None, None
-
-
-class EagerTokenStats(EagerFunction):
-    """The fields of `TokenStats` for a target, in plain eager mode."""
-
-    op, gradient = token_stats_op, token_stats_backward_op
-    inputs = (0,)
-    values, without_gradient = (0, 1, 2, 3), (3,)
-    saved = (0, 1, ~4, ~5, ~2)
-    num_grads = 3
-    materializes = False  # Zeros for unused fields would cost a launch each.
-
-    @staticmethod
-    def options(args: tuple[Any, ...], needed: Sequence[bool]) -> tuple[Any, ...]:
-        return args[2:]
-
-    @staticmethod
-    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
-        return _token_stats_gradient(grads[:3], saved, ctx.link.options)
-
-
-eager_token_stats = EagerCall(token_stats_op, EagerTokenStats)
 
 
 def _token_stats_gradient(

@@ -9,20 +9,17 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.autograd import (
+    apply,
     plain_eager,
     refuse_forward_mode,
     requires_grad,
 )
 from ...runtime.backend import current_backend
-from ...runtime.known_calls import KnownCalls
 from ...runtime.lengths import Lengths
-from ...runtime.register import PLAIN
 from . import autograd as _ctc
-from .arguments import CTCArguments, prepare, score_options, with_lengths
+from .arguments import prepare, score_options
 
 # The options of the ops, which follow the tensors.
-_known_losses = KnownCalls("ctc_loss", by_size=False)
-_known_alignments = KnownCalls("ctc_align", by_size=False)
 
 
 class TokenSpans(NamedTuple):
@@ -200,18 +197,8 @@ def ctc_loss(
         >>> partita.ctc_loss(logits, torch.tensor([[1]]), [2], [1], from_logits=True)
         tensor(0.2877)
     """
-    lengths = input_lengths, target_lengths
-    flags = from_logits, reduction, zero_infinity
-    known = _known_losses.find(log_probs, targets, blank, *flags, label_priors, prior_scale, star)
-    # A decision does not know the number of classes.
-    if type(known) is tuple and 0 <= blank < log_probs.shape[2] <= (star or 2**63):
-        loss = _ctc.eager_loss(
-            *with_lengths("log_probs", log_probs, targets, *lengths), *known, "auto"
-        )
-        if loss is not None:
-            return loss
     checks.choice("reduction", reduction, checks.REDUCTIONS)
-    x = prepare("log_probs", log_probs, targets, *lengths, blank)
+    x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
     scores = score_options("log_probs", log_probs, label_priors, prior_scale, star)
     if requires_grad(label_priors) and torch.is_grad_enabled():
         raise ValueError(
@@ -220,18 +207,11 @@ def ctc_loss(
         )
     save = torch.is_grad_enabled() and requires_grad(x.logits)
     options = (blank, from_logits, reduction, bool(zero_infinity), save, *scores, current_backend())
-    # A decision does not know the value of a flag that is a tensor.
-    has_tensors = any(isinstance(flag, Tensor) for flag in (*flags, label_priors))
-    if log_probs.ndim == 3 and not has_tensors:
-        _known_losses.store(known, options[:-1])
-    loss = _ctc.eager_loss(*x, *options)
-    if loss is None and plain_eager() and not save:
+    if plain_eager() and not save:
         refuse_forward_mode(log_probs, label_priors)
         loss = _ctc.loss(*x, *options)[0]
-    elif loss is None and plain_eager() and type(x.logits) in PLAIN:
-        loss = _ctc.EagerCTCLoss.run(*x, *options)
-    elif loss is None:
-        loss = _ctc.CTCLossFunction.apply(*x, *options)[0]
+    else:
+        loss = apply(_ctc.CTCLossFunction, *x, *options)[0]
     return loss[0] if reduction == "none" and log_probs.ndim == 2 else loss
 
 
@@ -273,27 +253,12 @@ def ctc_align(
         >>> partita.ctc_align(logits, torch.tensor([[1, 2]]), [5], [2], from_logits=True).labels
         tensor([[0, 1, 1, 0, 2]])
     """
-    lengths = input_lengths, target_lengths
-    scores = label_priors, prior_scale, star
-    known = _known_alignments.find(log_probs, targets, blank, from_logits, *scores)
-    # A decision does not know the number of classes.
-    if type(known) is tuple and 0 <= blank < log_probs.shape[2] <= (star or 2**63):
-        x = with_lengths("log_probs", log_probs, targets, *lengths)
-        found = _ctc.eager_align(*x, *known, "auto")
-        if found is not None:
-            return _alignment(found, targets, x)
     with torch.no_grad():
-        x = prepare("log_probs", log_probs, targets, *lengths, blank)
-        options = score_options("log_probs", log_probs, *scores)
-        all_options = blank, from_logits, *options
-        if log_probs.ndim == 3 and not isinstance(from_logits, Tensor) and label_priors is None:
-            _known_alignments.store(known, all_options)
-        return _alignment(_ctc.align(*x, *all_options, current_backend()), targets, x)
-
-
-def _alignment(
-    found: tuple[Tensor, Tensor, Tensor, Tensor], targets: Tensor, x: CTCArguments
-) -> CTCAlignment:
+        x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
+        options = score_options("log_probs", log_probs, label_priors, prior_scale, star)
+        labels, tokens, scores, score = _ctc.align(
+            *x, blank, from_logits, *options, current_backend()
+        )
     # The shape of the spans must not depend on whether the host can read the lengths.
     longest = targets.shape[1] if targets.ndim == 2 else x.max_target_len
-    return CTCAlignment(*found, longest)
+    return CTCAlignment(labels, tokens, scores, score, longest)

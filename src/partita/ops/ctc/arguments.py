@@ -15,7 +15,7 @@ from torch import Tensor
 from ...runtime import checks, private_names
 from ...runtime.autograd import is_batched, is_traced, plain_eager
 from ...runtime.caches import BoundedCache, register_cache
-from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
+from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import decide, holds
 from .common import ScoreOptions
 
@@ -55,7 +55,27 @@ def prepare(
 ) -> CTCArguments:
     """Check the arguments of `ctc_loss`, and bring targets and lengths into the form of the ops."""
     logits = check_tensors(name, logits, targets, blank)
-    return with_lengths(name, logits, targets, input_lengths, target_lengths)
+    T, N = logits.shape[:2]
+    try:
+        steps = _lengths("input_lengths", input_lengths, N)
+        lengths = _lengths("target_lengths", target_lengths, N)
+    except ValueError as error:
+        raise ValueError(f"{error}{_order_hint(name, input_lengths, T)}") from None
+    longest = _longest(lengths, targets)
+    if targets.ndim == 2:
+        offsets = _row_offsets(N, targets.shape[1], logits.device)
+        steps, lengths = on_device(logits.device, steps, lengths)
+    else:
+        _check_sum(lengths, targets)
+        # The clamp bounds how far an invalid length can shift the targets after it.
+        clamped = lengths.clamp(0, targets.shape[0])
+        steps, lengths, offsets = on_device(
+            logits.device, steps, lengths, clamped.cumsum(0) - clamped
+        )
+    labels = targets.contiguous()
+    if labels.dtype not in (torch.int32, torch.int64):
+        labels = labels.long()  # comparisons with C or the blank would wrap in a narrow dtype
+    return CTCArguments(logits, labels, offsets, steps, lengths, longest)
 
 
 def check_tensors(name: str, logits: Tensor, targets: Tensor, blank: int) -> Tensor:
@@ -79,44 +99,6 @@ def check_tensors(name: str, logits: Tensor, targets: Tensor, blank: int) -> Ten
         )
     checks.blank(blank, C)
     return logits
-
-
-def with_lengths(
-    name: str,
-    logits: Tensor,
-    targets: Tensor,
-    input_lengths: Lengths,
-    target_lengths: Lengths,
-) -> CTCArguments:
-    """Bring targets and lengths into the form of the ops; logits and targets are checked."""
-    if targets.ndim == 2:
-        found = padded_lengths(targets, input_lengths, target_lengths)
-        if found is not None:
-            N, size, longest, steps, lengths = found
-            offsets = _cached_row_offsets(N, size, logits.device)
-            return CTCArguments(logits, targets, offsets, steps, lengths, longest)
-    T, N = logits.shape[:2]
-    try:
-        steps = _lengths("input_lengths", input_lengths, N)
-        lengths = _lengths("target_lengths", target_lengths, N)
-    except ValueError as error:
-        raise ValueError(f"{error}{_order_hint(name, input_lengths, T)}") from None
-    longest = _longest(lengths, targets)
-    if targets.ndim == 2:
-        offsets = _row_offsets(N, targets.shape[1], logits.device)
-        steps, lengths = on_device(logits.device, steps, lengths)
-    else:
-        _check_sum(lengths, targets)
-        # The clamp bounds how far an invalid length can shift the targets after it.
-        clamped = lengths.clamp(0, targets.shape[0])
-        steps, lengths, offsets = on_device(
-            logits.device, steps, lengths, clamped.cumsum(0) - clamped
-        )
-    # Targets without gaps stay as they are, as above: a call has one key, whoever prepared it.
-    labels = targets.contiguous()
-    if labels.dtype not in (torch.int32, torch.int64):
-        labels = labels.long()  # comparisons with C or the blank would wrap in a narrow dtype
-    return CTCArguments(logits, labels, offsets, steps, lengths, longest)
 
 
 def score_options(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from ...runtime.autograd import (
     without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
-from ...runtime.eager import EagerCall, EagerFunction
 from . import reference
 from .backends import BACKENDS
 from .common import PackedTargets, ScoreOptions, padded_targets
@@ -190,27 +188,6 @@ class CTCLossFunction(torch.autograd.Function):
         if grads[0] is None:
             return (None,) * 15
         return _loss_gradient(grads[0], ctx.saved_tensors, ctx.options), *(None,) * 14
-
-
-class EagerCTCLoss(EagerFunction):
-    """The CTC loss after its reduction, in plain eager mode."""
-
-    op, gradient = loss, gradient
-    inputs = (0,)
-    saved = (0, 1, 2, 3, 4, ~1, ~2, 11)
-    save_flag = 10
-    materializes = False
-
-    @staticmethod
-    def options(args: tuple[Any, ...], needed: Sequence[bool]) -> tuple[Any, ...]:
-        return *args[5:9], *args[12:]
-
-    @staticmethod
-    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
-        return _loss_gradient(grads[0], saved, ctx.link.options)
-
-
-eager_loss, eager_align = EagerCall(loss, EagerCTCLoss), EagerCall(align)
 
 
 def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[Any, ...]) -> Tensor:

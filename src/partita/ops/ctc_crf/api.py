@@ -18,9 +18,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
-from ...runtime.known_calls import KnownCalls
-from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
-from ...runtime.register import PLAIN
+from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import holds
 from . import autograd as _crf
 from .common import kmer_source, lattice_source
@@ -28,8 +26,6 @@ from .common import kmer_source, lattice_source
 # On a GPU the number of lattice states is rounded up to a multiple of this, because the first call
 # with a table of another size waits for the device.
 STATES_MULTIPLE = 64
-
-_known_losses = KnownCalls("ctc_crf_loss")  # True for arguments that were checked
 
 
 def _at_least(name: str, value: int, least: int) -> None:
@@ -117,10 +113,6 @@ def _lengths(
     scores: Tensor, targets: Tensor, input_lengths: Lengths | None, target_lengths: Lengths
 ) -> CRFLengths:
     """Return the lengths of checked scores and targets."""
-    inputs = () if input_lengths is None else (input_lengths,)
-    found = padded_lengths(targets, *inputs, target_lengths) if targets.ndim == 2 else None
-    if found is not None:
-        return CRFLengths(found[-1], found[3] if inputs else None, found[2])
     N, device, longest = scores.shape[1], scores.device, targets.shape[-1]
     lengths = as_lengths("target_lengths", target_lengths, N)
     is_known = lengths.is_cpu and not is_traced() and not is_batched(lengths)
@@ -187,12 +179,9 @@ def ctc_crf_loss(
         >>> partita.ctc_crf_loss(scores, targets, [2], **sizes, reduction="sum")  # log of 18 / 2
         tensor(2.1972)
     """
-    known = _known_losses.find(scores, targets, state_len, alphabet_size, reduction)
-    if known is not True:
-        checks.choice("reduction", reduction, checks.REDUCTIONS)
-        _check_scores(scores, state_len, alphabet_size)
-        _check_targets(targets, scores)
-        _known_losses.store(known, True)
+    checks.choice("reduction", reduction, checks.REDUCTIONS)
+    _check_scores(scores, state_len, alphabet_size)
+    _check_targets(targets, scores)
     lengths = _lengths(scores, targets, input_lengths, target_lengths)
     states = _lattice_states(lengths.longest, targets, scores.shape[0], state_len)
     device = scores.device
@@ -201,14 +190,9 @@ def ctc_crf_loss(
         constant(lattice_source, states, device=device),
     )
     sequences = (targets, lengths.targets, lengths.inputs)
-    loss = _crf.eager_loss(scores, *tables, *sequences, state_len, reduction, True, "auto")
-    if loss is not None:
-        return loss
     save = torch.is_grad_enabled() and requires_grad(scores)
     options = (state_len, reduction, save, current_backend())
     if not save and plain_eager():
         refuse_forward_mode(scores)
         return _crf.loss(scores, *tables, *sequences, *options)[0]
-    if type(scores) in PLAIN and plain_eager():
-        return _crf.EagerCRFLoss.run(scores, *tables, *sequences, *options)
     return apply(_crf.CRFLossFunction, scores, *tables, *sequences, *options)[0]

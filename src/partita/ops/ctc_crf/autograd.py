@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from ...runtime.autograd import (
     without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
-from ...runtime.eager import EagerCall, EagerFunction
 from ..chain import autograd as _chain
 from ..ctc.common import reduce_over_lengths
 from .backends import BACKENDS
@@ -182,29 +180,6 @@ class CRFLossFunction(torch.autograd.Function):
             return (None,) * 10
         saved, options = ctx.saved_tensors, (ctx.state_len, ctx.reduction, ctx.backend)
         return _loss_gradient(grads[0], saved, options), *(None,) * 9
-
-
-class EagerCRFLoss(EagerFunction):
-    """The CTC-CRF loss after its reduction, in plain eager mode."""
-
-    op, gradient = loss, gradient
-    inputs = (0,)
-    # The gradient of the gradient needs the last two.
-    saved, num_tensors = (0, 1, 4, ~1, ~2, ~3, ~4, ~5, ~6, 2, 3), 9
-    save_flag = 8
-    materializes = False
-
-    @staticmethod
-    def options(args: tuple[Any, ...], needed: Sequence[bool]) -> tuple[Any, ...]:
-        return args[7], args[9]
-
-    @staticmethod
-    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
-        *_, state_len, reduction, _, backend = ctx.link.constants
-        return _loss_gradient(grads[0], saved, (state_len, reduction, backend))
-
-
-eager_loss = EagerCall(loss, EagerCRFLoss)
 
 
 def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[int, str, str]) -> Tensor:

@@ -139,7 +139,8 @@ class DivergenceOptions(NamedTuple):
 class DivergenceOnePass(torch.autograd.Function):
     """The reduced divergence, with its gradient computed in the forward pass.
 
-    It is for eager code only, because it stores that gradient until the first backward pass.
+    It is for eager code only: the first backward pass scales the saved gradient in place, and a
+    second one computes it again.
     """
 
     @staticmethod
@@ -151,9 +152,9 @@ class DivergenceOnePass(torch.autograd.Function):
         options: DivergenceOptions,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, teacher_logits, mask)
-        ctx.options = options
-        loss, ctx.gradient = _loss_and_gradient(logits, teacher_logits, mask, options)
+        loss, gradient = _loss_and_gradient(logits, teacher_logits, mask, options)
+        ctx.save_for_backward(gradient, logits, teacher_logits, mask)
+        ctx.options, ctx.is_spent = options, False
         return reduced(loss, mask, options.reduction)
 
     @staticmethod
@@ -161,7 +162,7 @@ class DivergenceOnePass(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None, None, None
-        logits, teacher_logits, mask = ctx.saved_tensors
+        gradient, logits, teacher_logits, mask = ctx.saved_tensors
         if torch.is_grad_enabled():
             *numbers, reduction, _ = ctx.options
             (dlogits,) = double_backward(
@@ -171,12 +172,11 @@ class DivergenceOnePass(torch.autograd.Function):
                 grad,
             )
             return dlogits, None, None, None
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient is None:  # An earlier backward pass has scaled it.
+        if ctx.is_spent:
             gradient = _loss_and_gradient(logits, teacher_logits, mask, ctx.options)[1]
         if is_batched_gradient(grad):
-            ctx.gradient = gradient
             return scaled_by_batch(gradient, grad), None, None, None
+        ctx.is_spent = True
         scale_by_upstream(gradient, grad, ctx.options.backend)
         return gradient, None, None, None
 

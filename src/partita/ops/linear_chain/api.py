@@ -13,10 +13,10 @@ from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
-from ...runtime.lengths import end_of_chains, lengths_of_chains
 from ..chain.api import Chain
 from ..chain.edges import dense_source
 from . import autograd, functional
+from .common import end_of_chains, lengths_of_chains
 from .inputs import (
     LinearChainTensors,
     check_linear_chain,
@@ -127,13 +127,6 @@ class LinearChain:
             >>> partita.LinearChain(torch.ones(3, 1, 2), torch.zeros(2, 2)).logz(partita.Max)
             tensor([3.])
         """
-        if semiring is Log:
-            ends = self.start, self.end
-            value = autograd.eager_logz.find(
-                self.emissions, self.transitions, *ends, self.lengths, True, "auto"
-            )
-            if value is not None:
-                return value
         check_semiring(semiring)
         return functional.partition(self._tensors(), semiring)
 

@@ -22,9 +22,7 @@ from ...runtime.autograd import (
     requires_grad,
     saved_tensors,
     skip_unused_gradients,
-    without_wrappers,
 )
-from ...runtime.eager import EagerCall, EagerFunction
 from . import fakes, reference, reference_tangent
 from .backends import BACKENDS
 from .inputs import scalar
@@ -155,33 +153,6 @@ def _logz_gradients(grad_output: Tensor, *args: Any) -> tuple[Tensor | None, ...
     else:
         results = apply(Marginals, grad_output, *args)
     return results
-
-
-class EagerLogZ(EagerFunction):
-    """Log Z of each sequence in the dtype of results, `[N]`, in plain eager mode."""
-
-    op, gradient = logz, logz_gradient
-    inputs, gradients, values = (0, 1, 2, 3), (0, 1, 2, 3), (1,)
-    saved = (0, 1, 2, 3, 4, ~0, ~2)
-    save_flag = 5
-
-    @staticmethod
-    def options(args: tuple[Any, ...], needed: Sequence[bool]) -> tuple[Any, ...]:
-        need_transitions, per_sequence = needed[1], False
-        return need_transitions, per_sequence, args[-1]
-
-    @staticmethod
-    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
-        return _logz_gradients(*grads, *without_wrappers(saved), *ctx.link.options)
-
-
-class EagerExactLogZ(EagerLogZ):
-    """Log Z of each sequence, `[N]` fp64, in plain eager mode."""
-
-    values = (0,)
-
-
-eager_logz, eager_exact_logz = EagerCall(logz, EagerLogZ), EagerCall(logz, EagerExactLogZ)
 
 
 class Marginals(torch.autograd.Function):

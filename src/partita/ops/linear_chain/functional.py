@@ -12,13 +12,11 @@ from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime.autograd import (
     apply,
     needs_no_derivative,
-    plain_eager,
     refuse_forward_mode,
     requires_grad,
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ...runtime.register import PLAIN
 from . import autograd, reference
 from .inputs import LinearChainTensors, full_lengths, scalar
 from .paths import best_paths, path_score
@@ -47,17 +45,12 @@ def _log_partition(chain: LinearChainTensors, is_exact: bool) -> Tensor:
     backend = current_backend()
     if _needs_no_derivative(chain):
         return autograd.logz(*chain, False, backend)[0 if is_exact else 1]
-    save = _needs_gradient(chain)
-    if save and type(chain.emissions) in PLAIN and plain_eager():
-        function = autograd.EagerExactLogZ if is_exact else autograd.EagerLogZ
-        return function.run(*chain, True, backend)
-    return apply(autograd.LogZ, *chain, save, backend)[0 if is_exact else 1]
+    return apply(autograd.LogZ, *chain, _needs_gradient(chain), backend)[0 if is_exact else 1]
 
 
 def log_partition(chain: LinearChainTensors) -> Tensor:
     """Return log Z, `[N]` fp64, of which differences may be formed."""
-    value = autograd.eager_exact_logz.find(*chain, True, "auto")
-    return _log_partition(chain, is_exact=True) if value is None else value
+    return _log_partition(chain, is_exact=True)
 
 
 def partition(chain: LinearChainTensors, semiring: Semiring) -> Tensor:

@@ -10,11 +10,8 @@ from torch import Tensor
 from ...primitives.semiring import Semiring
 from ...runtime import checks
 from ...runtime.constants import constant
-from ...runtime.known_calls import KnownCalls
-from ...runtime.lengths import steps_first
 from ...runtime.sizes import same_sizes
-
-_known_shapes = KnownCalls("linear_chain")  # True for emissions and transitions that were checked
+from .common import steps_first
 
 
 class LinearChainTensors(NamedTuple):
@@ -53,9 +50,6 @@ def full_lengths(chain: LinearChainTensors) -> Tensor:
 
 def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool) -> Tensor:
     """Return the emissions as `[T, N, C]`, or raise for a wrong dtype, shape or device."""
-    known = _known_shapes.find(emissions, transitions, batch_first)
-    if known is True:
-        return emissions.transpose(0, 1) if batch_first else emissions
     emissions = steps_first(emissions, batch_first)
     checks.floating("transitions", transitions)
     checks.device("transitions", transitions, emissions, "emissions")
@@ -66,7 +60,6 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool
             "transitions: expected shape [C, C], [T - 1, C, C] or [T - 1, N, C, C] with"
             f" [T, N, C] = {[T, N, C]}, got {list(transitions.shape)}"
         )
-    _known_shapes.store(known, True)
     return emissions
 
 

@@ -19,6 +19,7 @@ from ...runtime.autograd import (
     plain_eager,
     saved_tensors,
     skip_unused_gradients,
+    spend,
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
@@ -243,16 +244,15 @@ class LinearRows(torch.autograd.Function):
         skip_unused_gradients(ctx)
         if head[3] is None:
             head[3] = RowStatistics(*output[:-1]).argmax
-        ctx.save_for_backward(*head, *output[:-1])
-        # Autograd must not see these logits, because the first backward pass overwrites them.
-        ctx.saved_logits = output[-1] if save_logits else None
+        ctx.save_for_backward(*head, *output)
+        ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         no_option_grads = (None,) * 10
         if all(grad is None for grad in grads[:4]):
             return None, None, None, *no_option_grads
-        input, weight, bias, target, class_weight, *outputs = saved_tensors(ctx)
+        input, weight, bias, target, class_weight, *outputs, logits = saved_tensors(ctx)
         wanted = needed_gradients(ctx, input, weight, bias)
         if is_double_backward(*grads[:4], input, weight, bias):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
@@ -273,7 +273,7 @@ class LinearRows(torch.autograd.Function):
         saved, op = None, for_gradients(rows_backward, *grads[:4])
         if plain_eager() and op is rows_backward:
             # A batch of gradients would overwrite the logits more than once.
-            saved, ctx.saved_logits = ctx.saved_logits, None
+            saved = spend(ctx, logits)
         gradients = op(
             *coefficients,
             input,
@@ -283,7 +283,7 @@ class LinearRows(torch.autograd.Function):
             class_weight,
             statistics.maximum,
             statistics.sumexp,
-            input.new_empty(0) if saved is None else saved,
+            *(saved or (input.new_empty(0),)),
             ctx.temperature,
             ctx.softcap,
             ctx.chunk,
@@ -296,7 +296,7 @@ class LinearRows(torch.autograd.Function):
     def _differentiable_gradients(
         ctx: Any, grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
-        input, weight, bias, target, class_weight, *outputs = saved_tensors(ctx)
+        input, weight, bias, target, class_weight, *outputs, _ = saved_tensors(ctx)
         numbers = (ctx.temperature, ctx.softcap, ctx.ignore_index)
         sizes = [output.numel() for output in outputs]
         used = {
@@ -353,61 +353,12 @@ def differentiable_loss(
 
 
 class LinearOnePass(torch.autograd.Function):
-    """The reduced loss, whose gradients are computed in the forward pass; eager mode only.
+    """The reduced loss and its gradients, which are not differentiable outputs.
 
-    The first backward pass scales these gradients. Later backward passes compute them again. A
-    denominator, `[]`, divides a sum before the gradients are rounded.
+    The first backward pass of eager code scales the saved gradients in place, and later ones
+    compute them again. A compiler keeps them as tensors of its graph. A denominator, `[]`, divides
+    a sum before the gradients are rounded.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        wanted: tuple[bool, bool, bool],
-        backend: str,
-        numbers: tuple[Any, ...],
-        chunk: int,
-        packs: bool,
-        *head: Any,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.op = packed_one_pass if packs else one_pass
-        ctx.wanted, ctx.backend, ctx.numbers, ctx.chunk = wanted, backend, numbers, chunk
-        ctx.save_for_backward(*head)
-        loss, *ctx.gradients = ctx.op(*head, *numbers, chunk, *wanted, backend)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,), no_option_grads = grads, (None,) * 5
-        if grad is None:
-            return *no_option_grads, *(None,) * 6
-        head = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            denominator = head[5]
-            if denominator is not None:
-                grad = (grad / denominator).to(grad.dtype)
-            gradients = double_backward(
-                lambda *inputs: differentiable_loss(*inputs, *head[3:5], *ctx.numbers),
-                head[:3],
-                ctx.wanted,
-                grad,
-            )
-            return *no_option_grads, *gradients, None, None, None
-        gradients = ctx.gradients
-        if gradients is None:
-            gradients = ctx.op(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
-        if is_batched_gradient(grad):
-            scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
-            return *no_option_grads, *only_wanted(scaled, ctx.wanted), None, None, None
-        ctx.gradients = None
-        for gradient, wants in zip(gradients, ctx.wanted, strict=True):
-            if wants:
-                scale_by_upstream(gradient, grad, ctx.backend)
-        return *no_option_grads, *only_wanted(gradients, ctx.wanted), None, None, None
-
-
-class LinearOnePassTraced(torch.autograd.Function):
-    """`LinearOnePass` for compilers, which keep the gradients as tensors of their graph."""
 
     @staticmethod
     def forward(
@@ -426,23 +377,62 @@ class LinearOnePassTraced(torch.autograd.Function):
         input_grad: bool,
         weight_grad: bool,
         bias_grad: bool,
+        packs: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
         head = (input, weight, bias, target, class_weight, denominator)
         numbers = (ignore_index, label_smoothing, softcap, z_loss, mean, chunk)
-        return one_pass(*head, *numbers, input_grad, weight_grad, bias_grad, backend)
+        op = packed_one_pass if packs else one_pass
+        return op(*head, *numbers, input_grad, weight_grad, bias_grad, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.wanted = inputs[12:15]
+        head, ctx.numbers, ctx.rest = inputs[:6], inputs[6:11], (inputs[11], *inputs[12:15])
+        ctx.wanted, (ctx.packs, ctx.backend) = inputs[12:15], inputs[15:]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*head, *output[1:])
+        ctx.is_spent = False
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0]
-        gradients = (
-            (gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None
-            for gradient, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        )
-        return *gradients, *(None,) * 13
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad, no_option_grads = grads[0], (None,) * 14
+        if grad is None:
+            return None, None, None, *no_option_grads
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        head, gradients = saved[:6], saved[6:]
+        if is_double_backward():
+            denominator = head[5]
+            if denominator is not None:
+                grad = (grad / denominator).to(grad.dtype)
+            results = double_backward(
+                lambda *inputs: differentiable_loss(*inputs, *head[3:5], *ctx.numbers),
+                head[:3],
+                ctx.wanted,
+                grad,
+            )
+            return *results, *no_option_grads
+        if ctx.is_spent:
+            op = packed_one_pass if ctx.packs else one_pass
+            gradients = op(*head, *ctx.numbers, *ctx.rest, ctx.backend)[1:]
+        return *scaled_gradients(ctx, gradients, grad), *no_option_grads
+
+
+def scaled_gradients(
+    ctx: Any, gradients: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a one-pass loss, in eager code in their own memory, which is spent.
+
+    Args:
+        ctx: the context, with `wanted`, `backend` and `is_spent`.
+        gradients: those that the forward pass computed.
+        grad: the gradient of the loss.
+    """
+    if torch.compiler.is_compiling() or is_batched_gradient(grad):
+        scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
+        return only_wanted(scaled, ctx.wanted)
+    ctx.is_spent = True
+    for gradient, wants in zip(gradients, ctx.wanted, strict=True):
+        if wants:
+            scale_by_upstream(gradient, grad, ctx.backend)
+    return only_wanted(gradients, ctx.wanted)

@@ -167,11 +167,7 @@ def _planned(
         chunk = plan.chunk if any(wanted) else len(weight)
         call = (*heads, *numbers, plan.tokens, chunk, save_logits, backend)
         return reduced(apply(autograd.LinearDivergence, *call)[0], mask, reduction)
-    if plain_eager():
-        options = (wanted, backend, numbers, sizes, reduction, mask)
-        loss: Tensor = apply(autograd.LinearDivergenceOnePass, *options, *heads)
-        return loss
     like = input.new_empty(tokens, dtype=acc_dtype(input.dtype))
     factors = row_factors(mask, like, reduction)
     call = (*heads, factors, mask, reduction, *numbers, *sizes, *wanted, backend)
-    return apply(autograd.LinearDivergenceOnePassTraced, *call)[0]
+    return apply(autograd.LinearDivergenceOnePass, *call)[0]

@@ -11,18 +11,17 @@ from ...runtime import register
 from ...runtime.autograd import (
     double_backward,
     for_gradients,
-    is_batched_gradient,
     is_double_backward,
     needed_gradients,
     one_by_one,
     plain_eager,
     saved_tensors,
+    spend,
 )
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import scale_by_upstream, scaled_by_batch
 from ..divergence.autograd import divergence_of_rows
-from ..divergence.common import DivergenceRows, reduced, row_factors
-from .autograd import gradients_fake, only_wanted
+from ..divergence.common import DivergenceRows, reduced
+from .autograd import gradients_fake, only_wanted, scaled_gradients
 from .backends import BACKENDS
 from .plan import padded_width
 from .rows_linear import rows_linear
@@ -143,13 +142,13 @@ class LinearDivergence(torch.autograd.Function):
         *heads, beta, temperature, softcap, _, ctx.chunk, save_logits, ctx.backend = inputs
         ctx.options = (beta, temperature, softcap)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*heads, *output[1:-2])
-        # Autograd must not see these logits, because the first backward pass overwrites them.
-        ctx.saved_logits = output[-2:] if save_logits else None
+        ctx.save_for_backward(*heads, *output[1:])
+        ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        no_other_grads, tensors, grad = (None,) * 10, saved_tensors(ctx), grads[0]
+        no_other_grads, grad = (None,) * 10, grads[0]
+        *tensors, logits, teacher_logits = saved_tensors(ctx)
         wanted = needed_gradients(ctx, *tensors[:3])
         heads = tensors[:6]
         if is_double_backward(grad, *heads[:3]):
@@ -163,71 +162,17 @@ class LinearDivergence(torch.autograd.Function):
         saved, op = None, for_gradients(divergence_backward_op, grad)
         if plain_eager() and op is divergence_backward_op:
             # A batch of gradients would overwrite the logits more than once.
-            saved, ctx.saved_logits = ctx.saved_logits, None
-        if saved is None:
-            saved = heads[0].new_empty(0), heads[3].new_empty(0)
+            saved = spend(ctx, logits, teacher_logits)
+        saved = saved or (heads[0].new_empty(0), heads[3].new_empty(0))
         gradients = op(grad, *tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
         return *only_wanted(gradients, wanted), *no_other_grads
 
 
 class LinearDivergenceOnePass(torch.autograd.Function):
-    """The reduced divergence, whose gradients are computed in the forward pass; eager mode only.
+    """The reduced divergence and its gradients, which are not differentiable outputs.
 
-    The first backward pass scales these gradients. Later backward passes compute them again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        wanted: tuple[bool, bool, bool],
-        backend: str,
-        numbers: tuple[float, float, float],
-        sizes: tuple[int, int, int],
-        reduction: str,
-        mask: Tensor | None,
-        *heads: Any,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.wanted, ctx.backend, ctx.reduction = wanted, backend, reduction
-        ctx.numbers, ctx.sizes = numbers, sizes
-        like = heads[0].new_empty(heads[0].shape[0], dtype=acc_dtype(heads[0].dtype))
-        factors = row_factors(mask, like, reduction)
-        ctx.save_for_backward(*heads, mask, factors)
-        rows, *ctx.gradients = one_pass_op(*heads, factors, *numbers, *sizes, *wanted, backend)
-        return reduced(rows, mask, reduction)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,), no_option_grads = grads, (None,) * 6
-        if grad is None:
-            return *no_option_grads, *(None,) * 6
-        *heads, mask, factors = ctx.saved_tensors
-        if torch.is_grad_enabled():
-
-            def loss(*student: Any) -> Tensor:
-                rows = composed_rows(*student, *heads[3:], *ctx.numbers)
-                return reduced(rows, mask, ctx.reduction)
-
-            gradients = double_backward(loss, heads[:3], ctx.wanted, grad)
-            return *no_option_grads, *gradients, None, None, None
-        gradients = ctx.gradients
-        if gradients is None:
-            call = (*heads, factors, *ctx.numbers, *ctx.sizes, *ctx.wanted, ctx.backend)
-            gradients = one_pass_op(*call)[1:]
-        if is_batched_gradient(grad):
-            scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
-            return *no_option_grads, *only_wanted(scaled, ctx.wanted), None, None, None
-        ctx.gradients = None
-        for gradient, wants in zip(gradients, ctx.wanted, strict=True):
-            if wants:
-                scale_by_upstream(gradient, grad, ctx.backend)
-        return *no_option_grads, *only_wanted(gradients, ctx.wanted), None, None, None
-
-
-class LinearDivergenceOnePassTraced(torch.autograd.Function):
-    """The sum of the divergences with factors, and the divergences, for compilers.
-
-    They keep the gradients, which the forward pass computes, as tensors of their graph.
+    The first backward pass of eager code scales the saved gradients in place, and later ones
+    compute them again. A compiler keeps them as tensors of its graph.
     """
 
     @staticmethod
@@ -260,15 +205,28 @@ class LinearDivergenceOnePassTraced(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.wanted = inputs[15:18]
+        ctx.reduction, ctx.numbers, ctx.sizes = inputs[8], inputs[9:12], inputs[12:15]
+        ctx.wanted, ctx.backend = inputs[15:18], inputs[18]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:8], *output[1:])
+        ctx.is_spent = False
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0]
-        gradients = (
-            (gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None
-            for gradient, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        )
-        return *gradients, *(None,) * 16
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad, no_option_grads = grads[0], (None,) * 16
+        if grad is None:
+            return None, None, None, *no_option_grads
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        (*heads, factors, mask), gradients = saved[:8], saved[8:]
+        if is_double_backward():
+
+            def loss(*student: Any) -> Tensor:
+                rows = composed_rows(*student, *heads[3:], *ctx.numbers)
+                return reduced(rows, mask, ctx.reduction)
+
+            return *double_backward(loss, heads[:3], ctx.wanted, grad), *no_option_grads
+        if ctx.is_spent:
+            call = (*heads, factors, *ctx.numbers, *ctx.sizes, *ctx.wanted, ctx.backend)
+            gradients = one_pass_op(*call)[1:]
+        return *scaled_gradients(ctx, gradients, grad), *no_option_grads

@@ -17,6 +17,7 @@ from ...runtime.autograd import (
     one_by_one,
     plain_eager,
     saved_tensors,
+    spend,
 )
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of
@@ -110,13 +111,12 @@ class LinearLogprobs(torch.autograd.Function):
         save_logits, ctx.backend = inputs[-2:]
         ctx.options = (temperature, softcap, ignore_index)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*head, *output[1:-1])
-        # Autograd must not see these logits, because the first backward pass overwrites them.
-        ctx.saved_logits = output[-1] if save_logits else None
+        ctx.save_for_backward(*head, *output[1:])
+        ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        no_option_grads, tensors, grad = (None,) * 8, saved_tensors(ctx), grads[0]
+        no_option_grads, (*tensors, logits), grad = (None,) * 8, saved_tensors(ctx), grads[0]
         wanted = needed_gradients(ctx, *tensors[:3])
         input, weight, bias, ids, *_ = tensors
         if is_double_backward(grad, input, weight, bias):
@@ -132,9 +132,9 @@ class LinearLogprobs(torch.autograd.Function):
         saved, op = None, for_gradients(logprobs_backward_op, grad)
         if plain_eager() and op is logprobs_backward_op:
             # A batch of gradients would overwrite the logits more than once.
-            saved, ctx.saved_logits = ctx.saved_logits, None
-        saved = input.new_empty(0) if saved is None else saved
-        gradients = op(grad, *tensors, saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
+            saved = spend(ctx, logits)
+        saved = saved or (input.new_empty(0),)
+        gradients = op(grad, *tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
         return *only_wanted(gradients, wanted), *no_option_grads
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, autocast_dtype, plain_eager, requires_grad
+from ...runtime.autograd import apply, plain_eager, requires_grad
 from ...runtime.backend import current_backend
 from ...runtime.checks import REDUCTIONS
 from ...runtime.dtypes import acc_dtype
-from ...runtime.known_calls import KnownCalls
 from ..cross_entropy.api import cross_entropy
 from . import autograd
 from .common import checked_options, chunk_and_save, loss_terms, reduce_losses
@@ -22,8 +21,6 @@ from .packing import packs_rows
 from .plan import check_budget, is_small
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
-
-_known_small = KnownCalls("linear_cross_entropy")  # the options of calls with logits in memory
 
 
 class LossCall(NamedTuple):
@@ -70,14 +67,6 @@ def linear_loss(
             gradient; the reduction is then a sum.
         The others: as in `linear_cross_entropy`.
     """
-    known: Any = None
-    if denominator is None:  # which no key has
-        given = ignore_index, label_smoothing, softcap, z_loss, memory_budget
-        head = (input, linear_weight, linear_bias, target)
-        known = _known_small.find(*head, weight, reduction, *given)
-        if type(known) is tuple and autocast_dtype(input.device) is None:
-            numbers: tuple[int, float, float, float] = known
-            return composed_cross_entropy(*head, None, *numbers, reduction)
     usual = is_usual(input, linear_weight, linear_bias, target)
     if not usual:
         checked = cast_and_check(input, linear_weight, linear_bias, target)
@@ -117,9 +106,6 @@ def linear_loss(
         weight = weight.contiguous()
     options = checked_options(ignore_index, label_smoothing, softcap, z_loss)
     call = LossCall(inputs, weight, reduction, options, memory_budget, denominator)
-    sizes = (input.shape[0], linear_weight.shape[0], input.dtype)
-    if type(known) is bytes and usual and weight is None and is_small(*sizes, memory_budget):
-        _known_small.store(known, options)
     if not usual and not is_plain(input, linear_weight, linear_bias, target):
         loss = _planned_loss(call)
     elif input.is_cpu:
@@ -176,12 +162,10 @@ def _planned_loss(call: LossCall) -> Tensor:
         if not (divisor is None or isinstance(divisor, Tensor)):
             dtype = acc_dtype(inputs.input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=inputs.input.device)
-        if plain_eager():
-            args = (loss_options, plan.chunk, packs, *head, divisor)
-            return apply(autograd.LinearOnePass, wanted, backend, *args)
-        if torch.compiler.is_compiling():
-            traced = (*head, divisor, *loss_options, plan.chunk, *wanted, backend)
-            return apply(autograd.LinearOnePassTraced, *traced)[0]
+        if plain_eager() or torch.compiler.is_compiling():
+            packs = packs and plain_eager()
+            call_args = (*head, divisor, *loss_options, plan.chunk, *wanted, packs, backend)
+            return apply(autograd.LinearOnePass, *call_args)[0]
     ignore_index, label_smoothing, softcap, _ = options
     classes = len(inputs.weight)
     chunk, save_logits = chunk_and_save(plan, classes)

@@ -7,25 +7,23 @@ products that read it there are slower where no label is ignored, so the user ha
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 from torch import Tensor
 
 from ...runtime.autograd import plain_eager
 from ...runtime.caches import register_cache
-from ...runtime.environment import reader
 from ...runtime.register import PLAIN
 
 ALIGNMENT = 16  # elements of which hidden size, classes and rows of the matrix are multiples
-
-_setting = reader("PARTITA_PACK_ROWS")
 
 
 def packing_wanted() -> bool:
     """Return whether the environment asks for packed rows, which compiled code never has."""
     if torch.compiler.is_compiling():
         return False
-    setting = _setting()
+    setting = os.environ.get("PARTITA_PACK_ROWS", "")
     if setting not in ("", "0", "1"):
         raise ValueError(f"PARTITA_PACK_ROWS: expected 0, 1 or nothing, got {setting!r}")
     return setting == "1"

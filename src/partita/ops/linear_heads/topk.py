@@ -17,6 +17,7 @@ from ...runtime.autograd import (
     one_by_one,
     plain_eager,
     saved_tensors,
+    spend,
 )
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import topk_of
@@ -80,13 +81,12 @@ class LinearTopK(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[1:])
         rows = TopKRows(*output[:-1])
         of_rows = (rows.entries, rows.maximum, rows.sumexp, rows.entries[:, :0])
-        ctx.save_for_backward(*head, rows.indices, *of_rows)
-        # Autograd must not see these logits, because the first backward pass overwrites them.
-        ctx.saved_logits = output[-1] if save_logits else None
+        ctx.save_for_backward(*head, rows.indices, *of_rows, output[-1])
+        ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        no_option_grads, tensors, grad = (None,) * 7, saved_tensors(ctx), grads[0]
+        no_option_grads, (*tensors, logits), grad = (None,) * 7, saved_tensors(ctx), grads[0]
         wanted = needed_gradients(ctx, *tensors[:3])
         input, weight, bias, ids, *_ = tensors
         if is_double_backward(grad, input, weight, bias):
@@ -102,9 +102,9 @@ class LinearTopK(torch.autograd.Function):
         saved, op = None, for_gradients(logprobs_backward_op, grad)
         if plain_eager() and op is logprobs_backward_op:
             # A batch of gradients would overwrite the logits more than once.
-            saved, ctx.saved_logits = ctx.saved_logits, None
-        saved = input.new_empty(0) if saved is None else saved
-        gradients = op(grad, *tensors, saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
+            saved = spend(ctx, logits)
+        saved = saved or (input.new_empty(0),)
+        gradients = op(grad, *tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
         return *only_wanted(gradients, wanted), *no_option_grads
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
+from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import holds
 
 MAX_DURATIONS = 8
@@ -62,9 +62,6 @@ def sequences_of(
     if targets.device != device:
         raise ValueError(f"targets: expected the device {device}, got {targets.device}")
     checks.shape("targets", targets, [B, U1 - 1], "[B, U]")
-    found = padded_lengths(targets, logit_lengths, target_lengths)
-    if found is not None:
-        return Sequences(targets, *found[3:])
     steps = as_lengths("logit_lengths", logit_lengths, B)
     labels = as_lengths("target_lengths", target_lengths, B)
     steps, labels = on_device(device, steps, labels)

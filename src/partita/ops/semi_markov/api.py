@@ -11,7 +11,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ...runtime.lengths import lengths_of_chains
+from ..linear_chain.common import lengths_of_chains
 from . import autograd, functional
 from .inputs import SemiMarkovTensors, as_end, check_semi_markov
 from .results import SemiMarkovPath, SemiMarkovSample

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.constants import constant
-from ...runtime.lengths import end_of_chains, steps_first
+from ..linear_chain.common import end_of_chains, steps_first
 
 
 class SemiMarkovTensors(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...runtime import checks, native, private_names
+from ...runtime import checks
 from ...runtime.autograd import apply, native_serves, needs_no_derivative
 from ...runtime.backend import current_backend
 from .autograd import LogSumExpFunction, SoftmaxFunction, logsumexp_op, softmax_op
@@ -27,11 +27,6 @@ def _result_dtype(input: Tensor) -> torch.dtype:
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
     """Check the arguments and return the softmax, or with `log` its logarithm."""
-    if dtype is None:
-        function = private_names.log_softmax if log else private_names.softmax
-        found = function and native.serve(function, SMALL_ELEMENTS, input, dim)
-        if found is not None:
-            return found
     checks.tensor("input", input)
     if dtype is not None:
         if dtype not in checks.FLOATING:
@@ -50,8 +45,6 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> T
     backend = current_backend()
     if backend == "auto" and _is_small_or_on_cpu(input) and native_serves(input):
         # PyTorch's function has the same contract there, and less host time.
-        if input.is_cuda:
-            native.note_call()
         return (torch.log_softmax if log else torch.softmax)(input, dim, dtype)
     dtype = dtype or _result_dtype(input)
     if ndim == 0:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import register
-from ...runtime.autograd import is_double_backward
+from ...runtime.autograd import is_double_backward, spend
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads import autograd as linear_heads
 from ..linear_heads.common import GradientCoefficients, RowStatistics, counted_states
@@ -326,13 +326,12 @@ class HiddenStatistics(torch.autograd.Function):
         ) = inputs
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output[:-1])
-        # Autograd must not track the logits, because the first backward pass overwrites them.
-        ctx.saved_logits = output[-1] if save_logits else None
+        ctx.save_for_backward(*tensors, *output)
+        ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        target, class_weight, *outputs = ctx.saved_tensors[3:]
+        target, class_weight, *outputs, logits = ctx.saved_tensors[3:]
         if is_double_backward():
             raise RuntimeError(
                 "partita.parallel: no second derivative; gather the matrix and use the op of one"
@@ -344,11 +343,11 @@ class HiddenStatistics(torch.autograd.Function):
         coefficients = _coefficients(
             grads, target, class_weight, statistics, ctx.shard, ctx.options, ctx.backend
         )
-        saved_logits, ctx.saved_logits = ctx.saved_logits, None
-        if saved_logits is None:
+        saved = spend(ctx, logits)
+        if saved is None:
             results = _recomputed_gradients(ctx, coefficients, statistics)
         else:
-            results = _saved_gradients(ctx, saved_logits, coefficients, statistics)
+            results = _saved_gradients(ctx, saved[0], coefficients, statistics)
         needed = zip(results, ctx.needs_input_grad[:3], strict=True)
         return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 8
 

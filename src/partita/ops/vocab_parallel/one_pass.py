@@ -114,9 +114,9 @@ class ParallelOnePass(torch.autograd.Function):
         backend: str,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        loss, ctx.dlogits = result
-        ctx.options, ctx.backend = options, backend
-        ctx.save_for_backward(logits, target)
+        loss, dlogits = result
+        ctx.options, ctx.backend, ctx.is_spent = options, backend, False
+        ctx.save_for_backward(logits, target, dlogits)
         return loss
 
     @staticmethod
@@ -128,11 +128,11 @@ class ParallelOnePass(torch.autograd.Function):
             )
         if grads[0] is None:
             return (None,) * 5
-        dlogits, ctx.dlogits = ctx.dlogits, None
-        if dlogits is None:
-            logits, target = ctx.saved_tensors
+        logits, target, dlogits = ctx.saved_tensors
+        if ctx.is_spent:
             result = loss_and_gradient(logits, target, ctx.options)
             assert result is not None
             dlogits = result[1]
+        ctx.is_spent = True
         scale_by_upstream(dlogits, grads[0], ctx.backend)
         return dlogits, None, None, None, None

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...runtime import checks, private_names
+from ...runtime import checks
 from ...runtime.autograd import plain_eager
+from .collectives import collectives
 
-_collectives = private_names.collectives()
+_collectives = collectives()
 
 Classes = int | Sequence[int] | None  # the `classes` argument of the public functions
 
