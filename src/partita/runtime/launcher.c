@@ -1,8 +1,8 @@
 /* The C module that launches kernels with little host time. `launcher.py` builds and documents it.
 
    Parts. This file has the table of the driver's functions, keys, kernels, `launch`, and the start
-   of the module. `programs.c` runs the recorded work of an op, and `replay.c` finds the program of a
-   call. They are one source text. It reads tensors through DLPack's C exchange API and gets the
+   of the module. `programs.c` runs the recorded work of an op, and `replay.c` finds the program of
+   a call. They are one source text. It reads tensors through DLPack's C exchange API and gets the
    driver's functions as addresses, so it needs no header of PyTorch and links with nothing.
 
    References. `setup` keeps its arguments for ever, and the global variables borrow from them. A

@@ -259,11 +259,7 @@ class CrossEntropyOnePass(torch.autograd.Function):
         if ctx.is_spent:
             inputs = (logits, target, weight, denominator)
             gradient = cross_entropy_one_pass_op(*inputs, *options)[1]
-        if is_batched_gradient(grad):
-            return scaled_by_batch(gradient, grad), None, None, None, None
-        ctx.is_spent = True
-        scale_by_upstream(gradient, grad, options.backend)
-        return gradient, None, None, None, None
+        return scaled_gradient(ctx, gradient, grad, options.backend), None, None, None, None
 
 
 class CrossEntropyInPlace(torch.autograd.Function):
@@ -298,11 +294,7 @@ class CrossEntropyInPlace(torch.autograd.Function):
                 " no second derivative"
             )
         gradient = ctx.saved_tensors[0].detach()  # It raises if that memory was written to since.
-        if is_batched_gradient(grad):
-            return scaled_by_batch(gradient, grad), None, None, None
-        ctx.is_spent = True
-        scale_by_upstream(gradient, grad, ctx.backend)
-        return gradient, None, None, None
+        return scaled_gradient(ctx, gradient, grad, ctx.backend), None, None, None
 
 
 def _differentiable_gradient(
@@ -324,9 +316,17 @@ def _differentiable_gradient(
     return dlogits
 
 
-def scaled_by_batch(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """Return the gradient of a loss for each upstream gradient of a batch, rounded once."""
-    return (gradient.to(upstream.dtype) * upstream).to(gradient.dtype)
+def scaled_gradient(ctx: Any, gradient: Tensor, upstream: Tensor, backend: str) -> Tensor:
+    """Return the gradient of a one-pass loss times the gradient that arrives from above.
+
+    A plain eager pass writes over the memory of the gradient, and marks the context as spent. A
+    compiler and a batch of upstream gradients get a new tensor, rounded once.
+    """
+    if torch.compiler.is_compiling() or is_batched_gradient(upstream):
+        return (gradient.to(upstream.dtype) * upstream).to(gradient.dtype)
+    ctx.is_spent = True
+    scale_by_upstream(gradient, upstream, backend)
+    return gradient
 
 
 def scale_by_upstream(gradient: Tensor, upstream: Tensor, backend: str) -> None:

@@ -14,14 +14,13 @@ from ...runtime.autograd import (
     double_backward,
     first_derivative,
     for_gradients,
-    is_batched_gradient,
     needs_no_derivative,
     plain_eager,
     saved_tensors,
 )
 from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import scale_by_upstream, scaled_by_batch
+from ..cross_entropy.autograd import scaled_gradient
 from ..logprobs.common import TopK
 from . import reference
 from .backends import BACKENDS
@@ -174,11 +173,7 @@ class DivergenceOnePass(torch.autograd.Function):
             return dlogits, None, None, None
         if ctx.is_spent:
             gradient = _loss_and_gradient(logits, teacher_logits, mask, ctx.options)[1]
-        if is_batched_gradient(grad):
-            return scaled_by_batch(gradient, grad), None, None, None
-        ctx.is_spent = True
-        scale_by_upstream(gradient, grad, ctx.options.backend)
-        return gradient, None, None, None
+        return scaled_gradient(ctx, gradient, grad, ctx.options.backend), None, None, None
 
 
 def _loss_and_gradient(

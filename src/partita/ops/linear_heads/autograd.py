@@ -12,7 +12,6 @@ from ...runtime import checks, register
 from ...runtime.autograd import (
     double_backward,
     for_gradients,
-    is_batched_gradient,
     is_double_backward,
     needed_gradients,
     one_by_one,
@@ -23,7 +22,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.autograd import scale_by_upstream, scaled_by_batch
+from ..cross_entropy.autograd import scaled_gradient
 from ..cross_entropy.common import valid_targets
 from . import reference
 from .backends import BACKENDS
@@ -428,11 +427,7 @@ def scaled_gradients(
         gradients: those that the forward pass computed.
         grad: the gradient of the loss.
     """
-    if torch.compiler.is_compiling() or is_batched_gradient(grad):
-        scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
-        return only_wanted(scaled, ctx.wanted)
-    ctx.is_spent = True
-    for gradient, wants in zip(gradients, ctx.wanted, strict=True):
-        if wants:
-            scale_by_upstream(gradient, grad, ctx.backend)
-    return only_wanted(gradients, ctx.wanted)
+    return tuple(
+        scaled_gradient(ctx, gradient, grad, ctx.backend) if wants else None
+        for gradient, wants in zip(gradients, ctx.wanted, strict=True)
+    )
