@@ -38,6 +38,18 @@ TARGETS = {
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * KIB),
 }
 
+# The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
+# matrices, and of those whose programs wait for others that compute.
+NVIDIA_ONLY = (
+    "chain_resident",
+    "ctc_crf_base_sums",
+    "divergence_mixture",
+    "linear_chain_",
+    "rnnt_overlap",
+    "tdt_overlap",
+    "tdt_words",
+)
+
 
 def chosen(kernel: str, name: str) -> list[Launch]:
     """Return the launches that are compiled for a target.

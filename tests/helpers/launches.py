@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 import partita
 from partita.runtime import backend as backend_module
 from partita.runtime.caches import clear_caches
+from partita.runtime.parts import members
 
 SOURCES = sorted(Path(partita.__file__).parent.glob("ops/*/gpu/*.py"))
 NAMES = sorted(
@@ -37,7 +38,7 @@ class Launch(NamedTuple):
 
     Fields:
         kernel: the kernel.
-        args: the run-time arguments in order.
+        args: the run-time arguments in order; what belongs together is a tuple.
         options: the compile-time arguments by name.
         is_mixture: whether dtypes of its tensors occur in calls of `call_mixture` alone.
     """
@@ -48,18 +49,26 @@ class Launch(NamedTuple):
     is_mixture: bool = False
 
     @property
+    def values(self) -> list[Any]:
+        """Return the run-time arguments, and those of tuples one by one."""
+        return list(members(self.args))
+
+    @property
+    def floating(self) -> list[torch.Tensor]:
+        """Return the floating tensors."""
+        tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
+        return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes of all floating tensors."""
-        tensors = [arg for arg in self.args if isinstance(arg, torch.Tensor)]
-        return tuple(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+        return tuple(tensor.dtype for tensor in self.floating)
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of a chain's scores or of the largest floating tensor, else int64."""
-        floating = [
-            arg for arg in self.args if isinstance(arg, torch.Tensor) and arg.is_floating_point()
-        ]
-        scores = [arg for arg in floating if arg.dim() == 4][:1]
+        floating = self.floating
+        scores = [tensor for tensor in floating if tensor.dim() == 4][:1]
         largest = scores or sorted(floating, key=torch.Tensor.numel)[-1:]
         return largest[0].dtype if largest else torch.int64
 
@@ -81,13 +90,13 @@ class Launch(NamedTuple):
     @property
     def variant(self) -> str:
         """Return what the kernel is compiled for, apart from the dtypes of its tensors."""
-        return f"{self.options} {[arg is None for arg in self.args]}"
+        return f"{self.options} {[value is None for value in self.values]}"
 
     @property
     def choice(self) -> str:
         """Return the options of the op that the kernel is compiled for."""
         chosen = {name: value for name, value in self.options.items() if name in CHOICES}
-        return f"{chosen} {[arg is None for arg in self.args]}"
+        return f"{chosen} {[value is None for value in self.values]}"
 
     @property
     def plan(self) -> str:
@@ -111,6 +120,9 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
     del math
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        constexprs = {kernel.arg_names[i] for i in kernel.constexprs}
+        by_name = [name for name in kernel.arg_names if name in options and name not in constexprs]
+        args += tuple(options.pop(name) for name in by_name)
         launches.append(Launch(kernel, args, options))
 
     with (

@@ -14,7 +14,7 @@ from helpers.rows import INTERPRETING
 
 pytest.importorskip("triton")
 import triton
-from helpers.compilation import TARGETS, chosen, compiled, spilled
+from helpers.compilation import NVIDIA_ONLY, TARGETS, chosen, compiled, spilled
 from helpers.launches import NAMES, launches
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of Python there")
@@ -73,17 +73,6 @@ SPILLED_SINCE_3_7 = {
     # In the rare scan in fp64.
     "ctc_posterior_scan_kernel": 224,
 }
-# The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
-# matrices, and of those whose programs wait for others that compute.
-NVIDIA_ONLY = (
-    "chain_resident",
-    "ctc_crf_base_sums",
-    "divergence_mixture",
-    "linear_chain_",
-    "rnnt_overlap",
-    "tdt_overlap",
-    "tdt_words",
-)
 
 
 def test_every_kernel_is_launched_in_every_dtype() -> None:
