@@ -1,4 +1,4 @@
-"""Compare the PTX or AMDGCN of recorded launches in two trees, without names and debug lines.
+"""Compare the compiled code of recorded launches in two trees, without names and debug lines.
 
 A refactoring that changes no kernel leaves it as it is:
 
@@ -6,8 +6,11 @@ A refactoring that changes no kernel leaves it as it is:
     python tests/kernels/compare_ptx.py dump new.json      # in the new tree
     python tests/kernels/compare_ptx.py diff old.json new.json
 
-A dump takes minutes. Kernels may have other names in the new tree. The difference lists the
-launches that one of the trees has not, and fails too if the new tree has fewer of them.
+A dump takes minutes. Kernels may have other names in the new tree. Each launch is compared as PTX
+(for AMD as its assembly) and as Triton's GPU IR, in which parameters have no order here. Where the
+IR alone is the same, the parameters have another order: LLVM numbers registers and sums integers
+of addresses by it. Launches whose IR differs fail, and so do fewer launches in the new tree. Tests
+have to see that two parameters of a type are not mistaken for one another.
 """
 
 import argparse
@@ -21,33 +24,54 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+Codes = dict[
+    str, list[list[str]]
+]  # the hashes of assembly and IR of launches, by target and kernel
 
-def canonical(asm: dict[str, str]) -> str:
-    """Return the instructions of a compiled kernel with its name replaced."""
-    if "amdgcn" in asm:
-        code = re.split(r"\n\s*\.section\s+\.debug", asm["amdgcn"])[0]
-        names = re.findall(r"\.globl\s+(\w+)", code)
-        noise = r"^\s*\.(loc|file|ident)\b.*$|;.*$|\.L(tmp|func_begin|func_end)\w*:?"
-    else:
+
+def canonical_assembly(asm: dict[str, str]) -> str:
+    """Return the instructions of PTX or AMD's assembly with the name of its kernel replaced."""
+    if "ptx" in asm:
         code = re.split(r"\n\s*\.section\s", asm["ptx"])[0]
-        names = re.findall(r"\.entry\s+(\w+)", code)
         noise = r"^\s*\.(loc|file)\b.*$|//.*$|\$L__(tmp|func|debug|info)\w*:?"
+        names = re.findall(r"\.entry\s+(\w+)", code)
+    else:
+        code = re.split(r"\n\s*\.section\s+\.debug", asm["amdgcn"])[0]
+        noise = r"^\s*\.(loc|file|ident)\b.*$|;.*$|\.L(tmp|func_begin|func_end)\w*:?"
+        names = re.findall(r"\.globl\s+(\w+)", code)
     code = re.sub(noise, "", code, flags=re.M)
     for name in names:
-        code = code.replace(name, "kernel")
+        code = re.sub(rf"\b{name}", "kernel", code)
     return "\n".join(line.strip() for line in code.splitlines() if line.strip())
 
 
-def hashes_of(job: tuple[str, str]) -> list[str]:
+def canonical_ir(ir: str) -> str:
+    """Return Triton's GPU IR with values named by their first use, and parameters in no order."""
+    ir = re.sub(r"^#loc.*$| loc\((?:[^()]|\([^()]*\))*\)", "", ir, flags=re.M)
+    known: dict[str, str] = {}
+
+    def renamed(text: str) -> str:
+        return re.sub(r"%\w+", lambda found: known.setdefault(found[0], f"%v{len(known)}"), text)
+
+    head, signature, body = re.split(r"tt\.func public @\w+\((.*)\) attributes", ir)
+    body = renamed(body)
+    parameters = sorted(map(renamed, re.findall(r"%\w+: [^%]+?(?=, %|$)", signature)))
+    lines = "\n".join([head, *parameters, body]).splitlines()
+    return "\n".join(line for line in lines if line.strip())
+
+
+def hashes_of(job: tuple[str, str]) -> list[list[str]]:
     """Return the hashes of the code of a kernel for a target."""
     from helpers.compilation import TARGETS, chosen, compiled
 
     target, kernel = job
-    codes = [
-        canonical(compiled(each, TARGETS[target].target).asm) for each in chosen(kernel, target)
-    ]
-    print(f"{target} {kernel}: {len(codes)} launches", flush=True)
-    return [hashlib.sha256(code.encode()).hexdigest() for code in codes]
+    found = []
+    for launch in chosen(kernel, target):
+        asm = compiled(launch, TARGETS[target].target).asm
+        codes = canonical_assembly(asm), canonical_ir(asm["ttgir"])
+        found.append([hashlib.sha256(code.encode()).hexdigest() for code in codes])
+    print(f"{target} {kernel}: {len(found)} launches", flush=True)
+    return found
 
 
 def dump(path: Path, targets: list[str], names: str) -> None:
@@ -70,13 +94,18 @@ def dump(path: Path, targets: list[str], names: str) -> None:
     path.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
-def differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[str]:
-    """Return a line for each kernel with launches that the other tree has not."""
+def differences(old: Codes, new: Codes, part: int) -> list[str]:
+    """Return a line for each kernel with launches that the other tree has not.
+
+    The part is 0 for assembly, 1 for IR.
+    """
     lines = []
     for mark, own, other in (("-", old, new), ("+", new, old)):
-        known = Counter((key.split()[0], code) for key, codes in other.items() for code in codes)
+        known = Counter(
+            (key.split()[0], code[part]) for key, each in other.items() for code in each
+        )
         for key, codes in own.items():
-            missing = Counter((key.split()[0], code) for code in codes)
+            missing = Counter((key.split()[0], code[part]) for code in codes)
             missing.subtract({code: known[code] for code in missing})
             number = sum(excess for excess in missing.values() if excess > 0)
             if number:
@@ -84,26 +113,34 @@ def differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[st
     return lines
 
 
+def load(path: Path, names: str) -> Codes:
+    """Return what a dump has of the kernels whose names have a pattern."""
+    found: Codes = json.loads(path.read_text(encoding="utf-8"))
+    return {key: codes for key, codes in found.items() if re.search(names, key.split()[1])}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare the code of the launches of two trees.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("dump", help="compile this tree")
-    command.add_argument("out", type=Path)
-    command.add_argument("--targets", default="sm_80,sm_90,sm_100,gfx942")
-    command.add_argument("--names", default="", help="a pattern that names of kernels have")
-    command = commands.add_parser("diff", help="compare two dumps")
-    command.add_argument("old", type=Path)
-    command.add_argument("new", type=Path)
+    dump_command = commands.add_parser("dump", help="compile this tree")
+    dump_command.add_argument("out", type=Path)
+    dump_command.add_argument("--targets", default="sm_80,sm_90,sm_100,gfx942")
+    diff_command = commands.add_parser("diff", help="compare two dumps")
+    diff_command.add_argument("old", type=Path)
+    diff_command.add_argument("new", type=Path)
+    for command in (dump_command, diff_command):
+        command.add_argument("--names", default="", help="a pattern that names of kernels have")
     args = parser.parse_args()
     if args.command == "dump":
         dump(args.out, args.targets.split(","), args.names)
         return 0
-    old, new = (json.loads(path.read_text(encoding="utf-8")) for path in (args.old, args.new))
-    lines = differences(old, new)
+    old, new = load(args.old, args.names), load(args.new, args.names)
     before, after = (sum(map(len, each.values())) for each in (old, new))
-    print(
-        "\n".join(lines) or "all launches are the same", f"{before} and {after} launches", sep="\n"
-    )
+    lines, reordered = differences(old, new, 1), differences(old, new, 0)
+    print("\n".join(lines) or "all launches are the same")
+    if reordered and not lines:
+        print("\n".join(["apart from the order of their parameters:", *reordered]))
+    print(f"{before} and {after} launches")
     return int(bool(lines) or after < before)
 
 

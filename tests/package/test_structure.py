@@ -223,15 +223,6 @@ def test_families_have_empty_package_files() -> None:
     assert {"softmax", "cross_entropy", "linear_heads", "chain", "ctc"} <= FAMILIES
 
 
-def test_files_are_short_and_narrow() -> None:
-    long, wide_lines = [], []
-    for path in TEXTS:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        long += [name_of(path)] * (len(lines) > 500)
-        wide_lines += [(name_of(path), i) for i, line in enumerate(lines, 1) if len(line) > 100]
-    assert not long and not wide_lines
-
-
 def test_formatting_is_seldom_switched_off() -> None:
     switch = "fmt:" + " skip"
     assert sum(path.read_text(encoding="utf-8").count(switch) for path in TEXTS) < 10

@@ -104,13 +104,14 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
             if (active := recording.thread.recorder) is not None:
                 active.launch(bound, programs, args)
             return
-    first = first_tensor(args)
+    first = first_tensor((*args, *options.values()))
     if first.is_cuda and first.device.index != private_names.current_device():
         with torch.cuda.device(first.device):
             launch(kernel, programs, *args, **options)
         return
     if (active := recording.recorder()) is not None:
         active.refuse("Triton has to launch one of its kernels")
+    options = dict(zip(options, with_views(tuple(options.values())), strict=True))
     if not INTERPRETED:
         options |= compiler_options()
     kernel[(programs,)](*with_views(args), **options)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from .steps import (
-    ChainEdges,
     EdgeArray,
     beta_step,
     clear_after_length,
@@ -50,12 +49,11 @@ class GradientMemory(NamedTuple):
 @triton.jit
 def chain_gradient_kernel(
     grad_ptr,  # [N]
-    scores_ptr,  # [T, N, C, K]
-    source_ptr,  # [C, K] int32
-    out_offsets_ptr,  # [C + 1] int32
-    out_edges_ptr,  # [C * K] int32
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    grad_n,
+    scores,  # StridedEdges [T, N, C, K]
+    edges,  # ChainEdges
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     logz_ptr,  # [N] fp64
     saved_ptr,  # [T + 1, N, C] fp64
@@ -65,17 +63,6 @@ def chain_gradient_kernel(
     d_final_ptr,  # [N, C]
     T,
     N,
-    C,
-    K,
-    grad_n,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
     UNROLL_IN: tl.constexpr,
     UNROLL_OUT: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -83,14 +70,14 @@ def chain_gradient_kernel(
 ):
     """Continue alpha to the end and beta to the start, and store the marginals."""
     n = (tl.program_id(0) // 2).to(tl.int64)
+    C, K = edges.C, edges.K
     length, invalid = load_length(lengths_ptr, n, T)
     middle, row_stride = tl.maximum(length - 1, 0) // 2, tl.full([], N, tl.int64) * C
-    edges = ChainEdges(source_ptr, out_offsets_ptr, out_edges_ptr, C, K)
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    scores = EdgeArray(scores.ptr + n * scores.n, scores.t, scores.c, scores.k)
     d_scores_ptr += n * C * K
     memory = GradientMemory(saved_ptr + n * C, workspace_ptr + n * C, d_scores_ptr, row_stride)
-    initial_ptr += n * initial_n
-    final_ptr += n * final_n
+    initial_ptr, initial_c = initial.ptr + n * initial.n, initial.c
+    final_ptr, final_c = final.ptr + n * final.n, final.c
     d_initial_ptr += n * C
     d_final_ptr += n * C
     grad = tl.load(grad_ptr + n * grad_n).to(ACC_DTYPE)

@@ -23,6 +23,7 @@ from .plan import (
 )
 from .resident_gradient import chain_resident_gradient_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
+from .steps import ChainEdges, StridedEdges, StridedStates
 
 
 def chain_logz(
@@ -171,18 +172,21 @@ def chain_gradient(
         launch(
             chain_gradient_kernel,
             2 * N,
-            grad,
-            scores,
-            table.source,
-            table.out_offsets,
-            table.out_edges,
-            *ends,
-            logz,
-            saved,
-            workspace,
-            *results,
-            *scores.shape,
-            *strides,
+            grad_ptr=grad,
+            grad_n=grad.stride(0),
+            scores=StridedEdges(scores, *scores.stride()),
+            edges=ChainEdges(table.source, table.out_offsets, table.out_edges, C, K),
+            initial=StridedStates(initial, *initial.stride()),
+            final=StridedStates(final, *final.stride()),
+            lengths_ptr=ends[2],
+            logz_ptr=logz,
+            saved_ptr=saved,
+            workspace_ptr=workspace,
+            d_scores_ptr=d_scores,
+            d_initial_ptr=d_initial,
+            d_final_ptr=d_final,
+            T=T,
+            N=N,
             ACC_DTYPE=tl_acc_dtype(scores.dtype),
             **unroll_options(K, table.max_out_degree),
             **block_options(C),

@@ -48,6 +48,24 @@ class ChainEdges(NamedTuple):
     K: tl.tensor
 
 
+class StridedEdges(NamedTuple):
+    """A number for each edge at each step, `[T, N, C, K]` with the strides `t, n, c, k`."""
+
+    ptr: tl.tensor
+    t: tl.tensor
+    n: tl.tensor
+    c: tl.tensor
+    k: tl.tensor
+
+
+class StridedStates(NamedTuple):
+    """A number for each state of each chain, `[N, C]` with the strides `n, c`."""
+
+    ptr: tl.tensor
+    n: tl.tensor
+    c: tl.tensor
+
+
 class EdgeArray(NamedTuple):
     """A number for each edge of a chain, such as the scores, `[T, C, K]`.
 
