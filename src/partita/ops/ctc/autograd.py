@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .backends import BACKENDS
 from .common import PackedTargets, ScoreOptions, padded_targets
 from .gpu.plan import saved_shape
 
@@ -105,32 +105,45 @@ def _loss_results(
     )
 
 
-_TARGETS = "Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths"
-_SCORES = "Tensor? label_priors, float prior_scale, int? star"
-loss: register.Op = register.define(
-    f"ctc_loss(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
-    f" str reduction, bool zero_infinity, bool save, {_SCORES}, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
+def _cpu() -> tuple[ModuleType, ...]:
+    from .cpu import align, loss
+
+    return align, loss
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+def _gpu_align() -> ModuleType:
+    from .gpu import launch_align
+
+    return launch_align
+
+
+loss = register.define(
+    reference.ctc_loss,
     _loss_results,
+    gpu=_gpu,
+    cpu=_cpu,
     check=check_values,
     fake_by_backend=True,
-    vmap=lambda *batch: one_by_one(loss, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-gradient: register.Op = register.define(
-    f"ctc_gradient(Tensor grad, Tensor logits, {_TARGETS}, Tensor losses, Tensor saved,"
-    " Tensor? label_priors, SymInt max_target_len, int blank, bool from_logits, str reduction,"
-    " float prior_scale, int? star, str backend) -> Tensor",
+gradient = register.define(
+    reference.ctc_gradient,
     lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
-    vmap=lambda *batch: one_by_one(gradient, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
 
-align: register.Op = register.define(
-    f"ctc_align(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
-    f" {_SCORES}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+align = register.define(
+    reference.ctc_align,
     lambda logits, *rest: (
         *(
             logits.new_empty((logits.shape[1], logits.shape[0]), dtype=dtype)
@@ -138,9 +151,10 @@ align: register.Op = register.define(
         ),
         logits.new_empty(logits.shape[1], dtype=acc_dtype(logits.dtype)),
     ),
+    gpu=_gpu_align,
+    cpu=_cpu,
     check=check_values,
-    vmap=lambda *batch: one_by_one(align, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_tdt
-from .backends import BACKENDS
 
 
 def check_sequences(
@@ -117,68 +117,76 @@ def _contiguous_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-_SEQUENCES = "Tensor targets, Tensor logit_lengths, Tensor target_lengths"
-_GRADIENT = (
-    f"Tensor lse, Tensor posteriors, {_SEQUENCES}, int blank, bool fused, bool hat, float clamp,"
-    " float fastemit_lambda, str backend"
-)
-forward: register.Op = register.define(
-    f"rnnt_forward(Tensor logits, {_SEQUENCES}, int blank, bool fused, bool hat,"
-    " float delay_penalty, bool need_posteriors, str backend) -> (Tensor, Tensor, Tensor)",
+def _cpu() -> ModuleType:
+    from .cpu import launch
+
+    return launch
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+forward = register.define(
+    reference.rnnt_forward,
     _forward_fake,
+    gpu=_gpu,
+    cpu=_cpu,
     check=_check_rnnt,
-    vmap=lambda *batch: one_by_one(forward, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-gradient: register.Op = register.define(
-    f"rnnt_gradient(Tensor grad, Tensor logits, {_GRADIENT}) -> Tensor",
+gradient = register.define(
+    reference.rnnt_gradient,
     lambda grad, logits, *_: _contiguous_like(logits),
-    vmap=lambda *batch: one_by_one(gradient, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-gradient_inplace: register.Op = register.define(
-    f"rnnt_gradient_(Tensor grad, Tensor(a!) logits, {_GRADIENT}) -> ()",
+gradient_inplace = register.define(
+    reference.rnnt_gradient_,
     lambda *_: None,
-    backends=BACKENDS,
+    gpu=_gpu,
+    cpu=_cpu,
+    mutates="logits",
     reference_if_empty=True,
 )
-align: register.Op = register.define(
-    f"rnnt_align(Tensor logits, {_SEQUENCES}, int blank, bool fused, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
+align = register.define(
+    reference.rnnt_align,
     lambda logits, targets, *_: _align_fake(logits, targets),
+    gpu=_gpu,
+    cpu=_cpu,
     check=_check_rnnt,
-    vmap=lambda *batch: one_by_one(align, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-tdt_forward: register.Op = register.define(
-    f"tdt_forward(Tensor token_logits, Tensor duration_logits, {_SEQUENCES}, int blank,"
-    " int[] durations, float sigma, bool need_posteriors, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+tdt_forward = register.define(
+    reference_tdt.tdt_forward,
     _tdt_forward_fake,
+    gpu=_gpu,
+    cpu=_cpu,
     check=_check_tdt,
-    vmap=lambda *batch: one_by_one(tdt_forward, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-tdt_gradient: register.Op = register.define(
-    "tdt_gradient(Tensor grad, Tensor token_logits, Tensor duration_logits, Tensor token_lse,"
-    f" Tensor duration_lse, Tensor posteriors, {_SEQUENCES}, int blank, str backend)"
-    " -> (Tensor, Tensor)",
+tdt_gradient = register.define(
+    reference_tdt.tdt_gradient,
     lambda grad, tokens, durations, *_: (_contiguous_like(tokens), _contiguous_like(durations)),
-    vmap=lambda *batch: one_by_one(tdt_gradient, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-tdt_align: register.Op = register.define(
-    f"tdt_align(Tensor token_logits, Tensor duration_logits, {_SEQUENCES}, int blank,"
-    " int[] durations, float sigma, str backend) -> (Tensor, Tensor, Tensor)",
+tdt_align = register.define(
+    reference_tdt.tdt_align,
     lambda tokens, durations, targets, *_: _align_fake(tokens, targets),
+    gpu=_gpu,
+    cpu=_cpu,
     check=_check_tdt,
-    vmap=lambda *batch: one_by_one(tdt_align, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
 

@@ -55,7 +55,9 @@ def rnnt_kernels(
         targets: Tensor,
     ) -> None:
         nodes = (logits[0], lses[0], posteriors, targets, factor, factor)  # no lengths are read
-        reference.rnnt_gradient(factor, *nodes, blank, True, hat, 0.0, fastemit_lambda, True)
+        reference.rnnt_gradient(
+            factor, *nodes, blank, True, hat, 0.0, fastemit_lambda, inplace=True
+        )
 
     return JointKernels(read_nodes, scan, write_gradient)
 
@@ -80,7 +82,7 @@ def linear_rnnt(
     predictor_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the losses `[B]`, and the gradients of the sum of factor * loss.
 
     The gradients of encoder, predictor, matrix and bias are empty if they are not wanted, and all
@@ -95,7 +97,8 @@ def linear_rnnt(
     wanted = Wanted(encoder_grad, predictor_grad, [weight_grad], [bias_grad])
     kernels = rnnt_kernels(lengths, *options)
     losses, gradients = linear_transducer(kernels, joint, factor, chunk, keep_logits, wanted)
-    return losses, *gradients
+    d_encoder, d_predictor, d_weight, d_bias = gradients
+    return losses, d_encoder, d_predictor, d_weight, d_bias
 
 
 def tdt_kernels(
@@ -153,7 +156,7 @@ def linear_tdt(
     bias_grad: bool,
     duration_weight_grad: bool,
     duration_bias_grad: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the losses `[B]`, and the gradients of the sum of factor * loss.
 
     The gradients are those of encoder, predictor, and of matrix and bias of tokens and durations.
@@ -170,4 +173,7 @@ def linear_tdt(
     )
     kernels = tdt_kernels(lengths, blank, durations, sigma, encoder.dtype)
     losses, gradients = linear_transducer(kernels, joint, factor, chunk, keep_logits, wanted)
-    return losses, *gradients
+    d_encoder, d_predictor, *of_heads = gradients
+    d_weight, d_bias, d_duration_weight, d_duration_bias = of_heads
+    of_durations = d_duration_weight, d_duration_bias
+    return losses, d_encoder, d_predictor, d_weight, d_bias, *of_durations

@@ -404,3 +404,6 @@ def divergence_mixture(
             logits, teacher_logits, state, 0, beta, temperature, softcap, padded=False
         )
     return result
+
+
+divergence_local_gradient = divergence_backward  # whose statistics are those of all ranks
