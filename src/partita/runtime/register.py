@@ -195,15 +195,17 @@ def define(
     tensor, their types and those of the results. A call has the name of the backend as one more
     argument, the last. The functions that serve the op have its name on every backend.
 
+    `fake` and `check` get the arguments that they name, or all if they take `*args`.
+
     Args:
         reference: what the op means, a typed function in plain PyTorch.
-        fake: computes the shapes and dtypes of the results. With `fake_by_backend` it gets the name
-            of the table that serves the call (`reference`, `gpu` or `cpu`) as its last argument.
+        fake: computes the shapes and dtypes of the results. With `fake_by_backend` it may name
+            `served_by` too: `reference`, `gpu` or `cpu`.
         gpu: imports the module that has the op's Triton or Gluon kernels, at the first call.
         cpu: imports the module that has its Numba kernels; None where ATen serves the CPU.
         name: the name of the op, if the reference has another one.
         mutates: the name of the argument that the op writes to.
-        check: runs before the op on the same arguments, and never while a graph is traced.
+        check: runs before the op, and never while a graph is traced.
         vmap: the batching rule; it gets the op and what `torch.library.register_vmap` says.
         fake_by_backend: whether the shapes of the results depend on the backend.
         reference_if_empty: whether the reference serves calls whose first tensor has no elements.
@@ -214,6 +216,8 @@ def define(
     name = name or unwrapped(reference).__name__
     qualified = f"partita::{name}"
     has_cpu = cpu is not None
+    fake = of_named(fake, [*parameters, "served_by"])
+    check = check and of_named(check, list(parameters))
 
     @functools.lru_cache(maxsize=256)
     def implementation(backend: str, device: torch.device, empty: bool) -> Callable[..., Any]:
@@ -262,6 +266,15 @@ def define(
     if vmap is not None:
         torch.library.register_vmap(qualified, functools.partial(vmap, op), lib=_library)
     return op
+
+
+def of_named(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """Return a function of arguments with these names that passes on those that another names."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return function
+    positions = [names.index(each.name) for each in parameters]
+    return lambda *args: function(*(args[position] for position in positions))
 
 
 def unwrapped(reference: Callable[..., Any]) -> Any:

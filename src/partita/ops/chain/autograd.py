@@ -32,9 +32,7 @@ from .inputs import ChainTensors, check_states
 from .reference import expected_value
 
 
-def check_values(
-    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, *_: Any
-) -> None:
+def check_values(scores: Tensor, source: Tensor, lengths: Tensor | None) -> None:
     """Raise for a source or a length that is out of range, where values are checked."""
     if source.is_meta or not checks.should_check_values(source.device):
         return
@@ -421,5 +419,5 @@ def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference
             f"backend {backend!r}: {name} has no kernel;"
             " it runs in PyTorch (backend 'auto' or 'reference')"
         )
-    check_values(*chain)
+    check_values(chain.scores, chain.source, chain.lengths)
     return reference.chain_inputs(*chain, semiring)

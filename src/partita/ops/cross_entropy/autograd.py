@@ -29,17 +29,9 @@ from . import reference, reference_one_pass
 from .common import RowLosses, TokenStatsRows, mean_denominators
 
 
-def _check_labels(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, *_: Any
-) -> None:
+def _check_labels(logits: Tensor, target: Tensor, ignore_index: int) -> None:
     if not target.is_floating_point():
         checks.labels("target", target, logits.shape[1], ignore_index)
-
-
-def _check_one_pass(
-    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *rest: Any
-) -> None:
-    _check_labels(logits, target, weight, *rest)
 
 
 def _rows_vmap(op: register.Op, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
@@ -66,7 +58,7 @@ def _rows_vmap(op: register.Op, info: Any, in_dims: Any, *args: Any) -> tuple[An
     ), (0,) * len(found)
 
 
-def _rows_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _rows_fake(logits: Tensor) -> tuple[Tensor, ...]:
     shape, dtype = [logits.shape[0], *logits.shape[2:]], acc_dtype(logits.dtype)
     return tuple(logits.new_empty(shape, dtype=dtype) for _ in RowLosses._fields)
 
@@ -86,14 +78,14 @@ cross_entropy_op = register.define(
 )
 cross_entropy_backward_op = register.define(
     reference_one_pass.cross_entropy_backward,
-    lambda grad_loss, grad_logsumexp, logits, *_: torch.empty_like(logits),
+    lambda logits: torch.empty_like(logits),
     name="cross_entropy_backward",
     gpu=_gpu,
     vmap=_rows_vmap,
 )
 cross_entropy_backward_inplace_op = register.define(
     reference_one_pass.cross_entropy_backward_,
-    lambda *_: None,
+    lambda: None,
     gpu=_gpu,
     mutates="logits",
 )
@@ -107,18 +99,18 @@ cross_entropy_one_pass_op = register.define(
     reference_one_pass.cross_entropy_one_pass,
     lambda logits, *args: (logits.new_empty((), dtype=args[-1]), torch.empty_like(logits)),
     gpu=_gpu,
-    check=_check_one_pass,
+    check=_check_labels,
 )
 cross_entropy_one_pass_inplace_op = register.define(
     reference_one_pass.cross_entropy_one_pass_,
     lambda logits, *args: logits.new_empty((), dtype=args[-1]),
     gpu=_gpu,
     mutates="logits",
-    check=_check_one_pass,
+    check=_check_labels,
 )
 scale_gradient = register.define(
     reference.scale_,
-    lambda *_: None,
+    lambda: None,
     gpu=_gpu,
     mutates="grad",
 )
@@ -369,7 +361,7 @@ def cross_entropy_of_rows(
     return (result if z is None else result + z.sum() / denominators[1]).to(options.dtype)
 
 
-def _stats_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _stats_fake(logits: Tensor) -> tuple[Tensor, ...]:
     shape, dtype = logits.shape[:-1], acc_dtype(logits.dtype)
     return tuple(
         logits.new_empty(shape, dtype=torch.int64 if name == "argmax" else dtype)
@@ -377,9 +369,7 @@ def _stats_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _check_stats_labels(
-    logits: Tensor, target: Tensor | None, temperature: float, softcap: float, ignore_index: int
-) -> None:
+def _check_stats_labels(logits: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
         checks.labels("target", target, logits.shape[-1], ignore_index)
 
@@ -393,7 +383,7 @@ token_stats_op = register.define(
 )
 token_stats_backward_op = register.define(
     by_rows(reference.token_stats_backward, logits=3),
-    lambda grad_logprob, grad_logsumexp, grad_entropy, logits, *_: torch.empty_like(logits),
+    lambda logits: torch.empty_like(logits),
     name="token_stats_backward",
     gpu=_gpu,
     vmap=all_at_once,

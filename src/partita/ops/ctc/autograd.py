@@ -38,15 +38,13 @@ def check_values(
     input_lengths: Tensor,
     target_lengths: Tensor,
     max_target_len: int,
-    *options: Any,
+    label_priors: Tensor | None,
+    star: int | None,
 ) -> None:
-    """Raise for the first length, label or prior that is out of range, where values are checked.
-
-    The last ones of the options are the priors, their scale and the star.
-    """
+    """Raise for the first length, label or prior that is out of range, where values are checked."""
     if not checks.should_check_values(labels.device) or labels.is_meta:
         return
-    T, C, (label_priors, _, star) = logits.shape[0], logits.shape[2], options[-3:]
+    T, C = logits.shape[0], logits.shape[2]
     if label_priors is not None:
         index = checks.first_index(~label_priors.isfinite())
         if index is not None:
@@ -79,25 +77,17 @@ def check_values(
 
 def _loss_results(
     logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
     max_target_len: int,
-    blank: int,
     from_logits: bool,
     reduction: str,
-    zero_infinity: bool,
     save: bool,
-    label_priors: Tensor | None,
-    prior_scale: float,
     star: int | None,
-    backend: str,
+    served_by: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors with the shapes of the reduced loss, the losses and the saved tensor."""
     N, dtype = logits.shape[1], acc_dtype(logits.dtype)
     shape = ScoreOptions(star=star).lattice_shape(logits.shape)
-    saved = saved_shape(shape, max_target_len, from_logits, save, backend)
+    saved = saved_shape(shape, max_target_len, from_logits, save, served_by)
     return (
         logits.new_empty(N if reduction == "none" else (), dtype=dtype),
         logits.new_empty(N, dtype=torch.float64),
@@ -135,7 +125,7 @@ loss = register.define(
 )
 gradient = register.define(
     reference.ctc_gradient,
-    lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
+    lambda logits: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     gpu=_gpu,
     cpu=_cpu,
     vmap=one_by_one,
@@ -144,7 +134,7 @@ gradient = register.define(
 
 align = register.define(
     reference.ctc_align,
-    lambda logits, *rest: (
+    lambda logits: (
         *(
             logits.new_empty((logits.shape[1], logits.shape[0]), dtype=dtype)
             for dtype in (torch.int64, torch.int64, acc_dtype(logits.dtype))

@@ -35,11 +35,9 @@ from .common import (
 def check_values(
     scores: Tensor,
     source: Tensor,
-    lattice_source: Tensor,
     targets: Tensor,
     target_lengths: Tensor,
     input_lengths: Tensor | None,
-    *_: Any,
 ) -> None:
     """Raise for the first length or label that is out of range, where values are checked."""
     if scores.is_meta or not checks.should_check_values(scores.device):
@@ -67,10 +65,6 @@ def _loss_results(
     scores: Tensor,
     source: Tensor,
     lattice_source: Tensor,
-    targets: Tensor,
-    target_lengths: Tensor,
-    input_lengths: Tensor | None,
-    state_len: int,
     reduction: str,
     save: bool,
     served_by: str,
@@ -114,7 +108,7 @@ loss = register.define(
 )
 gradient = register.define(
     reference.crf_gradient,
-    lambda grad, scores, *rest: torch.empty(scores.shape, dtype=scores.dtype, device=scores.device),
+    lambda scores: torch.empty(scores.shape, dtype=scores.dtype, device=scores.device),
     gpu=_gpu,
     cpu=_cpu,
     vmap=one_by_one,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +14,11 @@ from .basecalls import empty_basecalls
 from .common import Hypotheses, empty_hypotheses, empty_posteriors
 
 
-def _check_lengths(logits: Tensor, input_lengths: Tensor, *_: Any) -> None:
+def _check_lengths(logits: Tensor, input_lengths: Tensor) -> None:
     checks.within("input_lengths", input_lengths, 0, len(logits), "steps")
 
 
-def _beam_fake(
-    logits: Tensor, input_lengths: Tensor, blank: int, beam_width: int, nbest: int, *_: Any
-) -> Hypotheses:
+def _beam_fake(logits: Tensor, nbest: int) -> Hypotheses:
     return empty_hypotheses(logits, nbest)
 
 
@@ -59,7 +56,7 @@ def _gpu_launch() -> ModuleType:
 
 greedy_search = register.define(
     reference.ctc_greedy_search,
-    lambda logits, *_: empty_hypotheses(logits),
+    lambda logits: empty_hypotheses(logits),
     gpu=_gpu_greedy,
     cpu=_cpu,
     check=_check_lengths,
@@ -77,7 +74,7 @@ beam_search = register.define(
 )
 crf_path = register.define(
     reference.ctc_crf_path,
-    lambda scores, *_: (*_empty_path(scores), *empty_posteriors(scores)),
+    lambda scores: (*_empty_path(scores), *empty_posteriors(scores)),
     gpu=_gpu_crf,
     cpu=_cpu,
     vmap=one_by_one,
@@ -86,7 +83,7 @@ crf_path = register.define(
 )
 crf_base_posteriors = register.define(
     reference.ctc_crf_base_posteriors,
-    lambda marginals, *_: empty_posteriors(marginals),
+    lambda marginals: empty_posteriors(marginals),
     gpu=_gpu_crf,
     cpu=_cpu,
     vmap=one_by_one,
@@ -94,7 +91,7 @@ crf_base_posteriors = register.define(
 )
 crf_calls = register.define(
     reference.ctc_crf_calls,
-    lambda by_base, *rest: empty_basecalls(by_base, *rest[4:6]),
+    empty_basecalls,
     gpu=_gpu_crf,
     cpu=_cpu,
     vmap=one_by_one,

@@ -31,7 +31,7 @@ from .common import DivergenceRows, reduced, row_factors
 ROUNDING_ERRORS = 8
 
 
-def _fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _fake(logits: Tensor) -> tuple[Tensor, ...]:
     dtype = acc_dtype(logits.dtype)
     return tuple(logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in DivergenceRows._fields)
 
@@ -50,31 +50,31 @@ divergence_op = register.define(
 )
 divergence_backward_op = register.define(
     by_rows(reference.divergence_backward, logits=1),
-    lambda grad, logits, *_: torch.empty_like(logits),
+    lambda logits: torch.empty_like(logits),
     name="divergence_backward",
     gpu=_gpu,
     vmap=all_at_once,
 )
 divergence_one_pass_op = register.define(
     by_rows(reference.divergence_one_pass),
-    lambda logits, *_: (_fake(logits)[0], torch.empty_like(logits)),
+    lambda logits: (_fake(logits)[0], torch.empty_like(logits)),
     gpu=_gpu,
 )
 divergence_state_op = register.define(
     reference_chunks.divergence_state,
-    lambda logits, *_: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
+    lambda logits: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
     gpu=_gpu,
 )
 divergence_mixture_op = register.define(
     reference_chunks.divergence_mixture,
-    lambda logits, teacher_logits, maximum, *_: maximum.new_empty(2, logits.shape[0]),
+    lambda logits, maximum: maximum.new_empty(2, logits.shape[0]),
     gpu=_gpu,
 )
 
 
 divergence_local_gradient_op = register.define(
     reference_chunks.divergence_local_gradient,
-    lambda grad, logits, *_: torch.empty_like(logits),
+    lambda logits: torch.empty_like(logits),
     gpu=_gpu,
 )
 

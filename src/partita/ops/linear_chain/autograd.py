@@ -30,14 +30,7 @@ from .inputs import scalar
 from .paths import path_indicator
 
 
-def check_values(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    *_: Any,
-) -> None:
+def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
     """Raise for a length that is out of range, where values are checked."""
     if lengths is not None:
         checks.within("lengths", lengths, 1, emissions.shape[0], "tokens")

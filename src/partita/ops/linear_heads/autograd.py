@@ -31,47 +31,13 @@ from .plan import padded_width
 from .rows_linear import rows_linear
 
 
-def _check_rows(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    target: Tensor | None,
-    class_weight: Any,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    *_: Any,
-) -> None:
+def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
         checks.labels("target", target, len(weight), ignore_index)
 
 
-def _check_one_pass(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    target: Tensor,
-    class_weight: Any,
-    denominator: Any,
-    ignore_index: int,
-    *_: Any,
-) -> None:
-    checks.labels("target", target, len(weight), ignore_index)
-
-
 def _rows_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    target: Any,
-    class_weight: Any,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    needs_smoothing: bool,
-    needs_entropy: bool,
-    chunk: int,
-    save_logits: bool,
+    input: Tensor, weight: Tensor, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
     M, C, dtype = input.shape[0], weight.shape[0], acc_dtype(input.dtype)
     entropy_rows = M if needs_entropy else 0
@@ -88,34 +54,29 @@ def _rows_fake(
 
 
 def gradients_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, *wanted: bool
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
 ) -> tuple[Tensor, ...]:
     """Return the shapes of the gradients; those that are not wanted are empty."""
     tensors = (input, weight, input if bias is None else bias)
     return tuple(
         tensor.new_empty(tensor.shape if wants else (0,))
-        for tensor, wants in zip(tensors, wanted, strict=True)
+        for tensor, wants in zip(tensors, (input_grad, weight_grad, bias_grad), strict=True)
     )
 
 
-def _rows_backward_fake(
-    dlogits_coef: Any,
-    label_coef: Any,
-    log_coef: Any,
-    smoothing_coef: Any,
+def _one_pass_fake(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    *rest: Any,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
 ) -> tuple[Tensor, ...]:
-    *_, input_grad, weight_grad, bias_grad = rest
-    return gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
-
-
-def _one_pass_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    *_, input_grad, weight_grad, bias_grad = rest
     loss = input.new_empty((), dtype=acc_dtype(input.dtype))
     return loss, *gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
 
@@ -136,12 +97,12 @@ rows = register.define(
     reference.linear_rows,
     _rows_fake,
     gpu=_gpu,
-    check=_check_rows,
+    check=_check_labels,
     vmap=one_by_one,
 )
 rows_backward = register.define(
     reference.linear_rows_backward,
-    _rows_backward_fake,
+    gradients_fake,
     gpu=_gpu,
     vmap=one_by_one,
 )
@@ -149,7 +110,7 @@ one_pass = register.define(
     reference.linear_one_pass,
     _one_pass_fake,
     gpu=_gpu,
-    check=_check_one_pass,
+    check=_check_labels,
     vmap=one_by_one,
 )
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
@@ -159,7 +120,7 @@ packed_one_pass = register.define(
     _one_pass_fake,
     gpu=_gpu_packed,
     name="linear_packed_one_pass",
-    check=_check_one_pass,
+    check=_check_labels,
     vmap=one_by_one,
 )
 

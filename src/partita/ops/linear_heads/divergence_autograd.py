@@ -29,15 +29,9 @@ from .rows_linear import rows_linear
 
 
 def _rows_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    *options: Any,
+    input: Tensor, weight: Tensor, teacher_input: Tensor, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    dtype, save_logits = acc_dtype(input.dtype), options[-1]
-    M = input.shape[0]
+    dtype, M = acc_dtype(input.dtype), input.shape[0]
     size = M * padded_width(weight.shape[0]) if save_logits else 0
     return (
         *(input.new_empty(M, dtype=dtype) for _ in DivergenceRows._fields),
@@ -46,17 +40,16 @@ def _rows_fake(
     )
 
 
-def _backward_fake(
-    grad: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    return gradients_fake(input, weight, bias, *rest[-3:])
-
-
 def _one_pass_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
 ) -> tuple[Tensor, ...]:
     loss = input.new_empty(input.shape[0], dtype=acc_dtype(input.dtype))
-    return loss, *gradients_fake(input, weight, bias, *rest[-3:])
+    return loss, *gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
 
 
 def _gpu_divergence() -> ModuleType:
@@ -73,7 +66,7 @@ divergence_op = register.define(
 )
 divergence_backward_op = register.define(
     reference_divergence.linear_divergence_backward,
-    _backward_fake,
+    gradients_fake,
     gpu=_gpu_divergence,
     vmap=one_by_one,
 )

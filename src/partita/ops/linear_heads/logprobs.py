@@ -31,31 +31,15 @@ from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
 from .plan import check_budget, is_small, padded_width
 
 
-def _check(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    ids: Tensor,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    *_: Any,
-) -> None:
+def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
     checks.labels("ids", ids, len(weight), ignore_index)
 
 
 def _fake(
-    input: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any
+    input: Tensor, weight: Tensor, ids: Tensor, needs_rest: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    *_, needs_rest, _, save_logits = options
     saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
     return *logprobs_fake(input, ids, needs_rest), input.new_empty(saved)
-
-
-def _backward_fake(
-    grad: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    return gradients_fake(input, weight, bias, *rest[-3:])
 
 
 def _gpu() -> ModuleType:
@@ -73,7 +57,7 @@ logprobs_op = register.define(
 )
 logprobs_backward_op = register.define(
     reference.linear_logprobs_backward,
-    _backward_fake,
+    gradients_fake,
     gpu=_gpu,
     vmap=one_by_one,
 )

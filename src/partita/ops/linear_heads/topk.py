@@ -34,8 +34,7 @@ from .plan import check_budget, is_small, padded_width
 DEFAULT_BYTES = 2**30  # of the logits of some tokens, if no budget is given
 
 
-def _fake(input: Tensor, weight: Tensor, bias: Any, k: int, *options: Any) -> tuple[Tensor, ...]:
-    save_logits = options[-1]
+def _fake(input: Tensor, weight: Tensor, k: int, save_logits: bool) -> tuple[Tensor, ...]:
     size = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
     return *topk_fake(input, k), input.new_empty(size)
 

@@ -23,9 +23,7 @@ from . import reference
 from .common import TopK, TopKRows, logprobs_fake, topk_fake
 
 
-def _check_ids(
-    logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int, _: bool
-) -> None:
+def _check_ids(logits: Tensor, ids: Tensor, ignore_index: int) -> None:
     checks.labels("ids", ids, logits.shape[-1], ignore_index)
 
 
@@ -37,20 +35,20 @@ def _gpu() -> tuple[ModuleType, ...]:
 
 logprobs_op = register.define(
     by_rows(reference.logprobs),
-    lambda logits, ids, *options: logprobs_fake(logits, ids, options[-1]),
+    lambda logits, ids, needs_rest: logprobs_fake(logits, ids, needs_rest),
     gpu=_gpu,
     check=_check_ids,
     vmap=all_at_once,
 )
 logprobs_backward_op = register.define(
     by_rows(reference.logprobs_backward, logits=1),
-    lambda grad, logits, *_: torch.empty_like(logits),
+    lambda logits: torch.empty_like(logits),
     gpu=_gpu,
     vmap=all_at_once,
 )
 topk_op = register.define(
     by_rows(reference.topk_logprobs),
-    lambda logits, k, *_: topk_fake(logits, k),
+    lambda logits, k: topk_fake(logits, k),
     gpu=_gpu,
     vmap=all_at_once,
 )

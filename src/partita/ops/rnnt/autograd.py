@@ -41,39 +41,20 @@ def check_sequences(
 
 
 def _check_rnnt(
-    logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    *_: Any,
+    logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> None:
     T, V = logits.shape[1], logits.shape[3]
     check_sequences(targets, logit_lengths, target_lengths, T, V, blank)
 
 
 def _check_tdt(
-    token_logits: Tensor,
-    duration_logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    *_: Any,
+    token_logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> None:
     _check_rnnt(token_logits, targets, logit_lengths, target_lengths, blank)
 
 
 def _forward_fake(
-    logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    fused: bool,
-    hat: bool,
-    delay_penalty: float,
-    need_posteriors: bool,
+    logits: Tensor, fused: bool, need_posteriors: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     nodes, dtype = logits.shape[:3], acc_dtype(logits.dtype)
     return (
@@ -84,15 +65,7 @@ def _forward_fake(
 
 
 def _tdt_forward_fake(
-    token_logits: Tensor,
-    duration_logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    sigma: float,
-    need_posteriors: bool,
+    token_logits: Tensor, durations: Sequence[int], need_posteriors: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     nodes, dtype = token_logits.shape[:3], acc_dtype(token_logits.dtype)
     shapes = (nodes, (2 + len(durations), *nodes)) if need_posteriors else ((0,),) * 2
@@ -140,7 +113,7 @@ forward = register.define(
 )
 gradient = register.define(
     reference.rnnt_gradient,
-    lambda grad, logits, *_: _contiguous_like(logits),
+    lambda logits: _contiguous_like(logits),
     gpu=_gpu,
     cpu=_cpu,
     vmap=one_by_one,
@@ -148,7 +121,7 @@ gradient = register.define(
 )
 gradient_inplace = register.define(
     reference.rnnt_gradient_,
-    lambda *_: None,
+    lambda: None,
     gpu=_gpu,
     cpu=_cpu,
     mutates="logits",
@@ -156,7 +129,7 @@ gradient_inplace = register.define(
 )
 align = register.define(
     reference.rnnt_align,
-    lambda logits, targets, *_: _align_fake(logits, targets),
+    lambda logits, targets: _align_fake(logits, targets),
     gpu=_gpu,
     cpu=_cpu,
     check=_check_rnnt,
@@ -174,7 +147,10 @@ tdt_forward = register.define(
 )
 tdt_gradient = register.define(
     reference_tdt.tdt_gradient,
-    lambda grad, tokens, durations, *_: (_contiguous_like(tokens), _contiguous_like(durations)),
+    lambda token_logits, duration_logits: (
+        _contiguous_like(token_logits),
+        _contiguous_like(duration_logits),
+    ),
     gpu=_gpu,
     cpu=_cpu,
     vmap=one_by_one,
@@ -182,7 +158,7 @@ tdt_gradient = register.define(
 )
 tdt_align = register.define(
     reference_tdt.tdt_align,
-    lambda tokens, durations, targets, *_: _align_fake(tokens, targets),
+    lambda token_logits, targets: _align_fake(token_logits, targets),
     gpu=_gpu,
     cpu=_cpu,
     check=_check_tdt,

@@ -29,33 +29,16 @@ from .common import loss_factors, reduce_losses
 from .joint import chunk_mask, joint_hidden
 
 
-def _check_rnnt(
+def _check(
     encoder: Tensor,
-    predictor: Tensor,
     weight: Tensor,
-    bias: Any,
     targets: Tensor,
     logit_lengths: Tensor,
     target_lengths: Tensor,
-    factor: Any,
-    activation: str,
     blank: int,
-    *_: Any,
 ) -> None:
     sequences = (targets, logit_lengths, target_lengths)
     check_sequences(*sequences, encoder.shape[1], weight.shape[0], blank)
-
-
-def _check_tdt(
-    encoder: Tensor,
-    predictor: Tensor,
-    weight: Tensor,
-    bias: Any,
-    duration_weight: Any,
-    duration_bias: Any,
-    *rest: Any,
-) -> None:
-    _check_rnnt(encoder, predictor, weight, bias, *rest)
 
 
 def _fake(
@@ -89,7 +72,7 @@ linear_rnnt = register.define(
     lambda *args: _fake(args[:4], args[7], args[15:]),
     gpu=_gpu,
     cpu=_cpu,
-    check=_check_rnnt,
+    check=_check,
     vmap=one_by_one,
     reference_if_empty=True,
 )
@@ -98,7 +81,7 @@ linear_tdt = register.define(
     lambda *args: _fake(args[:6], args[9], args[16:]),
     gpu=_gpu,
     cpu=_cpu,
-    check=_check_tdt,
+    check=_check,
     vmap=one_by_one,
     reference_if_empty=True,
 )

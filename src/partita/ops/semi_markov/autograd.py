@@ -22,15 +22,7 @@ from ...runtime.autograd import (
 from . import fakes, reference, reference_paths
 
 
-def check_values(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
-    *_: Any,
-) -> None:
+def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
     """Raise for a length that is out of range, where values are checked."""
     if lengths is not None:
         checks.within("lengths", lengths, 1, emissions.shape[0], "steps")

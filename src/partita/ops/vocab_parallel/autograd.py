@@ -47,39 +47,18 @@ def _packed_fake(like: Tensor, smoothing: bool, entropy: bool) -> Tensor:
     return like.new_empty(size, dtype=acc_dtype(like.dtype))
 
 
-def _logits_fake(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None,
-    first_class: int,
-    temperature: float,
-    softcap: float,
-    smoothing: bool,
-    entropy: bool,
-) -> Tensor:
+def _logits_fake(logits: Tensor, smoothing: bool, entropy: bool) -> Tensor:
     return _packed_fake(logits, smoothing, entropy)
 
 
 def _linear_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    first_class: int,
-    temperature: float,
-    softcap: float,
-    smoothing: bool,
-    entropy: bool,
-    chunk: int,
-    save_logits: bool,
+    input: Tensor, weight: Tensor, smoothing: bool, entropy: bool, save_logits: bool
 ) -> tuple[Tensor, Tensor]:
     saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
     return _packed_fake(input, smoothing, entropy), input.new_empty(saved)
 
 
-def _fields_fake(gathered: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    smoothing, entropy = args[-2:]
+def _fields_fake(gathered: Tensor, smoothing: bool, entropy: bool) -> tuple[Tensor, ...]:
     M = gathered.shape[2]
     per_entropy = M if entropy else 0
     sizes = (M, M, M if smoothing else 0, per_entropy, per_entropy, M, M)
@@ -95,10 +74,8 @@ def _coefficients_fake(
     grad_logsumexp: Tensor | None,
     grad_smoothing: Tensor | None,
     grad_entropy: Tensor | None,
-    class_weight: Tensor | None,
     entropies: Tensor,
     smoothing: bool,
-    *_: Any,
 ) -> tuple[Tensor, ...]:
     grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
@@ -109,8 +86,7 @@ def _coefficients_fake(
     return tuple(like.new_empty(size) for size in sizes)
 
 
-def _gradient_fake(*args: Any) -> Tensor:
-    logits = args[4]
+def _gradient_fake(logits: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
@@ -147,7 +123,7 @@ parallel_gradient = register.define(
 )
 parallel_gradient_ = register.define(
     reference.parallel_gradient_,
-    lambda *_: None,
+    lambda: None,
     gpu=_gpu,
     mutates="logits",
 )
