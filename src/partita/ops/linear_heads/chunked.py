@@ -210,6 +210,7 @@ def linear_rows_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
+    *,
     counts: Tensor | None = None,
 ) -> HeadGradients:
     """Compute the `HeadGradients` from the coefficients of the rows.

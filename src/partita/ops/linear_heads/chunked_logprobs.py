@@ -136,5 +136,5 @@ def linear_logprobs_backward(
         input_grad,
         weight_grad,
         bias_grad,
-        counts,
+        counts=counts,
     )

@@ -99,11 +99,13 @@ def _gpu() -> ModuleType:
 parallel_logits = register.define(
     reference.parallel_logits,
     _logits_fake,
+    name="parallel_logits",
     gpu=_gpu,
 )
 parallel_linear = register.define(
     reference.parallel_linear,
     _linear_fake,
+    name="parallel_linear",
     gpu=_gpu,
 )
 parallel_fields = register.define(
@@ -119,11 +121,13 @@ parallel_coefficients = register.define(
 parallel_gradient = register.define(
     reference.parallel_gradient,
     _gradient_fake,
+    name="parallel_gradient",
     gpu=_gpu,
 )
 parallel_gradient_ = register.define(
     reference.parallel_gradient_,
     lambda: None,
+    name="parallel_gradient_",
     gpu=_gpu,
     mutates="logits",
 )
