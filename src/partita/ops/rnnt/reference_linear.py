@@ -96,7 +96,7 @@ def linear_rnnt(
     options = (blank, hat, delay_penalty, fastemit_lambda, encoder.dtype)
     wanted = Wanted(encoder_grad, predictor_grad, [weight_grad], [bias_grad])
     kernels = rnnt_kernels(lengths, *options)
-    losses, gradients = linear_transducer(kernels, joint, factor, chunk, keep_logits, wanted)
+    losses, gradients = linear_transducer(kernels, joint, factor, chunk, bool(keep_logits), wanted)
     d_encoder, d_predictor, d_weight, d_bias = gradients
     return losses, d_encoder, d_predictor, d_weight, d_bias
 
@@ -172,7 +172,7 @@ def linear_tdt(
         [bias_grad, duration_bias_grad],
     )
     kernels = tdt_kernels(lengths, blank, durations, sigma, encoder.dtype)
-    losses, gradients = linear_transducer(kernels, joint, factor, chunk, keep_logits, wanted)
+    losses, gradients = linear_transducer(kernels, joint, factor, chunk, bool(keep_logits), wanted)
     d_encoder, d_predictor, *of_heads = gradients
     d_weight, d_bias, d_duration_weight, d_duration_bias = of_heads
     of_durations = d_duration_weight, d_duration_bias
