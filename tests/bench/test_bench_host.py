@@ -23,7 +23,7 @@ from partita.bench import (
     host_trial,
     picture,
     providers,
-    softmax,
+    rows,
 )
 from partita.bench.host_cases import CASES, NEW_SHAPES, ON_DEVICE, SAME, Draw, Unit
 from partita.bench.host_report import FirstCall
@@ -292,7 +292,7 @@ def test_wrong_arguments(
 
 def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = dataclasses.replace(SETTINGS, elements=2**28, quick=False, do_bench=True)
-    cases = list(softmax.cases(settings))
+    cases = list(rows.softmax_cases(settings))
     assert [case.shape for case in cases] == [(4096, 128 * n) for n in range(2, 100)]
     calls = []
 
@@ -300,8 +300,8 @@ def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(call())
         return Timing.of([2.0])
 
-    monkeypatch.setattr(softmax, "time_do_bench", fake)
-    small = softmax.DoBenchSweep("softmax", torch.float32, 8, 256)
+    monkeypatch.setattr(rows, "time_do_bench", fake)
+    small = rows.DoBenchSweep("softmax", torch.float32, 8, 256)
     (row,) = run(iter([small]), TORCH)
     assert (row.part, row.timing, row.moved) == ("do_bench", Timing.of([2.0]), 2 * 4 * 8 * 256)
     assert calls[0].shape == (8, 256)

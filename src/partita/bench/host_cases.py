@@ -17,7 +17,7 @@ from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy
 from ..ops.softmax.api import softmax
-from . import linear_peers, providers
+from . import heads, providers
 
 Inputs = tuple[Any, ...]
 Function = Callable[..., Tensor]
@@ -272,7 +272,7 @@ CASES = (
         "linear_cross_entropy",
         _hidden,
         {
-            "torch": lambda: linear_peers.composed_loss,
+            "torch": lambda: heads.composed_loss,
             "partita": lambda: linear_cross_entropy,
             **_peer("liger", "linear_cross_entropy", lambda function: function),
         },
