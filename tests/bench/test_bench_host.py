@@ -25,11 +25,12 @@ from partita.bench import (
     providers,
     rows,
 )
-from partita.bench.host_cases import CASES, NEW_SHAPES, ON_DEVICE, SAME, Draw, Unit
+from partita.bench.host_cases import CASES, NEW_SHAPES, ON_DEVICE, SAME, Unit
 from partita.bench.host_report import FirstCall
 from partita.bench.measure import Timing
 from partita.bench.providers import TORCH
 from partita.cli.fresh_process import run_module
+from partita.testing.samples import Draw
 
 CPU = torch.device("cpu")
 
@@ -80,7 +81,7 @@ def test_every_case_runs_and_gives_gradients(
 ) -> None:
     if device == "cpu":
         monkeypatch.setenv("PARTITA_BACKEND", "reference")
-    draw = Draw(torch.device(device))
+    draw = Draw(device=device)
     inputs = case.inputs(draw, 3 if case.variant == NEW_SHAPES else 0)
     leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
     assert bool(leaves) == (case.op not in ("ctc_align", "viterbi"))
@@ -95,7 +96,7 @@ def test_every_case_runs_and_gives_gradients(
 @pytest.mark.parametrize("op", ["ctc_loss", "cross_entropy"])
 def test_new_shapes_are_new(op: str) -> None:
     case = next(case for case in CASES if case.op == op and case.variant == NEW_SHAPES)
-    draw = Draw(CPU)
+    draw = Draw(device=CPU)
     shapes = [
         tuple(tuple(x.shape) for x in case.inputs(draw, number)) for number in (*range(250), 600)
     ]

@@ -55,9 +55,7 @@ def test_numbers_are_drawn_once() -> None:
 def test_what_the_providers_compute(device: str) -> None:
     x = torch.randn(5, 40, device=device, generator=torch.Generator(device).manual_seed(0))
     target = torch.arange(5, device=device)
-    assert_within_budget(
-        rows.naive_softmax(x), torch.softmax(x.double(), -1), torch.softmax(x, -1)
-    )
+    assert_within_budget(rows.naive_softmax(x), torch.softmax(x.double(), -1), torch.softmax(x, -1))
     logprob, logsumexp, entropy, argmax = rows.token_stats(x, target)
     exact = x.double().log_softmax(-1)
     assert_within_budget(logprob, exact[range(5), target], scale="tensor")

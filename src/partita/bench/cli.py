@@ -326,10 +326,6 @@ def _report(rows: list[Row], machine: Machine, plan: Plan) -> None:
         print(f"wrote {plan.csv}")
     panels = picture.panels(rows)
     if plan.svg and panels:
-        try:
-            picture.draw(plan.svg, panels, machine)
-            print(f"wrote {plan.svg}")
-        except ImportError:
-            print(f"no {plan.svg}: it needs matplotlib (pip install matplotlib)")
+        picture.draw_where_possible(plan.svg, lambda path: picture.draw(path, panels, machine))
     for row in failed(rows):
         print(f"partita bench: {row.case}: {row.provider} {row.note}", file=sys.stderr)
