@@ -324,9 +324,9 @@ class LabelledRows(RowsCase):
     labels: ClassVar[int] = 0  # the number of labels of a row; 0 for one, without a dimension
 
     def inputs(self, buffers: Buffers) -> Inputs:
+        logits = buffers.normal("logits", self.shape, self.dtype)
         target = buffers.labels(self.rows * max(1, self.labels), self.columns)
-        target = target.view(self.rows, self.labels) if self.labels else target
-        return Inputs(buffers.normal("logits", self.shape, self.dtype), target)
+        return Inputs(logits, target.view(self.rows, self.labels) if self.labels else target)
 
 
 @dataclass(frozen=True)
