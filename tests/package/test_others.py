@@ -24,9 +24,9 @@ EXCEPTIONS = {
     ("testing/memory.py", "_settings.fill_uninitialized_memory"): "poisoned memory, in a block",
     ("testing/memory.py", "torch.use_deterministic_algorithms"): "poisoned memory, in a block",
     ("bench/parallel.py", "torch.manual_seed"): "processes that the benchmark starts",
-    ("bench/linear_peers.py", "identity.semantic_value_key"): "the peer QuACK, if it is measured",
-    ("bench/linear_chain_peers.py", "setattr"): "a module of the peer pytorch-crf",
-    ("bench/linear_chain_peers.py", "delattr"): "a module of the peer pytorch-crf",
+    ("bench/heads.py", "identity.semantic_value_key"): "the peer QuACK, if it is measured",
+    ("bench/linear_chain.py", "setattr"): "a module of the peer pytorch-crf",
+    ("bench/linear_chain.py", "delattr"): "a module of the peer pytorch-crf",
 }
 # Functions that set something for the whole process; filters of warnings only inside of a block.
 SETTERS = {
