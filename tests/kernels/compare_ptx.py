@@ -53,6 +53,9 @@ def canonical_ir(ir: str) -> str:
     """
     ir = re.sub(r"^#loc.*$| loc\((?:[^()]|\([^()]*\))*\)", "", ir, flags=re.M)
     head, signature, body = re.split(r"tt\.func public @\w+\((.*)\) attributes", ir)
+    for alias, layout in re.findall(r"^(#\w+) = (.*)$", head, re.M):
+        body = re.sub(rf"{alias}\b", layout, body)  # layouts are numbered by their first use
+    head = re.sub(r"^#\w+ = .*$", "", head, flags=re.M)
     known: dict[str, str] = {}
     fresh = (f"%v{number}" for number in itertools.count())
 
