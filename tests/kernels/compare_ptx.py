@@ -64,14 +64,16 @@ def canonical_ir(ir: str) -> str:
 
     lines = head.splitlines()
     for line in body.splitlines():
-        if constant := re.match(r"\s*(%\w+) = (arith\.constant .*?)\s*$", line):
+        if constant := re.match(r"\s*(%[\w-]+) = (arith\.constant .*?)\s*$", line):
             known[constant[1]] = f"<{constant[2]}>"
             continue
         # A name may have another value in each region: what defines it gives it a new number.
-        defined = r"%\w+(?=: )" if "^bb" in line else r"%\w+(?=(?::\d+)? = )"
+        defined = (
+            r"%[\w-]+(?=: )" if "^bb" in line else r"%[\w-]+(?=(?::\d+)?(?:, %[\w-]+(?::\d+)?)* = )"
+        )
         known.update((name, next(fresh)) for name in re.findall(defined, line))
-        lines.append(re.sub(r"%\w+", named, line))
-    listed = re.findall(r"(%\w+): ([^%]+?)(?=, %|$)", signature)
+        lines.append(re.sub(r"%[\w-]+", named, line))
+    listed = re.findall(r"(%[\w-]+): ([^%]+?)(?=, %|$)", signature)
     lines += sorted(f"{known[name]}: {kind}" for name, kind in listed if name in known)
     return "\n".join(line for line in lines if line.strip())
 
