@@ -205,7 +205,7 @@ class Case(ABC):
     op: str
     dtype: torch.dtype
 
-    # What tables and pictures show.
+    # Tables and pictures show these.
     sizes: ClassVar[tuple[str, ...]]  # the attributes that are the dimensions of the scores
     differs_by: ClassVar[tuple[str, ...]] = ()  # those by which lines of a table do, if not all
     scores: ClassVar[str] = "logits"  # the name of the scores
@@ -216,7 +216,7 @@ class Case(ABC):
     yardstick: ClassVar[str] = ""
     caption: ClassVar[str] = ""  # the title of the picture of the times; empty for no picture
 
-    # What is timed.
+    # These say what is timed.
     without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are left out
     learned: ClassVar[int] = 0  # the number of inputs, the first ones, that have a gradient
     arguments: ClassVar[int | None] = None  # the number of inputs that a function takes, if not all

@@ -36,7 +36,6 @@ def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
         checks.within("lengths", lengths, 1, emissions.shape[0], "tokens")
 
 
-# It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
 def _cpu() -> tuple[ModuleType, ...]:
     from .cpu import gradient, logz, paths, tangent
 
@@ -61,6 +60,7 @@ def _gpu_tangent() -> ModuleType:
     return launch_tangent if HAS_KERNELS else reference_tangent
 
 
+# It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
 logz = register.define(
     reference.linear_chain_logz,
     fakes.fake_logz,

@@ -28,7 +28,6 @@ def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
         checks.within("lengths", lengths, 1, emissions.shape[0], "steps")
 
 
-# It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
 def _cpu() -> tuple[ModuleType, ...]:
     from .cpu import gradient, logz, paths
 
@@ -47,6 +46,7 @@ def _gpu_paths() -> ModuleType:
     return launch_paths
 
 
+# It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
 logz = register.define(
     reference.semi_markov_logz,
     fakes.fake_logz,
