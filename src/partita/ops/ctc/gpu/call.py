@@ -183,8 +183,9 @@ class CTCCall(NamedTuple):
 
     @property
     def saved(self) -> SavedScan:
-        """What the first scan saves in the workspace."""
-        return SavedScan(self.workspace.states, self.workspace.carries)
+        """What the posterior scan reads of the workspace."""
+        workspace = self.workspace
+        return SavedScan(workspace.states, workspace.carries, workspace.flags, workspace.logz)
 
     def score_tensors(self, table: Part | None) -> ScoreTensors:
         """Return what the posterior scan computes emissions from."""
@@ -219,12 +220,12 @@ class CTCCall(NamedTuple):
                 2 * N * (1 if fp64 else plan.num_chunks),
                 scores=scores,
                 targets=self.targets,
-                saved=self.saved,
-                flags_ptr=workspace.flags,
+                saved=self.saved._replace(logz=None),
                 tile_counter_ptr=None if fp64 else workspace.tile_counter,
                 **numbers,
                 SAVE=self.numbers["num_blocks"] != 0,
                 FP64=fp64,
+                ALL_FP64=plan.fp64,
                 TABLE_WIDTH=table_width,
             )
 
@@ -289,11 +290,10 @@ class CTCCall(NamedTuple):
             scores=self.score_tensors(None if fp64 else workspace.table),
             targets=self.targets,
             saved=self.saved,
-            flags_ptr=workspace.flags,
-            logz_ptr=workspace.logz,
             memory=memory,
             **self.numbers,
             FP64=fp64,
+            ALL_FP64=plan.fp64,
             TABLE_WIDTH=0 if fp64 else plan.table_width,
             GROUPS=plan.class_groups if has_groups else 0,
             WIDTH=width,

@@ -109,7 +109,6 @@ def ctc_forward_scan_kernel(
     scores,  # ScoreTensors; the normalizers are those of a star
     targets,  # TargetTensors
     saved,  # SavedScan
-    flags_ptr,  # [N] int64, zero
     tile_counter_ptr,  # [1] int64, zero, or None
     T,
     N,
@@ -127,22 +126,19 @@ def ctc_forward_scan_kernel(
     star,  # the label that is the star, or None
     SAVE: tl.constexpr,  # whether to save the states before each eighth step
     FP64: tl.constexpr,  # whether this run has states in fp64
+    ALL_FP64: tl.constexpr,  # whether all sequences have; otherwise those flagged NEEDS_FP64
     TABLE_WIDTH: tl.constexpr,  # row length of the table, 0 for logits
     LAYOUT: tl.constexpr,
 ):
-    """Scan α up to the middle step and β down to it, and flag the sequences that fail.
-
-    A run in fp64 serves the sequences that are flagged NEEDS_FP64, or all if the logits are fp64.
-    """
+    """Scan α up to the middle step and β down to it, and flag the sequences that fail."""
     index, n, direction = program_chunk(tile_counter_ptr, N)
-    flags = tl.load(flags_ptr + n)
+    flags = tl.load(saved.flags + n)
     length, target_len, offset, invalid = load_lengths(targets, n, T, max_target_len, M)
     if invalid:
-        tl.atomic_or(flags_ptr + n, INVALID, sem="relaxed")
+        tl.atomic_or(saved.flags + n, INVALID, sem="relaxed")
     lane, last, begin, end = lane_index(LAYOUT), target_len // 32, index, index + 1
     if FP64:
-        is_fp64: tl.constexpr = scores.rows.dtype.element_ty == tl.float64
-        end = tl.where(is_fp64 | (flags == NEEDS_FP64), last + 1, 0)
+        end = tl.where(ALL_FP64 | (flags == NEEDS_FP64), last + 1, 0)
     block_stride, chunk_stride = (N.to(tl.int64) * num_chunks) * 64, N.to(tl.int64) * carry_steps
     saved_ptr = saved.states + ((direction * (num_blocks + 1)) * block_stride + n * num_chunks * 64)
     carries_ptr = saved.carries + (direction * num_chunks * chunk_stride + n * carry_steps)
@@ -170,7 +166,7 @@ def ctc_forward_scan_kernel(
         new_flags = tl.where(overflow == overflow, 0, 1) | tl.where(invalid_label, 2, 0)
         new_flags = tl.max(new_flags, axis=0)
         if new_flags > 0:
-            tl.atomic_or(flags_ptr + n, new_flags, sem="relaxed")
+            tl.atomic_or(saved.flags + n, new_flags, sem="relaxed")
         if FP64:
             # The next chunk of this program reads carries that other threads have just stored.
             tl.debug_barrier()

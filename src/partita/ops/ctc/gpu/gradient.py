@@ -265,9 +265,8 @@ def ctc_lane_gradient_kernel(
         inputs = (logits.ptr + first * stride_t + n * stride_n, stride_t, logits.stride_c)
     outputs = (logits.grad_ptr + (first * N + n) * C, N.to(tl.int64) * C)
     for u in tl.static_range(ROWS):
-        star_sum = sums[u * GROUPS + GROUPS - 1]
         for g in tl.static_range(GROUPS):
-            values = (sums[u * GROUPS + g], totals[u], star_sum)
+            values = (sums[u * GROUPS + g], totals[u], sums[u * GROUPS + GROUPS - 1])
             store_gradient(
                 values, steps, row, g * 32 + lane, inputs, outputs, sizes, star, ACC_DTYPE
             )

@@ -64,17 +64,21 @@ class TargetTensors(NamedTuple):
 
 
 class SavedScan(NamedTuple):
-    """What the first scan leaves for the second one.
+    """What the loss leaves for the scan of the posteriors.
 
     Fields:
         states: words `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step
             of their halves, and at the middle.
         carries: words `[2, num_chunks, N, carry_steps]`, zero before the first scan, what chunks
             hand to their neighbors.
+        flags: `[N]` int64, zero before the first scan, see `NEEDS_FP64` and `INVALID`.
+        logz: `[N]` fp64, log2 of the partition function; None in the first scan.
     """
 
     states: tl.tensor
     carries: tl.tensor
+    flags: tl.tensor
+    logz: tl.tensor | None
 
 
 class ChunkLattice(NamedTuple):

@@ -248,9 +248,8 @@ def scan_other_half(
                 BACK,
                 FP64,
             )[1]
-            blank, label = other_states[v]
-            through_label = posterior_of(incoming.label, label, logz, FP64)
-            through_blank = posterior_of(incoming.blank, blank, logz, FP64)
+            through_label = posterior_of(incoming.label, other_states[v][1], logz, FP64)
+            through_blank = posterior_of(incoming.blank, other_states[v][0], logz, FP64)
             label_posteriors = (through_label,) + label_posteriors
             blank_posteriors = (through_blank,) + blank_posteriors
             next_states, index = next_states + (other_state,), index - 1
@@ -275,8 +274,6 @@ def ctc_posterior_scan_kernel(
     scores,  # ScoreTensors; the normalizers are those of a star
     targets,  # TargetTensors
     saved,  # SavedScan
-    flags_ptr,  # [N] int64
-    logz_ptr,  # [N] fp64
     memory,  # ScanMemory; the posteriors are by label, or by class with GROUPS and without an order
     T,
     N,
@@ -292,7 +289,8 @@ def ctc_posterior_scan_kernel(
     stride_c,
     prior_scale,  # the bits of an fp64 number, or None without priors
     star,  # the label that is the star, or None
-    FP64: tl.constexpr,  # whether this launch keeps its states in fp64
+    FP64: tl.constexpr,  # whether this run has states in fp64
+    ALL_FP64: tl.constexpr,  # whether all sequences have; otherwise those flagged NEEDS_FP64
     TABLE_WIDTH: tl.constexpr,  # row length of the table, 0 for logits
     GROUPS: tl.constexpr,  # groups of 32 classes that the order has, or posteriors by class; or 0
     WIDTH: tl.constexpr,  # row length of the posteriors
@@ -300,12 +298,11 @@ def ctc_posterior_scan_kernel(
 ):
     """Scan α and β through each other's half, and store the posteriors of labels and blanks.
 
-    The posteriors of a step are correct up to a common factor. A run in fp64 serves the sequences
-    that are flagged NEEDS_FP64, or all if the logits are fp64. It prepares the other run: it clears
-    the counter and the carries, and stores the order of the labels.
+    The posteriors of a step are correct up to a common factor. A run in fp64 prepares the
+    other one: it clears the counter and the carries, and stores the order of the labels.
     """
     index, n, direction = program_chunk(None if FP64 else memory.counter, N)
-    flags, logz = tl.load(flags_ptr + n), tl.load(logz_ptr + n)
+    flags, logz = tl.load(saved.flags + n), tl.load(saved.logz + n)
     length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
     lane, last, has_path = lane_index(LAYOUT), target_len // 32, logz > -float("inf")
     posteriors, first_chunk, carry_start = memory.posteriors, n * num_chunks, n * carry_steps
@@ -338,8 +335,7 @@ def ctc_posterior_scan_kernel(
                 for g in tl.static_range(GROUPS):
                     tl.store(order_ptr + (1 + 2 * g) * 32, bounds[g][0])
                     tl.store(order_ptr + (2 + 2 * g) * 32, bounds[g][1])
-        is_fp64: tl.constexpr = scores.rows.dtype.element_ty == tl.float64
-        is_scanned = has_path & (index == 0) & (is_fp64 | (flags == NEEDS_FP64))
+        is_scanned = has_path & (index == 0) & (ALL_FP64 | (flags == NEEDS_FP64))
         begin, end = 0, tl.where(is_scanned, target_len // 32 + 1, 0)
     else:
         if TABLE_WIDTH:
