@@ -170,32 +170,104 @@ def first_index(mask: Tensor) -> tuple[int, ...] | None:
     return tuple(mask.nonzero()[0].tolist()) if bool(mask.any()) else None
 
 
-def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise `IndexError` with the first label that is neither a class nor `ignore_index`."""
-    if not can_check_values(value):
+def values(
+    name: str,
+    value: Tensor,
+    low: int,
+    high: int,
+    expected: str,
+    *,
+    others: int | None = None,
+    never: int | None = None,
+    counts: Tensor | None = None,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise with the first number that is out of its range, where values are checked.
+
+    Args:
+        name: the name of the argument.
+        value: the numbers.
+        low, high: the range, with its ends.
+        expected: the range in words.
+        others: one more number that is allowed.
+        never: a number of the range that is not allowed.
+        counts: the mask of the numbers that count; all if None.
+        error: the class of the error.
+    """
+    if not can_check_values(value) or not value.numel():
         return
     value = value.long()  # a narrow type would wrap the bounds
-    invalid = ((value < 0) | (value >= classes)) & (value != ignore_index)
+    if never is None:
+        least, greatest = value.aminmax()
+        if low <= int(least) and int(greatest) <= high:
+            return
+    invalid = (value < low) | (value > high)
+    if others is not None:
+        invalid &= value != others
+    if never is not None:
+        invalid |= value == never
+    if counts is not None:
+        invalid &= counts
     if (index := first_index(invalid)) is not None:
-        if ignore_index == NOTHING_IGNORED:
-            expected = f"classes from 0 to {classes - 1}"
-        elif classes:
-            expected = f"labels from 0 to {classes - 1} (or ignore_index {ignore_index})"
-        else:
-            expected = f"no label but ignore_index {ignore_index}, as there are 0 classes"
-        raise IndexError(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
+        raise error(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
+
+
+def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise `IndexError` with the first label that is neither a class nor `ignore_index`."""
+    if ignore_index == NOTHING_IGNORED:
+        expected = f"classes from 0 to {classes - 1}"
+    elif classes:
+        expected = f"labels from 0 to {classes - 1} (or ignore_index {ignore_index})"
+    else:
+        expected = f"no label but ignore_index {ignore_index}, as there are 0 classes"
+    values(name, value, 0, classes - 1, expected, others=ignore_index, error=IndexError)
 
 
 def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
     """Raise `ValueError` with the first number that is not from `low` to `high`."""
-    if not can_check_values(value):
-        return
-    value = value.long()  # a narrow type would wrap the bounds
-    if (index := first_index((value < low) | (value > high))) is not None:
+    values(name, value, low, high, f"{meaning} from {low} to {high}")
+
+
+def target_labels(
+    targets: Tensor,
+    target_lengths: Tensor,
+    low: int,
+    high: int,
+    others: str = "",
+    *,
+    star: int | None = None,
+    blank: int | None = None,
+) -> None:
+    """Raise for the first length or label of the targets of sequences that is out of its range.
+
+    Args:
+        targets: `[N, S]`, or all labels one after another.
+        target_lengths: `[N]`.
+        low, high: the range of labels, with its ends.
+        others: what is added to the range in words.
+        star: one more label that is allowed.
+        blank: a label of the range that is not allowed.
+    """
+    size = targets.shape[-1]
+    within("target_lengths", target_lengths, 0, size, "labels")
+    counts = None
+    if targets.ndim == 2:
+        counts = torch.arange(size, device=targets.device) < target_lengths[:, None]
+    elif (total := int(target_lengths.sum())) != size:
         raise ValueError(
-            f"{name}: expected {meaning} from {low} to {high},"
-            f" got {int(value[index])} at {list(index)}"
+            f"targets: expected as many labels as the sum of target_lengths, {total}, got {size}"
         )
+    values(
+        "targets",
+        targets,
+        low,
+        high,
+        f"labels from {low} to {high}{others}",
+        others=star,
+        never=blank,
+        counts=counts,
+        error=IndexError,
+    )
 
 
 def blank(value: object, classes: int) -> None:

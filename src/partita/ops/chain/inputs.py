@@ -63,12 +63,8 @@ def check_states(name: str, value: Tensor, number: int, missing: str) -> None:
         number: the number of states.
         missing: the meaning of -1.
     """
-    if not checks.can_check_values(value):
-        return
-    value = value.long()  # a narrow type would wrap the bounds
-    if (index := checks.first_index((value < -1) | (value >= number))) is not None:
-        expected = f"a state from 0 to {number - 1}, or -1 {missing}" if number else "-1"
-        raise ValueError(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
+    expected = f"a state from 0 to {number - 1}, or -1 {missing}" if number else "-1"
+    checks.values(name, value, -1, number - 1, expected)
 
 
 def check_semiring(semiring: Semiring) -> None:

@@ -66,7 +66,6 @@ def prepare(
         offsets = _row_offsets(N, targets.shape[1], logits.device)
         steps, lengths = on_device(logits.device, steps, lengths)
     else:
-        _check_sum(lengths, targets)
         # The clamp bounds how far an invalid length can shift the targets after it.
         clamped = lengths.clamp(0, targets.shape[0])
         steps, lengths, offsets = on_device(
@@ -180,16 +179,3 @@ def _longest(lengths: Tensor, targets: Tensor) -> int:
         return size
     longest = max(lengths.tolist()) if N <= FEW else int(lengths.max())
     return max(min(longest, size), 0)
-
-
-def _check_sum(lengths: Tensor, targets: Tensor) -> None:
-    """Raise `ValueError` unless concatenated targets have as many labels as the lengths say."""
-    if (
-        checks.should_check_values(targets.device)
-        and not is_batched(lengths)
-        and int(lengths.sum()) != len(targets)
-    ):
-        raise ValueError(
-            "targets: expected as many labels as the sum of target_lengths,"
-            f" {int(lengths.sum())}, got {len(targets)}"
-        )

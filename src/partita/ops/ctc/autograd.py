@@ -19,32 +19,21 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .common import PackedTargets, ScoreOptions, padded_targets
+from .common import ScoreOptions
 from .gpu.plan import saved_shape
-
-
-def _all_within(value: Tensor, low: int, high: int) -> bool:
-    """Return whether all numbers are from `low` to `high`."""
-    if not value.numel():
-        return True
-    least, greatest = value.aminmax()
-    return low <= int(least) and int(greatest) <= high
 
 
 def check_values(
     logits: Tensor,
     labels: Tensor,
-    offsets: Tensor,
     input_lengths: Tensor,
     target_lengths: Tensor,
-    max_target_len: int,
     label_priors: Tensor | None,
     star: int | None,
 ) -> None:
     """Raise for the first length, label or prior that is out of range, where values are checked."""
-    if not checks.should_check_values(labels.device) or labels.is_meta:
+    if not checks.can_check_values(labels):
         return
-    T, C = logits.shape[0], logits.shape[2]
     if label_priors is not None:
         index = checks.first_index(~label_priors.isfinite())
         if index is not None:
@@ -52,27 +41,10 @@ def check_values(
                 "label_priors: expected finite logarithms,"
                 f" got {float(label_priors[index])} at {list(index)}"
             )
-    if star is not None:
-        labels = labels.masked_fill(labels == star, 0)
-    if (
-        _all_within(input_lengths, 0, T)
-        and _all_within(target_lengths, 0, max_target_len)
-        and _all_within(labels, 0, C - 1)
-    ):
-        return
+    T, _, C = logits.shape
     checks.within("input_lengths", input_lengths, 0, T, "steps")
-    checks.within("target_lengths", target_lengths, 0, max_target_len, "labels")
-    padded, mask = padded_targets(PackedTargets(labels, offsets, target_lengths, max_target_len))
-    index = checks.first_index(mask & ((padded < 0) | (padded >= C)))
-    if index is not None:
-        expected = f"labels from 0 to {C - 1}" + (
-            f" or the star {star}" if star is not None else ""
-        )
-        n, position = index
-        place = torch.unravel_index(offsets[n] + position, labels.shape)
-        raise IndexError(
-            f"targets: expected {expected}, got {int(padded[index])} at {[int(i) for i in place]}"
-        )
+    others = "" if star is None else f" or the star {star}"
+    checks.target_labels(labels, target_lengths, 0, C - 1, others, star=star)
 
 
 def _loss_results(

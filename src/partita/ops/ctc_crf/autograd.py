@@ -40,25 +40,11 @@ def check_values(
     input_lengths: Tensor | None,
 ) -> None:
     """Raise for the first length or label that is out of range, where values are checked."""
-    if scores.is_meta or not checks.should_check_values(scores.device):
+    if not checks.can_check_values(targets):
         return
     if input_lengths is not None:
         checks.within("input_lengths", input_lengths, 0, len(scores), "steps")
-    checks.within("target_lengths", target_lengths, 0, targets.shape[-1], "labels")
-    mask = torch.ones_like(targets, dtype=torch.bool)
-    if targets.ndim == 2:
-        mask = torch.arange(targets.shape[1], device=targets.device) < target_lengths[:, None]
-    elif int(target_lengths.sum()) != len(targets):
-        raise ValueError(
-            "targets: expected as many labels as the sum of target_lengths,"
-            f" {int(target_lengths.sum())}, got {len(targets)}"
-        )
-    labels, n_base = targets.long(), source.shape[1] - 1
-    if (index := checks.first_index(mask & ((labels < 1) | (labels > n_base)))) is not None:
-        raise IndexError(
-            f"targets: expected labels from 1 to {n_base}, got {int(labels[index])} at"
-            f" {list(index)}"
-        )
+    checks.target_labels(targets, target_lengths, 1, source.shape[1] - 1)
 
 
 def _loss_results(

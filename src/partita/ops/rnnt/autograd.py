@@ -26,18 +26,11 @@ def check_sequences(
     targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, T: int, V: int, blank: int
 ) -> None:
     """Raise for the first length or label that is out of range, where values are checked."""
-    if targets.is_meta or not checks.should_check_values(targets.device):
+    if not checks.can_check_values(targets):
         return
     checks.within("logit_lengths", logit_lengths, 0, T, "steps")
-    checks.within("target_lengths", target_lengths, 0, targets.shape[1], "labels")
-    position = torch.arange(targets.shape[1], device=targets.device)
-    invalid = (targets < 0) | (targets >= V) | (targets == blank)
-    index = checks.first_index(invalid & (position < target_lengths[:, None]))
-    if index is not None:
-        raise IndexError(
-            f"targets: expected labels from 0 to {V - 1} other than the blank {blank},"
-            f" got {int(targets[index])} at {list(index)}"
-        )
+    others = f" other than the blank {blank}"
+    checks.target_labels(targets, target_lengths, 0, V - 1, others, blank=blank)
 
 
 def _check_rnnt(
