@@ -178,16 +178,8 @@ class LogZ(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        return logz(scores, source, initial, final, lengths, save, backend)
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return logz(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -209,16 +201,8 @@ class RoundedLogZ(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return rounded_logz(scores, source, initial, final, lengths, save, backend)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return rounded_logz(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -243,8 +227,8 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return logz_gradient(grad_output, *rest)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return logz_gradient(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -282,16 +266,8 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        trace: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return viterbi(scores, source, initial, final, lengths, trace, backend)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return viterbi(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -339,20 +315,8 @@ class Expectation(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        values: Tensor,
-        first_values: Tensor,
-        last_values: Tensor,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chain = (scores, source, initial, final, lengths)
-        return expectation(*chain, values, first_values, last_values, save, backend)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return expectation(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

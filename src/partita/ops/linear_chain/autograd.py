@@ -117,16 +117,8 @@ class LogZ(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return logz(emissions, transitions, start, end, lengths, save, backend)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return logz(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -182,23 +174,8 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        grad_output: Tensor,
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        logz: Tensor,
-        saved: Tensor,
-        need_transitions: bool,
-        per_sequence: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        chain = (emissions, transitions, start, end, lengths)
-        return logz_gradient(
-            grad_output, *chain, logz, saved, need_transitions, per_sequence, backend
-        )
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return logz_gradient(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -242,21 +219,8 @@ class Expectation(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        emission_values: Tensor,
-        transition_values: Tensor,
-        start_values: Tensor | None,
-        end_values: Tensor | None,
-        backend: str,
-    ) -> Tensor:
-        chain = (emissions, transitions, start, end, lengths)
-        values = (emission_values, transition_values, start_values, end_values)
-        return tangent(_ones(emissions), *chain, *values, backend)[0]
+    def forward(*args: Any) -> Tensor:
+        return tangent(_ones(args[0]), *args)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -326,15 +290,8 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        return viterbi(emissions, transitions, start, end, lengths, backend)
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return viterbi(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
