@@ -15,6 +15,7 @@ have to see that two parameters of a type are not mistaken for one another.
 
 import argparse
 import hashlib
+import itertools
 import json
 import multiprocessing
 import re
@@ -46,17 +47,28 @@ def canonical_assembly(asm: dict[str, str]) -> str:
 
 
 def canonical_ir(ir: str) -> str:
-    """Return Triton's GPU IR with values named by their first use, and parameters in no order."""
+    """Return Triton's GPU IR with values named by their order.
+
+    Parameters have no order, and those that the kernel does not read are left out.
+    """
     ir = re.sub(r"^#loc.*$| loc\((?:[^()]|\([^()]*\))*\)", "", ir, flags=re.M)
     known: dict[str, str] = {}
+    fresh = (f"%v{number}" for number in itertools.count())
 
-    def renamed(text: str) -> str:
-        return re.sub(r"%\w+", lambda found: known.setdefault(found[0], f"%v{len(known)}"), text)
+    def renamed(line: str) -> str:
+        # A name may have another value in each region: what defines it gives it a new number.
+        defined = r"%\w+(?=: )" if "^bb" in line else r"%\w+(?=(?::\d+)? = )"
+        known.update((name, next(fresh)) for name in re.findall(defined, line))
+        return re.sub(r"%\w+", lambda used: known.get(used[0]) or named(used[0]), line)
+
+    def named(name: str) -> str:
+        return known.setdefault(name, next(fresh))
 
     head, signature, body = re.split(r"tt\.func public @\w+\((.*)\) attributes", ir)
-    body = renamed(body)
-    parameters = sorted(map(renamed, re.findall(r"%\w+: [^%]+?(?=, %|$)", signature)))
-    lines = "\n".join([head, *parameters, body]).splitlines()
+    lines = [renamed(line) for line in body.splitlines()]
+    listed = re.findall(r"(%\w+): ([^%]+?)(?=, %|$)", signature)
+    parameters = sorted(f"{known[name]}: {kind}" for name, kind in listed if name in known)
+    lines = [*head.splitlines(), *parameters, *lines]
     return "\n".join(line for line in lines if line.strip())
 
 
