@@ -47,28 +47,34 @@ def canonical_assembly(asm: dict[str, str]) -> str:
 
 
 def canonical_ir(ir: str) -> str:
-    """Return Triton's GPU IR with values named by their order.
+    """Return Triton's GPU IR with values named by their order, and constants by what they are.
 
     Parameters have no order, and those that the kernel does not read are left out.
     """
     ir = re.sub(r"^#loc.*$| loc\((?:[^()]|\([^()]*\))*\)", "", ir, flags=re.M)
+    head, signature, body = re.split(r"tt\.func public @\w+\((.*)\) attributes", ir)
+    for alias, layout in re.findall(r"^(#\w+) = (.*)$", head, re.M):
+        body = re.sub(rf"{alias}\b", layout, body)  # layouts are numbered by their first use
+    head = re.sub(r"^#\w+ = .*$", "", head, flags=re.M)
     known: dict[str, str] = {}
     fresh = (f"%v{number}" for number in itertools.count())
 
-    def renamed(line: str) -> str:
+    def named(found: re.Match[str]) -> str:
+        return known.setdefault(found[0], next(fresh))
+
+    lines = head.splitlines()
+    for line in body.splitlines():
+        if constant := re.match(r"\s*(%[\w-]+) = (arith\.constant .*?)\s*$", line):
+            known[constant[1]] = f"<{constant[2]}>"
+            continue
         # A name may have another value in each region: what defines it gives it a new number.
-        defined = r"%\w+(?=: )" if "^bb" in line else r"%\w+(?=(?::\d+)? = )"
+        defined = (
+            r"%[\w-]+(?=: )" if "^bb" in line else r"%[\w-]+(?=(?::\d+)?(?:, %[\w-]+(?::\d+)?)* = )"
+        )
         known.update((name, next(fresh)) for name in re.findall(defined, line))
-        return re.sub(r"%\w+", lambda used: known.get(used[0]) or named(used[0]), line)
-
-    def named(name: str) -> str:
-        return known.setdefault(name, next(fresh))
-
-    head, signature, body = re.split(r"tt\.func public @\w+\((.*)\) attributes", ir)
-    lines = [renamed(line) for line in body.splitlines()]
-    listed = re.findall(r"(%\w+): ([^%]+?)(?=, %|$)", signature)
-    parameters = sorted(f"{known[name]}: {kind}" for name, kind in listed if name in known)
-    lines = [*head.splitlines(), *parameters, *lines]
+        lines.append(re.sub(r"%[\w-]+", named, line))
+    listed = re.findall(r"(%[\w-]+): ([^%]+?)(?=, %|$)", signature)
+    lines += sorted(f"{known[name]}: {kind}" for name, kind in listed if name in known)
     return "\n".join(line for line in lines if line.strip())
 
 

@@ -182,11 +182,10 @@ def cross_entropy_forward_kernel(
     log_total = log_exact(total)
     loss = label.weight * (log_total + (shift - label.x)) if SMOOTHING_MODE != 2 else 0.0
     loss += smoothing_weight * log_total + smoothing_loss if SMOOTHING_MODE else 0.0
-    logsumexp = shift + log_total
-    total_weight = label.weight + smoothing_weight
     counts = label.not_ignored
     tl.store(results.loss + index, tl.where(counts, loss, 0.0), mask=row_mask)
-    tl.store(results.logsumexp + index, tl.where(counts, logsumexp, 0.0), mask=row_mask)
+    tl.store(results.logsumexp + index, tl.where(counts, shift + log_total, 0.0), mask=row_mask)
     tl.store(results.maximum + index, maximum, mask=row_mask)
     tl.store(results.sumexp + index, total, mask=row_mask)
-    tl.store(results.total_weight + index, tl.where(counts, total_weight, 0.0), mask=row_mask)
+    total_weight = tl.where(counts, label.weight + smoothing_weight, 0.0)
+    tl.store(results.total_weight + index, total_weight, mask=row_mask)

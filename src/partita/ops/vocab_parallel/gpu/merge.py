@@ -102,8 +102,8 @@ def parallel_fields_kernel(
     shift, log_sumexp = finite_shift(maximum), log_exact(sumexp)
     nll = tl.where(not_ignored, log_sumexp + (shift - label_logit) / temperature, 0.0)
     tl.store(results.nll + row, nll + nan_if_invalid, mask=mask)
-    logsumexp = shift / temperature + log_sumexp + nan_if_invalid
-    tl.store(results.logsumexp + row, logsumexp, mask=mask)
+    logsumexp_ptrs = results.logsumexp + row
+    tl.store(logsumexp_ptrs, shift / temperature + log_sumexp + nan_if_invalid, mask=mask)
     tl.store(results.maximum + row, maximum, mask=mask)
     tl.store(results.sumexp + row, sumexp, mask=mask)
     if HAS_SMOOTHING:
