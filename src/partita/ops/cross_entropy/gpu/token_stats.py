@@ -84,19 +84,18 @@ def token_stats_kernel(
         rows, splits, logits.batch, logits.row, classes, VEC, ROWS
     )
     ptrs = row_pointers(logits.ptr, start, logits.row, VEC, ROWS)
-    mask = row < rows
-    source = LogitRows(ptrs, logits.column, mask, body, softcap)
+    source = LogitRows(ptrs, logits.column, row < rows, body, softcap)
     index = batch * rows + row
     # The label and its logit are loaded before anything waits for the row.
     x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
     if target_ptr is not None:
-        label = load_labels(target_ptr, index, mask, ignore_index)
+        label = load_labels(target_ptr, index, source.mask, ignore_index)
     else:
         label = index * 0  # any class; the maximum replaces its logit
     not_ignored = label != ignore_index
     in_range = not_ignored & (label >= 0) & (label < classes)
     label_ptrs = x_rows + label * logits.column
-    label_x = tl.load(label_ptrs, mask=in_range & mask, other=0.0).to(ACC_DTYPE)
+    label_x = tl.load(label_ptrs, mask=in_range & source.mask, other=0.0).to(ACC_DTYPE)
     label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
     begin, end = split * span, tl.minimum((split + 1) * span, classes)
     stats = RunningStats(
@@ -144,6 +143,7 @@ def token_stats_kernel(
         edge = tl.where(is_edge, edge, NO_COLUMN).to(tl.int32)[None, :]
         argmax = tl.minimum(argmax, first_column_of(edge_x, edge, sought))
     found = RowStats(maximum, total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE), argmax)
+    mask = row < rows
     if SHARED:
         slot_ptr = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
         found, is_last = merge_shared_stats(found, slot_ptr, split, splits, slope, BLOCK_SPLITS)
