@@ -21,12 +21,11 @@ from ....primitives.gpu.row_plan import (
     row_plan_for,
     row_view,
     tile_options,
+    with_output,
 )
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, zeroed_words
 from ..common import OnePass, RowLosses
-from .backward import cross_entropy_backward_kernel
-from .forward import cross_entropy_forward_kernel
 from .one_pass import cross_entropy_row_kernel, cross_entropy_tile_kernel
 from .plan import HARD_LABELS, PROBABILITIES, SUM_WORDS, fused_block, smoothing_mode
 from .reduction import (
@@ -39,16 +38,18 @@ from .reduction import (
     row_shape,
     shares_of_denominator,
 )
+from .two_passes import cross_entropy_backward_kernel, cross_entropy_forward_kernel
 
 
-class _LossNumbers(NamedTuple):
-    """The options of a loss that are numbers, as the op takes them; 0 leaves one out."""
+class _LossOptions(NamedTuple):
+    """The options of a reduced loss in the order of the op; 0 leaves one out."""
 
     ignore_index: int
     label_smoothing: float
     softcap: float
     z_loss: float
     mean: bool
+    dtype: torch.dtype
 
 
 class _OnePassCall(NamedTuple):
@@ -60,7 +61,9 @@ class _OnePassCall(NamedTuple):
         target: labels `[N, ...]` or probabilities `[N, C, ...]`.
         weight: class weights `[C]`, or None.
         denominator: what divides a sum of losses, `[]`, or None.
-        numbers: the options.
+        options: the options.
+        is_chunk: whether these are some of the rows of a loss.
+        shares: the shares of the denominators of that loss, or None for a sum.
     """
 
     logits: Tensor
@@ -68,21 +71,22 @@ class _OnePassCall(NamedTuple):
     target: Tensor
     weight: Tensor | None
     denominator: Tensor | None
-    numbers: _LossNumbers
+    options: _LossOptions
+    is_chunk: bool = False
+    shares: Tensor | None = None
 
 
 def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> RowView | None:
-    """Return logits, target probabilities and outputs as rows, or None if they allow no view.
-
-    With labels, the second tensor of the view is the logits once more.
-    """
-    return row_view(1, logits, target if target.is_floating_point() else logits, *outputs)
+    """Return logits, target probabilities and outputs as rows, or None if they allow no view."""
+    probabilities = (target,) if target.is_floating_point() else ()
+    return row_view(1, logits, *probabilities, *outputs)
 
 
 def targets_of(view: RowView, target: Tensor, weight: Tensor | None, ignore_index: int) -> Targets:
     """Return the targets as kernels read them: labels contiguous, probabilities by stride."""
-    labels = None if target.is_floating_point() else target.contiguous()
-    return Targets(labels, view.strided[1], weight, view.classes, ignore_index)
+    if target.is_floating_point():
+        return Targets(None, view.strided[1], weight, view.classes, ignore_index)
+    return Targets(target.contiguous(), view.strided[0], weight, view.classes, ignore_index)
 
 
 def cross_entropy(
@@ -97,15 +101,9 @@ def cross_entropy(
     """Compute the rows' losses and statistics, and clear the workspace for a later kernel."""
     view = view_of(logits, target)
     if view is None:
-        return cross_entropy(
-            logits.contiguous(),
-            target.contiguous(),
-            weight,
-            ignore_index,
-            label_smoothing,
-            softcap,
-            workspace,
-        )
+        logits, target = logits.contiguous(), target.contiguous()
+        view = view_of(logits, target)
+        assert view is not None
     shape, dtype = row_shape(logits), acc_dtype(logits.dtype)
     rows = RowLosses(*(logits.new_empty(shape, dtype=dtype) for _ in RowLosses._fields))
     plan = reduce_plan_for(view)
@@ -136,30 +134,31 @@ def cross_entropy_backward(
     grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, *args: Any
 ) -> Tensor:
     """Compute the gradient of the logits from the rows' statistics."""
-    dlogits = torch.empty_like(logits)
-    if not _launch_backward(grad_loss, grad_logsumexp, logits, target, dlogits, *args):
-        buffer = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        _launch_backward(
-            grad_loss, grad_logsumexp, logits.contiguous(), target.contiguous(), buffer, *args
-        )
-        dlogits.copy_(buffer)
-    return dlogits
+    inputs = (logits, target) if target.is_floating_point() else (logits,)
+    return with_output(
+        lambda view: _launch_backward(view, grad_loss, grad_logsumexp, target, *args),
+        1,
+        *inputs,
+        dtype=logits.dtype,
+    )
 
 
 def cross_entropy_backward_(
     grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, *args: Any
 ) -> None:
     """Write the gradient of the logits over them."""
-    if not _launch_backward(grad_loss, grad_logsumexp, logits, target, logits, *args):
+    view = view_of(logits, target, logits)
+    if view is None:
         logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, target, *args))
+    else:
+        _launch_backward(view, grad_loss, grad_logsumexp, target, *args)
 
 
 def _launch_backward(
+    view: RowView,
     grad_loss: Tensor,
     grad_logsumexp: Tensor | None,
-    logits: Tensor,
     target: Tensor,
-    dlogits: Tensor,
     weight: Tensor | None,
     maximum: Tensor,
     sumexp: Tensor,
@@ -167,31 +166,27 @@ def _launch_backward(
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
-) -> bool:
-    """Launch the backward kernel, or return False without a launch if the strides allow no view."""
-    view = view_of(logits, target, dlogits)
-    if view is None:
-        return False
-    plan = elementwise_plan(view)
+) -> None:
+    """Launch the backward kernel on a view of the logits, whose last tensor is their gradient."""
+    plan, logits = elementwise_plan(view), view.strided[0]
     launch(
         cross_entropy_backward_kernel,
         view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
         grad_loss=flat_rows(grad_loss),
         grad_logsumexp=flat_rows(grad_logsumexp),
-        logits=view.strided[0],
+        logits=logits,
         targets=targets_of(view, target, weight, ignore_index),
         maximum_ptr=maximum.contiguous(),
         sumexp_ptr=sumexp.contiguous(),
         total_weight_ptr=total_weight.contiguous(),
-        dlogits=view.strided[2],
+        dlogits=view.strided[-1],
         rows=view.rows,
         smoothing=label_smoothing,
         softcap=softcap,
         SMOOTHING_MODE=smoothing_mode(target, label_smoothing),
         HAS_SOFTCAP=softcap != 0,
-        **tile_options(plan, logits.dtype),
+        **tile_options(plan, logits.ptr.dtype),
     )
-    return True
 
 
 def cross_entropy_reduced(
@@ -217,28 +212,21 @@ def cross_entropy_reduced(
     return reduce_losses(loss, workspace, dtype, targets=targets)
 
 
-def cross_entropy_one_pass(logits: Tensor, *args: Any) -> OnePass:
+def cross_entropy_one_pass(
+    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *options: Any
+) -> OnePass:
     """Compute the reduced loss and its gradient together."""
     dlogits = torch.empty_like(logits)
-    return OnePass(_one_pass_into(dlogits, logits, *args), dlogits)
+    call = _OnePassCall(logits, dlogits, target, weight, denominator, _LossOptions(*options))
+    return OnePass(_one_pass(call), dlogits)
 
 
-def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:
-    """Compute the reduced loss and write its gradient over the logits."""
-    return _one_pass_into(logits, logits, *args)
-
-
-def _one_pass_into(
-    dlogits: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    *numbers: Any,
+def cross_entropy_one_pass_(
+    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *options: Any
 ) -> Tensor:
-    *numbers, dtype = numbers
-    call = _OnePassCall(logits, dlogits, target, weight, denominator, _LossNumbers(*numbers))
-    return _one_pass(call, dtype)
+    """Compute the reduced loss and write its gradient over the logits."""
+    call = _OnePassCall(logits, logits, target, weight, denominator, _LossOptions(*options))
+    return _one_pass(call)
 
 
 def one_pass_of_chunk(
@@ -263,51 +251,49 @@ def one_pass_of_chunk(
         mean: whether the loss is a mean over all rows.
         shares: the shares of the denominators of that mean; None for a sum.
     """
-    numbers = _LossNumbers(ignore_index, label_smoothing, softcap, z_loss, mean)
-    call = _OnePassCall(logits, logits, target, weight, None, numbers)
-    return _one_pass(call, acc_dtype(logits.dtype), shares, is_chunk=True)
+    dtype = acc_dtype(logits.dtype)
+    options = _LossOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
+    return _one_pass(_OnePassCall(logits, logits, target, weight, None, options, True, shares))
 
 
-def _one_pass(
-    call: _OnePassCall, dtype: torch.dtype, shares: Tensor | None = None, is_chunk: bool = False
-) -> Tensor:
+def _one_pass(call: _OnePassCall) -> Tensor:
     """Compute the reduced loss and write its gradient with the kernel that suits the rows."""
-    logits, numbers = call.logits, call.numbers
+    logits, options = call.logits, call.options
     view = view_of(logits, call.target, call.dlogits)
     plan = None if view is None else row_plan_for(view, patched=True)
-    mode = smoothing_mode(call.target, numbers.label_smoothing)
+    mode = smoothing_mode(call.target, options.label_smoothing)
     if view is None or plan is None or plan.kind == "loop":
-        return _reduced_two_passes(call, dtype, shares, is_chunk)
+        return _reduced_two_passes(call)
     is_row = plan.kind == "row"
     if is_row and mode == PROBABILITIES:
-        return _reduced_two_passes(call, dtype, shares, is_chunk)
+        return _reduced_two_passes(call)
     programs = view.rows * plan.splits if is_row else view.batches * cdiv(view.rows, plan.rows)
     slots = 1 if mode == HARD_LABELS else 2
     num_words = exchange_words(view, plan.splits, slots) if is_row else 0
-    block, is_plain = 0, not is_chunk and call.denominator is None
+    block, is_plain = 0, not call.is_chunk and call.denominator is None
     if is_plain and plan.max_registers is None:  # The sum of the labels' weights would spill.
         block = fused_block(view.batches * view.rows, programs, view.classes)
     if block:
         sum_words = 0 if programs == 1 else 1 + programs
         sums, exchanged = zeroed_words(logits.device, sum_words, num_words)
-        losses = LossSum(logits.new_empty((), dtype=dtype), None, sums)
+        losses = LossSum(logits.new_empty((), dtype=options.dtype), None, sums)
     else:
-        workspace, shares = _prepare_workspace(call, shares, is_chunk, num_words)
+        workspace, shares = _prepare_workspace(call, num_words)
         exchanged = workspace[SUM_WORDS:]
         loss = logits.new_empty(row_shape(logits), dtype=acc_dtype(logits.dtype))
         losses = LossSum(loss, shares, None)
     arguments: dict[str, Any] = {
         "logits": view.strided[0],
-        "targets": targets_of(view, call.target, call.weight, numbers.ignore_index),
+        "targets": targets_of(view, call.target, call.weight, options.ignore_index),
         "losses": losses,
-        "dlogits": view.strided[2],
-        "smoothing": numbers.label_smoothing,
-        "softcap": numbers.softcap,
-        "z_loss": numbers.z_loss,
+        "dlogits": view.strided[-1],
+        "smoothing": options.label_smoothing,
+        "softcap": options.softcap,
+        "z_loss": options.z_loss,
         "SMOOTHING_MODE": mode,
-        "HAS_SOFTCAP": numbers.softcap != 0,
-        "HAS_Z_LOSS": numbers.z_loss != 0,
-        "MEAN": numbers.mean or call.denominator is not None,
+        "HAS_SOFTCAP": options.softcap != 0,
+        "HAS_Z_LOSS": options.z_loss != 0,
+        "MEAN": options.mean or call.denominator is not None,
         "FUSED_BLOCK": block,
     }
     if is_row:
@@ -329,15 +315,15 @@ def _one_pass(
             **arguments,
             **tile_options(plan, logits.dtype),
         )
-    return losses.loss if block else reduce_losses(losses.loss, workspace, dtype, shares=shares)
+    if block:
+        return losses.loss
+    return reduce_losses(losses.loss, workspace, options.dtype, shares=shares)
 
 
-def _reduced_two_passes(
-    call: _OnePassCall, dtype: torch.dtype, shares: Tensor | None, is_chunk: bool
-) -> Tensor:
+def _reduced_two_passes(call: _OnePassCall) -> Tensor:
     """Compute the reduced loss where a row fits no tile: first statistics, then the gradient."""
-    workspace, shares = _prepare_workspace(call, shares, is_chunk)
-    z_loss, numbers = call.numbers.z_loss, call.numbers[:3]
+    workspace, shares = _prepare_workspace(call)
+    z_loss, numbers = call.options.z_loss, call.options[:3]
     rows = cross_entropy(call.logits, call.target, call.weight, *numbers)
     scale, z_scale = (1.0, 1.0)
     if shares is not None:
@@ -360,27 +346,25 @@ def _reduced_two_passes(
     loss = rows.loss
     if z_loss:
         loss = loss + z_loss * rows.logsumexp.square() * (z_scale / scale)
-    return reduce_losses(loss, workspace, dtype, shares=shares)
+    return reduce_losses(loss, workspace, call.options.dtype, shares=shares)
 
 
-def _prepare_workspace(
-    call: _OnePassCall, shares: Tensor | None, is_chunk: bool, num_words: int = 0
-) -> tuple[Tensor, Tensor | None]:
+def _prepare_workspace(call: _OnePassCall, num_words: int = 0) -> tuple[Tensor, Tensor | None]:
     """Allocate the zeroed workspace and find the shares of the mean's denominators.
 
     The workspace has the words of the reduction and, after them, `num_words` for the exchange
-    between programs. A chunk uses the shares that it is given.
+    between programs.
     """
     size = SUM_WORDS + num_words
     workspace = torch.empty(size, dtype=torch.int64, device=call.logits.device)
     if call.denominator is not None:
         dtype = acc_dtype(call.logits.dtype)
         return workspace, shares_of_denominator(call.denominator, dtype, workspace)
-    if not call.numbers.mean or is_chunk:
-        return workspace.zero_(), shares
+    if not call.options.mean or call.is_chunk:
+        return workspace.zero_(), call.shares
     if call.target.is_floating_point():
         return workspace.zero_(), equal_shares(call.logits)
     shares = mean_denominators(
-        call.target, call.weight, call.numbers.ignore_index, call.logits.shape[1], workspace
+        call.target, call.weight, call.options.ignore_index, call.logits.shape[1], workspace
     )
     return workspace, shares

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import exp_for_dtype, finite_shift, sum_for_dtype
 from ....primitives.gpu.sync import exchange_normalizer, exchange_pairs, next_part
-from .reduction import loss_scales, store_losses
+from .reduction import store_losses
 from .row_math import (
     Label,
     LossOptions,
@@ -20,6 +20,7 @@ from .row_math import (
     load_label,
     load_label_logits,
     locate_tile,
+    loss_scales,
     row_loss,
     smoothing_terms,
     smoothing_weights,

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....primitives.gpu.math import divide, reciprocal
+from ....primitives.gpu.math import divide
 from ....primitives.gpu.sync import arrives_last, load_partials, store_partial
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import launch, tl_acc_dtype
-from .plan import SHARES, reduction_plan
+from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
+from .plan import SHARES
 
 NUM_SHARES = tl.constexpr(SHARES)
 
@@ -63,20 +63,6 @@ class Words(NamedTuple):
 
     ptr: Any
     size: Any
-
-
-class LossScales(NamedTuple):
-    """The factors of a row's loss in the reduced loss.
-
-    Fields:
-        loss: the factor of the loss without its z-loss.
-        z_loss: the factor of the z-loss.
-        denominator: what the sum of the losses is divided by, if one kernel does all.
-    """
-
-    loss: Any
-    z_loss: Any
-    denominator: Any
 
 
 @triton.jit
@@ -167,39 +153,8 @@ def sum_of_shares(shares_ptr, row: tl.constexpr, ACC_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def loss_scales(losses, rows, options, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the scales of the losses.
-
-    They come from the shares, or from the targets of all rows, if one program reads all of them in
-    blocks of BLOCK labels. The options are `LossOptions`.
-    """
-    ACC_DTYPE: tl.constexpr = options.smoothing.dtype
-    if BLOCK and MEAN:
-        if options.targets.labels is None:
-            weights = tl.full([], 0.0, ACC_DTYPE) + rows
-            num_rows = weights
-        else:
-            weights, num_rows = sum_label_weights(options.targets, rows, 0, 1, ACC_DTYPE, BLOCK)
-        return LossScales(reciprocal(weights), reciprocal(num_rows), weights)
-    elif MEAN:
-        scale = reciprocal(sum_of_shares(losses.shares, 0, ACC_DTYPE))
-        z_scale = reciprocal(sum_of_shares(losses.shares, 1, ACC_DTYPE))
-        return LossScales(scale, z_scale, scale)
-    else:
-        one = tl.full([], 1.0, ACC_DTYPE)
-        return LossScales(one, one, one)
-
-
-@triton.jit
 def store_losses(
-    losses,
-    offset,
-    loss,
-    mask,
-    index,
-    scales,
-    MEAN: tl.constexpr,
-    FUSED_BLOCK: tl.constexpr,
+    losses, offset, loss, mask, index, scales, MEAN: tl.constexpr, FUSED_BLOCK: tl.constexpr
 ):
     """Store the losses of the rows in the mask, or with FUSED_BLOCK reduce them over all programs.
 
@@ -273,9 +228,9 @@ def cross_entropy_reduce_kernel(
 
 def reduction_options(elements: int, dtype: torch.dtype) -> tuple[int, dict[str, Any]]:
     """Return the number of programs that share a sum, and the compile-time arguments."""
-    plan = reduction_plan(elements)
-    options = {"ACC_DTYPE": tl_acc_dtype(dtype), "BLOCK": plan.block, "num_warps": 4}
-    return plan.programs, options
+    block = min(2048, max(128, next_power_of_2(cdiv(elements, SHARES))))
+    options = {"ACC_DTYPE": tl_acc_dtype(dtype), "BLOCK": block, "num_warps": 4}
+    return max(1, min(SHARES, cdiv(elements, block))), options
 
 
 def row_shape(logits: Tensor) -> list[int]:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import apply_softcap, divide, exp_for_dtype, log_exact
+from ....primitives.gpu.math import apply_softcap, divide, exp_for_dtype, log_exact, reciprocal
 from ....primitives.gpu.memory import store_streaming
-from .reduction import load_labels
+from .reduction import load_labels, sum_label_weights, sum_of_shares
 
 
 class LossOptions(NamedTuple):
@@ -67,6 +67,20 @@ class Smoothing(NamedTuple):
 
     weight: Any
     loss: Any
+
+
+class LossScales(NamedTuple):
+    """The factors of a row's loss in the reduced loss.
+
+    Fields:
+        loss: the factor of the loss without its z-loss.
+        z_loss: the factor of the z-loss.
+        denominator: what the sum of the losses is divided by, if one kernel does all.
+    """
+
+    loss: Any
+    z_loss: Any
+    denominator: Any
 
 
 class GradientTerms(NamedTuple):
@@ -258,6 +272,30 @@ def acc_logits(logits, mask, options):
     if options.softcap is not None:
         x = tl.where(mask, apply_softcap(x, options.softcap, True), -float("inf"))
     return x
+
+
+@triton.jit
+def loss_scales(losses, rows, options, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the scales of the losses.
+
+    They come from the shares, or from the targets of all rows, if one program reads all of them in
+    blocks of BLOCK labels.
+    """
+    ACC_DTYPE: tl.constexpr = options.smoothing.dtype
+    if BLOCK and MEAN:
+        if options.targets.labels is None:
+            weights = tl.full([], 0.0, ACC_DTYPE) + rows
+            num_rows = weights
+        else:
+            weights, num_rows = sum_label_weights(options.targets, rows, 0, 1, ACC_DTYPE, BLOCK)
+        return LossScales(reciprocal(weights), reciprocal(num_rows), weights)
+    elif MEAN:
+        scale = reciprocal(sum_of_shares(losses.shares, 0, ACC_DTYPE))
+        z_scale = reciprocal(sum_of_shares(losses.shares, 1, ACC_DTYPE))
+        return LossScales(scale, z_scale, scale)
+    else:
+        one = tl.full([], 1.0, ACC_DTYPE)
+        return LossScales(one, one, one)
 
 
 @triton.jit

@@ -131,7 +131,7 @@ def part_logits(
         edge_x = acc_logits(edge_logits, at_edge, options)
         maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
     if HALF:
-        logits = as_new_values(logits, zero)
+        logits = opaque(logits, zero)
         x = acc_logits(logits, part.mask, options)
     shift = finite_shift(maximum)
     e = exp_for_dtype(x - shift, dtype)
@@ -139,12 +139,6 @@ def part_logits(
     if VEC > 1:
         total += tl.sum(exp(edge_x - shift), axis=0)
     return PartLogits(part, zero, logits, x, e, maximum, shift, total, edge, at_edge, edge_x)
-
-
-@triton.jit
-def as_new_values(logits, zero):
-    """Return logits of a half type as `opaque` ones, given a zero unknown to the compiler."""
-    return opaque(logits, tl.full(logits.shape, zero, tl.float32).to(logits.dtype))
 
 
 @triton.jit
@@ -164,7 +158,7 @@ def store_part_gradient(
     part, shift = loaded.part, terms.shift
     dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
     if HALF:
-        x = acc_logits(as_new_values(loaded.logits, loaded.zero), part.mask, options)
+        x = acc_logits(opaque(loaded.logits, loaded.zero), part.mask, options)
         e, part_factor = exp(x - shift), terms.factor
     else:
         x, e = loaded.x, loaded.e

@@ -16,7 +16,7 @@ from ....primitives.gpu.math import (
     reciprocal,
 )
 from ....primitives.gpu.memory import edge_columns
-from ....primitives.gpu.reduce import program_rows, row_pointers, unmasked_end
+from ....primitives.gpu.reduce import program_rows, unmasked_end
 from ....primitives.gpu.row_plan import (
     RowView,
     classes_per_program,
@@ -80,10 +80,9 @@ def token_stats_kernel(
     VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // BITS
     temperature, softcap = tl.full([], temperature, ACC_DTYPE), tl.full([], softcap, ACC_DTYPE)
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
-    split, batch, row, start, head, body = program_rows(
-        rows, splits, logits.batch, logits.row, classes, VEC, ROWS
+    split, batch, row, ptrs, start, head, body = program_rows(
+        logits, rows, splits, classes, VEC, ROWS
     )
-    ptrs = row_pointers(logits.ptr, start, logits.row, VEC, ROWS)
     source = LogitRows(ptrs, logits.column, row < rows, body, softcap)
     index = batch * rows + row
     # The label and its logit are loaded before anything waits for the row.

@@ -50,14 +50,7 @@ def gather_entries(
 ) -> None:
     """Write the soft-capped logits of the ids among the classes from `first` on, 0 for no class.
 
-    Args:
-        logits: the logits of these classes, `[..., C]`.
-        first: the first of them.
-        classes: the number of all classes.
-        ids: `[..., K]` int64, contiguous.
-        entries: `[..., K]`, contiguous, in which the logits of other classes stay.
-        softcap: the soft-cap, or 0.
-        ignore_index: the ignored id.
+    The arguments are those of the reference. The ids and entries are contiguous.
     """
     view = row_view_or_copy(-1, logits)
     launch(
@@ -105,12 +98,7 @@ def accumulate_rest(
 ) -> None:
     """Update the statistics of the rest with the classes from `first` on that are no ids.
 
-    Args:
-        logits: the logits of these classes, `[..., C]`.
-        first: the first of them.
-        ids: `[..., K]` int64.
-        rest: maximum and sum of the rest, `[..., 2]`, contiguous, updated in place.
-        temperature, softcap: the options.
+    The arguments are those of the reference. The rest is contiguous.
     """
     view = row_view_or_copy(-1, logits)
     block = min(next_power_of_2(view.classes), REST_BLOCK)
@@ -200,16 +188,7 @@ def write_entries(
 ) -> Tensor:
     """Write the gradient of the logits of the ids among the classes from `first` on.
 
-    Args:
-        dlogits: the gradient of these classes' logits, `[..., C]`, written at the ids.
-        first, classes, ids: as in `gather_entries`.
-        grad: the gradient of the log-probabilities, `[..., K]`, contiguous.
-        totals: its sum over each row's ids, `[...]`.
-        entries, maximum, sumexp: the logits of the ids, and the statistics of the rows.
-        temperature, softcap, ignore_index: the options.
-
-    Returns:
-        The gradient: `dlogits` itself, whatever its strides.
+    The arguments are those of the reference, contiguous but for `dlogits`, which is returned.
     """
     view = row_view_or_copy(-1, dlogits)
     launch(

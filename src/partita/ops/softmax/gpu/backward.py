@@ -121,9 +121,7 @@ def softmax_backward_row_kernel(
     if SHARED:
         total = exchange_sum(slots_ptr + 1 + row * splits, split, splits, total, BLOCK_SPLITS)
     if HALF:
-        zeros = tl.full([BLOCK_V], zero, tl.float32)
-        dy = opaque(packed_dy, zeros.to(packed_dy.dtype)).to(tl.float32)
-        y = opaque(packed_y, zeros.to(packed_y.dtype)).to(tl.float32)
+        dy, y = opaque(packed_dy, zero).to(tl.float32), opaque(packed_y, zero).to(tl.float32)
     DTYPE: tl.constexpr = result.ptr.dtype.element_ty
     dx = input_gradient(dy, y, total, LOG, DTYPE)
     store_streaming(result.ptr + aligned_start(row * result.row, VEC) + column, dx, mask, STREAM)

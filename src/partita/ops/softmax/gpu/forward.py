@@ -125,7 +125,7 @@ def softmax_row_kernel(
         edge_x = tl.load(edge_ptrs, mask=edge_mask, other=-float("inf")).to(tl.float32)
         maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
     if HALF:
-        packed = opaque(packed, tl.full([BLOCK_V], zero, tl.float32).to(packed.dtype))
+        packed = opaque(packed, zero)
         x = packed.to(tl.float32)
     DTYPE: tl.constexpr = output.ptr.dtype.element_ty
     EXACT: tl.constexpr = DTYPE == tl.float32 and not LOG
@@ -140,7 +140,7 @@ def softmax_row_kernel(
             slots_ptr + 1 + row * splits, split, splits, maximum, total, BLOCK_SPLITS
         )
     if HALF:
-        x = opaque(packed, tl.full([BLOCK_V], zero, tl.float32).to(packed.dtype)).to(tl.float32)
+        x = opaque(packed, zero).to(tl.float32)
     y = (
         normalize(x, shift, total, LOG, EXACT)
         if LOG or HALF
@@ -186,7 +186,7 @@ def softmax_loop_kernel(
         maximum, total = online_softmax(
             maximum, total, by_lane(x, LANES, VECTOR), LANES == 1 and EXACT
         )
-    maximum, total, _ = merge_lanes(maximum, total)
+    maximum, total = merge_lanes(maximum, total)
     shift, total = finite_shift(maximum), total.to(ACC_DTYPE)
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]

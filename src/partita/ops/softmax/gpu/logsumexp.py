@@ -10,7 +10,6 @@ from ....primitives.gpu.reduce import (
     merge_lanes,
     online_softmax,
     program_rows,
-    row_pointers,
     unmasked_end,
 )
 from ....primitives.gpu.sync import (
@@ -45,10 +44,9 @@ def logsumexp_kernel(
     """
     EXACT: tl.constexpr = LANES == 1 and input.ptr.dtype.element_ty == tl.float32
     VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input.ptr.dtype.element_ty.primitive_bitwidth
-    split, batch, row, start, head, body = program_rows(
-        rows, splits, input.batch, input.row, classes, VEC, ROWS
+    split, batch, row, row_ptrs, start, head, body = program_rows(
+        input, rows, splits, classes, VEC, ROWS
     )
-    row_ptrs = row_pointers(input.ptr, start, input.row, VEC, ROWS)  # [ROWS, 1]
     maximum = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE)
     total = tl.zeros([ROWS, LANES], tl.float64)
     last = tl.minimum((split + 1) * classes_per_split, classes)
@@ -68,7 +66,7 @@ def logsumexp_kernel(
         edge_x = tl.load(input.ptr + start + edge[None, :], mask=edge_mask, other=-float("inf"))
         edge_x = edge_x.to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(edge_x, LANES, 1), EXACT)
-    maximum, total, _ = merge_lanes(maximum, total)
+    maximum, total = merge_lanes(maximum, total)
     write_mask = row < rows
     total = total.to(ACC_DTYPE)
     if SHARED:

@@ -13,6 +13,7 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import LossSum, mean_denominators, reduce_losses
+from ...linear_heads.common import GradientCoefficients
 from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
 from ..common import gradient_in_place, gradient_of_logits, pack_hidden, pack_logits
 from .merge import MergedRows, parallel_coefficients_kernel, parallel_fields_kernel
@@ -114,10 +115,12 @@ def parallel_coefficients(
         grad_entropy_ptr=None if grad_entropy is None else grad_entropy.contiguous(),
         entropy_ptr=None if grad_entropy is None else entropies,
         total_weight_ptr=total_weight,
-        dlogits_coef_ptr=dlogits_coef,
-        label_coef_ptr=label_coef,
-        log_coef_ptr=None if grad_entropy is None else log_coef,
-        smoothing_coef_ptr=None if grad_smoothing is None else smoothing_coef,
+        coefficients=GradientCoefficients(
+            dlogits_coef,
+            label_coef,
+            None if grad_entropy is None else log_coef,
+            None if grad_smoothing is None else smoothing_coef,
+        ),
         M=M,
         V=classes,
         ignore_index=ignore_index,
@@ -184,7 +187,6 @@ def parallel_one_pass(
         WORLD=len(sizes),
         HAS_SOFTCAP=softcap != 0,
         HAS_Z_LOSS=z_loss != 0,
-        MEAN=shares is not None,
         BLOCK_SLOTS=next_power_of_2(len(sizes) + slots_per_row(sizes, itemsize)),
         **_row_options(logits, dlogits, sizes),
     )
@@ -215,7 +217,5 @@ def _row_options(logits: Tensor, dlogits: Tensor, sizes: tuple[int, ...]) -> dic
         1 if plain_accesses else 16 // itemsize,
     )
     options = row_options(plan, logits.dtype)
-    return {name: options[name] for name in options if name not in _UNUSED_ROW_OPTIONS}
-
-
-_UNUSED_ROW_OPTIONS = ("SHARED", "BLOCK_SPLITS")
+    del options["SHARED"], options["BLOCK_SPLITS"]  # Programs of all ranks share a row.
+    return options

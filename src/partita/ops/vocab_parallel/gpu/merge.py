@@ -126,10 +126,7 @@ def parallel_coefficients_kernel(
     grad_entropy_ptr,  # [M] or None
     entropy_ptr,  # [M] or None
     total_weight_ptr,  # [] sum of the class weights, or None for their number
-    dlogits_coef_ptr,  # [M]
-    label_coef_ptr,  # [M]
-    log_coef_ptr,  # [M] or None
-    smoothing_coef_ptr,  # [M] or None
+    coefficients,  # GradientCoefficients
     M,
     V,  # classes of all ranks
     ignore_index,
@@ -151,18 +148,19 @@ def parallel_coefficients_kernel(
         dlogits_coef -= label_coef
     if grad_logsumexp_ptr is not None:
         dlogits_coef += tl.load(grad_logsumexp_ptr + row, mask=mask, other=0.0)
-    if smoothing_coef_ptr is not None:
+    if coefficients.smoothing_coef is not None:
         grad_smoothing = tl.load(grad_smoothing_ptr + row, mask=mask, other=0.0)
         weight = V.to(ACC_DTYPE)
         if total_weight_ptr is not None:
             weight = tl.load(total_weight_ptr).to(ACC_DTYPE)
         dlogits_coef += grad_smoothing * weight
-        tl.store(smoothing_coef_ptr + row, -grad_smoothing / temperature, mask=mask)
-    if log_coef_ptr is not None:
+        smoothing_ptrs = coefficients.smoothing_coef + row
+        tl.store(smoothing_ptrs, -grad_smoothing / temperature, mask=mask)
+    if coefficients.log_coef is not None:
         grad_entropy = tl.load(grad_entropy_ptr + row, mask=mask, other=0.0)
         # A row without a gradient has the coefficient 0, whatever its entropy is.
         of_row = grad_entropy * tl.load(entropy_ptr + row, mask=mask, other=0.0)
         dlogits_coef -= tl.where(grad_entropy == 0.0, 0.0, of_row)
-        tl.store(log_coef_ptr + row, -grad_entropy / temperature, mask=mask)
-    tl.store(dlogits_coef_ptr + row, dlogits_coef / temperature, mask=mask)
-    tl.store(label_coef_ptr + row, label_coef / temperature, mask=mask)
+        tl.store(coefficients.log_coef + row, -grad_entropy / temperature, mask=mask)
+    tl.store(coefficients.dlogits_coef + row, dlogits_coef / temperature, mask=mask)
+    tl.store(coefficients.label_coef + row, label_coef / temperature, mask=mask)

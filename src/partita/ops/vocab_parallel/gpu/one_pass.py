@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.sync import merge_normalizers, next_part, pack_pair, unpack_pair
-from ...cross_entropy.gpu.reduction import Targets, loss_scales
+from ...cross_entropy.gpu.reduction import Targets
 from ...cross_entropy.gpu.row_math import (
     Label,
     LossOptions,
@@ -21,6 +21,7 @@ from ...cross_entropy.gpu.row_math import (
     gradient_terms,
     label_weights,
     load_label_logits,
+    loss_scales,
     row_loss,
     store_label_gradient,
 )
@@ -66,27 +67,13 @@ def store_on_all_ranks(peers_ptr, slot, first, second, mask, WORLD: tl.constexpr
 def has_mismatched_rank(words, programs, WORLD: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
     """Return whether a header that has arrived is from a rank with another number of programs."""
     _, rank_programs = unpack_pair(words)
-    return (
-        tl.max(
-            ((tl.arange(0, BLOCK_SLOTS) < WORLD) & (words != 0) & (rank_programs != programs)).to(
-                tl.int32
-            ),
-            axis=0,
-        )
-        == 1
-    )
+    is_header = tl.arange(0, BLOCK_SLOTS) < WORLD
+    mismatched = is_header & (words != 0) & (rank_programs != programs)
+    return tl.max(mismatched.to(tl.int32), axis=0) == 1
 
 
 @triton.jit(
-    do_not_specialize=[
-        "M",
-        "V",
-        "first_class",
-        "rank",
-        "splits",
-        "max_polls",
-        "ignore_index",
-    ]
+    do_not_specialize=["M", "V", "first_class", "rank", "splits", "max_polls", "ignore_index"]
 )
 def parallel_row_kernel(
     logits,  # StridedRows [1, M, V_local]
@@ -109,7 +96,6 @@ def parallel_row_kernel(
     WORLD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
-    MEAN: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     VEC: tl.constexpr,
@@ -129,7 +115,7 @@ def parallel_row_kernel(
     row, split = tile // splits, (tile % splits).to(tl.int32)
     part = locate_part(split, row * logits.row, V_local, VEC, BLOCK_V)
     packed = load_part(logits.ptr, row * logits.row, part, True, VEC)
-    scales = loss_scales(losses, M, options, MEAN, 0)
+    scales = loss_scales(losses, M, options, losses.shares is not None, 0)
     row_ptr = logits.ptr + row * logits.row
     # The label is counted from the first class of this rank. The program that has it alone reads
     # its logit.

@@ -1,4 +1,4 @@
-"""Kernel of the rows' losses and statistics, from one read of the logits."""
+"""Kernels of the rows' losses and statistics, and of the gradient from these statistics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import finite_shift, log_exact
+from ....primitives.gpu.math import apply_softcap, divide, exp_for_dtype, finite_shift, log_exact
 from ....primitives.gpu.memory import edge_columns
 from ....primitives.gpu.reduce import (
     broadcast_lanes,
@@ -16,7 +16,6 @@ from ....primitives.gpu.reduce import (
     merge_lanes,
     online_softmax,
     program_rows,
-    row_pointers,
     unmasked_end,
 )
 from ....primitives.gpu.sync import (
@@ -28,12 +27,18 @@ from ....primitives.gpu.sync import (
 )
 from .reduction import clear_words
 from .row_math import (
+    GradientTerms,
     LossOptions,
     acc_logits,
+    class_gradient,
     exact_smoothing_weight,
     load_label,
+    load_row_gradient,
+    locate_tile,
     smoothing_terms,
     smoothing_weights,
+    store_label_gradient,
+    store_valid_rows,
 )
 
 
@@ -55,14 +60,7 @@ class LossState(NamedTuple):
 
 @triton.jit
 def accumulate_loss(
-    state,
-    x_ptr,
-    probability_ptr,
-    column,
-    mask,
-    options,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
+    state, x_ptr, probability_ptr, column, mask, options, LANES: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Update the statistics of the lanes with one more block of classes."""
     EXACT: tl.constexpr = LANES == 1 and x_ptr.dtype.element_ty == tl.float32
@@ -115,10 +113,9 @@ def cross_entropy_forward_kernel(
     spread = smoothing if SMOOTHING_MODE else None
     options = LossOptions(targets, smoothing, softcap, None, spread)
     classes, t = targets.classes, targets.probabilities
-    split, batch, row, start, head, body = program_rows(
-        rows, splits, logits.batch, logits.row, classes, VEC, ROWS
+    split, batch, row, x_vectors, start, head, body = program_rows(
+        logits, rows, splits, classes, VEC, ROWS
     )
-    x_vectors = row_pointers(logits.ptr, start, logits.row, VEC, ROWS)  # [ROWS, 1]
     index, row_mask = batch * rows + row, row < rows
     x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
     # The labels are loaded before anything waits for the rows.
@@ -152,7 +149,7 @@ def cross_entropy_forward_kernel(
         state = accumulate_loss(state, x_ptrs, t_ptrs, edge, mask, options, LANES, 1)
     # The lanes of a row are merged.
     lane_shift = finite_shift(state.maximum)
-    maximum, total, _ = merge_lanes(state.maximum, state.total)
+    maximum, total = merge_lanes(state.maximum, state.total)
     moved_by = (finite_shift(maximum)[:, None] - lane_shift).to(tl.float64)
     smoothing_loss = tl.sum(state.smoothing_loss + state.smoothing_weight * moved_by, axis=1)
     smoothing_weight = tl.sum(state.smoothing_weight, axis=1)
@@ -189,3 +186,58 @@ def cross_entropy_forward_kernel(
     tl.store(results.sumexp + index, total, mask=row_mask)
     total_weight = tl.where(counts, label.weight + smoothing_weight, 0.0)
     tl.store(results.total_weight + index, total_weight, mask=row_mask)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    grad_loss,  # RowNumbers
+    grad_logsumexp,  # RowNumbers, with None for zeros
+    logits,  # StridedRows
+    targets,  # Targets
+    maximum_ptr,  # [batches, rows]
+    sumexp_ptr,  # [batches, rows]
+    total_weight_ptr,  # [batches, rows]
+    dlogits,  # StridedRows, which may be the logits
+    rows,
+    smoothing: tl.float64,
+    softcap: tl.float64,
+    SMOOTHING_MODE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute a tile of the gradient from the rows' statistics with one read and one write."""
+    smoothing = tl.full([], smoothing, ACC_DTYPE)
+    softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
+    spread = smoothing if SMOOTHING_MODE else None
+    options = LossOptions(targets, smoothing, softcap, None, spread)
+    spans = tl.cdiv(targets.classes, BLOCK_V)
+    tile = locate_tile(rows, targets.classes, spans, ROWS, BLOCK_V)
+    batch, row, column, mask = tile.batch, tile.row, tile.column, tile.mask
+    index = batch * rows + row
+    x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
+    x_ptrs = x_rows[:, None] + column * logits.column
+    x = tl.load(x_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+    x = apply_softcap(x, softcap, HAS_SOFTCAP)
+    on_loss = load_row_gradient(grad_loss, index, tile.row_mask, ACC_DTYPE)
+    on_logsumexp = load_row_gradient(grad_logsumexp, index, tile.row_mask, ACC_DTYPE)
+    shift = finite_shift(tl.load(maximum_ptr + index, mask=tile.row_mask, other=0.0))
+    total = tl.load(sumexp_ptr + index, mask=tile.row_mask, other=1.0)
+    total_weight = tl.load(total_weight_ptr + index, mask=tile.row_mask, other=0.0)
+    terms = GradientTerms(shift, divide(on_loss * total_weight + on_logsumexp, total), on_loss)
+    label = load_label(index, tile.row_mask, x_rows, logits.column, tile.span, BLOCK_V, options)
+    q = x
+    if SMOOTHING_MODE:
+        t = targets.probabilities
+        t_ptrs = t.ptr + batch * t.batch + row[:, None] * t.row + column * t.column
+        q = smoothing_weights(t_ptrs, mask, column, options)
+    e = exp_for_dtype(x - terms.shift[:, None], dlogits.ptr.dtype.element_ty)
+    scaled_q = terms.scale[:, None] * q
+    grad = class_gradient(e, x, terms.factor[:, None], scaled_q, options)
+    d_rows = dlogits.ptr + batch * dlogits.batch + row * dlogits.row  # [ROWS]
+    # The gradient may replace the logits, so every warp must have read the logit at the label.
+    tl.debug_barrier()
+    d_ptrs = d_rows[:, None] + column * dlogits.column
+    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None], False)
+    store_label_gradient(d_rows, dlogits.column, label, label.in_range, terms, options)
