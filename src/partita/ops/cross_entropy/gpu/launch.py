@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....primitives.gpu.row_plan import (
     RowView,
+    StridedRows,
     classes_per_program,
     elementwise_plan,
     exchange_words,
@@ -84,9 +85,9 @@ def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> RowView | None:
 
 def targets_of(view: RowView, target: Tensor, weight: Tensor | None, ignore_index: int) -> Targets:
     """Return the targets as kernels read them: labels contiguous, probabilities by stride."""
-    if target.is_floating_point():
-        return Targets(None, view.strided[1], weight, view.classes, ignore_index)
-    return Targets(target.contiguous(), view.strided[0], weight, view.classes, ignore_index)
+    labels, index = (None, 1) if target.is_floating_point() else (target.contiguous(), 0)
+    probabilities = StridedRows(view.tensors[index], *view.strides[index])
+    return Targets(labels, probabilities, weight, view.classes, ignore_index)
 
 
 def cross_entropy(
@@ -168,7 +169,7 @@ def _launch_backward(
     softcap: float,
 ) -> None:
     """Launch the backward kernel on a view of the logits, whose last tensor is their gradient."""
-    plan, logits = elementwise_plan(view), view.strided[0]
+    plan, (logits, *_, dlogits) = elementwise_plan(view), view.strided
     launch(
         cross_entropy_backward_kernel,
         view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
@@ -179,7 +180,7 @@ def _launch_backward(
         maximum_ptr=maximum.contiguous(),
         sumexp_ptr=sumexp.contiguous(),
         total_weight_ptr=total_weight.contiguous(),
-        dlogits=view.strided[-1],
+        dlogits=dlogits,
         rows=view.rows,
         smoothing=label_smoothing,
         softcap=softcap,
@@ -282,11 +283,12 @@ def _one_pass(call: _OnePassCall) -> Tensor:
         exchanged = workspace[SUM_WORDS:]
         loss = logits.new_empty(row_shape(logits), dtype=acc_dtype(logits.dtype))
         losses = LossSum(loss, shares, None)
+    strided, *_, gradient = view.strided
     arguments: dict[str, Any] = {
-        "logits": view.strided[0],
+        "logits": strided,
         "targets": targets_of(view, call.target, call.weight, options.ignore_index),
         "losses": losses,
-        "dlogits": view.strided[-1],
+        "dlogits": gradient,
         "smoothing": options.label_smoothing,
         "softcap": options.softcap,
         "z_loss": options.z_loss,
