@@ -68,10 +68,12 @@ def opaque(packed, zero):
     """Return `packed`, a block of a half type, as values that the compiler regards as new.
 
     The compiler then converts them to fp32 once more. Otherwise it would hold the fp32 copies,
-    which double the registers that a row occupies while its program waits.
+    which double the registers that a row occupies while its program waits. `zero` is 0.0, which the
+    compiler does not know.
     """
+    zeros = tl.full(packed.shape, zero, tl.float32).to(packed.dtype)
     return tl.inline_asm_elementwise(
-        "xor.b32 $0, $1, $2;", "=r,r,r", [packed, zero], dtype=packed.dtype, is_pure=False, pack=2
+        "xor.b32 $0, $1, $2;", "=r,r,r", [packed, zeros], dtype=packed.dtype, is_pure=False, pack=2
     )
 
 

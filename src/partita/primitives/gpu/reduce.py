@@ -13,31 +13,22 @@ from .memory import aligned_start, row_span
 
 
 @triton.jit
-def program_rows(
-    rows, splits, batch_stride, row_stride, classes, VEC: tl.constexpr, ROWS: tl.constexpr
-):
-    """Return which part of the input this program reads.
+def program_rows(x, rows, splits, classes, VEC: tl.constexpr, ROWS: tl.constexpr):
+    """Return which part of `StridedRows` this program reads.
 
-    The results are its split, its batch, its rows [ROWS], the offset of the first row, and the
-    number of classes before and inside the aligned vectors of that row.
+    The results are its split, its batch, its rows [ROWS], the addresses of their aligned vectors
+    [ROWS, 1], the offset of the first row, and the number of classes before and inside the aligned
+    vectors of that row.
     """
     split = (tl.program_id(0) % splits).to(tl.int64)
     block = tl.program_id(0) // splits
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
     first = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS
-    start = batch * batch_stride + first * row_stride
+    start = batch * x.batch + first * x.row
     head, body = row_span(start, classes, VEC)
-    return split, batch, first + tl.arange(0, ROWS), start, head, body
-
-
-@triton.jit
-def row_pointers(input_ptr, start, row_stride, VEC: tl.constexpr, ROWS: tl.constexpr):
-    """Return the addresses of the aligned vectors of the rows, [ROWS, 1]."""
-    return (
-        input_ptr
-        + aligned_start(start, VEC)
-        + tl.arange(0, ROWS).to(tl.int64)[:, None] * row_stride
-    )
+    row = first + tl.arange(0, ROWS)
+    ptrs = x.ptr + aligned_start(start, VEC) + tl.arange(0, ROWS).to(tl.int64)[:, None] * x.row
+    return split, batch, row, ptrs, start, head, body
 
 
 @triton.jit
@@ -147,10 +138,7 @@ def online_softmax(maximum, total, x, EXACT: tl.constexpr):
 
 @triton.jit
 def merge_lanes(maximum, total):
-    """Return the maximum and the sum of each row, [ROWS], and the scale of each lane's sums.
-
-    The scale is [ROWS, LANES].
-    """
+    """Return the maximum and the sum of each row, [ROWS]."""
     row_max = tl.max(maximum, axis=1)
     scale = exp(maximum - finite_shift(row_max)[:, None]).to(tl.float64)
-    return row_max, tl.sum(total * scale, axis=1), scale
+    return row_max, tl.sum(total * scale, axis=1)

@@ -7,8 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import launch, tl_acc_dtype
-from .plan import SCALE_BLOCK, scale_programs
+from ....runtime.launch import cdiv, launch, tl_acc_dtype
+from .plan import FUSED_ROWS
+
+BLOCK = 4096  # elements that a program handles at a time
+MAX_PROGRAMS = 1024
 
 
 @triton.jit
@@ -42,15 +45,17 @@ def scale_(grad: Tensor, factor: Tensor) -> None:
         return
     rows = grad.shape[0] if grad.ndim else 1
     width = grad.numel() // max(rows, 1)
+    # A program for each row lets the number of programs grow evenly with the rows.
+    has_row_programs = rows <= FUSED_ROWS and 0 < width <= BLOCK
     launch(
         cross_entropy_scale_kernel,
-        scale_programs(rows, width),
-        grad,
-        factor,
-        rows,
-        width,
+        rows if has_row_programs else min(cdiv(rows * width, BLOCK), MAX_PROGRAMS),
+        grad_ptr=grad,
+        factor_ptr=factor,
+        rows=rows,
+        width=width,
         ACC_DTYPE=tl_acc_dtype(grad.dtype),
-        BLOCK=SCALE_BLOCK,
+        BLOCK=BLOCK,
         num_warps=8,
     )
 

@@ -23,6 +23,8 @@ from ..common import (
     with_rest,
 )
 from .entries import (
+    Ids,
+    LogitChunk,
     logprobs_gather_kernel,
     logprobs_gradient_kernel,
     logprobs_kernel,
@@ -48,31 +50,17 @@ def gather_entries(
 ) -> None:
     """Write the soft-capped logits of the ids among the classes from `first` on, 0 for no class.
 
-    Args:
-        logits: the logits of these classes, `[..., C]`.
-        first: the first of them.
-        classes: the number of all classes.
-        ids: `[..., K]` int64, contiguous.
-        entries: `[..., K]`, contiguous, in which the logits of other classes stay.
-        softcap: the soft-cap, or 0.
-        ignore_index: the ignored id.
+    The arguments are those of the reference. The ids and entries are contiguous.
     """
     view = row_view_or_copy(-1, logits)
     launch(
         logprobs_gather_kernel,
         cdiv(ids.numel(), BLOCK),
-        view.tensors[0],
-        ids,
-        entries,
-        ids.numel(),
-        ids.shape[-1],
-        classes,
-        first,
-        view.classes,
-        view.rows,
-        *view.strides[0],
-        softcap,
-        ignore_index,
+        chunk=LogitChunk(view.strided[0], view.rows, first, view.classes),
+        ids=Ids(ids, ids.shape[-1], classes, ignore_index),
+        entries_ptr=entries,
+        entries=ids.numel(),
+        softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
         BLOCK=BLOCK,
@@ -93,16 +81,13 @@ def finish_logprobs(
     launch(
         logprobs_kernel,
         cdiv(ids.numel(), BLOCK),
-        entries,
-        ids,
-        maximum,
-        sumexp,
-        result,
-        ids.numel(),
-        ids.shape[-1],
-        classes,
-        temperature,
-        ignore_index,
+        entries_ptr=entries,
+        ids=Ids(ids, ids.shape[-1], classes, ignore_index),
+        maximum_ptr=maximum,
+        sumexp_ptr=sumexp,
+        logprobs_ptr=result,
+        entries=ids.numel(),
+        temperature=temperature,
         BLOCK=BLOCK,
     )
     return result
@@ -113,12 +98,7 @@ def accumulate_rest(
 ) -> None:
     """Update the statistics of the rest with the classes from `first` on that are no ids.
 
-    Args:
-        logits: the logits of these classes, `[..., C]`.
-        first: the first of them.
-        ids: `[..., K]` int64.
-        rest: maximum and sum of the rest, `[..., 2]`, contiguous, updated in place.
-        temperature, softcap: the options.
+    The arguments are those of the reference. The rest is contiguous.
     """
     view = row_view_or_copy(-1, logits)
     block = min(next_power_of_2(view.classes), REST_BLOCK)
@@ -127,16 +107,15 @@ def accumulate_rest(
     launch(
         logprobs_rest_kernel,
         rest.numel() // 2,
-        view.tensors[0],
-        ids.sort(-1).values.contiguous(),
-        rest,
-        ids.shape[-1],
-        view.classes,
-        first,
-        view.rows,
-        *view.strides[0],
-        temperature,
-        softcap,
+        logits=view.strided[0],
+        ids_ptr=ids.sort(-1).values.contiguous(),
+        rest_ptr=rest,
+        K=ids.shape[-1],
+        classes=view.classes,
+        first=first,
+        rows=view.rows,
+        temperature=temperature,
+        softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
         LANES=lanes if block * logits.element_size() >= 16 * lanes else 1,
@@ -182,14 +161,11 @@ def row_totals(grad: Tensor, ids: Tensor, classes: int, ignore_index: int) -> tu
     launch(
         logprobs_totals_kernel,
         cdiv(totals.numel(), rows_of_program),
-        grad,
-        ids,
-        totals,
-        labels,
-        totals.numel(),
-        K,
-        classes,
-        ignore_index,
+        grad_ptr=grad,
+        ids=Ids(ids, K, classes, ignore_index),
+        totals_ptr=totals,
+        labels_ptr=labels,
+        M=totals.numel(),
         ROWS=rows_of_program,
         BLOCK=block,
     )
@@ -212,38 +188,22 @@ def write_entries(
 ) -> Tensor:
     """Write the gradient of the logits of the ids among the classes from `first` on.
 
-    Args:
-        dlogits: the gradient of these classes' logits, `[..., C]`, written at the ids.
-        first, classes, ids: as in `gather_entries`.
-        grad: the gradient of the log-probabilities, `[..., K]`, contiguous.
-        totals: its sum over each row's ids, `[...]`.
-        entries, maximum, sumexp: the logits of the ids, and the statistics of the rows.
-        temperature, softcap, ignore_index: the options.
-
-    Returns:
-        The gradient: `dlogits` itself, whatever its strides.
+    The arguments are those of the reference, contiguous but for `dlogits`, which is returned.
     """
     view = row_view_or_copy(-1, dlogits)
     launch(
         logprobs_gradient_kernel,
         cdiv(ids.numel(), BLOCK),
-        grad,
-        ids,
-        entries,
-        totals,
-        maximum,
-        sumexp,
-        view.tensors[0],
-        ids.numel(),
-        ids.shape[-1],
-        classes,
-        first,
-        view.classes,
-        view.rows,
-        *view.strides[0],
-        temperature,
-        softcap,
-        ignore_index,
+        grad_ptr=grad,
+        ids=Ids(ids, ids.shape[-1], classes, ignore_index),
+        entries_ptr=entries,
+        totals_ptr=totals,
+        maximum_ptr=maximum,
+        sumexp_ptr=sumexp,
+        chunk=LogitChunk(view.strided[0], view.rows, first, view.classes),
+        entries=ids.numel(),
+        temperature=temperature,
+        softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
         BLOCK=BLOCK,
     )
