@@ -33,6 +33,14 @@ class StridedRows(NamedTuple):
     c: Any
 
 
+class RowSplit(NamedTuple):
+    """How programs share a row: its classes, its programs, and the classes of each but the last."""
+
+    classes: Any
+    splits: Any
+    classes_per_program: Any
+
+
 class LogitRow(NamedTuple):
     """One row of logits: address, stride over classes, their number, and the soft-cap or None."""
 
