@@ -26,7 +26,7 @@ REVERSE, MIXTURE = tl.constexpr(1), tl.constexpr(2)
 
 
 class StridedRows(NamedTuple):
-    """Rows of logits, `[M, C]` with the strides `m, c`."""
+    """Rows `[M, C]` with the strides `m, c`."""
 
     ptr: Any
     m: Any

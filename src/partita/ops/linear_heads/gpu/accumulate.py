@@ -109,13 +109,12 @@ def accumulate_block(
 
 @triton.jit(do_not_specialize=["classes", "first"])
 def linear_accumulate_kernel(
-    logits_ptr,  # [rows, classes], the classes from `first` on
+    logits,  # StridedRows [rows, classes] of adjacent classes, from the class `first` on
     target_ptr,  # [rows]
     weight_ptr,  # [classes] or None
     state,  # RowState [rows]
     classes,
     first,
-    stride,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
@@ -133,7 +132,7 @@ def linear_accumulate_kernel(
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     log2_scale = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride
+    row_ptr = logits.ptr + row * logits.m
     label = tl.load(target_ptr + row).to(tl.int64) - first
     old_maximum = tl.load(state.maximum + row)
     old_sumexp = tl.load(state.sumexp + row).to(tl.float64)

@@ -13,6 +13,7 @@ from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import mean_denominators, shares_of_denominator
+from ...divergence.gpu.rows import StridedRows
 from ...logprobs.gpu.launch import ENTRY_KERNELS
 from ...logprobs.gpu.launch_topk import topk_of_rows
 from .. import chunked, chunked_logprobs, chunked_topk
@@ -77,13 +78,12 @@ def accumulate_logits(
     launch(
         linear_accumulate_kernel,
         len(logits),
-        logits_ptr=logits,
+        logits=StridedRows(logits, *logits.stride()),
         target_ptr=target,
         weight_ptr=class_weight,
         state=state,
         classes=logits.shape[1],
         first=first,
-        stride=logits.stride(0),
         temperature=temperature,
         softcap=softcap,
         **options,
@@ -147,17 +147,15 @@ def logits_gradient(
     launch(
         linear_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], options["BLOCK_V"]),
-        logits_ptr=logits,
+        logits=StridedRows(logits, *logits.stride()),
         target_ptr=target,
         weight_ptr=class_weight,
         coefficients=coefficients,
         maximum_ptr=maximum,
         sumexp_ptr=sumexp,
-        result_ptr=result,
+        result=StridedRows(result, *result.stride()),
         classes=logits.shape[1],
         first=first,
-        stride=logits.stride(0),
-        result_stride=result.stride(0),
         temperature=temperature,
         softcap=softcap,
         **options,
