@@ -6,7 +6,7 @@ host does not wait for it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -131,26 +131,20 @@ def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
 
 def gather_rows(source: Tensor, index: Tensor, result: Tensor) -> None:
     """Write the indexed rows of `source` to `result`, and zeros where the index is -1."""
-    width = source.shape[1]
-    block = min(next_power_of_2(max(width, 1)), COPY_BLOCK)
-    launch(
-        linear_gather_kernel,
-        len(index) * cdiv(width, block),
-        source=StridedRows(source, *source.stride()),
-        index_ptr=index,
-        result=StridedRows(result, *result.stride()),
-        width=width,
-        BLOCK=block,
-        num_warps=4,
-    )
+    copy_rows(linear_gather_kernel, source, index, result)
 
 
 def scatter_rows(source: Tensor, index: Tensor, result: Tensor) -> None:
     """Write the rows of `source` to the indexed rows of `result`, except where the index is -1."""
+    copy_rows(linear_scatter_kernel, source, index, result)
+
+
+def copy_rows(kernel: Any, source: Tensor, index: Tensor, result: Tensor) -> None:
+    """Launch a kernel that copies rows by their index."""
     width = source.shape[1]
     block = min(next_power_of_2(max(width, 1)), COPY_BLOCK)
     launch(
-        linear_scatter_kernel,
+        kernel,
         len(index) * cdiv(width, block),
         source=StridedRows(source, *source.stride()),
         index_ptr=index,
