@@ -26,7 +26,14 @@ from ..common import (
 )
 from .mixture import divergence_mixture_row_kernel
 from .one_pass import divergence_row_kernel
-from .plan import MixturePlan, OnePassPlan, mixture_plan, one_pass_plan
+from .plan import (
+    MIXTURE_REGISTERS,
+    MIXTURE_WARPS,
+    MixturePlan,
+    OnePassPlan,
+    mixture_plan,
+    one_pass_plan,
+)
 from .rows import (
     PairState,
     PairStatistics,
@@ -272,7 +279,8 @@ def divergence_one_pass(
         options = {
             "BLOCK_SPLITS": max(32, block_splits),
             "BLOCKS": plan.blocks,
-            "maxnreg": plan.max_registers,
+            "num_warps": MIXTURE_WARPS,
+            "maxnreg": MIXTURE_REGISTERS,
         }
     else:
         kernel, vector = divergence_row_kernel, _vector(False, x, t, dlogits)
@@ -284,6 +292,7 @@ def divergence_one_pass(
             "VEC": vector,
             "LANES": lanes if plan.block >= lanes * vector else 1,
             "BLOCK": plan.block,
+            "num_warps": plan.num_warps,
         }
     loss = logits.new_empty(logits.shape[:-1], dtype=acc_dtype(logits.dtype))
     programs = len(x) * plan.splits
@@ -302,7 +311,6 @@ def divergence_one_pass(
         temperature=temperature,
         softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
-        num_warps=plan.num_warps,
         **options,
     )
     return loss, laid_out_like(dlogits.view(logits.shape), logits)

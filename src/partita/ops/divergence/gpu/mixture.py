@@ -29,7 +29,6 @@ from .one_pass import (
     max_of_pairs,
     sum_of_pairs,
 )
-from .plan import MIXTURE_WARPS
 from .words import (
     LAYOUT,
     THREADS,
@@ -46,7 +45,6 @@ from .words import (
 )
 
 LOWEST = gl.constexpr(-1000.0)  # the least exponent that enters a ratio; exp2 of it is 0
-WARPS = gl.constexpr(MIXTURE_WARPS)
 
 
 class Normalizer(NamedTuple):
@@ -163,7 +161,7 @@ def gradient_of_classes(x, ratio, factors, of_row, numbers):
 @gluon.jit
 def load_slots(slots_ptr, splits, BLOCK_SPLITS: gl.constexpr):
     """Load the words of all parts of a row, `[BLOCK_SPLITS]`, in each warp; 0 if not written."""
-    SLOTS: gl.constexpr = gl.BlockedLayout([BLOCK_SPLITS // 32], [32], [WARPS], [0])
+    SLOTS: gl.constexpr = gl.BlockedLayout([BLOCK_SPLITS // 32], [32], [THREADS // 32], [0])
     part = gl.arange(0, BLOCK_SPLITS, SLOTS)
     at, is_part = slots_ptr + part, part < splits
     return gl.load(at, mask=is_part, other=1, volatile=True), is_part
