@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch, next_power_of_2
+from ....runtime.launch import cdiv, launch
 from .call import ScanZeros, new_scan, node_strides, tile_of, tile_options
 from .durations import tdt_words_kernel
 from .lattice import Targets
@@ -188,7 +188,6 @@ def scan_durations_beside_rows(
         CODE=kinds.code,
         DEPTH=kinds.depth,
         K=K,
-        KINDS=next_power_of_2(K),
         maxnreg=TDT_OVERLAP_REGISTERS,
         **tile_options(tile_of(token_logits)),
     )

@@ -10,6 +10,9 @@ from .gradient import GradientSource, store_gradients_of_nodes
 from .lattice import SIZES
 from .rows import ROWS
 
+DURATION_NODES = 64  # nodes of a warp, for which no more registers are needed than for rows
+BLOCK = tl.constexpr(DURATION_NODES)
+
 
 @triton.jit(do_not_specialize=SIZES)
 def tdt_gradient_kernel(
@@ -37,7 +40,6 @@ def tdt_gradient_kernel(
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,  # nodes of a program that writes the durations' gradient
 ):
     """Write the gradient of the rows of some nodes, or of the durations of others.
 

@@ -37,7 +37,7 @@ from .durations_launch import (
     scan_durations_beside_rows,
 )
 from .gradient import StridedLogits, Upstream
-from .gradient_tdt import tdt_gradient_kernel
+from .gradient_tdt import DURATION_NODES, tdt_gradient_kernel
 from .lattice import Targets
 from .plan import LSE_DTYPE, MARGIN, NODES_PER_PROGRAM, lattice_plan
 from .rows import Logits
@@ -45,7 +45,6 @@ from .scan import Scan
 from .scan_best import BEST_SCAN
 from .scan_tdt import TDT_SCAN
 
-DURATION_NODES = 64  # nodes of a warp, for which no more registers are needed than for rows
 RNNT_ARCS = ((1, False), (0, True))  # the blank's and the label's
 
 
@@ -228,7 +227,6 @@ def tdt_gradient(
         **node_strides(token_logits, T),
         **duration_strides(duration_logits),
         K=K,
-        BLOCK=DURATION_NODES,
         **tile_options(tile_of(token_logits, dtokens)),
     )
     return dtokens, ddurations

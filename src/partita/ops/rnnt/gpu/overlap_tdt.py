@@ -71,7 +71,6 @@ def tdt_overlap_kernel(
     CODE: tl.constexpr,
     DEPTH: tl.constexpr,  # states that a lane remembers
     K: tl.constexpr,
-    KINDS: tl.constexpr,  # a power of two of at least K
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
@@ -81,6 +80,7 @@ def tdt_overlap_kernel(
 
     Nodes beyond the lengths are neither read nor written.
     """
+    KINDS: tl.constexpr = triton.next_power_of_2(K)
     scans, blocks = DIRECTIONS * B * num_chunks, tl.cdiv(U1, ROWS)
     index, program = program_roles(scans, T * B * blocks)
     if (index >= 0) & (index < scans):
