@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,15 +31,13 @@ from .rows import (
 HIDDEN = {"rows": 6, "classes": 300, "hidden": 5}
 USUAL_HIDDEN = {"rows": (1024,), "classes": (32000, 128256), "hidden": (1024,)}
 CHECKED_HIDDEN = ({"rows": 19, "classes": 781, "hidden": 781},)
-# Logits are rounded to the dtype of the hidden states, as PyTorch rounds them.
-LINEAR_BOUND: dict[str, Any] = {"forward": Bound(16.0), "backward": Bound(16.0), "rounds": True}
 
 
 def _hidden(draw: Draw, sizes: Sizes) -> Inputs:
-    rows, classes, hidden = sizes["rows"], sizes["classes"], sizes["hidden"]
-    weight = draw.scores(classes, hidden, plain=True).detach() / hidden**0.5
-    input = draw.scores(rows, hidden, plain=True)
-    return {"input": input, "linear_weight": weight.requires_grad_(draw.grad)}
+    return {
+        "input": draw.scores(sizes["rows"], sizes["hidden"], plain=True),
+        "linear_weight": draw.matrix(sizes["classes"], sizes["hidden"]),
+    }
 
 
 def _bias(draw: Draw, sizes: Sizes) -> Inputs:
@@ -160,97 +159,69 @@ def _linear_topk_divergence(draw: Draw, sizes: Sizes) -> Inputs:
     return {**_hidden(draw, sizes), **rest}
 
 
+_from_hidden = partial(
+    Call,
+    small=HIDDEN,
+    usual=USUAL_HIDDEN,
+    empty=("rows",),
+    values=(),
+    checked=CHECKED_HIDDEN,
+    forward=Bound(16.0),
+    backward=Bound(16.0),
+    rounds=True,  # logits, to the dtype of the hidden states, as PyTorch rounds them
+)
+_divergences = partial(
+    _from_hidden, options=SOFT_LINEAR, scale=LOG_PROBABILITY, grad_scale=PROBABILITY_GRADIENT
+)
 CALLS = (
-    Call(
+    _from_hidden(
         "linear_cross_entropy",
         linear_cross_entropy,
         _linear_cross_entropy,
-        HIDDEN,
-        USUAL_HIDDEN,
-        LINEAR_CROSS_ENTROPY,
-        ("rows",),
-        values=(),
+        options=LINEAR_CROSS_ENTROPY,
         batch={"input": 0, "target": 0},
         uncounted=_ignored_tokens,
         in_torch=in_torch.from_hidden(in_torch.cross_entropy),
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _from_hidden(
         "linear_token_stats",
         linear_token_stats,
         _linear_token_stats,
-        HIDDEN,
-        USUAL_HIDDEN,
-        {**LINEAR, "no target": {"target": None}},
-        ("rows",),
-        values=(),
+        options={**LINEAR, "no target": {"target": None}},
         batch={"input": 0, "target": 0},
         in_torch=in_torch.from_hidden(in_torch.token_stats),
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _from_hidden(
         "linear_logprobs",
         linear_logprobs,
         _linear_logprobs,
-        HIDDEN,
-        USUAL_HIDDEN,
-        LINEAR,
-        ("rows",),
-        values=(),
+        options=LINEAR,
         batch={"input": 0, "ids": 0},
         uncounted=_ignored_rows,
         in_torch=in_torch.from_hidden(in_torch.logprobs),
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _from_hidden(
         "linear_topk_logprobs",
         linear_topk_logprobs,
         _linear_topk,
-        HIDDEN,
-        USUAL_HIDDEN,
-        LINEAR,
-        ("rows",),
-        values=(),
+        options=LINEAR,
         batch={"input": 0},
         in_torch=in_torch.from_hidden(in_torch.topk_logprobs),
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _divergences(
         "linear_divergence",
         linear_divergence,
         _heads,
-        HIDDEN,
-        USUAL_HIDDEN,
-        SOFT_LINEAR,
-        ("rows",),
-        values=(),
         batch={"input": 0, "teacher_input": 0, "mask": 0},
         uncounted=lambda inputs: masked_rows(inputs, "input", "teacher_input"),
         in_torch=in_torch.linear_divergence,
-        scale=LOG_PROBABILITY,
-        grad_scale=PROBABILITY_GRADIENT,
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _divergences(
         "linear_topk_divergence",
         linear_topk_divergence,
         _linear_topk_divergence,
-        HIDDEN,
-        USUAL_HIDDEN,
-        SOFT_LINEAR,
-        ("rows",),
-        values=(),
         batch={"input": 0, "teacher": 0, "mask": 0},
         uncounted=lambda inputs: masked_rows(inputs, "input"),
         in_torch=in_torch.from_hidden(in_torch.topk_divergence),
-        scale=LOG_PROBABILITY,
-        grad_scale=PROBABILITY_GRADIENT,
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,95 +185,75 @@ def best_classes(logits: Tensor, k: int = 3) -> TopK:
 
 def _topk_divergence(draw: Draw, sizes: Sizes) -> Inputs:
     inputs = _divergence(draw, sizes)
-    return {
-        "logits": inputs.pop("logits"),
-        "teacher": best_classes(inputs.pop("teacher_logits")),
-    } | (inputs)
+    logits, teacher = inputs.pop("logits"), best_classes(inputs.pop("teacher_logits"))
+    return {"logits": logits, "teacher": teacher, **inputs}
 
 
 FINITE: tuple[Values, ...] = ("offset", "wide", "equal")
+_of_rows = partial(Call, small=SMALL, usual=USUAL, empty=("rows",), rows=(0,), checked=CHECKED)
+_softmax = partial(
+    _of_rows,
+    inputs=lambda draw, sizes: {**_logits(draw, sizes), "dim": -1},
+    options={
+        "dim 0": {"dim": 0},
+        "in a wider dtype": lambda draw, sizes: {"dtype": acc_dtype(draw.dtype)},
+    },
+    values=("offset", "wide", "huge", "equal", "masked", "inf_rows"),
+    batch={"input": 0},
+)
+_cross_entropies = partial(
+    _of_rows,
+    inputs=_cross_entropy,
+    values=("offset", "wide", "equal", "masked", "inf_rows"),
+    mixtures=BESIDE,
+    batch={"input": 0, "target": 0},
+    uncounted=_ignored,
+    in_torch=in_torch.cross_entropy,
+    grad_scale=-1,
+)
+_divergences = partial(
+    _of_rows,
+    options=SOFT,
+    values=FINITE,
+    forward=SUM_OF_DIFFERENCES,
+    scale=LOG_PROBABILITY,
+    grad_scale=PROBABILITY_GRADIENT,
+    checked=CHECKED[:1],
+)
 CALLS = (
-    *(
-        Call(
-            name,
-            function,
-            lambda draw, sizes: {**_logits(draw, sizes), "dim": -1},
-            SMALL,
-            USUAL,
-            {
-                "dim 0": {"dim": 0},
-                "in a wider dtype": lambda draw, sizes: {"dtype": acc_dtype(draw.dtype)},
-            },
-            ("rows",),
-            values=("offset", "wide", "huge", "equal", "masked", "inf_rows"),
-            batch={"input": 0},
-            rows=(0,),
-            in_torch=theirs,
-            scale="element" if name == "softmax" else -1,
-            grad_scale=_probability_error if name == "softmax" else "tensor",
-            checked=CHECKED,
-        )
-        for name, function, theirs in (
-            ("softmax", softmax, torch.softmax),
-            ("log_softmax", log_softmax, torch.log_softmax),
-        )
+    _softmax(
+        "softmax",
+        softmax,
+        in_torch=torch.softmax,
+        scale="element",
+        grad_scale=_probability_error,
     ),
-    Call(
+    _softmax("log_softmax", log_softmax, in_torch=torch.log_softmax, scale=-1),
+    _softmax(
         "logsumexp",
         logsumexp,
-        lambda draw, sizes: {**_logits(draw, sizes), "dim": -1},
-        SMALL,
-        USUAL,
-        {"dim 0": {"dim": 0}, "both": {"dim": (0, 1), "keepdim": True}},
-        ("rows", "classes"),
+        options={"dim 0": {"dim": 0}, "both": {"dim": (0, 1), "keepdim": True}},
+        empty=("rows", "classes"),
         values=("offset", "wide", "equal", "masked", "inf_rows"),
-        batch={"input": 0},
-        rows=(0,),
         in_torch=torch.logsumexp,
         grad_scale="element",
-        checked=CHECKED,
     ),
-    *(
-        Call(
-            name,
-            function,
-            _cross_entropy,
-            SMALL,
-            USUAL,
-            options,
-            ("rows",),
-            values=("offset", "wide", "equal", "masked", "inf_rows"),
-            mixtures=BESIDE,
-            batch={"input": 0, "target": 0},
-            rows=(0,),
-            uncounted=_ignored,
-            in_torch=in_torch.cross_entropy,
-            grad_scale=-1,
-            checked=CHECKED,
-            second_derivatives=function is cross_entropy,
-        )
-        for name, function, options in (
-            ("cross_entropy", cross_entropy, CROSS_ENTROPY),
-            (
-                "cross_entropy, in place",
-                _cross_entropy_inplace,
-                {name: CROSS_ENTROPY[name] for name in ("mean", "all options, mean")},
-            ),
-        )
+    _cross_entropies("cross_entropy", cross_entropy, options=CROSS_ENTROPY),
+    _cross_entropies(
+        "cross_entropy, in place",
+        _cross_entropy_inplace,
+        options={name: CROSS_ENTROPY[name] for name in ("mean", "all options, mean")},
+        second_derivatives=False,
     ),
-    Call(
+    _of_rows(
         "token_stats",
         token_stats,
         _token_stats,
-        SMALL,
-        USUAL,
-        {**STATISTICS, "no target": {"target": None}},
-        ("rows",),
+        options={**STATISTICS, "no target": {"target": None}},
         values=("offset", "wide", "equal", "masked"),
         batch={"logits": 0, "target": 0},
         rows=(0, 0, 0, 0),
         in_torch=in_torch.token_stats,
-        checked=CHECKED,
     ),
     Call(
         "token_stats, logprob",
@@ -284,70 +265,41 @@ CALLS = (
         rows=(0,),
         uncounted=_ignored_logprobs,
     ),
-    Call(
+    _of_rows(
         "logprobs",
         logprobs,
         _logprobs,
-        SMALL,
-        USUAL,
-        STATISTICS,
-        ("rows",),
+        options=STATISTICS,
         values=FINITE,
         batch={"logits": 0, "ids": 0},
-        rows=(0,),
         in_torch=in_torch.logprobs,
-        checked=CHECKED,
     ),
-    Call(
+    _of_rows(
         "topk_logprobs",
         topk_logprobs,
         _topk,
-        SMALL,
-        USUAL,
-        STATISTICS,
-        ("rows",),
+        options=STATISTICS,
         values=FINITE,
         batch={"logits": 0},
         rows=(0, 0, 0),
         in_torch=in_torch.topk_logprobs,
-        checked=CHECKED,
     ),
-    Call(
+    _divergences(
         "divergence",
         divergence,
         _divergence,
-        SMALL,
-        USUAL,
-        SOFT,
-        ("rows",),
-        values=FINITE,
         mixtures=(*BESIDE, (torch.float64, torch.float32)),
         batch={"logits": 0, "teacher_logits": 0, "mask": 0},
-        rows=(0,),
         uncounted=lambda inputs: masked_rows(inputs, "logits", "teacher_logits"),
         in_torch=in_torch.divergence,
-        forward=SUM_OF_DIFFERENCES,
-        scale=LOG_PROBABILITY,
-        grad_scale=PROBABILITY_GRADIENT,
-        checked=CHECKED[:1],
     ),
-    Call(
+    _divergences(
         "topk_divergence",
         topk_divergence,
         _topk_divergence,
-        SMALL,
-        USUAL,
-        SOFT,
-        ("rows",),
-        values=FINITE,
         mixtures=BESIDE,
         batch={"logits": 0, "teacher": 0, "mask": 0},
-        rows=(0,),
         uncounted=lambda inputs: masked_rows(inputs, "logits"),
         in_torch=in_torch.topk_divergence,
-        forward=SUM_OF_DIFFERENCES,
-        scale=LOG_PROBABILITY,
-        grad_scale=PROBABILITY_GRADIENT,
-        checked=CHECKED[:1],
     ),
 )
