@@ -313,9 +313,9 @@ def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_of_a_call_are_counted() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.zeros(1000, device=device)
-    work = host.device_work(lambda: (x + 1, x.clone()), device)
+    work = host_trial.device_work(lambda: (x + 1, x.clone()), device)
     assert work is not None and work[0] == 2 and work[1] > 0
 
 
 def test_a_cpu_has_no_kernels_to_count() -> None:
-    assert host.device_work(lambda: None, CPU) is None
+    assert host_trial.device_work(lambda: None, CPU) is None

@@ -15,8 +15,9 @@ from ..ops.chain.api import Chain
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss
 from ..runtime.backend import backend
-from .case import Beyond, Buffers, Case, Function, Load, Provider, Settings, Sizes
-from .chain import BASES, MAX_STATES, beyond_fp32_kernels, beyond_loop, kmers, loop_logz
+from ..testing.samples.in_torch import total_of_paths as loop_logz
+from .case import Buffers, Case, Function, Functions, Limited, Provider, Settings, Sizes
+from .chain import BASES, MAX_STATES, beyond_fp32_kernels, beyond_loop, kmers
 from .paths import BestCase, Gradient, SumCase, Truth, evenly, fewer
 
 # Others carry fp32 states as large as log Z. PyTorch's posteriors are off by 0.3 at 20,000 steps.
@@ -88,36 +89,22 @@ ALIGN_SIZES = Sizes(
 
 
 class CTCInputs(NamedTuple):
-    """A batch of inputs and their targets, all of full length.
+    """A batch of inputs and their targets, all of full length."""
 
-    Fields:
-        logits: `[T, N, C]`; log-probabilities for an alignment.
-        targets: `[N, S]` int64, padded with labels.
-        input_lengths, target_lengths: `[N]` int64, on the CPU.
-    """
-
-    logits: Tensor
-    targets: Tensor
-    input_lengths: Tensor
-    target_lengths: Tensor
+    logits: Tensor  # [T, N, C]; log-probabilities for an alignment
+    targets: Tensor  # [N, S] int64, padded with labels
+    input_lengths: Tensor  # [N] int64, on the CPU
+    target_lengths: Tensor  # [N] int64, on the CPU
 
 
 class CRFInputs(NamedTuple):
-    """Scores of the edges between k-mers, and the target bases.
+    """Scores of the edges between k-mers, and the target bases."""
 
-    Fields:
-        scores: `[T, N, C, 5]`, of staying and of entering from each of four k-mers.
-        source: `[C, 5]`, the table of these k-mers.
-        targets: `[N, S]` int64 from 1 to 4, and 0 past the length of a target.
-        target_lengths: `[N]` int64, on the device.
-        state_len: the number of bases of a k-mer.
-    """
-
-    scores: Tensor
-    source: Tensor
-    targets: Tensor
-    target_lengths: Tensor
-    state_len: int
+    scores: Tensor  # [T, N, C, 5], of staying and of entering from each of four k-mers
+    source: Tensor  # [C, 5], the table of these k-mers
+    targets: Tensor  # [N, S] int64 from 1 to 4, and 0 past the length of a target
+    target_lengths: Tensor  # [N] int64, on the device
+    state_len: int  # the number of bases of a k-mer
 
 
 def native_loss(
@@ -171,15 +158,10 @@ def beyond_torchaudio(inputs: CTCInputs) -> str | None:
 
 
 class TargetIndex(NamedTuple):
-    """The indices of the scores of a target's alignments among the scores of a step.
+    """The indices of the scores of a target's alignments among the scores of a step."""
 
-    Fields:
-        stay: `[N, S - k + 1]`, for staying in each k-mer of the target.
-        move: `[N, S - k]`, for entering each k-mer from the one before it.
-    """
-
-    stay: Tensor
-    move: Tensor
+    stay: Tensor  # [N, S - k + 1], for staying in each k-mer of the target
+    move: Tensor  # [N, S - k], for entering each k-mer from the one before it
 
 
 def target_index(targets: Tensor, state_len: int, bases: int) -> TargetIndex:
@@ -244,22 +226,16 @@ def _crf_loss(scores: Tensor, source: Tensor, *others: Any) -> Tensor:
     return ctc_crf_loss(scores, targets, lengths, state_len=state_len, alphabet_size=classes)
 
 
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {
         "ctc": lambda: _loss,
         "ctc_crf": lambda: _crf_loss,
         "ctc_align": lambda: lambda *inputs: ctc_align(*inputs).labels,
     },
-    "torch": {"ctc": lambda: native_loss, "ctc_crf": lambda: loop_crf_loss},
-    "koi": {"ctc_crf": koi_crf_loss},
-    "seqdist": {"ctc": seqdist_loss},
-    "torchaudio": {"ctc_align": torchaudio_align},
-}
-BEYOND: dict[str, dict[str, Beyond]] = {
-    "torch": {"ctc_crf": beyond_loop},
-    "koi": {"ctc_crf": beyond_fp32_kernels},
-    "seqdist": {"ctc": beyond_seqdist},
-    "torchaudio": {"ctc_align": beyond_torchaudio},
+    "torch": {"ctc": lambda: native_loss, "ctc_crf": Limited(lambda: loop_crf_loss, beyond_loop)},
+    "koi": {"ctc_crf": Limited(koi_crf_loss, beyond_fp32_kernels)},
+    "seqdist": {"ctc": Limited(seqdist_loss, beyond_seqdist)},
+    "torchaudio": {"ctc_align": Limited(torchaudio_align, beyond_torchaudio)},
 }
 
 
@@ -467,3 +443,6 @@ def ctc_cases(settings: Settings) -> Iterator[Case]:
             yield Crf("ctc_crf", dtype, *size.within(settings.elements))
         for size in ALIGN_SIZES.chosen(settings):
             yield Align("ctc_align", dtype, *size.within(settings.elements)[:5])
+
+
+OPS = {"ctc": ctc_cases}

@@ -24,10 +24,10 @@ from ..ops.decode.common import Hypotheses
 from ..ops.decode.crf import ctc_crf_decode
 from ..runtime.backend import backend
 from .case import (
-    Beyond,
     Buffers,
     Case,
-    Load,
+    Functions,
+    Limited,
     Loop,
     Moves,
     Provider,
@@ -72,15 +72,10 @@ CRF_SIZES = Sizes(
 
 
 class DecodeInputs(NamedTuple):
-    """Scores of a batch, all of full length.
+    """Scores of a batch, all of full length."""
 
-    Fields:
-        scores: log-probabilities `[T, N, C]` with the blank 0, or scores of k-mers `[T, N, C, 5]`.
-        beam_width: the number of prefixes that go on after each step.
-    """
-
-    scores: Tensor
-    beam_width: int
+    scores: Tensor  # log-probabilities [T, N, C] with the blank 0, or of k-mers [T, N, C, 5]
+    beam_width: int  # the number of prefixes that go on after each step
 
 
 Decoder = Callable[[DecodeInputs], Any]
@@ -231,18 +226,15 @@ OURS: dict[str, Decoder] = {
     "ctc_crf_viterbi": over_kmers("viterbi"),
     "ctc_crf_beam": over_kmers("beam"),
 }
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {op: lambda function=function: function for op, function in OURS.items()},  # type: ignore[misc]
-    "koi": {"ctc_crf_beam": koi_beam},
-    "torchaudio": {"ctc_beam": torchaudio_beam},
-    "fast-ctc-decode": {"ctc_greedy": fast_ctc_decode_greedy, "ctc_beam": fast_ctc_decode_beam},
-    "pyctcdecode": {"ctc_beam": pyctcdecode_beam},
-}
-BEYOND: dict[str, dict[str, Beyond]] = {
-    "koi": {"ctc_crf_beam": needs_gpu},
-    "torchaudio": {"ctc_beam": needs_gpu},
-    "fast-ctc-decode": {"ctc_greedy": on_the_host, "ctc_beam": on_the_host},
-    "pyctcdecode": {"ctc_beam": on_the_host},
+    "koi": {"ctc_crf_beam": Limited(koi_beam, needs_gpu)},
+    "torchaudio": {"ctc_beam": Limited(torchaudio_beam, needs_gpu)},
+    "fast-ctc-decode": {
+        "ctc_greedy": Limited(fast_ctc_decode_greedy, on_the_host),
+        "ctc_beam": Limited(fast_ctc_decode_beam, on_the_host),
+    },
+    "pyctcdecode": {"ctc_beam": Limited(pyctcdecode_beam, on_the_host)},
 }
 
 
@@ -364,3 +356,6 @@ def decode_cases(settings: Settings) -> Iterator[Case]:
             for size in sizes.chosen(settings):
                 limits = fewer(size.steps, size.sequences, size.classes, settings.elements)
                 yield kind(op, dtype, *limits, *size[2:])
+
+
+OPS = {"decode": decode_cases}

@@ -27,11 +27,11 @@ from ..ops.linear_heads.plan import linear_cross_entropy_plan
 from ..runtime.caches import register_cache
 from ..runtime.dtypes import acc_dtype
 from .case import (
-    Beyond,
     Buffers,
     Case,
     Function,
-    Load,
+    Functions,
+    Limited,
     Moves,
     Provider,
     Settings,
@@ -303,7 +303,7 @@ def beyond_quack(inputs: LinearInputs) -> str | None:
     return None if inputs.hidden.dtype.itemsize == 2 else "takes fp16 and bf16 only"
 
 
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {
         "divergence": lambda: (
             lambda logits, teacher_logits, beta: divergence(logits, teacher_logits, beta=beta)
@@ -320,34 +320,25 @@ PROVIDERS: dict[str, dict[str, Load]] = {
     "products": {"linear_cross_entropy": products, "linear_divergence": products},
     "torch-linear": {"linear_cross_entropy": torch_linear},
     "chunked": {"linear_divergence": lambda: chunked_divergence},
-    "quack": {"linear_cross_entropy": quack},
+    "quack": {"linear_cross_entropy": Limited(quack, beyond_quack)},
     "liger": {"linear_cross_entropy": liger, "linear_divergence": liger_divergence},
-    "liger-cute": {"linear_cross_entropy": liger_cute},
-    "cce": {"linear_cross_entropy": cut_cross_entropy},
-    "cce-exact": {"linear_cross_entropy": lambda: cut_cross_entropy(exact=True)},
-}
-BEYOND: dict[str, dict[str, Beyond]] = {
-    "quack": {"linear_cross_entropy": beyond_quack},
-    "liger-cute": {"linear_cross_entropy": beyond_liger_cute},
-    "cce": {"linear_cross_entropy": beyond_cut_cross_entropy},
-    "cce-exact": {"linear_cross_entropy": beyond_cut_cross_entropy},
+    "liger-cute": {"linear_cross_entropy": Limited(liger_cute, beyond_liger_cute)},
+    "cce": {"linear_cross_entropy": Limited(cut_cross_entropy, beyond_cut_cross_entropy)},
+    "cce-exact": {
+        "linear_cross_entropy": Limited(
+            lambda: cut_cross_entropy(exact=True), beyond_cut_cross_entropy
+        )
+    },
 }
 
 
 class Sample(NamedTuple):
-    """Some rows of a gradient, in fp64.
+    """Some rows of a true gradient."""
 
-    Fields:
-        leaf: the number of the input whose gradient it is.
-        rows: `[n]`, the indices of the rows.
-        gradient: `[n, ...]`, the true rows.
-        peer_bound: the bound of the error of peers.
-    """
-
-    leaf: int
-    rows: Tensor
-    gradient: Tensor
-    peer_bound: float
+    leaf: int  # the number of the input whose gradient it is
+    rows: Tensor  # [n], their indices
+    gradient: Tensor  # [n, ...] fp64
+    peer_bound: float  # of the error of peers
 
 
 class Truth(NamedTuple):
@@ -599,3 +590,6 @@ def divergence_cases(settings: Settings) -> Iterator[Case]:
         for size in _sizes(settings):
             for beta in BETAS:
                 yield LinearDivergence("linear_divergence", dtype, *size, beta)
+
+
+OPS = {"linear_cross_entropy": linear_cross_entropy_cases, "divergence": divergence_cases}

@@ -13,23 +13,23 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from ..cli.arguments import device_named, require_writable, words
-from ..cli.console import Progress, UsageError, first_line, print_table
+from ..cli.arguments import device_named, words
+from ..cli.console import Progress, UsageError
 from ..cli.fresh_process import run_module
 from ..cli.info import no_gpu
 from ..runtime.caches import register_cache
 from ..testing.samples import Draw
-from . import host_report, picture, providers
+from . import host_report, providers
+from .files import Files, files_of
 from .host_cases import CASES, OPS, PROVIDERS, HostCase, usual_case
-from .host_report import FirstCall, Measurement
-from .host_trial import OURS, Call, Trial
-from .runner import DeviceLost, require_device
+from .host_report import FirstCall
+from .host_trial import OURS, Trial
+from .runner import DeviceLost
 
 ALWAYS = ("torch", "partita")
 PEERS = tuple(name for name in PROVIDERS if name not in ALWAYS)
@@ -39,24 +39,14 @@ EMPTY, FILLED = "empty", "filled"
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The plan of a measurement of the host.
-
-    Fields:
-        device: the device of the inputs.
-        ops: the ops that the user chose.
-        cases: their cases, and those whose time is their unit, with the providers of each.
-        cold: whether first calls of fresh processes are measured too.
-        rounds: the number of timed rounds.
-        csv, svg: the files that are written, or None.
-    """
+    """The plan of a measurement of the host."""
 
     device: torch.device
-    ops: tuple[str, ...]
-    cases: list[tuple[HostCase, list[str]]]
-    cold: bool
+    ops: tuple[str, ...]  # those that the user chose
+    cases: list[tuple[HostCase, list[str]]]  # theirs and their units, with the providers of each
+    cold: bool  # whether first calls of fresh processes are measured too
     rounds: int
-    csv: Path | None
-    svg: Path | None
+    files: Files
 
     @property
     def first_calls(self) -> list[tuple[str, str]]:
@@ -73,7 +63,7 @@ class HostPlan:
 class HostResults:
     """The measurements, and the problem that ended them early."""
 
-    measured: list[Measurement] = field(default_factory=list)
+    measured: list[Trial] = field(default_factory=list)
     first_calls: list[FirstCall] = field(default_factory=list)
     problem: str = ""
     code: int = 0
@@ -92,13 +82,7 @@ def make_plan(args: argparse.Namespace) -> HostPlan:
     for option in ("dtype", "columns", "elements"):
         if getattr(args, option):
             raise UsageError(f"--{option}: host has inputs of its own, of one size and fp32")
-    known = [peer.name for peer in providers.PEERS]
-    peers = [] if args.only_ours else words(args.peers)
-    for name in peers:
-        if name not in known:
-            raise UsageError(f"--peers: expected some of {', '.join(known)}, got {name!r}")
-    if args.svg and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--svg: needs matplotlib (pip install matplotlib)")
+    peers = [each.name for each in providers.choose([] if args.only_ours else words(args.peers))]
     names = [*ALWAYS, *(name for name in PEERS if name in peers)]
     return HostPlan(
         device_named(args.device),
@@ -106,8 +90,7 @@ def make_plan(args: argparse.Namespace) -> HostPlan:
         _choose(ops, names),
         args.cold,
         QUICK_ROUNDS if args.quick else ROUNDS,
-        args.csv or (args.out and args.out / "host.csv"),
-        args.svg or (args.out and args.out / "host.svg"),
+        files_of(args, "host"),
     )
 
 
@@ -124,35 +107,6 @@ def _choose(ops: Sequence[str], names: Sequence[str]) -> list[tuple[HostCase, li
         if own:
             chosen.append((case, own))
     return chosen
-
-
-def missing(plan: HostPlan) -> dict[str, str]:
-    """Return the command that installs each peer of the plan that is missing."""
-    named = {name for _, names in plan.cases for name in names}
-    return {
-        peer.name: message
-        for peer in providers.PEERS
-        if peer.name in named and (message := peer.missing())
-    }
-
-
-def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
-    """Return the number of kernels, copies and fills of a call, and their microseconds.
-
-    Returns None where there is no GPU, or where the profiler sees nothing of it.
-    """
-    if device.type != "cuda":
-        return None
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize(device)
-    events = profiler.events() or []
-    times = [event.device_time for event in events if event.device_type.name == "CUDA"]
-    return (len(times), float(sum(times))) if times else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -197,23 +151,6 @@ def first_call(op: str, provider: str, device: torch.device) -> FirstCall:
     return FirstCall(op, provider, seconds[EMPTY], seconds.get(FILLED), "")
 
 
-def _counted(results: HostResults, trials: Sequence[Trial]) -> Iterator[str]:
-    """Count the device work of each trial, after all times: a profiler slows later launches."""
-    for index, trial in enumerate(trials):
-        if trial.counted is None:
-            continue
-        yield f"kernels of {trial.case.op}: {trial.provider}"
-        found = results.measured[index]
-        try:
-            if work := device_work(trial.counted, trial.device):
-                kernels, device_us = work
-                results.measured[index] = replace(found, kernels=kernels, device_us=device_us)
-        except Exception as error:
-            require_device(trial.device, error)
-            note = f"not profiled: {first_line(error)[:120]}"
-            results.measured[index] = replace(found, note=note)
-
-
 def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
     """Measure everything with a progress bar; an interrupted run returns what it has."""
     results, draw = HostResults(), Draw(device=plan.device)
@@ -232,9 +169,9 @@ def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
                 for trial in trials:
                     trial.time_round()
                     progress.advance()
-            results.measured = [trial.measurement for trial in trials]
-            for text in _counted(results, trials if profiled else ()):
-                progress.say(text)
+            for trial in trials if profiled else ():
+                progress.say(f"kernels of {trial.case.op}: {trial.provider}")
+                trial.count()
                 progress.advance()
             for op, name in plan.first_calls:
                 progress.say(f"first call of {op}: {name}")
@@ -244,10 +181,8 @@ def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
         results.problem, results.code = "interrupted", 130
     except DeviceLost as error:
         results.problem, results.code = f"the GPU no longer answers after {error}", 1
-    else:
-        results.code = int(bool(failures(results)))
-    if not results.measured:
-        results.measured = [trial.measurement for trial in trials if trial.ahead or trial.note]
+    results.measured = [trial for trial in trials if trial.ahead or trial.note]
+    results.code = results.code or int(bool(failures(results)))
     return results
 
 
@@ -256,7 +191,7 @@ def failures(results: HostResults) -> list[str]:
     rows = [row for row in results.measured if row.provider == OURS and row.host is None]
     calls = [row for row in results.first_calls if row.provider == OURS and row.empty is None]
     return [
-        *(f"{row.name}: {row.provider} {row.note}" for row in rows),
+        *(f"{row.case.name}: {row.provider} {row.note}" for row in rows),
         *(f"first call of {row.op}: {row.provider} {row.note}" for row in calls),
     ]
 
@@ -265,8 +200,6 @@ def main(args: argparse.Namespace) -> int:
     """Measure, print and write, and return the exit code."""
     try:
         plan = make_plan(args)
-        for path in filter(None, (plan.csv, plan.svg)):
-            require_writable(path)
     except UsageError as error:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2
@@ -275,22 +208,20 @@ def main(args: argparse.Namespace) -> int:
     else:
         reason = f"{no_gpu()} " if not torch.cuda.is_available() else ""
         print(f"{reason}On the CPU a call includes its work, and there are no kernels to count.")
-    absent = missing(plan)
+    named = {name for _, names in plan.cases for name in names}
+    absent = providers.missing(peer for peer in providers.PEERS if peer.name in named)
     for message in absent.values():
         print(message)
     results = measure(plan, list(absent))
     if results.problem:
         print(f"partita bench: {results.problem}", file=sys.stderr)
-    for table in host_report.tables(results.measured, results.first_calls):
-        print_table(*table)
-    name = host_report.machine_name(plan.device)
-    print(f"\n{name}")
-    if plan.csv:
-        host_report.write_csv(plan.csv, results.measured, results.first_calls, name)
-        print(f"wrote {plan.csv}")
-    if plan.svg:
-        measured = results.measured
-        picture.draw_where_possible(plan.svg, lambda path: host_report.draw(path, measured, name))
-    for text in failures(results):
-        print(f"partita bench: {text}", file=sys.stderr)
+    found, name = (results.measured, results.first_calls), host_report.machine_name(plan.device)
+    bars = host_report.bars_of(results.measured)
+    plan.files.publish(
+        host_report.tables(*found),
+        name,
+        lambda path: host_report.write_csv(path, *found, name),
+        (lambda format: host_report.render(bars, name, format)) if bars else None,
+        failures(results),
+    )
     return results.code

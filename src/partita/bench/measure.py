@@ -45,13 +45,8 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        return cls(
-            statistics.fmean(samples),
-            statistics.median(samples),
-            min(samples),
-            max(samples),
-            len(samples),
-        )
+        middle = (statistics.fmean(samples), statistics.median(samples))
+        return cls(*middle, min(samples), max(samples), len(samples))
 
     def each(self, calls: int, note: str = "") -> Timing:
         """Return the time of one call, where a repetition has this number of calls."""
@@ -72,18 +67,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its measured bandwidths.
-
-    Fields:
-        device, name: the device and its name.
-        copy: bytes a second of a copy, read plus written.
-        read: bytes a second of reading alone.
-    """
+    """A device and its measured bandwidths."""
 
     device: torch.device
     name: str
-    copy: float
-    read: float
+    copy: float  # bytes a second of a copy, read plus written
+    read: float  # bytes a second of reading alone
 
     def bandwidth(self, limit: str) -> float:
         return self.read if limit == "read" else self.copy
@@ -132,6 +121,10 @@ def time_steps(
     return result
 
 
+def time_call(call: Callable[[], object], device: torch.device, repetitions: int) -> Timing:
+    return time_steps([("call", call)], device, repetitions=repetitions)["call"]
+
+
 def rotation(bytes_moved: int, device: torch.device) -> int:
     """Return the number of sets of inputs and outputs that do not fit the L2 cache together."""
     if device.type != "cuda":
@@ -154,9 +147,8 @@ def time_replay(
     replay is over, so that no call writes to memory that the cache still has from another call.
     """
     if device.type != "cuda":
-        return time_steps(
-            [("call", lambda: [function(x) for x in inputs])], device, repetitions=repetitions
-        )["call"].each(len(inputs))
+        timing = time_call(lambda: [function(x) for x in inputs], device, repetitions)
+        return timing.each(len(inputs))
     inputs = inputs[:MAX_CALLS]
     rounds = max(1, int(min(MAX_CALLS, REPLAY_BYTES / bytes_moved) / len(inputs)))
     stream = torch.cuda.Stream(device)
@@ -174,14 +166,10 @@ def time_replay(
     except Exception as error:
         results.clear()
         turns = itertools.cycle(inputs)
-        single = time_steps(
-            [("call", lambda: function(next(turns)))], device, repetitions=repetitions
-        )["call"]
+        single = time_call(lambda: function(next(turns)), device, repetitions)
         return single.each(1, f"single calls, for no capture: {first_line(error)[:80]}")
     try:
-        return time_steps([("replay", graph.replay)], device, repetitions=repetitions)[
-            "replay"
-        ].each(rounds * len(inputs))
+        return time_call(graph.replay, device, repetitions).each(rounds * len(inputs))
     finally:  # a replay that was interrupted still writes to the results
         torch.cuda.synchronize(device)
         results.clear()
@@ -240,13 +228,11 @@ def measure_machine(device: torch.device, elements: int, repetitions: int = REPE
     size = source.nbytes
 
     def milliseconds(function: Callable[[Tensor], object]) -> float:
-        if device.type == "cuda":
-            return time_steps(
-                [("call", lambda: function(source))], device, repetitions=repetitions
-            )["call"].median
-        return time_steps(
-            [("call", lambda: function(source))], device, repetitions=CPU_REPETITIONS
-        )["call"].least
+        on_gpu = device.type == "cuda"
+        timing = time_call(
+            lambda: function(source), device, repetitions if on_gpu else CPU_REPETITIONS
+        )
+        return timing.median if on_gpu else timing.least
 
     readers: list[Callable[[Tensor], Tensor]] = [torch.sum]
     if device.type == "cuda":

@@ -115,14 +115,12 @@ def _plan(args: argparse.Namespace) -> cli.Plan:
 
 
 def _bench(plan: cli.Plan) -> Bench:
-    absent = cli.missing(plan)
     try:
         machine = cli.machine_of(plan)
     # With too little memory, or a GPU that a check has broken, the report matters most.
     except Exception as error:
-        return Bench(cli.Measured([], first_line(error), 1), None, list(absent.values()))
-    providers = [provider for provider in plan.providers if provider.name not in absent]
-    return Bench(cli.measure(plan, providers, machine), machine, list(absent.values()))
+        return Bench(cli.Measured([], first_line(error), 1), None, plan.absent)
+    return Bench(cli.measure(plan, machine), machine, plan.absent)
 
 
 def _write(path: Path, text: str) -> None:

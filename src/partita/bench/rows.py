@@ -18,7 +18,19 @@ from torch import Tensor
 from ..runtime.dtypes import acc_dtype
 from ..testing import Error, ulp_error
 from ..testing.budget import Scale
-from .case import Buffers, Case, Function, Load, Loop, Moves, Provider, Settings, Verdict, poison
+from .case import (
+    Buffers,
+    Case,
+    Function,
+    Functions,
+    Load,
+    Loop,
+    Moves,
+    Provider,
+    Settings,
+    Verdict,
+    poison,
+)
 from .measure import Timing, rotation, time_do_bench, time_host, time_replay
 
 # A result is wrong when its error is this multiple of the contract: 2 ulp, or two times the error
@@ -110,7 +122,7 @@ def load(module: str, name: str) -> Load:
     return lambda: getattr(importlib.import_module(module), name)
 
 
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {name: load("partita", name) for name in TORCH},
     "partita-inplace": {"cross_entropy": _inplace},
     "naive": {"softmax": lambda: naive_softmax},
@@ -469,3 +481,11 @@ def token_stats_cases(settings: Settings) -> Iterator[Case]:
 
 def logprobs_cases(settings: Settings) -> Iterator[Case]:
     return _of_widths(settings, {"logprobs": Logprobs}, WIDTHS, QUICK_WIDTHS)
+
+
+OPS = {
+    "softmax": softmax_cases,
+    "cross_entropy": cross_entropy_cases,
+    "token_stats": token_stats_cases,
+    "logprobs": logprobs_cases,
+}

@@ -16,25 +16,17 @@ from .measure import Machine, Timing
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement.
-
-    Fields:
-        case, provider: the case and the name of the provider.
-        part: `inference` (without gradients), `forward`, `backward`, `total`, `replay` (in a CUDA
-            graph), `do_bench` or `host`; empty where nothing was timed.
-        timing: the time; None where the provider refused or was wrong.
-        error: the greatest error against fp64 in the unit of the case; NaN where it is not known.
-        extra_memory: peak bytes beyond the inputs, forward and backward; None where not measured.
-        note: why the case was not timed.
-    """
+    """One measurement."""
 
     case: Case
     provider: str
+    # `inference` (without gradients), `forward`, `backward`, `total`, `replay` (in a CUDA graph),
+    # `do_bench` or `host`; empty where nothing was timed
     part: str
-    timing: Timing | None
-    error: float
-    extra_memory: int | None
-    note: str
+    timing: Timing | None  # None where the provider refused or was wrong
+    error: float  # the greatest against fp64, in the unit of the case; NaN where not known
+    extra_memory: int | None  # peak bytes beyond the inputs; None where not measured
+    note: str  # why the case was not timed
 
     @property
     def moved(self) -> int | None:
@@ -45,19 +37,15 @@ class Row:
     @property
     def bandwidth(self) -> float | None:
         """Return the bytes that had to be moved, per second."""
-        return (
-            None
-            if self.moved is None or self.timing is None
-            else 1e3 * self.moved / self.timing.median
-        )
+        if self.moved is None or self.timing is None:
+            return None
+        return 1e3 * self.moved / self.timing.median
 
     def fraction(self, machine: Machine) -> float | None:
         """Return the share of the bandwidth; None on a CPU, whose caches hold these inputs."""
-        return (
-            None
-            if self.bandwidth is None or machine.device.type == "cpu"
-            else self.bandwidth / machine.bandwidth(self.case.moves[self.part].limit)
-        )
+        if self.bandwidth is None or machine.device.type == "cpu":
+            return None
+        return self.bandwidth / machine.bandwidth(self.case.moves[self.part].limit)
 
 
 class DeviceLost(RuntimeError):
