@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,12 +113,10 @@ def loop_viterbi(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor)
 
 
 def beyond_loop(inputs: Any) -> str | None:
-    """Return why a loop over the steps cannot take the inputs of a chain, or None."""
     return f"a loop of more than {MAX_STEPS:,} steps" if len(inputs[0]) > MAX_STEPS else None
 
 
 def beyond_fp32_kernels(inputs: Any) -> str | None:
-    """Return why the kernels of koi and seqdist cannot take these inputs, or None."""
     scores, source, *_ = inputs
     if scores.device.type != "cuda":
         return "needs a GPU"
@@ -186,8 +184,8 @@ class ChainCase(Case):
     states: int
     table: SourceTable
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "chains", "states", "slots")
-    scores: ClassVar[str] = "scores"
+    sizes = ("steps", "chains", "states", "slots")
+    scores = "scores"
 
     @property
     def slots(self) -> int:
@@ -231,7 +229,7 @@ def scanned_in_order(chain: Chain, final: Tensor) -> tuple[Tensor, Tensor]:
 class LogZ(LogZCase, ChainCase):
     """log Z and its gradient, which are marginals."""
 
-    caption: ClassVar[str] = "log Z and its gradient"
+    caption = "log Z and its gradient"
 
     def standard(self, inputs: Inputs) -> Truth:
         which, chain = judged(inputs)

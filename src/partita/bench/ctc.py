@@ -132,7 +132,6 @@ def seqdist_loss() -> Function:
 
 
 def beyond_seqdist(inputs: CTCInputs) -> str | None:
-    """Return why seqdist's kernels cannot take these inputs, or None."""
     if inputs.logits.device.type != "cuda":
         return "needs a GPU"
     if inputs.logits.dtype not in (torch.float32, torch.float64):
@@ -193,7 +192,6 @@ def _recipe(
 
 
 def _loop_aligned(stay: Tensor, move: Tensor, lengths: Tensor) -> Tensor:
-    """Compute log Z of the alignments of each target, `[N]`."""
     alpha = torch.full_like(stay[0], UNREACHED)
     alpha[:, 0] = 0.0
     for staying, moving in zip(stay, move, strict=True):
@@ -250,7 +248,7 @@ class CTCCase(Case):
     longest: int
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
-    slow_on_cpu: ClassVar[bool] = True
+    slow_on_cpu = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -274,7 +272,7 @@ class CTCCase(Case):
 class LossCase(SumCase, CTCCase):
     """A loss of CTC."""
 
-    contracts: ClassVar[int] = 1  # the bound of Partita, in bounds of one posterior
+    contracts = 1  # the bound of Partita, in bounds of one posterior
 
     def bounds(self, provider: Provider, truth: Truth) -> tuple[float, float]:
         of_gradient, of_result = super().bounds(provider, truth)
@@ -284,12 +282,11 @@ class LossCase(SumCase, CTCCase):
         return max(of_gradient, rounding), of_result
 
 
-@dataclass(frozen=True)
 class Loss(LossCase):
     """The summed loss from logits."""
 
-    versus: ClassVar[str] = "torch"
-    caption: ClassVar[str] = "CTC loss and its gradient"
+    versus = "torch"
+    caption = "CTC loss and its gradient"
 
     def standard(self, inputs: CTCInputs) -> Truth:
         """Compute the loss of PyTorch in fp64, some sequences at a time."""
@@ -311,14 +308,12 @@ class Loss(LossCase):
 class Crf(LossCase):
     """The mean loss over k-mers: log Z of the chain minus log Z of the target's alignments."""
 
-    caption: ClassVar[str] = "CTC-CRF loss and its gradient"
-    scores: ClassVar[str] = "scores"
-    versus: ClassVar[str] = "koi"
-    slow: ClassVar[tuple[str, ...]] = ("torch",)
-    contracts: ClassVar[int] = 2  # its gradient is a difference of two marginals
-    sizes: ClassVar[tuple[str, ...]] = (
-        *("steps", "sequences", "states", "slots", "shortest", "longest"),
-    )
+    caption = "CTC-CRF loss and its gradient"
+    scores = "scores"
+    versus = "koi"
+    slow = ("torch",)
+    contracts = 2  # its gradient is a difference of two marginals
+    sizes = (*("steps", "sequences", "states", "slots", "shortest", "longest"),)
 
     state_len: int
 
@@ -391,9 +386,9 @@ def crf_losses(inputs: CRFInputs, which: Tensor) -> Tensor:
 class Align(BestCase, CTCCase):
     """The class of each step in the best alignment."""
 
-    versus: ClassVar[str] = "torchaudio"
-    memory_of: ClassVar[str] = "inference"
-    scores: ClassVar[str] = "log-probabilities"
+    versus = "torchaudio"
+    memory_of = "inference"
+    scores = "log-probabilities"
 
     def inputs(self, buffers: Buffers) -> CTCInputs:
         logits, *others = super().inputs(buffers)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ from .case import (
     Functions,
     Limited,
     Loop,
-    Moves,
     Provider,
     Settings,
     Sizes,
@@ -205,7 +204,6 @@ def beam(inputs: DecodeInputs) -> Hypotheses:
 
 
 def over_kmers(method: Any) -> Decoder:
-    """Return the decoder of this method."""
     return lambda inputs: ctc_crf_decode(
         inputs.scores,
         state_len=kmer_length(inputs.scores.shape[2]),
@@ -216,7 +214,6 @@ def over_kmers(method: Any) -> Decoder:
 
 
 def on_the_host(inputs: DecodeInputs) -> str | None:
-    """Return why a decoder on the host cannot be timed with these inputs, or None."""
     return "runs on the host" if inputs.scores.is_cuda else None
 
 
@@ -254,10 +251,10 @@ class DecodeCase(Case):
     classes: int
     beam_width: int
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "beam_width")
-    scores: ClassVar[str] = "scores"
-    unit: ClassVar[str] = "nats"
-    slow: ClassVar[tuple[str, ...]] = ("pyctcdecode",)  # a loop in Python
+    sizes = ("steps", "sequences", "classes", "beam_width")
+    scores = "scores"
+    unit = "nats"
+    slow = ("pyctcdecode",)  # a loop in Python
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -297,7 +294,6 @@ class DecodeCase(Case):
         return Loop((("inference", lambda: function(inputs)),), lambda: None)
 
 
-@dataclass(frozen=True)
 class Beam(DecodeCase):
     """Prefix beam search over the log-probabilities of classes."""
 
@@ -311,18 +307,16 @@ class Beam(DecodeCase):
         return -F.ctc_loss(scores, target, *lengths, reduction="sum")
 
 
-@dataclass(frozen=True)
 class Greedy(Beam):
     """The most probable class of each step, for one read of the log-probabilities."""
 
-    work: ClassVar[Mapping[str, Moves]] = READ
+    work = READ
 
 
-@dataclass(frozen=True)
 class CrfCase(DecodeCase):
     """The best path or prefix beam search over k-mers, with qualities from the posteriors."""
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states", "beam_width")
+    sizes = ("steps", "sequences", "states", "beam_width")
 
     @property
     def states(self) -> int:

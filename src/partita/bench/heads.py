@@ -37,7 +37,9 @@ from .case import (
     Settings,
     Sizes,
     Verdict,
+    needs_gpu,
 )
+from .paths import evenly, worst
 from .rows import blocks
 
 # The bound of Partita is this multiple of PyTorch's error, as in the contract, plus the slack.
@@ -173,7 +175,6 @@ class _Products(torch.autograd.Function):
 
 
 def products() -> Function:
-    """Return the bare products without a loss."""
     buffer: list[Tensor] = []
 
     def function(hidden: Tensor, matrix: Tensor, *others: Any) -> Tensor:
@@ -244,9 +245,7 @@ def cut_cross_entropy(*, exact: bool = False) -> Function:
 
 
 def beyond_cut_cross_entropy(inputs: LinearInputs) -> str | None:
-    if inputs.hidden.device.type != "cuda":
-        return "needs a GPU"
-    return beyond_quack(inputs)
+    return needs_gpu(inputs) or beyond_quack(inputs)
 
 
 def liger() -> Function:
@@ -267,7 +266,6 @@ def liger_cute() -> Function:
 
 
 def beyond_liger_cute(inputs: LinearInputs) -> str | None:
-    """Return why Liger's kernels in CuTe cannot take these inputs, or None."""
     device = inputs.hidden.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "needs a GPU of compute capability 9.0"
@@ -349,11 +347,10 @@ class Truth(NamedTuple):
     own: list[float]
 
 
-@dataclass(frozen=True)
 class MeanCase(Case):
     """A mean loss with its gradients."""
 
-    memory_of: ClassVar[str] = "total"
+    memory_of = "total"
 
     @abstractmethod
     def truth(self, inputs: Any) -> tuple[Tensor, list[Sample]]:
@@ -412,17 +409,15 @@ class MeanCase(Case):
             yield worst_error(function(*inputs).detach()[None], loss[None])
         for sample in samples:
             gradient = gradients[sample.leaf]
-            worst = worst_error(gradient[sample.rows], sample.gradient)
+            found = worst_error(gradient[sample.rows], sample.gradient)
             if not all(bool(part.isfinite().all()) for part in gradient.split(1024)):
-                worst = replace(worst, error=math.inf)
-            yield replace(worst, index=(int(sample.rows[worst.index[0]]), *worst.index[1:]))
+                found = replace(found, error=math.inf)
+            yield replace(found, index=(int(sample.rows[found.index[0]]), *found.index[1:]))
 
 
 def worst_error(got: Tensor, expected: Tensor) -> Verdict:
     """Return the worst error over the greatest true value, without a bound."""
-    error = ((got.double() - expected).abs() / expected.abs().max()).nan_to_num(nan=torch.inf)
-    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    return Verdict(float(error[index]), math.inf, index, float(got[index]), float(expected[index]))
+    return worst((got.double() - expected).abs() / expected.abs().max(), math.inf, got, expected)
 
 
 @dataclass(frozen=True)
@@ -434,8 +429,8 @@ class HeadCase(MeanCase):
     vocabulary: int
 
     sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary")
-    yardstick: ClassVar[str] = "products"
-    learned: ClassVar[int] = 2
+    yardstick = "products"
+    learned = 2
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -448,11 +443,10 @@ class HeadCase(MeanCase):
         return hidden, matrix * self.hidden**-0.5
 
 
-@dataclass(frozen=True)
 class LinearCrossEntropy(HeadCase):
     """The mean loss, which is bounded by three matrix products, one of them in the forward pass."""
 
-    caption: ClassVar[str] = "Cross-entropy from hidden states and its gradients"
+    caption = "Cross-entropy from hidden states and its gradients"
 
     def inputs(self, buffers: Buffers) -> LinearInputs:
         return LinearInputs(*self.head(buffers), buffers.labels(self.tokens, self.vocabulary))
@@ -475,24 +469,20 @@ class LinearCrossEntropy(HeadCase):
         logsumexp = torch.cat([(part @ matrix.T).logsumexp(1) for part in parts])
         pairs = zip(hidden.split(1024), target.split(1024), strict=True)
         loss = (logsumexp - torch.cat([(x * matrix[t]).sum(1) for x, t in pairs])).mean()
-        which = _evenly(torch.arange(tokens, device=target.device), TOKENS_JUDGED)
+        which = evenly(TOKENS_JUDGED, tokens, target.device)
         p = (hidden[which] @ matrix.T - logsumexp[which, None]).exp()
         p[torch.arange(len(which), device=p.device), target[which]] -= 1
         samples = [Sample(0, which, p @ matrix / tokens, PEER_BOUND)]
         labels = torch.bincount(target, minlength=classes) > 0
         for group, peer_bound in ((labels, PEER_BOUND), (~labels, PEER_BOUND_OTHERS)):
-            which = _evenly(group.nonzero().squeeze(1), CLASSES_JUDGED)
+            candidates = group.nonzero().squeeze(1)
+            if not len(candidates):
+                continue
+            which = candidates[evenly(CLASSES_JUDGED, len(candidates), target.device)]
             p = (hidden @ matrix[which].T - logsumexp[:, None]).exp()
             p -= (target[:, None] == which).double()
             samples.append(Sample(1, which, p.T @ hidden / tokens, peer_bound))
-        return loss, [sample for sample in samples if len(sample.rows)]
-
-
-def _evenly(candidates: Tensor, limit: int) -> Tensor:
-    """Return some of the candidates, with the first and the last."""
-    number = min(limit, len(candidates))
-    steps = torch.linspace(0, len(candidates) - 1, number, device=candidates.device)
-    return candidates[steps.long()]
+        return loss, samples
 
 
 @dataclass(frozen=True)
@@ -501,7 +491,7 @@ class LinearDivergence(HeadCase):
 
     beta: float
 
-    sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary", "beta")
+    sizes = ("tokens", "hidden", "vocabulary", "beta")
 
     def inputs(self, buffers: Buffers) -> DivergenceInputs:
         return DivergenceInputs(*self.head(buffers), *self.head(buffers, "teacher "), self.beta)
@@ -539,9 +529,9 @@ class DivergenceRows(MeanCase):
     columns: int
     beta: float
 
-    sizes: ClassVar[tuple[str, ...]] = ("rows", "columns", "beta")
-    differs_by: ClassVar[tuple[str, ...]] = ("columns", "beta")
-    learned: ClassVar[int] = 1
+    sizes = ("rows", "columns", "beta")
+    differs_by = ("columns", "beta")
+    learned = 1
     work: ClassVar[Mapping[str, Moves]] = {
         "inference": Moves(2, "read"),
         "total": Moves(3, "copy"),

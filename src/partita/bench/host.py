@@ -50,7 +50,6 @@ class HostPlan:
 
     @property
     def first_calls(self) -> list[tuple[str, str]]:
-        """Return the ops and providers whose first calls are measured."""
         return [
             (op, name)
             for op in self.ops * self.cold

@@ -255,5 +255,4 @@ PROVIDERS = tuple(dict.fromkeys(name for case in CASES for name in case.function
 
 
 def usual_case(op: str) -> HostCase:
-    """Return the case of an op that has no variant."""
     return next(case for case in CASES if case.op == op and not case.variant)

@@ -108,7 +108,6 @@ def _seconds(value: float | None) -> str:
 def write_csv(
     path: Path, rows: Sequence[Trial], first_calls: Sequence[FirstCall], machine: str
 ) -> None:
-    """Write the machine, the versions, the measurements and the first calls."""
     records = [_record(row, ratio(row, rows)) for row in rows]
     for call in first_calls:
         times = {"empty_cache_s": call.empty, "filled_cache_s": call.filled}
@@ -148,7 +147,6 @@ def bars_of_csv(path: Path) -> tuple[str, list[Bar]]:
 
 
 def bars_of(rows: Sequence[Trial]) -> list[Bar]:
-    """Return the bars of what was timed."""
     return [
         (_group(row.case.op, row.case.variant), row.provider, 1e3 * row.host.least)
         for row in rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,6 @@ def loop_viterbi(emissions: Tensor, transitions: Tensor, start: Tensor, end: Ten
 
 
 def beyond_torch_struct(inputs: LinearInputs) -> str | None:
-    """Return why torch-struct cannot take these inputs, or None."""
     T, N, C = inputs.emissions.shape
     if T < 2:
         return "takes at least two tokens"
@@ -163,10 +162,10 @@ class LinearChainCase(Case):
     sequences: int
     states: int
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states")
-    scores: ClassVar[str] = "emissions"
-    slow: ClassVar[tuple[str, ...]] = ("torch", "pytorch-crf", "torch-struct")
-    slow_on_cpu: ClassVar[bool] = True
+    sizes = ("steps", "sequences", "states")
+    scores = "emissions"
+    slow = ("torch", "pytorch-crf", "torch-struct")
+    slow_on_cpu = True
 
     def inputs(self, buffers: Buffers) -> LinearInputs:
         dtype, C = acc_dtype(self.dtype), self.states
@@ -179,8 +178,8 @@ class LinearChainCase(Case):
 class LogZ(LogZCase, LinearChainCase):
     """log Z and its gradients: state marginals, and expected counts of the transitions."""
 
-    caption: ClassVar[str] = "log Z of dense chains and its gradients"
-    learned: ClassVar[int] = 2
+    caption = "log Z of dense chains and its gradients"
+    learned = 2
 
     def standard(self, inputs: LinearInputs) -> Truth:
         """Return the truth by the kernels of sparse chains, which share no code with these."""

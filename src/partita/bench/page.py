@@ -116,35 +116,21 @@ COMMON = {"root", "user", "host", "localhost", "cpu", "gpu", "cuda", "torch", "p
 
 @dataclass(frozen=True)
 class Bench:
-    """The results of the bench.
-
-    Fields:
-        measured: the measurements.
-        machine: the machine, or None where its bandwidth could not be measured.
-        absent: the peers that are not installed.
-    """
+    """The results of the bench."""
 
     measured: Measured
-    machine: Machine | None
-    absent: list[str]
+    machine: Machine | None  # None where its bandwidth could not be measured
+    absent: list[str]  # messages for peers that are not installed
 
 
 @dataclass(frozen=True)
 class Report:
-    """The content of the page.
-
-    Fields:
-        command: the command line.
-        date: the date and time.
-        lines: the lines of the check.
-        left_out: messages for devices that were left out.
-        bench: the bench, or None.
-    """
+    """The content of the page."""
 
     command: str
     date: str
-    lines: list[Line]
-    left_out: list[str]
+    lines: list[Line]  # of the check
+    left_out: list[str]  # messages for devices that were left out
     bench: Bench | None
 
     @property

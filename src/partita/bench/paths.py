@@ -42,9 +42,9 @@ class Truth(NamedTuple):
 class SumCase(Case):
     """log Z or a loss, for one read of the scores; the gradient needs another and a write."""
 
-    learned: ClassVar[int] = 1
+    learned = 1
     work: ClassVar[Mapping[str, Moves]] = {**READ, "total": Moves(3, "copy")}
-    memory_of: ClassVar[str] = "total"
+    memory_of = "total"
 
     steps: int
 
@@ -75,7 +75,6 @@ class SumCase(Case):
         yield from ()
 
 
-@dataclass(frozen=True)
 class LogZCase(SumCase):
     """log Z of each sequence, in the dtype of the last input."""
 
@@ -83,11 +82,10 @@ class LogZCase(SumCase):
         return [inputs[-1].new_ones(self.shape[1])]
 
 
-@dataclass(frozen=True)
 class BestCase(Case):
     """A best path, for one read of the scores. Any path with the best score is right."""
 
-    work: ClassVar[Mapping[str, Moves]] = READ
+    work = READ
 
     @abstractmethod
     def path_scores(self, inputs: Any, found: Any, standard: Any) -> Tensor:

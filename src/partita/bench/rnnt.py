@@ -171,8 +171,8 @@ class TransducerCase(Case):
     classes: int
 
     sizes: ClassVar[tuple[str, ...]] = ("sequences", "steps", "longest", "classes")
-    versus: ClassVar[str] = "torchaudio"
-    slow: ClassVar[tuple[str, ...]] = ("torch",)
+    versus = "torchaudio"
+    slow = ("torch",)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ class TransducerCase(Case):
 class RNNT(SumCase, TransducerCase):
     """The summed loss from logits."""
 
-    caption: ClassVar[str] = "transducer loss and its gradient"
+    caption = "transducer loss and its gradient"
 
     def inputs(self, buffers: Buffers) -> Any:
         logits = buffers.normal("logits", self.shape, self.dtype)
@@ -210,11 +210,10 @@ class RNNT(SumCase, TransducerCase):
         return Truth(torch.stack(losses).sum(), ..., gradients)
 
 
-@dataclass(frozen=True)
 class TDT(RNNT):
     """The summed loss from logits of labels and of durations."""
 
-    learned: ClassVar[int] = 2
+    learned = 2
 
     def inputs(self, buffers: Buffers) -> RNNTInputs:
         shape = (*self.shape[:3], len(DURATIONS))
@@ -228,10 +227,10 @@ class LinearRNNT(RNNT):
 
     hidden: int
 
-    sizes: ClassVar[tuple[str, ...]] = (*RNNT.sizes, "hidden")
-    scores: ClassVar[str] = "hidden states"
-    caption: ClassVar[str] = "transducer loss and its gradients from hidden states"
-    learned: ClassVar[int] = 3
+    sizes = (*RNNT.sizes, "hidden")
+    scores = "hidden states"
+    caption = "transducer loss and its gradients from hidden states"
+    learned = 3
     work: ClassVar[Mapping[str, Moves]] = {}
 
     def inputs(self, buffers: Buffers) -> JointInputs:

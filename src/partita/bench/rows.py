@@ -141,9 +141,9 @@ class RowsCase(Case):
     rows: int
     columns: int
 
-    sizes: ClassVar[tuple[str, ...]] = ("rows", "columns")
-    differs_by: ClassVar[tuple[str, ...]] = ("columns",)
-    unit: ClassVar[str] = "ulp"
+    sizes = ("rows", "columns")
+    differs_by = ("columns",)
+    unit = "ulp"
     scale: ClassVar[Scale] = "element"  # of the errors of results, as in `ulp_error`
     grad_scale: ClassVar[Scale] = -1
 
@@ -226,12 +226,11 @@ class SoftmaxInputs(NamedTuple):
     grad: Tensor  # [rows, columns]
 
 
-@dataclass(frozen=True)
 class Softmax(RowsCase):
     """Forward reads x and writes y; backward reads y and its gradient and writes that of x."""
 
-    learned: ClassVar[int] = 1
-    arguments: ClassVar[int | None] = 1
+    learned = 1
+    arguments = 1
     work: ClassVar[Mapping[str, Moves]] = {
         "forward": Moves(2, "copy"),
         "backward": Moves(3, "copy"),
@@ -255,11 +254,10 @@ class Softmax(RowsCase):
         return [self.training(function, inputs, provider)]
 
 
-@dataclass(frozen=True)
 class LogSoftmax(RowsCase):
     """Forward alone, with one read and one write."""
 
-    scale: ClassVar[Scale] = -1
+    scale = -1
     work: ClassVar[Mapping[str, Moves]] = {"inference": Moves(2, "copy")}
 
     def inputs(self, buffers: Buffers) -> tuple[Tensor]:
@@ -269,16 +267,15 @@ class LogSoftmax(RowsCase):
         return torch.log_softmax(x, -1)
 
 
-@dataclass(frozen=True)
 class Sweep(RowsCase):
     """Softmax forward of narrow rows inside a CUDA graph, which leaves out the host.
 
     The inputs are several, so that the L2 cache holds none of them.
     """
 
-    without: ClassVar[tuple[str, ...]] = ()
-    label: ClassVar[str] = "sweep"
-    arguments: ClassVar[int | None] = 1
+    without = ()
+    label = "sweep"
+    arguments = 1
     work: ClassVar[Mapping[str, Moves]] = {"replay": Moves(2, "copy")}
 
     def inputs(self, buffers: Buffers) -> Sequence[Tensor]:
@@ -302,11 +299,10 @@ class Sweep(RowsCase):
         return {"replay": timing}
 
 
-@dataclass(frozen=True)
 class DoBenchSweep(Sweep):
     """The same by Triton's `do_bench`, which empties the L2 cache and includes the launch."""
 
-    label: ClassVar[str] = "do_bench"
+    label = "do_bench"
     work: ClassVar[Mapping[str, Moves]] = {"do_bench": Moves(2, "copy")}
 
     def inputs(self, buffers: Buffers) -> Sequence[Tensor]:
@@ -328,12 +324,11 @@ class Inputs(NamedTuple):
     target: Tensor  # [rows], or several for each row
 
 
-@dataclass(frozen=True)
 class LabelledRows(RowsCase):
     """Rows of logits with labels."""
 
-    learned: ClassVar[int] = 1
-    labels: ClassVar[int] = 0  # the number of labels of a row; 0 for one, without a dimension
+    learned = 1
+    labels = 0  # the number of labels of a row; 0 for one, without a dimension
 
     def inputs(self, buffers: Buffers) -> Inputs:
         logits = buffers.normal("logits", self.shape, self.dtype)
@@ -341,13 +336,12 @@ class LabelledRows(RowsCase):
         return Inputs(logits, target.view(self.rows, self.labels) if self.labels else target)
 
 
-@dataclass(frozen=True)
 class CrossEntropy(LabelledRows):
     """The loss reads the logits once; loss and gradient read them once and write the gradient."""
 
-    grad_scale: ClassVar[Scale] = "element"
+    grad_scale = "element"
     work: ClassVar[Mapping[str, Moves]] = {"inference": Moves(1, "read"), "total": Moves(2, "copy")}
-    memory_of: ClassVar[str] = "total"
+    memory_of = "total"
 
     def leaves(self, inputs: Inputs, provider: Provider) -> list[Tensor]:
         """Return the logits; a copy where the provider overwrites them."""
@@ -371,14 +365,13 @@ class CrossEntropy(LabelledRows):
         return loops[1:] if provider.name == "partita-inplace" else loops
 
 
-@dataclass(frozen=True)
 class Host(CrossEntropy):
     """Forward and backward of a few logits, whose time is that of the host."""
 
-    without: ClassVar[tuple[str, ...]] = ("naive", "partita-inplace")
-    label: ClassVar[str] = "host"
+    without = ("naive", "partita-inplace")
+    label = "host"
     work: ClassVar[Mapping[str, Moves]] = {}
-    memory_of: ClassVar[str] = ""
+    memory_of = ""
 
     def times(
         self,
@@ -396,11 +389,10 @@ class Host(CrossEntropy):
         return {"host": time_host(call, device, calls=HOST_CALLS, repetitions=repetitions)}
 
 
-@dataclass(frozen=True)
 class TokenStats(LabelledRows):
     """The statistics read the logits once; their gradient reads them a second time and writes."""
 
-    scale: ClassVar[Scale] = 0
+    scale = 0
     work: ClassVar[Mapping[str, Moves]] = {
         "inference": Moves(1, "read"),
         "backward": Moves(2, "copy"),
@@ -424,13 +416,12 @@ class TokenStats(LabelledRows):
         yield ulp_error(chosen, inputs.x.amax(-1).double())
 
 
-@dataclass(frozen=True)
 class Logprobs(LabelledRows):
     """The results read the logits once; their gradient reads them a second time and writes."""
 
-    labels: ClassVar[int] = CLASSES
-    scale: ClassVar[Scale] = -1
-    work: ClassVar[Mapping[str, Moves]] = TokenStats.work
+    labels = CLASSES
+    scale = -1
+    work = TokenStats.work
 
     def upstream(self, inputs: Inputs) -> list[Tensor]:
         x, ids = inputs

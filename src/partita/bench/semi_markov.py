@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,6 @@ def torch_struct_logz() -> Function:
 
 
 def beyond_torch_struct(inputs: SemiMarkovInputs) -> str | None:
-    """Return why torch-struct cannot take these inputs, or None."""
     T, N, C = inputs.emissions.shape
     if T * N * (len(inputs.durations) * C) ** 2 > MAX_CHART:
         return "would hold (D C)² numbers for each step"
@@ -140,11 +139,11 @@ class SemiMarkovCase(Case):
     states: int
     durations: int
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states")
-    differs_by: ClassVar[tuple[str, ...]] = (*sizes, "durations")
-    scores: ClassVar[str] = "emissions"
-    slow: ClassVar[tuple[str, ...]] = ("torch", "torch-struct")
-    slow_on_cpu: ClassVar[bool] = True
+    sizes = ("steps", "sequences", "states")
+    differs_by = (*sizes, "durations")
+    scores = "emissions"
+    slow = ("torch", "torch-struct")
+    slow_on_cpu = True
 
     def inputs(self, buffers: Buffers) -> SemiMarkovInputs:
         dtype, C = acc_dtype(self.dtype), self.states
@@ -160,8 +159,8 @@ class SemiMarkovCase(Case):
 class LogZ(LogZCase, SemiMarkovCase):
     """log Z and its gradients: posteriors, and expected counts of transitions and durations."""
 
-    caption: ClassVar[str] = "log Z of semi-Markov chains and its gradients"
-    learned: ClassVar[int] = 3
+    caption = "log Z of semi-Markov chains and its gradients"
+    learned = 3
 
     def standard(self, inputs: SemiMarkovInputs) -> Truth:
         return differentiated(loop_logz, inputs, self.learned)

@@ -184,7 +184,6 @@ def _lines(results: Sequence[WarmResult]) -> Iterator[list[str]]:
 
 
 def cache_folder() -> str:
-    """Return the folder of Triton's cache."""
     from triton import knobs
 
     return str(knobs.cache.dir)

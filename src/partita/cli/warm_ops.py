@@ -34,17 +34,11 @@ SIZES = tuple(dict.fromkeys(name for call in OPS.values() for name in call.usual
 
 
 class Warmed(NamedTuple):
-    """The time and the kernels that one op in one dtype took.
+    """The time and the kernels that one op in one dtype took."""
 
-    Fields:
-        seconds: the time of all calls, without starting the process.
-        compiled: the number of kernels that were compiled.
-        cached: the number of kernels that Triton's cache had before.
-    """
-
-    seconds: float
-    compiled: int
-    cached: int
+    seconds: float  # of all calls, without starting the process
+    compiled: int  # kernels
+    cached: int  # kernels that Triton's cache had before
 
 
 def combinations(sizes: Sizes) -> Iterator[Size]:

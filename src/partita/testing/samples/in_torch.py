@@ -121,7 +121,6 @@ def mixed(logq: Tensor, logp: Tensor, beta: float) -> Tensor:
 
 
 def counted(losses: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """Reduce divergences over the rows of a mask."""
     return reduced(losses if mask is None else torch.where(mask, losses, 0), reduction, mask)
 
 
@@ -408,7 +407,6 @@ def tdt_loss(
 
 
 def joint(encoder: Tensor, predictor: Tensor, activation: str) -> Tensor:
-    """Return the hidden states of all nodes."""
     return getattr(torch, activation)(encoder[:, :, None] + predictor[:, None])
 
 

@@ -53,7 +53,6 @@ def row_labels(draw: Draw, sizes: Sizes, ignored: int = IGNORED) -> Tensor:
 
 
 def _ignored(inputs: Inputs) -> dict[str, Tensor]:
-    """Return the rows of labels that are ignored."""
     logits, target = inputs["input"], inputs["target"]
     ignored = target == inputs.get("ignore_index", IGNORED)
     if logits.ndim > 1 and not target.is_floating_point():
