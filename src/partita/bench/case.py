@@ -151,6 +151,14 @@ class Buffers:
         return torch.randint(classes, (rows,), device=self.device, generator=self._generator)
 
 
+class Attempt(NamedTuple):
+    """A function of a provider and the inputs of a case, which it is given."""
+
+    function: Function
+    inputs: Any
+    provider: Provider
+
+
 @dataclass(frozen=True)
 class Loop:
     """Steps that are timed one after another; `before` runs untimed before each round."""
@@ -232,9 +240,7 @@ class Case(ABC):
         """Return the truth that the results of all providers are compared with."""
 
     @abstractmethod
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Any
-    ) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Any) -> Iterator[Verdict]:
         """Yield a verdict on each result and gradient against fp64."""
 
     def outputs(self, result: Any) -> Sequence[Tensor]:
@@ -249,10 +255,9 @@ class Case(ABC):
         """Return the inputs that have a gradient, as leaves."""
         return [tensor.detach().requires_grad_() for tensor in inputs[: self.learned]]
 
-    def trained(
-        self, function: Function, inputs: Any, provider: Provider
-    ) -> tuple[Any, tuple[Tensor, ...]]:
+    def trained(self, attempt: Attempt) -> tuple[Any, tuple[Tensor, ...]]:
         """Return results and gradients, which are computed into memory that holds NaN."""
+        function, inputs, provider = attempt
         leaves = self.leaves(inputs, provider)
         for leaf in leaves:
             poison(leaf)
@@ -261,13 +266,14 @@ class Case(ABC):
             poison(leaf)
         return result, torch.autograd.grad(self.outputs(result), leaves, self.upstream(inputs))
 
-    def inference(self, function: Function, inputs: Any) -> Loop:
+    def inference(self, attempt: Attempt) -> Loop:
         """Return the loop without gradients."""
-        arguments = inputs[: self.arguments]
+        function, arguments = attempt.function, attempt.inputs[: self.arguments]
         return Loop((("inference", lambda: function(*arguments)),), lambda: None)
 
-    def training(self, function: Function, inputs: Any, provider: Provider) -> Loop:
+    def training(self, attempt: Attempt) -> Loop:
         """Return the loop of a training step."""
+        function, inputs, provider = attempt
         leaves, upstream = self.leaves(inputs, provider), self.upstream(inputs)
         others = inputs[self.learned : self.arguments]
         state: dict[str, Any] = {}
@@ -287,37 +293,28 @@ class Case(ABC):
 
         return Loop((("forward", forward), ("backward", backward)), before)
 
-    def loops(self, function: Function, inputs: Any, provider: Provider) -> list[Loop]:
-        loops = [self.inference(function, inputs)]
-        return [*loops, self.training(function, inputs, provider)] if self.learned else loops
+    def loops(self, attempt: Attempt) -> list[Loop]:
+        loops = [self.inference(attempt)]
+        return [*loops, self.training(attempt)] if self.learned else loops
 
     def is_slow(self, provider: Provider, device: torch.device) -> bool:
         """Return whether a provider takes so long that its loops are repeated less often."""
         return provider.name in self.slow or (self.slow_on_cpu and device.type == "cpu")
 
-    def times(
-        self,
-        function: Function,
-        inputs: Any,
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
-        if self.is_slow(provider, device):
+    def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
+        if self.is_slow(attempt.provider, device):
             repetitions = min(repetitions, SLOW_REPETITIONS)
         result: dict[str, Timing] = {}
-        for loop in self.loops(function, inputs, provider):
+        for loop in self.loops(attempt):
             result |= time_steps(loop.steps, device, before=loop.before, repetitions=repetitions)
             loop.before()
         return result
 
-    def extra_memory(
-        self, function: Function, inputs: Any, provider: Provider, device: torch.device
-    ) -> int | None:
+    def extra_memory(self, attempt: Attempt, device: torch.device) -> int | None:
         """Return the peak bytes beyond the inputs; None where they are not measured."""
         if not self.memory_of:
             return None
-        loop = self.loops(function, inputs, provider)[-1]
+        loop = self.loops(attempt)[-1]
         return peak_extra_memory(loop.steps, device, before=loop.before)
 
     def __str__(self) -> str:

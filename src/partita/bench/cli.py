@@ -17,7 +17,6 @@ from ..cli.console import Progress, UsageError, first_line
 from ..cli.info import no_gpu
 from . import host, picture, report
 from .case import Case, Provider, Settings
-from .files import Files, files_of
 from .host_cases import OPS as HOST_OPS
 from .measure import REPETITIONS, Machine, measure_machine
 from .providers import FAMILIES, PEERS, choose, missing
@@ -176,7 +175,7 @@ class Plan:
     providers: list[Provider]
     absent: list[str]  # a message for each provider that is not installed
     cases: list[Case]
-    files: Files
+    files: report.Files
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
     ops = {case.op for case in cases}
     absent = missing(each for each in providers if not ops.isdisjoint(each.ops))
     present = [each for each in providers if each.name not in absent]
-    return Plan(device, settings, present, list(absent.values()), cases, files_of(args, "bench"))
+    return Plan(
+        device, settings, present, list(absent.values()), cases, report.files_of(args, "bench")
+    )
 
 
 def machine_of(plan: Plan) -> Machine:

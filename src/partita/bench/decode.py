@@ -24,12 +24,12 @@ from ..ops.decode.common import Hypotheses
 from ..ops.decode.crf import ctc_crf_decode
 from ..runtime.backend import backend
 from .case import (
+    Attempt,
     Buffers,
     Case,
     Functions,
     Limited,
     Loop,
-    Provider,
     Settings,
     Sizes,
     Verdict,
@@ -278,10 +278,9 @@ class DecodeCase(Case):
             [self.log_prob(scores[:, n : n + 1], each) for n, each in enumerate(tokens)]
         )
 
-    def verdicts(
-        self, function: Decoder, inputs: DecodeInputs, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Truth) -> Iterator[Verdict]:
         """Yield how many nats are lost against the reference; below 0, more probable tokens."""
+        function, inputs, provider = attempt
         tokens = tokens_of(function(inputs), standard.sequences)
         found = self.log_probs(inputs.scores[:, standard.sequences].double(), tokens)
         lost = standard.log_probs - found
@@ -290,7 +289,8 @@ class DecodeCase(Case):
             expected = float(standard.log_probs[i])
             yield Verdict(float(lost[i]), allowed, (n,), float(found[i]), expected)
 
-    def inference(self, function: Decoder, inputs: DecodeInputs) -> Loop:
+    def inference(self, attempt: Attempt) -> Loop:
+        function, inputs, _ = attempt
         return Loop((("inference", lambda: function(inputs)),), lambda: None)
 
 

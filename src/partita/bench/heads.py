@@ -27,6 +27,7 @@ from ..ops.linear_heads.plan import linear_cross_entropy_plan
 from ..runtime.caches import register_cache
 from ..runtime.dtypes import acc_dtype
 from .case import (
+    Attempt,
     Buffers,
     Case,
     Function,
@@ -360,7 +361,8 @@ class MeanCase(Case):
         with torch.no_grad():
             loss, samples = self.truth(inputs)
         try:
-            found = self.compared(TORCH[self.op], inputs, Provider("torch", {}), loss, samples)
+            attempt = Attempt(TORCH[self.op], inputs, Provider("torch", {}))
+            found = self.compared(attempt, loss, samples)
             own = [verdict.error for verdict in found]
         except torch.OutOfMemoryError:  # PyTorch has all logits several times
             own = [PEER_BOUND] * (2 + len(samples))
@@ -380,33 +382,26 @@ class MeanCase(Case):
         slack = [self.loss_slack()] * 2 + [self.slack(self.dtype)] * len(standard.samples)
         return [TOLERANCE * own + more for own, more in zip(standard.own, slack, strict=True)]
 
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Truth) -> Iterator[Verdict]:
         """Judge all providers but the yardstick, which has no results."""
-        if provider.name == self.yardstick:
+        if attempt.provider.name == self.yardstick:
             return
-        found = self.compared(function, inputs, provider, standard.loss, standard.samples)
-        for verdict, allowed in zip(found, self.bounds(provider, standard), strict=True):
+        found = self.compared(attempt, standard.loss, standard.samples)
+        for verdict, allowed in zip(found, self.bounds(attempt.provider, standard), strict=True):
             yield replace(verdict, allowed=allowed)
 
     def compared(
-        self,
-        function: Function,
-        inputs: Any,
-        provider: Provider,
-        loss: Tensor,
-        samples: Sequence[Sample],
+        self, attempt: Attempt, loss: Tensor, samples: Sequence[Sample]
     ) -> Iterator[Verdict]:
         """Yield the errors over the greatest true value, without a bound.
 
         They are those of the loss with gradients and without, and of each sample, which is
         infinite if its gradient is not finite anywhere.
         """
-        result, gradients = self.trained(function, inputs, provider)
+        result, gradients = self.trained(attempt)
         yield worst_error(result.detach()[None], loss[None])
         with torch.no_grad():
-            yield worst_error(function(*inputs).detach()[None], loss[None])
+            yield worst_error(attempt.function(*attempt.inputs).detach()[None], loss[None])
         for sample in samples:
             gradient = gradients[sample.leaf]
             found = worst_error(gradient[sample.rows], sample.gradient)

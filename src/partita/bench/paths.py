@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .case import Case, Function, Moves, Provider, Verdict
+from .case import Attempt, Case, Function, Moves, Provider, Verdict
 
 CONTRACT = (2e-6, 1e-6)  # bounds of posteriors, and of log Z over max(1, |log Z|)
 ROUNDING_A_STEP = 1e-9  # added to the bound of log Z for each step
@@ -52,17 +52,15 @@ class SumCase(Case):
         """Return the bounds of posteriors, and of the result over max(1, |result|)."""
         return CONTRACT if provider.is_ours else (PEER_BOUND, PEER_BOUND)
 
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
-        of_gradient, of_result = self.bounds(provider, standard)
-        result, gradients = self.trained(function, inputs, provider)
+    def verdicts(self, attempt: Attempt, standard: Truth) -> Iterator[Verdict]:
+        of_gradient, of_result = self.bounds(attempt.provider, standard)
+        result, gradients = self.trained(attempt)
         for leaf, where, truth, unit in standard.gradients:
             got = gradients[leaf][where].double()
             apart = (got - truth).abs() - rounding(truth.abs(), gradients[leaf].dtype)
             yield worst(apart.clamp(min=0) / unit, of_gradient, got, truth)
         with torch.no_grad():
-            results = (result.detach(), function(*inputs))
+            results = (result.detach(), attempt.function(*attempt.inputs))
         for each in results:
             got = each[standard.which].double()
             apart = (got - standard.result).abs() - ROUNDING_A_STEP * self.steps
@@ -99,9 +97,8 @@ class BestCase(Case):
         """Return the best scores, `[n]` in fp64."""
         return standard
 
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Any
-    ) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Any) -> Iterator[Verdict]:
+        function, inputs, provider = attempt
         allowed = CONTRACT[1] if provider.is_ours else PEER_BOUND
         found = function(*inputs)
         broken = self.broken(inputs, found).double()

@@ -19,6 +19,7 @@ from ..runtime.dtypes import acc_dtype
 from ..testing import Error, ulp_error
 from ..testing.budget import Scale
 from .case import (
+    Attempt,
     Buffers,
     Case,
     Function,
@@ -155,8 +156,9 @@ class RowsCase(Case):
         """Return the upstream gradient of the true outputs."""
         return torch.ones_like(truth)
 
-    def errors(self, function: Function, inputs: Any, provider: Provider) -> Iterator[Error]:
+    def errors(self, attempt: Attempt) -> Iterator[Error]:
         """Yield the errors against fp64, one for each result and gradient."""
+        function, inputs, _ = attempt
         x = inputs[0]
 
         def gradient(x: Tensor, rows: slice) -> Tensor:
@@ -166,7 +168,7 @@ class RowsCase(Case):
                 return torch.autograd.grad(truth, x, self.weights(inputs, truth, rows))[0]
 
         if self.learned:
-            result, (grad,) = self.trained(function, inputs, provider)
+            result, (grad,) = self.trained(attempt)
             yield row_error(grad, gradient, x, scale=self.grad_scale)
         else:
             poison(x)
@@ -182,13 +184,11 @@ class RowsCase(Case):
 
     def standard(self, inputs: Any) -> list[float]:
         """Return the errors of PyTorch."""
-        torch_provider = Provider("torch", {})
-        return [error.ulp for error in self.errors(TORCH[self.op], inputs, torch_provider)]
+        attempt = Attempt(TORCH[self.op], inputs, Provider("torch", {}))
+        return [error.ulp for error in self.errors(attempt)]
 
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Sequence[float]
-    ) -> Iterator[Verdict]:
-        for error, own in zip(self.errors(function, inputs, provider), standard, strict=True):
+    def verdicts(self, attempt: Attempt, standard: Sequence[float]) -> Iterator[Verdict]:
+        for error, own in zip(self.errors(attempt), standard, strict=True):
             yield Verdict(
                 error.ulp, TOLERANCE * max(2.0, 2 * own), error.index, error.got, error.expected
             )
@@ -250,8 +250,8 @@ class Softmax(RowsCase):
     def weights(self, inputs: SoftmaxInputs, truth: Tensor, rows: slice) -> Tensor:
         return inputs.grad[rows].to(truth.dtype)
 
-    def loops(self, function: Function, inputs: SoftmaxInputs, provider: Provider) -> list[Loop]:
-        return [self.training(function, inputs, provider)]
+    def loops(self, attempt: Attempt) -> list[Loop]:
+        return [self.training(attempt)]
 
 
 class LogSoftmax(RowsCase):
@@ -286,15 +286,9 @@ class Sweep(RowsCase):
     def truth(self, inputs: Sequence[Tensor], x: Tensor, rows: slice) -> Tensor:
         return torch.softmax(x, -1)
 
-    def times(
-        self,
-        function: Function,
-        inputs: Sequence[Tensor],
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
+    def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
         moved = 2 * self.bytes
+        function, inputs, _ = attempt
         timing = time_replay(function, inputs, device, bytes_moved=moved, repetitions=repetitions)
         return {"replay": timing}
 
@@ -308,15 +302,8 @@ class DoBenchSweep(Sweep):
     def inputs(self, buffers: Buffers) -> Sequence[Tensor]:
         return [buffers.normal("sweep", self.shape, self.dtype)]
 
-    def times(
-        self,
-        function: Function,
-        inputs: Sequence[Tensor],
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
-        return {"do_bench": time_do_bench(lambda: function(inputs[0]))}
+    def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
+        return {"do_bench": time_do_bench(lambda: attempt.function(attempt.inputs[0]))}
 
 
 class Inputs(NamedTuple):
@@ -360,9 +347,9 @@ class CrossEntropy(LabelledRows):
         yield ulp_error(result.detach(), expected)
         yield ulp_error(function(*inputs), expected)
 
-    def loops(self, function: Function, inputs: Inputs, provider: Provider) -> list[Loop]:
-        loops = super().loops(function, inputs, provider)
-        return loops[1:] if provider.name == "partita-inplace" else loops
+    def loops(self, attempt: Attempt) -> list[Loop]:
+        loops = super().loops(attempt)
+        return loops[1:] if attempt.provider.name == "partita-inplace" else loops
 
 
 class Host(CrossEntropy):
@@ -373,14 +360,8 @@ class Host(CrossEntropy):
     work: ClassVar[Mapping[str, Moves]] = {}
     memory_of = ""
 
-    def times(
-        self,
-        function: Function,
-        inputs: Inputs,
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
+    def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
+        function, inputs, provider = attempt
         (leaf,) = self.leaves(inputs, provider)
 
         def call() -> object:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..cli.console import first_line
-from .case import Buffers, Case, Provider, Settings, Verdict, is_ours
+from .case import Attempt, Buffers, Case, Provider, Settings, Verdict, is_ours
 from .measure import Machine, Timing
 
 
@@ -90,13 +90,14 @@ def _rows(
         if reason := provider.refusal(case.op, inputs):
             return [_untimed(case, provider, f"refuses: {reason}")]
         function = provider.ops[case.op]()
-        verdicts = list(case.verdicts(function, inputs, provider, standard))
+        attempt = Attempt(function, inputs, provider)
+        verdicts = list(case.verdicts(attempt, standard))
         worst = max((verdict.error for verdict in verdicts), default=math.nan)
         for verdict in verdicts:
             if verdict.failed:
                 return [_untimed(case, provider, f"wrong: {_describe(verdict, case.unit)}", worst)]
-        times = case.times(function, inputs, provider, machine.device, repetitions)
-        memory = case.extra_memory(function, inputs, provider, machine.device)
+        times = case.times(attempt, machine.device, repetitions)
+        memory = case.extra_memory(attempt, machine.device)
         return [
             Row(case, provider.name, part, timing, worst, memory, timing.note)
             for part, timing in times.items()
