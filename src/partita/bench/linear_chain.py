@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -164,10 +164,10 @@ class LinearChainCase(Case):
 
     sizes = ("steps", "sequences", "states")
     scores = "emissions"
-    slow = ("torch", "pytorch-crf", "torch-struct")
+    slow: ClassVar[tuple[str, ...]] = ("torch", "pytorch-crf", "torch-struct")
     slow_on_cpu = True
 
-    def inputs(self, buffers: Buffers) -> LinearInputs:
+    def inputs(self, buffers: Buffers) -> Any:
         dtype, C = acc_dtype(self.dtype), self.states
         transitions = buffers.normal("transitions", (C, C), dtype)
         ends = buffers.normal("ends", (2, C), dtype)

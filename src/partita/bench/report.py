@@ -79,9 +79,8 @@ def _groups(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
     """Group rows by op, kind of case and dtype, in their order."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype]), []).append(
-            row
-        )
+        key = (row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype])
+        groups.setdefault(key, []).append(row)
     return groups
 
 
@@ -133,12 +132,10 @@ def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
 
 
 def _memory(row: Row) -> str:
-    return (
-        ""
-        if row.extra_memory is None
-        else f"{row.extra_memory / 2**20:,.1f} MiB"
-        f" = {row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
-    )
+    if row.extra_memory is None:
+        return ""
+    share = f"{row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
+    return f"{row.extra_memory / 2**20:,.1f} MiB = {share}"
 
 
 def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
@@ -148,65 +145,45 @@ def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
     relative to the yardstick, where the case has these.
     """
     for key, group in _groups(rows).items():
-        versus, yardstick, memory_of = (
-            group[0].case.versus,
-            group[0].case.yardstick,
-            group[0].case.memory_of,
-        )
+        kind, title = group[0].case, _title(*key)
+        versus, yardstick, memory_of = kind.versus, kind.yardstick, kind.memory_of
         for part in PARTS:
             timed = [row for row in group if row.part == part]
             measured = [row for row in timed if part in row.case.moves]
             if measured and machine.device.type != "cpu":
                 limit = measured[0].case.moves[part].limit
+                shares = {row: _percent(row, machine) for row in measured}
                 yield _by_size(
-                    f"{_title(*key)}, {part}: percent of {limit} bandwidth",
-                    group,
-                    part,
-                    {row: _percent(row, machine) for row in measured},
+                    f"{title}, {part}: percent of {limit} bandwidth", group, part, shares
                 )
             if others := {row.case: row for row in measured if row.provider == versus}:
                 faster = {
                     row: _ratio(others[row.case], row) for row in measured if row.case in others
                 }
-                yield _by_size(
-                    f"{_title(*key)}, {part}: times faster than {versus}", group, part, faster
-                )
+                yield _by_size(f"{title}, {part}: times faster than {versus}", group, part, faster)
             if units := {row.case: row for row in timed if row.provider == yardstick}:
                 slower = {row: _ratio(row, units[row.case]) for row in timed if row.case in units}
-                yield _by_size(
-                    f"{_title(*key)}, {part}: times the {yardstick}", group, part, slower
-                )
-        if yardstick and any(row.extra_memory is not None for row in group):
-            sizes = {
-                row: f"{row.extra_memory / 2**30:.2f}"
-                for row in group
-                if row.extra_memory is not None
-            }
-            yield _by_size(f"{_title(*key)}: extra memory, GiB", group, memory_of, sizes)
+                yield _by_size(f"{title}, {part}: times the {yardstick}", group, part, slower)
+        sizes = {
+            row: f"{row.extra_memory / 2**30:.2f}" for row in group if row.extra_memory is not None
+        }
+        if yardstick and sizes:
+            yield _by_size(f"{title}: extra memory, GiB", group, memory_of, sizes)
 
 
 def _by_size(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, str]) -> Table:
     """Return a table with a line for each size and a column for each provider, or the reason."""
     providers, varying = list(dict.fromkeys(row.provider for row in group)), group[0].case.varying
-    lines = []
-    for size in dict.fromkeys(row.case.size(varying) for row in group):
-        here = {
-            row.provider: row
-            for row in group
-            if row.case.size(varying) == size and row.part in (part, "")
-        }
-        lines.append(
-            [
-                size,
-                *(
-                    (cells.get(here[name]) or here[name].note.partition(":")[0])
-                    if name in here
-                    else ""
-                    for name in providers
-                ),
-            ]
-        )
-    return Table(title, [" × ".join(varying), *providers], lines)
+    lines: dict[str, dict[str, str]] = {}  # the cells of each provider by size
+    for row in group:
+        line = lines.setdefault(row.case.size(varying), dict.fromkeys(providers, ""))
+        if row.part in (part, ""):
+            line[row.provider] = cells.get(row) or row.note.partition(":")[0]
+    return Table(
+        title,
+        [" × ".join(varying), *providers],
+        [[size, *line.values()] for size, line in lines.items()],
+    )
 
 
 def _ratio(row: Row, other: Row) -> str:
@@ -260,14 +237,12 @@ def _record(row: Row, machine: Machine) -> dict[str, object]:
     if not math.isnan(row.error):
         record[f"error_{case.unit}".rstrip("_")] = f"{row.error:.3g}"
     if timing is not None:
-        numbers = {
-            "mean_ms": timing.mean,
-            "median_ms": timing.median,
-            "min_ms": timing.least,
-            "max_ms": timing.greatest,
-        }
-        record |= {name: f"{number:.6g}" for name, number in numbers.items()} | {
-            "repetitions": timing.repetitions
+        record |= {
+            "mean_ms": f"{timing.mean:.6g}",
+            "median_ms": f"{timing.median:.6g}",
+            "min_ms": f"{timing.least:.6g}",
+            "max_ms": f"{timing.greatest:.6g}",
+            "repetitions": timing.repetitions,
         }
     if fraction is not None and row.bandwidth is not None:
         record |= {

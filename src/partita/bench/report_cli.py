@@ -74,11 +74,8 @@ def _command(args: argparse.Namespace) -> str:
     words = ["partita", "report", args.out.name]
     for name in ("force", "full", "no_bench", "device", "ops", "peers"):
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        words += (
-            [option] * (value is True)
-            if isinstance(value, bool)
-            else [f"{option}={value}"] * (value is not None)
-        )
+        if value is not None and value is not False:
+            words.append(option if value is True else f"{option}={value}")
     return shlex.join(words)
 
 

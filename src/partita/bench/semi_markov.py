@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.semi_markov.api import SemiMarkovChain
-from ..runtime.dtypes import acc_dtype
 from ..testing.samples.in_torch import semi_markov_chain as loop_logz
 from .case import Buffers, Case, Function, Functions, Limited, Settings, Sizes, needs_gpu
 from .chain import beyond_loop
+from .linear_chain import LinearChainCase
 from .paths import BestCase, LogZCase, Truth, differentiated, fewer, in_fp64
 
 # Numbers in the chart of torch-struct, which has matrices of (D C)² for each step.
@@ -131,12 +131,9 @@ PROVIDERS: Functions = {
 
 
 @dataclass(frozen=True)
-class SemiMarkovCase(Case):
+class SemiMarkovCase(LinearChainCase):
     """A batch of sequences with the same transitions and durations."""
 
-    steps: int
-    sequences: int
-    states: int
     durations: int
 
     sizes = ("steps", "sequences", "states")
@@ -145,14 +142,11 @@ class SemiMarkovCase(Case):
     slow = ("torch", "torch-struct")
     slow_on_cpu = True
 
-    def inputs(self, buffers: Buffers) -> SemiMarkovInputs:
-        dtype, C = acc_dtype(self.dtype), self.states
-        return SemiMarkovInputs(
-            buffers.normal("scores", self.shape, self.dtype),
-            buffers.normal("transitions", (C, C), dtype),
-            buffers.normal("durations", (self.durations, C), dtype),
-            *buffers.normal("ends", (2, C), dtype),
-        )
+    def inputs(self, buffers: Buffers) -> Any:
+        emissions, transitions, *ends = super().inputs(buffers)
+        shape = (self.durations, self.states)
+        durations = buffers.normal("durations", shape, transitions.dtype)
+        return SemiMarkovInputs(emissions, transitions, durations, *ends)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -168,19 +168,15 @@ def warm_all(
 
 def table(results: Sequence[WarmResult]) -> Table:
     header = ["op", "dtype", "seconds", "kernels compiled", "cached before", "result", ""]
-    return Table("Triton's cache", header, list(_lines(results)), left=2)
+    return Table("Triton's cache", header, [_line(result) for result in results], left=2)
 
 
-def _lines(results: Sequence[WarmResult]) -> Iterator[list[str]]:
-    for result in results:
-        if result.warmed is None:
-            yield [result.op, result.dtype, "", "", "", "FAIL", result.note]
-        else:
-            seconds, compiled, cached = result.warmed
-            yield [
-                *(result.op, result.dtype, f"{seconds:.1f}", str(compiled), str(cached)),
-                *("ready", result.note),
-            ]
+def _line(result: WarmResult) -> list[str]:
+    if result.warmed is None:
+        return [result.op, result.dtype, "", "", "", "FAIL", result.note]
+    seconds, *kernels = result.warmed
+    numbers = [f"{seconds:.1f}", *map(str, kernels)]
+    return [result.op, result.dtype, *numbers, "ready", result.note]
 
 
 def cache_folder() -> str:
