@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..cli.console import DTYPES
-from .measure import Step, Timing, peak_extra_memory, time_steps
+from .measure import Step, Timing, nothing, peak_extra_memory, time_steps
 
 Function = Callable[..., Any]
 Load = Callable[[], Function]
@@ -164,7 +164,7 @@ class Loop:
     """Steps that are timed one after another; `before` runs untimed before each round."""
 
     steps: tuple[Step, ...]
-    before: Callable[[], None]
+    before: Callable[[], None] = nothing
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class Case(ABC):
     def inference(self, attempt: Attempt) -> Loop:
         """Return the loop without gradients."""
         function, arguments = attempt.function, attempt.inputs[: self.arguments]
-        return Loop((("inference", lambda: function(*arguments)),), lambda: None)
+        return Loop((("inference", lambda: function(*arguments)),))
 
     def training(self, attempt: Attempt) -> Loop:
         """Return the loop of a training step."""

@@ -236,14 +236,8 @@ def measure(plan: Plan, machine: Machine) -> Measured:
     rows: list[Row] = []
     try:
         with Progress(sum(len(takers(case, plan.providers)) for case in plan.cases)) as progress:
-            for row in run(
-                plan.cases,
-                plan.providers,
-                machine,
-                plan.settings,
-                say=progress.say,
-                done=progress.advance,
-            ):
+            repetitions = plan.settings.repetitions
+            for row in run(plan.cases, plan.providers, machine, repetitions, progress):
                 rows.append(row)
     except KeyboardInterrupt:
         return Measured(rows, "interrupted", 130)

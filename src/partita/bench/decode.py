@@ -291,7 +291,7 @@ class DecodeCase(Case):
 
     def inference(self, attempt: Attempt) -> Loop:
         function, inputs, _ = attempt
-        return Loop((("inference", lambda: function(inputs)),), lambda: None)
+        return Loop((("inference", lambda: function(inputs)),))
 
 
 class Beam(DecodeCase):

@@ -29,7 +29,16 @@ MAX_CALLS = 256
 CACHES = 4
 
 Step = tuple[str, Callable[[], object]]
-Before = Callable[[], None] | None
+
+
+def nothing() -> None:
+    pass
+
+
+def wait(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ def time_steps(
     steps: Sequence[Step],
     device: torch.device,
     *,
-    before: Before = None,
+    before: Callable[[], None] = nothing,
     repetitions: int = REPETITIONS,
 ) -> dict[str, Timing]:
     """Time steps that follow one another, and the `total` of several steps.
@@ -95,23 +104,20 @@ def time_steps(
     `before` runs untimed before each repetition.
     """
     for _ in range(warm_up(repetitions)):
-        if before is not None:
-            before()
+        before()
         for _, step in steps:
             step()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        wait(device)
         private_names.sleep(HEAD_START_CYCLES)
     marks = []
     for _ in range(repetitions):
-        if before is not None:
-            before()
+        before()
         marks.append([mark(device)])
         for _, step in steps:
             step()
             marks[-1].append(mark(device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     result = {
         name: Timing.of([between(m[i], m[i + 1]) for m in marks])
         for i, (name, _) in enumerate(steps)
@@ -184,8 +190,7 @@ def time_do_bench(call: Callable[[], object]) -> Timing:
 
 def time_calls(call: Callable[[], object], calls: int, device: torch.device) -> float:
     """Return the milliseconds of one call on the host, of several that follow one another."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -202,13 +207,12 @@ def time_host(
 
 
 def peak_extra_memory(
-    steps: Sequence[Step], device: torch.device, *, before: Before = None
+    steps: Sequence[Step], device: torch.device, *, before: Callable[[], None] = nothing
 ) -> int | None:
     """Return the peak bytes that the steps allocate beyond the present; None without a GPU."""
     if device.type != "cuda":
         return None
-    if before is not None:
-        before()
+    before()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     present = torch.cuda.memory_allocated(device)

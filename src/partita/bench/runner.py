@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..cli.console import first_line
-from .case import Attempt, Buffers, Case, Provider, Settings, Verdict, is_ours
+from ..cli.console import Progress, first_line
+from .case import Attempt, Buffers, Case, Provider, Verdict, is_ours
 from .measure import Machine, Timing
 
 
@@ -56,23 +56,18 @@ def run(
     cases: Iterable[Case],
     providers: Sequence[Provider],
     machine: Machine,
-    settings: Settings,
-    *,
-    say: Callable[[str], None],
-    done: Callable[[], None],
+    repetitions: int,
+    progress: Progress,
 ) -> Iterable[Row]:
-    """Yield rows as they are measured.
-
-    `say` gets the name of the current case and provider, and `done` is called after each of them.
-    """
+    """Yield rows as they are measured."""
     buffers = Buffers(machine.device)
     for case in cases:
         inputs = case.inputs(buffers)
         standard = case.standard(inputs)
         for provider in takers(case, providers):
-            say(f"{case}: {provider.name}")
-            yield from _rows(case, inputs, provider, standard, machine, settings.repetitions)
-            done()
+            progress.say(f"{case}: {provider.name}")
+            yield from _rows(case, inputs, provider, standard, machine, repetitions)
+            progress.advance()
 
 
 def takers(case: Case, providers: Sequence[Provider]) -> list[Provider]:
