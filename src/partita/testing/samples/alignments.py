@@ -13,7 +13,7 @@ from ...ops.ctc_crf.api import ctc_crf_loss
 from ...ops.decode.api import ctc_beam_search, ctc_greedy_search
 from ...ops.decode.crf import ctc_crf_decode
 from . import in_torch
-from .call import Bound, Call, Draw, Inputs, Sizes, past_lengths, without
+from .call import Bound, Call, Draw, Inputs, Sizes, past_lengths, together, without
 
 CTC = {"steps": 6, "batch": 3, "classes": 4, "labels": 2}
 USUAL_CTC = {"steps": (500,), "batch": (16,), "classes": (32, 1024), "labels": (64,)}
@@ -93,11 +93,7 @@ CTC_LOSS: dict[str, Any] = {
     "sum of log-probabilities": {"reduction": "sum", "from_logits": False},
     "concatenated targets": _concatenated,
     "impossible": _one_step,
-    "zero_infinity": lambda draw, sizes: {
-        **_one_step(draw, sizes),
-        "zero_infinity": True,
-        "reduction": "mean",
-    },
+    "zero_infinity": together(_one_step, {"zero_infinity": True, "reduction": "mean"}),
 }
 
 

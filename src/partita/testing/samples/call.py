@@ -401,6 +401,18 @@ def without(
     return drawn
 
 
+def together(*options: Option) -> Option:
+    """Return an option with the changes of several; later ones count."""
+
+    def changes(draw: Draw, sizes: Sizes) -> Inputs:
+        found: Inputs = {}
+        for option in options:
+            found |= option(draw, sizes) if callable(option) else option
+        return found
+
+    return changes
+
+
 def past_lengths(name: str, inputs: Inputs, lengths: str) -> dict[str, Tensor]:
     """Return the elements of scores `[T, N, ...]` at steps past the length of their sequence."""
     scores, given = inputs[name], inputs[lengths]

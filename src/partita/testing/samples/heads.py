@@ -14,7 +14,7 @@ from ...ops.linear_heads.logprobs import linear_logprobs
 from ...ops.linear_heads.topk import linear_topk_logprobs
 from ...ops.linear_heads.topk_divergence import linear_topk_divergence
 from . import in_torch
-from .call import Bound, Call, Draw, Inputs, Sizes
+from .call import Bound, Call, Draw, Inputs, Sizes, together
 from .rows import (
     IGNORED,
     LOG_PROBABILITY,
@@ -77,19 +77,10 @@ LINEAR_CROSS_ENTROPY: dict[str, Any] = {
         "reduction": "mean",
         "memory_budget": 1_000_000 * draw.dtype.itemsize,
     },
-    "sum, lean": lambda draw, sizes: {"reduction": "sum", **_lean(draw, sizes)},
-    "bias, all options": lambda draw, sizes: {**_bias(draw, sizes), **all_options(draw, sizes)},
-    "bias, all options, lean": lambda draw, sizes: {
-        **_bias(draw, sizes),
-        **all_options(draw, sizes),
-        **_lean(draw, sizes),
-    },
-    "bias, all options, mean, fast": lambda draw, sizes: {
-        **_bias(draw, sizes),
-        **all_options(draw, sizes),
-        "reduction": "mean",
-        **FAST,
-    },
+    "sum, lean": together({"reduction": "sum"}, _lean),
+    "bias, all options": together(_bias, all_options),
+    "bias, all options, lean": together(_bias, all_options, _lean),
+    "bias, all options, mean, fast": together(_bias, all_options, {"reduction": "mean"}, FAST),
     "probabilities": probabilities,
     "several leading dimensions": lambda draw, sizes: {
         "input": draw.scores(2, sizes["rows"], sizes["hidden"], plain=True),
@@ -104,12 +95,7 @@ def _linear_token_stats(draw: Draw, sizes: Sizes) -> Inputs:
 
 LINEAR: dict[str, Any] = {
     **BUDGETS,
-    "all options": lambda draw, sizes: {
-        **_bias(draw, sizes),
-        "temperature": 0.7,
-        "softcap": 5.0,
-        **_lean(draw, sizes),
-    },
+    "all options": together(_bias, {"temperature": 0.7, "softcap": 5.0}, _lean),
 }
 
 
@@ -145,11 +131,7 @@ SOFT_LINEAR: dict[str, Any] = {
     **SOFT,
     "lean": _lean_heads,
     "beta 0.3, mean, fast": {"beta": 0.3, "reduction": "mean", **FAST},
-    "bias, beta 1, lean": lambda draw, sizes: {
-        **_bias(draw, sizes),
-        "beta": 1.0,
-        **_lean_heads(draw, sizes),
-    },
+    "bias, beta 1, lean": together(_bias, {"beta": 1.0}, _lean_heads),
 }
 
 

@@ -15,7 +15,7 @@ from ...ops.logprobs.common import TopK
 from ...ops.softmax.api import log_softmax, logsumexp, softmax
 from ...runtime.dtypes import acc_dtype
 from . import in_torch
-from .call import Bound, Call, Draw, Inputs, Sizes, Values
+from .call import Bound, Call, Draw, Inputs, Sizes, Values, together
 
 SMALL = {"rows": 6, "classes": 7}
 USUAL = {"rows": (1024,), "classes": (1000, 32000, 128256)}
@@ -89,6 +89,10 @@ def _one_row(draw: Draw, sizes: Sizes) -> Inputs:
     return {"input": draw.scores(sizes["classes"]), "target": torch.tensor(1, device=draw.device)}
 
 
+def _learned_weight(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"weight": draw.positive(sizes["classes"]).requires_grad_(draw.grad)}
+
+
 CROSS_ENTROPY: dict[str, Any] = {
     "mean": {"reduction": "mean"},
     "sum": {"reduction": "sum"},
@@ -99,13 +103,9 @@ CROSS_ENTROPY: dict[str, Any] = {
     },
     "softcap": {"softcap": 5.0},
     "all options": all_options,
-    "all options, mean": lambda draw, sizes: {**all_options(draw, sizes), "reduction": "mean"},
+    "all options, mean": together(all_options, {"reduction": "mean"}),
     "probabilities": probabilities,
-    "probabilities, all options": lambda draw, sizes: {
-        **probabilities(draw, sizes),
-        **all_options(draw, sizes),
-        "weight": draw.positive(sizes["classes"]).requires_grad_(draw.grad),
-    },
+    "probabilities, all options": together(probabilities, all_options, _learned_weight),
     "pixels": _pixels,
     "one row": _one_row,
 }
