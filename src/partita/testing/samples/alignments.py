@@ -105,10 +105,6 @@ def _frames(draw: Draw, sizes: Sizes) -> Inputs:
     }
 
 
-def _beam(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_frames(draw, sizes), "beam_width": 4, "nbest": 2}
-
-
 def _state_len(sizes: Sizes) -> int:
     """Return the number of bases of a state."""
     bases, states = sizes["bases"], sizes["states"]
@@ -203,7 +199,7 @@ CALLS = (
     _search(
         "ctc_beam_search",
         ctc_beam_search,
-        _beam,
+        together(_frames, {"beam_width": 4, "nbest": 2}),
         options={**LOG_PROBS, "pruned": {"cutoff_top_n": 2, "blank_skip_threshold": 0.9}},
     ),
     _crf_call(

@@ -401,16 +401,16 @@ def without(
     return drawn
 
 
-def together(*options: Option) -> Option:
-    """Return an option with the changes of several; later ones count."""
+def together(*options: Option) -> Callable[[Draw, Sizes], Inputs]:
+    """Return a function that draws the inputs of several, of which later ones count."""
 
-    def changes(draw: Draw, sizes: Sizes) -> Inputs:
+    def drawn(draw: Draw, sizes: Sizes) -> Inputs:
         found: Inputs = {}
         for option in options:
             found |= option(draw, sizes) if callable(option) else option
         return found
 
-    return changes
+    return drawn
 
 
 def past_lengths(name: str, inputs: Inputs, lengths: str) -> dict[str, Tensor]:

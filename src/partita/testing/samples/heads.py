@@ -22,9 +22,10 @@ from .rows import (
     SOFT,
     all_options,
     best_classes,
+    best_few,
+    labels,
     masked_rows,
     probabilities,
-    row_labels,
     some_classes,
 )
 
@@ -44,9 +45,7 @@ def _bias(draw: Draw, sizes: Sizes) -> Inputs:
     return {"linear_bias": draw.scores(sizes["classes"], plain=True)}
 
 
-def _linear_cross_entropy(draw: Draw, sizes: Sizes) -> Inputs:
-    rest = {"target": row_labels(draw, sizes), "reduction": "none"}
-    return {**_hidden(draw, sizes), **rest}
+_linear_cross_entropy = together(_hidden, labels, {"reduction": "none"})
 
 
 def _ignored_tokens(inputs: Inputs) -> dict[str, Tensor]:
@@ -89,10 +88,6 @@ LINEAR_CROSS_ENTROPY: dict[str, Any] = {
 }
 
 
-def _linear_token_stats(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_hidden(draw, sizes), "target": row_labels(draw, sizes)}
-
-
 LINEAR: dict[str, Any] = {
     **BUDGETS,
     "all options": together(_bias, {"temperature": 0.7, "softcap": 5.0}, _lean),
@@ -109,10 +104,6 @@ def _linear_logprobs(draw: Draw, sizes: Sizes) -> Inputs:
 def _ignored_rows(inputs: Inputs) -> dict[str, Tensor]:
     ignored = (inputs["ids"] == IGNORED).all(-1, keepdim=True)
     return {"input": ignored.expand_as(inputs["input"])}
-
-
-def _linear_topk(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_hidden(draw, sizes), "k": min(3, sizes["classes"])}
 
 
 def _heads(draw: Draw, sizes: Sizes) -> Inputs:
@@ -168,7 +159,7 @@ CALLS = (
     _from_hidden(
         "linear_token_stats",
         linear_token_stats,
-        _linear_token_stats,
+        together(_hidden, labels),
         options={**LINEAR, "no target": {"target": None}},
         batch={"input": 0, "target": 0},
         in_torch=in_torch.from_hidden(in_torch.token_stats),
@@ -185,7 +176,7 @@ CALLS = (
     _from_hidden(
         "linear_topk_logprobs",
         linear_topk_logprobs,
-        _linear_topk,
+        together(_hidden, best_few),
         options=LINEAR,
         batch={"input": 0},
         in_torch=in_torch.from_hidden(in_torch.topk_logprobs),

@@ -60,13 +60,8 @@ def _ignored(inputs: Inputs) -> dict[str, Tensor]:
     return {}
 
 
-def _cross_entropy(draw: Draw, sizes: Sizes) -> Inputs:
-    return {
-        **_logits(draw, sizes),
-        "target": row_labels(draw, sizes),
-        "ignore_index": IGNORED,
-        "reduction": "none",
-    }
+def labels(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"target": row_labels(draw, sizes)}
 
 
 def all_options(draw: Draw, sizes: Sizes) -> Inputs:
@@ -123,10 +118,6 @@ def _named_logits(draw: Draw, sizes: Sizes) -> Inputs:
 STATISTICS: dict[str, Any] = {"temperature and softcap": {"temperature": 0.7, "softcap": 5.0}}
 
 
-def _token_stats(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_named_logits(draw, sizes), "target": row_labels(draw, sizes)}
-
-
 def _ignored_logprobs(inputs: Inputs) -> dict[str, Tensor]:
     ignored = inputs["target"] == IGNORED
     return {"logits": ignored.unsqueeze(-1).expand_as(inputs["logits"])}
@@ -138,12 +129,8 @@ def some_classes(draw: Draw, sizes: Sizes) -> Tensor:
     return torch.cat([ids, ids[:, :1], ids // 2], 1)
 
 
-def _logprobs(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_named_logits(draw, sizes), "ids": some_classes(draw, sizes)}
-
-
-def _topk(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_named_logits(draw, sizes), "k": min(3, sizes["classes"])}
+def best_few(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"k": min(3, sizes["classes"])}
 
 
 SOFT: dict[str, Any] = {
@@ -192,7 +179,7 @@ FINITE: tuple[Values, ...] = ("offset", "wide", "equal")
 _of_rows = partial(Call, small=SMALL, usual=USUAL, empty=("rows",), rows=(0,), checked=CHECKED)
 _softmax = partial(
     _of_rows,
-    inputs=lambda draw, sizes: {**_logits(draw, sizes), "dim": -1},
+    inputs=together(_logits, {"dim": -1}),
     options={
         "dim 0": {"dim": 0},
         "in a wider dtype": lambda draw, sizes: {"dtype": acc_dtype(draw.dtype)},
@@ -202,7 +189,7 @@ _softmax = partial(
 )
 _cross_entropies = partial(
     _of_rows,
-    inputs=_cross_entropy,
+    inputs=together(_logits, labels, {"ignore_index": IGNORED, "reduction": "none"}),
     values=("offset", "wide", "equal", "masked", "inf_rows"),
     mixtures=BESIDE,
     batch={"input": 0, "target": 0},
@@ -247,7 +234,7 @@ CALLS = (
     _of_rows(
         "token_stats",
         token_stats,
-        _token_stats,
+        together(_named_logits, labels),
         options={**STATISTICS, "no target": {"target": None}},
         values=("offset", "wide", "equal", "masked"),
         batch={"logits": 0, "target": 0},
@@ -257,7 +244,7 @@ CALLS = (
     Call(
         "token_stats, logprob",
         lambda **inputs: token_stats(**inputs).logprob,
-        _token_stats,
+        together(_named_logits, labels),
         SMALL,
         options=STATISTICS,
         batch={"logits": 0, "target": 0},
@@ -267,7 +254,7 @@ CALLS = (
     _of_rows(
         "logprobs",
         logprobs,
-        _logprobs,
+        lambda draw, sizes: {**_named_logits(draw, sizes), "ids": some_classes(draw, sizes)},
         options=STATISTICS,
         values=FINITE,
         batch={"logits": 0, "ids": 0},
@@ -276,7 +263,7 @@ CALLS = (
     _of_rows(
         "topk_logprobs",
         topk_logprobs,
-        _topk,
+        together(_named_logits, best_few),
         options=STATISTICS,
         values=FINITE,
         batch={"logits": 0},
