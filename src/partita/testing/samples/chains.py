@@ -95,7 +95,7 @@ def _method(
 
     What is called takes the arguments of the class and of the method by name.
     """
-    of_class = signature(kind).parameters
+    of_class = tuple(signature(kind).parameters)
 
     def call(**inputs: Any) -> Any:
         made = kind(**{name: inputs.pop(name) for name in of_class if name in inputs})
