@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,13 +27,14 @@ from typing import Any
 
 import torch
 
-from partita.bench.case import DTYPE_NAMES, Buffers, Case, Loop, Settings
+from partita.bench.case import DTYPE_NAMES, Buffers, Case, Loop, Provider, Settings
+from partita.bench.cli import OPS as CASES
 from partita.bench.measure import time_steps
-from partita.bench.providers import OURS, PEERS, Provider
+from partita.bench.providers import OURS, PEERS
 from partita.bench.runner import require_device, takers
 
 FP32, BF16 = (torch.float32,), (torch.bfloat16,)
-# The module of `partita.bench`, the dtypes, and the widths; no widths for the sizes of the module.
+# The op of `partita bench`, the dtypes, and the widths; no widths for the sizes of the op.
 OPS: tuple[tuple[str, tuple[torch.dtype, ...], tuple[int, ...]], ...] = (
     ("linear_chain", FP32, ()),
     ("semi_markov", FP32, ()),
@@ -137,7 +137,7 @@ def record(
         **{"size": case.size(case.sizes), "machine": name, "torch": torch.__version__},
     }
     try:
-        if reason := provider.beyond(inputs):
+        if reason := provider.refusal(case.op, inputs):
             return found | {"note": f"refuses: {reason}"}
         function = provider.ops[case.op]()
         loop = case.loops(function, inputs, provider)[-1]
@@ -168,7 +168,7 @@ def measured(settings: Settings, names: Sequence[str]) -> Iterator[tuple[Case, R
             continue
         own = Settings(**{**vars(settings), "dtypes": dtypes, "columns": columns})
         buffers = Buffers(settings.device)
-        for case in importlib.import_module(f"partita.bench.{name}").cases(own):
+        for case in CASES[name](own):
             inputs = case.inputs(buffers)
             for provider in takers(case, PROVIDERS):
                 slow = provider not in OURS and case.is_slow(provider, settings.device)

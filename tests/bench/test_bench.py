@@ -15,19 +15,10 @@ from helpers.bench import CPU, SETTINGS, devices, read, run
 from torch import Tensor
 
 from partita.__main__ import main
-from partita.bench import (
-    chain,
-    chain_peers,
-    cli,
-    cross_entropy,
-    providers,
-    runner,
-    softmax,
-    token_stats,
-)
-from partita.bench.case import Case
+from partita.bench import chain, cli, providers, rows, runner
+from partita.bench.case import Case, Provider
 from partita.bench.measure import Timing
-from partita.bench.providers import PARTITA, TORCH, Provider
+from partita.bench.providers import PARTITA, TORCH
 
 CHAINS = ("chain", "linear_chain", "semi_markov")
 CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
@@ -204,7 +195,7 @@ def _wrong_gradient(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _wrong_path(scores: Tensor, *others: Tensor) -> Tensor:
-    edges = chain_peers.loop_viterbi(scores, *others)
+    edges = chain.loop_viterbi(scores, *others)
     edges[len(edges) // 2] = 0
     return edges
 
@@ -213,20 +204,20 @@ BROKEN = {
     "softmax": lambda x: 1.1 * torch.softmax(x, -1),
     "log_softmax": lambda x: torch.cat([torch.log_softmax(x, -1)[:-1], x[-1:]]),
     "cross_entropy": _wrong_gradient,
-    "token_stats": lambda x, target: (*providers.eager_token_stats(x, target)[:3], x.argmin(-1)),
-    "chain": lambda *inputs: 1.1 * chain_peers.loop_logz(*inputs),
+    "token_stats": lambda x, target: (*rows.token_stats(x, target)[:3], x.argmin(-1)),
+    "chain": lambda *inputs: 1.1 * chain.loop_logz(*inputs),
     "viterbi": _wrong_path,
 }
 
 
-@pytest.mark.parametrize("module", [softmax, cross_entropy, token_stats, chain])
-def test_the_wrong_are_not_timed(module: object) -> None:
+@pytest.mark.parametrize("op", ["softmax", "cross_entropy", "token_stats", "chain"])
+def test_the_wrong_are_not_timed(op: str) -> None:
     broken = Provider(
         "wrong", {name: lambda function=function: function for name, function in BROKEN.items()}
     )
-    rows = run(module.cases(SETTINGS), broken)
-    assert rows
-    for row in rows:
+    found = run(cli.OPS[op](SETTINGS), broken)
+    assert found
+    for row in found:
         assert row.timing is None
         assert row.note.startswith("wrong: ")
 
@@ -238,7 +229,7 @@ def test_unwritten_memory_is_wrong() -> None:
         return result
 
     (row,) = run(
-        iter([softmax.Softmax("softmax", torch.float32, 4, 8)]),
+        iter([rows.Softmax("softmax", torch.float32, 4, 8)]),
         Provider("unwritten", {"softmax": lambda: unwritten}),
     )
     assert row.timing is None and math.isinf(row.error)
@@ -313,7 +304,7 @@ def test_an_interrupted_run_writes_what_it_has(
             raise KeyboardInterrupt
         return {"inference": Timing.of([1.0])}
 
-    monkeypatch.setattr(softmax.LogSoftmax, "times", times)
+    monkeypatch.setattr(rows.LogSoftmax, "times", times)
     path = tmp_path / "times.csv"
     assert (
         main(
@@ -395,18 +386,18 @@ def test_a_picture_needs_matplotlib(
 def test_bytes_that_must_be_moved(dtype: torch.dtype) -> None:
     size = 6 * 10 * dtype.itemsize
     expected = {
-        softmax.Softmax("softmax", dtype, 6, 10): {
+        rows.Softmax("softmax", dtype, 6, 10): {
             "forward": (2, "copy"),
             "backward": (3, "copy"),
             "total": (5, "copy"),
         },
-        softmax.LogSoftmax("log_softmax", dtype, 6, 10): {"inference": (2, "copy")},
-        softmax.Sweep("softmax", dtype, 6, 10): {"replay": (2, "copy")},
-        cross_entropy.CrossEntropy("cross_entropy", dtype, 6, 10): {
+        rows.LogSoftmax("log_softmax", dtype, 6, 10): {"inference": (2, "copy")},
+        rows.Sweep("softmax", dtype, 6, 10): {"replay": (2, "copy")},
+        rows.CrossEntropy("cross_entropy", dtype, 6, 10): {
             "inference": (1, "read"),
             "total": (2, "copy"),
         },
-        token_stats.TokenStats("token_stats", dtype, 6, 10): {
+        rows.TokenStats("token_stats", dtype, 6, 10): {
             "inference": (1, "read"),
             "backward": (2, "copy"),
             "total": (3, "copy"),
@@ -424,7 +415,7 @@ def test_bytes_that_must_be_moved(dtype: torch.dtype) -> None:
 
 
 def test_shares_of_the_bandwidth() -> None:
-    case = cross_entropy.CrossEntropy("cross_entropy", torch.float32, 1000, 1000)  # 4 MB
+    case = rows.CrossEntropy("cross_entropy", torch.float32, 1000, 1000)  # 4 MB
     slow = Timing.of([8.0, 4.0, 6.0])
     assert (slow.mean, slow.median, slow.least, slow.greatest, slow.repetitions) == (
         6.0,

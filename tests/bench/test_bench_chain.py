@@ -10,10 +10,10 @@ from helpers.bench import CPU, SETTINGS, devices, run
 from torch import Tensor
 
 import partita
-from partita.bench import chain, chain_peers, linear_chain_peers, picture, providers
-from partita.bench.case import Buffers
+from partita.bench import chain, picture, providers
+from partita.bench.case import Buffers, Provider
 from partita.bench.measure import Timing
-from partita.bench.providers import PARTITA, TORCH, Provider
+from partita.bench.providers import PARTITA, TORCH
 from partita.bench.runner import Row
 
 CHAINS, JUDGED = 8, (0, 2, 4, 7)
@@ -58,7 +58,7 @@ def test_sizes() -> None:
         settings = dataclasses.replace(
             SETTINGS, **{"columns": (), "elements": None, "dtypes": (torch.float32,), **changes}
         )
-        return [case.shape for case in chain.cases(settings) if isinstance(case, chain.LogZ)]
+        return [case.shape for case in chain.chain_cases(settings) if isinstance(case, chain.LogZ)]
 
     gpu = torch.device("cuda")
     full = [
@@ -78,7 +78,7 @@ def test_sizes() -> None:
     assert shapes(device=gpu, columns=(16, 100)) == [(800, 64, 16, 5), (800, 64, 100, 5)]
     assert shapes(elements=2 * 100 * 64 * 5) == [(100, 2, 64, 5), (50, 1, 256, 5)]
     assert shapes(elements=1) == [(1, 1, 64, 5), (1, 1, 256, 5)]
-    cases = list(chain.cases(dataclasses.replace(SETTINGS, columns=())))
+    cases = list(chain.chain_cases(dataclasses.replace(SETTINGS, columns=())))
     assert [(case.op, case.dtype) for case in cases] == [
         (op, dtype) for dtype in SETTINGS.dtypes for _ in range(2) for op in ("chain", "viterbi")
     ]
@@ -115,12 +115,15 @@ def test_the_truth_of_long_chains(
         inputs, found = case.inputs(Buffers(CPU.device)), []
         for limit in (20, 19):
             monkeypatch.setattr(chain, "MAX_REFERENCE_STEPS", limit)
-            found.append(case.standard(inputs))
+            truth = case.standard(inputs)
+            if isinstance(case, chain.LogZ):
+                truth = truth.result, truth.gradients[0].truth
+            found.append(truth)
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        assert TORCH.beyond(inputs) is None
-        monkeypatch.setattr(linear_chain_peers, "MAX_STEPS", 19)
-        assert TORCH.beyond(inputs) == "a loop of more than 19 steps"
+        assert TORCH.refusal(case.op, inputs) is None
+        monkeypatch.setattr(chain, "MAX_STEPS", 19)
+        assert TORCH.refusal(case.op, inputs) == "a loop of more than 19 steps"
         monkeypatch.undo()
 
 
@@ -149,7 +152,7 @@ def test_every_chain_counts() -> None:
 @pytest.mark.parametrize("edge", [-1, 80, "unlinked"])
 def test_a_broken_path_is_wrong(edge: int | str, step: int) -> None:
     def broken(*inputs: Tensor) -> Tensor:
-        edges = chain_peers.loop_viterbi(*inputs)
+        edges = chain.loop_viterbi(*inputs)
         edges[step] = (edges[step] + 25) % 80 if edge == "unlinked" else edge
         return edges
 
@@ -160,7 +163,7 @@ def test_a_broken_path_is_wrong(edge: int | str, step: int) -> None:
 def test_a_path_that_is_not_the_best_is_wrong() -> None:
     (row,) = run(
         iter([VITERBI]),
-        named("another", lambda scores, *others: chain_peers.loop_viterbi(-scores, *others)),
+        named("another", lambda scores, *others: chain.loop_viterbi(-scores, *others)),
     )
     assert row.timing is None and row.note.startswith("wrong: ")
 
@@ -195,7 +198,7 @@ def test_libraries_are_called_as_they_want_it(monkeypatch: pytest.MonkeyPatch) -
         called.clear()
         rows = run(
             iter([LOGZ, VITERBI]),
-            dataclasses.replace(peer, packages=(), beyond=lambda inputs: None),
+            dataclasses.replace(peer, packages=(), beyond={}),
         )
         assert all(row.timing for row in rows) and len(rows) == 5
         assert set(called) == {partita.Log, partita.Max}
@@ -205,7 +208,7 @@ def test_what_the_libraries_cannot_take() -> None:
     def reason(
         source: Tensor, device: str = "cuda", dtype: torch.dtype = torch.float32
     ) -> str | None:
-        return chain_peers.beyond_fp32_kernels(
+        return chain.beyond_fp32_kernels(
             (types.SimpleNamespace(device=torch.device(device), dtype=dtype), source)
         )
 

@@ -14,25 +14,15 @@ from torch import Tensor
 
 import partita
 from partita.__main__ import main
-from partita.bench import (
-    chain,
-    chain_peers,
-    ctc,
-    ctc_case,
-    ctc_crf,
-    ctc_peers,
-    picture,
-    providers,
-    report,
-)
-from partita.bench.case import Buffers
+from partita.bench import chain, ctc, picture, providers, report
+from partita.bench.case import Buffers, Provider
 from partita.bench.measure import Timing
-from partita.bench.providers import PARTITA, TORCH, Provider
+from partita.bench.providers import PARTITA, TORCH
 from partita.bench.runner import Row
 from partita.cli.console import print_table
 
 LOSS = ctc.Loss("ctc", torch.float32, 40, 6, 8, 5, 12)
-CRF = ctc_crf.Crf("ctc_crf", torch.float32, 40, 3, 5, 6, 12, 2)
+CRF = ctc.Crf("ctc_crf", torch.float32, 40, 3, 5, 6, 12, 2)
 ALIGN = ctc.Align("ctc_align", torch.float32, 40, 3, 8, 5, 12)
 needs_crf = pytest.mark.skipif(
     not hasattr(partita, "ctc_crf_loss"), reason="there is no ctc_crf_loss"
@@ -60,7 +50,7 @@ def test_sizes() -> None:
         settings = dataclasses.replace(
             SETTINGS, **{"columns": (), "elements": None, "dtypes": (torch.float32,), **changes}
         )
-        cases = [case for case in ctc.cases(settings) if case.op == op]
+        cases = [case for case in ctc.ctc_cases(settings) if case.op == op]
         return [(*case.shape, case.shortest, case.longest) for case in cases]
 
     gpu = torch.device("cuda")
@@ -83,7 +73,7 @@ def test_sizes() -> None:
     assert shapes("ctc_crf", device=gpu, quick=False) == [(2000, 64, 1024, 5, 300, 500)]
     assert shapes("ctc_crf", elements=320) == [(16, 1, 4, 5, 8, 8)]
     assert shapes("ctc_align", device=gpu, quick=False) == [(180000, 1, 32, 20000, 20000)]
-    cases = list(ctc.cases(dataclasses.replace(SETTINGS, columns=())))
+    cases = list(ctc.ctc_cases(dataclasses.replace(SETTINGS, columns=())))
     assert [(case.op, case.dtype) for case in cases] == [
         (op, dtype) for dtype in SETTINGS.dtypes for op in ("ctc", "ctc", "ctc_crf", "ctc_align")
     ]
@@ -163,7 +153,7 @@ def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
         )
     truth = LOSS.standard(LOSS.inputs(Buffers(CPU.device)))
     longer = truth._replace(logz=10000.0)
-    assert LOSS.allowed(PARTITA, truth) == LOSS.allowed(PARTITA, longer) and LOSS.allowed(
+    assert LOSS.bounds(PARTITA, truth) == LOSS.bounds(PARTITA, longer) and LOSS.bounds(
         TORCH, longer
     )[0] == pytest.approx(0.076, rel=0.01)
 
@@ -176,7 +166,7 @@ def test_every_sequence_counts(factor: float, sequence: int) -> None:
 
 
 @pytest.mark.parametrize("case", [LOSS, CRF], ids=lambda case: case.op)
-def test_a_wrong_loss_is_not_timed(case: ctc_case.LossCase) -> None:
+def test_a_wrong_loss_is_not_timed(case: ctc.LossCase) -> None:
     right = TORCH.ops[case.op]()
     (row,) = run(iter([case]), named("another", lambda *inputs: right(*inputs) + 100))
     assert row.timing is None and row.note.startswith("wrong: ")
@@ -223,7 +213,7 @@ def logz_of_kmers(
         torch.float32,
         1,
     )
-    return chain_peers.loop_logz(scores, source, initial, final)
+    return chain.loop_logz(scores, source, initial, final)
 
 
 def test_koi_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,13 +223,11 @@ def test_koi_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
             and stay.is_contiguous()
             and move.is_contiguous()
         )
-        return ctc_peers._loop_aligned(stay, move, lengths)
+        return ctc._loop_aligned(stay, move, lengths)
 
     module = types.SimpleNamespace(logZ_cu_sparse=logz_of_kmers, logZ_cu=logz_of_targets, Log="Log")
     monkeypatch.setitem(sys.modules, "koi.ctc", module)
-    koi = dataclasses.replace(
-        providers.choose(["koi"])[-1], packages=(), beyond=lambda inputs: None
-    )
+    koi = dataclasses.replace(providers.choose(["koi"])[-1], packages=(), beyond={})
     rows = run(iter([LOSS, CRF]), koi)
     assert [(row.case.op, bool(row.timing)) for row in rows] == [("ctc_crf", True)] * 4
 
@@ -265,9 +253,7 @@ def test_seqdist_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> No
         Log="Log",
     )
     monkeypatch.setitem(sys.modules, "seqdist.ctc", module)
-    seqdist = dataclasses.replace(
-        providers.choose(["seqdist"])[-1], packages=(), beyond=lambda inputs: None
-    )
+    seqdist = dataclasses.replace(providers.choose(["seqdist"])[-1], packages=(), beyond={})
     rows = run(iter([LOSS, CRF]), seqdist)
     assert [(row.case.op, bool(row.timing)) for row in rows] == [("ctc", True)] * 4
 
@@ -293,21 +279,15 @@ def test_what_the_libraries_cannot_take() -> None:
     ) -> str | None:
         inputs = LOSS.inputs(Buffers(CPU.device))
         logits = types.SimpleNamespace(device=torch.device(device), dtype=dtype)
-        return ctc_peers.beyond_seqdist_or_koi(
-            inputs._replace(logits=logits, targets=torch.ones(2, longest))
-        )
+        return ctc.beyond_seqdist(inputs._replace(logits=logits, targets=torch.ones(2, longest)))
 
     assert reason(511) is reason(511, dtype=torch.float64) is None
     assert reason(512) == "takes at most 511 labels"
     assert reason(9, device="cpu") == "needs a GPU"
     assert reason(9, dtype=torch.bfloat16) == "takes fp32 and fp64 logits only"
-    assert ctc_peers.beyond_seqdist_or_koi(CRF.inputs(Buffers(CPU.device))) == "needs a GPU"
-    assert (
-        ctc_peers.beyond_seqdist_or_koi(
-            chain.LogZ("chain", torch.float32, 2, 2, 4, chain.kmers).inputs(Buffers(CPU.device))
-        )
-        == "needs a GPU"
-    )
+    (koi,) = providers.choose(["koi"])[-1:]
+    for case in (CRF, chain.LogZ("chain", torch.float32, 2, 2, 4, chain.kmers)):
+        assert koi.refusal(case.op, case.inputs(Buffers(CPU.device))) == "needs a GPU"
     rows = run(iter([LOSS, CRF]), *providers.choose(["koi", "seqdist"])[-2:])
     assert [row.note for row in rows] == ["refuses: needs a GPU"] * 2
 
@@ -318,7 +298,7 @@ def print_summary(rows: list[Row]) -> None:
 
 
 def test_times_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    def row(case: ctc_case.CTCCase, provider: str, milliseconds: float | None) -> Row:
+    def row(case: ctc.CTCCase, provider: str, milliseconds: float | None) -> Row:
         timing = None if milliseconds is None else Timing.of([milliseconds])
         return Row(
             case,
@@ -385,9 +365,7 @@ def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
         for part in report.PARTS[:4]
     } | {("ctc_align", "partita", "inference")}
     found = {
-        tuple(row[name] for name in ctc_case.CTCCase.sizes)
-        for row in measured
-        if row["op"] == "ctc"
+        tuple(row[name] for name in ctc.CTCCase.sizes) for row in measured if row["op"] == "ctc"
     }
     assert found == {("60", "4", "20", "8", "12"), ("64", "4", "32", "16", "16")}
     assert {
@@ -425,7 +403,7 @@ def test_ours_must_be_right(
 ) -> None:
     broken = {
         "ctc": lambda: off_by(1.01),
-        "ctc_crf": lambda: ctc_peers.loop_crf_loss,
+        "ctc_crf": lambda: ctc.loop_crf_loss,
         "ctc_align": PARTITA.ops["ctc_align"],
     }
     monkeypatch.setattr(providers, "OURS", (dataclasses.replace(PARTITA, ops=broken),))

@@ -11,14 +11,14 @@ import torch
 from helpers.bench import CPU, SETTINGS, run
 
 import partita
-from partita.bench import decode, decode_peers
-from partita.bench.case import Buffers
-from partita.bench.providers import PARTITA, Provider
+from partita.bench import decode
+from partita.bench.case import Buffers, Provider, needs_gpu
+from partita.bench.providers import PARTITA
 
 GREEDY = decode.Greedy("ctc_greedy", torch.float32, 12, 2, 5, 4)
 BEAM = decode.Beam("ctc_beam", torch.float32, 12, 2, 5, 4)
-VITERBI = decode.CrfViterbi("ctc_crf_viterbi", torch.float32, 12, 2, 16, 4)
-CRF_BEAM = decode.CrfBeam("ctc_crf_beam", torch.float32, 12, 2, 16, 4)
+VITERBI = decode.CrfCase("ctc_crf_viterbi", torch.float32, 12, 2, 16, 4)
+CRF_BEAM = decode.CrfCase("ctc_crf_beam", torch.float32, 12, 2, 16, 4)
 
 
 def named(name: str, op: str, function: object) -> Provider:
@@ -30,7 +30,7 @@ def test_sizes() -> None:
         settings = dataclasses.replace(
             SETTINGS, **{"columns": (), "elements": None, "dtypes": (), **changes}
         )
-        return [case.shape for case in decode.cases(settings)]
+        return [case.shape for case in decode.decode_cases(settings)]
 
     gpu = shapes(device=torch.device("cuda"), quick=False)
     assert (1000, 64, 5) in gpu and gpu[-1] == (2000, 64, 1024, 5)
@@ -46,7 +46,7 @@ def test_ours_loses_nothing() -> None:
 def test_tokens_that_are_less_probable_are_found() -> None:
     """Ours must not lose anything; of others the loss is shown beside the time."""
 
-    def shorter(inputs: decode_peers.DecodeInputs) -> partita.Hypotheses:
+    def shorter(inputs: decode.DecodeInputs) -> partita.Hypotheses:
         found = partita.ctc_beam_search(inputs.scores, beam_width=4)
         return found._replace(lengths=found.lengths - 1)
 
@@ -56,8 +56,8 @@ def test_tokens_that_are_less_probable_are_found() -> None:
     assert row.timing is not None and row.error > 0.01
 
 
-def found_by_ours(inputs: decode_peers.DecodeInputs) -> list[list[int]]:
-    return decode_peers.tokens_of(PARTITA.ops["ctc_beam"]()(inputs), range(2))
+def found_by_ours(inputs: decode.DecodeInputs) -> list[list[int]]:
+    return decode.tokens_of(PARTITA.ops["ctc_beam"]()(inputs), range(2))
 
 
 def stand_in_text(probabilities: np.ndarray, alphabet: list[str], width: int) -> str:
@@ -82,12 +82,12 @@ def test_fast_ctc_decode_gets_probabilities(monkeypatch: pytest.MonkeyPatch) -> 
     module.beam_search, module.viterbi_search = beam_search, viterbi_search
     monkeypatch.setitem(sys.modules, "fast_ctc_decode", module)
     inputs = BEAM.inputs(Buffers(CPU.device))
-    found = decode_peers.fast_ctc_decode_beam()(inputs)
-    assert decode_peers.tokens_of(found, [1]) == [found_by_ours(inputs)[1]]
+    found = decode.fast_ctc_decode_beam()(inputs)
+    assert decode.tokens_of(found, [1]) == [found_by_ours(inputs)[1]]
     greedy = PARTITA.ops["ctc_greedy"]()(inputs)
-    assert decode_peers.tokens_of(
-        decode_peers.fast_ctc_decode_greedy()(inputs), range(2)
-    ) == decode_peers.tokens_of(greedy, range(2))
+    assert decode.tokens_of(decode.fast_ctc_decode_greedy()(inputs), range(2)) == decode.tokens_of(
+        greedy, range(2)
+    )
 
 
 def test_pyctcdecode_gets_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,8 @@ def test_pyctcdecode_gets_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> 
     module.build_ctcdecoder = Decoder
     monkeypatch.setitem(sys.modules, "pyctcdecode", module)
     inputs = BEAM.inputs(Buffers(CPU.device))
-    found = decode_peers.pyctcdecode_beam()(inputs)
-    assert decode_peers.tokens_of(found, range(2)) == found_by_ours(inputs)
+    found = decode.pyctcdecode_beam()(inputs)
+    assert decode.tokens_of(found, range(2)) == found_by_ours(inputs)
 
 
 def test_torchaudio_gets_the_batch_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +115,10 @@ def test_torchaudio_gets_the_batch_first(monkeypatch: pytest.MonkeyPatch) -> Non
     module.CUCTCDecoder = CUCTCDecoder
     monkeypatch.setitem(sys.modules, "torchaudio.models.decoder", module)
     inputs = BEAM.inputs(Buffers(CPU.device))
-    found = decode_peers.torchaudio_beam()(inputs)
-    assert decode_peers.tokens_of(found, range(2)) == found_by_ours(inputs)
-    assert decode_peers.on_a_gpu(lambda inputs: "other")(inputs) == "needs a GPU"
-    assert decode_peers.on_a_gpu(lambda inputs: "other")(None) == "other"
-    assert decode_peers.runs_on_the_host(inputs) is None
+    found = decode.torchaudio_beam()(inputs)
+    assert decode.tokens_of(found, range(2)) == found_by_ours(inputs)
+    assert needs_gpu(inputs) == "needs a GPU"
+    assert decode.on_the_host(inputs) is None
 
 
 def test_koi_gets_moves_without_the_blank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,5 +137,5 @@ def test_koi_gets_moves_without_the_blank(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "koi.decode", module)
     inputs = CRF_BEAM.inputs(Buffers(CPU.device))
     rounded = inputs._replace(scores=inputs.scores.half().float())
-    expected = decode_peers.tokens_of(PARTITA.ops["ctc_crf_beam"]()(rounded), range(2))
-    assert decode_peers.tokens_of(decode_peers.koi_beam()(inputs), range(2)) == expected
+    expected = decode.tokens_of(PARTITA.ops["ctc_crf_beam"]()(rounded), range(2))
+    assert decode.tokens_of(decode.koi_beam()(inputs), range(2)) == expected

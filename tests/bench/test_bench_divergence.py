@@ -9,35 +9,34 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.bench import divergence, divergence_peers, divergence_rows, logprobs, providers
-from partita.bench.case import Buffers, Settings
-from partita.bench.providers import Function, Provider
+from partita.bench import heads, providers, rows
+from partita.bench.case import Buffers, Function, Provider, Settings
 
-CASE = divergence.Divergence("linear_divergence", torch.float32, 96, 16, 300, 0.5)
+CASE = heads.LinearDivergence("linear_divergence", torch.float32, 96, 16, 300, 0.5)
 SETTINGS = Settings((), (), None, True, False, 2, torch.device("cpu"))
 
 
 def verdicts(function: Function, name: str, beta: float) -> list[Any]:
-    case = divergence.Divergence("linear_divergence", torch.float32, 96, 16, 300, beta)
+    case = heads.LinearDivergence("linear_divergence", torch.float32, 96, 16, 300, beta)
     inputs = case.inputs(Buffers(torch.device("cpu")))
     provider = Provider(name, {"linear_divergence": lambda: function})
     return list(case.verdicts(function, inputs, provider, case.standard(inputs)))
 
 
-@pytest.mark.parametrize("beta", divergence.BETAS)
+@pytest.mark.parametrize("beta", heads.BETAS)
 def test_all_implementations_agree(beta: float) -> None:
     for name, function in (
-        ("partita-fast", divergence_peers.partita_divergence(divergence_peers.fast_budget)),
-        ("partita-lean", divergence_peers.partita_divergence(divergence_peers.lean_budget)),
-        ("torch", divergence_peers.composed_divergence),
-        ("chunked", divergence_peers.chunked_divergence),
+        ("partita-fast", heads.partita_divergence(heads.fast_budget)),
+        ("partita-lean", heads.partita_divergence(heads.lean_divergence_budget)),
+        ("torch", heads.composed_divergence),
+        ("chunked", heads.chunked_divergence),
     ):
         found = verdicts(function, name, beta)
         assert len(found) == 3 and not any(verdict.failed for verdict in found)
 
 
 def test_wrong_results_are_found() -> None:
-    ours = divergence_peers.composed_divergence
+    ours = heads.composed_divergence
 
     def without_gradient(*inputs: Any) -> Tensor:
         loss = ours(*inputs)
@@ -57,19 +56,19 @@ def test_liger(monkeypatch: pytest.MonkeyPatch) -> None:
         @staticmethod
         def apply(*arguments: Any) -> Tensor:
             called.append(arguments)
-            return divergence_peers.composed_divergence(*arguments[:4], arguments[5])
+            return heads.composed_divergence(*arguments[:4], arguments[5])
 
     module = types.ModuleType("liger_kernel.ops.fused_linear_jsd")
     module.LigerFusedLinearJSDFunction = Function  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_jsd", module)
-    function = divergence_peers.liger_divergence()
+    function = heads.liger_divergence()
     assert not any(verdict.failed for verdict in verdicts(function, "liger", 0.5))
     assert all(arguments[4] is None for arguments in called)
 
 
 def test_sizes_and_the_yardstick() -> None:
-    found = [case for case in divergence.cases(SETTINGS) if case.op == "linear_divergence"]
-    assert [case.beta for case in found] == list(divergence.BETAS)
+    found = [case for case in heads.divergence_cases(SETTINGS) if case.op == "linear_divergence"]
+    assert [case.beta for case in found] == list(heads.BETAS)
     assert {case.dtype for case in found} == {torch.bfloat16}
     inputs = CASE.inputs(Buffers(torch.device("cpu")))
     function = providers.PRODUCTS.ops["linear_divergence"]()
@@ -82,9 +81,9 @@ def test_sizes_and_the_yardstick() -> None:
 
 
 def test_log_probabilities() -> None:
-    case = logprobs.Logprobs("logprobs", torch.float32, 4, 60)
+    case = rows.Logprobs("logprobs", torch.float32, 4, 60)
     inputs = case.inputs(Buffers(torch.device("cpu")))
-    assert inputs.target.shape == (4, logprobs.CLASSES)
+    assert inputs.target.shape == (4, rows.CLASSES)
     own = case.standard(inputs)
     found = list(case.verdicts(partita.logprobs, inputs, providers.PARTITA, own))
     assert len(found) == 2 and not any(verdict.failed for verdict in found)
@@ -95,9 +94,9 @@ def test_log_probabilities() -> None:
     assert case.moves["total"].bytes == 3 * case.bytes
 
 
-@pytest.mark.parametrize("beta", divergence.BETAS)
+@pytest.mark.parametrize("beta", heads.BETAS)
 def test_divergences_of_logits(beta: float) -> None:
-    case = divergence_rows.DivergenceRows("divergence", torch.float32, 5, 60, beta)
+    case = heads.DivergenceRows("divergence", torch.float32, 5, 60, beta)
     inputs = case.inputs(Buffers(torch.device("cpu")))
     own = case.standard(inputs)
     for provider in (providers.PARTITA, providers.TORCH):
@@ -111,5 +110,5 @@ def test_divergences_of_logits(beta: float) -> None:
         "inference": 2 * case.bytes,
         "total": 3 * case.bytes,
     }
-    first = next(iter(divergence.cases(SETTINGS)))
+    first = next(iter(heads.divergence_cases(SETTINGS)))
     assert first.op == "divergence" and first.dtype == torch.bfloat16

@@ -23,13 +23,14 @@ from partita.bench import (
     host_trial,
     picture,
     providers,
-    softmax,
+    rows,
 )
-from partita.bench.host_cases import CASES, NEW_SHAPES, ON_DEVICE, SAME, Draw, Unit
+from partita.bench.host_cases import CASES, NEW_SHAPES, ON_DEVICE, SAME, Unit
 from partita.bench.host_report import FirstCall
 from partita.bench.measure import Timing
 from partita.bench.providers import TORCH
 from partita.cli.fresh_process import run_module
+from partita.testing.samples import Draw
 
 CPU = torch.device("cpu")
 
@@ -80,7 +81,7 @@ def test_every_case_runs_and_gives_gradients(
 ) -> None:
     if device == "cpu":
         monkeypatch.setenv("PARTITA_BACKEND", "reference")
-    draw = Draw(torch.device(device))
+    draw = Draw(device=device)
     inputs = case.inputs(draw, 3 if case.variant == NEW_SHAPES else 0)
     leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
     assert bool(leaves) == (case.op not in ("ctc_align", "viterbi"))
@@ -95,7 +96,7 @@ def test_every_case_runs_and_gives_gradients(
 @pytest.mark.parametrize("op", ["ctc_loss", "cross_entropy"])
 def test_new_shapes_are_new(op: str) -> None:
     case = next(case for case in CASES if case.op == op and case.variant == NEW_SHAPES)
-    draw = Draw(CPU)
+    draw = Draw(device=CPU)
     shapes = [
         tuple(tuple(x.shape) for x in case.inputs(draw, number)) for number in (*range(250), 600)
     ]
@@ -292,7 +293,7 @@ def test_wrong_arguments(
 
 def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = dataclasses.replace(SETTINGS, elements=2**28, quick=False, do_bench=True)
-    cases = list(softmax.cases(settings))
+    cases = list(rows.softmax_cases(settings))
     assert [case.shape for case in cases] == [(4096, 128 * n) for n in range(2, 100)]
     calls = []
 
@@ -300,8 +301,8 @@ def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(call())
         return Timing.of([2.0])
 
-    monkeypatch.setattr(softmax, "time_do_bench", fake)
-    small = softmax.DoBenchSweep("softmax", torch.float32, 8, 256)
+    monkeypatch.setattr(rows, "time_do_bench", fake)
+    small = rows.DoBenchSweep("softmax", torch.float32, 8, 256)
     (row,) = run(iter([small]), TORCH)
     assert (row.part, row.timing, row.moved) == ("do_bench", Timing.of([2.0]), 2 * 4 * 8 * 256)
     assert calls[0].shape == (8, 256)

@@ -13,16 +13,15 @@ from torch import Tensor
 
 import partita
 from partita.__main__ import main
-from partita.bench import linear_cross_entropy as linear
-from partita.bench import linear_peers, picture, providers, report
-from partita.bench.case import Buffers
+from partita.bench import heads, picture, providers, report
+from partita.bench.case import Buffers, Provider
 from partita.bench.measure import Timing
-from partita.bench.providers import PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH, Provider
+from partita.bench.providers import PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH
 from partita.bench.runner import Row
 from partita.cli.console import print_table
 from partita.ops.linear_heads.plan import MemoryPlan
 
-CASE = linear.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 300)
+CASE = heads.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 300)
 PARTS = report.PARTS[:4]
 
 
@@ -35,7 +34,7 @@ def test_sizes() -> None:
         settings = dataclasses.replace(
             SETTINGS, **{"columns": (), "elements": None, "dtypes": (), **changes}
         )
-        cases = list(linear.cases(settings))
+        cases = list(heads.linear_cross_entropy_cases(settings))
         assert {case.dtype for case in cases} == {torch.bfloat16}
         return [(case.tokens, case.hidden, case.vocabulary) for case in cases]
 
@@ -48,9 +47,10 @@ def test_sizes() -> None:
     assert shapes(columns=(1, 50)) == [(128, 64, 2), (128, 64, 50)]
     assert shapes(elements=5000) == [(5, 64, 1000)]
     assert shapes(elements=10) == [(1, 64, 1000)]
-    assert [case.dtype for case in linear.cases(dataclasses.replace(SETTINGS, columns=()))] == list(
-        SETTINGS.dtypes
-    )
+    assert [
+        case.dtype
+        for case in heads.linear_cross_entropy_cases(dataclasses.replace(SETTINGS, columns=()))
+    ] == list(SETTINGS.dtypes)
 
 
 def test_inputs() -> None:
@@ -65,14 +65,14 @@ def test_inputs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [*linear.SIZES, *linear.CPU_SIZES, *linear.CPU_QUICK_SIZES])
-def test_plans_of_ours(size: linear.Size, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [*heads.FULL_SIZES, *heads.SIZES.cpu, *heads.SIZES.cpu_quick])
+def test_plans_of_ours(size: heads.Size, dtype: torch.dtype) -> None:
     def plan(budget: int) -> MemoryPlan:
         return partita.linear_cross_entropy_plan(*size, dtype, memory_budget=budget)
 
-    fast = plan(linear_peers.fast_budget())
+    fast = plan(heads.fast_budget())
     assert (fast.name, fast.chunk) == ("fast", size.tokens)
-    budget = linear_peers._lean_budget(*size, dtype)
+    budget = heads._lean_budget(*size, dtype)
     assert plan(budget).name == "lean"
     assert budget == 7 * 2**26 or plan(2 * budget).name == "fast"
     if dtype == torch.bfloat16 and size.vocabulary > 100000:
@@ -81,22 +81,22 @@ def test_plans_of_ours(size: linear.Size, dtype: torch.dtype) -> None:
 
 def test_a_vocabulary_too_small_for_a_lean_plan() -> None:
     for size in ((128, 64, 2), (1, 64, 16), (5, 3, 128)):
-        budget = linear_peers._lean_budget(*size, torch.bfloat16)
+        budget = heads._lean_budget(*size, torch.bfloat16)
         assert (
             partita.linear_cross_entropy_plan(*size, torch.bfloat16, memory_budget=budget).name
             == "fast"
         )
-        case = linear.LinearCrossEntropy("linear_cross_entropy", torch.bfloat16, *size)
+        case = heads.LinearCrossEntropy("linear_cross_entropy", torch.bfloat16, *size)
         assert [row.part for row in run(iter([case]), PARTITA_LEAN) if row.timing] == list(PARTS)
 
 
 def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "ELEMENTS_AT_ONCE", 7 * 300)
+    monkeypatch.setattr(heads, "ELEMENTS_AT_ONCE", 7 * 300)
     inputs = CASE.inputs(Buffers(CPU.device))
     leaves = [tensor.double().requires_grad_() for tensor in inputs[:2]]
-    expected = linear_peers.composed_loss(*leaves, inputs.target)
+    expected = heads.composed_loss(*leaves, inputs.target)
     gradients = torch.autograd.grad(expected, leaves)
-    loss, samples = linear.truth_of(inputs)
+    loss, samples = CASE.truth(inputs)
     torch.testing.assert_close(loss, expected.detach())
     for sample in samples:
         torch.testing.assert_close(sample.gradient, gradients[sample.leaf][sample.rows])
@@ -111,7 +111,7 @@ def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_truth_where_every_class_is_a_label() -> None:
-    _, samples = linear.truth_of(
+    _, samples = dataclasses.replace(CASE, vocabulary=2).truth(
         dataclasses.replace(CASE, vocabulary=2).inputs(Buffers(CPU.device))
     )
     assert [(sample.leaf, len(sample.rows)) for sample in samples] == [(0, 64), (1, 2)]
@@ -146,7 +146,7 @@ def test_ours_and_pytorch_are_right(device: str, dtype: torch.dtype) -> None:
 def test_the_products() -> None:
     hidden, matrix, target = CASE.inputs(Buffers(CPU.device))
     leaves = [hidden.requires_grad_(), matrix.requires_grad_()]
-    function = linear_peers.products()
+    function = heads.products()
     for _ in range(2):
         gradients = torch.autograd.grad(function(*leaves, target), leaves)
         logits = (hidden @ matrix.T).detach()
@@ -164,7 +164,7 @@ def bent(
         scale = torch.ones_like(leaves[leaf])
         scale[rows] = factor
         leaves[leaf] = leaves[leaf].detach() + scale * (leaves[leaf] - leaves[leaf].detach())
-        right = linear_peers.composed_loss(*leaves, target)
+        right = heads.composed_loss(*leaves, target)
         return right + (loss - 1) * right.detach()
 
     return function
@@ -203,7 +203,7 @@ def test_the_place_of_an_error_is_told() -> None:
 
 
 def test_small_gradients_may_be_left_out_by_others_alone() -> None:
-    _, _, others = linear.truth_of(CASE.inputs(Buffers(CPU.device)))[1]
+    _, _, others = CASE.truth(CASE.inputs(Buffers(CPU.device)))[1]
     without = bent(leaf=1, rows=others.rows, factor=0.0)
     rows = run(iter([CASE]), named("another", without), named("partita-lean", without))
     assert [row.error for row in rows] == [pytest.approx(1.0)] * 5
@@ -217,7 +217,7 @@ def test_what_pytorch_has_no_memory_for_is_judged_as_peers_are(
         raise torch.OutOfMemoryError("no memory")
 
     broken = named("torch", none)
-    monkeypatch.setattr(linear, "TORCH", broken)
+    monkeypatch.setitem(heads.TORCH, "linear_cross_entropy", none)
     rows = run(iter([CASE]), PARTITA_FAST, named("partita-lean", bent(factor=0.8)), broken)
     assert [row.note.partition(":")[0] for row in rows] == [""] * 4 + ["wrong", "refuses"]
 
@@ -227,7 +227,7 @@ def row(
     part: str,
     milliseconds: float | None,
     memory: int | None = None,
-    case: linear.LinearCrossEntropy = CASE,
+    case: heads.LinearCrossEntropy = CASE,
 ) -> Row:
     timing = None if milliseconds is None else Timing.of([milliseconds])
     return Row(

@@ -11,9 +11,9 @@ from helpers.bench import CPU, SETTINGS, devices, run
 from torch import Tensor, nn
 
 from partita import LinearChain
-from partita.bench import linear_chain, linear_chain_peers
-from partita.bench.case import Buffers
-from partita.bench.providers import PARTITA, TORCH, Provider
+from partita.bench import linear_chain
+from partita.bench.case import Buffers, Provider
+from partita.bench.providers import PARTITA, TORCH
 
 LOGZ = linear_chain.LogZ("linear_chain", torch.float32, 20, 3, 6)
 VITERBI = linear_chain.Viterbi("linear_viterbi", torch.float32, 20, 3, 6)
@@ -23,7 +23,7 @@ def named(name: str, function: object) -> Provider:
     return Provider(name, {"linear_chain": lambda: function, "linear_viterbi": lambda: function})
 
 
-def inputs_of_a_case() -> linear_chain_peers.LinearInputs:
+def inputs_of_a_case() -> linear_chain.LinearInputs:
     return LOGZ.inputs(Buffers(CPU.device))
 
 
@@ -32,11 +32,11 @@ def test_sizes() -> None:
         settings = dataclasses.replace(
             SETTINGS, **{"columns": (), "elements": None, "dtypes": (torch.float32,), **changes}
         )
-        cases = linear_chain.cases(settings)
+        cases = linear_chain.linear_chain_cases(settings)
         return [case.shape for case in cases if isinstance(case, linear_chain.LogZ)]
 
     gpu = torch.device("cuda")
-    assert shapes(device=gpu, quick=False) == list(map(tuple, linear_chain.SIZES))
+    assert shapes(device=gpu, quick=False) == list(map(tuple, linear_chain.FULL_SIZES))
     assert shapes(device=gpu) == [(100, 64, 20), (500, 32, 50)]
     assert shapes(quick=False) == [(100, 64, 20), (500, 32, 50), (100_000, 1, 16)]
     assert shapes() == [(40, 8, 10), (300, 1, 16)]
@@ -75,12 +75,12 @@ def test_expected_counts_are_judged() -> None:
 @pytest.mark.parametrize("state", [-1, 6])
 def test_a_path_that_is_not_the_best_is_wrong(state: int) -> None:
     def broken(*inputs: Tensor) -> Tensor:
-        states = linear_chain_peers.loop_viterbi(*inputs)
+        states = linear_chain.loop_viterbi(*inputs)
         states[3, 1] = state
         return states
 
     def another(emissions: Tensor, *others: Tensor) -> Tensor:
-        return linear_chain_peers.loop_viterbi(-emissions, *others)
+        return linear_chain.loop_viterbi(-emissions, *others)
 
     for function in (broken, another):
         (row,) = run(iter([VITERBI]), named("another", function))
@@ -89,16 +89,13 @@ def test_a_path_that_is_not_the_best_is_wrong(state: int) -> None:
 
 def test_long_sequences_are_beyond_a_loop() -> None:
     inputs = inputs_of_a_case()
-    assert linear_chain_peers.beyond_loop(inputs) is None
-    assert linear_chain_peers.beyond_loop(("of another op",)) is None
+    assert linear_chain.beyond_loop(inputs) is None
     long = inputs._replace(emissions=torch.empty(10_001, 1, 2))
-    assert linear_chain_peers.beyond_loop(long) == "a loop of more than 10,000 steps"
-    assert linear_chain_peers.beyond_torch_struct(inputs) is None
+    assert linear_chain.beyond_loop(long) == "a loop of more than 10,000 steps"
+    assert linear_chain.beyond_torch_struct(inputs) is None
     short, large = torch.empty(1, 3, 6), torch.empty(1, device="meta").expand(2**10, 2, 2**11)
     for emissions, reason in ((short, "two tokens"), (large, "several times")):
-        assert reason in linear_chain_peers.beyond_torch_struct(
-            inputs._replace(emissions=emissions)
-        )
+        assert reason in linear_chain.beyond_torch_struct(inputs._replace(emissions=emissions))
 
 
 class FakeCRF(nn.Module):
@@ -115,10 +112,10 @@ class FakeCRF(nn.Module):
         return emissions, self.transitions, self.start_transitions, self.end_transitions
 
     def _compute_normalizer(self, emissions: Tensor, mask: Tensor) -> Tensor:
-        return linear_chain_peers.loop_logz(*self._inputs(emissions, mask))
+        return linear_chain.loop_logz(*self._inputs(emissions, mask))
 
     def decode(self, emissions: Tensor, mask: Tensor) -> list[list[int]]:
-        return linear_chain_peers.loop_viterbi(*self._inputs(emissions, mask)).T.tolist()
+        return linear_chain.loop_viterbi(*self._inputs(emissions, mask)).T.tolist()
 
 
 class FakeLinearChainCRF:
@@ -148,8 +145,8 @@ def test_calls_of_the_peers(library: str, monkeypatch: pytest.MonkeyPatch) -> No
     fakes: dict[str, Any] = {"CRF": FakeCRF, "LinearChainCRF": FakeLinearChainCRF}
     for module in ("torchcrf", "torch_struct"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**fakes))
-    logz = getattr(linear_chain_peers, f"{library}_logz")()
-    viterbi = getattr(linear_chain_peers, f"{library}_viterbi")()
+    logz = getattr(linear_chain, f"{library}_logz")()
+    viterbi = getattr(linear_chain, f"{library}_viterbi")()
     rows = run(iter([LOGZ]), named("another", logz)) + run(
         iter([VITERBI]), named("another", viterbi)
     )

@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from helpers.bench import CPU, run
 from torch import Tensor
 
-from partita.bench import linear_cross_entropy as linear
-from partita.bench import linear_peers, providers, report
-from partita.bench.case import Buffers
-from partita.bench.providers import Provider
+from partita.bench import heads, providers, report
+from partita.bench.case import Buffers, Provider
 
-CASE = linear.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 300)
+CASE = heads.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 300)
 PARTS = report.PARTS[:4]
 has_torch_linear = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no such op"
@@ -24,9 +22,7 @@ has_torch_linear = pytest.mark.skipif(
 
 def peer(name: str) -> Provider:
     """Return the peer as if it were installed and took these inputs."""
-    return dataclasses.replace(
-        providers.choose([name])[-1], packages=(), beyond=lambda inputs: None
-    )
+    return dataclasses.replace(providers.choose([name])[-1], packages=(), beyond={})
 
 
 @has_torch_linear
@@ -43,7 +39,7 @@ def test_the_op_of_pytorch() -> None:
 def test_liger_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def apply(hidden: Tensor, matrix: Tensor, target: Tensor) -> tuple[Tensor, None, None, None]:
         assert (hidden.shape, matrix.shape, target.shape) == ((96, 16), (300, 16), (96,))
-        return linear_peers.composed_loss(hidden, matrix, target), None, None, None
+        return heads.composed_loss(hidden, matrix, target), None, None, None
 
     module = types.SimpleNamespace(
         LigerFusedLinearCrossEntropyFunction=types.SimpleNamespace(apply=apply)
@@ -63,33 +59,33 @@ def test_quack_is_imported_with_a_key_for_every_value(monkeypatch: pytest.Monkey
         raise TypeError("no key")
 
     identity = types.SimpleNamespace(semantic_value_key=strict)
-    module = types.SimpleNamespace(chunked_linear_cross_entropy=linear_peers.composed_loss)
+    module = types.SimpleNamespace(chunked_linear_cross_entropy=heads.composed_loss)
     monkeypatch.setitem(sys.modules, "quack.gemm_runtime.identity", identity)
     monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", module)
     for _ in range(2):  # the second import adds no second wrapper
-        assert linear_peers.quack() is linear_peers.composed_loss
+        assert heads.quack() is heads.composed_loss
     key = identity.semantic_value_key((3, 4.0), set())
     assert key == (3, ("type", "builtins", "float"))
     assert identity.semantic_value_key.__wrapped__ is strict
     half = dataclasses.replace(CASE, dtype=torch.bfloat16)
     assert all(row.timing for row in run(iter([half]), peer("quack")))
-    assert linear_peers.beyond_quack(CASE.inputs(Buffers(CPU.device))) is not None
-    assert linear_peers.beyond_quack((torch.zeros(2), torch.zeros(2))) is None
+    assert heads.beyond_quack(CASE.inputs(Buffers(CPU.device))) is not None
+    assert peer("quack").refusal("softmax", (torch.zeros(2),)) is None
 
 
 def test_what_the_kernels_of_liger_in_cute_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.SimpleNamespace(liger_fused_linear_cross_entropy_sm90=linear_peers.composed_loss)
+    module = types.SimpleNamespace(liger_fused_linear_cross_entropy_sm90=heads.composed_loss)
     name = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
     monkeypatch.setitem(sys.modules, name, module)
-    assert linear_peers.liger_cute() is linear_peers.composed_loss
+    assert heads.liger_cute() is heads.composed_loss
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
 
     def reason(
         device: str, dtype: torch.dtype = torch.bfloat16, tokens: int = 128, classes: int = 512
     ) -> str | None:
         hidden = types.SimpleNamespace(device=torch.device(device), dtype=dtype)
-        return linear_peers.beyond_liger_cute(
-            linear_peers.LinearInputs(hidden, torch.empty(classes, 1), torch.empty(tokens))
+        return heads.beyond_liger_cute(
+            heads.LinearInputs(hidden, torch.empty(classes, 1), torch.empty(tokens))
         )
 
     assert reason("cuda:0") is None
@@ -111,7 +107,7 @@ def test_cut_cross_entropy_is_called_as_it_wants_it(
 
     def loss(e: Tensor, c: Tensor, targets: Tensor, **given: object) -> Tensor:
         told.append(given)
-        return linear_peers.composed_loss(e, c, targets)
+        return heads.composed_loss(e, c, targets)
 
     module = types.SimpleNamespace(
         linear_cross_entropy=loss,
@@ -127,7 +123,7 @@ def test_cut_cross_entropy_is_called_as_it_wants_it(
 def test_what_cut_cross_entropy_cannot_take() -> None:
     def reason(device: str, dtype: torch.dtype) -> str | None:
         hidden = types.SimpleNamespace(device=torch.device(device), dtype=dtype)
-        return linear_peers.beyond_cut_cross_entropy(
+        return heads.beyond_cut_cross_entropy(
             CASE.inputs(Buffers(CPU.device))._replace(hidden=hidden)
         )
 

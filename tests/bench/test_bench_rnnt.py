@@ -8,12 +8,12 @@ from helpers.bench import CPU, SETTINGS, run
 from torch import Tensor
 
 from partita.bench import rnnt
-from partita.bench.case import Buffers
-from partita.bench.providers import PARTITA, PEERS, TORCH, Provider
+from partita.bench.case import Buffers, Provider
+from partita.bench.providers import PARTITA, PEERS, TORCH
 
 CASES = (
     rnnt.RNNT("rnnt", torch.float32, 2, 8, 3, 5),
-    rnnt.RNNT("tdt", torch.float32, 2, 8, 3, 5),
+    rnnt.TDT("tdt", torch.float32, 2, 8, 3, 5),
     rnnt.LinearRNNT("linear_rnnt", torch.float32, 2, 8, 3, 5, 4),
 )
 
@@ -23,7 +23,7 @@ def test_sizes() -> None:
         settings = dataclasses.replace(
             SETTINGS, **{"columns": (), "elements": None, "dtypes": (torch.float32,), **changes}
         )
-        return [case.shape for case in rnnt.cases(settings) if case.op == op]
+        return [case.shape for case in rnnt.rnnt_cases(settings) if case.op == op]
 
     gpu = torch.device("cuda")
     full = shapes("rnnt", device=gpu, quick=False)
@@ -54,5 +54,5 @@ def test_a_wrong_gradient_is_found() -> None:
 def test_peers_refuse_what_they_cannot_take() -> None:
     peers = {peer.name: peer for peer in PEERS}
     inputs = CASES[0].inputs(Buffers(CPU.device))
-    assert peers["warprnnt"].beyond(inputs) == "needs a GPU"
-    assert peers["torchaudio"].beyond(inputs) is None
+    assert peers["warprnnt"].refusal("rnnt", inputs) == "needs a GPU"
+    assert peers["torchaudio"].refusal("rnnt", inputs) is None

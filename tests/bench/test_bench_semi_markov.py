@@ -11,9 +11,9 @@ from helpers.bench import CPU, SETTINGS, run
 from torch import Tensor
 
 import partita
-from partita.bench import semi_markov, semi_markov_peers
-from partita.bench.case import Buffers
-from partita.bench.providers import PARTITA, TORCH, Provider
+from partita.bench import semi_markov
+from partita.bench.case import Buffers, Provider, needs_gpu
+from partita.bench.providers import PARTITA, TORCH
 
 LOGZ = semi_markov.LogZ("semi_markov", torch.float32, 9, 2, 3, 4)
 VITERBI = semi_markov.Viterbi("semi_markov_viterbi", torch.float32, 9, 2, 3, 4)
@@ -28,7 +28,7 @@ def test_sizes() -> None:
         settings = dataclasses.replace(
             SETTINGS, **{"columns": (), "elements": None, "dtypes": (torch.float32,), **changes}
         )
-        cases = semi_markov.cases(settings)
+        cases = semi_markov.semi_markov_cases(settings)
         return [case.shape for case in cases if isinstance(case, semi_markov.LogZ)]
 
     assert shapes(device=torch.device("cuda"), quick=False)[0] == (1000, 32, 24)
@@ -81,11 +81,11 @@ def test_torch_struct_gets_segments_as_potentials(monkeypatch: pytest.MonkeyPatc
     module.SemiMarkovCRF = SemiMarkovCRF
     monkeypatch.setitem(sys.modules, "torch_struct", module)
     inputs = LOGZ.inputs(Buffers(CPU.device))
-    found = semi_markov_peers.torch_struct_logz()(*inputs)
-    torch.testing.assert_close(found, semi_markov_peers.loop_logz(*inputs))
-    assert semi_markov_peers.beyond_torch_struct(inputs) is None
+    found = semi_markov.torch_struct_logz()(*inputs)
+    torch.testing.assert_close(found, semi_markov.loop_logz(*inputs))
+    assert semi_markov.beyond_torch_struct(inputs) is None
     large = inputs._replace(durations=torch.zeros(10_000, 3))
-    assert "for each step" in semi_markov_peers.beyond_torch_struct(large)
+    assert "for each step" in semi_markov.beyond_torch_struct(large)
 
 
 def test_flash_semicrf_gets_prefix_sums_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +114,6 @@ def test_flash_semicrf_gets_prefix_sums_and_ends(monkeypatch: pytest.MonkeyPatch
     module.semi_crf_streaming_forward = semi_crf_streaming_forward
     monkeypatch.setitem(sys.modules, "flash_semicrf", module)
     inputs = LOGZ.inputs(Buffers(CPU.device))
-    found = semi_markov_peers.flash_semicrf_logz()(*inputs)
-    torch.testing.assert_close(found, semi_markov_peers.loop_logz(*inputs))
-    assert semi_markov_peers.beyond_flash_semicrf(inputs) == "needs a GPU"
+    found = semi_markov.flash_semicrf_logz()(*inputs)
+    torch.testing.assert_close(found, semi_markov.loop_logz(*inputs))
+    assert needs_gpu(inputs) == "needs a GPU"

@@ -7,12 +7,7 @@ import torch
 from helpers.bench import CPU, SETTINGS, devices
 from torch import Tensor
 
-from partita.bench import (
-    cross_entropy,
-    measure,
-    providers,
-    softmax,
-)
+from partita.bench import measure, providers, rows
 from partita.bench.case import Buffers
 from partita.testing import assert_within_budget
 
@@ -22,22 +17,19 @@ def test_the_sizes_of_the_report() -> None:
         SETTINGS, columns=(), elements=None, quick=False, device=torch.device("cuda")
     )
     widths = {256 * 2**i for i in range(11)} | {781, 50257}
-    cases = list(softmax.cases(full))
-    for kind in (softmax.Softmax, softmax.LogSoftmax):
+    cases = list(rows.softmax_cases(full))
+    for kind in (rows.Softmax, rows.LogSoftmax):
         assert {case.columns for case in cases if isinstance(case, kind)} == widths
-    sweep = [case for case in cases if isinstance(case, softmax.Sweep)]
+    sweep = [case for case in cases if isinstance(case, rows.Sweep)]
     assert [case.columns for case in sweep] == list(range(256, 6273, 128))
     assert {case.rows for case in sweep} == {4096}
-    losses = [
-        case for case in cross_entropy.cases(full) if type(case) is cross_entropy.CrossEntropy
-    ]
+    losses = [case for case in rows.cross_entropy_cases(full) if type(case) is rows.CrossEntropy]
     assert {case.columns for case in losses} == {8192, 16384, 32768, 131072, 262144, 50257}
     for case in cases + losses:
         assert (
-            isinstance(case, softmax.Sweep)
-            or 2**28 - case.columns < case.rows * case.columns <= 2**28
+            isinstance(case, rows.Sweep) or 2**28 - case.columns < case.rows * case.columns <= 2**28
         )
-    assert len(list(softmax.cases(dataclasses.replace(full, quick=True)))) < len(cases) / 3
+    assert len(list(rows.softmax_cases(dataclasses.replace(full, quick=True)))) < len(cases) / 3
 
 
 def test_steps_are_timed_in_order() -> None:
@@ -63,10 +55,8 @@ def test_numbers_are_drawn_once() -> None:
 def test_what_the_providers_compute(device: str) -> None:
     x = torch.randn(5, 40, device=device, generator=torch.Generator(device).manual_seed(0))
     target = torch.arange(5, device=device)
-    assert_within_budget(
-        providers.naive_softmax(x), torch.softmax(x.double(), -1), torch.softmax(x, -1)
-    )
-    logprob, logsumexp, entropy, argmax = providers.eager_token_stats(x, target)
+    assert_within_budget(rows.naive_softmax(x), torch.softmax(x.double(), -1), torch.softmax(x, -1))
+    logprob, logsumexp, entropy, argmax = rows.token_stats(x, target)
     exact = x.double().log_softmax(-1)
     assert_within_budget(logprob, exact[range(5), target], scale="tensor")
     assert_within_budget(logsumexp, x.double().logsumexp(-1))

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from partita.bench import report, runner
-from partita.bench.case import Case, Settings
+from partita.bench.case import Case, Provider, Settings
 from partita.bench.measure import Machine
-from partita.bench.providers import Provider
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 devices = pytest.mark.parametrize("device", DEVICES)

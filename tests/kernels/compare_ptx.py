@@ -15,6 +15,7 @@ have to see that two parameters of a type are not mistaken for one another.
 
 import argparse
 import hashlib
+import itertools
 import json
 import multiprocessing
 import re
@@ -46,17 +47,34 @@ def canonical_assembly(asm: dict[str, str]) -> str:
 
 
 def canonical_ir(ir: str) -> str:
-    """Return Triton's GPU IR with values named by their first use, and parameters in no order."""
+    """Return Triton's GPU IR with values named by their order, and constants by what they are.
+
+    Parameters have no order, and those that the kernel does not read are left out.
+    """
     ir = re.sub(r"^#loc.*$| loc\((?:[^()]|\([^()]*\))*\)", "", ir, flags=re.M)
-    known: dict[str, str] = {}
-
-    def renamed(text: str) -> str:
-        return re.sub(r"%\w+", lambda found: known.setdefault(found[0], f"%v{len(known)}"), text)
-
     head, signature, body = re.split(r"tt\.func public @\w+\((.*)\) attributes", ir)
-    body = renamed(body)
-    parameters = sorted(map(renamed, re.findall(r"%\w+: [^%]+?(?=, %|$)", signature)))
-    lines = "\n".join([head, *parameters, body]).splitlines()
+    for alias, layout in re.findall(r"^(#\w+) = (.*)$", head, re.M):
+        body = re.sub(rf"{alias}\b", layout, body)  # layouts are numbered by their first use
+    head = re.sub(r"^#\w+ = .*$", "", head, flags=re.M)
+    known: dict[str, str] = {}
+    fresh = (f"%v{number}" for number in itertools.count())
+
+    def named(found: re.Match[str]) -> str:
+        return known.setdefault(found[0], next(fresh))
+
+    lines = head.splitlines()
+    for line in body.splitlines():
+        if constant := re.match(r"\s*(%[\w-]+) = (arith\.constant .*?)\s*$", line):
+            known[constant[1]] = f"<{constant[2]}>"
+            continue
+        # A name may have another value in each region: what defines it gives it a new number.
+        defined = (
+            r"%[\w-]+(?=: )" if "^bb" in line else r"%[\w-]+(?=(?::\d+)?(?:, %[\w-]+(?::\d+)?)* = )"
+        )
+        known.update((name, next(fresh)) for name in re.findall(defined, line))
+        lines.append(re.sub(r"%[\w-]+", named, line))
+    listed = re.findall(r"(%[\w-]+): ([^%]+?)(?=, %|$)", signature)
+    lines += sorted(f"{known[name]}: {kind}" for name, kind in listed if name in known)
     return "\n".join(line for line in lines if line.strip())
 
 

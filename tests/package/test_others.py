@@ -15,6 +15,7 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 OWN = {"self", "cls", "ctx", "Op", "RNNTLoss", "_object", "forward", "parser", "results", "state"}
 OWN |= {"thread"}
 EXCEPTIONS = {
+    ("runtime/register.py", "prototype.__signature__"): "a function that the package makes",
     ("integrations/fused_head.py", "model.forward"): "the user gives the model to `fuse`",
     ("integrations/fused_head.py", "model.loss_function"): "the user gives the model to `fuse`",
     ("integrations/fused_head.py", "setattr"): "the user gives the model to `fuse`",
@@ -23,9 +24,9 @@ EXCEPTIONS = {
     ("testing/memory.py", "_settings.fill_uninitialized_memory"): "poisoned memory, in a block",
     ("testing/memory.py", "torch.use_deterministic_algorithms"): "poisoned memory, in a block",
     ("bench/parallel.py", "torch.manual_seed"): "processes that the benchmark starts",
-    ("bench/linear_peers.py", "identity.semantic_value_key"): "the peer QuACK, if it is measured",
-    ("bench/linear_chain_peers.py", "setattr"): "a module of the peer pytorch-crf",
-    ("bench/linear_chain_peers.py", "delattr"): "a module of the peer pytorch-crf",
+    ("bench/heads.py", "identity.semantic_value_key"): "the peer QuACK, if it is measured",
+    ("bench/linear_chain.py", "setattr"): "a module of the peer pytorch-crf",
+    ("bench/linear_chain.py", "delattr"): "a module of the peer pytorch-crf",
 }
 # Functions that set something for the whole process; filters of warnings only inside of a block.
 SETTERS = {

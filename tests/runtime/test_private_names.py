@@ -26,9 +26,9 @@ NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
 OTHERS = {
     ("runtime/backend.py", "_getframe"),
     ("cli/fresh_process.py", "_exit"),
-    ("bench/ctc_peers.py", "_fwd_bwd_cupy"),
-    ("bench/ctc_peers.py", "_Logz"),
-    ("bench/linear_chain_peers.py", "_compute_normalizer"),
+    ("bench/ctc.py", "_fwd_bwd_cupy"),
+    ("bench/ctc.py", "_Logz"),
+    ("bench/linear_chain.py", "_compute_normalizer"),
 }
 
 

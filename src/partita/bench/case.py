@@ -1,24 +1,76 @@
-"""Cases: an op at one size, what is timed of it, and how its results are judged."""
+"""Cases: an op at one size, what is timed of it, and how its results are judged.
+
+A family of ops declares its cases as subclasses: their inputs, how many of these have a gradient,
+the fewest bytes that a part must move, and the truth. All else follows here.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cli.console import DTYPES
 from .measure import Step, Timing, peak_extra_memory, time_steps
-from .providers import Function, Provider
+
+Function = Callable[..., Any]
+Load = Callable[[], Function]
+Beyond = Callable[[Any], str | None]
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 GPU_LOGITS = 2**28
 CPU_LOGITS = 2**20
 SLOW_REPETITIONS = 3
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An implementation of some ops.
+
+    Fields:
+        name: the name on the command line and in the tables.
+        ops: a function for each op, which imports or compiles the op; it is called for each case.
+        packages: the modules that must be installed.
+        install: the command that installs them.
+        overwrites: whether the gradient of a loss is left in the memory of the logits.
+        beyond: for some ops, returns why the provider cannot take the inputs of a case, or None.
+    """
+
+    name: str
+    ops: Mapping[str, Load]
+    packages: tuple[str, ...] = ()
+    install: str = ""
+    overwrites: bool = False
+    beyond: Mapping[str, Beyond] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        return is_ours(self.name)
+
+    def missing(self) -> str | None:
+        """Return why the provider cannot be timed on this machine, or None."""
+        if any(importlib.util.find_spec(package) is None for package in self.packages):
+            return f"{self.name}: not installed ({self.install})"
+        return None
+
+    def refusal(self, op: str, inputs: Any) -> str | None:
+        """Return why the provider cannot take the inputs of a case of this op, or None."""
+        return self.beyond[op](inputs) if op in self.beyond else None
+
+
+def is_ours(name: str) -> bool:
+    return name.partition("-")[0] == "partita"
+
+
+def needs_gpu(inputs: Any) -> str | None:
+    """Return why a provider without a useful path on the CPU cannot take the inputs, or None."""
+    return None if inputs[0].device.type == "cuda" else "needs a GPU"
 
 
 @dataclass(frozen=True)
@@ -61,17 +113,36 @@ class Settings:
         return self.columns or (quick if self.quick else full)
 
 
-@dataclass(frozen=True)
-class Moves:
+class Moves(NamedTuple):
     """The fewest bytes that a part of the work must move.
 
     Fields:
-        bytes: the bytes.
+        bytes: the bytes; in the declaration of a case, in units of those of the scores.
         limit: the bandwidth that bounds them, `copy` or `read`.
     """
 
     bytes: int
     limit: str
+
+
+class Sizes(NamedTuple):
+    """The sizes of the cases of an op, each a NamedTuple: on a GPU and on a CPU, all or few."""
+
+    gpu: Sequence[Any]
+    gpu_quick: Sequence[Any]
+    cpu: Sequence[Any]
+    cpu_quick: Sequence[Any]
+
+    def chosen(self, settings: Settings, width: str = "", least: int = 1) -> Sequence[Any]:
+        """Return the sizes for the device, or the first one with the widths that the user names.
+
+        `width` is the field of a size that the widths replace, by `least` at least.
+        """
+        full, quick = self[:2] if settings.device.type == "cuda" else self[2:]
+        sizes = quick if settings.quick else full
+        if settings.columns and width:
+            return [sizes[0]._replace(**{width: max(least, n)}) for n in settings.columns]
+        return sizes
 
 
 class Buffers:
@@ -134,20 +205,33 @@ class Case(ABC):
     op: str
     dtype: torch.dtype
 
+    # Tables and pictures show these.
     sizes: ClassVar[tuple[str, ...]]  # the attributes that are the dimensions of the scores
-    varying: ClassVar[tuple[str, ...]]  # the sizes by which the lines of a table differ
-    scores: ClassVar[str]  # the name of the scores
+    differs_by: ClassVar[tuple[str, ...]] = ()  # those by which lines of a table do, if not all
+    scores: ClassVar[str] = "logits"  # the name of the scores
     unit: ClassVar[str] = ""  # the unit of the errors; empty for plain numbers
-    without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are left out
     label: ClassVar[str] = ""  # separates cases of one op into tables of their own
     versus: ClassVar[str] = ""  # the provider that the others are compared with
     # The times of the yardstick are the unit of the others. Its results are not judged.
     yardstick: ClassVar[str] = ""
-    memory_of: ClassVar[str] = "total"  # the part whose memory is measured
     caption: ClassVar[str] = ""  # the title of the picture of the times; empty for no picture
+
+    # These say what is timed.
+    without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are left out
+    learned: ClassVar[int] = 0  # the number of inputs, the first ones, that have a gradient
+    arguments: ClassVar[int | None] = None  # the number of inputs that a function takes, if not all
+    work: ClassVar[Mapping[str, Moves]] = {}  # parts with a limit, in the order of the report
+    memory_of: ClassVar[str] = ""  # the part whose memory is measured; empty for none
+    slow: ClassVar[tuple[str, ...]] = ()  # providers whose loops are repeated less often
+    slow_on_cpu: ClassVar[bool] = False  # whether all of them are slow there
 
     def size(self, names: Sequence[str]) -> str:
         return " × ".join(f"{getattr(self, name):,}" for name in names)
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """Return the sizes by which the lines of a table differ."""
+        return self.differs_by or self.sizes
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -160,13 +244,13 @@ class Case(ABC):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    @abstractmethod
     def moves(self) -> Mapping[str, Moves]:
-        """Return the bytes of each part that has a limit, in the order of the report."""
+        """Return the bytes of each part that has a limit."""
+        return {part: Moves(n * self.bytes, limit) for part, (n, limit) in self.work.items()}
 
     @abstractmethod
     def inputs(self, buffers: Buffers) -> Any:
-        """Return the inputs of the functions."""
+        """Return the inputs of the functions, as a NamedTuple."""
 
     @abstractmethod
     def standard(self, inputs: Any) -> Any:
@@ -178,13 +262,64 @@ class Case(ABC):
     ) -> Iterator[Verdict]:
         """Yield a verdict on each result and gradient against fp64."""
 
-    @abstractmethod
-    def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
+    def outputs(self, result: Any) -> Sequence[Tensor]:
+        """Return the results that are differentiated."""
+        return [result]
+
+    def upstream(self, inputs: Any) -> Sequence[Tensor] | None:
+        """Return the gradients of the outputs, or None for one number."""
+        return None
+
+    def leaves(self, inputs: Any, provider: Provider) -> list[Tensor]:
+        """Return the inputs that have a gradient, as leaves."""
+        return [tensor.detach().requires_grad_() for tensor in inputs[: self.learned]]
+
+    def trained(
+        self, function: Function, inputs: Any, provider: Provider
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """Return results and gradients, which are computed into memory that holds NaN."""
+        leaves = self.leaves(inputs, provider)
+        for leaf in leaves:
+            poison(leaf)
+        result = function(*leaves, *inputs[self.learned : self.arguments])
+        for leaf in leaves:
+            poison(leaf)
+        return result, torch.autograd.grad(self.outputs(result), leaves, self.upstream(inputs))
+
+    def inference(self, function: Function, inputs: Any) -> Loop:
+        """Return the loop without gradients."""
+        arguments = inputs[: self.arguments]
+        return Loop((("inference", lambda: function(*arguments)),), lambda: None)
+
+    def training(self, function: Function, inputs: Any, provider: Provider) -> Loop:
+        """Return the loop of a training step."""
+        leaves, upstream = self.leaves(inputs, provider), self.upstream(inputs)
+        others = inputs[self.learned : self.arguments]
+        state: dict[str, Any] = {}
+
+        def before() -> None:
+            state.clear()
+            for leaf, x in zip(leaves, inputs, strict=False):
+                if leaf.data_ptr() != x.data_ptr():  # a copy, which the provider overwrites
+                    with torch.no_grad():
+                        leaf.copy_(x)
+
+        def forward() -> None:
+            state["outputs"] = self.outputs(function(*leaves, *others))
+
+        def backward() -> None:
+            state["gradients"] = torch.autograd.grad(state.pop("outputs"), leaves, upstream)
+
+        return Loop((("forward", forward), ("backward", backward)), before)
+
+    def loops(self, function: Function, inputs: Any, provider: Provider) -> list[Loop]:
         """Return the loops that are timed."""
+        loops = [self.inference(function, inputs)]
+        return [*loops, self.training(function, inputs, provider)] if self.learned else loops
 
     def is_slow(self, provider: Provider, device: torch.device) -> bool:
         """Return whether a provider takes so long that its loops are repeated less often."""
-        return False
+        return provider.name in self.slow or (self.slow_on_cpu and device.type == "cpu")
 
     def times(
         self,
@@ -206,49 +341,13 @@ class Case(ABC):
         self, function: Function, inputs: Any, provider: Provider, device: torch.device
     ) -> int | None:
         """Return the peak bytes beyond the inputs; None where they are not measured."""
-        return None
+        if not self.memory_of:
+            return None
+        loop = self.loops(function, inputs, provider)[-1]
+        return peak_extra_memory(loop.steps, device, before=loop.before)
 
     def __str__(self) -> str:
         return f"{self.op} {DTYPE_NAMES[self.dtype]} {self.size(self.sizes)}"
-
-
-class TrainedCase(Case):
-    """A case that is timed without gradients, and with them forward and backward."""
-
-    @abstractmethod
-    def training(self, function: Function, inputs: Any) -> Loop:
-        """Return the loop of a training step."""
-
-    def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
-        return [
-            Loop((("inference", lambda: function(*inputs)),), lambda: None),
-            self.training(function, inputs),
-        ]
-
-    def extra_memory(
-        self, function: Function, inputs: Any, provider: Provider, device: torch.device
-    ) -> int | None:
-        loop = self.training(function, inputs)
-        return peak_extra_memory(loop.steps, device, before=loop.before)
-
-
-def training_loop(
-    function: Function,
-    inputs: Sequence[Tensor],
-    others: Sequence[Any],
-    upstream: Tensor | None = None,
-) -> Loop:
-    """Return the loop of `function(*inputs, *others)` and the gradients of the inputs."""
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    state: dict[str, Any] = {}
-
-    def forward() -> None:
-        state["result"] = function(*leaves, *others)
-
-    def backward() -> None:
-        state["gradients"] = torch.autograd.grad(state.pop("result"), leaves, upstream)
-
-    return Loop((("forward", forward), ("backward", backward)), state.clear)
 
 
 def poison(like: Tensor) -> None:

@@ -1,32 +1,36 @@
-"""Sparse linear chains: log Z, its gradient and memory, and the best path."""
+"""Sparse linear chains: log Z, its gradient and memory, and the best path.
+
+All functions take scores, source, initial and final like `partita.logz`. torch.compile would unroll
+a loop over the steps into thousands of operations and take minutes for each size, so that provider
+has no chains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.chain.api import Chain
+from ..ops.chain.api import Chain, logz
 from ..ops.chain.edges import dense_source
 from ..primitives.semiring import Max
 from ..runtime.backend import backend
 from ..runtime.dtypes import acc_dtype
-from .case import Buffers, Case, Loop, Moves, Settings, TrainedCase, Verdict, poison, training_loop
-from .providers import Function, Provider, is_ours
+from .case import Beyond, Buffers, Case, Function, Load, Provider, Settings, Sizes, Verdict
+from .paths import PEER_BOUND, BestCase, Gradient, SumCase, Truth, evenly, fewer, worst
 
 BASES = 4  # A, C, G and T
 WINDOW = 3  # a label, the blank before it, and the label before that
 # The truth in fp64 takes much longer than the kernels, so it is computed for a few chains.
 CHAINS_JUDGED = 4
 ELEMENTS_JUDGED = 2**24
-CONTRACT = (2e-6, 1e-6)  # bounds of marginals, and of log Z over max(1, |log Z|)
 MAX_REFERENCE_STEPS = 10_000  # of the truth in PyTorch, which has many calls for each step
-ROUNDING_A_STEP = 1e-9  # added to the bound of log Z for each step
-# Peers carry fp32 states, whose marginals are off by 1e-3 at 2,000 steps.
-PEER_BOUND = 1e-2
+MAX_STEPS = 10_000  # of a loop in Python, which takes milliseconds a step with its gradient
+MAX_STATES = 1024  # of koi and seqdist, whose blocks have one thread for each state
 
 SourceTable = Callable[[int], Tensor]
 
@@ -55,7 +59,7 @@ class Size(NamedTuple):
     table: SourceTable = kmers
 
 
-SIZES = (
+FULL_SIZES = (
     Size(800, 64, 64),
     Size(800, 64, 256),
     Size(800, 64, 1024),
@@ -65,8 +69,12 @@ SIZES = (
     Size(100_000, 1, 16),
     Size(1_000_000, 1, 4, dense_source),
 )
-CPU_SIZES = Size(500, 8, 64), Size(200, 4, 1024), Size(500, 8, 201, alignment)
-CPU_QUICK_SIZES = Size(100, 4, 64), Size(100, 4, 256)
+SIZES = Sizes(
+    FULL_SIZES,
+    FULL_SIZES[:2],
+    [Size(500, 8, 64), Size(200, 4, 1024), Size(500, 8, 201, alignment)],
+    [Size(100, 4, 64), Size(100, 4, 256)],
+)
 
 
 class Inputs(NamedTuple):
@@ -76,19 +84,101 @@ class Inputs(NamedTuple):
     final: Tensor  # [N, C]
 
 
-class Truth(NamedTuple):
-    """The truth in fp64 for some of the chains."""
+def loop_logz(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor) -> Tensor:
+    """Compute log Z, `[N]`, by one log-sum-exp of gathered states for each step."""
+    scores, source = _reachable(scores, source, initial)
+    alpha = initial
+    for step in scores:
+        alpha = (step + alpha[:, source]).logsumexp(-1)
+    return (alpha + final).logsumexp(-1)
 
-    chains: Tensor  # [n], their indices
-    logz: Tensor  # [n]
-    marginals: Tensor  # [T, n, C, K]
+
+def loop_viterbi(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor) -> Tensor:
+    """Compute the edges of the best path, `[T, N]`, by a maximum for each step and a trace-back."""
+    scores, source = _reachable(scores, source, initial)
+    alpha, choices = initial, []
+    for step in scores:
+        alpha, choice = (step + alpha[:, source]).max(-1)
+        choices.append(choice)
+    state, edges = (alpha + final).argmax(-1), []
+    for choice in reversed(choices):
+        slot = choice.gather(1, state[:, None]).squeeze(1)
+        edges.append(state * source.shape[1] + slot)
+        state = source[state, slot]
+    return torch.stack(edges[::-1])
 
 
-class Best(NamedTuple):
-    """The best scores in fp64 for some of the chains."""
+def _reachable(scores: Tensor, source: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores with -inf where there is no edge, and a table in which all sources exist."""
+    missing = source < 0
+    reachable = scores.to(initial.dtype).masked_fill(missing, -torch.inf)
+    return reachable, source.masked_fill(missing, 0).long()
 
-    chains: Tensor  # [n], their indices
-    score: Tensor  # [n]
+
+def beyond_loop(inputs: Any) -> str | None:
+    """Return why a loop over the steps cannot take the inputs of a chain, or None."""
+    return f"a loop of more than {MAX_STEPS:,} steps" if len(inputs[0]) > MAX_STEPS else None
+
+
+def beyond_fp32_kernels(inputs: Any) -> str | None:
+    """Return why the kernels of koi and seqdist cannot take these inputs, or None."""
+    scores, source, *_ = inputs
+    if scores.device.type != "cuda":
+        return "needs a GPU"
+    if scores.dtype != torch.float32:
+        return "takes fp32 scores only"
+    states, slots = source.shape
+    if states > MAX_STATES:
+        return f"takes at most {MAX_STATES:,} states"
+    if (source < 0).any() or (torch.bincount(source.flatten(), minlength=states) != slots).any():
+        return f"takes tables only that use each source exactly {slots} times"
+    return None
+
+
+def _sum_over_paths(module: str, name: str, semiring: str) -> Function:
+    library = importlib.import_module(module)
+    function, S = getattr(library, name), getattr(library, semiring)
+    return lambda scores, source, initial, final: function(scores, source, initial, final, S, 1)
+
+
+def _best_edges(best_score: Function) -> Function:
+    """Return the function that finds the best path by the gradient of its score.
+
+    Users of these libraries decode in this way.
+    """
+
+    def function(scores: Tensor, *others: Tensor) -> Tensor:
+        leaf = scores.detach().requires_grad_()
+        with torch.enable_grad():
+            best = best_score(leaf, *others)
+            (indicator,) = torch.autograd.grad(best, leaf, torch.ones_like(best))
+        return indicator.flatten(2).argmax(2)
+
+    return function
+
+
+def _library(module: str, name: str) -> dict[str, Load]:
+    """Return the ops of a library that has the partition function of chains under a semiring."""
+    return {
+        "chain": lambda: _sum_over_paths(module, name, "Log"),
+        "viterbi": lambda: _best_edges(_sum_over_paths(module, name, "Max")),
+    }
+
+
+PROVIDERS: dict[str, dict[str, Load]] = {
+    "partita": {
+        "chain": lambda: logz,
+        "viterbi": lambda: lambda *inputs: Chain(*inputs).viterbi().edges,
+    },
+    "torch": {"chain": lambda: loop_logz, "viterbi": lambda: loop_viterbi},
+    "koi": _library("koi.ctc", "logZ_cu_sparse"),
+    "seqdist": _library("seqdist.sparse", "logZ"),
+}
+BEYOND: dict[str, dict[str, Beyond]] = {
+    "torch": dict.fromkeys(("chain", "viterbi"), beyond_loop),
+    "koi": dict.fromkeys(("chain", "viterbi"), beyond_fp32_kernels),
+    "seqdist": dict.fromkeys(("chain", "viterbi"), beyond_fp32_kernels),
+}
 
 
 @dataclass(frozen=True)
@@ -101,7 +191,6 @@ class ChainCase(Case):
     table: SourceTable
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "chains", "states", "slots")
-    varying: ClassVar[tuple[str, ...]] = sizes
     scores: ClassVar[str] = "scores"
 
     @property
@@ -109,29 +198,24 @@ class ChainCase(Case):
         return self.table(self.states).shape[1]
 
     def inputs(self, buffers: Buffers) -> Inputs:
-        ends = torch.zeros(
-            self.chains, self.states, dtype=acc_dtype(self.dtype), device=buffers.device
-        )
-        source = self.table(self.states).to(buffers.device, torch.int32)
-        return Inputs(buffers.normal("scores", self.shape, self.dtype), source, ends, ends)
+        dtype, source = acc_dtype(self.dtype), self.table(self.states)
+        ends = torch.zeros(self.chains, self.states, dtype=dtype, device=buffers.device)
+        scores = buffers.normal("scores", self.shape, self.dtype)
+        return Inputs(scores, source.to(buffers.device, torch.int32), ends, ends)
 
     def is_slow(self, provider: Provider, device: torch.device) -> bool:
         """Return whether this is a loop in Python, a peer's long scan, or anything on the CPU."""
-        long_scan = self.steps > MAX_REFERENCE_STEPS and not is_ours(provider.name)
+        long_scan = self.steps > MAX_REFERENCE_STEPS and not provider.is_ours
         return provider.name == "torch" or long_scan or device.type == "cpu"
 
 
 def judged(inputs: Inputs) -> tuple[Tensor, Chain]:
     """Return the indices of some chains, with the first and the last, and these chains in fp64."""
     steps, chains, states, slots = inputs.scores.shape
-    number = max(1, min(CHAINS_JUDGED, chains, ELEMENTS_JUDGED // (steps * states * slots)))
-    which = torch.linspace(0, chains - 1, number, device=inputs.scores.device).long()
-    return which, Chain(
-        inputs.scores[:, which].double(),
-        inputs.source,
-        inputs.initial[which].double(),
-        inputs.final[which].double(),
-    )
+    number = min(CHAINS_JUDGED, ELEMENTS_JUDGED // (steps * states * slots))
+    which = evenly(number, chains, inputs.scores.device)
+    ends = (inputs.initial[which].double(), inputs.final[which].double())
+    return which, Chain(inputs.scores[:, which].double(), inputs.source, *ends)
 
 
 def scanned_in_order(chain: Chain, final: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,79 +231,42 @@ def scanned_in_order(chain: Chain, final: Tensor) -> tuple[Tensor, Tensor]:
     return logz, marginals.masked_fill(chain.source < 0, 0.0)
 
 
-def worst(error: Tensor, allowed: float, got: Tensor, expected: Tensor) -> Verdict:
-    error = error.nan_to_num(nan=torch.inf)
-    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    return Verdict(float(error[index]), allowed, index, float(got[index]), float(expected[index]))
-
-
-def rounding(truth: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the error of rounding a marginal to a half type, which a gradient has to have."""
-    return truth * (torch.finfo(dtype).eps / 2 if dtype.itemsize < 4 else 0.0)
-
-
 @dataclass(frozen=True)
-class LogZ(TrainedCase, ChainCase):
-    """log Z reads the scores once; the marginals need a second read and a write."""
+class LogZ(SumCase, ChainCase):
+    """log Z and its gradient, which are marginals."""
 
     caption: ClassVar[str] = "log Z and its gradient"
 
-    @property
-    def moves(self) -> Mapping[str, Moves]:
-        return {"inference": Moves(self.bytes, "read"), "total": Moves(3 * self.bytes, "copy")}
+    def upstream(self, inputs: Inputs) -> list[Tensor]:
+        return [inputs.initial.new_ones(self.chains)]
 
     def standard(self, inputs: Inputs) -> Truth:
         which, chain = judged(inputs)
         if self.steps > MAX_REFERENCE_STEPS:
-            return Truth(which, *scanned_in_order(chain, inputs.final[which]))
-        with backend("reference"), torch.no_grad():
-            return Truth(which, chain.logz(), chain.marginals())
+            logz, marginals = scanned_in_order(chain, inputs.final[which])
+        else:
+            with backend("reference"), torch.no_grad():
+                logz, marginals = chain.logz(), chain.marginals()
+        return Truth(logz, which, [Gradient(0, (slice(None), which), marginals)])
 
-    def verdicts(
-        self, function: Function, inputs: Inputs, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
-        which, truth, marginals = standard
-        of_marginals, of_logz = CONTRACT if is_ours(provider.name) else (PEER_BOUND, PEER_BOUND)
-        scores, *others = inputs
-        leaf = scores.detach().requires_grad_()
-        poison(scores)
-        total = function(leaf, *others)
-        (grad,) = torch.autograd.grad(total, leaf, torch.ones_like(total))
-        some = grad[:, which].double()
-        yield worst(
-            ((some - marginals).abs() - rounding(marginals, grad.dtype)).clamp(min=0),
-            of_marginals,
-            some,
-            marginals,
-        )
-        for result in (total.detach(), function(scores, *others)):
-            some = result[which].double()
-            apart = ((some - truth).abs() - ROUNDING_A_STEP * self.steps).clamp(min=0)
-            yield worst(apart / truth.abs().clamp(min=1), of_logz, some, truth)
-        yield one_edge_a_step(grad)
-
-    def training(self, function: Function, inputs: Inputs) -> Loop:
-        scores, *others = inputs
-        ones = torch.ones(scores.shape[1], dtype=inputs.initial.dtype, device=scores.device)
-        return training_loop(function, [scores], others, ones)
+    def invariants(self, gradients: Sequence[Tensor]) -> Iterator[Verdict]:
+        """Check on all chains that the marginals of a step sum to 1; small errors count as none."""
+        sums = gradients[0].sum((2, 3), dtype=torch.float64)
+        apart = (sums - 1).abs()
+        apart = apart.masked_fill(apart <= PEER_BOUND, 0.0)
+        yield worst(apart, PEER_BOUND, sums, torch.ones_like(sums))
 
 
-def one_edge_a_step(marginals: Tensor) -> Verdict:
-    """Check on all chains that the marginals of a step sum to 1; small errors count as none."""
-    sums = marginals.sum((2, 3), dtype=torch.float64)
-    apart = (sums - 1).abs()
-    return worst(
-        apart.masked_fill(apart <= PEER_BOUND, 0.0), PEER_BOUND, sums, torch.ones_like(sums)
-    )
+class Best(NamedTuple):
+    """The best scores in fp64 for some of the chains."""
+
+    chains: Tensor  # [n], their indices
+    score: Tensor  # [n]
 
 
 @dataclass(frozen=True)
-class Viterbi(ChainCase):
-    """The edges of the best path, for one read of the scores."""
-
-    @property
-    def moves(self) -> Mapping[str, Moves]:
-        return {"inference": Moves(self.bytes, "read")}
+class Viterbi(BestCase, ChainCase):
+    """The edges of the best path."""
 
     def standard(self, inputs: Inputs) -> Best:
         which, chain = judged(inputs)
@@ -228,65 +275,28 @@ class Viterbi(ChainCase):
         with backend("reference"), torch.no_grad():
             return Best(which, chain.logz(Max))
 
-    def verdicts(
-        self, function: Function, inputs: Inputs, provider: Provider, standard: Best
-    ) -> Iterator[Verdict]:
-        """Accept any connected path with the best score."""
-        allowed = CONTRACT[1] if is_ours(provider.name) else PEER_BOUND
-        edges = function(*inputs).long()
+    def best(self, standard: Best) -> Tensor:
+        return standard.score
+
+    def broken(self, inputs: Inputs, found: Tensor) -> Tensor:
+        """Return which chains have an edge that does not exist or does not continue the path."""
+        edges = found.long()
         safe = edges.clamp(0, self.states * self.slots - 1)
-        yield broken_path(edges, safe, inputs.source, allowed)
-        scores = (
-            inputs.scores.flatten(2)
-            .gather(2, safe[..., None])
-            .sum((0, 2), dtype=torch.float64)[standard.chains]
-        )
-        yield worst(
-            (standard.score - scores).abs() / standard.score.abs().clamp(min=1),
-            allowed,
-            scores,
-            standard.score,
-        )
+        left, entered = inputs.source.flatten()[safe].long(), safe // self.slots
+        broken = (edges != safe) | (left < 0)
+        broken[1:] |= left[1:] != entered[:-1]
+        return broken.any(0)
 
-    def loops(self, function: Function, inputs: Inputs, provider: Provider) -> Sequence[Loop]:
-        return [Loop((("inference", lambda: function(*inputs)),), lambda: None)]
+    def path_scores(self, inputs: Inputs, found: Tensor, standard: Best) -> Tensor:
+        safe = found.long().clamp(0, self.states * self.slots - 1)
+        scores = inputs.scores.flatten(2).gather(2, safe[..., None])
+        return scores.sum((0, 2), dtype=torch.float64)[standard.chains]
 
 
-def broken_path(edges: Tensor, safe: Tensor, source: Tensor, allowed: float) -> Verdict:
-    """Return the share of edges that do not exist or do not continue the edge before them."""
-    left, entered = source.flatten()[safe].long(), safe // source.shape[1]
-    broken = (edges != safe) | (left < 0)
-    broken[1:] |= left[1:] != entered[:-1]
-    first = worst(broken.double(), allowed, left, entered.roll(1, 0))
-    return replace(first, error=float(broken.double().mean()))
-
-
-def chosen_sizes(
-    settings: Settings, on_gpu: Sequence[Any], on_cpu: Sequence[Any], quick: Sequence[Any]
-) -> Sequence[Any]:
-    """Return the sizes for the device, or its first size with the states that the user names."""
-    gpu = settings.device.type == "cuda"
-    if settings.columns:
-        return [(on_gpu if gpu else on_cpu)[0]._replace(states=n) for n in settings.columns]
-    if gpu:
-        return on_gpu[:2] if settings.quick else on_gpu
-    return quick if settings.quick else on_cpu
-
-
-def _sizes(settings: Settings) -> Iterator[Size]:
-    for size in chosen_sizes(settings, SIZES, CPU_SIZES, CPU_QUICK_SIZES):
-        yield _within(size, settings.elements) if settings.elements else size
-
-
-def _within(size: Size, elements: int) -> Size:
-    """Return a size with fewer or shorter chains that has at most this number of scores."""
-    step = size.table(size.states).numel()
-    chains = max(1, min(size.chains, elements // (size.steps * step)))
-    return size._replace(chains=chains, steps=max(1, min(size.steps, elements // (chains * step))))
-
-
-def cases(settings: Settings) -> Iterator[Case]:
+def chain_cases(settings: Settings) -> Iterator[Case]:
     for dtype in settings.types():
-        for size in _sizes(settings):
-            yield LogZ("chain", dtype, *size)
-            yield Viterbi("viterbi", dtype, *size)
+        for size in SIZES.chosen(settings, "states"):
+            scores = size.table(size.states).numel()
+            limits = fewer(size.steps, size.chains, scores, settings.elements, least=1)
+            yield LogZ("chain", dtype, *limits, *size[2:])
+            yield Viterbi("viterbi", dtype, *limits, *size[2:])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +15,39 @@ import torch
 from ..cli.arguments import device_named, dtypes, number, numbers, require_writable, words
 from ..cli.console import Progress, UsageError, first_line, print_table
 from ..cli.info import no_gpu
-from . import host, picture, report
-from .case import Case, Settings
+from . import (
+    chain,
+    ctc,
+    decode,
+    heads,
+    host,
+    linear_chain,
+    picture,
+    report,
+    rnnt,
+    rows,
+    semi_markov,
+)
+from .case import Case, Provider, Settings
 from .host_cases import OPS as HOST_OPS
 from .measure import REPETITIONS, Machine, measure_machine
-from .providers import PEERS, Provider, choose
+from .providers import PEERS, choose
 from .runner import DeviceLost, Row, failed, run, takers
 
-OPS = (
-    *("softmax", "cross_entropy", "token_stats", "logprobs", "linear_cross_entropy", "divergence"),
-    *("chain", "linear_chain", "semi_markov", "ctc", "rnnt", "decode"),
-)
+OPS: dict[str, Callable[[Settings], Iterator[Case]]] = {
+    "softmax": rows.softmax_cases,
+    "cross_entropy": rows.cross_entropy_cases,
+    "token_stats": rows.token_stats_cases,
+    "logprobs": rows.logprobs_cases,
+    "linear_cross_entropy": heads.linear_cross_entropy_cases,
+    "divergence": heads.divergence_cases,
+    "chain": chain.chain_cases,
+    "linear_chain": linear_chain.linear_chain_cases,
+    "semi_markov": semi_markov.semi_markov_cases,
+    "ctc": ctc.ctc_cases,
+    "rnnt": rnnt.rnnt_cases,
+    "decode": decode.decode_cases,
+}
 HOST = "host"
 
 DESCRIPTION = """\
@@ -224,17 +245,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         device,
         args.do_bench,
     )
-    modules = [
-        importlib.import_module(f".{op}", __package__) for op in dict.fromkeys(args.ops or OPS)
-    ]
-    return Plan(
-        device,
-        settings,
-        providers,
-        [case for module in modules for case in module.cases(settings)],
-        csv,
-        svg,
-    )
+    cases = [case for op in dict.fromkeys(args.ops or OPS) for case in OPS[op](settings)]
+    return Plan(device, settings, providers, cases, csv, svg)
 
 
 def missing(plan: Plan) -> dict[str, str]:
@@ -314,10 +326,6 @@ def _report(rows: list[Row], machine: Machine, plan: Plan) -> None:
         print(f"wrote {plan.csv}")
     panels = picture.panels(rows)
     if plan.svg and panels:
-        try:
-            picture.draw(plan.svg, panels, machine)
-            print(f"wrote {plan.svg}")
-        except ImportError:
-            print(f"no {plan.svg}: it needs matplotlib (pip install matplotlib)")
+        picture.draw_where_possible(plan.svg, lambda path: picture.draw(path, panels, machine))
     for row in failed(rows):
         print(f"partita bench: {row.case}: {row.provider} {row.note}", file=sys.stderr)

@@ -1,22 +1,31 @@
-"""CTC: the loss from logits with its gradient, and the alignment of a long target."""
+"""CTC and CTC-CRF: the losses with their gradients, and the alignment of a long target."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .case import Buffers, Case, Loop, Moves, Settings, Verdict
-from .chain import BASES, CONTRACT, PEER_BOUND, worst
-from .ctc_case import ELEMENTS_AT_ONCE, CTCCase, LossCase, Truth, judge
-from .ctc_crf import Crf
-from .ctc_peers import CTCInputs, native_loss
-from .measure import peak_extra_memory
-from .providers import Function, Provider, is_ours
+from ..ops.chain.api import Chain
+from ..ops.ctc.api import ctc_align, ctc_loss
+from ..ops.ctc_crf.api import ctc_crf_loss
+from ..runtime.backend import backend
+from .case import Beyond, Buffers, Case, Function, Load, Provider, Settings, Sizes
+from .chain import BASES, MAX_STATES, beyond_fp32_kernels, beyond_loop, kmers, loop_logz
+from .paths import BestCase, Gradient, SumCase, Truth, evenly, fewer
+
+# Others carry fp32 states as large as log Z. PyTorch's posteriors are off by 0.3 at 20,000 steps.
+PEER_ROUNDINGS = 64
+ELEMENTS_AT_ONCE = 2**25  # elements whose truth is computed in fp64 together
+SEQUENCES_JUDGED = 4  # sequences over k-mers
+MIN_STEPS = 16  # with fewer steps, k-mers get shorter first
+# koi has this number too. The gradient of logaddexp is NaN where both arguments are infinite.
+UNREACHED = -1e30
 
 
 class Size(NamedTuple):
@@ -37,8 +46,20 @@ class Size(NamedTuple):
         """Return the number of scores of one step of one sequence."""
         return self.classes * BASES**self.state_len
 
+    def within(self, elements: int | None) -> Size:
+        """Return a size with at most this number of scores, in which all targets can be aligned."""
+        if elements is None:
+            return self
+        size = self
+        while size.state_len > 1 and size.scores * MIN_STEPS > elements:
+            size = size._replace(state_len=size.state_len - 1)
+        steps, sequences = fewer(size.steps, size.sequences, size.scores, elements, least=1)
+        longest = max(1, size.state_len, min(size.longest, steps // 2))
+        shortest = min(size.shortest, longest)
+        return size._replace(steps=steps, sequences=sequences, longest=longest, shortest=shortest)
 
-SIZES = (
+
+FULL_SIZES = (
     Size(500, 128, 20, 80, 100),
     Size(1000, 64, 32, 100, 200),
     Size(150, 128, 5000, 15, 30),
@@ -50,26 +71,248 @@ SIZES = (
     Size(512, 32, 64, 48, 48),
     Size(1024, 32, 128, 96, 96),
 )
-QUICK_SIZES = SIZES[0], SIZES[6]
-CPU_SIZES = Size(500, 32, 20, 80, 100), Size(400, 4, 5000, 40, 40)
-CPU_QUICK_SIZES = Size(60, 4, 20, 8, 12), Size(64, 4, 32, 16, 16)
-CRF_SIZE, CRF_CPU_SIZE, CRF_QUICK_SIZE = (
-    Size(2000, 64, 5, 300, 500, 5),
-    Size(400, 4, 5, 60, 100, 3),
-    Size(60, 2, 5, 8, 12, 2),
+SIZES = Sizes(
+    FULL_SIZES,
+    [FULL_SIZES[0], FULL_SIZES[6]],
+    [Size(500, 32, 20, 80, 100), Size(400, 4, 5000, 40, 40)],
+    [Size(60, 4, 20, 8, 12), Size(64, 4, 32, 16, 16)],
 )
-ALIGN_SIZE, ALIGN_CPU_SIZE, ALIGN_QUICK_SIZE = (
-    Size(180000, 1, 32, 20000, 20000),
-    Size(4000, 1, 32, 500, 500),
-    Size(100, 1, 8, 12, 12),
+CRF_QUICK = [Size(60, 2, 5, 8, 12, 2)]
+CRF_SIZES = Sizes(
+    [Size(2000, 64, 5, 300, 500, 5)], CRF_QUICK, [Size(400, 4, 5, 60, 100, 3)], CRF_QUICK
 )
-MIN_STEPS = 16  # with fewer steps, k-mers get shorter first
+ALIGN_QUICK = [Size(100, 1, 8, 12, 12)]
+ALIGN_SIZES = Sizes(
+    [Size(180000, 1, 32, 20000, 20000)], ALIGN_QUICK, [Size(4000, 1, 32, 500, 500)], ALIGN_QUICK
+)
+
+
+class CTCInputs(NamedTuple):
+    """A batch of inputs and their targets, all of full length.
+
+    Fields:
+        logits: `[T, N, C]`; log-probabilities for an alignment.
+        targets: `[N, S]` int64, padded with labels.
+        input_lengths, target_lengths: `[N]` int64, on the CPU.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    input_lengths: Tensor
+    target_lengths: Tensor
+
+
+class CRFInputs(NamedTuple):
+    """Scores of the edges between k-mers, and the target bases.
+
+    Fields:
+        scores: `[T, N, C, 5]`, of staying and of entering from each of four k-mers.
+        source: `[C, 5]`, the table of these k-mers.
+        targets: `[N, S]` int64 from 1 to 4, and 0 past the length of a target.
+        target_lengths: `[N]` int64, on the device.
+        state_len: the number of bases of a k-mer.
+    """
+
+    scores: Tensor
+    source: Tensor
+    targets: Tensor
+    target_lengths: Tensor
+    state_len: int
+
+
+def native_loss(
+    logits: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor
+) -> Tensor:
+    """Compute the summed loss by PyTorch's own kernels.
+
+    cuDNN's kernels take 256 labels at most, and other arguments.
+    """
+    log_probs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    with torch.backends.cudnn.flags(enabled=False):
+        return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, reduction="sum")
+
+
+def seqdist_loss() -> Function:
+    """Return the summed loss of seqdist, whose own function has the mean alone."""
+    library: Any = importlib.import_module("seqdist.ctc")
+
+    def function(logits: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
+        lengths_on_device = [length.to(logits.device, non_blocking=True) for length in lengths]
+        states = library.prepare_inputs(logits.log_softmax(-1), targets, *lengths_on_device)
+        return -library._Logz.apply(*states, library._fwd_bwd_cupy, library.Log).sum()
+
+    return function
+
+
+def beyond_seqdist(inputs: CTCInputs) -> str | None:
+    """Return why seqdist's kernels cannot take these inputs, or None."""
+    if inputs.logits.device.type != "cuda":
+        return "needs a GPU"
+    if inputs.logits.dtype not in (torch.float32, torch.float64):
+        return "takes fp32 and fp64 logits only"
+    if 2 * inputs.targets.shape[1] + 1 > MAX_STATES:
+        return f"takes at most {(MAX_STATES - 1) // 2} labels"
+    return None
+
+
+def torchaudio_align() -> Function:
+    """Return the function that finds the class of each step, `[N, T]`."""
+    align: Any = importlib.import_module("torchaudio.functional").forced_align
+
+    def function(log_probs: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
+        on_device = [length.to(log_probs.device) for length in lengths]
+        return align(log_probs.transpose(0, 1), targets, *on_device)[0]
+
+    return function
+
+
+def beyond_torchaudio(inputs: CTCInputs) -> str | None:
+    return None if len(inputs.targets) == 1 else "takes one sequence only"
+
+
+class TargetIndex(NamedTuple):
+    """The indices of the scores of a target's alignments among the scores of a step.
+
+    Fields:
+        stay: `[N, S - k + 1]`, for staying in each k-mer of the target.
+        move: `[N, S - k]`, for entering each k-mer from the one before it.
+    """
+
+    stay: Tensor
+    move: Tensor
+
+
+def target_index(targets: Tensor, state_len: int, bases: int) -> TargetIndex:
+    """Return the indices of the edges, by the k-mer that is entered and the base that leaves."""
+    labels = (targets - 1).clamp(min=0)
+    weights = bases ** torch.arange(state_len - 1, -1, -1, device=targets.device)
+    stay = (labels.unfold(1, state_len, 1) * weights).sum(-1) * (bases + 1)
+    return TargetIndex(stay, stay[:, 1:] + 1 + labels[:, : stay.shape[1] - 1])
+
+
+def _recipe(
+    inputs: CRFInputs, full_logz: Callable[..., Tensor], aligned_logz: Callable[..., Tensor]
+) -> Tensor:
+    """Compute the mean loss as basecallers write it.
+
+    A share of log Z is subtracted from the scores of each step. Then log Z of the target's
+    alignments is minus the loss.
+    """
+    scores, source, targets, lengths, state_len = inputs
+    T, N, C, K = scores.shape
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    ends = torch.zeros(N, C, dtype=dtype, device=scores.device)
+    normal = scores.flatten(2) - full_logz(scores, source, ends, ends)[:, None] / T
+    stay, move = (
+        normal.gather(2, index.expand(T, -1, -1))
+        for index in target_index(targets, state_len, K - 1)
+    )
+    return -(aligned_logz(stay, move, lengths + 1 - state_len) / lengths).mean()
+
+
+def _loop_aligned(stay: Tensor, move: Tensor, lengths: Tensor) -> Tensor:
+    """Compute log Z of the alignments of each target, `[N]`."""
+    alpha = torch.full_like(stay[0], UNREACHED)
+    alpha[:, 0] = 0.0
+    for staying, moving in zip(stay, move, strict=True):
+        alpha = torch.logaddexp(
+            staying + alpha, F.pad(moving + alpha[:, :-1], (1, 0), value=UNREACHED)
+        )
+    return alpha.gather(1, lengths[:, None] - 1).squeeze(1)
+
+
+def loop_crf_loss(*inputs: Any) -> Tensor:
+    return _recipe(CRFInputs(*inputs), loop_logz, _loop_aligned)
+
+
+def koi_crf_loss() -> Function:
+    library: Any = importlib.import_module("koi.ctc")
+
+    def full_logz(*inputs: Tensor) -> Tensor:
+        return library.logZ_cu_sparse(*inputs, library.Log, 1)
+
+    return lambda *inputs: _recipe(CRFInputs(*inputs), full_logz, library.logZ_cu)
+
+
+def _loss(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    return ctc_loss(logits, targets, steps, lengths, reduction="sum", from_logits=True)
+
+
+def _crf_loss(scores: Tensor, source: Tensor, *others: Any) -> Tensor:
+    targets, lengths, state_len = others
+    classes = scores.shape[-1]
+    return ctc_crf_loss(scores, targets, lengths, state_len=state_len, alphabet_size=classes)
+
+
+PROVIDERS: dict[str, dict[str, Load]] = {
+    "partita": {
+        "ctc": lambda: _loss,
+        "ctc_crf": lambda: _crf_loss,
+        "ctc_align": lambda: lambda *inputs: ctc_align(*inputs).labels,
+    },
+    "torch": {"ctc": lambda: native_loss, "ctc_crf": lambda: loop_crf_loss},
+    "koi": {"ctc_crf": koi_crf_loss},
+    "seqdist": {"ctc": seqdist_loss},
+    "torchaudio": {"ctc_align": torchaudio_align},
+}
+BEYOND: dict[str, dict[str, Beyond]] = {
+    "torch": {"ctc_crf": beyond_loop},
+    "koi": {"ctc_crf": beyond_fp32_kernels},
+    "seqdist": {"ctc": beyond_seqdist},
+    "torchaudio": {"ctc_align": beyond_torchaudio},
+}
+
+
+@dataclass(frozen=True)
+class CTCCase(Case):
+    """A batch of inputs, each with a target."""
+
+    steps: int
+    sequences: int
+    classes: int
+    shortest: int
+    longest: int
+
+    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
+    slow_on_cpu: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.steps, self.sequences, self.classes
+
+    def targets(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return labels, `[N, S]`, the same on all devices, and lengths, `[N]`, on the CPU."""
+        generator, N = torch.Generator().manual_seed(0), self.sequences
+        lengths = torch.randint(self.shortest, self.longest + 1, (N,), generator=generator)
+        lengths[0] = self.longest
+        labels = torch.randint(1, self.classes, (N, self.longest), generator=generator)
+        return labels.to(device), lengths
+
+    def inputs(self, buffers: Buffers) -> Any:
+        targets, lengths = self.targets(buffers.device)
+        logits = buffers.normal("logits", self.shape, self.dtype)
+        return CTCInputs(logits, targets, torch.full_like(lengths, self.steps), lengths)
+
+
+@dataclass(frozen=True)
+class LossCase(SumCase, CTCCase):
+    """A loss of CTC."""
+
+    contracts: ClassVar[int] = 1  # the bound of Partita, in bounds of one posterior
+
+    def bounds(self, provider: Provider, truth: Truth) -> tuple[float, float]:
+        of_gradient, of_result = super().bounds(provider, truth)
+        if provider.is_ours:
+            return self.contracts * of_gradient, self.contracts * of_result
+        rounding = PEER_ROUNDINGS * torch.finfo(torch.float32).eps * truth.logz
+        return max(of_gradient, rounding), of_result
 
 
 @dataclass(frozen=True)
 class Loss(LossCase):
     """The summed loss from logits."""
 
+    versus: ClassVar[str] = "torch"
     caption: ClassVar[str] = "CTC loss and its gradient"
 
     def standard(self, inputs: CTCInputs) -> Truth:
@@ -84,36 +327,97 @@ class Loss(LossCase):
             gradients.append(torch.autograd.grad(loss, leaf)[0])
             losses.append(loss.detach())
         total = torch.stack(losses).sum()
-        return Truth(
-            total,
-            float(total) / self.sequences,
-            torch.arange(self.sequences, device=logits.device),
-            torch.cat(gradients, 1),
-        )
-
-    def verdicts(
-        self, function: Function, inputs: CTCInputs, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
-        yield from judge(
-            function,
-            inputs,
-            standard,
-            torch.ones_like(standard.sequences),
-            self.allowed(provider, standard),
-        )
+        gradient = Gradient(0, ..., torch.cat(gradients, 1))
+        return Truth(total, ..., [gradient], float(total) / self.sequences)
 
 
 @dataclass(frozen=True)
-class Align(CTCCase):
-    """The class of each step in the best alignment, for one read of the log-probabilities."""
+class Crf(LossCase):
+    """The mean loss over k-mers: log Z of the chain minus log Z of the target's alignments."""
+
+    caption: ClassVar[str] = "CTC-CRF loss and its gradient"
+    scores: ClassVar[str] = "scores"
+    versus: ClassVar[str] = "koi"
+    slow: ClassVar[tuple[str, ...]] = ("torch",)
+    contracts: ClassVar[int] = 2  # its gradient is a difference of two marginals
+    sizes: ClassVar[tuple[str, ...]] = (
+        *("steps", "sequences", "states", "slots", "shortest", "longest"),
+    )
+
+    state_len: int
+
+    @property
+    def states(self) -> int:
+        return BASES**self.state_len
+
+    @property
+    def slots(self) -> int:
+        return self.classes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.steps, self.sequences, self.states, self.slots
+
+    def inputs(self, buffers: Buffers) -> CRFInputs:
+        targets, lengths = (each.to(buffers.device) for each in self.targets(buffers.device))
+        past = torch.arange(self.longest, device=buffers.device) >= lengths[:, None]
+        source = kmers(self.states).to(buffers.device, torch.int32)
+        scores = buffers.normal("scores", self.shape, self.dtype)
+        return CRFInputs(scores, source, targets.masked_fill(past, 0), lengths, self.state_len)
+
+    def standard(self, inputs: CRFInputs) -> Truth:
+        """Compute log Z of all sequences and the marginals of some from two chains in fp64."""
+        number = ELEMENTS_AT_ONCE // (self.steps * self.states * self.slots)
+        which = evenly(min(SEQUENCES_JUDGED, number), self.sequences, inputs.scores.device)
+        everyone = torch.arange(self.sequences, device=which.device)
+        with backend("reference"), torch.no_grad():
+            losses = torch.cat([crf_losses(inputs, n) for n in everyone.split(4 * len(which))])
+            full, aligned, index = crf_chains(inputs, which)
+            posterior, logz = full.marginals().flatten(2), float(full.logz().abs().max())
+            for at, marginals in zip(index, aligned.marginals().unbind(-1), strict=True):
+                posterior.scatter_add_(
+                    2, at.expand(self.steps, -1, -1), -marginals[..., -at.shape[1] :]
+                )
+        lengths = inputs.target_lengths.double()
+        # The mean over lengths and batch makes a gradient of a posterior.
+        unit = 1 / (self.sequences * lengths[which, None, None])
+        truth = posterior.unflatten(2, (self.states, self.slots)) * unit
+        gradient = Gradient(0, (slice(None), which), truth, unit)
+        return Truth((losses / lengths).mean(), ..., [gradient], logz)
+
+
+def crf_chains(inputs: CRFInputs, which: Tensor) -> tuple[Chain, Chain, TargetIndex]:
+    """Return two chains in fp64 and the indices of the second one's scores.
+
+    The first chain has all paths of these sequences, the second the paths that emit the target.
+    """
+    scores, targets = inputs.scores[:, which].double(), inputs.targets[which]
+    ends = torch.zeros_like(scores[0, ..., 0])
+    index = target_index(targets, inputs.state_len, BASES)
+    stay, move = (scores.flatten(2).gather(2, at.expand(len(scores), -1, -1)) for at in index)
+    state = torch.arange(stay.shape[2], device=scores.device)
+    last = inputs.target_lengths[which, None] - inputs.state_len
+    aligned = Chain(
+        torch.stack([stay, F.pad(move, (1, 0))], -1),
+        torch.stack([state, state - 1], 1),
+        torch.where(state == 0, 0.0, -torch.inf).double().expand_as(stay[0]),
+        torch.where(state == last, 0.0, -torch.inf).double(),
+    )
+    return Chain(scores, inputs.source, ends, ends), aligned, index
+
+
+def crf_losses(inputs: CRFInputs, which: Tensor) -> Tensor:
+    full, aligned, _ = crf_chains(inputs, which)
+    return full.logz() - aligned.logz()
+
+
+@dataclass(frozen=True)
+class Align(BestCase, CTCCase):
+    """The class of each step in the best alignment."""
 
     versus: ClassVar[str] = "torchaudio"
     memory_of: ClassVar[str] = "inference"
     scores: ClassVar[str] = "log-probabilities"
-
-    @property
-    def moves(self) -> Mapping[str, Moves]:
-        return {"inference": Moves(self.bytes, "read")}
 
     def inputs(self, buffers: Buffers) -> CTCInputs:
         logits, *others = super().inputs(buffers)
@@ -122,38 +426,16 @@ class Align(CTCCase):
     def standard(self, inputs: CTCInputs) -> Tensor:
         return best_scores(*inputs)
 
-    def verdicts(
-        self, function: Function, inputs: CTCInputs, provider: Provider, standard: Tensor
-    ) -> Iterator[Verdict]:
-        """Accept any alignment with the best score that emits the target."""
-        log_probs, targets, _, lengths = inputs
-        allowed = CONTRACT[1] if is_ours(provider.name) else PEER_BOUND
-        labels = function(*inputs).long()
-        safe = labels.clamp(0, self.classes - 1)
-        spelled = [row[row != 0] for row in map(torch.unique_consecutive, labels)]
-        mismatch = torch.tensor(
-            [
-                not torch.equal(found, target[:n])
-                for found, target, n in zip(spelled, targets, lengths, strict=True)
-            ]
-        )
-        yield worst(
-            mismatch.double(), allowed, torch.tensor([len(found) for found in spelled]), lengths
-        )
-        scores = (
-            log_probs.transpose(0, 1).gather(2, safe[..., None]).sum((1, 2), dtype=torch.float64)
-        )
-        yield worst(
-            (standard - scores).abs() / standard.abs().clamp(min=1), allowed, scores, standard
-        )
+    def broken(self, inputs: CTCInputs, found: Tensor) -> Tensor:
+        """Return which alignments do not emit their target."""
+        spelled = (row[row != 0] for row in map(torch.unique_consecutive, found.long()))
+        rows = zip(spelled, inputs.targets, inputs.target_lengths, strict=True)
+        return torch.tensor([not torch.equal(row, target[:n]) for row, target, n in rows])
 
-    def loops(self, function: Function, inputs: CTCInputs, provider: Provider) -> Sequence[Loop]:
-        return [Loop((("inference", lambda: function(*inputs)),), lambda: None)]
-
-    def extra_memory(
-        self, function: Function, inputs: CTCInputs, provider: Provider, device: torch.device
-    ) -> int | None:
-        return peak_extra_memory([("inference", lambda: function(*inputs))], device)
+    def path_scores(self, inputs: CTCInputs, found: Tensor, standard: Tensor) -> Tensor:
+        safe = found.long().clamp(0, self.classes - 1)
+        scores = inputs.logits.transpose(0, 1).gather(2, safe[..., None])
+        return scores.sum((1, 2), dtype=torch.float64)
 
 
 def best_scores(
@@ -170,52 +452,18 @@ def best_scores(
     same = F.pad(targets[:, 1:] == targets[:, :-1], (1, 0), value=True)
     for step in log_probs:
         before = F.pad(label, (1, 0), value=-torch.inf)
-        entered = torch.maximum(
-            torch.maximum(label, blank[:, :-1]), before[:, :-1].masked_fill(same, -torch.inf)
-        )
+        skipped = before[:, :-1].masked_fill(same, -torch.inf)
+        entered = torch.maximum(torch.maximum(label, blank[:, :-1]), skipped)
         blank, label = torch.maximum(blank, before) + step[:, :1], entered + step.gather(1, targets)
     last = target_lengths.to(targets.device)[:, None]
     return torch.maximum(blank.gather(1, last), label.gather(1, last - 1)).squeeze(1)
 
 
-def _sizes(settings: Settings) -> Iterator[Size]:
-    gpu = settings.device.type == "cuda"
-    sizes: Sequence[Size] = (
-        (QUICK_SIZES if settings.quick else SIZES)
-        if gpu
-        else (CPU_QUICK_SIZES if settings.quick else CPU_SIZES)
-    )
-    if settings.columns:
-        sizes = [sizes[0]._replace(classes=max(2, classes)) for classes in settings.columns]
-    for size in sizes:
-        yield _within(size, settings.elements)
-
-
-def _within(size: Size, elements: int | None) -> Size:
-    """Return a size with at most this number of scores, in which all targets can be aligned."""
-    if elements is None:
-        return size
-    while size.state_len > 1 and size.scores * MIN_STEPS > elements:
-        size = size._replace(state_len=size.state_len - 1)
-    sequences = max(1, min(size.sequences, elements // (size.steps * size.scores)))
-    steps = max(1, min(size.steps, elements // (sequences * size.scores)))
-    longest = max(1, size.state_len, min(size.longest, steps // 2))
-    return size._replace(
-        steps=steps, sequences=sequences, longest=longest, shortest=min(size.shortest, longest)
-    )
-
-
-def cases(settings: Settings) -> Iterator[Case]:
-    which = 2 if settings.quick else int(settings.device.type != "cuda")
-    crf, align = (
-        each[which]
-        for each in (
-            (CRF_SIZE, CRF_CPU_SIZE, CRF_QUICK_SIZE),
-            (ALIGN_SIZE, ALIGN_CPU_SIZE, ALIGN_QUICK_SIZE),
-        )
-    )
+def ctc_cases(settings: Settings) -> Iterator[Case]:
     for dtype in settings.types():
-        for size in _sizes(settings):
-            yield Loss("ctc", dtype, *size[:5])
-        yield Crf("ctc_crf", dtype, *_within(crf, settings.elements))
-        yield Align("ctc_align", dtype, *_within(align, settings.elements)[:5])
+        for size in SIZES.chosen(settings, "classes", 2):
+            yield Loss("ctc", dtype, *size.within(settings.elements)[:5])
+        for size in CRF_SIZES.chosen(settings):
+            yield Crf("ctc_crf", dtype, *size.within(settings.elements))
+        for size in ALIGN_SIZES.chosen(settings):
+            yield Align("ctc_align", dtype, *size.within(settings.elements)[:5])

@@ -1,10 +1,15 @@
-"""Decoding: greedy and beam search of CTC, and the best paths and prefixes over k-mers."""
+"""Decoding: greedy and beam search of CTC, and the best paths and prefixes over k-mers.
+
+Decoders of others search one sequence at a time on the host or a batch on a GPU. Each takes
+`DecodeInputs` and returns what its library returns; `tokens_of` reads it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,15 +19,31 @@ from torch import Tensor
 
 from ..ops.ctc_crf.api import ctc_crf_loss
 from ..ops.decode.api import ctc_beam_search, ctc_greedy_search
+from ..ops.decode.basecalls import Basecalls
+from ..ops.decode.common import Hypotheses
 from ..ops.decode.crf import ctc_crf_decode
 from ..runtime.backend import backend
-from .case import Buffers, Case, Loop, Moves, Settings, Verdict
+from .case import (
+    Beyond,
+    Buffers,
+    Case,
+    Load,
+    Loop,
+    Moves,
+    Provider,
+    Settings,
+    Sizes,
+    Verdict,
+    needs_gpu,
+)
 from .chain import BASES
-from .decode_peers import BLANK_SCORE, DecodeInputs, kmer_length, tokens_of
-from .providers import Function, Provider, is_ours
+from .paths import READ, fewer
 
 SEQUENCES_JUDGED = 2  # the reference is a loop in Python
 ALLOWED = 1e-4  # nats that may be lost to a rounding that decides between prefixes
+FIRST_CHARACTER = 0x4E00  # of the text of classes; from here on there are 20,000 letters
+BLANK_SCORE = 2.0  # of staying in a k-mer, which koi takes as one number
+KOI_BASES = "NACGT"
 
 
 class Size(NamedTuple):
@@ -32,14 +53,197 @@ class Size(NamedTuple):
     beam_width: int
 
 
-GREEDY_SIZES = (Size(150, 128, 5000, 1), Size(1000, 64, 5, 1))
-BEAM_SIZES = (Size(1000, 64, 5, 16), Size(500, 32, 32, 16), Size(150, 128, 5000, 16))
-CRF_SIZES = (Size(2000, 64, 1024, 32),)
-CPU_GREEDY_SIZES = (Size(1000, 1, 5, 1),)
-CPU_BEAM_SIZES = Size(1000, 1, 5, 5), Size(1000, 1, 5, 32), Size(500, 1, 32, 16)
-CPU_CRF_SIZES = (Size(400, 2, 256, 32),)
-CPU_QUICK_SIZES = (Size(30, 2, 5, 4),)
-CPU_QUICK_CRF_SIZES = (Size(20, 2, 16, 4),)
+QUICK, CRF_QUICK = [Size(30, 2, 5, 4)], [Size(20, 2, 16, 4)]
+GREEDY_SIZES = Sizes(
+    [Size(150, 128, 5000, 1), Size(1000, 64, 5, 1)],
+    [Size(150, 128, 5000, 1)],
+    [Size(1000, 1, 5, 1)],
+    QUICK,
+)
+BEAM_SIZES = Sizes(
+    [Size(1000, 64, 5, 16), Size(500, 32, 32, 16), Size(150, 128, 5000, 16)],
+    [Size(1000, 64, 5, 16)],
+    [Size(1000, 1, 5, 5), Size(1000, 1, 5, 32), Size(500, 1, 32, 16)],
+    QUICK,
+)
+CRF_SIZES = Sizes(
+    [Size(2000, 64, 1024, 32)], [Size(2000, 64, 1024, 32)], [Size(400, 2, 256, 32)], CRF_QUICK
+)
+
+
+class DecodeInputs(NamedTuple):
+    """Scores of a batch, all of full length.
+
+    Fields:
+        scores: log-probabilities `[T, N, C]` with the blank 0, or scores of k-mers `[T, N, C, 5]`.
+        beam_width: the number of prefixes that go on after each step.
+    """
+
+    scores: Tensor
+    beam_width: int
+
+
+Decoder = Callable[[DecodeInputs], Any]
+
+
+def characters(classes: int) -> list[str]:
+    """Return a letter for each class."""
+    return [chr(FIRST_CHARACTER + c) for c in range(classes)]
+
+
+def tokens_of(found: Any, sequences: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of some sequences in the result of a provider; bases count from 1."""
+    if isinstance(found, Hypotheses):
+        rows = zip(found.tokens[:, 0], found.lengths[:, 0], strict=True)
+    elif isinstance(found, Basecalls):
+        rows = zip(found.labels, found.lengths, strict=True)
+    elif isinstance(found[0], str):
+        return [[ord(letter) - FIRST_CHARACTER for letter in found[n]] for n in sequences]
+    elif isinstance(found[0], Tensor):  # koi: letters [N, T], qualities and moves
+        letters = [bytes(row[row != 0].tolist()).decode() for row in found[0].cpu()]
+        return [[KOI_BASES.index(letter) for letter in letters[n]] for n in sequences]
+    else:
+        return [list(found[n][0].tokens) for n in sequences]
+    each = list(rows)
+    return [each[n][0][: int(each[n][1])].tolist() for n in sequences]
+
+
+def prepared(prepare: Callable[[Tensor], Any], search: Callable[[Any, int], Any]) -> Decoder:
+    """Return a decoder whose library takes other inputs, which are made one time and not timed."""
+    last: list[Any] = [None, None]  # scores and what the library takes instead of them
+
+    def decode(inputs: DecodeInputs) -> Any:
+        if last[0] is not inputs.scores:
+            last[:] = inputs.scores, prepare(inputs.scores)
+        return search(last[1], inputs.beam_width)
+
+    return decode
+
+
+def _probabilities(log_probs: Tensor) -> list[Any]:
+    return [each.contiguous().numpy() for each in log_probs.float().exp().unbind(1)]
+
+
+def fast_ctc_decode_greedy() -> Decoder:
+    library: Any = importlib.import_module("fast_ctc_decode")
+
+    def search(sequences: list[Any], beam_width: int) -> list[str]:
+        alphabet = characters(sequences[0].shape[1])
+        return [library.viterbi_search(each, alphabet)[0] for each in sequences]
+
+    return prepared(_probabilities, search)
+
+
+def fast_ctc_decode_beam() -> Decoder:
+    """Return its beam search without the cut-off, by which it leaves out labels."""
+    library: Any = importlib.import_module("fast_ctc_decode")
+
+    def search(sequences: list[Any], beam_width: int) -> list[str]:
+        alphabet = characters(sequences[0].shape[1])
+        return [library.beam_search(each, alphabet, beam_width, 0.0)[0] for each in sequences]
+
+    return prepared(_probabilities, search)
+
+
+def pyctcdecode_beam() -> Decoder:
+    """Return its beam search without a language model, with the cut-offs that it has by default."""
+    library: Any = importlib.import_module("pyctcdecode")
+
+    def prepare(log_probs: Tensor) -> tuple[Any, list[Any]]:
+        labels = ["", *characters(log_probs.shape[2])[1:]]
+        arrays = [each.contiguous().numpy() for each in log_probs.float().unbind(1)]
+        return library.build_ctcdecoder(labels), arrays
+
+    def search(prepared_inputs: tuple[Any, list[Any]], beam_width: int) -> list[str]:
+        decoder, sequences = prepared_inputs
+        return [decoder.decode(each, beam_width=beam_width) for each in sequences]
+
+    return prepared(prepare, search)
+
+
+def torchaudio_beam() -> Decoder:
+    """Return the CUDA decoder of torchaudio up to 2.8, without skipped steps."""
+    library: Any = importlib.import_module("torchaudio.models.decoder")
+    decoder = library.CUCTCDecoder
+
+    def search(log_probs: Tensor, beam_width: int) -> Any:
+        N, T, C = log_probs.shape
+        lengths = torch.full((N,), T, dtype=torch.int32, device=log_probs.device)
+        return decoder(characters(C), beam_size=beam_width, blank_skip_threshold=1.0)(
+            log_probs, lengths
+        )
+
+    return prepared(lambda scores: scores.float().transpose(0, 1).contiguous(), search)
+
+
+def koi_beam() -> Decoder:
+    """Return koi's beam search over k-mers as bonito calls it, in fp16."""
+    library: Any = importlib.import_module("koi.decode")
+
+    def prepare(scores: Tensor) -> Tensor:
+        return scores[..., 1:].transpose(0, 1).flatten(2).half().contiguous()
+
+    def search(scores: Tensor, beam_width: int) -> Any:
+        return library.beam_search(
+            scores,
+            beam_width=beam_width,
+            beam_cut=100.0,
+            scale=1.0,
+            offset=0.0,
+            blank_score=BLANK_SCORE,
+        )
+
+    return prepared(prepare, search)
+
+
+def kmer_length(states: int) -> int:
+    """Return the number of bases of a k-mer, of which there are 4^k."""
+    return (states.bit_length() - 1) // 2
+
+
+def greedy(inputs: DecodeInputs) -> Hypotheses:
+    return ctc_greedy_search(inputs.scores)
+
+
+def beam(inputs: DecodeInputs) -> Hypotheses:
+    return ctc_beam_search(inputs.scores, beam_width=inputs.beam_width)
+
+
+def over_kmers(method: Any) -> Decoder:
+    """Return the decoder of this method."""
+    return lambda inputs: ctc_crf_decode(
+        inputs.scores,
+        state_len=kmer_length(inputs.scores.shape[2]),
+        alphabet_size=inputs.scores.shape[3],
+        method=method,
+        beam_width=inputs.beam_width,
+    )
+
+
+def on_the_host(inputs: DecodeInputs) -> str | None:
+    """Return why a decoder on the host cannot be timed with these inputs, or None."""
+    return "runs on the host" if inputs.scores.is_cuda else None
+
+
+OURS: dict[str, Decoder] = {
+    "ctc_greedy": greedy,
+    "ctc_beam": beam,
+    "ctc_crf_viterbi": over_kmers("viterbi"),
+    "ctc_crf_beam": over_kmers("beam"),
+}
+PROVIDERS: dict[str, dict[str, Load]] = {
+    "partita": {op: lambda function=function: function for op, function in OURS.items()},  # type: ignore[misc]
+    "koi": {"ctc_crf_beam": koi_beam},
+    "torchaudio": {"ctc_beam": torchaudio_beam},
+    "fast-ctc-decode": {"ctc_greedy": fast_ctc_decode_greedy, "ctc_beam": fast_ctc_decode_beam},
+    "pyctcdecode": {"ctc_beam": pyctcdecode_beam},
+}
+BEYOND: dict[str, dict[str, Beyond]] = {
+    "koi": {"ctc_crf_beam": needs_gpu},
+    "torchaudio": {"ctc_beam": needs_gpu},
+    "fast-ctc-decode": {"ctc_greedy": on_the_host, "ctc_beam": on_the_host},
+    "pyctcdecode": {"ctc_beam": on_the_host},
+}
 
 
 class Truth(NamedTuple):
@@ -59,21 +263,13 @@ class DecodeCase(Case):
     beam_width: int
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "beam_width")
-    varying: ClassVar[tuple[str, ...]] = sizes
     scores: ClassVar[str] = "scores"
     unit: ClassVar[str] = "nats"
+    slow: ClassVar[tuple[str, ...]] = ("pyctcdecode",)  # a loop in Python
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.steps, self.sequences, self.classes
-
-    @property
-    def moves(self) -> Mapping[str, Moves]:
-        return {}
-
-    @abstractmethod
-    def reference(self, scores: Tensor) -> Any:
-        """Return what this search finds."""
 
     @abstractmethod
     def log_prob(self, scores: Tensor, tokens: list[int]) -> Tensor:
@@ -81,10 +277,11 @@ class DecodeCase(Case):
 
     def standard(self, inputs: DecodeInputs) -> Truth:
         sequences = sorted({*range(min(self.sequences, SEQUENCES_JUDGED - 1)), self.sequences - 1})
-        scores = inputs.scores[:, sequences].double()
+        some = inputs._replace(scores=inputs.scores[:, sequences].double())
         with backend("reference"):
-            found = self.reference(scores)
-        return Truth(sequences, self.log_probs(scores, tokens_of(found, range(len(sequences)))))
+            found = OURS[self.op](some)
+        tokens = tokens_of(found, range(len(sequences)))
+        return Truth(sequences, self.log_probs(some.scores, tokens))
 
     def log_probs(self, scores: Tensor, tokens: list[list[int]]) -> Tensor:
         """Return the log-probability of the tokens of each sequence."""
@@ -93,23 +290,19 @@ class DecodeCase(Case):
         )
 
     def verdicts(
-        self, function: Function, inputs: DecodeInputs, provider: Provider, standard: Truth
+        self, function: Decoder, inputs: DecodeInputs, provider: Provider, standard: Truth
     ) -> Iterator[Verdict]:
         """Yield how many nats are lost against the reference; below 0, more probable tokens."""
         tokens = tokens_of(function(inputs), standard.sequences)
         found = self.log_probs(inputs.scores[:, standard.sequences].double(), tokens)
         lost = standard.log_probs - found
-        allowed = ALLOWED if is_ours(provider.name) else math.inf
+        allowed = ALLOWED if provider.is_ours else math.inf
         for i, n in enumerate(standard.sequences):
             expected = float(standard.log_probs[i])
             yield Verdict(float(lost[i]), allowed, (n,), float(found[i]), expected)
 
-    def loops(self, function: Function, inputs: DecodeInputs, provider: Provider) -> Sequence[Loop]:
-        return [Loop((("inference", lambda: function(inputs)),), lambda: None)]
-
-    def is_slow(self, provider: Provider, device: torch.device) -> bool:
-        """Return whether this is a loop in Python."""
-        return provider.name == "pyctcdecode"
+    def inference(self, function: Decoder, inputs: DecodeInputs) -> Loop:
+        return Loop((("inference", lambda: function(inputs)),), lambda: None)
 
 
 @dataclass(frozen=True)
@@ -119,9 +312,6 @@ class Beam(DecodeCase):
     def inputs(self, buffers: Buffers) -> DecodeInputs:
         logits = buffers.normal("scores", self.shape, self.dtype)
         return DecodeInputs((2 * logits).log_softmax(-1), self.beam_width)
-
-    def reference(self, scores: Tensor) -> Any:
-        return ctc_beam_search(scores, beam_width=self.beam_width)
 
     def log_prob(self, scores: Tensor, tokens: list[int]) -> Tensor:
         target = torch.tensor([tokens], dtype=torch.int64, device=scores.device)
@@ -133,21 +323,14 @@ class Beam(DecodeCase):
 class Greedy(Beam):
     """The most probable class of each step, for one read of the log-probabilities."""
 
-    @property
-    def moves(self) -> Mapping[str, Moves]:
-        return {"inference": Moves(self.bytes, "read")}
-
-    def reference(self, scores: Tensor) -> Any:
-        return ctc_greedy_search(scores)
+    work: ClassVar[Mapping[str, Moves]] = READ
 
 
 @dataclass(frozen=True)
-class CrfViterbi(DecodeCase):
-    """The best path over k-mers, with qualities from the posteriors."""
+class CrfCase(DecodeCase):
+    """The best path or prefix beam search over k-mers, with qualities from the posteriors."""
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states", "beam_width")
-    varying: ClassVar[tuple[str, ...]] = sizes
-    method: ClassVar[str] = "viterbi"
 
     @property
     def states(self) -> int:
@@ -162,15 +345,6 @@ class CrfViterbi(DecodeCase):
         scores[..., 0] = BLANK_SCORE
         return DecodeInputs(scores, self.beam_width)
 
-    def reference(self, scores: Tensor) -> Any:
-        return ctc_crf_decode(
-            scores,
-            state_len=kmer_length(self.states),
-            alphabet_size=BASES + 1,
-            method=self.method,
-            beam_width=self.beam_width,
-        )
-
     def log_prob(self, scores: Tensor, tokens: list[int]) -> Tensor:
         target = torch.tensor([tokens], dtype=torch.int64, device=scores.device)
         lengths = torch.tensor([len(tokens)], device=scores.device)
@@ -178,37 +352,15 @@ class CrfViterbi(DecodeCase):
         return -ctc_crf_loss(scores, target, lengths, **sizes, reduction="sum")
 
 
-@dataclass(frozen=True)
-class CrfBeam(CrfViterbi):
-    """Prefix beam search over k-mers, with qualities from the posteriors."""
-
-    method: ClassVar[str] = "beam"
-
-
-def _chosen(
-    settings: Settings, full: Sequence[Size], cpu: Sequence[Size], quick: Sequence[Size]
-) -> Iterator[Size]:
-    if settings.device.type == "cuda":
-        sizes = full[:1] if settings.quick else full
-    else:
-        sizes = quick if settings.quick else cpu
-    for size in sizes:
-        yield _within(size, settings.elements) if settings.elements else size
-
-
-def _within(size: Size, elements: int) -> Size:
-    """Return a size with fewer or shorter sequences that has at most this number of scores."""
-    sequences = max(1, min(size.sequences, elements // (size.steps * size.classes)))
-    steps = max(2, min(size.steps, elements // (sequences * size.classes)))
-    return size._replace(steps=steps, sequences=sequences)
-
-
-def cases(settings: Settings) -> Iterator[Case]:
+def decode_cases(settings: Settings) -> Iterator[Case]:
+    kinds: tuple[tuple[str, type[DecodeCase], Sizes], ...] = (
+        ("ctc_greedy", Greedy, GREEDY_SIZES),
+        ("ctc_beam", Beam, BEAM_SIZES),
+        ("ctc_crf_viterbi", CrfCase, CRF_SIZES),
+        ("ctc_crf_beam", CrfCase, CRF_SIZES),
+    )
     for dtype in settings.types(torch.float32):
-        for size in _chosen(settings, GREEDY_SIZES, CPU_GREEDY_SIZES, CPU_QUICK_SIZES):
-            yield Greedy("ctc_greedy", dtype, *size)
-        for size in _chosen(settings, BEAM_SIZES, CPU_BEAM_SIZES, CPU_QUICK_SIZES):
-            yield Beam("ctc_beam", dtype, *size)
-        for size in _chosen(settings, CRF_SIZES, CPU_CRF_SIZES, CPU_QUICK_CRF_SIZES):
-            yield CrfViterbi("ctc_crf_viterbi", dtype, *size)
-            yield CrfBeam("ctc_crf_beam", dtype, *size)
+        for op, kind, sizes in kinds:
+            for size in sizes.chosen(settings):
+                limits = fewer(size.steps, size.sequences, size.classes, settings.elements)
+                yield kind(op, dtype, *limits, *size[2:])

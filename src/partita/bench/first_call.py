@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from ..cli.fresh_process import end_process
-from .host_cases import Draw, step, usual_case
+from ..testing.samples import Draw
+from .host_cases import step, usual_case
 
 
 def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
@@ -23,7 +24,7 @@ def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
 
     The inputs are made before, so the context of the GPU is not counted.
     """
-    case, draw = usual_case(op), Draw(device)
+    case, draw = usual_case(op), Draw(device=device)
     inputs = case.inputs(draw, 0)
     function = case.functions[provider]()
     times = {}

@@ -24,8 +24,9 @@ from ..cli.console import Progress, UsageError, first_line, print_table
 from ..cli.fresh_process import run_module
 from ..cli.info import no_gpu
 from ..runtime.caches import register_cache
-from . import host_report, providers
-from .host_cases import CASES, OPS, PROVIDERS, Draw, HostCase, usual_case
+from ..testing.samples import Draw
+from . import host_report, picture, providers
+from .host_cases import CASES, OPS, PROVIDERS, HostCase, usual_case
 from .host_report import FirstCall, Measurement
 from .host_trial import OURS, Call, Trial
 from .runner import DeviceLost, require_device
@@ -204,18 +205,18 @@ def _counted(results: HostResults, trials: Sequence[Trial]) -> Iterator[str]:
         yield f"kernels of {trial.case.op}: {trial.provider}"
         found = results.measured[index]
         try:
-            if work := device_work(trial.counted, trial.draw.device):
+            if work := device_work(trial.counted, trial.device):
                 kernels, device_us = work
                 results.measured[index] = replace(found, kernels=kernels, device_us=device_us)
         except Exception as error:
-            require_device(trial.draw.device, error)
+            require_device(trial.device, error)
             note = f"not profiled: {first_line(error)[:120]}"
             results.measured[index] = replace(found, note=note)
 
 
 def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
     """Measure everything with a progress bar; an interrupted run returns what it has."""
-    results, draw = HostResults(), Draw(plan.device)
+    results, draw = HostResults(), Draw(device=plan.device)
     pairs = [(case, name) for case, names in plan.cases for name in names if name not in absent]
     trials = [Trial(case, name, draw) for case, name in pairs]
     profiled = plan.device.type == "cuda"
@@ -288,11 +289,8 @@ def main(args: argparse.Namespace) -> int:
         host_report.write_csv(plan.csv, results.measured, results.first_calls, name)
         print(f"wrote {plan.csv}")
     if plan.svg:
-        try:
-            host_report.draw(plan.svg, results.measured, name)
-            print(f"wrote {plan.svg}")
-        except ImportError:
-            print(f"no {plan.svg}: it needs matplotlib (pip install matplotlib)")
+        measured = results.measured
+        picture.draw_where_possible(plan.svg, lambda path: host_report.draw(path, measured, name))
     for text in failures(results):
         print(f"partita bench: {text}", file=sys.stderr)
     return results.code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,38 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.chain.api import Chain, logz
-from ..ops.cross_entropy.api import cross_entropy, token_stats
+from ..ops.cross_entropy.api import token_stats
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy
-from ..ops.softmax.api import softmax
-from . import linear_peers, providers
+from ..testing.samples import Draw
+from . import providers
+from .case import Function
 
 Inputs = tuple[Any, ...]
-Function = Callable[..., Tensor]
 
 ROWS, CLASSES = 8, 1000
 TOKENS, HIDDEN = 64, 64
 STEPS, SEQUENCES, LABELS, SYMBOLS, TAGS = 50, 4, 10, 20, 10
 BASES, STATE_LEN = 4, 3
-SEED = 0
 SAME, ON_DEVICE, NEW_SHAPES = "", "lengths on the device", "a new shape at every call"
-
-
-class Draw:
-    """Random inputs on a device, drawn on the host from one seed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._generator = torch.Generator().manual_seed(SEED)
-
-    def leaf(self, *shape: int) -> Tensor:
-        numbers = torch.randn(*shape, generator=self._generator)
-        return numbers.to(self.device).requires_grad_()
-
-    def labels(self, least: int, limit: int, *shape: int) -> Tensor:
-        return torch.randint(least, limit, shape, generator=self._generator).to(self.device)
 
 
 class Unit(NamedTuple):
@@ -93,17 +78,17 @@ def step(function: Function, inputs: Inputs) -> Tensor:
 
 def _rows(draw: Draw, shape: int) -> Inputs:
     rows = ROWS + shape
-    return draw.leaf(rows, CLASSES), draw.labels(0, CLASSES, rows)
+    return draw.scores(rows, CLASSES), draw.labels(0, CLASSES, rows)
 
 
 def _logits(draw: Draw, shape: int) -> Inputs:
-    return (draw.leaf(ROWS, CLASSES),)
+    return (draw.scores(ROWS, CLASSES),)
 
 
 def _hidden(draw: Draw, shape: int) -> Inputs:
     return (
-        draw.leaf(TOKENS, HIDDEN),
-        draw.leaf(CLASSES, HIDDEN),
+        draw.scores(TOKENS, HIDDEN),
+        draw.scores(CLASSES, HIDDEN),
         draw.labels(0, CLASSES, TOKENS),
     )
 
@@ -117,7 +102,7 @@ def _sequences(draw: Draw, shape: int) -> Inputs:
         # Steps, labels and sequences count up like the digits of a number, so shapes differ.
         T, S, N = 30 + shape % 40, 4 + shape // 40 % 8, 2 + shape // 320
         steps, lengths = T - torch.arange(N) % 3, S - torch.arange(N) % 2
-    logits = draw.leaf(T, N, SYMBOLS)
+    logits = draw.scores(T, N, SYMBOLS)
     return logits, draw.labels(1, SYMBOLS, N, S), steps, lengths
 
 
@@ -135,7 +120,7 @@ def _kmers(draw: Draw, shape: int) -> Inputs:
     """Return scores, their table in int64 and in int32, and zeros for both ends."""
     source = debruijn_source(BASES, STATE_LEN).to(draw.device)
     ends = torch.zeros(SEQUENCES, len(source), device=draw.device)
-    return draw.leaf(STEPS, SEQUENCES, *source.shape), source, source.int(), ends
+    return draw.scores(STEPS, SEQUENCES, *source.shape), source, source.int(), ends
 
 
 def _scores(draw: Draw, shape: int) -> Inputs:
@@ -150,35 +135,40 @@ def _bases(draw: Draw, shape: int) -> Inputs:
 
 
 def _tags(draw: Draw, shape: int) -> Inputs:
-    return draw.leaf(STEPS, SEQUENCES, TAGS), draw.leaf(TAGS, TAGS)
+    return draw.scores(STEPS, SEQUENCES, TAGS), draw.scores(TAGS, TAGS)
 
 
-def _peer(name: str, op: str, use: Callable[[Any], Function]) -> dict[str, Callable[[], Function]]:
-    """Return the entry of a peer, whose function of this op `use` turns into one of the inputs."""
-
-    def load() -> Function:
-        peer = next(peer for peer in providers.PEERS if peer.name == name)
-        return use(peer.ops[op]())
-
-    return {name: load}
+def _same(function: Function) -> Function:
+    return function
 
 
-def _summed(function: Callable[..., Tensor]) -> Function:
+def _summed(function: Function) -> Function:
     return lambda *inputs: function(*inputs).sum()
 
 
-def _of_a_copy(function: Callable[..., Tensor]) -> Function:
+def _of_a_copy(function: Function) -> Function:
     """Return the function of a copy of the logits, for a peer that overwrites them."""
     return lambda logits, *others: function(logits.clone(), *others)
 
 
-def _of_narrow_source(function: Callable[..., Tensor]) -> Function:
+def _of_narrow_source(function: Function) -> Function:
     """Return the function of a table in int32."""
     return lambda scores, source, narrow, ends: function(scores, narrow, ends, ends).sum()
 
 
-def _torch_softmax(logits: Tensor) -> Tensor:
-    return torch.softmax(logits, -1).sum()
+def _by(
+    names: str, op: str, use: Callable[[Function], Function] = _same
+) -> dict[str, Callable[[], Function]]:
+    """Return what loads the functions of some providers, with their names between commas.
+
+    `op` is their op in the other benchmarks, whose function `use` turns into one of the inputs.
+    """
+
+    def load(name: str) -> Function:
+        everyone = (*providers.OURS, *providers.PEERS)
+        return use(next(each for each in everyone if each.name == name).ops[op]())
+
+    return {name: functools.partial(load, name) for name in names.split(",")}
 
 
 def _torch_logprob(logits: Tensor, target: Tensor) -> Tensor:
@@ -187,10 +177,6 @@ def _torch_logprob(logits: Tensor, target: Tensor) -> Tensor:
 
 def _torch_ctc_loss(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
     return F.ctc_loss(logits.log_softmax(-1), targets, steps, lengths)
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    return softmax(logits, -1).sum()
 
 
 def _logprob(logits: Tensor, target: Tensor) -> Tensor:
@@ -230,28 +216,18 @@ def _koi_crf_loss(function: Callable[..., Tensor]) -> Function:
     )
 
 
-_CROSS_ENTROPY: dict[str, Callable[[], Function]] = {
-    "torch": lambda: F.cross_entropy,
-    "partita": lambda: cross_entropy,
-    **_peer("liger", "cross_entropy", _of_a_copy),
-    **_peer("quack", "cross_entropy", lambda function: function),
+_CROSS_ENTROPY = {
+    **_by("torch,partita", "cross_entropy"),
+    **_by("liger", "cross_entropy", _of_a_copy),
+    **_by("quack", "cross_entropy"),
 }
-_CTC: dict[str, Callable[[], Function]] = {
-    "torch": lambda: _torch_ctc_loss,
-    "partita": lambda: _ctc_loss,
-    **_peer("seqdist", "ctc", lambda function: function),
-}
+_CTC = {"torch": lambda: _torch_ctc_loss, "partita": lambda: _ctc_loss, **_by("seqdist", "ctc")}
 
 CASES = (
     HostCase(
         "softmax",
         _logits,
-        {
-            "torch": lambda: _torch_softmax,
-            "partita": lambda: _softmax,
-            **_peer("liger", "softmax", _summed),
-            **_peer("quack", "softmax", _summed),
-        },
+        _by("torch,partita,liger,quack", "softmax", _summed),
         unit=Unit("softmax", "torch"),
     ),
     HostCase("cross_entropy", _rows, _CROSS_ENTROPY),
@@ -272,9 +248,9 @@ CASES = (
         "linear_cross_entropy",
         _hidden,
         {
-            "torch": lambda: linear_peers.composed_loss,
+            **_by("torch", "linear_cross_entropy"),
             "partita": lambda: linear_cross_entropy,
-            **_peer("liger", "linear_cross_entropy", lambda function: function),
+            **_by("liger", "linear_cross_entropy"),
         },
         unit=Unit("linear_cross_entropy", "torch"),
     ),
@@ -285,26 +261,18 @@ CASES = (
     HostCase(
         "logz",
         _kmers,
-        {
-            "partita": lambda: _logz,
-            **_peer("koi", "chain", _of_narrow_source),
-            **_peer("seqdist", "chain", _of_narrow_source),
-        },
+        {"partita": lambda: _logz, **_by("koi,seqdist", "chain", _of_narrow_source)},
     ),
     HostCase(
         "viterbi",
         _scores,
-        {
-            "partita": lambda: _viterbi,
-            **_peer("koi", "viterbi", _of_narrow_source),
-            **_peer("seqdist", "viterbi", _of_narrow_source),
-        },
+        {"partita": lambda: _viterbi, **_by("koi,seqdist", "viterbi", _of_narrow_source)},
     ),
     HostCase("linear_chain", _tags, {"partita": lambda: _linear_chain}),
     HostCase(
         "ctc_crf_loss",
         _bases,
-        {"partita": lambda: _ctc_crf_loss, **_peer("koi", "ctc_crf", _koi_crf_loss)},
+        {"partita": lambda: _ctc_crf_loss, **_by("koi", "ctc_crf", _koi_crf_loss)},
         unit=Unit("ctc_loss", "partita"),
     ),
 )

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ..cli.console import Table
-from ..cli.info import cpu, version
+from ..cli.info import cpu
 from . import picture
 from .host_cases import Unit
 from .measure import Timing
-from .report import PACKAGES
+from .report import write_records
 
 FIRST_CALL = "first call"
 LABEL = 14  # letters of a name in the picture, before it gets a second line
@@ -145,21 +145,13 @@ def write_csv(
     path: Path, rows: Sequence[Measurement], first_calls: Sequence[FirstCall], machine: str
 ) -> None:
     """Write the machine, the versions, the measurements and the first calls."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, COLUMNS, restval="")
-        table.writeheader()
-        table.writerow({"op": "machine", "provider": machine})
-        for package in PACKAGES:
-            if found := version(package):
-                table.writerow({"op": "version", "provider": package, "note": found})
-        for row in rows:
-            table.writerow(_record(row, ratio(row, rows)))
-        for call in first_calls:
-            record = {"op": call.op, "variant": FIRST_CALL, "provider": call.provider}
-            times = {"empty_cache_s": call.empty, "filled_cache_s": call.filled}
-            numbers = {name: f"{value:.4g}" for name, value in times.items() if value is not None}
-            table.writerow({**record, **numbers, "note": call.note})
+    records = [_record(row, ratio(row, rows)) for row in rows]
+    for call in first_calls:
+        times = {"empty_cache_s": call.empty, "filled_cache_s": call.filled}
+        numbers = {name: f"{value:.4g}" for name, value in times.items() if value is not None}
+        record = {"op": call.op, "variant": FIRST_CALL, "provider": call.provider}
+        records.append({**record, **numbers, "note": call.note})
+    write_records(path, COLUMNS, [{"op": "machine", "provider": machine}], records)
 
 
 def _record(row: Measurement, factor: float | None) -> dict[str, object]:

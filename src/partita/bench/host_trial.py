@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ..cli.console import first_line
 from ..runtime.backend import backend
-from .host_cases import NEW_SHAPES, Draw, Function, HostCase, Inputs, step
+from ..testing.samples import Draw
+from .case import Function
+from .host_cases import NEW_SHAPES, HostCase, Inputs, step
 from .host_report import Measurement
 from .measure import Timing, time_calls
 from .runner import require_device
@@ -63,11 +65,15 @@ class Trial:
     waited: list[float] = field(default_factory=list)
     note: str = ""
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.draw.device)
+
     def prepare(self, rounds: int) -> None:
         """Draw the inputs of all rounds, warm up, and check our own results."""
         try:
             function, case = self.case.functions[self.provider](), self.case
-            inputs, self.calls = case.inputs(self.draw, 0), CALLS[self.draw.device.type == "cuda"]
+            inputs, self.calls = case.inputs(self.draw, 0), CALLS[self.device.type == "cuda"]
             if case.variant == NEW_SHAPES:
                 self.calls = Calls(NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
                 a_round = sum(self.calls) + 2 * FIRST_CALLS_OF_ROUND
@@ -86,7 +92,7 @@ class Trial:
         """Time a round of calls, unless the provider has refused."""
         if (timed := self.timed) is None:
             return
-        device = self.draw.device
+        device = self.device
 
         def waited_for() -> None:
             timed()
@@ -115,7 +121,7 @@ class Trial:
         return iter([self.case.inputs(self.draw, 1 + i) for i in range(number)])
 
     def _refuse(self, error: Exception) -> None:
-        require_device(self.draw.device, error)
+        require_device(self.device, error)
         self._give_up(f"refuses: {first_line(error)[:120]}")
 
     def _give_up(self, note: str) -> None:

@@ -1,8 +1,13 @@
-"""Dense linear chains: log Z, its gradients and memory, and the best path."""
+"""Dense linear chains: log Z, its gradients and memory, and the best path.
+
+All functions take emissions `[T, N, C]`, transitions `[C, C]`, start and end `[C]`. torch.compile
+would unroll a loop over the steps, so that provider has no chains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,12 +17,11 @@ from torch import Tensor
 from ..ops.linear_chain.api import LinearChain
 from ..primitives.semiring import Max
 from ..runtime.dtypes import acc_dtype
-from .case import Buffers, Case, Loop, Moves, Settings, TrainedCase, Verdict, poison, training_loop
-from .chain import CONTRACT, PEER_BOUND, ROUNDING_A_STEP, chosen_sizes, rounding, worst
-from .linear_chain_peers import LinearInputs
-from .providers import Function, Provider, is_ours
+from .case import Beyond, Buffers, Case, Function, Load, Settings, Sizes
+from .chain import beyond_loop
+from .paths import BestCase, Gradient, SumCase, Truth, fewer, in_fp64
 
-SLOW = ("torch", "pytorch-crf", "torch-struct")
+MAX_POTENTIALS = 2**31  # numbers in the scores of all transitions, of which several copies exist
 
 
 class Size(NamedTuple):
@@ -26,7 +30,7 @@ class Size(NamedTuple):
     states: int
 
 
-SIZES = (
+FULL_SIZES = (
     Size(100, 64, 20),
     Size(500, 32, 50),
     Size(500, 32, 128),
@@ -35,22 +39,124 @@ SIZES = (
     Size(100_000, 1, 16),
     Size(1_000_000, 1, 4),
 )
-CPU_SIZES = Size(100, 64, 20), Size(500, 32, 50), Size(100_000, 1, 16)
-CPU_QUICK_SIZES = Size(40, 8, 10), Size(300, 1, 16)
+SIZES = Sizes(
+    FULL_SIZES,
+    FULL_SIZES[:2],
+    [Size(100, 64, 20), Size(500, 32, 50), Size(100_000, 1, 16)],
+    [Size(40, 8, 10), Size(300, 1, 16)],
+)
 
 
-class Truth(NamedTuple):
-    """The truth in fp64.
-
-    Fields:
-        logz: log Z of each sequence, `[N]`.
-        states: the gradient of the emissions, which are the state marginals, `[T, N, C]`.
-        transitions: the gradient of the transitions, which are expected counts, `[C, C]`.
-    """
-
-    logz: Tensor
-    states: Tensor
+class LinearInputs(NamedTuple):
+    emissions: Tensor
     transitions: Tensor
+    start: Tensor
+    end: Tensor
+
+
+def loop_logz(emissions: Tensor, transitions: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """Compute log Z, `[N]`, by a log-sum-exp of `[N, C, C]` scores for each step."""
+    first, *others = emissions.to(transitions.dtype).unbind()
+    alpha = start + first
+    for emission in others:
+        alpha = (alpha[:, :, None] + transitions).logsumexp(1) + emission
+    return (alpha + end).logsumexp(-1)
+
+
+def loop_viterbi(emissions: Tensor, transitions: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """Compute the states of the best path, `[T, N]`, by a maximum a step and a trace-back."""
+    first, *others = emissions.to(transitions.dtype).unbind()
+    alpha, choices = start + first, []
+    for emission in others:
+        alpha, choice = (alpha[:, :, None] + transitions).max(1)
+        alpha = alpha + emission
+        choices.append(choice)
+    states = [(alpha + end).argmax(-1)]
+    for choice in reversed(choices):
+        states.append(choice.gather(1, states[-1][:, None]).squeeze(1))
+    return torch.stack(states[::-1])
+
+
+def beyond_torch_struct(inputs: LinearInputs) -> str | None:
+    """Return why torch-struct cannot take these inputs, or None."""
+    T, N, C = inputs.emissions.shape
+    if T < 2:
+        return "takes at least two tokens"
+    if T * N * C * C > MAX_POTENTIALS:
+        return "would hold the scores of all transitions several times"
+    return None
+
+
+def _potentials(emissions: Tensor, transitions: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """Return the log-potentials of torch-struct, `[N, T - 1, C, C]` (new, old)."""
+    emissions = emissions.to(transitions.dtype)
+    scores = transitions.T + emissions[1:, :, :, None]
+    first, last = start + emissions[0], end
+    scores = torch.cat([scores[:1] + first[None, :, None, :], scores[1:]])
+    scores = torch.cat([scores[:-1], scores[-1:] + last[:, None]])
+    return scores.transpose(0, 1)
+
+
+def torch_struct_logz() -> Function:
+    chain: Any = importlib.import_module("torch_struct").LinearChainCRF
+    return lambda *inputs: chain(_potentials(*inputs)).partition
+
+
+def torch_struct_viterbi() -> Function:
+    """Return the states of the best path from the one-hot events that torch-struct gives."""
+    chain: Any = importlib.import_module("torch_struct").LinearChainCRF
+
+    def function(emissions: Tensor, *others: Tensor) -> Tensor:
+        events = chain(_potentials(emissions, *others)).argmax  # [N, T - 1, C, C] (new, old)
+        entered = events.sum(3).argmax(2)
+        left = events[:, :1].sum(2).argmax(2)
+        return torch.cat([left, entered], 1).T
+
+    return function
+
+
+def _pytorch_crf(transitions: Tensor, start: Tensor, end: Tensor) -> Any:
+    """Return pytorch-crf's module with these tensors in place of its parameters."""
+    module = importlib.import_module("torchcrf").CRF(len(start)).to(transitions.device)
+    tensors = {"transitions": transitions, "start_transitions": start, "end_transitions": end}
+    for name, tensor in tensors.items():
+        delattr(module, name)
+        setattr(module, name, tensor)
+    return module
+
+
+def _mask(emissions: Tensor) -> Tensor:
+    return torch.ones(emissions.shape[:2], dtype=torch.bool, device=emissions.device)
+
+
+def pytorch_crf_logz() -> Function:
+    return lambda emissions, *others: _pytorch_crf(*others)._compute_normalizer(
+        emissions.to(others[0].dtype), _mask(emissions)
+    )
+
+
+def pytorch_crf_viterbi() -> Function:
+    def function(emissions: Tensor, *others: Tensor) -> Tensor:
+        paths = _pytorch_crf(*others).decode(emissions.to(others[0].dtype), _mask(emissions))
+        return torch.tensor(paths, device=emissions.device).T
+
+    return function
+
+
+PROVIDERS: dict[str, dict[str, Load]] = {
+    "partita": {
+        "linear_chain": lambda: lambda *inputs: LinearChain(*inputs).logz(),
+        "linear_viterbi": lambda: lambda *inputs: LinearChain(*inputs).viterbi().states,
+    },
+    "torch": {"linear_chain": lambda: loop_logz, "linear_viterbi": lambda: loop_viterbi},
+    "torch-struct": {"linear_chain": torch_struct_logz, "linear_viterbi": torch_struct_viterbi},
+    "pytorch-crf": {"linear_chain": pytorch_crf_logz, "linear_viterbi": pytorch_crf_viterbi},
+}
+BEYOND: dict[str, dict[str, Beyond]] = {
+    "torch": dict.fromkeys(("linear_chain", "linear_viterbi"), beyond_loop),
+    "torch-struct": dict.fromkeys(("linear_chain", "linear_viterbi"), beyond_torch_struct),
+    "pytorch-crf": dict.fromkeys(("linear_chain", "linear_viterbi"), beyond_loop),
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +168,9 @@ class LinearChainCase(Case):
     states: int
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states")
-    varying: ClassVar[tuple[str, ...]] = sizes
     scores: ClassVar[str] = "emissions"
+    slow: ClassVar[tuple[str, ...]] = ("torch", "pytorch-crf", "torch-struct")
+    slow_on_cpu: ClassVar[bool] = True
 
     def inputs(self, buffers: Buffers) -> LinearInputs:
         dtype, C = acc_dtype(self.dtype), self.states
@@ -71,24 +178,16 @@ class LinearChainCase(Case):
         ends = buffers.normal("ends", (2, C), dtype)
         return LinearInputs(buffers.normal("scores", self.shape, self.dtype), transitions, *ends)
 
-    def is_slow(self, provider: Provider, device: torch.device) -> bool:
-        """Return whether this is a loop in Python, or anything on the CPU."""
-        return provider.name in SLOW or device.type == "cpu"
-
-
-def in_fp64(inputs: LinearInputs) -> LinearInputs:
-    return LinearInputs(*(tensor.detach().double() for tensor in inputs))
-
 
 @dataclass(frozen=True)
-class LogZ(TrainedCase, LinearChainCase):
-    """log Z reads the emissions once; the gradients need a second read and a write."""
+class LogZ(SumCase, LinearChainCase):
+    """log Z and its gradients: state marginals, and expected counts of the transitions."""
 
     caption: ClassVar[str] = "log Z of dense chains and its gradients"
+    learned: ClassVar[int] = 2
 
-    @property
-    def moves(self) -> Mapping[str, Moves]:
-        return {"inference": Moves(self.bytes, "read"), "total": Moves(3 * self.bytes, "copy")}
+    def upstream(self, inputs: LinearInputs) -> list[Tensor]:
+        return [inputs.transitions.new_ones(self.sequences)]
 
     def standard(self, inputs: LinearInputs) -> Truth:
         """Return the truth by the kernels of sparse chains, which share no code with these."""
@@ -97,80 +196,31 @@ class LogZ(TrainedCase, LinearChainCase):
         with torch.enable_grad():
             logz = LinearChain(*leaves, *ends).to_chain().logz()
             states, counts = torch.autograd.grad(logz.sum(), leaves)
-        return Truth(logz.detach(), states, counts)
-
-    def verdicts(
-        self, function: Function, inputs: LinearInputs, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
-        of_marginals, of_logz = CONTRACT if is_ours(provider.name) else (PEER_BOUND, PEER_BOUND)
-        emissions, transitions, *ends = inputs
-        leaves = [tensor.detach().requires_grad_() for tensor in (emissions, transitions)]
-        poison(emissions)
-        total = function(*leaves, *ends)
-        states, counts = torch.autograd.grad(total.sum(), leaves)
-        apart = (states.double() - standard.states).abs()
-        apart = (apart - rounding(standard.states, states.dtype)).clamp(min=0)
-        yield worst(apart, of_marginals, states.double(), standard.states)
-        # An expected count is a sum of marginals, so that its error is one of its share.
-        apart = (counts - standard.transitions).abs() / standard.transitions.clamp(min=1)
-        yield worst(apart, of_marginals, counts.double(), standard.transitions)
-        for result in (total.detach(), function(*inputs)):
-            apart = (result.double() - standard.logz).abs() - ROUNDING_A_STEP * self.steps
-            apart = apart.clamp(min=0) / standard.logz.abs().clamp(min=1)
-            yield worst(apart, of_logz, result.double(), standard.logz)
-
-    def training(self, function: Function, inputs: LinearInputs) -> Loop:
-        emissions, transitions, *ends = inputs
-        ones = torch.ones(emissions.shape[1], dtype=transitions.dtype, device=emissions.device)
-        return training_loop(function, [emissions, transitions], ends, ones)
+        gradients = [Gradient(0, ..., states), Gradient(1, ..., counts, counts.clamp(min=1))]
+        return Truth(logz.detach(), ..., gradients)
 
 
 @dataclass(frozen=True)
-class Viterbi(LinearChainCase):
-    """The states of the best path, for one read of the emissions."""
-
-    @property
-    def moves(self) -> Mapping[str, Moves]:
-        return {"inference": Moves(self.bytes, "read")}
+class Viterbi(BestCase, LinearChainCase):
+    """The states of the best path."""
 
     def standard(self, inputs: LinearInputs) -> Tensor:
         """Return the best scores, `[N]`, in fp64."""
         with torch.no_grad():
             return LinearChain(*in_fp64(inputs)).to_chain().logz(Max)
 
-    def verdicts(
-        self, function: Function, inputs: LinearInputs, provider: Provider, standard: Tensor
-    ) -> Iterator[Verdict]:
-        """Accept any path with the best score."""
-        allowed = CONTRACT[1] if is_ours(provider.name) else PEER_BOUND
-        states = function(*inputs).long()
+    def path_scores(self, inputs: LinearInputs, found: Tensor, standard: Tensor) -> Tensor:
         emissions, transitions, start, end = in_fp64(inputs)
+        states = found.long()
         known = states.clamp(0, self.states - 1)
         scores = emissions.gather(2, known[:, :, None]).sum((0, 2)) + start[known[0]]
         scores = scores + end[known[-1]] + transitions[known[:-1], known[1:]].sum(0)
-        scores = scores.masked_fill((known != states).any(0), -torch.inf)
-        yield worst(
-            (standard - scores).abs() / standard.abs().clamp(min=1), allowed, scores, standard
-        )
-
-    def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
-        return [Loop((("inference", lambda: function(*inputs)),), lambda: None)]
+        return scores.masked_fill((known != states).any(0), -torch.inf)
 
 
-def _sizes(settings: Settings) -> Iterator[Size]:
-    for size in chosen_sizes(settings, SIZES, CPU_SIZES, CPU_QUICK_SIZES):
-        yield _within(size, settings.elements) if settings.elements else size
-
-
-def _within(size: Size, elements: int) -> Size:
-    """Return a size with fewer or shorter sequences that has at most this number of emissions."""
-    sequences = max(1, min(size.sequences, elements // (size.steps * size.states)))
-    steps = max(2, min(size.steps, elements // (sequences * size.states)))
-    return size._replace(steps=steps, sequences=sequences)
-
-
-def cases(settings: Settings) -> Iterator[Case]:
+def linear_chain_cases(settings: Settings) -> Iterator[Case]:
     for dtype in settings.types():
-        for size in _sizes(settings):
-            yield LogZ("linear_chain", dtype, *size)
-            yield Viterbi("linear_viterbi", dtype, *size)
+        for size in SIZES.chosen(settings, "states"):
+            limits = fewer(size.steps, size.sequences, size.states, settings.elements)
+            yield LogZ("linear_chain", dtype, *limits, size.states)
+            yield Viterbi("linear_viterbi", dtype, *limits, size.states)

@@ -18,9 +18,9 @@ from ..cli import check, info
 from ..cli.check import Line
 from ..cli.console import Table
 from . import picture
+from .case import is_ours
 from .cli import Measured
 from .measure import Machine
-from .providers import is_ours
 from .report import describe, summary, times
 from .runner import Row, failed
 

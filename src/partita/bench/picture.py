@@ -65,6 +65,15 @@ def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
     write(path, render(panels, machine, path.suffix.removeprefix(".")))
 
 
+def draw_where_possible(path: Path, draw_to: Callable[[Path], None]) -> None:
+    """Draw to a file, and print that it is written, or what is missing for it."""
+    try:
+        draw_to(path)
+        print(f"wrote {path}")
+    except ImportError:
+        print(f"no {path}: it needs matplotlib (pip install matplotlib)")
+
+
 def write(path: Path, picture: bytes) -> None:
     """Write a picture to a file, whose folder is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)

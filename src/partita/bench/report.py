@@ -215,24 +215,31 @@ def describe(machine: Machine) -> str:
 
 
 def write_csv(path: Path, rows: Iterable[Row], machine: Machine) -> None:
+    here = {"op": "machine", "provider": machine.name}
+    bandwidths = [
+        {**here, "part": part, "gb_per_s": f"{bandwidth / 1e9:.6g}"}
+        for part, bandwidth in (("copy", machine.copy), ("read", machine.read))
+    ]
+    write_records(path, COLUMNS, bandwidths, [_record(row, machine) for row in rows])
+
+
+def write_records(
+    path: Path,
+    columns: Sequence[str],
+    machine: Iterable[Mapping[str, object]],
+    records: Iterable[Mapping[str, object]],
+) -> None:
+    """Write a CSV of records about the machine, the versions of packages, and the records."""
+    versions = [
+        {"op": "version", "provider": package, "note": found}
+        for package in PACKAGES
+        if (found := version(package))
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, COLUMNS, restval="")
+        table = csv.DictWriter(file, columns, restval="")
         table.writeheader()
-        for part, bandwidth in (("copy", machine.copy), ("read", machine.read)):
-            table.writerow(
-                {
-                    "op": "machine",
-                    "part": part,
-                    "provider": machine.name,
-                    "gb_per_s": f"{bandwidth / 1e9:.6g}",
-                }
-            )
-        for package in PACKAGES:
-            if found := version(package):
-                table.writerow({"op": "version", "provider": package, "note": found})
-        for row in rows:
-            table.writerow(_record(row, machine))
+        table.writerows([*machine, *versions, *records])
 
 
 def _record(row: Row, machine: Machine) -> dict[str, object]:

@@ -1,7 +1,11 @@
-"""Transducers: the loss from logits, with durations too, and from encoder and predictor."""
+"""Transducers: the loss from logits, with durations too, and from encoder and predictor.
+
+PyTorch is the reference here, by anti-diagonals in fp64.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -9,11 +13,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .case import Buffers, Case, Loop, Moves, Settings, TrainedCase, Verdict, poison, training_loop
-from .chain import CONTRACT, PEER_BOUND, chosen_sizes, rounding, worst
-from .providers import Function, Provider, is_ours
-from .rnnt_peers import DURATIONS, JointInputs, RNNTInputs, reference_rnnt, with_joint
+from ..ops.rnnt.api import rnnt_loss
+from ..ops.rnnt.linear import linear_rnnt_loss
+from ..ops.rnnt.tdt import tdt_loss
+from ..runtime.backend import backend
+from .case import Beyond, Buffers, Case, Function, Load, Moves, Provider, Settings, Sizes, needs_gpu
+from .paths import Gradient, SumCase, Truth
 
+DURATIONS = (0, 1, 2, 3, 4)
 HIDDEN = 640
 # Partita's matrix products in half types are judged like those of others: they round the logits.
 HALF_BOUND = 5e-2
@@ -27,27 +34,135 @@ class Size(NamedTuple):
     longest: int
     classes: int
 
+    def within(self, elements: int | None) -> Size:
+        """Return a size with at most this number of logits."""
+        if elements is None:
+            return self
+        sequences = min(self.sequences, max(1, elements // 2**20))
+        longest = max(1, min(self.longest, elements // (4 * sequences * self.classes)))
+        room = elements // (sequences * (longest + 1) * self.classes)
+        return Size(sequences, max(1, min(self.steps, room)), longest, self.classes)
 
-SIZES = (
+
+FULL_SIZES = (
     Size(8, 200, 40, 500),
     Size(32, 200, 100, 1025),
     Size(8, 400, 100, 1025),
     Size(1, 2000, 300, 1025),
 )
-CPU_SIZES = Size(2, 60, 20, 100), Size(1, 150, 40, 256)
-CPU_QUICK_SIZES = Size(2, 20, 6, 32), Size(1, 12, 4, 64)
+SIZES = Sizes(
+    FULL_SIZES,
+    FULL_SIZES[:2],
+    [Size(2, 60, 20, 100), Size(1, 150, 40, 256)],
+    [Size(2, 20, 6, 32), Size(1, 12, 4, 64)],
+)
 
 
-class Truth(NamedTuple):
-    """The summed loss in fp64, and its gradient in the first input for the first sequence."""
+class RNNTInputs(NamedTuple):
+    """A batch of logits and targets of full length; class 0 is the blank.
 
-    loss: Tensor  # []
-    gradient: Tensor  # [T, ...]
+    Fields:
+        logits: `[B, T, U + 1, V]`.
+        durations: `[B, T, U + 1, K]`, or None without durations.
+        targets: `[B, U]` int32.
+        lengths: the steps and the labels of each sequence, `[2, B]` int32.
+    """
+
+    logits: Tensor
+    durations: Tensor | None
+    targets: Tensor
+    lengths: Tensor
+
+
+class JointInputs(NamedTuple):
+    """Encoder `[B, T, D]`, predictor `[B, U + 1, D]`, matrix `[V, D]`, targets and lengths."""
+
+    encoder: Tensor
+    predictor: Tensor
+    weight: Tensor
+    targets: Tensor
+    lengths: Tensor
+
+
+def partita_rnnt(
+    logits: Tensor, durations: Tensor | None, targets: Tensor, lengths: Tensor
+) -> Tensor:
+    """Compute the summed loss; the tensor of no durations is None."""
+    if durations is None:
+        return rnnt_loss(logits, targets, lengths[0], lengths[1], blank=0, reduction="sum")
+    sequences = (targets, lengths[0], lengths[1])
+    return tdt_loss(logits, durations, *sequences, 0, DURATIONS, reduction="sum")
+
+
+def partita_joint(
+    encoder: Tensor, predictor: Tensor, weight: Tensor, targets: Tensor, lengths: Tensor
+) -> Tensor:
+    """Compute the summed loss from encoder and predictor."""
+    sequences = (targets, lengths[0], lengths[1])
+    return linear_rnnt_loss(encoder, predictor, weight, *sequences, blank=0, reduction="sum")
+
+
+def reference_rnnt(*inputs: Any) -> Tensor:
+    """Compute the summed loss in PyTorch, by anti-diagonals and in fp64."""
+    with backend("reference"):
+        return partita_rnnt(*inputs)
+
+
+def with_joint(loss: Function) -> Function:
+    """Return a loss from encoder and predictor that computes all logits."""
+
+    def function(
+        encoder: Tensor, predictor: Tensor, weight: Tensor, targets: Tensor, lengths: Tensor
+    ) -> Tensor:
+        hidden = (encoder[:, :, None] + predictor[:, None]).relu()
+        return loss(hidden @ weight.T, None, targets, lengths)
+
+    return function
+
+
+def torchaudio_rnnt() -> Function:
+    """Return the summed loss of torchaudio, which takes fp32 and fp16."""
+    library: Any = importlib.import_module("torchaudio.functional")
+
+    def function(logits: Tensor, durations: None, targets: Tensor, lengths: Tensor) -> Tensor:
+        logits = logits.float() if logits.dtype != torch.float16 else logits
+        return library.rnnt_loss(logits, targets, *lengths, blank=0, reduction="sum")
+
+    return function
+
+
+def warprnnt_rnnt() -> Function:
+    """Return the summed loss of warprnnt_numba, which is a loop in Python on a CPU."""
+    library: Any = importlib.import_module("warprnnt_numba")
+    loss = library.RNNTLossNumba(blank=0, reduction="sum")
+    return lambda logits, durations, targets, lengths: loss(
+        logits.float(), targets, *lengths
+    ).squeeze()
+
+
+TORCH: dict[str, Function] = {
+    "rnnt": reference_rnnt,
+    "tdt": reference_rnnt,
+    "linear_rnnt": with_joint(reference_rnnt),
+}
+PROVIDERS: dict[str, dict[str, Load]] = {
+    "partita": {
+        "rnnt": lambda: partita_rnnt,
+        "tdt": lambda: partita_rnnt,
+        "linear_rnnt": lambda: partita_joint,
+    },
+    "torchaudio": {
+        "rnnt": torchaudio_rnnt,
+        "linear_rnnt": lambda: with_joint(torchaudio_rnnt()),
+    },
+    "warprnnt": {"rnnt": warprnnt_rnnt},
+}
+BEYOND: dict[str, dict[str, Beyond]] = {"warprnnt": {"rnnt": needs_gpu}}
 
 
 @dataclass(frozen=True)
-class RNNT(TrainedCase):
-    """The summed loss from logits reads them once; its gradient needs a second read and a write."""
+class TransducerCase(Case):
+    """A batch of sequences of full length."""
 
     sequences: int
     steps: int
@@ -55,18 +170,12 @@ class RNNT(TrainedCase):
     classes: int
 
     sizes: ClassVar[tuple[str, ...]] = ("sequences", "steps", "longest", "classes")
-    varying: ClassVar[tuple[str, ...]] = sizes
-    scores: ClassVar[str] = "logits"
     versus: ClassVar[str] = "torchaudio"
-    caption: ClassVar[str] = "transducer loss and its gradient"
+    slow: ClassVar[tuple[str, ...]] = ("torch",)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.sequences, self.steps, self.longest + 1, self.classes
-
-    @property
-    def moves(self) -> Mapping[str, Moves]:
-        return {"inference": Moves(self.bytes, "read"), "total": Moves(3 * self.bytes, "copy")}
 
     def targets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return random targets, the same on all devices, and the lengths."""
@@ -76,56 +185,40 @@ class RNNT(TrainedCase):
         lengths = torch.tensor([[self.steps], [self.longest]], dtype=torch.int32, device=device)
         return targets.to(device), lengths.expand(-1, self.sequences).contiguous()
 
+
+@dataclass(frozen=True)
+class RNNT(SumCase, TransducerCase):
+    """The summed loss from logits."""
+
+    caption: ClassVar[str] = "transducer loss and its gradient"
+
     def inputs(self, buffers: Buffers) -> Any:
-        durations = None
-        if self.op == "tdt":
-            shape = (*self.shape[:3], len(DURATIONS))
-            durations = buffers.normal("durations", shape, self.dtype)
         logits = buffers.normal("logits", self.shape, self.dtype)
-        return RNNTInputs(logits, durations, *self.targets(buffers.device))
+        return RNNTInputs(logits, None, *self.targets(buffers.device))
 
     def standard(self, inputs: Any) -> Truth:
-        """Compute the loss in fp64, one sequence at a time."""
-        total, first = torch.zeros((), dtype=torch.float64, device=inputs[0].device), None
+        """Compute the loss in fp64, one sequence at a time, and the gradient of the first."""
+        losses, gradients = [], []
         for b in range(self.sequences):
             leaf, *others = one_sequence(inputs, b)
-            leaf.requires_grad_(first is None)
-            loss = self.in_torch()(leaf, *others)
-            if first is None:
-                first = torch.autograd.grad(loss, leaf)[0][0]
-            total += loss.detach()
-        assert first is not None
-        return Truth(total, first)
+            leaf.requires_grad_(b == 0)
+            loss = TORCH[self.op](leaf, *others)
+            if b == 0:
+                gradients = [Gradient(0, 0, torch.autograd.grad(loss, leaf)[0][0])]
+            losses.append(loss.detach())
+        return Truth(torch.stack(losses).sum(), ..., gradients)
 
-    def in_torch(self) -> Function:
-        return reference_rnnt
 
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
-        bounds = self.bounds(provider)
-        leaf = inputs[0].detach().requires_grad_()
-        poison(leaf)
-        loss = function(leaf, *inputs[1:])
-        found = torch.autograd.grad(loss, leaf)[0][0].double()
-        apart = (found - standard.gradient).abs() - rounding(standard.gradient.abs(), self.dtype)
-        yield worst(apart.clamp(min=0), bounds[0], found, standard.gradient)
-        with torch.no_grad():
-            results = (loss.detach(), function(*inputs))
-        for result in results:
-            apart = (result.double() - standard.loss).abs() / standard.loss.abs().clamp(min=1)
-            yield worst(apart[None], bounds[1], result[None], standard.loss[None])
+@dataclass(frozen=True)
+class TDT(RNNT):
+    """The summed loss from logits of labels and of durations."""
 
-    def bounds(self, provider: Provider) -> tuple[float, float]:
-        """Return the bounds of the gradient, and of the loss over max(1, |loss|)."""
-        return CONTRACT if is_ours(provider.name) else (PEER_BOUND, PEER_BOUND)
+    learned: ClassVar[int] = 2
 
-    def training(self, function: Function, inputs: Any) -> Loop:
-        leaves = 1 if inputs[1] is None else 2
-        return training_loop(function, inputs[:leaves], inputs[leaves:])
-
-    def is_slow(self, provider: Provider, device: torch.device) -> bool:
-        return provider.name == "torch"
+    def inputs(self, buffers: Buffers) -> RNNTInputs:
+        shape = (*self.shape[:3], len(DURATIONS))
+        durations = buffers.normal("durations", shape, self.dtype)
+        return super().inputs(buffers)._replace(durations=durations)
 
 
 @dataclass(frozen=True)
@@ -135,30 +228,21 @@ class LinearRNNT(RNNT):
     hidden: int
 
     sizes: ClassVar[tuple[str, ...]] = (*RNNT.sizes, "hidden")
-    varying: ClassVar[tuple[str, ...]] = sizes
     scores: ClassVar[str] = "hidden states"
     caption: ClassVar[str] = "transducer loss and its gradients from hidden states"
+    learned: ClassVar[int] = 3
+    work: ClassVar[Mapping[str, Moves]] = {}
 
-    @property
-    def moves(self) -> Mapping[str, Moves]:
-        return {}
-
-    def inputs(self, buffers: Buffers) -> Any:
+    def inputs(self, buffers: Buffers) -> JointInputs:
         B, T, positions, D = self.sequences, self.steps, self.longest + 1, self.hidden
         weight = buffers.normal("matrix", (self.classes, D), self.dtype) * D**-0.5
         encoder = buffers.normal("encoder", (B, T, D), self.dtype)
         predictor = buffers.normal("predictor", (B, positions, D), self.dtype)
         return JointInputs(encoder, predictor, weight, *self.targets(buffers.device))
 
-    def in_torch(self) -> Function:
-        return with_joint(reference_rnnt)
-
-    def bounds(self, provider: Provider) -> tuple[float, float]:
-        exact = is_ours(provider.name) and self.dtype.itemsize > 2
+    def bounds(self, provider: Provider, truth: Truth) -> tuple[float, float]:
+        exact = provider.is_ours and self.dtype.itemsize > 2
         return (1e-4, 1e-5) if exact else (HALF_BOUND, HALF_BOUND)
-
-    def training(self, function: Function, inputs: Any) -> Loop:
-        return training_loop(function, inputs[:3], inputs[3:])
 
 
 def one_sequence(inputs: Any, b: int) -> list[Any]:
@@ -175,37 +259,15 @@ def one_sequence(inputs: Any, b: int) -> list[Any]:
     return found
 
 
-def _sizes(settings: Settings) -> Iterator[Size]:
-    widths = [None] if not settings.columns else settings.columns
-    for width in widths:
-        for size in chosen_sizes(_all_widths(settings), SIZES, CPU_SIZES, CPU_QUICK_SIZES):
-            size = size if width is None else size._replace(classes=max(2, width))
-            yield _within(size, settings.elements)
-            if width is not None:
-                break
-
-
-def _all_widths(settings: Settings) -> Settings:
-    """Return the settings without the widths, which are classes here."""
-    return settings.__class__(**{**vars(settings), "columns": ()})
-
-
-def _within(size: Size, elements: int | None) -> Size:
-    """Return a size with at most this number of logits."""
-    if elements is None:
-        return size
-    sequences = min(size.sequences, max(1, elements // 2**20))
-    longest = max(1, min(size.longest, elements // (4 * sequences * size.classes)))
-    room = elements // (sequences * (longest + 1) * size.classes)
-    return size._replace(sequences=sequences, longest=longest, steps=max(1, min(size.steps, room)))
-
-
-def cases(settings: Settings) -> Iterator[Case]:
-    hidden = HIDDEN if settings.device.type == "cuda" else 16 if settings.quick else 128
-    for op in ("rnnt", "tdt"):
+def rnnt_cases(settings: Settings) -> Iterator[Case]:
+    sizes: list[Size] = [
+        size.within(settings.elements) for size in SIZES.chosen(settings, "classes", 2)
+    ]
+    for op, kind in (("rnnt", RNNT), ("tdt", TDT)):
         for dtype in settings.types():
-            for size in _sizes(settings):
-                yield RNNT(op, dtype, *size)
+            for size in sizes:
+                yield kind(op, dtype, *size)
+    hidden = HIDDEN if settings.device.type == "cuda" else 16 if settings.quick else 128
     for dtype in settings.types(torch.bfloat16):
-        for size in _sizes(settings):
+        for size in sizes:
             yield LinearRNNT("linear_rnnt", dtype, *size, hidden)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ..cli.console import first_line
-from .case import Buffers, Case, Settings, Verdict
+from .case import Buffers, Case, Provider, Settings, Verdict, is_ours
 from .measure import Machine, Timing
-from .providers import Provider, is_ours
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _rows(
     case: Case, inputs: Any, provider: Provider, standard: Any, machine: Machine, repetitions: int
 ) -> list[Row]:
     try:
-        if reason := provider.beyond(inputs):
+        if reason := provider.refusal(case.op, inputs):
             return [_untimed(case, provider, f"refuses: {reason}")]
         function = provider.ops[case.op]()
         verdicts = list(case.verdicts(function, inputs, provider, standard))

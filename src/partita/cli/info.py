@@ -13,46 +13,16 @@ import torch
 
 from ..runtime import launcher
 from ..runtime.backend import current_backend, has_triton, numba_problem, resolve
+from ..testing.samples import CALLS
 from . import replay
 from .console import Table, print_table
 
-NUMBA_OPS = (
-    "logz",
-    "viterbi",
-    "expectation",
-    "linear_chain",
-    "semi_markov_chain",
-    "ctc_loss",
-    "ctc_align",
-    "ctc_greedy_search",
-    "ctc_beam_search",
-    "ctc_crf_loss",
-    "rnnt_loss",
-    "rnnt_align",
-    "tdt_loss",
-    "tdt_align",
-    "linear_rnnt_loss",
-    "linear_tdt_loss",
-    "ctc_crf_decode",
-)
-OPS = (
-    "logsumexp",
-    "softmax",
-    "log_softmax",
-    "cross_entropy",
-    "token_stats",
-    "logprobs",
-    "topk_logprobs",
-    "divergence",
-    "topk_divergence",
-    "linear_cross_entropy",
-    "linear_token_stats",
-    "linear_logprobs",
-    "linear_topk_logprobs",
-    "linear_divergence",
-    "linear_topk_divergence",
-    *NUMBA_OPS,
-)
+# The functions, and the methods of chains, that have sample calls; and whether Numba serves them.
+OPS = {
+    call.name.removeprefix("Chain."): call.numba
+    for call in CALLS.values()
+    if call.usual and "." not in call.name.removeprefix("Chain.") and "," not in call.name
+}
 BACKEND_NAMES = {"reference": "PyTorch", "gpu": "Triton", "cpu": "Numba"}
 
 # The purpose of each optional package, and the command that installs it.
@@ -191,9 +161,9 @@ def no_gpu() -> str:
     return "No GPU: PyTorch finds none; nvidia-smi (or rocm-smi) tells whether the driver does."
 
 
-def _server(device: torch.device, op: str) -> str:
+def _server(device: torch.device, numba: bool) -> str:
     try:
-        table = resolve(current_backend(), device, has_cpu=op in NUMBA_OPS)
+        table = resolve(current_backend(), device, has_cpu=numba)
     except (RuntimeError, ValueError) as error:
         return f"none: {error}"
     interpreted = table == "gpu" and device.type == "cpu"
@@ -209,7 +179,10 @@ def tables() -> list[Table]:
         Table(
             "Served by",
             ["op", *devices],
-            [[op, *(_server(torch.device(device), op) for device in devices)] for op in OPS],
+            [
+                [op, *(_server(torch.device(device), numba) for device in devices)]
+                for op, numba in OPS.items()
+            ],
             left=1 + len(devices),
         ),
     ]

@@ -146,6 +146,16 @@ def softcap_slope(logits: Tensor, softcap: float) -> Tensor:
     return (1 - t) * (1 + t)
 
 
+def laid_out(function: Callable[..., Tensor], *, like: int) -> Callable[..., Tensor]:
+    """Return a function with results in the memory layout of the argument at a position."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Tensor:
+        return laid_out_like(function(*args), args[like])
+
+    return run
+
+
 def laid_out_like(result: Tensor, like: Tensor) -> Tensor:
     """Return the result with the memory layout of another tensor.
 

@@ -8,10 +8,9 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +22,6 @@ from .caches import register_cache
 BACKENDS = ("auto", "reference", "triton", "numba")
 
 Table = Literal["reference", "gpu", "cpu"]
-Loader = Callable[[], Mapping[str, Callable[..., Any]]]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -31,30 +29,6 @@ _default: str | None = None  # what a plain call of `backend` set for the whole 
 _latest: str | None = None  # mirrors `_chosen` for compilers, which cannot trace a ContextVar
 # The backend of the innermost block.
 _chosen: ContextVar[str | None] = ContextVar("partita_backend", default=None)
-
-
-@dataclass(frozen=True)
-class Backends:
-    """The tables of functions that serve the ops of one family, by the name of the op.
-
-    Each field is a function that imports its backend and returns the table, so that Triton and
-    Numba load at the first call that needs them.
-
-    Fields:
-        reference: plain PyTorch, on any device.
-        gpu: Triton and Gluon kernels.
-        cpu: Numba kernels; None where ATen serves the CPU.
-    """
-
-    reference: Loader
-    gpu: Loader
-    cpu: Loader | None = None
-
-    def functions(self, table: Table) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions of one table."""
-        loader = {"reference": self.reference, "gpu": self.gpu, "cpu": self.cpu}[table]
-        assert loader is not None
-        return loader()
 
 
 def _known(name: str, origin: str) -> str:

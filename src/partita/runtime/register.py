@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, get_type_hints
 
 import torch
 
 from . import launcher, private_names, recording
 from .autograd import plain_eager
-from .backend import Backends, resolve
+from .backend import resolve
 from .caches import BoundedCache, register_cache
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -23,6 +25,8 @@ REPLAYED, RECORDED = "replayed", "recorded"
 NOT_RECORDED = "no equal call was recorded"
 LEFT_TO_PYTHON = "an argument, a variable of the environment or a profiler rules replay out"
 BY_REFERENCE = "the backend 'reference' serves it"
+
+Loader = Callable[[], ModuleType | tuple[ModuleType, ...]]  # imports a backend of an op
 
 _library = torch.library.Library("partita", "DEF")
 
@@ -172,42 +176,54 @@ def like(expected: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...]) 
 
 
 def define(
-    schema: str,
+    reference: Callable[..., Any],
     fake: Callable[..., Any],
     *,
-    backends: Backends,
+    gpu: Loader,
+    cpu: Loader | None = None,
+    name: str | None = None,
+    mutates: str | None = None,
     check: Callable[..., None] | None = None,
     vmap: Callable[..., Any] | None = None,
     fake_by_backend: bool = False,
     reference_if_empty: bool = False,
     by_identity: Sequence[str] = (),
 ) -> Op:
-    """Register `partita::<schema>` and return it.
+    """Register an op and return it.
 
-    The schema's first argument is a tensor and its last is `str backend`. Each call goes to the
-    function that `backends` lists for the op's name; it gets every argument but the last.
+    The reference declares the op: its name, its arguments in their order, the first of which is a
+    tensor, their types and those of the results. A call has the name of the backend as one more
+    argument, the last. The functions that serve the op have its name on every backend.
+
+    `fake` and `check` get the arguments that they name, or all if they take `*args`.
 
     Args:
-        schema: the schema in the syntax of `torch.library`.
-        fake: computes the shapes and dtypes of the results. With `fake_by_backend` it gets the name
-            of the table that serves the call (`reference`, `gpu` or `cpu`) as its last argument.
-        backends: the functions that serve the op.
-        check: runs before the op on the same arguments, and never while a graph is traced.
-        vmap: the batching rule.
+        reference: what the op means, a typed function in plain PyTorch.
+        fake: computes the shapes and dtypes of the results. With `fake_by_backend` it may name
+            `served_by` too: `reference`, `gpu` or `cpu`.
+        gpu: imports the module that has the op's Triton or Gluon kernels, at the first call.
+        cpu: imports the module that has its Numba kernels; None where ATen serves the CPU.
+        name: the name of the op, if the reference has another one.
+        mutates: the name of the argument that the op writes to.
+        check: runs before the op, and never while a graph is traced.
+        vmap: the batching rule; it gets the op and what `torch.library.register_vmap` says.
         fake_by_backend: whether the shapes of the results depend on the backend.
         reference_if_empty: whether the reference serves calls whose first tensor has no elements.
         by_identity: the names of tensors whose values decide what the op does, such as a table of
             edges. A replay serves the same tensor in the same version only.
     """
-    name = schema.partition("(")[0]
+    parameters, results = signature(reference)
+    name = name or unwrapped(reference).__name__
     qualified = f"partita::{name}"
-
-    has_cpu = backends.cpu is not None
+    has_cpu = cpu is not None
+    fake = of_named(fake, [*parameters, "served_by"])
+    check = check and of_named(check, list(parameters))
 
     @functools.lru_cache(maxsize=256)
     def implementation(backend: str, device: torch.device, empty: bool) -> Callable[..., Any]:
-        table = resolve(backend, device, has_cpu=has_cpu)
-        return backends.functions("reference" if empty else table)[name]
+        table = "reference" if empty else resolve(backend, device, has_cpu=has_cpu)
+        loader = {"reference": None, "gpu": gpu, "cpu": cpu}[table]
+        return reference if loader is None else function_of(loader, name)
 
     register_cache(f"runtime.register.{name}", implementation.cache_clear)
 
@@ -239,13 +255,69 @@ def define(
         with private_names.AutoDispatchBelowAutograd():
             return dispatched(*args)
 
-    _library.define(schema)
+    _library.define(name + schema(parameters, results, mutates))
     _library.impl(name, run, "CompositeExplicitAutograd")
     if private_names.AutoDispatchBelowAutograd is not None:
         _library.impl(name, refuse_derivatives, "Autograd")
     torch.library.register_fake(qualified, shapes, lib=_library)
-    if vmap is not None:
-        torch.library.register_vmap(qualified, vmap, lib=_library)
     dispatched = getattr(torch.ops.partita, name).default
-    names = [part.split()[-1] for part in schema[schema.index("(") + 1 :].split(")")[0].split(",")]
-    return Op(name, run, dispatched, [names.index(tensor) for tensor in by_identity])
+    positions = [list(parameters).index(tensor) for tensor in by_identity]
+    op = Op(name, run, dispatched, positions)
+    if vmap is not None:
+        torch.library.register_vmap(qualified, functools.partial(vmap, op), lib=_library)
+    return op
+
+
+def of_named(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """Return a function of arguments with these names that passes on those that another names."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return function
+    positions = [names.index(each.name) for each in parameters]
+    return lambda *args: function(*(args[position] for position in positions))
+
+
+def unwrapped(reference: Callable[..., Any]) -> Any:
+    """Return the function in which a partial one, or one that computes by rows, is written."""
+    while isinstance(reference, functools.partial):
+        reference = reference.func
+    return inspect.unwrap(reference)
+
+
+def signature(reference: Callable[..., Any]) -> tuple[dict[str, Any], Any]:
+    """Return the types of the positional arguments of a reference, by name, and of its result.
+
+    A named tuple of tensors is the tuple of its fields.
+    """
+    types = get_type_hints(unwrapped(reference))
+    parameters = inspect.signature(reference).parameters.values()
+    positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    results = types["return"]
+    if fields := getattr(results, "_fields", None):
+        results = tuple[(torch.Tensor,) * len(fields)]  # type: ignore[misc]
+    return {name: types[name] for name in positional}, results
+
+
+def schema(parameters: dict[str, Any], results: Any, mutates: str | None) -> str:
+    """Return the schema of an op without its name; `str backend` follows the arguments."""
+
+    def prototype() -> None:
+        """Stand for the op."""
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = {**parameters, "backend": str}
+    prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind, annotation=of) for name, of in parameters.items()],
+        return_annotation=None if results is type(None) else results,
+    )
+    return torch.library.infer_schema(prototype, mutates_args=[mutates] if mutates else [])
+
+
+def function_of(loader: Loader, name: str) -> Callable[..., Any]:
+    """Return the function of this name in the module, or in one of the modules, of a loader."""
+    found = loader()
+    modules = found if isinstance(found, tuple) else (found,)
+    function: Callable[..., Any] = next(
+        getattr(module, name) for module in modules if hasattr(module, name)
+    )
+    return function

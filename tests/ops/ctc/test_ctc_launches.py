@@ -108,7 +108,7 @@ def test_priors_and_a_star_make_no_copy_of_the_logits(
     sizes = [
         arg.nbytes
         for launch in launched
-        for arg in launch.args
+        for arg in launch.values
         if isinstance(arg, torch.Tensor) and arg.data_ptr() != saved.data_ptr()
     ]
     assert max(sizes) <= max(logits.nbytes, saved.nbytes)

@@ -228,10 +228,10 @@ def test_words_before_the_scan(directions: int, device: str) -> None:
         words = scan_words(
             sizes, as_targets(targets, steps, labels), (B, T, U + 1), directions, DURATIONS
         )
-    assert words.tile_counter is not None and words.carries is not None and words.arcs is not None
-    for zeros in (words.tile_counter, words.flags, words.carries):
+    assert words.carries is not None and words.arcs is not None
+    for zeros in (words.flags, *words.carries):
         assert not zeros.any()
-    assert len(words.carries) == directions * sizes.num_chunks * B * sizes.carry_steps
+    assert len(words.carries.words) == directions * sizes.num_chunks * B * sizes.carry_steps
     impossible = IMPOSSIBLE_ARC.value
     for k, arcs in enumerate(words.arcs.view(2 * len(DURATIONS), sizes.nodes).cpu()):
         margin = arcs[len(arcs) - plan.MARGIN :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,14 +28,11 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend
 from . import fakes, reference
-from .backends import BACKENDS
 from .inputs import ChainTensors, check_states
 from .reference import expected_value
 
 
-def check_values(
-    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, *_: Any
-) -> None:
+def check_values(scores: Tensor, source: Tensor, lengths: Tensor | None) -> None:
     """Raise for a source or a length that is out of range, where values are checked."""
     if source.is_meta or not checks.should_check_values(source.device):
         return
@@ -43,77 +41,102 @@ def check_values(
         checks.within("lengths", lengths, 0, scores.shape[0], "steps")
 
 
-_CHAIN = "Tensor scores, Tensor source, Tensor initial, Tensor final, Tensor? lengths"
-_VALUES = "Tensor values, Tensor first_values, Tensor last_values"
+def _cpu() -> tuple[ModuleType, ...]:
+    from .cpu import expectation, logz, paths, state_scores
 
-logz: register.Op = register.define(
-    f"chain_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor)",
+    return expectation, logz, paths, state_scores
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+def _gpu_expectation() -> ModuleType:
+    from .gpu import launch_expectation
+
+    return launch_expectation
+
+
+def _gpu_paths() -> ModuleType:
+    from .gpu import launch_paths
+
+    return launch_paths
+
+
+logz = register.define(
+    reference.chain_logz,
     fakes.fake_logz,
+    gpu=_gpu,
+    cpu=_cpu,
     check=check_values,
     fake_by_backend=True,
-    vmap=lambda *batch: one_by_one(logz, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     by_identity=("source",),
 )
-rounded_logz: register.Op = register.define(
-    f"chain_rounded_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
+rounded_logz = register.define(
+    reference.chain_rounded_logz,
     fakes.fake_rounded_logz,
+    gpu=_gpu,
+    cpu=_cpu,
     check=check_values,
     fake_by_backend=True,
-    vmap=lambda *batch: one_by_one(rounded_logz, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     by_identity=("source",),
 )
-logz_gradient: register.Op = register.define(
-    "chain_gradient(Tensor grad_output, Tensor scores, Tensor initial, Tensor final, Tensor source,"
-    " Tensor? lengths, Tensor logz, Tensor saved, ScalarType dtype, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
+logz_gradient = register.define(
+    reference.chain_gradient,
     fakes.fake_logz_gradient,
-    vmap=lambda *batch: one_by_one(logz_gradient, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
     by_identity=("source",),
 )
 
-scan: register.Op = register.define(
-    f"chain_scan({_CHAIN}, bool use_max, bool reverse, str backend) -> Tensor",
+scan = register.define(
+    reference.chain_scan,
     fakes.fake_scan,
+    gpu=_gpu,
+    cpu=_cpu,
     check=check_values,
-    vmap=lambda *batch: one_by_one(scan, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     by_identity=("source",),
 )
-viterbi: register.Op = register.define(
-    f"chain_viterbi({_CHAIN}, bool trace, str backend) -> (Tensor, Tensor, Tensor)",
+viterbi = register.define(
+    reference.chain_viterbi,
     fakes.fake_viterbi,
+    gpu=_gpu_paths,
+    cpu=_cpu,
     check=check_values,
-    vmap=lambda *batch: one_by_one(viterbi, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     by_identity=("source",),
 )
-sample: register.Op = register.define(
-    f"chain_sample({_CHAIN}, Tensor uniforms, str backend) -> (Tensor, Tensor)",
+sample = register.define(
+    reference.chain_sample,
     fakes.fake_sample,
+    gpu=_gpu_paths,
+    cpu=_cpu,
     check=check_values,
-    vmap=lambda *batch: one_by_one(sample, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     by_identity=("source",),
 )
-expectation: register.Op = register.define(
-    f"chain_expectation({_CHAIN}, {_VALUES}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
+expectation = register.define(
+    reference.chain_expectation,
     fakes.fake_expectation,
+    gpu=_gpu_expectation,
+    cpu=_cpu,
     check=check_values,
     fake_by_backend=True,
-    vmap=lambda *batch: one_by_one(expectation, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     by_identity=("source",),
 )
-expectation_gradient: register.Op = register.define(
-    f"chain_expectation_gradient(Tensor grad_output, {_CHAIN}, {_VALUES}, Tensor mean, Tensor logz,"
-    " Tensor saved, bool need_score_grads, bool need_value_grads, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+expectation_gradient = register.define(
+    reference.chain_expectation_gradient,
     fakes.fake_expectation_gradient,
-    vmap=lambda *batch: one_by_one(expectation_gradient, *batch),
-    backends=BACKENDS,
+    gpu=_gpu_expectation,
+    cpu=_cpu,
+    vmap=one_by_one,
     by_identity=("source",),
 )
 
@@ -396,5 +419,5 @@ def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference
             f"backend {backend!r}: {name} has no kernel;"
             " it runs in PyTorch (backend 'auto' or 'reference')"
         )
-    check_values(*chain)
+    check_values(chain.scores, chain.source, chain.lengths)
     return reference.chain_inputs(*chain, semiring)

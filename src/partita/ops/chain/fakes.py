@@ -26,109 +26,54 @@ def _fake_gradient(tensor: Tensor, dtype: torch.dtype | None = None, needed: boo
     return torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
 
-def fake_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-    served_by: str,
-) -> tuple[Tensor, Tensor]:
+def fake_logz(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor]:
     saves = save and served_by != "reference"
     saved = _fake_state_scores(scores) if saves else _fake_nothing(scores)
     return _fake_per_chain(scores), saved
 
 
-def fake_rounded_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-    served_by: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def fake_rounded_logz(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
     rounded = scores.new_empty(scores.shape[1], dtype=acc_dtype(scores.dtype))
-    return rounded, *fake_logz(scores, source, initial, final, lengths, save, served_by)
+    return rounded, *fake_logz(scores, save, served_by)
 
 
-def fake_scan(scores: Tensor, *_: object) -> Tensor:
+def fake_scan(scores: Tensor) -> Tensor:
     return _fake_state_scores(scores)
 
 
 def fake_logz_gradient(
-    grad_output: Tensor,
-    scores: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    source: Tensor,
-    lengths: Tensor | None,
-    logz: Tensor,
-    saved: Tensor,
-    dtype: torch.dtype,
+    scores: Tensor, initial: Tensor, final: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_gradient(scores, dtype), _fake_gradient(initial), _fake_gradient(final)
 
 
-def fake_viterbi(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    trace: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def fake_viterbi(scores: Tensor, trace: bool) -> tuple[Tensor, Tensor, Tensor]:
     T, N = scores.shape[:2]
     states = scores.new_empty((T + 1, N) if trace else (0,), dtype=torch.int64)
     edges = scores.new_empty((T, N) if trace else (0,), dtype=torch.int64)
     return scores.new_empty(N, dtype=acc_dtype(scores.dtype)), states, edges
 
 
-def fake_sample(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
+def fake_sample(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     T, N = scores.shape[:2]
     samples = uniforms.shape[1]
     states = scores.new_empty((samples, T + 1, N), dtype=torch.int64)
     return states, scores.new_empty((samples, T, N), dtype=torch.int64)
 
 
-def fake_expectation(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    values: Tensor,
-    first_values: Tensor,
-    last_values: Tensor,
-    save: bool,
-    served_by: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def fake_expectation(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
     saves = save and served_by != "reference"
     saved = _fake_state_scores(scores, 2) if saves else _fake_nothing(scores)
     return _fake_per_chain(scores), _fake_per_chain(scores), saved
 
 
 def fake_expectation_gradient(
-    grad_output: Tensor,
     scores: Tensor,
-    source: Tensor,
     initial: Tensor,
     final: Tensor,
-    lengths: Tensor | None,
     values: Tensor,
     first_values: Tensor,
     last_values: Tensor,
-    mean: Tensor,
-    logz: Tensor,
-    saved: Tensor,
     need_score_grads: bool,
     need_value_grads: bool,
 ) -> tuple[Tensor, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...primitives.rows import by_rows
 from ...runtime import checks, register
 from ...runtime.autograd import (
     all_at_once,
@@ -23,33 +25,23 @@ from ...runtime.autograd import (
     saved_tensors,
 )
 from ...runtime.dtypes import acc_dtype
-from . import reference
-from .backends import BACKENDS
+from . import reference, reference_one_pass
 from .common import RowLosses, TokenStatsRows, mean_denominators
 
 
-def _check_labels(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, *_: Any
-) -> None:
+def _check_labels(logits: Tensor, target: Tensor, ignore_index: int) -> None:
     if not target.is_floating_point():
         checks.labels("target", target, logits.shape[1], ignore_index)
 
 
-def _check_one_pass(
-    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *rest: Any
-) -> None:
-    _check_labels(logits, target, weight, *rest)
-
-
-def _rows_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+def _rows_vmap(op: register.Op, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     """Merge the batch into the rows.
 
     Every tensor has its batch dimension first, except for the class weights, which cannot have one.
     """
     num_tensors = sum(isinstance(arg, Tensor) or arg is None for arg in args)
-    is_forward = num_tensors == 3
     tensors, options = list(args[:num_tensors]), args[num_tensors:]
-    weight_index = 2 if is_forward else 4
+    weight_index = 2 if op is cross_entropy_op else 4
     if in_dims[weight_index] is not None:
         raise NotImplementedError(
             "weight: class weights that differ over a vmapped dimension are not supported"
@@ -57,71 +49,70 @@ def _rows_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     for i, (tensor, dim) in enumerate(zip(tensors, in_dims, strict=False)):
         if i != weight_index and tensor is not None:
             tensors[i] = batch_first(tensor, dim, info.batch_size).flatten(0, 1)
-    if is_forward:
-        return tuple(
-            field.unflatten(0, (info.batch_size, len(field) // max(info.batch_size, 1)))
-            for field in cross_entropy_op(*tensors, *options)
-        ), (0,) * len(RowLosses._fields)
-    dlogits = cross_entropy_backward_op(*tensors, *options)
-    return dlogits.unflatten(0, (info.batch_size, -1)), 0
+    found = op(*tensors, *options)
+    if isinstance(found, Tensor):
+        return found.unflatten(0, (info.batch_size, -1)), 0
+    return tuple(
+        field.unflatten(0, (info.batch_size, len(field) // max(info.batch_size, 1)))
+        for field in found
+    ), (0,) * len(found)
 
 
-def _rows_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _rows_fake(logits: Tensor) -> tuple[Tensor, ...]:
     shape, dtype = [logits.shape[0], *logits.shape[2:]], acc_dtype(logits.dtype)
     return tuple(logits.new_empty(shape, dtype=dtype) for _ in RowLosses._fields)
 
 
-_INPUTS = "Tensor target, Tensor? weight"
-_STATISTICS = "Tensor maximum, Tensor sumexp, Tensor total_weight"
-_NUMBERS = "int ignore_index, float label_smoothing, float softcap"
-_REDUCTION = "bool mean, ScalarType dtype"
+def _gpu() -> tuple[ModuleType, ...]:
+    from .gpu import launch, scale, token_stats
+
+    return launch, scale, token_stats
+
 
 cross_entropy_op = register.define(
-    f"cross_entropy(Tensor logits, {_INPUTS}, {_NUMBERS}, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference_one_pass.cross_entropy,
     _rows_fake,
+    gpu=_gpu,
     check=_check_labels,
     vmap=_rows_vmap,
-    backends=BACKENDS,
 )
 cross_entropy_backward_op = register.define(
-    "cross_entropy_backward(Tensor grad_loss, Tensor? grad_logsumexp, Tensor logits,"
-    f" {_INPUTS}, {_STATISTICS}, {_NUMBERS}, str backend) -> Tensor",
-    lambda grad_loss, grad_logsumexp, logits, *_: torch.empty_like(logits),
+    reference_one_pass.cross_entropy_backward,
+    lambda logits: torch.empty_like(logits),
+    name="cross_entropy_backward",
+    gpu=_gpu,
     vmap=_rows_vmap,
-    backends=BACKENDS,
 )
 cross_entropy_backward_inplace_op = register.define(
-    "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_logsumexp, Tensor(a!) logits,"
-    f" {_INPUTS}, {_STATISTICS}, {_NUMBERS}, str backend) -> ()",
-    lambda *_: None,
-    backends=BACKENDS,
+    reference_one_pass.cross_entropy_backward_,
+    lambda: None,
+    gpu=_gpu,
+    mutates="logits",
 )
 cross_entropy_reduced_op = register.define(
-    f"cross_entropy_reduced(Tensor logits, {_INPUTS}, {_NUMBERS}, {_REDUCTION}, str backend)"
-    " -> Tensor",
+    reference_one_pass.cross_entropy_reduced,
     lambda logits, *args: logits.new_empty((), dtype=args[-1]),
+    gpu=_gpu,
     check=_check_labels,
-    backends=BACKENDS,
 )
 cross_entropy_one_pass_op = register.define(
-    f"cross_entropy_one_pass(Tensor logits, {_INPUTS}, Tensor? denominator, {_NUMBERS},"
-    f" float z_loss, {_REDUCTION}, str backend) -> (Tensor, Tensor)",
+    reference_one_pass.cross_entropy_one_pass,
     lambda logits, *args: (logits.new_empty((), dtype=args[-1]), torch.empty_like(logits)),
-    check=_check_one_pass,
-    backends=BACKENDS,
+    gpu=_gpu,
+    check=_check_labels,
 )
 cross_entropy_one_pass_inplace_op = register.define(
-    f"cross_entropy_one_pass_(Tensor(a!) logits, {_INPUTS}, Tensor? denominator, {_NUMBERS},"
-    f" float z_loss, {_REDUCTION}, str backend) -> Tensor",
+    reference_one_pass.cross_entropy_one_pass_,
     lambda logits, *args: logits.new_empty((), dtype=args[-1]),
-    check=_check_one_pass,
-    backends=BACKENDS,
+    gpu=_gpu,
+    mutates="logits",
+    check=_check_labels,
 )
 scale_gradient = register.define(
-    "scale_(Tensor(a!) grad, Tensor factor, str backend) -> ()",
-    lambda *_: None,
-    backends=BACKENDS,
+    reference.scale_,
+    lambda: None,
+    gpu=_gpu,
+    mutates="grad",
 )
 
 
@@ -370,7 +361,7 @@ def cross_entropy_of_rows(
     return (result if z is None else result + z.sum() / denominators[1]).to(options.dtype)
 
 
-def _stats_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _stats_fake(logits: Tensor) -> tuple[Tensor, ...]:
     shape, dtype = logits.shape[:-1], acc_dtype(logits.dtype)
     return tuple(
         logits.new_empty(shape, dtype=torch.int64 if name == "argmax" else dtype)
@@ -378,26 +369,22 @@ def _stats_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _check_stats_labels(
-    logits: Tensor, target: Tensor | None, temperature: float, softcap: float, ignore_index: int
-) -> None:
+def _check_stats_labels(logits: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
         checks.labels("target", target, logits.shape[-1], ignore_index)
 
 
-token_stats_op: register.Op = register.define(
-    "token_stats(Tensor logits, Tensor? target, float temperature, float softcap,"
-    " int ignore_index, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+token_stats_op = register.define(
+    by_rows(reference.token_stats),
     _stats_fake,
+    gpu=_gpu,
     check=_check_stats_labels,
-    vmap=lambda *batch: all_at_once(token_stats_op, *batch),
-    backends=BACKENDS,
+    vmap=all_at_once,
 )
-token_stats_backward_op: register.Op = register.define(
-    "token_stats_backward(Tensor grad_logprob, Tensor? grad_logsumexp, Tensor? grad_entropy,"
-    " Tensor logits, Tensor target, Tensor maximum, Tensor sumexp, Tensor entropy,"
-    " float temperature, float softcap, int ignore_index, str backend) -> Tensor",
-    lambda grad_logprob, grad_logsumexp, grad_entropy, logits, *_: torch.empty_like(logits),
-    vmap=lambda *batch: all_at_once(token_stats_backward_op, *batch),
-    backends=BACKENDS,
+token_stats_backward_op = register.define(
+    by_rows(reference.token_stats_backward, logits=3),
+    lambda logits: torch.empty_like(logits),
+    name="token_stats_backward",
+    gpu=_gpu,
+    vmap=all_at_once,
 )

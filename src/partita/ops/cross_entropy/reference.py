@@ -9,14 +9,12 @@ so that no derivative depends on what they hold.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...primitives.rows import (
     finite_shift,
-    laid_out_like,
+    laid_out,
     softcap_slope,
     softcapped,
     without_inert_rows,
@@ -162,11 +160,7 @@ def cross_entropy_gradient(
     return grad.movedim(-1, 1).to(dtype)
 
 
-def cross_entropy_backward(
-    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
-) -> Tensor:
-    """Compute the gradient of the logits in their memory layout."""
-    return laid_out_like(cross_entropy_gradient(grad_loss, grad_logsumexp, logits, *args), logits)
+cross_entropy_backward = laid_out(cross_entropy_gradient, like=2)
 
 
 def scale_(grad: Tensor, factor: Tensor) -> None:
@@ -252,13 +246,4 @@ def token_stats_gradient(
     return torch.where(out_of_range.unsqueeze(-1), torch.nan, grad).to(logits.dtype)
 
 
-def token_stats_backward(
-    grad_logprob: Tensor,
-    grad_logsumexp: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    *args: Any,
-) -> Tensor:
-    """Compute the gradient of the logits in their memory layout."""
-    grad = token_stats_gradient(grad_logprob, grad_logsumexp, grad_entropy, logits, *args)
-    return laid_out_like(grad, logits)
+token_stats_backward = laid_out(token_stats_gradient, like=3)

@@ -6,8 +6,6 @@ and their gradient, a few rows at a time.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -27,10 +25,23 @@ cross_entropy_backward = by_rows(reference.cross_entropy_backward, logits=2, cla
 
 
 def cross_entropy_backward_(
-    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
+    grad_loss: Tensor,
+    grad_logsumexp: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    maximum: Tensor,
+    sumexp: Tensor,
+    total_weight: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
 ) -> None:
     """Write the gradient of the logits over them."""
-    logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, *args))
+    inputs, statistics = (logits, target, weight), (maximum, sumexp, total_weight)
+    options = (ignore_index, label_smoothing, softcap)
+    grads = (grad_loss, grad_logsumexp)
+    logits.copy_(cross_entropy_backward(*grads, *inputs, *statistics, *options))
 
 
 def _rows_of(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .backends import BACKENDS
 from .common import PackedTargets, ScoreOptions, padded_targets
 from .gpu.plan import saved_shape
 
@@ -38,15 +38,13 @@ def check_values(
     input_lengths: Tensor,
     target_lengths: Tensor,
     max_target_len: int,
-    *options: Any,
+    label_priors: Tensor | None,
+    star: int | None,
 ) -> None:
-    """Raise for the first length, label or prior that is out of range, where values are checked.
-
-    The last ones of the options are the priors, their scale and the star.
-    """
+    """Raise for the first length, label or prior that is out of range, where values are checked."""
     if not checks.should_check_values(labels.device) or labels.is_meta:
         return
-    T, C, (label_priors, _, star) = logits.shape[0], logits.shape[2], options[-3:]
+    T, C = logits.shape[0], logits.shape[2]
     if label_priors is not None:
         index = checks.first_index(~label_priors.isfinite())
         if index is not None:
@@ -79,25 +77,17 @@ def check_values(
 
 def _loss_results(
     logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
     max_target_len: int,
-    blank: int,
     from_logits: bool,
     reduction: str,
-    zero_infinity: bool,
     save: bool,
-    label_priors: Tensor | None,
-    prior_scale: float,
     star: int | None,
-    backend: str,
+    served_by: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors with the shapes of the reduced loss, the losses and the saved tensor."""
     N, dtype = logits.shape[1], acc_dtype(logits.dtype)
     shape = ScoreOptions(star=star).lattice_shape(logits.shape)
-    saved = saved_shape(shape, max_target_len, from_logits, save, backend)
+    saved = saved_shape(shape, max_target_len, from_logits, save, served_by)
     return (
         logits.new_empty(N if reduction == "none" else (), dtype=dtype),
         logits.new_empty(N, dtype=torch.float64),
@@ -105,42 +95,56 @@ def _loss_results(
     )
 
 
-_TARGETS = "Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths"
-_SCORES = "Tensor? label_priors, float prior_scale, int? star"
-loss: register.Op = register.define(
-    f"ctc_loss(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
-    f" str reduction, bool zero_infinity, bool save, {_SCORES}, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
+def _cpu() -> tuple[ModuleType, ...]:
+    from .cpu import align, loss
+
+    return align, loss
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+def _gpu_align() -> ModuleType:
+    from .gpu import launch_align
+
+    return launch_align
+
+
+loss = register.define(
+    reference.ctc_loss,
     _loss_results,
+    gpu=_gpu,
+    cpu=_cpu,
     check=check_values,
     fake_by_backend=True,
-    vmap=lambda *batch: one_by_one(loss, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-gradient: register.Op = register.define(
-    f"ctc_gradient(Tensor grad, Tensor logits, {_TARGETS}, Tensor losses, Tensor saved,"
-    " Tensor? label_priors, SymInt max_target_len, int blank, bool from_logits, str reduction,"
-    " float prior_scale, int? star, str backend) -> Tensor",
-    lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
-    vmap=lambda *batch: one_by_one(gradient, *batch),
-    backends=BACKENDS,
+gradient = register.define(
+    reference.ctc_gradient,
+    lambda logits: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
 
-align: register.Op = register.define(
-    f"ctc_align(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
-    f" {_SCORES}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda logits, *rest: (
+align = register.define(
+    reference.ctc_align,
+    lambda logits: (
         *(
             logits.new_empty((logits.shape[1], logits.shape[0]), dtype=dtype)
             for dtype in (torch.int64, torch.int64, acc_dtype(logits.dtype))
         ),
         logits.new_empty(logits.shape[1], dtype=acc_dtype(logits.dtype)),
     ),
+    gpu=_gpu_align,
+    cpu=_cpu,
     check=check_values,
-    vmap=lambda *batch: one_by_one(align, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ...runtime.autograd import (
 from ...runtime.dtypes import acc_dtype
 from ..chain import autograd as _chain
 from ..ctc.common import reduce_over_lengths
-from .backends import BACKENDS
+from . import reference
 from .common import (
     losses_from_logz,
     pack_targets,
@@ -34,11 +35,9 @@ from .common import (
 def check_values(
     scores: Tensor,
     source: Tensor,
-    lattice_source: Tensor,
     targets: Tensor,
     target_lengths: Tensor,
     input_lengths: Tensor | None,
-    *_: Any,
 ) -> None:
     """Raise for the first length or label that is out of range, where values are checked."""
     if scores.is_meta or not checks.should_check_values(scores.device):
@@ -66,10 +65,6 @@ def _loss_results(
     scores: Tensor,
     source: Tensor,
     lattice_source: Tensor,
-    targets: Tensor,
-    target_lengths: Tensor,
-    input_lengths: Tensor | None,
-    state_len: int,
     reduction: str,
     save: bool,
     served_by: str,
@@ -89,26 +84,34 @@ def _loss_results(
     )
 
 
-_RESULTS = (
-    "Tensor losses, Tensor logz, Tensor saved, Tensor marginals, Tensor edge_index, Tensor lengths"
-)
-loss: register.Op = register.define(
-    "crf_loss(Tensor scores, Tensor source, Tensor lattice_source, Tensor targets,"
-    " Tensor target_lengths, Tensor? input_lengths, int state_len, str reduction, bool save,"
-    " str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+def _cpu() -> ModuleType:
+    from . import cpu
+
+    return cpu
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+loss = register.define(
+    reference.crf_loss,
     _loss_results,
+    gpu=_gpu,
+    cpu=_cpu,
     check=check_values,
     fake_by_backend=True,
-    vmap=lambda *batch: one_by_one(loss, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     by_identity=("source", "lattice_source"),
 )
-gradient: register.Op = register.define(
-    f"crf_gradient(Tensor grad, Tensor scores, Tensor source, Tensor target_lengths, {_RESULTS},"
-    " str reduction, str backend) -> Tensor",
-    lambda grad, scores, *rest: torch.empty(scores.shape, dtype=scores.dtype, device=scores.device),
-    vmap=lambda *batch: one_by_one(gradient, *batch),
-    backends=BACKENDS,
+gradient = register.define(
+    reference.crf_gradient,
+    lambda scores: torch.empty(scores.shape, dtype=scores.dtype, device=scores.device),
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
     by_identity=("source",),
 )
 

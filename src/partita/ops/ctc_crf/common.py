@@ -223,7 +223,7 @@ def loss_through_chains(
     state_len: int,
     reduction: str,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the results of the op `crf_loss`; see `reference.py`."""
     scores, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
     packed, n_base = pack_targets(targets, target_lengths), source.shape[1] - 1

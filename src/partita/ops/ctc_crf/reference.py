@@ -20,7 +20,7 @@ def crf_loss(
     state_len: int,
     reduction: str,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the reduced loss, and what its gradient needs.
 
     Args:

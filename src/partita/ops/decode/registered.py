@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import one_by_one
-from .backends import BACKENDS
+from . import reference
 from .basecalls import empty_basecalls
 from .common import Hypotheses, empty_hypotheses, empty_posteriors
 
 
-def _check_lengths(logits: Tensor, input_lengths: Tensor, *_: Any) -> None:
+def _check_lengths(logits: Tensor, input_lengths: Tensor) -> None:
     checks.within("input_lengths", input_lengths, 0, len(logits), "steps")
 
 
-def _beam_fake(
-    logits: Tensor, input_lengths: Tensor, blank: int, beam_width: int, nbest: int, *_: Any
-) -> Hypotheses:
+def _beam_fake(logits: Tensor, nbest: int) -> Hypotheses:
     return empty_hypotheses(logits, nbest)
 
 
@@ -32,48 +30,70 @@ def _empty_path(scores: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-greedy_search: register.Op = register.define(
-    "ctc_greedy_search(Tensor logits, Tensor input_lengths, int blank, bool from_logits,"
-    " str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda logits, *_: empty_hypotheses(logits),
+def _cpu() -> tuple[ModuleType, ...]:
+    from .cpu import beam, crf_calls, crf_path, greedy
+
+    return beam, crf_calls, crf_path, greedy
+
+
+def _gpu_crf() -> ModuleType:
+    from .gpu import launch_crf
+
+    return launch_crf
+
+
+def _gpu_greedy() -> ModuleType:
+    from .gpu import launch_greedy
+
+    return launch_greedy
+
+
+def _gpu_launch() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+greedy_search = register.define(
+    reference.ctc_greedy_search,
+    lambda logits: empty_hypotheses(logits),
+    gpu=_gpu_greedy,
+    cpu=_cpu,
     check=_check_lengths,
-    vmap=lambda *batch: one_by_one(greedy_search, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-beam_search: register.Op = register.define(
-    "ctc_beam_search(Tensor logits, Tensor input_lengths, int blank, int beam_width, int nbest,"
-    " int cutoff_top_n, float blank_skip_threshold, bool from_logits, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+beam_search = register.define(
+    reference.ctc_beam_search,
     _beam_fake,
+    gpu=_gpu_launch,
+    cpu=_cpu,
     check=_check_lengths,
-    vmap=lambda *batch: one_by_one(beam_search, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-crf_path: register.Op = register.define(
-    "ctc_crf_path(Tensor scores, Tensor source, Tensor input_lengths, int beam_width, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda scores, *_: (*_empty_path(scores), *empty_posteriors(scores)),
-    vmap=lambda *batch: one_by_one(crf_path, *batch),
-    backends=BACKENDS,
+crf_path = register.define(
+    reference.ctc_crf_path,
+    lambda scores: (*_empty_path(scores), *empty_posteriors(scores)),
+    gpu=_gpu_crf,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
     by_identity=("source",),
 )
-crf_base_posteriors: register.Op = register.define(
-    "ctc_crf_base_posteriors(Tensor marginals, Tensor input_lengths, str backend)"
-    " -> (Tensor, Tensor)",
-    lambda marginals, *_: empty_posteriors(marginals),
-    vmap=lambda *batch: one_by_one(crf_base_posteriors, *batch),
-    backends=BACKENDS,
+crf_base_posteriors = register.define(
+    reference.ctc_crf_base_posteriors,
+    lambda marginals: empty_posteriors(marginals),
+    gpu=_gpu_crf,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-crf_calls: register.Op = register.define(
-    "ctc_crf_calls(Tensor base_posteriors, Tensor first_posteriors, Tensor states, Tensor edges,"
-    " Tensor input_lengths, int state_len, ScalarType dtype, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda by_base, *rest: empty_basecalls(by_base, *rest[4:6]),
-    vmap=lambda *batch: one_by_one(crf_calls, *batch),
-    backends=BACKENDS,
+crf_calls = register.define(
+    reference.ctc_crf_calls,
+    empty_basecalls,
+    gpu=_gpu_crf,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...primitives.rows import by_rows
 from ...runtime import register
 from ...runtime.autograd import (
     all_at_once,
@@ -22,61 +24,58 @@ from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import scaled_gradient
 from ..logprobs.common import TopK
-from . import reference
-from .backends import BACKENDS
+from . import reference, reference_chunks
 from .common import DivergenceRows, reduced, row_factors
 
 # Rounding errors of log-probabilities that the sum of their exponentials may have.
 ROUNDING_ERRORS = 8
 
-_NUMBERS = "float beta, float temperature, float softcap, str backend"
 
-
-def _fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _fake(logits: Tensor) -> tuple[Tensor, ...]:
     dtype = acc_dtype(logits.dtype)
     return tuple(logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in DivergenceRows._fields)
 
 
-divergence_op: register.Op = register.define(
-    f"divergence(Tensor logits, Tensor teacher_logits, {_NUMBERS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+divergence_op = register.define(
+    by_rows(reference.divergence),
     _fake,
-    vmap=lambda *batch: all_at_once(divergence_op, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    vmap=all_at_once,
 )
-divergence_backward_op: register.Op = register.define(
-    "divergence_backward(Tensor grad, Tensor logits, Tensor teacher_logits, Tensor student,"
-    " Tensor maximum, Tensor sumexp, Tensor teacher_maximum, Tensor teacher_sumexp,"
-    f" {_NUMBERS}) -> Tensor",
-    lambda grad, logits, *_: torch.empty_like(logits),
-    vmap=lambda *batch: all_at_once(divergence_backward_op, *batch),
-    backends=BACKENDS,
+divergence_backward_op = register.define(
+    by_rows(reference.divergence_backward, logits=1),
+    lambda logits: torch.empty_like(logits),
+    name="divergence_backward",
+    gpu=_gpu,
+    vmap=all_at_once,
 )
-divergence_one_pass_op: register.Op = register.define(
-    "divergence_one_pass(Tensor logits, Tensor teacher_logits, Tensor? row_factor, float factor,"
-    f" {_NUMBERS}) -> (Tensor, Tensor)",
-    lambda logits, *_: (_fake(logits)[0], torch.empty_like(logits)),
-    backends=BACKENDS,
+divergence_one_pass_op = register.define(
+    by_rows(reference.divergence_one_pass),
+    lambda logits: (_fake(logits)[0], torch.empty_like(logits)),
+    gpu=_gpu,
 )
-divergence_state_op: register.Op = register.define(
-    f"divergence_state(Tensor logits, Tensor teacher_logits, {_NUMBERS}) -> Tensor",
-    lambda logits, *_: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
-    backends=BACKENDS,
+divergence_state_op = register.define(
+    reference_chunks.divergence_state,
+    lambda logits: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
+    gpu=_gpu,
 )
-divergence_mixture_op: register.Op = register.define(
-    "divergence_mixture(Tensor logits, Tensor teacher_logits, Tensor maximum, Tensor sumexp,"
-    f" Tensor teacher_maximum, Tensor teacher_sumexp, {_NUMBERS}) -> Tensor",
-    lambda logits, teacher_logits, maximum, *_: maximum.new_empty(2, logits.shape[0]),
-    backends=BACKENDS,
+divergence_mixture_op = register.define(
+    reference_chunks.divergence_mixture,
+    lambda logits, maximum: maximum.new_empty(2, logits.shape[0]),
+    gpu=_gpu,
 )
 
 
-divergence_local_gradient_op: register.Op = register.define(
-    "divergence_local_gradient(Tensor grad, Tensor logits, Tensor teacher_logits, Tensor student,"
-    " Tensor maximum, Tensor sumexp, Tensor teacher_maximum, Tensor teacher_sumexp,"
-    f" {_NUMBERS}) -> Tensor",
-    lambda grad, logits, *_: torch.empty_like(logits),
-    backends=BACKENDS,
+divergence_local_gradient_op = register.define(
+    reference_chunks.divergence_local_gradient,
+    lambda logits: torch.empty_like(logits),
+    gpu=_gpu,
 )
 
 

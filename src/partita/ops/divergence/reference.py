@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...primitives.rows import laid_out_like, softcap_slope, without_inert_rows
+from ...primitives.rows import laid_out, softcap_slope, without_inert_rows
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.reference import scaled_rows
 from .common import DivergenceRows
@@ -114,9 +114,7 @@ def divergence_gradient(
     return result.to(logits.dtype)
 
 
-def divergence_backward(grad: Tensor, logits: Tensor, *args: object) -> Tensor:
-    """Compute the gradient of the student's logits in their memory layout."""
-    return laid_out_like(divergence_gradient(grad, logits, *args), logits)  # type: ignore[arg-type]
+divergence_backward = laid_out(divergence_gradient, like=1)
 
 
 def divergence_one_pass(

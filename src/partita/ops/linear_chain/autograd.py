@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,72 +25,89 @@ from ...runtime.autograd import (
     skip_unused_gradients,
 )
 from . import fakes, reference, reference_tangent
-from .backends import BACKENDS
+from .common import HAS_KERNELS
 from .inputs import scalar
 from .paths import path_indicator
 
 
-def check_values(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    *_: Any,
-) -> None:
+def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
     """Raise for a length that is out of range, where values are checked."""
     if lengths is not None:
         checks.within("lengths", lengths, 1, emissions.shape[0], "tokens")
 
 
-_CHAIN = "Tensor emissions, Tensor transitions, Tensor? start, Tensor? end, Tensor? lengths"
+def _cpu() -> tuple[ModuleType, ...]:
+    from .cpu import gradient, logz, paths, tangent
+
+    return gradient, logz, paths, tangent
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch if HAS_KERNELS else reference
+
+
+def _gpu_paths() -> ModuleType:
+    from .gpu import launch_paths
+
+    return launch_paths if HAS_KERNELS else reference
+
+
+def _gpu_tangent() -> ModuleType:
+    from .gpu import launch_tangent
+
+    return launch_tangent if HAS_KERNELS else reference_tangent
+
 
 # It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
-logz: register.Op = register.define(
-    f"linear_chain_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
+logz = register.define(
+    reference.linear_chain_logz,
     fakes.fake_logz,
+    gpu=_gpu,
+    cpu=_cpu,
     check=check_values,
     reference_if_empty=True,
     fake_by_backend=True,
-    vmap=lambda *batch: one_by_one(logz, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
 )
 # It returns the gradients of sum(grad_output * log Z) in emissions, transitions, start and end.
-logz_gradient: register.Op = register.define(
-    f"linear_chain_gradient(Tensor grad_output, {_CHAIN}, Tensor logz, Tensor saved,"
-    " bool need_transitions, bool per_sequence, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+logz_gradient = register.define(
+    reference.linear_chain_gradient,
     fakes.fake_gradient,
-    vmap=lambda *batch: one_by_one(logz_gradient, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
 )
 
 # It returns the best score [N] and the states of the best path [T, N].
-viterbi: register.Op = register.define(
-    f"linear_chain_viterbi({_CHAIN}, str backend) -> (Tensor, Tensor)",
+viterbi = register.define(
+    reference.linear_chain_viterbi,
     fakes.fake_viterbi,
+    gpu=_gpu_paths,
+    cpu=_cpu,
     check=check_values,
     reference_if_empty=True,
-    vmap=lambda *batch: one_by_one(viterbi, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
 )
 # It takes uniform numbers [T, k, N] fp64 and returns states [k, T, N].
-sample: register.Op = register.define(
-    f"linear_chain_sample({_CHAIN}, Tensor uniforms, str backend) -> Tensor",
+sample = register.define(
+    reference.linear_chain_sample,
     fakes.fake_sample,
+    gpu=_gpu_paths,
+    cpu=_cpu,
     check=check_values,
     reference_if_empty=True,
-    vmap=lambda *batch: one_by_one(sample, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
 )
 # It returns the derivative of log Z in the direction of the values [N], and the derivative in that
 # direction of the gradients of sum(grad_output * log Z), all in fp64.
-tangent: register.Op = register.define(
-    f"linear_chain_tangent(Tensor grad_output, {_CHAIN}, Tensor emission_values,"
-    " Tensor transition_values, Tensor? start_values, Tensor? end_values, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+tangent = register.define(
+    reference_tangent.linear_chain_tangent,
     fakes.fake_tangent,
-    vmap=lambda *batch: one_by_one(tangent, *batch),
-    backends=BACKENDS,
+    gpu=_gpu_tangent,
+    cpu=_cpu,
+    vmap=one_by_one,
 )
 
 

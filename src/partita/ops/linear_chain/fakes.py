@@ -19,15 +19,7 @@ def _end_gradient(end: Tensor | None, emissions: Tensor, dtype: torch.dtype | No
     return end.new_empty(end.shape, dtype=dtype or end.dtype)
 
 
-def fake_logz(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    save: bool,
-    served_by: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def fake_logz(emissions: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
     T, N, C = emissions.shape
     rounded = emissions.new_empty(N, dtype=acc_dtype(emissions.dtype))
     saved = saved_shape(served_by, T, N, C) if save else (0,)
@@ -40,14 +32,10 @@ def counts_dtype(transitions: Tensor) -> torch.dtype:
 
 
 def fake_gradient(
-    grad_output: Tensor,
     emissions: Tensor,
     transitions: Tensor,
     start: Tensor | None,
     end: Tensor | None,
-    lengths: Tensor | None,
-    logz: Tensor,
-    saved: Tensor,
     need_transitions: bool,
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -66,31 +54,19 @@ def fake_gradient(
     )
 
 
-def fake_viterbi(emissions: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def fake_viterbi(emissions: Tensor) -> tuple[Tensor, Tensor]:
     T, N, _C = emissions.shape
     score = emissions.new_empty(N, dtype=acc_dtype(emissions.dtype))
     return score, emissions.new_empty((T, N), dtype=torch.int64)
 
 
-def fake_sample(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> Tensor:
+def fake_sample(emissions: Tensor, uniforms: Tensor) -> Tensor:
     T, N, _ = emissions.shape
     return emissions.new_empty((uniforms.shape[1], T, N), dtype=torch.int64)
 
 
 def fake_tangent(
-    grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    *_: object,
+    emissions: Tensor, transitions: Tensor, start: Tensor | None, end: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         _fp64(emissions, emissions.shape[1]),

@@ -161,5 +161,5 @@ def log_prob(chain: LinearChainTensors, states: Tensor) -> Tensor:
 def nbest(chain: LinearChainTensors, k: int) -> tuple[Tensor, Tensor]:
     """Return the scores and states of the k best paths, as in `best_paths`."""
     _refuse_kernels("nbest")
-    autograd.check_values(*chain)
+    autograd.check_values(chain.emissions, chain.lengths)
     return best_paths(chain, k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,56 +26,18 @@ from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import scaled_gradient
 from ..cross_entropy.common import valid_targets
 from . import reference
-from .backends import BACKENDS
 from .common import RowStatistics
 from .plan import padded_width
 from .rows_linear import rows_linear
 
-_HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
-_WANTED = "bool input_grad, bool weight_grad, bool bias_grad"
 
-
-def _check_rows(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    target: Tensor | None,
-    class_weight: Any,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    *_: Any,
-) -> None:
+def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
         checks.labels("target", target, len(weight), ignore_index)
 
 
-def _check_one_pass(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    target: Tensor,
-    class_weight: Any,
-    denominator: Any,
-    ignore_index: int,
-    *_: Any,
-) -> None:
-    checks.labels("target", target, len(weight), ignore_index)
-
-
 def _rows_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    target: Any,
-    class_weight: Any,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    needs_smoothing: bool,
-    needs_entropy: bool,
-    chunk: int,
-    save_logits: bool,
+    input: Tensor, weight: Tensor, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
     M, C, dtype = input.shape[0], weight.shape[0], acc_dtype(input.dtype)
     entropy_rows = M if needs_entropy else 0
@@ -91,77 +54,74 @@ def _rows_fake(
 
 
 def gradients_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, *wanted: bool
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
 ) -> tuple[Tensor, ...]:
     """Return the shapes of the gradients; those that are not wanted are empty."""
     tensors = (input, weight, input if bias is None else bias)
     return tuple(
         tensor.new_empty(tensor.shape if wants else (0,))
-        for tensor, wants in zip(tensors, wanted, strict=True)
+        for tensor, wants in zip(tensors, (input_grad, weight_grad, bias_grad), strict=True)
     )
 
 
-def _rows_backward_fake(
-    dlogits_coef: Any,
-    label_coef: Any,
-    log_coef: Any,
-    smoothing_coef: Any,
+def _one_pass_fake(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    *rest: Any,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
 ) -> tuple[Tensor, ...]:
-    *_, input_grad, weight_grad, bias_grad = rest
-    return gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
-
-
-def _one_pass_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    *_, input_grad, weight_grad, bias_grad = rest
     loss = input.new_empty((), dtype=acc_dtype(input.dtype))
     return loss, *gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
 
 
-rows: register.Op = register.define(
-    "linear_rows(Tensor input, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight,"
-    " float temperature, float softcap, int ignore_index,"
-    " bool needs_smoothing, bool needs_entropy, SymInt chunk, bool save_logits, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+def _gpu_packed() -> ModuleType:
+    from .gpu import packed
+
+    return packed
+
+
+rows = register.define(
+    reference.linear_rows,
     _rows_fake,
-    check=_check_rows,
-    vmap=lambda *batch: one_by_one(rows, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    check=_check_labels,
+    vmap=one_by_one,
 )
-rows_backward: register.Op = register.define(
-    "linear_rows_backward(Tensor dlogits_coef, Tensor label_coef, Tensor? log_coef,"
-    f" Tensor? smoothing_coef, {_HEAD}, Tensor maximum, Tensor sumexp, Tensor saved,"
-    f" float temperature, float softcap, SymInt chunk, {_WANTED}, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
-    _rows_backward_fake,
-    vmap=lambda *batch: one_by_one(rows_backward, *batch),
-    backends=BACKENDS,
+rows_backward = register.define(
+    reference.linear_rows_backward,
+    gradients_fake,
+    gpu=_gpu,
+    vmap=one_by_one,
 )
-_ONE_PASS = (
-    f"({_HEAD}, Tensor? denominator, int ignore_index, float label_smoothing,"
-    f" float softcap, float z_loss, bool mean, SymInt chunk, {_WANTED}, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-one_pass: register.Op = register.define(
-    f"linear_one_pass{_ONE_PASS}",
+one_pass = register.define(
+    reference.linear_one_pass,
     _one_pass_fake,
-    check=_check_one_pass,
-    vmap=lambda *batch: one_by_one(one_pass, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    check=_check_labels,
+    vmap=one_by_one,
 )
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
 # `packing.packs_rows` names.
-packed_one_pass: register.Op = register.define(
-    f"linear_packed_one_pass{_ONE_PASS}",
+packed_one_pass = register.define(
+    reference.linear_one_pass,
     _one_pass_fake,
-    check=_check_one_pass,
-    vmap=lambda *batch: one_by_one(packed_one_pass, *batch),
-    backends=BACKENDS,
+    gpu=_gpu_packed,
+    name="linear_packed_one_pass",
+    check=_check_labels,
+    vmap=one_by_one,
 )
 
 

@@ -158,7 +158,7 @@ def linear_rows(
     needs_entropy: bool,
     chunk: int,
     save_logits: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the `RowStatistics` of `input @ weight.T + bias`, and its logits if they are saved.
 
     Without a target, which needs the entropy too, the label of a row is its arg-max.
@@ -210,8 +210,9 @@ def linear_rows_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
+    *,
     counts: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> HeadGradients:
     """Compute the `HeadGradients` from the coefficients of the rows.
 
     Saved logits are overwritten with their gradient. An empty `saved` means that they were not
@@ -261,7 +262,7 @@ def linear_rows_backward(
             result.bias[part] = logits.sum(0, dtype=accumulator)
     if dinput is not result.input:
         result.input.copy_(dinput)
-    return tuple(result)
+    return result
 
 
 def linear_one_pass(
@@ -281,7 +282,7 @@ def linear_one_pass(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
 
     Each chunk takes three matrix products: its logits, and two from their gradient. A denominator,

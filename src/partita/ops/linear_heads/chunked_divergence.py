@@ -105,7 +105,7 @@ def linear_divergence(
     softcap: float,
     tokens: int,
     save_logits: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the `DivergenceRows` of two heads, and their logits if they are saved, else nothing.
 
     The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
@@ -194,7 +194,7 @@ def linear_divergence_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the `HeadGradients` from the gradient of the rows' divergences.
 
     Saved logits are overwritten. Without them the logits are computed again.
@@ -235,7 +235,7 @@ def linear_divergence_one_pass(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
 
     Args:
@@ -265,7 +265,7 @@ def _gradients_by_token(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the divergences and the gradients, one chunk of tokens after another.
 
     Each chunk takes four matrix products: its logits under both heads, and two from the gradient.

@@ -29,7 +29,7 @@ def linear_logprobs(
     needs_rest: bool,
     chunk: int,
     save_logits: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `LogprobRows`, and the saved logits.
 
     The last result is empty if the logits are not saved.
@@ -100,7 +100,7 @@ def linear_logprobs_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the `HeadGradients` from the gradient of the log-probabilities."""
     C, K, ids = len(weight), ids.shape[1], ids.contiguous()
     on_ids, on_rest = grad[:, :K].contiguous(), grad[:, K:]
@@ -136,5 +136,5 @@ def linear_logprobs_backward(
         input_grad,
         weight_grad,
         bias_grad,
-        counts,
+        counts=counts,
     )

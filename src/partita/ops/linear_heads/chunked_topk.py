@@ -22,7 +22,7 @@ def linear_topk_logprobs(
     softcap: float,
     tokens: int,
     save_logits: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the `TopKRows` of `input @ weight.T + bias`, and its logits if they are saved.
 
     The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is

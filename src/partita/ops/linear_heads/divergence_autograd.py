@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,29 +22,16 @@ from ...runtime.autograd import (
 from ...runtime.dtypes import acc_dtype
 from ..divergence.autograd import divergence_of_rows
 from ..divergence.common import DivergenceRows, reduced
+from . import reference_divergence
 from .autograd import gradients_fake, only_wanted, scaled_gradients
-from .backends import BACKENDS
 from .plan import padded_width
 from .rows_linear import rows_linear
 
-_HEADS = (
-    "Tensor input, Tensor weight, Tensor? bias,"
-    " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias"
-)
-_NUMBERS = "float beta, float temperature, float softcap"
-_WANTED = "bool input_grad, bool weight_grad, bool bias_grad"
-
 
 def _rows_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    *options: Any,
+    input: Tensor, weight: Tensor, teacher_input: Tensor, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    dtype, save_logits = acc_dtype(input.dtype), options[-1]
-    M = input.shape[0]
+    dtype, M = acc_dtype(input.dtype), input.shape[0]
     size = M * padded_width(weight.shape[0]) if save_logits else 0
     return (
         *(input.new_empty(M, dtype=dtype) for _ in DivergenceRows._fields),
@@ -52,41 +40,41 @@ def _rows_fake(
     )
 
 
-def _backward_fake(
-    grad: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    return gradients_fake(input, weight, bias, *rest[-3:])
-
-
 def _one_pass_fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
 ) -> tuple[Tensor, ...]:
     loss = input.new_empty(input.shape[0], dtype=acc_dtype(input.dtype))
-    return loss, *gradients_fake(input, weight, bias, *rest[-3:])
+    return loss, *gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
 
 
-divergence_op: register.Op = register.define(
-    f"linear_divergence({_HEADS}, {_NUMBERS}, SymInt tokens, bool save_logits, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+def _gpu_divergence() -> ModuleType:
+    from .gpu import launch_divergence
+
+    return launch_divergence
+
+
+divergence_op = register.define(
+    reference_divergence.linear_divergence,
     _rows_fake,
-    vmap=lambda *batch: one_by_one(divergence_op, *batch),
-    backends=BACKENDS,
+    gpu=_gpu_divergence,
+    vmap=one_by_one,
 )
-divergence_backward_op: register.Op = register.define(
-    f"linear_divergence_backward(Tensor grad, {_HEADS}, Tensor student, Tensor maximum,"
-    " Tensor sumexp, Tensor teacher_maximum, Tensor teacher_sumexp, Tensor saved,"
-    f" Tensor teacher_saved, {_NUMBERS}, SymInt chunk, {_WANTED}, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
-    _backward_fake,
-    vmap=lambda *batch: one_by_one(divergence_backward_op, *batch),
-    backends=BACKENDS,
+divergence_backward_op = register.define(
+    reference_divergence.linear_divergence_backward,
+    gradients_fake,
+    gpu=_gpu_divergence,
+    vmap=one_by_one,
 )
-one_pass_op: register.Op = register.define(
-    f"linear_divergence_one_pass({_HEADS}, Tensor factors, {_NUMBERS}, SymInt tokens,"
-    f" SymInt saved, SymInt chunk, {_WANTED}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+one_pass_op = register.define(
+    reference_divergence.linear_divergence_one_pass,
     _one_pass_fake,
-    vmap=lambda *batch: one_by_one(one_pass_op, *batch),
-    backends=BACKENDS,
+    gpu=_gpu_divergence,
+    vmap=one_by_one,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,60 +23,43 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of
 from ..logprobs.common import check_ids, logprobs_fake
+from . import reference
 from .autograd import gradients_fake, only_wanted
-from .backends import BACKENDS
 from .common import chunk_and_save
 from .composed import is_plain
 from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
 from .plan import check_budget, is_small, padded_width
 
-_NUMBERS = "float temperature, float softcap, int ignore_index"
 
-
-def _check(
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    ids: Tensor,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    *_: Any,
-) -> None:
+def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
     checks.labels("ids", ids, len(weight), ignore_index)
 
 
 def _fake(
-    input: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any
+    input: Tensor, weight: Tensor, ids: Tensor, needs_rest: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    *_, needs_rest, _, save_logits = options
     saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
     return *logprobs_fake(input, ids, needs_rest), input.new_empty(saved)
 
 
-def _backward_fake(
-    grad: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    return gradients_fake(input, weight, bias, *rest[-3:])
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
 
 
-logprobs_op: register.Op = register.define(
-    "linear_logprobs(Tensor input, Tensor weight, Tensor? bias, Tensor ids,"
-    f" {_NUMBERS}, bool needs_rest, SymInt chunk, bool save_logits, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+logprobs_op = register.define(
+    reference.linear_logprobs,
     _fake,
+    gpu=_gpu,
     check=_check,
-    vmap=lambda *batch: one_by_one(logprobs_op, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
 )
-logprobs_backward_op: register.Op = register.define(
-    "linear_logprobs_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor ids,"
-    " Tensor entries, Tensor maximum, Tensor sumexp, Tensor rest, Tensor saved,"
-    f" {_NUMBERS}, SymInt chunk, bool input_grad, bool weight_grad, bool bias_grad, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
-    _backward_fake,
-    vmap=lambda *batch: one_by_one(logprobs_backward_op, *batch),
-    backends=BACKENDS,
+logprobs_backward_op = register.define(
+    reference.linear_logprobs_backward,
+    gradients_fake,
+    gpu=_gpu,
+    vmap=one_by_one,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import topk_of
 from ..logprobs.common import TopK, TopKRows, check_k, topk_fake
+from . import reference
 from .autograd import only_wanted
-from .backends import BACKENDS
 from .common import chunk_and_save
 from .composed import is_plain
 from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
@@ -33,19 +34,22 @@ from .plan import check_budget, is_small, padded_width
 DEFAULT_BYTES = 2**30  # of the logits of some tokens, if no budget is given
 
 
-def _fake(input: Tensor, weight: Tensor, bias: Any, k: int, *options: Any) -> tuple[Tensor, ...]:
-    save_logits = options[-1]
+def _fake(input: Tensor, weight: Tensor, k: int, save_logits: bool) -> tuple[Tensor, ...]:
     size = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
     return *topk_fake(input, k), input.new_empty(size)
 
 
-topk_op: register.Op = register.define(
-    "linear_topk_logprobs(Tensor input, Tensor weight, Tensor? bias, int k, float temperature,"
-    " float softcap, SymInt tokens, bool save_logits, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+topk_op = register.define(
+    reference.linear_topk_logprobs,
     _fake,
-    vmap=lambda *batch: one_by_one(topk_op, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    vmap=one_by_one,
 )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...primitives.rows import by_rows
 from ...runtime import checks, register
 from ...runtime.autograd import (
     all_at_once,
@@ -18,39 +20,37 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend
 from . import reference
-from .backends import BACKENDS
 from .common import TopK, TopKRows, logprobs_fake, topk_fake
 
-_NUMBERS = "float temperature, float softcap, int ignore_index"
 
-
-def _check_ids(
-    logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int, _: bool
-) -> None:
+def _check_ids(logits: Tensor, ids: Tensor, ignore_index: int) -> None:
     checks.labels("ids", ids, logits.shape[-1], ignore_index)
 
 
-logprobs_op: register.Op = register.define(
-    f"logprobs(Tensor logits, Tensor ids, {_NUMBERS}, bool needs_rest, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda logits, ids, *options: logprobs_fake(logits, ids, options[-1]),
+def _gpu() -> tuple[ModuleType, ...]:
+    from .gpu import launch, launch_topk
+
+    return launch, launch_topk
+
+
+logprobs_op = register.define(
+    by_rows(reference.logprobs),
+    lambda logits, ids, needs_rest: logprobs_fake(logits, ids, needs_rest),
+    gpu=_gpu,
     check=_check_ids,
-    vmap=lambda *batch: all_at_once(logprobs_op, *batch),
-    backends=BACKENDS,
+    vmap=all_at_once,
 )
-logprobs_backward_op: register.Op = register.define(
-    "logprobs_backward(Tensor grad, Tensor logits, Tensor ids, Tensor entries, Tensor maximum,"
-    f" Tensor sumexp, Tensor rest, {_NUMBERS}, str backend) -> Tensor",
-    lambda grad, logits, *_: torch.empty_like(logits),
-    vmap=lambda *batch: all_at_once(logprobs_backward_op, *batch),
-    backends=BACKENDS,
+logprobs_backward_op = register.define(
+    by_rows(reference.logprobs_backward, logits=1),
+    lambda logits: torch.empty_like(logits),
+    gpu=_gpu,
+    vmap=all_at_once,
 )
-topk_op: register.Op = register.define(
-    "topk_logprobs(Tensor logits, int k, float temperature, float softcap, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda logits, k, *_: topk_fake(logits, k),
-    vmap=lambda *batch: all_at_once(topk_op, *batch),
-    backends=BACKENDS,
+topk_op = register.define(
+    by_rows(reference.topk_logprobs),
+    lambda logits, k: topk_fake(logits, k),
+    gpu=_gpu,
+    vmap=all_at_once,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_tdt
-from .backends import BACKENDS
 
 
 def check_sequences(
@@ -41,39 +41,20 @@ def check_sequences(
 
 
 def _check_rnnt(
-    logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    *_: Any,
+    logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> None:
     T, V = logits.shape[1], logits.shape[3]
     check_sequences(targets, logit_lengths, target_lengths, T, V, blank)
 
 
 def _check_tdt(
-    token_logits: Tensor,
-    duration_logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    *_: Any,
+    token_logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> None:
     _check_rnnt(token_logits, targets, logit_lengths, target_lengths, blank)
 
 
 def _forward_fake(
-    logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    fused: bool,
-    hat: bool,
-    delay_penalty: float,
-    need_posteriors: bool,
+    logits: Tensor, fused: bool, need_posteriors: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     nodes, dtype = logits.shape[:3], acc_dtype(logits.dtype)
     return (
@@ -84,15 +65,7 @@ def _forward_fake(
 
 
 def _tdt_forward_fake(
-    token_logits: Tensor,
-    duration_logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    sigma: float,
-    need_posteriors: bool,
+    token_logits: Tensor, durations: Sequence[int], need_posteriors: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     nodes, dtype = token_logits.shape[:3], acc_dtype(token_logits.dtype)
     shapes = (nodes, (2 + len(durations), *nodes)) if need_posteriors else ((0,),) * 2
@@ -117,68 +90,79 @@ def _contiguous_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-_SEQUENCES = "Tensor targets, Tensor logit_lengths, Tensor target_lengths"
-_GRADIENT = (
-    f"Tensor lse, Tensor posteriors, {_SEQUENCES}, int blank, bool fused, bool hat, float clamp,"
-    " float fastemit_lambda, str backend"
-)
-forward: register.Op = register.define(
-    f"rnnt_forward(Tensor logits, {_SEQUENCES}, int blank, bool fused, bool hat,"
-    " float delay_penalty, bool need_posteriors, str backend) -> (Tensor, Tensor, Tensor)",
+def _cpu() -> ModuleType:
+    from .cpu import launch
+
+    return launch
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+forward = register.define(
+    reference.rnnt_forward,
     _forward_fake,
+    gpu=_gpu,
+    cpu=_cpu,
     check=_check_rnnt,
-    vmap=lambda *batch: one_by_one(forward, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-gradient: register.Op = register.define(
-    f"rnnt_gradient(Tensor grad, Tensor logits, {_GRADIENT}) -> Tensor",
-    lambda grad, logits, *_: _contiguous_like(logits),
-    vmap=lambda *batch: one_by_one(gradient, *batch),
-    backends=BACKENDS,
+gradient = register.define(
+    reference.rnnt_gradient,
+    lambda logits: _contiguous_like(logits),
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-gradient_inplace: register.Op = register.define(
-    f"rnnt_gradient_(Tensor grad, Tensor(a!) logits, {_GRADIENT}) -> ()",
-    lambda *_: None,
-    backends=BACKENDS,
+gradient_inplace = register.define(
+    reference.rnnt_gradient_,
+    lambda: None,
+    gpu=_gpu,
+    cpu=_cpu,
+    mutates="logits",
     reference_if_empty=True,
 )
-align: register.Op = register.define(
-    f"rnnt_align(Tensor logits, {_SEQUENCES}, int blank, bool fused, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
-    lambda logits, targets, *_: _align_fake(logits, targets),
+align = register.define(
+    reference.rnnt_align,
+    lambda logits, targets: _align_fake(logits, targets),
+    gpu=_gpu,
+    cpu=_cpu,
     check=_check_rnnt,
-    vmap=lambda *batch: one_by_one(align, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-tdt_forward: register.Op = register.define(
-    f"tdt_forward(Tensor token_logits, Tensor duration_logits, {_SEQUENCES}, int blank,"
-    " int[] durations, float sigma, bool need_posteriors, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+tdt_forward = register.define(
+    reference_tdt.tdt_forward,
     _tdt_forward_fake,
+    gpu=_gpu,
+    cpu=_cpu,
     check=_check_tdt,
-    vmap=lambda *batch: one_by_one(tdt_forward, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-tdt_gradient: register.Op = register.define(
-    "tdt_gradient(Tensor grad, Tensor token_logits, Tensor duration_logits, Tensor token_lse,"
-    f" Tensor duration_lse, Tensor posteriors, {_SEQUENCES}, int blank, str backend)"
-    " -> (Tensor, Tensor)",
-    lambda grad, tokens, durations, *_: (_contiguous_like(tokens), _contiguous_like(durations)),
-    vmap=lambda *batch: one_by_one(tdt_gradient, *batch),
-    backends=BACKENDS,
+tdt_gradient = register.define(
+    reference_tdt.tdt_gradient,
+    lambda token_logits, duration_logits: (
+        _contiguous_like(token_logits),
+        _contiguous_like(duration_logits),
+    ),
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-tdt_align: register.Op = register.define(
-    f"tdt_align(Tensor token_logits, Tensor duration_logits, {_SEQUENCES}, int blank,"
-    " int[] durations, float sigma, str backend) -> (Tensor, Tensor, Tensor)",
-    lambda tokens, durations, targets, *_: _align_fake(tokens, targets),
+tdt_align = register.define(
+    reference_tdt.tdt_align,
+    lambda token_logits, targets: _align_fake(token_logits, targets),
+    gpu=_gpu,
+    cpu=_cpu,
     check=_check_tdt,
-    vmap=lambda *batch: one_by_one(tdt_align, *batch),
-    backends=BACKENDS,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
 

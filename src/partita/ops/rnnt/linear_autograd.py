@@ -7,6 +7,7 @@ known then. Losses that are not reduced compute them in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,39 +23,22 @@ from ...runtime.autograd import (
     skip_unused_gradients,
 )
 from ...runtime.dtypes import acc_dtype
+from . import reference_linear
 from .autograd import RNNTLossFunction, TDTLossFunction, check_sequences
-from .backends import BACKENDS
 from .common import loss_factors, reduce_losses
 from .joint import chunk_mask, joint_hidden
 
 
-def _check_rnnt(
+def _check(
     encoder: Tensor,
-    predictor: Tensor,
     weight: Tensor,
-    bias: Any,
     targets: Tensor,
     logit_lengths: Tensor,
     target_lengths: Tensor,
-    factor: Any,
-    activation: str,
     blank: int,
-    *_: Any,
 ) -> None:
     sequences = (targets, logit_lengths, target_lengths)
     check_sequences(*sequences, encoder.shape[1], weight.shape[0], blank)
-
-
-def _check_tdt(
-    encoder: Tensor,
-    predictor: Tensor,
-    weight: Tensor,
-    bias: Any,
-    duration_weight: Any,
-    duration_bias: Any,
-    *rest: Any,
-) -> None:
-    _check_rnnt(encoder, predictor, weight, bias, *rest)
 
 
 def _fake(
@@ -71,29 +55,34 @@ def _fake(
     return losses, *(encoder.new_empty(shape) for shape in shapes)
 
 
-_INPUTS = "Tensor encoder, Tensor predictor, Tensor weight, Tensor? bias"
-_SEQUENCES = "Tensor targets, Tensor logit_lengths, Tensor target_lengths, Tensor? factor"
-_CHUNKS = "SymInt chunk, SymInt keep_logits"
-_WANTED = "bool encoder_grad, bool predictor_grad, bool weight_grad, bool bias_grad"
-linear_rnnt: register.Op = register.define(
-    f"linear_rnnt({_INPUTS}, {_SEQUENCES}, str activation, int blank, bool hat,"
-    f" float delay_penalty, float fastemit_lambda, {_CHUNKS}, {_WANTED}, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+def _cpu() -> ModuleType:
+    from .cpu import linear
+
+    return linear
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+linear_rnnt = register.define(
+    reference_linear.linear_rnnt,
     lambda *args: _fake(args[:4], args[7], args[15:]),
-    check=_check_rnnt,
-    vmap=lambda *batch: one_by_one(linear_rnnt, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    cpu=_cpu,
+    check=_check,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
-linear_tdt: register.Op = register.define(
-    f"linear_tdt({_INPUTS}, Tensor duration_weight, Tensor? duration_bias, {_SEQUENCES},"
-    f" str activation, int blank, int[] durations, float sigma, {_CHUNKS}, {_WANTED},"
-    " bool duration_weight_grad, bool duration_bias_grad, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+linear_tdt = register.define(
+    reference_linear.linear_tdt,
     lambda *args: _fake(args[:6], args[9], args[16:]),
-    check=_check_tdt,
-    vmap=lambda *batch: one_by_one(linear_tdt, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    cpu=_cpu,
+    check=_check,
+    vmap=one_by_one,
     reference_if_empty=True,
 )
 

@@ -138,7 +138,8 @@ def rnnt_gradient(
     hat: bool,
     clamp: float,
     fastemit_lambda: float,
-    inplace: bool,
+    *,
+    inplace: bool = False,
 ) -> Tensor:
     """Return the gradient of the losses in the logits or log-probabilities.
 
@@ -178,6 +179,26 @@ def rnnt_gradient(
     return logits.copy_(result) if inplace else result.contiguous()
 
 
+def rnnt_gradient_(
+    grad: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    posteriors: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    fused: bool,
+    hat: bool,
+    clamp: float,
+    fastemit_lambda: float,
+) -> None:
+    """Write the gradient over the logits or log-probabilities."""
+    saved = (lse, posteriors, targets, logit_lengths, target_lengths)
+    numbers = (clamp, fastemit_lambda)
+    rnnt_gradient(grad, logits, *saved, blank, fused, hat, *numbers, inplace=True)
+
+
 def differentiable_gradient(
     grad: Tensor,
     logits: Tensor,
@@ -194,8 +215,8 @@ def differentiable_gradient(
     """Return the gradient of the losses as a function of `grad` and the logits."""
     sequences = (targets, logit_lengths, target_lengths)
     _, lse, posteriors = rnnt_forward(logits, *sequences, blank, fused, hat, delay_penalty, True)
-    saved, options = (lse, posteriors, *sequences), (blank, fused, hat, clamp, fastemit_lambda)
-    return rnnt_gradient(grad, logits, *saved, *options, False)
+    saved = (lse, posteriors, *sequences)
+    return rnnt_gradient(grad, logits, *saved, blank, fused, hat, clamp, fastemit_lambda)
 
 
 def rnnt_align(

@@ -55,7 +55,9 @@ def rnnt_kernels(
         targets: Tensor,
     ) -> None:
         nodes = (logits[0], lses[0], posteriors, targets, factor, factor)  # no lengths are read
-        reference.rnnt_gradient(factor, *nodes, blank, True, hat, 0.0, fastemit_lambda, True)
+        reference.rnnt_gradient(
+            factor, *nodes, blank, True, hat, 0.0, fastemit_lambda, inplace=True
+        )
 
     return JointKernels(read_nodes, scan, write_gradient)
 
@@ -75,12 +77,12 @@ def linear_rnnt(
     delay_penalty: float,
     fastemit_lambda: float,
     chunk: int,
-    keep_logits: bool,
+    keep_logits: int,
     encoder_grad: bool,
     predictor_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the losses `[B]`, and the gradients of the sum of factor * loss.
 
     The gradients of encoder, predictor, matrix and bias are empty if they are not wanted, and all
@@ -94,8 +96,9 @@ def linear_rnnt(
     options = (blank, hat, delay_penalty, fastemit_lambda, encoder.dtype)
     wanted = Wanted(encoder_grad, predictor_grad, [weight_grad], [bias_grad])
     kernels = rnnt_kernels(lengths, *options)
-    losses, gradients = linear_transducer(kernels, joint, factor, chunk, keep_logits, wanted)
-    return losses, *gradients
+    losses, gradients = linear_transducer(kernels, joint, factor, chunk, bool(keep_logits), wanted)
+    d_encoder, d_predictor, d_weight, d_bias = gradients
+    return losses, d_encoder, d_predictor, d_weight, d_bias
 
 
 def tdt_kernels(
@@ -146,14 +149,14 @@ def linear_tdt(
     durations: Sequence[int],
     sigma: float,
     chunk: int,
-    keep_logits: bool,
+    keep_logits: int,
     encoder_grad: bool,
     predictor_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
     duration_weight_grad: bool,
     duration_bias_grad: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the losses `[B]`, and the gradients of the sum of factor * loss.
 
     The gradients are those of encoder, predictor, and of matrix and bias of tokens and durations.
@@ -169,5 +172,8 @@ def linear_tdt(
         [bias_grad, duration_bias_grad],
     )
     kernels = tdt_kernels(lengths, blank, durations, sigma, encoder.dtype)
-    losses, gradients = linear_transducer(kernels, joint, factor, chunk, keep_logits, wanted)
-    return losses, *gradients
+    losses, gradients = linear_transducer(kernels, joint, factor, chunk, bool(keep_logits), wanted)
+    d_encoder, d_predictor, *of_heads = gradients
+    d_weight, d_bias, d_duration_weight, d_duration_bias = of_heads
+    of_durations = d_duration_weight, d_duration_bias
+    return losses, d_encoder, d_predictor, d_weight, d_bias, *of_durations

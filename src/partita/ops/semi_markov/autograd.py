@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,74 +19,82 @@ from ...runtime.autograd import (
     saved_tensors,
     skip_unused_gradients,
 )
-from . import fakes, reference
-from .backends import BACKENDS
+from . import fakes, reference, reference_paths
 
 
-def check_values(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
-    *_: Any,
-) -> None:
+def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
     """Raise for a length that is out of range, where values are checked."""
     if lengths is not None:
         checks.within("lengths", lengths, 1, emissions.shape[0], "steps")
 
 
-_CHAIN = (
-    "Tensor emissions, Tensor transitions, Tensor durations, Tensor start, Tensor end,"
-    " Tensor? lengths"
-)
+def _cpu() -> tuple[ModuleType, ...]:
+    from .cpu import gradient, logz, paths
+
+    return gradient, logz, paths
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+def _gpu_paths() -> ModuleType:
+    from .gpu import launch_paths
+
+    return launch_paths
+
 
 # It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
-logz: register.Op = register.define(
-    f"semi_markov_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
+logz = register.define(
+    reference.semi_markov_logz,
     fakes.fake_logz,
+    gpu=_gpu,
+    cpu=_cpu,
     check=check_values,
-    vmap=lambda *batch: one_by_one(logz, *batch),
+    vmap=one_by_one,
     reference_if_empty=True,
     fake_by_backend=True,
-    backends=BACKENDS,
 )
 # It returns the gradients of sum(grad_output * log Z) in emissions, transitions, durations, start
 # and end.
-gradient: register.Op = register.define(
-    f"semi_markov_gradient(Tensor grad_output, {_CHAIN}, Tensor logz, Tensor saved,"
-    " bool per_sequence, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+gradient = register.define(
+    reference.semi_markov_gradient,
     fakes.fake_gradient,
-    vmap=lambda *batch: one_by_one(gradient, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
 )
 
 # It returns the posterior probabilities of segments, [T, D, N, C].
-segments: register.Op = register.define(
-    f"semi_markov_segments({_CHAIN}, Tensor logz, Tensor saved, str backend) -> Tensor",
+segments = register.define(
+    reference.semi_markov_segments,
     fakes.fake_segments,
-    vmap=lambda *batch: one_by_one(segments, *batch),
+    gpu=_gpu,
+    cpu=_cpu,
+    vmap=one_by_one,
     reference_if_empty=True,
-    backends=BACKENDS,
 )
 # It returns the best score [N], and the states and starts of the best path, [T, N].
-viterbi: register.Op = register.define(
-    f"semi_markov_viterbi({_CHAIN}, str backend) -> (Tensor, Tensor, Tensor)",
+viterbi = register.define(
+    reference_paths.semi_markov_viterbi,
     fakes.fake_viterbi,
+    gpu=_gpu_paths,
+    cpu=_cpu,
     check=check_values,
-    vmap=lambda *batch: one_by_one(viterbi, *batch),
+    vmap=one_by_one,
     reference_if_empty=True,
-    backends=BACKENDS,
 )
 # It takes uniform numbers [T, 2, k, N] fp64 and returns states and starts [k, T, N].
-sample: register.Op = register.define(
-    f"semi_markov_sample({_CHAIN}, Tensor uniforms, str backend) -> (Tensor, Tensor)",
+sample = register.define(
+    reference_paths.semi_markov_sample,
     fakes.fake_sample,
+    gpu=_gpu_paths,
+    cpu=_cpu,
     check=check_values,
-    vmap=lambda *batch: one_by_one(sample, *batch),
+    vmap=one_by_one,
     reference_if_empty=True,
-    backends=BACKENDS,
 )
 
 VARIABLES = 5  # of a chain: all of its tensors but the lengths

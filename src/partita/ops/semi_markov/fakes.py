@@ -9,16 +9,7 @@ from ...runtime.dtypes import acc_dtype
 from .common import saved_shape
 
 
-def fake_logz(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-    served_by: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def fake_logz(emissions: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
     T, N, C = emissions.shape
     saved = saved_shape(served_by, T, N, C) if save else (0,)
     return (
@@ -29,15 +20,11 @@ def fake_logz(
 
 
 def fake_gradient(
-    grad_output: Tensor,
     emissions: Tensor,
     transitions: Tensor,
     durations: Tensor,
     start: Tensor,
     end: Tensor,
-    lengths: Tensor | None,
-    logz: Tensor,
-    saved: Tensor,
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     N = emissions.shape[1]
@@ -55,12 +42,12 @@ def fake_gradient(
     )  # type: ignore[return-value]
 
 
-def fake_segments(emissions: Tensor, transitions: Tensor, durations: Tensor, *_: object) -> Tensor:
+def fake_segments(emissions: Tensor, durations: Tensor) -> Tensor:
     T, N, C = emissions.shape
     return emissions.new_empty((T, len(durations), N, C), dtype=acc_dtype(emissions.dtype))
 
 
-def fake_viterbi(emissions: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def fake_viterbi(emissions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     T, N, _C = emissions.shape
     return (
         emissions.new_empty(N, dtype=acc_dtype(emissions.dtype)),
@@ -69,15 +56,7 @@ def fake_viterbi(emissions: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]
     )
 
 
-def fake_sample(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
+def fake_sample(emissions: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     shape = (uniforms.shape[2], *emissions.shape[:2])
     return (
         emissions.new_empty(shape, dtype=torch.int64),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...primitives.rows import by_rows
 from ...runtime import register
 from ...runtime.autograd import (
     all_at_once,
@@ -17,32 +19,36 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .backends import BACKENDS
 
 
-def _softmax_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+def _softmax_vmap(op: register.Op, info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
     """Serve a batch by one call with the batch dimension first, so `dim` moves by one."""
     *tensors, dim, log, dtype, backend = args
     tensors = [
         batch_first(tensor, in_dim, info.batch_size)
         for tensor, in_dim in zip(tensors, in_dims, strict=False)
     ]
-    op = softmax_op if len(tensors) == 1 else softmax_backward_op
     return op(*tensors, dim + 1, log, dtype, backend), 0
 
 
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
 softmax_op = register.define(
-    "softmax(Tensor input, int dim, bool log, ScalarType dtype, str backend) -> Tensor",
-    lambda input, dim, log, dtype: torch.empty_like(input, dtype=dtype),
+    reference.over_any_dim(by_rows(reference.softmax)),
+    lambda input, dtype: torch.empty_like(input, dtype=dtype),
+    gpu=_gpu,
     vmap=_softmax_vmap,
-    backends=BACKENDS,
 )
 softmax_backward_op = register.define(
-    "softmax_backward(Tensor grad, Tensor output, int dim, bool log, ScalarType dtype, str backend)"
-    " -> Tensor",
-    lambda grad, output, dim, log, dtype: torch.empty_like(output, dtype=dtype),
+    reference.over_any_dim(by_rows(reference.softmax_backward, logits=1)),
+    lambda output, dtype: torch.empty_like(output, dtype=dtype),
+    name="softmax_backward",
+    gpu=_gpu,
     vmap=_softmax_vmap,
-    backends=BACKENDS,
 )
 
 
@@ -51,18 +57,17 @@ def _logsumexp_fake(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return input.new_empty(input.shape[:-1], dtype=dtype), maximum, torch.empty_like(maximum)
 
 
-logsumexp_op: register.Op = register.define(
-    "logsumexp(Tensor input, ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
+logsumexp_op = register.define(
+    by_rows(reference.logsumexp),
     _logsumexp_fake,
-    vmap=lambda *batch: all_at_once(logsumexp_op, *batch),
-    backends=BACKENDS,
+    gpu=_gpu,
+    vmap=all_at_once,
 )
-logsumexp_backward_op: register.Op = register.define(
-    "logsumexp_backward(Tensor grad, Tensor input, Tensor maximum, Tensor sumexp, str backend)"
-    " -> Tensor",
-    lambda grad, input, maximum, sumexp: torch.empty_like(input),
-    vmap=lambda *batch: all_at_once(logsumexp_backward_op, *batch),
-    backends=BACKENDS,
+logsumexp_backward_op = register.define(
+    by_rows(reference.logsumexp_backward, logits=1),
+    lambda input: torch.empty_like(input),
+    gpu=_gpu,
+    vmap=all_at_once,
 )
 
 

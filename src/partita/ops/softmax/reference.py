@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...primitives.rows import laid_out_like
+from ...primitives.rows import laid_out, laid_out_like
 from ...runtime.dtypes import acc_dtype
 from .common import LogSumExp
 
@@ -14,13 +18,6 @@ def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
     """Return the softmax, or with `log` its logarithm, rounded to `dtype`."""
     function = torch.log_softmax if log else torch.softmax
     return laid_out_like(function(input.to(acc_dtype(input.dtype)), dim).to(dtype), input)
-
-
-def softmax_backward(
-    grad: Tensor, output: Tensor, dim: int, log: bool, dtype: torch.dtype
-) -> Tensor:
-    """Return the gradient of the input, in the memory layout of the output."""
-    return laid_out_like(softmax_gradient(grad, output, dim, log, dtype), output)
 
 
 def softmax_gradient(
@@ -32,6 +29,24 @@ def softmax_gradient(
     if log:
         return (grad - output.exp() * grad.sum(dim, keepdim=True)).to(dtype)
     return (output * (grad - (output * grad).sum(dim, keepdim=True))).to(dtype)
+
+
+softmax_backward = laid_out(softmax_gradient, like=1)
+
+
+def over_any_dim(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of softmax that makes its dimension the last one, as rows have it."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Tensor:
+        *tensors, dim, log, dtype = args
+        if dim == tensors[0].ndim - 1:
+            return function(*args)
+        moved = (tensor.movedim(dim, -1) for tensor in tensors)
+        result = function(*moved, -1, log, dtype).movedim(-1, dim)
+        return laid_out_like(result, tensors[-1])
+
+    return run
 
 
 def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:

@@ -6,6 +6,7 @@ merges them into the same statistics, bit for bit.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ...runtime.dtypes import acc_dtype
 from ..linear_heads import autograd as linear_heads
 from ..linear_heads.common import GradientCoefficients, RowStatistics, counted_states
 from ..linear_heads.plan import padded_width
-from .backends import BACKENDS
+from . import reference
 from .common import packed_size
 from .matmul import matmul_during_collective, matmul_in_acc_dtype
 from .shard import VocabShard, gather_ranks, sum_and_scatter, sum_over_ranks, wait_for
@@ -46,39 +47,18 @@ def _packed_fake(like: Tensor, smoothing: bool, entropy: bool) -> Tensor:
     return like.new_empty(size, dtype=acc_dtype(like.dtype))
 
 
-def _logits_fake(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None,
-    first_class: int,
-    temperature: float,
-    softcap: float,
-    smoothing: bool,
-    entropy: bool,
-) -> Tensor:
+def _logits_fake(logits: Tensor, smoothing: bool, entropy: bool) -> Tensor:
     return _packed_fake(logits, smoothing, entropy)
 
 
 def _linear_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    first_class: int,
-    temperature: float,
-    softcap: float,
-    smoothing: bool,
-    entropy: bool,
-    chunk: int,
-    save_logits: bool,
+    input: Tensor, weight: Tensor, smoothing: bool, entropy: bool, save_logits: bool
 ) -> tuple[Tensor, Tensor]:
     saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
     return _packed_fake(input, smoothing, entropy), input.new_empty(saved)
 
 
-def _fields_fake(gathered: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    smoothing, entropy = args[-2:]
+def _fields_fake(gathered: Tensor, smoothing: bool, entropy: bool) -> tuple[Tensor, ...]:
     M = gathered.shape[2]
     per_entropy = M if entropy else 0
     sizes = (M, M, M if smoothing else 0, per_entropy, per_entropy, M, M)
@@ -94,10 +74,8 @@ def _coefficients_fake(
     grad_logsumexp: Tensor | None,
     grad_smoothing: Tensor | None,
     grad_entropy: Tensor | None,
-    class_weight: Tensor | None,
     entropies: Tensor,
     smoothing: bool,
-    *_: Any,
 ) -> tuple[Tensor, ...]:
     grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
@@ -108,56 +86,50 @@ def _coefficients_fake(
     return tuple(like.new_empty(size) for size in sizes)
 
 
-def _gradient_fake(*args: Any) -> Tensor:
-    logits = args[4]
+def _gradient_fake(logits: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-_STATE = (
-    "Tensor target, Tensor? class_weight, int first_class, float temperature, float softcap,"
-    " bool smoothing, bool entropy"
-)
-_ROWS = (
-    "Tensor target, Tensor? class_weight, Tensor maximum, Tensor sumexp, float temperature,"
-    " float softcap"
-)
-_COEFFICIENTS = "Tensor dlogits_coef, Tensor label_coef, Tensor? log_coef, Tensor? smoothing_coef"
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
 
 parallel_logits = register.define(
-    f"parallel_logits(Tensor logits, {_STATE}, str backend) -> Tensor",
+    reference.parallel_logits,
     _logits_fake,
-    backends=BACKENDS,
+    name="parallel_logits",
+    gpu=_gpu,
 )
 parallel_linear = register.define(
-    f"parallel_linear(Tensor input, Tensor weight, Tensor? bias, {_STATE}, SymInt chunk,"
-    " bool save_logits, str backend) -> (Tensor, Tensor)",
+    reference.parallel_linear,
     _linear_fake,
-    backends=BACKENDS,
+    name="parallel_linear",
+    gpu=_gpu,
 )
 parallel_fields = register.define(
-    "parallel_fields(Tensor gathered, Tensor target, int classes, int first_class, int rank,"
-    " float temperature, int ignore_index, bool smoothing, bool entropy, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference.parallel_fields,
     _fields_fake,
-    backends=BACKENDS,
+    gpu=_gpu,
 )
 parallel_coefficients = register.define(
-    "parallel_coefficients(Tensor target, Tensor? grad_nll, Tensor? grad_logsumexp,"
-    " Tensor? grad_smoothing, Tensor? grad_entropy, Tensor? class_weight, Tensor entropies,"
-    " bool smoothing, int classes, float temperature, int ignore_index, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    reference.parallel_coefficients,
     _coefficients_fake,
-    backends=BACKENDS,
+    gpu=_gpu,
 )
 parallel_gradient = register.define(
-    f"parallel_gradient({_COEFFICIENTS}, Tensor logits, {_ROWS}, str backend) -> Tensor",
+    reference.parallel_gradient,
     _gradient_fake,
-    backends=BACKENDS,
+    name="parallel_gradient",
+    gpu=_gpu,
 )
 parallel_gradient_ = register.define(
-    f"parallel_gradient_(Tensor(a!) logits, {_COEFFICIENTS}, {_ROWS}, str backend) -> ()",
-    lambda *_: None,
-    backends=BACKENDS,
+    reference.parallel_gradient_,
+    lambda: None,
+    name="parallel_gradient_",
+    gpu=_gpu,
+    mutates="logits",
 )
 
 

@@ -16,7 +16,6 @@ from ...runtime.autograd import is_double_backward
 from ...runtime.backend import current_backend, resolve
 from ...runtime.register import PLAIN
 from ..cross_entropy.autograd import scale_by_upstream
-from .backends import parallel_one_pass
 from .gpu.plan import slot_count
 from .local_losses import ParallelLossArguments, prepare_rows
 from .shard import VocabShard
@@ -77,8 +76,11 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor] | None:
     """Return the reduced loss and the gradient of this rank's logits.
 
-    Returns None on all ranks where they do not share memory.
+    Returns None on all ranks where they do not share memory. There is no reference: GPUs of one
+    host wait for each other inside of the kernel.
     """
+    from .gpu.launch import parallel_one_pass
+
     shard = options.shard
     group = private_names.resolve_process_group(shard.group)
     slots = slot_count(len(logits), shard.sizes, logits.element_size())

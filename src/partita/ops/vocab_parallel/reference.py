@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift
-from ..linear_heads.common import RowState, RowStatistics
+from ..linear_heads.common import GradientCoefficients, RowState, RowStatistics
 from ..linear_heads.reference import (
     accumulate_hidden,
     accumulate_logits,
@@ -51,7 +51,7 @@ def parallel_fields(
     ignore_index: int,
     smoothing: bool,
     entropy: bool,
-) -> tuple[Tensor, ...]:
+) -> RowStatistics:
     """Return the `RowStatistics` of the packed states of all ranks, `[world, packed_size, M]`.
 
     They are NaN where the ranks have other numbers of classes than this rank expects.
@@ -74,7 +74,7 @@ def parallel_fields(
         indices = indices.contiguous().view(integer_dtype(gathered.dtype)).long()
         argmax = torch.where(maxima == maximum, indices, classes - 1).amin(0)
     state = RowState(maximum, sumexp, labels.amax(0), origin, smoothing_loss, sum_x_exp, argmax)
-    return tuple(row_statistics(state, target, weight, classes, temperature, ignore_index))
+    return row_statistics(state, target, weight, classes, temperature, ignore_index)
 
 
 def parallel_coefficients(
@@ -89,7 +89,7 @@ def parallel_coefficients(
     classes: int,
     temperature: float,
     ignore_index: int,
-) -> tuple[Tensor, ...]:
+) -> GradientCoefficients:
     """Return the `GradientCoefficients`, each None as an empty tensor.
 
     `entropies` is the entropy of each row, or empty, and `smoothing` says whether the forward pass
@@ -114,4 +114,6 @@ def parallel_coefficients(
     coefficients = gradient_coefficients(
         *grads, target, class_weight, statistics, classes, temperature, ignore_index
     )
-    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in coefficients)
+    return GradientCoefficients(
+        *(like.new_empty(0) if tensor is None else tensor for tensor in coefficients)
+    )

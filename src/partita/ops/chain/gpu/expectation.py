@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift
+from .arguments import ChainEdges, StridedEdges
 from .steps import (
-    ChainEdges,
-    EdgeArray,
     edge_score,
     edge_value,
+    final_terms,
     from_step,
     load_length,
     load_source,
@@ -36,14 +36,14 @@ class StepInputs(NamedTuple):
     """A chain with values, from some step on.
 
     Fields:
-        edge_scores: the scores of the edges; see `EdgeArray`.
+        edge_scores: the scores of the edges.
         edge_values: the values of the edges.
         edges: see `ChainEdges`.
     """
 
-    edge_scores: tuple[tl.tensor, ...]
-    edge_values: tuple[tl.tensor, ...]
-    edges: tuple[tl.tensor, ...]
+    edge_scores: StridedEdges
+    edge_values: StridedEdges
+    edges: ChainEdges
 
 
 class StatesWithMeans(NamedTuple):
@@ -120,101 +120,39 @@ def alpha_mean_step(states, step, c, ACC_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def final_terms(alpha_ptr, final_ptr, c, C, final_c):
-    """Return alpha + final of the states c at the length, -inf for lanes without a state."""
-    value = tl.load(alpha_ptr + c, mask=c < C, other=-float("inf"))
-    value += tl.load(final_ptr + c * final_c, mask=c < C, other=0.0).to(tl.float64)
-    return tl.where(c < C, value, -float("inf"))
-
-
-@triton.jit
-def mean_of_paths(
-    states,
-    final_ptr,
-    final_c,
-    last_values_ptr,
-    last_c,
-    C,
-    BLOCK_C: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Return the mean of the values over all paths, and log Z, from the states at the length."""
-    lane = tl.arange(0, BLOCK_C)
-    maximum = tl.full([], -float("inf"), tl.float64)
-    total = tl.zeros([BLOCK_C], ACC_DTYPE)
-    mean = tl.zeros([BLOCK_C], tl.float64)
-    for c0 in range(0, C, BLOCK_C):
-        terms = final_terms(states.ptr, final_ptr, c0 + lane, C, final_c)
-        maximum = tl.maximum(maximum, tl.max(terms, axis=0))
-    shift = finite_shift(maximum)
-    for c0 in range(0, C, BLOCK_C):
-        c = c0 + lane
-        terms = final_terms(states.ptr, final_ptr, c, C, final_c)
-        weight = exp((terms - shift).to(ACC_DTYPE))
-        value = load_mean(states, c, c < C)
-        last_value = tl.load(last_values_ptr + c * last_c, mask=c < C, other=0.0)
-        value += last_value.to(tl.float64)
-        total += weight
-        mean += weighted(weight, value)
-    sum_exp = tl.sum(total, axis=0)
-    path_mean = tl.where(sum_exp == 0.0, 0.0, tl.sum(mean, axis=0) / sum_exp.to(tl.float64))
-    return path_mean, shifted_log(shift, sum_exp)
-
-
-@triton.jit
 def chain_expectation_kernel(
-    scores_ptr,  # [T, N, C, K]
-    source_ptr,  # [C, K] int32
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    edges,  # ChainEdges
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
-    values_ptr,  # [T, N, C, K]
-    first_values_ptr,  # [N, C]
-    last_values_ptr,  # [N, C]
-    saved_ptr,  # [2, T + 1, N, C] fp64, or [2, 2, N, C]: alpha and means
+    edge_values,  # StridedEdges [T, N, C, K]
+    first_values,  # StridedStates [N, C]
+    last_values,  # StridedStates [N, C]
+    saved,  # StatesWithMeans [T + 1, N, C] fp64, or [2, N, C]
     mean_ptr,  # [N] fp64
     logz_ptr,  # [N] fp64
-    saved_mean_offset,
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    value_t,
-    value_n,
-    value_c,
-    value_k,
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
-    first_n,
-    first_c,
-    last_n,
-    last_c,
     SAVE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Compute the mean of the values over all paths of a chain, and log Z."""
-    n = tl.program_id(0).to(tl.int64)
+    n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     row_stride = tl.full([], N, tl.int64) * C
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
-    values = EdgeArray(values_ptr + n * value_n, value_t, value_c, value_k)
-    edges = ChainEdges(source_ptr, None, None, C, K)
-    states = StatesWithMeans(saved_ptr + n * C, saved_mean_offset)
-    initial_ptr += n * initial_n
-    first_values_ptr += n * first_n
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
+    edge_values = StridedEdges(edge_values.ptr + n * edge_values.n, *edge_values[1:])
+    states = states_at(saved, n * C)
+    initial_ptr = initial.ptr + n * initial.n
+    first_values_ptr = first_values.ptr + n * first_values.n
     store_boundary_states(
-        states, initial_ptr, initial_c, first_values_ptr, first_c, C, invalid, BLOCK_C
+        states, initial_ptr, initial.c, first_values_ptr, first_values.c, C, invalid, BLOCK_C
     )
     for t in range(0, length):
         row, next_row = tl.full([], t, tl.int64), tl.full([], t + 1, tl.int64)
-        step = StepInputs(from_step(scores, row), from_step(values, row), edges)
+        step = StepInputs(from_step(scores, row), from_step(edge_values, row), edges)
         if not SAVE:
             row, next_row = row % 2, next_row % 2
         before = states_at(states, row * row_stride)
@@ -222,16 +160,33 @@ def chain_expectation_kernel(
         tl.debug_barrier()
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
-            alpha, mean = alpha_mean_step(before, step, c, ACC_DTYPE)
-            store_states(after, c, alpha, mean, c < C)
+            alpha, state_mean = alpha_mean_step(before, step, c, ACC_DTYPE)
+            store_states(after, c, alpha, state_mean, c < C)
     tl.debug_barrier()
     last_row = tl.full([], length, tl.int64)
     if not SAVE:
         last_row = last_row % 2
-    last, final_ptr = states_at(states, last_row * row_stride), final_ptr + n * final_n
-    last_values_ptr += n * last_n
-    mean, logz = mean_of_paths(
-        last, final_ptr, final_c, last_values_ptr, last_c, C, BLOCK_C, ACC_DTYPE
-    )
-    tl.store(mean_ptr + n, mean + invalid)
+    last = states_at(states, last_row * row_stride)
+    final_ptr = final.ptr + n * final.n
+    last_values_ptr = last_values.ptr + n * last_values.n
+    lane = tl.arange(0, BLOCK_C)
+    maximum = tl.full([], -float("inf"), tl.float64)
+    total = tl.zeros([BLOCK_C], ACC_DTYPE)
+    mean = tl.zeros([BLOCK_C], tl.float64)
+    for c0 in range(0, C, BLOCK_C):
+        terms = final_terms(last.ptr, final_ptr, c0 + lane, C, final.c)
+        maximum = tl.maximum(maximum, tl.max(terms, axis=0))
+    shift = finite_shift(maximum)
+    for c0 in range(0, C, BLOCK_C):
+        c = c0 + lane
+        terms = final_terms(last.ptr, final_ptr, c, C, final.c)
+        weight = exp((terms - shift).to(ACC_DTYPE))
+        value = load_mean(last, c, c < C)
+        value += tl.load(last_values_ptr + c * last_values.c, mask=c < C, other=0.0).to(tl.float64)
+        total += weight
+        mean += weighted(weight, value)
+    sum_exp = tl.sum(total, axis=0)
+    path_mean = tl.where(sum_exp == 0.0, 0.0, tl.sum(mean, axis=0) / sum_exp.to(tl.float64))
+    logz = shifted_log(shift, sum_exp)
+    tl.store(mean_ptr + n, path_mean + invalid)
     tl.store(logz_ptr + n, logz + invalid)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift
+from .arguments import StridedEdges
 from .expectation import (
     StatesWithMeans,
     StepInputs,
@@ -31,8 +32,6 @@ from .expectation import (
     weighted,
 )
 from .steps import (
-    ChainEdges,
-    EdgeArray,
     edge_score,
     edge_value,
     from_step,
@@ -124,38 +123,6 @@ def store_gradients(
 
 
 @triton.jit
-def store_edge_gradients(
-    gradients,
-    before,
-    after,
-    step,
-    c,
-    offset,
-    path,
-    OF_SCORES: tl.constexpr,
-    OF_VALUES: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Store the gradients of the edges into the states c, [BLOCK_C].
-
-    `before` has alpha before the step, `after` beta after it, and the gradients of the step start
-    at `offset`.
-    """
-    scores, values, edges = step
-    beta = tl.load(after.ptr + c, mask=c < edges.C, other=-float("inf"))
-    beta_mean = load_mean(after, c, c < edges.C) - path.mean
-    for k in range(edges.K):
-        source, valid = load_source(edges, c, k)
-        alpha = tl.load(before.ptr + source, mask=valid, other=-float("inf"))
-        term = alpha + edge_score(scores, c, k, valid)
-        value = edge_value(values, c, k, valid, 0.0)
-        value += load_mean(before, source, valid) + beta_mean
-        posterior = exp((term + (beta - path.logz)).to(ACC_DTYPE)) * path.grad
-        edge_offset, mask = offset + c * edges.K + k, c < edges.C
-        store_gradients(gradients, edge_offset, posterior, value, mask, OF_SCORES, OF_VALUES)
-
-
-@triton.jit
 def store_boundary_gradients(
     gradients,
     offset,
@@ -179,160 +146,93 @@ def store_boundary_gradients(
 
 
 @triton.jit
-def clear_gradients(
-    gradients,
-    n,
-    N,
-    length,
-    T,
-    width,
-    value,
-    OF_SCORES: tl.constexpr,
-    OF_VALUES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Fill the gradients of the steps after the length: 0, or NaN for an invalid length."""
-    for t in range(length, T):
-        offset = (tl.full([], t, tl.int64) * N + n) * width
-        for e0 in range(0, width, BLOCK_C):
-            e = e0 + tl.arange(0, BLOCK_C)
-            fill = tl.zeros([BLOCK_C], tl.float64) + value
-            store_gradients(gradients, offset + e, fill, fill, e < width, OF_SCORES, OF_VALUES)
-
-
-@triton.jit
-def load_path(logz_ptr, mean_ptr, grad_ptr):
-    """Load what the gradient needs of a chain; one without a path has no posterior."""
-    grad = tl.load(grad_ptr).to(tl.float64)
-    mean, logz = tl.load(mean_ptr), tl.load(logz_ptr)
-    return PathMean(tl.where(logz == -float("inf"), float("inf"), logz), mean, grad)
-
-
-@triton.jit
-def renormalize(path, alpha_ptr, beta_ptr, C, BLOCK_C: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Compute log Z again, from alpha and beta at the same time."""
-    logz = log_normalizer(alpha_ptr, beta_ptr, C, path.logz, BLOCK_C, ACC_DTYPE)
-    return PathMean(logz, path.mean, path.grad)
-
-
-@triton.jit
-def scan_back(
-    gradients,
-    alphas,
-    betas,
-    chain,
-    n,
-    N,
-    length,
-    path,
-    OF_SCORES: tl.constexpr,
-    OF_VALUES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Scan beta and the means onward down from the length, and store the gradients of each step.
-
-    `alphas` are those of all times, and `betas` alternate between two rows. Returns the path with
-    the log Z of the last renormalization.
-    """
-    C, K = chain.edges.C, chain.edges.K
-    row_stride = tl.full([], N, tl.int64) * C
-    for i in range(0, length):
-        t = length - 1 - i
-        t64 = tl.full([], t, tl.int64)
-        step_scores = from_step(chain.edge_scores, t64)
-        step_values = from_step(chain.edge_values, t64)
-        step = StepInputs(step_scores, step_values, chain.edges)
-        offset = (t64 * N + n) * C * K
-        before, after = (
-            states_at(alphas, t64 * row_stride),
-            states_at(betas, (t + 1) % 2 * row_stride),
-        )
-        result = states_at(betas, t % 2 * row_stride)
-        tl.debug_barrier()
-        if is_renormalization_step(i):
-            path = renormalize(path, before.ptr + row_stride, after.ptr, C, BLOCK_C, ACC_DTYPE)
-        for c0 in range(0, C, BLOCK_C):
-            c = c0 + tl.arange(0, BLOCK_C)
-            store_edge_gradients(
-                gradients, before, after, step, c, offset, path, OF_SCORES, OF_VALUES, ACC_DTYPE
-            )
-            beta, beta_mean = beta_mean_step(after, step, c, ACC_DTYPE)
-            store_states(result, c, beta, beta_mean, c < C)
-    return path
-
-
-@triton.jit
 def chain_expectation_gradient_kernel(
-    grad_ptr,  # [N]
-    scores_ptr,  # [T, N, C, K]
-    source_ptr,  # [C, K] int32
-    out_offsets_ptr,  # [C + 1] int32
-    out_edges_ptr,  # [C * K] int32
-    final_ptr,  # [N, C]
+    grad,  # StridedChains [N]
+    scores,  # StridedEdges [T, N, C, K]
+    edges,  # ChainEdges
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
-    values_ptr,  # [T, N, C, K]
-    last_values_ptr,  # [N, C]
+    edge_values,  # StridedEdges [T, N, C, K]
+    last_values,  # StridedStates [N, C]
     mean_ptr,  # [N] fp64
     logz_ptr,  # [N] fp64
-    saved_ptr,  # [2, T + 1, N, C] fp64: alpha and means
-    workspace_ptr,  # [2, 2, N, C] fp64: beta and means onward
-    d_scores_ptr,  # [T, N, C, K]
-    d_initial_ptr,  # [N, C]
-    d_final_ptr,  # [N, C]
-    d_values_ptr,  # [T, N, C, K]
-    d_first_values_ptr,  # [N, C]
-    d_last_values_ptr,  # [N, C]
-    saved_mean_offset,
+    saved,  # StatesWithMeans [T + 1, N, C] fp64: alpha
+    workspace_ptr,  # [2, 2, N, C] fp64: beta and means onward, two rows of each
+    d_scores,  # ChainGradients
+    d_values,  # ChainGradients
     T,
     N,
-    C,
-    K,
-    grad_n,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    value_t,
-    value_n,
-    value_c,
-    value_k,
-    final_n,
-    final_c,
-    last_n,
-    last_c,
     OF_SCORES: tl.constexpr,
     OF_VALUES: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan beta and the mean onward down from the length, and store the gradients of each step."""
-    n = tl.program_id(0).to(tl.int64)
+    n, C, K = tl.program_id(0).to(tl.int64), edges.C, edges.K
     length, invalid = load_length(lengths_ptr, n, T)
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
-    values = EdgeArray(values_ptr + n * value_n, value_t, value_c, value_k)
-    edges = ChainEdges(source_ptr, out_offsets_ptr, out_edges_ptr, C, K)
-    chain = StepInputs(scores, values, edges)
-    path = load_path(logz_ptr + n, mean_ptr + n, grad_ptr + n * grad_n)
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
+    edge_values = StridedEdges(edge_values.ptr + n * edge_values.n, *edge_values[1:])
+    logz_ptr += n
+    mean_ptr += n
+    grad_mean = tl.load(grad.ptr + n * grad.n).to(tl.float64)
+    mean, logz = tl.load(mean_ptr), tl.load(logz_ptr)
+    # A chain without a path has no posterior.
+    path = PathMean(tl.where(logz == -float("inf"), float("inf"), logz), mean, grad_mean)
     row_stride = tl.full([], N, tl.int64) * C
-    alphas = StatesWithMeans(saved_ptr + n * C, saved_mean_offset)
+    alphas = states_at(saved, n * C)
     betas = StatesWithMeans(workspace_ptr + n * C, 2 * row_stride)
-    d_edges = GradientPointers(d_scores_ptr, d_values_ptr)
-    clear_gradients(d_edges, n, N, length, T, C * K, invalid, OF_SCORES, OF_VALUES, BLOCK_C)
-    alpha, beta = states_at(alphas, length * row_stride), states_at(betas, length % 2 * row_stride)
-    final_ptr += n * final_n
-    last_values_ptr += n * last_n
-    store_boundary_states(beta, final_ptr, final_c, last_values_ptr, last_c, C, 0.0, BLOCK_C)
+    d_edges = GradientPointers(d_scores.edges_ptr, d_values.edges_ptr)
+    # After the length the gradients are 0, or NaN for an invalid length.
+    width = C * K
+    for t in range(length, T):
+        offset = (tl.full([], t, tl.int64) * N + n) * width
+        for e0 in range(0, width, BLOCK_C):
+            e = e0 + tl.arange(0, BLOCK_C)
+            fill = tl.zeros([BLOCK_C], tl.float64) + invalid
+            store_gradients(d_edges, offset + e, fill, fill, e < width, OF_SCORES, OF_VALUES)
+    last_alpha = states_at(alphas, length * row_stride)
+    last_beta = states_at(betas, length % 2 * row_stride)
+    final_ptr = final.ptr + n * final.n
+    last_values_ptr = last_values.ptr + n * last_values.n
+    store_boundary_states(
+        last_beta, final_ptr, final.c, last_values_ptr, last_values.c, C, 0.0, BLOCK_C
+    )
     tl.debug_barrier()
-    d_last = GradientPointers(d_final_ptr, d_last_values_ptr)
+    d_last = GradientPointers(d_scores.final_ptr, d_values.final_ptr)
     store_boundary_gradients(
-        d_last, n * C, alpha, beta, C, path, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE
+        d_last, n * C, last_alpha, last_beta, C, path, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE
     )
-    path = scan_back(
-        d_edges, alphas, betas, chain, n, N, length, path, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE
-    )
+    for i in range(0, length):
+        t = length - 1 - i
+        t64 = tl.full([], t, tl.int64)
+        step_scores, step_values = from_step(scores, t64), from_step(edge_values, t64)
+        step = StepInputs(step_scores, step_values, edges)
+        offset = (t64 * N + n) * C * K
+        before = states_at(alphas, t64 * row_stride)
+        after = states_at(betas, (t + 1) % 2 * row_stride)
+        result = states_at(betas, t % 2 * row_stride)
+        tl.debug_barrier()
+        if is_renormalization_step(i):
+            next_alpha_ptr = before.ptr + row_stride
+            logz = log_normalizer(next_alpha_ptr, after.ptr, C, path.logz, BLOCK_C, ACC_DTYPE)
+            path = PathMean(logz, path.mean, path.grad)
+        for c0 in range(0, C, BLOCK_C):
+            c = c0 + tl.arange(0, BLOCK_C)
+            beta = tl.load(after.ptr + c, mask=c < C, other=-float("inf"))
+            beta_mean = load_mean(after, c, c < C) - path.mean
+            for k in range(K):
+                source, valid = load_source(edges, c, k)
+                alpha = tl.load(before.ptr + source, mask=valid, other=-float("inf"))
+                term = alpha + edge_score(step_scores, c, k, valid)
+                value = edge_value(step_values, c, k, valid, 0.0)
+                value += load_mean(before, source, valid) + beta_mean
+                posterior = exp((term + (beta - path.logz)).to(ACC_DTYPE)) * path.grad
+                edge_offset, mask = offset + c * K + k, c < C
+                store_gradients(d_edges, edge_offset, posterior, value, mask, OF_SCORES, OF_VALUES)
+            next_beta, next_mean = beta_mean_step(after, step, c, ACC_DTYPE)
+            store_states(result, c, next_beta, next_mean, c < C)
     tl.debug_barrier()
-    d_first = GradientPointers(d_initial_ptr, d_first_values_ptr)
+    d_first = GradientPointers(d_scores.initial_ptr, d_values.initial_ptr)
     store_boundary_gradients(
         d_first, n * C, alphas, betas, C, path, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE
     )

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp
+from .arguments import StridedEdges
 from .steps import (
-    ChainEdges,
-    EdgeArray,
     alpha_step,
     from_step,
     load_length,
@@ -30,26 +29,14 @@ from .steps import (
 
 @triton.jit
 def chain_halves_kernel(
-    scores_ptr,  # [T, N, C, K]
-    source_ptr,  # [C, K] int32
-    out_offsets_ptr,  # [C + 1] int32
-    out_edges_ptr,  # [C * K] int32
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    edges,  # ChainEdges
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     saved_ptr,  # [T + 1, N, C] fp64, or [4, N, C]
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
     SAVE: tl.constexpr,
     UNROLL_IN: tl.constexpr,
     UNROLL_OUT: tl.constexpr,
@@ -57,25 +44,24 @@ def chain_halves_kernel(
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan alpha up to the meeting point, or beta down to the state after it."""
-    n = (tl.program_id(0) // 2).to(tl.int64)
+    n, C = (tl.program_id(0) // 2).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     middle = tl.maximum(length - 1, 0) // 2
     states_ptr, row_stride = saved_ptr + n * C, tl.full([], N, tl.int64) * C
-    edges = ChainEdges(source_ptr, out_offsets_ptr, out_edges_ptr, C, K)
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
     if tl.program_id(0) % 2 == 0:
-        initial_ptr += n * initial_n
+        initial_ptr = initial.ptr + n * initial.n
         alpha_ptr = states_ptr + state_row(0, 0, SAVE) * row_stride
-        store_boundary_scores(alpha_ptr, initial_ptr, C, initial_c, invalid, BLOCK_C)
+        store_boundary_scores(alpha_ptr, initial_ptr, C, initial.c, invalid, BLOCK_C)
         for t in range(0, middle):
             alpha_ptr = states_ptr + state_row(t, 0, SAVE) * row_stride
             next_ptr = states_ptr + state_row(t + 1, 0, SAVE) * row_stride
             step_scores = from_step(scores, tl.full([], t, tl.int64))
             store_alpha_step(next_ptr, alpha_ptr, step_scores, edges, UNROLL_IN, BLOCK_C, ACC_DTYPE)
     elif length > 0:
-        final_ptr += n * final_n
+        final_ptr = final.ptr + n * final.n
         beta_ptr = states_ptr + state_row(length, 1, SAVE) * row_stride
-        store_boundary_scores(beta_ptr, final_ptr, C, final_c, 0.0, BLOCK_C)
+        store_boundary_scores(beta_ptr, final_ptr, C, final.c, 0.0, BLOCK_C)
         for i in range(0, length - 1 - middle):
             t = length - 1 - i
             beta_ptr = states_ptr + state_row(t + 1, 1, SAVE) * row_stride
@@ -86,26 +72,16 @@ def chain_halves_kernel(
 
 @triton.jit
 def chain_logz_kernel(
-    scores_ptr,  # [T, N, C, K]
-    source_ptr,  # [C, K] int32
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    edges,  # ChainEdges
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     saved_ptr,  # [T + 1, N, C] fp64, or [4, N, C]
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results, or None
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
     SAVE: tl.constexpr,
     UNROLL_IN: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -115,7 +91,7 @@ def chain_logz_kernel(
 
     Log Z is stored in fp64 and, if asked for, rounded.
     """
-    n = tl.program_id(0).to(tl.int64)
+    n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     middle = tl.maximum(length - 1, 0) // 2
     states_ptr, row_stride = saved_ptr + n * C, tl.full([], N, tl.int64) * C
@@ -123,9 +99,9 @@ def chain_logz_kernel(
     maximum, rest = tl.full([BLOCK_C], -float("inf"), tl.float64), tl.zeros([BLOCK_C], ACC_DTYPE)
     alpha_ptr = states_ptr + state_row(middle, 0, SAVE) * row_stride
     beta_ptr = states_ptr + state_row(middle + 1, 1, SAVE) * row_stride
-    edges = ChainEdges(source_ptr, None, None, C, K)
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
-    scores = from_step(scores, tl.full([], middle, tl.int64))
+    scores = from_step(
+        StridedEdges(scores.ptr + n * scores.n, *scores[1:]), tl.full([], middle, tl.int64)
+    )
     for c0 in range(0, C, BLOCK_C):
         c = c0 + lane
         if length > 0:
@@ -133,9 +109,9 @@ def chain_logz_kernel(
             value += tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
         else:
             value = tl.load(
-                initial_ptr + n * initial_n + c * initial_c, mask=c < C, other=-float("inf")
+                initial.ptr + n * initial.n + c * initial.c, mask=c < C, other=-float("inf")
             ).to(tl.float64)
-            value += tl.load(final_ptr + n * final_n + c * final_c, mask=c < C, other=0.0).to(
+            value += tl.load(final.ptr + n * final.n + c * final.c, mask=c < C, other=0.0).to(
                 tl.float64
             )
         maximum, rest = lse_add(maximum, rest, tl.where(c < C, value, -float("inf")))

@@ -8,11 +8,21 @@ are imported where they are launched.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
+from .arguments import (
+    ChainGradients,
+    ChainTotals,
+    StridedChains,
+    all_edges,
+    chains_of,
+    resident_edges,
+)
 from .edge_table import directed_edges, edge_table
 from .plan import (
     block_options,
@@ -23,7 +33,6 @@ from .plan import (
 )
 from .resident_gradient import chain_resident_gradient_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
-from .steps import ChainEdges, StridedEdges, StridedStates
 
 
 def chain_logz(
@@ -69,8 +78,7 @@ def _logz(
     saved_shape = (T + 1 if save else 4, N, C)
     saved = torch.empty(saved_shape, dtype=torch.float64, device=scores.device)
     logz = torch.empty(N, dtype=torch.float64, device=scores.device)
-    sizes = (*scores.shape, *scores.stride(), *initial.stride(), *final.stride())
-    ends = (initial, final, None if lengths is None else lengths.contiguous())
+    chains = chains_of(scores, table, initial, final, lengths)
     resident = resident_options(scores, table.max_out_degree)
     if table.has_invalid:
         logz.fill_(torch.nan)
@@ -79,36 +87,45 @@ def _logz(
     elif is_parallel(T, N, C):
         from .launch_segments import scan_boundaries
 
-        outputs = (logz, rounded, None)
-        scan_boundaries(scores, table, ends, saved if save else None, 2 if save else 1, outputs)
+        outputs = ChainTotals(logz, rounded, None)
+        scan_boundaries(chains, saved if save else None, 2 if save else 1, outputs)
     elif resident is not None:
         edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
-        tables = (edges.state_of_lane, edges.neighbors, edges.edges)
-        inputs = (scores, *tables, *ends, saved.view(torch.int64))
-        options = {"SAVE": save, "REGULAR": edges.is_regular, **resident}
+        options = {
+            **chains.only("scores", "initial", "final"),
+            "table": resident_edges(table, edges),
+            "saved_ptr": saved.view(torch.int64),
+            "SAVE": save,
+            "REGULAR": edges.is_regular,
+            **resident,
+        }
         launch(
             chain_resident_halves_kernel,
             2 * N,
-            *inputs,
-            *sizes,
             **options,
             **prefetch_options(resident),
         )
-        launch(chain_resident_logz_kernel, N, *inputs, logz, rounded, *sizes, **options)
+        launch(
+            chain_resident_logz_kernel,
+            N,
+            logz_ptr=logz,
+            rounded_ptr=rounded,
+            **options,
+        )
     else:
         from .forward_scan import chain_halves_kernel, chain_logz_kernel
 
         options = {
+            **chains._asdict(),
+            "saved_ptr": saved,
             "SAVE": save,
             "ACC_DTYPE": tl_acc_dtype(scores.dtype),
             **unroll_options(K, table.max_out_degree),
             **block_options(C),
         }
-        tables = (table.source, table.out_offsets, table.out_edges)
-        launch(chain_halves_kernel, 2 * N, scores, *tables, *ends, saved, *sizes, **options)
+        launch(chain_halves_kernel, 2 * N, **{**options, "edges": all_edges(table)})
         del options["UNROLL_OUT"]
-        outputs = (saved, logz, rounded)
-        launch(chain_logz_kernel, N, scores, table.source, *ends, *outputs, *sizes, **options)
+        launch(chain_logz_kernel, N, logz_ptr=logz, rounded_ptr=rounded, **options)
     return logz, saved if save else saved.new_empty(0)
 
 
@@ -134,8 +151,11 @@ def chain_gradient(
         torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (initial, final)
     )
     results = d_scores, d_initial, d_final
-    ends = (initial, final, None if lengths is None else lengths.contiguous())
-    strides = (*grad.stride(), *scores.stride(), *initial.stride(), *final.stride())
+    chains = chains_of(scores, table, initial, final, lengths)
+    inputs: dict[str, Any] = {
+        "grad": StridedChains(grad, *grad.stride()),
+        "gradients": ChainGradients(*results),
+    }
     resident = resident_options(scores, table.max_out_degree)
     if table.has_invalid:
         for result in results:
@@ -143,51 +163,35 @@ def chain_gradient(
     elif is_parallel(T, N, C):
         from .launch_segments import parallel_gradient
 
-        parallel_gradient(grad, scores, table, ends[2], saved, results)
+        chains = chains._replace(edges=all_edges(table))
+        parallel_gradient(chains, table.max_out_degree, saved, **inputs)
     elif resident is not None:
         edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
         launch(
             chain_resident_gradient_kernel,
             2 * N,
-            grad,
-            scores,
-            edges.state_of_lane,
-            edges.neighbors,
-            edges.edges,
-            edges.edge_positions,
-            *ends,
-            logz,
-            saved.view(torch.int64),
-            *results,
-            *scores.shape,
-            *strides,
+            table=resident_edges(table, edges),
+            edge_positions_ptr=edges.edge_positions,
+            logz_ptr=logz,
+            saved_ptr=saved.view(torch.int64),
             REGULAR=edges.is_regular,
+            **chains.only("scores", "initial", "final"),
+            **inputs,
             **prefetch_options(resident),
             **resident,
         )
     else:
         from .gradient import chain_gradient_kernel
 
-        workspace = torch.empty((4, N, C), dtype=torch.float64, device=scores.device)
         launch(
             chain_gradient_kernel,
             2 * N,
-            grad_ptr=grad,
-            grad_n=grad.stride(0),
-            scores=StridedEdges(scores, *scores.stride()),
-            edges=ChainEdges(table.source, table.out_offsets, table.out_edges, C, K),
-            initial=StridedStates(initial, *initial.stride()),
-            final=StridedStates(final, *final.stride()),
-            lengths_ptr=ends[2],
             logz_ptr=logz,
             saved_ptr=saved,
-            workspace_ptr=workspace,
-            d_scores_ptr=d_scores,
-            d_initial_ptr=d_initial,
-            d_final_ptr=d_final,
-            T=T,
-            N=N,
+            workspace_ptr=torch.empty((4, N, C), dtype=torch.float64, device=scores.device),
             ACC_DTYPE=tl_acc_dtype(scores.dtype),
+            **chains._replace(edges=all_edges(table))._asdict(),
+            **inputs,
             **unroll_options(K, table.max_out_degree),
             **block_options(C),
         )
@@ -211,21 +215,12 @@ def chain_scan(
     result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
     if table.has_invalid:
         return result.fill_(torch.nan)
+    chains = chains_of(scores, table, initial, final, lengths)
     launch(
         chain_scan_kernel,
         N,
-        scores,
-        table.source,
-        table.out_offsets,
-        table.out_edges,
-        initial,
-        final,
-        None if lengths is None else lengths.contiguous(),
-        result,
-        *scores.shape,
-        *scores.stride(),
-        *initial.stride(),
-        *final.stride(),
+        **chains._replace(edges=all_edges(table))._asdict(),
+        result_ptr=result,
         IS_MAX=is_max,
         REVERSE=reverse,
         ACC_DTYPE=tl_acc_dtype(scores.dtype),

@@ -6,8 +6,16 @@ import torch
 from torch import Tensor
 
 from ....runtime.launch import launch, tl_acc_dtype
+from .arguments import (
+    ChainGradients,
+    StridedChains,
+    StridedEdges,
+    StridedStates,
+    all_edges,
+    chains_of,
+)
 from .edge_table import edge_table
-from .expectation import chain_expectation_kernel
+from .expectation import StatesWithMeans, chain_expectation_kernel
 from .expectation_gradient import chain_expectation_gradient_kernel
 from .plan import block_options
 
@@ -37,24 +45,16 @@ def chain_expectation(
         mean.fill_(torch.nan)
         logz.fill_(torch.nan)
     else:
-        strided = (scores, values, initial, final, first_values, last_values)
         launch(
             chain_expectation_kernel,
             N,
-            scores,
-            table.source,
-            initial,
-            final,
-            None if lengths is None else lengths.contiguous(),
-            values,
-            first_values,
-            last_values,
-            saved,
-            mean,
-            logz,
-            saved.stride(0),
-            *scores.shape,
-            *(stride for t in strided for stride in t.stride()),
+            **chains_of(scores, table, initial, final, lengths)._asdict(),
+            edge_values=StridedEdges(values, *values.stride()),
+            first_values=StridedStates(first_values, *first_values.stride()),
+            last_values=StridedStates(last_values, *last_values.stride()),
+            saved=StatesWithMeans(saved, saved.stride(0)),
+            mean_ptr=mean,
+            logz_ptr=logz,
             SAVE=save,
             ACC_DTYPE=tl_acc_dtype(scores.dtype),
             **block_options(C),
@@ -92,27 +92,20 @@ def chain_expectation_gradient(
     )
     if table.has_invalid:
         return tuple(result.fill_(torch.nan) for result in results)
-    workspace = torch.empty((2, 2, N, C), dtype=torch.float64, device=scores.device)
+    chains = chains_of(scores, table, initial, final, lengths)._replace(edges=all_edges(table))
     launch(
         chain_expectation_gradient_kernel,
         N,
-        grad,
-        scores,
-        table.source,
-        table.out_offsets,
-        table.out_edges,
-        final,
-        None if lengths is None else lengths.contiguous(),
-        values,
-        last_values,
-        mean.contiguous(),
-        logz.contiguous(),
-        saved,
-        workspace,
-        *results,
-        saved.stride(0),
-        *scores.shape,
-        *(stride for t in (grad, scores, values, final, last_values) for stride in t.stride()),
+        grad=StridedChains(grad, *grad.stride()),
+        **chains.only("scores", "edges", "final"),
+        edge_values=StridedEdges(values, *values.stride()),
+        last_values=StridedStates(last_values, *last_values.stride()),
+        mean_ptr=mean.contiguous(),
+        logz_ptr=logz.contiguous(),
+        saved=StatesWithMeans(saved, saved.stride(0)),
+        workspace_ptr=torch.empty((2, 2, N, C), dtype=torch.float64, device=scores.device),
+        d_scores=ChainGradients(*results[:3]),
+        d_values=ChainGradients(*results[3:]),
         OF_SCORES=of_scores,
         OF_VALUES=of_values,
         ACC_DTYPE=tl_acc_dtype(scores.dtype),

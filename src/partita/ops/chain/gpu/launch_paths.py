@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,13 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from ....runtime.sizes import cdiv
+from .arguments import (
+    ChainPaths,
+    Chains,
+    ChainTotals,
+    chains_of,
+    resident_edges,
+)
 from .edge_table import EdgeTable, directed_edges, edge_table
 from .launch import chain_scan
 from .launch_segments import scan_boundaries
@@ -26,6 +33,7 @@ from .plan import (
     unroll_options,
 )
 from .resident_path import (
+    SegmentMaps,
     chain_resident_final_state_kernel,
     chain_resident_middle_kernel,
     chain_resident_segment_maps_kernel,
@@ -39,21 +47,8 @@ from .segment_paths import (
     chain_trace_maps_kernel,
     chain_trace_steps_kernel,
 )
+from .segments import SegmentGroups
 from .viterbi import chain_viterbi_kernel
-
-
-class ViterbiResults(NamedTuple):
-    """The results of the Viterbi algorithm; states and edges are empty without a trace.
-
-    Fields:
-        score: `[N]`, the score of the best path, fp64 for fp64 scores and otherwise fp32.
-        states: `[T + 1, N]` int64, its states; -1 after the length and where there is no path.
-        edges: `[T, N]` int64, its edges c·K + k; -1 after the length and where there is no path.
-    """
-
-    score: Tensor
-    states: Tensor
-    edges: Tensor
 
 
 def chain_viterbi(
@@ -67,28 +62,29 @@ def chain_viterbi(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the score of the best path, its states and its edges.
 
+    The score is fp64 for fp64 scores and otherwise fp32. Without a trace, states and edges are
+    empty. With it, they are -1 after the length and where there is no path.
+
     Register-resident kernels also fill in `saved`, `[T + 1, N, C]` int64, with alpha and beta under
     Log up to the meeting point, for `launch_posteriors`.
     """
-    T, N = scores.shape[:2]
+    T, N, C, _ = scores.shape
     table, device = edge_table(source), scores.device
-    path = ViterbiResults(
-        torch.empty(N, dtype=acc_dtype(scores.dtype), device=device),
-        torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device),
-        torch.empty((T, N) if trace else 0, dtype=torch.int64, device=device),
-    )
+    score = torch.empty(N, dtype=acc_dtype(scores.dtype), device=device)
+    states = torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device)
+    edges = torch.empty((T, N) if trace else 0, dtype=torch.int64, device=device)
     if table.has_invalid:
-        return path.score.fill_(torch.nan), path.states.fill_(-1), path.edges.fill_(-1)
-    lengths = None if lengths is None else lengths.contiguous()
+        return score.fill_(torch.nan), states.fill_(-1), edges.fill_(-1)
+    paths = ChainPaths(score, states, edges)
+    chains = chains_of(scores, table, initial, final, lengths)
     resident = resident_options(scores, table.max_out_degree)
-    ends = (initial, final, lengths)
-    if saved is None and is_parallel(T, N, scores.shape[2]):
-        _parallel_viterbi(scores, table, ends, trace, path)
+    if saved is None and is_parallel(T, N, C):
+        _parallel_viterbi(chains, trace, paths)
     elif resident is not None:
-        _resident_viterbi(scores, table, *ends, trace, resident, path, saved)
+        _resident_viterbi(chains, table, trace, resident, paths, saved)
     else:
-        _general_viterbi(scores, table, initial, final, lengths, trace, path)
-    return path.score, path.states, path.edges
+        _general_viterbi(chains, trace, paths)
+    return score, states, edges
 
 
 def _pointer_dtype(K: int) -> torch.dtype:
@@ -96,54 +92,33 @@ def _pointer_dtype(K: int) -> torch.dtype:
     return torch.uint8 if K <= 256 else torch.int32
 
 
-def _general_viterbi(
-    scores: Tensor,
-    table: EdgeTable,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    trace: bool,
-    path: ViterbiResults,
-) -> None:
+def _general_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
     """Fill in the best path of each chain, for tables of any size."""
-    T, N, C, K = scores.shape
+    T, N, C, K = chains.T, chains.N, chains.edges.C, chains.edges.K
+    device = chains.scores.ptr.device
     pointers_shape = (T, N, C) if trace else 0
     launch(
         chain_viterbi_kernel,
         N,
-        scores,
-        table.source,
-        initial,
-        final,
-        lengths,
-        torch.empty((2, N, C), dtype=torch.float64, device=scores.device),
-        torch.empty(pointers_shape, dtype=_pointer_dtype(K), device=scores.device),
-        *path,
-        *scores.shape,
-        *scores.stride(),
-        *initial.stride(),
-        *final.stride(),
+        **chains._asdict(),
+        alpha_ptr=torch.empty((2, N, C), dtype=torch.float64, device=device),
+        backpointers_ptr=torch.empty(pointers_shape, dtype=_pointer_dtype(K), device=device),
+        paths=paths,
         TRACE=trace,
         **block_options(C),
     )
 
 
-def _parallel_viterbi(
-    scores: Tensor,
-    table: EdgeTable,
-    ends: tuple[Tensor, Tensor, Tensor | None],
-    trace: bool,
-    path: ViterbiResults,
-) -> None:
+def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
     """Fill in the best path of few long chains of few states."""
-    T, N, C, K = scores.shape
-    sizes, rows, device = segment_sizes(T, N, C), segment_options(C), scores.device
+    T, N, C, K = chains.T, chains.N, chains.edges.C, chains.edges.K
+    sizes, rows, device = segment_sizes(T, N, C), segment_options(C), chains.scores.ptr.device
     steps, segments, size, groups = sizes
     integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
     last = torch.empty(N, **integers)
     boundaries = torch.empty((N, segments + 1, C), dtype=torch.float64, device=device)
-    outputs = (None, path.score, last)
-    scan_boundaries(scores, table, ends, boundaries if trace else None, 1, outputs)
+    totals = ChainTotals(None, paths.score_ptr, last)
+    scan_boundaries(chains, boundaries if trace else None, 1, totals)
     if not trace:
         return
     backpointers = torch.empty((T, N, C), dtype=_pointer_dtype(K), device=device)
@@ -152,90 +127,61 @@ def _parallel_viterbi(
     launch(
         chain_segment_pointers_kernel,
         cdiv(N * segments, rows["ROWS"]),
-        scores,
-        table.source,
-        ends[2],
-        boundaries,
-        backpointers,
-        maps,
-        *scores.shape,
-        *scores.stride(),
-        segments,
-        steps,
+        **chains.only("scores", "edges"),
+        boundaries_ptr=boundaries,
+        backpointers_ptr=backpointers,
+        maps_ptr=maps,
+        segments=segments,
+        steps=steps,
         DEGREE=unroll_options(K, 0)["UNROLL_IN"],
         **rows,
     )
+    inner, outer = SegmentGroups(segments, groups, size), SegmentGroups(groups, 1, groups)
     launch(
         chain_group_maps_kernel,
         N * groups,
-        maps,
-        group_maps,
-        *(C, segments, groups, size),
+        maps_ptr=maps,
+        group_maps_ptr=group_maps,
+        C=C,
+        groups=inner,
         BLOCK_C=rows["BLOCK_C"],
         num_warps=1,
     )
     lanes: dict[str, Any] = {"LANES": SEGMENT_LANES, "num_warps": 1}
-    for traced, known, states, members, number in (
-        (group_maps, last, group_after, groups, 1),
-        (maps, group_after, after, segments, groups),
+    for traced, known, states, level in (
+        (group_maps, last, group_after, outer),
+        (maps, group_after, after, inner),
     ):
         launch(
             chain_trace_maps_kernel,
-            cdiv(N * number, SEGMENT_LANES),
-            *(traced, known, states),
-            *(N, C, members, number, groups if number == 1 else size),
+            cdiv(N * level.number, SEGMENT_LANES),
+            maps_ptr=traced,
+            known_ptr=known,
+            states_ptr=states,
+            N=N,
+            C=C,
+            groups=level,
             **lanes,
         )
     launch(
         chain_trace_steps_kernel,
         cdiv(N * segments, SEGMENT_LANES),
-        *(table.source, ends[2], backpointers, after, path.states, path.edges),
-        *(*scores.shape, segments, steps),
+        **chains.only("edges"),
+        backpointers_ptr=backpointers,
+        known_ptr=after,
+        paths=paths._replace(score_ptr=None),
+        segments=segments,
+        steps=steps,
         **lanes,
     )
 
 
-class ViterbiWorkspace(NamedTuple):
-    """The buffers of the register-resident Viterbi kernels, with S segments in each direction.
-
-    Fields:
-        middle: `[2, N, BLOCK_C]` fp64, alpha and beta at the meeting point.
-        backpointers: `[T, N, BLOCK_C]` int16.
-        segment_maps: `[2, S, N, BLOCK_C]` int16, the outer lane of a segment for each inner lane.
-            It is empty if there is one segment, whose outer lane has no use.
-        segment_starts: `[2, S, N]` int32, the lane in which the path enters each segment.
-        has_tie: `[N]` int32, whether the best path has an equal.
-    """
-
-    middle: Tensor
-    backpointers: Tensor
-    segment_maps: Tensor
-    segment_starts: Tensor
-    has_tie: Tensor
-
-
-def _viterbi_workspace(
-    T: int, N: int, block: int, segments: int, trace: bool, device: torch.device
-) -> ViterbiWorkspace:
-    maps_shape = (2, segments, N, block)
-    return ViterbiWorkspace(
-        torch.empty((2, N, block), dtype=torch.float64, device=device),
-        torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device),
-        torch.empty(maps_shape if trace and segments > 1 else 0, dtype=torch.int16, device=device),
-        torch.empty((2, segments, N), dtype=torch.int32, device=device),
-        torch.empty(N, dtype=torch.int32, device=device),
-    )
-
-
 def _resident_viterbi(
-    scores: Tensor,
+    chains: Chains,
     table: EdgeTable,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
     trace: bool,
     resident: dict[str, Any],
-    path: ViterbiResults,
+    paths: ChainPaths,
     saved: Tensor | None,
 ) -> None:
     """Fill in the best path of each chain.
@@ -243,32 +189,31 @@ def _resident_viterbi(
     The first round meets in the middle. The second round runs forward only, for chains whose best
     path has a tie, to break ties in the promised order.
     """
-    T, N, _, K = scores.shape
+    T, N, device = chains.T, chains.N, chains.scores.ptr.device
     block, num_warps, degree = resident["BLOCK_C"], resident["num_warps"], resident["DEGREE"]
     edges = directed_edges(table, block, resident["BLOCK_E"])
-    tables = (edges.state_of_lane, edges.neighbors, edges.edges)
-    half_segments = path_segments(T, False).number
-    w = _viterbi_workspace(T, N, block, half_segments, trace, scores.device)
+    lanes = resident_edges(table, edges)
+    half = path_segments(T, False).number
+    middle = torch.empty((2, N, block), dtype=torch.float64, device=device)
+    backpointers = torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device)
+    maps_shape = (2, half, N, block) if trace and half > 1 else 0
+    segment_maps = torch.empty(maps_shape, dtype=torch.int16, device=device)
+    segment_starts = torch.empty((2, half, N), dtype=torch.int32, device=device)
+    has_tie = torch.empty(N, dtype=torch.int32, device=device)
     for forward_only in (False, True) if trace else (False,):
         segment, segments = path_segments(T, forward_only)
-        segment_options = {"SEGMENT": segment, "BLOCK_C": block}
+        maps = SegmentMaps(segment_maps, segment_starts, segments)
+        options: dict[str, Any] = {"has_tie_ptr": has_tie, "SEGMENT": segment, "BLOCK_C": block}
         scans = N if forward_only else 2 * N
         launch(
             chain_resident_viterbi_kernel,
             scans,
-            scores,
-            *tables,
-            initial,
-            final,
-            lengths,
-            w.has_tie,
-            w.middle,
-            w.backpointers,
-            None if forward_only else saved,
-            *scores.shape,
-            *scores.stride(),
-            *initial.stride(),
-            *final.stride(),
+            **chains.only("scores", "initial", "final"),
+            table=lanes,
+            has_tie_ptr=has_tie,
+            middle_ptr=middle,
+            backpointers_ptr=backpointers,
+            saved_ptr=None if forward_only else saved,
             TRACE=trace,
             FORWARD_ONLY=forward_only,
             REGULAR=edges.is_regular,
@@ -279,78 +224,52 @@ def _resident_viterbi(
             launch(
                 chain_resident_segment_maps_kernel,
                 scans * segments,
-                w.backpointers,
-                lengths,
-                w.has_tie,
-                w.segment_maps,
-                T,
-                N,
-                segments,
+                **chains.only(),
+                backpointers_ptr=backpointers,
+                maps=maps._replace(starts_ptr=None),
                 FORWARD_ONLY=forward_only,
-                **segment_options,
                 num_warps=min(4, num_warps),
+                **options,
             )
         if forward_only:
             launch(
                 chain_resident_final_state_kernel,
                 N,
-                edges.state_of_lane,
-                final,
-                lengths,
-                w.has_tie,
-                w.middle,
-                w.segment_maps,
-                w.segment_starts,
-                path.score,
-                path.states,
-                segments,
-                T,
-                N,
-                *final.stride(),
-                **segment_options,
+                **chains.only("final"),
+                table=lanes._replace(neighbors_ptr=None, edges_ptr=None, C=None, K=None),
+                alpha_ptr=middle,
+                maps=maps,
+                paths=paths._replace(edges_ptr=None),
                 num_warps=num_warps,
+                **options,
             )
         else:
             launch(
                 chain_resident_middle_kernel,
                 N,
-                scores,
-                *tables,
-                lengths,
-                w.middle,
-                w.segment_maps,
-                w.has_tie,
-                w.segment_starts,
-                *path,
-                segments,
-                T,
-                N,
-                K,
-                *scores.stride(),
+                **chains.only("scores"),
+                table=lanes._replace(C=None),
+                middle_ptr=middle,
+                maps=maps,
+                paths=paths,
                 TRACE=trace,
                 DEGREE=degree,
-                **segment_options,
                 num_warps=num_warps,
+                **options,
             )
         if trace:
             launch(
                 chain_resident_trace_kernel,
                 scans * segments,
-                w.backpointers,
-                edges.state_of_lane,
-                edges.edges,
-                lengths,
-                w.segment_starts,
-                w.has_tie,
-                path.states,
-                path.edges,
-                T,
-                N,
-                segments,
+                **chains.only(),
+                table=lanes._replace(neighbors_ptr=None, C=None, K=None),
+                backpointers_ptr=backpointers,
+                maps=maps._replace(ptr=None),
+                paths=paths._replace(score_ptr=None),
                 FORWARD_ONLY=forward_only,
                 DEGREE=degree,
-                **segment_options,
                 num_warps=1,
+                **options,
             )
 
 
@@ -376,21 +295,15 @@ def chain_sample(
     if table.has_invalid:
         return states.fill_(-1), edges.fill_(-1)
     options = sample_options(K, samples)
+    chains = chains_of(scores, table, initial, final, lengths)
     launch(
         chain_sample_kernel,
         N * cdiv(samples, options["BLOCK_S"]),
-        scores,
-        table.source,
-        final,
-        None if lengths is None else lengths.contiguous(),
-        chain_scan(scores, source, initial, final, lengths, False, False),
-        uniforms.contiguous(),
-        states,
-        edges,
-        samples,
-        *scores.shape,
-        *scores.stride(),
-        *final.stride(),
+        **chains.only("scores", "edges", "final"),
+        alpha_ptr=chain_scan(scores, source, initial, final, lengths, False, False),
+        uniforms_ptr=uniforms.contiguous(),
+        paths=ChainPaths(None, states, edges),
+        samples=samples,
         **options,
     )
     return states, edges

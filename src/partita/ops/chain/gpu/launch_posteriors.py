@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....runtime.launch import launch
+from .arguments import chains_of, resident_edges
 from .edge_table import directed_edges, edge_table
 from .plan import prefetch_options, resident_options
 from .resident_backward import chain_resident_backward_kernel
@@ -76,20 +77,28 @@ def launch_posteriors(
     resident = resident_options(scores, table.max_out_degree)
     assert resident is not None
     edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
-    ends = (initial, final, None if lengths is None else lengths.contiguous())
-    inputs = (scores, edges.state_of_lane, edges.neighbors, edges.edges, *ends)
-    sizes = (*scores.shape, *scores.stride(), *initial.stride(), *final.stride())
-    options = {"REGULAR": edges.is_regular, **resident}
+    chains = chains_of(scores, table, initial, final, lengths)
+    options = {
+        **chains.only("scores", "initial", "final"),
+        "table": resident_edges(table, edges),
+        "saved_ptr": buffers.saved,
+        "REGULAR": edges.is_regular,
+        **resident,
+    }
     ahead = prefetch_options(resident)
-    saved, logz, posteriors, first = buffers
     if not are_saved:
-        halves = (*inputs, saved, *sizes)
-        launch(chain_resident_halves_kernel, 2 * N, *halves, SAVE=True, **options, **ahead)
-    outputs = (saved, logz, None)
-    launch(chain_resident_logz_kernel, N, *inputs, *outputs, *sizes, SAVE=True, **options)
-    outputs = (logz, saved, posteriors, first)
-    options["SUM"] = posteriors.shape[2] < scores.shape[2]
-    launch(chain_resident_posteriors_kernel, 2 * N, *inputs, *outputs, *sizes, **options, **ahead)
+        launch(chain_resident_halves_kernel, 2 * N, SAVE=True, **options, **ahead)
+    options["logz_ptr"] = buffers.logz
+    launch(chain_resident_logz_kernel, N, rounded_ptr=None, SAVE=True, **options)
+    launch(
+        chain_resident_posteriors_kernel,
+        2 * N,
+        posteriors_ptr=buffers.posteriors,
+        first_ptr=buffers.first,
+        SUM=buffers.posteriors.shape[2] < scores.shape[2],
+        **options,
+        **ahead,
+    )
 
 
 def launch_backward_scores(
@@ -100,13 +109,13 @@ def launch_backward_scores(
     resident = resident_options(scores, table.max_out_degree)
     assert resident is not None
     edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
+    chains = chains_of(scores, table, final, final, lengths)
     launch(
         chain_resident_backward_kernel,
         scores.shape[1],
-        *(scores, edges.state_of_lane, edges.neighbors, edges.edges, final),
-        None if lengths is None else lengths.contiguous(),
-        result,
-        *(*scores.shape, *scores.stride(), *final.stride()),
+        **chains.only("scores", "final"),
+        table=resident_edges(table, edges),
+        result_ptr=result,
         REGULAR=edges.is_regular,
         **prefetch_options(resident),
         **resident,

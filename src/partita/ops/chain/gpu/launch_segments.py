@@ -10,9 +10,10 @@ from torch import Tensor
 from ....runtime.launch import launch, tl_acc_dtype
 from ....runtime.sizes import cdiv
 from . import plan
-from .edge_table import EdgeTable
+from .arguments import ChainGradients, Chains, ChainTotals, StridedChains
 from .segment_gradient import chain_segment_gradient_kernel
 from .segments import (
+    SegmentGroups,
     chain_boundaries_kernel,
     chain_group_operators_kernel,
     chain_segment_operators_kernel,
@@ -20,114 +21,96 @@ from .segments import (
 
 
 def scan_boundaries(
-    scores: Tensor,
-    table: EdgeTable,
-    ends: tuple[Tensor, Tensor, Tensor | None],
-    boundaries: Tensor | None,
-    directions: int,
-    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    chains: Chains, boundaries: Tensor | None, directions: int, totals: ChainTotals
 ) -> None:
     """Scan the operators of segments, and fill in the results of whole chains.
 
     Args:
-        scores: `[T, N, C, K]`.
-        table: the edges of the chain.
-        ends: initial and final scores, and lengths.
+        chains: the chains, with the edges into each state.
         boundaries: memory of at least `[directions, N, segments + 1, C]` fp64 for the states at the
             boundaries of segments, or None if they have no use.
         directions: 2 for alpha and beta under Log, 1 for alpha alone; Max if there is a last state.
-        outputs: log Z or the best score in fp64, the same rounded, and the last state of the best
-            path, int32. Each may be None.
+        totals: the results.
     """
-    T, N, C, K = scores.shape
-    sizes, device = plan.segment_sizes(T, N, C), scores.device
-    options = {"ACC_DTYPE": tl_acc_dtype(scores.dtype), "IS_MAX": outputs[2] is not None}
+    scores, N = chains.scores.ptr, chains.N
+    C, K = chains.edges.C, chains.edges.K
+    sizes, rows = plan.segment_sizes(chains.T, N, C), plan.segment_options(C)
+    options = {
+        "ACC_DTYPE": tl_acc_dtype(scores.dtype),
+        "IS_MAX": totals.last_ptr is not None,
+    }
     dense: dict[str, Any] = {**options, **plan.operator_options(C)}
-    operators, group_operators = (
-        torch.empty((N, number, C, C), dtype=torch.float64, device=device)
-        for number in (sizes.segments, sizes.groups)
-    )
-    known = torch.empty((directions, N, sizes.groups + 1, C), dtype=torch.float64, device=device)
-    rows = plan.segment_options(C)
+    fp64: dict[str, Any] = {"dtype": torch.float64, "device": scores.device}
+    operators = torch.empty((N, sizes.segments, C, C), **fp64)
+    group_operators = torch.empty((N, sizes.groups, C, C), **fp64)
+    known = torch.empty((directions, N, sizes.groups + 1, C), **fp64)
     launch(
         chain_segment_operators_kernel,
         cdiv(N * sizes.segments * C, rows["ROWS"]),
-        scores,
-        table.source,
-        ends[2],
-        operators,
-        *scores.shape,
-        *scores.stride(),
-        sizes.segments,
-        sizes.steps,
+        **chains.only("scores", "edges"),
+        operators_ptr=operators,
+        segments=sizes.segments,
+        steps=sizes.steps,
         DEGREE=plan.unroll_options(K, 0)["UNROLL_IN"],
         **options,
         **rows,
     )
+    groups = SegmentGroups(sizes.segments, sizes.groups, sizes.size)
     launch(
         chain_group_operators_kernel,
         N * sizes.groups * C,
-        operators,
-        group_operators,
-        C,
-        sizes.segments,
-        sizes.groups,
-        sizes.size,
+        operators_ptr=operators,
+        group_operators_ptr=group_operators,
+        C=C,
+        groups=groups,
         **dense,
     )
-    outer = (group_operators, None, known, *outputs)
-    levels: list[tuple[Any, ...]] = [(*outer, sizes.groups, 1, sizes.groups)]
+    ends = {**chains.only("initial", "final"), "C": C, "DIRECTIONS": directions, **dense}
+    launch(
+        chain_boundaries_kernel,
+        N * directions,
+        operators_ptr=group_operators,
+        known_ptr=None,
+        boundaries_ptr=known,
+        totals=totals,
+        groups=SegmentGroups(sizes.groups, 1, sizes.groups),
+        **ends,
+    )
     if boundaries is not None:
-        inner = (operators, known, boundaries, None, None, None)
-        levels.append((*inner, sizes.segments, sizes.groups, sizes.size))
-    for *level, number, groups, size in levels:
         launch(
             chain_boundaries_kernel,
-            groups * N * directions,
-            *ends,
-            *level,
-            T,
-            N,
-            C,
-            number,
-            groups,
-            size,
-            *ends[0].stride(),
-            *ends[1].stride(),
-            DIRECTIONS=directions,
-            **dense,
+            sizes.groups * N * directions,
+            operators_ptr=operators,
+            known_ptr=known,
+            boundaries_ptr=boundaries,
+            totals=ChainTotals(None, None, None),
+            groups=groups,
+            **ends,
         )
 
 
 def parallel_gradient(
-    grad: Tensor,
-    scores: Tensor,
-    table: EdgeTable,
-    lengths: Tensor | None,
+    chains: Chains,
+    max_out_degree: int,
     boundaries: Tensor,
-    results: tuple[Tensor, Tensor, Tensor],
+    grad: StridedChains,
+    gradients: ChainGradients,
 ) -> None:
     """Fill in the gradients of scores, initial and final from the states at the boundaries."""
-    T, N, C, K = scores.shape
+    scores, N = chains.scores.ptr, chains.N
+    T, C, K = chains.T, chains.edges.C, chains.edges.K
     sizes, rows = plan.segment_sizes(T, N, C), plan.segment_options(C)
-    degrees = plan.unroll_options(K, table.max_out_degree)
+    degrees = plan.unroll_options(K, max_out_degree)
     launch(
         chain_segment_gradient_kernel,
         cdiv(N * sizes.segments, rows["ROWS"]),
-        grad,
-        scores,
-        table.source,
-        table.out_offsets,
-        table.out_edges,
-        lengths,
-        boundaries,
-        torch.empty((T, N, C), dtype=torch.float64, device=scores.device),
-        *results,
-        *scores.shape,
-        sizes.segments,
-        sizes.steps,
-        *grad.stride(),
-        *scores.stride(),
+        grad=grad,
+        **chains.only("scores", "edges"),
+        boundaries_ptr=boundaries,
+        alpha_ptr=torch.empty((T, N, C), dtype=torch.float64, device=scores.device),
+        gradients=gradients,
+        segments=sizes.segments,
+        steps=sizes.steps,
         DEGREE_IN=degrees["UNROLL_IN"],
         DEGREE_OUT=degrees["UNROLL_OUT"],
         ACC_DTYPE=tl_acc_dtype(scores.dtype),

@@ -32,23 +32,13 @@ def store_states(rows, state, mask):
 
 @gluon.jit
 def chain_resident_backward_kernel(
-    scores_ptr,  # [T, N, C, K]
-    state_of_lane_ptr,  # [BLOCK_C] int32
-    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
-    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    table,  # ResidentEdges
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     result_ptr,  # [T + 1, N, C] fp64
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    final_n,
-    final_c,
     DEGREE: gl.constexpr,
     PADDED_DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
@@ -64,24 +54,26 @@ def chain_resident_backward_kernel(
     shape: gl.constexpr = ResidentShape(
         DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
     )
+    C, K = table.C, table.K
     n = gl.program_id(0).to(gl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
-    c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
-    neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, 1, shape)
-    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
+    c = gl.load(table.state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE))
+    e = gl.arange(0, BLOCK_E, ROW)
+    neighbors, edges = load_edge_table(table, 1, shape)
+    offsets = score_offsets(scores, e, K, CONTIGUOUS)
     N64 = n * 0 + N
-    scores_ptr += n * stride_n + (N64 * 0 + length - 1) * stride_t
-    rows = StepRows(scores_ptr, (N64 * 0 - 1) * stride_t, offsets, e < C * K)
-    state = load_boundary_pair(final_ptr + n * final_n, c, final_c, invalid)
+    scores_ptr = scores.ptr + (n * scores.n + (N64 * 0 + length - 1) * scores.t)
+    rows = StepRows(scores_ptr, (N64 * 0 - 1) * scores.t, offsets, e < C * K)
+    state = load_boundary_pair(final.ptr + n * final.n, c, final.c, invalid)
     results = StepRows(result_ptr + (T * N64 + n) * C, -N64 * C, c, c >= 0)
     for _ in range(0, T - length + 1):
         results = store_states(results, state, True)
     prefetched = load_rows(rows, length, PREFETCH)
     for i in range(0, length, PREFETCH):
-        scores = gather_scores(prefetched, edges, shape)
+        edge_scores = gather_scores(prefetched, edges, shape)
         rows = skip_rows(rows, PREFETCH)
         prefetched = load_rows(rows, length - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
-            next_state = log_step(state, scores[u], neighbors, shape)[0]
+            next_state = log_step(state, edge_scores[u], neighbors, shape)[0]
             state = gl.where(i + u < length, next_state, state)
             results = store_states(results, state, i + u < length)

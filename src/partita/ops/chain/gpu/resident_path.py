@@ -20,16 +20,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .arguments import StridedEdges
 from .resident_viterbi import EDGE_SHIFT, LANE_MASK, TIE_FLAG, num_direction_steps
-from .steps import EdgeArray, from_step, load_length
+from .steps import from_step, load_length
 
 
 class SegmentMaps(NamedTuple):
     """The maps of the segments of all chains, and where the path enters each segment.
 
     Fields:
-        ptr: the maps, `[directions, segments, N, BLOCK_C]`.
-        starts_ptr: the lane in which the path enters, `[directions, segments, N]`.
+        ptr: `[directions, segments, N, BLOCK_C]` int16, the outer lane of a segment for each inner
+            lane; empty if there is one segment, whose outer lane has no use.
+        starts_ptr: `[directions, segments, N]` int32, the lane in which the path enters.
         segments: the number of segments of a direction.
     """
 
@@ -65,13 +67,12 @@ def program_segment(N, FORWARD_ONLY: tl.constexpr):
 
 @triton.jit
 def chain_resident_segment_maps_kernel(
-    backpointers_ptr,  # [T, N, BLOCK_C] int16
     lengths_ptr,  # [N] or None
+    backpointers_ptr,  # [T, N, BLOCK_C] int16
     has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
-    maps_ptr,  # [directions, segments, N, BLOCK_C] int16
+    maps,  # SegmentMaps
     T,
     N,
-    segments,
     FORWARD_ONLY: tl.constexpr,
     SEGMENT: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -91,60 +92,8 @@ def chain_resident_segment_maps_kernel(
             # Lanes without a path have arbitrary backpointers: the mask keeps them in the block.
             lane = tl.load(backpointers_ptr + lane).to(tl.int32) & (BLOCK_C - 1)
             backpointers_ptr += sign * N * BLOCK_C
-        tl.store(
-            maps_ptr + ((direction * segments + i) * N + n) * BLOCK_C + tl.arange(0, BLOCK_C),
-            lane.to(tl.int16),
-        )
-
-
-@triton.jit
-def best_middle_edge(
-    scores,
-    neighbors_ptr,
-    edges_ptr,
-    alpha_ptr,
-    beta_ptr,
-    K,
-    DEGREE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Find the best edge of the middle step.
-
-    Returns:
-        The best score of a path, or NaN if a path has one, the position of the edge in the table
-        [DEGREE, BLOCK_C], and whether another edge has the same score.
-    """
-    has_nan = tl.zeros([BLOCK_C], tl.int32)
-    lane, maximum = tl.arange(0, BLOCK_C), tl.full([BLOCK_C], -float("inf"), tl.float64)
-    position, has_equal, beta = lane, tl.zeros([BLOCK_C], tl.int32), tl.load(beta_ptr + lane)
-    for k in tl.static_range(DEGREE):
-        neighbor = tl.load(neighbors_ptr + k * BLOCK_C + lane)
-        edge = tl.load(edges_ptr + k * BLOCK_C + lane)
-        score = tl.load(
-            scores.ptr + edge // K * scores.stride_c + edge % K * scores.stride_k,
-            mask=neighbor >= 0,
-            other=-float("inf"),
-        ).to(tl.float64)
-        term = tl.load(alpha_ptr + neighbor, mask=neighbor >= 0, other=-float("inf")) + score + beta
-        has_equal = tl.where(term > maximum, 0, has_equal | (term == maximum).to(tl.int32))
-        position = tl.where(term > maximum, k * BLOCK_C + lane, position)
-        has_nan = has_nan | (term != term).to(tl.int32)
-        maximum = tl.maximum(maximum, term)
-    best_score = tl.max(maximum, axis=0)
-    best_position = tl.min(tl.where(maximum == best_score, position, DEGREE * BLOCK_C), axis=0)
-    num_best = tl.sum(tl.where(maximum == best_score, 1 + has_equal, 0), axis=0)
-    best_score = tl.where(tl.max(has_nan, axis=0) > 0, float("nan"), best_score)
-    return best_score, tl.minimum(best_position, DEGREE * BLOCK_C - 1), num_best > 1
-
-
-@triton.jit
-def clear_after_path(path_states_ptr, path_edges_ptr, last_time, T, stride, BLOCK_C: tl.constexpr):
-    """Store -1 as the states after the last time of a path, and as the edges from it on."""
-    for t0 in range(0, T + 1, BLOCK_C):
-        t = (t0 + tl.arange(0, BLOCK_C)).to(tl.int64)
-        none = tl.full([BLOCK_C], -1, tl.int64)
-        tl.store(path_states_ptr + t * stride, none, mask=(t > last_time) & (t <= T))
-        tl.store(path_edges_ptr + t * stride, none, mask=(t >= last_time) & (t < T))
+        map_ptr = maps.ptr + ((direction * maps.segments + i) * N + n) * BLOCK_C
+        tl.store(map_ptr + tl.arange(0, BLOCK_C), lane.to(tl.int16))
 
 
 @triton.jit
@@ -172,38 +121,16 @@ def store_segment_starts(
 
 
 @triton.jit
-def best_state_of_empty(middle_ptr, direction_stride, state_of_lane_ptr, BLOCK_C: tl.constexpr):
-    """Return the best score of a chain without steps, and its lowest best state."""
-    lane = tl.arange(0, BLOCK_C)
-    log_weight = tl.load(middle_ptr + lane) + tl.load(middle_ptr + direction_stride + lane)
-    score, state = tl.max(log_weight, axis=0), tl.load(state_of_lane_ptr + lane)
-    is_nan = tl.max((log_weight != log_weight).to(tl.int32), axis=0) > 0
-    state = tl.min(tl.where(log_weight == score, state, BLOCK_C), axis=0)
-    return tl.where(is_nan, float("nan"), score), state
-
-
-@triton.jit
 def chain_resident_middle_kernel(
-    scores_ptr,  # [T, N, C, K]
-    state_of_lane_ptr,  # [BLOCK_C] int32
-    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
-    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
+    scores,  # StridedEdges [T, N, C, K]
+    table,  # ResidentEdges
     lengths_ptr,  # [N] or None
     middle_ptr,  # [2, N, BLOCK_C] fp64
-    maps_ptr,  # [2, segments, N, BLOCK_C] int16
+    maps,  # SegmentMaps
     has_tie_ptr,  # [N] int32
-    segment_start_ptr,  # [2, segments, N] int32
-    score_ptr,  # [N]
-    path_states_ptr,  # [T + 1, N] int64
-    path_edges_ptr,  # [T, N] int64
-    segments,
+    paths,  # ChainPaths
     T,
     N,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
     TRACE: tl.constexpr,
     SEGMENT: tl.constexpr,
     DEGREE: tl.constexpr,
@@ -211,44 +138,73 @@ def chain_resident_middle_kernel(
 ):
     """Compute the best score, the middle edge of the path, and the first lane of each segment.
 
-    The states and edges of a chain without a path are -1.
+    The states and edges of a chain without a path are -1. A score is NaN if a path has one.
     """
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     middle = (tl.maximum(length - 1, 0) // 2).to(tl.int64)
     middle_ptr, direction_stride = middle_ptr + n * BLOCK_C, tl.full([], N, tl.int64) * BLOCK_C
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
-    score, state = best_state_of_empty(middle_ptr, direction_stride, state_of_lane_ptr, BLOCK_C)
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
+    lane = tl.arange(0, BLOCK_C)
+    # The lowest best state of a chain without steps.
+    log_weight = tl.load(middle_ptr + lane) + tl.load(middle_ptr + direction_stride + lane)
+    best, state = tl.max(log_weight, axis=0), tl.load(table.state_of_lane_ptr + lane)
+    is_nan = tl.max((log_weight != log_weight).to(tl.int32), axis=0) > 0
+    state = tl.min(tl.where(log_weight == best, state, BLOCK_C), axis=0)
+    score = tl.where(is_nan, float("nan"), best)
     position, has_tie = tl.full([], 0, tl.int32), score != score
     if length > 0:
+        # The best edge of the middle step, by its position in the table [DEGREE, BLOCK_C].
         step, beta_ptr = from_step(scores, middle), middle_ptr + direction_stride
-        score, position, has_tie = best_middle_edge(
-            step, neighbors_ptr, edges_ptr, middle_ptr, beta_ptr, K, DEGREE, BLOCK_C
-        )
+        has_nan = tl.zeros([BLOCK_C], tl.int32)
+        maximum = tl.full([BLOCK_C], -float("inf"), tl.float64)
+        positions, has_equal = lane, tl.zeros([BLOCK_C], tl.int32)
+        beta = tl.load(beta_ptr + lane)
+        for k in tl.static_range(DEGREE):
+            neighbor = tl.load(table.neighbors_ptr + k * BLOCK_C + lane)
+            edge = tl.load(table.edges_ptr + k * BLOCK_C + lane)
+            edge_score = tl.load(
+                step.ptr + edge // table.K * step.c + edge % table.K * step.k,
+                mask=neighbor >= 0,
+                other=-float("inf"),
+            ).to(tl.float64)
+            alpha = tl.load(middle_ptr + neighbor, mask=neighbor >= 0, other=-float("inf"))
+            term = alpha + edge_score + beta
+            has_equal = tl.where(term > maximum, 0, has_equal | (term == maximum).to(tl.int32))
+            positions = tl.where(term > maximum, k * BLOCK_C + lane, positions)
+            has_nan = has_nan | (term != term).to(tl.int32)
+            maximum = tl.maximum(maximum, term)
+        best = tl.max(maximum, axis=0)
+        position = tl.min(tl.where(maximum == best, positions, DEGREE * BLOCK_C), axis=0)
+        num_best = tl.sum(tl.where(maximum == best, 1 + has_equal, 0), axis=0)
+        score = tl.where(tl.max(has_nan, axis=0) > 0, float("nan"), best)
+        position, has_tie = tl.minimum(position, DEGREE * BLOCK_C - 1), num_best > 1
     score += invalid
-    tl.store(score_ptr + n, score.to(score_ptr.dtype.element_ty))
+    tl.store(paths.score_ptr + n, score.to(paths.score_ptr.dtype.element_ty))
     if TRACE:
         possible = score > -float("inf")
         tl.store(has_tie_ptr + n, (possible & has_tie).to(tl.int32))
-        path_states_ptr += n
-        path_edges_ptr += n
+        path_states_ptr, path_edges_ptr = paths.states_ptr + n, paths.edges_ptr + n
         last_time = tl.where(possible, length, -1)
-        clear_after_path(path_states_ptr, path_edges_ptr, last_time, T, N, BLOCK_C)
+        for t0 in range(0, T + 1, BLOCK_C):
+            t = (t0 + tl.arange(0, BLOCK_C)).to(tl.int64)
+            none = tl.full([BLOCK_C], -1, tl.int64)
+            tl.store(path_states_ptr + t * N, none, mask=(t > last_time) & (t <= T))
+            tl.store(path_edges_ptr + t * N, none, mask=(t >= last_time) & (t < T))
         if possible & (length == 0):
             tl.store(path_states_ptr, state.to(tl.int64))
         if length > 0:
-            before, after = tl.load(neighbors_ptr + position), position % BLOCK_C
+            before, after = tl.load(table.neighbors_ptr + position), position % BLOCK_C
             if possible:
-                state_before = tl.load(state_of_lane_ptr + before).to(tl.int64)
+                state_before = tl.load(table.state_of_lane_ptr + before).to(tl.int64)
                 tl.store(path_states_ptr + middle * N, state_before)
-                state_after = tl.load(state_of_lane_ptr + after).to(tl.int64)
+                state_after = tl.load(table.state_of_lane_ptr + after).to(tl.int64)
                 tl.store(path_states_ptr + (middle + 1) * N, state_after)
-                edge = tl.load(edges_ptr + position).to(tl.int64)
+                edge = tl.load(table.edges_ptr + position).to(tl.int64)
                 tl.store(path_edges_ptr + middle * N, edge)
             # Both directions run at once.
             direction = tl.arange(0, 2)
             start_lane = tl.where(possible, tl.where(direction == 0, before, after), -1)
-            maps = SegmentMaps(maps_ptr, segment_start_ptr, segments)
             store_segment_starts(
                 maps, lengths_ptr, start_lane, direction, n, T, N, SEGMENT, False, BLOCK_C
             )
@@ -256,20 +212,15 @@ def chain_resident_middle_kernel(
 
 @triton.jit
 def chain_resident_final_state_kernel(
-    state_of_lane_ptr,  # [BLOCK_C] int32
-    final_ptr,  # [N, C]
+    table,  # ResidentEdges
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     has_tie_ptr,  # [N] int32
     alpha_ptr,  # [N, BLOCK_C] fp64
-    maps_ptr,  # [segments, N, BLOCK_C] int16
-    segment_start_ptr,  # [segments, N] int32
-    score_ptr,  # [N]
-    path_states_ptr,  # [T + 1, N] int64
-    segments,
+    maps,  # SegmentMaps
+    paths,  # ChainPaths
     T,
     N,
-    final_n,
-    final_c,
     SEGMENT: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -277,35 +228,34 @@ def chain_resident_final_state_kernel(
     n = tl.program_id(0).to(tl.int64)
     if tl.load(has_tie_ptr + n) != 0:
         length, _ = load_length(lengths_ptr, n, T)
-        state = tl.load(state_of_lane_ptr + tl.arange(0, BLOCK_C))
-        value = tl.load(alpha_ptr + n * BLOCK_C + tl.arange(0, BLOCK_C))
+        lane = tl.arange(0, BLOCK_C)
+        state = tl.load(table.state_of_lane_ptr + lane)
+        value = tl.load(alpha_ptr + n * BLOCK_C + lane)
         value += tl.load(
-            final_ptr + n * final_n + state * final_c, mask=state >= 0, other=-float("inf")
+            final.ptr + n * final.n + state * final.c, mask=state >= 0, other=-float("inf")
         ).to(tl.float64)
         score = tl.max(value, axis=0)
         best_state = tl.min(tl.where(value == score, state, BLOCK_C), axis=0)
-        tl.store(score_ptr + n, score.to(score_ptr.dtype.element_ty))
-        tl.store(path_states_ptr + length.to(tl.int64) * N + n, best_state.to(tl.int64))
-        start_lane = tl.max(tl.where(state == best_state, tl.arange(0, BLOCK_C), 0), axis=0)
-        maps = SegmentMaps(maps_ptr, segment_start_ptr, segments)
+        tl.store(paths.score_ptr + n, score.to(paths.score_ptr.dtype.element_ty))
+        last_ptr = paths.states_ptr + length.to(tl.int64) * N + n
+        tl.store(last_ptr, best_state.to(tl.int64))
+        start_lane = tl.max(tl.where(state == best_state, lane, 0), axis=0)
+        direction = 0 * start_lane
         store_segment_starts(
-            maps, lengths_ptr, start_lane, 0 * start_lane, n, T, N, SEGMENT, True, BLOCK_C
+            maps, lengths_ptr, start_lane, direction, n, T, N, SEGMENT, True, BLOCK_C
         )
 
 
 @triton.jit
 def chain_resident_trace_kernel(
-    backpointers_ptr,  # [T, N, BLOCK_C] int16
-    state_of_lane_ptr,  # [BLOCK_C] int32
-    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
+    table,  # ResidentEdges
     lengths_ptr,  # [N] or None
-    segment_start_ptr,  # [2, segments, N] int32
+    backpointers_ptr,  # [T, N, BLOCK_C] int16
+    maps,  # SegmentMaps
     has_tie_ptr,  # [N] int32
-    path_states_ptr,  # [T + 1, N] int64
-    path_edges_ptr,  # [T, N] int64
+    paths,  # ChainPaths
     T,
     N,
-    segments,
     FORWARD_ONLY: tl.constexpr,
     SEGMENT: tl.constexpr,
     DEGREE: tl.constexpr,
@@ -317,32 +267,25 @@ def chain_resident_trace_kernel(
     if FORWARD_ONLY:
         num_steps = tl.where(tl.load(has_tie_ptr + n) != 0, num_steps, 0)
     lane = tl.load(
-        segment_start_ptr + (direction * segments + i) * N + n, mask=num_steps > 0, other=-1
+        maps.starts_ptr + (direction * maps.segments + i) * N + n, mask=num_steps > 0, other=-1
     )
     if lane >= 0:
         step_index = tl.arange(0, SEGMENT)
         lanes, backpointers = tl.zeros([SEGMENT], tl.int32), tl.zeros([SEGMENT], tl.int32)
         # The only latency in this loop is the load of the next backpointer.
         for j in range(num_steps):
-            backpointer = tl.load(
-                backpointers_ptr + ((first + j * sign) * N + n) * BLOCK_C + lane
-            ).to(tl.int32)
+            pointer_ptr = backpointers_ptr + ((first + j * sign) * N + n) * BLOCK_C + lane
+            backpointer = tl.load(pointer_ptr).to(tl.int32)
             lanes = tl.where(step_index == j, lane, lanes)
             backpointers = tl.where(step_index == j, backpointer, backpointers)
             lane = backpointer & LANE_MASK
         t, valid = first + step_index * sign, step_index < num_steps
-        edge = tl.load(
-            edges_ptr
-            + (direction * DEGREE + ((backpointers >> EDGE_SHIFT) & 15)) * BLOCK_C
-            + lanes,
-            mask=valid,
-        )
-        tl.store(path_edges_ptr + t * N + n, edge.to(tl.int64), mask=valid)
-        tl.store(
-            path_states_ptr + (t + direction) * N + n,
-            tl.load(state_of_lane_ptr + (backpointers & LANE_MASK), mask=valid).to(tl.int64),
-            mask=valid,
-        )
+        edge_row = direction * DEGREE + ((backpointers >> EDGE_SHIFT) & 15)
+        edge = tl.load(table.edges_ptr + edge_row * BLOCK_C + lanes, mask=valid)
+        tl.store(paths.edges_ptr + t * N + n, edge.to(tl.int64), mask=valid)
+        path_state_ptr = paths.states_ptr + (t + direction) * N + n
+        state = tl.load(table.state_of_lane_ptr + (backpointers & LANE_MASK), mask=valid)
+        tl.store(path_state_ptr, state.to(tl.int64), mask=valid)
         if not FORWARD_ONLY:
             if tl.sum(backpointers & TIE_FLAG, axis=0) != 0:
                 tl.store(has_tie_ptr + n, 1)

@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import LOG2E
 from ....primitives.gpu.sync import unpack_pair
-from .resident_gradient import load_logz_pair
 from .resident_scan import load_middle_states
 from .resident_steps import (
     ResidentShape,
@@ -28,6 +27,7 @@ from .resident_steps import (
     gather_neighbors,
     gather_scores,
     load_edge_table,
+    load_logz_pair,
     load_rows,
     pack_compensated,
     score_offsets,
@@ -72,30 +72,9 @@ def posterior_step(posterior, state, next_state, scores, neighbors, shape):
 
 
 @gluon.jit
-def normalized(posterior):
-    """Return posteriors that sum to 1, or zeros."""
-    total = gl.sum(posterior, axis=0)
-    return posterior * (1.0 / gl.where(total == 0.0, 1.0, total))
-
-
-@gluon.jit
 def by_fours(x, shape):
     """Return `[BLOCK_C / 16, 4, 4]`, the lanes of `x`. Axis 1 has the lanes that are summed."""
     return gl.reshape(x, [shape.BLOCK_C // 16, 4, 4])
-
-
-@gluon.jit
-def result_columns(c, shape, SUM: gl.constexpr):
-    """Return the column of each result of a time.
-
-    Without SUM it is the state `c` of a lane. With it, each 16 lanes have four sums, and the states
-    of a sum equal its column modulo 4.
-    """
-    if SUM:
-        column = gl.arange(0, shape.BLOCK_C, shape.STATE) // 16 * 4 + c % 4
-        return gl.max(by_fours(column, shape), axis=1)  # those of a sum are equal
-    else:
-        return c
 
 
 @gluon.jit
@@ -107,44 +86,11 @@ def store_results(rows, posterior, mask, shape, SUM: gl.constexpr):
 
 
 @gluon.jit
-def scan_posteriors(
-    posterior, state, scores, saved, results, table, num_steps, shape, SUM: gl.constexpr
-):
-    """Continue the posteriors along the saved states, store them after each step, and return them.
-
-    `scores`, `saved` and `results` are `StepRows`, and `table` has the direction's neighbors and
-    edges.
-    """
-    PREFETCH: gl.constexpr = shape.PREFETCH
-    neighbors, edges = table
-    prefetched = load_rows(scores, num_steps, PREFETCH)
-    prefetched_states = load_rows(saved, num_steps, PREFETCH)
-    for i in range(0, num_steps, PREFETCH):
-        edge_scores, states = gather_scores(prefetched, edges, shape), prefetched_states
-        scores, saved = skip_rows(scores, PREFETCH), skip_rows(saved, PREFETCH)
-        prefetched = load_rows(scores, num_steps - i - PREFETCH, PREFETCH)
-        prefetched_states = load_rows(saved, num_steps - i - PREFETCH, PREFETCH)
-        if i % 8 == 0:
-            posterior = normalized(posterior)
-        for u in gl.static_range(PREFETCH):
-            next_posterior = posterior_step(
-                posterior, state, states[u], edge_scores[u], neighbors, shape
-            )
-            posterior = gl.where(i + u < num_steps, next_posterior, posterior)
-            state = states[u]
-            store_results(results, posterior, i + u < num_steps, shape, SUM)
-            results = skip_rows(results, 1)
-    return posterior
-
-
-@gluon.jit
 def chain_resident_posteriors_kernel(
-    scores_ptr,  # [T, N, C, K]
-    state_of_lane_ptr,  # [BLOCK_C] int32
-    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
-    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    table,  # ResidentEdges
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     logz_ptr,  # [N] fp64
     saved_ptr,  # [T + 1, N, C] int64
@@ -152,16 +98,6 @@ def chain_resident_posteriors_kernel(
     first_ptr,  # [N, C] fp32
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
     SUM: gl.constexpr,
     DEGREE: gl.constexpr,
     PADDED_DEGREE: gl.constexpr,
@@ -174,22 +110,26 @@ def chain_resident_posteriors_kernel(
 ):
     """Store the posterior of each state at each time, from the meeting point to one end.
 
-    With SUM, which needs a state in every lane, the sums of four are stored (see `result_columns`).
-    Those of the states at time 0 are also stored one by one.
+    With SUM, which needs a state in every lane, each 16 lanes have four sums of four states, which
+    equal the column of the sum modulo 4. The posteriors at time 0 are also stored one by one.
     """
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
     shape: gl.constexpr = ResidentShape(
         DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
     )
+    C, K = table.C, table.K
     n, direction = (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
-    c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
-    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
-    scores = StepRows(scores_ptr + n * stride_n, stride_t, offsets, e < C * K)
-    ends = (initial_ptr + n * initial_n, initial_c, final_ptr + n * final_n, final_c, invalid)
+    c = gl.load(table.state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE))
+    e = gl.arange(0, BLOCK_E, ROW)
+    offsets = score_offsets(scores, e, K, CONTIGUOUS)
+    first_rows = StepRows(scores.ptr + n * scores.n, scores.t, offsets, e < C * K)
+    ONE_STEP: gl.constexpr = ResidentShape(
+        DEGREE, PADDED_DEGREE, REGULAR, 1, BLOCK_C, BLOCK_E, STATE, ROW
+    )
     alpha, beta = load_middle_states(
-        scores, neighbors_ptr, edges_ptr, saved_ptr + n * C, N, N, C, c, length, ends, shape
+        first_rows, table, initial, final, n, N, c, saved_ptr, N, length, invalid, ONE_STEP
     )
     logz_high, logz_low = load_logz_pair(logz_ptr + n)
     posterior = gl.where(c >= 0, state_posterior(alpha, beta, logz_high, logz_low), 0.0)
@@ -197,16 +137,36 @@ def chain_resident_posteriors_kernel(
     time = gl.where(length > 0, (length - 1) // 2 + 1, 0)
     num_steps = gl.where(direction == 0, length - time, time)
     sign, start = (1 - 2 * direction).to(gl.int64), time.to(gl.int64)
-    row, column = start * N + n, result_columns(c, shape, SUM)
+    row, column = start * N + n, c
+    if SUM:
+        column = gl.arange(0, BLOCK_C, STATE) // 16 * 4 + c % 4
+        column = gl.max(by_fours(column, shape), axis=1)  # those of a sum are equal
     size = BLOCK_C // 4 if SUM else C
-    results = StepRows(posteriors_ptr + row * size, sign * N * size, column, column >= 0)
-    store_results(results, posterior, direction == 0, shape, SUM)
-    table = load_edge_table(neighbors_ptr, edges_ptr, direction, shape)
-    first_scores = scores.ptr + (start - direction) * stride_t
-    scores = StepRows(first_scores, sign * stride_t, offsets, e < C * K)
-    saved = skip_rows(StepRows(saved_ptr + row * C, sign * N * C, c, c >= 0), 1)
-    state, results = gl.where(direction == 0, beta, alpha), skip_rows(results, 1)
-    posterior = scan_posteriors(
-        posterior, state, scores, saved, results, table, num_steps, shape, SUM
-    )
+    middle_results = StepRows(posteriors_ptr + row * size, sign * N * size, column, column >= 0)
+    store_results(middle_results, posterior, direction == 0, shape, SUM)
+    neighbors, edges = load_edge_table(table, direction, shape)
+    scores_ptr = first_rows.ptr + (start - direction) * scores.t
+    score_stride = sign * scores.t
+    first_saved = skip_rows(StepRows(saved_ptr + row * C, sign * N * C, c, c >= 0), 1)
+    state = gl.where(direction == 0, beta, alpha)
+    rows = StepRows(scores_ptr, score_stride, offsets, e < C * K)
+    saved, results = first_saved, skip_rows(middle_results, 1)
+    prefetched = load_rows(rows, num_steps, PREFETCH)
+    prefetched_states = load_rows(saved, num_steps, PREFETCH)
+    for i in range(0, num_steps, PREFETCH):
+        edge_scores, states = gather_scores(prefetched, edges, shape), prefetched_states
+        rows, saved = skip_rows(rows, PREFETCH), skip_rows(saved, PREFETCH)
+        prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
+        prefetched_states = load_rows(saved, num_steps - i - PREFETCH, PREFETCH)
+        if i % 8 == 0:
+            total = gl.sum(posterior, axis=0)
+            posterior = posterior * (1.0 / gl.where(total == 0.0, 1.0, total))
+        for u in gl.static_range(PREFETCH):
+            next_posterior = posterior_step(
+                posterior, state, states[u], edge_scores[u], neighbors, shape
+            )
+            posterior = gl.where(i + u < num_steps, next_posterior, posterior)
+            state = states[u]
+            store_results(results, posterior, i + u < num_steps, shape, SUM)
+            results = skip_rows(results, 1)
     gl.store(first_ptr + n * C + c, posterior, mask=(c >= 0) & (direction == 1))

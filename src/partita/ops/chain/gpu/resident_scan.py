@@ -33,26 +33,14 @@ from .steps import load_length
 
 @gluon.jit
 def chain_resident_halves_kernel(
-    scores_ptr,  # [T, N, C, K]
-    state_of_lane_ptr,  # [BLOCK_C] int32
-    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
-    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    table,  # ResidentEdges
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
     SAVE: gl.constexpr,
     DEGREE: gl.constexpr,
     PADDED_DEGREE: gl.constexpr,
@@ -69,6 +57,7 @@ def chain_resident_halves_kernel(
     shape: gl.constexpr = ResidentShape(
         DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
     )
+    C, K = table.C, table.K
     n = (gl.program_id(0) // 2).to(gl.int64)
     direction = gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
@@ -77,24 +66,25 @@ def chain_resident_halves_kernel(
     start = gl.where(direction == 0, 0, length).to(gl.int64)
     num_steps = gl.where(direction == 0, middle, gl.maximum(length - 1 - middle, 0))
     state_stride = sign * N * C
-    scores_ptr += n * stride_n + (start - direction) * stride_t
-    c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
-    neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, direction, shape)
-    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
-    rows = StepRows(scores_ptr, sign * stride_t, offsets, e < C * K)
-    state = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
+    scores_ptr = scores.ptr + (n * scores.n + (start - direction) * scores.t)
+    c = gl.load(table.state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE))
+    e = gl.arange(0, BLOCK_E, ROW)
+    neighbors, edges = load_edge_table(table, direction, shape)
+    offsets = score_offsets(scores, e, K, CONTIGUOUS)
+    rows = StepRows(scores_ptr, sign * scores.t, offsets, e < C * K)
+    state = load_boundary_pair(initial.ptr + n * initial.n, c, initial.c, invalid)
     if direction == 1:
-        state = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
+        state = load_boundary_pair(final.ptr + n * final.n, c, final.c, 0.0)
     if SAVE:
         saved_ptr += (start * N + n) * C
         gl.store(saved_ptr + c, state, mask=(c >= 0) & ((direction == 0) | (length > 0)))
     prefetched = load_rows(rows, num_steps, PREFETCH)
     for i in range(0, num_steps, PREFETCH):
-        scores = gather_scores(prefetched, edges, shape)
+        edge_scores = gather_scores(prefetched, edges, shape)
         rows = skip_rows(rows, PREFETCH)
         prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
-            next_state, _, _ = log_step(state, scores[u], neighbors, shape)
+            next_state, _, _ = log_step(state, edge_scores[u], neighbors, shape)
             state = gl.where(i + u < num_steps, next_state, state)
             if SAVE:
                 saved_ptr += state_stride
@@ -105,67 +95,46 @@ def chain_resident_halves_kernel(
 
 @gluon.jit
 def load_middle_states(
-    scores, neighbors_ptr, edges_ptr, saved_ptr, saved_n, N, C, c, length, ends, shape
+    rows, table, initial, final, n, N, c, saved_ptr, saved_n, length, invalid, shape
 ):
     """Return packed alpha and beta of a chain after its middle step.
 
     Args:
-        scores: `StepRows` from the first step on.
-        saved_ptr: the chain's states at time 0.
-        saved_n: N if all states are saved, or 0 if `saved_ptr` has alpha and then beta.
+        rows: the scores of the chain from the first step on, `StepRows`.
         c: the state of each lane.
-        ends: pointer and stride of the initial and of the final scores, and what is added to
-            initial scores.
+        saved_ptr: the states of the first chain at time 0.
+        saved_n: N if all states are saved, or 0 if `saved_ptr` has alpha and then beta.
+        shape: that of a scan that prefetches no steps.
     """
-    ONE_STEP: gl.constexpr = ResidentShape(
-        shape.DEGREE,
-        shape.PADDED_DEGREE,
-        shape.REGULAR,
-        1,
-        shape.BLOCK_C,
-        shape.BLOCK_E,
-        shape.STATE,
-        shape.ROW,
-    )
-    initial_ptr, initial_c, final_ptr, final_c, invalid = ends
+    C = table.C
+    initial_ptr, final_ptr = initial.ptr + n * initial.n, final.ptr + n * final.n
+    saved_ptr += n * C
     middle = (gl.maximum(length - 1, 0) // 2).to(gl.int64)
-    alpha = load_boundary_pair(initial_ptr, c, initial_c, invalid)
-    beta = load_boundary_pair(final_ptr, c, final_c, 0.0)
+    alpha = load_boundary_pair(initial_ptr, c, initial.c, invalid)
+    beta = load_boundary_pair(final_ptr, c, final.c, 0.0)
     if length > 0:
-        neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, 0, ONE_STEP)
-        row = load_rows(skip_rows(scores, middle), 1, 1)
-        edge_scores = gather_scores(row, edges, ONE_STEP)
+        neighbors, edges = load_edge_table(table, 0, shape)
+        row = load_rows(skip_rows(rows, middle), 1, 1)
+        edge_scores = gather_scores(row, edges, shape)
         saved_ptr += middle * saved_n * C
         middle_alpha = gl.load(saved_ptr + c, mask=c >= 0, other=0)
-        alpha, _, _ = log_step(middle_alpha, edge_scores[0], neighbors, ONE_STEP)
+        alpha, _, _ = log_step(middle_alpha, edge_scores[0], neighbors, shape)
         beta = gl.load(saved_ptr + (middle * 0 + N) * C + c, mask=c >= 0, other=0)
     return alpha, beta
 
 
 @gluon.jit
 def chain_resident_logz_kernel(
-    scores_ptr,  # [T, N, C, K]
-    state_of_lane_ptr,  # [BLOCK_C] int32
-    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
-    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    table,  # ResidentEdges
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results, or None
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
     SAVE: gl.constexpr,
     DEGREE: gl.constexpr,
     PADDED_DEGREE: gl.constexpr,
@@ -184,14 +153,15 @@ def chain_resident_logz_kernel(
     shape: gl.constexpr = ResidentShape(
         DEGREE, PADDED_DEGREE, REGULAR, 1, BLOCK_C, BLOCK_E, STATE, ROW
     )
+    C, K = table.C, table.K
     n = gl.program_id(0).to(gl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
-    c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
-    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
-    scores = StepRows(scores_ptr + n * stride_n, stride_t, offsets, e < C * K)
-    ends = (initial_ptr + n * initial_n, initial_c, final_ptr + n * final_n, final_c, invalid)
+    c = gl.load(table.state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE))
+    e = gl.arange(0, BLOCK_E, ROW)
+    offsets = score_offsets(scores, e, K, CONTIGUOUS)
+    rows = StepRows(scores.ptr + n * scores.n, scores.t, offsets, e < C * K)
     alpha, beta = load_middle_states(
-        scores, neighbors_ptr, edges_ptr, saved_ptr + n * C, N * SAVE, N, C, c, length, ends, shape
+        rows, table, initial, final, n, N, c, saved_ptr, N * SAVE, length, invalid, shape
     )
     alpha_high, alpha_low = unpack_pair(alpha)
     beta_high, beta_low = unpack_pair(beta)

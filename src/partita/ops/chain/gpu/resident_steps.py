@@ -89,14 +89,6 @@ def pack_compensated(high, low):
 
 
 @gluon.jit
-def subtract_pair(state, high, low):
-    """Subtract the pair (high, low) from a packed state, and return a pair."""
-    state_high, state_low = unpack_pair(state)
-    difference, error = two_sum(state_high, -high)
-    return difference, zero_if_infinite(error + (state_low - low), difference)
-
-
-@gluon.jit
 def split_blocks(x, BLOCK: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
     """Split `[PARTS * BLOCK]` into PARTS tensors `[BLOCK]`.
 
@@ -145,7 +137,7 @@ def tile_index(index, size, STEPS: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
-def load_edge_table(neighbors_ptr, edges_ptr, direction, shape):
+def load_edge_table(edges, direction, shape):
     """Load the edges that a direction takes into each lane, `[PADDED_DEGREE * BLOCK_C]`.
 
     Returns:
@@ -156,18 +148,18 @@ def load_edge_table(neighbors_ptr, edges_ptr, direction, shape):
     PADDED_SIZE: gl.constexpr = shape.PADDED_DEGREE * shape.BLOCK_C
     flat = gl.arange(0, PADDED_SIZE, shape.STATE)
     offset, valid = direction * SIZE + flat, flat < SIZE
-    neighbors = gl.load(neighbors_ptr + offset, mask=valid, other=-1)
-    edges = gl.load(edges_ptr + offset, mask=valid, other=0)
-    return neighbors, tile_index(edges, shape.BLOCK_E, shape.PREFETCH, PADDED_SIZE, shape.STATE)
+    neighbors = gl.load(edges.neighbors_ptr + offset, mask=valid, other=-1)
+    positions = gl.load(edges.edges_ptr + offset, mask=valid, other=0)
+    return neighbors, tile_index(positions, shape.BLOCK_E, shape.PREFETCH, PADDED_SIZE, shape.STATE)
 
 
 @gluon.jit
-def score_offsets(edge, K, stride_c, stride_k, CONTIGUOUS: gl.constexpr):
+def score_offsets(scores, edge, K, CONTIGUOUS: gl.constexpr):
     """Return the offsets of the scores of edges within a step."""
     if CONTIGUOUS:
         return edge
     else:
-        return edge // K * stride_c + edge % K * stride_k
+        return edge // K * scores.c + edge % K * scores.k
 
 
 @gluon.jit
@@ -294,18 +286,30 @@ def split_fp64(value):
 
 
 @gluon.jit
-def load_boundary_pair(boundary_ptr, c, stride_c, invalid):
-    """Load initial or final scores plus `invalid` as packed states."""
-    high, low = split_fp64(
-        gl.load(boundary_ptr + c * stride_c, mask=c >= 0, other=-float("inf")).to(gl.float64)
-        + invalid
-    )
-    return pack_compensated(high, low)
+def load_boundary(boundary_ptr, c, stride_c, invalid):
+    """Load initial or final scores plus `invalid` as the first states of a scan, fp64."""
+    value = gl.load(boundary_ptr + c * stride_c, mask=c >= 0, other=-float("inf"))
+    return value.to(gl.float64) + invalid
 
 
 @gluon.jit
-def state_posterior(state, opposite, high, low):
+def load_boundary_pair(boundary_ptr, c, stride_c, invalid):
+    """Load a chain's initial or final scores plus `invalid` as packed states."""
+    return pack_compensated(*split_fp64(load_boundary(boundary_ptr, c, stride_c, invalid)))
+
+
+@gluon.jit
+def load_logz_pair(logz_ptr):
+    """Load log Z as a pair of fp32 numbers; a chain without a path has no marginals."""
+    logz = gl.load(logz_ptr)
+    return split_fp64(gl.where(logz == -float("inf"), float("inf"), logz))
+
+
+@gluon.jit
+def state_posterior(state, opposite, logz_high, logz_low):
     """Return exp(alpha + beta - log Z) of packed alpha, packed beta and the pair log Z."""
     alpha, alpha_low = unpack_pair(state)
-    beta, beta_low = subtract_pair(opposite, high, low)
-    return gl.exp2(((alpha + beta) + (alpha_low + beta_low)) * LOG2E)
+    beta, beta_low = unpack_pair(opposite)
+    difference, error = two_sum(beta, -logz_high)
+    low = zero_if_infinite(error + (beta_low - logz_low), difference)
+    return gl.exp2(((alpha + difference) + (alpha_low + low)) * LOG2E)

@@ -22,6 +22,7 @@ from .resident_steps import (
     StepRows,
     gather_neighbors,
     gather_scores,
+    load_boundary,
     load_edge_table,
     load_rows,
     log_step,
@@ -84,91 +85,11 @@ def num_direction_steps(length, direction, FORWARD_ONLY: tl.constexpr):
 
 
 @gluon.jit
-def load_boundary(boundary_ptr, c, stride_c, invalid):
-    """Load initial or final scores plus `invalid` as the first states of a scan."""
-    return (
-        gl.load(boundary_ptr + c * stride_c, mask=c >= 0, other=-float("inf")).to(gl.float64)
-        + invalid
-    )
-
-
-@gluon.jit
-def program_direction(FORWARD_ONLY: gl.constexpr):
-    """Return the chain of this program, and its direction: 0 for alpha, 1 for beta."""
-    if FORWARD_ONLY:
-        return gl.program_id(0).to(gl.int64), gl.program_id(0) * 0
-    else:
-        return (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
-
-
-@gluon.jit
-def add_nan(has_nan, scores, neighbors, shape):
-    """Return which states have had a NaN among the scores of their edges, 0 or 1.
-
-    Maxima skip NaN, and this test takes no part in the chain of dependent steps.
-    """
-    DEGREE: gl.constexpr = shape.DEGREE
-    lanes = split_blocks(neighbors, shape.BLOCK_C, shape.PADDED_DEGREE, shape.STATE)
-    for k in gl.static_range(DEGREE):
-        score = scores[k].to(gl.float32)
-        is_nan = score != score
-        if not shape.REGULAR:
-            is_nan = is_nan & (lanes[k] >= 0)
-        has_nan = has_nan | is_nan.to(gl.int32)
-    return has_nan
-
-
-@gluon.jit
-def scan_best(
-    value,
-    state,
-    rows,
-    backpointers,
-    saved,
-    table,
-    num_steps,
-    shape,
-    TRACE: gl.constexpr,
-    LOG: gl.constexpr,
-):
-    """Return the states under Max after all steps, and store backpointers and states under Log.
-
-    A state is NaN if it was so before, or if the score of an edge into it was so at any step.
-    `rows`, `backpointers` and `saved` are `StepRows`; what `saved` has first is `state`, packed.
-    """
-    PREFETCH: gl.constexpr = shape.PREFETCH
-    neighbors, edges = table
-    prefetched, has_nan = load_rows(rows, num_steps, PREFETCH), (value != value).to(gl.int32)
-    for i in range(0, num_steps, PREFETCH):
-        scores = gather_scores(prefetched, edges, shape)
-        rows = skip_rows(rows, PREFETCH)
-        prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
-        for u in gl.static_range(PREFETCH):
-            has_nan = add_nan(has_nan, scores[u], neighbors, shape)
-            next_value, backpointer = max_step(value, scores[u], neighbors, shape)
-            value = gl.where(i + u < num_steps, next_value, value)
-            if TRACE:
-                mask = backpointers.mask & (i + u < num_steps)
-                ptrs = backpointers.ptr + backpointers.offsets
-                gl.store(ptrs, backpointer.to(gl.int16), mask=mask)
-                backpointers = skip_rows(backpointers, 1)
-            if LOG:
-                next_state = log_step(state, scores[u], neighbors, shape)[0]
-                state = gl.where(i + u < num_steps, next_state, state)
-                saved = skip_rows(saved, 1)
-                mask = saved.mask & (i + u < num_steps)
-                gl.store(saved.ptr + saved.offsets, state, mask=mask)
-    return gl.where(has_nan > 0, float("nan"), value)
-
-
-@gluon.jit
 def chain_resident_viterbi_kernel(
-    scores_ptr,  # [T, N, C, K]
-    state_of_lane_ptr,  # [BLOCK_C] int32
-    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
-    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    table,  # ResidentEdges
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
     middle_ptr,  # [2, N, BLOCK_C] fp64
@@ -176,16 +97,6 @@ def chain_resident_viterbi_kernel(
     saved_ptr,  # [T + 1, N, C] int64 for alpha and beta under Log too, or None
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
     TRACE: gl.constexpr,
     FORWARD_ONLY: gl.constexpr,
     DEGREE: gl.constexpr,
@@ -207,32 +118,62 @@ def chain_resident_viterbi_kernel(
     shape: gl.constexpr = ResidentShape(
         DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
     )
-    n, direction = program_direction(FORWARD_ONLY)
+    C, K = table.C, table.K
+    if FORWARD_ONLY:
+        n, direction = gl.program_id(0).to(gl.int64), gl.program_id(0) * 0
+    else:
+        n, direction = (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
     num_steps = num_direction_steps(length, direction, FORWARD_ONLY)
     if FORWARD_ONLY:
         num_steps = gl.where(gl.load(has_tie_ptr + n) != 0, num_steps, 0)
     sign, start = (1 - 2 * direction).to(gl.int64), gl.where(direction == 0, 0, length).to(gl.int64)
-    scores_ptr += n * stride_n + (start - direction) * stride_t
+    scores_ptr = scores.ptr + (n * scores.n + (start - direction) * scores.t)
     backpointers_ptr += ((start - direction) * N + n) * BLOCK_C
     lane, e = gl.arange(0, BLOCK_C, STATE), gl.arange(0, BLOCK_E, ROW)
-    c = gl.load(state_of_lane_ptr + lane)
-    neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, direction, shape)
-    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
-    rows = StepRows(scores_ptr, sign * stride_t, offsets, e < C * K)
-    value = load_boundary(initial_ptr + n * initial_n, c, initial_c, invalid)
+    c = gl.load(table.state_of_lane_ptr + lane)
+    neighbors, edges = load_edge_table(table, direction, shape)
+    offsets = score_offsets(scores, e, K, CONTIGUOUS)
+    score_stride, in_step = sign * scores.t, e < C * K
+    value = load_boundary(initial.ptr + n * initial.n, c, initial.c, invalid)
     if not FORWARD_ONLY:
         if direction == 1:
-            value = load_boundary(final_ptr + n * final_n, c, final_c, 0.0)
+            value = load_boundary(final.ptr + n * final.n, c, final.c, 0.0)
+    state, rows = value, StepRows(scores_ptr, score_stride, offsets, in_step)
     backpointers = StepRows(backpointers_ptr, sign * N * BLOCK_C, lane, c >= 0)
     LOG: gl.constexpr = saved_ptr is not None
-    state, saved = value, rows
+    saved = rows
     if LOG:
         saved = StepRows(saved_ptr + (start * N + n) * C, sign * N * C, c, c >= 0)
         state = pack_compensated(*split_fp64(value))
         mask = (c >= 0) & ((direction == 0) | (length > 0))
         gl.store(saved.ptr + c, state, mask=mask)
-    value = scan_best(
-        value, state, rows, backpointers, saved, (neighbors, edges), num_steps, shape, TRACE, LOG
-    )
+    prefetched, has_nan = load_rows(rows, num_steps, PREFETCH), (value != value).to(gl.int32)
+    for i in range(0, num_steps, PREFETCH):
+        edge_scores = gather_scores(prefetched, edges, shape)
+        rows = skip_rows(rows, PREFETCH)
+        prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
+        for u in gl.static_range(PREFETCH):
+            # Maxima skip NaN, and this test takes no part in the chain of dependent steps.
+            lanes = split_blocks(neighbors, BLOCK_C, PADDED_DEGREE, STATE)
+            for k in gl.static_range(DEGREE):
+                score = edge_scores[u][k].to(gl.float32)
+                is_nan = score != score
+                if not REGULAR:
+                    is_nan = is_nan & (lanes[k] >= 0)
+                has_nan = has_nan | is_nan.to(gl.int32)
+            next_value, backpointer = max_step(value, edge_scores[u], neighbors, shape)
+            value = gl.where(i + u < num_steps, next_value, value)
+            if TRACE:
+                mask = backpointers.mask & (i + u < num_steps)
+                ptrs = backpointers.ptr + backpointers.offsets
+                gl.store(ptrs, backpointer.to(gl.int16), mask=mask)
+                backpointers = skip_rows(backpointers, 1)
+            if LOG:
+                next_state = log_step(state, edge_scores[u], neighbors, shape)[0]
+                state = gl.where(i + u < num_steps, next_state, state)
+                saved = skip_rows(saved, 1)
+                mask = saved.mask & (i + u < num_steps)
+                gl.store(saved.ptr + saved.offsets, state, mask=mask)
+    value = gl.where(has_nan > 0, float("nan"), value)
     gl.store(middle_ptr + (direction * N + n) * BLOCK_C + lane, value)

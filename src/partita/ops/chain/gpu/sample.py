@@ -11,7 +11,8 @@ Source: Carter and Kohn, On Gibbs sampling for state space models, 1994.
 import triton
 import triton.language as tl
 
-from .steps import ChainEdges, EdgeArray, from_step, load_length
+from .arguments import StridedEdges
+from .steps import final_terms, from_step, load_length
 
 
 @triton.jit
@@ -19,20 +20,10 @@ def edge_terms(alpha_ptr, scores, edges, state, k):
     """Return alpha + score of the k-th edges into the states, [BLOCK_S, BLOCK_K]."""
     state, k = state[:, None], k[None, :]
     source = tl.load(edges.source_ptr + state * edges.K + k, mask=k < edges.K, other=-1)
-    score_ptrs = (
-        scores.ptr + state.to(tl.int64) * scores.stride_c + k.to(tl.int64) * scores.stride_k
-    )
+    score_ptrs = scores.ptr + state.to(tl.int64) * scores.c + k.to(tl.int64) * scores.k
     score = tl.load(score_ptrs, mask=source >= 0, other=0.0)
     alpha = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
     return alpha + score.to(tl.float64)
-
-
-@triton.jit
-def final_state_terms(alpha_ptr, final_ptr, c, C, final_c):
-    """Return alpha + final of the states c at the length, [1, BLOCK_K]."""
-    value = tl.load(alpha_ptr + c, mask=c < C, other=-float("inf"))
-    value += tl.load(final_ptr + c * final_c, mask=c < C, other=0.0).to(tl.float64)
-    return tl.where(c < C, value, -float("inf"))[None, :]
 
 
 @triton.jit
@@ -68,14 +59,14 @@ def sample_final_state(alpha_ptr, final_ptr, final_c, C, uniform, BLOCK_K: tl.co
     zeros, lane = tl.zeros(uniform.shape, tl.float64), tl.arange(0, BLOCK_K)
     maximum, total, cumulative = zeros - float("inf"), zeros, zeros
     for c0 in range(0, C, BLOCK_K):
-        terms = final_state_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)
+        terms = final_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)[None, :]
         maximum = tl.maximum(maximum, tl.max(terms, axis=1))
     for c0 in range(0, C, BLOCK_K):
-        terms = final_state_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)
+        terms = final_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)[None, :]
         total += tl.sum(shifted_weights(terms, maximum), axis=1)
     state, last_positive = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
     for c0 in range(0, C, BLOCK_K):
-        terms = final_state_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)
+        terms = final_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)[None, :]
         weights = shifted_weights(terms, maximum)
         passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, c0)
         state, last_positive = state + passed, tl.maximum(last_positive, block_last)
@@ -104,45 +95,35 @@ def sample_edge(alpha_ptr, scores, edges, state, uniform, BLOCK_K: tl.constexpr)
 
 @triton.jit
 def chain_sample_kernel(
-    scores_ptr,  # [T, N, C, K]
-    source_ptr,  # [C, K] int32
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    edges,  # ChainEdges
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     alpha_ptr,  # [T + 1, N, C] fp64
     uniforms_ptr,  # [T + 1, samples, N] fp64
-    path_states_ptr,  # [samples, T + 1, N] int64
-    path_edges_ptr,  # [samples, T, N] int64
+    paths,  # ChainPaths of samples
     samples,
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    final_n,
-    final_c,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Draw final states, then edges back to the first step."""
+    C = edges.C
     n = (tl.program_id(0) % N).to(tl.int64)
     sample = tl.program_id(0) // N * BLOCK_S + tl.arange(0, BLOCK_S)
     valid = sample < samples
     length, invalid = load_length(lengths_ptr, n, T)
     row_stride, step_stride = tl.full([], N, tl.int64) * C, tl.full([], samples, tl.int64) * N
-    edges = ChainEdges(source_ptr, None, None, C, K)
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
     alpha_ptr += n * C
-    final_ptr += n * final_n
+    final_ptr = final.ptr + n * final.n
     uniforms_ptr += sample.to(tl.int64) * N + n
-    path_states_ptr += sample.to(tl.int64) * (T + 1) * N + n
-    path_edges_ptr += sample.to(tl.int64) * T * N + n
+    path_states_ptr = paths.states_ptr + (sample.to(tl.int64) * (T + 1) * N + n)
+    path_edges_ptr = paths.edges_ptr + (sample.to(tl.int64) * T * N + n)
     uniform = tl.load(uniforms_ptr + T * step_stride, mask=valid, other=0.0)
-    state, maximum, total = sample_final_state(
-        alpha_ptr + length * row_stride, final_ptr, final_c, C, uniform, BLOCK_K
-    )
+    last_ptr = alpha_ptr + length * row_stride
+    state, maximum, total = sample_final_state(last_ptr, final_ptr, final.c, C, uniform, BLOCK_K)
     possible = (maximum > -float("inf")) & (total + invalid == total)
     for i in range(0, T + 1):
         t = tl.full([], T - i, tl.int64)
@@ -155,7 +136,8 @@ def chain_sample_kernel(
                 step_alpha_ptr = alpha_ptr + (t - 1) * row_stride
                 step_scores = from_step(scores, t - 1)
                 slot = sample_edge(step_alpha_ptr, step_scores, edges, state, step_uniform, BLOCK_K)
-            edge = state * K + slot
+            edge = state * edges.K + slot
             path_edge = tl.where(on_path, edge, -1).to(tl.int64)
             tl.store(path_edges_ptr + (t - 1) * N, path_edge, mask=valid)
-            state = tl.where(on_path, tl.load(source_ptr + edge, mask=on_path, other=0), state)
+            source = tl.load(edges.source_ptr + edge, mask=on_path, other=0)
+            state = tl.where(on_path, source, state)

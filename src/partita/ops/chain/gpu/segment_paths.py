@@ -16,9 +16,10 @@ Source: Forney, The Viterbi algorithm, 1973.
 import triton
 import triton.language as tl
 
+from .arguments import StridedEdges
 from .segment_steps import load_slot, load_slots, slot_score, slot_value
 from .segments import program_rows
-from .steps import ChainEdges, EdgeArray, from_step, load_length
+from .steps import from_step, load_length
 
 
 @triton.jit
@@ -38,49 +39,28 @@ def greater_term(best, x, scores, slot, active, j):
 
 
 @triton.jit
-def best_slots(x, scores, edges, c, slots, active, DEGREE: tl.constexpr):
-    """Return alpha after a step under Max, the backpointers, and the states that they lead to."""
-    none = tl.zeros(x.shape, tl.int32)
-    best = (tl.full(x.shape, -float("inf"), tl.float64), none, none)
-    if DEGREE > 0:
-        for j in tl.static_range(DEGREE):
-            best = greater_term(best, x, scores, slots[j], active, j)
-    else:
-        for j in range(edges.K):
-            best = greater_term(best, x, scores, load_slot(edges, c, j, False), active, j)
-    return best
-
-
-@triton.jit
 def chain_segment_pointers_kernel(
-    scores_ptr,  # [T, N, C, K]
-    source_ptr,  # [C, K] int32
+    scores,  # StridedEdges [T, N, C, K]
+    edges,  # ChainEdges
     lengths_ptr,  # [N] or None
     boundaries_ptr,  # [N, segments + 1, C] fp64, alpha under Max
     backpointers_ptr,  # [T, N, C] integers
     maps_ptr,  # [N, segments, C] int32
-    T,
-    N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
     segments,
     steps,  # in a segment
+    T,
+    N,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DEGREE: tl.constexpr,
 ):
     """Store the backpointers of the steps of segments, and the maps of the segments."""
-    N64 = tl.full([], N, tl.int64)
-    row, exists = program_rows(N64 * segments, ROWS)
+    C = edges.C
+    row, exists = program_rows(tl.full([], N, tl.int64) * segments, ROWS)
     n, segment, c = row // segments, row % segments, tl.arange(0, BLOCK_C)[None, :]
     mask = exists & (c < C)
     length, _ = load_length(lengths_ptr, n, T)
-    edges = ChainEdges(source_ptr, None, None, C, K)
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
     known_ptr = boundaries_ptr + (n * (segments + 1) + segment) * C + c
     x = tl.load(known_ptr, mask=c < C, other=-float("inf"))
     slots = load_slots(edges, c, DEGREE, False)
@@ -88,9 +68,18 @@ def chain_segment_pointers_kernel(
     for i in range(0, steps):
         t = segment * steps + i
         active = t < length
-        y, slot, origin = best_slots(x, from_step(scores, t), edges, c, slots, active, DEGREE)
+        step_scores, none = from_step(scores, t), tl.zeros(x.shape, tl.int32)
+        best = (tl.full(x.shape, -float("inf"), tl.float64), none, none)
+        if DEGREE > 0:
+            for j in tl.static_range(DEGREE):
+                best = greater_term(best, x, step_scores, slots[j], active, j)
+        else:
+            for j in range(edges.K):
+                slot = load_slot(edges, c, j, False)
+                best = greater_term(best, x, step_scores, slot, active, j)
+        y, backpointer, origin = best
         pointers = backpointers_ptr + (t * N + n) * C + c
-        tl.store(pointers, slot.to(backpointers_ptr.dtype.element_ty), mask=mask & active)
+        tl.store(pointers, backpointer.to(backpointers_ptr.dtype.element_ty), mask=mask & active)
         start = tl.where(active, tl.gather(start, origin, 1), start)
         x = tl.where(active, y, x)
     tl.store(maps_ptr + row * C + c, start, mask=mask)
@@ -101,43 +90,40 @@ def chain_group_maps_kernel(
     maps_ptr,  # [N, segments, C] int32
     group_maps_ptr,  # [N, groups, C] int32
     C,
-    segments,
-    groups,
-    size,  # segments in a group
+    groups,  # SegmentGroups
     BLOCK_C: tl.constexpr,
 ):
     """Compose the maps of the segments of a group."""
-    n, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    n, group = (tl.program_id(0) // groups.number).to(tl.int64), tl.program_id(0) % groups.number
     c, state = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_C)
-    first, last = group * size, tl.minimum((group + 1) * size, segments)
-    maps_ptr += n * segments * C + c
+    first = group * groups.size
+    last = tl.minimum((group + 1) * groups.size, groups.segments)
+    maps_ptr += n * groups.segments * C + c
     for i in range(0, last - first):
         segment_map = tl.load(maps_ptr + (last - 1 - i) * C, mask=c < C, other=0)
         state = tl.gather(segment_map, state, 0)
-    tl.store(group_maps_ptr + (n * groups + group) * C + c, state, mask=c < C)
+    tl.store(group_maps_ptr + (n * groups.number + group) * C + c, state, mask=c < C)
 
 
 @triton.jit
 def chain_trace_maps_kernel(
-    maps_ptr,  # [N, members, C] int32
+    maps_ptr,  # [N, segments, C] int32
     known_ptr,  # [N, groups] int32, the state after each group; -1 for no path
-    states_ptr,  # [N, members] int32, the state after each member
+    states_ptr,  # [N, segments] int32, the state after each segment
     N,
     C,
-    members,
-    groups,
-    size,  # members of a group
+    groups,  # SegmentGroups
     LANES: tl.constexpr,
 ):
     """Trace the best path through one group in each lane."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    exists = lane < tl.full([], N, tl.int64) * groups
-    n, first = lane // groups, lane % groups * size
+    exists = lane < tl.full([], N, tl.int64) * groups.number
+    n, first = lane // groups.number, lane % groups.number * groups.size
     state = tl.load(known_ptr + lane, mask=exists, other=-1)
-    for i in range(0, size):
-        at = first + size - 1 - i
-        inside = exists & (at < members)
-        row = n * members + at
+    for i in range(0, groups.size):
+        at = first + groups.size - 1 - i
+        inside = exists & (at < groups.segments)
+        row = n * groups.segments + at
         tl.store(states_ptr + row, state, mask=inside)
         before = tl.load(maps_ptr + row * C + state, mask=inside & (state >= 0), other=-1)
         state = tl.where(inside, before, state)
@@ -145,21 +131,19 @@ def chain_trace_maps_kernel(
 
 @triton.jit
 def chain_trace_steps_kernel(
-    source_ptr,  # [C, K] int32
+    edges,  # ChainEdges
     lengths_ptr,  # [N] or None
     backpointers_ptr,  # [T, N, C] integers
     known_ptr,  # [N, segments] int32, the state after each segment; -1 for no path
-    path_states_ptr,  # [T + 1, N] int64
-    path_edges_ptr,  # [T, N] int64
-    T,
-    N,
-    C,
-    K,
+    paths,  # ChainPaths
     segments,
     steps,  # in a segment
+    T,
+    N,
     LANES: tl.constexpr,
 ):
     """Trace the best path through the steps of one segment in each lane."""
+    C, K = edges.C, edges.K
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     exists = lane < tl.full([], N, tl.int64) * segments
     n, segment = lane // segments, lane % segments
@@ -174,8 +158,8 @@ def chain_trace_steps_kernel(
         on_path = inside & (t < length) & (state >= 0)
         slot = tl.load(backpointers_ptr + row * C + state, mask=on_path, other=0).to(tl.int32)
         edge = state * K + slot
-        tl.store(path_edges_ptr + row, tl.where(on_path, edge, -1).to(tl.int64), mask=inside)
+        tl.store(paths.edges_ptr + row, tl.where(on_path, edge, -1).to(tl.int64), mask=inside)
         after = tl.where(on_path, state, -1).to(tl.int64)
-        tl.store(path_states_ptr + row + N, after, mask=inside)
-        state = tl.where(on_path, tl.load(source_ptr + edge, mask=on_path, other=0), state)
-    tl.store(path_states_ptr + n, state.to(tl.int64), mask=exists & (segment == 0))
+        tl.store(paths.states_ptr + row + N, after, mask=inside)
+        state = tl.where(on_path, tl.load(edges.source_ptr + edge, mask=on_path, other=0), state)
+    tl.store(paths.states_ptr + n, state.to(tl.int64), mask=exists & (segment == 0))

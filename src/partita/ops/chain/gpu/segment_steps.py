@@ -91,15 +91,6 @@ def log_sum_of_terms(terms, DEGREE: tl.constexpr, ACC_DTYPE: tl.constexpr, IS_MA
 
 
 @triton.jit
-def number_of_slots(edges, c, REVERSE: tl.constexpr):
-    """Return the greatest number of slots of the states c."""
-    if REVERSE:
-        return tl.max(tl.max(out_degree(edges, c)[1], axis=1), axis=0)
-    else:
-        return edges.K
-
-
-@triton.jit
 def rows_step(
     x,
     scores,
@@ -123,7 +114,10 @@ def rows_step(
         value = log_sum_of_terms(terms, DEGREE, ACC_DTYPE, IS_MAX)
     else:
         maximum, rest = tl.full(x.shape, -float("inf"), tl.float64), tl.zeros(x.shape, ACC_DTYPE)
-        for j in range(number_of_slots(edges, c, REVERSE)):
+        number = edges.K
+        if REVERSE:
+            number = tl.max(tl.max(out_degree(edges, c)[1], axis=1), axis=0)
+        for j in range(number):
             slot = load_slot(edges, c, j, REVERSE)
             term = slot_value(x, slot) + slot_score(scores, slot, active)
             if IS_MAX:

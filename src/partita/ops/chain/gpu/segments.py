@@ -17,12 +17,29 @@ states at the boundaries of all segments are known, and each segment runs on its
 Source: Särkkä and García-Fernández, Temporal parallelization of Bayesian smoothers, 2021.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.memory import load_matrix
+from .arguments import StridedEdges
 from .segment_steps import load_slots, log_of_weights, rows_step, weight_in_sum, without_offset
-from .steps import ChainEdges, EdgeArray, from_step, load_length
+from .steps import from_step, load_length
+
+
+class SegmentGroups(NamedTuple):
+    """The groups of the segments of a chain, or of the groups of a chain in one group.
+
+    Fields:
+        segments: the number of segments.
+        number: the number of groups.
+        size: the number of segments in a group.
+    """
+
+    segments: tl.tensor
+    number: tl.tensor
+    size: tl.tensor
 
 
 @triton.jit
@@ -37,20 +54,14 @@ def program_rows(total, ROWS: tl.constexpr):
 
 @triton.jit
 def chain_segment_operators_kernel(
-    scores_ptr,  # [T, N, C, K]
-    source_ptr,  # [C, K] int32
+    scores,  # StridedEdges [T, N, C, K]
+    edges,  # ChainEdges
     lengths_ptr,  # [N] or None
     operators_ptr,  # [N, segments, C, C] fp64
-    T,
-    N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
     segments,
     steps,  # in a segment
+    T,
+    N,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DEGREE: tl.constexpr,
@@ -58,12 +69,12 @@ def chain_segment_operators_kernel(
     IS_MAX: tl.constexpr,
 ):
     """Form rows of the operators of segments."""
+    C = edges.C
     row, exists = program_rows(tl.full([], N, tl.int64) * segments * C, ROWS)
     n, segment, start = row // C // segments, row // C % segments, row % C
     length, _ = load_length(lengths_ptr, n, T)
     c = tl.arange(0, BLOCK_C)[None, :]
-    edges = ChainEdges(source_ptr, None, None, C, K)
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
     slots = load_slots(edges, c, DEGREE, False)
     x = tl.where(c == start, 0.0, -float("inf")).to(tl.float64)
     for i in range(0, steps):
@@ -96,42 +107,23 @@ def operator_step(x, matrix, ACC_DTYPE: tl.constexpr, IS_MAX: tl.constexpr):
 
 
 @triton.jit
-def store_total(logz_ptr, rounded_ptr, last_ptr, n, x, c, invalid, IS_MAX: tl.constexpr):
-    """Store log Z, or the best score and the state that ends the best path, lowest first."""
-    maximum = tl.max(x, axis=0)
-    if IS_MAX:
-        is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
-        result = tl.where(is_nan, float("nan"), maximum) + invalid
-        state = tl.min(tl.where(x == maximum, c, x.shape[0]), axis=0)
-        tl.store(last_ptr + n, tl.where(result > -float("inf"), state, -1))
-    else:
-        total = tl.sum(weight_in_sum(x, maximum, tl.float64), axis=0)
-        result = log_of_weights(maximum, total, tl.float64) + invalid
-    if logz_ptr is not None:
-        tl.store(logz_ptr + n, result)
-    if rounded_ptr is not None:
-        tl.store(rounded_ptr + n, result.to(rounded_ptr.dtype.element_ty))
-
-
-@triton.jit
 def chain_group_operators_kernel(
     operators_ptr,  # [N, segments, C, C] fp64
     group_operators_ptr,  # [N, groups, C, C] fp64
     C,
-    segments,
-    groups,
-    size,  # segments in a group
+    groups,  # SegmentGroups
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     IS_MAX: tl.constexpr,
 ):
     """Form one row of the operator of a group of segments, the product of theirs."""
     row = tl.program_id(0).to(tl.int64)
-    n, group, start = row // C // groups, row // C % groups, row % C
+    n, group, start = row // C // groups.number, row // C % groups.number, row % C
     c = tl.arange(0, BLOCK_C)
     x = tl.where(c == start, 0.0, -float("inf")).to(tl.float64)
-    first, last = group * size, tl.minimum((group + 1) * size, segments)
-    operators_ptr += n * segments * C * C
+    first = group * groups.size
+    last = tl.minimum((group + 1) * groups.size, groups.segments)
+    operators_ptr += n * groups.segments * C * C
     matrix = load_matrix(operators_ptr + first * C * C, C, C, 1, BLOCK_C, -float("inf"))
     has_nan = matrix != matrix
     for segment in range(first, last):
@@ -149,48 +141,44 @@ def chain_group_operators_kernel(
 
 @triton.jit
 def chain_boundaries_kernel(
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     operators_ptr,  # [N, segments, C, C] fp64
     known_ptr,  # [2, N, groups + 1, C] fp64, states between groups, or None for one group
     boundaries_ptr,  # [2, N, segments + 1, C] fp64: alpha, then beta
-    logz_ptr,  # [N] fp64, or None
-    rounded_ptr,  # [N] in the dtype of results, or None
-    last_ptr,  # [N] int32, the last state of the best path or -1, or None
+    totals,  # ChainTotals, with one group
+    groups,  # SegmentGroups
     T,
     N,
     C,
-    segments,
-    groups,
-    size,  # segments in a group
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
     DIRECTIONS: tl.constexpr,  # 2, or 1 for alpha alone
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     IS_MAX: tl.constexpr,
 ):
-    """Scan alpha or beta over the operators of a group; one group gives log Z or the best score."""
-    group, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
+    """Scan alpha or beta over the operators of a group; one group gives log Z or the best score.
+
+    The best score comes with the state that ends the best path, the lowest of equal ones.
+    """
+    group, rest = tl.program_id(0) % groups.number, tl.program_id(0) // groups.number
     n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
     is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
     _, invalid = load_length(lengths_ptr, n, T)
-    final_ptr += n * final_n
+    final_ptr = final.ptr + n * final.n
     if known_ptr is None:
-        alpha = tl.load(initial_ptr + n * initial_n + c * initial_c, mask=c < C, other=0.0)
-        beta = tl.load(final_ptr + c * final_c, mask=c < C, other=0.0)
+        alpha = tl.load(initial.ptr + n * initial.n + c * initial.c, mask=c < C, other=0.0)
+        beta = tl.load(final_ptr + c * final.c, mask=c < C, other=0.0)
         x = tl.where(is_alpha, alpha.to(tl.float64), beta.to(tl.float64)) + invalid
         x = tl.where(c < C, x, -float("inf"))
     else:
-        at = (direction * N + n) * (groups + 1) + group + direction
+        at = (direction * N + n) * (groups.number + 1) + group + direction
         x = tl.load(known_ptr + at * C + c, mask=c < C, other=-float("inf"))
         x = x if IS_MAX else without_offset(x, 0)
-    first, last = group * size, tl.minimum((group + 1) * size, segments)
-    operators_ptr += n * segments * C * C
-    row_ptr = boundaries_ptr + (direction * N + n) * (segments + 1) * C + c
+    first = group * groups.size
+    last = tl.minimum((group + 1) * groups.size, groups.segments)
+    operators_ptr += n * groups.segments * C * C
+    row_ptr = boundaries_ptr + (direction * N + n) * (groups.segments + 1) * C + c
     step_in, step_out = tl.where(is_alpha, C, 1), tl.where(is_alpha, 1, C)
     at = tl.where(is_alpha, first, last - 1).to(tl.int64) * C * C
     matrix = load_matrix(operators_ptr + at, C, step_in, step_out, BLOCK_C, -float("inf"))
@@ -208,9 +196,21 @@ def chain_boundaries_kernel(
             has_nan = has_nan | (matrix != matrix)
     if IS_MAX:
         x = nan_of(has_nan, x)
-    is_end = tl.where(is_alpha, last == segments, first == 0)
+    is_end = tl.where(is_alpha, last == groups.segments, first == 0)
     tl.store(row_ptr + tl.where(is_alpha, last, first) * C, x, mask=(c < C) & is_end)
     if known_ptr is None:
         if is_alpha:
-            final = tl.load(final_ptr + c * final_c, mask=c < C, other=0.0).to(tl.float64)
-            store_total(logz_ptr, rounded_ptr, last_ptr, n, x + final, c, invalid, IS_MAX)
+            ends = x + tl.load(final_ptr + c * final.c, mask=c < C, other=0.0).to(tl.float64)
+            maximum = tl.max(ends, axis=0)
+            if IS_MAX:
+                is_nan = tl.max((ends != ends).to(tl.int32), axis=0) > 0
+                result = tl.where(is_nan, float("nan"), maximum) + invalid
+                state = tl.min(tl.where(ends == maximum, c, BLOCK_C), axis=0)
+                tl.store(totals.last_ptr + n, tl.where(result > -float("inf"), state, -1))
+            else:
+                total = tl.sum(weight_in_sum(ends, maximum, tl.float64), axis=0)
+                result = log_of_weights(maximum, total, tl.float64) + invalid
+            if totals.logz_ptr is not None:
+                tl.store(totals.logz_ptr + n, result)
+            if totals.rounded_ptr is not None:
+                tl.store(totals.rounded_ptr + n, result.to(totals.rounded_ptr.dtype.element_ty))

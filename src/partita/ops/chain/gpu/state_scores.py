@@ -7,9 +7,8 @@ beta is the final scores.
 import triton
 import triton.language as tl
 
+from .arguments import StridedEdges
 from .steps import (
-    ChainEdges,
-    EdgeArray,
     copy_states,
     from_step,
     load_length,
@@ -21,26 +20,14 @@ from .steps import (
 
 @triton.jit
 def chain_scan_kernel(
-    scores_ptr,  # [T, N, C, K]
-    source_ptr,  # [C, K] int32
-    out_offsets_ptr,  # [C + 1] int32
-    out_edges_ptr,  # [C * K] int32
-    initial_ptr,  # [N, C]
-    final_ptr,  # [N, C]
+    scores,  # StridedEdges [T, N, C, K]
+    edges,  # ChainEdges
+    initial,  # StridedStates [N, C]
+    final,  # StridedStates [N, C]
     lengths_ptr,  # [N] or None
     result_ptr,  # [T + 1, N, C] fp64
     T,
     N,
-    C,
-    K,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_k,
-    initial_n,
-    initial_c,
-    final_n,
-    final_c,
     IS_MAX: tl.constexpr,
     REVERSE: tl.constexpr,
     UNROLL_IN: tl.constexpr,
@@ -49,17 +36,16 @@ def chain_scan_kernel(
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan alpha from the first step to the last or, with REVERSE, beta in the other direction."""
-    n = tl.program_id(0).to(tl.int64)
+    n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     result_ptr += n * C
     row_stride = tl.full([], N, tl.int64) * C
-    edges = ChainEdges(source_ptr, out_offsets_ptr, out_edges_ptr, C, K)
-    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
     if REVERSE:
-        final_ptr += n * final_n
+        final_ptr = final.ptr + n * final.n
         for t in range(length, T + 1):
             row_ptr = result_ptr + tl.full([], t, tl.int64) * row_stride
-            store_boundary_scores(row_ptr, final_ptr, C, final_c, invalid, BLOCK_C)
+            store_boundary_scores(row_ptr, final_ptr, C, final.c, invalid, BLOCK_C)
         for i in range(0, length):
             t64 = tl.full([], length - 1 - i, tl.int64)
             row_ptr = result_ptr + t64 * row_stride
@@ -68,8 +54,8 @@ def chain_scan_kernel(
                 row_ptr, beta_ptr, step_scores, edges, UNROLL_OUT, BLOCK_C, ACC_DTYPE, IS_MAX
             )
     else:
-        initial_ptr += n * initial_n
-        store_boundary_scores(result_ptr, initial_ptr, C, initial_c, invalid, BLOCK_C)
+        initial_ptr = initial.ptr + n * initial.n
+        store_boundary_scores(result_ptr, initial_ptr, C, initial.c, invalid, BLOCK_C)
         for t in range(0, length):
             t64 = tl.full([], t, tl.int64)
             row_ptr = result_ptr + (t64 + 1) * row_stride

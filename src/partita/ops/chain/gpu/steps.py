@@ -22,70 +22,17 @@ before it reads them.
 Source: Rabiner, A tutorial on hidden Markov models, 1989 (forward-backward algorithm).
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, log1p_pair, log_exact
-
-
-class ChainEdges(NamedTuple):
-    """The edges of a chain, by the state that they enter and by the state that they leave.
-
-    Fields:
-        source_ptr: the state that the k-th edge into c leaves, `[C, K]`, or -1.
-        out_offsets_ptr: offset of each state's edges in `out_edges`, `[C + 1]`, or None.
-        out_edges_ptr: the edges c * K + k that leave each state, `[C * K]`, or None.
-        C: number of states.
-        K: number of edges into a state.
-    """
-
-    source_ptr: tl.tensor
-    out_offsets_ptr: tl.tensor
-    out_edges_ptr: tl.tensor
-    C: tl.tensor
-    K: tl.tensor
-
-
-class StridedEdges(NamedTuple):
-    """A number for each edge at each step, `[T, N, C, K]` with the strides `t, n, c, k`."""
-
-    ptr: tl.tensor
-    t: tl.tensor
-    n: tl.tensor
-    c: tl.tensor
-    k: tl.tensor
-
-
-class StridedStates(NamedTuple):
-    """A number for each state of each chain, `[N, C]` with the strides `n, c`."""
-
-    ptr: tl.tensor
-    n: tl.tensor
-    c: tl.tensor
-
-
-class EdgeArray(NamedTuple):
-    """A number for each edge of a chain, such as the scores, `[T, C, K]`.
-
-    Fields:
-        ptr: the first step.
-        stride_t: the stride over the steps.
-        stride_c: the stride over the states.
-        stride_k: the stride over the edges into a state.
-    """
-
-    ptr: tl.tensor
-    stride_t: tl.tensor
-    stride_c: tl.tensor
-    stride_k: tl.tensor
+from .arguments import StridedEdges
 
 
 @triton.jit
 def from_step(array, t):
     """Return an array of edges from step t on; t is an int64."""
-    return EdgeArray(array.ptr + t * array.stride_t, array.stride_t, array.stride_c, array.stride_k)
+    return StridedEdges(array.ptr + t * array.t, array.t, array.n, array.c, array.k)
 
 
 @triton.jit
@@ -123,7 +70,7 @@ def shifted_log(shift, total):
 @triton.jit
 def edge_value(values, c, k, valid, other):
     """Load the first step's number of the k-th edge into c, fp64; `other` where invalid."""
-    ptrs = values.ptr + c.to(tl.int64) * values.stride_c + k * tl.cast(values.stride_k, tl.int64)
+    ptrs = values.ptr + c.to(tl.int64) * values.c + k * tl.cast(values.k, tl.int64)
     return tl.load(ptrs, mask=valid, other=other).to(tl.float64)
 
 
@@ -420,12 +367,8 @@ def store_boundary_marginals(
 
 
 @triton.jit
-def clear_after_length(d_scores_ptr, length, T, step_stride, width, value, BLOCK_C: tl.constexpr):
-    """Fill the gradient after a length with `value`: 0, or NaN for an invalid length."""
-    for t in range(length, T):
-        for e0 in range(0, width, BLOCK_C):
-            e = e0 + tl.arange(0, BLOCK_C)
-            values = tl.full([BLOCK_C], value, tl.float64).to(d_scores_ptr.dtype.element_ty)
-            tl.store(
-                d_scores_ptr + tl.full([], t, tl.int64) * step_stride + e, values, mask=e < width
-            )
+def final_terms(alpha_ptr, final_ptr, c, C, final_c):
+    """Return alpha + final of the states c at the length, -inf for lanes without a state."""
+    value = tl.load(alpha_ptr + c, mask=c < C, other=-float("inf"))
+    value += tl.load(final_ptr + c * final_c, mask=c < C, other=0.0).to(tl.float64)
+    return tl.where(c < C, value, -float("inf"))

@@ -6,6 +6,8 @@ scan carries pairs: alpha, and the mean of the values over the paths into each s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -73,6 +75,17 @@ def chain_expectation(
     return mean, log_partition(x, Log), scores.new_empty(0, dtype=torch.float64)
 
 
+class ExpectationGradients(NamedTuple):
+    """The gradients in the tensors of these names."""
+
+    scores: Tensor
+    initial: Tensor
+    final: Tensor
+    values: Tensor
+    first_values: Tensor
+    last_values: Tensor
+
+
 def chain_expectation_gradient(
     grad_output: Tensor,
     scores: Tensor,
@@ -88,8 +101,8 @@ def chain_expectation_gradient(
     saved: Tensor,
     need_score_grads: bool,
     need_value_grads: bool,
-) -> tuple[Tensor, ...]:
-    """Return the gradients in scores, initial, final, values, first_values and last_values.
+) -> ExpectationGradients:
+    """Return the gradients of the expectation.
 
     The gradient in a value is the posterior of its edge or state. The gradient in a score is that
     posterior times the difference between the mean over the paths through the edge or state and
@@ -126,7 +139,9 @@ def chain_expectation_gradient(
     grads = (torch.cat(d_scores), d_initial, d_final, torch.cat(d_values), d_first, d_last)
     needed = (need_score_grads,) * 3 + (need_value_grads,) * 3
     tensors = (scores, initial, final, values, first_values, last_values)
-    return tuple(
-        grad.to(tensor.dtype) if need else tensor.new_empty(0)
-        for grad, tensor, need in zip(grads, tensors, needed, strict=True)
+    return ExpectationGradients(
+        *(
+            grad.to(tensor.dtype) if need else tensor.new_empty(0)
+            for grad, tensor, need in zip(grads, tensors, needed, strict=True)
+        )
     )

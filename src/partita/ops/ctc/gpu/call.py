@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,27 +15,13 @@ from ....runtime.parts import Part
 from . import plan as planning
 from .forward_scan import FORWARD_SCAN
 from .lanes import launch_lanes, uses_gluon
-from .loss import ctc_loss_kernel
+from .lattice import SIZES, SavedScan, TargetTensors
+from .loss import LOSS_SIZES, LossResults, ctc_loss_kernel
 from .normalize import ctc_normalize_kernel
-from .plan import SAVE_EVERY, TABLE_MARGIN, CTCPlan
+from .plan import TABLE_MARGIN, CTCPlan
 from .posterior_scan import POSTERIOR_SCAN
+from .scores import ScoreTensors
 from .workspace import CTCWorkspace, ScanMemory, workspace_layout
-
-
-class TargetTensors(NamedTuple):
-    """The targets of a batch, in the order in which kernels take them.
-
-    Fields:
-        labels: the targets one after another, M labels, contiguous.
-        offsets: `[N]`, where each target starts.
-        input_lengths: `[N]`.
-        target_lengths: `[N]`.
-    """
-
-    labels: Tensor
-    offsets: Tensor
-    input_lengths: Tensor
-    target_lengths: Tensor
 
 
 class ScoreArguments(NamedTuple):
@@ -106,24 +93,27 @@ def launch_normalize(
     tile = row_tile(logits, max(C, table_width))
     has_priors = table is not None and scores.priors is not None
     rows = (T + 2 * TABLE_MARGIN * (table_width > 0)) * N
+    stride_t, stride_n, stride_c = logits.stride()
     runtime_launch.launch(
         ctc_normalize_kernel,
         cdiv(rows, tile["ROWS"]),
-        logits,
-        input_lengths,
-        maxima,
-        sums,
-        table,
-        zeros,
-        flags,
-        scores.priors if has_priors else None,
-        num_zeros,
-        T,
-        N,
-        C,
-        logit_limit(T, scores),
-        *logits.stride(),
-        scores.scale if has_priors else None,
+        logits_ptr=logits,
+        input_lengths_ptr=input_lengths,
+        maxima_ptr=maxima,
+        sums_ptr=sums,
+        table_ptr=table,
+        zeros_ptr=zeros,
+        flags_ptr=flags,
+        priors_ptr=scores.priors if has_priors else None,
+        num_zeros=num_zeros,
+        T=T,
+        N=N,
+        C=C,
+        limit=logit_limit(T, scores),
+        stride_t=stride_t,
+        stride_n=stride_n,
+        stride_c=stride_c,
+        prior_scale=scores.scale if has_priors else None,
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
         TABLE_WIDTH=table_width,
         STAR=table is not None and scores.star is not None,
@@ -142,8 +132,7 @@ class CTCCall(NamedTuple):
         scores: the priors and the star.
         plan: how the batch is cut.
         workspace: the parts of the workspace.
-        sizes: what a scan takes before the strides of its emissions.
-        strides: those of the logits.
+        numbers: the sizes, strides and options of the kernels by name; see `lattice.SIZES`.
     """
 
     logits: Tensor
@@ -152,8 +141,7 @@ class CTCCall(NamedTuple):
     scores: ScoreArguments
     plan: CTCPlan
     workspace: CTCWorkspace
-    sizes: tuple[Any, ...]
-    strides: tuple[int, ...]
+    numbers: dict[str, int | None]
 
     @classmethod
     def of(
@@ -178,48 +166,64 @@ class CTCCall(NamedTuple):
             saved = torch.empty(layout.words, dtype=torch.float64, device=logits.device)
         plan, workspace = layout.plan, layout.of(saved)
         num_blocks = plan.num_blocks if save else 0
-        chunks = (max_target_len, plan.num_chunks, num_blocks, plan.carry_steps)
-        sizes = (T, N, C, targets.labels.numel(), *chunks, blank, logit_limit(T, scores))
-        return cls(logits, targets, blank, scores, plan, workspace, sizes, logits.stride())
+        sizes = (T, N, C, targets.labels.numel(), max_target_len, plan.num_chunks, num_blocks)
+        options = (plan.carry_steps, blank, *logits.stride(), scores.scale, scores.star)
+        numbers = dict(zip(SIZES, (*sizes, *options), strict=True))
+        return cls(logits, targets, blank, scores, plan, workspace, numbers)
 
-    def score_tensors(self, in_table: bool = False) -> tuple[Tensor | Part | None, ...]:
-        """Return the priors, and the normalizers that the star needs; a table contains them."""
-        priors, _, star = self.scores
+    def numbers_of(self, names: Sequence[str]) -> dict[str, int | None]:
+        """Return the numbers that a kernel takes."""
+        return {name: self.numbers[name] for name in names if name in self.numbers}
+
+    @property
+    def results(self) -> LossResults:
+        """The results of the loss in the workspace."""
         workspace = self.workspace
-        if star is None or in_table:
-            return None if in_table else priors, None, None
-        return priors, workspace.maxima, workspace.sums
+        return LossResults(workspace.flags, workspace.logz, workspace.maxima, workspace.sums)
+
+    @property
+    def saved(self) -> SavedScan:
+        """What the posterior scan reads of the workspace."""
+        workspace = self.workspace
+        return SavedScan(workspace.states, workspace.carries, workspace.flags, workspace.logz)
+
+    def score_tensors(self, table: Part | None) -> ScoreTensors:
+        """Return what the posterior scan computes emissions from."""
+        maxima = sums = None
+        if self.scores.star is not None:
+            maxima, sums = self.workspace.maxima, self.workspace.sums
+        limit = logit_limit(self.logits.shape[0], self.scores)
+        return ScoreTensors(self.logits, table, self.scores.priors, maxima, sums, limit)
 
     def launch_forward_scan(self) -> None:
         """Scan α and β to the middle, and save states before each block if a gradient follows.
 
         A second run in fp64 serves the sequences that the first one flagged NEEDS_FP64.
         """
-        (T, N, *_), plan, workspace = self.sizes, self.plan, self.workspace
+        (T, N, _), plan, workspace = self.logits.shape, self.plan, self.workspace
         for fp64 in (True,) if plan.fp64 else (False, True):
-            source: Tensor | Part = self.logits
-            strides, table_width = self.strides, 0
+            scores, numbers, table_width = self.score_tensors(None), self.numbers, 0
             if workspace.table is not None and not fp64:
+                # The table has the priors and the star.
                 table_width = plan.table_width
                 buffer, start, dtype = workspace.table
-                source = buffer, start + 8 * TABLE_MARGIN * table_width, dtype
-                strides = (table_width, (T + 2 * TABLE_MARGIN) * table_width, 1)
+                rows = buffer, start + 8 * TABLE_MARGIN * table_width, dtype
+                scores = ScoreTensors(rows, None, None, None, None, scores.limit)
+                numbers = numbers | {
+                    "stride_t": table_width,
+                    "stride_n": (T + 2 * TABLE_MARGIN) * table_width,
+                    "stride_c": 1,
+                    "prior_scale": None,
+                }
             launch_lanes(
                 FORWARD_SCAN,
                 2 * N * (1 if fp64 else plan.num_chunks),
-                source,
-                *self.targets,
-                workspace.states,
-                workspace.carries,
-                workspace.flags,
-                None if fp64 else workspace.tile_counter,
-                *self.score_tensors(in_table=table_width > 0),
-                *self.sizes,
-                *strides,
-                None if table_width else self.scores.scale,
-                self.scores.star,
-                SAVE=self.sizes[6] > 0,
-                BLOCK_T=1 if fp64 else SAVE_EVERY,
+                scores=scores,
+                targets=self.targets,
+                saved=self.saved._replace(logz=None),
+                tile_counter_ptr=None if fp64 else workspace.tile_counter,
+                **numbers,
+                SAVE=self.numbers["num_blocks"] != 0,
                 FP64=fp64,
                 ALL_FP64=plan.fp64,
                 TABLE_WIDTH=table_width,
@@ -236,23 +240,17 @@ class CTCCall(NamedTuple):
 
         Without `value`, only log Z is final, and the losses still lack the log-sum-exps.
         """
-        (T, N, _, *sizes), workspace = self.sizes, self.workspace
-        normalizers = (None, None) if value is None else (workspace.maxima, workspace.sums)
-        finished = workspace.finished if value is not None and value.ndim == 0 else None
+        (T, N, _), workspace, results = self.logits.shape, self.workspace, self.results
         runtime_launch.launch(
             ctc_loss_kernel,
             N,
-            *self.targets,
-            workspace.states,
-            workspace.flags,
-            *normalizers,
-            workspace.logz,
-            losses,
-            value,
-            finished,
-            T,
-            N,
-            *sizes[:4],
+            targets=self.targets,
+            states_ptr=workspace.states,
+            results=results._replace(maxima=None, sums=None) if value is None else results,
+            losses_ptr=losses,
+            value_ptr=value,
+            finished_ptr=workspace.finished if value is not None and value.ndim == 0 else None,
+            **self.numbers_of(LOSS_SIZES),
             BLOCK_L=256,
             BLOCK_T=256 if T <= 1024 else 2048,
             ALL_FP64=self.plan.fp64,
@@ -269,7 +267,7 @@ class CTCCall(NamedTuple):
         own.
         """
         plan = self.plan
-        prepares = memory.order is not None or memory.counter is not None
+        prepares = memory.posteriors.order is not None or memory.counter is not None
         for fp64 in (True,) if plan.fp64 else (True, False):
             chunks = plan.num_chunks if prepares or not fp64 else 1
             self._launch_posterior_scan(memory, width, fp64, chunks)
@@ -278,37 +276,26 @@ class CTCCall(NamedTuple):
         self, memory: ScanMemory, width: int, fp64: bool, chunks: int
     ) -> None:
         """Launch a run of the posterior scan; see `launch_posterior_scan`."""
-        plan, workspace, programs = self.plan, self.workspace, 2 * self.sizes[1] * chunks
+        plan, workspace, programs = self.plan, self.workspace, 2 * self.logits.shape[1] * chunks
         options: dict[str, Any] = {}
         if uses_gluon():
             # With many programs, fewer registers let more of them run at once.
             options["maxnreg"] = 168 if programs > planning.FULL_GPU else 255
+        if not fp64:
+            memory = memory._replace(posteriors=memory.posteriors._replace(order=None))
+        has_groups = plan.sum_by_class or memory.posteriors.order is not None
         launch_lanes(
             POSTERIOR_SCAN,
             programs,
-            self.logits,
-            None if fp64 else workspace.table,
-            *self.targets,
-            workspace.states,
-            workspace.carries,
-            memory.carries,
-            workspace.flags,
-            workspace.logz,
-            memory.posteriors,
-            memory.blank_posteriors,
-            memory.order if fp64 else None,
-            memory.counter,
-            *self.score_tensors(),
-            *self.sizes,
-            *self.strides,
-            self.scores.scale,
-            self.scores.star,
-            BLOCK_T=1 if fp64 else SAVE_EVERY,
+            scores=self.score_tensors(None if fp64 else workspace.table),
+            targets=self.targets,
+            saved=self.saved,
+            memory=memory,
+            **self.numbers,
             FP64=fp64,
             ALL_FP64=plan.fp64,
             TABLE_WIDTH=0 if fp64 else plan.table_width,
-            GROUPS=plan.class_groups * plan.sum_by_class,
-            ORDER_GROUPS=plan.class_groups if fp64 and memory.order is not None else 0,
+            GROUPS=plan.class_groups if has_groups else 0,
             WIDTH=width,
             **options,
         )

@@ -10,6 +10,8 @@ so each step divides by their sum. There are three kernels:
 - `ctc_label_gradient_kernel` in `label_gradient.py`: posteriors by label, any number of classes.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -32,15 +34,29 @@ GRADIENT_SIZES = [
 ]
 
 
+class LogitTensors(NamedTuple):
+    """The logits and their gradient.
+
+    Fields:
+        ptr: `[T, N, C]` logits.
+        stride_c: the stride of the logits over the classes.
+        grad_ptr: `[T, N, C]`, the gradient, contiguous.
+    """
+
+    ptr: tl.tensor
+    stride_c: tl.tensor
+    grad_ptr: tl.tensor
+
+
 @triton.jit
-def load_status(n, t, length, flags_ptr, logz_ptr, ACC_DTYPE: tl.constexpr):
+def load_status(results, n, t, length, ACC_DTYPE: tl.constexpr):
     """Return which steps of a sequence have posteriors, and a term that is NaN or 0 for each step.
 
     All steps of an invalid sequence are NaN; if log Z is NaN, those within the length are.
     """
-    logz = tl.load(logz_ptr + n)
+    logz = tl.load(results.logz + n)
     nan_mask = tl.where(
-        tl.load(flags_ptr + n) >= 2,
+        tl.load(results.flags + n) >= 2,
         float("nan"),
         tl.where(t < length, tl.where(logz != logz, float("nan"), 0.0), 0.0),
     )
@@ -75,13 +91,14 @@ def without_star(scale, star_total, total):
 
 
 @triton.jit
-def load_normalizer(maxima_ptr, sums_ptr, row, mask, grad, ACC_DTYPE: tl.constexpr):
+def load_normalizer(results, row, mask, grad, ACC_DTYPE: tl.constexpr):
     """Return the maximum of each row, and the gradient over the sum of exponentials."""
-    if maxima_ptr is None:
+    if results.maxima is None:
         return tl.zeros(row.shape, ACC_DTYPE), tl.zeros(row.shape, ACC_DTYPE)
     else:
-        maximum = finite_shift(tl.load(maxima_ptr + row, mask=mask, other=0.0))
-        return maximum, tl.where(mask, grad / tl.load(sums_ptr + row, mask=mask, other=1.0), 0.0)
+        maximum = finite_shift(tl.load(results.maxima + row, mask=mask, other=0.0))
+        sum_exp = tl.load(results.sums + row, mask=mask, other=1.0)
+        return maximum, tl.where(mask, grad / sum_exp, 0.0)
 
 
 @triton.jit
@@ -94,18 +111,10 @@ def scaled_softmax(ptr, mask, maximum, scale, ACC_DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
 def ctc_narrow_gradient_kernel(
     grad_output_ptr,  # [N], or the gradient of their sum or mean []
-    logits_ptr,  # [T, N, C]
-    labels_ptr,  # [M]
-    offsets_ptr,  # [N]
-    input_lengths_ptr,  # [N]
-    target_lengths_ptr,  # [N]
-    maxima_ptr,  # [T, N] or None
-    sums_ptr,  # [T, N] or None
-    flags_ptr,  # [N] int64
-    logz_ptr,  # [N] fp64
-    posteriors_ptr,  # [N, num_chunks, T, WIDTH]
-    blanks_ptr,  # [N, num_chunks, T]
-    dlogits_ptr,  # [T, N, C]
+    logits,  # LogitTensors
+    targets,  # TargetTensors
+    results,  # LossResults
+    posteriors,  # PosteriorTensors
     T,
     N,
     C,
@@ -115,23 +124,20 @@ def ctc_narrow_gradient_kernel(
     blank,
     stride_t,
     stride_n,
-    stride_c,
     stride_grad,
     star,  # the label that is the star, or None
     MEAN: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
     WIDTH: tl.constexpr,  # row length of the posteriors
     VEC: tl.constexpr,  # classes that are aligned together
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Compute the gradient of some steps from posteriors by class, summed over the chunks."""
+    ACC_DTYPE: tl.constexpr = posteriors.labels.dtype.element_ty
     n, first = program_steps(N, ROWS)
     t = first + tl.arange(0, ROWS)
-    length, target_len, _, _ = load_lengths(
-        n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
-    )
-    mask, nan_mask = load_status(n, t, length, flags_ptr, logz_ptr, ACC_DTYPE)
+    length, target_len = load_lengths(targets, n, T, max_target_len, M)[:2]
+    mask, nan_mask = load_status(results, n, t, length, ACC_DTYPE)
     grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     row, v = t * N + n, tl.arange(0, BLOCK_V)
     class_mask = (v // VEC * VEC < C)[None, :]
@@ -139,94 +145,27 @@ def ctc_narrow_gradient_kernel(
     stars = tl.zeros([ROWS], ACC_DTYPE)
     for c in range(0, target_len // 32 + 1):
         chunk_row = (n * num_chunks + c) * T + t
-        ptrs = posteriors_ptr + (chunk_row * WIDTH)[:, None] + v[None, :]
+        ptrs = posteriors.labels + (chunk_row * WIDTH)[:, None] + v[None, :]
         posterior += tl.load(ptrs, mask=mask[:, None] & class_mask, other=0.0)
-        blanks += tl.load(blanks_ptr + chunk_row, mask=mask, other=0.0)
+        blanks += tl.load(posteriors.blanks + chunk_row, mask=mask, other=0.0)
         if star is not None:
-            stars += tl.load(posteriors_ptr + chunk_row * WIDTH + C, mask=mask, other=0.0)
+            stars += tl.load(posteriors.labels + chunk_row * WIDTH + C, mask=mask, other=0.0)
     total = tl.sum(posterior, axis=1) + blanks
     if star is not None:
         total += stars
     posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
     block_mask = (t < T)[:, None] & class_mask
     value = -posterior * posterior_scale(total, grad)[:, None] + nan_mask[:, None]
-    if maxima_ptr is not None:
-        maximum, scale = load_normalizer(maxima_ptr, sums_ptr, row, mask, grad, ACC_DTYPE)
+    if results.maxima is not None:
+        maximum, scale = load_normalizer(results, row, mask, grad, ACC_DTYPE)
         if star is not None:
             scale = without_star(scale, stars, total)
         start = tl.multiple_of(t * stride_t + n * stride_n, VEC)[:, None]
-        x_ptrs = logits_ptr + start + v.to(tl.int64)[None, :] * stride_c
+        x_ptrs = logits.ptr + start + v.to(tl.int64)[None, :] * logits.stride_c
         x_mask = block_mask & mask[:, None]
         value += scaled_softmax(x_ptrs, x_mask, maximum[:, None], scale[:, None], ACC_DTYPE)
-    d_ptrs = dlogits_ptr + tl.multiple_of(row * C, VEC)[:, None] + v[None, :]
-    tl.store(d_ptrs, value.to(dlogits_ptr.dtype.element_ty), mask=block_mask)
-
-
-@triton.jit
-def add_chunk(
-    sums,
-    totals,
-    posteriors_ptr,
-    order_ptr,
-    num_rows,
-    lane,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Add the posteriors of a chunk to the sums and totals of `sum_by_class`.
-
-    This is a function because Triton translates the body of a loop two times.
-    """
-    order, ordered, bounds = tl.load(order_ptr), (), ()
-    ptrs, row = posteriors_ptr + order, lane * 0
-    for _ in tl.static_range(ROWS):
-        ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
-        row += 1
-    for g in tl.static_range(GROUPS):
-        begin_ptr = order_ptr + (1 + 2 * g) * 32
-        bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
-    running, new_sums, new_totals = prefix_sums(ordered, lane), (), ()
-    for u in tl.static_range(ROWS):
-        new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
-        for g in tl.static_range(GROUPS):
-            new_sums = new_sums + (
-                sums[u * GROUPS + g] + range_sum(running[u], bounds[g][0], bounds[g][1]),
-            )
-    return new_sums, new_totals
-
-
-@triton.jit
-def sum_by_class(
-    posteriors_ptr,
-    blanks_ptr,
-    order_ptr,
-    num_chunks,
-    T,
-    num_rows,
-    lane,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Sum the posteriors of some steps over the chunks.
-
-    Returns the sums by class, `[32]` for each group of each step; the sum over all labels, `[32]`
-    for each step; and the sums of the blanks with a step in each lane.
-    """
-    sums, totals, blanks = (), (), lane.to(ACC_DTYPE) * 0.0
-    for _ in tl.static_range(ROWS * GROUPS):
-        sums = sums + (lane.to(ACC_DTYPE) * 0.0,)
-    for _ in tl.static_range(ROWS):
-        totals = totals + (lane.to(ACC_DTYPE) * 0.0,)
-    for _ in range(num_chunks):
-        sums, totals = add_chunk(
-            sums, totals, posteriors_ptr, order_ptr, num_rows, lane, ROWS, GROUPS
-        )
-        blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
-        posteriors_ptr += T * 32
-        blanks_ptr += T
-        order_ptr += (1 + 2 * GROUPS) * 32
-    return sums, totals, blanks
+    d_ptrs = logits.grad_ptr + tl.multiple_of(row * C, VEC)[:, None] + v[None, :]
+    tl.store(d_ptrs, value.to(d_ptrs.dtype.element_ty), mask=block_mask)
 
 
 @triton.jit
@@ -263,19 +202,10 @@ def store_gradient(values, steps, row, v, inputs, outputs, sizes, star, ACC_DTYP
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
 def ctc_lane_gradient_kernel(
     grad_output_ptr,  # [N], or the gradient of their sum or mean []
-    logits_ptr,  # [T, N, C]
-    labels_ptr,  # [M]
-    offsets_ptr,  # [N]
-    input_lengths_ptr,  # [N]
-    target_lengths_ptr,  # [N]
-    maxima_ptr,  # [T, N] or None
-    sums_ptr,  # [T, N] or None
-    flags_ptr,  # [N] int64
-    logz_ptr,  # [N] fp64
-    posteriors_ptr,  # [N, num_chunks, T, 32]
-    blanks_ptr,  # [N, num_chunks, T]
-    order_ptr,  # [N, num_chunks, 1 + 2 * GROUPS, 32] int32
-    dlogits_ptr,  # [T, N, C]
+    logits,  # LogitTensors
+    targets,  # TargetTensors
+    results,  # LossResults
+    posteriors,  # PosteriorTensors
     T,
     N,
     C,
@@ -285,47 +215,58 @@ def ctc_lane_gradient_kernel(
     blank,
     stride_t,
     stride_n,
-    stride_c,
     stride_grad,
     star,  # the label that is the star, or None
     MEAN: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,  # groups of 32 classes, with the star after them
 ):
     """Compute the gradient of some steps from posteriors by label, with a class in each lane."""
+    ACC_DTYPE: tl.constexpr = posteriors.labels.dtype.element_ty
     n, first = program_steps(N, ROWS)
     lane, t = tl.arange(0, 32), first + tl.arange(0, 32)
-    length, target_len, _, _ = load_lengths(
-        n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
-    )
-    mask, nan_mask = load_status(n, t, length, flags_ptr, logz_ptr, ACC_DTYPE)
+    length, target_len = load_lengths(targets, n, T, max_target_len, M)[:2]
+    mask, nan_mask = load_status(results, n, t, length, ACC_DTYPE)
     grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     num_rows = tl.sum((mask & (lane < ROWS)).to(tl.int32), axis=0)
-    sums, totals, blanks = sum_by_class(
-        posteriors_ptr + (n * num_chunks * T + first) * 32,
-        blanks_ptr + n * num_chunks * T + first,
-        order_ptr + n * num_chunks * ((1 + 2 * GROUPS) * 32) + lane,
-        target_len // 32 + 1,
-        T.to(tl.int64),
-        num_rows,
-        lane,
-        ROWS,
-        GROUPS,
-        ACC_DTYPE,
-    )
-    maximum, scale = load_normalizer(
-        maxima_ptr, sums_ptr, t * N + n, mask & (lane < ROWS), grad, ACC_DTYPE
-    )
+    first_row = n * num_chunks * T + first
+    labels_ptr, blanks_ptr = posteriors.labels + first_row * 32, posteriors.blanks + first_row
+    order_ptr = posteriors.order + n * num_chunks * ((1 + 2 * GROUPS) * 32) + lane
+    own_chunks, T64 = target_len // 32 + 1, T.to(tl.int64)
+    sums, totals, blanks = (), (), lane.to(ACC_DTYPE) * 0.0
+    for _ in tl.static_range(ROWS * GROUPS):
+        sums = sums + (lane.to(ACC_DTYPE) * 0.0,)
+    for _ in tl.static_range(ROWS):
+        totals = totals + (lane.to(ACC_DTYPE) * 0.0,)
+    for _ in range(own_chunks):
+        order, ordered, bounds = tl.load(order_ptr), (), ()
+        ptrs, row = labels_ptr + order, lane * 0
+        for _ in tl.static_range(ROWS):
+            ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
+            row += 1
+        for g in tl.static_range(GROUPS):
+            begin_ptr = order_ptr + (1 + 2 * g) * 32
+            bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
+        running, new_sums, new_totals = prefix_sums(ordered, lane), (), ()
+        for u in tl.static_range(ROWS):
+            new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
+            for g in tl.static_range(GROUPS):
+                class_sum = range_sum(running[u], bounds[g][0], bounds[g][1])
+                new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
+        sums, totals = new_sums, new_totals
+        blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
+        labels_ptr += T64 * 32
+        blanks_ptr += T64
+        order_ptr += (1 + 2 * GROUPS) * 32
+    maximum, scale = load_normalizer(results, t * N + n, mask & (lane < ROWS), grad, ACC_DTYPE)
     steps, row = (blanks, nan_mask, maximum, scale, grad), lane * 0
     inputs, sizes = (), (C, blank, num_rows, T - first)
-    if maxima_ptr is not None:
-        inputs = (logits_ptr + first * stride_t + n * stride_n, stride_t, stride_c)
-    outputs = (dlogits_ptr + (first * N + n) * C, N.to(tl.int64) * C)
+    if results.maxima is not None:
+        inputs = (logits.ptr + first * stride_t + n * stride_n, stride_t, logits.stride_c)
+    outputs = (logits.grad_ptr + (first * N + n) * C, N.to(tl.int64) * C)
     for u in tl.static_range(ROWS):
-        star_sum = sums[u * GROUPS + GROUPS - 1]
         for g in tl.static_range(GROUPS):
-            values = (sums[u * GROUPS + g], totals[u], star_sum)
+            values = (sums[u * GROUPS + g], totals[u], sums[u * GROUPS + GROUPS - 1])
             store_gradient(
                 values, steps, row, g * 32 + lane, inputs, outputs, sizes, star, ACC_DTYPE
             )

@@ -1,8 +1,8 @@
 """The positions of each class in a target.
 
 The gradient of a class sums the posteriors of all its positions. With many classes, it follows the
-positions of a class from first to last (`label_index`); with few, it sums ranges of the labels of a
-chunk in sorted order (`store_label_order`).
+positions of a class from first to last; with few, it sums ranges of the labels of a chunk in sorted
+order, which `posterior_scan.py` stores.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....runtime import launch as runtime_launch
-from .lanes import sort_by_class
-from .lattice import load_chunk, load_target
+from .lattice import TargetTensors, load_target
 
 
 class LabelIndex(NamedTuple):
@@ -33,16 +32,9 @@ class LabelIndex(NamedTuple):
     next: Tensor
 
 
-def label_index(
-    labels: Tensor,
-    offsets: Tensor,
-    target_lengths: Tensor,
-    max_target_len: int,
-    C: int,
-    blank: int,
-) -> LabelIndex:
+def label_index(targets: TargetTensors, max_target_len: int, C: int, blank: int) -> LabelIndex:
     """Return where each class but the blank occurs in the targets."""
-    N = len(target_lengths)
+    N, labels = len(targets.target_lengths), targets.labels
     # Each tensor starts on 16 bytes.
     sizes = [runtime_launch.cdiv(size, 4) * 4 for size in (N * C, N, N * max_target_len)]
     buffer = torch.empty(sum(sizes), dtype=torch.int32, device=labels.device)
@@ -51,14 +43,12 @@ def label_index(
     runtime_launch.launch(
         ctc_label_index_kernel,
         N * runtime_launch.cdiv(max_target_len, 64),
-        labels,
-        offsets,
-        target_lengths,
-        *index,
-        labels.numel(),
-        max_target_len,
-        C,
-        blank,
+        targets=targets._replace(input_lengths=None),
+        index=index,
+        M=labels.numel(),
+        max_target_len=max_target_len,
+        C=C,
+        blank=blank,
         BLOCK=64,
         num_warps=4,
     )
@@ -67,12 +57,8 @@ def label_index(
 
 @triton.jit(do_not_specialize=["M", "max_target_len", "C", "blank"])
 def ctc_label_index_kernel(
-    labels_ptr,  # [M]
-    offsets_ptr,  # [N]
-    target_lengths_ptr,  # [N]
-    first_ptr,  # [N, C] int32, -1
-    max_repeats_ptr,  # [N] int32, -1
-    next_ptr,  # [N, max_target_len] int32
+    targets,  # TargetTensors without input lengths
+    index,  # LabelIndex; the first positions and the repeats are -1
     M,
     max_target_len,
     C,
@@ -82,14 +68,14 @@ def ctc_label_index_kernel(
     """Find the first and next positions of each class, and the greatest number of repeats."""
     blocks = tl.cdiv(max_target_len, BLOCK)
     n = (tl.program_id(0) // blocks).to(tl.int64)
-    target_len, offset, invalid = load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M)
+    target_len, offset, invalid = load_target(targets, n, max_target_len, M)
     target_len = tl.where(invalid, 0, target_len).to(tl.int32)
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    label = tl.load(labels_ptr + offset + j, mask=j < target_len, other=-1)
+    label = tl.load(targets.labels + offset + j, mask=j < target_len, other=-1)
     next_index, before = tl.full([BLOCK], 2147483647, tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, target_len, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        other = tl.load(labels_ptr + offset + i, mask=i < target_len, other=-2)
+        other = tl.load(targets.labels + offset + i, mask=i < target_len, other=-2)
         same = label[:, None] == other[None, :]
         next_index = tl.minimum(
             next_index,
@@ -98,33 +84,10 @@ def ctc_label_index_kernel(
         before += tl.sum((same & (i[None, :] < j[:, None])).to(tl.int32), axis=1)
     valid = (j < target_len) & (label >= 0) & (label < C) & (label != blank)
     tl.store(
-        next_ptr + n * max_target_len + j,
+        index.next + n * max_target_len + j,
         tl.where(next_index < 2147483647, next_index, -1),
         mask=j < target_len,
     )
-    tl.store(first_ptr + n * C + label, j, mask=valid & (before == 0))
+    tl.store(index.first + n * C + label, j, mask=valid & (before == 0))
     # The maximum of integers is the same in any order.
-    tl.atomic_max(max_repeats_ptr + n, tl.max(tl.where(valid, before, -1), axis=0))
-
-
-@triton.jit
-def store_label_order(order_ptr, row, target, chunk, lane, GROUPS: tl.constexpr):
-    """Sort the labels of a chunk by class; store the order and the range of each class in it.
-
-    Args:
-        order_ptr: `[rows, 1 + 2 * GROUPS, 32]` int32.
-        row: the row of this chunk.
-        target: see `TargetScan`.
-        chunk: the chunk of the target.
-        lane: `[32]`.
-        GROUPS: groups of 32 classes.
-    """
-    lattice = load_chunk(
-        target.labels_ptr, chunk * 32, target.target_len, target.C, target.star, lane
-    )[0]
-    order, bounds = sort_by_class(lattice.label.to(tl.int32), lattice.has_label, lane, GROUPS)
-    order_ptr += row * ((1 + 2 * GROUPS) * 32) + lane
-    tl.store(order_ptr, order)
-    for g in tl.static_range(GROUPS):
-        tl.store(order_ptr + (1 + 2 * g) * 32, bounds[g][0])
-        tl.store(order_ptr + (2 + 2 * g) * 32, bounds[g][1])
+    tl.atomic_max(index.max_repeats + n, tl.max(tl.where(valid, before, -1), axis=0))

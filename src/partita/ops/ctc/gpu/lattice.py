@@ -17,9 +17,7 @@ import triton.language as tl
 
 from .state import (
     add,
-    broadcast_lane,
     constant_state,
-    multiply_emission,
     pack_state,
     select,
     shift_lanes,
@@ -49,6 +47,40 @@ SIZES = [
 ]
 
 
+class TargetTensors(NamedTuple):
+    """The targets of a batch and the lengths; kernels get None for those that they do not read.
+
+    Fields:
+        labels: the targets one after another, M labels, contiguous.
+        offsets: `[N]`, where each target starts.
+        input_lengths: `[N]`.
+        target_lengths: `[N]`.
+    """
+
+    labels: tl.tensor
+    offsets: tl.tensor
+    input_lengths: tl.tensor
+    target_lengths: tl.tensor
+
+
+class SavedScan(NamedTuple):
+    """What the loss leaves for the scan of the posteriors.
+
+    Fields:
+        states: words `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step
+            of their halves, and at the middle.
+        carries: words `[2, num_chunks, N, carry_steps]`, zero before the first scan, what chunks
+            hand to their neighbors.
+        flags: `[N]` int64, zero before the first scan, see `NEEDS_FP64` and `INVALID`.
+        logz: `[N]` fp64, log2 of the partition function; None in the first scan.
+    """
+
+    states: tl.tensor
+    carries: tl.tensor
+    flags: tl.tensor
+    logz: tl.tensor | None
+
+
 class ChunkLattice(NamedTuple):
     """The part of a target's lattice that one warp scans; each field is `[32]`, by lane.
 
@@ -76,7 +108,7 @@ class TargetScan(NamedTuple):
         C: number of classes.
         blank: the class of the blank.
         limit: the greatest absolute value of a logit that has an emission.
-        star: the label that is the star, in a tuple that is empty without a star.
+        star: the label that is the star, or None.
     """
 
     labels_ptr: tl.tensor
@@ -86,7 +118,7 @@ class TargetScan(NamedTuple):
     C: tl.tensor
     blank: tl.tensor
     limit: tl.tensor
-    star: tuple[tl.tensor, ...]
+    star: tl.tensor | None
 
 
 class LaneStates(NamedTuple):
@@ -118,9 +150,9 @@ def program_chunk(tile_counter_ptr, N):
 
 
 @triton.jit
-def load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M):
+def load_target(targets, n, max_target_len, M):
     """Return a target's length and offset as given, and whether they are out of range."""
-    target_len, offset = tl.load(target_lengths_ptr + n), tl.load(offsets_ptr + n)
+    target_len, offset = tl.load(targets.target_lengths + n), tl.load(targets.offsets + n)
     return (
         target_len,
         offset,
@@ -129,13 +161,13 @@ def load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M):
 
 
 @triton.jit
-def load_lengths(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M):
+def load_lengths(targets, n, T, max_target_len, M):
     """Return a sequence's input length, target length, target offset and validity.
 
     Lengths and offset of an invalid sequence are 0.
     """
-    length = tl.load(input_lengths_ptr + n)
-    target_len, offset, invalid = load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M)
+    length = tl.load(targets.input_lengths + n)
+    target_len, offset, invalid = load_target(targets, n, max_target_len, M)
     invalid = invalid | (length < 0) | (length > T)
     return (
         tl.where(invalid, 0, length).to(tl.int32),
@@ -146,30 +178,20 @@ def load_lengths(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_t
 
 
 @triton.jit
-def load_chunk(labels_ptr, first, target_len, C, star, lane):
-    """Load the lattice of the chunk that starts at position `first`.
-
-    `star` is a tuple of the star, or empty. Returns the lattice, and the lanes whose label is out
-    of range.
-    """
-    position = first + lane
-    label = tl.load(labels_ptr + position, mask=position < target_len, other=0)
-    before = tl.load(
-        labels_ptr + position - 1, mask=(position > 0) & (position < target_len), other=-1
-    )
-    in_range = (label >= 0) & (label < C)
+def load_chunk(target, chunk, lane):
+    """Return the lattice of a chunk of a target, and the lanes whose label is out of range."""
+    position, target_len = chunk * 32 + lane, target.target_len
+    label = tl.load(target.labels_ptr + position, mask=position < target_len, other=0)
+    has_both = (position > 0) & (position < target_len)
+    before = tl.load(target.labels_ptr + position - 1, mask=has_both, other=-1)
+    in_range = (label >= 0) & (label < target.C)
     label_class, is_star = tl.where(in_range, label, 0), ()
-    if len(star) > 0:
-        is_star = (label == star[0],)
-        label_class = tl.where(is_star[0], C, label_class)
+    if target.star is not None:
+        is_star = (label == target.star,)
+        label_class = tl.where(is_star[0], target.C, label_class)
         in_range = in_range | is_star[0]
-    lattice = ChunkLattice(
-        label_class,
-        position < target_len,
-        (position > 0) & (label != before),
-        is_star,
-    )
-    return lattice, ~in_range
+    has_label, can_skip = position < target_len, (position > 0) & (label != before)
+    return ChunkLattice(label_class, has_label, can_skip, is_star), ~in_range
 
 
 @triton.jit
@@ -183,7 +205,7 @@ def boundary_states(position, end, lane, FP64: tl.constexpr):
 def sum_predecessors(state, can_skip, carry, lane, FORWARD: tl.constexpr, FP64: tl.constexpr):
     """Sum what enters each blank and label: α from the states before a step, β from those after it.
 
-    The carry comes from the neighboring chunk (see `outgoing_carry`). For α it is the label before
+    The carry comes from the neighboring chunk (see `store_carry`). For α it is the label before
     the first position; for β, the part that the position after the last one sends to its label.
     """
     blank, label = state
@@ -197,31 +219,14 @@ def sum_predecessors(state, can_skip, carry, lane, FORWARD: tl.constexpr, FP64: 
 
 
 @triton.jit
-def outgoing_carry(state, can_skip, FORWARD: tl.constexpr, FP64: tl.constexpr):
-    """Return the carry for the next chunk as a word; the last lane (α) or the first (β) has it."""
+def store_carry(ptrs, state, can_skip, is_sent, FORWARD: tl.constexpr, FP64: tl.constexpr):
+    """Store the carry for the next chunk from the last lane (α) or the first (β), if `is_sent`."""
     blank, label = state
     if FORWARD:
-        return pack_state(label, FP64)
+        carry = label
     else:
-        return pack_state(select(can_skip, add(blank, label, FP64), blank, FP64), FP64)
-
-
-@triton.jit
-def store_carry(ptrs, state, can_skip, is_sent, FORWARD: tl.constexpr, FP64: tl.constexpr):
-    """Store the carry for the next chunk from the lane that has it, if there is a next chunk."""
-    tl.store(ptrs, outgoing_carry(state, can_skip, FORWARD, FP64), mask=is_sent)
-
-
-@triton.jit
-def emit(incoming, blanks, label, index, FP64: tl.constexpr):
-    """Return the states after a step of a block: the sums that enter them times the emissions.
-
-    `blanks` has a step in each lane, `label` is that of the step `index`, `[32]`.
-    """
-    return LaneStates(
-        multiply_emission(incoming.blank, broadcast_lane(blanks, index, FP64), FP64),
-        multiply_emission(incoming.label, label, FP64),
-    )
+        carry = select(can_skip, add(blank, label, FP64), blank, FP64)
+    tl.store(ptrs, pack_state(carry, FP64), mask=is_sent)
 
 
 @triton.jit

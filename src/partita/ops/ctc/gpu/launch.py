@@ -8,7 +8,6 @@ halves (`posterior_scan.py`) and writes softmax minus posterior (`gradient.py`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,13 +15,18 @@ from torch import Tensor
 
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import SideStream, cdiv, next_power_of_2, tl_acc_dtype
-from ....runtime.parts import Part
-from .call import CTCCall, TargetTensors, launch_normalize, row_tile, score_arguments
-from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
+from ....runtime.launch import SideStream, cdiv, next_power_of_2
+from .call import CTCCall, launch_normalize, row_tile, score_arguments
+from .gradient import (
+    GRADIENT_SIZES,
+    LogitTensors,
+    ctc_lane_gradient_kernel,
+    ctc_narrow_gradient_kernel,
+)
 from .label_index import label_index
+from .lattice import TargetTensors
 from .plan import CHUNK
-from .workspace import scan_memory
+from .workspace import PosteriorTensors, scan_memory
 
 
 def ctc_loss(
@@ -117,11 +121,12 @@ def ctc_gradient(
     plan, workspace = call.plan, call.workspace
     classes = logits.shape[2] + (star is not None)
     width = cdiv(classes, 8) * 8 if plan.sum_by_class else CHUNK
-    posteriors: Sequence[Part | None] = (workspace.posteriors, workspace.blank_posteriors, None)
-    if workspace.posteriors is None:
+    if workspace.posteriors is not None and workspace.blank_posteriors is not None:
+        posteriors = PosteriorTensors(workspace.posteriors, workspace.blank_posteriors, None)
+    else:
         memory = scan_memory(logits, plan, width, workspace)
         call.launch_posterior_scan(memory, width)
-        posteriors = memory[2:]
+        posteriors = memory.posteriors
     _launch_gradient(call, grad_output, posteriors, width, dlogits, mean=reduction == "mean")
     return dlogits
 
@@ -129,47 +134,28 @@ def ctc_gradient(
 def _launch_gradient(
     call: CTCCall,
     grad_output: Tensor,
-    posteriors: Sequence[Part | None],
+    posteriors: PosteriorTensors,
     width: int,
     dlogits: Tensor,
     mean: bool,
 ) -> None:
-    """Write the gradient with the kernel that suits the number of classes; see `gradient.py`.
-
-    The posteriors are those of the labels, those of the blanks, and the order of the labels.
-    """
-    (T, N, C, *_), plan, workspace, targets = call.sizes, call.plan, call.workspace, call.targets
-    inputs = (
-        grad_output,
-        call.logits,
-        *targets,
-        workspace.maxima,
-        workspace.sums,
-        workspace.flags,
-        workspace.logz,
-        *posteriors[:2],
-    )
-    sizes = (
-        *call.sizes[:6],
-        call.blank,
-        *call.strides,
-        grad_output.stride(0) if grad_output.ndim else 0,
-        call.scores.star,
-    )
-    options: dict[str, Any] = {"ACC_DTYPE": tl_acc_dtype(call.logits.dtype), "MEAN": mean}
+    """Write the gradient with the kernel that suits the number of classes; see `gradient.py`."""
+    (T, N, C), plan, targets = call.logits.shape, call.plan, call.targets
+    arguments: dict[str, Any] = {
+        "grad_output_ptr": grad_output,
+        "logits": LogitTensors(call.logits, call.logits.stride(2), dlogits),
+        "targets": targets,
+        "results": call.results,
+        "posteriors": posteriors,
+        **call.numbers_of(GRADIENT_SIZES),
+        "stride_grad": grad_output.stride(0) if grad_output.ndim else 0,
+        "MEAN": mean,
+    }
     tile = row_tile(call.logits, C)
     if plan.class_groups == 0:
         # This kernel takes time to load, and few classes do not need it.
         from .label_gradient import ctc_label_gradient_kernel
 
-        index = label_index(
-            targets.labels,
-            targets.offsets,
-            targets.target_lengths,
-            plan.max_target_len,
-            C,
-            call.blank,
-        )
         rows = 4 if tile["BLOCK_V"] <= 512 else 1
         if tile["BLOCK_V"] > 512:
             # With a star, ten pieces and its sums have no room in the registers.
@@ -178,12 +164,9 @@ def _launch_gradient(
         runtime_launch.launch(
             ctc_label_gradient_kernel,
             N * cdiv(T, rows),
-            *inputs,
-            *index,
-            dlogits,
-            *sizes,
+            **arguments,
+            index=label_index(targets, plan.max_target_len, C, call.blank),
             **tile | {"ROWS": rows},
-            **options,
             BLOCK_L=min(max(32, next_power_of_2(plan.max_target_len + 1)), 256),
             num_warps=4,
         )
@@ -192,24 +175,17 @@ def _launch_gradient(
         runtime_launch.launch(
             ctc_narrow_gradient_kernel,
             N * cdiv(T, tile["ROWS"]),
-            *inputs,
-            dlogits,
-            *sizes,
+            **arguments,
             WIDTH=width,
             **tile,
-            **options,
             num_warps=4,
         )
     else:
         runtime_launch.launch(
             ctc_lane_gradient_kernel,
             N * cdiv(T, 8),
-            *inputs,
-            posteriors[2],
-            dlogits,
-            *sizes,
+            **arguments,
             ROWS=8,
             GROUPS=plan.class_groups,
-            **options,
             num_warps=1,
         )

@@ -8,10 +8,12 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv
-from .align import BACKTRACE, VITERBI, ctc_alignment_kernel
-from .call import TargetTensors, launch_normalize, score_arguments
+from .align import BACKTRACE, VITERBI, BestPaths, ctc_alignment_kernel
+from .call import launch_normalize, score_arguments
 from .lanes import launch_lanes
+from .lattice import TargetTensors
 from .plan import CHUNK, SAVE_EVERY
+from .scores import ScoreTensors
 
 ALIGNMENT_STEPS = 256  # steps of a program of the alignment kernel
 
@@ -55,74 +57,62 @@ def ctc_align(
         maxima = torch.empty((T, N), dtype=scores.dtype, device=device)
         sums = torch.empty((T, N), dtype=scores.dtype, device=device)
         launch_normalize(logits, input_lengths, maxima, sums, options, flags=flags)
+    paths, with_star = BestPaths(pointers, ends, flags), star is not None
+    tensors = ScoreTensors(logits, None, options.priors, maxima, sums, None)
+    strides = dict(zip(("stride_t", "stride_n", "stride_c"), logits.stride(), strict=True))
     launch_lanes(
         VITERBI,
         N * num_chunks,
-        logits,
-        *targets,
-        pointers,
-        ends,
-        carries,
-        flags,
-        tile_counter if num_chunks > 1 else None,
-        options.priors,
-        *((None, None) if star is None else (maxima, sums)),
-        T,
-        N,
-        C,
-        labels.numel(),
-        max_target_len,
-        num_chunks,
-        num_blocks,
-        carry_steps,
-        blank,
-        *logits.stride(),
-        options.scale,
-        star,
-        BLOCK_T=SAVE_EVERY,
+        scores=tensors if with_star else tensors._replace(maxima=None, sums=None),
+        targets=targets,
+        paths=paths,
+        carries_ptr=carries,
+        tile_counter_ptr=tile_counter if num_chunks > 1 else None,
+        T=T,
+        N=N,
+        C=C,
+        M=labels.numel(),
+        max_target_len=max_target_len,
+        num_chunks=num_chunks,
+        num_blocks=num_blocks,
+        carry_steps=carry_steps,
+        blank=blank,
+        **strides,
+        prior_scale=options.scale,
+        star=star,
     )
     launch_lanes(
         BACKTRACE,
         N,
-        offsets,
-        input_lengths,
-        target_lengths,
-        pointers,
-        ends,
-        flags,
-        states,
-        T,
-        N,
-        labels.numel(),
-        max_target_len,
-        num_chunks,
-        num_blocks,
+        targets=targets._replace(labels=None),
+        paths=paths,
+        states_ptr=states,
+        T=T,
+        N=N,
+        M=labels.numel(),
+        max_target_len=max_target_len,
+        num_chunks=num_chunks,
+        num_blocks=num_blocks,
     )
     runtime_launch.launch(
         ctc_alignment_kernel,
         N * block_sums.shape[1],
-        logits,
-        targets.labels,
-        offsets,
-        target_lengths,
-        options.priors,
-        maxima,
-        sums,
-        flags,
-        ends,
-        states,
-        finished,
-        block_sums,
-        classes,
-        tokens,
-        scores,
-        score,
-        T,
-        N,
-        blank,
-        *logits.stride(),
-        options.scale,
-        star,
+        scores=tensors,
+        targets=targets._replace(input_lengths=None),
+        paths=paths._replace(pointers=None),
+        states_ptr=states,
+        finished_ptr=finished,
+        block_sums_ptr=block_sums,
+        classes_ptr=classes,
+        tokens_ptr=tokens,
+        scores_ptr=scores,
+        score_ptr=score,
+        T=T,
+        N=N,
+        blank=blank,
+        **strides,
+        prior_scale=options.scale,
+        star=star,
         BLOCK_T=ALIGNMENT_STEPS,
         num_warps=4,
     )

@@ -1,5 +1,7 @@
 """CTC's partition function and loss, from α and β at the middle step."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,6 +17,24 @@ from .state import (
     select,
     unpack_state,
 )
+
+LOSS_SIZES = ["T", "N", "M", "max_target_len", "num_chunks", "num_blocks"]
+
+
+class LossResults(NamedTuple):
+    """What the loss finds out, and its gradient needs.
+
+    Fields:
+        flags: `[N]` int64, see `lattice.NEEDS_FP64` and `lattice.INVALID`.
+        logz: `[N]` fp64, log2 of the partition function.
+        maxima: `[T, N]`, the maximum of each row; None for log-probabilities.
+        sums: `[T, N]`, the sum of exponentials relative to it; None for log-probabilities.
+    """
+
+    flags: tl.tensor
+    logz: tl.tensor
+    maxima: tl.tensor | None
+    sums: tl.tensor | None
 
 
 @triton.jit
@@ -47,31 +67,21 @@ def log2_partition(
     for first in range(0, target_len + 1, BLOCK_L):
         i = first + lane
         index, previous = i // 32 * 64 + i % 32, (i - 1) // 32 * 64 + (i - 1) % 32 + 32
-        label = tl.load(labels_ptr + i, mask=i < target_len, other=-1)
-        can_skip = (
-            (i > 0)
-            & (i < target_len)
-            & (label != tl.load(labels_ptr + i - 1, mask=(i > 0) & (i < target_len), other=-1))
-        )
-        blank, into_label = (
-            load_states(alpha_ptr + index, i <= target_len, FP64),
-            load_states(alpha_ptr + index + 32, i < target_len, FP64),
-        )
-        into_blank = add(
-            blank, load_states(alpha_ptr + previous, (i > 0) & (i <= target_len), FP64), FP64
-        )
-        into_label = add(into_label, select(can_skip, into_blank, blank, FP64), FP64)
-        through_blank = multiply(
-            into_blank, load_states(beta_ptr + index, i <= target_len, FP64), FP64
-        )
-        through_label = multiply(
-            into_label, load_states(beta_ptr + index + 32, i < target_len, FP64), FP64
-        )
-        total = multiply(
-            add(total, add(through_blank, through_label, FP64), FP64),
-            constant_state(1, lane, FP64),
-            FP64,
-        )
+        label_class = tl.load(labels_ptr + i, mask=i < target_len, other=-1)
+        has_both = (i > 0) & (i < target_len)
+        can_skip = has_both & (label_class != tl.load(labels_ptr + i - 1, mask=has_both, other=-1))
+        blank = load_states(alpha_ptr + index, i <= target_len, FP64)
+        label = load_states(alpha_ptr + index + 32, i < target_len, FP64)
+        before = load_states(alpha_ptr + previous, (i > 0) & (i <= target_len), FP64)
+        into_blank = add(blank, before, FP64)
+        into_label = add(label, select(can_skip, into_blank, blank, FP64), FP64)
+        blank_beta = load_states(beta_ptr + index, i <= target_len, FP64)
+        through_blank = multiply(into_blank, blank_beta, FP64)
+        label_beta = load_states(beta_ptr + index + 32, i < target_len, FP64)
+        through_label = multiply(into_label, label_beta, FP64)
+        total = add(total, add(through_blank, through_label, FP64), FP64)
+        # The product with 1 brings the mantissa back to [1, 2).
+        total = multiply(total, constant_state(1, lane, FP64), FP64)
     if FP64:
         shift = finite_shift(tl.max(total[0], axis=0))
         return shift + tl.log2(tl.sum(tl.exp2(total[0] - shift), axis=0))
@@ -84,21 +94,6 @@ def log2_partition(
 
 
 @triton.jit
-def sum_of_lse(maxima_ptr, sums_ptr, n, N, length, BLOCK_T: tl.constexpr):
-    """Return the sum of the log-sum-exps of a sequence's steps."""
-    total = tl.zeros([BLOCK_T], tl.float64)
-    for first in range(0, length, BLOCK_T):
-        t = first + tl.arange(0, BLOCK_T)
-        row = t.to(tl.int64) * N + n
-        maximum, sum_exp = (
-            tl.load(maxima_ptr + row, mask=t < length, other=0.0),
-            tl.load(sums_ptr + row, mask=t < length, other=1.0),
-        )
-        total += maximum.to(tl.float64) + log_exact(sum_exp).to(tl.float64)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
 def zero_infinite(loss, ZERO_INFINITY: tl.constexpr):
     """Replace infinite losses by 0 if asked for."""
     if ZERO_INFINITY:
@@ -106,41 +101,11 @@ def zero_infinite(loss, ZERO_INFINITY: tl.constexpr):
     return loss
 
 
-@triton.jit
-def reduce_losses(
-    losses_ptr,
-    target_lengths_ptr,
-    N,
-    MEAN: tl.constexpr,
-    ZERO_INFINITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return the sum of the losses of all programs, or the mean of loss / target length."""
-    total = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, N, BLOCK):
-        n = first + tl.arange(0, BLOCK)
-        loss = zero_infinite(
-            tl.load(losses_ptr + n, mask=n < N, other=0.0, volatile=True), ZERO_INFINITY
-        )
-        if MEAN:
-            loss /= tl.maximum(tl.load(target_lengths_ptr + n, mask=n < N, other=1), 1).to(
-                tl.float64
-            )
-        total += loss
-    return tl.sum(total, axis=0) / (N.to(tl.float64) if MEAN else 1.0)
-
-
-@triton.jit(do_not_specialize=["T", "N", "M", "max_target_len", "num_chunks", "num_blocks"])
+@triton.jit(do_not_specialize=LOSS_SIZES)
 def ctc_loss_kernel(
-    labels_ptr,  # [M]
-    offsets_ptr,  # [N]
-    input_lengths_ptr,  # [N]
-    target_lengths_ptr,  # [N]
-    saved_ptr,  # [2, num_blocks + 1, N, num_chunks, 2, 32] int64
-    flags_ptr,  # [N] int64
-    maxima_ptr,  # [T, N] or None
-    sums_ptr,  # [T, N] or None
-    logz_ptr,  # [N] fp64
+    targets,  # TargetTensors
+    states_ptr,  # [2, num_blocks + 1, N, num_chunks, 2, 32] int64
+    results,  # LossResults; those of the rows are None if they are not ready
     losses_ptr,  # [N] fp64
     value_ptr,  # [N], or their sum or mean []; None if the log-sum-exps are not ready
     finished_ptr,  # [1] int64, zero; None where losses are not reduced
@@ -159,36 +124,52 @@ def ctc_loss_kernel(
     """Compute log2 of the partition function of one sequence, and its loss.
 
     The loss is the sum of the log-sum-exps of the steps minus log Z. The program that finishes last
-    reduces the losses in a fixed order.
+    reduces the losses in a fixed order, to their sum or to the mean of loss / target length.
     """
     n = tl.program_id(0).to(tl.int64)
-    flags = tl.load(flags_ptr + n)
-    length, target_len, offset = load_lengths(
-        n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
-    )[:3]
-    alpha_ptr = saved_ptr + (num_blocks.to(tl.int64) * N + n) * num_chunks * 64
+    flags = tl.load(results.flags + n)
+    length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
+    alpha_ptr = states_ptr + (num_blocks.to(tl.int64) * N + n) * num_chunks * 64
     beta_ptr = alpha_ptr + (num_blocks.to(tl.int64) + 1) * N * num_chunks * 64
     if ALL_FP64:
-        logz = log2_partition(alpha_ptr, beta_ptr, labels_ptr + offset, target_len, BLOCK_L, True)
+        logz = log2_partition(
+            alpha_ptr, beta_ptr, targets.labels + offset, target_len, BLOCK_L, True
+        )
     elif flags == 1:
-        logz = log2_partition(alpha_ptr, beta_ptr, labels_ptr + offset, target_len, BLOCK_L, True)
+        logz = log2_partition(
+            alpha_ptr, beta_ptr, targets.labels + offset, target_len, BLOCK_L, True
+        )
     else:
-        logz = log2_partition(alpha_ptr, beta_ptr, labels_ptr + offset, target_len, BLOCK_L, False)
+        logz = log2_partition(
+            alpha_ptr, beta_ptr, targets.labels + offset, target_len, BLOCK_L, False
+        )
     logz = tl.where(length > 0, logz, tl.where(target_len == 0, 0.0, -float("inf")))
     loss = 0.0 - logz * LN2
-    if maxima_ptr is not None:
-        loss += sum_of_lse(maxima_ptr, sums_ptr, n, N, length, BLOCK_T)
-    tl.store(logz_ptr + n, tl.where(loss == loss, logz, loss))
+    if results.maxima is not None:
+        lse = tl.zeros([BLOCK_T], tl.float64)
+        for first in range(0, length, BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            row = t.to(tl.int64) * N + n
+            maximum = tl.load(results.maxima + row, mask=t < length, other=0.0)
+            sum_exp = tl.load(results.sums + row, mask=t < length, other=1.0)
+            lse += maximum.to(tl.float64) + log_exact(sum_exp).to(tl.float64)
+        loss += tl.sum(lse, axis=0)
+    tl.store(results.logz + n, tl.where(loss == loss, logz, loss))
     loss = tl.where(flags >= 2, float("nan"), loss)
     tl.store(losses_ptr + n, loss)
     if finished_ptr is not None:
         tl.debug_barrier()
         if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == N - 1:
-            tl.store(
-                value_ptr,
-                reduce_losses(losses_ptr, target_lengths_ptr, N, MEAN, ZERO_INFINITY, BLOCK_L).to(
-                    value_ptr.dtype.element_ty
-                ),
-            )
+            total = tl.zeros([BLOCK_L], tl.float64)
+            for first in range(0, N, BLOCK_L):
+                i = first + tl.arange(0, BLOCK_L)
+                each = tl.load(losses_ptr + i, mask=i < N, other=0.0, volatile=True)
+                each = zero_infinite(each, ZERO_INFINITY)
+                if MEAN:
+                    labels = tl.load(targets.target_lengths + i, mask=i < N, other=1)
+                    each /= tl.maximum(labels, 1).to(tl.float64)
+                total += each
+            value = tl.sum(total, axis=0) / (N.to(tl.float64) if MEAN else 1.0)
+            tl.store(value_ptr, value.to(value_ptr.dtype.element_ty))
     elif value_ptr is not None:
         tl.store(value_ptr + n, zero_infinite(loss, ZERO_INFINITY).to(value_ptr.dtype.element_ty))

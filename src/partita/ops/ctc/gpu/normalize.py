@@ -10,56 +10,8 @@ import triton.language as tl
 
 from ....primitives.gpu.math import exp, exp_for_dtype, finite_shift
 from .lattice import INVALID
-from .scores import prior_emission, priors_of, row_emission
+from .scores import Priors, prior_emission, row_emission
 from .state import emission_of, multiply_emissions, pack_state
-
-
-@triton.jit
-def fill_zeros(zeros_ptr, num_zeros, BLOCK: tl.constexpr):
-    """Zero this program's share of the words that the next scan needs; a fill costs a launch."""
-    share = tl.cdiv(num_zeros, tl.num_programs(0))
-    for first in range(
-        tl.program_id(0).to(tl.int64) * share,
-        tl.minimum((tl.program_id(0) + 1).to(tl.int64) * share, num_zeros),
-        BLOCK,
-    ):
-        word = first + tl.arange(0, BLOCK)
-        tl.store(zeros_ptr + word, tl.zeros([BLOCK], tl.int64), mask=word < num_zeros)
-
-
-@triton.jit
-def with_star(emission, maximum, sum_exp, is_star, limit, HAS_LSE: tl.constexpr):
-    """Return emissions [ROWS, BLOCK_V] with the star's: e**lse, or 1 for log-probabilities."""
-    mantissa, exponent = (emission[1] * 0).to(tl.float32) + 1.0, emission[1] * 0 - 127
-    if HAS_LSE:
-        star = row_emission(maximum, sum_exp, limit)
-        mantissa, exponent = star[0][:, None], star[1][:, None]
-    return tl.where(is_star, mantissa, emission[0]), tl.where(is_star, exponent, emission[1])
-
-
-@triton.jit
-def with_priors(emission, priors, v, limit):
-    """Return the emissions [ROWS, BLOCK_V] of the classes v with their priors, if there are any."""
-    if len(priors) > 0:
-        mantissa, exponent = prior_emission(priors, v, limit, False)
-        emission = multiply_emissions(emission, (mantissa[None, :], exponent[None, :]), False)
-    return emission
-
-
-@triton.jit
-def store_emissions(
-    table_ptr, emission, n, t, T, lane, margin: tl.constexpr, TABLE_WIDTH: tl.constexpr
-):
-    """Store the emissions of some rows in the table, which has rows before and after its steps."""
-    index = (
-        tl.multiple_of((n * (T + 2 * margin) + t + margin) * TABLE_WIDTH, 8)[:, None]
-        + lane[None, :]
-    )
-    tl.store(
-        table_ptr + index,
-        pack_state(emission, False),
-        mask=(t < T + margin)[:, None] & (lane < TABLE_WIDTH)[None, :],
-    )
 
 
 @triton.jit(do_not_specialize=["num_zeros", "T", "N", "C", "stride_t", "stride_n", "prior_scale"])
@@ -95,14 +47,15 @@ def ctc_normalize_kernel(
     the next scan needs.
     """
     if zeros_ptr is not None:
-        fill_zeros(zeros_ptr, num_zeros, 512)
+        share = tl.cdiv(num_zeros, tl.num_programs(0))
+        start = tl.program_id(0).to(tl.int64) * share
+        end = tl.minimum((tl.program_id(0) + 1).to(tl.int64) * share, num_zeros)
+        for first in range(start, end, 512):
+            word = first + tl.arange(0, 512)
+            tl.store(zeros_ptr + word, tl.zeros([512], tl.int64), mask=word < num_zeros)
     margin: tl.constexpr = 24 if TABLE_WIDTH else 0  # rows before and after the table's steps
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t, n, lane = (
-        (row // N).to(tl.int64) - margin,
-        (row % N).to(tl.int64),
-        tl.arange(0, BLOCK_V),
-    )
+    t, n, lane = (row // N).to(tl.int64) - margin, (row % N).to(tl.int64), tl.arange(0, BLOCK_V)
     mask = (t >= 0) & (t < T) & (t < tl.load(input_lengths_ptr + n))
     source_ptr = logits_ptr + tl.multiple_of(t * stride_t + n * stride_n, VEC)[:, None]
     maximum, sum_exp = tl.full([ROWS], -float("inf"), ACC_DTYPE), tl.zeros([ROWS], ACC_DTYPE)
@@ -111,11 +64,8 @@ def ctc_normalize_kernel(
         for i in tl.static_range(PIECES):
             v = first + i * BLOCK_V + lane
             piece_mask = mask[:, None] & (v // VEC * VEC < C)[None, :]
-            x = tl.load(
-                source_ptr + v.to(tl.int64)[None, :] * stride_c,
-                mask=piece_mask,
-                other=-float("inf"),
-            )
+            ptrs = source_ptr + v.to(tl.int64)[None, :] * stride_c
+            x = tl.load(ptrs, mask=piece_mask, other=-float("inf"))
             pieces = pieces + (x.to(ACC_DTYPE),)
         if maxima_ptr is not None:
             for i in tl.static_range(PIECES):
@@ -127,13 +77,25 @@ def ctc_normalize_kernel(
             maximum = new_maximum
         if TABLE_WIDTH:
             emission = emission_of(pieces[0], limit)  # type: ignore[misc]
-            priors = priors_of(priors_ptr, prior_scale)
-            emission = with_priors(emission, priors, tl.minimum(lane, C - 1), limit)
+            if priors_ptr is not None:
+                priors = Priors(priors_ptr, prior_scale)
+                prior = prior_emission(priors, tl.minimum(lane, C - 1), limit, False)
+                prior = prior[0][None, :], prior[1][None, :]
+                emission = multiply_emissions(emission, prior, False)
             if STAR:
+                # The star has e**lse, or 1 for log-probabilities.
                 is_star = mask[:, None] & (lane == C)[None, :]
-                has_lse: tl.constexpr = maxima_ptr is not None
-                emission = with_star(emission, maximum, sum_exp, is_star, limit, has_lse)
-            store_emissions(table_ptr, emission, n, t, T, lane, margin, TABLE_WIDTH)
+                star_mantissa = (emission[1] * 0).to(tl.float32) + 1.0
+                star_exponent = emission[1] * 0 - 127
+                if maxima_ptr is not None:
+                    star = row_emission(maximum, sum_exp, limit)
+                    star_mantissa, star_exponent = star[0][:, None], star[1][:, None]
+                mantissa = tl.where(is_star, star_mantissa, emission[0])
+                emission = mantissa, tl.where(is_star, star_exponent, emission[1])
+            row_index = (n * (T + 2 * margin) + t + margin) * TABLE_WIDTH
+            word = tl.multiple_of(row_index, 8)[:, None] + lane[None, :]
+            table_mask = (t < T + margin)[:, None] & (lane < TABLE_WIDTH)[None, :]
+            tl.store(table_ptr + word, pack_state(emission, False), mask=table_mask)
     if maxima_ptr is not None:
         tl.store(maxima_ptr + t * N + n, maximum, mask=mask)
         tl.store(sums_ptr + t * N + n, sum_exp, mask=mask)

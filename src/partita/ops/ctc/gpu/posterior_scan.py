@@ -15,12 +15,20 @@ other. The products of a step carry a common factor, which the gradient divides 
 by label, `[32]` for each step and chunk, or summed by class if there are few classes.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from .label_index import store_label_order
-from .lanes import LaneKernel, lane_index, sort_by_class
+from .lanes import (
+    LaneKernel,
+    lane_index,
+    prefix_sums,
+    range_sum,
+    sort_by_class,
+    sum_over_lanes,
+)
 from .lattice import (
     NEEDS_FP64,
     SIZES,
@@ -31,20 +39,10 @@ from .lattice import (
     program_chunk,
     store_carry,
 )
-from .posterior_memory import sequence_memory
-from .posterior_rows import PosteriorRows, store_posteriors
-from .recompute import (
-    RecomputedHalf,
-    decode_block,
-    prefetch_block,
-    recompute_block,
-)
-from .scores import optional, row_scores
+from .recompute import RecomputedHalf, decode_block, prefetch_block
+from .scores import EmissionRows, sequence_rows
 from .state import posterior_of
 from .steps import (
-    EmissionRows,
-    SavedCarries,
-    SavedStates,
     advance,
     await_carries,
     carry_links,
@@ -52,6 +50,50 @@ from .steps import (
     first_scan_half,
     prefetch_carries,
 )
+
+
+class ChunkMemory(NamedTuple):
+    """The memory of a chunk in both scans.
+
+    Fields:
+        chunk: the chunk of the target.
+        states_ptr: saved states of α before the first step, words `[2, 32]`; those of β follow.
+        block_stride: offset from the states of a block of eight steps to those of the next one.
+        num_blocks: blocks in a half.
+        saved_carries_ptr: carries of the first scan, `[2, num_chunks, N, carry_steps]`.
+        sent_ptr: the carries that this chunk sends in this scan.
+        chunk_stride: offset from the carries of a chunk to those of the next chunk.
+        num_chunks: chunks of all targets.
+    """
+
+    chunk: tl.tensor
+    states_ptr: tl.tensor
+    block_stride: tl.tensor
+    num_blocks: tl.tensor
+    saved_carries_ptr: tl.tensor
+    sent_ptr: tl.tensor
+    chunk_stride: tl.tensor
+    num_chunks: tl.tensor
+
+
+class PosteriorRows(NamedTuple):
+    """The memory for a chunk's posteriors, and the order in which they are summed.
+
+    Fields:
+        label_ptr: the posteriors of the first step, `[WIDTH]` for each step.
+        blank_ptr: the blank's posterior of the first step.
+        last_step: the last step of the sequence.
+        order: the lanes sorted by class, `[32]`.
+        bounds: the range of each class in that order, for each group of 32 classes.
+        num_columns: number of columns by class: the classes, and the star if there is one.
+    """
+
+    label_ptr: tl.tensor
+    blank_ptr: tl.tensor
+    last_step: tl.tensor
+    order: tl.tensor
+    bounds: tuple[tl.tensor, ...]
+    num_columns: tl.tensor
 
 
 @triton.jit
@@ -65,319 +107,174 @@ def floor_to_int(x):
 
 
 @triton.jit
-def scan_step(
-    state,
-    other_state,
-    other_states,
-    label,
-    next_label,
-    index,
-    block,
-    BLOCK_T: tl.constexpr,
-    FORWARD: tl.constexpr,
-    FP64: tl.constexpr,
-):
-    """Take the step `index` of this scan, and one of the other direction.
-
-    The index is a tensor `[32]`, and the values of the step are arguments, so that Triton
-    translates this function once, not for each unrolled step. `other_states` are the states of the
-    other direction after the step. Returns the states after both steps, and the posteriors of
-    labels and blanks.
-    """
-    sent_ptr, is_sent, can_skip, carries, other_carries, blanks, next_blanks, exponent, lane = block
-    store_carry(sent_ptr + index, state, can_skip, is_sent, FORWARD, FP64)
-    incoming, state = advance(state, carries, blanks, label, index, can_skip, lane, FORWARD, FP64)
-    other_state = advance(
-        other_state,
-        other_carries,
-        next_blanks,
-        next_label,
-        BLOCK_T - 1 - index,
-        can_skip,
-        lane,
-        not FORWARD,
-        FP64,
-    )[1]
-    blank, label = other_states
-    label = posterior_of(incoming.label, label, exponent, FP64)
-    return state, other_state, label, posterior_of(incoming.blank, blank, exponent, FP64)
-
-
-@triton.jit
-def scan_block(
-    p,
-    state,
-    words,
-    loaded,
-    emissions,
-    other_states,
-    other,
-    links,
+def store_posteriors(
+    label_ptr,
+    blank_ptr,
     rows,
-    exponent,
-    is_boundary_lane,
+    labels,
+    blanks,
+    p,
+    padding,
     lane,
     FORWARD: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    FP64: tl.constexpr,
-    TABLE_WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Take the steps of the block at padded step p in reverse, and store their posteriors.
+    """Store the posteriors of a block of steps, by label or by class, and those of the blanks.
 
-    `words` are the loaded carries of the block, `emissions` its emissions and `other_states` its
-    recomputed states; `loaded` is the next block. Returns the states after the block, and these
-    four for the next block. This is a function because Triton translates the body of a loop two
-    times.
+    The pointers lead to the row of the first step in the order of the scan that is FORWARD.
+    The sums of the blanks have one step in every 32 / BLOCK_T lanes.
     """
-    BACK: tl.constexpr = not FORWARD
-    if not FP64:
-        words = await_carries(words, links, p, lane, BLOCK_T, FP64)
-    carries, other_carries = words, loaded.carries
-    next_emissions, other_state = decode_block(
-        loaded, other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
-    )
-    has_carries = links.has_previous & (p > 0)
-    words = prefetch_carries(links.received_ptr, p - BLOCK_T, has_carries, lane, BLOCK_T, FP64)
-    loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
-    next_states, labels, blanks, index = (), (), (), lane * 0 + (BLOCK_T - 1)
-    block = (
-        links.sent_ptr + p,
-        is_boundary_lane,
-        other.can_skip,
-        carries,
-        other_carries,
-        emissions.blank,
-        next_emissions.blank,
-        exponent,
-        lane,
-    )
-    for v in tl.static_range(BLOCK_T - 1, -1, -1):
-        state, other_state, label, blank = scan_step(
-            state,
-            other_state,
-            other_states[v],
-            emissions.label[v],
-            next_emissions.label[BLOCK_T - 1 - v],
-            index,
-            block,
-            BLOCK_T,
-            FORWARD,
-            FP64,
-        )
-        labels, blanks, index = (label,) + labels, (blank,) + blanks, index - 1
-        next_states = next_states + (other_state,)
-    padding = other.half.padding
-    store_posteriors(rows, labels, blanks, p, padding, lane, BACK, BLOCK_T, GROUPS, WIDTH)
-    return state, words, loaded, next_emissions, next_states
+    GROUPS: tl.constexpr = len(rows.bounds)
+    sign: tl.constexpr = 1 if FORWARD else -1
+    step = p - padding + lane * BLOCK_T // 32
+    total = sum_over_lanes(blanks, lane).to(blank_ptr.dtype.element_ty)
+    tl.store(blank_ptr + step * sign, total, mask=(lane % (32 // BLOCK_T) == 0) & (step >= 0))
+    row_ptr = label_ptr + (p - padding).to(tl.int64) * (sign * WIDTH) + lane
+    if GROUPS == 0:
+        for u in tl.static_range(BLOCK_T):
+            tl.store(
+                row_ptr + u * sign * WIDTH,
+                labels[u].to(label_ptr.dtype.element_ty),
+                mask=p + u >= padding,
+            )
+    else:
+        ordered = ()
+        for u in tl.static_range(BLOCK_T):
+            ordered = ordered + (tl.gather(labels[u], rows.order, 0),)
+        sums = prefix_sums(ordered, lane)
+        for g in tl.static_range(GROUPS):
+            for u in tl.static_range(BLOCK_T):
+                valid = (p + u >= padding) & (g * 32 + lane < rows.num_columns)
+                tl.store(
+                    row_ptr + (u * sign * WIDTH + g * 32),
+                    range_sum(sums[u], rows.bounds[g][0], rows.bounds[g][1]),
+                    mask=valid,
+                )
 
 
 @triton.jit
 def scan_other_half(
-    other,
-    state,
-    links,
+    target,
+    memory,
+    source,
     rows,
-    exponent,
+    state,
+    logz,
+    c,
     lane,
     FORWARD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     FP64: tl.constexpr,
     TABLE_WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Scan the half of the other direction for one chunk, and store the posteriors of its steps.
 
-    `other` is in the order of the other direction, so this scan visits the blocks from last to
-    first, and the steps of each block in reverse.
+    The chunk is the c-th of the scan. The half is in the order of the other direction, so this scan
+    visits the blocks from last to first, and the steps of each block in reverse. Each block
+    recomputes the states of the other direction for the next one.
     """
+    BLOCK_T: tl.constexpr = 1 if FP64 else 8
     BACK: tl.constexpr = not FORWARD
-    steps, padding = other.half.steps, other.half.padding
-    is_boundary_lane = (lane == (31 if FORWARD else 0)) & links.has_next
+    # In the first scan, a chunk of α received the carries of the chunk before it, and one of β
+    # those of the next one.
+    half = first_scan_half(target.length, source.stride_t, BACK, BLOCK_T)
+    states_ptr, chunk_stride = memory.states_ptr, memory.chunk_stride
+    carries_ptr, last = (
+        memory.saved_carries_ptr + memory.chunk * chunk_stride,
+        target.target_len // 32,
+    )
+    if BACK:
+        carries_ptr, had_previous = carries_ptr - chunk_stride, memory.chunk > 0
+    else:
+        states_ptr += (memory.num_blocks + 1) * memory.block_stride
+        carries_ptr += (memory.num_chunks + 1) * chunk_stride
+        had_previous = memory.chunk < last
+    other = RecomputedHalf(source, half, states_ptr, memory.block_stride, carries_ptr, had_previous)
+    links = carry_links(memory.sent_ptr, chunk_stride, c, last, FORWARD)
+    label_ptr, blank_ptr = rows.label_ptr, rows.blank_ptr
+    if FORWARD:
+        label_ptr += rows.last_step.to(tl.int64) * WIDTH
+        blank_ptr += rows.last_step
+    steps, padding, can_skip = half.steps, half.padding, source.lattice.can_skip
+    is_sent = (lane == (31 if FORWARD else 0)) & links.has_next
     last_block, has_carries = steps + padding - BLOCK_T, links.has_previous & (steps > 0)
     words = prefetch_carries(links.received_ptr, last_block, has_carries, lane, BLOCK_T, FP64)
     loaded = prefetch_block(other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
-    emissions, other_states = recompute_block(
+    emissions, before = decode_block(
         loaded, other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
     )
+    other_states = ()
+    for u in tl.static_range(BLOCK_T):
+        blanks, label = emissions.blank, emissions.label[u]
+        before = advance(
+            before, loaded.carries, blanks, label, lane * 0 + u, can_skip, lane, BACK, FP64
+        )[1]
+        other_states = other_states + (before,)
     loaded = prefetch_block(other, last_block - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
     for p in range(last_block, -1, -BLOCK_T):
-        state, words, loaded, emissions, other_states = scan_block(
-            p,
-            state,
-            words,
-            loaded,
-            emissions,
-            other_states,
-            other,
-            links,
+        if not FP64:
+            words = await_carries(words, links, p, lane, BLOCK_T, FP64)
+        carries, other_carries = words, loaded.carries
+        next_emissions, other_state = decode_block(
+            loaded, other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+        )
+        has_more = links.has_previous & (p > 0)
+        words = prefetch_carries(links.received_ptr, p - BLOCK_T, has_more, lane, BLOCK_T, FP64)
+        loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
+        next_states, label_posteriors, blank_posteriors = (), (), ()
+        index = lane * 0 + (BLOCK_T - 1)
+        for v in tl.static_range(BLOCK_T - 1, -1, -1):
+            store_carry(links.sent_ptr + p + index, state, can_skip, is_sent, FORWARD, FP64)
+            incoming, state = advance(
+                state,
+                carries,
+                emissions.blank,
+                emissions.label[v],
+                index,
+                can_skip,
+                lane,
+                FORWARD,
+                FP64,
+            )
+            other_state = advance(
+                other_state,
+                other_carries,
+                next_emissions.blank,
+                next_emissions.label[BLOCK_T - 1 - v],
+                BLOCK_T - 1 - index,
+                can_skip,
+                lane,
+                BACK,
+                FP64,
+            )[1]
+            through_label = posterior_of(incoming.label, other_states[v][1], logz, FP64)
+            through_blank = posterior_of(incoming.blank, other_states[v][0], logz, FP64)
+            label_posteriors = (through_label,) + label_posteriors
+            blank_posteriors = (through_blank,) + blank_posteriors
+            next_states, index = next_states + (other_state,), index - 1
+        store_posteriors(
+            label_ptr,
+            blank_ptr,
             rows,
-            exponent,
-            is_boundary_lane,
+            label_posteriors,
+            blank_posteriors,
+            p,
+            padding,
             lane,
-            FORWARD,
+            BACK,
             BLOCK_T,
-            FP64,
-            TABLE_WIDTH,
-            GROUPS,
             WIDTH,
         )
-
-
-@triton.jit
-def recomputed_half(
-    target, memory, chunk, source, can_skip, stride_t, FORWARD: tl.constexpr, BLOCK_T: tl.constexpr
-):
-    """Return the half that α (FORWARD) or β took in the first scan, and what it saved of a chunk.
-
-    A chunk of α received the carries of the chunk before it, and one of β those of the next one.
-    """
-    states, carries, _ = memory
-    half = first_scan_half(target.length, stride_t, FORWARD, BLOCK_T)
-    states_ptr = states.ptr + chunk * 64
-    carries_ptr = carries.saved_ptr + chunk * carries.chunk_stride
-    if FORWARD:
-        received = SavedCarries(carries_ptr - carries.chunk_stride, chunk > 0)
-    else:
-        states_ptr += (states.num_blocks + 1) * states.block_stride
-        carries_ptr += (carries.num_chunks + 1) * carries.chunk_stride
-        received = SavedCarries(carries_ptr, chunk < target.target_len // 32)
-    saved = SavedStates(states_ptr, states.block_stride)
-    return RecomputedHalf(source, half, can_skip, saved, received)
-
-
-@triton.jit
-def scan_chunk(
-    target,
-    memory,
-    c,
-    rows,
-    exponent,
-    lane,
-    BLOCK_T: tl.constexpr,
-    FP64: tl.constexpr,
-    TABLE_WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Scan chunk c of a target, counted in the scan's direction, through the other half.
-
-    `rows` are the sequence's logits or emissions.
-    """
-    states, carries, posteriors = memory
-    direction, last, stride_t = target.direction, target.target_len // 32, rows.stride_t
-    last_step, chunk = tl.maximum(target.length - 1, 0), tl.where(direction == 0, c, last - c)
-    sent_ptr = carries.ptr + (direction * carries.num_chunks + chunk) * carries.chunk_stride
-    lattice = load_chunk(
-        target.labels_ptr, chunk * 32, target.target_len, target.C, target.star, lane
-    )[0]
-    can_skip, columns = lattice.can_skip, target.C + len(target.star)
-    source = chunk_source(rows, lattice, target.blank, target.limit, FP64, TABLE_WIDTH)
-    order, bounds = sort_by_class(lattice.label, lattice.has_label, lane, GROUPS)
-    row = chunk.to(tl.int64) * posteriors.T
-    labels_ptr, blanks_ptr = posteriors.labels_ptr + row * WIDTH, posteriors.blanks_ptr + row
-    middle = states.num_blocks + direction * (states.num_blocks + 1)
-    state = load_states(states.ptr + chunk * 64 + middle * states.block_stride, lane, FP64)
-    if direction == 0:
-        scan_other_half(
-            recomputed_half(target, memory, chunk, source, can_skip, stride_t, False, BLOCK_T),
-            state,
-            carry_links(sent_ptr, carries.chunk_stride, c, last, True),
-            PosteriorRows(
-                labels_ptr + last_step.to(tl.int64) * WIDTH,
-                blanks_ptr + last_step,
-                order,
-                bounds,
-                columns,
-            ),
-            exponent,
-            lane,
-            True,
-            BLOCK_T,
-            FP64,
-            TABLE_WIDTH,
-            GROUPS,
-            WIDTH,
-        )
-    else:
-        scan_other_half(
-            recomputed_half(target, memory, chunk, source, can_skip, stride_t, True, BLOCK_T),
-            state,
-            carry_links(sent_ptr, carries.chunk_stride, c, last, False),
-            PosteriorRows(labels_ptr, blanks_ptr, order, bounds, columns),
-            exponent,
-            lane,
-            False,
-            BLOCK_T,
-            FP64,
-            TABLE_WIDTH,
-            GROUPS,
-            WIDTH,
-        )
-
-
-@triton.jit
-def scan_sequence(
-    target, memory, is_scanned, rows, logz, lane, GROUPS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Scan the chunks of a target one after another in fp64, if `is_scanned`."""
-    for c in range(0, tl.where(is_scanned, target.target_len // 32 + 1, 0)):
-        scan_chunk(target, memory, c, rows, logz, lane, 1, True, 0, GROUPS, WIDTH)
-        # The next chunk of this program reads carries that other threads have just stored.
-        tl.debug_barrier()
-
-
-@triton.jit
-def prepare_chunk(
-    target,
-    carries,
-    n,
-    chunk,
-    flags,
-    tile_counter_ptr,
-    order_ptr,
-    lane,
-    ORDER_GROUPS: tl.constexpr,
-):
-    """Clear the counter and a chunk's carries for the next scan, and sort labels for the gradient.
-
-    The carries of a sequence in fp64 are in use here, and the next scan waits for none of them.
-    """
-    zero = lane.to(tl.int64) * 0
-    if tile_counter_ptr is not None:
-        tl.store(tile_counter_ptr + lane * 0, zero, mask=n + chunk + lane == 0)
-        row = target.direction * carries.num_chunks + chunk
-        ptrs = carries.ptr + row * carries.chunk_stride + lane
-        for p in range(0, tl.where(flags == NEEDS_FP64, 0, carries.carry_steps), 32):
-            tl.store(ptrs + p, zero, mask=p + lane < carries.carry_steps)
-    if order_ptr is not None:
-        if target.direction == 0:
-            order_row = n * carries.num_chunks + chunk
-            store_label_order(order_ptr, order_row, target, chunk, lane, ORDER_GROUPS)
+        emissions, other_states = next_emissions, next_states
 
 
 @triton.jit(do_not_specialize=SIZES)
 def ctc_posterior_scan_kernel(
-    logits_ptr,  # [T, N, C]
-    table_ptr,  # [N, 24 + T + 24, TABLE_WIDTH] emissions as words, or None
-    labels_ptr,  # [M]
-    offsets_ptr,  # [N]
-    input_lengths_ptr,  # [N]
-    target_lengths_ptr,  # [N]
-    saved_ptr,  # [2, num_blocks + 1, N, num_chunks, 2, 32] int64
-    saved_carries_ptr,  # [2, num_chunks, N, carry_steps] int64, of the forward scan
-    carries_ptr,  # [2, num_chunks, N, carry_steps] int64
-    flags_ptr,  # [N] int64
-    logz_ptr,  # [N] fp64
-    posteriors_ptr,  # [N, num_chunks, T, WIDTH], by label, or with GROUPS by class
-    blanks_ptr,  # [N, num_chunks, T]
-    order_ptr,  # [N, num_chunks, 1 + 2 * ORDER_GROUPS, 32] int32, or None
-    tile_counter_ptr,  # [1] int64, or None if no program waits for another
-    priors_ptr,  # [C] or None
-    maxima_ptr,  # [T, N], or None without a star and for log-probabilities
-    sums_ptr,  # [T, N], or None likewise
+    scores,  # ScoreTensors; the normalizers are those of a star
+    targets,  # TargetTensors
+    saved,  # SavedScan
+    memory,  # ScanMemory; the posteriors are by label, or by class with GROUPS and without an order
     T,
     N,
     C,
@@ -387,53 +284,102 @@ def ctc_posterior_scan_kernel(
     num_blocks,
     carry_steps,
     blank,
-    limit,
     stride_t,
     stride_n,
     stride_c,
     prior_scale,  # the bits of an fp64 number, or None without priors
     star,  # the label that is the star, or None
-    BLOCK_T: tl.constexpr,  # steps that are loaded together
-    FP64: tl.constexpr,  # whether this launch keeps its states in fp64
-    ALL_FP64: tl.constexpr,  # whether it does so for all sequences, or for those that need it
+    FP64: tl.constexpr,  # whether this run has states in fp64
+    ALL_FP64: tl.constexpr,  # whether all sequences have; otherwise those flagged NEEDS_FP64
     TABLE_WIDTH: tl.constexpr,  # row length of the table, 0 for logits
-    GROUPS: tl.constexpr,  # groups of 32 classes by which posteriors are summed, or 0
-    ORDER_GROUPS: tl.constexpr,  # groups of 32 classes whose labels are sorted, or 0
+    GROUPS: tl.constexpr,  # groups of 32 classes that the order has, or posteriors by class; or 0
     WIDTH: tl.constexpr,  # row length of the posteriors
     LAYOUT: tl.constexpr,
 ):
     """Scan α and β through each other's half, and store the posteriors of labels and blanks.
 
-    The posteriors of a step are correct up to a common factor. A run in fp64 prepares the other.
+    The posteriors of a step are correct up to a common factor. A run in fp64 prepares the
+    other one: it clears the counter and the carries, and stores the order of the labels.
     """
-    index, n, direction = program_chunk(None if FP64 else tile_counter_ptr, N)
-    flags, logz = tl.load(flags_ptr + n), tl.load(logz_ptr + n)
-    length, target_len, offset = load_lengths(
-        n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
-    )[:3]
+    index, n, direction = program_chunk(None if FP64 else memory.counter, N)
+    flags, logz = tl.load(saved.flags + n), tl.load(saved.logz + n)
+    length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
     lane, last, has_path = lane_index(LAYOUT), target_len // 32, logz > -float("inf")
-    carries, posteriors = (saved_carries_ptr, carries_ptr), (posteriors_ptr, blanks_ptr)
-    sizes = (n, N, T, num_chunks, num_blocks, carry_steps)
-    memory = sequence_memory(saved_ptr, carries, posteriors, sizes, WIDTH)
-    labels_ptr, star = labels_ptr + offset, optional(star)
-    target = TargetScan(labels_ptr, direction, length, target_len, C, blank, limit, star)
-    priors, normalizers = row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N)
-    rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c, priors, normalizers)
+    posteriors, first_chunk, carry_start = memory.posteriors, n * num_chunks, n * carry_steps
+    N64 = N.to(tl.int64)
+    saved_carries_ptr, carries_ptr = saved.carries + carry_start, memory.carries + carry_start
+    chunk_stride, states_ptr = N64 * carry_steps, saved.states + first_chunk * 64
+    block_stride = (N64 * num_chunks) * 64
+    labels_ptr = posteriors.labels + first_chunk * T * WIDTH
+    blanks_ptr = posteriors.blanks + first_chunk * T
+    target = TargetScan(
+        targets.labels + offset, direction, length, target_len, C, blank, scores.limit, star
+    )
+    rows = sequence_rows(scores, stride_t, stride_n, stride_c, prior_scale, n, N)
     if FP64:
-        prepare_chunk(
-            target, memory.carries, n, index, flags, tile_counter_ptr, order_ptr, lane, ORDER_GROUPS
-        )
+        zero = lane.to(tl.int64) * 0
+        if memory.counter is not None:
+            tl.store(memory.counter + lane * 0, zero, mask=n + index + lane == 0)
+            ptrs = carries_ptr + (direction * num_chunks + index) * chunk_stride + lane
+            # The carries of a sequence in fp64 are in use, and the next run waits for none of them.
+            for p in range(0, tl.where(flags == NEEDS_FP64, 0, carry_steps), 32):
+                tl.store(ptrs + p, zero, mask=p + lane < carry_steps)
+        if posteriors.order is not None:
+            if direction == 0:
+                row, stride = n * num_chunks + index, (1 + 2 * GROUPS) * 32
+                lattice = load_chunk(target, index, lane)[0]
+                label = lattice.label.to(tl.int32)
+                order, bounds = sort_by_class(label, lattice.has_label, lane, GROUPS)
+                order_ptr = posteriors.order + (row * stride + lane)
+                tl.store(order_ptr, order)
+                for g in tl.static_range(GROUPS):
+                    tl.store(order_ptr + (1 + 2 * g) * 32, bounds[g][0])
+                    tl.store(order_ptr + (2 + 2 * g) * 32, bounds[g][1])
         is_scanned = has_path & (index == 0) & (ALL_FP64 | (flags == NEEDS_FP64))
-        scan_sequence(target, memory, is_scanned, rows, logz, lane, GROUPS, WIDTH)
+        begin, end = 0, tl.where(is_scanned, target_len // 32 + 1, 0)
     else:
         if TABLE_WIDTH:
-            table_ptr += (n * (T + 48) + 24) * TABLE_WIDTH
+            table_ptr = scores.table + (n * (T + 48) + 24) * TABLE_WIDTH
             rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1, (), ())
-        exponent = floor_to_int(tl.where(has_path, logz, 0.0))
-        for c in range(index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)):
-            scan_chunk(
-                target, memory, c, rows, exponent, lane, BLOCK_T, False, TABLE_WIDTH, GROUPS, WIDTH
+        logz = floor_to_int(tl.where(has_path, logz, 0.0))
+        begin, end = index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)
+    for c in range(begin, end):
+        last_step = tl.maximum(length - 1, 0)
+        chunk = tl.where(direction == 0, c, target_len // 32 - c)
+        sent_ptr = carries_ptr + (direction * num_chunks + chunk) * chunk_stride
+        lattice = load_chunk(target, chunk, lane)[0]
+        num_columns = C + (0 if star is None else 1)
+        source = chunk_source(rows, lattice, target, FP64, TABLE_WIDTH)
+        sum_groups: tl.constexpr = GROUPS if posteriors.order is None else 0
+        order, bounds = sort_by_class(lattice.label, lattice.has_label, lane, sum_groups)
+        row = chunk.to(tl.int64) * T
+        stored = PosteriorRows(
+            labels_ptr + row * WIDTH, blanks_ptr + row, last_step, order, bounds, num_columns
+        )
+        middle = num_blocks + direction * (num_blocks + 1)
+        chunk_states_ptr = states_ptr + chunk * 64
+        state = load_states(chunk_states_ptr + middle * block_stride, lane, FP64)
+        links = ChunkMemory(
+            chunk,
+            chunk_states_ptr,
+            block_stride,
+            num_blocks,
+            saved_carries_ptr,
+            sent_ptr,
+            chunk_stride,
+            num_chunks,
+        )
+        if direction == 0:
+            scan_other_half(
+                target, links, source, stored, state, logz, c, lane, True, FP64, TABLE_WIDTH, WIDTH
             )
+        else:
+            scan_other_half(
+                target, links, source, stored, state, logz, c, lane, False, FP64, TABLE_WIDTH, WIDTH
+            )
+        if FP64:
+            # The next chunk of this program reads carries that other threads have just stored.
+            tl.debug_barrier()
 
 
 ctc_posterior_scan_gluon_kernel = gluon.jit(ctc_posterior_scan_kernel.fn, do_not_specialize=SIZES)

@@ -20,16 +20,18 @@ class RecomputedHalf(NamedTuple):
     Fields:
         source: where the chunk finds its emissions; see `EmissionSource`.
         half: the steps; see `HalfSteps`.
-        can_skip: see `ChunkLattice`.
-        saved: the states before each eighth step; see `SavedStates`.
-        carries: the carries that the chunk received; see `SavedCarries`.
+        states_ptr: the states before the first step, words `[2, 32]`.
+        block_stride: offset from them to those of the next block of eight steps.
+        carries_ptr: the carries that the chunk received, one for each step.
+        has_carries: whether there was a neighbor that sent them.
     """
 
     source: tuple[tl.tensor, ...]
     half: tuple[tl.tensor, ...]
-    can_skip: tl.tensor
-    saved: tuple[tl.tensor, ...]
-    carries: tuple[tl.tensor, ...]
+    states_ptr: tl.tensor
+    block_stride: tl.tensor
+    carries_ptr: tl.tensor
+    has_carries: tl.tensor
 
 
 class LoadedBlock(NamedTuple):
@@ -47,22 +49,6 @@ class LoadedBlock(NamedTuple):
 
 
 @triton.jit
-def recompute_to_step(recomputed, state, p, lane, FORWARD: tl.constexpr):
-    """Advance fp64 states from those saved before a block of eight steps to step p in it.
-
-    This is a loop, because the unrolled steps would take long to compile.
-    """
-    source, half, can_skip, _, carries = recomputed
-    for q in range(p // 8 * 8, p):
-        loaded = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
-        emissions = decode_emissions(loaded, source, q, 0, lane, 1, True, 0)[0]
-        words = prefetch_carries(carries.ptr, q, carries.valid, lane, 1, True)
-        blanks, label = emissions.blank, emissions.label[0]
-        state = advance(state, words, blanks, label, lane * 0, can_skip, lane, FORWARD, True)[1]
-    return state
-
-
-@triton.jit
 def prefetch_block(
     recomputed,
     p,
@@ -73,14 +59,14 @@ def prefetch_block(
     TABLE_WIDTH: tl.constexpr,
 ):
     """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0."""
-    source, half, _, saved, carries = recomputed
+    source, half, states_ptr, block_stride, carries_ptr, has_carries = recomputed
     rows = prefetch_emissions(source, half, p, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
-    ptr = saved.ptr + tl.maximum(p, 0) // 8 * saved.block_stride + lane
+    ptr = states_ptr + tl.maximum(p, 0) // 8 * block_stride + lane
     states = (
         tl.load(ptr, mask=(lane >= 0) & (p >= 0), other=0),
         tl.load(ptr + 32, mask=(lane >= 0) & (p >= 0), other=0),
     )
-    words = prefetch_carries(carries.ptr, p, carries.valid & (p >= 0), lane, BLOCK_T, FP64)
+    words = prefetch_carries(carries_ptr, p, has_carries & (p >= 0), lane, BLOCK_T, FP64)
     return LoadedBlock(rows, states, words)
 
 
@@ -96,49 +82,27 @@ def decode_block(
     TABLE_WIDTH: tl.constexpr,
 ):
     """Return a block's emissions and the states before it."""
+    source, half, _, _, carries_ptr, has_carries = recomputed
     emissions = decode_emissions(
-        loaded.rows,
-        recomputed.source,
-        p,
-        recomputed.half.padding,
-        lane,
-        BLOCK_T,
-        FP64,
-        TABLE_WIDTH,
+        loaded.rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
     )[0]
     state = LaneStates(unpack_state(loaded.states[0], FP64), unpack_state(loaded.states[1], FP64))
     if FP64:
-        state = recompute_to_step(recomputed, state, tl.maximum(p, 0), lane, FORWARD)
+        # Advance to step p. The steps are a loop, because unrolled they would take long to compile.
+        p = tl.maximum(p, 0)
+        for q in range(p // 8 * 8, p):
+            rows = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
+            step = decode_emissions(rows, source, q, 0, lane, 1, True, 0)[0]
+            words = prefetch_carries(carries_ptr, q, has_carries, lane, 1, True)
+            state = advance(
+                state,
+                words,
+                step.blank,
+                step.label[0],
+                lane * 0,
+                source.lattice.can_skip,
+                lane,
+                FORWARD,
+                True,
+            )[1]
     return emissions, state
-
-
-@triton.jit
-def recompute_block(
-    loaded,
-    recomputed,
-    p,
-    lane,
-    FORWARD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    FP64: tl.constexpr,
-    TABLE_WIDTH: tl.constexpr,
-):
-    """Return a block's emissions and the states after each of its steps."""
-    emissions, state = decode_block(
-        loaded, recomputed, p, lane, FORWARD, BLOCK_T, FP64, TABLE_WIDTH
-    )
-    states = ()
-    for u in tl.static_range(BLOCK_T):
-        state = advance(
-            state,
-            loaded.carries,
-            emissions.blank,
-            emissions.label[u],
-            lane * 0 + u,
-            recomputed.can_skip,
-            lane,
-            FORWARD,
-            FP64,
-        )[1]
-        states = states + (state,)
-    return emissions, states

@@ -4,7 +4,8 @@ The emission of a class is e**(logit - scale · prior). The log-sum-exp of a ste
 later, as without priors, so the star has e**lse as its emission where the kernels read logits, and
 1 where they read log-probabilities. Priors are used in fp64, because their errors would add up.
 
-A kernel that has neither gets None for their arguments, and empty tuples stand for them inside.
+A kernel that has neither gets None for their arguments, and empty tuples stand for them inside,
+because a device function cannot return None.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,44 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E
 from .state import ZERO_EXPONENT, constant_state, emission_of
+
+
+class ScoreTensors(NamedTuple):
+    """What kernels compute the scores of a batch from; those that a kernel does not need are None.
+
+    Fields:
+        rows: `[T, N, C]` logits; the forward scan gets the table instead, if there is one.
+        table: `[N, 24 + T + 24, TABLE_WIDTH]`, emissions as words.
+        priors: `[C]`, contiguous; None without priors, and for a table, which has them.
+        maxima: `[T, N]`, the maximum of each row; None for log-probabilities.
+        sums: `[T, N]`, the sum of exponentials relative to it; None likewise.
+        limit: the greatest absolute value of a logit that has an emission.
+    """
+
+    rows: tl.tensor
+    table: tl.tensor | None
+    priors: tl.tensor | None
+    maxima: tl.tensor | None
+    sums: tl.tensor | None
+    limit: tl.tensor | None
+
+
+class EmissionRows(NamedTuple):
+    """The logits of a sequence, or its table of emissions as words.
+
+    Fields:
+        ptr: the first row.
+        stride_t: offset from each row to the next.
+        stride_c: offset from each class to the next.
+        priors: see `Priors`; empty without priors, and for a table, which has them.
+        normalizers: see `Normalizers`; empty without a star, for a table and for log-probabilities.
+    """
+
+    ptr: tl.tensor
+    stride_t: tl.tensor
+    stride_c: tl.tensor
+    priors: tuple[tl.tensor, ...]
+    normalizers: tuple[tl.tensor, ...]
 
 
 class Priors(NamedTuple):
@@ -43,36 +82,14 @@ class Normalizers(NamedTuple):
 
 
 @triton.jit
-def optional(value):
-    """Return a tuple of the value, which is empty for None."""
-    if value is None:
-        return ()
-    else:
-        return (value,)
-
-
-@triton.jit
-def priors_of(priors_ptr, prior_scale):
-    """Return the priors as `Priors`, or an empty tuple for None."""
-    if priors_ptr is None:
-        return ()
-    else:
-        return Priors(priors_ptr, prior_scale)
-
-
-@triton.jit
-def normalizers_of(maxima_ptr, sums_ptr, n, N):
-    """Return the log-sum-exps of a sequence as `Normalizers`, or an empty tuple for None."""
-    if maxima_ptr is None:
-        return ()
-    else:
-        return Normalizers(maxima_ptr + n, sums_ptr + n, N.to(tl.int64))
-
-
-@triton.jit
-def row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N):
-    """Return the priors and the log-sum-exps of a sequence, each of which may be empty."""
-    return priors_of(priors_ptr, prior_scale), normalizers_of(maxima_ptr, sums_ptr, n, N)
+def sequence_rows(scores, stride_t, stride_n, stride_c, prior_scale, n, N):
+    """Return the rows of a sequence as `EmissionRows`, given the `ScoreTensors` of the batch."""
+    priors, normalizers = (), ()
+    if scores.priors is not None:
+        priors = Priors(scores.priors, prior_scale)
+    if scores.maxima is not None:
+        normalizers = Normalizers(scores.maxima + n, scores.sums + n, N.to(tl.int64))
+    return EmissionRows(scores.rows + n * stride_n, stride_t, stride_c, priors, normalizers)
 
 
 @triton.jit

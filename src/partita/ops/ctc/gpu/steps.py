@@ -19,7 +19,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .lattice import emit, sum_predecessors
+from .lattice import LaneStates, sum_predecessors
 from .scores import prior_emission, star_emission
 from .state import (
     ZERO_EXPONENT,
@@ -28,6 +28,7 @@ from .state import (
     broadcast_lane,
     emission_of,
     emission_of_fp64,
+    multiply_emission,
     multiply_emissions,
     select,
     unpack_state,
@@ -52,42 +53,24 @@ class HalfSteps(NamedTuple):
     first_step: tl.tensor
 
 
-class EmissionRows(NamedTuple):
-    """The logits of a sequence, or its table of emissions as words.
-
-    Fields:
-        ptr: the first row.
-        stride_t: offset from each row to the next.
-        stride_c: offset from each class to the next.
-        priors: see `Priors`; empty without priors, and for a table, which has them.
-        normalizers: see `Normalizers`; empty without a star, for a table and for log-probabilities.
-    """
-
-    ptr: tl.tensor
-    stride_t: tl.tensor
-    stride_c: tl.tensor
-    priors: tuple[tl.tensor, ...]
-    normalizers: tuple[tl.tensor, ...]
-
-
 class EmissionSource(NamedTuple):
     """The logits of a chunk, or its part of a table of emissions as words.
 
     Fields:
         label_ptr: address of each lane's label in row 0, `[32]`.
         blank_ptr: address of the blank in row 0.
-        has_label: whether each lane has a label, `[32]`.
+        stride_t: offset from each row to the next.
+        lattice: see `ChunkLattice`.
         limit: the greatest absolute value of a logit whose exponential is an emission.
-        is_star: see `ChunkLattice`.
         priors: the emissions by which the priors of label and blank multiply; empty without.
-        normalizers: see `EmissionRows`.
+        normalizers: see `EmissionRows` in `scores.py`.
     """
 
     label_ptr: tl.tensor
     blank_ptr: tl.tensor
-    has_label: tl.tensor
+    stride_t: tl.tensor
+    lattice: tuple[tl.tensor, ...]
     limit: tl.tensor
-    is_star: tuple[tl.tensor, ...]
     priors: tuple[tl.tensor, ...]
     normalizers: tuple[tl.tensor, ...]
 
@@ -104,30 +87,6 @@ class Emissions(NamedTuple):
     label: tuple[tl.tensor, ...]
     blank: tl.tensor
     star: tuple[tl.tensor, ...]
-
-
-class SavedStates(NamedTuple):
-    """The memory for the states before each eighth step of a half.
-
-    Fields:
-        ptr: words `[2, 32]` of this chunk before the first step.
-        block_stride: offset to the words of the next block of eight steps.
-    """
-
-    ptr: tl.tensor
-    block_stride: tl.tensor
-
-
-class SavedCarries(NamedTuple):
-    """The carries that a chunk received in an earlier scan.
-
-    Fields:
-        ptr: one word for each step of the half.
-        valid: whether there was a neighbor that sent them.
-    """
-
-    ptr: tl.tensor
-    valid: tl.tensor
 
 
 class CarryLinks(NamedTuple):
@@ -170,12 +129,12 @@ def first_scan_half(length, stride_t, FORWARD: tl.constexpr, BLOCK_T: tl.constex
 
 
 @triton.jit
-def chunk_source(rows, lattice, blank, limit, FP64: tl.constexpr, TABLE_WIDTH: tl.constexpr):
+def chunk_source(rows, lattice, target, FP64: tl.constexpr, TABLE_WIDTH: tl.constexpr):
     """Return where a chunk finds its emissions in the rows of a sequence.
 
     A table has a column for the star. Logits have none, so those of class 0 are loaded for it.
     """
-    label, priors = lattice.label, ()
+    label, blank, limit, priors = lattice.label, target.blank, target.limit, ()
     if len(lattice.is_star) > 0 and TABLE_WIDTH == 0:
         label = tl.where(lattice.is_star[0], 0, label)
     if len(rows.priors) > 0:
@@ -186,9 +145,9 @@ def chunk_source(rows, lattice, blank, limit, FP64: tl.constexpr, TABLE_WIDTH: t
     return EmissionSource(
         rows.ptr + label.to(tl.int64) * rows.stride_c,
         rows.ptr + tl.cast(blank, tl.int64) * rows.stride_c,
-        lattice.has_label,
+        rows.stride_t,
+        lattice,
         limit,
-        lattice.is_star,
         priors,
         rows.normalizers,
     )
@@ -214,21 +173,6 @@ def row_offset(half, p):
 
 
 @triton.jit
-def prefetch_star(normalizers, half, p, FORWARD: tl.constexpr):
-    """Load the maximum and the sum of padded steps p, from which the star's emission follows."""
-    if len(normalizers) == 0:
-        return ()
-    else:
-        step = row_index(half, p)
-        step = half.first_step + step if FORWARD else half.first_step - step
-        offset = step.to(tl.int64) * normalizers.stride_t
-        return (
-            tl.load(normalizers.maxima_ptr + offset),
-            tl.load(normalizers.sums_ptr + offset),
-        )
-
-
-@triton.jit
 def prefetch_emissions(
     source,
     half,
@@ -239,7 +183,7 @@ def prefetch_emissions(
     TABLE_WIDTH: tl.constexpr,
 ):
     """Load the logits, or the words of the table, of a block of steps."""
-    label_rows = ()
+    label_rows, star = (), ()
     if TABLE_WIDTH:
         stride: tl.constexpr = TABLE_WIDTH if FORWARD else -TABLE_WIDTH
         row = half.first_row + (p - half.padding) * stride
@@ -250,7 +194,14 @@ def prefetch_emissions(
         for u in tl.static_range(BLOCK_T):
             label_rows = label_rows + (tl.load(source.label_ptr + row_offset(half, p + u)),)
         blank_row = tl.load(source.blank_ptr + row_offset(half, p + lane % BLOCK_T))
-        star = prefetch_star(source.normalizers, half, p + lane % BLOCK_T, FORWARD)
+        if len(source.normalizers) > 0:
+            step = row_index(half, p + lane % BLOCK_T)
+            step = half.first_step + step if FORWARD else half.first_step - step
+            offset = step.to(tl.int64) * source.normalizers.stride_t
+            star = (
+                tl.load(source.normalizers.maxima_ptr + offset),
+                tl.load(source.normalizers.sums_ptr + offset),
+            )
         return Emissions(label_rows, blank_row, star)
 
 
@@ -267,9 +218,9 @@ def class_emission(x, prior, limit, FP64: tl.constexpr):
 def label_emission(x, source, star, u, lane, FP64: tl.constexpr):
     """Return the emission of each lane's label at step u of a block, given its logit."""
     emission = class_emission(x, source.priors[:1], source.limit, FP64)
-    if len(source.is_star) > 0:
+    if len(source.lattice.is_star) > 0:
         star = broadcast_lane(star, lane * 0 + u, FP64)
-        emission = select(source.is_star[0], star, emission, FP64)
+        emission = select(source.lattice.is_star[0], star, emission, FP64)
     return emission
 
 
@@ -290,19 +241,23 @@ def decode_emissions(
     is NaN in each lane that met a logit beyond the limit and 0 elsewhere.
     """
     labels, overflow, star = (), lane.to(tl.float32) * 0.0, ()
-    if len(source.is_star) > 0 and TABLE_WIDTH == 0:
+    if len(source.lattice.is_star) > 0 and TABLE_WIDTH == 0:
         star = star_emission(loaded.star, source.limit, lane, FP64)
     for u in tl.static_range(BLOCK_T):
         if FP64:
             emission = label_emission(loaded.label[u], source, star, u, lane, True)
-            labels = labels + ((tl.where(source.has_label, emission[0], -float("inf")),),)
+            labels = labels + ((tl.where(source.lattice.has_label, emission[0], -float("inf")),),)
         else:
             mantissa, exponent = (
                 unpack_state(loaded.label[u], False)
                 if TABLE_WIDTH
                 else label_emission(loaded.label[u], source, star, u, lane, False)
             )
-            valid = source.has_label if TABLE_WIDTH else source.has_label & (p + u >= padding)
+            valid = (
+                source.lattice.has_label
+                if TABLE_WIDTH
+                else source.lattice.has_label & (p + u >= padding)
+            )
             labels = labels + ((mantissa, tl.where(valid, exponent, ZERO_EXPONENT - 127)),)
             overflow = overflow + mantissa * 0.0
     if FP64:
@@ -336,12 +291,6 @@ def await_carries(words, links, p, lane, BLOCK_T: tl.constexpr, FP64: tl.constex
 
 
 @triton.jit
-def carry_at(words, index, FP64: tl.constexpr):
-    """Return the carry of the step `index`, `[32]`, in all lanes."""
-    return unpack_state(tl.gather(words, index, 0), FP64)
-
-
-@triton.jit
 def advance(
     state,
     words,
@@ -359,6 +308,7 @@ def advance(
     lane; `label` are the labels' emissions of the step `index`. The index is a tensor `[32]`, so
     that Triton translates this function once, not for each unrolled step.
     """
-    carry = carry_at(words, index, FP64)
+    carry = unpack_state(tl.gather(words, index, 0), FP64)
     incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
-    return incoming, emit(incoming, blanks, label, index, FP64)
+    blank = multiply_emission(incoming.blank, broadcast_lane(blanks, index, FP64), FP64)
+    return incoming, LaneStates(blank, multiply_emission(incoming.label, label, FP64))

@@ -118,23 +118,33 @@ def workspace_layout(
 register_cache("ctc.gpu.workspace.layouts", workspace_layout.cache_clear)
 
 
+class PosteriorTensors(NamedTuple):
+    """The posteriors of a batch.
+
+    Fields:
+        labels: `[N, num_chunks, T, width]` by label or by class.
+        blanks: `[N, num_chunks, T]`, those of the blank.
+        order: `[N, num_chunks, 1 + 2 * class_groups, 32]` int32, the order of the labels by class
+            and the range of each class; None if it is not used.
+    """
+
+    labels: Part
+    blanks: Part
+    order: Part | None
+
+
 class ScanMemory(NamedTuple):
     """The memory that the scan of the posteriors writes.
 
     Fields:
         counter: `[1]`, counts the programs that have started; None if no program waits.
         carries: `[2, num_chunks, N, carry_steps]`, what chunks hand to their neighbors.
-        posteriors: `[N, num_chunks, T, width]` by label or by class.
-        blank_posteriors: `[N, num_chunks, T]`, those of the blank.
-        order: `[N, num_chunks, 1 + 2 * class_groups, 32]` int32, the order of the labels by class
-            and the range of each class; None if it is not used.
+        posteriors: see `PosteriorTensors`.
     """
 
     counter: Part | None
     carries: Part
-    posteriors: Part
-    blank_posteriors: Part
-    order: Part | None
+    posteriors: PosteriorTensors
 
 
 def scan_memory(logits: Tensor, plan: CTCPlan, width: int, workspace: CTCWorkspace) -> ScanMemory:
@@ -166,7 +176,9 @@ def scan_memory(logits: Tensor, plan: CTCPlan, width: int, workspace: CTCWorkspa
     return ScanMemory(
         None if workspace.tile_counter is None else (buffer, 0, torch.int64),
         (buffer, starts[1], torch.int64),
-        posteriors or (buffer, starts[2], dtype),
-        blanks or (buffer, starts[3], dtype),
-        (buffer, starts[4], torch.int32) if has_order else None,
+        PosteriorTensors(
+            posteriors or (buffer, starts[2], dtype),
+            blanks or (buffer, starts[3], dtype),
+            (buffer, starts[4], torch.int32) if has_order else None,
+        ),
     )

@@ -15,7 +15,6 @@ from ....runtime.launch import (
     cdiv,
     launch,
     next_power_of_2,
-    tl_acc_dtype,
     zeroed_words,
 )
 from ..common import (
@@ -29,6 +28,9 @@ from .mixture import divergence_mixture_row_kernel
 from .one_pass import divergence_row_kernel
 from .plan import MixturePlan, OnePassPlan, mixture_plan, one_pass_plan
 from .rows import (
+    PairState,
+    PairStatistics,
+    StridedRows,
     divergence_accumulate_kernel,
     divergence_gradient_kernel,
     divergence_mixture_kernel,
@@ -44,13 +46,12 @@ ROW_BYTES = 16  # what one thread loads of a row at once
 
 
 def _options(
-    largest: int, warps: int, softcap: float, padded: bool, dtype: torch.dtype, *rows: Tensor
+    largest: int, warps: int, softcap: float, padded: bool, *rows: Tensor
 ) -> dict[str, Any]:
     """Return the compile-time options of a kernel."""
     block = min(next_power_of_2(rows[0].shape[1]), largest)
     return {
         "HAS_SOFTCAP": softcap != 0,
-        "ACC_DTYPE": tl_acc_dtype(dtype),
         "VEC": _vector(padded, *rows),
         "BLOCK": block,
         "num_warps": max(warps * block // largest, 1),
@@ -102,33 +103,30 @@ def accumulate(
 
     The rows are `padded` to 16 columns, unless that is said.
     """
-    rows = state.rows
+    rows, student_first = state.rows, beta != 0
     sizes = (2 * BLOCK, 8) if len(logits) <= FEW_ROWS else (BLOCK, 4)
-    options = _options(*sizes, softcap, padded, rows.loss.dtype, logits, teacher_logits)
+    options = _options(*sizes, softcap, padded, logits, teacher_logits)
     lanes = 32 * options["num_warps"]
     options["LANES"] = lanes if options["BLOCK"] >= lanes * options["VEC"] else 1
-    pairs = [
-        (logits, rows.maximum, rows.sumexp),
-        (teacher_logits, rows.teacher_maximum, rows.teacher_sumexp),
-    ]
-    one, other = pairs if beta else pairs[::-1]
+    student = StridedRows(logits, *logits.stride())
+    teacher = StridedRows(teacher_logits, *teacher_logits.stride())
+    of_student, of_teacher = rows[2:4], rows[4:]
     launch(
         divergence_accumulate_kernel,
         len(logits),
-        one[0],
-        other[0],
-        rows.loss,
-        rows.student,
-        *one[1:],
-        *other[1:],
-        state.weighted,
-        logits.shape[1],
-        first,
-        *one[0].stride(),
-        *other[0].stride(),
-        temperature,
-        softcap,
-        STUDENT_FIRST=beta != 0,
+        first=student if student_first else teacher,
+        second=teacher if student_first else student,
+        kl_ptr=rows.loss,
+        student_ptr=rows.student,
+        state=PairState(
+            *(of_student + of_teacher if student_first else of_teacher + of_student),
+            state.weighted,
+        ),
+        classes=logits.shape[1],
+        num_seen=first,
+        temperature=temperature,
+        softcap=softcap,
+        STUDENT_FIRST=student_first,
         **options,
     )
 
@@ -145,22 +143,21 @@ def accumulate_mixture(
     padded: bool = True,
 ) -> None:
     """Add these classes to the divergences from the mixture, of rows with known statistics."""
-    dtype = state.rows.loss.dtype
     sizes = (4 * MIXTURE_BLOCK, 16) if len(logits) <= FEW_ROWS else (MIXTURE_BLOCK, 4)
     launch(
         divergence_mixture_kernel,
         len(logits),
-        logits,
-        teacher_logits,
-        *state.rows,
-        logits.shape[1],
-        first,
-        *logits.stride(),
-        *teacher_logits.stride(),
-        beta,
-        temperature,
-        softcap,
-        **_options(*sizes, softcap, padded, dtype, logits, teacher_logits),
+        logits=StridedRows(logits, *logits.stride()),
+        teacher=StridedRows(teacher_logits, *teacher_logits.stride()),
+        loss_ptr=state.rows.loss,
+        student_ptr=state.rows.student,
+        statistics=PairStatistics(*state.rows[2:]),
+        classes=logits.shape[1],
+        num_seen=first,
+        beta=beta,
+        temperature=temperature,
+        softcap=softcap,
+        **_options(*sizes, softcap, padded, logits, teacher_logits),
     )
 
 
@@ -180,24 +177,21 @@ def write_gradient(
 
     The result, `[M, C]`, may be the logits themselves.
     """
-    dtype = rows.maximum.dtype
     block = GRADIENT_BLOCK // 2 if 0 < beta < 1 else GRADIENT_BLOCK
-    options = _options(block, 4, softcap, padded, dtype, logits, teacher_logits, result)
+    options = _options(block, 4, softcap, padded, logits, teacher_logits, result)
     launch(
         divergence_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], options["BLOCK"]),
-        grad,
-        logits,
-        teacher_logits,
-        *rows[1:],
-        result,
-        logits.shape[1],
-        *logits.stride(),
-        *teacher_logits.stride(),
-        result.stride(0),
-        beta,
-        temperature,
-        softcap,
+        grad_ptr=grad,
+        logits=StridedRows(logits, *logits.stride()),
+        teacher=StridedRows(teacher_logits, *teacher_logits.stride()),
+        student_ptr=rows.student,
+        statistics=PairStatistics(*rows[2:]),
+        dlogits=StridedRows(result, *result.stride()),
+        classes=logits.shape[1],
+        beta=beta,
+        temperature=temperature,
+        softcap=softcap,
         KIND=_kind(beta),
         **options,
     )
@@ -404,3 +398,6 @@ def divergence_mixture(
             logits, teacher_logits, state, 0, beta, temperature, softcap, padded=False
         )
     return result
+
+
+divergence_local_gradient = divergence_backward  # whose statistics are those of all ranks

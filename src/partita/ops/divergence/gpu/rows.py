@@ -25,28 +25,34 @@ from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_s
 REVERSE, MIXTURE = tl.constexpr(1), tl.constexpr(2)
 
 
-class PairRows(NamedTuple):
-    """Two rows and what the kernels know of them.
+class StridedRows(NamedTuple):
+    """Rows of logits, `[M, C]` with the strides `m, c`."""
 
-    Fields:
-        first_ptr, second_ptr: the first logits of the rows.
-        first_class, second_class: strides over classes.
-        classes: the number of classes.
-        cap: the soft-cap.
-        log2_scale: the factor of logits in exponents of 2.
-    """
+    ptr: Any
+    m: Any
+    c: Any
 
-    first_ptr: Any
-    second_ptr: Any
-    first_class: Any
-    second_class: Any
+
+class LogitRow(NamedTuple):
+    """One row of logits: address, stride over classes, their number, and the soft-cap or None."""
+
+    ptr: Any
+    stride: Any
     classes: Any
-    cap: Any
-    log2_scale: Any
+    softcap: Any
+
+
+class PairStatistics(NamedTuple):
+    """Maximum and sum of exponentials of the student's row and of the teacher's, `[M]` or one."""
+
+    maximum: Any
+    total: Any
+    teacher_maximum: Any
+    teacher_total: Any
 
 
 class PairState(NamedTuple):
-    """The statistics of both rows: `[1, LANES]` of the lanes, or numbers.
+    """The statistics of both rows: `[M]`, `[1, LANES]` of the lanes, or numbers.
 
     Fields:
         maximum, total: maximum and sum of exponentials of the first row.
@@ -63,27 +69,18 @@ class PairState(NamedTuple):
 
 
 @triton.jit
-def load_classes(
-    row_ptr,
-    class_stride,
-    v,
-    classes,
-    cap,
-    UNMASKED: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    VEC: tl.constexpr,
-):
+def load_classes(row, v, UNMASKED: tl.constexpr, ACC_DTYPE: tl.constexpr, VEC: tl.constexpr):
     """Load the soft-capped logits of the classes v, -inf past the last class.
 
     Rows are padded to VEC classes, so the mask of a load is constant over a vector.
     """
-    pointers = row_ptr + v.to(tl.int64) * class_stride
+    HAS_SOFTCAP: tl.constexpr = row.softcap is not None
+    pointers = row.ptr + v.to(tl.int64) * row.stride
     if UNMASKED:
-        return apply_softcap(tl.load(pointers).to(ACC_DTYPE), cap, HAS_SOFTCAP)
+        return apply_softcap(tl.load(pointers).to(ACC_DTYPE), row.softcap, HAS_SOFTCAP)
     else:
-        x = tl.load(pointers, mask=v // VEC * VEC < classes, other=0.0).to(ACC_DTYPE)
-        return tl.where(v < classes, apply_softcap(x, cap, HAS_SOFTCAP), -float("inf"))
+        x = tl.load(pointers, mask=v // VEC * VEC < row.classes, other=0.0).to(ACC_DTYPE)
+        return tl.where(v < row.classes, apply_softcap(x, row.softcap, HAS_SOFTCAP), -float("inf"))
 
 
 @triton.jit
@@ -105,9 +102,10 @@ def rescaled(state, maximum, other_maximum, log2_scale):
 def accumulate_pair(
     state,
     start,
-    rows,
+    x_row,
+    y_row,
+    log2_scale,
     UNMASKED: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -115,14 +113,9 @@ def accumulate_pair(
     ACC_DTYPE: tl.constexpr = state.maximum.dtype
     LANES: tl.constexpr = state.maximum.shape[1]
     VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
-    classes, cap, log2_scale = rows.classes, rows.cap, rows.log2_scale
     v = (start + tl.arange(0, BLOCK))[None, :]
-    x = load_classes(
-        rows.first_ptr, rows.first_class, v, classes, cap, UNMASKED, HAS_SOFTCAP, ACC_DTYPE, VEC
-    )
-    y = load_classes(
-        rows.second_ptr, rows.second_class, v, classes, cap, UNMASKED, HAS_SOFTCAP, ACC_DTYPE, VEC
-    )
+    x = load_classes(x_row, v, UNMASKED, ACC_DTYPE, VEC)
+    y = load_classes(y_row, v, UNMASKED, ACC_DTYPE, VEC)
     x, y = by_lane(x, LANES, VECTOR), by_lane(y, LANES, VECTOR)
     maximum = tl.maximum(state.maximum, lane_max(x))
     other_maximum = tl.maximum(state.other_maximum, lane_max(y))
@@ -139,8 +132,9 @@ def accumulate_pair(
 
 @triton.jit
 def scan_pair(
-    rows,
-    HAS_SOFTCAP: tl.constexpr,
+    x_row,
+    y_row,
+    log2_scale,
     ACC_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
@@ -149,78 +143,77 @@ def scan_pair(
     """Return the statistics of the lanes over all classes of both rows."""
     zero = tl.zeros([1, LANES], tl.float64)
     nothing = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
-    state = PairState(nothing, zero, nothing, zero, zero)
-    unmasked_end = rows.classes // BLOCK * BLOCK
+    lanes = PairState(nothing, zero, nothing, zero, zero)
+    unmasked_end = x_row.classes // BLOCK * BLOCK
     TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
     for start in range(0, unmasked_end, BLOCK):
-        state = accumulate_pair(state, start, rows, True, HAS_SOFTCAP, VEC, BLOCK)
-    for start in range(unmasked_end, rows.classes, TAIL):
-        state = accumulate_pair(state, start, rows, False, HAS_SOFTCAP, VEC, TAIL)
-    return state
+        lanes = accumulate_pair(lanes, start, x_row, y_row, log2_scale, True, VEC, BLOCK)
+    for start in range(unmasked_end, x_row.classes, TAIL):
+        lanes = accumulate_pair(lanes, start, x_row, y_row, log2_scale, False, VEC, TAIL)
+    return lanes
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["num_seen"])
 def divergence_accumulate_kernel(
-    first_ptr,  # [M, C]
-    second_ptr,  # [M, C]
+    first,  # StridedRows [M, C]
+    second,  # StridedRows [M, C]
     kl_ptr,  # [M]
     student_ptr,  # [M]: KL(student ‖ teacher) if the student is first, otherwise 0
-    first_maximum_ptr,  # [M]
-    first_sumexp_ptr,  # [M]
-    second_maximum_ptr,  # [M]
-    second_sumexp_ptr,  # [M]
-    weighted_ptr,  # [M]
+    state,  # PairState [M]
     classes,
-    first,  # the number of classes that the state has seen, which is not read if that is 0
-    first_row,  # strides
-    first_class,
-    second_row,
-    second_class,
+    num_seen,  # the number of classes that the state has seen, which is not read if that is 0
     temperature: tl.float64,
     softcap: tl.float64,
     STUDENT_FIRST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Update the state of two rows, and KL(first ‖ second), with one read of these classes."""
+    ACC_DTYPE: tl.constexpr = state.maximum.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     inverse = 1.0 / tl.full([], temperature, tl.float64)
-    rows = PairRows(
-        first_ptr + row * first_row,
-        second_ptr + row * second_row,
-        first_class,
-        second_class,
-        classes,
-        tl.full([], softcap, ACC_DTYPE),
-        tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE),
-    )
-    lanes = scan_pair(rows, HAS_SOFTCAP, ACC_DTYPE, VEC, LANES, BLOCK)
-    seen = first > 0
+    x_ptr, y_ptr = first.ptr + row * first.m, second.ptr + row * second.m
+    cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
+    x_row = LogitRow(x_ptr, first.c, classes, cap)
+    y_row = LogitRow(y_ptr, second.c, classes, cap)
+    log2_scale = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
+    lanes = scan_pair(x_row, y_row, log2_scale, ACC_DTYPE, VEC, LANES, BLOCK)
+    seen = num_seen > 0
     before = PairState(
-        tl.load(first_maximum_ptr + row, mask=seen, other=-float("inf")),
-        tl.load(first_sumexp_ptr + row, mask=seen, other=0.0).to(tl.float64),
-        tl.load(second_maximum_ptr + row, mask=seen, other=-float("inf")),
-        tl.load(second_sumexp_ptr + row, mask=seen, other=0.0).to(tl.float64),
-        tl.load(weighted_ptr + row, mask=seen, other=0.0).to(tl.float64),
+        tl.load(state.maximum + row, mask=seen, other=-float("inf")),
+        tl.load(state.total + row, mask=seen, other=0.0).to(tl.float64),
+        tl.load(state.other_maximum + row, mask=seen, other=-float("inf")),
+        tl.load(state.other_total + row, mask=seen, other=0.0).to(tl.float64),
+        tl.load(state.weighted + row, mask=seen, other=0.0).to(tl.float64),
     )
     maximum = tl.maximum(before.maximum, tl.max(lanes.maximum))
     other_maximum = tl.maximum(before.other_maximum, tl.max(lanes.other_maximum))
-    total, other_total, weighted = rescaled(before, maximum, other_maximum, rows.log2_scale)
-    of_lanes = rescaled(lanes, maximum, other_maximum, rows.log2_scale)
+    total, other_total, weighted = rescaled(before, maximum, other_maximum, log2_scale)
+    of_lanes = rescaled(lanes, maximum, other_maximum, log2_scale)
     total += tl.sum(of_lanes[0])
     other_total += tl.sum(of_lanes[1])
     weighted += tl.sum(of_lanes[2])
     kl = (weighted / total * inverse + tl.log(other_total / total)).to(ACC_DTYPE)
     tl.store(kl_ptr + row, kl)
     tl.store(student_ptr + row, kl if STUDENT_FIRST else tl.zeros_like(kl))
-    tl.store(first_maximum_ptr + row, maximum)
-    tl.store(first_sumexp_ptr + row, total.to(ACC_DTYPE))
-    tl.store(second_maximum_ptr + row, other_maximum)
-    tl.store(second_sumexp_ptr + row, other_total.to(ACC_DTYPE))
-    tl.store(weighted_ptr + row, weighted.to(ACC_DTYPE))
+    tl.store(state.maximum + row, maximum)
+    tl.store(state.total + row, total.to(ACC_DTYPE))
+    tl.store(state.other_maximum + row, other_maximum)
+    tl.store(state.other_total + row, other_total.to(ACC_DTYPE))
+    tl.store(state.weighted + row, weighted.to(ACC_DTYPE))
+
+
+@triton.jit
+def load_statistics(statistics, row):
+    """Load the statistics of a row of the student and of the teacher."""
+    return PairStatistics(
+        tl.load(statistics.maximum + row),
+        tl.load(statistics.total + row),
+        tl.load(statistics.teacher_maximum + row),
+        tl.load(statistics.teacher_total + row),
+    )
 
 
 @triton.jit
@@ -237,13 +230,13 @@ def log2_probabilities(x, maximum, total, inverse):
 
 
 @triton.jit
-def mixture_terms(x, maximum, total, t, other_maximum, other_total, weight, inverse):
+def mixture_terms(x, t, pair, weight, inverse):
     """Return p, q, log2(p / m) and log2(q / m), where m is the mixture; 0 where p or q is 0.
 
     Logarithms are subtracted, because a quotient takes longer than an exponential.
     """
-    log_p = log2_probabilities(x, maximum, total, inverse)
-    log_q = log2_probabilities(t, other_maximum, other_total, inverse)
+    log_p = log2_probabilities(x, pair.maximum, pair.total, inverse)
+    log_q = log2_probabilities(t, pair.teacher_maximum, pair.teacher_total, inverse)
     p, q = tl.exp2(log_p), tl.exp2(log_q)
     log_m = tl.log2(weight * q + (1.0 - weight) * p)
     return (
@@ -254,112 +247,95 @@ def mixture_terms(x, maximum, total, t, other_maximum, other_total, weight, inve
     )
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["num_seen"])
 def divergence_mixture_kernel(
-    logits_ptr,  # [M, C]
-    teacher_ptr,  # [M, C]
+    logits,  # StridedRows [M, C]
+    teacher,  # StridedRows [M, C]
     loss_ptr,  # [M]
     student_ptr,  # [M]
-    maximum_ptr,  # [M]
-    sumexp_ptr,  # [M]
-    teacher_maximum_ptr,  # [M]
-    teacher_sumexp_ptr,  # [M]
+    statistics,  # PairStatistics [M]
     classes,
-    first,  # the number of classes that the divergences have seen
-    logits_row,  # strides
-    logits_class,
-    teacher_row,
-    teacher_class,
+    num_seen,  # the number of classes that the divergences have seen
     beta: tl.float64,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add these classes to the divergences of teacher and student from their mixture."""
+    ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    x_ptr, t_ptr = logits_ptr + row * logits_row, teacher_ptr + row * teacher_row
-    cap, weight = tl.full([], softcap, ACC_DTYPE), tl.full([], beta, ACC_DTYPE)
+    x_ptr, t_ptr = logits.ptr + row * logits.m, teacher.ptr + row * teacher.m
+    cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
+    x_row = LogitRow(x_ptr, logits.c, classes, cap)
+    t_row = LogitRow(t_ptr, teacher.c, classes, cap)
+    weight = tl.full([], beta, ACC_DTYPE)
     inverse = reciprocal(tl.full([], temperature, ACC_DTYPE))
-    maximum, total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row)
-    other_maximum = tl.load(teacher_maximum_ptr + row)
-    other_total = tl.load(teacher_sumexp_ptr + row)
-    teacher, student = tl.zeros([BLOCK], ACC_DTYPE), tl.zeros([BLOCK], ACC_DTYPE)
+    pair = load_statistics(statistics, row)
+    of_teacher, of_student = tl.zeros([BLOCK], ACC_DTYPE), tl.zeros([BLOCK], ACC_DTYPE)
     for start in range(0, classes, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        x = load_classes(x_ptr, logits_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
-        t = load_classes(t_ptr, teacher_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
-        p, q, student_ratio, teacher_ratio = mixture_terms(
-            x, maximum, total, t, other_maximum, other_total, weight, inverse
-        )
-        student += p * student_ratio
-        teacher += q * teacher_ratio
-    seen = first > 0
-    old_loss = tl.load(loss_ptr + row, mask=seen, other=0.0)
-    old_student = tl.load(student_ptr + row, mask=seen, other=0.0)
-    of_student, of_teacher = tl.sum(student) * LN2, tl.sum(teacher) * LN2
-    tl.store(loss_ptr + row, old_loss + weight * of_teacher + (1.0 - weight) * of_student)
-    tl.store(student_ptr + row, old_student + of_student)
+        x = load_classes(x_row, v, False, ACC_DTYPE, VEC)
+        t = load_classes(t_row, v, False, ACC_DTYPE, VEC)
+        p, q, ratio, t_ratio = mixture_terms(x, t, pair, weight, inverse)
+        of_student += p * ratio
+        of_teacher += q * t_ratio
+    seen = num_seen > 0
+    loss = tl.load(loss_ptr + row, mask=seen, other=0.0)
+    student = tl.load(student_ptr + row, mask=seen, other=0.0)
+    student_term, teacher_term = tl.sum(of_student) * LN2, tl.sum(of_teacher) * LN2
+    tl.store(loss_ptr + row, loss + weight * teacher_term + (1.0 - weight) * student_term)
+    tl.store(student_ptr + row, student + student_term)
 
 
 @triton.jit
 def divergence_gradient_kernel(
     grad_ptr,  # [M]
-    logits_ptr,  # [M, C]
-    teacher_ptr,  # [M, C]
+    logits,  # StridedRows [M, C]
+    teacher,  # StridedRows [M, C]
     student_ptr,  # [M]
-    maximum_ptr,  # [M]
-    sumexp_ptr,  # [M]
-    teacher_maximum_ptr,  # [M]
-    teacher_sumexp_ptr,  # [M]
-    dlogits_ptr,  # [M, C], contiguous classes; may be the logits
+    statistics,  # PairStatistics [M]
+    dlogits,  # StridedRows [M, C] of adjacent classes; may be the logits
     classes,
-    logits_row,  # strides
-    logits_class,
-    teacher_row,
-    teacher_class,
-    dlogits_row,
     beta: tl.float64,
     temperature: tl.float64,
     softcap: tl.float64,
     KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute a block of the gradient of the student's logits with two reads and one write."""
+    ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
     blocks = tl.cdiv(classes, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    x_ptr, t_ptr = logits_ptr + row * logits_row, teacher_ptr + row * teacher_row
-    cap, weight = tl.full([], softcap, ACC_DTYPE), tl.full([], beta, ACC_DTYPE)
+    x_ptr, t_ptr = logits.ptr + row * logits.m, teacher.ptr + row * teacher.m
+    cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
+    x_row = LogitRow(x_ptr, logits.c, classes, cap)
+    t_row = LogitRow(t_ptr, teacher.c, classes, cap)
+    weight = tl.full([], beta, ACC_DTYPE)
     inverse = reciprocal(tl.full([], temperature, ACC_DTYPE))
-    x = load_classes(x_ptr, logits_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
-    t = load_classes(t_ptr, teacher_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
-    maximum, total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row)
-    other_maximum = tl.load(teacher_maximum_ptr + row)
-    other_total = tl.load(teacher_sumexp_ptr + row)
+    x = load_classes(x_row, v, False, ACC_DTYPE, VEC)
+    t = load_classes(t_row, v, False, ACC_DTYPE, VEC)
+    pair = load_statistics(statistics, row)
     if KIND == MIXTURE:
-        p, _, ratio, _ = mixture_terms(
-            x, maximum, total, t, other_maximum, other_total, weight, inverse
-        )
+        p, _, ratio, _ = mixture_terms(x, t, pair, weight, inverse)
         terms = (1.0 - weight) * p * (ratio * LN2 - tl.load(student_ptr + row))
     elif KIND == REVERSE:
-        apart = (x - finite_shift(maximum)) - (t - finite_shift(other_maximum))
-        ratio = apart * inverse - (log_exact(total) - log_exact(other_total))
-        p = probabilities(x, maximum, total, inverse)
+        apart = (x - finite_shift(pair.maximum)) - (t - finite_shift(pair.teacher_maximum))
+        ratio = apart * inverse - (log_exact(pair.total) - log_exact(pair.teacher_total))
+        p = probabilities(x, pair.maximum, pair.total, inverse)
         terms = tl.where(p == 0.0, 0.0, p * (ratio - tl.load(student_ptr + row)))
     else:
-        p = probabilities(x, maximum, total, inverse)
-        terms = p - probabilities(t, other_maximum, other_total, inverse)
+        p = probabilities(x, pair.maximum, pair.total, inverse)
+        terms = p - probabilities(t, pair.teacher_maximum, pair.teacher_total, inverse)
     on_row = tl.load(grad_ptr + row).to(ACC_DTYPE) * inverse
     result = on_row * terms
     if HAS_SOFTCAP:
         result *= (1.0 - x / cap) * (1.0 + x / cap)
     # The padding of a row becomes 0, which products on some devices read.
     result = tl.where(on_row == 0.0, 0.0, tl.where(v < classes, result, 0.0))
-    pointers = dlogits_ptr + row * dlogits_row + v
-    tl.store(pointers, result.to(dlogits_ptr.dtype.element_ty), mask=v // VEC * VEC < classes)
+    pointers = dlogits.ptr + row * dlogits.m + v
+    tl.store(pointers, result.to(dlogits.ptr.dtype.element_ty), mask=v // VEC * VEC < classes)

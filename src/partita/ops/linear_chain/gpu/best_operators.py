@@ -7,6 +7,8 @@ operator, and each of them takes the maxima over all states between for one row 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .arguments import Batch
+from .resident import load_vector
 from .resident_best import greater, load_ahead
 from .scores import fold_ends, load_tokens
 
@@ -46,47 +48,35 @@ def store_operator(ptr, x, C, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def linear_chain_best_operators_kernel(
-    emissions_ptr,  # [T, N, C]
+    batch,  # Batch, without start
     table_ptr,  # [C, C] fp64
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    operators_ptr,  # [N, segments, C, C] fp64
-    offsets_ptr,  # [N, segments] fp64: 0, or NaN if one is met
-    T,
-    N,
-    C,
+    operators,  # Operators, written
     segments,
-    stride_t,
-    stride_n,
-    stride_c,
-    end_n,
-    end_c,
     STEPS: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """Form the operator of a segment."""
+    batch = Batch(*batch)
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 16, 8 // WARPS], [8, 1, 4], [2, 1, WARPS // 2], [2, 1, 0]
     )
     ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     SCORES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
+    C, emissions = batch.C, batch.emissions
     n, segment = (gl.program_id(0) // segments).to(gl.int64), gl.program_id(0) % segments
-    tokens, _ = load_tokens(lengths_ptr, n, T)
+    tokens, _ = load_tokens(batch.lengths, n, batch.T)
     low = gl.minimum(segment * STEPS, tokens - 1)
     num_steps = gl.minimum(STEPS, tokens - 1 - low)
     c = gl.arange(0, 16, SCORES)
-    end = c.to(gl.float64) * 0.0
-    if end_ptr is not None:
-        end_at = n * end_n + c.to(gl.int64) * end_c
-        end = gl.load(end_ptr + end_at, mask=c < C, other=0.0).to(gl.float64)
+    end = load_vector(batch.end, n, c, C)
     table = load_operator(table_ptr, C, gl.SliceLayout(0, LAYOUT))
     x, bad = unit_operator(ROWS), c * 0
-    score_ptr = emissions_ptr + n * stride_n + c.to(gl.int64) * stride_c
-    score_ptr += gl.to_tensor(low).to(gl.int64) * stride_t
-    scores = load_ahead(score_ptr, 1, num_steps, stride_t, c, C, AHEAD)
+    score_ptr = emissions.ptr + n * emissions.n + c.to(gl.int64) * emissions.c
+    score_ptr += gl.to_tensor(low).to(gl.int64) * emissions.t
+    scores = load_ahead(score_ptr, 1, num_steps, emissions.t, c, C, AHEAD)
     for i in range(1, num_steps + 1, AHEAD):
-        following = load_ahead(score_ptr, i + AHEAD, num_steps, stride_t, c, C, AHEAD)
+        following = load_ahead(score_ptr, i + AHEAD, num_steps, emissions.t, c, C, AHEAD)
         for j in gl.static_range(AHEAD):
             active = i + j <= num_steps
             score = fold_ends(scores[j], low + i + j, tokens, end * 0.0, end)
@@ -95,17 +85,15 @@ def linear_chain_best_operators_kernel(
             x = gl.where(active, gl.convert_layout(y, ROWS), x)
         scores = following
     at = n * segments + segment
-    store_operator(operators_ptr + at * C * C, x, C, ROWS)
+    store_operator(operators.matrices + at * C * C, x, C, ROWS)
     offset = gl.where(gl.max(bad, axis=0) > 0, float("nan"), 0.0)
-    gl.store(offsets_ptr + at, offset.to(gl.float64))
+    gl.store(operators.offsets + at, offset.to(gl.float64))
 
 
 @gluon.jit
 def linear_chain_best_groups_kernel(
-    operators_ptr,  # [N, segments, C, C] fp64
-    offsets_ptr,  # [N, segments] fp64
-    group_operators_ptr,  # [N, groups, C, C] fp64
-    group_offsets_ptr,  # [N, groups] fp64
+    operators,  # Operators of segments
+    group_operators,  # Operators of groups, written
     C,
     segments,
     groups,
@@ -122,14 +110,14 @@ def linear_chain_best_groups_kernel(
     first, last = group * SIZE, gl.minimum((group + 1) * SIZE, segments) - 1
     at = n * segments + first
     x, total = unit_operator(ROWS), gl.to_tensor(0.0).to(gl.float64)
-    matrix = load_operator(operators_ptr + at * C * C, C, COLUMNS)
+    matrix = load_operator(operators.matrices + at * C * C, C, COLUMNS)
     for segment in range(first, last + 1):
         # The next operator is loaded while this one is used.
         at = n * segments + gl.minimum(segment + 1, last)
-        following = load_operator(operators_ptr + at * C * C, C, COLUMNS)
-        total += gl.load(offsets_ptr + n * segments + segment)
+        following = load_operator(operators.matrices + at * C * C, C, COLUMNS)
+        total += gl.load(operators.offsets + n * segments + segment)
         x = gl.convert_layout(best_matrix_product(x, matrix, LAYOUT), ROWS)
         matrix = following
     at = n * groups + group
-    store_operator(group_operators_ptr + at * C * C, x, C, ROWS)
-    gl.store(group_offsets_ptr + at, total)
+    store_operator(group_operators.matrices + at * C * C, x, C, ROWS)
+    gl.store(group_operators.offsets + at, total)

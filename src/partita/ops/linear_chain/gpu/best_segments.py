@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.memory import load_matrix
+from .arguments import Batch
 from .lanes import (
     MAX_STATES_OF_TABLE,
     lane_emissions,
@@ -24,47 +25,35 @@ from .lanes import (
     lane_select,
     load_lane,
 )
-from .path_words import repeated_state
+from .path_words import ALL_STATES
 from .scores import fold_ends, load_end, load_tokens
 
 
 @triton.jit
 def linear_chain_best_boundaries_kernel(
-    emissions_ptr,  # [T, N, C]
+    batch,  # Batch, with the emissions of first tokens
     table_ptr,  # [C, C] fp64
-    start_ptr,  # [N, C] or None
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    operators_ptr,  # [N, segments, C, C] fp64
-    offsets_ptr,  # [N, segments] fp64
+    operators,  # Operators
     known_ptr,  # [N, groups, C] fp64, states before groups, or None for one group
     boundaries_ptr,  # [N, segments, C] fp64, states before segments
     score_ptr,  # [N] the best score, if known is None
     last_ptr,  # [N] int32, the last state of the best path or -1, if known is None
-    T,
-    N,
-    C,
     segments,
     groups,
-    stride_n,
-    stride_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Scan the best scores over the operators of a group; find the last state for one group."""
+    batch = Batch(*batch)
+    C, emissions = batch.C, batch.emissions
     group, n = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
     c, none = tl.arange(0, BLOCK_C), -float("inf")
-    tokens, invalid = load_tokens(lengths_ptr, n, T)
+    tokens, invalid = load_tokens(batch.lengths, n, batch.T)
     first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)
     if known_ptr is None:
-        at = n * stride_n + c.to(tl.int64) * stride_c
-        score = tl.load(emissions_ptr + at, mask=c < C, other=none)
-        start = load_end(start_ptr, n, c, C, start_n, start_c)
-        end = load_end(end_ptr, n, c, C, end_n, end_c)
+        at = n * emissions.n + c.to(tl.int64) * emissions.c
+        score = tl.load(emissions.ptr + at, mask=c < C, other=none)
+        start, end = load_end(batch.start, n, c, C), load_end(batch.end, n, c, C)
         x = fold_ends(score, 0, tokens, start, end)
     else:
         x = tl.load(known_ptr + (n * groups + group) * C + c, mask=c < C, other=none)
@@ -72,13 +61,13 @@ def linear_chain_best_boundaries_kernel(
     is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     total = tl.where(is_nan, float("nan"), 0.0).to(tl.float64)
     at = n * segments + first
-    step = load_matrix(operators_ptr + at * C * C, C, C, 1, BLOCK_C, none)
+    step = load_matrix(operators.matrices + at * C * C, C, C, 1, BLOCK_C, none)
     for segment in range(first, last):
         tl.store(boundaries_ptr + (n * segments + segment) * C + c, x, mask=c < C)
-        total += tl.load(offsets_ptr + n * segments + segment)
+        total += tl.load(operators.offsets + n * segments + segment)
         # The next operator is loaded while this one is used.
         at = n * segments + tl.minimum(segment + 1, last - 1)
-        following = load_matrix(operators_ptr + at * C * C, C, C, 1, BLOCK_C, none)
+        following = load_matrix(operators.matrices + at * C * C, C, C, 1, BLOCK_C, none)
         x = tl.max(step + x[:, None], axis=0)
         step = following
     if known_ptr is None:
@@ -113,44 +102,38 @@ def best_product(x, table, table_ptr, C: tl.constexpr):
 
 @triton.jit
 def linear_chain_best_words_kernel(
-    emissions_ptr,  # [T, N, C]
+    batch,  # Batch, without start
     table_ptr,  # [C, C] fp64
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
     boundaries_ptr,  # [N, segments, C] fp64
     last_ptr,  # [N] int32
     words_ptr,  # [N, T] int64
-    T,
-    N,
     segments,
-    stride_t,
-    stride_n,
-    stride_c,
-    end_n,
-    end_c,
     C: tl.constexpr,
     STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Store the states at each token given those at the next, for one segment in each lane."""
+    batch = Batch(*batch)
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
-    lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * segments, LANES)
+    T, end = batch.T, batch.end
+    lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments, LANES)
     n, segment = lane // segments, lane % segments
-    tokens, _ = load_tokens(lengths_ptr, n, T)
+    tokens, _ = load_tokens(batch.lengths, n, T)
     low = segment * STEPS
-    token = (emissions_ptr + n * stride_n, end_ptr, n * end_n, tokens, stride_t, stride_c, end_c)
+    inputs = (batch.emissions.ptr + n * batch.emissions.n, batch.emissions)
+    end_at = n * end.n
     x = load_lane(boundaries_ptr + (n * segments + segment) * C, C)
     # From the last token on, each state has the last one before it.
-    last = repeated_state(tl.maximum(tl.load(last_ptr + n), 0))
+    last = tl.maximum(tl.load(last_ptr + n), 0).to(tl.int64) * ALL_STATES
     table = load_lane(table_ptr, TABLE)
-    scores = lane_scores(token, low + 1, 1, tokens - 1 - low, C, AHEAD)
+    scores = lane_scores(*inputs, low + 1, 1, tokens - 1 - low, C, AHEAD)
     for i in range(0, STEPS, AHEAD):
         left = tokens - 1 - low - i - AHEAD
-        next_scores = lane_scores(token, low + 1 + i + AHEAD, 1, left, C, AHEAD)
+        next_scores = lane_scores(*inputs, low + 1 + i + AHEAD, 1, left, C, AHEAD)
         for j in tl.static_range(AHEAD):
             t = low + 1 + i + j
-            emissions = lane_emissions(token, scores, j * C, t, C)
+            emissions = lane_emissions(end, end_at, tokens, scores, j * C, t, C)
             y, word = best_product(x, table, table_ptr, C)
             after = ()
             for c in tl.static_range(C):

@@ -11,6 +11,7 @@ Source: Forney, The Viterbi algorithm, 1973.
 import triton
 import triton.language as tl
 
+from .arguments import Batch
 from .scores import load_tokens
 from .steps import load_tokens_of
 
@@ -25,38 +26,35 @@ def middle_token(tokens, MEETS: tl.constexpr):
 
 
 @triton.jit
-def best_emissions(addresses, t, n, tokens, c, sizes, strides):
+def best_emissions(batch, t, n, after, tokens, c):
     """Return the emissions of token t with start and end scores, `[BLOCK_N, BLOCK_C]` fp64.
 
-    The sizes are the number after the last sequence of the program, N and C.
+    The sequences of a program are those of n that are less than `after`.
     """
-    emissions_ptr, start_ptr, end_ptr = addresses
-    last, _, C = sizes
-    stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c = strides
-    mask, c = (n < last)[:, None] & (c < C)[None, :], c.to(tl.int64)[None, :]
-    at = (n * stride_n)[:, None] + t.to(tl.int64) * stride_t + c * stride_c
-    score = tl.load(emissions_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
-    if start_ptr is not None:
-        at = (n * start_n)[:, None] + c * start_c
-        score += tl.load(start_ptr + at, mask=mask & (t == 0), other=0.0).to(tl.float64)
-    if end_ptr is not None:
-        at, is_last = (n * end_n)[:, None] + c * end_c, mask & (t == tokens - 1)[:, None]
-        score += tl.load(end_ptr + at, mask=is_last, other=0.0).to(tl.float64)
+    emissions, start, end = batch.emissions, batch.start, batch.end
+    mask, c = (n < after)[:, None] & (c < batch.C)[None, :], c.to(tl.int64)[None, :]
+    at = (n * emissions.n)[:, None] + t.to(tl.int64) * emissions.t + c * emissions.c
+    score = tl.load(emissions.ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
+    if start.ptr is not None:
+        at = (n * start.n)[:, None] + c * start.c
+        score += tl.load(start.ptr + at, mask=mask & (t == 0), other=0.0).to(tl.float64)
+    if end.ptr is not None:
+        at, is_last = (n * end.n)[:, None] + c * end.c, mask & (t == tokens - 1)[:, None]
+        score += tl.load(end.ptr + at, mask=is_last, other=0.0).to(tl.float64)
     return score
 
 
 @triton.jit
-def store_best(states_ptr, rows, is_nan_ptr, y, score, bad, t, n, tokens, c, sizes):
+def store_best(batch, states_ptr, is_nan_ptr, rows, y, score, bad, t, n, after, tokens, c):
     """Store the best scores of a step, and 1 for a sequence that has a NaN in it.
 
-    There are as many rows as tokens in all sequences together.
+    The best scores without emissions follow after the `rows` of those with them.
     """
-    last, N, C = sizes
-    active = (n < last) & (t < tokens)
-    mask, x = active[:, None] & (c < C)[None, :], y + score
-    at = ((t.to(tl.int64) * N + n) * C)[:, None] + c[None, :]
+    active = (n < after) & (t < tokens)
+    mask, x = active[:, None] & (c < batch.C)[None, :], y + score
+    at = ((t.to(tl.int64) * batch.N + n) * batch.C)[:, None] + c[None, :]
     tl.store(states_ptr + at, x, mask=mask)
-    tl.store(states_ptr + rows * C + at, y, mask=mask)
+    tl.store(states_ptr + rows * batch.C + at, y, mask=mask)
     is_nan = ((x != x) | (bad > 0)) & mask
     # All programs that store here store the same.
     tl.store(is_nan_ptr + n, 1, mask=tl.max(is_nan.to(tl.int32), axis=1) > 0)
@@ -64,65 +62,43 @@ def store_best(states_ptr, rows, is_nan_ptr, y, score, bad, t, n, tokens, c, siz
 
 @triton.jit(do_not_specialize=["t"])
 def linear_chain_best_step_kernel(
-    emissions_ptr,  # [T, N, C]
-    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
-    start_ptr,  # [N, C] or None
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
+    batch,  # Batch
+    transitions,  # StridedSteps
     states_ptr,  # [2, T + 1, N, C] fp64, the best scores with emissions and without
     is_nan_ptr,  # [2, N] int32
     t,
-    T,
-    N,
-    C,
-    stride_t,
-    stride_n,
-    stride_c,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Enter token t for a block of sequences and of states."""
+    batch = Batch(*batch)
+    T, N, C = batch.T, batch.N, batch.C
     blocks = tl.cdiv(C, BLOCK_C)
     c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     n = (tl.program_id(0) // blocks * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    tokens = load_tokens_of(lengths_ptr, n, N, T)
+    tokens = load_tokens_of(batch.lengths, n, N, T)
     y = tl.zeros([BLOCK_N, BLOCK_C], tl.float64)
     bad = tl.zeros([BLOCK_N, BLOCK_C], tl.int32)
     if t > 0:
         best = tl.full([BLOCK_N, BLOCK_C], -float("inf"), tl.float64)
         before_ptr = states_ptr + (tl.full([], t - 1, tl.int64) * N + n)[:, None] * C
-        step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * trans_t
-        step_ptr += (n * trans_n)[:, None, None] + c.to(tl.int64)[None, :, None] * trans_c
+        step_ptr = transitions.ptr + tl.full([], t - 1, tl.int64) * transitions.t
+        sequence = (n * transitions.n)[:, None, None]
+        step_ptr += sequence + c.to(tl.int64)[None, :, None] * transitions.c
         for k0 in range(0, C, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
             mask = ((n < N) & (t < tokens))[:, None] & (k < C)[None, :]
             x = tl.load(before_ptr + k[None, :], mask=mask, other=-float("inf"))
             mask = mask[:, None, :] & (c < C)[None, :, None]
-            at = step_ptr + k.to(tl.int64)[None, None, :] * trans_k
+            at = step_ptr + k.to(tl.int64)[None, None, :] * transitions.k
             weight = tl.load(at, mask=mask, other=-float("inf")).to(tl.float64)
             bad = tl.maximum(bad, tl.max((weight != weight).to(tl.int32), axis=2))
             best = tl.maximum(best, tl.max(weight + x[:, None, :], axis=2))
         y = best
-    score = best_emissions(
-        (emissions_ptr, start_ptr, end_ptr),
-        t,
-        n,
-        tokens,
-        c,
-        (N, N, C),
-        (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
-    )
+    score = best_emissions(batch, t, n, N, tokens, c)
     rows = (tl.full([], T, tl.int64) + 1) * N
-    store_best(states_ptr, rows, is_nan_ptr, y, score, bad, t, n, tokens, c, (N, N, C))
+    store_best(batch, states_ptr, is_nan_ptr, rows, y, score, bad, t, n, N, tokens, c)
 
 
 @triton.jit
@@ -171,7 +147,7 @@ def linear_chain_best_last_kernel(
 
 @triton.jit
 def linear_chain_best_states_kernel(
-    transitions_ptr,  # [C, C] or [T - 1, N, C, C], or with MEETS the same and transposed
+    transitions,  # StridedSteps, with MEETS `[2, C, C]` with the same transposed
     states_ptr,  # [2, T + 1, N, C] fp64
     previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
     lengths_ptr,  # [N] or None
@@ -179,10 +155,6 @@ def linear_chain_best_states_kernel(
     T,
     N,
     C,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
     CONSTANT: tl.constexpr,
     MEETS: tl.constexpr,
     TIED: tl.constexpr,  # whether this is for what follows the middle of sequences with ties
@@ -195,7 +167,7 @@ def linear_chain_best_states_kernel(
     With MEETS, the second half of the programs finds the states at the tokens after the middle
     given each state before. Where no score is greater than -inf, or past a length, it is any state.
     """
-    blocks = tl.cdiv(C, BLOCK_C)
+    transitions_ptr, blocks = transitions.ptr, tl.cdiv(C, BLOCK_C)
     rows = tl.full([], T, tl.int64) * N
     program = tl.program_id(0)
     forwards, from_row = True, tl.full([], N, tl.int64)
@@ -218,15 +190,15 @@ def linear_chain_best_states_kernel(
         mask = active & (c < C)
         y = tl.load(states_ptr + (rows + N) * C + row * C + c, mask=mask, other=0.0)
         before_ptr = states_ptr + (row - from_row) * C
-        step_ptr = transitions_ptr + c.to(tl.int64) * trans_c
+        step_ptr = transitions_ptr + c.to(tl.int64) * transitions.c
         if not CONSTANT:
-            step_ptr += (row // N - 1) * trans_t + row % N * trans_n
+            step_ptr += (row // N - 1) * transitions.t + row % N * transitions.n
         index = tl.full([ROWS, BLOCK_C], C - 1, tl.int32)
         for first in range(0, C, UNROLL):
             for j in tl.static_range(UNROLL):
                 k = C - 1 - first - j
                 x = tl.load(before_ptr + k, mask=active & (k >= 0), other=float("nan"))
-                at = step_ptr + tl.full([], k, tl.int64) * trans_k
+                at = step_ptr + tl.full([], k, tl.int64) * transitions.k
                 inside = (c < C) & (k >= 0) if CONSTANT else mask & (k >= 0)
                 weight = tl.load(at, mask=inside, other=0.0).to(tl.float64)
                 index = tl.where(x + weight == y, k, index)
@@ -235,7 +207,7 @@ def linear_chain_best_states_kernel(
 
 @triton.jit
 def linear_chain_best_trace_kernel(
-    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
+    transitions,  # StridedSteps
     states_ptr,  # [2, T + 1, N, C] fp64
     lengths_ptr,  # [N] or None
     last_ptr,  # [N] int32: the last state of the best path, or -1
@@ -243,10 +215,6 @@ def linear_chain_best_trace_kernel(
     T,
     N,
     C,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
     BLOCK_C: tl.constexpr,
 ):
     """Trace the best path of a sequence: before each state, the lowest that attains its score."""
@@ -260,7 +228,7 @@ def linear_chain_best_trace_kernel(
         tl.store(path_ptr + t.to(tl.int64) * N + n, -1, mask=(t >= known) & (t < T))
     row = tl.full([], N, tl.int64) * C
     states_ptr += n * C
-    transitions_ptr += n * trans_n + k.to(tl.int64) * trans_k
+    from_ptr = transitions.ptr + (n * transitions.n + k.to(tl.int64) * transitions.k)
     x = tl.load(states_ptr + (tokens - 2) * row + k, mask=(k < C) & (known > 1), other=0.0)
     for i in range(0, known):
         t = tokens - 1 - i
@@ -268,8 +236,8 @@ def linear_chain_best_trace_kernel(
         # The scores of the token before the last one do not depend on the state.
         ahead = tl.load(states_ptr + (t - 2) * row + k, mask=(k < C) & (t > 1), other=0.0)
         y = tl.load(states_ptr + (row + T * row) + t * row + state)
-        step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * trans_t
-        at = step_ptr + state.to(tl.int64) * trans_c
+        step_ptr = from_ptr + tl.full([], t - 1, tl.int64) * transitions.t
+        at = step_ptr + state.to(tl.int64) * transitions.c
         weight = tl.load(at, mask=(k < C) & (t > 0), other=0.0).to(tl.float64)
         state = tl.min(tl.where((x + weight == y) & (k < C), k, C - 1), axis=0)
         x = ahead

@@ -12,15 +12,16 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from .arguments import Batch
 from .scores import exp_split, exp_sum_term, loaded_to_fp64, transition_range
 
 
 @triton.jit
 def split_tokens(group, split, groups, N):
     """Return the first row of a split and the number of its tokens."""
-    group_stride, stride, total, per_split = groups
-    i = split.to(tl.int64) * per_split
-    return N + group * group_stride + i * stride, tl.minimum(total - i, per_split)
+    i = split.to(tl.int64) * groups.per_split
+    first = N + group * groups.group_stride + i * groups.stride
+    return first, tl.minimum(groups.total - i, groups.per_split)
 
 
 @triton.jit
@@ -38,155 +39,100 @@ def token_of_rows(lengths_ptr, row, inside, T, N):
 
 
 @triton.jit
-def entered_scores(emissions_ptr, end_ptr, maxima_ptr, tokens, row, c, sizes, strides):
+def entered_scores(batch, maxima_ptr, row, t, n, tokens, inside, c):
     """Return emissions and end scores of tokens relative to their maxima, `[ROWS, BLOCK_C]`."""
-    t, n, tokens, inside = tokens
-    stride_t, stride_n, stride_c, end_n, end_c = strides
-    mask = inside[:, None] & (c < sizes)[None, :]
-    at = (t * stride_t + n * stride_n)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
-    score = loaded_to_fp64(tl.load(emissions_ptr + at, mask=mask, other=-float("inf")))
-    if end_ptr is not None:
-        at = (n * end_n)[:, None] + (c.to(tl.int64) * end_c)[None, :]
+    emissions, end = batch.emissions, batch.end
+    mask = inside[:, None] & (c < batch.C)[None, :]
+    at = (t * emissions.t + n * emissions.n)[:, None] + (c.to(tl.int64) * emissions.c)[None, :]
+    score = loaded_to_fp64(tl.load(emissions.ptr + at, mask=mask, other=-float("inf")))
+    if end.ptr is not None:
+        at = (n * end.n)[:, None] + (c.to(tl.int64) * end.c)[None, :]
         last = mask & (t == tokens - 1)[:, None]
-        score += loaded_to_fp64(tl.load(end_ptr + at, mask=last, other=0.0))
+        score += loaded_to_fp64(tl.load(end.ptr + at, mask=last, other=0.0))
     maximum = tl.load(maxima_ptr + row, mask=inside, other=0.0)
     return score - finite_shift(maximum)[:, None]
 
 
 @triton.jit
 def linear_chain_counts_kernel(
-    emissions_ptr,  # [T, N, C]
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    maxima_ptr,  # [T, N] fp64
-    states_ptr,  # [2, T, N, C] fp64
+    batch,  # Batch, without start
+    saved,  # Saved, without scales
     factors_ptr,  # [T, N] fp64
-    parts_ptr,  # [groups, splits, C, C] fp64
-    T,
-    N,
-    C,
-    parts,
-    splits,
-    stride_t,
-    stride_n,
-    stride_c,
-    end_n,
-    end_c,
-    group_stride,
-    stride,
-    total,
-    per_split,
+    counts_ptr,  # [groups, splits, C, C] fp64
+    groups,  # CountGroups
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Sum the products of a split of tokens for one tile of the transitions."""
-    if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+    batch = Batch(*batch)
+    T, N, C = batch.T, batch.N, batch.C
+    if transition_range(saved.span, BLOCK_PARTS)[0]:
         tiles = tl.cdiv(C, BLOCK)
         tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
-        split, group = part % splits, part.to(tl.int64) // splits
+        split, group = part % groups.splits, part.to(tl.int64) // groups.splits
         k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
         c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
-        base, num_tokens = split_tokens(group, split, (group_stride, stride, total, per_split), N)
-        beta_ptr = states_ptr + tl.full([], T, tl.int64) * N * C
+        base, num_tokens = split_tokens(group, split, groups, N)
+        beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
         counts = tl.zeros([BLOCK, BLOCK], tl.float64)
         for first in range(0, num_tokens, ROWS):
             i = first + tl.arange(0, ROWS)
-            row = base + i.to(tl.int64) * stride
-            token = token_of_rows(lengths_ptr, row, i < num_tokens, T, N)
-            inside = token[3]
-            scores = entered_scores(
-                emissions_ptr,
-                end_ptr,
-                maxima_ptr,
-                token,
-                row,
-                c,
-                C,
-                (stride_t, stride_n, stride_c, end_n, end_c),
-            )
+            row = base + i.to(tl.int64) * groups.stride
+            t, n, tokens, inside = token_of_rows(batch.lengths, row, i < num_tokens, T, N)
+            scores = entered_scores(batch, saved.maxima, row, t, n, tokens, inside, c)
             mask = inside[:, None] & (c < C)[None, :]
             beta = tl.load(beta_ptr + row[:, None] * C + c[None, :], mask=mask, other=0.0)
             factor = tl.load(factors_ptr + row, mask=inside, other=0.0)
             entered = exp_split(scores, EXACT) * beta * factor[:, None]
-            left_ptr = states_ptr + (row - N)[None, :] * C + k[:, None]
+            left_ptr = saved.states + (row - N)[None, :] * C + k[:, None]
             left = tl.load(left_ptr, mask=inside[None, :] & (k < C)[:, None], other=0.0)
             counts = tl.dot(left, entered, counts, out_dtype=tl.float64)
         at = part.to(tl.int64) * C * C + k[:, None].to(tl.int64) * C + c[None, :]
-        tl.store(parts_ptr + at, counts, mask=(k < C)[:, None] & (c < C)[None, :])
+        tl.store(counts_ptr + at, counts, mask=(k < C)[:, None] & (c < C)[None, :])
 
 
 @triton.jit
 def linear_chain_pairs_kernel(
     grad_ptr,  # [N]
-    emissions_ptr,  # [T, N, C]
-    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    maxima_ptr,  # [T, N] fp64
-    states_ptr,  # [2, T, N, C] fp64, in the log domain
+    grad_n,
+    batch,  # Batch, without start
+    transitions,  # StridedSteps
+    saved,  # Saved, without scales
     factors_ptr,  # [T, N] fp64
     counts_ptr,  # [groups, splits, C, C]
-    T,
-    N,
-    C,
-    parts,
-    splits,
-    grad_n,
-    stride_t,
-    stride_n,
-    stride_c,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
-    end_n,
-    end_c,
-    group_stride,
-    stride,
-    total,
-    per_split,
+    groups,  # CountGroups
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Sum the posteriors of a split of tokens for one tile, in the log domain."""
-    if not transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+    batch = Batch(*batch)
+    T, N, C = batch.T, batch.N, batch.C
+    if not transition_range(saved.span, BLOCK_PARTS)[0]:
         tiles = tl.cdiv(C, BLOCK)
         tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
-        split, group = part % splits, part.to(tl.int64) // splits
+        split, group = part % groups.splits, part.to(tl.int64) // groups.splits
         k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
         c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
-        base, num_tokens = split_tokens(group, split, (group_stride, stride, total, per_split), N)
-        beta_ptr = states_ptr + tl.full([], T, tl.int64) * N * C
-        from_ptr = transitions_ptr + k[:, None].to(tl.int64) * trans_k
-        pair_ptr = from_ptr + c[None, :].to(tl.int64) * trans_c
+        base, num_tokens = split_tokens(group, split, groups, N)
+        beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
+        from_ptr = transitions.ptr + k[:, None].to(tl.int64) * transitions.k
+        pair_ptr = from_ptr + c[None, :].to(tl.int64) * transitions.c
         pair_mask = (k < C)[:, None] & (c < C)[None, :]
         counts = tl.zeros([BLOCK, BLOCK], tl.float64)
         for i in range(0, num_tokens):
-            row = base + tl.full([1], i, tl.int64) * stride
-            token = token_of_rows(lengths_ptr, row, row >= 0, T, N)
-            t, n, _, inside = token
-            scores = entered_scores(
-                emissions_ptr,
-                end_ptr,
-                maxima_ptr,
-                token,
-                row,
-                c,
-                C,
-                (stride_t, stride_n, stride_c, end_n, end_c),
-            )
+            row = base + tl.full([1], i, tl.int64) * groups.stride
+            t, n, tokens, inside = token_of_rows(batch.lengths, row, row >= 0, T, N)
+            scores = entered_scores(batch, saved.maxima, row, t, n, tokens, inside, c)
             at = row[:, None] * C
             mask = inside[:, None] & (c < C)[None, :]
             entered = tl.load(beta_ptr + at + c[None, :], mask=mask, other=-float("inf")) + scores
             entered -= tl.load(factors_ptr + row, mask=inside, other=0.0)[:, None]
             mask = inside[:, None] & (k < C)[:, None]
-            left = tl.load(states_ptr + at - N * C + k[:, None], mask=mask, other=-float("inf"))
-            step = ((t - 1) * trans_t + n * trans_n)[:, None]
+            left = tl.load(saved.states + at - N * C + k[:, None], mask=mask, other=-float("inf"))
+            step = ((t - 1) * transitions.t + n * transitions.n)[:, None]
             mask = pair_mask & inside[:, None]
             scores = tl.load(pair_ptr + step, mask=mask, other=-float("inf")).to(tl.float64)
             grad = tl.load(grad_ptr + n * grad_n, mask=inside, other=0.0).to(tl.float64)
@@ -197,21 +143,18 @@ def linear_chain_pairs_kernel(
 
 @triton.jit
 def linear_chain_sum_counts_kernel(
-    transitions_ptr,  # [C, C]
-    range_ptr,  # [parts, 2] fp64
+    transitions,  # StridedPairs
+    span,  # Span
     parts_ptr,  # [groups, splits, C, C] fp64
     counts_ptr,  # [groups, C, C]
     C,
-    parts,
     splits,
-    trans_k,
-    trans_c,
     BLOCK_S: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Add the parts of the counts in the order of the splits, and multiply by exp(transitions)."""
-    is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    is_linear, shift = transition_range(span, BLOCK_PARTS)
     pairs = tl.full([], C, tl.int64) * C
     blocks = tl.cdiv(pairs, BLOCK)
     group = tl.program_id(0) // blocks
@@ -222,8 +165,8 @@ def linear_chain_sum_counts_kernel(
         mask = (split < splits) & (pair < pairs)[None, :]
         at = (group * splits + split) * pairs + pair[None, :]
         counts += tl.sum(tl.load(parts_ptr + at, mask=mask, other=0.0), axis=0)
-    at = pair // C * trans_k + pair % C * trans_c
-    scores = tl.load(transitions_ptr + at, mask=pair < pairs, other=0.0).to(tl.float64)
+    at = pair // C * transitions.k + pair % C * transitions.c
+    scores = tl.load(transitions.ptr + at, mask=pair < pairs, other=0.0).to(tl.float64)
     counts = tl.where(is_linear, counts * tl.exp(scores - shift), counts)
     tl.store(
         counts_ptr + group * pairs + pair,

@@ -15,27 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from .arguments import Batch
 from .resident import linear_range, load_range
 from .scores import exponent_of, power_of_2
-from .steps import load_scores, load_tokens_of, relative_scores, save_states
+from .steps import Step, load_scores, load_tokens_of, relative_scores, save_states
 
 SIGN = gl.constexpr(0x8000000000000000)
-
-
-@gluon.jit
-def own_weights(weights_ptr, c0, C, WIDTH: gl.constexpr, STATES: gl.constexpr, MMA: gl.constexpr):
-    """Load the weights from each warp's states to those of the program, `[warps, WIDTH, STATES]`.
-
-    They lie in memory as [state entered, state left].
-    """
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 1)
-    BY_WARP: gl.constexpr = gl.SliceLayout(2, OPERAND)
-    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, BY_WARP))
-    k = gl.arange(0, WIDTH, gl.SliceLayout(0, BY_WARP))
-    k = gl.expand_dims(gl.expand_dims(warp * WIDTH, 1) + gl.expand_dims(k, 0), 2)
-    c = gl.arange(0, STATES, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
-    c = c0 + gl.expand_dims(gl.expand_dims(c, 0), 1)
-    return gl.load(weights_ptr + c.to(gl.int64) * C + k, mask=(k < C) & (c < C), other=0.0)
 
 
 @gluon.jit
@@ -59,31 +44,29 @@ def arrived_states(state_ptr, sign, n0, N, C, WIDTH: gl.constexpr, MMA: gl.const
 
 
 @gluon.jit
-def give_states(
-    pointers,  # (state after the step, state before it)
-    signs,  # those of the two
-    token,  # (i, n, tokens)
-    sizes,  # (N, C)
-    x,  # [16, STATES]
-    c,  # [STATES]
+def linear_chain_exchange_kernel(
+    batch,  # Batch
+    weights_ptr,  # [2, C, C] fp64: by [state entered, state left] second
+    saved,  # Saved: states if SAVE and scales are written
+    words_ptr,  # [2 * 2 * N * C + 1] int64: two states of alpha and of beta, and a counter
+    SAVE: gl.constexpr,
+    EXACT: gl.constexpr,
+    STATES: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BLOCK_PARTS: gl.constexpr,
 ):
-    """Store the states after a step with their sign. Past its last step a sequence keeps them."""
-    after_ptr, before_ptr = pointers
-    sign, sign_before = signs
-    i, n, tokens = token
-    N, C = sizes
-    at = gl.expand_dims(n, 1) * C + gl.expand_dims(c, 0)
-    mask = gl.expand_dims(n < N, 1) & gl.expand_dims(c < C, 0)
-    ended = mask & gl.expand_dims(i >= tokens, 1)
-    # This thread stored what it reads here, and has waited for it with all other states.
-    before = gl.load(before_ptr + at, mask=ended, other=0, volatile=True) ^ sign_before
-    words = gl.where(ended, before, x.to(gl.uint64, bitcast=True) & (SIGN - 1)) ^ sign
-    gl.atomic_xchg(after_ptr + at, words, mask=mask, sem="relaxed")
-
-
-@gluon.jit
-def program_of(words_ptr, N, C, SAVE: gl.constexpr, STATES: gl.constexpr):
-    """Return a program's recent states, its direction, and its first sequence and state."""
+    """Take all steps of alpha, or of beta, for 16 sequences and `STATES` states."""
+    batch = Batch(*batch)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 1)
+    BY_WARP: gl.constexpr = gl.SliceLayout(2, OPERAND)
+    # A thread adds up the products of all warps for one state.
+    LANES: gl.constexpr = [1, 32 // STATES, STATES]
+    PRODUCTS: gl.constexpr = gl.BlockedLayout(
+        [gl.num_warps(), 1, 1], LANES, [1, gl.num_warps(), 1], [2, 1, 0]
+    )
+    SUMS: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
+    T, N, C = batch.T, batch.N, batch.C
     row = gl.to_tensor(N).to(gl.int64) * C
     words_ptr = words_ptr.to(gl.pointer_type(gl.uint64), bitcast=True)
     # The lower half of the word starts with its sign bit alone.
@@ -92,68 +75,32 @@ def program_of(words_ptr, N, C, SAVE: gl.constexpr, STATES: gl.constexpr):
     group = index // blocks_c
     direction = group % 2 if SAVE else group * 0
     n0 = (group // 2 if SAVE else group) * 16
-    return words_ptr + direction * 2 * row, direction, n0, index % blocks_c * STATES
-
-
-@gluon.jit
-def linear_chain_exchange_kernel(
-    emissions_ptr,  # [T, N, C]
-    weights_ptr,  # [2, C, C] fp64
-    start_ptr,  # [N, C] or None
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    maxima_ptr,  # [T, N] fp64
-    states_ptr,  # [2, T, N, C] fp64 if SAVE
-    scales_ptr,  # [T, N] fp64
-    words_ptr,  # [2 * 2 * N * C + 1] int64: two states of alpha and of beta, and a counter
-    T,
-    N,
-    C,
-    parts,
-    stride_t,
-    stride_n,
-    stride_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
-    SAVE: gl.constexpr,
-    EXACT: gl.constexpr,
-    STATES: gl.constexpr,
-    WIDTH: gl.constexpr,
-    BLOCK_PARTS: gl.constexpr,
-):
-    """Take all steps of alpha, or of beta, for 16 sequences and `STATES` states."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
-    # A thread adds up the products of all warps for one state.
-    LANES: gl.constexpr = [1, 32 // STATES, STATES]
-    PRODUCTS: gl.constexpr = gl.BlockedLayout(
-        [gl.num_warps(), 1, 1], LANES, [1, gl.num_warps(), 1], [2, 1, 0]
-    )
-    SUMS: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
-    recent_ptr, direction, n0, c0 = program_of(words_ptr, N, C, SAVE, STATES)
-    is_alpha, row = direction == 0, gl.to_tensor(N).to(gl.int64) * C
+    recent_ptr, c0 = words_ptr + direction * 2 * row, index % blocks_c * STATES
+    is_alpha = direction == 0
     n = n0 + gl.arange(0, 16, gl.SliceLayout(1, SUMS)).to(gl.int64)
     c = c0 + gl.arange(0, STATES, gl.SliceLayout(0, SUMS))
-    tokens = load_tokens_of(lengths_ptr, n, N, T)
-    greatest, least = load_range(range_ptr, parts, BLOCK_PARTS)
-    steps = gl.where(linear_range(greatest, least)[0], T, 0)
+    tokens = load_tokens_of(batch.lengths, n, N, T)
+    steps = gl.where(linear_range(*load_range(saved.span, BLOCK_PARTS))[0], T, 0)
     side_ptr = weights_ptr + (1 - direction) * gl.to_tensor(C).to(gl.int64) * C
-    weights = own_weights(side_ptr, c0, C, WIDTH, STATES, MMA)
-    addresses = (emissions_ptr, start_ptr, end_ptr, maxima_ptr)
-    strides = (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c)
+    # The weights from each warp's states to those of the program, `[warps, WIDTH, STATES]`.
+    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, BY_WARP))
+    k = gl.arange(0, WIDTH, gl.SliceLayout(0, BY_WARP))
+    k = gl.expand_dims(gl.expand_dims(warp * WIDTH, 1) + gl.expand_dims(k, 0), 2)
+    o = gl.arange(0, STATES, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
+    o = c0 + gl.expand_dims(gl.expand_dims(o, 0), 1)
+    weights = gl.load(side_ptr + o.to(gl.int64) * C + k, mask=(k < C) & (o < C), other=0.0)
     y = gl.full([16, STATES], 1.0, gl.float64, SUMS)
     scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
-    sizes, sign = (N, C), gl.to_tensor(0).to(gl.uint64)
+    sign = gl.to_tensor(0).to(gl.uint64)
     sign_before = sign ^ SIGN
     t = gl.where(is_alpha, 0, tokens - 1)
-    scores = load_scores(addresses, (t, n, tokens), c, sizes, strides)
-    emission = relative_scores(scores, addresses, EXACT)
+    scores = load_scores(batch, saved.maxima, Step(0, is_alpha, t, n, tokens, c))
+    emission = relative_scores(batch, scores, EXACT)
     for i in range(0, steps):
         # What these loads bring is used in the next step, while it waits for the other programs.
         t_after = gl.minimum(gl.maximum(gl.where(is_alpha, i + 1, tokens - 2 - i), 0), T - 1)
-        scores = load_scores(addresses, (t_after, n, tokens), c, sizes, strides)
+        after = Step(i + 1, is_alpha, t_after, n, tokens, c)
+        next_scores = load_scores(batch, saved.maxima, after)
         before_ptr, after_ptr = recent_ptr + (i + 1) % 2 * row, recent_ptr + i % 2 * row
         if i > 0:
             states, maximum = arrived_states(before_ptr, sign_before, n0, N, C, WIDTH, MMA)
@@ -164,9 +111,15 @@ def linear_chain_exchange_kernel(
             y *= gl.expand_dims(power_of_2(-exponent), 1)
             scale = exponent.to(gl.float64)
         x = y * emission
-        pointers, signs = (after_ptr, before_ptr), (sign, sign_before)
-        give_states(pointers, signs, (i, n, tokens), sizes, x, c)
-        results, token = (states_ptr + direction * row * T, scales_ptr), (t, n, tokens)
-        save_states(results, (i, is_alpha), sizes, x, y, scale, token, c, SAVE)
-        emission, t = relative_scores(scores, addresses, EXACT), t_after
+        # The states get the sign of the step. Past its last step a sequence keeps them.
+        at = gl.expand_dims(n, 1) * C + gl.expand_dims(c, 0)
+        mask = gl.expand_dims(n < N, 1) & gl.expand_dims(c < C, 0)
+        ended = mask & gl.expand_dims(i >= tokens, 1)
+        # This thread stored what it reads here, and has waited for it with all other states.
+        before = gl.load(before_ptr + at, mask=ended, other=0, volatile=True) ^ sign_before
+        words = gl.where(ended, before, x.to(gl.uint64, bitcast=True) & (SIGN - 1)) ^ sign
+        gl.atomic_xchg(after_ptr + at, words, mask=mask, sem="relaxed")
+        states_ptr, step = saved.states + direction * row * T, Step(i, is_alpha, t, n, tokens, c)
+        save_states(states_ptr, saved.scales, batch, step, x, y, scale, SAVE)
+        emission, t = relative_scores(batch, next_scores, EXACT), t_after
         sign_before, sign = sign, gl.where(i % 2 == 1, sign ^ SIGN, sign)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from .arguments import Batch
 from .scores import exp_split, load_tokens, power_of_2, transition_range
 
 MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers of a lane
@@ -20,12 +21,10 @@ MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers
 
 @triton.jit
 def linear_chain_table_kernel(
-    transitions_ptr,  # [C, C]
+    transitions,  # StridedPairs
     table_ptr,  # [C, C], or [2, C, C] with the same transposed
     C,
     number,
-    trans_k,
-    trans_c,
     BLOCK: tl.constexpr,
 ):
     """Store constant transitions side by side, in the dtype of the table."""
@@ -34,40 +33,48 @@ def linear_chain_table_kernel(
     mask, pair = at < number, at % pairs
     k = tl.where(at < pairs, pair // C, pair % C)
     c = tl.where(at < pairs, pair % C, pair // C)
-    scores = tl.load(transitions_ptr + k * trans_k + c * trans_c, mask=mask)
+    scores = tl.load(transitions.ptr + k * transitions.k + c * transitions.c, mask=mask)
     tl.store(table_ptr + at, scores.to(table_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def lane_scores(token, t, dt, remaining, C: tl.constexpr, AHEAD: tl.constexpr):
+def lane_scores(score_ptr, emissions, t, dt, remaining, C: tl.constexpr, AHEAD: tl.constexpr):
     """Load the emissions of AHEAD tokens from token t in the direction dt, before they are used.
 
-    Each state of each token is a vector over lanes. A lane reads its remaining tokens alone.
+    Each state of each token is a vector over lanes, whose sequences have their addresses. A lane
+    reads its remaining tokens alone.
     """
-    score_ptr, _, _, _, stride_t, stride_c, _ = token
     scores = ()
     for j in tl.static_range(AHEAD):
         for c in tl.static_range(C):
-            at = (t + j * dt) * stride_t + tl.full([], c, tl.int64) * stride_c
+            at = (t + j * dt) * emissions.t + tl.full([], c, tl.int64) * emissions.c
             scores += (tl.load(score_ptr + at, mask=j < remaining, other=0.0),)
     return scores
 
 
 @triton.jit
-def lane_tokens(token, t, dt, remaining, C: tl.constexpr, AHEAD: tl.constexpr, WIDTH: tl.constexpr):
+def lane_tokens(
+    score_ptr,
+    emissions,
+    t,
+    dt,
+    remaining,
+    C: tl.constexpr,
+    AHEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Load emissions as `lane_scores` does, WIDTH states at once.
 
     The states are next to each other, and each token starts at a multiple of WIDTH elements.
     """
     if WIDTH == 1:
-        return lane_scores(token, t, dt, remaining, C, AHEAD)
+        return lane_scores(score_ptr, emissions, t, dt, remaining, C, AHEAD)
     else:
-        score_ptr, _, _, _, stride_t, _, _ = token
         BYTES: tl.constexpr = WIDTH * score_ptr.dtype.element_ty.primitive_bitwidth // 8
         state, scores = tl.arange(0, WIDTH)[None, :], ()
         for j in tl.static_range(AHEAD):
             for c in tl.static_range(0, C, WIDTH):
-                at = score_ptr + (t + j * dt) * stride_t + c
+                at = score_ptr + (t + j * dt) * emissions.t + c
                 at = tl.max_contiguous(at[:, None] + state, [1, WIDTH])
                 at = tl.multiple_of(at, [1, BYTES])
                 block = tl.load(at, mask=(j < remaining)[:, None], other=0.0)
@@ -91,15 +98,14 @@ def lane_maximum(emissions, C: tl.constexpr):
 
 
 @triton.jit
-def lane_emissions(token, scores, first: tl.constexpr, t, C: tl.constexpr):
+def lane_emissions(end, end_at, tokens, scores, first: tl.constexpr, t, C: tl.constexpr):
     """Return emissions in fp64 from number `first` on, with the end scores of the last token."""
-    _, end_ptr, end_at, tokens, _, _, end_c = token
     emissions = ()
     for c in tl.static_range(C):
         score = scores[first + c].to(tl.float64)
-        if end_ptr is not None:
-            at = end_at + tl.full([], c, tl.int64) * end_c
-            score += tl.load(end_ptr + at, mask=t == tokens - 1, other=0.0).to(tl.float64)
+        if end.ptr is not None:
+            at = end_at + tl.full([], c, tl.int64) * end.c
+            score += tl.load(end.ptr + at, mask=t == tokens - 1, other=0.0).to(tl.float64)
         emissions += (score,)
     return emissions
 
@@ -166,15 +172,6 @@ def lane_select(mask, x, y, C: tl.constexpr):
 
 
 @triton.jit
-def has_nan(x, C: tl.constexpr):
-    """Return which lanes have a NaN."""
-    found = x[0] != x[0]
-    for c in tl.static_range(1, C):
-        found = found | (x[c] != x[c])
-    return found
-
-
-@triton.jit
 def enter_lane_tokens(y, emissions, maximum, scale, C, EXACT: tl.constexpr, MAX_PLUS: tl.constexpr):
     """Return states with emissions relative to the maximum, scaled by a power of two."""
     x = ()
@@ -187,6 +184,16 @@ def enter_lane_tokens(y, emissions, maximum, scale, C, EXACT: tl.constexpr, MAX_
 
 
 @triton.jit
+def store_row(operators, at, row, x, exponents, offset, C: tl.constexpr):
+    """Store row `row` of each lane's operator, and the offset, which is the same in all rows."""
+    for c in tl.static_range(C):
+        tl.store(operators.matrices + (at * C + row) * C + c, x[c])
+    if operators.exponents is not None:
+        tl.store(operators.exponents + at * C + row, exponents)
+    tl.store(operators.offsets + at, offset)
+
+
+@triton.jit
 def lane_index(program, number, LANES: tl.constexpr):
     """Return the lanes of a program. Lanes past the last of all repeat it, and store the same."""
     lane = program.to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -195,23 +202,11 @@ def lane_index(program, number, LANES: tl.constexpr):
 
 @triton.jit
 def linear_chain_lane_operators_kernel(
-    emissions_ptr,  # [T, N, C]
+    batch,  # Batch, without start
     table_ptr,  # [C, C] fp64
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64, or None with MAX_PLUS
-    operators_ptr,  # [N, segments, C, C] fp64
-    exponents_ptr,  # [N, segments, C] fp64, or None with MAX_PLUS
-    offsets_ptr,  # [N, segments] fp64: what was taken out, or with MAX_PLUS 0, or NaN if one is met
-    T,
-    N,
-    parts,
+    span,  # Span, which counts without MAX_PLUS
+    operators,  # Operators, written
     segments,
-    stride_t,
-    stride_n,
-    stride_c,
-    end_n,
-    end_c,
     C: tl.constexpr,
     STEPS: tl.constexpr,
     EXACT: tl.constexpr,
@@ -222,31 +217,35 @@ def linear_chain_lane_operators_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Form one row of the operator of a segment in each lane."""
+    batch = Batch(*batch)
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     serves, shift = True, 0.0
     if not MAX_PLUS:
-        serves, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+        serves, shift = transition_range(span, BLOCK_PARTS)
     if serves:
-        lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * segments * C, LANES)
+        lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments * C, LANES)
         row, n, segment = lane % C, lane // C // segments, lane // C % segments
-        tokens, _ = load_tokens(lengths_ptr, n, T)
+        tokens, _ = load_tokens(batch.lengths, n, batch.T)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
-        score_ptr, end_at = emissions_ptr + n * stride_n, n * end_n
-        token = (score_ptr, end_ptr, end_at, tokens, stride_t, stride_c, end_c)
+        inputs = (batch.emissions.ptr + n * batch.emissions.n, batch.emissions)
+        end_at = n * batch.end.n
         x = lane_unit(row, C, MAX_PLUS)
         exponents = tl.zeros([LANES], tl.float64)
         offset = exponents if MAX_PLUS else shift * num_steps
         table = load_lane(table_ptr, TABLE)
-        scores = lane_tokens(token, low + 1, 1, num_steps, C, AHEAD, WIDTH)
+        scores = lane_tokens(*inputs, low + 1, 1, num_steps, C, AHEAD, WIDTH)
         for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
             left = num_steps - i - AHEAD
-            next_scores = lane_tokens(token, low + 1 + i + AHEAD, 1, left, C, AHEAD, WIDTH)
+            next_scores = lane_tokens(*inputs, low + 1 + i + AHEAD, 1, left, C, AHEAD, WIDTH)
             for j in tl.static_range(AHEAD):
                 t, active, maximum, scale = low + 1 + i + j, i + j < num_steps, offset, offset
-                emissions = lane_emissions(token, scores, j * C, t, C)
+                emissions = lane_emissions(batch.end, end_at, tokens, scores, j * C, t, C)
                 if MAX_PLUS:
-                    offset = tl.where(active & has_nan(emissions, C), float("nan"), offset)
+                    is_nan = emissions[0] != emissions[0]
+                    for c in tl.static_range(1, C):
+                        is_nan = is_nan | (emissions[c] != emissions[c])
+                    offset = tl.where(active & is_nan, float("nan"), offset)
                 else:
                     maximum = lane_maximum(emissions, C)
                     exponent = lane_exponent(x, C)
@@ -260,25 +259,15 @@ def linear_chain_lane_operators_kernel(
                 y = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, MAX_PLUS)
                 x = lane_select(active, y, x, C)
             scores = next_scores
-        at = n * segments + segment
-        for c in tl.static_range(C):
-            tl.store(operators_ptr + (at * C + row) * C + c, x[c])
-        if not MAX_PLUS:
-            tl.store(exponents_ptr + at * C + row, exponents)
-        tl.store(offsets_ptr + at, offset)
+        store_row(operators, n * segments + segment, row, x, exponents, offset, C)
 
 
 @triton.jit
 def linear_chain_lane_groups_kernel(
-    operators_ptr,  # [N, segments, C, C] fp64
-    exponents_ptr,  # [N, segments, C] fp64, or None with MAX_PLUS
-    offsets_ptr,  # [N, segments] fp64
-    range_ptr,  # [parts, 2] fp64, or None with MAX_PLUS
-    group_operators_ptr,  # [N, groups, C, C] fp64
-    group_exponents_ptr,  # [N, groups, C] fp64, or None with MAX_PLUS
-    group_offsets_ptr,  # [N, groups] fp64
+    operators,  # Operators of segments
+    span,  # Span, which counts without MAX_PLUS
+    group_operators,  # Operators of groups, written
     N,
-    parts,
     segments,
     groups,
     C: tl.constexpr,
@@ -289,25 +278,25 @@ def linear_chain_lane_groups_kernel(
 ):
     """Form one row of the product of the operators of a group in each lane."""
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
-    POWERS: tl.constexpr = 0 if MAX_PLUS else C
     serves = True
     if not MAX_PLUS:
-        serves = transition_range(range_ptr, parts, BLOCK_PARTS)[0]
+        serves = transition_range(span, BLOCK_PARTS)[0]
     if serves:
         lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * groups * C, LANES)
         row, n, group = lane % C, lane // C // groups, lane // C % groups
         x, exponents = lane_unit(row, C, MAX_PLUS), tl.zeros([LANES], tl.float64)
         offset = tl.zeros([LANES], tl.float64)
         at, last = n * segments + group * SIZE, n * segments + segments - 1
-        matrix = load_lane(operators_ptr + at * C * C, TABLE)
-        powers = load_lane(exponents_ptr if MAX_PLUS else exponents_ptr + at * C, POWERS)
+        matrix = load_lane(operators.matrices + at * C * C, TABLE)
+        exponents_ptr = operators.exponents if MAX_PLUS else operators.exponents + at * C
+        powers = load_lane(exponents_ptr, 0 if MAX_PLUS else C)
         for i in range(0, SIZE):
             active, following = group * SIZE + i < segments, tl.minimum(at + 1, last)
             # The next operator is loaded while this one is used.
-            next_matrix = load_lane(operators_ptr + following * C * C, TABLE)
+            next_matrix = load_lane(operators.matrices + following * C * C, TABLE)
             before = x
             if not MAX_PLUS:
-                next_powers = load_lane(exponents_ptr + following * C, POWERS)
+                next_powers = load_lane(operators.exponents + following * C, C)
                 greatest = powers[0]
                 for k in tl.static_range(1, C):
                     greatest = tl.maximum(greatest, powers[k])
@@ -318,12 +307,7 @@ def linear_chain_lane_groups_kernel(
                     scaled += (x[k] * power_of_2(tl.minimum(power, 1000.0).to(tl.int32)),)
                 before, powers = scaled, next_powers
                 exponents += tl.where(active, exponent + greatest, 0.0)
-            offset += tl.where(active, tl.load(offsets_ptr + at), 0.0)
-            y = lane_product(before, matrix, operators_ptr + at * C * C, C, MAX_PLUS)
+            offset += tl.where(active, tl.load(operators.offsets + at), 0.0)
+            y = lane_product(before, matrix, operators.matrices + at * C * C, C, MAX_PLUS)
             x, matrix, at = lane_select(active, y, x, C), next_matrix, following
-        at = n * groups + group
-        for c in tl.static_range(C):
-            tl.store(group_operators_ptr + (at * C + row) * C + c, x[c])
-        if not MAX_PLUS:
-            tl.store(group_exponents_ptr + at * C + row, exponents)
-        tl.store(group_offsets_ptr + at, offset)
+        store_row(group_operators, n * groups + group, row, x, exponents, offset, C)

@@ -10,6 +10,16 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
+from .arguments import (
+    Batch,
+    Saved,
+    StridedSteps,
+    StridedUniforms,
+    batch_of,
+    split_saved,
+    strided_pairs,
+    strided_steps,
+)
 from .best_steps import (
     linear_chain_best_last_kernel,
     linear_chain_best_states_kernel,
@@ -21,7 +31,6 @@ from .launch import linear_chain_logz
 from .launch_lanes import best_path_in_lanes, exp_table, score_table, trace_words
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
-from .saved import Saved, end_strides, split_saved, transition_strides
 from .viterbi import (
     linear_chain_path_maps_kernel,
     linear_chain_trace_kernel,
@@ -43,33 +52,30 @@ def linear_chain_viterbi(
     states = torch.empty((T, N), dtype=torch.int64, device=device)
     if C == 0:
         return score.fill_(-torch.inf), states.fill_(-1)
-    lengths = None if lengths is None else lengths.contiguous()
-    if transitions.ndim == 2 and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
-        best_path_in_lanes(emissions, transitions, start, end, lengths, score, states)
-        return score, states
-    constant = transitions.ndim == 2
+    batch, constant = batch_of(emissions, start, end, lengths), transitions.ndim == 2
     # Scores of half types tie often, and what follows a tie is scanned again.
     itemsize = min(emissions.element_size(), transitions.element_size())
-    if itemsize >= 4 and plan.meets(T, N, C, constant):
-        best_path_from_both_ends(emissions, transitions, start, end, lengths, score, states)
-        return score, states
-    if not plan.stores_previous(C, constant):
-        best_path_from_scores(emissions, transitions, start, end, lengths, score, states)
-        return score, states
-    previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=device)
-    last = torch.empty(N, dtype=torch.int32, device=device)
-    launch(
-        linear_chain_viterbi_kernel,
-        N,
-        *(emissions, transitions, start, end, lengths, previous, score, last, T, N, C),
-        *emissions.stride(),
-        *transition_strides(transitions),
-        *end_strides(start),
-        *end_strides(end),
-        CONSTANT=constant,
-        **plan.viterbi_options(C),
-    )
-    trace(previous, lengths, None, last, states, False)
+    if constant and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+        best_path_in_lanes(batch, transitions, score, states)
+    elif itemsize >= 4 and plan.meets(T, N, C, constant):
+        best_path_from_both_ends(batch, transitions, score, states)
+    elif not plan.stores_previous(C, constant):
+        best_path_from_scores(batch, transitions, score, states)
+    else:
+        previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=device)
+        last = torch.empty(N, dtype=torch.int32, device=device)
+        launch(
+            linear_chain_viterbi_kernel,
+            N,
+            batch=batch,
+            transitions=strided_steps(transitions),
+            previous_ptr=previous,
+            score_ptr=score,
+            last_ptr=last,
+            CONSTANT=constant,
+            **plan.viterbi_options(C),
+        )
+        trace(previous, batch.lengths, None, last, states, False)
     return score, states
 
 
@@ -78,91 +84,110 @@ def previous_dtype(C: int) -> torch.dtype:
     return torch.int16 if C <= 2**15 else torch.int32
 
 
-def best_path_from_scores(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    score: Tensor,
-    states: Tensor,
-) -> None:
+def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
     """Find the best score `[N]` and path `[T, N]` from the best scores of all states."""
-    T, N, C = emissions.shape
-    constant = transitions.ndim == 2
-    scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=emissions.device)
-    last = torch.empty(N, dtype=torch.int32, device=emissions.device)
-    is_nan = torch.zeros((2, N), dtype=torch.int32, device=emissions.device)
-    results, sizes = (scores, is_nan), (T, N, C, *emissions.stride())
-    ends, strides = (*end_strides(start), *end_strides(end)), transition_strides(transitions)
-    steps, step_strides = transitions, strides
+    T, N, C = batch.T, batch.N, batch.C
+    constant, steps = transitions.ndim == 2, strided_steps(transitions)
+    scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=score.device)
+    last = torch.empty(N, dtype=torch.int32, device=score.device)
+    is_nan = torch.zeros((2, N), dtype=torch.int32, device=score.device)
     if plan.resident_best(C, constant):
-        inputs = (emissions, transitions, start, end, lengths)
-        numbers, options = (*sizes, *strides[2:], *ends), plan.resident_best_options(C)
-        kernel = linear_chain_resident_best_kernel
-        launch(kernel, N, *inputs, *results, None, *numbers, MEETS=False, **options)
+        launch(
+            linear_chain_resident_best_kernel,
+            N,
+            batch=batch,
+            transitions=strided_pairs(transitions),
+            states_ptr=scores,
+            is_nan_ptr=is_nan,
+            ties_ptr=None,
+            MEETS=False,
+            **plan.resident_best_options(C),
+        )
     else:
         by_sequence = transitions.ndim == 4
-        kernel = linear_chain_strided_best_kernel if plan.GLUON else linear_chain_best_step_kernel
-        programs = plan.best_step_programs(N, C, by_sequence)
         if constant:
             # The states that a step leaves are side by side for each state that it enters.
-            steps, step_strides = score_table(transitions.T), (0, 0, 1, C)
-        inputs, numbers = (emissions, steps, start, end, lengths), (*sizes, *step_strides, *ends)
+            steps = StridedSteps(score_table(transitions.T), 0, 0, 1, C)
         options = plan.best_step_options(C, by_sequence)
         for t in range(T):
-            launch(kernel, programs, *inputs, *results, t, *numbers, **options)
-    find_last(scores, lengths, is_nan, score, last, None, False, False)
+            launch(
+                linear_chain_strided_best_kernel if plan.GLUON else linear_chain_best_step_kernel,
+                plan.best_step_programs(N, C, by_sequence),
+                batch=batch,
+                transitions=steps,
+                states_ptr=scores,
+                is_nan_ptr=is_nan,
+                t=t,
+                **options,
+            )
+    find_last(scores, batch.lengths, is_nan, score, last, None, False, False)
     if plan.traces_scores(N, C):
-        inputs, options = (steps, scores, lengths, last, states), plan.best_trace_options(C)
-        launch(linear_chain_best_trace_kernel, N, *inputs, *sizes[:3], *step_strides, **options)
+        launch(
+            linear_chain_best_trace_kernel,
+            N,
+            transitions=steps,
+            states_ptr=scores,
+            lengths_ptr=batch.lengths,
+            last_ptr=last,
+            path_ptr=states,
+            T=T,
+            N=N,
+            C=C,
+            **plan.best_trace_options(C),
+        )
     else:
-        previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=emissions.device)
-        find_previous(transitions, scores, previous, lengths, None, strides, False, False)
-        trace(previous, lengths, None, last, states, False)
+        previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=score.device)
+        steps = strided_steps(transitions)
+        find_previous(steps, scores, previous, batch.lengths, None, constant, False, False)
+        trace(previous, batch.lengths, None, last, states, False)
 
 
 def best_path_from_both_ends(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    score: Tensor,
-    states: Tensor,
+    batch: Batch, transitions: Tensor, score: Tensor, states: Tensor
 ) -> None:
     """Find the best score `[N]` and path `[T, N]` by scans that meet in the middle.
 
     Where the path after the middle has a tie, the sequence is scanned from its middle to its end as
     well, because the order of ties is that of a scan from the start.
     """
-    T, N, C = emissions.shape
-    device: dict[str, Any] = {"device": emissions.device}
+    T, N, C, lengths = batch.T, batch.N, batch.C, batch.lengths
+    device: dict[str, Any] = {"device": score.device}
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, **device)
     table = score_table(transitions, 2)
+    steps = StridedSteps(table, 0, 0, C, 1)
     is_nan, ties, last = torch.empty((4, N), dtype=torch.int32, **device).split((2, 1, 1))
     previous = torch.empty((T, N, C), dtype=previous_dtype(C), **device)
-    inputs = (emissions, transitions, start, end, lengths, scores)
-    numbers = (T, N, C, *emissions.stride(), *transitions.stride())
-    numbers = (*numbers, *end_strides(start), *end_strides(end))
-    options, strides = plan.resident_best_options(C), (0, 0, C, 1)
+    arguments = {
+        "batch": batch,
+        "transitions": strided_pairs(transitions),
+        "states_ptr": scores,
+        "MEETS": True,
+        **plan.resident_best_options(C),
+    }
     kernel = linear_chain_resident_best_kernel
-    launch(kernel, 2 * N, *inputs, is_nan, None, *numbers, MEETS=True, **options)
+    launch(kernel, 2 * N, is_nan_ptr=is_nan, ties_ptr=None, **arguments)
     find_last(scores, lengths, is_nan, score, last, ties, True, False)
-    find_previous(table, scores, previous, lengths, None, strides, True, False)
+    find_previous(steps, scores, previous, lengths, None, True, True, False)
     trace(previous, lengths, None, last, states, True)
     rows = plan.tie_rows(C)
     launch(
         linear_chain_best_ties_kernel,
         cdiv((T - 1) * N, rows),
-        *(table, scores, states, lengths, ties, T, N, C),
+        table_ptr=table,
+        states_ptr=scores,
+        path_ptr=states,
+        lengths_ptr=lengths,
+        ties_ptr=ties,
+        T=T,
+        N=N,
+        C=C,
         ROWS=rows,
         BLOCK_C=next_power_of_2(C),
         num_warps=4,
     )
-    launch(kernel, N, *inputs, None, ties, *numbers, MEETS=True, **options)
+    launch(kernel, N, is_nan_ptr=None, ties_ptr=ties, **arguments)
     find_last(scores, lengths, is_nan, score, last, ties, False, True)
-    find_previous(table, scores, previous, lengths, ties, strides, False, True)
+    find_previous(steps, scores, previous, lengths, ties, True, False, True)
     trace(previous, lengths, ties, last, states, False)
 
 
@@ -181,7 +206,15 @@ def find_last(
     launch(
         linear_chain_best_last_kernel,
         N,
-        *(scores, lengths, is_nan, score, last, ties, rows - 1, N, C),
+        states_ptr=scores,
+        lengths_ptr=lengths,
+        is_nan_ptr=is_nan,
+        score_ptr=score,
+        last_ptr=last,
+        ties_ptr=ties,
+        T=rows - 1,
+        N=N,
+        C=C,
         MEETS=meets,
         TIED=tied,
         BLOCK_C=next_power_of_2(C),
@@ -190,24 +223,30 @@ def find_last(
 
 
 def find_previous(
-    transitions: Tensor,
+    transitions: StridedSteps,
     scores: Tensor,
     previous: Tensor,
     lengths: Tensor | None,
     ties: Tensor | None,
-    strides: tuple[int, ...],
+    constant: bool,
     meets: bool,
     tied: bool,
 ) -> None:
     """Find the best states before each state, or with `meets` away from the middle."""
     T, N, C = previous.shape
-    constant = meets or tied or transitions.ndim == 2
     options = plan.best_states_options(C, constant)
     programs = cdiv((T - 1) * N, options["ROWS"]) * cdiv(C, options["BLOCK_C"])
     launch(
         linear_chain_best_states_kernel,
         2 * programs if meets else programs,
-        *(transitions, scores, previous, lengths, ties, T, N, C, *strides),
+        transitions=transitions,
+        states_ptr=scores,
+        previous_ptr=previous,
+        lengths_ptr=lengths,
+        ties_ptr=ties,
+        T=T,
+        N=N,
+        C=C,
         CONSTANT=constant,
         MEETS=meets,
         TIED=tied,
@@ -228,25 +267,27 @@ def trace(
     steps = plan.trace_steps(T)
     segments = 2 * cdiv(T, 2 * steps) if meets else cdiv(T, steps)
     maps = torch.empty((N, segments, C), dtype=torch.int32, device=previous.device)
-    sizes = (T, N, C, segments)
-    launch(
-        linear_chain_path_maps_kernel,
-        N * segments * cdiv(C, 128),
-        *(previous, lengths, ties, maps),
-        *sizes,
-        STEPS=steps,
-        MEETS=meets,
-        BLOCK_C=128,
-        num_warps=4,
-    )
+    arguments = {
+        "previous_ptr": previous,
+        "lengths_ptr": lengths,
+        "ties_ptr": ties,
+        "maps_ptr": maps,
+        "T": T,
+        "N": N,
+        "C": C,
+        "segments": segments,
+        "STEPS": steps,
+        "MEETS": meets,
+    }
+    programs = N * segments * cdiv(C, 128)
+    launch(linear_chain_path_maps_kernel, programs, **arguments, BLOCK_C=128, num_warps=4)
     launch(
         linear_chain_trace_kernel,
         N * segments,
-        *(previous, lengths, ties, maps, last, states),
-        *sizes,
-        STEPS=steps,
-        MEETS=meets,
+        last_ptr=last,
+        states_ptr=states,
         num_warps=1,
+        **arguments,
     )
 
 
@@ -266,18 +307,25 @@ def linear_chain_sample(
         return states.fill_(-1)
     lengths = None if lengths is None else lengths.contiguous()
     logz, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
-    parts, alpha = plan.range_parts(transitions), split_saved(saved, T, N, C)
-    if parts and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+    alpha = split_saved(saved, emissions, transitions)
+    if transitions.ndim == 2 and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
         sample_in_lanes(transitions, lengths, alpha, logz, uniforms, states)
         return states
     launch(
         linear_chain_sample_kernel,
         N * samples,
-        *(transitions, lengths, alpha.span, alpha.states, logz, uniforms, states),
-        *(T, N, C, parts, samples),
-        *transition_strides(transitions),
-        *uniforms.stride(),
-        BLOCK_PARTS=plan.parts_block(parts),
+        transitions=strided_steps(transitions),
+        lengths_ptr=lengths,
+        span=alpha.span,
+        alpha_ptr=alpha.states,
+        logz_ptr=logz,
+        uniforms=StridedUniforms(uniforms, *uniforms.stride()),
+        states_ptr=states,
+        T=T,
+        N=N,
+        C=C,
+        samples=samples,
+        BLOCK_PARTS=plan.parts_block(alpha.span.parts),
         **plan.sample_options(C),
     )
     return states
@@ -293,7 +341,7 @@ def sample_in_lanes(
 ) -> None:
     """Draw paths of few states `[k, T, N]`, parallel in time."""
     samples, T, N = states.shape
-    C, parts = len(transitions), plan.range_parts(transitions)
+    C = len(transitions)
     words = torch.empty((samples * N, T), dtype=torch.int64, device=states.device)
     options = plan.lane_options(words.numel())
     for is_log in (False, True):
@@ -301,11 +349,18 @@ def sample_in_lanes(
         launch(
             linear_chain_sample_words_kernel,
             cdiv(words.numel(), options["LANES"]),
-            *(alpha.states, table, lengths, alpha.span, uniforms, words),
-            *(T, N, parts, len(words), *uniforms.stride()),
+            alpha_ptr=alpha.states,
+            table_ptr=table,
+            lengths_ptr=lengths,
+            span=alpha.span,
+            uniforms=StridedUniforms(uniforms, *uniforms.stride()),
+            words_ptr=words,
+            T=T,
+            N=N,
+            columns=len(words),
             C=C,
             IS_LOG=is_log,
-            BLOCK_PARTS=plan.parts_block(parts),
+            BLOCK_PARTS=plan.parts_block(alpha.span.parts),
             **options,
         )
     trace_words(words, lengths, logz, states, C)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....runtime.launch import launch
 from . import plan
+from .arguments import (
+    Batch,
+    Operators,
+    Saved,
+    of_first_tokens,
+    strided_pairs,
+)
 from .resident import linear_chain_resident_scan_kernel
-from .saved import Saved, end_strides
 from .segments import (
     linear_chain_boundaries_kernel,
     linear_chain_group_operators_kernel,
@@ -19,55 +24,43 @@ from .segments import (
 
 
 def parallel_scan(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    saved: Saved,
-    save: bool,
-    logz: Tensor,
-    rounded: Tensor,
+    batch: Batch, transitions: Tensor, saved: Saved, save: bool, logz: Tensor, rounded: Tensor
 ) -> None:
     """Scan alpha and beta from the states at the boundaries of segments, in linear arithmetic."""
-    T, N, C = emissions.shape
-    sizes, parts = plan.segment_sizes(T), plan.range_parts(transitions)
-    device: dict[str, Any] = {"device": emissions.device, "dtype": torch.float64}
-    options: dict[str, Any] = {"BLOCK_C": 16, "BLOCK_PARTS": plan.parts_block(parts)}
-    exact = {"EXACT": plan.is_exact(emissions, transitions)}
+    N, C, sizes = batch.N, batch.C, plan.segment_sizes(batch.T)
+    exact = plan.is_exact(batch.emissions.ptr, transitions)
+    options: dict[str, Any] = {"BLOCK_C": 16, "BLOCK_PARTS": plan.parts_block(saved.span.parts)}
     operators, group_operators = (
-        (
-            torch.empty((N, number, C, C), **device),
-            torch.empty((N, number, C), **device),
-            torch.empty((N, number), **device),
-        )
+        Operators(*map(logz.new_empty, ((N, number, C, C), (N, number, C), (N, number))))
         for number in (sizes.segments, sizes.groups)
     )
     boundaries, known = (
-        torch.empty((2, N, number + 1, C), **device) for number in (sizes.segments, sizes.groups)
+        logz.new_empty((2, N, number + 1, C)) for number in (sizes.segments, sizes.groups)
     )
     launch(
         linear_chain_operators_kernel,
         N * sizes.segments,
-        *(emissions, transitions, end, lengths, saved.span, saved.maxima),
-        *operators,
-        *(T, N, C, parts, sizes.segments),
-        *emissions.stride(),
-        *transitions.stride(),
-        *end_strides(end),
+        batch=batch._replace(start=None),
+        transitions=strided_pairs(transitions),
+        span=saved.span,
+        maxima_ptr=saved.maxima,
+        operators=operators,
+        segments=sizes.segments,
         STEPS=sizes.steps,
+        EXACT=exact,
         AHEAD=4,
         num_warps=1,
-        **exact,
         **options,
     )
     launch(
         linear_chain_group_operators_kernel,
         N * sizes.groups,
-        saved.span,
-        *operators,
-        *group_operators,
-        *(C, parts, sizes.segments, sizes.groups),
+        span=saved.span,
+        operators=operators,
+        group_operators=group_operators,
+        C=C,
+        segments=sizes.segments,
+        groups=sizes.groups,
         SIZE=sizes.size,
         num_warps=1,
         **options,
@@ -79,33 +72,36 @@ def parallel_scan(
         launch(
             linear_chain_boundaries_kernel,
             groups * N * (2 if save else 1),
-            *(emissions, start, end, lengths, saved.span, saved.maxima),
-            *level,
-            *(outer, inner, logz, rounded),
-            *(T, N, C, parts, number, groups),
-            *emissions.stride()[1:],
-            *end_strides(start),
-            *end_strides(end),
+            batch=of_first_tokens(batch),
+            span=saved.span,
+            maxima_ptr=saved.maxima,
+            operators=level,
+            known_ptr=outer,
+            boundaries_ptr=inner,
+            logz_ptr=logz,
+            rounded_ptr=rounded,
+            segments=number,
+            groups=groups,
             SIZE=size,
             DIRECTIONS=2 if save else 1,
+            EXACT=exact,
             num_warps=1,
-            **exact,
             **options,
         )
     if save:
         launch(
             linear_chain_resident_scan_kernel,
             sizes.segments * 2 * N,
-            *(emissions, transitions, start, end, lengths, *saved[3:1:-1], *saved[:2]),
-            *(boundaries, None, None),
-            *(T, N, C, parts, sizes.segments),
-            *emissions.stride(),
-            *transitions.stride(),
-            *end_strides(start),
-            *end_strides(end),
+            batch=batch,
+            transitions=strided_pairs(transitions),
+            saved=saved,
+            boundaries_ptr=boundaries,
+            logz_ptr=None,
+            rounded_ptr=None,
+            segments=sizes.segments,
             SAVE=True,
+            EXACT=exact,
             STEPS=sizes.steps,
-            BLOCK_PARTS=plan.parts_block(parts),
-            **exact,
+            BLOCK_PARTS=options["BLOCK_PARTS"],
             **plan.resident_options(C),
         )

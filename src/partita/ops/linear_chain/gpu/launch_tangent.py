@@ -9,25 +9,26 @@ from torch import Tensor
 
 from ....runtime.launch import cdiv, launch
 from . import plan
+from .arguments import (
+    Gradients,
+    Span,
+    StridedSteps,
+    batch_of,
+    split_saved,
+    strided_pairs,
+    strided_steps,
+)
 from .counts import linear_chain_sum_counts_kernel
 from .covariances import (
     linear_chain_pair_covariances_kernel,
     linear_chain_state_covariances_kernel,
 )
 from .launch import linear_chain_logz
-from .saved import end_strides, split_saved, transition_strides
 from .tangent import (
     linear_chain_means_kernel,
     linear_chain_posteriors_kernel,
     linear_chain_rests_kernel,
 )
-
-
-def value_strides(values: Tensor, transitions: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of transition values over steps, sequences and both states."""
-    if values.ndim == 3 and transitions.ndim == 2:
-        return 0, values.stride(0), values.stride(1), values.stride(2)
-    return transition_strides(values)
 
 
 def linear_chain_tangent(
@@ -51,101 +52,100 @@ def linear_chain_tangent(
     d_start, d_end = (None if x is None else torch.zeros((N, C), **fp64) for x in (start, end))
     mean = torch.zeros(N, **fp64)
     if N and C:
-        lengths = None if lengths is None else lengths.contiguous()
-        exact = plan.is_exact(emissions, transitions)
         _, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
-        states, parts = split_saved(saved, T, N, C), plan.range_parts(transitions)
+        states = split_saved(saved, emissions, transitions)
+        values = batch_of(emission_values, start_values, end_values, lengths)
         logs, posteriors, sums, means, rests = torch.empty((5, T, N, C), **fp64).unbind()
         row_options = plan.row_options(C)
         programs = cdiv(T * N, row_options["ROWS"])
         launch(
             linear_chain_posteriors_kernel,
             programs,
-            *(states.states, lengths, states.span, logs, posteriors, T, N, C, parts),
-            BLOCK_PARTS=plan.parts_block(parts),
+            states_ptr=states.states,
+            lengths_ptr=values.lengths,
+            span=states.span,
+            logs_ptr=logs,
+            posteriors_ptr=posteriors,
+            T=T,
+            N=N,
+            C=C,
+            BLOCK_PARTS=plan.parts_block(states.span.parts),
             **row_options,
         )
-        steps = (*transition_strides(transitions), *value_strides(transition_values, transitions))
-        ends = (*end_strides(start_values), *end_strides(end_values))
-        options = {"EXACT": exact, **plan.tangent_options(C)}
+        exact = plan.is_exact(emissions, transitions)
+        pair_values = strided_steps(transition_values)
+        if transition_values.ndim == 3 and transitions.ndim == 2:  # of each sequence
+            pair_values = StridedSteps(transition_values, 0, *transition_values.stride())
+        arguments = {
+            "transitions": strided_steps(transitions),
+            "transition_values": pair_values,
+            "logs_ptr": logs,
+            "posteriors_ptr": posteriors,
+            "sums_ptr": sums,
+            "EXACT": exact,
+        }
+        options = plan.tangent_options(C)
         launch(
             linear_chain_means_kernel,
             N,
-            *(transitions, emission_values, transition_values, start_values, end_values, lengths),
-            *(logs, posteriors, sums, means, mean, T, N, C, *steps),
-            *(*emission_values.stride(), *ends),
+            values=values,
+            means_ptr=means,
+            mean_ptr=mean,
+            **arguments,
             **options,
         )
-        launch(
-            linear_chain_rests_kernel,
-            N,
-            *(transitions, emission_values, transition_values, end_values, lengths),
-            *(logs, posteriors, sums, rests, T, N, C, *steps),
-            *(*emission_values.stride(), *ends[2:]),
-            **options,
-        )
+        values = values._replace(start=None)
+        launch(linear_chain_rests_kernel, N, values=values, rests_ptr=rests, **arguments, **options)
+        grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
         launch(
             linear_chain_state_covariances_kernel,
             programs,
-            *(grad_output, emission_values, lengths, posteriors, means, rests, mean),
-            *(d_emissions, d_start, d_end, T, N, C, grad_output.stride(0)),
-            *emission_values.stride(),
+            values=values._replace(end=None),
+            posteriors_ptr=posteriors,
+            means_ptr=means,
+            rests_ptr=rests,
+            mean_ptr=mean,
+            gradients=Gradients(d_emissions, d_start, d_end),
+            **grad,
             **row_options,
         )
-        tensors = (logs, posteriors, sums, means, rests, mean)
-        inputs = (grad_output, transitions, transition_values, lengths, *tensors)
-        pair_covariances(inputs, steps, d_transitions, T, exact)
-    empty = emissions.new_empty(0, dtype=torch.float64)
-    return (
-        mean,
-        d_emissions,
-        d_transitions,
-        empty if d_start is None else d_start,
-        emissions.new_empty(0, dtype=torch.float64) if d_end is None else d_end,
-    )
-
-
-def pair_covariances(
-    inputs: tuple[Tensor | None, ...],
-    steps: tuple[int, ...],
-    result: Tensor,
-    T: int,
-    exact: bool,
-) -> None:
-    """Compute the gradient in the transitions.
-
-    Args:
-        inputs: the tensors that the kernel reads, in its order.
-        steps: the strides of the transitions and of their values.
-        result: fp64, in the shape of the transitions.
-        T: the number of tokens.
-        exact: whether exponentials have to be right in fp64.
-    """
-    grad_output = inputs[0]
-    assert grad_output is not None
-    N, C, constant = len(grad_output), result.shape[-1], result.ndim == 2
-    groups = plan.count_groups(result, T, N, False)
-    if groups.total == 0 or not result.numel():
-        return
-    parts = result
-    if constant:
-        shape = (groups.groups, groups.splits, C, C)
-        parts = torch.empty(shape, dtype=torch.float64, device=result.device)
-    options = plan.count_options(C)
-    launch(
-        linear_chain_pair_covariances_kernel,
-        groups.groups * groups.splits * cdiv(C, options["BLOCK"]) ** 2,
-        *(*inputs, parts, T, N, C, groups.splits, grad_output.stride(0), *steps, *groups[2:]),
-        EXACT=exact,
-        **options,
-    )
-    if constant:
-        options = plan.sum_options(groups.splits, C)
-        # Without parts of a range the counts are not multiplied by exp(transitions).
-        launch(
-            linear_chain_sum_counts_kernel,
-            groups.groups * cdiv(C * C, options["BLOCK"]),
-            *(result, parts, parts, result, C, 0, groups.splits, *result.stride()),
-            BLOCK_PARTS=1,
-            **options,
-        )
+        number, groups = plan.count_groups(transitions, T, N, False)
+        constant = transitions.ndim == 2
+        if groups.total and d_transitions.numel():
+            parts = d_transitions
+            if constant:
+                parts = torch.empty((number, groups.splits, C, C), **fp64)
+            options = plan.count_options(C)
+            launch(
+                linear_chain_pair_covariances_kernel,
+                number * groups.splits * cdiv(C, options["BLOCK"]) ** 2,
+                lengths_ptr=values.lengths,
+                means_ptr=means,
+                rests_ptr=rests,
+                mean_ptr=mean,
+                result_ptr=parts,
+                T=T,
+                N=N,
+                C=C,
+                groups=groups,
+                **grad,
+                **arguments,
+                **options,
+            )
+            if constant:
+                # Without parts of a range the counts are not multiplied by exp(transitions).
+                options = plan.sum_options(groups.splits, C)
+                launch(
+                    linear_chain_sum_counts_kernel,
+                    number * cdiv(C * C, options["BLOCK"]),
+                    transitions=strided_pairs(d_transitions),
+                    span=Span(parts, 0),
+                    parts_ptr=parts,
+                    counts_ptr=d_transitions,
+                    C=C,
+                    splits=groups.splits,
+                    BLOCK_PARTS=1,
+                    **options,
+                )
+    d_start, d_end = (mean.new_empty(0) if end is None else end for end in (d_start, d_end))
+    return mean, d_emissions, d_transitions, d_start, d_end

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from .arguments import Batch
 from .scan import log_sum
 from .scores import exp_sum_term, fold_ends, load_end, load_tokens, transition_range
 
@@ -37,33 +38,12 @@ def log_step(
 
 @triton.jit
 def linear_chain_log_scan_kernel(
-    emissions_ptr,  # [T, N, C]
-    transitions_ptr,  # [C, C], or [T - 1, N, C, C]
-    start_ptr,  # [N, C] or None
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    maxima_ptr,  # [T, N] fp64
-    states_ptr,  # [2, T, N, C] fp64: alpha and beta, if SAVE
-    scales_ptr,  # [T, N] fp64: the offsets of alpha, if SAVE
+    batch,  # Batch
+    transitions,  # StridedSteps
+    saved,  # Saved: states and scales are written if SAVE
     recent_ptr,  # [2, 2, N, C] fp64: the last two states of alpha and beta, with emissions
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
-    T,
-    N,
-    C,
-    parts,
-    stride_t,
-    stride_n,
-    stride_c,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     SAVE: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,22 +51,26 @@ def linear_chain_log_scan_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Scan alpha of a sequence and compute log Z, or with SAVE in every other program scan beta."""
-    if not transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+    batch = Batch(*batch)
+    T, N, C = batch.T, batch.N, batch.C
+    emissions = batch.emissions
+    if not transition_range(saved.span, BLOCK_PARTS)[0]:
         direction = tl.program_id(0) % 2 if SAVE else 0
         n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
         is_alpha = direction == 0
-        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        tokens, invalid = load_tokens(batch.lengths, n, T)
         row = tl.full([], N, tl.int64) * C
         recent_ptr += direction * 2 * row + n * C
-        states_ptr += direction * row * T + n * C
-        stride_r = tl.where(is_alpha, trans_k, trans_c)
-        stride_o = tl.where(is_alpha, trans_c, trans_k)
+        states_ptr = saved.states + (direction * row * T + n * C)
+        stride_r = tl.where(is_alpha, transitions.k, transitions.c)
+        stride_o = tl.where(is_alpha, transitions.c, transitions.k)
         total = tl.full([], 0.0, tl.float64)
         for i in range(0, tokens):
             t = tl.where(is_alpha, tl.full([], i, tl.int64), tokens - 1 - i)
-            maximum = tl.load(maxima_ptr + t * N + n)
+            maximum = tl.load(saved.maxima + t * N + n)
             total += maximum
-            step_ptr = transitions_ptr + tl.where(is_alpha, t - 1, t) * trans_t + n * trans_n
+            step_ptr = transitions.ptr + tl.where(is_alpha, t - 1, t) * transitions.t
+            step_ptr += n * transitions.n
             offset = total * 0.0
             for c0 in range(0, C, BLOCK_C):
                 c = c0 + tl.arange(0, BLOCK_C)
@@ -96,17 +80,17 @@ def linear_chain_log_scan_kernel(
                     y, offset = log_step(
                         before_ptr, step_ptr, c, C, stride_r, stride_o, EXACT, BLOCK_K
                     )
-                at = t * stride_t + n * stride_n + c.to(tl.int64) * stride_c
-                score = tl.load(emissions_ptr + at, mask=c < C, other=-float("inf"))
-                start = load_end(start_ptr, n, c, C, start_n, start_c)
-                end = load_end(end_ptr, n, c, C, end_n, end_c)
+                at = t * emissions.t + n * emissions.n + c.to(tl.int64) * emissions.c
+                score = tl.load(emissions.ptr + at, mask=c < C, other=-float("inf"))
+                start = load_end(batch.start, n, c, C)
+                end = load_end(batch.end, n, c, C)
                 x = y + (fold_ends(score, t, tokens, start, end) - finite_shift(maximum))
                 tl.store(recent_ptr + i % 2 * row + c, x, mask=c < C)
                 if SAVE:
                     tl.store(states_ptr + t * row + c, tl.where(is_alpha, x, y), mask=c < C)
             total += offset
             if SAVE:
-                tl.store(scales_ptr + t * N + n, offset, mask=is_alpha)
+                tl.store(saved.scales + t * N + n, offset, mask=is_alpha)
             # The next step reads what other threads have stored.
             tl.debug_barrier()
         if is_alpha:

@@ -45,13 +45,14 @@ def state_posteriors(alpha, beta, is_linear):
 
 @triton.jit
 def gradient_of_rows(
-    grad_ptr,
-    lengths_ptr,
-    states_ptr,
-    scales_ptr,
-    row,  # [ROWS] of [T * N]
-    sizes,  # (T, N, C)
+    grad_ptr,  # [N]
     grad_n,
+    lengths_ptr,  # [N] or None
+    saved,  # Saved
+    row,  # [ROWS] of [T * N]
+    T,
+    N,
+    C,
     is_linear,
     BLOCK_C: tl.constexpr,
 ):
@@ -62,7 +63,6 @@ def gradient_of_rows(
         of each. The tokens are the time, the sequence, its length or 0 if that is invalid, which
         tokens there are, and which of them count. The results of an invalid length are NaN.
     """
-    T, N, C = sizes
     rows = tl.full([], T, tl.int64) * N
     t, n, inside = row // N, row % N, row < rows
     if lengths_ptr is None:
@@ -75,11 +75,11 @@ def gradient_of_rows(
     c = tl.arange(0, BLOCK_C)[None, :]
     at, mask = row[:, None] * C + c, active[:, None] & (c < C)
     other = tl.where(is_linear, 0.0, -float("inf"))
-    alpha = tl.load(states_ptr + at, mask=mask, other=other)
-    beta = tl.load(states_ptr + rows * C + at, mask=mask, other=other)
+    alpha = tl.load(saved.states + at, mask=mask, other=other)
+    beta = tl.load(saved.states + rows * C + at, mask=mask, other=other)
     grad = tl.load(grad_ptr + n * grad_n, mask=inside, other=0.0).to(tl.float64)
     posterior, total, shift = state_posteriors(alpha, beta, is_linear)
-    scale = tl.load(scales_ptr + row, mask=active & (t > 0), other=0.0)
+    scale = tl.load(saved.scales + row, mask=active & (t > 0), other=0.0)
     if is_linear:
         factor = tl.where(total == 0.0, 0.0, grad * tl.exp2(-scale) / total)
     else:
@@ -90,7 +90,7 @@ def gradient_of_rows(
 
 @triton.jit
 def store_gradients(
-    addresses,  # (of the gradients in emissions, start or None, end or None)
+    gradients,  # Gradients
     d_emission,  # [ROWS, BLOCK_C]
     row,  # [ROWS] of [T * N]
     token,  # of each row, see `gradient_of_rows`
@@ -100,41 +100,34 @@ def store_gradients(
 ):
     """Store the gradients in the emissions, start and end of tokens, if `is_stored`."""
     t, n, tokens, inside, _ = token
-    d_emissions_ptr, d_start_ptr, d_end_ptr = addresses
     c, mask = tl.arange(0, BLOCK_C)[None, :], inside & is_stored
-    value = d_emission.to(d_emissions_ptr.dtype.element_ty)
-    tl.store(d_emissions_ptr + row[:, None] * C + c, value, mask=mask[:, None] & (c < C))
-    store_end_gradient(d_start_ptr, d_emission, n, c, C, mask & (t == 0))
+    value = d_emission.to(gradients.emissions.dtype.element_ty)
+    tl.store(gradients.emissions + row[:, None] * C + c, value, mask=mask[:, None] & (c < C))
+    store_end_gradient(gradients.start, d_emission, n, c, C, mask & (t == 0))
     is_last = t == tl.maximum(tokens - 1, 0)
-    store_end_gradient(d_end_ptr, d_emission, n, c, C, mask & is_last)
+    store_end_gradient(gradients.end, d_emission, n, c, C, mask & is_last)
 
 
 @triton.jit
 def linear_chain_marginals_kernel(
     grad_ptr,  # [N]
+    grad_n,
     lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    states_ptr,  # [2, T, N, C] fp64
-    scales_ptr,  # [T, N] fp64
+    saved,  # Saved, without maxima
     factors_ptr,  # [T, N] fp64: factors of transitions, or logarithms of their inverses
-    d_emissions_ptr,  # [T, N, C]
-    d_start_ptr,  # [N, C] or None
-    d_end_ptr,  # [N, C] or None
+    gradients,  # Gradients
     T,
     N,
     C,
-    parts,
-    grad_n,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Compute the gradients in the emissions, start and end of ROWS tokens."""
-    is_linear, _ = transition_range(range_ptr, parts, BLOCK_PARTS)
+    is_linear, _ = transition_range(saved.span, BLOCK_PARTS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d_emission, factor, token, _ = gradient_of_rows(
-        grad_ptr, lengths_ptr, states_ptr, scales_ptr, row, (T, N, C), grad_n, is_linear, BLOCK_C
+        grad_ptr, grad_n, lengths_ptr, saved, row, T, N, C, is_linear, BLOCK_C
     )
-    gradients = (d_emissions_ptr, d_start_ptr, d_end_ptr)
     store_gradients(gradients, d_emission, row, token, C, True, BLOCK_C)
     tl.store(factors_ptr + row, factor, mask=token[3])

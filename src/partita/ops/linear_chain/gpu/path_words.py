@@ -13,13 +13,7 @@ import triton.language as tl
 from .lanes import lane_index
 from .scores import load_tokens
 
-ALL_STATES = tl.constexpr(0x1111111111111111)
-
-
-@triton.jit
-def repeated_state(state):
-    """Return the map of all states to one."""
-    return state.to(tl.int64) * ALL_STATES
+ALL_STATES = tl.constexpr(0x1111111111111111)  # times a state is the map of all states to it
 
 
 @triton.jit

@@ -345,7 +345,6 @@ class CountGroups(NamedTuple):
     """The matrices of counts and the tokens that each one sums over, see `counts.py`.
 
     Fields:
-        groups: the number of matrices.
         splits: the number of programs that share a tile of a matrix.
         group_stride: the rows of `[T * N]` from a group to the next.
         stride: the rows from a token of a group to the next.
@@ -353,7 +352,6 @@ class CountGroups(NamedTuple):
         per_split: the number of tokens of a split.
     """
 
-    groups: int
     splits: int
     group_stride: int
     stride: int
@@ -361,12 +359,14 @@ class CountGroups(NamedTuple):
     per_split: int
 
 
-def count_groups(transitions: Tensor, T: int, N: int, per_sequence: bool) -> CountGroups:
-    """Return the groups of the counts."""
+def count_groups(
+    transitions: Tensor, T: int, N: int, per_sequence: bool
+) -> tuple[int, CountGroups]:
+    """Return the number of matrices of counts, and the tokens of each."""
     if transitions.ndim == 4:
-        return CountGroups((T - 1) * N, 1, 1, 1, 1, 1)
+        return (T - 1) * N, CountGroups(1, 1, 1, 1, 1)
     if transitions.ndim == 3:
-        return CountGroups(T - 1, 1, N, 1, N, N)
+        return T - 1, CountGroups(1, N, 1, N, N)
     C = transitions.shape[-1]
     groups, total = (N, T - 1) if per_sequence else (1, (T - 1) * N)
     tiles = cdiv(C, tile_block(C)) ** 2
@@ -376,9 +376,8 @@ def count_groups(transitions: Tensor, T: int, N: int, per_sequence: bool) -> Cou
     splits = max(1, min(programs // max(tiles * groups, 1), cdiv(total, tokens)))
     per_split = max(cdiv(total, splits), 1)
     splits = max(cdiv(total, per_split), 1)
-    if per_sequence:
-        return CountGroups(groups, splits, 1, N, total, per_split)
-    return CountGroups(groups, splits, 0, 1, total, per_split)
+    strides = (1, N) if per_sequence else (0, 1)
+    return groups, CountGroups(splits, *strides, total, per_split)
 
 
 def uses_lane_counts(C: int) -> bool:

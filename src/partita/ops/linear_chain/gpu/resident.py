@@ -8,16 +8,17 @@ lanes, and puts the new state into shared memory: no sum crosses warps.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .arguments import Batch
 from .scores import LN2_FP64, MAX_SPAN, exp_split, fold_ends, load_tokens, power_of_2
 
 
 @gluon.jit
-def load_range(range_ptr, parts, BLOCK_PARTS: gl.constexpr):
+def load_range(span, BLOCK_PARTS: gl.constexpr):
     """Load the greatest and the least transition of each part."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     part = gl.arange(0, BLOCK_PARTS, LAYOUT)
-    greatest = gl.load(range_ptr + 2 * part, mask=part < parts, other=-float("inf"))
-    return greatest, gl.load(range_ptr + 2 * part + 1, mask=part < parts, other=float("inf"))
+    greatest = gl.load(span.ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
+    return greatest, gl.load(span.ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
 
 
 @gluon.jit
@@ -68,43 +69,24 @@ def load_rows(score_ptr, maxima_ptr, i, num_steps, stride_t, stride_m, c, C, AHE
 
 
 @gluon.jit
-def load_vector(ptr, n, c, C, stride_n, stride_c):
+def load_vector(end, n, c, C):
     """Return the scores of start or end in fp64; zeros if there are none."""
-    if ptr is None:
+    if end.ptr is None:
         return c.to(gl.float64) * 0.0
     else:
-        at = n * stride_n + c.to(gl.int64) * stride_c
-        return gl.load(ptr + at, mask=c < C, other=0.0).to(gl.float64)
+        at = n * end.n + c.to(gl.int64) * end.c
+        return gl.load(end.ptr + at, mask=c < C, other=0.0).to(gl.float64)
 
 
 @gluon.jit
 def linear_chain_resident_scan_kernel(
-    emissions_ptr,  # [T, N, C]
-    transitions_ptr,  # [C, C]
-    start_ptr,  # [N, C] or None
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    maxima_ptr,  # [T, N] fp64
-    states_ptr,  # [2, T, N, C] fp64: alpha and beta, if SAVE
-    scales_ptr,  # [T, N] fp64: the exponents of alpha, if SAVE
+    batch,  # Batch
+    transitions,  # StridedPairs
+    saved,  # Saved: states and scales are written if SAVE
     boundaries_ptr,  # [2, N, segments + 1, C] fp64, or None
     logz_ptr,  # [N] fp64, or None with boundaries
     rounded_ptr,  # [N] in the dtype of results, or None with boundaries
-    T,
-    N,
-    C,
-    parts,
     segments,
-    stride_t,
-    stride_n,
-    stride_c,
-    trans_k,
-    trans_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     SAVE: gl.constexpr,
     EXACT: gl.constexpr,
     STEPS: gl.constexpr,  # of a segment, if there are boundaries
@@ -117,19 +99,21 @@ def linear_chain_resident_scan_kernel(
 
     With boundaries, scan a segment between states that are known, and store it.
     """
+    batch = Batch(*batch)
     WARPS: gl.constexpr = gl.num_warps()
     OUTS: gl.constexpr = BLOCK_C * LANES // (32 * WARPS)
     PER: gl.constexpr = 2 if BLOCK_C >= 2 * LANES else 1
     PAIRS: gl.constexpr = gl.BlockedLayout([PER, OUTS], [LANES, 32 // LANES], [1, WARPS], [1, 0])
     OUT: gl.constexpr = gl.SliceLayout(0, PAIRS)
     IN: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    is_linear, shift = linear_range(*load_range(range_ptr, parts, BLOCK_PARTS))
+    T, N, C = batch.T, batch.N, batch.C
+    is_linear, shift = linear_range(*load_range(saved.span, BLOCK_PARTS))
     if is_linear:
         segment, rest = gl.program_id(0) % segments, gl.program_id(0) // segments
         direction = rest % 2 if SAVE else rest * 0
         is_alpha = direction == 0
         n = (rest // 2 if SAVE else rest).to(gl.int64)
-        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        tokens, invalid = load_tokens(batch.lengths, n, T)
         low, high = tokens * 0, tokens - 1
         if boundaries_ptr is not None:
             low = gl.minimum(segment * STEPS, tokens - 1)
@@ -137,19 +121,22 @@ def linear_chain_resident_scan_kernel(
         t, num_steps = gl.where(is_alpha, low, high).to(gl.int64), high - low
         dt = gl.where(is_alpha, 1, -1).to(gl.int64)
         c = gl.arange(0, BLOCK_C, OUT)
-        start = load_vector(start_ptr, n, c, C, start_n, start_c)
-        end = load_vector(end_ptr, n, c, C, end_n, end_c)
+        start = load_vector(batch.start, n, c, C)
+        end = load_vector(batch.end, n, c, C)
         r = gl.expand_dims(gl.arange(0, BLOCK_C, IN), 1).to(gl.int64)
         o = gl.expand_dims(c, 0).to(gl.int64)
-        at = gl.where(is_alpha, r * trans_k + o * trans_c, o * trans_k + r * trans_c)
-        matrix = gl.load(transitions_ptr + at, mask=(r < C) & (o < C), other=-float("inf"))
+        stride_k, stride_c = transitions.k, transitions.c
+        at = gl.where(is_alpha, r * stride_k + o * stride_c, o * stride_k + r * stride_c)
+        matrix = gl.load(transitions.ptr + at, mask=(r < C) & (o < C), other=-float("inf"))
         matrix = gl.exp(matrix.to(gl.float64) - shift)
-        score_ptr = emissions_ptr + n * stride_n + t * stride_t + c.to(gl.int64) * stride_c
-        token_ptr = maxima_ptr + t * N + n
+        emissions = batch.emissions
+        score_ptr = emissions.ptr + n * emissions.n + t * emissions.t
+        score_ptr += c.to(gl.int64) * emissions.c
+        token_ptr = saved.maxima + t * N + n
         row = gl.to_tensor(N).to(gl.int64) * C
-        state_ptr = states_ptr + (direction * row * T + t * row + n * C) + c
-        scale_ptr = scales_ptr + t * N + n
-        next_t, next_m, next_s = dt * stride_t, dt * N, dt * row
+        state_ptr = saved.states + (direction * row * T + t * row + n * C) + c
+        scale_ptr = saved.scales + t * N + n
+        next_t, next_m, next_s = dt * emissions.t, dt * N, dt * row
         first, maxima = load_rows(score_ptr, token_ptr, 0, 0, next_t, next_m, c, C, 1)
         total = maxima[0]
         score = fold_ends(first[0], t, tokens, start, end) - gl.where(

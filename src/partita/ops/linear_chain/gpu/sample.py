@@ -29,38 +29,30 @@ def draw(weights, uniform, k):
 
 @triton.jit
 def linear_chain_sample_kernel(
-    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
+    transitions,  # StridedSteps
     lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
+    span,  # Span
     alpha_ptr,  # [T, N, C] fp64
     logz_ptr,  # [N] fp64
-    uniforms_ptr,  # [T, samples, N] fp64
+    uniforms,  # StridedUniforms
     states_ptr,  # [samples, T, N] int64
     T,
     N,
     C,
-    parts,
     samples,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
-    uniform_t,
-    uniform_s,
-    uniform_n,
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Draw one path of a sequence."""
-    is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    is_linear, shift = transition_range(span, BLOCK_PARTS)
     sample, n = (tl.program_id(0) % samples).to(tl.int64), tl.program_id(0) // samples
     n = n.to(tl.int64)
     tokens, _ = load_tokens(lengths_ptr, n, T)
     has_path = tl.load(logz_ptr + n) > -float("inf")
     k = tl.arange(0, BLOCK_C)
     other = tl.where(is_linear, 0.0, -float("inf"))
-    from_ptr = transitions_ptr + n * trans_n + k.to(tl.int64) * trans_k
-    uniforms_ptr += sample * uniform_s + n * uniform_n
+    from_ptr = transitions.ptr + n * transitions.n + k.to(tl.int64) * transitions.k
+    uniforms_ptr = uniforms.ptr + (sample * uniforms.s + n * uniforms.n)
     states_ptr += sample * T * N + n
     state = tl.full([], 0, tl.int32)
     for i in range(0, T):
@@ -68,8 +60,8 @@ def linear_chain_sample_kernel(
         active = t < tokens
         at = (t * N + n) * C + k
         weights = tl.load(alpha_ptr + at, mask=(k < C) & active, other=other)
-        uniform = tl.load(uniforms_ptr + t * uniform_t)
-        step = tl.where(t < tokens - 1, t * trans_t + state.to(tl.int64) * trans_c, 0)
+        uniform = tl.load(uniforms_ptr + t * uniforms.t)
+        step = tl.where(t < tokens - 1, t * transitions.t + state.to(tl.int64) * transitions.c, 0)
         mask = (k < C) & (t < tokens - 1)
         scores = tl.load(from_ptr + step, mask=mask, other=0.0).to(tl.float64)
         if is_linear:
@@ -121,29 +113,25 @@ def linear_chain_sample_words_kernel(
     alpha_ptr,  # [T, N, C] fp64
     table_ptr,  # [C, C] fp64: transitions with IS_LOG, or exp of them
     lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    uniforms_ptr,  # [T, samples, N] fp64
+    span,  # Span
+    uniforms,  # StridedUniforms
     words_ptr,  # [samples, N, T] int64, see path_words.py
     T,
     N,
-    parts,
     columns,
-    uniform_t,
-    uniform_s,
-    uniform_n,
     C: tl.constexpr,
     IS_LOG: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Draw the state at a token for each state at the next one, in one lane."""
-    if transition_range(range_ptr, parts, BLOCK_PARTS)[0] != IS_LOG:
+    if transition_range(span, BLOCK_PARTS)[0] != IS_LOG:
         lane = lane_index(tl.program_id(0), tl.full([], columns, tl.int64) * T, LANES)
         column, t = lane // T, lane % T
         sample, n = column // N, column % N
         tokens, _ = load_tokens(lengths_ptr, n, T)
-        at = t * uniform_t + sample * uniform_s + n * uniform_n
-        uniform, is_last = tl.load(uniforms_ptr + at), t == tokens - 1
+        at = t * uniforms.t + sample * uniforms.s + n * uniforms.n
+        uniform, is_last = tl.load(uniforms.ptr + at), t == tokens - 1
         alpha = ()
         for k in tl.static_range(C):
             # Past the length there are no states, and no state is read.

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from .arguments import Batch
 from .scores import (
     LN2_FP64,
     exp_sum_term,
@@ -89,24 +90,25 @@ def with_emission(y, emission, IS_LOG: tl.constexpr):
 
 
 @triton.jit
-def load_ahead(inputs, interval, i, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr):
+def load_ahead(
+    batch, score_ptr, maxima_ptr, t, dt, i, num_steps, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr
+):
     """Load the emissions and maxima of the AHEAD steps from step i, before the first is used.
 
-    Without an address of the maxima these are 0.
+    The addresses are those of a sequence. Without one of the maxima these are 0.
     """
-    score_ptr, maxima_ptr, C, N, stride_t, stride_c = inputs
-    t, dt, num_steps = interval
     c = tl.arange(0, BLOCK_C)
     scores, maxima = (), ()
     for j in tl.static_range(AHEAD):
         row = tl.full([], t, tl.int64) + (i + j) * dt
         inside = i + j <= num_steps
-        at = row * stride_t + c.to(tl.int64) * stride_c
-        scores = scores + (tl.load(score_ptr + at, mask=(c < C) & inside, other=-float("inf")),)
+        at = row * batch.emissions.t + c.to(tl.int64) * batch.emissions.c
+        mask = (c < batch.C) & inside
+        scores += (tl.load(score_ptr + at, mask=mask, other=-float("inf")),)
         if maxima_ptr is None:
-            maxima = maxima + (tl.full([], 0.0, tl.float64),)
+            maxima += (tl.full([], 0.0, tl.float64),)
         else:
-            maxima = maxima + (tl.load(maxima_ptr + row * N, mask=inside, other=0.0),)
+            maxima += (tl.load(maxima_ptr + row * batch.N, mask=inside, other=0.0),)
     return scores, maxima
 
 
@@ -120,81 +122,13 @@ def maximum_of_token(maxima_ptr, loaded, score, active):
 
 
 @triton.jit
-def first_emission(
-    inputs, ends, t, EXACT: tl.constexpr, IS_LOG: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Return the emissions of token t, and their maximum."""
-    scores, maxima = load_ahead(inputs, (t, 0, 0), 0, 1, BLOCK_C)
-    tokens, start, end = ends
-    score = fold_ends(scores[0], t, tokens, start, end)
-    maximum = maximum_of_token(inputs[1], maxima[0], score, True)
-    return relative_emission(score, maximum, EXACT, IS_LOG), maximum
-
-
-@triton.jit
-def scan_steps(
-    inputs,  # (emissions of the sequence, maxima of the sequence, C, N, stride_t, stride_c)
-    transitions,  # (address, or of the sequence, stride_t, stride of the reduced states, of others)
-    ends,  # (tokens, start [BLOCK_C], end [BLOCK_C])
-    interval,  # (first token, 1 for alpha or -1 for beta, number of steps)
-    results,  # (address of the states of the first token, of the scales, of maxima or None)
-    x,  # [BLOCK_C] fp64, the state of the first token with its emission
-    shift,  # the greatest transition
-    IS_LOG: tl.constexpr,
-    CONSTANT: tl.constexpr,
-    SAVE: tl.constexpr,
-    EXACT: tl.constexpr,
-    AHEAD: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Take the steps of a scan, and store the states.
-
-    Returns:
-        The last state, the sum of the maxima of the tokens after the first, and that of the scales.
-    """
-    C, N = inputs[2], inputs[3]
-    transitions_ptr, trans_t, stride_r, stride_o = transitions
-    tokens, start, end = ends
-    t, dt, num_steps = interval
-    states_ptr, scales_ptr, new_maxima_ptr = results
-    c = tl.arange(0, BLOCK_C)
-    if CONSTANT:
-        matrix = load_matrix(transitions_ptr, C, stride_r, stride_o, shift, IS_LOG, BLOCK_C)
-    total, scale_sum = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    scores, maxima = load_ahead(inputs, interval, 1, AHEAD, BLOCK_C)
-    for first in range(1, num_steps + 1, AHEAD):
-        next_scores, next_maxima = load_ahead(inputs, interval, first + AHEAD, AHEAD, BLOCK_C)
-        for j in tl.static_range(AHEAD):
-            active = first + j <= num_steps
-            row = tl.full([], t, tl.int64) + (first + j) * dt
-            score = fold_ends(scores[j], row, tokens, start, end)
-            maximum = maximum_of_token(inputs[1], maxima[j], score, active)
-            emission = relative_emission(score, maximum, EXACT, IS_LOG)
-            if not CONSTANT:
-                entered = tl.where(active, tl.where(dt > 0, row - 1, row), 0)
-                step_ptr = transitions_ptr + entered * trans_t
-                matrix = load_matrix(step_ptr, C, stride_r, stride_o, shift, IS_LOG, BLOCK_C)
-            y, scale = chain_step(matrix, x, EXACT, IS_LOG)
-            x = tl.where(active, with_emission(y, emission, IS_LOG), x)
-            total += maximum
-            scale_sum += tl.where(active, scale, 0.0)
-            if SAVE:
-                state = tl.where(dt > 0, x, y)
-                tl.store(states_ptr + row * N * C + c, state, mask=(c < C) & active)
-                tl.store(scales_ptr + row * N, scale, mask=active & (dt > 0))
-                if new_maxima_ptr is not None:
-                    tl.store(new_maxima_ptr + row * N, maximum, mask=active & (dt > 0))
-        scores, maxima = next_scores, next_maxima
-    return x, total, scale_sum
-
-
-@triton.jit
 def scan_sequence(
-    chain,  # (addresses of emissions, transitions, start, end, lengths)
-    stored,  # (addresses of maxima to read and to write, each or None, states, scales)
-    results,  # (addresses of log Z and of log Z in the dtype of results)
-    sizes,  # (T, N, C)
-    strides,  # (of emissions, transitions, start, end: all of their dimensions)
+    batch,  # Batch
+    transitions,  # StridedSteps
+    saved,  # Saved: states and scales are written if SAVE
+    logz_ptr,  # [N] fp64
+    rounded_ptr,  # [N] in the dtype of results
+    maxima_ptr,  # [T, N] fp64, or None if they are computed here, and saved
     shift,  # the greatest transition
     IS_LOG: tl.constexpr,
     CONSTANT: tl.constexpr,
@@ -204,88 +138,80 @@ def scan_sequence(
     BLOCK_C: tl.constexpr,
 ):
     """Scan alpha of a sequence and compute log Z, or with SAVE in every other program scan beta."""
-    emissions_ptr, transitions_ptr, start_ptr, end_ptr, lengths_ptr = chain
-    maxima_ptr, new_maxima_ptr, states_ptr, scales_ptr = stored
-    T, N, C = sizes
-    stride_t, stride_n, stride_c, trans_t, trans_n, trans_k, trans_c = strides[:7]
-    start_n, start_c, end_n, end_c = strides[7:]
+    T, N, C = batch.T, batch.N, batch.C
     is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
     n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
     c, rows = tl.arange(0, BLOCK_C), tl.full([], T, tl.int64) * N
-    tokens, invalid = load_tokens(lengths_ptr, n, T)
-    start = load_end(start_ptr, n, c, C, start_n, start_c)
-    end = load_end(end_ptr, n, c, C, end_n, end_c)
-    ends = (tokens, start, end)
+    tokens, invalid = load_tokens(batch.lengths, n, T)
+    start = load_end(batch.start, n, c, C)
+    end = load_end(batch.end, n, c, C)
     if maxima_ptr is not None:
         maxima_ptr += n
-    inputs = (emissions_ptr + n * stride_n, maxima_ptr, C, N, stride_t, stride_c)
+    score_ptr = batch.emissions.ptr + n * batch.emissions.n
     t = tl.where(is_alpha, 0, tokens - 1)
-    emission, maximum = first_emission(inputs, ends, t, EXACT, IS_LOG, BLOCK_C)
-    y = tl.full([BLOCK_C], 0.0 if IS_LOG else 1.0, tl.float64)
-    x = with_emission(y, emission, IS_LOG)
+    loaded, loaded_maxima = load_ahead(batch, score_ptr, maxima_ptr, t, 0, 0, 0, 1, BLOCK_C)
+    first_score = fold_ends(loaded[0], t, tokens, start, end)
+    first_maximum = maximum_of_token(maxima_ptr, loaded_maxima[0], first_score, True)
+    y0 = tl.full([BLOCK_C], 0.0 if IS_LOG else 1.0, tl.float64)
+    x = with_emission(y0, relative_emission(first_score, first_maximum, EXACT, IS_LOG), IS_LOG)
     if SAVE:
-        states_ptr += tl.where(is_alpha, n, rows + n) * C
-        scales_ptr += n
-        at = states_ptr + tl.full([], t, tl.int64) * N * C + c
-        tl.store(at, tl.where(is_alpha, x, y), mask=c < C)
-        if new_maxima_ptr is not None:
-            new_maxima_ptr += n
-            tl.store(new_maxima_ptr, maximum, mask=is_alpha)
-    stride_r = tl.where(is_alpha, trans_k, trans_c)
-    stride_o = tl.where(is_alpha, trans_c, trans_k)
-    x, total, scale_sum = scan_steps(
-        inputs,
-        (transitions_ptr + n * trans_n, trans_t, stride_r, stride_o),
-        ends,
-        (t, tl.where(is_alpha, 1, -1), tokens - 1),
-        (states_ptr, scales_ptr, new_maxima_ptr),
-        x,
-        shift,
-        IS_LOG,
-        CONSTANT,
-        SAVE,
-        EXACT,
-        AHEAD,
-        BLOCK_C,
-    )
+        states_ptr = saved.states + tl.where(is_alpha, n, rows + n) * C
+        scales_ptr = saved.scales + n
+        first_ptr = states_ptr + tl.full([], t, tl.int64) * N * C + c
+        tl.store(first_ptr, tl.where(is_alpha, x, y0), mask=c < C)
+        if maxima_ptr is None:
+            tl.store(saved.maxima + n, first_maximum, mask=is_alpha)
+    stride_r = tl.where(is_alpha, transitions.k, transitions.c)
+    stride_o = tl.where(is_alpha, transitions.c, transitions.k)
+    transitions_ptr = transitions.ptr + n * transitions.n
+    dt, num_steps = tl.where(is_alpha, 1, -1), tokens - 1
+    if CONSTANT:
+        matrix = load_matrix(transitions_ptr, C, stride_r, stride_o, shift, IS_LOG, BLOCK_C)
+    total, scale_sum = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    scores, maxima = load_ahead(batch, score_ptr, maxima_ptr, t, dt, 1, num_steps, AHEAD, BLOCK_C)
+    for first in range(1, num_steps + 1, AHEAD):
+        next_scores, next_maxima = load_ahead(
+            batch, score_ptr, maxima_ptr, t, dt, first + AHEAD, num_steps, AHEAD, BLOCK_C
+        )
+        for j in tl.static_range(AHEAD):
+            active = first + j <= num_steps
+            row = tl.full([], t, tl.int64) + (first + j) * dt
+            score = fold_ends(scores[j], row, tokens, start, end)
+            maximum = maximum_of_token(maxima_ptr, maxima[j], score, active)
+            emission = relative_emission(score, maximum, EXACT, IS_LOG)
+            if not CONSTANT:
+                entered = tl.where(active, tl.where(dt > 0, row - 1, row), 0)
+                step_ptr = transitions_ptr + entered * transitions.t
+                matrix = load_matrix(step_ptr, C, stride_r, stride_o, shift, IS_LOG, BLOCK_C)
+            y, scale = chain_step(matrix, x, EXACT, IS_LOG)
+            x = tl.where(active, with_emission(y, emission, IS_LOG), x)
+            total += maximum
+            scale_sum += tl.where(active, scale, 0.0)
+            if SAVE:
+                state = tl.where(dt > 0, x, y)
+                tl.store(states_ptr + row * N * C + c, state, mask=(c < C) & active)
+                tl.store(scales_ptr + row * N, scale, mask=active & (dt > 0))
+                if maxima_ptr is None:
+                    at = saved.maxima + n + row * N
+                    tl.store(at, maximum, mask=active & (dt > 0))
+        scores, maxima = next_scores, next_maxima
     if is_alpha:
         if not IS_LOG:
             scale_sum = scale_sum * LN2_FP64 + shift * (tokens - 1)
-        logz = maximum + total + scale_sum + log_sum(x, IS_LOG) + invalid
-        tl.store(results[0] + n, logz)
-        tl.store(results[1] + n, logz.to(results[1].dtype.element_ty))
+        logz = first_maximum + total + scale_sum + log_sum(x, IS_LOG) + invalid
+        tl.store(logz_ptr + n, logz)
+        tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))
 
 
 @triton.jit
 def linear_chain_scan_kernel(
-    emissions_ptr,  # [T, N, C]
-    transitions_ptr,  # [C, C], or [T - 1, N, C, C] unless CONSTANT
-    start_ptr,  # [N, C] or None
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    maxima_ptr,  # [T, N] fp64
-    states_ptr,  # [2, T, N, C] fp64: alpha and beta, if SAVE
-    scales_ptr,  # [T, N] fp64: the exponents or offsets of alpha, if SAVE
+    batch,  # Batch
+    transitions,  # StridedSteps
+    saved,  # Saved: states and scales are written if SAVE
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
-    T,
-    N,
-    C,
-    parts,
-    stride_t,
-    stride_n,
-    stride_c,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     IS_LOG: tl.constexpr,
-    CONSTANT: tl.constexpr,
+    CONSTANT: tl.constexpr,  # whether the transitions are the same at all steps
     SAVE: tl.constexpr,
     EXACT: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -293,16 +219,16 @@ def linear_chain_scan_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Scan a sequence in one direction, if the transitions are for this arithmetic."""
-    is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    batch = Batch(*batch)
+    is_linear, shift = transition_range(saved.span, BLOCK_PARTS)
     if is_linear != IS_LOG:
-        strides = (stride_t, stride_n, stride_c, trans_t, trans_n, trans_k, trans_c)
-        strides = strides + (start_n, start_c, end_n, end_c)
         scan_sequence(
-            (emissions_ptr, transitions_ptr, start_ptr, end_ptr, lengths_ptr),
-            (maxima_ptr, None, states_ptr, scales_ptr),
-            (logz_ptr, rounded_ptr),
-            (T, N, C),
-            strides,
+            batch,
+            transitions,
+            saved,
+            logz_ptr,
+            rounded_ptr,
+            saved.maxima,
             shift,
             IS_LOG,
             CONSTANT,

@@ -18,16 +18,13 @@ LOG2E_FP64 = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def transition_range(range_ptr, parts, BLOCK_PARTS: tl.constexpr):
-    """Return whether the linear scans serve these transitions, and the greatest transition.
-
-    `range_ptr` has the greatest and the least transition of each part.
-    """
+def transition_range(span, BLOCK_PARTS: tl.constexpr):
+    """Return whether the linear scans serve these transitions, and the greatest transition."""
     part = tl.arange(0, BLOCK_PARTS)
-    greatest = tl.load(range_ptr + 2 * part, mask=part < parts, other=-float("inf"))
-    least = tl.load(range_ptr + 2 * part + 1, mask=part < parts, other=float("inf"))
+    greatest = tl.load(span.ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
+    least = tl.load(span.ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
     maximum, minimum = tl.max(greatest, axis=0), tl.min(least, axis=0)
-    return (maximum - minimum <= MAX_SPAN) & (parts > 0), maximum
+    return (maximum - minimum <= MAX_SPAN) & (span.parts > 0), maximum
 
 
 @triton.jit
@@ -55,13 +52,13 @@ def loaded_to_fp64(x):
 
 
 @triton.jit
-def load_end(ptr, n, c, C, stride_n, stride_c):
+def load_end(end, n, c, C):
     """Return the scores of start or end, `[BLOCK_C]` fp64; zeros if there are none."""
-    if ptr is None:
+    if end.ptr is None:
         return tl.zeros(c.shape, tl.float64)
     else:
-        at = n * stride_n + c.to(tl.int64) * stride_c
-        return loaded_to_fp64(tl.load(ptr + at, mask=c < C, other=0.0))
+        at = n * end.n + c.to(tl.int64) * end.c
+        return loaded_to_fp64(tl.load(end.ptr + at, mask=c < C, other=0.0))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.memory import load_matrix
+from .arguments import Batch
 from .scores import (
     LN2_FP64,
     exp_split,
@@ -35,12 +36,13 @@ def identity(BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def store_operator(operators_ptr, exponents_ptr, at, matrix, exponents, C, BLOCK_C: tl.constexpr):
-    """Store an operator and the exponents of its rows."""
+def store_operator(operators, at, matrix, exponents, total, C, BLOCK_C: tl.constexpr):
+    """Store an operator, the exponents of its rows, and its offset."""
     k, c = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_C)
     mask = (k < C)[:, None] & (c < C)[None, :]
-    tl.store(operators_ptr + at * C * C + k[:, None] * C + c[None, :], matrix, mask=mask)
-    tl.store(exponents_ptr + at * C + k, exponents, mask=k < C)
+    tl.store(operators.matrices + at * C * C + k[:, None] * C + c[None, :], matrix, mask=mask)
+    tl.store(operators.exponents + at * C + k, exponents, mask=k < C)
+    tl.store(operators.offsets + at, total)
 
 
 @triton.jit
@@ -51,38 +53,22 @@ def scaled_exponents(exponents):
 
 
 @triton.jit
-def load_operator(operators, at, C, BLOCK_C: tl.constexpr):
+def load_operator(operators, at, C, step_k, step_c, BLOCK_C: tl.constexpr):
     """Return an operator [summed state, other state], the exponents of its rows, and its offset."""
-    operators_ptr, exponents_ptr, offsets_ptr, step_k, step_c = operators
     c = tl.arange(0, BLOCK_C)
-    matrix = load_matrix(operators_ptr + at * C * C, C, step_k, step_c, BLOCK_C, 0.0)
-    exponents = tl.load(exponents_ptr + at * C + c, mask=c < C, other=-float("inf"))
-    return matrix, exponents, tl.load(offsets_ptr + at)
+    matrix = load_matrix(operators.matrices + at * C * C, C, step_k, step_c, BLOCK_C, 0.0)
+    exponents = tl.load(operators.exponents + at * C + c, mask=c < C, other=-float("inf"))
+    return matrix, exponents, tl.load(operators.offsets + at)
 
 
 @triton.jit
 def linear_chain_operators_kernel(
-    emissions_ptr,  # [T, N, C]
-    transitions_ptr,  # [C, C]
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
+    batch,  # Batch, without start
+    transitions,  # StridedPairs
+    span,  # Span
     maxima_ptr,  # [T, N] fp64
-    operators_ptr,  # [N, segments, C, C] fp64
-    exponents_ptr,  # [N, segments, C] fp64
-    offsets_ptr,  # [N, segments] fp64: the logarithm of what was taken out, without exponents
-    T,
-    N,
-    C,
-    parts,
+    operators,  # Operators, written
     segments,
-    stride_t,
-    stride_n,
-    stride_c,
-    trans_k,
-    trans_c,
-    end_n,
-    end_c,
     STEPS: tl.constexpr,
     EXACT: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -90,25 +76,29 @@ def linear_chain_operators_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Form the operator of a segment."""
-    is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    batch = Batch(*batch)
+    T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
+    is_linear, shift = transition_range(span, BLOCK_PARTS)
     if is_linear:
         n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
-        tokens, _ = load_tokens(lengths_ptr, n, T)
+        tokens, _ = load_tokens(batch.lengths, n, T)
         c = tl.arange(0, BLOCK_C)
-        end = load_end(end_ptr, n, c, C, end_n, end_c)
+        end = load_end(batch.end, n, c, C)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
-        weights = load_matrix(transitions_ptr, C, trans_k, trans_c, BLOCK_C, -float("inf"))
+        weights = load_matrix(
+            transitions.ptr, C, transitions.k, transitions.c, BLOCK_C, -float("inf")
+        )
         weights = tl.exp(loaded_to_fp64(weights) - shift)
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = shift * num_steps
-        score_ptr = emissions_ptr + n * stride_n + c.to(tl.int64) * stride_c
+        score_ptr = emissions.ptr + n * emissions.n + c.to(tl.int64) * emissions.c
         for first in range(1, num_steps + 1, AHEAD):
             scores, maxima = (), ()
             for j in tl.static_range(AHEAD):
                 t, inside = tl.full([], low, tl.int64) + first + j, first + j <= num_steps
                 mask = (c < C) & inside
-                scores += (tl.load(score_ptr + t * stride_t, mask=mask, other=-float("inf")),)
+                scores += (tl.load(score_ptr + t * emissions.t, mask=mask, other=-float("inf")),)
                 maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
             for j in tl.static_range(AHEAD):
                 t, inside = low + first + j, first + j <= num_steps
@@ -121,21 +111,15 @@ def linear_chain_operators_kernel(
                 exponents += tl.where(inside, removed.to(tl.float64), 0.0)
                 total += maxima[j]
         at = n * segments + segment
-        store_operator(operators_ptr, exponents_ptr, at, matrix, exponents, C, BLOCK_C)
-        tl.store(offsets_ptr + at, total)
+        store_operator(operators, at, matrix, exponents, total, C, BLOCK_C)
 
 
 @triton.jit
 def linear_chain_group_operators_kernel(
-    range_ptr,  # [parts, 2] fp64
-    operators_ptr,  # [N, segments, C, C] fp64
-    exponents_ptr,  # [N, segments, C] fp64
-    offsets_ptr,  # [N, segments] fp64
-    group_operators_ptr,  # [N, groups, C, C] fp64
-    group_exponents_ptr,  # [N, groups, C] fp64
-    group_offsets_ptr,  # [N, groups] fp64
+    span,  # Span
+    operators,  # Operators of segments
+    group_operators,  # Operators of groups, written
     C,
-    parts,
     segments,
     groups,
     SIZE: tl.constexpr,  # segments in a group
@@ -143,17 +127,17 @@ def linear_chain_group_operators_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Form the operator of a group of segments, the product of theirs."""
-    if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+    if transition_range(span, BLOCK_PARTS)[0]:
         n, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = tl.full([], 0.0, tl.float64)
-        operators = (operators_ptr, exponents_ptr, offsets_ptr, C, 1)
         last = tl.minimum((group + 1) * SIZE, segments) - 1
-        step, powers, offset = load_operator(operators, n * segments + group * SIZE, C, BLOCK_C)
+        at = n * segments + group * SIZE
+        step, powers, offset = load_operator(operators, at, C, C, 1, BLOCK_C)
         for segment in range(group * SIZE, last + 1):
             # The next operator is loaded while this one is used.
-            following = n * segments + tl.minimum(segment + 1, last)
-            next_step, next_powers, next_offset = load_operator(operators, following, C, BLOCK_C)
+            at = n * segments + tl.minimum(segment + 1, last)
+            next_step, next_powers, next_offset = load_operator(operators, at, C, C, 1, BLOCK_C)
             factors, greatest = scaled_exponents(powers)
             removed = exponent_of(tl.max(matrix, axis=1))
             after = tl.dot(matrix, step * factors[:, None], out_dtype=tl.float64)
@@ -162,37 +146,21 @@ def linear_chain_group_operators_kernel(
             total += offset
             step, powers, offset = next_step, next_powers, next_offset
         at = n * groups + group
-        store_operator(group_operators_ptr, group_exponents_ptr, at, matrix, exponents, C, BLOCK_C)
-        tl.store(group_offsets_ptr + at, total)
+        store_operator(group_operators, at, matrix, exponents, total, C, BLOCK_C)
 
 
 @triton.jit
 def linear_chain_boundaries_kernel(
-    emissions_ptr,  # [T, N, C]
-    start_ptr,  # [N, C] or None
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
+    batch,  # Batch, with the emissions of first tokens
+    span,  # Span
     maxima_ptr,  # [T, N] fp64
-    operators_ptr,  # [N, segments, C, C] fp64
-    exponents_ptr,  # [N, segments, C] fp64
-    offsets_ptr,  # [N, segments] fp64
+    operators,  # Operators
     known_ptr,  # [2, N, groups + 1, C] fp64, states between groups, or None for one group
     boundaries_ptr,  # [2, N, segments + 1, C] fp64
     logz_ptr,  # [N] fp64, if known is None
     rounded_ptr,  # [N]
-    T,
-    N,
-    C,
-    parts,
     segments,
     groups,
-    stride_n,
-    stride_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     SIZE: tl.constexpr,
     DIRECTIONS: tl.constexpr,  # 2, or 1 for alpha alone
     EXACT: tl.constexpr,
@@ -200,18 +168,19 @@ def linear_chain_boundaries_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Scan alpha or beta over the operators of a group, and compute log Z if there is one group."""
-    if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+    batch = Batch(*batch)
+    T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
+    if transition_range(span, BLOCK_PARTS)[0]:
         group, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
         n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
         is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
-        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        tokens, invalid = load_tokens(batch.lengths, n, T)
         first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)
         maximum = tl.load(maxima_ptr + n)
         if known_ptr is None:
-            score_ptr = emissions_ptr + n * stride_n + c.to(tl.int64) * stride_c
+            score_ptr = emissions.ptr + n * emissions.n + c.to(tl.int64) * emissions.c
             score = tl.load(score_ptr, mask=c < C, other=-float("inf"))
-            start = load_end(start_ptr, n, c, C, start_n, start_c)
-            end = load_end(end_ptr, n, c, C, end_n, end_c)
+            start, end = load_end(batch.start, n, c, C), load_end(batch.end, n, c, C)
             score = fold_ends(score, 0, tokens, start, end) - finite_shift(maximum)
             x = tl.where(is_alpha, exp_split(score, EXACT), tl.where(c < C, 1.0, 0.0))
         else:
@@ -220,9 +189,8 @@ def linear_chain_boundaries_kernel(
         total, powers = maximum, 0.0 * maximum
         row_ptr = boundaries_ptr + (direction * N + n) * (segments + 1) * C + c
         step_k, step_c = tl.where(is_alpha, C, 1), tl.where(is_alpha, 1, C)
-        operators = (operators_ptr, exponents_ptr, offsets_ptr, step_k, step_c)
         at = n * segments + tl.where(is_alpha, first, last - 1)
-        step, exponents, offset = load_operator(operators, at, C, BLOCK_C)
+        step, exponents, offset = load_operator(operators, at, C, step_k, step_c, BLOCK_C)
         for i in range(0, last - first):
             segment = tl.where(is_alpha, first + i, last - 1 - i)
             tl.store(row_ptr + (segment + direction) * C, x, mask=c < C)
@@ -230,7 +198,9 @@ def linear_chain_boundaries_kernel(
             at = n * segments + tl.where(
                 is_alpha, tl.minimum(segment + 1, last - 1), tl.maximum(segment - 1, first)
             )
-            next_step, next_exponents, next_offset = load_operator(operators, at, C, BLOCK_C)
+            next_step, next_exponents, next_offset = load_operator(
+                operators, at, C, step_k, step_c, BLOCK_C
+            )
             factors, greatest = scaled_exponents(exponents)
             removed = exponent_of(tl.max(x, axis=0))
             x = tl.where(is_alpha, x * factors, x)

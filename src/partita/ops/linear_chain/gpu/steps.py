@@ -7,9 +7,12 @@ the next launch reads it from a workspace where it has that emission. See `scan.
 recursion.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from .arguments import Batch
 from .scan import log_sum
 from .scores import (
     LN2_FP64,
@@ -21,26 +24,44 @@ from .scores import (
 )
 
 
+class Step(NamedTuple):
+    """A step of alpha or beta for a block of sequences and of the states that it enters.
+
+    Fields:
+        i: the number of the step.
+        is_alpha: its direction.
+        t: `[BLOCK_N]`, the tokens that it enters.
+        n: `[BLOCK_N]`, the sequences.
+        tokens: `[BLOCK_N]`, their lengths.
+        c: `[BLOCK_C]`, the states.
+    """
+
+    i: tl.tensor
+    is_alpha: tl.tensor
+    t: tl.tensor
+    n: tl.tensor
+    tokens: tl.tensor
+    c: tl.tensor
+
+
 @triton.jit
 def linear_chain_weights_kernel(
-    transitions_ptr,  # [C, C]
-    range_ptr,  # [parts, 2] fp64
+    transitions,  # StridedPairs
+    span,  # Span
     weights_ptr,  # [2, C, C] fp64
     C,
-    parts,
-    trans_k,
-    trans_c,
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Store exp(transitions) relative to the greatest, and the same transposed."""
-    is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    is_linear, shift = transition_range(span, BLOCK_PARTS)
     if is_linear:
         blocks = tl.cdiv(C, BLOCK)
         k = tl.program_id(0) // blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[:, None]
         c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[None, :]
         mask = (k < C) & (c < C)
-        scores = tl.load(transitions_ptr + k * trans_k + c * trans_c, mask=mask, other=0.0)
+        score_ptr = transitions.ptr + k * transitions.k + c * transitions.c
+        scores = tl.load(score_ptr, mask=mask, other=0.0)
         weights = tl.exp(scores.to(tl.float64) - shift)
         tl.store(weights_ptr + k * C + c, weights, mask=mask)
         tl.store(weights_ptr + tl.full([], C, tl.int64) * C + c * C + k, weights, mask=mask)
@@ -80,119 +101,92 @@ def load_tokens_of(lengths_ptr, n, N, T):
 
 
 @triton.jit
-def load_scores(addresses, token, c, sizes, strides):
+def load_scores(batch, maxima_ptr, step):
     """Load emissions, start and end scores `[BLOCK_N, BLOCK_C]` and maxima of tokens.
 
     Nothing is computed with them yet, so a kernel need not wait for them here.
     """
-    emissions_ptr, start_ptr, end_ptr, maxima_ptr = addresses
-    t, n, tokens = token
-    N, C = sizes
-    stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c = strides
-    mask, c = (n < N)[:, None] & (c < C)[None, :], c.to(tl.int64)[None, :]
-    at = (t * stride_t + n * stride_n)[:, None] + c * stride_c
-    score = tl.load(emissions_ptr + at, mask=mask, other=-float("inf"))
-    start, end = score, score
-    if start_ptr is not None:
-        at, first = (n * start_n)[:, None] + c * start_c, mask & (t == 0)[:, None]
-        start = tl.load(start_ptr + at, mask=first, other=0.0)
-    if end_ptr is not None:
-        at, last = (n * end_n)[:, None] + c * end_c, mask & (t == tokens - 1)[:, None]
-        end = tl.load(end_ptr + at, mask=last, other=0.0)
-    return score, start, end, tl.load(maxima_ptr + t * N + n, mask=n < N, other=0.0)
+    N, emissions, start, end = batch.N, batch.emissions, batch.start, batch.end
+    t, n, tokens, c = step.t, step.n, step.tokens, step.c
+    mask, c = (n < N)[:, None] & (c < batch.C)[None, :], c.to(tl.int64)[None, :]
+    at = (t * emissions.t + n * emissions.n)[:, None] + c * emissions.c
+    score = tl.load(emissions.ptr + at, mask=mask, other=-float("inf"))
+    at_start, at_end = score, score
+    if start.ptr is not None:
+        at, first = (n * start.n)[:, None] + c * start.c, mask & (t == 0)[:, None]
+        at_start = tl.load(start.ptr + at, mask=first, other=0.0)
+    if end.ptr is not None:
+        at, last = (n * end.n)[:, None] + c * end.c, mask & (t == tokens - 1)[:, None]
+        at_end = tl.load(end.ptr + at, mask=last, other=0.0)
+    return score, at_start, at_end, tl.load(maxima_ptr + t * N + n, mask=n < N, other=0.0)
 
 
 @triton.jit
-def relative_scores(scores, addresses, EXACT: tl.constexpr):
-    """Return emissions with start and end scores, relative to the maxima."""
+def relative_scores(batch, scores, EXACT: tl.constexpr):
+    """Return emissions with start and end scores, relative to the maxima, of `load_scores`."""
     score, start, end, maximum = scores
-    _, start_ptr, end_ptr, _ = addresses
     score = score.to(tl.float64)
-    if start_ptr is not None:
+    if batch.start.ptr is not None:
         score += start.to(tl.float64)
-    if end_ptr is not None:
+    if batch.end.ptr is not None:
         score += end.to(tl.float64)
     return relative_emission(score, maximum[:, None], EXACT, False)
 
 
 @triton.jit
 def save_states(
-    results,  # (states, scales)
-    step,  # (number of the step, whether it is one of alpha)
-    sizes,  # (N, C)
+    states_ptr,  # [T, N, C] of the direction
+    scales_ptr,  # [T, N]
+    batch,  # Batch
+    step,  # Step
     x,  # [BLOCK_N, BLOCK_C], the states with emissions
     y,  # [BLOCK_N, BLOCK_C], the same without
     scale,  # [BLOCK_N]
-    token,  # (t, n, tokens) [BLOCK_N]
-    c,  # [BLOCK_C]
     SAVE: tl.constexpr,
 ):
     """Store alpha with the emissions of its tokens or beta without, and the scales of alpha."""
-    states_ptr, scales_ptr = results
-    i, is_alpha = step
-    t, n, tokens = token
-    N, C = sizes
-    active = (n < N) & (i < tokens)
+    N, C, t, n, c = batch.N, batch.C, step.t, step.n, step.c
+    active = (n < N) & (step.i < step.tokens)
     if SAVE:
         at = (t * N * C + n * C)[:, None] + c[None, :]
         mask = active[:, None] & (c < C)[None, :]
-        tl.store(states_ptr + at, tl.where(is_alpha, x, y), mask=mask)
+        tl.store(states_ptr + at, tl.where(step.is_alpha, x, y), mask=mask)
     is_first = tl.sum((c == 0).to(tl.int32), axis=0) > 0
-    tl.store(scales_ptr + t * N + n, scale, mask=active & is_alpha & is_first)
+    tl.store(scales_ptr + t * N + n, scale, mask=active & step.is_alpha & is_first)
 
 
 @triton.jit
 def enter_tokens(
-    results,  # (recent states before and after the step, states, scales)
-    step,  # (number of the step, whether it is one of alpha)
-    sizes,  # (N, C)
+    before_ptr,  # [N, C], the states before the step
+    after_ptr,  # [N, C], those after it
+    states_ptr,  # [T, N, C] of the direction
+    scales_ptr,  # [T, N]
+    batch,  # Batch
+    step,  # Step
     y,  # [BLOCK_N, BLOCK_C], the states without emissions
     emission,  # [BLOCK_N, BLOCK_C]
     scale,  # [BLOCK_N]
-    token,  # (t, n, tokens) [BLOCK_N]
-    c,  # [BLOCK_C]
     SAVE: tl.constexpr,
 ):
     """Multiply the states that a step has reached by their emissions, and store them.
 
     Past its last step a sequence keeps its state.
     """
-    before_ptr, after_ptr, states_ptr, scales_ptr = results
-    _, n, tokens = token
-    i, _ = step
-    N, C = sizes
     x = y * emission
-    save_states((states_ptr, scales_ptr), step, sizes, x, y, scale, token, c, SAVE)
-    mask = (n < N)[:, None] & (c < C)[None, :]
-    at = n[:, None] * C + c[None, :]
-    before = tl.load(before_ptr + at, mask=mask & (i > 0), other=0.0)
-    tl.store(after_ptr + at, tl.where((i < tokens)[:, None], x, before), mask=mask)
+    save_states(states_ptr, scales_ptr, batch, step, x, y, scale, SAVE)
+    mask = (step.n < batch.N)[:, None] & (step.c < batch.C)[None, :]
+    at = step.n[:, None] * batch.C + step.c[None, :]
+    before = tl.load(before_ptr + at, mask=mask & (step.i > 0), other=0.0)
+    tl.store(after_ptr + at, tl.where((step.i < step.tokens)[:, None], x, before), mask=mask)
 
 
 @triton.jit(do_not_specialize=["i"])
 def linear_chain_step_kernel(
-    emissions_ptr,  # [T, N, C]
+    batch,  # Batch
     weights_ptr,  # [2, C, C] fp64
-    start_ptr,  # [N, C] or None
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    maxima_ptr,  # [T, N] fp64
-    states_ptr,  # [2, T, N, C] fp64 if SAVE
-    scales_ptr,  # [T, N] fp64
+    saved,  # Saved: states if SAVE and scales are written
     recent_ptr,  # [2, 2, N, C] fp64: the last two states of alpha and beta, with emissions
     i,
-    T,
-    N,
-    C,
-    parts,
-    stride_t,
-    stride_n,
-    stride_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     SAVE: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -202,7 +196,9 @@ def linear_chain_step_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Take step i of alpha, and of beta with SAVE, for a block of sequences and of states."""
-    if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+    batch = Batch(*batch)
+    T, N, C = batch.T, batch.N, batch.C
+    if transition_range(saved.span, BLOCK_PARTS)[0]:
         blocks_c = tl.cdiv(C, BLOCK_C)
         c = tl.program_id(0) % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)
         rest = tl.program_id(0) // blocks_c
@@ -212,42 +208,38 @@ def linear_chain_step_kernel(
         row = tl.full([], N, tl.int64) * C
         before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
         after_ptr = recent_ptr + (direction * 2 + i % 2) * row
-        results = (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr)
-        addresses = (emissions_ptr, start_ptr, end_ptr, maxima_ptr)
-        strides = (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c)
-        step, sizes = (i, is_alpha), (N, C)
+        states_ptr = saved.states + direction * row * T
         n = n0 + tl.arange(0, BLOCK_N).to(tl.int64)
-        tokens = load_tokens_of(lengths_ptr, n, N, T)
+        tokens = load_tokens_of(batch.lengths, n, N, T)
         t = tl.minimum(tl.maximum(tl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
-        token = (t, n, tokens)
-        scores = load_scores(addresses, token, c, sizes, strides)
+        step = Step(i, is_alpha, t, n, tokens, c)
+        scores = load_scores(batch, saved.maxima, step)
         y, scale = tl.full([BLOCK_N, BLOCK_C], 1.0, tl.float64), tl.zeros([BLOCK_N], tl.float64)
         if i > 0:
             side_ptr = weights_ptr + direction * tl.full([], C, tl.int64) * C
             y, scale = product_step(before_ptr, side_ptr, n, c, N, C, SPLITS, BLOCK_K)
-        emission = relative_scores(scores, addresses, EXACT)
-        enter_tokens(results, step, sizes, y, emission, scale, token, c, SAVE)
+        emission = relative_scores(batch, scores, EXACT)
+        enter_tokens(
+            before_ptr, after_ptr, states_ptr, saved.scales, batch, step, y, emission, scale, SAVE
+        )
 
 
 @triton.jit
 def linear_chain_total_kernel(
-    range_ptr,  # [parts, 2] fp64
     lengths_ptr,  # [N] or None
-    maxima_ptr,  # [T, N] fp64
-    scales_ptr,  # [T, N] fp64
+    saved,  # Saved, without states
     alpha_ptr,  # [N, C] fp64, whose sign bits do not count
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
     T,
     N,
     C,
-    parts,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Compute log Z of a sequence from its last alpha and the scales of all tokens."""
-    is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    is_linear, shift = transition_range(saved.span, BLOCK_PARTS)
     if is_linear:
         n = tl.program_id(0).to(tl.int64)
         tokens, invalid = load_tokens(lengths_ptr, n, T)
@@ -255,8 +247,8 @@ def linear_chain_total_kernel(
         for first in range(0, tokens, BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
             at = t.to(tl.int64) * N + n
-            terms = tl.load(scales_ptr + at, mask=t < tokens, other=0.0) * LN2_FP64
-            terms += tl.load(maxima_ptr + at, mask=t < tokens, other=0.0)
+            terms = tl.load(saved.scales + at, mask=t < tokens, other=0.0) * LN2_FP64
+            terms += tl.load(saved.maxima + at, mask=t < tokens, other=0.0)
             total += tl.sum(terms, axis=0)
         c = tl.arange(0, BLOCK_C)
         alpha = tl.load(alpha_ptr + n * C + c, mask=c < C, other=0.0)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from .arguments import Batch
 from .counts import token_of_rows
 from .marginals import state_posteriors
 from .scores import exp_sum_term, load_tokens, transition_range
@@ -36,19 +37,18 @@ def load_values(ptr, at, mask):
 def linear_chain_posteriors_kernel(
     states_ptr,  # [2, T, N, C] fp64
     lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
+    span,  # Span
     logs_ptr,  # [T, N, C] fp64, the logarithms of alpha
     posteriors_ptr,  # [T, N, C] fp64, NaN for an invalid length
     T,
     N,
     C,
-    parts,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Store alpha in the log domain and the posteriors of ROWS tokens."""
-    is_linear, _ = transition_range(range_ptr, parts, BLOCK_PARTS)
+    is_linear, _ = transition_range(span, BLOCK_PARTS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rows = tl.full([], T, tl.int64) * N
     _, _, tokens, inside = token_of_rows(lengths_ptr, row, row < rows, T, N)
@@ -68,10 +68,19 @@ def linear_chain_posteriors_kernel(
 
 
 @triton.jit
-def mean_into(before, steps, c, C, EXACT: tl.constexpr, BLOCK_K: tl.constexpr):
+def mean_into(
+    logs_ptr,  # [C] of the token before
+    means_ptr,  # [C] of the token before
+    scores_ptr,  # of the transitions of the step
+    transitions,  # StridedSteps
+    values_ptr,  # of the values of the step
+    transition_values,  # StridedSteps
+    c,
+    C,
+    EXACT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Return the log-sum-exp that enters the states c, and the mean of the values before them."""
-    logs_ptr, means_ptr = before
-    scores_ptr, values_ptr, trans_k, trans_c, value_k, value_c = steps
     maximum = tl.full(c.shape, -float("inf"), tl.float64)
     total, sums = tl.zeros(c.shape, tl.float64), tl.zeros(c.shape, tl.float64)
     for k0 in range(0, C, BLOCK_K):
@@ -79,9 +88,10 @@ def mean_into(before, steps, c, C, EXACT: tl.constexpr, BLOCK_K: tl.constexpr):
         state = tl.load(logs_ptr + k, mask=k < C, other=-float("inf"))
         mean = tl.load(means_ptr + k, mask=k < C, other=0.0)
         mask = (k < C)[:, None] & (c < C)[None, :]
-        at = k.to(tl.int64)[:, None] * trans_k + c.to(tl.int64)[None, :] * trans_c
+        at = k.to(tl.int64)[:, None] * transitions.k + c.to(tl.int64)[None, :] * transitions.c
         scores = tl.load(scores_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
-        at = k.to(tl.int64)[:, None] * value_k + c.to(tl.int64)[None, :] * value_c
+        at = k.to(tl.int64)[:, None] * transition_values.k
+        at += c.to(tl.int64)[None, :] * transition_values.c
         values = tl.load(values_ptr + at, mask=mask, other=0.0).to(tl.float64)
         terms = scores + state[:, None]
         larger = tl.maximum(maximum, tl.max(terms, axis=0))
@@ -97,65 +107,47 @@ def mean_into(before, steps, c, C, EXACT: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def linear_chain_means_kernel(
-    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
-    emission_values_ptr,  # [T, N, C]
-    transition_values_ptr,  # of the shape of the transitions, or [N, C, C]
-    start_values_ptr,  # [N, C] or None
-    end_values_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
+    transitions,  # StridedSteps
+    transition_values,  # StridedSteps
+    values,  # Batch
     logs_ptr,  # [T, N, C] fp64
     posteriors_ptr,  # [T, N, C] fp64
     sums_ptr,  # [T, N, C] fp64, the log-sum-exp that enters each state
     means_ptr,  # [T, N, C] fp64, the mean over the paths into each state
     mean_ptr,  # [N] fp64
-    T,
-    N,
-    C,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
-    value_t,
-    value_n,
-    value_k,
-    value_c,
-    emission_t,
-    emission_n,
-    emission_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     EXACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Scan the means over the paths into each state, and compute that over all paths."""
-    n, row = tl.program_id(0).to(tl.int64), tl.full([], N, tl.int64) * C
-    tokens, invalid = load_tokens(lengths_ptr, n, T)
+    values = Batch(*values)
+    C, emissions, start, end = values.C, values.emissions, values.start, values.end
+    n, row = tl.program_id(0).to(tl.int64), tl.full([], values.N, tl.int64) * C
+    tokens, invalid = load_tokens(values.lengths, n, values.T)
     total = tl.full([], 0.0, tl.float64)
     for i in range(0, tokens):
         t = tl.full([], i, tl.int64)
         at = t * row + n * C
         before = (logs_ptr + at - row, means_ptr + at - row)
-        scores_ptr = transitions_ptr + (t - 1) * trans_t + n * trans_n
-        values_ptr = transition_values_ptr + (t - 1) * value_t + n * value_n
-        steps = (scores_ptr, values_ptr, trans_k, trans_c, value_k, value_c)
+        scores_ptr = transitions.ptr + (t - 1) * transitions.t + n * transitions.n
+        values_ptr = transition_values.ptr + (t - 1) * transition_values.t
+        values_ptr += n * transition_values.n
+        steps = (scores_ptr, transitions, values_ptr, transition_values)
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
-            value = t * emission_t + n * emission_n + c.to(tl.int64) * emission_c
-            mean = load_values(emission_values_ptr, value, c < C)
+            value = t * emissions.t + n * emissions.n + c.to(tl.int64) * emissions.c
+            mean = load_values(emissions.ptr, value, c < C)
             if i > 0:
-                log_sum, entered = mean_into(before, steps, c, C, EXACT, BLOCK_K)
+                log_sum, entered = mean_into(*before, *steps, c, C, EXACT, BLOCK_K)
                 tl.store(sums_ptr + at + c, log_sum, mask=c < C)
                 mean += entered
             else:
-                value = n * start_n + c.to(tl.int64) * start_c
-                mean += load_values(start_values_ptr, value, c < C)
+                value = n * start.n + c.to(tl.int64) * start.c
+                mean += load_values(start.ptr, value, c < C)
             tl.store(means_ptr + at + c, mean, mask=c < C)
             if i == tokens - 1:
-                value = n * end_n + c.to(tl.int64) * end_c
-                mean += load_values(end_values_ptr, value, c < C)
+                value = n * end.n + c.to(tl.int64) * end.c
+                mean += load_values(end.ptr, value, c < C)
                 weights = tl.load(posteriors_ptr + at + c, mask=c < C, other=0.0)
                 total += tl.sum(weighted(weights, mean), axis=0)
         # The next token reads what other threads have stored.
@@ -165,48 +157,32 @@ def linear_chain_means_kernel(
 
 @triton.jit
 def linear_chain_rests_kernel(
-    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
-    emission_values_ptr,  # [T, N, C]
-    transition_values_ptr,  # of the shape of the transitions, or [N, C, C]
-    end_values_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
+    transitions,  # StridedSteps
+    transition_values,  # StridedSteps
+    values,  # Batch, without start
     logs_ptr,  # [T, N, C] fp64
     posteriors_ptr,  # [T, N, C] fp64
     sums_ptr,  # [T, N, C] fp64
     rests_ptr,  # [T, N, C] fp64, the mean over the rest of the paths with the token's emission
-    T,
-    N,
-    C,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
-    value_t,
-    value_n,
-    value_k,
-    value_c,
-    emission_t,
-    emission_n,
-    emission_c,
-    end_n,
-    end_c,
     EXACT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Scan the means over the rest of the paths from each state."""
-    n, row = tl.program_id(0).to(tl.int64), tl.full([], N, tl.int64) * C
-    tokens, _ = load_tokens(lengths_ptr, n, T)
+    values = Batch(*values)
+    C, emissions, end = values.C, values.emissions, values.end
+    n, row = tl.program_id(0).to(tl.int64), tl.full([], values.N, tl.int64) * C
+    tokens, _ = load_tokens(values.lengths, n, values.T)
     for i in range(0, tokens):
         t = tl.full([], 1, tl.int64) * (tokens - 1 - i)
         at = t * row + n * C
         for k0 in range(0, C, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
-            value = t * emission_t + n * emission_n + k.to(tl.int64) * emission_c
-            rest = load_values(emission_values_ptr, value, k < C)
+            value = t * emissions.t + n * emissions.n + k.to(tl.int64) * emissions.c
+            rest = load_values(emissions.ptr, value, k < C)
             if i == 0:
-                value = n * end_n + k.to(tl.int64) * end_c
-                rest += load_values(end_values_ptr, value, k < C)
+                value = n * end.n + k.to(tl.int64) * end.c
+                rest += load_values(end.ptr, value, k < C)
             else:
                 total, sums = tl.zeros([BLOCK_K], tl.float64), tl.zeros([BLOCK_K], tl.float64)
                 state = tl.load(logs_ptr + at + k, mask=k < C, other=-float("inf"))
@@ -217,16 +193,17 @@ def linear_chain_rests_kernel(
                     shift = tl.load(sums_ptr + after, mask=c < C, other=0.0)
                     mean = tl.load(rests_ptr + after, mask=c < C, other=0.0)
                     mask = (c < C)[:, None] & (k < C)[None, :]
-                    pair = c.to(tl.int64)[:, None] * trans_c + k.to(tl.int64)[None, :] * trans_k
-                    pair += t * trans_t + n * trans_n
-                    terms = tl.load(transitions_ptr + pair, mask=mask, other=-float("inf"))
+                    to, before = c.to(tl.int64)[:, None], k.to(tl.int64)[None, :]
+                    pair = to * transitions.c + before * transitions.k
+                    pair += t * transitions.t + n * transitions.n
+                    terms = tl.load(transitions.ptr + pair, mask=mask, other=-float("inf"))
                     terms = terms.to(tl.float64) + (state[None, :] - finite_shift(shift)[:, None])
                     shares = exp_sum_term(terms, EXACT) * weights[:, None]
-                    pair = c.to(tl.int64)[:, None] * value_c + k.to(tl.int64)[None, :] * value_k
-                    pair += t * value_t + n * value_n
-                    values = load_values(transition_values_ptr, pair, mask)
+                    pair = to * transition_values.c + before * transition_values.k
+                    pair += t * transition_values.t + n * transition_values.n
+                    steps = load_values(transition_values.ptr, pair, mask)
                     total += tl.sum(shares, axis=0)
-                    sums += tl.sum(weighted(shares, mean[:, None] + values), axis=0)
+                    sums += tl.sum(weighted(shares, mean[:, None] + steps), axis=0)
                 rest += tl.where(total == 0.0, 0.0, sums / total)
             tl.store(rests_ptr + at + k, rest, mask=k < C)
         # The token before reads what other threads have stored.

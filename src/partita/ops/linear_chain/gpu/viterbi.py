@@ -10,6 +10,7 @@ Source: Forney, The Viterbi algorithm, 1973.
 import triton
 import triton.language as tl
 
+from .arguments import Batch
 from .best_steps import middle_token
 from .scores import fold_ends, load_end, load_tokens
 
@@ -26,64 +27,49 @@ def best_terms(terms, k):
 
 
 @triton.jit
-def load_scores(ptr, k, c, C, trans_k, trans_c):
-    """Return transitions from the states k to the states c in fp64, and NaN in place of none."""
-    at = k.to(tl.int64)[:, None] * trans_k + c.to(tl.int64)[None, :] * trans_c
-    mask = (k < C)[:, None] & (c < C)[None, :]
+def load_scores(ptr, transitions, c, C):
+    """Return the transitions at an address in fp64, with -inf outside of them."""
+    at = c.to(tl.int64)[:, None] * transitions.k + c.to(tl.int64)[None, :] * transitions.c
+    mask = (c < C)[:, None] & (c < C)[None, :]
     return tl.load(ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
 
 
 @triton.jit
 def linear_chain_viterbi_kernel(
-    emissions_ptr,  # [T, N, C]
-    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
-    start_ptr,  # [N, C] or None
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
+    batch,  # Batch
+    transitions,  # StridedSteps
     previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
     score_ptr,  # [N]
     last_ptr,  # [N] int32: the last state of the best path, or -1
-    T,
-    N,
-    C,
-    stride_t,
-    stride_n,
-    stride_c,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     CONSTANT: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Find the best score of a sequence, and the best state before each state."""
+    batch = Batch(*batch)
+    C, emissions = batch.C, batch.emissions
     n, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
-    row = tl.full([], N, tl.int64) * C
-    tokens, invalid = load_tokens(lengths_ptr, n, T)
+    row = tl.full([], batch.N, tl.int64) * C
+    tokens, invalid = load_tokens(batch.lengths, n, batch.T)
     x, is_nan = tl.zeros([BLOCK_C], tl.float64), tl.zeros([BLOCK_C], tl.int32)
-    transitions_ptr += n * trans_n
-    emissions_ptr += n * stride_n
-    start = load_end(start_ptr, n, lane, C, start_n, start_c)
-    end = load_end(end_ptr, n, lane, C, end_n, end_c)
-    score = tl.load(emissions_ptr + lane * stride_c, mask=lane < C, other=-float("inf"))
+    transitions_ptr = transitions.ptr + n * transitions.n
+    emissions_ptr = emissions.ptr + n * emissions.n
+    start, end = load_end(batch.start, n, lane, C), load_end(batch.end, n, lane, C)
+    score = tl.load(emissions_ptr + lane * emissions.c, mask=lane < C, other=-float("inf"))
     x = fold_ends(score, 0, tokens, start, end)
     is_nan = (x != x).to(tl.int32)
-    at = tl.minimum(1, tokens - 1) * tl.full([], 1, tl.int64) * stride_t + lane * stride_c
+    at = tl.minimum(1, tokens - 1) * tl.full([], 1, tl.int64) * emissions.t + lane * emissions.c
     score = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))
     if CONSTANT:
-        matrix = load_scores(transitions_ptr, lane, lane, C, trans_k, trans_c)
+        matrix = load_scores(transitions_ptr, transitions, lane, C)
         bad = tl.max((matrix != matrix).to(tl.int32), axis=0)
         is_nan = tl.maximum(is_nan, tl.where(tokens > 1, bad, 0))
     for t in range(1, tokens):
         if not CONSTANT:
-            step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * trans_t
-            matrix = load_scores(step_ptr, lane, lane, C, trans_k, trans_c)
+            step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * transitions.t
+            matrix = load_scores(step_ptr, transitions, lane, C)
             is_nan = tl.maximum(is_nan, tl.max((matrix != matrix).to(tl.int32), axis=0))
-        at = tl.full([], tl.minimum(t + 1, tokens - 1), tl.int64) * stride_t + lane * stride_c
+        at = tl.full([], tl.minimum(t + 1, tokens - 1), tl.int64) * emissions.t
+        at += lane * emissions.c
         ahead = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))
         y, index = best_terms(matrix + x[:, None], lane)
         at = tl.full([], t, tl.int64) * row + n * C + lane

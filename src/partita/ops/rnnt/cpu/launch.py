@@ -122,7 +122,8 @@ def rnnt_gradient(
     hat: bool,
     clamp: float,
     fastemit_lambda: float,
-    inplace: bool,
+    *,
+    inplace: bool = False,
 ) -> Tensor:
     """Return the gradient in the logits, or with `inplace` write it over them."""
     T, U1, V = logits.shape[1:]
@@ -137,6 +138,11 @@ def rnnt_gradient(
     steps = np.full(len(logits) * T, U1)
     run_over_sequences(write_rnnt_gradient, steps, V, *args)
     return result
+
+
+def rnnt_gradient_(grad: Tensor, logits: Tensor, *rest: Any) -> None:
+    """Write the gradient over the logits."""
+    rnnt_gradient(grad, logits, *rest, inplace=True)
 
 
 def tdt_forward(

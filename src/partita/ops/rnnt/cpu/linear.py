@@ -74,7 +74,7 @@ def rnnt_kernels(
         targets: Tensor,
     ) -> None:
         nodes = (logits[0], lses[0], posteriors, targets, factor, factor)  # no lengths are read
-        rnnt_gradient(factor, *nodes, blank, True, hat, 0.0, fastemit_lambda, True)
+        rnnt_gradient(factor, *nodes, blank, True, hat, 0.0, fastemit_lambda, inplace=True)
 
     return JointKernels(read_nodes, scan_arcs, write_gradient)
 

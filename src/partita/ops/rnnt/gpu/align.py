@@ -11,12 +11,8 @@ from .lattice import SIZES, load_sequence, node_offset
 
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_backtrace_kernel(
-    pointers_ptr,  # [B, num_chunks, rows, 32] int8, the kind of the best arc into each node
-    arcs_ptr,  # [ARCS, B, num_chunks, rows, 32] fp64
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
-    flags_ptr,  # [B] int64
-    best_ptr,  # [B] fp64, log2 of the best path's probability
+    scan,  # Scan of the best path
+    lengths,  # Lengths
     steps_ptr,  # [B, U] int64
     scores_ptr,  # [B, U]
     score_ptr,  # [B]
@@ -31,9 +27,9 @@ def rnnt_backtrace_kernel(
 ):
     """Write the step and the score of each label on the best path of a sequence, and its score."""
     b = tl.program_id(0)
-    length, target_len, _ = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
-    best = tl.load(best_ptr + b)
-    is_nan = (tl.load(flags_ptr + b) > 0) | (best != best)
+    length, target_len, _ = load_sequence(b, lengths, T, U1)
+    best = tl.load(scan.totals + b)
+    is_nan = (tl.load(scan.flags + b) > 0) | (best != best)
     dtype: tl.constexpr = scores_ptr.dtype.element_ty
     tl.store(score_ptr + b, tl.where(is_nan, float("nan"), best * LN2).to(dtype))
     steps_ptr += b.to(tl.int64) * (U1 - 1)
@@ -49,13 +45,13 @@ def rnnt_backtrace_kernel(
     t, u = length * has_path, target_len * has_path
     while t + u > 0:
         node = node_offset(b, t, u, num_chunks, rows)
-        pointer = tl.load(pointers_ptr + node).to(tl.int32)
+        pointer = tl.load(scan.states + node).to(tl.int32)
         duration, is_label = t * 0, t * 0
         for i in tl.static_range(ARCS):
             duration = tl.where(pointer == i, (CODE >> (8 * i)) & 127, duration)
             is_label = tl.where(pointer == i, (CODE >> (8 * i + 7)) & 1, is_label)
         t, u = t - duration, u - is_label
         source = node_offset(b, t, u, num_chunks, rows)
-        score = tl.load(arcs_ptr + pointer * nodes + source, mask=is_label > 0, other=0.0)
+        score = tl.load(scan.arcs + pointer * nodes + source, mask=is_label > 0, other=0.0)
         tl.store(steps_ptr + u, t.to(tl.int64), mask=is_label > 0)
         tl.store(scores_ptr + u, (score * LN2).to(dtype), mask=is_label > 0)

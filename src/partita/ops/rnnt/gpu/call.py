@@ -8,28 +8,12 @@ import torch
 from torch import Tensor
 
 from ....runtime.launch import cdiv, launch, tl_acc_dtype, zeroed_words
-from .gradient import rnnt_gradient_kernel
+from .gradient import StridedLogits, Upstream, rnnt_gradient_kernel
+from .lattice import Lengths, Targets
 from .nodes import rnnt_nodes_kernel
 from .plan import NODES_PER_PROGRAM, LatticePlan, RowTile, lattice_plan, row_tile
-
-
-class Targets(NamedTuple):
-    """The targets and lengths of a batch.
-
-    Fields:
-        labels: `[B, U]`, with contiguous rows.
-        logit_lengths: `[B]`.
-        target_lengths: `[B]`.
-    """
-
-    labels: Tensor
-    logit_lengths: Tensor
-    target_lengths: Tensor
-
-    @property
-    def stride(self) -> int:
-        """The offset from a target to the next."""
-        return self.labels.stride(0) if self.labels.shape[1] else 0
+from .rows import Logits
+from .scan import Carries, Scan
 
 
 class NodeOptions(NamedTuple):
@@ -54,7 +38,7 @@ def as_targets(labels: Tensor, logit_lengths: Tensor, target_lengths: Tensor) ->
     """Return the targets with labels whose rows are contiguous."""
     if labels.shape[1] > 1 and labels.stride(1) != 1:
         labels = labels.contiguous()
-    return Targets(labels, logit_lengths, target_lengths)
+    return Targets(labels, Lengths(logit_lengths, target_lengths))
 
 
 def tile_of(*tensors: Tensor) -> RowTile:
@@ -74,15 +58,13 @@ def tile_of(*tensors: Tensor) -> RowTile:
     return row_tile(V, itemsize, bits & -bits, has_edges)
 
 
-def tile_options(tile: RowTile, dtype: torch.dtype) -> dict[str, Any]:
+def tile_options(tile: RowTile) -> dict[str, Any]:
     """Return the launch options of a kernel that reads rows."""
     return {
         "VEC": tile.vector,
         "EDGES": tile.edges,
         "PIECES": tile.pieces,
-        "ROWS": NODES_PER_PROGRAM,
         "BLOCK_V": tile.block,
-        "DTYPE": tl_acc_dtype(dtype),
         "num_warps": 1,
     }
 
@@ -110,54 +92,51 @@ def launch_nodes(
         options: the options of the loss.
     """
     B, T, U1 = sizes
-    plan, tile = lattice_plan(B, T, U1), tile_of(logits)
     launch(
         rnnt_nodes_kernel,
         steps * cdiv(U1, NODES_PER_PROGRAM),
-        logits,
-        *targets,
-        lse if lse.numel() else None,
-        arcs,
-        first_step,
-        T,
-        U1,
-        logits.shape[-1],
-        plan.num_chunks,
-        plan.rows,
-        plan.nodes,
-        options.blank,
-        options.sigma,
-        options.delay_penalty,
-        targets.stride,
-        *node_strides(logits, T),
+        logits=Logits(logits, logits.stride(3), lse if lse.numel() else None),
+        targets=targets,
+        arcs_ptr=arcs,
+        first_step=first_step,
+        T=T,
+        U1=U1,
+        V=logits.shape[3],
+        **lattice_plan(B, T, U1).layout,
+        blank=options.blank,
+        sigma=options.sigma,
+        delay_penalty=options.delay_penalty,
+        target_stride=targets.stride,
+        **node_strides(logits, T),
         FUSED=options.fused,
         HAT=options.hat,
-        **tile_options(tile, logits.dtype),
+        DTYPE=tl_acc_dtype(logits.dtype),
+        **tile_options(tile_of(logits)),
     )
 
 
-def node_strides(logits: Tensor, T: int) -> tuple[int, int, int, int]:
-    """Return the strides of a batch, or of some steps `[1, steps, U1, V]` of a batch.
+def node_strides(logits: Tensor, T: int) -> dict[str, int]:
+    """Return the strides of a batch, or of some steps `[1, steps, U1, V]` of it, by name.
 
     Sequences of T steps follow each other without a gap where only some steps are there.
     """
-    stride_b, stride_t, stride_u, stride_v = logits.stride()
-    return (stride_b if logits.shape[1] == T else T * stride_t), stride_t, stride_u, stride_v
+    stride_b, stride_t, stride_u, _ = logits.stride()
+    if logits.shape[1] != T:
+        stride_b = T * stride_t
+    return {"stride_b": stride_b, "stride_t": stride_t, "stride_u": stride_u}
 
 
 class ScanZeros(NamedTuple):
-    """The zeroed words of a scan; the first and the third are None if no program waits for another.
+    """The zeroed words of a scan.
 
     Fields:
-        tile_counter: `[1]`, counts the programs that have started.
         flags: `[B]`, which sequences are invalid.
-        carries: `[directions, num_chunks, B, carry_steps]`, what chunks hand to their neighbors.
+        carries: what programs share, or None if no program waits for another.
         arcs: the scores of the arcs as words, `[2, nodes]`, if the scan waits for them.
     """
 
-    tile_counter: Tensor | None
     flags: Tensor
-    carries: Tensor | None
+    carries: Carries | None
     arcs: Tensor | None
 
 
@@ -171,7 +150,13 @@ def scan_zeros(
         device, int(has_carries), max(B, 1), carry_words, arc_words
     )
     assert flags is not None
-    return ScanZeros(counter, flags, carries, arcs)
+    return ScanZeros(flags, Carries(carries, counter) if has_carries else None, arcs)
+
+
+def new_scan(plan: LatticePlan, arcs: Tensor, flags: Tensor, B: int, need_posteriors: bool) -> Scan:
+    """Return a scan of scores in fp64 or of words in int64, with memory for its results."""
+    totals = arcs.new_empty((B,) if arcs.dtype == torch.float64 else (2, B))
+    return Scan(arcs, arcs.new_empty((2, plan.nodes)) if need_posteriors else None, flags, totals)
 
 
 def launch_gradient(
@@ -194,29 +179,26 @@ def launch_gradient(
     `[2, B, T, U1]`. More may follow these.
     """
     B, T, U1 = posteriors.shape[1:]
-    tile = tile_of(logits, dlogits)
+    d_b, d_t, d_u = node_strides(dlogits, T).values()
     launch(
         rnnt_gradient_kernel,
         steps * cdiv(U1, NODES_PER_PROGRAM),
-        grad,
-        logits,
-        lse,
-        posteriors,
-        targets.labels,
-        dlogits,
-        first_step,
-        T,
-        B,
-        U1,
-        logits.shape[-1],
-        blank,
-        clamp,
-        1.0 + fastemit_lambda,
-        grad.stride(0),
-        targets.stride,
-        *node_strides(logits, T),
-        *node_strides(dlogits, T),
+        grad=Upstream(grad, grad.stride(0)),
+        logits=Logits(logits, logits.stride(3), lse),
+        dlogits=StridedLogits(dlogits, d_b, d_t, d_u, dlogits.stride(3)),
+        posteriors_ptr=posteriors,
+        labels_ptr=targets.labels,
+        first_step=first_step,
+        T=T,
+        B=B,
+        U1=U1,
+        V=logits.shape[3],
+        blank=blank,
+        clamp=clamp,
+        fastemit=1.0 + fastemit_lambda,
+        target_stride=targets.stride,
+        **node_strides(logits, T),
         HAT=hat,
         CLIP=clamp > 0,
-        **tile_options(tile, logits.dtype),
+        **tile_options(tile_of(logits, dlogits)),
     )

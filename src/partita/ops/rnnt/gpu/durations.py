@@ -12,16 +12,10 @@ import triton.language as tl
 from ....primitives.gpu.math import LOG2E, finite_shift
 from .arc_words import IMPOSSIBLE_ARC, arc_word, exp2_parts, exp_parts, sum_of_terms
 from .lattice import SIZES, load_sequence, log_sum
+from .plan import MARGIN as MARGIN_ELEMENTS
 from .scan import HAS_NAN
 
-
-@triton.jit
-def load_durations(ptr, stride_k, mask, K: tl.constexpr):
-    """Load the logits of the durations of some nodes, a tuple of K tensors."""
-    values = ()
-    for k in tl.static_range(K):
-        values = values + (tl.load(ptr + k * tl.cast(stride_k, tl.int64), mask=mask, other=0.0),)
-    return values
+MARGIN = tl.constexpr(MARGIN_ELEMENTS)
 
 
 @triton.jit
@@ -62,21 +56,6 @@ def duration_probabilities(logits, K: tl.constexpr, DTYPE: tl.constexpr):
     for k in tl.static_range(K):
         probabilities = probabilities + ((parts[k][0] * inverse, parts[k][1]),)
     return probabilities, maximum + log_sum(total, DTYPE)
-
-
-@triton.jit
-def arc_factors(blank, label, logits, K: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr):
-    """Return what the arcs of some nodes are made of, and the log-sum-exps of the durations.
-
-    These are the scores of blank and label and a tuple of the durations' log-probabilities, or
-    their probabilities with WORDS.
-    """
-    if WORDS:
-        probabilities, lse = duration_probabilities(logits, K, DTYPE)
-        return exp2_parts(blank), exp2_parts(label), probabilities, lse
-    else:
-        log_probs, lse = score_durations(logits, K, DTYPE)
-        return blank, label, log_probs, lse
 
 
 @triton.jit
@@ -121,11 +100,9 @@ def chunk_nodes(program, B, num_chunks, rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def tdt_arcs_kernel(
-    durations_ptr,  # [B, T, U1, K] logits, or those of some steps
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
+    durations,  # Logits of the durations, [B, T, U1, K]
+    lengths,  # Lengths
     tokens_ptr,  # [2, B, num_chunks, rows, 32] fp64: scores of blank and label
-    lse_ptr,  # [B, T, U1], or None
     arcs_ptr,  # [2, K, B, num_chunks, rows, 32], words in int64 or scores in fp64
     flags_ptr,  # [B] int64, zero; or None for scores
     T,
@@ -137,40 +114,45 @@ def tdt_arcs_kernel(
     stride_b,
     stride_t,
     stride_u,
-    stride_k,
     DURATIONS: tl.constexpr,
     K: tl.constexpr,
-    MARGIN: tl.constexpr,  # elements before the first kind of arcs and after each kind
     BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
 ):
-    """Compute the log-sum-exps of the durations and the arcs of some nodes.
+    """Compute the arcs of some nodes.
 
     Arcs that leave the lattice have the probability 0, also those of nodes beyond the lengths, and
     so have the margins, which the programs after those of the last sequence write. Words flag a
     sequence in which an arc is NaN.
     """
     WORDS: tl.constexpr = arcs_ptr.dtype.element_ty == tl.int64
+    DTYPE: tl.constexpr = durations.ptr.dtype.element_ty
     b, t, u, index, chunk_offset, is_margin = chunk_nodes(
         tl.program_id(0), B, num_chunks, rows, BLOCK
     )
-    sequence = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+    sequence = load_sequence(b, lengths, T, U1)
     mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
     offset, in_array = chunk_offset + index, index < rows * 32
     start = b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + u.to(tl.int64) * stride_u
-    values = load_durations(durations_ptr + start, stride_k, mask, K)
+    logits = ()
+    for k in tl.static_range(K):
+        ptr = durations.ptr + start + k * tl.cast(durations.stride_v, tl.int64)
+        logits = logits + (tl.load(ptr, mask=mask, other=0.0),)
     blank = tl.load(tokens_ptr + offset, mask=mask, other=0.0)
     label = tl.load(tokens_ptr + nodes + offset, mask=mask, other=0.0)
-    DTYPE: tl.constexpr = durations_ptr.dtype.element_ty
-    blank, label, durations, lse = arc_factors(blank, label, values, K, DTYPE, WORDS)
-    if lse_ptr is not None:
+    if WORDS:
+        factors, lse = duration_probabilities(logits, K, DTYPE)
+        blank, label = exp2_parts(blank), exp2_parts(label)
+    else:
+        factors, lse = score_durations(logits, K, DTYPE)
+    if durations.lse_ptr is not None:
         node = (b.to(tl.int64) * T + t) * U1 + u
-        tl.store(lse_ptr + node, lse.to(lse_ptr.dtype.element_ty), mask=mask)
+        tl.store(durations.lse_ptr + node, lse.to(durations.lse_ptr.dtype.element_ty), mask=mask)
     has_nan = mask & (is_margin > 0)
     for k in tl.static_range(K):
         d = (DURATIONS >> (8 * k)) & 255
         # No scan reads blanks of duration 0, but the margin after them.
         valid = mask & stays(t, u, d, sequence, False) & (d > 0)
-        arc, is_nan = arc_of(blank, durations[k], valid, WORDS, DTYPE == tl.float64)
+        arc, is_nan = arc_of(blank, factors[k], valid, WORDS, DTYPE == tl.float64)
         is_read = in_array if (DURATIONS >> (8 * k)) & 255 else is_margin
         tl.store(arcs_ptr + k * nodes + offset, arc, mask=is_read)
         if k == 0:  # The margin before this kind is like the one after it.
@@ -179,7 +161,7 @@ def tdt_arcs_kernel(
             tl.store(arcs_ptr - MARGIN + in_margin, arc, mask=is_before)
         has_nan = has_nan | is_nan
         valid = mask & stays(t, u, d, sequence, True)
-        arc, is_nan = arc_of(label, durations[k], valid, WORDS, DTYPE == tl.float64)
+        arc, is_nan = arc_of(label, factors[k], valid, WORDS, DTYPE == tl.float64)
         tl.store(arcs_ptr + (K + k) * nodes + offset, arc, mask=in_array)
         has_nan = has_nan | is_nan
     if WORDS:
@@ -190,8 +172,7 @@ def tdt_arcs_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def tdt_words_kernel(
     words_ptr,  # int64: `zeros` words, a margin, and [2, K, B, num_chunks, rows, 32]
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
+    lengths,  # Lengths
     zeros: tl.int64,
     T,
     B,
@@ -201,7 +182,6 @@ def tdt_words_kernel(
     nodes: tl.int64,  # elements of an array over all nodes
     DURATIONS: tl.constexpr,
     K: tl.constexpr,
-    MARGIN: tl.constexpr,  # elements before the first kind of arcs and after each kind
     BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
 ):
     """Prepare the words of a scan that waits for its arcs.
@@ -220,7 +200,7 @@ def tdt_words_kernel(
         b, t, u, index, chunk_offset, is_margin = chunk_nodes(
             tl.program_id(0), B, num_chunks, rows, BLOCK
         )
-        sequence = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+        sequence = load_sequence(b, lengths, T, U1)
         mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
         offset, in_array = chunk_offset + index, index < rows * 32
         for k in tl.static_range(K):
@@ -235,71 +215,61 @@ def tdt_words_kernel(
 @triton.jit
 def store_duration_gradients(
     program,
-    upstream,
+    grad,
     durations,
-    saved,
+    strides,
+    posteriors_ptr,
     ddurations_ptr,
     sizes,
     K: tl.constexpr,
-    FP64: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the gradient in the logits of the durations of BLOCK nodes.
 
-    `upstream` and `durations` are addresses and strides, `saved` the addresses of log-sum-exps and
-    posteriors, and `sizes` are T, B and U1.
+    `strides` are those of the logits over B, T and U1, and `sizes` are T, B and U1.
     """
-    grad_ptr, grad_stride = upstream
-    durations_ptr, strides = durations
-    lse_ptr, posteriors_ptr = saved
     T, B, U1 = sizes
+    dtype: tl.constexpr = posteriors_ptr.dtype.element_ty
     blocks = tl.cdiv(T * U1, BLOCK)
     b, block = (program // blocks).to(tl.int64), program % blocks
     index = block * BLOCK + tl.arange(0, BLOCK)
     t, u, mask = (index // U1).to(tl.int64), (index % U1).to(tl.int64), index < T * U1
     node, size = b * T * U1 + index, B.to(tl.int64) * T * U1
-    scale = tl.load(grad_ptr + (b + index * 0) * grad_stride).to(posteriors_ptr.dtype.element_ty)
+    scale = tl.load(grad.ptr + (b + index * 0) * grad.stride).to(dtype)
     read = mask & (scale != 0.0)
-    arcs, total = (), tl.zeros([BLOCK], posteriors_ptr.dtype.element_ty)
+    arcs, total = (), tl.zeros([BLOCK], dtype)
     for k in tl.static_range(K):
         arc = tl.load(posteriors_ptr + (2 + k) * size + node, mask=read, other=0.0)
         arcs = arcs + (arc,)
         total += arc
     active = read & (total != 0.0)
-    lse = tl.load(lse_ptr + node, mask=active, other=0.0).to(tl.float64)
+    lse = tl.load(durations.lse_ptr + node, mask=active, other=0.0).to(tl.float64)
     start = b * strides[0] + t * strides[1] + u * strides[2]
     for k in tl.static_range(K):
-        x = tl.load(
-            durations_ptr + start + k * tl.cast(strides[3], tl.int64), mask=active, other=0.0
-        ).to(tl.float64)
-        softmax = tl.exp(x - lse) if FP64 else tl.exp((x - lse).to(tl.float32))
+        ptr = durations.ptr + start + k * tl.cast(durations.stride_v, tl.int64)
+        x = tl.load(ptr, mask=active, other=0.0).to(tl.float64)
+        softmax = tl.exp(x - lse) if dtype == tl.float64 else tl.exp((x - lse).to(tl.float32))
         d = tl.where(active, (total * softmax - arcs[k]) * scale, 0.0)
         tl.store(ddurations_ptr + node * K + k, d.to(ddurations_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def tdt_duration_gradient_kernel(
-    grad_ptr,  # [B]
-    durations_ptr,  # [B, T, U1, K] logits
-    lse_ptr,  # [B, T, U1]
+    grad,  # Upstream
+    durations,  # Logits of the durations, [B, T, U1, K]
     posteriors_ptr,  # [2 + K, B, T, U1]
     ddurations_ptr,  # [B, T, U1, K]
     T,
     B,
     U1,
-    grad_stride,
     stride_b,
     stride_t,
     stride_u,
-    stride_k,
     K: tl.constexpr,
-    FP64: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes of a program
 ):
     """Write the gradient in the logits of the durations of some nodes."""
-    upstream = (grad_ptr, grad_stride)
-    durations = (durations_ptr, (stride_b, stride_t, stride_u, stride_k))
-    saved, sizes = (lse_ptr, posteriors_ptr), (T, B, U1)
+    strides, results = (stride_b, stride_t, stride_u), (posteriors_ptr, ddurations_ptr)
     store_duration_gradients(
-        tl.program_id(0), upstream, durations, saved, ddurations_ptr, sizes, K, FP64, BLOCK
+        tl.program_id(0), grad, durations, strides, *results, (T, B, U1), K, BLOCK
     )

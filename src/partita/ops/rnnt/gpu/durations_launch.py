@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import INTERPRETED, cdiv, launch, next_power_of_2
-from .call import ScanZeros, Targets, tile_of, tile_options
+from ....runtime.launch import cdiv, launch, next_power_of_2
+from .call import ScanZeros, new_scan, node_strides, tile_of, tile_options
 from .durations import tdt_words_kernel
+from .lattice import Targets
 from .overlap_tdt import tdt_overlap_kernel
 from .plan import (
     CHUNK,
@@ -22,12 +23,13 @@ from .plan import (
     MARGIN,
     MAX_DURATION,
     NODES_PER_PROGRAM,
-    TDT_OVERLAP_BLOCK_ROWS,
     TDT_OVERLAP_REGISTERS,
     LatticePlan,
     lattice_plan,
 )
 from .posterior_tdt import tdt_posterior_kernel
+from .rows import Logits
+from .scan import Carries, Scan
 
 BLOCK_NODES = 128  # nodes of a program
 
@@ -61,6 +63,12 @@ def duration_arcs(durations: Sequence[int]) -> tuple[tuple[int, bool], ...]:
     return tuple((d, label) for label in (False, True) for d in durations)
 
 
+def duration_strides(duration_logits: Tensor) -> dict[str, int]:
+    """Return the strides of the logits of durations over B, T and U1 by name."""
+    b, t, u, _ = duration_logits.stride()
+    return {"duration_stride_b": b, "duration_stride_t": t, "duration_stride_u": u}
+
+
 def chunk_programs(plan: LatticePlan, B: int) -> int:
     """Return the programs that have BLOCK_NODES nodes each of all chunks."""
     return B * plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES)
@@ -71,35 +79,8 @@ def duration_code(durations: Sequence[int]) -> int:
     return sum(d << (8 * k) for k, d in enumerate(durations))
 
 
-class WordScan(NamedTuple):
-    """What a scan of words leaves in memory; see `arc_words.py`.
-
-    Fields:
-        arcs: the words of the arcs, `[2 K * nodes]`.
-        states: the words of α and β, `[2, nodes]`, or None for the loss alone.
-        flags: `[B]`, which sequences are invalid or have NaN.
-        totals: the sums over all paths, `[2, B]`: the bits of their significands, and exponents.
-    """
-
-    arcs: Tensor
-    states: Tensor | None
-    flags: Tensor
-    totals: Tensor
-
-
-def new_scan(
-    plan: LatticePlan, arcs: Tensor, flags: Tensor, B: int, need_posteriors: bool
-) -> WordScan:
-    """Return a scan with memory for its results."""
-    totals = torch.empty((2, B), dtype=torch.int64, device=arcs.device)
-    if not need_posteriors:
-        return WordScan(arcs, None, flags, totals)
-    states = torch.empty((2, plan.nodes), dtype=torch.int64, device=arcs.device)
-    return WordScan(arcs, states, flags, totals)
-
-
 def launch_duration_posteriors(
-    scan: WordScan,
+    scan: Scan,
     targets: Targets,
     sizes: tuple[int, int, int],
     durations: Sequence[int],
@@ -114,20 +95,14 @@ def launch_duration_posteriors(
     launch(
         tdt_posterior_kernel,
         chunk_programs(plan, B) if need_posteriors else B,
-        scan.arcs,
-        scan.states,
-        targets.logit_lengths,
-        targets.target_lengths,
-        scan.flags,
-        scan.totals,
-        nll,
-        posteriors if need_posteriors else None,
-        T,
-        B,
-        U1,
-        plan.num_chunks,
-        plan.rows,
-        plan.nodes,
+        scan=scan,
+        lengths=targets.lengths,
+        nll_ptr=nll,
+        posteriors_ptr=posteriors if need_posteriors else None,
+        T=T,
+        B=B,
+        U1=U1,
+        **plan.layout,
         DURATIONS=duration_code(durations),
         K=K,
         PRECISE=dtype == torch.float64,
@@ -145,35 +120,34 @@ def scan_words(
     durations: Sequence[int],
 ) -> ScanZeros:
     """Return the words of a scan that waits for its arcs, prepared by one launch."""
-    (B, T, U1), K, device = sizes, len(durations), targets.logit_lengths.device
+    (B, T, U1), K, lengths = sizes, len(durations), targets.lengths
     carries = directions * plan.num_chunks * B * plan.carry_steps if plan.num_chunks > 1 else 0
     # Rows of words start on 256 bytes.
     zeros = cdiv(B + carries + 1, CHUNK) * CHUNK
-    words = torch.empty(zeros + MARGIN + 2 * K * plan.nodes, dtype=torch.int64, device=device)
+    words = torch.empty(
+        zeros + MARGIN + 2 * K * plan.nodes, dtype=torch.int64, device=lengths.steps.device
+    )
     programs = chunk_programs(plan, B) + MARGIN // BLOCK_NODES
     launch(
         tdt_words_kernel,
         programs + cdiv(zeros + MARGIN, BLOCK_NODES),
-        words,
-        targets.logit_lengths,
-        targets.target_lengths,
-        zeros,
-        T,
-        B,
-        U1,
-        plan.num_chunks,
-        plan.rows,
-        plan.nodes,
+        words_ptr=words,
+        lengths=lengths,
+        zeros=zeros,
+        T=T,
+        B=B,
+        U1=U1,
+        **plan.layout,
         DURATIONS=duration_code(durations),
         K=K,
-        MARGIN=MARGIN,
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
     flags, arcs = words[:B], words[zeros + MARGIN :]
     if not carries:
-        return ScanZeros(None, flags, None, arcs)
-    return ScanZeros(words[B + carries : B + carries + 1], flags, words[B : B + carries], arcs)
+        return ScanZeros(flags, None, arcs)
+    counter = words[B + carries : B + carries + 1]
+    return ScanZeros(flags, Carries(words[B : B + carries], counter), arcs)
 
 
 def scan_durations_beside_rows(
@@ -186,45 +160,37 @@ def scan_durations_beside_rows(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what `launch_tdt.tdt_forward` does, by a scan beside the pass over the logits."""
-    (B, T, U1, V), device, K = token_logits.shape, token_logits.device, len(durations)
+    (B, T, U1, V), K = token_logits.shape, len(durations)
     plan, kinds = lattice_plan(B, T, U1), arc_kinds(duration_arcs(durations))
     directions = 2 if need_posteriors else 1
     words = scan_words(plan, targets, (B, T, U1), directions, durations)
     assert words.arcs is not None
     shape = (B, T, U1) if need_posteriors else (0,)
-    token_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
-    duration_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
+    token_lse = token_logits.new_empty(shape, dtype=LSE_DTYPE)
+    duration_lse = token_logits.new_empty(shape, dtype=LSE_DTYPE)
+    lses = (token_lse, duration_lse) if need_posteriors else (None, None)
     scan = new_scan(plan, words.arcs, words.flags, B, need_posteriors)
     launch(
         tdt_overlap_kernel,
         directions * B * plan.num_chunks + B * T * cdiv(U1, NODES_PER_PROGRAM),
-        token_logits,
-        duration_logits,
-        *targets,
-        token_lse if need_posteriors else None,
-        duration_lse if need_posteriors else None,
-        scan.arcs,
-        scan.states,
-        words.carries,
-        scan.flags,
-        scan.totals,
-        words.tile_counter,
-        *plan.scan_sizes(T, B, U1, V),
-        blank,
-        sigma,
-        targets.stride,
-        *token_logits.stride(),
-        *duration_logits.stride(),
+        tokens=Logits(token_logits, token_logits.stride(3), lses[0]),
+        durations=Logits(duration_logits, duration_logits.stride(3), lses[1]),
+        targets=targets,
+        scan=scan,
+        carries=words.carries,
+        **plan.scan_sizes(T, B, U1, V),
+        blank=blank,
+        sigma=sigma,
+        target_stride=targets.stride,
+        **node_strides(token_logits, T),
+        **duration_strides(duration_logits),
         DIRECTIONS=directions,
-        BLOCK=TDT_OVERLAP_BLOCK_ROWS,
-        SCANS_FIRST=not INTERPRETED,  # The interpreter runs one program after the other.
         CODE=kinds.code,
         DEPTH=kinds.depth,
-        DURATIONS=duration_code(durations),
         K=K,
         KINDS=next_power_of_2(K),
         maxnreg=TDT_OVERLAP_REGISTERS,
-        **tile_options(tile_of(token_logits), token_logits.dtype),
+        **tile_options(tile_of(token_logits)),
     )
     nll, posteriors = launch_duration_posteriors(
         scan, targets, (B, T, U1), durations, token_logits.dtype

@@ -11,6 +11,7 @@ from ....primitives.gpu.math import LOG2E, exp, exp_exact
 from ....primitives.gpu.memory import edge_columns
 from .lattice import SIZES, log2_units
 from .rows import (
+    ROWS,
     aligned_ptr,
     column_offset,
     load_piece,
@@ -74,27 +75,29 @@ def row_exp(x, lse, dtype: tl.constexpr):
 
 
 @triton.jit
-def finish(grad, row, CLIP: tl.constexpr):
+def finish(grad, node, CLIP: tl.constexpr):
     """Return the gradient of some columns after clipping; NaN stays NaN."""
     if CLIP:
-        limited = tl.where(grad > 0.0, row.limit, -row.limit)
-        return tl.where(tl.abs(grad) > row.limit, limited, grad) * row.scale
+        limited = tl.where(grad > 0.0, node.limit, -node.limit)
+        return tl.where(tl.abs(grad) > node.limit, limited, grad) * node.scale
     else:
         return grad
 
 
 @triton.jit
 def special_gradient(
-    x, column, blank, row, FUSED: tl.constexpr, HAT: tl.constexpr, dtype: tl.constexpr
+    x, column, blank, node, FUSED: tl.constexpr, HAT: tl.constexpr, dtype: tl.constexpr
 ):
     """Return the gradient, before clipping, of columns that may be those of blank and label."""
     is_blank = column == blank
-    loss = tl.where(column == row.label_index, row.label, 0.0) + tl.where(is_blank, row.blank, 0.0)
+    loss = tl.where(column == node.label_index, node.label, 0.0) + tl.where(
+        is_blank, node.blank, 0.0
+    )
     if FUSED:
-        grad = row.factor * row_exp(x, row.lse, dtype)
+        grad = node.factor * row_exp(x, node.lse, dtype)
         grad -= loss
         if HAT:  # The probability of the blank minus 1 would cancel.
-            d_blank = row.label / (1.0 + tl.exp(-x)) - row.blank / (1.0 + tl.exp(x))
+            d_blank = node.label / (1.0 + tl.exp(-x)) - node.blank / (1.0 + tl.exp(x))
             grad = tl.where(is_blank, d_blank, grad)
         return grad
     else:
@@ -102,67 +105,20 @@ def special_gradient(
 
 
 @triton.jit
-def special_columns(values, blank, label, V, VEC: tl.constexpr, EDGES: tl.constexpr):
-    """Return the columns around a row's aligned part, the blank's and the label's, and a mask.
-
-    They are `[32]`; the last two follow lane 15.
-    """
-    lane = tl.arange(0, 32)
-    column, mask = lane * 0 - 1, lane < 0
-    if EDGES:
-        column, mask = edge_columns(values.head, values.columns, V, VEC, 32)
-    column = tl.where(lane == 16, blank, tl.where(lane == 17, label, column))
-    is_class = (column >= 0) & (column < V)
-    return column, tl.where((lane == 16) | (lane == 17), is_class, mask)
-
-
-@triton.jit
-def node_gradient(
-    scale,
-    limit,
-    posteriors_ptr,
-    lse_ptr,
-    index,
-    size,
-    label_index,
-    fastemit,
-    FUSED: tl.constexpr,
-    HAT: tl.constexpr,
-    CLIP: tl.constexpr,
-    dtype: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Return what the gradient of a node's row is made of, and whether its posteriors are not 0."""
-    pb = tl.load(posteriors_ptr + index).to(DTYPE)
-    pl = tl.load(posteriors_ptr + size + index).to(DTYPE)
-    active = (pb != 0.0) | (pl != 0.0)
-    pl *= fastemit
-    if not CLIP:
-        pb, pl = pb * scale, pl * scale
-    factor, lse = pl if HAT else pb + pl, tl.zeros([], DTYPE)
-    if FUSED:
-        exact = tl.load(lse_ptr + index).to(tl.float64)
-        if HAT:  # It is -inf where all labels are impossible, and `pl` is 0 there.
-            exact = tl.where(exact == -float("inf"), 0.0, exact)
-        lse, correction = round_lse(exact, dtype, DTYPE)
-        factor *= correction
-    return NodeGradient(factor, pb, pl, label_index, lse, scale, limit), active
-
-
-@triton.jit
-def store_piece(ptr, row, column, value, stride_v, VEC: tl.constexpr):
+def store_piece(ptr, row, column, value, VEC: tl.constexpr):
     """Store a block of columns of a row's aligned part at `ptr`."""
     mask = column // VEC * VEC < row.columns
-    tl.store(ptr + column_offset(column, stride_v), value.to(ptr.dtype.element_ty), mask=mask)
+    ptr += column_offset(column, row.stride_v)
+    tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_gradient(
-    source,
-    result,
+    values,
+    results,
+    node,
     blank,
     V,
-    row,
     FUSED: tl.constexpr,
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
@@ -172,70 +128,89 @@ def store_gradient(
     BLOCK_V: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Write the gradient of a row; source and result are addresses of tensors, rows and strides."""
-    ptr, values, stride_v = source
-    d_ptr, results, d_stride_v = result
-    dtype: tl.constexpr = d_ptr.dtype.element_ty
-    column, mask = special_columns(values, blank, row.label_index, V, VEC, EDGES)
+    """Write the gradient of a row of logits, `values`, to the row `results`."""
+    dtype: tl.constexpr = results.ptr.dtype.element_ty
+    # The columns around the aligned part, and in lanes 16 and 17 those of blank and label.
+    lane = tl.arange(0, 32)
+    column, mask = lane * 0 - 1, lane < 0
+    if EDGES:
+        column, mask = edge_columns(values.head, values.columns, V, VEC, 32)
+    column = tl.where(lane == 16, blank, tl.where(lane == 17, node.label_index, column))
+    is_class = (column >= 0) & (column < V)
+    mask = tl.where((lane == 16) | (lane == 17), is_class, mask)
     special = tl.zeros([32], DTYPE)
     if FUSED:
-        special_ptr = ptr + values.start + column_offset(column, stride_v)
+        special_ptr = values.ptr + values.start + column_offset(column, values.stride_v)
         special = tl.load(special_ptr, mask=mask, other=0.0).to(DTYPE)
-    special = special_gradient(special, column, blank, row, FUSED, HAT, dtype)
+    special = special_gradient(special, column, blank, node, FUSED, HAT, dtype)
     # The gradient may replace the logits, so all lanes must have read theirs.
     tl.debug_barrier()
-    body_ptr = aligned_ptr(ptr, values, VEC, EDGES)
-    d_body_ptr = aligned_ptr(d_ptr, results, VEC, EDGES)
-    lane = tl.arange(0, BLOCK_V)
+    body_ptr = aligned_ptr(values, VEC, EDGES)
+    d_body_ptr = aligned_ptr(results, VEC, EDGES)
+    piece = tl.arange(0, BLOCK_V)
     for first in range(0, values.columns, PIECES * BLOCK_V):
         pieces = ()
         for i in tl.static_range(PIECES):
             x = tl.zeros([BLOCK_V], DTYPE)
             if FUSED:
-                at = first + i * BLOCK_V + lane
-                x = load_piece(body_ptr, values, at, stride_v, VEC, DTYPE)
+                x = load_piece(body_ptr, values, first + i * BLOCK_V + piece, VEC, DTYPE)
             pieces = pieces + (x,)
         for i in tl.static_range(PIECES):
-            d = tl.zeros([BLOCK_V], DTYPE) + tl.where(row.factor == row.factor, 0.0, row.factor)
+            d = tl.zeros([BLOCK_V], DTYPE) + tl.where(node.factor == node.factor, 0.0, node.factor)
             if FUSED:
-                e = row_exp(pieces[i], row.lse, dtype)
-                d = finish(row.factor * e, row, CLIP)
-            store_piece(d_body_ptr, results, first + i * BLOCK_V + lane, d, d_stride_v, VEC)
+                e = row_exp(pieces[i], node.lse, dtype)
+                d = finish(node.factor * e, node, CLIP)
+            store_piece(d_body_ptr, results, first + i * BLOCK_V + piece, d, VEC)
     # The columns of blank and label replace what the lanes have just stored.
     tl.debug_barrier()
-    special = finish(special, row, CLIP).to(dtype)
-    tl.store(d_ptr + results.start + column_offset(column, d_stride_v), special, mask=mask)
+    special = finish(special, node, CLIP).to(dtype)
+    d_special_ptr = results.ptr + results.start + column_offset(column, results.stride_v)
+    tl.store(d_special_ptr, special, mask=mask)
 
 
 @triton.jit
-def store_zeros(result, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Write zeros to a row; see `store_gradient`."""
-    ptr, row, stride_v = result
+def store_zeros(row, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Write zeros to a row."""
     if EDGES:
         column, mask = edge_columns(row.head, row.columns, V, VEC, 32)
-        zero = tl.zeros([32], ptr.dtype.element_ty)
-        tl.store(ptr + row.start + column_offset(column, stride_v), zero, mask=mask)
-    body_ptr = aligned_ptr(ptr, row, VEC, EDGES)
+        zero = tl.zeros([32], row.ptr.dtype.element_ty)
+        tl.store(row.ptr + row.start + column_offset(column, row.stride_v), zero, mask=mask)
+    body_ptr = aligned_ptr(row, VEC, EDGES)
     for first in range(0, row.columns, BLOCK_V):
-        at = first + tl.arange(0, BLOCK_V)
-        store_piece(body_ptr, row, at, tl.zeros([BLOCK_V], tl.float32), stride_v, VEC)
+        piece = first + tl.arange(0, BLOCK_V)
+        store_piece(body_ptr, row, piece, tl.zeros([BLOCK_V], tl.float32), VEC)
+
+
+class Upstream(NamedTuple):
+    """The gradient of the losses, `[B]`, and its stride."""
+
+    ptr: tl.tensor
+    stride: tl.tensor
+
+
+class StridedLogits(NamedTuple):
+    """The gradient of the logits, `[B, T, U1, V]`, and its strides over these."""
+
+    ptr: tl.tensor
+    b: tl.tensor
+    t: tl.tensor
+    u: tl.tensor
+    v: tl.tensor
 
 
 class GradientSource(NamedTuple):
-    """The inputs of the gradient of some nodes; see the arguments of the kernels.
+    """What the gradient of nodes is computed from, beside their logits.
 
     Fields:
-        grad_ptr, grad_stride: the upstream gradient.
-        lse_ptr, posteriors_ptr: what the forward pass has saved.
-        targets_ptr, target_stride: the labels.
+        grad: the upstream gradient.
+        posteriors_ptr: the posteriors of blank and label, `[2, B, T, U1]`.
+        labels_ptr, target_stride: the labels.
         blank, clamp, fastemit: the options of the loss.
     """
 
-    grad_ptr: tl.tensor
-    grad_stride: tl.tensor
-    lse_ptr: tl.tensor
+    grad: tl.tensor
     posteriors_ptr: tl.tensor
-    targets_ptr: tl.tensor
+    labels_ptr: tl.tensor
     target_stride: tl.tensor
     blank: tl.tensor
     clamp: tl.tensor
@@ -246,6 +221,7 @@ class GradientSource(NamedTuple):
 def store_gradients_of_nodes(
     source,
     logits,
+    strides,
     dlogits,
     first_step,
     sizes,
@@ -254,64 +230,59 @@ def store_gradients_of_nodes(
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
     """Write the gradient of the rows of this program's nodes; rows of gradient 0 are not read.
 
-    `logits` and `dlogits` are addresses and strides, and `sizes` are T, B, U1 and V.
+    `strides` are those of the logits over B, T and U1, and `sizes` are T, B, U1 and V.
     """
-    logits_ptr, strides = logits
-    dlogits_ptr, d_strides = dlogits
     T, B, U1, V = sizes
-    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
-    FUSED: tl.constexpr = source.lse_ptr is not None
-    node = program_nodes(first_step, T, U1, ROWS)
+    DTYPE: tl.constexpr = source.posteriors_ptr.dtype.element_ty
+    FUSED: tl.constexpr = logits.lse_ptr is not None
+    node = program_nodes(first_step, T, U1)
     b, size = node.b.to(tl.int64), B.to(tl.int64) * T * U1
-    scale = tl.load(source.grad_ptr + b * source.grad_stride).to(DTYPE)
+    scale = tl.load(source.grad.ptr + b * source.grad.stride).to(DTYPE)
     limit = tl.full([], source.clamp, DTYPE)
     fastemit = tl.full([], source.fastemit, DTYPE)
     origin = step_offset(node, first_step, strides[0], strides[1])
-    d_origin = step_offset(node, first_step, d_strides[0], d_strides[1])
+    d_origin = step_offset(node, first_step, dlogits.b, dlogits.t)
     for r in range(0, tl.minimum(ROWS, U1 - node.first_u)):
         u = (node.first_u + r).to(tl.int64)
-        at_label = source.targets_ptr + b * source.target_stride + u
-        label = tl.load(at_label, mask=u < U1 - 1, other=-1).to(tl.int32)
-        row, active = node_gradient(
-            scale,
-            limit,
-            source.posteriors_ptr,
-            source.lse_ptr,
-            node.index + r,
-            size,
-            label,
-            fastemit,
-            FUSED,
-            HAT,
-            CLIP,
-            dtype,
-            DTYPE,
-        )
-        x = (logits_ptr, locate_row(origin + u * strides[2], V, VEC, EDGES), strides[3])
-        d = (dlogits_ptr, locate_row(d_origin + u * d_strides[2], V, VEC, EDGES), d_strides[3])
+        label_ptr = source.labels_ptr + b * source.target_stride + u
+        label_index = tl.load(label_ptr, mask=u < U1 - 1, other=-1).to(tl.int32)
+        index = node.index + r
+        blank = tl.load(source.posteriors_ptr + index).to(DTYPE)
+        label = tl.load(source.posteriors_ptr + size + index).to(DTYPE)
+        active = (blank != 0.0) | (label != 0.0)
+        label *= fastemit
+        if not CLIP:
+            blank, label = blank * scale, label * scale
+        factor, lse = label if HAT else blank + label, tl.zeros([], DTYPE)
+        if FUSED:
+            exact = tl.load(logits.lse_ptr + index).to(tl.float64)
+            if HAT:  # It is -inf where all labels are impossible, whose posterior is 0 there.
+                exact = tl.where(exact == -float("inf"), 0.0, exact)
+            lse, correction = round_lse(exact, dlogits.ptr.dtype.element_ty, DTYPE)
+            factor *= correction
+        gradient = NodeGradient(factor, blank, label, label_index, lse, scale, limit)
+        start = origin + u * strides[2]
+        values = locate_row(logits.ptr, start, logits.stride_v, V, VEC, EDGES)
+        start = d_origin + u * dlogits.u
+        results = locate_row(dlogits.ptr, start, dlogits.v, V, VEC, EDGES)
         if active & (scale != 0.0):
-            blank = source.blank
-            store_gradient(
-                x, d, blank, V, row, FUSED, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V, DTYPE
-            )
+            row = (values, results, gradient, source.blank, V)
+            store_gradient(*row, FUSED, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V, DTYPE)
         else:
-            store_zeros(d, V, VEC, EDGES, BLOCK_V)
+            store_zeros(results, V, VEC, EDGES, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_gradient_kernel(
-    grad_ptr,  # [B]
-    logits_ptr,  # [B, T, U1, V], or those of some steps
-    lse_ptr,  # [B, T, U1], or None for log-probabilities
+    grad,  # Upstream
+    logits,  # Logits, all of them or those of some steps; without log-sum-exps log-probabilities
+    dlogits,  # StridedLogits, which may be the logits
     posteriors_ptr,  # [2, B, T, U1], or more of a TDT
-    targets_ptr,  # [B, U]
-    dlogits_ptr,  # as logits, which it may be
+    labels_ptr,  # [B, U]
     first_step,  # the first step in `logits`, counted over all sequences
     T,
     B,
@@ -320,29 +291,20 @@ def rnnt_gradient_kernel(
     blank,
     clamp: tl.float64,  # greatest absolute value of a gradient, with CLIP
     fastemit: tl.float64,  # 1 + the factor of FastEmit
-    grad_stride,
     target_stride,
     stride_b,
     stride_t,
     stride_u,
-    stride_v,
-    d_stride_b,
-    d_stride_t,
-    d_stride_u,
-    d_stride_v,
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
-    ROWS: tl.constexpr,  # nodes of a program
     BLOCK_V: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
     """Write the gradient of the rows of some nodes; rows whose gradient is 0 are not read."""
-    saved = (lse_ptr, posteriors_ptr, targets_ptr, target_stride)
-    source = GradientSource(grad_ptr, grad_stride, *saved, blank, clamp, fastemit)
-    logits = (logits_ptr, (stride_b, stride_t, stride_u, stride_v))
-    dlogits = (dlogits_ptr, (d_stride_b, d_stride_t, d_stride_u, d_stride_v))
-    rows = (source, logits, dlogits, first_step, (T, B, U1, V))
-    store_gradients_of_nodes(*rows, HAT, CLIP, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE)
+    options = (blank, clamp, fastemit)
+    source = GradientSource(grad, posteriors_ptr, labels_ptr, target_stride, *options)
+    strides, sizes = (stride_b, stride_t, stride_u), (T, B, U1, V)
+    nodes = (source, logits, strides, dlogits, first_step, sizes)
+    store_gradients_of_nodes(*nodes, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V)

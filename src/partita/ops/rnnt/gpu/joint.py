@@ -7,6 +7,8 @@ each program has few steps: partial sums of blocks of steps, and their sum in a 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,15 @@ from .rows import column_offset
 
 RELU, TANH, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 JOINT_SIZES = ["first_step", "steps", "T", "U1"]
+
+
+class JointInput(NamedTuple):
+    """The encoder's or the predictor's vectors, `[B, rows, D]`, with their strides."""
+
+    ptr: tl.tensor
+    b: tl.tensor
+    row: tl.tensor
+    d: tl.tensor
 
 
 @triton.jit
@@ -42,22 +53,15 @@ def activation_slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=JOINT_SIZES)
 def rnnt_joint_kernel(
-    encoder_ptr,  # [B, T, D]
-    predictor_ptr,  # [B, U1, D]
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
+    encoder,  # JointInput [B, T, D]
+    predictor,  # JointInput [B, U1, D]
+    lengths,  # Lengths
     hidden_ptr,  # [steps, U1, D]
     first_step,  # the first step, counted over all sequences
     steps,
     T,
     U1,
     D,
-    e_stride_b,
-    e_stride_t,
-    e_stride_d,
-    p_stride_b,
-    p_stride_u,
-    p_stride_d,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,  # values of u of a program
     BLOCK_D: tl.constexpr,
@@ -69,15 +73,13 @@ def rnnt_joint_kernel(
     local_step = row_block // blocks
     step = first_step + local_step
     b, t = step // T, step % T
-    length, target_len, _ = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+    length, target_len, _ = load_sequence(b, lengths, T, U1)
     u = row_block % blocks * ROWS + tl.arange(0, ROWS)
     d = column * BLOCK_D + tl.arange(0, BLOCK_D)
-    e_ptr = encoder_ptr + (b.to(tl.int64) * e_stride_b + t.to(tl.int64) * e_stride_t)
-    e = tl.load(
-        e_ptr + column_offset(d, e_stride_d), mask=(d < D) & (d * 0 + t < length), other=0.0
-    )
-    p_ptr = predictor_ptr + b.to(tl.int64) * p_stride_b
-    p_offset = u.to(tl.int64)[:, None] * p_stride_u + column_offset(d, p_stride_d)[None, :]
+    e_ptr = encoder.ptr + (b.to(tl.int64) * encoder.b + t.to(tl.int64) * encoder.row)
+    e = tl.load(e_ptr + column_offset(d, encoder.d), mask=(d < D) & (d * 0 + t < length), other=0.0)
+    p_ptr = predictor.ptr + b.to(tl.int64) * predictor.b
+    p_offset = u.to(tl.int64)[:, None] * predictor.row + column_offset(d, predictor.d)[None, :]
     valid = (u <= target_len) & (u * 0 + t < length)
     p = tl.load(p_ptr + p_offset, mask=valid[:, None] & (d < D)[None, :], other=0.0)
     hidden = activate(e.to(DTYPE)[None, :] + p.to(DTYPE), ACTIVATION)
@@ -90,10 +92,9 @@ def rnnt_joint_kernel(
 @triton.jit(do_not_specialize=JOINT_SIZES)
 def rnnt_joint_gradient_kernel(
     dhidden_ptr,  # [sequences, steps, U1, D]
-    encoder_ptr,  # [B, T, D]
-    predictor_ptr,  # [B, U1, D]
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
+    encoder,  # JointInput [B, T, D]
+    predictor,  # JointInput [B, U1, D]
+    lengths,  # Lengths
     dencoder_ptr,  # [B, T, D], or None
     partials_ptr,  # [sequences, step blocks, U1, D], or None
     first_step,  # the first step, counted over all sequences
@@ -101,12 +102,6 @@ def rnnt_joint_gradient_kernel(
     T,
     U1,
     D,
-    e_stride_b,
-    e_stride_t,
-    e_stride_d,
-    p_stride_b,
-    p_stride_u,
-    p_stride_d,
     ACTIVATION: tl.constexpr,
     STEPS: tl.constexpr,  # steps of a program
     UNROLL: tl.constexpr,  # values of u that are loaded together
@@ -120,27 +115,27 @@ def rnnt_joint_gradient_kernel(
     step = block * STEPS + tl.arange(0, STEPS)
     first = first_step + sequence * steps
     b, t = first // T, first % T + step
-    length, target_len, _ = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+    length, target_len, _ = load_sequence(b, lengths, T, U1)
     d = column * BLOCK_D + tl.arange(0, BLOCK_D)
     inside, has_step = (d < D)[None, :], (step < steps)[:, None]
     mask = inside & has_step & (t < length)[:, None]
-    e_offset = b * e_stride_b + t[:, None] * e_stride_t + column_offset(d, e_stride_d)[None, :]
-    e = tl.load(encoder_ptr + e_offset, mask=mask, other=0.0).to(DTYPE)
+    e_offset = b * encoder.b + t[:, None] * encoder.row + column_offset(d, encoder.d)[None, :]
+    e = tl.load(encoder.ptr + e_offset, mask=mask, other=0.0).to(DTYPE)
     row = ((sequence * steps + step) * U1)[:, None]
-    p_ptr = predictor_ptr + b * p_stride_b + column_offset(d, p_stride_d)
+    p_ptr = predictor.ptr + b * predictor.b + column_offset(d, predictor.d)
     total = tl.zeros([STEPS, BLOCK_D], DTYPE)
     for first_u in range(0, U1, UNROLL):
-        dhidden, predictor = (), ()
+        dhidden, inputs = (), ()
         for i in tl.static_range(UNROLL):
             # The gradient is 0 beyond the lengths, and NaN in all nodes of an invalid sequence.
             has_row = inside & has_step & (first_u + i + step * 0 < U1)[:, None]
             ptr = dhidden_ptr + (row + (first_u + i)) * D + d[None, :]
             dhidden = dhidden + (tl.load(ptr, mask=has_row, other=0.0),)
             p_mask = (d < D) & (first_u + i + d * 0 <= target_len)
-            p = tl.load(p_ptr + (first_u + i) * p_stride_u, mask=p_mask, other=0.0)
-            predictor = predictor + (p,)
+            p = tl.load(p_ptr + (first_u + i) * predictor.row, mask=p_mask, other=0.0)
+            inputs = inputs + (p,)
         for i in tl.static_range(UNROLL):
-            x = e + predictor[i].to(DTYPE)[None, :]
+            x = e + inputs[i].to(DTYPE)[None, :]
             # NaN of a counted step or label is not read in a padding node.
             x = tl.where(mask & (first_u + i <= target_len), x, 0.0)
             dx = dhidden[i].to(DTYPE) * activation_slope(x, ACTIVATION)

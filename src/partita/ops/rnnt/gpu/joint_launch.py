@@ -9,8 +9,13 @@ from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
-from .call import Targets
-from .joint import rnnt_joint_gradient_kernel, rnnt_joint_kernel, rnnt_predictor_sum_kernel
+from .joint import (
+    JointInput,
+    rnnt_joint_gradient_kernel,
+    rnnt_joint_kernel,
+    rnnt_predictor_sum_kernel,
+)
+from .lattice import Targets
 
 ROW_ALIGNMENT = 16  # columns of the padded matrix
 # Steps of a program of the joint's gradient, and of one of a chunk that makes few programs. More
@@ -103,18 +108,15 @@ def compute_hidden(call: JointCall, first: int, steps: int, hidden: Tensor) -> N
     launch(
         rnnt_joint_kernel,
         steps * cdiv(U1, JOINT_ROWS) * cdiv(D, 128),
-        call.encoder,
-        call.predictor,
-        call.targets.logit_lengths,
-        call.targets.target_lengths,
-        hidden,
-        first,
-        steps,
-        T,
-        U1,
-        D,
-        *call.encoder.stride(),
-        *call.predictor.stride(),
+        encoder=JointInput(call.encoder, *call.encoder.stride()),
+        predictor=JointInput(call.predictor, *call.predictor.stride()),
+        lengths=call.targets.lengths,
+        hidden_ptr=hidden,
+        first_step=first,
+        steps=steps,
+        T=T,
+        U1=U1,
+        D=D,
         ACTIVATION=call.activation,
         ROWS=JOINT_ROWS,
         BLOCK_D=128,
@@ -154,20 +156,17 @@ def add_joint_gradient(
     launch(
         rnnt_joint_gradient_kernel,
         sequences * blocks * cdiv(D, 128),
-        dhidden,
-        call.encoder,
-        call.predictor,
-        call.targets.logit_lengths,
-        call.targets.target_lengths,
-        found.encoder,
-        partials,
-        first,
-        steps,
-        T,
-        U1,
-        D,
-        *call.encoder.stride(),
-        *call.predictor.stride(),
+        dhidden_ptr=dhidden,
+        encoder=JointInput(call.encoder, *call.encoder.stride()),
+        predictor=JointInput(call.predictor, *call.predictor.stride()),
+        lengths=call.targets.lengths,
+        dencoder_ptr=found.encoder,
+        partials_ptr=partials,
+        first_step=first,
+        steps=steps,
+        T=T,
+        U1=U1,
+        D=D,
         ACTIVATION=call.activation,
         STEPS=block_steps,
         UNROLL=4,
@@ -179,11 +178,11 @@ def add_joint_gradient(
         launch(
             rnnt_predictor_sum_kernel,
             sequences * cdiv(U1 * D, 512),
-            partials,
-            found.predictor,
-            first // T,
-            blocks,
-            U1 * D,
+            partials_ptr=partials,
+            dpredictor_ptr=found.predictor,
+            first_sequence=first // T,
+            blocks=blocks,
+            size=U1 * D,
             BLOCK=512,
             num_warps=4,
         )

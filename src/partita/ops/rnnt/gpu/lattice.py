@@ -39,6 +39,25 @@ SIZES = [
 ]
 
 
+class Lengths(NamedTuple):
+    """The lengths of the sequences of a batch, `[B]` each: steps, and labels."""
+
+    steps: tl.tensor
+    labels: tl.tensor
+
+
+class Targets(NamedTuple):
+    """The targets of a batch: labels `[B, U]` with contiguous rows, and `Lengths`."""
+
+    labels: tl.tensor
+    lengths: tl.tensor
+
+    @property
+    def stride(self) -> int:
+        """The offset from a target to the next, which kernels take as `target_stride`."""
+        return self.labels.stride(0) if self.labels.shape[1] else 0
+
+
 class Sequence(NamedTuple):
     """The sizes of one sequence.
 
@@ -54,9 +73,9 @@ class Sequence(NamedTuple):
 
 
 @triton.jit
-def load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1):
+def load_sequence(b, lengths, T, U1):
     """Return the sizes of sequence b."""
-    length, target_len = tl.load(logit_lengths_ptr + b), tl.load(target_lengths_ptr + b)
+    length, target_len = tl.load(lengths.steps + b), tl.load(lengths.labels + b)
     invalid = (length < 0) | (length > T) | (target_len < 0) | (target_len >= U1)
     return Sequence(
         tl.where(invalid, 0, length).to(tl.int32),

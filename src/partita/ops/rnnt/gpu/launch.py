@@ -8,6 +8,8 @@ more (`gradient.py`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ __all__ = [
     "rnnt_align",
     "rnnt_forward",
     "rnnt_gradient",
+    "rnnt_gradient_",
     "tdt_align",
     "tdt_forward",
     "tdt_gradient",
@@ -75,7 +78,8 @@ def rnnt_gradient(
     hat: bool,
     clamp: float,
     fastemit_lambda: float,
-    inplace: bool,
+    *,
+    inplace: bool = False,
 ) -> Tensor:
     """Return the gradient of the losses in the logits, in their memory if `inplace`."""
     dlogits = logits
@@ -97,3 +101,8 @@ def rnnt_gradient(
         fastemit_lambda,
     )
     return dlogits
+
+
+def rnnt_gradient_(grad: Tensor, logits: Tensor, *rest: Any) -> None:
+    """Write the gradient of the losses over the logits."""
+    rnnt_gradient(grad, logits, *rest, inplace=True)

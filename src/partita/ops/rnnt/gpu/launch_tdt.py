@@ -16,9 +16,10 @@ from .align import rnnt_backtrace_kernel
 from .call import (
     NodeOptions,
     ScanZeros,
-    Targets,
     as_targets,
     launch_nodes,
+    new_scan,
+    node_strides,
     scan_zeros,
     tile_of,
     tile_options,
@@ -31,12 +32,16 @@ from .durations_launch import (
     chunk_programs,
     duration_arcs,
     duration_code,
+    duration_strides,
     launch_duration_posteriors,
-    new_scan,
     scan_durations_beside_rows,
 )
+from .gradient import StridedLogits, Upstream
 from .gradient_tdt import tdt_gradient_kernel
-from .plan import LSE_DTYPE, MARGIN, NODES_PER_PROGRAM, LatticePlan, lattice_plan
+from .lattice import Targets
+from .plan import LSE_DTYPE, MARGIN, NODES_PER_PROGRAM, lattice_plan
+from .rows import Logits
+from .scan import Scan
 from .scan_best import BEST_SCAN
 from .scan_tdt import TDT_SCAN
 
@@ -103,23 +108,20 @@ def token_duration_arcs(
     launch(
         tdt_arcs_kernel,
         chunk_programs(plan, B) + MARGIN // BLOCK_NODES,
-        duration_logits,
-        targets.logit_lengths,
-        targets.target_lengths,
-        tokens,
-        duration_lse if save else None,
-        arcs,
-        flags,
-        T,
-        B,
-        U1,
-        plan.num_chunks,
-        plan.rows,
-        plan.nodes,
-        *duration_logits.stride(),
+        durations=Logits(
+            duration_logits, duration_logits.stride(3), duration_lse if save else None
+        ),
+        lengths=targets.lengths,
+        tokens_ptr=tokens,
+        arcs_ptr=arcs,
+        flags_ptr=flags,
+        T=T,
+        B=B,
+        U1=U1,
+        **plan.layout,
+        **node_strides(duration_logits, T),
         DURATIONS=duration_code(durations),
         K=K,
-        MARGIN=MARGIN,
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
@@ -174,16 +176,12 @@ def scan_durations(
     launch_lanes(
         TDT_SCAN,
         directions * B * plan.num_chunks,
-        arcs,
-        *targets,
-        scan.states,
-        zeros.carries,
-        scan.flags,
-        scan.totals,
-        zeros.tile_counter,
-        *plan.scan_sizes(T, B, U1, V),
-        blank,
-        targets.stride,
+        scan=scan,
+        carries=zeros.carries,
+        targets=targets,
+        **plan.scan_sizes(T, B, U1, V),
+        blank=blank,
+        target_stride=targets.stride,
         DIRECTIONS=directions,
         BLOCK=scan_block(kinds.number),
         CODE=kinds.code,
@@ -211,32 +209,27 @@ def tdt_gradient(
     targets, device = as_targets(labels, logit_lengths, target_lengths), token_logits.device
     dtokens = torch.empty(token_logits.shape, dtype=token_logits.dtype, device=device)
     ddurations = torch.empty(duration_logits.shape, dtype=duration_logits.dtype, device=device)
-    tile = tile_of(token_logits, dtokens)
     launch(
         tdt_gradient_kernel,
         B * T * cdiv(U1, NODES_PER_PROGRAM) + B * cdiv(T * U1, DURATION_NODES),
-        grad,
-        token_logits,
-        duration_logits,
-        token_lse,
-        duration_lse,
-        posteriors,
-        targets.labels,
-        dtokens,
-        ddurations,
-        T,
-        B,
-        U1,
-        V,
-        blank,
-        grad.stride(0),
-        targets.stride,
-        *token_logits.stride(),
-        *duration_logits.stride(),
-        *dtokens.stride(),
+        grad=Upstream(grad, grad.stride(0)),
+        tokens=Logits(token_logits, token_logits.stride(3), token_lse),
+        durations=Logits(duration_logits, duration_logits.stride(3), duration_lse),
+        posteriors_ptr=posteriors,
+        labels_ptr=targets.labels,
+        dtokens=StridedLogits(dtokens, *dtokens.stride()),
+        ddurations_ptr=ddurations,
+        T=T,
+        B=B,
+        U1=U1,
+        V=V,
+        blank=blank,
+        target_stride=targets.stride,
+        **node_strides(token_logits, T),
+        **duration_strides(duration_logits),
         K=K,
         BLOCK=DURATION_NODES,
-        **tile_options(tile, token_logits.dtype),
+        **tile_options(tile_of(token_logits, dtokens)),
     )
     return dtokens, ddurations
 
@@ -252,18 +245,15 @@ def duration_gradient(
     launch(
         tdt_duration_gradient_kernel,
         B * cdiv(T * U1, BLOCK_NODES),
-        grad,
-        duration_logits,
-        duration_lse,
-        posteriors,
-        ddurations,
-        T,
-        B,
-        U1,
-        grad.stride(0),
-        *duration_logits.stride(),
+        grad=Upstream(grad, grad.stride(0)),
+        durations=Logits(duration_logits, duration_logits.stride(3), duration_lse),
+        posteriors_ptr=posteriors,
+        ddurations_ptr=ddurations,
+        T=T,
+        B=B,
+        U1=U1,
+        **node_strides(duration_logits, T),
         K=K,
-        FP64=duration_logits.dtype == torch.float64,
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
@@ -286,23 +276,20 @@ def best_path(
     `token_duration_arcs`.
     """
     (B, T, U1), device = sizes, arcs.device
-    plan: LatticePlan = lattice_plan(B, T, U1)
-    pointers = torch.empty(plan.nodes, dtype=torch.int8, device=device)
+    plan = lattice_plan(B, T, U1)
     zeros = scan_zeros(plan, B, 1, device)
+    pointers = torch.empty(plan.nodes, dtype=torch.int8, device=device)
     best = torch.empty(B, dtype=torch.float64, device=device)
+    scan = Scan(arcs, pointers, zeros.flags, best)
     launch_lanes(
         BEST_SCAN,
         B * plan.num_chunks,
-        arcs,
-        *targets,
-        pointers,
-        zeros.carries,
-        zeros.flags,
-        best,
-        zeros.tile_counter,
-        *plan.scan_sizes(T, B, U1, V),
-        blank,
-        targets.stride,
+        scan=scan,
+        carries=zeros.carries,
+        targets=targets,
+        **plan.scan_sizes(T, B, U1, V),
+        blank=blank,
+        target_stride=targets.stride,
         FILLED=filled,
         BLOCK=scan_block(kinds.number),
         CODE=kinds.code,
@@ -315,20 +302,14 @@ def best_path(
     launch(
         rnnt_backtrace_kernel,
         B,
-        pointers,
-        arcs,
-        targets.logit_lengths,
-        targets.target_lengths,
-        zeros.flags,
-        best,
-        steps,
-        scores,
-        score,
-        T,
-        U1,
-        plan.num_chunks,
-        plan.rows,
-        plan.nodes,
+        scan=scan,
+        lengths=targets.lengths,
+        steps_ptr=steps,
+        scores_ptr=scores,
+        score_ptr=score,
+        T=T,
+        U1=U1,
+        **plan.layout,
         CODE=kinds.code,
         ARCS=kinds.number,
         BLOCK_U=128,

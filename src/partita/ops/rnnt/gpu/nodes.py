@@ -9,7 +9,6 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E
 from .lattice import (
-    MINUS_ZERO,
     SIZES,
     load_sequence,
     log2_units,
@@ -17,56 +16,28 @@ from .lattice import (
     natural_units,
     node_offset,
 )
-from .rows import exact_shift, locate_row, program_nodes, row_normalizer, step_offset
+from .rows import ROWS, exact_shift, locate_row, program_nodes, row_normalizer, step_offset
 
 
 class NodeSource(NamedTuple):
-    """What the arcs of some nodes are computed from.
+    """What the arcs of the nodes of a step are computed from.
 
     Fields:
-        logits_ptr: the logits.
-        origin: the offset of the step of the nodes.
-        V: the number of classes.
-        stride_u, stride_v: the strides of the logits.
-        targets_ptr: the labels, `[B, U]`.
-        target_stride: the offset from a target to the next.
+        logits: the logits.
+        origin, stride_u: the offset of the step in these, and their stride over u.
+        labels_ptr, target_stride: the labels, `[B, U]`.
         blank: the class of the blank.
         sigma, delay_penalty: see `call.NodeOptions`.
     """
 
-    logits_ptr: tl.tensor
+    logits: tl.tensor
     origin: tl.tensor
-    V: tl.tensor
     stride_u: tl.tensor
-    stride_v: tl.tensor
-    targets_ptr: tl.tensor
+    labels_ptr: tl.tensor
     target_stride: tl.tensor
     blank: tl.tensor
     sigma: tl.tensor
     delay_penalty: tl.tensor
-
-
-class NodeResult(NamedTuple):
-    """Where the arcs of nodes are stored.
-
-    Fields:
-        lse_ptr: `[B, T, U1]`, or None.
-        arcs_ptr: `[2, B, num_chunks, rows, 32]` fp64, or int64 words; see `store_scores`.
-        num_chunks, rows, nodes: the layout; see `plan.LatticePlan`.
-    """
-
-    lse_ptr: tl.tensor
-    arcs_ptr: tl.tensor
-    num_chunks: tl.tensor
-    rows: tl.tensor
-    nodes: tl.tensor
-
-
-@triton.jit
-def load_node_label(targets_ptr, b, u, mask, target_stride, V):
-    """Return the labels of nodes, and 0 outside of the mask and for labels out of range."""
-    label = tl.load(targets_ptr + b.to(tl.int64) * target_stride + u, mask=mask, other=0)
-    return tl.where((label >= 0) & (label < V), label, 0).to(tl.int64)
 
 
 @triton.jit
@@ -79,31 +50,16 @@ def log_sigmoid(x):
 
 
 @triton.jit
-def store_scores(ptr, scores, mask):
-    """Store scores, in memory of int64 words so that each word shows that it has been written.
-
-    A word of 0 has not. A score whose upper half is 0 is 0.0, because the least difference of two
-    logits is not tiny; it is stored as -0.0.
-    """
-    if ptr.dtype.element_ty == tl.int64:
-        words = scores.to(tl.int64, bitcast=True)
-        tl.store(ptr, tl.where(words >> 32 == 0, MINUS_ZERO, words), mask=mask)
-    else:
-        tl.store(ptr, scores, mask=mask)
-
-
-@triton.jit
 def score_arcs(
     source,
-    lse_ptr,
     node,
     sequence,
+    V,
     FUSED: tl.constexpr,
     HAT: tl.constexpr,
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -111,12 +67,16 @@ def score_arcs(
 
     Nodes outside of the lengths are not read, and have any scores.
     """
-    logits_ptr, origin, V, stride_u, stride_v = source[:5]
+    logits_ptr, stride_v, lse_ptr = source.logits
+    origin, stride_u = source.origin, source.stride_u
     length, target_len = sequence.length, sequence.target_len
     lane = tl.arange(0, ROWS)
     u = node.first_u + lane
     mask = u <= target_len
-    label = load_node_label(source.targets_ptr, node.b, u, u < target_len, source.target_stride, V)
+    has_label = u < target_len
+    label_ptr = source.labels_ptr + node.b.to(tl.int64) * source.target_stride + u
+    label = tl.load(label_ptr, mask=has_label, other=0)
+    label = tl.where((label >= 0) & (label < V), label, 0).to(tl.int64)
     start = origin + u.to(tl.int64) * stride_u
     at_blank = start + tl.cast(source.blank, tl.int64) * stride_v
     blank_x = tl.load(logits_ptr + at_blank, mask=mask, other=0.0).to(tl.float64)
@@ -125,9 +85,10 @@ def score_arcs(
     if FUSED:
         maxima, totals = tl.zeros([ROWS], DTYPE), tl.zeros([ROWS], tl.float64)
         for r in range(0, tl.minimum(ROWS, target_len + 1 - node.first_u)):
-            row = locate_row(origin + (node.first_u + r).to(tl.int64) * stride_u, V, VEC, EDGES)
+            row_start = origin + (node.first_u + r).to(tl.int64) * stride_u
+            row = locate_row(logits_ptr, row_start, stride_v, V, VEC, EDGES)
             maximum, total = row_normalizer(
-                logits_ptr, row, V, stride_v, source.blank, HAT, VEC, EDGES, PIECES, BLOCK_V, DTYPE
+                row, V, source.blank, HAT, VEC, EDGES, PIECES, BLOCK_V, DTYPE
             )
             is_row = lane == r
             maxima, totals = tl.where(is_row, maximum, maxima), tl.where(is_row, total, totals)
@@ -150,40 +111,10 @@ def score_arcs(
     return blank_score - source.sigma * LOG2E, label_score - source.sigma * LOG2E
 
 
-@triton.jit
-def store_arcs(
-    source,
-    result,
-    node,
-    sequence,
-    FUSED: tl.constexpr,
-    HAT: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Store the log-sum-exps and the scores of the arcs of some nodes within the lengths."""
-    lse_ptr = result.lse_ptr
-    blank_score, label_score = score_arcs(
-        source, lse_ptr, node, sequence, FUSED, HAT, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE
-    )
-    u = node.first_u + tl.arange(0, ROWS)
-    mask = u <= sequence.target_len
-    offset = node_offset(node.b, node.t, u, result.num_chunks, result.rows)
-    store_scores(result.arcs_ptr + offset, blank_score, mask)
-    store_scores(result.arcs_ptr + result.nodes + offset, label_score, mask)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_nodes_kernel(
-    logits_ptr,  # [B, T, U1, V], or those of some steps
-    targets_ptr,  # [B, U]
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
-    lse_ptr,  # [B, T, U1], or None
+    logits,  # Logits, all of them or those of some steps
+    targets,  # Targets
     arcs_ptr,  # [2, B, num_chunks, rows, 32] fp64: log2 of the blank's and of the label's
     first_step,  # the first step in `logits`, counted over all sequences
     T,
@@ -199,13 +130,11 @@ def rnnt_nodes_kernel(
     stride_b,
     stride_t,
     stride_u,
-    stride_v,
     FUSED: tl.constexpr,  # whether to normalize the logits
     HAT: tl.constexpr,
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
-    ROWS: tl.constexpr,  # nodes of a program
     BLOCK_V: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -213,22 +142,18 @@ def rnnt_nodes_kernel(
 
     Nodes beyond the lengths are neither read nor written.
     """
-    node = program_nodes(first_step, T, U1, ROWS)
-    sequence = load_sequence(node.b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+    node = program_nodes(first_step, T, U1)
+    sequence = load_sequence(node.b, targets.lengths, T, U1)
     if (node.t >= sequence.length) | (node.first_u > sequence.target_len):
         return
     origin = step_offset(node, first_step, stride_b, stride_t)
-    source = NodeSource(
-        logits_ptr,
-        origin,
-        V,
-        stride_u,
-        stride_v,
-        targets_ptr,
-        target_stride,
-        blank,
-        sigma,
-        delay_penalty,
+    options = (targets.labels, target_stride, blank, sigma, delay_penalty)
+    source = NodeSource(logits, origin, stride_u, *options)
+    blank_score, label_score = score_arcs(
+        source, node, sequence, V, FUSED, HAT, VEC, EDGES, PIECES, BLOCK_V, DTYPE
     )
-    result = NodeResult(lse_ptr, arcs_ptr, num_chunks, rows, nodes)
-    store_arcs(source, result, node, sequence, FUSED, HAT, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE)
+    u = node.first_u + tl.arange(0, ROWS)
+    mask = u <= sequence.target_len
+    offset = node_offset(node.b, node.t, u, num_chunks, rows)
+    tl.store(arcs_ptr + offset, blank_score, mask=mask)
+    tl.store(arcs_ptr + nodes + offset, label_score, mask=mask)

@@ -20,10 +20,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .lattice import SIZES, load_sequence
-from .nodes import NodeResult, NodeSource, store_arcs
-from .rows import NodeRows
-from .scan import ScanSizes, ScanTensors, scan_program
+from ....primitives.gpu.math import UNFUSED
+from .lattice import MINUS_ZERO, SIZES, load_sequence, node_offset
+from .nodes import NodeSource, score_arcs
+from .rows import ROWS, NodeRows
+from .scan import ScanSizes, scan_program
 
 
 @triton.jit
@@ -47,15 +48,14 @@ def step_of_rank(rank, first_u, sequence, BOTH_ENDS: tl.constexpr):
 
 
 @triton.jit
-def nodes_of_rank(program, tensors, sizes, BOTH_ENDS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the ROWS nodes of a program, their sequence, and whether any is within its lengths.
+def nodes_of_rank(program, lengths, T, B, U1, BOTH_ENDS: tl.constexpr):
+    """Return the nodes of a program, their sequence, and whether any is within its lengths.
 
     Programs take the nodes of all sequences rank by rank.
     """
-    B, T, U1 = sizes.B, sizes.T, sizes.U1
     blocks = tl.cdiv(U1, ROWS)
     rank, b, first_u = program // (B * blocks), program // blocks % B, program % blocks * ROWS
-    sequence = load_sequence(b, tensors.logit_lengths_ptr, tensors.target_lengths_ptr, T, U1)
+    sequence = load_sequence(b, lengths, T, U1)
     is_node = (rank < sequence.length) & (first_u <= sequence.target_len)
     t = step_of_rank(rank, first_u, sequence, BOTH_ENDS)
     node = NodeRows(b, t, first_u, (b.to(tl.int64) * T + t) * U1 + first_u)
@@ -63,53 +63,35 @@ def nodes_of_rank(program, tensors, sizes, BOTH_ENDS: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def store_arcs_of_rank(
-    program,
-    logits,
-    lse_ptr,
-    tensors,
-    sizes,
-    BOTH_ENDS: tl.constexpr,
-    HAT: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Compute the arcs of ROWS nodes.
+def program_roles(scans, nodes):
+    """Return the index of this program among the scans, and that among the programs with nodes.
 
-    `logits` has the address of the logits, their strides, the blank, the delay penalty, and the
-    offset from a target to the next.
+    One of them is out of range. The scans come first, but in the interpreter, which runs one
+    program after the other, last.
     """
-    logits_ptr, strides, blank, delay_penalty, target_stride = logits
-    node, sequence, is_node = nodes_of_rank(program, tensors, sizes, BOTH_ENDS, ROWS)
-    if is_node:
-        origin = node.b.to(tl.int64) * strides[0] + node.t.to(tl.int64) * strides[1]
-        labels = (tensors.targets_ptr, target_stride)
-        options = (blank, 0.0, delay_penalty)
-        source = NodeSource(logits_ptr, origin, sizes.V, strides[2], strides[3], *labels, *options)
-        layout = (sizes.num_chunks, sizes.rows, sizes.nodes)
-        result = NodeResult(lse_ptr, tensors.arcs_ptr, *layout)
-        store_arcs(
-            source, result, node, sequence, True, HAT, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE
-        )
+    if UNFUSED:
+        return tl.program_id(0) - nodes, tl.program_id(0)
+    else:
+        return tl.program_id(0), tl.program_id(0) - scans
+
+
+@triton.jit
+def store_words(ptr, scores, mask):
+    """Store scores as words, each of which shows that it has been written.
+
+    A word of 0 has not. A score whose upper half is 0 is 0.0, because the least difference of two
+    logits is not tiny; it is stored as -0.0.
+    """
+    words = scores.to(tl.int64, bitcast=True)
+    tl.store(ptr, tl.where(words >> 32 == 0, MINUS_ZERO, words), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_overlap_kernel(
-    logits_ptr,  # [B, T, U1, V]
-    targets_ptr,  # [B, U]
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
-    lse_ptr,  # [B, T, U1], or None
-    arcs_ptr,  # [2, B, num_chunks, rows, 32] int64, zero: the bits of the scores
-    states_ptr,  # [2, B, num_chunks, rows, 32] fp64: α and β, or None for log Z alone
-    carries_ptr,  # [DIRECTIONS, num_chunks, B, carry_steps] int64, zero; or None for one chunk
-    flags_ptr,  # [B] int64, zero
-    logz_ptr,  # [B] fp64
-    tile_counter_ptr,  # [1] int64, zero; or None for one chunk
+    logits,  # Logits
+    targets,  # Targets
+    scan,  # Scan, of scores whose bits are words that are zero before
+    carries,  # Carries, or None for one chunk
     T,
     B,
     U1,
@@ -124,50 +106,35 @@ def rnnt_overlap_kernel(
     stride_b,
     stride_t,
     stride_u,
-    stride_v,
     DIRECTIONS: tl.constexpr,  # 1 for α alone
-    BLOCK: tl.constexpr,  # rows of the lattice that are loaded together
-    SCANS_FIRST: tl.constexpr,  # whether scans have the lowest indices; otherwise the highest
     HAT: tl.constexpr,
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
-    ROWS: tl.constexpr,  # nodes of a program
     BLOCK_V: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
     """Scan the chunks in some programs, and compute the arcs of some nodes in each of the others.
 
     Nodes beyond the lengths are neither read nor written.
     """
     scans, blocks = DIRECTIONS * B * num_chunks, tl.cdiv(U1, ROWS)
-    scan, program = tl.program_id(0), tl.program_id(0) - scans
-    if not SCANS_FIRST:
-        scan, program = tl.program_id(0) - T * B * blocks, tl.program_id(0)
-    sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
-    lengths, written = (logit_lengths_ptr, target_lengths_ptr), (states_ptr, carries_ptr)
-    tensors = ScanTensors(arcs_ptr, targets_ptr, *lengths, *written, flags_ptr, logz_ptr)
-    if (scan >= 0) & (scan < scans):
-        index = scan
-        if tile_counter_ptr is not None:
-            index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
-        scan_program(
-            index, tensors, sizes, blank, target_stride, DIRECTIONS, BLOCK, True, False, None
-        )
+    index, program = program_roles(scans, T * B * blocks)
+    if (index >= 0) & (index < scans):
+        sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
+        inputs = (scan, carries, targets, target_stride, blank, sizes)
+        # It loads only 4 rows together, because the pass over the logits needs the registers.
+        scan_program(index, *inputs, DIRECTIONS, 4, True, False, None)
     else:
-        strides = (stride_b, stride_t, stride_u, stride_v)
-        store_arcs_of_rank(
-            program,
-            (logits_ptr, strides, blank, delay_penalty, target_stride),
-            lse_ptr,
-            tensors,
-            sizes,
-            DIRECTIONS == 2,
-            HAT,
-            VEC,
-            EDGES,
-            PIECES,
-            ROWS,
-            BLOCK_V,
-            DTYPE,
-        )
+        node, sequence, is_node = nodes_of_rank(program, targets.lengths, T, B, U1, DIRECTIONS == 2)
+        if is_node:
+            origin = node.b.to(tl.int64) * stride_b + node.t.to(tl.int64) * stride_t
+            options = (targets.labels, target_stride, blank, 0.0, delay_penalty)
+            source = NodeSource(logits, origin, stride_u, *options)
+            blank_score, label_score = score_arcs(
+                source, node, sequence, V, True, HAT, VEC, EDGES, PIECES, BLOCK_V, tl.float32
+            )
+            u = node.first_u + tl.arange(0, ROWS)
+            mask = u <= sequence.target_len
+            offset = node_offset(node.b, node.t, u, num_chunks, rows)
+            store_words(scan.arcs + offset, blank_score, mask)
+            store_words(scan.arcs + nodes + offset, label_score, mask)

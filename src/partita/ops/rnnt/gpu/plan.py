@@ -24,16 +24,14 @@ BLOCK_ROWS = 8  # rows of a chunk that a scan loads together
 LSE_DTYPE = torch.float64  # keeps exp(x - lse) exact for logits far from 0
 MAX_LANE_ELEMENTS = 40  # elements of a row that a lane holds
 MAX_DURATION = 64  # a scan remembers as many states
-OVERLAP_BLOCK_ROWS = 4  # the same beside a pass over the logits, which needs the registers
 # A scan runs beside the pass over the logits if it has at most as many programs as a small part of
 # any GPU runs at once, and if that pass takes longer than what the overlap costs: arcs are zeroed.
 MAX_OVERLAP_SCANS = 64
 MAX_OVERLAP_STEPS = 2**15  # the product of two numbers of steps fits in 32 bits
 MIN_OVERLAP_BYTES = 2**24  # of logits
 MIN_OVERLAP_ROW_BYTES = 512  # of the logits of a node, whose arcs are two words
-# With these, the arcs that a scan waits for and all of its addresses stay in registers. 14 programs
-# of 144 registers run on a multiprocessor.
-TDT_OVERLAP_BLOCK_ROWS = 2
+# With these and 2 rows that are loaded together, the arcs that a scan waits for and all of its
+# addresses stay in registers. 14 programs of 144 registers run on a multiprocessor.
 TDT_OVERLAP_REGISTERS = 144
 MAX_TDT_OVERLAP_SCANS = 32  # with 64, one kernel after the other takes less time
 MAX_OVERLAP_KINDS = 10  # of arcs
@@ -56,9 +54,14 @@ class LatticePlan(NamedTuple):
     nodes: int
     carry_steps: int
 
-    def scan_sizes(self, T: int, B: int, U1: int, V: int) -> tuple[int, ...]:
-        """Return the sizes that kernels with a scan take, in their order: those of `ScanSizes`."""
-        return T, B, U1, V, self.num_chunks, self.rows, self.carry_steps, self.nodes
+    @property
+    def layout(self) -> dict[str, int]:
+        """The layout as arguments of kernels."""
+        return {"num_chunks": self.num_chunks, "rows": self.rows, "nodes": self.nodes}
+
+    def scan_sizes(self, T: int, B: int, U1: int, V: int) -> dict[str, int]:
+        """Return the sizes as arguments of kernels with a scan; see `scan.ScanSizes`."""
+        return {"T": T, "B": B, "U1": U1, "V": V, **self.layout, "carry_steps": self.carry_steps}
 
 
 class RowTile(NamedTuple):

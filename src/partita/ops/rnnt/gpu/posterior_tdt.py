@@ -52,12 +52,8 @@ def arc_posterior(arc, after, alpha, field, PRECISE: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def tdt_posterior_kernel(
-    arcs_ptr,  # [2, K, B, num_chunks, rows, 32] int64: words of arcs
-    states_ptr,  # [2, B, num_chunks, rows, 32] int64: words of α and β, or None
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
-    flags_ptr,  # [B] int64
-    totals_ptr,  # [2, B] int64: the bits of the significand, and the biased exponent, of the sums
+    scan,  # Scan of words
+    lengths,  # Lengths
     nll_ptr,  # [B]
     posteriors_ptr,  # [2 + K, B, T, U1], or None for the loss alone
     T,
@@ -87,14 +83,14 @@ def tdt_posterior_kernel(
     if posteriors_ptr is not None:
         offset = node_offset(b, t, u, num_chunks, rows)
         after = node_offset(b, t, u + 1, num_chunks, rows)
-        beta_ptr, label_ptr = states_ptr + nodes, arcs_ptr + K * nodes + offset
-        alpha = tl.load(states_ptr + offset, mask=is_node, other=0)
-        blanks = load_kinds(arcs_ptr + offset, beta_ptr + offset, nodes, is_node, K, DURATIONS)
+        beta_ptr, label_ptr = scan.states + nodes, scan.arcs + K * nodes + offset
+        alpha = tl.load(scan.states + offset, mask=is_node, other=0)
+        blanks = load_kinds(scan.arcs + offset, beta_ptr + offset, nodes, is_node, K, DURATIONS)
         has_label = is_node & (u + 1 < U1)
         labels = load_kinds(label_ptr, beta_ptr + after, nodes, has_label, K, DURATIONS)
-    flag, bits = tl.load(flags_ptr + b), tl.load(totals_ptr + b)
-    total, exponent = bits.to(tl.float64, bitcast=True), tl.load(totals_ptr + B + b)
-    length, target_len, _ = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+    flag, bits = tl.load(scan.flags + b), tl.load(scan.totals + b)
+    total, exponent = bits.to(tl.float64, bitcast=True), tl.load(scan.totals + B + b)
+    length, target_len, _ = load_sequence(b, lengths, T, U1)
     has_path = (exponent >= LEAST_STATE) & (length > 0)
     if block == 0:
         logz = tl.log2(total) + (exponent - STATE_BIAS).to(tl.float64)

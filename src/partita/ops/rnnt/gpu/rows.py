@@ -15,8 +15,24 @@ import triton.language as tl
 from ....primitives.gpu.math import LOG2E, UNFUSED, finite_shift
 from ....primitives.gpu.memory import edge_columns, row_span
 from .lattice import log2_units
+from .plan import NODES_PER_PROGRAM
 
+ROWS = tl.constexpr(NODES_PER_PROGRAM)
 HUGE = tl.constexpr(2.0**30)  # of logits; their products with log2(e) are too far apart in fp32
+
+
+class Logits(NamedTuple):
+    """The logits of nodes, `[B, T, U1, V]`, whose other strides are arguments of kernels.
+
+    Fields:
+        ptr: the logits.
+        stride_v: the stride over the classes.
+        lse_ptr: the log-sum-exps of the nodes, `[B, T, U1]`, or None.
+    """
+
+    ptr: tl.tensor
+    stride_v: tl.tensor
+    lse_ptr: tl.tensor
 
 
 class NodeRows(NamedTuple):
@@ -39,18 +55,21 @@ class Row(NamedTuple):
     """One row of values.
 
     Fields:
-        start: the offset of the row.
+        ptr, start: the address of all rows, and the offset of this one.
+        stride_v: the stride over the columns.
         head: the columns before its aligned part.
         columns: the columns of its aligned part.
     """
 
+    ptr: tl.tensor
     start: tl.tensor
+    stride_v: tl.tensor
     head: tl.tensor
     columns: tl.tensor
 
 
 @triton.jit
-def program_nodes(first_step, T, U1, ROWS: tl.constexpr):
+def program_nodes(first_step, T, U1):
     """Return the nodes of this program; the steps of all sequences are counted from first_step."""
     blocks = tl.cdiv(U1, ROWS)
     step = first_step + tl.program_id(0) // blocks
@@ -69,23 +88,22 @@ def step_offset(node, first_step, stride_b, stride_t):
 
 
 @triton.jit
-def locate_row(start, V, VEC: tl.constexpr, EDGES: tl.constexpr):
+def locate_row(ptr, start, stride_v, V, VEC: tl.constexpr, EDGES: tl.constexpr):
     """Return the row at an offset; all of it is aligned without EDGES."""
+    head, columns = 0, V
     if EDGES:
         head, columns = row_span(start, V, VEC)
-        return Row(start, head, columns)
-    else:
-        return Row(start, 0, V)
+    return Row(ptr, start, stride_v, head, columns)
 
 
 @triton.jit
-def aligned_ptr(ptr, row, VEC: tl.constexpr, EDGES: tl.constexpr):
+def aligned_ptr(row, VEC: tl.constexpr, EDGES: tl.constexpr):
     """Return the address of a row's aligned part."""
     if EDGES:
-        return ptr + (row.start + VEC - 1) // VEC * VEC
+        return row.ptr + (row.start + VEC - 1) // VEC * VEC
     else:
         # Triton forgets `tl.multiple_of` of a scalar before it decides about the width of loads.
-        return ptr + row.start // VEC * VEC
+        return row.ptr + row.start // VEC * VEC
 
 
 @triton.jit
@@ -98,10 +116,11 @@ def column_offset(column, stride_v):
 
 
 @triton.jit
-def load_piece(ptr, row, column, stride_v, VEC: tl.constexpr, DTYPE: tl.constexpr):
+def load_piece(ptr, row, column, VEC: tl.constexpr, DTYPE: tl.constexpr):
     """Load a block of columns of a row's aligned part at `ptr`, -inf outside of it."""
     mask = column // VEC * VEC < row.columns
-    return tl.load(ptr + column_offset(column, stride_v), mask=mask, other=-float("inf")).to(DTYPE)
+    ptr += column_offset(column, row.stride_v)
+    return tl.load(ptr, mask=mask, other=-float("inf")).to(DTYPE)
 
 
 @triton.jit
@@ -146,29 +165,9 @@ def row_exp2(x, factor, shift, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def fold_max(values, VEC: tl.constexpr):
-    """Return the greatest of each VEC neighboring columns."""
-    if VEC == 1:
-        return values
-    else:
-        return tl.max(tl.reshape(values, [values.shape[0] // VEC, VEC]), axis=1)
-
-
-@triton.jit
-def fold_sum(values, VEC: tl.constexpr):
-    """Return the sum of each VEC neighboring columns."""
-    if VEC == 1:
-        return values
-    else:
-        return tl.sum(tl.reshape(values, [values.shape[0] // VEC, VEC]), axis=1)
-
-
-@triton.jit
 def row_normalizer(
-    ptr,
     row,
     V,
-    stride_v,
     excluded,
     HAT: tl.constexpr,
     VEC: tl.constexpr,
@@ -183,12 +182,12 @@ def row_normalizer(
     With HAT, the column `excluded` does not count. A lane adds up its columns in DTYPE.
     """
     lane = tl.arange(0, BLOCK_V)
-    body_ptr = aligned_ptr(ptr, row, VEC, EDGES)
+    body_ptr = aligned_ptr(row, VEC, EDGES)
     shift, partial = tl.full([], 0.0, DTYPE), tl.zeros([BLOCK_V], DTYPE)
     maximum, edge = tl.full([], -float("inf"), DTYPE), tl.zeros([32], DTYPE)
     if EDGES:
         edge_column, edge_mask = edge_columns(row.head, row.columns, V, VEC, 32)
-        edge = tl.load(ptr + row.start + edge_column, mask=edge_mask, other=-float("inf"))
+        edge = tl.load(row.ptr + row.start + edge_column, mask=edge_mask, other=-float("inf"))
         edge = edge.to(DTYPE)
         if HAT:
             edge = tl.where(edge_column == excluded, -float("inf"), edge)
@@ -196,14 +195,15 @@ def row_normalizer(
         pieces = ()
         for i in tl.static_range(PIECES):
             column = first + i * BLOCK_V + lane
-            x = load_piece(body_ptr, row, column, stride_v, VEC, DTYPE)
+            x = load_piece(body_ptr, row, column, VEC, DTYPE)
             if HAT:
                 x = tl.where(row.head + column == excluded, -float("inf"), x)
             pieces = pieces + (x,)
         greatest = pieces[0]  # type: ignore[misc]
         for i in tl.static_range(1, PIECES):
             greatest = tl.maximum(greatest, pieces[i])
-        greatest = fold_max(greatest, VEC)
+        if VEC > 1:
+            greatest = tl.max(tl.reshape(greatest, [BLOCK_V // VEC, VEC]), axis=1)
         if EDGES:
             greatest = tl.maximum(greatest, edge)
         new_maximum = tl.maximum(maximum, tl.max(greatest, axis=0))
@@ -213,7 +213,9 @@ def row_normalizer(
         for i in tl.static_range(PIECES):
             partial += row_exp2(pieces[i], factor, new_shift, DTYPE)
         maximum, shift = new_maximum, new_shift
-    sums = fold_sum(partial, VEC)
+    sums = partial
+    if VEC > 1:
+        sums = tl.sum(tl.reshape(partial, [BLOCK_V // VEC, VEC]), axis=1)
     if EDGES:
         sums += row_exp2(edge, row_factor(maximum, DTYPE), shift, DTYPE)
     return maximum, tl.sum(sums.to(tl.float64), axis=0)

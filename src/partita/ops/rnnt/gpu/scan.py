@@ -37,21 +37,38 @@ NO_CARRY = tl.constexpr(-(2**52))  # the bits of -inf
 PREFETCHED_ROWS = tl.constexpr(16)  # rows between a scan and the arcs that it brings into the cache
 
 
-class ScanTensors(NamedTuple):
-    """The addresses that a scan reads and writes; see the arguments of `rnnt_scan_kernel`."""
+class Scan(NamedTuple):
+    """What a scan reads and leaves in memory.
 
-    arcs_ptr: tl.tensor
-    targets_ptr: tl.tensor
-    logit_lengths_ptr: tl.tensor
-    target_lengths_ptr: tl.tensor
-    states_ptr: tl.tensor
-    carries_ptr: tl.tensor
-    flags_ptr: tl.tensor
-    logz_ptr: tl.tensor
+    Fields:
+        arcs: the arcs of each kind, `[kinds, B, num_chunks, rows, 32]`: scores in fp64, or words.
+        states: α and β, `[2, B, num_chunks, rows, 32]`, or None for the loss alone. The scan of a
+            best path stores the kind of the best arc into each node, `[B, num_chunks, rows, 32]`.
+        flags: `[B]` int64, zero before: which sequences are invalid or have NaN.
+        totals: `[B]` fp64, log2 of the sums over all paths or the score of the best one. The sums
+            of words are `[2, B]` int64: the bits of their significands, and biased exponents.
+    """
+
+    arcs: tl.tensor
+    states: tl.tensor
+    flags: tl.tensor
+    totals: tl.tensor
+
+
+class Carries(NamedTuple):
+    """What programs that wait for each other share; all of it is zero before.
+
+    Fields:
+        words: what chunks hand to their neighbors, `[directions, num_chunks, B, carry_steps]`.
+        counter: `[1]`, counts the programs that have started.
+    """
+
+    words: tl.tensor
+    counter: tl.tensor
 
 
 class ScanSizes(NamedTuple):
-    """The sizes of a batch and of its arrays; see the arguments of `rnnt_scan_kernel`."""
+    """The sizes of a batch and of arrays over its nodes; see `plan.LatticePlan`."""
 
     T: tl.tensor
     B: tl.tensor
@@ -63,49 +80,56 @@ class ScanSizes(NamedTuple):
     nodes: tl.tensor
 
 
+class Neighbors(NamedTuple):
+    """The carries between a chunk and its neighbors, one for each step.
+
+    Fields:
+        sent_ptr, received_ptr: the carries that the chunk sends and receives.
+        sends, receives: whether there is a next and a previous chunk in the direction of the scan.
+    """
+
+    sent_ptr: tl.tensor
+    received_ptr: tl.tensor
+    sends: tl.tensor
+    receives: tl.tensor
+
+
 class ScanChunk(NamedTuple):
     """The chunk that a program scans.
 
     Fields:
-        blank_ptr: scores of the blank's arcs of the chunk, `[rows, 32]`. If the scan waits for
+        blank_ptr, label_ptr: scores of the arcs of the chunk, `[rows, 32]`. If the scan waits for
             them, they are int64 words.
-        label_ptr: the same of the label's arcs.
         states_ptr: the chunk's α or β, `[rows, 32]`, or None.
-        sent_ptr: the carries that it sends, one for each step.
-        received_ptr: the carries that it receives.
-        sends: whether there is a next chunk in the direction of the scan.
-        receives: whether there is a previous chunk.
-        length: number of steps.
-        u: the value of u of each lane, `[32]`.
-        target_len: number of labels.
+        neighbors: see `Neighbors`.
+        sequence: the sizes of the sequence.
+        lane, u: the lanes, and the value of u of each, `[32]`.
         end_row: the row of the virtual step T at the last value of u in the chunk.
     """
 
     blank_ptr: tl.tensor
     label_ptr: tl.tensor
     states_ptr: tl.tensor
-    sent_ptr: tl.tensor
-    received_ptr: tl.tensor
-    sends: tl.tensor
-    receives: tl.tensor
-    length: tl.tensor
+    neighbors: tl.tensor
+    sequence: tl.tensor
+    lane: tl.tensor
     u: tl.tensor
-    target_len: tl.tensor
     end_row: tl.tensor
 
 
 @triton.jit
-def load_arcs(chunk, first, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr):
+def load_arcs(chunk, first, BLOCK: tl.constexpr, WAIT: tl.constexpr):
     """Return the scores of the arcs in BLOCK rows from `first` on, as two tuples.
 
     With WAIT they are words, and those that are not written yet are 0.
     """
-    blanks, labels = (), ()
+    length, target_len = chunk.sequence.length, chunk.sequence.target_len
+    lane, blanks, labels = chunk.lane, (), ()
     if WAIT:  # Volatile loads find what other multiprocessors have written.
         blank_ptr = chunk.blank_ptr + (first * 32 + lane)
         label_ptr = chunk.label_ptr + (first * 32 + lane)
-        blank_length = tl.where(chunk.u <= chunk.target_len, chunk.length, 0).to(tl.uint32)
-        label_length = tl.where(chunk.u < chunk.target_len, chunk.length, 0).to(tl.uint32)
+        blank_length = tl.where(chunk.u <= target_len, length, 0).to(tl.uint32)
+        label_length = tl.where(chunk.u < target_len, length, 0).to(tl.uint32)
         for i in tl.static_range(BLOCK):
             t = (first + i - lane).to(tl.uint32)  # beyond all lengths if it is below 0
             mask, has_label = t < blank_length, t < label_length
@@ -115,8 +139,8 @@ def load_arcs(chunk, first, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr):
     else:
         for i in tl.static_range(BLOCK):
             t = first + i - lane
-            mask = (t >= 0) & (t < chunk.length) & (chunk.u <= chunk.target_len)
-            has_label = mask & (chunk.u < chunk.target_len)
+            mask = (t >= 0) & (t < length) & (chunk.u <= target_len)
+            has_label = mask & (chunk.u < target_len)
             offset = (first + i) * 32 + lane
             blanks = blanks + (tl.load(chunk.blank_ptr + offset, mask=mask, other=0.0),)
             label = tl.load(chunk.label_ptr + offset, mask=has_label, other=-float("inf"))
@@ -125,35 +149,23 @@ def load_arcs(chunk, first, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr):
 
 
 @triton.jit
-def prefetch_arcs(chunk, row, lane, BLOCK: tl.constexpr):
+def prefetch_arcs(chunk, row, BLOCK: tl.constexpr):
     """Ask for the arcs of BLOCK rows from `row` on, which may have left the cache since a write.
 
     A row has two cache lines of each kind of arcs, and each lane asks for one line.
     """
+    lane = chunk.lane
     row = tl.minimum(tl.maximum(row + (lane >> 2) % BLOCK, 0), chunk.end_row)
     offset = row * 32 + (lane & 1) * 16
     prefetch_line(tl.where((lane & 2) > 0, chunk.label_ptr + offset, chunk.blank_ptr + offset))
 
 
 @triton.jit
-def load_carries_of(chunk, step, lane, BLOCK: tl.constexpr):
+def load_carries(chunk, step, BLOCK: tl.constexpr):
     """Load the carries of BLOCK steps, one per lane; those not written yet are 0."""
-    mask = chunk.receives & (lane < BLOCK) & (step >= 0) & (step < chunk.length)
-    return tl.load(chunk.received_ptr + step, mask=mask, other=NO_CARRY, volatile=True)
-
-
-@triton.jit
-def load_carries(chunk, first, lane, BLOCK: tl.constexpr):
-    """Load the carries of the steps from `first` on; see `load_carries_of`."""
-    return load_carries_of(chunk, first + lane, lane, BLOCK)
-
-
-@triton.jit
-def await_carries(words, chunk, first, lane, BLOCK: tl.constexpr):
-    """Return the carries of the steps from `first` on, once all of them are written."""
-    while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-        words = load_carries(chunk, first, lane, BLOCK)
-    return words
+    neighbors, length = chunk.neighbors, chunk.sequence.length
+    mask = neighbors.receives & (chunk.lane < BLOCK) & (step >= 0) & (step < length)
+    return tl.load(neighbors.received_ptr + step, mask=mask, other=NO_CARRY, volatile=True)
 
 
 @triton.jit
@@ -181,26 +193,27 @@ def scores_of(words, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def await_block(
-    words, blanks, labels, chunk, step, row, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr
-):
+def await_block(words, blanks, labels, chunk, step, row, BLOCK: tl.constexpr, WAIT: tl.constexpr):
     """Return the carries from `step` on and the arcs from `row` on, once all are written."""
     if WAIT:
         while all_written(words, blanks, labels, BLOCK) == 0:
-            words = load_carries(chunk, step, lane, BLOCK)
-            blanks, labels = load_arcs(chunk, row, lane, BLOCK, WAIT)
+            words = load_carries(chunk, step + chunk.lane, BLOCK)
+            blanks, labels = load_arcs(chunk, row, BLOCK, WAIT)
         return words, scores_of(blanks, BLOCK), scores_of(labels, BLOCK)
     else:
-        return await_carries(words, chunk, step, lane, BLOCK), blanks, labels
+        while tl.min((words != 0).to(tl.int32), axis=0) == 0:
+            words = load_carries(chunk, step + chunk.lane, BLOCK)
+        return words, blanks, labels
 
 
 @triton.jit
-def send_carry(chunk, step, score, lane, edge):
+def send_carry(chunk, step, score, edge):
     """Hand the score of the lane at the edge to the next chunk, as the carry of a step."""
     word = score.to(tl.int64, bitcast=True)
     word = tl.where(word == 0, MINUS_ZERO, word)
-    mask = chunk.sends & (lane == edge) & (step >= 0) & (step < chunk.length)
-    tl.store(chunk.sent_ptr + step + lane * 0, word, mask=mask)
+    neighbors, length = chunk.neighbors, chunk.sequence.length
+    mask = neighbors.sends & (chunk.lane == edge) & (step >= 0) & (step < length)
+    tl.store(neighbors.sent_ptr + step + chunk.lane * 0, word, mask=mask)
 
 
 @triton.jit
@@ -217,21 +230,22 @@ def shift_scores(score, words, i, lane, FORWARD: tl.constexpr):
 
 
 @triton.jit
-def scan_forward(chunk, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr, FP64: tl.constexpr):
+def scan_forward(chunk, BLOCK: tl.constexpr, WAIT: tl.constexpr, FP64: tl.constexpr):
     """Scan α of a chunk; returns α of the virtual step after the last one."""
+    lane = chunk.lane
     minus_infinity = lane.to(tl.float64) * 0.0 - float("inf")
     staying = tl.where(chunk.u == 0, 0.0, minus_infinity)
     leaving = minus_infinity
-    blanks, labels = load_arcs(chunk, 0, lane, BLOCK, WAIT)
-    words = load_carries(chunk, 0, lane, BLOCK)
+    blanks, labels = load_arcs(chunk, 0, BLOCK, WAIT)
+    words = load_carries(chunk, 0 + lane, BLOCK)
     for first in range(0, chunk.end_row + 1, BLOCK):
         carries, block_blanks, block_labels = await_block(
-            words, blanks, labels, chunk, first, first, lane, BLOCK, WAIT
+            words, blanks, labels, chunk, first, first, BLOCK, WAIT
         )
-        blanks, labels = load_arcs(chunk, first + BLOCK, lane, BLOCK, WAIT)
-        words = load_carries(chunk, first + BLOCK, lane, BLOCK)
+        blanks, labels = load_arcs(chunk, first + BLOCK, BLOCK, WAIT)
+        words = load_carries(chunk, first + BLOCK + lane, BLOCK)
         if WAIT and not UNFUSED:
-            prefetch_arcs(chunk, first + PREFETCHED_ROWS, lane, BLOCK)
+            prefetch_arcs(chunk, first + PREFETCHED_ROWS, BLOCK)
         for i in tl.static_range(BLOCK):
             entering = shift_scores(leaving, carries, i, lane, True)
             alpha = log2_add(staying, entering, FP64)
@@ -239,66 +253,70 @@ def scan_forward(chunk, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr, FP64: tl.
                 tl.store(chunk.states_ptr + (first + i) * 32 + lane, alpha)
             staying = alpha + block_blanks[i]
             leaving = alpha + block_labels[i]
-            send_carry(chunk, first + i - 31, leaving, lane, 31)
+            send_carry(chunk, first + i - 31, leaving, 31)
     return staying
 
 
 @triton.jit
-def scan_backward(chunk, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr, FP64: tl.constexpr):
+def scan_backward(chunk, BLOCK: tl.constexpr, WAIT: tl.constexpr, FP64: tl.constexpr):
     """Scan β of a chunk; all of it is stored."""
+    lane = chunk.lane
     minus_infinity = lane.to(tl.float64) * 0.0 - float("inf")
-    beta = tl.where(chunk.u == chunk.target_len, 0.0, minus_infinity)
+    beta = tl.where(chunk.u == chunk.sequence.target_len, 0.0, minus_infinity)
     last = chunk.end_row // BLOCK * BLOCK
-    blanks, labels = load_arcs(chunk, last, lane, BLOCK, WAIT)
-    words = load_carries(chunk, last - 31, lane, BLOCK)
+    blanks, labels = load_arcs(chunk, last, BLOCK, WAIT)
+    words = load_carries(chunk, last - 31 + lane, BLOCK)
     for p in range(0, chunk.end_row + 1, BLOCK):
         first = last - p
         carries, block_blanks, block_labels = await_block(
-            words, blanks, labels, chunk, first - 31, first, lane, BLOCK, WAIT
+            words, blanks, labels, chunk, first - 31, first, BLOCK, WAIT
         )
-        blanks, labels = load_arcs(chunk, first - BLOCK, lane, BLOCK, WAIT)
-        words = load_carries(chunk, first - BLOCK - 31, lane, BLOCK)
+        blanks, labels = load_arcs(chunk, first - BLOCK, BLOCK, WAIT)
+        words = load_carries(chunk, first - BLOCK - 31 + lane, BLOCK)
         if WAIT and not UNFUSED:
-            prefetch_arcs(chunk, first - PREFETCHED_ROWS, lane, BLOCK)
+            prefetch_arcs(chunk, first - PREFETCHED_ROWS, BLOCK)
         for i in tl.static_range(BLOCK - 1, -1, -1):
             after_label = shift_scores(beta, carries, i, lane, False)
             beta = log2_add(beta + block_blanks[i], after_label + block_labels[i], FP64)
             tl.store(chunk.states_ptr + (first + i) * 32 + lane, beta)
-            send_carry(chunk, first + i, beta, lane, 0)
+            send_carry(chunk, first + i, beta, 0)
 
 
 @triton.jit
-def carry_pointers(tensors, sizes, b, direction, c):
+def carry_pointers(carries, flags_ptr, sizes, b, direction, c):
     """Return the addresses of the carries that chunk c of a scan sends and receives.
 
     With one chunk there are none, and any addresses serve.
     """
-    if tensors.carries_ptr is None:
-        return tensors.flags_ptr, tensors.flags_ptr
+    if carries is None:
+        return flags_ptr, flags_ptr
     else:
         steps = sizes.carry_steps
         stride = sizes.B.to(tl.int64) * steps
-        sent_ptr = tensors.carries_ptr + (direction * sizes.num_chunks + c) * stride + b * steps
+        sent_ptr = carries.words + (direction * sizes.num_chunks + c) * stride + b * steps
         return sent_ptr, sent_ptr - stride
 
 
 @triton.jit
-def flag_bad_labels(tensors, b, u, target_len, invalid, V, blank, target_stride):
+def flag_bad_labels(flags_ptr, b, chunk, labels_ptr, target_stride, blank, V):
     """Flag a sequence if its lengths are invalid or a label of this chunk is out of range."""
-    labels_ptr = tensors.targets_ptr + b * target_stride
-    label = tl.load(labels_ptr + u, mask=u < target_len, other=-1)
-    is_bad = (u < target_len) & ((label < 0) | (label >= V) | (label == blank))
-    if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
-        tl.atomic_or(tensors.flags_ptr + b, INVALID, sem="relaxed")
+    labels_ptr += b * target_stride
+    has_label = chunk.u < chunk.sequence.target_len
+    label = tl.load(labels_ptr + chunk.u, mask=has_label, other=-1)
+    is_bad = has_label & ((label < 0) | (label >= V) | (label == blank))
+    if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | chunk.sequence.invalid:
+        tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
 
 
 @triton.jit
 def scan_program(
     index,
-    tensors,
-    sizes,
-    blank,
+    scan,
+    carries,
+    targets,
     target_stride,
+    blank,
+    sizes,
     DIRECTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
     WAIT: tl.constexpr,
@@ -310,53 +328,38 @@ def scan_program(
     The chunks of all sequences are counted in the order in which they wait for each other. With
     WAIT, the arcs are words that other programs still write.
     """
-    arcs_ptr, states_ptr, logz_ptr = tensors.arcs_ptr, tensors.states_ptr, tensors.logz_ptr
-    B, nodes, num_chunks = sizes.B, sizes.nodes, sizes.num_chunks
+    if carries is not None:
+        index = tl.atomic_add(carries.counter, 1, sem="relaxed")
+    B, nodes = sizes.B, sizes.nodes
     b, direction = (index // DIRECTIONS % B).to(tl.int64), index % DIRECTIONS
     lane, c = lane_index(LAYOUT), index // (DIRECTIONS * B)
-    length, target_len, invalid = load_sequence(
-        b, tensors.logit_lengths_ptr, tensors.target_lengths_ptr, sizes.T, sizes.U1
-    )
+    sequence = load_sequence(b, targets.lengths, sizes.T, sizes.U1)
+    length, target_len = sequence.length, sequence.target_len
     last = target_len // 32
     c_u = tl.where(direction == 0, c, last - c)
     u, end_row = c_u * 32 + lane, length + tl.minimum(31, target_len - c_u * 32)
     if c <= last:
-        offset = (b * num_chunks + c_u) * sizes.rows * 32
-        states = None if states_ptr is None else states_ptr + direction * nodes + offset
-        sent_ptr, received_ptr = carry_pointers(tensors, sizes, b, direction, c)
-        chunk = ScanChunk(
-            arcs_ptr + offset,
-            arcs_ptr + nodes + offset,
-            states,
-            sent_ptr,
-            received_ptr,
-            c < last,
-            c > 0,
-            length,
-            u,
-            target_len,
-            end_row,
-        )
+        offset = (b * sizes.num_chunks + c_u) * sizes.rows * 32
+        states_ptr = None if scan.states is None else scan.states + direction * nodes + offset
+        sent_ptr, received_ptr = carry_pointers(carries, scan.flags, sizes, b, direction, c)
+        blank_ptr, label_ptr = scan.arcs + offset, scan.arcs + nodes + offset
+        neighbors = Neighbors(sent_ptr, received_ptr, c < last, c > 0)
+        chunk = ScanChunk(blank_ptr, label_ptr, states_ptr, neighbors, sequence, lane, u, end_row)
         if direction == 0:
-            flag_bad_labels(tensors, b, u, target_len, invalid, sizes.V, blank, target_stride)
-            alpha = scan_forward(chunk, lane, BLOCK, WAIT, FP64)
-            tl.store(logz_ptr + b + lane * 0, alpha, mask=(u == target_len) & (length > 0))
-            tl.store(logz_ptr + b + lane * 0, -float("inf"), mask=(u == target_len) & (length == 0))
+            flag_bad_labels(scan.flags, b, chunk, targets.labels, target_stride, blank, sizes.V)
+            alpha = scan_forward(chunk, BLOCK, WAIT, FP64)
+            is_end = u == target_len
+            tl.store(scan.totals + b + lane * 0, alpha, mask=is_end & (length > 0))
+            tl.store(scan.totals + b + lane * 0, -float("inf"), mask=is_end & (length == 0))
         elif DIRECTIONS == 2:
-            scan_backward(chunk, lane, BLOCK, WAIT, FP64)
+            scan_backward(chunk, BLOCK, WAIT, FP64)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_scan_kernel(
-    arcs_ptr,  # [2, B, num_chunks, rows, 32] fp64
-    targets_ptr,  # [B, U]
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
-    states_ptr,  # [2, B, num_chunks, rows, 32] fp64: α and β, or None for log Z alone
-    carries_ptr,  # [DIRECTIONS, num_chunks, B, carry_steps] int64, zero; or None for one chunk
-    flags_ptr,  # [B] int64, zero
-    logz_ptr,  # [B] fp64
-    tile_counter_ptr,  # [1] int64, zero; or None for one chunk
+    scan,  # Scan of scores
+    carries,  # Carries, or None for one chunk
+    targets,  # Targets
     T,
     B,
     U1,
@@ -373,23 +376,9 @@ def rnnt_scan_kernel(
     LAYOUT: tl.constexpr,
 ):
     """Scan α or β of a chunk. α also stores log2 of the partition function and flags bad labels."""
-    index = tl.program_id(0)
-    if tile_counter_ptr is not None:
-        index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
-    tensors = ScanTensors(
-        arcs_ptr,
-        targets_ptr,
-        logit_lengths_ptr,
-        target_lengths_ptr,
-        states_ptr,
-        carries_ptr,
-        flags_ptr,
-        logz_ptr,
-    )
     sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
-    scan_program(
-        index, tensors, sizes, blank, target_stride, DIRECTIONS, BLOCK, False, FP64, LAYOUT
-    )
+    inputs = (scan, carries, targets, target_stride, blank, sizes)
+    scan_program(tl.program_id(0), *inputs, DIRECTIONS, BLOCK, False, FP64, LAYOUT)
 
 
 rnnt_scan_gluon_kernel = gluon.jit(rnnt_scan_kernel.fn, do_not_specialize=SIZES)

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import INTERPRETED, cdiv, launch, next_power_of_2
+from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...ctc.gpu.lanes import launch_lanes
-from .call import NodeOptions, Targets, scan_zeros, tile_of, tile_options
+from .call import NodeOptions, new_scan, node_strides, scan_zeros, tile_of, tile_options
+from .lattice import Targets
 from .overlap import rnnt_overlap_kernel
-from .plan import (
-    BLOCK_ROWS,
-    NODES_PER_PROGRAM,
-    OVERLAP_BLOCK_ROWS,
-    LatticePlan,
-    lattice_plan,
-    overlap_registers,
-)
+from .plan import BLOCK_ROWS, NODES_PER_PROGRAM, LatticePlan, lattice_plan, overlap_registers
 from .posterior import rnnt_posterior_kernel
-from .scan import SCAN
-
-
-class Scan(NamedTuple):
-    """What a scan leaves in memory.
-
-    Fields:
-        arcs: the scores of the arcs, `[2, nodes]` fp64.
-        states: α and β, `[2, nodes]` fp64, or None for log Z alone.
-        flags: `[B]`, which sequences are invalid.
-        logz: `[B]` fp64, log2 of the partition functions.
-    """
-
-    arcs: Tensor
-    states: Tensor | None
-    flags: Tensor
-    logz: Tensor
-
-
-def new_states(plan: LatticePlan, need_posteriors: bool, device: torch.device) -> Tensor | None:
-    """Return memory for α and β, or None if only log Z is needed."""
-    if not need_posteriors:
-        return None
-    return torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
+from .rows import Logits
+from .scan import SCAN, Scan
 
 
 def scan_lattice(
@@ -58,68 +28,54 @@ def scan_lattice(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses, and the posteriors `[2, B, T, U1]` or an empty tensor."""
-    (B, T, U1), device = sizes, arcs.device
+    B, T, U1 = sizes
     directions = 2 if need_posteriors else 1
-    zeros = scan_zeros(plan, B, directions, device)
-    states = new_states(plan, need_posteriors, device)
-    logz = torch.empty(B, dtype=torch.float64, device=device)
+    zeros = scan_zeros(plan, B, directions, arcs.device)
+    scan = new_scan(plan, arcs, zeros.flags, B, need_posteriors)
     launch_lanes(
         SCAN,
         directions * B * plan.num_chunks,
-        arcs,
-        *targets,
-        states,
-        zeros.carries,
-        zeros.flags,
-        logz,
-        zeros.tile_counter,
-        *plan.scan_sizes(T, B, U1, V),
-        blank,
-        targets.stride,
+        scan=scan,
+        carries=zeros.carries,
+        targets=targets,
+        **plan.scan_sizes(T, B, U1, V),
+        blank=blank,
+        target_stride=targets.stride,
         DIRECTIONS=directions,
         BLOCK=BLOCK_ROWS,
         FP64=dtype == torch.float64,
     )
-    return launch_posteriors(Scan(arcs, states, zeros.flags, logz), targets, plan, sizes, dtype)
+    return launch_posteriors(scan, targets, plan, sizes, dtype)
 
 
 def scan_beside_rows(
     logits: Tensor, targets: Targets, lse: Tensor, options: NodeOptions, need_posteriors: bool
 ) -> tuple[Tensor, Tensor]:
     """Return what `scan_lattice` does, and write the log-sum-exps, by a scan beside their pass."""
-    (B, T, U1, V), device = logits.shape, logits.device
+    B, T, U1, V = logits.shape
     plan, tile = lattice_plan(B, T, U1), tile_of(logits)
     directions = 2 if need_posteriors else 1
-    zeros = scan_zeros(plan, B, directions, device, 2 * plan.nodes)
+    zeros = scan_zeros(plan, B, directions, logits.device, 2 * plan.nodes)
     assert zeros.arcs is not None
-    states = new_states(plan, need_posteriors, device)
-    logz = torch.empty(B, dtype=torch.float64, device=device)
+    arcs = zeros.arcs.view(torch.float64)
+    scan = new_scan(plan, arcs, zeros.flags, B, need_posteriors)
     launch(
         rnnt_overlap_kernel,
         directions * B * plan.num_chunks + B * T * cdiv(U1, NODES_PER_PROGRAM),
-        logits,
-        *targets,
-        lse if lse.numel() else None,
-        zeros.arcs,
-        states,
-        zeros.carries,
-        zeros.flags,
-        logz,
-        zeros.tile_counter,
-        *plan.scan_sizes(T, B, U1, V),
-        options.blank,
-        options.delay_penalty,
-        targets.stride,
-        *logits.stride(),
+        logits=Logits(logits, logits.stride(3), lse if lse.numel() else None),
+        targets=targets,
+        scan=scan._replace(arcs=zeros.arcs),
+        carries=zeros.carries,
+        **plan.scan_sizes(T, B, U1, V),
+        blank=options.blank,
+        delay_penalty=options.delay_penalty,
+        target_stride=targets.stride,
+        **node_strides(logits, T),
         DIRECTIONS=directions,
-        BLOCK=OVERLAP_BLOCK_ROWS,
-        SCANS_FIRST=not INTERPRETED,  # The interpreter runs one program after the other.
         HAT=options.hat,
         maxnreg=overlap_registers(tile, options.hat),
-        **tile_options(tile, logits.dtype),
+        **tile_options(tile),
     )
-    arcs = zeros.arcs.view(torch.float64)
-    scan = Scan(arcs, states, zeros.flags, logz)
     return launch_posteriors(scan, targets, plan, (B, T, U1), logits.dtype)
 
 
@@ -140,20 +96,14 @@ def launch_posteriors(
     launch(
         rnnt_posterior_kernel,
         B * (cdiv(T + U1 - 1, diagonals) if need_posteriors else 1),
-        scan.arcs,
-        scan.states,
-        targets.logit_lengths,
-        targets.target_lengths,
-        scan.flags,
-        scan.logz,
-        nll,
-        posteriors if need_posteriors else None,
-        T,
-        B,
-        U1,
-        plan.num_chunks,
-        plan.rows,
-        plan.nodes,
+        scan=scan,
+        lengths=targets.lengths,
+        nll_ptr=nll,
+        posteriors_ptr=posteriors if need_posteriors else None,
+        T=T,
+        B=B,
+        U1=U1,
+        **plan.layout,
         FP64=dtype == torch.float64,
         DIAGONALS=diagonals,
         BLOCK_U=block_u,

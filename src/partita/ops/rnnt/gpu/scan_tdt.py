@@ -22,18 +22,17 @@ import triton.language as tl
 from triton.experimental import gluon
 
 from ....primitives.gpu.math import UNFUSED
-from ...ctc.gpu.lanes import LaneKernel, lane_index
+from ....primitives.gpu.memory import prefetch_line
+from ...ctc.gpu.lanes import LaneKernel
 from .arc_rows import (
     await_arcs,
     chunk_of_program,
     least_word,
     load_block_arcs,
     load_turn_carries,
-    prefetch_turn_arcs,
     prepend,
     repeated,
     row_of,
-    send_word,
     shift_lanes,
 )
 from .arc_words import (
@@ -51,7 +50,7 @@ from .arc_words import (
     state_word,
 )
 from .lattice import SIZES
-from .scan import PREFETCHED_ROWS, ScanSizes, ScanTensors, flag_bad_labels
+from .scan import PREFETCHED_ROWS, ScanSizes, flag_bad_labels
 
 
 @triton.jit
@@ -100,16 +99,6 @@ def sum_ahead(
 
 
 @triton.jit
-def empty_row(lane, CODE: tl.constexpr, ARCS: tl.constexpr):
-    """Return what `sum_ahead` does for a row without arcs."""
-    row = (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + NO_TERM)
-    for i in tl.static_range(ARCS):
-        if ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
-            row = row + (halves(lane.to(tl.int64) * 0 + IMPOSSIBLE_ARC),)
-    return row
-
-
-@triton.jit
 def add_late(row, own, other, CODE: tl.constexpr, ARCS: tl.constexpr, PRECISE: tl.constexpr):
     """Return the state of all terms of a row; see `sum_ahead`."""
     exponent, late = row[1], ()
@@ -125,84 +114,14 @@ def add_late(row, own, other, CODE: tl.constexpr, ARCS: tl.constexpr, PRECISE: t
 
 
 @triton.jit
-def scan_paths(
-    chunk,
-    states_ptr,
-    total_ptr,
-    B,
-    lane,
-    WAIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODE: tl.constexpr,
-    ARCS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISE: tl.constexpr,
-):
-    """Scan α or β of a chunk, and store α at the virtual step after the last one.
-
-    Both directions share their code, as the time of Triton's compiler grows with its square.
-    """
-    unreached = (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + UNREACHED)
-    HISTORY: tl.constexpr = DEPTH if DEPTH > BLOCK else BLOCK
-    own, other = repeated(unreached, HISTORY), repeated(unreached, DEPTH)
-    starts = chunk.u == tl.where(chunk.forward > 0, 0, chunk.target_len)
-    # Turn 0 comes before the first row, whose arcs it awaits, and no path reaches its states.
-    ahead = empty_row(lane, CODE, ARCS)
-    words = load_turn_carries(chunk, 0, lane, BLOCK)
-    arcs = load_block_arcs(chunk, 1, lane, True, WAIT, BLOCK, CODE, ARCS)
-    least = least_word(1, words, arcs, WAIT, CODE, ARCS)
-    for turn in range(0, chunk.end_row + 2, BLOCK):
-        waiting = (least, words, arcs, chunk, turn, lane)
-        least, carries, next_arcs = await_arcs(*waiting, WAIT, BLOCK, CODE, ARCS)
-        if WAIT and not UNFUSED:
-            prefetch_turn_arcs(chunk, turn + PREFETCHED_ROWS, lane, BLOCK, ARCS)
-        after = turn + BLOCK
-        words = load_turn_carries(chunk, after, lane, BLOCK)
-        arcs = load_block_arcs(chunk, after + 1, lane, True, WAIT, BLOCK, CODE, ARCS)
-        for i in tl.static_range(BLOCK):
-            row = row_of(chunk, turn + i)
-            carry = state_of_word(tl.gather(carries, lane * 0 + i, 0))
-            entering = (
-                shift_lanes(chunk, own[0][0], carry[0], lane),
-                shift_lanes(chunk, own[0][1], carry[1], lane),
-            )
-            other = prepend(entering, other, DEPTH)
-            state = add_late(ahead, own, other, CODE, ARCS, PRECISE)
-            word = state_word(*state)
-            if states_ptr is not None:
-                # Rows before the first one and after the last one may be those of other chunks.
-                past = (lane * 0 + turn + i - 1).to(tl.uint32, bitcast=True)
-                stored = past < (chunk.end_row + 1).to(tl.uint32, bitcast=True)
-                tl.store(states_ptr + row * 32 + lane, word, mask=stored)
-            send_word(chunk, row, word, lane)
-            own = prepend(state, own, HISTORY)
-            shifted = prepend(state, other, DEPTH)
-            ahead = sum_ahead(next_arcs[i], own, shifted, lane, CODE, ARCS, PRECISE)
-            if i == 0:  # The first row has the start of all paths, which no arc enters.
-                is_start = starts & (lane * 0 + turn == 0)
-                total = tl.where(is_start, 1.0, ahead[0])
-                exponent = tl.where(is_start, STATE_BIAS + ARC_BIAS, ahead[1])
-                ahead = (total, exponent) + ahead[2:]
-        least = least_word(least, words, arcs, WAIT, CODE, ARCS)
-    # The end of all paths is in the last row, which is one of the last BLOCK turns.
-    total, exponent = own[0]
-    for i in tl.static_range(1, BLOCK):
-        is_last = (chunk.end_row + 1) % BLOCK == BLOCK - 1 - i
-        total = tl.where(is_last, own[i][0], total)
-        exponent = tl.where(is_last, own[i][1], exponent)
-    ends = (chunk.forward > 0) & (chunk.u == chunk.target_len)
-    tl.store(total_ptr + lane * 0, total.to(tl.int64, bitcast=True), mask=ends)
-    tl.store(total_ptr + B + lane * 0, exponent.to(tl.int64), mask=ends)
-
-
-@triton.jit
 def tdt_scan_program(
     index,
-    tensors,
-    totals_ptr,
-    sizes,
-    blank,
+    scan,
+    carries,
+    targets,
     target_stride,
+    blank,
+    sizes,
     DIRECTIONS: tl.constexpr,
     WAIT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -214,32 +133,94 @@ def tdt_scan_program(
 ):
     """Scan α or β of a chunk. α also stores the sum over all paths and flags bad labels.
 
-    With WAIT, other programs still write the arcs.
+    With WAIT, other programs still write the arcs. Both directions share their code, as the time of
+    Triton's compiler grows with its square.
     """
-    lane = lane_index(LAYOUT)
-    chunk, offset, b, exists, invalid = chunk_of_program(index, tensors, sizes, lane, DIRECTIONS)
+    chunk, offset, b, exists = chunk_of_program(
+        index, scan, carries, targets.lengths, sizes, DIRECTIONS, LAYOUT
+    )
     if exists:
-        states = tensors.states_ptr
-        if states is not None:
-            states = states + (1 - chunk.forward) * sizes.nodes + offset
-        if chunk.forward > 0:
-            labels = (b, chunk.u, chunk.target_len, invalid, sizes.V, blank, target_stride)
-            flag_bad_labels(tensors, *labels)
-        total_ptr, B = totals_ptr + b, sizes.B
-        scan_paths(chunk, states, total_ptr, B, lane, WAIT, BLOCK, CODE, ARCS, DEPTH, PRECISE)
+        lane, forward, end_row = chunk.lane, chunk.turns.forward, chunk.end_row
+        length, target_len = chunk.sequence.length, chunk.sequence.target_len
+        states_ptr = scan.states
+        if states_ptr is not None:
+            states_ptr = states_ptr + (1 - forward) * sizes.nodes + offset
+        if forward > 0:
+            flag_bad_labels(scan.flags, b, chunk, targets.labels, target_stride, blank, sizes.V)
+        total_ptr = scan.totals + b
+        unreached = (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + UNREACHED)
+        HISTORY: tl.constexpr = DEPTH if DEPTH > BLOCK else BLOCK
+        own, other = repeated(unreached, HISTORY), repeated(unreached, DEPTH)
+        starts = chunk.u == tl.where(forward > 0, 0, target_len)
+        # Turn 0 comes before the first row, whose arcs it awaits, and no path reaches its states.
+        ahead = (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + NO_TERM)
+        for i in tl.static_range(ARCS):
+            if ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
+                ahead = ahead + (halves(lane.to(tl.int64) * 0 + IMPOSSIBLE_ARC),)
+        words = load_turn_carries(chunk, 0, BLOCK)
+        arcs = load_block_arcs(chunk, 1, True, WAIT, BLOCK, CODE, ARCS)
+        least = least_word(1, words, arcs, WAIT, CODE, ARCS)
+        for turn in range(0, end_row + 2, BLOCK):
+            least, step_carries, next_arcs = await_arcs(
+                least, words, arcs, chunk, turn, WAIT, BLOCK, CODE, ARCS
+            )
+            if WAIT and not UNFUSED:  # Ask for arcs, as `scan.prefetch_arcs` does for two kinds.
+                for i in tl.static_range(0, 2 * BLOCK * ARCS, 32):
+                    line = i + lane
+                    kind = tl.minimum(line // (2 * BLOCK), ARCS - 1)
+                    row = row_of(chunk, turn + PREFETCHED_ROWS + (line >> 1) % BLOCK)
+                    row = tl.minimum(tl.maximum(row, 0), end_row)
+                    line_offset = row * 32 + (line & 1) * 16
+                    prefetch_line(chunk.arcs.ptr + kind * chunk.arcs.nodes + line_offset)
+            after = turn + BLOCK
+            words = load_turn_carries(chunk, after, BLOCK)
+            arcs = load_block_arcs(chunk, after + 1, True, WAIT, BLOCK, CODE, ARCS)
+            for i in tl.static_range(BLOCK):
+                row = row_of(chunk, turn + i)
+                carry = state_of_word(tl.gather(step_carries, lane * 0 + i, 0))
+                entering = (
+                    shift_lanes(chunk, own[0][0], carry[0]),
+                    shift_lanes(chunk, own[0][1], carry[1]),
+                )
+                other = prepend(entering, other, DEPTH)
+                state = add_late(ahead, own, other, CODE, ARCS, PRECISE)
+                word = state_word(*state)
+                if states_ptr is not None:
+                    # Rows before the first one and after the last one may be of other chunks.
+                    past = (lane * 0 + turn + i - 1).to(tl.uint32, bitcast=True)
+                    stored = past < (end_row + 1).to(tl.uint32, bitcast=True)
+                    tl.store(states_ptr + row * 32 + lane, word, mask=stored)
+                # The state of the last (α) or the first (β) lane goes to the next chunk.
+                edge = 31 * forward
+                step = row - edge
+                is_step = step.to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
+                sends = chunk.neighbors.sends & (lane == edge) & is_step
+                tl.store(chunk.neighbors.sent_ptr + step + lane * 0, word, mask=sends)
+                own = prepend(state, own, HISTORY)
+                shifted = prepend(state, other, DEPTH)
+                ahead = sum_ahead(next_arcs[i], own, shifted, lane, CODE, ARCS, PRECISE)
+                if i == 0:  # The first row has the start of all paths, which no arc enters.
+                    is_start = starts & (lane * 0 + turn == 0)
+                    total = tl.where(is_start, 1.0, ahead[0])
+                    exponent = tl.where(is_start, STATE_BIAS + ARC_BIAS, ahead[1])
+                    ahead = (total, exponent) + ahead[2:]
+            least = least_word(least, words, arcs, WAIT, CODE, ARCS)
+        # The end of all paths is in the last row, which is one of the last BLOCK turns.
+        total, exponent = own[0]
+        for i in tl.static_range(1, BLOCK):
+            is_last = (end_row + 1) % BLOCK == BLOCK - 1 - i
+            total = tl.where(is_last, own[i][0], total)
+            exponent = tl.where(is_last, own[i][1], exponent)
+        ends = (forward > 0) & (chunk.u == target_len)
+        tl.store(total_ptr + lane * 0, total.to(tl.int64, bitcast=True), mask=ends)
+        tl.store(total_ptr + sizes.B + lane * 0, exponent.to(tl.int64), mask=ends)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def tdt_scan_kernel(
-    arcs_ptr,  # [2, K, B, num_chunks, rows, 32] int64: words of arcs
-    targets_ptr,  # [B, U]
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
-    states_ptr,  # [2, B, num_chunks, rows, 32] int64: words of α and β, or None
-    carries_ptr,  # [DIRECTIONS, num_chunks, B, carry_steps] int64, zero; or None for one chunk
-    flags_ptr,  # [B] int64, zero or flags
-    totals_ptr,  # [2, B] int64: the bits of the significand, and the biased exponent, of the sums
-    tile_counter_ptr,  # [1] int64, zero; or None for one chunk
+    scan,  # Scan of words
+    carries,  # Carries, or None for one chunk
+    targets,  # Targets
     T,
     B,
     U1,
@@ -259,14 +240,9 @@ def tdt_scan_kernel(
     LAYOUT: tl.constexpr,
 ):
     """Scan α or β of a chunk. α also stores the sum over all paths and flags bad labels."""
-    index = tl.program_id(0)
-    if tile_counter_ptr is not None:
-        index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed").to(tl.int32)
-    lengths, written = (logit_lengths_ptr, target_lengths_ptr), (states_ptr, carries_ptr)
-    tensors = ScanTensors(arcs_ptr, targets_ptr, *lengths, *written, flags_ptr, None)
     sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
-    scan = (index, tensors, totals_ptr, sizes, blank, target_stride)
-    tdt_scan_program(*scan, DIRECTIONS, False, BLOCK, CODE, ARCS, DEPTH, PRECISE, LAYOUT)
+    inputs = (tl.program_id(0), scan, carries, targets, target_stride, blank, sizes)
+    tdt_scan_program(*inputs, DIRECTIONS, False, BLOCK, CODE, ARCS, DEPTH, PRECISE, LAYOUT)
 
 
 tdt_scan_gluon_kernel = gluon.jit(tdt_scan_kernel.fn, do_not_specialize=SIZES)

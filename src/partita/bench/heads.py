@@ -1,0 +1,601 @@
+"""Mean losses whose error is bounded by PyTorch's: from hidden states, and divergences.
+
+The loss is timed alone and with its gradients, under the plan that saves all logits
+(partita-fast) and the plan that saves a few classes at a time (partita-lean). The unit is the time
+of the bare matrix products.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..ops.divergence.api import divergence
+from ..ops.linear_heads.api import linear_cross_entropy
+from ..ops.linear_heads.divergence import linear_divergence
+from ..ops.linear_heads.plan import linear_cross_entropy_plan
+from ..runtime.caches import register_cache
+from ..runtime.dtypes import acc_dtype
+from .case import (
+    Beyond,
+    Buffers,
+    Case,
+    Function,
+    Load,
+    Moves,
+    Provider,
+    Settings,
+    Sizes,
+    Verdict,
+)
+from .rows import blocks
+
+# The bound of Partita is this multiple of PyTorch's error, as in the contract, plus the slack.
+TOLERANCE = 2.0
+PEER_BOUND = 5e-2  # relative to the greatest gradient, and to the loss
+# A peer that leaves out small gradients has none for classes that are no token's label.
+PEER_BOUND_OTHERS = 1.5
+TOKENS_JUDGED, CLASSES_JUDGED = 64, 32  # classes that are labels, and that number of others
+ROWS_JUDGED = 256  # rows of logits whose gradients are compared
+ELEMENTS_AT_ONCE = 2**27  # logits in fp64 that are in memory together
+DIVERGENCE_ELEMENTS_AT_ONCE = 2**25
+ALL_LOGITS = 2**62  # bytes, which hold any logits
+LEAN = 7 * 2**26  # bytes
+CHUNK_TOKENS = 1024  # tokens of a chunk of the recomputed loop
+BETAS = (0.0, 0.5, 1.0)
+DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS = (32768, 128256), (128256,)
+
+
+class Size(NamedTuple):
+    tokens: int
+    hidden: int
+    vocabulary: int
+
+
+FULL_SIZES = (
+    Size(8192, 4096, 128256),
+    Size(16384, 2048, 262144),
+    Size(8192, 2048, 32768),
+    Size(4096, 4096, 128256),
+)
+SIZES = Sizes(FULL_SIZES, FULL_SIZES[2:3], [Size(256, 128, 4000)], [Size(128, 64, 1000)])
+
+
+class LinearInputs(NamedTuple):
+    hidden: Tensor  # [tokens, hidden]
+    matrix: Tensor  # [vocabulary, hidden]
+    target: Tensor  # [tokens]
+
+
+class DivergenceInputs(NamedTuple):
+    hidden: Tensor  # [tokens, hidden]
+    matrix: Tensor  # [vocabulary, hidden]
+    teacher_hidden: Tensor  # [tokens, hidden]
+    teacher_matrix: Tensor  # [vocabulary, hidden]
+    beta: float
+
+
+class RowInputs(NamedTuple):
+    logits: Tensor  # [rows, columns]
+    teacher_logits: Tensor  # [rows, columns]
+    beta: float
+
+
+def composed_loss(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+    """Compute all logits and then their loss with PyTorch's ops."""
+    return F.cross_entropy(F.linear(hidden, matrix), target)
+
+
+def rows_of_logits(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
+    """Compute the divergence of each row with PyTorch's ops, in fp32 at least."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logp, logq = logits.log_softmax(-1, dtype=dtype), teacher_logits.log_softmax(-1, dtype=dtype)
+    if beta in (0.0, 1.0):
+        first, second = (logq, logp) if beta == 0 else (logp, logq)
+        return F.kl_div(second, first, reduction="none", log_target=True).sum(-1)
+    weights = logp.new_tensor([beta, 1 - beta]).log()
+    mixture = torch.logaddexp(logq + weights[0], logp + weights[1])
+    teacher, student = (
+        F.kl_div(mixture, each, reduction="none", log_target=True).sum(-1) for each in (logq, logp)
+    )
+    return beta * teacher + (1 - beta) * student
+
+
+def mean_of_logits(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
+    """Compute the mean divergence of rows of logits with PyTorch's ops."""
+    return rows_of_logits(logits, teacher_logits, beta).mean()
+
+
+def composed_divergence(*inputs: Any) -> Tensor:
+    """Compute all logits and then their mean divergence with PyTorch's ops."""
+    hidden, matrix, teacher_hidden, teacher_matrix, beta = inputs
+    logits, teacher_logits = F.linear(hidden, matrix), F.linear(teacher_hidden, teacher_matrix)
+    return mean_of_logits(logits, teacher_logits, beta)
+
+
+def chunked_divergence(*inputs: Any) -> Tensor:
+    """Compute the mean over chunks of tokens, whose logits are computed again for the gradient."""
+    hidden, matrix, teacher_hidden, teacher_matrix, beta = inputs
+
+    def chunk_sum(x: Tensor, t: Tensor) -> Tensor:
+        return rows_of_logits(F.linear(x, matrix), F.linear(t, teacher_matrix), beta).sum()
+
+    chunks = zip(hidden.split(CHUNK_TOKENS), teacher_hidden.split(CHUNK_TOKENS), strict=True)
+    sums = [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(sums).sum() / len(hidden)
+
+
+def torch_linear() -> Function:
+    """Return PyTorch's own op, which computes some tokens at a time."""
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda *inputs: F.linear_cross_entropy(*inputs, options=options)
+
+
+TORCH: dict[str, Function] = {
+    "linear_cross_entropy": composed_loss,
+    "divergence": mean_of_logits,
+    "linear_divergence": composed_divergence,
+}
+
+
+# The yardstick: the bare matrix products.
+
+
+class _Products(torch.autograd.Function):
+    """The logits of a head and both gradients, after the logits of a teacher where there is one.
+
+    The logits are computed into existing memory, and count as their own gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, matrix: Tensor, logits: Tensor, *teacher: Any) -> Tensor:
+        if teacher:
+            torch.mm(teacher[0], teacher[1].T, out=logits)
+        torch.mm(hidden, matrix.T, out=logits)
+        ctx.save_for_backward(hidden, matrix)
+        ctx.logits, ctx.others = logits, [None] * (1 + len(teacher))
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        hidden, matrix = ctx.saved_tensors
+        return torch.mm(ctx.logits, matrix), torch.mm(ctx.logits.T, hidden), *ctx.others
+
+
+def products() -> Function:
+    """Return the bare products without a loss."""
+    buffer: list[Tensor] = []
+
+    def function(hidden: Tensor, matrix: Tensor, *others: Any) -> Tensor:
+        if not buffer:
+            buffer.append(hidden.new_empty(len(hidden), len(matrix)))
+        teacher = others[:2] if len(others) > 1 else ()
+        return _Products.apply(hidden, matrix, buffer[0], *teacher)
+
+    return function
+
+
+# Partita, with the workspace that a budget computes from the inputs.
+
+
+def partita_linear(budget: Callable[..., int]) -> Function:
+    return lambda *inputs: linear_cross_entropy(*inputs, memory_budget=budget(*inputs))
+
+
+def partita_divergence(budget: Callable[..., int]) -> Function:
+    return lambda *inputs: linear_divergence(
+        *inputs[:4], beta=inputs[4], memory_budget=budget(*inputs)
+    )
+
+
+def fast_budget(*inputs: Any) -> int:
+    return ALL_LOGITS
+
+
+def lean_budget(hidden: Tensor, matrix: Tensor, target: Tensor) -> int:
+    return _lean_budget(*hidden.shape, len(matrix), hidden.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _lean_budget(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """Return a budget in bytes, which is halved until the plan is lean or no plan fits."""
+    plan = functools.partial(linear_cross_entropy_plan, tokens, hidden, vocabulary, dtype)
+    budget = LEAN
+    try:
+        while plan(memory_budget=budget).name != "lean":
+            budget //= 2
+            plan(memory_budget=budget, input_grad=False, weight_grad=False)
+    except ValueError:
+        budget *= 2
+    return budget
+
+
+register_cache("bench.heads.lean_budgets", _lean_budget.cache_clear)
+
+
+def lean_divergence_budget(*inputs: Any) -> int:
+    """Return two fifths of the bytes of the logits of both heads."""
+    hidden, matrix, *_ = inputs
+    logits_bytes = 2 * len(hidden) * len(matrix) * hidden.element_size()
+    return max(logits_bytes * 2 // 5, 2**20)
+
+
+def cut_cross_entropy(*, exact: bool = False) -> Function:
+    """Return the loss of cut-cross-entropy, which leaves out small gradients unless it is `exact`.
+
+    Older versions have no name for the exact implementation.
+    """
+    library: Any = importlib.import_module("cut_cross_entropy")
+    named = hasattr(library.LinearCrossEntropyImpl, "CCE_EXACT")
+    options: dict[str, Any] = (
+        {} if not exact else {"impl": "cce_exact"} if named else {"filter_eps": None}
+    )
+    return lambda *inputs: library.linear_cross_entropy(*inputs, **options)
+
+
+def beyond_cut_cross_entropy(inputs: LinearInputs) -> str | None:
+    if inputs.hidden.device.type != "cuda":
+        return "needs a GPU"
+    return beyond_quack(inputs)
+
+
+def liger() -> Function:
+    library: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    return lambda *inputs: library.LigerFusedLinearCrossEntropyFunction.apply(*inputs)[0]
+
+
+def liger_divergence() -> Function:
+    """Return the mean of Liger's fused linear Jensen-Shannon divergence."""
+    library: Any = importlib.import_module("liger_kernel.ops.fused_linear_jsd")
+    return lambda *inputs: library.LigerFusedLinearJSDFunction.apply(*inputs[:4], None, inputs[4])
+
+
+def liger_cute() -> Function:
+    """Return Liger's loss with kernels in CuTe for one architecture."""
+    module = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return module.liger_fused_linear_cross_entropy_sm90
+
+
+def beyond_liger_cute(inputs: LinearInputs) -> str | None:
+    """Return why Liger's kernels in CuTe cannot take these inputs, or None."""
+    device = inputs.hidden.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "needs a GPU of compute capability 9.0"
+    if inputs.hidden.dtype != torch.bfloat16:
+        return "takes bf16 only"
+    if len(inputs.target) % 128 or len(inputs.matrix) % 256:
+        return "takes multiples of 128 tokens and of 256 classes"
+    return None
+
+
+def quack() -> Function:
+    """Return QuACK's loss.
+
+    Version 0.6.5 refuses values for its cache of kernels that come with newer versions of
+    nvidia-cutlass-dsl. They get a key by their type here.
+    """
+    identity: Any = importlib.import_module("quack.gemm_runtime.identity")
+    strict = identity.semantic_value_key
+    if not hasattr(strict, "__wrapped__"):
+
+        @functools.wraps(strict)
+        def by_type(value: Any, seen: Any) -> Any:
+            try:
+                return strict(value, seen)
+            except TypeError:
+                return "type", type(value).__module__, type(value).__qualname__
+
+        identity.semantic_value_key = by_type
+    return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+
+
+def beyond_quack(inputs: LinearInputs) -> str | None:
+    return None if inputs.hidden.dtype.itemsize == 2 else "takes fp16 and bf16 only"
+
+
+PROVIDERS: dict[str, dict[str, Load]] = {
+    "partita": {
+        "divergence": lambda: (
+            lambda logits, teacher_logits, beta: divergence(logits, teacher_logits, beta=beta)
+        )
+    },
+    "partita-fast": {
+        "linear_cross_entropy": lambda: partita_linear(fast_budget),
+        "linear_divergence": lambda: partita_divergence(fast_budget),
+    },
+    "partita-lean": {
+        "linear_cross_entropy": lambda: partita_linear(lean_budget),
+        "linear_divergence": lambda: partita_divergence(lean_divergence_budget),
+    },
+    "products": {"linear_cross_entropy": products, "linear_divergence": products},
+    "torch-linear": {"linear_cross_entropy": torch_linear},
+    "chunked": {"linear_divergence": lambda: chunked_divergence},
+    "quack": {"linear_cross_entropy": quack},
+    "liger": {"linear_cross_entropy": liger, "linear_divergence": liger_divergence},
+    "liger-cute": {"linear_cross_entropy": liger_cute},
+    "cce": {"linear_cross_entropy": cut_cross_entropy},
+    "cce-exact": {"linear_cross_entropy": lambda: cut_cross_entropy(exact=True)},
+}
+BEYOND: dict[str, dict[str, Beyond]] = {
+    "quack": {"linear_cross_entropy": beyond_quack},
+    "liger-cute": {"linear_cross_entropy": beyond_liger_cute},
+    "cce": {"linear_cross_entropy": beyond_cut_cross_entropy},
+    "cce-exact": {"linear_cross_entropy": beyond_cut_cross_entropy},
+}
+
+
+class Sample(NamedTuple):
+    """Some rows of a gradient, in fp64.
+
+    Fields:
+        leaf: the number of the input whose gradient it is.
+        rows: `[n]`, the indices of the rows.
+        gradient: `[n, ...]`, the true rows.
+        peer_bound: the bound of the error of peers.
+    """
+
+    leaf: int
+    rows: Tensor
+    gradient: Tensor
+    peer_bound: float
+
+
+class Truth(NamedTuple):
+    """The loss and samples of the gradients in fp64, and the errors of PyTorch."""
+
+    loss: Tensor
+    samples: list[Sample]
+    own: list[float]
+
+
+@dataclass(frozen=True)
+class MeanCase(Case):
+    """A mean loss with its gradients."""
+
+    memory_of: ClassVar[str] = "total"
+
+    @abstractmethod
+    def truth(self, inputs: Any) -> tuple[Tensor, list[Sample]]:
+        """Compute the loss and samples of the gradients in fp64."""
+
+    def standard(self, inputs: Any) -> Truth:
+        with torch.no_grad():
+            loss, samples = self.truth(inputs)
+        try:
+            found = self.compared(TORCH[self.op], inputs, Provider("torch", {}), loss, samples)
+            own = [verdict.error for verdict in found]
+        except torch.OutOfMemoryError:  # PyTorch has all logits several times
+            own = [PEER_BOUND] * (2 + len(samples))
+        return Truth(loss, samples, own)
+
+    def slack(self, dtype: torch.dtype) -> float:
+        """Return the slack of a dtype; the last rounding of half types is most of the error."""
+        return torch.finfo(dtype).eps / 4 if dtype.itemsize == 2 else 1e-5
+
+    def loss_slack(self) -> float:
+        return self.slack(self.dtype)
+
+    def bounds(self, provider: Provider, standard: Truth) -> list[float]:
+        """Return the bounds of both losses and of the samples."""
+        if not provider.is_ours:
+            return [PEER_BOUND] * 2 + [sample.peer_bound for sample in standard.samples]
+        slack = [self.loss_slack()] * 2 + [self.slack(self.dtype)] * len(standard.samples)
+        return [TOLERANCE * own + more for own, more in zip(standard.own, slack, strict=True)]
+
+    def verdicts(
+        self, function: Function, inputs: Any, provider: Provider, standard: Truth
+    ) -> Iterator[Verdict]:
+        """Judge all providers but the yardstick, which has no results."""
+        if provider.name == self.yardstick:
+            return
+        found = self.compared(function, inputs, provider, standard.loss, standard.samples)
+        for verdict, allowed in zip(found, self.bounds(provider, standard), strict=True):
+            yield replace(verdict, allowed=allowed)
+
+    def compared(
+        self,
+        function: Function,
+        inputs: Any,
+        provider: Provider,
+        loss: Tensor,
+        samples: Sequence[Sample],
+    ) -> Iterator[Verdict]:
+        """Yield the errors over the greatest true value, without a bound.
+
+        They are those of the loss with gradients and without, and of each sample, which is
+        infinite if its gradient is not finite anywhere.
+        """
+        result, gradients = self.trained(function, inputs, provider)
+        yield worst_error(result.detach()[None], loss[None])
+        with torch.no_grad():
+            yield worst_error(function(*inputs).detach()[None], loss[None])
+        for sample in samples:
+            gradient = gradients[sample.leaf]
+            worst = worst_error(gradient[sample.rows], sample.gradient)
+            if not all(bool(part.isfinite().all()) for part in gradient.split(1024)):
+                worst = replace(worst, error=math.inf)
+            yield replace(worst, index=(int(sample.rows[worst.index[0]]), *worst.index[1:]))
+
+
+def worst_error(got: Tensor, expected: Tensor) -> Verdict:
+    """Return the worst error over the greatest true value, without a bound."""
+    error = ((got.double() - expected).abs() / expected.abs().max()).nan_to_num(nan=torch.inf)
+    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    return Verdict(float(error[index]), math.inf, index, float(got[index]), float(expected[index]))
+
+
+@dataclass(frozen=True)
+class HeadCase(MeanCase):
+    """A mean loss from hidden states, which matrix products bound."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+
+    sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary")
+    yardstick: ClassVar[str] = "products"
+    learned: ClassVar[int] = 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tokens, self.vocabulary
+
+    def head(self, buffers: Buffers, name: str = "") -> tuple[Tensor, Tensor]:
+        """Return hidden states and a matrix, whose logits have variance 1."""
+        matrix = buffers.normal(f"{name}matrix", (self.vocabulary, self.hidden), self.dtype)
+        hidden = buffers.normal(f"{name}hidden", (self.tokens, self.hidden), self.dtype)
+        return hidden, matrix * self.hidden**-0.5
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropy(HeadCase):
+    """The mean loss, which is bounded by three matrix products, one of them in the forward pass."""
+
+    caption: ClassVar[str] = "Cross-entropy from hidden states and its gradients"
+
+    def inputs(self, buffers: Buffers) -> LinearInputs:
+        return LinearInputs(*self.head(buffers), buffers.labels(self.tokens, self.vocabulary))
+
+    def slack(self, dtype: torch.dtype) -> float:
+        return torch.finfo(dtype).eps * (1 / 4 if dtype.itemsize == 2 else 16)
+
+    def loss_slack(self) -> float:
+        return self.slack(acc_dtype(self.dtype))
+
+    def truth(self, inputs: LinearInputs) -> tuple[Tensor, list[Sample]]:
+        """Compute the truth in fp64, some tokens at a time.
+
+        It is the loss of all tokens, and the gradients of some tokens, of some classes that are
+        labels, and of some that are not.
+        """
+        hidden, matrix, target = inputs[0].double(), inputs[1].double(), inputs[2]
+        tokens, classes = len(hidden), len(matrix)
+        parts = hidden.split(max(1, ELEMENTS_AT_ONCE // classes))
+        logsumexp = torch.cat([(part @ matrix.T).logsumexp(1) for part in parts])
+        pairs = zip(hidden.split(1024), target.split(1024), strict=True)
+        loss = (logsumexp - torch.cat([(x * matrix[t]).sum(1) for x, t in pairs])).mean()
+        which = _evenly(torch.arange(tokens, device=target.device), TOKENS_JUDGED)
+        p = (hidden[which] @ matrix.T - logsumexp[which, None]).exp()
+        p[torch.arange(len(which), device=p.device), target[which]] -= 1
+        samples = [Sample(0, which, p @ matrix / tokens, PEER_BOUND)]
+        labels = torch.bincount(target, minlength=classes) > 0
+        for group, peer_bound in ((labels, PEER_BOUND), (~labels, PEER_BOUND_OTHERS)):
+            which = _evenly(group.nonzero().squeeze(1), CLASSES_JUDGED)
+            p = (hidden @ matrix[which].T - logsumexp[:, None]).exp()
+            p -= (target[:, None] == which).double()
+            samples.append(Sample(1, which, p.T @ hidden / tokens, peer_bound))
+        return loss, [sample for sample in samples if len(sample.rows)]
+
+
+def _evenly(candidates: Tensor, limit: int) -> Tensor:
+    """Return some of the candidates, with the first and the last."""
+    number = min(limit, len(candidates))
+    steps = torch.linspace(0, len(candidates) - 1, number, device=candidates.device)
+    return candidates[steps.long()]
+
+
+@dataclass(frozen=True)
+class LinearDivergence(HeadCase):
+    """The mean divergence of two heads, which is bounded by four matrix products."""
+
+    beta: float
+
+    sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary", "beta")
+
+    def inputs(self, buffers: Buffers) -> DivergenceInputs:
+        return DivergenceInputs(*self.head(buffers), *self.head(buffers, "teacher "), self.beta)
+
+    def truth(self, inputs: DivergenceInputs) -> tuple[Tensor, list[Sample]]:
+        """Compute loss and gradient of the first tokens' hidden states in fp64, tokens in parts."""
+        hidden, matrix, teacher_hidden, teacher_matrix = (t.double() for t in inputs[:4])
+
+        def rows(x: Tensor, t: Tensor) -> Tensor:
+            return rows_of_logits(x @ matrix.T, t @ teacher_matrix.T, inputs.beta)
+
+        step = max(1, DIVERGENCE_ELEMENTS_AT_ONCE // len(matrix))
+        parts = zip(hidden.split(step), teacher_hidden.split(step), strict=True)
+        loss = torch.stack([rows(*part).sum() for part in parts]).sum() / len(hidden)
+        sample = first_rows(rows, hidden, teacher_hidden, TOKENS_JUDGED)
+        return loss, [sample]
+
+
+def first_rows(
+    rows: Callable[[Tensor, Tensor], Tensor], x: Tensor, teacher: Tensor, number: int
+) -> Sample:
+    """Return the gradient of a mean in the first rows of its first input, in fp64."""
+    with torch.enable_grad():
+        judged = x[:number].detach().double().requires_grad_()
+        mean = rows(judged, teacher[:number].double()).sum() / len(x)
+        (gradient,) = torch.autograd.grad(mean, judged)
+    return Sample(0, torch.arange(len(judged), device=x.device), gradient, PEER_BOUND)
+
+
+@dataclass(frozen=True)
+class DivergenceRows(MeanCase):
+    """The mean divergence of logits, which reads both once and writes the gradient."""
+
+    rows: int
+    columns: int
+    beta: float
+
+    sizes: ClassVar[tuple[str, ...]] = ("rows", "columns", "beta")
+    differs_by: ClassVar[tuple[str, ...]] = ("columns", "beta")
+    learned: ClassVar[int] = 1
+    work: ClassVar[Mapping[str, Moves]] = {
+        "inference": Moves(2, "read"),
+        "total": Moves(3, "copy"),
+    }
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows, self.columns
+
+    def inputs(self, buffers: Buffers) -> RowInputs:
+        logits = buffers.normal("logits", self.shape, self.dtype)
+        teacher_logits = buffers.normal("teacher logits", self.shape, self.dtype)
+        return RowInputs(logits, teacher_logits, self.beta)
+
+    def bounds(self, provider: Provider, standard: Truth) -> list[float]:
+        """Return bounds that are the same for all providers."""
+        return super().bounds(Provider("partita", {}), standard)
+
+    def truth(self, inputs: RowInputs) -> tuple[Tensor, list[Sample]]:
+        """Compute loss and gradient of the first rows in fp64, rows in parts."""
+        x, t, beta = inputs
+        parts = [rows_of_logits(x[rows].double(), t[rows].double(), beta) for rows in blocks(x)]
+        sample = first_rows(functools.partial(rows_of_logits, beta=beta), x, t, ROWS_JUDGED)
+        return torch.cat(parts).mean(), [sample]
+
+
+def _sizes(settings: Settings) -> Iterator[Size]:
+    for size in SIZES.chosen(settings, "vocabulary", 2):
+        limit = settings.elements // size.vocabulary if settings.elements else size.tokens
+        yield size._replace(tokens=max(1, min(size.tokens, limit)))
+
+
+def linear_cross_entropy_cases(settings: Settings) -> Iterator[Case]:
+    for dtype in settings.types(torch.bfloat16):
+        for size in _sizes(settings):
+            yield LinearCrossEntropy("linear_cross_entropy", dtype, *size)
+
+
+def divergence_cases(settings: Settings) -> Iterator[Case]:
+    """Yield the cases of rows of logits, and then those of two heads."""
+    for dtype in settings.types(torch.bfloat16):
+        for columns in settings.widths(DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS):
+            for beta in BETAS:
+                yield DivergenceRows("divergence", dtype, settings.rows(columns), columns, beta)
+    for dtype in settings.types(torch.bfloat16):
+        for size in _sizes(settings):
+            for beta in BETAS:
+                yield LinearDivergence("linear_divergence", dtype, *size, beta)

@@ -1,0 +1,160 @@
+"""What kernels of chains take together: tensors with their strides, tables of edges, results.
+
+Kernels get these tuples with tensors, and device functions with pointers. A field that a kernel
+does not read is None. No tuple is inside of another, because Triton 3.6 forgets constants of inner
+ones, such as strides of 1, where a branch or a loop begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from torch import Tensor
+
+from .edge_table import DirectedEdges, EdgeTable
+
+
+class StridedEdges(NamedTuple):
+    """A number for each edge at each step, `[T, N, C, K]` with the strides `t, n, c, k`."""
+
+    ptr: tl.tensor
+    t: tl.tensor
+    n: tl.tensor
+    c: tl.tensor
+    k: tl.tensor
+
+
+class StridedStates(NamedTuple):
+    """A number for each state of each chain, `[N, C]` with the strides `n, c`."""
+
+    ptr: tl.tensor
+    n: tl.tensor
+    c: tl.tensor
+
+
+class StridedChains(NamedTuple):
+    """A number for each chain, `[N]` with the stride `n`."""
+
+    ptr: tl.tensor
+    n: tl.tensor
+
+
+class ChainEdges(NamedTuple):
+    """The edges of a chain, by the state that they enter and by the state that they leave.
+
+    Fields:
+        source_ptr: the state that the k-th edge into c leaves, `[C, K]`, or -1.
+        out_offsets_ptr: offset of each state's edges in `out_edges`, `[C + 1]`.
+        out_edges_ptr: the edges c * K + k that leave each state, `[C * K]`.
+        C: number of states.
+        K: number of edges into a state.
+    """
+
+    source_ptr: tl.tensor
+    out_offsets_ptr: tl.tensor
+    out_edges_ptr: tl.tensor
+    C: tl.tensor
+    K: tl.tensor
+
+
+class ResidentEdges(NamedTuple):
+    """The edges of a chain for the register-resident kernels, see `DirectedEdges`.
+
+    Fields:
+        state_of_lane_ptr: `[BLOCK_C]` int32.
+        neighbors_ptr: `[2, DEGREE, BLOCK_C]` int32.
+        edges_ptr: `[2, DEGREE, BLOCK_C]` int32.
+        C: number of states.
+        K: number of edges into a state.
+    """
+
+    state_of_lane_ptr: tl.tensor
+    neighbors_ptr: tl.tensor
+    edges_ptr: tl.tensor
+    C: tl.tensor
+    K: tl.tensor
+
+
+class Chains(NamedTuple):
+    """The arguments of kernels that say what chains there are: N of T steps.
+
+    Fields:
+        scores: the scores of the edges.
+        edges: the edges into each state, and those out of it if they were added.
+        initial: the scores of the first states.
+        final: the scores of the last states.
+        lengths_ptr: the number of steps of each chain, `[N]`, or None for T.
+    """
+
+    scores: StridedEdges
+    edges: ChainEdges
+    initial: StridedStates
+    final: StridedStates
+    lengths_ptr: Tensor | None
+    T: int
+    N: int
+
+    def only(self, *names: str) -> dict[str, Any]:
+        """Return the arguments with these names, and lengths, T and N."""
+        return {name: getattr(self, name) for name in (*names, "lengths_ptr", "T", "N")}
+
+
+class ChainGradients(NamedTuple):
+    """The gradients of edges `[T, N, C, K]`, first states `[N, C]` and last states `[N, C]`."""
+
+    edges_ptr: tl.tensor
+    initial_ptr: tl.tensor
+    final_ptr: tl.tensor
+
+
+class ChainTotals(NamedTuple):
+    """The results of whole chains.
+
+    Fields:
+        logz_ptr: log Z or the best score, `[N]` fp64.
+        rounded_ptr: the same, `[N]` in the dtype of results.
+        last_ptr: the last state of the best path or -1, `[N]` int32.
+    """
+
+    logz_ptr: tl.tensor
+    rounded_ptr: tl.tensor
+    last_ptr: tl.tensor
+
+
+class ChainPaths(NamedTuple):
+    """The best paths of chains, or samples; `states` and `edges` are -1 where there is no path.
+
+    Fields:
+        score_ptr: `[N]`, the score of the best path.
+        states_ptr: `[T + 1, N]` int64, or `[samples, T + 1, N]`.
+        edges_ptr: `[T, N]` int64, or `[samples, T, N]`: the edges c * K + k.
+    """
+
+    score_ptr: tl.tensor
+    states_ptr: tl.tensor
+    edges_ptr: tl.tensor
+
+
+def chains_of(
+    scores: Tensor, table: EdgeTable, initial: Tensor, final: Tensor, lengths: Tensor | None
+) -> Chains:
+    """Return what kernels get of chains, with the edges into each state."""
+    return Chains(
+        StridedEdges(scores, *scores.stride()),
+        ChainEdges(table.source, None, None, *scores.shape[2:]),
+        StridedStates(initial, *initial.stride()),
+        StridedStates(final, *final.stride()),
+        None if lengths is None else lengths.contiguous(),
+        *scores.shape[:2],
+    )
+
+
+def all_edges(table: EdgeTable) -> ChainEdges:
+    """Return what kernels get of the edges into each state and out of it."""
+    return ChainEdges(*table[:3], *table.source.shape)
+
+
+def resident_edges(table: EdgeTable, edges: DirectedEdges) -> ResidentEdges:
+    """Return what register-resident kernels get of the edges."""
+    return ResidentEdges(*edges[:3], *table.source.shape)
