@@ -35,6 +35,7 @@ def ctc_crf_calls_kernel(
     first_state = tl.load(states_ptr + n)
     valid = valid & (first_state >= 0)
     length = tl.where(valid, length, 0)
+    states_ptr, edges_ptr = states_ptr + n, edges_ptr + n
     labels_ptr, log_probs_ptr = calls.labels + n * S, calls.log_probs + n * S
     steps_ptr, moves_ptr = calls.steps + n * S, calls.moves + n * T
     totals_ptr += n * (T + 1)
@@ -60,7 +61,7 @@ def ctc_crf_calls_kernel(
         of_digit += tl.sum(tl.where(same, of_state[:, None], 0.0), axis=0)
     tl.debug_barrier()
     # The label and the step of each move, and the sums of posteriors.
-    states_ptr, edges_ptr, by_base_ptr = states_ptr + n, edges_ptr + n, by_base_ptr + n * bases
+    by_base_ptr += n * bases
     moves, total = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float64)
     tl.store(totals_ptr, total)
     for first in range(0, length, BLOCK):

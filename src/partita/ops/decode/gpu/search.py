@@ -107,14 +107,11 @@ def ctc_beam_search_kernel(
     length, valid = load_length(input_lengths_ptr, n, T)
     pairs, width, table_size = size.pairs, size.width, size.table_size
     scores_ptr, ties_ptr, order_ptr = batch.candidates
-    candidates = Candidates(
-        scores_ptr + n * BLOCK_P, ties_ptr + n * BLOCK_P, order_ptr + n * BLOCK_P
-    )
     memory = Memory(
         batch.numbers + n * 15 * width,
         batch.integers + n * 18 * width,
         batch.children + n * BLOCK_W,
-        candidates,
+        Candidates(scores_ptr + n * BLOCK_P, ties_ptr + n * BLOCK_P, order_ptr + n * BLOCK_P),
         batch.chosen + n * width,
         batch.keys + n * (table_size + BLOCK_W),
         batch.stamps + n * (table_size + 1),
@@ -128,7 +125,8 @@ def ctc_beam_search_kernel(
     integers = (missing, missing, lane * 0 + table_size, missing, missing, lane * 0)
     store_prefixes(memory, size, 0, lane, numbers, integers)
     tl.store(memory.stamps + table_size + lane, lane + 1, mask=lane == 0)
-    tl.store(candidates.scores + tl.arange(0, BLOCK_P), tl.full([BLOCK_P], NEG_INF, tl.float64))
+    padding = tl.full([BLOCK_P], NEG_INF, tl.float64)
+    tl.store(memory.candidates.scores + tl.arange(0, BLOCK_P), padding)
     tl.debug_barrier()
     t, buffer = length * 0, length * 0
     while t < length:
@@ -141,7 +139,9 @@ def ctc_beam_search_kernel(
         tl.debug_barrier()
         extend(memory, size, step, pairs_ptr, buffer, BLOCK_P)
         tl.debug_barrier()
-        rank_candidates(candidates, memory.chosen, width + pairs, width, FILTER, BLOCK_P, BLOCK_I)
+        rank_candidates(
+            memory.candidates, memory.chosen, width + pairs, width, FILTER, BLOCK_P, BLOCK_I
+        )
         tl.debug_barrier()
         enter(memory, size, step, pairs_ptr, buffer, t, BLOCK_W)
         tl.debug_barrier()

@@ -39,7 +39,6 @@ def semi_markov_memory_scan_kernel(
         row = tl.where(is_alpha, k, steps - 1 - k).to(tl.int64)
         for block in range(0, C, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
-            inside = c[:, None] < C
             start, end = load_end(chains.start, n, c, C), load_end(chains.end, n, c, C)
             opened = tl.where(is_alpha, start, end)
             if k > 0:  # the log-sum-exp of the transitions to the states c
@@ -50,24 +49,26 @@ def semi_markov_memory_scan_kernel(
                 for first in range(0, C, BLOCK_K):
                     other = first + tl.arange(0, BLOCK_K)[None, :]
                     at = c[:, None].to(tl.int64) * C + other
-                    terms = tl.load(table_ptr + at, mask=inside & (other < C), other=-float("inf"))
+                    mask = (c[:, None] < C) & (other < C)
+                    terms = tl.load(table_ptr + at, mask=mask, other=-float("inf"))
                     terms += tl.load(before_ptr + other, mask=other < C, other=0.0)
                     maximum, total = add_terms(maximum, total, terms, EXACT)
                 opened = log_of_sum(total, EXACT) + maximum  # -inf without a term
             step = n * emissions.n + row * emissions.t + c.to(tl.int64) * emissions.c
             emission = tl.load(emissions.ptr + step, mask=c < C, other=-float("inf")).to(tl.float64)
             # The emissions are added to the open segments, whose log-sum-exp is what closes.
+            durations_ptr = tables_ptr + 2 * pairs
             maximum = tl.full([BLOCK_C], -float("inf"), tl.float64)
             total = tl.zeros([BLOCK_C], tl.float64)
             for first in range(0, tl.minimum(k + 1, D), BLOCK_K):
                 age = first + tl.arange(0, BLOCK_K)[None, :]
-                mask = inside & (age < D) & (age <= k)
+                mask = (c[:, None] < C) & (age < D) & (age <= k)
                 slot = (k - age + D) % D  # ages above k have no slot
                 at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
                 ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
                 ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
                 tl.store(at, ring, mask=mask)
-                at = tables_ptr + 2 * pairs + c[:, None].to(tl.int64) * (2 * slots) + slots - age
+                at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
                 durations = tl.load(at, mask=mask, other=-float("inf"))
                 maximum, total = add_terms(maximum, total, ring + durations, EXACT)
             closed = log_of_sum(total, EXACT) + maximum

@@ -349,26 +349,27 @@ def semi_markov_scan_kernel(
     is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
     n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
     emissions, C = chains.emissions, chains.C
-    c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
+    c = tl.arange(0, BLOCK_C)
     steps, invalid = load_steps(chains.lengths, n, chains.T)
     end = load_end(chains.end, n, c, C)
     first = tl.where(is_alpha, load_end(chains.start, n, c, C), end)
     t, dt = tl.where(is_alpha, 0, steps - 1), tl.where(is_alpha, 1, -1)
-    sequence = Sequence(emissions.ptr + n * emissions.n, emissions.t, emissions.c, steps, t, dt, C)
     part = tl.full([], chains.T, tl.int64) * chains.N * C
     saved_ptr += n * C + tl.where(is_alpha, 0, 3 * part)  # to what is opened
     row_size = tl.full([], chains.N, tl.int64) * C
     saved = SavedRows(saved_ptr, row_size, tl.where(is_alpha, part, -part))
     ring_ptr += tl.program_id(0).to(tl.int64) * (SLOTS + 1) * (BLOCK_C + 1)
+    sequence = Sequence(emissions.ptr + n * emissions.n, emissions.t, emissions.c, steps, t, dt, C)
     matrix_row = tl.where(is_alpha, 4 * SLOTS + 2, 4 * SLOTS + 2 + BLOCK_C)
     transitions_ptr = weights_ptr + matrix_row * (BLOCK_C + 1)
     tl.store(ring_ptr + SLOTS * (BLOCK_C + 1) + c, first, mask=c < C)
+    slot = tl.arange(0, SLOTS)[:, None]
+    durations_ptr = weights_ptr + 2 * SLOTS * (BLOCK_C + 1)
     factors_ptr = weights_ptr + 4 * SLOTS * (BLOCK_C + 1) + c
     one_step, greatest = tl.load(factors_ptr), tl.load(factors_ptr + BLOCK_C + 1)
     durations = tl.load(weights_ptr + (2 * SLOTS + slot) * (BLOCK_C + 1) + c[None, :])
     is_small = (durations > -float("inf")) & (durations - greatest[None, :] < LOG_SMALL)
     memory = tl.where(tl.max(is_small.to(tl.int32), axis=0) > 0, ALWAYS, SLOTS)
-    durations_ptr = weights_ptr + 2 * SLOTS * (BLOCK_C + 1)
     zeros, never = tl.zeros([BLOCK_C], tl.float64), tl.full([BLOCK_C], -SLOTS, tl.int32)
     state = ScanState(tl.zeros([SLOTS, BLOCK_C], tl.float64), zeros, never, never)
     # The first step is exact, and sets what numbers are relative to.

@@ -60,7 +60,6 @@ def semi_markov_viterbi_kernel(
         row = (tl.full([], t, tl.int64) * N + n) * C
         for block in range(0, C, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
-            inside = c[:, None] < C
             opened = load_end(chains.start, n, c, C)
             state = tl.zeros([BLOCK_C], tl.int32)
             if t > 0:  # the best scores of entering the states c, and the states before
@@ -69,26 +68,26 @@ def semi_markov_viterbi_kernel(
                 for first in range(0, C, BLOCK_K):
                     other = first + tl.arange(0, BLOCK_K)[None, :]
                     at = c[:, None].to(tl.int64) * C + other
-                    scores = tl.load(
-                        tables_ptr + at, mask=inside & (other < C), other=-float("inf")
-                    )
+                    mask = (c[:, None] < C) & (other < C)
+                    scores = tl.load(tables_ptr + at, mask=mask, other=-float("inf"))
                     scores += tl.load(before_ptr + other, mask=other < C, other=0.0)
                     opened, state = better(opened, state, scores, other, 1)
             step = n * emissions.n + tl.full([], t, tl.int64) * emissions.t
             step += c.to(tl.int64) * emissions.c
             emission = tl.load(emissions.ptr + step, mask=c < C, other=-float("inf")).to(tl.float64)
             # The emissions are added to the open segments, of which the best closes.
+            durations_ptr = tables_ptr + 2 * pairs
             closed = tl.full([BLOCK_C], -float("inf"), tl.float64)
             size = tl.zeros([BLOCK_C], tl.int32)
             for first in range(0, tl.minimum(t + 1, D), BLOCK_K):
                 age = first + tl.arange(0, BLOCK_K)[None, :]
-                mask = inside & (age < D) & (age <= t)
+                mask = (c[:, None] < C) & (age < D) & (age <= t)
                 slot = (t - age + D) % D  # ages above t have no slot
                 at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
                 ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
                 ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
                 tl.store(at, ring, mask=mask)
-                at = tables_ptr + 2 * pairs + c[:, None].to(tl.int64) * (2 * slots) + slots - age
+                at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
                 scores = ring + tl.load(at, mask=mask, other=-float("inf"))
                 closed, size = better(closed, size, scores, age, 1)
             tl.store(recent_ptr + t % 2 * C + c, closed, mask=c < C)
