@@ -247,7 +247,8 @@ def same_calls(bases: int, k: int, seed: int, backend: str, device: str) -> None
 
 @pytest.mark.parametrize(("bases", "width"), [(1, 1), (4, 5), (4, 32), (4, 256), (59, 256)])
 def test_plan_of_beam_search(bases: int, width: int) -> None:
-    found = plan.kmer_beam_plan(bases, width)
-    assert found.block_w >= width and found.block_p >= 2 * bases * found.block_w
-    assert found.block_w % found.block_j == 0
-    assert found.block_p < 2**16  # so that two counts fit in a word
+    found = plan.kmer_beam_options(bases, width)
+    block_w, block_p = found["BLOCK_W"], found["BLOCK_P"]
+    assert block_w >= width and block_p >= 2 * bases * block_w
+    assert block_w % found["BLOCK_J"] == 0
+    assert block_p < 2**16  # so that two counts fit in a word

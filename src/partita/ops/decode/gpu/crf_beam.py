@@ -336,9 +336,9 @@ def ctc_crf_beam_search_kernel(
     stride_c,
     stride_a,
     later_t,
-    BLOCK_W: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    BLOCK_W: tl.constexpr,  # lanes of the beam
+    BLOCK_P: tl.constexpr,  # candidates: an old and a new prefix for each base and lane
+    BLOCK_J: tl.constexpr,  # lanes of the beam with which all others are compared at a time
 ):
     """Search the prefixes of one sequence. The buffer of the last beam is the length modulo 2."""
     n = tl.program_id(0).to(tl.int64)

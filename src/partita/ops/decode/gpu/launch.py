@@ -12,9 +12,8 @@ from ....runtime.launch import launch, next_power_of_2
 from ...logprobs.common import topk_fake
 from ...logprobs.gpu.launch_topk import topk_of_rows
 from ..common import Hypotheses, empty_hypotheses
-from .beam import Memory, Sizes
+from .beam import Memory, Sizes, SortedRows, ctc_beam_search_kernel, ctc_beam_trace_kernel
 from .plan import BeamPlan, beam_plan, extension_pairs
-from .search import SortedRows, ctc_beam_search_kernel, ctc_beam_trace_kernel
 from .select import Candidates
 
 BLOCK_T = 256
@@ -87,7 +86,7 @@ def ctc_beam_search(
         ends_ptr=ends,
         T=T,
         N=N,
-        size=Sizes(C, K, min(cutoff_top_n, C - 1), plan.pairs, beam_width, plan.table_size),
+        size=Sizes(K, min(cutoff_top_n, C - 1), plan.pairs, beam_width, plan.table_size),
         blank=blank,
         skipped=math.log(blank_skip_threshold) if blank_skip_threshold else math.inf,
         row_t=row_t,

@@ -25,13 +25,13 @@ from .crf_beam import (
     ctc_crf_beam_search_kernel,
     ctc_crf_beam_trace_kernel,
 )
-from .crf_calls import ctc_crf_calls_kernel
-from .crf_posteriors import (
+from .crf_calls import (
     ctc_crf_base_posteriors_kernel,
     ctc_crf_base_sums_kernel,
+    ctc_crf_calls_kernel,
     ctc_crf_first_posteriors_kernel,
 )
-from .plan import kmer_beam_plan
+from .plan import kmer_beam_options
 
 HASH_MASK = -1  # all bits of a hash are compared
 BLOCK_STAYS = 32  # steps of a stay that are written together
@@ -81,7 +81,7 @@ def ctc_crf_path(
 def beam_buffers(scores: Tensor, beam_width: int) -> tuple[KmerMemory, Tensor, Tensor]:
     """Allocate the memory of N searches, the states `[T + 1, N]` and the edges `[T, N]`."""
     T, N, _, A = scores.shape
-    block = kmer_beam_plan(A - 1, beam_width).block_w
+    block = kmer_beam_options(A - 1, beam_width)["BLOCK_W"]
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=scores.device)
@@ -118,7 +118,7 @@ def launch_beam_search(
 ) -> None:
     """Fill in the path of the best prefix of each sequence."""
     T, N, C, A = scores.shape
-    plan, strides = kmer_beam_plan(A - 1, beam_width), scores.stride()
+    options, strides = kmer_beam_options(A - 1, beam_width), scores.stride()
     launch(
         ctc_crf_beam_search_kernel,
         N,
@@ -136,10 +136,7 @@ def launch_beam_search(
         stride_c=strides[2],
         stride_a=strides[3],
         later_t=later.stride(0),
-        BLOCK_W=plan.block_w,
-        BLOCK_P=plan.block_p,
-        BLOCK_J=plan.block_j,
-        num_warps=plan.num_warps,
+        **options,
     )
     launch(
         ctc_crf_beam_trace_kernel,
@@ -153,7 +150,7 @@ def launch_beam_search(
         N=N,
         C=C,
         bases=A - 1,
-        BLOCK_W=plan.block_w,
+        BLOCK_W=options["BLOCK_W"],
         BLOCK=BLOCK_STAYS,
         num_warps=1,
     )

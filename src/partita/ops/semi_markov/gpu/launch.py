@@ -19,6 +19,7 @@ from .gradient import (
     semi_markov_states_kernel,
     semi_markov_sum_kernel,
 )
+from .memory_scan import semi_markov_memory_scan_kernel
 from .scan import semi_markov_scan_kernel
 from .scores import Chains, Emissions, Matrix, Scans
 from .tables import semi_markov_tables_kernel, semi_markov_weights_kernel
@@ -69,27 +70,22 @@ def semi_markov_logz(
         "EXACT": is_exact(emissions, transitions, durations),
     }
     if plan.is_resident(C, D):
-        weights = scan_weights(transitions, durations)
-        ring = torch.empty((programs, plan.duration_block(D) + 1, plan.state_block(C) + 1), **fp64)
+        ring = (programs, plan.duration_block(D) + 1, plan.state_block(C) + 1)
         launch(
             semi_markov_scan_kernel,
             programs,
-            weights_ptr=weights,
-            ring_ptr=ring,
+            weights_ptr=scan_weights(transitions, durations),
+            ring_ptr=torch.empty(ring, **fp64),
             **arguments,
             **plan.scan_options(C, D),
         )
     else:
-        from .memory_scan import semi_markov_memory_scan_kernel
-
-        tables = score_tables(transitions, durations)
-        ring = torch.empty((programs, D + 2, C), **fp64)
         launch(
             semi_markov_memory_scan_kernel,
             programs,
-            tables_ptr=tables,
+            tables_ptr=score_tables(transitions, durations),
             slots=plan.duration_block(D),
-            ring_ptr=ring,
+            ring_ptr=torch.empty((programs, D + 2, C), **fp64),
             **arguments,
             **plan.memory_scan_options(C),
         )
@@ -219,11 +215,10 @@ def add_parts(
     With `per_sequence` there is a sum for each sequence, in `dtype`.
     """
     N, splits, columns = parts.shape
-    shape, groups = (N, *scores.shape) if per_sequence else tuple(scores.shape), 1
+    shape, groups = tuple(scores.shape), 1
     if per_sequence:
-        groups = N
-    dtype = dtype if per_sequence else scores.dtype
-    result = torch.empty(shape, dtype=dtype, device=parts.device)
+        shape, groups = (N, *shape), N
+    result = torch.empty(shape, dtype=dtype if per_sequence else scores.dtype, device=parts.device)
     if not parts.numel():
         return result.zero_()
     options = plan.sum_options(N * splits // groups, columns)

@@ -11,7 +11,11 @@ from . import plan
 from .launch import batch_of, scan_weights, scans_of, score_tables, semi_markov_logz, strided
 from .sample import semi_markov_sample_kernel
 from .scores import Emissions
-from .viterbi import semi_markov_trace_kernel, semi_markov_viterbi_kernel
+from .viterbi import (
+    semi_markov_best_scan_kernel,
+    semi_markov_trace_kernel,
+    semi_markov_viterbi_kernel,
+)
 
 
 def semi_markov_viterbi(
@@ -31,20 +35,14 @@ def semi_markov_viterbi(
     choices = torch.empty((2, T, N, C), dtype=torch.int32, device=device)
     last = torch.empty(N, dtype=torch.int32, device=device)
     chains, resident = batch_of(emissions, durations, start, end, lengths), plan.is_resident(C, D)
-    arguments = {
-        "chains": chains,
-        "choices_ptr": choices,
-        "score_ptr": score,
-        "last_ptr": last,
-    }
+    results = {"choices_ptr": choices, "score_ptr": score, "last_ptr": last}
     if resident:
-        from .best_scan import semi_markov_best_scan_kernel
-
         launch(
             semi_markov_best_scan_kernel,
             N,
             weights_ptr=scan_weights(transitions, durations),
-            **arguments,
+            chains=chains,
+            **results,
             **plan.scan_options(C, D),
         )
     else:
@@ -54,7 +52,8 @@ def semi_markov_viterbi(
             tables_ptr=score_tables(transitions, durations),
             slots=plan.duration_block(D),
             ring_ptr=torch.empty((N, D + 2, C), dtype=torch.float64, device=device),
-            **arguments,
+            chains=chains,
+            **results,
             **plan.viterbi_options(C, D),
         )
     launch(

@@ -254,16 +254,16 @@ def scores_of(numbers, EXACT: tl.constexpr):
 @triton.jit
 def store_step(
     k,
-    opened,
-    closed,
+    scores,  # [BLOCK_C] fp64 each, of what the step opened and closed
     ring_ptr,
-    sequence,
-    saved,
+    sequence,  # Sequence
+    saved,  # SavedRows
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
     SAVE: tl.constexpr,
 ):
     """Store what step k opened and closed."""
+    opened, closed = scores
     c = tl.arange(0, BLOCK_C)
     mask = (c < sequence.C) & (k >= 0)
     tl.store(ring_ptr + (k & (SLOTS - 1)) * (BLOCK_C + 1) + c, opened, mask=mask)
@@ -286,7 +286,6 @@ def linear_step(
     greatest,  # [BLOCK_C] fp64, the greatest score of the durations
     memory,  # [BLOCK_C], for how many steps the ring may be without what was rounded to 0
     EXACT: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Take a step with products.
@@ -348,7 +347,7 @@ def semi_markov_scan_kernel(
     """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards."""
     is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
     n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
-    emissions, C = chains.emissions, chains.C
+    emissions, C, D = chains.emissions, chains.C, chains.D
     c = tl.arange(0, BLOCK_C)
     steps, invalid = load_steps(chains.lengths, n, chains.T)
     end = load_end(chains.end, n, c, C)
@@ -383,30 +382,20 @@ def semi_markov_scan_kernel(
         weights = tl.load(weights_ptr + row * (BLOCK_C + 1) + c[None, :])
         sums = two_sums(state.ring, weights, matrix, weight, BLOCK_C, SLOTS)
         # Logarithms of the step before, in the time that this step waits for its sums.
-        opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
-        store_step(
-            *(k - 1, opened_scores, closed_scores, ring_ptr, sequence, saved, BLOCK_C, SLOTS, SAVE)
-        )
+        before = scores_of(opened, EXACT), scores_of(closed, EXACT)
+        store_step(k - 1, before, ring_ptr, sequence, saved, BLOCK_C, SLOTS, SAVE)
         references = (level + target, level + power + source)
         level += power
+        score = emission.to(tl.float64)
         opened, closed, next_state, weight, is_right = linear_step(
-            *(k, emission.to(tl.float64), sums, state, references, one_step, greatest, memory),
-            *(EXACT, BLOCK_C, SLOTS),
+            k, score, sums, state, references, one_step, greatest, memory, EXACT, SLOTS
         )
         # A branch, written as a loop of at most one turn: with the layouts of these values Triton
         # 3.6 does not compile a branch for AMD.
         is_wrong = tl.max((~is_right & (c < C)).to(tl.int32), axis=0)
         for _ in range(0, tl.where(k == 0, 1, is_wrong)):
             opened, closed, scores = exact_step(
-                k,
-                sequence,
-                transitions_ptr,
-                durations_ptr,
-                ring_ptr,
-                chains.D,
-                EXACT,
-                BLOCK_C,
-                SLOTS,
+                k, sequence, transitions_ptr, durations_ptr, ring_ptr, D, EXACT, BLOCK_C, SLOTS
             )
             opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
             matrix, level, source, target, weight = choose_references(
@@ -423,9 +412,7 @@ def semi_markov_scan_kernel(
         is_finite = (highest > 0) & (highest < 2047)
         power = tl.where(is_finite, highest - 1023, 0).to(tl.float64) * LN2_FP64
         emission, following = following, after
-    opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
-    store_step(
-        *(steps - 1, opened_scores, closed_scores, ring_ptr, sequence, saved, BLOCK_C, SLOTS, SAVE)
-    )
+    last = scores_of(opened, EXACT), scores_of(closed, EXACT)
+    store_step(steps - 1, last, ring_ptr, sequence, saved, BLOCK_C, SLOTS, SAVE)
     if is_alpha:
-        store_logz(closed_scores + end, n, invalid, logz_ptr, rounded_ptr)
+        store_logz(last[1] + end, n, invalid, logz_ptr, rounded_ptr)
