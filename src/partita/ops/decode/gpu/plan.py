@@ -17,24 +17,6 @@ MIN_BEAM_LANES = 16
 MANY_CANDIDATES = 1024  # that take eight warps
 
 
-class GreedyPlan(NamedTuple):
-    """The blocks in which the rows of greedy search are read.
-
-    Fields:
-        vec: classes that are aligned together.
-        pieces: blocks of classes that are loaded together.
-        rows: rows of a program.
-        block: classes of a block.
-        num_warps: warps of a program.
-    """
-
-    vec: int
-    pieces: int
-    rows: int
-    block: int
-    num_warps: int
-
-
 def aligned_classes(C: int, element_size: int, strides: Sequence[int], address: int) -> int:
     """Return how many neighbouring classes start on 16 bytes in each row, or 1."""
     vec = ALIGNMENT // element_size
@@ -42,12 +24,19 @@ def aligned_classes(C: int, element_size: int, strides: Sequence[int], address: 
     return vec if aligned and strides[2] == 1 and C % vec == 0 else 1
 
 
-def greedy_plan(C: int, vec: int) -> GreedyPlan:
-    """Return the plan for rows of C classes."""
+def greedy_options(C: int, vec: int) -> dict[str, int]:
+    """Return the blocks in which rows of C classes are read, as the kernel takes them."""
     block = min(next_power_of_2(C), BLOCK_CLASSES)
     blocks = cdiv(C, block)
     pieces = cdiv(blocks, cdiv(blocks, MAX_PIECES))
-    return GreedyPlan(min(vec, block), pieces, BLOCK_CLASSES // block, block, 4)
+    rows = BLOCK_CLASSES // block
+    return {
+        "VEC": min(vec, block),
+        "PIECES": pieces,
+        "ROWS": rows,
+        "BLOCK_V": block,
+        "num_warps": 4,
+    }
 
 
 class BeamPlan(NamedTuple):
@@ -102,30 +91,15 @@ def beam_plan(T: int, width: int) -> BeamPlan:
     )
 
 
-class KmerBeamPlan(NamedTuple):
-    """The blocks of beam search over k-mers.
-
-    Fields:
-        block_w: lanes of the beam.
-        block_p: lanes of the candidates: an old and a new prefix for each base and lane.
-        block_j: lanes of the beam with which all others are compared at a time.
-        num_warps: warps of a program.
-    """
-
-    block_w: int
-    block_p: int
-    block_j: int
-    num_warps: int
-
-
-def kmer_beam_plan(bases: int, width: int) -> KmerBeamPlan:
-    """Return the plan for a beam of `width` prefixes, with as many warps as the search of CTC."""
+def kmer_beam_options(bases: int, width: int) -> dict[str, int]:
+    """Return the blocks of beam search over k-mers, with as many warps as the search of CTC."""
     block_w = max(next_power_of_2(width), MIN_BEAM_LANES)
     block_p = next_power_of_2(2 * bases) * block_w
     num_warps = min(max(block_p // 64, 1), 4)
     if block_p >= MANY_CANDIDATES:
         num_warps = 8 if block_p < 4 * MANY_CANDIDATES else 16
-    return KmerBeamPlan(block_w, block_p, 32 if block_w == 32 else 16, num_warps)
+    block_j = 32 if block_w == 32 else 16
+    return {"BLOCK_W": block_w, "BLOCK_P": block_p, "BLOCK_J": block_j, "num_warps": num_warps}
 
 
 register_cache("decode.gpu.plan.beam", beam_plan.cache_clear)

@@ -43,12 +43,8 @@ def tables_size(C: int, D: int) -> int:
 def scan_options(C: int, D: int) -> dict[str, int]:
     """Return the compile-time arguments of the scans with their ring in registers."""
     block_c, slots = state_block(C), duration_block(D)
-    return {"BLOCK_C": block_c, "SLOTS": slots, "num_warps": scan_warps(block_c * slots)}
-
-
-def scan_warps(elements: int) -> int:
-    """Return how many warps of the scan have 16 elements or fewer of a ring in each thread."""
-    return max(1, min(8, elements // 512))
+    num_warps = max(1, min(8, block_c * slots // 512))  # 16 elements of a ring in each thread
+    return {"BLOCK_C": block_c, "SLOTS": slots, "num_warps": num_warps}
 
 
 def memory_scan_options(C: int) -> dict[str, int]:

@@ -1,12 +1,14 @@
 """The best path of semi-Markov chains: the scan of best scores, and the trace of the path.
 
 The scan is that of `scan.py` with maxima, so it adds the same numbers in the same order as the
-reference. With its ring in memory it serves all sizes.
+reference. With its ring in memory it serves all sizes. Where the open segments fit into the
+registers of one program, another kernel has the ring there, [slots, states].
 """
 
 import triton
 import triton.language as tl
 
+from .scan import Sequence, load_emission, load_matrix
 from .scores import load_end, load_steps, rounded
 
 
@@ -26,51 +28,6 @@ def better(best, choice, scores, index, axis: tl.constexpr):
 
 
 @triton.jit
-def best_opened(table_ptr, closed_ptr, c, C, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the best scores of entering the states c, [BLOCK_C], and the states before."""
-    best = tl.full([BLOCK_C], -float("inf"), tl.float64)
-    state = tl.zeros([BLOCK_C], tl.int32)
-    for k in range(0, C, BLOCK_K):
-        other = k + tl.arange(0, BLOCK_K)[None, :]
-        at, mask = c[:, None].to(tl.int64) * C + other, (c[:, None] < C) & (other < C)
-        scores = tl.load(table_ptr + at, mask=mask, other=-float("inf"))
-        scores += tl.load(closed_ptr + other, mask=other < C, other=0.0)
-        best, state = better(best, state, scores, other, 1)
-    return best, state
-
-
-@triton.jit
-def best_closed(
-    durations_ptr,  # [C, 2 * slots] fp64, see tables.py
-    ring_ptr,  # [D, C] fp64
-    t,
-    opened,  # [BLOCK_C] fp64
-    emission,  # [BLOCK_C] fp64
-    c,
-    C,
-    D,
-    slots,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Add the emissions to the open segments, and return the best ages minus 1 and scores."""
-    best = tl.full([BLOCK_C], -float("inf"), tl.float64)
-    size = tl.zeros([BLOCK_C], tl.int32)
-    for first in range(0, tl.minimum(t + 1, D), BLOCK_K):
-        age = first + tl.arange(0, BLOCK_K)[None, :]
-        mask = (c[:, None] < C) & (age < D) & (age <= t)
-        slot = (t - age + D) % D  # ages above t have no slot
-        at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
-        ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
-        ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
-        tl.store(at, ring, mask=mask)
-        duration_at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
-        scores = ring + tl.load(duration_at, mask=mask, other=-float("inf"))
-        best, size = better(best, size, scores, age, 1)
-    return best, size
-
-
-@triton.jit
 def store_best(scores, c, n, invalid, score_ptr, last_ptr):
     """Store the best score of the states in which the paths end, and the state."""
     best = tl.full([1], -float("inf"), tl.float64)
@@ -83,33 +40,20 @@ def store_best(scores, c, n, invalid, score_ptr, last_ptr):
 
 @triton.jit
 def semi_markov_viterbi_kernel(
-    emissions_ptr,  # [T, N, C]
-    start_ptr,  # [N, C]
-    end_ptr,  # [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     tables_ptr,  # see tables.py
+    slots,
     ring_ptr,  # [N, D + 2, C] fp64: the open segments, and what two steps closed
     choices_ptr,  # [2, T, N, C] int32: the state before an opened segment, its size when closed
     score_ptr,  # [N]
     last_ptr,  # [N] int32: the last state, -1 without a path
-    T,
-    N,
-    C,
-    D,
-    slots,
-    stride_t,
-    stride_n,
-    stride_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_ALL: tl.constexpr,  # all states
 ):
     """Compute the best score of a sequence, and the choices of which it is made."""
     n = tl.program_id(0).to(tl.int64)
+    emissions, _, _, lengths_ptr, T, N, C, D = chains
     steps, invalid = load_steps(lengths_ptr, n, T)
     pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
     ring_ptr += n * (D + 2) * C
@@ -118,24 +62,136 @@ def semi_markov_viterbi_kernel(
         row = (tl.full([], t, tl.int64) * N + n) * C
         for block in range(0, C, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
-            opened = load_end(start_ptr, n, c, C, start_n, start_c)
+            opened = load_end(chains.start, n, c, C)
             state = tl.zeros([BLOCK_C], tl.int32)
-            if t > 0:
-                before = recent_ptr + (t - 1) % 2 * C
-                opened, state = best_opened(tables_ptr, before, c, C, BLOCK_C, BLOCK_K)
-            at = n * stride_n + tl.full([], t, tl.int64) * stride_t + c.to(tl.int64) * stride_c
-            emission = tl.load(emissions_ptr + at, mask=c < C, other=-float("inf"))
-            closed, size = best_closed(
-                *(tables_ptr + 2 * pairs, ring_ptr, t, opened, emission.to(tl.float64), c),
-                *(C, D, slots, BLOCK_C, BLOCK_K),
-            )
+            if t > 0:  # the best scores of entering the states c, and the states before
+                before_ptr = recent_ptr + (t - 1) % 2 * C
+                opened = tl.full([BLOCK_C], -float("inf"), tl.float64)
+                for first in range(0, C, BLOCK_K):
+                    other = first + tl.arange(0, BLOCK_K)[None, :]
+                    at = c[:, None].to(tl.int64) * C + other
+                    mask = (c[:, None] < C) & (other < C)
+                    scores = tl.load(tables_ptr + at, mask=mask, other=-float("inf"))
+                    scores += tl.load(before_ptr + other, mask=other < C, other=0.0)
+                    opened, state = better(opened, state, scores, other, 1)
+            step = n * emissions.n + tl.full([], t, tl.int64) * emissions.t
+            step += c.to(tl.int64) * emissions.c
+            emission = tl.load(emissions.ptr + step, mask=c < C, other=-float("inf")).to(tl.float64)
+            # The emissions are added to the open segments, of which the best closes.
+            durations_ptr = tables_ptr + 2 * pairs
+            closed = tl.full([BLOCK_C], -float("inf"), tl.float64)
+            size = tl.zeros([BLOCK_C], tl.int32)
+            for first in range(0, tl.minimum(t + 1, D), BLOCK_K):
+                age = first + tl.arange(0, BLOCK_K)[None, :]
+                mask = (c[:, None] < C) & (age < D) & (age <= t)
+                slot = (t - age + D) % D  # ages above t have no slot
+                at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
+                ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
+                ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
+                tl.store(at, ring, mask=mask)
+                at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
+                scores = ring + tl.load(at, mask=mask, other=-float("inf"))
+                closed, size = better(closed, size, scores, age, 1)
             tl.store(recent_ptr + t % 2 * C + c, closed, mask=c < C)
             tl.store(choices_ptr + row + c, state, mask=c < C)
             tl.store(choices_ptr + part + row + c, size, mask=c < C)
         tl.debug_barrier()  # the next step reads what other threads stored
     c = tl.arange(0, BLOCK_ALL)
     scores = tl.load(recent_ptr + (steps - 1) % 2 * C + c, mask=c < C, other=-float("inf"))
-    scores += load_end(end_ptr, n, c, C, end_n, end_c)
+    scores += load_end(chains.end, n, c, C)
+    store_best(scores, c, n, invalid, score_ptr, last_ptr)
+
+
+@triton.jit
+def first_is_better(a, i, b, j):
+    """Return whether a score is better: NaN is best, and ties go to the lower choice."""
+    a_is_nan, b_is_nan = a != a, b != b
+    tie = (a == b) | (a_is_nan & b_is_nan)
+    return (a > b) | (a_is_nan & ~b_is_nan) | (tie & (i < j))
+
+
+@triton.jit
+def better_of(a, i, b, j):
+    """Return the better of two scores, and its choice."""
+    first = first_is_better(a, i, b, j)
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@triton.jit
+def better_of_both(a, i, x, k, b, j, y, m):
+    """Return the better of two scores and its choice, for two pairs of scores."""
+    first, other = first_is_better(a, i, b, j), first_is_better(x, k, y, m)
+    best, choice = tl.where(first, a, b), tl.where(first, i, j)
+    return best, choice, tl.where(other, x, y), tl.where(other, k, m)
+
+
+@triton.jit
+def semi_markov_best_scan_kernel(
+    chains,  # Chains
+    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see tables.py
+    choices_ptr,  # [2, T, N, C] int32: the state before a segment that is closed, and its size
+    score_ptr,  # [N]
+    last_ptr,  # [N] int32: the last state, -1 without a path
+    BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Compute the best score of a sequence, and the choices of which it is made.
+
+    Two maxima of a step need nothing of each other, so they are formed together: over the states
+    before a new segment, and over the ages of the segments that are older. Each slot remembers the
+    state before its segment, so a path is traced back with one load for each segment.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    emissions, _, _, lengths_ptr, T, N, C, D = chains
+    c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
+    steps, invalid = load_steps(lengths_ptr, n, T)
+    part = tl.full([], T, tl.int64) * N * C
+    sequence = Sequence(emissions.ptr + n * emissions.n, emissions.t, emissions.c, steps, 0, 1, C)
+    matrix = load_matrix(weights_ptr + (4 * SLOTS + 2) * (BLOCK_C + 1), BLOCK_C)
+    states = tl.arange(0, BLOCK_C)[:, None] + tl.zeros([BLOCK_C, BLOCK_C], tl.int32)
+    scores_ptr = weights_ptr + 2 * SLOTS * (BLOCK_C + 1)
+    one_step = tl.load(scores_ptr + c)  # row 0 has the duration 1
+    ring = tl.full([SLOTS, BLOCK_C], -float("inf"), tl.float64)
+    before = tl.zeros([SLOTS, BLOCK_C], tl.int32)
+    opened = load_end(chains.start, n, c, C)
+    closed, state = tl.zeros([BLOCK_C], tl.float64), tl.zeros([BLOCK_C], tl.int32)
+    emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
+    for k in range(0, steps):
+        after = load_emission(sequence, k + 2, BLOCK_C)
+        score, age = emission.to(tl.float64), (k - slot) & (SLOTS - 1)
+        at = scores_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c[None, :]
+        durations = tl.load(at)
+        ring += score[None, :]
+        is_older = (age > 0) & (age < tl.minimum(D, k + 1))
+        older = tl.where(is_older, ring + durations, -float("inf"))
+        # The choice orders segments by their age. It has the state before, which is below 2**8.
+        choice = (age << 8) | before
+        entered = matrix + closed[:, None]
+        if SLOTS >= BLOCK_C:
+            shape: tl.constexpr = (SLOTS // BLOCK_C, BLOCK_C, BLOCK_C)
+            parts = (tl.reshape(older, shape), tl.reshape(choice, shape))
+            older, choice = tl.reduce(parts, 0, better_of)
+            older, choice, entered, previous = tl.reduce(
+                (older, choice, entered, states), 0, better_of_both
+            )
+        else:
+            older, choice = tl.reduce((older, choice), 0, better_of)
+            entered, previous = tl.reduce((entered, states), 0, better_of)
+        opened = tl.where(k == 0, opened, entered)
+        state = tl.where(k == 0, 0, previous)
+        newest = opened + score
+        closed = newest + one_step
+        is_newest = (closed >= older) | (closed != closed)
+        size = tl.where(is_newest, 0, choice >> 8)
+        state_before = tl.where(is_newest, state, choice & 255)
+        closed = tl.where(is_newest, closed, older)
+        ring = tl.where(age == 0, newest[None, :], ring)
+        before = tl.where(age == 0, state[None, :], before)
+        row = choices_ptr + (tl.full([], k, tl.int64) * N + n) * C + c
+        tl.store(row, state_before, mask=c < C)
+        tl.store(row + part, size, mask=c < C)
+        emission, following = following, after
+    scores = closed + load_end(chains.end, n, c, C)
     store_best(scores, c, n, invalid, score_ptr, last_ptr)
 
 
