@@ -25,7 +25,7 @@ from ...runtime.autograd import (
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import scaled_gradient
-from ..cross_entropy.common import valid_targets
+from ..cross_entropy.common import LossOptions, valid_targets
 from . import reference
 from .common import RowStatistics
 from .plan import padded_width
@@ -324,24 +324,11 @@ def _composed_loss(
     target: Tensor,
     class_weight: Tensor | None,
     denominator: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
-    chunk: int,
+    *numbers: Any,
 ) -> Tensor:
+    options = LossOptions._make((*numbers[:4], "mean" if numbers[4] else "sum"))
     logits = rows_linear(input, weight, bias).to(acc_dtype(input.dtype))
-    loss = cross_entropy(
-        logits,
-        target,
-        class_weight,
-        ignore_index=ignore_index,
-        reduction="mean" if mean else "sum",
-        label_smoothing=label_smoothing,
-        softcap=softcap or None,
-        z_loss=z_loss,
-    )
+    loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator
 
 

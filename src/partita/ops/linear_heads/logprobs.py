@@ -16,9 +16,8 @@ from ..logprobs.common import check_ids, logprobs_fake
 from . import reference
 from .autograd import gradients_fake, head_backward
 from .common import chunk_and_save
-from .composed import is_plain
-from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
-from .plan import check_budget, is_small, padded_width
+from .inputs import all_logits, checked_matrix, flat_head, takes_all_logits
+from .plan import check_budget, padded_width
 
 
 def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
@@ -156,24 +155,17 @@ def linear_logprobs_of(
     needs_rest: bool = False,
 ) -> Tensor:
     """Return `linear_logprobs`, with the rest `[..., K + 1]`; see `reference.logprobs`."""
-    input, linear_weight, linear_bias = cast_and_check(input, linear_weight, linear_bias, None)
-    if linear_weight.ndim != 2:
-        raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
+    head = checked_matrix(input, linear_weight, linear_bias)
     check_ids(ids, input, "input")
     checks.python_int("ignore_index", ignore_index)
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
-    classes = len(linear_weight)
-    if needs_logits(linear_weight, None) or (
-        is_plain(input, linear_weight, linear_bias, ids)
-        and is_small(input.shape[:-1].numel(), classes, input.dtype, memory_budget)
-    ):
-        return composed_logprobs(input, linear_weight, linear_bias, ids, needs_rest, *numbers)
-    flat = ids[None].flatten(0, -2).contiguous()
-    inputs = HeadInputs(input[None].flatten(0, -2), linear_weight, linear_bias, flat)
-    plan = inputs.plan(memory_budget, False)
-    chunk, save_logits = chunk_and_save(plan, classes)
-    call = (*inputs, *numbers, needs_rest, chunk, save_logits, current_backend())
+    if takes_all_logits([head], ids, memory_budget):
+        return composed_logprobs(*head, ids, needs_rest, *numbers)
+    flat, head = ids[None].flatten(0, -2).contiguous(), flat_head(*head)
+    plan = head.plan(memory_budget, False)
+    chunk, save_logits = chunk_and_save(plan, len(head.weight))
+    call = (*head, flat, *numbers, needs_rest, chunk, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
     return found.reshape(*ids.shape[:-1], found.shape[-1])

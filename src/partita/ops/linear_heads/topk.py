@@ -15,10 +15,9 @@ from ..logprobs.autograd import topk_of
 from ..logprobs.common import TopK, TopKRows, check_k, topk_fake
 from . import reference
 from .common import chunk_and_save
-from .composed import is_plain
-from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
+from .inputs import all_logits, checked_matrix, flat_head, takes_all_logits
 from .logprobs import logprobs_gradients
-from .plan import check_budget, is_small, padded_width
+from .plan import check_budget, padded_width
 
 DEFAULT_BYTES = 2**30  # of the logits of some tokens, if no budget is given
 
@@ -108,26 +107,18 @@ def linear_topk_logprobs(
         >>> found.logprobs, found.indices
         (tensor([[-0.8620, -0.8620]]), tensor([[0, 1]]))
     """
-    input, linear_weight, linear_bias = cast_and_check(input, linear_weight, linear_bias, None)
-    if linear_weight.ndim != 2:
-        raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
-    classes = len(linear_weight)
+    head = checked_matrix(input, linear_weight, linear_bias)
+    rows, classes = head.input.shape[:-1], len(head.weight)
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    if needs_logits(linear_weight, None) or (
-        is_plain(input, linear_weight, linear_bias, None)
-        and is_small(input.shape[:-1].numel(), classes, input.dtype, memory_budget)
-    ):
-        return topk_of(all_logits(input, linear_weight, linear_bias), k, *numbers)
-    flat = input[None].flatten(0, -2)
-    inputs = HeadInputs(flat, linear_weight, linear_bias, flat.new_empty(0))
-    chunk, save_logits = classes, False
-    if any(inputs.wanted):
-        chunk, save_logits = chunk_and_save(inputs.plan(memory_budget, False), classes)
+    if takes_all_logits([head], None, memory_budget):
+        return topk_of(all_logits(*head), k, *numbers)
+    head, chunk, save_logits = flat_head(*head), classes, False
+    if any(head.wanted):
+        chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
     room = DEFAULT_BYTES if memory_budget is None else memory_budget
-    at_once = max(1, room // (padded_width(classes) * input.element_size()))
-    call = (*inputs[:3], k, *numbers, at_once, save_logits, current_backend(), chunk)
+    at_once = max(1, room // (padded_width(classes) * head.input.element_size()))
+    call = (*head, k, *numbers, at_once, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
-    rows = input.shape[:-1]
     return TopK(*(field.reshape(*rows, *field.shape[1:]) for field in found))
