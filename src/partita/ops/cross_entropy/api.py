@@ -20,14 +20,15 @@ from ...runtime.backend import current_backend, resolve
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from ...runtime.sizes import same_sizes
 from .autograd import (
+    CROSS_ENTROPY_ONE_PASS,
     CrossEntropyInPlace,
-    CrossEntropyOnePass,
     CrossEntropyOptions,
+    RowsOnePass,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
     token_stats_op,
 )
-from .common import checked_options
+from .common import check_options
 from .native import native_cross_entropy
 from .token_stats import TokenStatsFunction
 
@@ -90,7 +91,7 @@ def cross_entropy(
         (tensor(1.1269, grad_fn=<...>), tensor([[-0.0596,  0.0596],
                 [-0.4404,  0.4404]]))
     """
-    of_loss = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    check_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     check_inputs(input, target, weight, ignore_index)
     if weight is not None:
         weight = weight.contiguous()
@@ -102,7 +103,8 @@ def cross_entropy(
     dtype = _loss_dtype(input, target, weight)
     if dtype == torch.float64:
         input = input.to(dtype)  # Probabilities or class weights may be in fp64.
-    options = CrossEntropyOptions(*of_loss[:4], reduction == "mean", dtype, backend)
+    factors = float(label_smoothing), float(softcap or 0.0), float(z_loss)
+    options = CrossEntropyOptions(ignore_index, *factors, reduction == "mean", dtype, backend)
     if is_batch:
         return loss_of_batch(input, target, weight, options, reduction, inplace)
     loss = loss_of_batch(
@@ -265,7 +267,7 @@ def loss_of_batch(
     if is_one_pass and inplace:
         return apply(CrossEntropyInPlace, logits, target, weight, options)
     if is_one_pass and has_one_pass(logits, options):
-        return apply(CrossEntropyOnePass, logits, target, weight, None, options)
+        return apply(RowsOnePass, CROSS_ENTROPY_ONE_PASS, logits, target, weight, None, options)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
         # read them.

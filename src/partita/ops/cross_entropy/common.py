@@ -34,14 +34,14 @@ class LossOptions(NamedTuple):
         return {**self._asdict(), "softcap": self.softcap or None}
 
 
-def checked_options(
+def check_options(
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
     z_loss: float,
     reduction: str,
-) -> LossOptions:
-    """Check the options that a user gave, and return them."""
+) -> None:
+    """Raise unless these are options of a loss over labels."""
     if type(ignore_index) is not int:
         checks.python_int("ignore_index", ignore_index)
     if reduction not in REDUCTIONS:
@@ -52,6 +52,17 @@ def checked_options(
         checks.number("z_loss", z_loss, low=0.0)
     if softcap is not None:
         checks.number("softcap", softcap, low=0.0, open_low=True)
+
+
+def checked_options(
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    reduction: str,
+) -> LossOptions:
+    """Check the options that a user gave, and return them."""
+    check_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
     return LossOptions(ignore_index, *numbers, reduction)
 

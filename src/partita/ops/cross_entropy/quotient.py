@@ -9,7 +9,7 @@ from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from .api import check_inputs, has_one_pass, loss_of_batch
-from .autograd import CrossEntropyOnePass, CrossEntropyOptions
+from .autograd import CROSS_ENTROPY_ONE_PASS, CrossEntropyOptions, RowsOnePass
 from .common import LossOptions
 from .native import native_cross_entropy
 
@@ -40,4 +40,5 @@ def cross_entropy_over(
         return loss_of_batch(input, target, None, numbers, "sum", False) / denominator
     if not isinstance(denominator, Tensor):
         denominator = torch.full((), denominator, dtype=dtype, device=input.device)
-    return apply(CrossEntropyOnePass, input, target, None, denominator, numbers)
+    tensors = (input, target, None, denominator)
+    return apply(RowsOnePass, CROSS_ENTROPY_ONE_PASS, *tensors, numbers)

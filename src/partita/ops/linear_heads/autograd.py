@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.autograd import scaled_gradient
+from ..cross_entropy.autograd import OnePassLoss, scaled_gradient
 from ..cross_entropy.common import LossOptions, valid_targets
 from . import reference
 from .common import RowStatistics
@@ -301,22 +301,6 @@ class LinearRows(torch.autograd.Function):
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
 
 
-class OnePassLoss(NamedTuple):
-    """A reduced loss that is computed together with its gradients.
-
-    Fields:
-        run: returns the loss and the `HeadGradients` from tensors, options, what is wanted and the
-            backend.
-        composed: returns the loss from tensors and options by way of all logits, differentiable any
-            number of times.
-        num_tensors: the number of tensors, of which the first three are the head.
-    """
-
-    run: Callable[..., tuple[Tensor, ...]]
-    composed: Callable[..., Tensor]
-    num_tensors: int
-
-
 def _composed_loss(
     input: Tensor,
     weight: Tensor,
@@ -338,7 +322,11 @@ PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: packed_one_pass(*args))
 
 
 class LinearOnePass(torch.autograd.Function):
-    """A `OnePassLoss` and its gradients, which are not differentiable outputs.
+    """A `OnePassLoss` of a head and its gradients, which are not differentiable outputs.
+
+    The first three tensors are the head. The last options say which gradients are wanted and name
+    the backend; `composed` gets the others.
+
 
     The first backward pass of eager code scales the saved gradients in place, and later ones
     compute them again. A compiler keeps them as tensors of its graph.

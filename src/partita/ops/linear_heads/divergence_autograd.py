@@ -11,10 +11,11 @@ from torch import Tensor
 from ...runtime import register
 from ...runtime.autograd import one_by_one
 from ...runtime.dtypes import acc_dtype
+from ..cross_entropy.autograd import OnePassLoss
 from ..divergence.autograd import divergence_of_rows
 from ..divergence.common import DivergenceRows, reduced
 from . import reference_divergence
-from .autograd import OnePassLoss, gradients_fake, head_backward, one_pass_fake
+from .autograd import gradients_fake, head_backward, one_pass_fake
 from .plan import padded_width
 from .rows_linear import rows_linear
 
