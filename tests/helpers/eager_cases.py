@@ -9,6 +9,7 @@ from torch import Tensor
 import partita
 from partita.ops.chain.functional import log_partition
 from partita.ops.cross_entropy import quotient
+from partita.ops.cross_entropy.common import checked_options
 
 
 def numbers(*shape: int) -> Tensor:
@@ -36,8 +37,8 @@ def crf(scores: Tensor, **options: Any) -> Tensor:
 
 
 def over(logits: Tensor) -> Tensor:
-    options = {"ignore_index": -100, "label_smoothing": 0.0, "softcap": 3.0, "z_loss": 0.0}
-    return quotient.cross_entropy_over(logits, LABELS, torch.tensor(5.0), **options)
+    options = checked_options(-100, 0.0, 3.0, 0.0, "sum")
+    return quotient.cross_entropy_over(logits, LABELS, torch.tensor(5.0), options)
 
 
 # The ops of a call, its inputs and the function.

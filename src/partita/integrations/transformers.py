@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.cross_entropy.api import cross_entropy
+from ..ops.cross_entropy.common import checked_options
 from ..ops.cross_entropy.quotient import cross_entropy_over
 from ..ops.linear_heads.loss import linear_loss
 from ..ops.rnnt.tdt import tdt_loss
@@ -93,19 +94,14 @@ def causal_lm_loss(
     given = labels_read(labels, shift_labels)
     target = _targets(given, ignore_index, len(rows), logits.device)
     reduction = _reduction(num_items_in_batch)
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "z_loss": z_loss,
-    }
+    options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     denominator = _denominator(num_items_in_batch, logits.device)
     try:
         if denominator is not None:
-            loss = cross_entropy_over(rows, target, denominator, **options)
+            loss = cross_entropy_over(rows, target, denominator, options)
             return _as_quotient(loss, num_items_in_batch)
         with fp32_result(logits):
-            loss = cross_entropy(rows, target, reduction=reduction, **options)
+            loss = cross_entropy(rows, target, **options.keywords())
     except IndexError:
         given.find(vocab_size, ignore_index)
         raise
@@ -194,11 +190,7 @@ def linear_causal_lm_loss(
             target.view(shape),
             linear_bias,
             None,
-            reduction,
-            ignore_index,
-            label_smoothing,
-            softcap,
-            z_loss,
+            checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction),
             memory_budget,
             denominator,
         )

@@ -10,6 +10,7 @@ from helpers.linear import Batch, batch_of, budgets, check, ours, results
 from helpers.rows import kernel_devices
 
 import partita
+from partita.ops.cross_entropy.common import checked_options
 from partita.ops.linear_heads import autograd, loss, packing
 from partita.ops.linear_heads.plan import MemoryPlan
 
@@ -150,7 +151,7 @@ def test_strided_hidden_states_and_a_class_that_is_ignored(device: str, spy: moc
 def test_a_denominator_and_more_than_one_backward_pass(device: str, spy: mock.Mock) -> None:
     x = batch(device=device)
     leaves = [x.input.requires_grad_(), x.weight.requires_grad_()]
-    args = (None, None, "sum", -100, 0.0, None, 0.0, budgets(x)["fast"])
+    args = (None, None, checked_options(-100, 0.0, None, 0.0, "sum"), budgets(x)["fast"])
     quotient = loss.linear_loss(x.input, x.weight, x.target, *args, denominator=7.0)
     first = torch.autograd.grad(quotient, leaves, retain_graph=True)
     second = torch.autograd.grad(quotient, leaves, retain_graph=True)

@@ -17,21 +17,20 @@ from ...runtime.autograd import (
     refuse_forward_mode,
 )
 from ...runtime.backend import current_backend, resolve
-from ...runtime.checks import REDUCTIONS
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from ...runtime.sizes import same_sizes
 from .autograd import (
+    CROSS_ENTROPY_ONE_PASS,
     CrossEntropyInPlace,
-    CrossEntropyOnePass,
     CrossEntropyOptions,
+    RowsOnePass,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
     token_stats_op,
 )
+from .common import check_options
 from .native import native_cross_entropy
 from .token_stats import TokenStatsFunction
-
-# The options of calls that take one pass over logits and labels, and those of `token_stats`.
 
 
 def cross_entropy(
@@ -92,15 +91,10 @@ def cross_entropy(
         (tensor(1.1269, grad_fn=<...>), tensor([[-0.0596,  0.0596],
                 [-0.4404,  0.4404]]))
     """
-    check_inputs(input, target, weight, ignore_index, softcap)
-    if reduction not in REDUCTIONS:
-        checks.choice("reduction", reduction, REDUCTIONS)
+    check_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    check_inputs(input, target, weight, ignore_index)
     if weight is not None:
         weight = weight.contiguous()
-    if label_smoothing != 0.0:
-        checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    if z_loss != 0.0:
-        checks.number("z_loss", z_loss, low=0.0)
     backend, is_batch = current_backend(), input.ndim > 1
     if is_batch and input.is_cpu and backend == "auto" and not (softcap or z_loss or inplace):
         loss = native_cross_entropy(input, target, weight, ignore_index, label_smoothing, reduction)
@@ -196,13 +190,9 @@ def token_stats(
     return TokenStats(*fields[:4])
 
 
-def check_inputs(
-    input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, softcap: float | None
-) -> None:
+def check_inputs(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> None:
     checks.floating("input", input)
     checks.tensor("target", target)
-    if type(ignore_index) is not int:
-        checks.python_int("ignore_index", ignore_index)
     shape = input.shape
     if not shape:
         raise ValueError("input: expected shape [N, C, ...] or [C], got []")
@@ -237,8 +227,6 @@ def check_inputs(
                 "weight: not differentiable with label targets, as in torch; detach it, or give"
                 " target probabilities"
             )
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
 
 
 def _loss_dtype(input: Tensor, target: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -279,7 +267,7 @@ def loss_of_batch(
     if is_one_pass and inplace:
         return apply(CrossEntropyInPlace, logits, target, weight, options)
     if is_one_pass and has_one_pass(logits, options):
-        return apply(CrossEntropyOnePass, logits, target, weight, None, options)
+        return apply(RowsOnePass, CROSS_ENTROPY_ONE_PASS, logits, target, weight, None, options)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
         # read them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -84,10 +85,11 @@ cross_entropy_backward_op = register.define(
     vmap=_rows_vmap,
 )
 cross_entropy_backward_inplace_op = register.define(
-    reference_one_pass.cross_entropy_backward_,
+    reference_one_pass.cross_entropy_backward,
     lambda: None,
+    name="cross_entropy_backward",
     gpu=_gpu,
-    mutates="logits",
+    overwrites="logits",
 )
 cross_entropy_reduced_op = register.define(
     reference_one_pass.cross_entropy_reduced,
@@ -213,44 +215,72 @@ class CrossEntropyRows(torch.autograd.Function):
         return grad_logits, grad_target, grad_weight, None, None, None, None, None
 
 
-class CrossEntropyOnePass(torch.autograd.Function):
-    """The reduced loss, with its gradient computed in the forward pass.
+class OnePassLoss(NamedTuple):
+    """A reduced loss that is computed together with its gradients.
+
+    Fields:
+        run: returns the loss and its gradients from tensors and options.
+        composed: returns the loss from the same arguments, differentiable any number of times.
+        num_tensors: the number of tensors among the arguments, which come first.
+    """
+
+    run: Callable[..., tuple[Tensor, ...]]
+    composed: Callable[..., Tensor]
+    num_tensors: int
+
+
+class RowsOnePass(torch.autograd.Function):
+    """A `OnePassLoss` of rows of logits, the first tensor. Its options are a tuple with a backend.
 
     It is for eager code only: the first backward pass scales the saved gradient in place, and a
-    second one computes it again. A denominator, `[]`, divides a sum before the gradient is rounded.
+    second one computes it again.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        denominator: Tensor | None,
-        options: CrossEntropyOptions,
-    ) -> Tensor:
-        inputs = (logits, target, weight, denominator)
-        loss, gradient = cross_entropy_one_pass_op(*inputs, *options)
-        ctx.save_for_backward(gradient, *inputs)
+    def forward(ctx: Any, loss: OnePassLoss, *args: Any) -> Tensor:
+        result, gradient = loss.run(*args)
+        ctx.save_for_backward(gradient, *args[: loss.num_tensors])
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.is_spent = options, False
-        return loss
+        ctx.loss, ctx.options, ctx.is_spent = loss, args[-1], False
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,), options = grads, ctx.options
-        if grad is None:
-            return None, None, None, None, None
-        gradient, logits, target, weight, denominator = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            if denominator is not None:
-                grad = (grad / denominator).to(grad.dtype)
-            gradient = _differentiable_gradient(grad, logits, target, weight, options)
-            return gradient, None, None, None, None
-        if ctx.is_spent:
-            inputs = (logits, target, weight, denominator)
-            gradient = cross_entropy_one_pass_op(*inputs, *options)[1]
-        return scaled_gradient(ctx, gradient, grad, options.backend), None, None, None, None
+        loss, options, dlogits = ctx.loss, ctx.options, None
+        if grads[0] is not None:
+            dlogits, *tensors = ctx.saved_tensors
+            if torch.is_grad_enabled():
+                logits, *others = tensors
+                (dlogits,) = double_backward(
+                    lambda x: loss.composed(x, *others, options), [logits], [True], grads[0]
+                )
+            else:
+                if ctx.is_spent:
+                    dlogits = loss.run(*tensors, options)[1]
+                dlogits = scaled_gradient(ctx, dlogits, grads[0], options.backend)
+        return None, dlogits, *(None,) * loss.num_tensors
+
+
+def _loss_and_gradient(*args: Any) -> tuple[Tensor, Tensor]:
+    *tensors, options = args
+    found: tuple[Tensor, Tensor] = cross_entropy_one_pass_op(*tensors, *options)
+    return found
+
+
+def _composed_loss(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    reduction = "mean" if options.mean else "sum"
+    loss = cross_entropy_of_rows(logits, target, weight, options, reduction)
+    return loss if denominator is None else loss / denominator
+
+
+# A denominator, `[]`, divides a sum before the gradient is rounded.
+CROSS_ENTROPY_ONE_PASS = OnePassLoss(_loss_and_gradient, _composed_loss, 4)
 
 
 class CrossEntropyInPlace(torch.autograd.Function):
@@ -286,25 +316,6 @@ class CrossEntropyInPlace(torch.autograd.Function):
             )
         gradient = ctx.saved_tensors[0].detach()  # It raises if that memory was written to since.
         return scaled_gradient(ctx, gradient, grad, ctx.backend), None, None, None
-
-
-def _differentiable_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    options: CrossEntropyOptions,
-) -> Tensor:
-    """Return the gradient of the reduced loss, which can be differentiated again."""
-    reduction = "mean" if options.mean else "sum"
-    (dlogits,) = double_backward(
-        lambda x: cross_entropy_of_rows(x, target, weight, options, reduction),
-        [logits],
-        [True],
-        grad,
-    )
-    assert dlogits is not None
-    return dlogits
 
 
 def scaled_gradient(ctx: Any, gradient: Tensor, upstream: Tensor, backend: str) -> Tensor:

@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...runtime import checks
+from ...runtime.checks import REDUCTIONS
 from ...runtime.dtypes import acc_dtype
+
+
+class LossOptions(NamedTuple):
+    """The checked options of a loss over labels; see `checked_options`.
+
+    Fields:
+        ignore_index: the ignored label.
+        label_smoothing: the share of the target that all classes have evenly.
+        softcap: the soft-cap, or 0 for none.
+        z_loss: the factor of the z-loss.
+        reduction: `none`, `mean` or `sum`.
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+    reduction: str
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keyword arguments of `cross_entropy`."""
+        return {**self._asdict(), "softcap": self.softcap or None}
+
+
+def check_options(
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    reduction: str,
+) -> None:
+    """Raise unless these are options of a loss over labels."""
+    if type(ignore_index) is not int:
+        checks.python_int("ignore_index", ignore_index)
+    if reduction not in REDUCTIONS:
+        checks.choice("reduction", reduction, REDUCTIONS)
+    if type(label_smoothing) is not float or label_smoothing != 0.0:
+        checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    if type(z_loss) is not float or z_loss != 0.0:
+        checks.number("z_loss", z_loss, low=0.0)
+    if softcap is not None:
+        checks.number("softcap", softcap, low=0.0, open_low=True)
+
+
+def checked_options(
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    reduction: str,
+) -> LossOptions:
+    """Check the options that a user gave, and return them."""
+    check_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
+    return LossOptions(ignore_index, *numbers, reduction)
 
 
 class OnePass(NamedTuple):

@@ -5,24 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...runtime import checks
 from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from .api import check_inputs, has_one_pass, loss_of_batch
-from .autograd import CrossEntropyOnePass, CrossEntropyOptions
+from .autograd import CROSS_ENTROPY_ONE_PASS, CrossEntropyOptions, RowsOnePass
+from .common import LossOptions
 from .native import native_cross_entropy
 
 
 def cross_entropy_over(
-    input: Tensor,
-    target: Tensor,
-    denominator: float | Tensor,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
+    input: Tensor, target: Tensor, denominator: float | Tensor, options: LossOptions
 ) -> Tensor:
     """Return the sum of the losses of labels over a denominator, fp32 (fp64 for fp64).
 
@@ -33,21 +26,19 @@ def cross_entropy_over(
         input: logits `[M, C]`.
         target: labels `[M]`.
         denominator: a number, or a tensor `[]` on the device of the logits, without a gradient.
-        ignore_index, label_smoothing, softcap, z_loss: as in `cross_entropy`.
+        options: those of the loss, whose reduction is a sum.
     """
-    check_inputs(input, target, None, ignore_index, softcap)
-    checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    checks.number("z_loss", z_loss, low=0.0)
+    check_inputs(input, target, None, options.ignore_index)
     backend, dtype = current_backend(), acc_dtype(input.dtype)
-    if input.is_cpu and backend == "auto" and not (softcap or z_loss):
-        loss = native_cross_entropy(input, target, None, ignore_index, label_smoothing, "sum")
+    if input.is_cpu and backend == "auto" and not (options.softcap or options.z_loss):
+        loss = native_cross_entropy(input, target, None, *options[:2], "sum")
         if loss is not None:
             return loss / denominator
-    numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
-    options = CrossEntropyOptions(ignore_index, *numbers, False, dtype, backend)
+    numbers = CrossEntropyOptions(*options[:4], False, dtype, backend)
     is_one_pass = plain_eager() and torch.is_grad_enabled() and input.requires_grad
-    if not is_one_pass or input.dtype == torch.float16 or not has_one_pass(input, options):
-        return loss_of_batch(input, target, None, options, "sum", False) / denominator
+    if not is_one_pass or input.dtype == torch.float16 or not has_one_pass(input, numbers):
+        return loss_of_batch(input, target, None, numbers, "sum", False) / denominator
     if not isinstance(denominator, Tensor):
         denominator = torch.full((), denominator, dtype=dtype, device=input.device)
-    return apply(CrossEntropyOnePass, input, target, None, denominator, options)
+    tensors = (input, target, None, denominator)
+    return apply(RowsOnePass, CROSS_ENTROPY_ONE_PASS, *tensors, numbers)

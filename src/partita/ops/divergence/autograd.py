@@ -13,7 +13,6 @@ from ...runtime import register
 from ...runtime.autograd import (
     all_at_once,
     apply,
-    double_backward,
     first_derivative,
     for_gradients,
     needs_no_derivative,
@@ -22,7 +21,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import scaled_gradient
+from ..cross_entropy.autograd import OnePassLoss, RowsOnePass
 from ..logprobs.common import TopK
 from . import reference, reference_chunks
 from .common import DivergenceRows, reduced, row_factors
@@ -134,58 +133,28 @@ class DivergenceOptions(NamedTuple):
     backend: str
 
 
-class DivergenceOnePass(torch.autograd.Function):
-    """The reduced divergence, with its gradient computed in the forward pass.
-
-    It is for eager code only: the first backward pass scales the saved gradient in place, and a
-    second one computes it again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        teacher_logits: Tensor,
-        mask: Tensor | None,
-        options: DivergenceOptions,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        loss, gradient = _loss_and_gradient(logits, teacher_logits, mask, options)
-        ctx.save_for_backward(gradient, logits, teacher_logits, mask)
-        ctx.options, ctx.is_spent = options, False
-        return reduced(loss, mask, options.reduction)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,) = grads
-        if grad is None:
-            return None, None, None, None
-        gradient, logits, teacher_logits, mask = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            *numbers, reduction, _ = ctx.options
-            (dlogits,) = double_backward(
-                lambda x: reduced(divergence_of_rows(x, teacher_logits, *numbers), mask, reduction),
-                [logits],
-                [True],
-                grad,
-            )
-            return dlogits, None, None, None
-        if ctx.is_spent:
-            gradient = _loss_and_gradient(logits, teacher_logits, mask, ctx.options)[1]
-        return scaled_gradient(ctx, gradient, grad, ctx.options.backend), None, None, None
-
-
 def _loss_and_gradient(
     logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: DivergenceOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence of each row, and the gradient of the reduced loss."""
     *numbers, reduction, backend = options
     rows, row_factor = logits.shape[:-1].numel(), None
     if mask is not None:
         like = logits.new_empty(mask.shape, dtype=acc_dtype(logits.dtype))
         row_factor = row_factors(mask, like, reduction)
     factor = 1 / max(rows, 1) if reduction == "mean" else 1.0
-    return divergence_one_pass_op(logits, teacher_logits, row_factor, factor, *numbers, backend)
+    rest = (row_factor, factor, *numbers, backend)
+    loss, gradient = divergence_one_pass_op(logits, teacher_logits, *rest)
+    return reduced(loss, mask, reduction), gradient
+
+
+def _composed_loss(
+    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: DivergenceOptions
+) -> Tensor:
+    *numbers, reduction, _ = options
+    return reduced(divergence_of_rows(logits, teacher_logits, *numbers), mask, reduction)
+
+
+ONE_PASS = OnePassLoss(_loss_and_gradient, _composed_loss, 3)
 
 
 def reduced_divergence(
@@ -211,8 +180,8 @@ def reduced_divergence(
     backend = current_backend()
     if is_one_pass and resolve(backend, logits.device, has_cpu=False) == "gpu":
         options = DivergenceOptions(beta, temperature, softcap, reduction, backend)
-        loss: Tensor = apply(DivergenceOnePass, logits, teacher_logits.detach(), mask, options)
-        return loss
+        tensors = (logits, teacher_logits.detach(), mask)
+        return apply(RowsOnePass, ONE_PASS, *tensors, options)
     loss = divergence_of_rows(logits, teacher_logits, beta, temperature, softcap)
     return reduced(loss, mask, reduction)
 

@@ -12,10 +12,11 @@ from ...runtime import checks
 from ...runtime.autograd import apply
 from ...runtime.backend import current_backend
 from ..cross_entropy.api import TokenStats, token_stats
+from ..cross_entropy.common import checked_options
 from . import autograd
 from .common import chunk_and_save
 from .composed import is_plain
-from .inputs import cast_and_check, flat_inputs, is_usual, needs_logits
+from .inputs import checked_matrix, flat_head, flat_labels, is_usual, needs_logits
 from .loss import linear_loss
 from .plan import check_budget, is_small
 from .rows_linear import rows_linear
@@ -84,19 +85,9 @@ def linear_cross_entropy(
         (tensor(1.2395, grad_fn=<...>), tensor([[-0.2130,  0.1065],
                 [-0.8935,  0.7870]]))
     """
-    return linear_loss(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        reduction,
-        ignore_index,
-        label_smoothing,
-        softcap,
-        z_loss,
-        memory_budget,
-    )
+    ignore_index = -100 if ignore_index is None else ignore_index
+    options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    return linear_loss(input, linear_weight, target, linear_bias, weight, options, memory_budget)
 
 
 def linear_token_stats(
@@ -140,11 +131,8 @@ def linear_token_stats(
     """
     usual = target is not None and is_usual(input, linear_weight, linear_bias, target)
     if not usual:
-        checked = cast_and_check(input, linear_weight, linear_bias, target)
+        checked = checked_matrix(input, linear_weight, linear_bias, target)
         input, linear_weight, linear_bias = checked
-        if linear_weight.ndim != 2:
-            shape = list(linear_weight.shape)
-            raise ValueError(f"linear_weight: expected shape [C, H], got {shape}")
     if memory_budget is not None:
         check_budget(memory_budget)
     is_composed = not usual and needs_logits(linear_weight, target)
@@ -166,14 +154,14 @@ def linear_token_stats(
     labels = target
     if labels is None:
         labels, ignore_index = input.new_zeros(input.shape[:-1], dtype=torch.int64), -100
-    inputs = flat_inputs(input, linear_weight, linear_bias, labels)
-    plan = inputs.plan(memory_budget, False)
+    labels, head = flat_labels(input, labels), flat_head(input, linear_weight, linear_bias)
+    plan = head.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(linear_weight))
     needs_smoothing, needs_entropy = False, True
     nll, logsumexp, _, entropy, argmax, *_ = apply(
         autograd.LinearRows,
-        *inputs[:3],
-        None if target is None else inputs.target,
+        *head,
+        None if target is None else labels,
         None,
         float(temperature),
         float(softcap or 0.0),

@@ -5,16 +5,85 @@ The reference and the kernels of one device use them, and so does the vocabulary
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...runtime import checks
-from ...runtime.autograd import autocast_dtype, is_double_backward, plain_eager
+from ...runtime.autograd import (
+    autocast_dtype,
+    is_double_backward,
+    plain_eager,
+    requires_grad,
+)
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import valid_targets
-from .plan import MemoryPlan
+from ..cross_entropy.common import LossOptions, valid_targets
+from .plan import MemoryPlan, memory_plan, padded_width
+
+
+class Head(NamedTuple):
+    """The hidden states and the matrix of the vocabulary, whose product are the logits.
+
+    Fields:
+        input: hidden states, `[M, H]`.
+        weight: matrix of the vocabulary, `[C, H]`.
+        bias: its bias, `[C]`, or None.
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        """Return whether hidden states, matrix and bias need a gradient."""
+        if not torch.is_grad_enabled():
+            return False, False, False
+        return requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
+
+    def plan(self, memory_budget: int | None, reduced: bool, packs: bool = False) -> MemoryPlan:
+        """Return the plan of this head; `packs` says whether the rows are packed."""
+        input_grad, weight_grad, bias_grad = self.wanted
+        tokens, hidden = self.input.shape
+        return memory_plan(
+            tokens,
+            hidden,
+            len(self.weight),
+            self.input.dtype,
+            memory_budget=memory_budget,
+            input_grad=input_grad,
+            weight_grad=weight_grad or bias_grad,
+            reduced=reduced,
+            parallel=False,
+            packs=packs,
+        )
+
+    def of_tokens(self, part: slice) -> Head:
+        """Return the head of some tokens."""
+        return self._replace(input=self.input[part])
+
+    def of_classes(self, part: slice) -> Head:
+        """Return the head of some classes."""
+        bias = None if self.bias is None else self.bias[part]
+        return Head(self.input, self.weight[part], bias)
+
+    def buffer(self, tokens: int, classes: int) -> Tensor:
+        """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
+        return self.input.new_empty(tokens * padded_width(classes))
+
+    def logits(self, buffer: Tensor) -> Tensor:
+        """Compute the logits in the buffer."""
+        (M, _), C, width = self.input.shape, len(self.weight), padded_width(len(self.weight))
+        padded = buffer[: M * width].view(M, width)
+        if padded.device.type == "cpu":
+            # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized
+            # memory may be NaN there, and 0 times NaN is NaN.
+            padded[:, C:].zero_()
+        logits = padded[:, :C]
+        if self.bias is None:
+            return torch.mm(self.input, self.weight.T, out=logits)
+        return torch.addmm(self.bias, self.input, self.weight.T, out=logits)
 
 
 def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -63,63 +132,45 @@ def chunk_and_save(plan: MemoryPlan, classes: int) -> tuple[int, bool]:
     return classes if fast else plan.chunk, fast and plain_eager()
 
 
-def checked_options(
-    ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float
-) -> tuple[int, float, float, float]:
-    """Check the numbers and return them as the ops take them."""
-    are_floats = type(label_smoothing) is float and type(z_loss) is float
-    if are_floats and label_smoothing == z_loss == 0.0 and softcap is None:
-        if type(ignore_index) is not int:
-            checks.python_int("ignore_index", ignore_index)
-        return ignore_index, 0.0, 0.0, 0.0
-    checks.python_int("ignore_index", ignore_index)
-    checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    checks.number("z_loss", z_loss, low=0.0)
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
-    return ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss)
-
-
 def reduce_losses(
     loss: Tensor,
     z: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
     classes: int,
-    ignore_index: int,
-    reduction: str,
+    options: LossOptions,
 ) -> Tensor:
     """Reduce the losses of the rows and their z-losses `z` to one result."""
-    if reduction != "mean":
+    if options.reduction != "mean":
         loss = loss if z is None else loss + z
-        return loss if reduction == "none" else loss.sum()
-    total_weight, N = loss_denominators(target, weight, classes, ignore_index)
+        return loss if options.reduction == "none" else loss.sum()
+    total_weight, N = loss_denominators(target, weight, classes, options.ignore_index)
     mean = loss.sum() / total_weight
     return mean if z is None else mean + z.sum() / N
 
 
 def loss_terms(
-    nll: Tensor,
-    logsumexp: Tensor,
-    smoothing_loss: Tensor,
+    statistics: Sequence[Tensor],
     target: Tensor,
     weight: Tensor | None,
     classes: int,
-    options: tuple[Any, ...],
+    options: LossOptions,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the loss of each row and its z-loss, which is None without one.
 
-    `options` are those that `checked_options` returns.
+    The first of the statistics are nll, log Z and the smoothing loss, as in `RowStatistics`.
     """
-    ignore_index, label_smoothing, _, z_loss = options
-    valid, loss = target != ignore_index, nll
+    nll, logsumexp, smoothing_loss, *_ = statistics
+    smoothing, valid, loss = options.label_smoothing, target != options.ignore_index, nll
     if weight is not None:
         in_range = valid & (target >= 0) & (target < classes)
         loss = loss * weight.to(nll.dtype)[torch.where(in_range, target, 0).long()]
-    if label_smoothing > 0:
+    if smoothing > 0:
         smoothing_loss = torch.where(valid, smoothing_loss, 0.0)
-        loss = (1 - label_smoothing) * loss + label_smoothing / classes * smoothing_loss
-    return loss, z_loss * torch.where(valid, logsumexp, 0.0).square() if z_loss else None
+        loss = (1 - smoothing) * loss + smoothing / classes * smoothing_loss
+    if not options.z_loss:
+        return loss, None
+    return loss, options.z_loss * torch.where(valid, logsumexp, 0.0).square()
 
 
 def loss_denominators(

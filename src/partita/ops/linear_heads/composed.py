@@ -14,6 +14,8 @@ from ...runtime.autograd import plain_eager, refuse_forward_mode
 from ...runtime.backend import current_backend
 from ...runtime.register import PLAIN
 from ..cross_entropy.api import cross_entropy
+from ..cross_entropy.common import LossOptions
+from .common import Head
 
 
 def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
@@ -28,16 +30,7 @@ def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor 
 
 
 def composed_cross_entropy(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    reduction: str,
+    head: Head, target: Tensor, class_weight: Tensor | None, options: LossOptions
 ) -> Tensor:
     """Compute the loss from all logits at once, in fp32 at least.
 
@@ -48,24 +41,17 @@ def composed_cross_entropy(
     or labels are not checked, for which it raises. It is not exact for ignored rows with logits
     that are not finite, so the caller leaves out ignored rows there.
 
-    Args:
-        input: hidden states, `[M, H]`.
-        weight: matrix of the vocabulary, `[C, H]`.
-        bias: its bias, `[C]`, or None.
-        target: labels, `[M]`.
-        class_weight: class weights, `[C]`, or None.
-        ignore_index, label_smoothing, softcap, z_loss: the options; no soft-capping is 0.
-        reduction: `none`, `mean` or `sum`.
-
-    Returns:
-        The loss, `[]` or `[M]`.
+    The labels are `[M]`, the class weights `[C]` or None.
     """
+    input, weight, bias = head
+    ignore_index, softcap = options.ignore_index, options.softcap
     if not input.is_cpu:  # NaN in ignored rows would reach the gradient of the matrix
         input = input.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
     logits = F.linear(input, weight, bias)
     if logits.dtype.itemsize == 2:
         logits = logits.float()
-    is_native = logits.is_cpu and not (z_loss or (label_smoothing and class_weight is not None))
+    weighs_smoothing = options.label_smoothing and class_weight is not None
+    is_native = logits.is_cpu and not (options.z_loss or weighs_smoothing)
     if is_native and current_backend() == "auto" and checks.should_check_values(logits.device):
         refuse_forward_mode(logits)
         try:
@@ -74,19 +60,10 @@ def composed_cross_entropy(
                 target,
                 None if class_weight is None else class_weight.to(logits.dtype),
                 ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
+                reduction=options.reduction,
+                label_smoothing=options.label_smoothing,
             )
         except IndexError:  # This check names the label and its place.
             checks.labels("target", target, logits.shape[1], ignore_index)
             raise
-    return cross_entropy(
-        logits,
-        target,
-        class_weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        softcap=softcap or None,
-        z_loss=z_loss,
-    )
+    return cross_entropy(logits, target, class_weight, **options.keywords())

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager, requires_grad
+from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..divergence.common import reduced, row_factors
 from . import divergence_autograd as autograd
-from .common import cast_to_autocast
-from .composed import is_plain
+from .autograd import LinearOnePass
+from .common import Head, cast_to_autocast
 from .divergence_plan import divergence_plan
-from .inputs import cast_and_check, needs_logits
-from .plan import check_budget, is_small
+from .inputs import checked_matrix, flat_head, takes_all_logits
+from .plan import check_budget
 
 
 def linear_divergence(
@@ -71,10 +71,8 @@ def linear_divergence(
         >>> loss
         tensor(0.1233, grad_fn=<...>)
     """
-    input, linear_weight, linear_bias = cast_and_check(input, linear_weight, linear_bias, None)
-    if linear_weight.ndim != 2:
-        raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
-    teacher = _checked_teacher(input, linear_weight, teacher_input, teacher_weight, teacher_bias)
+    head = checked_matrix(input, linear_weight, linear_bias)
+    teacher = _checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
     checks.number("beta", beta, low=0.0, high=1.0)
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     checks.choice("reduction", reduction, checks.REDUCTIONS)
@@ -83,29 +81,21 @@ def linear_divergence(
         checks.tensor("mask", mask)
         checks.shape("mask", mask, input.shape[:-1], "input without H")
         checks.device("mask", mask, input, "input")
-    heads = (input, linear_weight, linear_bias, *teacher)
-    classes = len(linear_weight)
-    if needs_logits(linear_weight, None) or (
-        is_plain(*heads[:3], mask)
-        and is_plain(*heads[3:], None)
-        and is_small(2 * input.shape[:-1].numel(), classes, input.dtype, memory_budget)
-    ):
-        rows = autograd.composed_rows(*heads, *numbers)
+    if takes_all_logits([head, teacher], mask, memory_budget):
+        rows = autograd.composed_rows(*head, *teacher, *numbers)
         return reduced(rows, mask, reduction)
-    flat = [None if t is None else t[None].flatten(0, -2) for t in (heads[0], heads[3])]
-    heads = (flat[0], *heads[1:3], flat[1], *heads[4:])
     flat_mask = None if mask is None else mask.reshape(-1)
-    loss = _planned(heads, numbers, flat_mask, reduction, memory_budget)
+    heads = flat_head(*head), flat_head(*teacher)
+    loss = _planned(*heads, numbers, flat_mask, reduction, memory_budget)
     return loss.reshape(input.shape[:-1]) if reduction == "none" else loss
 
 
-def _checked_teacher(
-    input: Tensor, matrix: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
     """Return the teacher's tensors in the dtype of autocast; raise unless they fit the student's.
 
     The results have no gradient.
     """
+    input, matrix, _ = head
     for name, tensor in (("input", hidden), ("weight", weight), ("bias", bias)):
         if name != "bias" or tensor is not None:
             checks.floating(f"teacher_{name}", tensor)
@@ -130,21 +120,20 @@ def _checked_teacher(
     checks.shape("teacher_input", hidden, expected, "the rows of input and K of teacher_weight")
     if bias is not None:
         checks.shape("teacher_bias", bias, weight.shape[:1], "[C]")
-    return hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    return Head(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
 
 
 def _planned(
-    heads: tuple[Tensor | None, ...],
+    head: Head,
+    teacher: Head,
     numbers: tuple[float, ...],
     mask: Tensor | None,
     reduction: str,
     memory_budget: int | None,
 ) -> Tensor:
     """Compute the divergence in the chunks of the plan; the hidden states are `[M, H]`."""
-    input, weight, bias, teacher_input, *_ = heads
-    assert input is not None and weight is not None and teacher_input is not None
-    enabled = torch.is_grad_enabled()
-    wanted = tuple(enabled and requires_grad(t) for t in (input, weight, bias))
+    input, weight, _ = head
+    wanted = head.wanted
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     # The gradients of fp16 would underflow before a loss scale is known.
     is_reduced = reduction != "none" and input.dtype != torch.float16
@@ -155,7 +144,7 @@ def _planned(
         hidden,
         len(weight),
         input.dtype,
-        teacher_input.dtype,
+        teacher.input.dtype,
         memory_budget,
         wanted[0],
         wanted[1] or wanted[2],
@@ -165,9 +154,9 @@ def _planned(
     if not one_pass:
         save_logits = plain_eager() and plan.saved > 0
         chunk = plan.chunk if any(wanted) else len(weight)
-        call = (*heads, *numbers, plan.tokens, chunk, save_logits, backend)
+        call = (*head, *teacher, *numbers, plan.tokens, save_logits, backend, chunk)
         return reduced(apply(autograd.LinearDivergence, *call)[0], mask, reduction)
     like = input.new_empty(tokens, dtype=acc_dtype(input.dtype))
     factors = row_factors(mask, like, reduction)
-    call = (*heads, factors, mask, reduction, *numbers, *sizes, *wanted, backend)
-    return apply(autograd.LinearDivergenceOnePass, *call)[0]
+    call = (*head, *teacher, factors, mask, reduction, *numbers, *sizes, *wanted, backend)
+    return apply(LinearOnePass, autograd.ONE_PASS, *call)[0]

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import autocast_dtype, plain_eager, requires_grad, top_transform
+from ...runtime.autograd import autocast_dtype, plain_eager, top_transform
 from ...runtime.checks import FLOATING
 from ...runtime.register import PLAIN
-from .common import cast_to_autocast
-from .plan import MemoryPlan, memory_plan
+from .common import Head, cast_to_autocast
+from .composed import is_plain
+from .plan import is_small
 from .rows_linear import rows_linear
-
-
-class HeadInputs(NamedTuple):
-    """The tensors as the ops take them.
-
-    Fields:
-        input: hidden states, `[M, H]`.
-        weight: matrix of the vocabulary, `[C, H]`.
-        bias: its bias, `[C]`, or None.
-        target: labels, `[M]` int64.
-    """
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-
-    @property
-    def wanted(self) -> tuple[bool, bool, bool]:
-        """Return whether hidden states, matrix and bias need a gradient."""
-        if not torch.is_grad_enabled():
-            return False, False, False
-        return requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
-
-    def plan(self, memory_budget: int | None, reduced: bool, packs: bool = False) -> MemoryPlan:
-        """Return the plan of these tensors; `packs` says whether the rows are packed."""
-        input_grad, weight_grad, bias_grad = self.wanted
-        tokens, hidden = self.input.shape
-        return memory_plan(
-            tokens,
-            hidden,
-            len(self.weight),
-            self.input.dtype,
-            memory_budget=memory_budget,
-            input_grad=input_grad,
-            weight_grad=weight_grad or bias_grad,
-            reduced=reduced,
-            parallel=False,
-            packs=packs,
-        )
 
 
 def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
@@ -136,11 +97,26 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | 
         checks.shape("linear_bias", bias, weight.shape[:-1], "linear_weight without H")
 
 
-def flat_inputs(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> HeadInputs:
+def checked_matrix(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None = None
+) -> Head:
+    """Return what `cast_and_check` returns; raise unless the matrix has two dimensions."""
+    head = Head(*cast_and_check(input, weight, bias, target))
+    if head.weight.ndim != 2:
+        raise ValueError(f"linear_weight: expected shape [C, H], got {list(head.weight.shape)}")
+    return head
+
+
+def flat_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
+    """Return the head with hidden states `[M, H]`."""
+    return Head(input[None].flatten(0, -2), weight, bias)
+
+
+def flat_labels(input: Tensor, target: Tensor) -> Tensor:
+    """Check the labels of hidden states `[..., H]`, and return them as `[M]`."""
     checks.integer("target", target)
     checks.shape("target", target, input.shape[:-1], "input without H")
-    labels = target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
-    return HeadInputs(input[None].flatten(0, -2), weight, bias, labels)
+    return target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
 
 
 def all_logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -158,3 +134,15 @@ def needs_logits(linear_weight: Tensor, target: Tensor | None) -> bool:
     transformed = top_transform() is not None
     has_probabilities = target is not None and target.is_floating_point()
     return linear_weight.ndim > 2 or has_probabilities or transformed
+
+
+def takes_all_logits(
+    heads: Sequence[Head], target: Tensor | None, memory_budget: int | None
+) -> bool:
+    """Return whether a call computes all logits of these heads at once."""
+    input, weight, _ = heads[0]
+    if needs_logits(weight, None):
+        return True
+    tokens = len(heads) * input.shape[:-1].numel()
+    are_plain = all(is_plain(*head, target) for head in heads)
+    return are_plain and is_small(tokens, len(weight), input.dtype, memory_budget)

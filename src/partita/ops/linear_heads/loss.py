@@ -10,13 +10,20 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import apply, plain_eager, requires_grad
 from ...runtime.backend import current_backend
-from ...runtime.checks import REDUCTIONS
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
+from ..cross_entropy.common import LossOptions
 from . import autograd
-from .common import checked_options, chunk_and_save, loss_terms, reduce_losses
+from .common import Head, chunk_and_save, loss_terms, reduce_losses
 from .composed import composed_cross_entropy, is_plain
-from .inputs import HeadInputs, all_logits, cast_and_check, flat_inputs, is_usual, needs_logits
+from .inputs import (
+    all_logits,
+    cast_and_check,
+    flat_head,
+    flat_labels,
+    is_usual,
+    needs_logits,
+)
 from .packing import packs_rows
 from .plan import check_budget, is_small
 
@@ -27,18 +34,18 @@ class LossCall(NamedTuple):
     """A checked call.
 
     Fields:
-        inputs: hidden states, matrix, bias and labels.
+        head: hidden states `[M, H]`, matrix and bias.
+        target: the labels, `[M]` int64.
         weight: the factors of the classes.
-        reduction: `none`, `mean` or `sum`.
-        options: ignored label, label smoothing, soft-cap and factor of the z-loss.
+        options: the options of the loss.
         memory_budget: bytes of workspace, or None.
         denominator: what a sum is divided by, or None.
     """
 
-    inputs: HeadInputs
+    head: Head
+    target: Tensor
     weight: Tensor | None
-    reduction: str
-    options: tuple[int, float, float, float]
+    options: LossOptions
     memory_budget: int | None
     denominator: float | Tensor | None
 
@@ -49,11 +56,7 @@ def linear_loss(
     target: Tensor,
     linear_bias: Tensor | None,
     weight: Tensor | None,
-    reduction: str,
-    ignore_index: int | None,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
+    options: LossOptions,
     memory_budget: int | None,
     denominator: float | Tensor | None = None,
 ) -> Tensor:
@@ -63,6 +66,7 @@ def linear_loss(
     half type. The quotient of `linear_cross_entropy(..., reduction="sum")` would round them first.
 
     Args:
+        options: the options of the loss.
         denominator: a number, or a tensor `[]` on the device of the hidden states, without a
             gradient; the reduction is then a sum.
         The others: as in `linear_cross_entropy`.
@@ -71,11 +75,8 @@ def linear_loss(
     if not usual:
         checked = cast_and_check(input, linear_weight, linear_bias, target)
         input, linear_weight, linear_bias = checked
-    if reduction not in REDUCTIONS:
-        checks.choice("reduction", reduction, REDUCTIONS)
     if memory_budget is not None:
         check_budget(memory_budget)
-    ignore_index = -100 if ignore_index is None else ignore_index
     weight_grad = requires_grad(weight)
     if weight_grad or (not usual and needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
@@ -83,36 +84,25 @@ def linear_loss(
         if linear_weight.ndim == 2 and input.ndim > 2:
             logits = logits.movedim(-1, 1)
             target = target.movedim(-1, 1) if target.is_floating_point() else target
-        loss = cross_entropy(
-            logits,
-            target,
-            weight,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            z_loss=z_loss,
-        )
+        loss = cross_entropy(logits, target, weight, **options.keywords())
         loss = loss.to(dtype)  # autocast may have changed the dtype
         return loss if denominator is None else loss / denominator
-    if usual:
-        inputs = HeadInputs(input, linear_weight, linear_bias, target)
-    else:
-        inputs = flat_inputs(input, linear_weight, linear_bias, target)
+    head, labels = Head(input, linear_weight, linear_bias), target
+    if not usual:
+        labels, head = flat_labels(input, target), flat_head(*head)
     if weight is not None:
         checks.floating("weight", weight)
         checks.device("weight", weight, input, "input")
         checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
-    options = checked_options(ignore_index, label_smoothing, softcap, z_loss)
-    call = LossCall(inputs, weight, reduction, options, memory_budget, denominator)
+    call = LossCall(head, labels, weight, options, memory_budget, denominator)
     if not usual and not is_plain(input, linear_weight, linear_bias, target):
         loss = _planned_loss(call)
     elif input.is_cpu:
         loss = _loss_without_ignored(call)
     else:
         loss = _loss(call)
-    return loss if usual or reduction != "none" else loss.reshape(target.shape)
+    return loss if usual or options.reduction != "none" else loss.reshape(target.shape)
 
 
 def _loss_without_ignored(call: LossCall) -> Tensor:
@@ -120,7 +110,7 @@ def _loss_without_ignored(call: LossCall) -> Tensor:
 
     A CPU knows their number without waiting, so that the products can leave the others out.
     """
-    inputs, labels, ignore_index = call.inputs, call.inputs.target, call.options[0]
+    head, labels, ignore_index = call.head, call.target, call.options.ignore_index
     if labels.shape[0] <= FEW_LABELS:
         has_ignored = ignore_index in labels.tolist()
     else:
@@ -128,50 +118,49 @@ def _loss_without_ignored(call: LossCall) -> Tensor:
     if not has_ignored:
         return _loss(call)
     valid = (labels != ignore_index).nonzero()[:, 0]
-    valid_inputs = inputs._replace(
-        input=inputs.input.index_select(0, valid), target=labels.index_select(0, valid)
-    )
+    valid_head = head._replace(input=head.input.index_select(0, valid))
     try:
-        loss = _loss(call._replace(inputs=valid_inputs))
+        loss = _loss(call._replace(head=valid_head, target=labels.index_select(0, valid)))
     except IndexError:  # This check finds the place of the label among all tokens.
-        checks.labels("target", labels, len(inputs.weight), ignore_index)
+        checks.labels("target", labels, len(head.weight), ignore_index)
         raise
-    if call.reduction != "none":
+    if call.options.reduction != "none":
         return loss
     return loss.new_zeros(len(labels)).index_put((valid,), loss)
 
 
 def _loss(call: LossCall) -> Tensor:
     """Compute the loss of a plain eager call."""
-    input, matrix, *_ = call.inputs
+    input, matrix, _ = call.head
     if is_small(input.shape[0], matrix.shape[0], input.dtype, call.memory_budget):
-        loss = composed_cross_entropy(*call.inputs, call.weight, *call.options, call.reduction)
+        loss = composed_cross_entropy(call.head, call.target, call.weight, call.options)
         return loss if call.denominator is None else loss / call.denominator
     return _planned_loss(call)
 
 
 def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
-    inputs, weight, reduction, options, memory_budget, denominator = call
-    backend, wanted = current_backend(), inputs.wanted
-    packs = packs_rows(inputs.input, inputs.weight, inputs.bias, reduction, backend)
-    plan = inputs.plan(memory_budget, reduction != "none", packs)
-    head = (inputs.input, inputs.weight, inputs.bias, inputs.target, weight)
-    if plan.name == "fast" and reduction != "none" and inputs.input.dtype != torch.float16:
-        loss_options, divisor = (*options, reduction == "mean"), denominator
+    head, target, weight, options, memory_budget, denominator = call
+    backend, reduction, input = current_backend(), options.reduction, head.input
+    packs = packs_rows(*head, reduction, backend)
+    plan = head.plan(memory_budget, reduction != "none", packs)
+    if plan.name == "fast" and reduction != "none" and input.dtype != torch.float16:
+        divisor = denominator
         if not (divisor is None or isinstance(divisor, Tensor)):
-            dtype = acc_dtype(inputs.input.dtype)
-            divisor = torch.full((), divisor, dtype=dtype, device=inputs.input.device)
+            dtype = acc_dtype(input.dtype)
+            divisor = torch.full((), divisor, dtype=dtype, device=input.device)
         if plain_eager() or torch.compiler.is_compiling():
             packs = packs and plain_eager()
-            call_args = (*head, divisor, *loss_options, plan.chunk, *wanted, packs, backend)
-            return apply(autograd.LinearOnePass, *call_args)[0]
-    ignore_index, label_smoothing, softcap, _ = options
-    classes = len(inputs.weight)
+            kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
+            tensors = (*head, target, weight, divisor)
+            rest = (*options[:4], reduction == "mean", plan.chunk, *head.wanted, backend)
+            return apply(autograd.LinearOnePass, kind, *tensors, *rest)[0]
+    classes = len(head.weight)
     chunk, save_logits = chunk_and_save(plan, classes)
-    needs_smoothing, needs_entropy = label_smoothing > 0, False
-    numbers = (1.0, softcap, ignore_index, needs_smoothing, needs_entropy, chunk, save_logits)
-    nll, logsumexp, smoothing_loss, *_ = apply(autograd.LinearRows, *head, *numbers, backend)
-    loss, z = loss_terms(nll, logsumexp, smoothing_loss, inputs.target, weight, classes, options)
-    loss = reduce_losses(loss, z, inputs.target, weight, classes, ignore_index, reduction)
+    needs_smoothing, needs_entropy = options.label_smoothing > 0, False
+    needs = (options.softcap, options.ignore_index, needs_smoothing, needs_entropy)
+    numbers = (1.0, *needs, chunk, save_logits, backend)
+    statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
+    loss, z = loss_terms(statistics, target, weight, classes, options)
+    loss = reduce_losses(loss, z, target, weight, classes, options)
     return loss if denominator is None else loss / denominator

@@ -8,7 +8,7 @@ from ...runtime import checks
 from ..divergence.autograd import divergence_of_classes
 from ..divergence.common import IGNORED, check_teacher, ids_of_rows
 from ..logprobs.common import TopK
-from .inputs import cast_and_check
+from .inputs import checked_matrix
 from .logprobs import linear_logprobs_of
 
 
@@ -53,9 +53,7 @@ def linear_topk_divergence(
         >>> partita.linear_topk_divergence(torch.zeros(1, 2), torch.zeros(4, 2), teacher)
         tensor(0.7142)
     """
-    cast_and_check(input, linear_weight, linear_bias, None)
-    if linear_weight.ndim != 2:
-        raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
+    checked_matrix(input, linear_weight, linear_bias)
     checks.temperature_and_softcap(temperature, softcap)
     classes = len(linear_weight)
     check_teacher(teacher, input, "input", classes, beta, mask, reduction)

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...runtime import checks
-from ...runtime.checks import REDUCTIONS
 from ..cross_entropy.api import TokenStats
+from ..cross_entropy.common import checked_options
 from ..linear_heads.common import reduce_losses
 from . import dtensor
 from .local_losses import (
@@ -82,17 +81,14 @@ def cross_entropy(
         tensor(1.3863)
         >>> dist.destroy_process_group()
     """
-    checks.choice("reduction", reduction, REDUCTIONS)
-    arguments = ParallelLossArguments(
-        weight, group, classes, ignore_index, label_smoothing, softcap, z_loss
-    )
+    options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    arguments = ParallelLossArguments(weight, group, classes, options)
     if isinstance(input, DTensor):
-        return dtensor.cross_entropy(input, target, arguments, reduction)
-    if reduction != "none":
-        loss = one_pass_loss(input, target, arguments, reduction == "mean")
-        if loss is not None:
-            return loss
-    return _reduce(logits_losses(input, target, arguments), target, weight, reduction)
+        return dtensor.cross_entropy(input, target, arguments)
+    loss = one_pass_loss(input, target, arguments)
+    if loss is not None:
+        return loss
+    return _reduce(logits_losses(input, target, arguments), target, weight)
 
 
 def linear_cross_entropy(
@@ -144,10 +140,8 @@ def linear_cross_entropy(
         tensor(1.3863)
         >>> dist.destroy_process_group()
     """
-    checks.choice("reduction", reduction, REDUCTIONS)
-    arguments = ParallelLossArguments(
-        weight, group, classes, ignore_index, label_smoothing, softcap, z_loss
-    )
+    options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    arguments = ParallelLossArguments(weight, group, classes, options)
     if isinstance(linear_weight, DTensor):
         return dtensor.linear_cross_entropy(
             input,
@@ -155,7 +149,6 @@ def linear_cross_entropy(
             target,
             linear_bias,
             arguments,
-            reduction,
             sequence_parallel,
             memory_budget,
         )
@@ -164,7 +157,7 @@ def linear_cross_entropy(
     losses = hidden_losses(
         input, linear_weight, target, linear_bias, arguments, sequence_parallel, memory_budget
     )
-    return _reduce(losses, target, weight, reduction)
+    return _reduce(losses, target, weight)
 
 
 def token_stats(
@@ -206,9 +199,7 @@ def token_stats(
     return local_token_stats(logits, target, group, classes, temperature, ignore_index)
 
 
-def _reduce(
-    losses: UnreducedLosses, target: Tensor, weight: Tensor | None, reduction: str
-) -> Tensor:
+def _reduce(losses: UnreducedLosses, target: Tensor, weight: Tensor | None) -> Tensor:
     """Return the losses, or their sum or mean."""
-    loss, z, shard, ignore_index = losses
-    return reduce_losses(loss, z, target.long(), weight, shard.classes, ignore_index, reduction)
+    loss, z, shard, options = losses
+    return reduce_losses(loss, z, target.long(), weight, shard.classes, options)

@@ -38,24 +38,20 @@ class LocalClasses(NamedTuple):
     row_dims: list[int]
 
 
-def cross_entropy(
-    input: DTensor, target: Tensor, arguments: ParallelLossArguments, reduction: str
-) -> Tensor:
+def cross_entropy(input: DTensor, target: Tensor, arguments: ParallelLossArguments) -> Tensor:
     """Return the cross-entropy of logits `[N, C, ...]`."""
     _refuse_arguments(group=arguments.group, classes=arguments.classes)
     local = _local_classes(input, 1)
     mesh = input.device_mesh
     arguments = arguments._replace(group=local.group, classes=local.classes)
     target = _local_rows(target, mesh, local.row_dims)
-    if not local.row_dims and reduction != "none":
-        loss = one_pass_loss(local.tensor, target, arguments, reduction == "mean")
+    if not local.row_dims:
+        loss = one_pass_loss(local.tensor, target, arguments)
         if loss is not None:
             return DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
     losses = logits_losses(local.tensor, target, arguments)
     shape = torch.Size([input.shape[0], *input.shape[2:]])
-    return _reduced_dtensor(
-        losses, target, arguments.weight, reduction, mesh, local.row_dims, shape
-    )
+    return _reduced_dtensor(losses, target, arguments.weight, mesh, local.row_dims, shape)
 
 
 def linear_cross_entropy(
@@ -64,7 +60,6 @@ def linear_cross_entropy(
     target: Tensor,
     linear_bias: Tensor | None,
     arguments: ParallelLossArguments,
-    reduction: str,
     sequence_parallel: bool,
     memory_budget: int | None,
 ) -> Tensor:
@@ -91,9 +86,7 @@ def linear_cross_entropy(
         False,
         memory_budget,
     )
-    return _reduced_dtensor(
-        losses, target, arguments.weight, reduction, mesh, row_dims, input.shape[:-1]
-    )
+    return _reduced_dtensor(losses, target, arguments.weight, mesh, row_dims, input.shape[:-1])
 
 
 def token_stats(
@@ -195,14 +188,13 @@ def _reduced_dtensor(
     losses: UnreducedLosses,
     target: Tensor,
     weight: Tensor | None,
-    reduction: str,
     mesh: DeviceMesh,
     row_dims: list[int],
     shape: torch.Size,
 ) -> Tensor:
     """Return the losses of all rows, `shape`, or their sum or mean over all ranks."""
-    loss, z, shard, ignore_index = losses
-    if reduction == "none":
+    loss, z, shard, options = losses
+    if options.reduction == "none":
         return _row_dtensor(loss if z is None else loss + z, mesh, row_dims, shape)
 
     def sum_over_mesh(local: Tensor) -> DTensor:
@@ -212,9 +204,9 @@ def _reduced_dtensor(
             mesh, replicated
         )
 
-    if reduction == "sum":
+    if options.reduction == "sum":
         return sum_over_mesh(loss.sum() if z is None else (loss + z).sum())
-    total, rows = loss_denominators(target.long(), weight, shard.classes, ignore_index)
+    total, rows = loss_denominators(target.long(), weight, shard.classes, options.ignore_index)
     mean = sum_over_mesh(loss.sum()) / sum_over_mesh(total.to(loss.dtype))
     if z is None:
         return mean

@@ -12,59 +12,34 @@ from torch.distributed.tensor import DTensor
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ..cross_entropy.api import TokenStats
-from ..linear_heads.common import (
-    cast_to_autocast,
-    checked_options,
-    chunk_and_save,
-    loss_terms,
-)
+from ..cross_entropy.common import LossOptions
+from ..linear_heads.common import cast_to_autocast, chunk_and_save, loss_terms
 from ..linear_heads.plan import linear_cross_entropy_plan
 from .autograd import HiddenStatistics, LogitsStatistics, ParallelRowOptions
 from .shard import Classes, VocabShard, vocab_shard
 
 
 class ParallelLossArguments(NamedTuple):
-    """The arguments of a call that all losses have, as the user gave them.
+    """The arguments of a call that all losses have.
 
     Fields:
         weight: the weights of the classes of all ranks, `[C]`, or None.
         group: the process group, or None for all ranks.
         classes: the number of classes of all ranks or of each rank, or None for equal shards.
-        ignore_index: the label of rows that do not count.
-        label_smoothing: the share of the target that is distributed over all classes.
-        softcap: bound of the logits, or None.
-        z_loss: coefficient of the z-loss.
+        options: the options of the loss.
     """
 
     weight: Tensor | None
     group: dist.ProcessGroup | None
     classes: Classes
-    ignore_index: int
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    z_loss: float = 0.0
-
-
-class ParallelLossOptions(NamedTuple):
-    """The checked options of a loss, in the order of `linear_heads.common.checked_options`.
-
-    Fields:
-        ignore_index: the label of rows that do not count.
-        label_smoothing: the share of the target that is distributed over all classes.
-        softcap: bound of the logits, 0 for none.
-        z_loss: coefficient of the z-loss, 0 for none.
-    """
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float
-    z_loss: float
+    options: LossOptions
 
     @property
     def row_options(self) -> ParallelRowOptions:
         """The options of the statistics that the loss needs."""
-        smoothing = self.label_smoothing > 0
-        return ParallelRowOptions(1.0, self.softcap, self.ignore_index, smoothing, entropy=False)
+        of_loss = self.options
+        smoothing = of_loss.label_smoothing > 0
+        return ParallelRowOptions(1.0, of_loss.softcap, of_loss.ignore_index, smoothing, False)
 
 
 class PreparedRows(NamedTuple):
@@ -72,13 +47,11 @@ class PreparedRows(NamedTuple):
 
     Fields:
         shard: the classes of this rank.
-        options: the checked options.
         logits: `[M, C_local]`, with contiguous classes.
         labels: `[M]` int64, among all classes.
     """
 
     shard: VocabShard
-    options: ParallelLossOptions
     logits: Tensor
     labels: Tensor
 
@@ -90,40 +63,31 @@ class UnreducedLosses(NamedTuple):
         loss: `[...]`, without the z-loss.
         z: the z-loss of each row, `[...]`, or None.
         shard: the classes of this rank.
-        ignore_index: the label of rows that do not count.
+        options: the options of the loss.
     """
 
     loss: Tensor
     z: Tensor | None
     shard: VocabShard
-    ignore_index: int
+    options: LossOptions
 
 
-def check_loss_arguments(
-    input: Tensor, target: Tensor, shard: VocabShard, arguments: ParallelLossArguments
-) -> ParallelLossOptions:
-    """Check target, class weights and options, and return the options."""
-    weight = arguments.weight
+def check_labels(
+    input: Tensor, target: Tensor, weight: Tensor | None, shard: VocabShard, ignore_index: int
+) -> None:
+    """Raise unless target and class weights fit the shard."""
     for name, tensor in (("target", target), ("weight", weight)):
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name}: expected a plain Tensor here, got a DTensor")
     checks.integer("target", target)
     checks.device("target", target, input, "input")
-    checks.labels("target", target, shard.classes, arguments.ignore_index)
+    checks.labels("target", target, shard.classes, ignore_index)
     if weight is not None:
         checks.floating("weight", weight)
         checks.device("weight", weight, input, "input")
         checks.shape("weight", weight, [shard.classes], "[C], of all ranks' classes")
         if weight.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("weight: not differentiable; detach it")
-    return ParallelLossOptions(
-        *checked_options(
-            arguments.ignore_index,
-            arguments.label_smoothing,
-            arguments.softcap,
-            arguments.z_loss,
-        )
-    )
 
 
 def _contiguous_classes(logits: Tensor) -> Tensor:
@@ -136,36 +100,35 @@ def prepare_rows(input: Tensor, target: Tensor, arguments: ParallelLossArguments
     if input.ndim < 2:
         raise ValueError(f"input: expected shape [N, C_local, ...], got {list(input.shape)}")
     shard = vocab_shard("input", input, 1, arguments.group, arguments.classes)
-    options = check_loss_arguments(input, target, shard, arguments)
+    check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
     checks.shape("target", target, [input.shape[0], *input.shape[2:]], "input without its classes")
     logits = _contiguous_classes(input.movedim(1, -1).flatten(0, -2))
-    return PreparedRows(shard, options, logits, target.reshape(-1).long())
+    return PreparedRows(shard, logits, target.reshape(-1).long())
 
 
 def _unreduced(
     statistics: tuple[Tensor, ...],
     labels: Tensor,
-    weight: Tensor | None,
     shard: VocabShard,
-    options: ParallelLossOptions,
+    arguments: ParallelLossArguments,
     shape: torch.Size,
 ) -> UnreducedLosses:
     """Return the losses of rows from their statistics."""
-    nll, logsumexp, smoothing_loss, *_ = statistics
-    loss, z = loss_terms(nll, logsumexp, smoothing_loss, labels, weight, shard.classes, options)
+    weight, options = arguments.weight, arguments.options
+    loss, z = loss_terms(statistics, labels, weight, shard.classes, options)
     z = None if z is None else z.reshape(shape)
-    return UnreducedLosses(loss.reshape(shape), z, shard, options.ignore_index)
+    return UnreducedLosses(loss.reshape(shape), z, shard, options)
 
 
 def logits_losses(
     input: Tensor, target: Tensor, arguments: ParallelLossArguments
 ) -> UnreducedLosses:
     """Return the losses of logits `[N, C_local, ...]`."""
-    shard, options, logits, labels = prepare_rows(input, target, arguments)
+    shard, logits, labels = prepare_rows(input, target, arguments)
     statistics = LogitsStatistics.apply(
-        logits, labels, arguments.weight, shard, options.row_options, current_backend()
+        logits, labels, arguments.weight, shard, arguments.row_options, current_backend()
     )
-    return _unreduced(statistics, labels, arguments.weight, shard, options, target.shape)
+    return _unreduced(statistics, labels, shard, arguments, target.shape)
 
 
 def hidden_losses(
@@ -193,7 +156,7 @@ def hidden_losses(
             f"linear_weight: expected the dtype of input, {input.dtype}, got {linear_weight.dtype}"
         )
     shard = vocab_shard("linear_weight", linear_weight, 0, arguments.group, arguments.classes)
-    options = check_loss_arguments(input, target, shard, arguments)
+    check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
     tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
     if sequence_parallel:
         checks.shape("target", target, [tokens], "all tokens")
@@ -231,13 +194,13 @@ def hidden_losses(
         labels,
         arguments.weight,
         shard,
-        options.row_options,
+        arguments.row_options,
         chunk,
         save_logits,
         sequence_parallel,
         current_backend(),
     )
-    return _unreduced(statistics, labels, arguments.weight, shard, options, target.shape)
+    return _unreduced(statistics, labels, shard, arguments, target.shape)
 
 
 def local_token_stats(
@@ -254,8 +217,8 @@ def local_token_stats(
         raise ValueError("logits: expected shape [..., C_local], got []")
     checks.number("temperature", temperature, low=0.0, open_low=True)
     shard = vocab_shard("logits", logits, -1, group, classes)
-    arguments = ParallelLossArguments(None, group, classes, ignore_index)
-    check_loss_arguments(logits, target, shard, arguments)
+    checks.python_int("ignore_index", ignore_index)
+    check_labels(logits, target, None, shard, ignore_index)
     checks.shape("target", target, logits.shape[:-1], "logits without its classes")
     options = ParallelRowOptions(
         float(temperature), 0.0, ignore_index, smoothing=False, entropy=True

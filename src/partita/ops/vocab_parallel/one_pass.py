@@ -6,7 +6,7 @@ them between two passes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,38 +16,21 @@ from ...runtime.autograd import is_double_backward
 from ...runtime.backend import current_backend, resolve
 from ...runtime.register import PLAIN
 from ..cross_entropy.autograd import scale_by_upstream
+from ..cross_entropy.common import LossOptions
 from .gpu.plan import slot_count
 from .local_losses import ParallelLossArguments, prepare_rows
 from .shard import VocabShard
 from .symmetric_memory import may_share_memory, next_call_slots
 
 
-class ParallelOnePassOptions(NamedTuple):
-    """The options of a loss that comes with its gradient.
+def one_pass_loss(input: Tensor, target: Tensor, arguments: ParallelLossArguments) -> Tensor | None:
+    """Return the loss, or None where the kernels of the ranks cannot compute it together.
 
-    Fields:
-        shard: the classes of this rank.
-        ignore_index: the label of rows that do not count.
-        softcap: bound of the logits, 0 for none.
-        z_loss: coefficient of the z-loss.
-        mean: whether the losses are averaged; otherwise they are added up.
+    The loss is reduced, and the kernels wait for each other. All conditions have the same value on
+    all ranks.
     """
-
-    shard: VocabShard
-    ignore_index: int
-    softcap: float
-    z_loss: float
-    mean: bool
-
-
-def one_pass_loss(
-    input: Tensor, target: Tensor, arguments: ParallelLossArguments, mean: bool
-) -> Tensor | None:
-    """Return the reduced loss, or None where the kernels of the ranks cannot wait for each other.
-
-    All conditions have the same value on all ranks.
-    """
-    if arguments.weight is not None or arguments.label_smoothing:
+    options = arguments.options
+    if options.reduction == "none" or arguments.weight is not None or options.label_smoothing:
         return None
     if type(input) not in PLAIN or type(target) not in PLAIN:
         return None
@@ -59,20 +42,17 @@ def one_pass_loss(
         return None
     if resolve(current_backend(), input.device, has_cpu=False) != "gpu":
         return None
-    rows = prepare_rows(input, target, arguments)
-    if len(rows.shard.sizes) == 1 or not len(rows.logits):
+    shard, logits, labels = prepare_rows(input, target, arguments)
+    if len(shard.sizes) == 1 or not len(logits):
         return None
-    options = ParallelOnePassOptions(
-        rows.shard, arguments.ignore_index, rows.options.softcap, rows.options.z_loss, mean
-    )
-    result = loss_and_gradient(rows.logits.detach(), rows.labels, options)
+    result = loss_and_gradient(logits.detach(), labels, shard, options)
     if result is None:
         return None
-    return ParallelOnePass.apply(rows.logits, rows.labels, result, options, current_backend())
+    return ParallelOnePass.apply(logits, labels, result, shard, options, current_backend())
 
 
 def loss_and_gradient(
-    logits: Tensor, target: Tensor, options: ParallelOnePassOptions
+    logits: Tensor, target: Tensor, shard: VocabShard, options: LossOptions
 ) -> tuple[Tensor, Tensor] | None:
     """Return the reduced loss and the gradient of this rank's logits.
 
@@ -81,7 +61,6 @@ def loss_and_gradient(
     """
     from .gpu.launch import parallel_one_pass
 
-    shard = options.shard
     group = private_names.resolve_process_group(shard.group)
     slots = slot_count(len(logits), shard.sizes, logits.element_size())
     call = next_call_slots(group, logits.device, slots)
@@ -96,7 +75,7 @@ def loss_and_gradient(
         options.ignore_index,
         options.softcap,
         options.z_loss,
-        options.mean,
+        options.reduction == "mean",
     )
 
 
@@ -112,12 +91,13 @@ class ParallelOnePass(torch.autograd.Function):
         logits: Tensor,
         target: Tensor,
         result: tuple[Tensor, Tensor],
-        options: ParallelOnePassOptions,
+        shard: VocabShard,
+        options: LossOptions,
         backend: str,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         loss, dlogits = result
-        ctx.options, ctx.backend, ctx.is_spent = options, backend, False
+        ctx.shard, ctx.options, ctx.backend, ctx.is_spent = shard, options, backend, False
         ctx.save_for_backward(logits, target, dlogits)
         return loss
 
@@ -129,12 +109,12 @@ class ParallelOnePass(torch.autograd.Function):
                 " device"
             )
         if grads[0] is None:
-            return (None,) * 5
+            return (None,) * 6
         logits, target, dlogits = ctx.saved_tensors
         if ctx.is_spent:
-            result = loss_and_gradient(logits, target, ctx.options)
+            result = loss_and_gradient(logits, target, ctx.shard, ctx.options)
             assert result is not None
             dlogits = result[1]
         ctx.is_spent = True
         scale_by_upstream(dlogits, grads[0], ctx.backend)
-        return dlogits, None, None, None, None
+        return dlogits, None, None, None, None, None
