@@ -89,7 +89,7 @@ def ctc_viterbi_kernel(
     index = program_index(tile_counter_ptr)
     chunk, n, lane = index // N, (index % N).to(tl.int64), lane_index(LAYOUT)
     length, target_len, offset, invalid = load_lengths(targets, n, T, max_target_len, M)
-    target = TargetScan(targets.labels + offset, 0, length, target_len, C, blank, 0.0, star)
+    target = TargetScan(targets.labels + offset, length, target_len, C, blank, 0.0, star)
     lattice, invalid_label = load_chunk(target, chunk, lane)
     if invalid | (tl.max(invalid_label.to(tl.int32), axis=0) > 0):
         tl.atomic_or(paths.flags + n, INVALID, sem="relaxed")

@@ -179,17 +179,8 @@ def decode_block(
             rows = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
             step = decode_emissions(rows, source, q, 0, lane, 1, True, 0)[0]
             words = prefetch_carries(carries_ptr, q, has_carries, lane, 1, True)
-            state = advance(
-                state,
-                words,
-                step.blank,
-                step.label[0],
-                lane * 0,
-                source.lattice.can_skip,
-                lane,
-                FORWARD,
-                True,
-            )[1]
+            inputs = (words, step.blank, step.label[0], lane * 0, source.lattice.can_skip, lane)
+            state = advance(state, *inputs, FORWARD, True)[1]
     return emissions, state
 
 
@@ -313,45 +304,19 @@ def scan_other_half(
         index = lane * 0 + (BLOCK_T - 1)
         for v in tl.static_range(BLOCK_T - 1, -1, -1):
             store_carry(links.sent_ptr + p + index, state, can_skip, is_sent, FORWARD, FP64)
-            incoming, state = advance(
-                state,
-                carries,
-                emissions.blank,
-                emissions.label[v],
-                index,
-                can_skip,
-                lane,
-                FORWARD,
-                FP64,
-            )
-            other_state = advance(
-                other_state,
-                other_carries,
-                next_emissions.blank,
-                next_emissions.label[BLOCK_T - 1 - v],
-                BLOCK_T - 1 - index,
-                can_skip,
-                lane,
-                BACK,
-                FP64,
-            )[1]
+            inputs = (carries, emissions.blank, emissions.label[v], index, can_skip, lane)
+            incoming, state = advance(state, *inputs, FORWARD, FP64)
+            blanks, label = next_emissions.blank, next_emissions.label[BLOCK_T - 1 - v]
+            inputs = (other_carries, blanks, label, BLOCK_T - 1 - index, can_skip, lane)
+            other_state = advance(other_state, *inputs, BACK, FP64)[1]
             through_label = posterior_of(incoming.label, other_states[v][1], logz, FP64)
             through_blank = posterior_of(incoming.blank, other_states[v][0], logz, FP64)
             label_posteriors = (through_label,) + label_posteriors
             blank_posteriors = (through_blank,) + blank_posteriors
             next_states, index = next_states + (other_state,), index - 1
+        posteriors = (label_posteriors, blank_posteriors)
         store_posteriors(
-            label_ptr,
-            blank_ptr,
-            rows,
-            label_posteriors,
-            blank_posteriors,
-            p,
-            padding,
-            lane,
-            BACK,
-            BLOCK_T,
-            WIDTH,
+            label_ptr, blank_ptr, rows, *posteriors, p, padding, lane, BACK, BLOCK_T, WIDTH
         )
         emissions, other_states = next_emissions, next_states
 
@@ -399,9 +364,7 @@ def ctc_posterior_scan_kernel(
     block_stride = (N64 * num_chunks) * 64
     labels_ptr = posteriors.labels + first_chunk * T * WIDTH
     blanks_ptr = posteriors.blanks + first_chunk * T
-    target = TargetScan(
-        targets.labels + offset, direction, length, target_len, C, blank, scores.limit, star
-    )
+    target = TargetScan(targets.labels + offset, length, target_len, C, blank, scores.limit, star)
     rows = sequence_rows(scores, stride_t, stride_n, stride_c, prior_scale, n, N)
     if FP64:
         zero = lane.to(tl.int64) * 0
@@ -449,24 +412,14 @@ def ctc_posterior_scan_kernel(
         middle = num_blocks + direction * (num_blocks + 1)
         chunk_states_ptr = states_ptr + chunk * 64
         state = load_states(chunk_states_ptr + middle * block_stride, lane, FP64)
-        links = ChunkMemory(
-            chunk,
-            chunk_states_ptr,
-            block_stride,
-            num_blocks,
-            saved_carries_ptr,
-            sent_ptr,
-            chunk_stride,
-            num_chunks,
-        )
+        states = (chunk_states_ptr, block_stride, num_blocks)
+        carries = (saved_carries_ptr, sent_ptr, chunk_stride, num_chunks)
+        links = ChunkMemory(chunk, *states, *carries)
+        inputs = (target, links, source, stored, state, logz, c, lane)
         if direction == 0:
-            scan_other_half(
-                target, links, source, stored, state, logz, c, lane, True, FP64, TABLE_WIDTH, WIDTH
-            )
+            scan_other_half(*inputs, True, FP64, TABLE_WIDTH, WIDTH)
         else:
-            scan_other_half(
-                target, links, source, stored, state, logz, c, lane, False, FP64, TABLE_WIDTH, WIDTH
-            )
+            scan_other_half(*inputs, False, FP64, TABLE_WIDTH, WIDTH)
         if FP64:
             # The next chunk of this program reads carries that other threads have just stored.
             tl.debug_barrier()

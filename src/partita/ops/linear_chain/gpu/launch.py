@@ -32,9 +32,8 @@ from .counts import (
     linear_chain_sum_counts_kernel,
 )
 from .marginals import linear_chain_marginals_kernel
-from .prepare import linear_chain_prepare_kernel
 from .resident import linear_chain_resident_scan_kernel
-from .scan import linear_chain_scan_kernel
+from .scan import linear_chain_prepare_kernel, linear_chain_scan_kernel
 
 # A word of a state that no program has stored: its sign bit is set. Both halves are equal, because
 # a recorded program fills memory with 32 bits at a time.
@@ -161,10 +160,9 @@ def step_states(
     options: dict[str, Any],
 ) -> None:
     """Scan alpha and beta of many states in linear arithmetic."""
-    from .exchange_steps import linear_chain_exchange_kernel
+    from .gluon_steps import linear_chain_exchange_kernel, linear_chain_strided_step_kernel
     from .launch_lanes import exp_table
     from .steps import linear_chain_step_kernel, linear_chain_total_kernel
-    from .strided_steps import linear_chain_strided_step_kernel
 
     T, N, C = batch.T, batch.N, batch.C
     weights = exp_table(transitions, saved.span)
@@ -180,7 +178,7 @@ def step_states(
     else:
         recent = logz.new_empty((2, 2, N, C))
         kernel = linear_chain_strided_step_kernel if plan.GLUON else linear_chain_step_kernel
-        programs, options = plan.step_programs(N, C, options["SAVE"]), plan.step_options(C)
+        programs, options = plan.step_programs(N, C, options["SAVE"]), plan.step_options()
         for i in range(T):
             launch(kernel, programs, recent_ptr=recent, i=i, **arguments, **options)
     launch(
@@ -191,9 +189,7 @@ def step_states(
         alpha_ptr=recent[0, (T - 1) % 2],
         logz_ptr=logz,
         rounded_ptr=rounded,
-        T=T,
-        N=N,
-        C=C,
+        **batch.sizes,
         BLOCK_T=256,
         BLOCK_C=next_power_of_2(C),
         BLOCK_PARTS=arguments["BLOCK_PARTS"],
@@ -257,9 +253,7 @@ def linear_chain_gradient(
             saved=states._replace(maxima=None),
             factors_ptr=factors,
             gradients=results,
-            T=T,
-            N=N,
-            C=C,
+            **batch.sizes,
             BLOCK_PARTS=plan.parts_block(states.span.parts),
             **grad,
             **options,

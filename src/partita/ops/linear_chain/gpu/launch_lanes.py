@@ -11,14 +11,18 @@ from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import Batch, Operators, Saved, Span, of_first_tokens, strided_pairs
 from .best_operators import linear_chain_best_groups_kernel, linear_chain_best_operators_kernel
-from .best_segments import linear_chain_best_boundaries_kernel, linear_chain_best_words_kernel
-from .lane_states import linear_chain_lane_states_kernel
+from .best_segments import (
+    linear_chain_best_boundaries_kernel,
+    linear_chain_best_words_kernel,
+    linear_chain_trace_words_kernel,
+    linear_chain_word_maps_kernel,
+)
 from .lanes import (
     linear_chain_lane_groups_kernel,
     linear_chain_lane_operators_kernel,
+    linear_chain_lane_states_kernel,
     linear_chain_table_kernel,
 )
-from .path_words import linear_chain_trace_words_kernel, linear_chain_word_maps_kernel
 from .resident import linear_chain_resident_scan_kernel
 from .segments import (
     linear_chain_boundaries_kernel,

@@ -72,7 +72,7 @@ def linear_chain_viterbi(
             CONSTANT=constant,
             **plan.viterbi_options(C),
         )
-        trace(previous, batch.lengths, None, last, states, False)
+        trace(batch, previous, None, last, states, False)
     return score, states
 
 
@@ -111,7 +111,7 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
         options = plan.best_step_options(C, by_sequence)
         for t in range(T):
             launch(kernel, programs, transitions=traced, t=t, **arguments, **options)
-    find_last(scores, batch.lengths, is_nan, score, last, None, False)
+    find_last(batch, scores, is_nan, score, last, None, False)
     if N * C * C >= plan.MIN_TRACED_PAIRS:
         launch(
             linear_chain_best_trace_kernel,
@@ -121,15 +121,13 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
             lengths_ptr=batch.lengths,
             last_ptr=last,
             path_ptr=states,
-            T=T,
-            N=N,
-            C=C,
+            **batch.sizes,
             **plan.best_trace_options(C),
         )
     else:
         previous = empty_previous(batch, score.device)
-        find_previous(steps, scores, previous, batch.lengths, None, constant, False)
-        trace(previous, batch.lengths, None, last, states, False)
+        find_previous(batch, steps, scores, previous, None, constant, False)
+        trace(batch, previous, None, last, states, False)
 
 
 def best_path_from_both_ends(
@@ -160,9 +158,9 @@ def best_path_from_both_ends(
             MEETS=True,
             **plan.resident_options(C),
         )
-        find_last(scores, lengths, is_nan, score, last, ties, meets)
-        find_previous(steps, scores, previous, lengths, redone, True, meets)
-        trace(previous, lengths, redone, last, states, meets)
+        find_last(batch, scores, is_nan, score, last, ties, meets)
+        find_previous(batch, steps, scores, previous, redone, True, meets)
+        trace(batch, previous, redone, last, states, meets)
         if meets:
             rows = max(1, 1024 // next_power_of_2(C))
             launch(
@@ -173,9 +171,7 @@ def best_path_from_both_ends(
                 path_ptr=states,
                 lengths_ptr=lengths,
                 ties_ptr=ties,
-                T=T,
-                N=N,
-                C=C,
+                **batch.sizes,
                 ROWS=rows,
                 BLOCK_C=next_power_of_2(C),
                 num_warps=4,
@@ -183,8 +179,8 @@ def best_path_from_both_ends(
 
 
 def find_last(
+    batch: Batch,
     scores: Tensor,
-    lengths: Tensor | None,
     is_nan: Tensor,
     score: Tensor,
     last: Tensor,
@@ -195,49 +191,43 @@ def find_last(
 
     With `meets` the ties in the middle are found too. Without it, ties choose the sequences.
     """
-    _, rows, N, C = scores.shape
     launch(
         linear_chain_best_last_kernel,
-        N,
+        batch.N,
         states_ptr=scores,
-        lengths_ptr=lengths,
+        lengths_ptr=batch.lengths,
         is_nan_ptr=is_nan,
         score_ptr=score,
         last_ptr=last,
         ties_ptr=ties,
-        T=rows - 1,
-        N=N,
-        C=C,
+        **batch.sizes,
         MEETS=meets,
-        BLOCK_C=next_power_of_2(C),
-        num_warps=plan.warps(C // 4),
+        BLOCK_C=next_power_of_2(batch.C),
+        num_warps=plan.warps(batch.C // 4),
     )
 
 
 def find_previous(
+    batch: Batch,
     transitions: StridedSteps,
     scores: Tensor,
     previous: Tensor,
-    lengths: Tensor | None,
     ties: Tensor | None,
     constant: bool,
     meets: bool,
 ) -> None:
     """Find the best states before each state, or with `meets` away from the middle."""
-    T, N, C = previous.shape
-    options = plan.best_states_options(C, constant)
-    programs = cdiv((T - 1) * N, options["ROWS"]) * cdiv(C, options["BLOCK_C"])
+    options = plan.best_states_options(batch.C, constant)
+    programs = cdiv((batch.T - 1) * batch.N, options["ROWS"]) * cdiv(batch.C, options["BLOCK_C"])
     launch(
         linear_chain_best_states_kernel,
         2 * programs if meets else programs,
         transitions=transitions,
         states_ptr=scores,
         previous_ptr=previous,
-        lengths_ptr=lengths,
+        lengths_ptr=batch.lengths,
         ties_ptr=ties,
-        T=T,
-        N=N,
-        C=C,
+        **batch.sizes,
         CONSTANT=constant,
         MEETS=meets,
         **options,
@@ -245,28 +235,26 @@ def find_previous(
 
 
 def trace(
+    batch: Batch,
     previous: Tensor,
-    lengths: Tensor | None,
     ties: Tensor | None,
     last: Tensor,
     states: Tensor,
     meets: bool,
 ) -> None:
     """Trace the best paths from their last states, or from the middle in both directions."""
-    T, N, C = previous.shape
+    T, N, C = batch.T, batch.N, batch.C
     steps = plan.trace_steps(T)
     segments = 2 * cdiv(T, 2 * steps) if meets else cdiv(T, steps)
     arguments = {
         "previous_ptr": previous,
-        "lengths_ptr": lengths,
+        "lengths_ptr": batch.lengths,
         "ties_ptr": ties,
         "maps_ptr": torch.empty((N, segments, C), dtype=torch.int32, device=previous.device),
-        "T": T,
-        "N": N,
-        "C": C,
         "segments": segments,
         "STEPS": steps,
         "MEETS": meets,
+        **batch.sizes,
     }
     programs = N * segments * cdiv(C, 128)
     launch(linear_chain_path_maps_kernel, programs, **arguments, BLOCK_C=128, num_warps=4)
@@ -286,17 +274,15 @@ def linear_chain_sample(
     T, N, C = emissions.shape
     samples = uniforms.shape[1]
     states = torch.empty((samples, T, N), dtype=torch.int64, device=emissions.device)
-    lengths = None if lengths is None else lengths.contiguous()
-    logz, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
+    batch = batch_of(emissions, start, end, lengths)
+    logz, _, saved = linear_chain_logz(emissions, transitions, start, end, batch.lengths, True)
     alpha = split_saved(saved, emissions, transitions)
     arguments = {
         "alpha_ptr": alpha.states,
-        "lengths_ptr": lengths,
+        "lengths_ptr": batch.lengths,
         "span": alpha.span,
         "uniforms": StridedUniforms(uniforms, *uniforms.stride()),
-        "T": T,
-        "N": N,
-        "C": C,
+        **batch.sizes,
         "BLOCK_PARTS": plan.parts_block(alpha.span.parts),
     }
     if transitions.ndim == 2 and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
@@ -306,7 +292,7 @@ def linear_chain_sample(
             table = score_table(transitions) if is_log else exp_table(transitions, alpha.span)
             kernel = linear_chain_sample_words_kernel
             launch_lanes(kernel, words.numel(), table_ptr=table, IS_LOG=is_log, **arguments)
-        trace_words(words, lengths, logz, states, C)
+        trace_words(words, batch.lengths, logz, states, C)
         return states
     launch(
         linear_chain_sample_kernel,

@@ -125,7 +125,7 @@ def scan_options(C: int, is_log: bool) -> dict[str, int]:
     }
 
 
-def step_options(C: int) -> dict[str, int]:
+def step_options() -> dict[str, int]:
     """Return the compile-time arguments of one step of a chain of many states."""
     if GLUON:
         return {"UNROLL": 8, "num_warps": 8}

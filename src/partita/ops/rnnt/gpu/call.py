@@ -87,6 +87,11 @@ class LatticeCall(NamedTuple):
         return 2 if self.need_posteriors else 1
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes and the layout as arguments of kernels."""
+        return {"T": self.T, "B": self.B, "U1": self.U1, **self.plan.layout}
+
+    @property
     def scan_arguments(self) -> dict[str, Any]:
         """What all kernels with a scan of these lattices get."""
         return {
@@ -302,10 +307,7 @@ def launch_posteriors(call: LatticeCall, scan: Scan) -> tuple[Tensor, Tensor]:
         scan=scan,
         lengths=call.targets.lengths,
         **results,
-        T=T,
-        B=B,
-        U1=U1,
-        **call.plan.layout,
+        **call.sizes,
         FP64=call.dtype == torch.float64,
         DIAGONALS=diagonals,
         BLOCK_U=block_u,

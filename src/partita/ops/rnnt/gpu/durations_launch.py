@@ -23,7 +23,7 @@ from .plan import (
     TDT_OVERLAP_REGISTERS,
     LatticePlan,
 )
-from .posterior_tdt import tdt_posterior_kernel
+from .posterior import tdt_posterior_kernel
 from .rows import Logits
 from .scan import Carries, Scan
 
@@ -86,10 +86,7 @@ def launch_duration_posteriors(
         scan=scan,
         lengths=call.targets.lengths,
         **results,
-        T=call.T,
-        B=call.B,
-        U1=call.U1,
-        **call.plan.layout,
+        **call.sizes,
         DURATIONS=duration_code(durations),
         K=len(durations),
         PRECISE=call.dtype == torch.float64,
@@ -114,10 +111,7 @@ def scan_words(call: LatticeCall, durations: Sequence[int]) -> ScanZeros:
         words_ptr=words,
         lengths=call.targets.lengths,
         zeros=zeros,
-        T=call.T,
-        B=B,
-        U1=call.U1,
-        **plan.layout,
+        **call.sizes,
         DURATIONS=duration_code(durations),
         K=K,
         BLOCK=BLOCK_NODES,

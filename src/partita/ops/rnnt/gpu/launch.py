@@ -89,20 +89,9 @@ def rnnt_gradient(
     if not inplace:
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     targets = as_targets(labels, logit_lengths, target_lengths)
-    launch_gradient(
-        grad,
-        logits,
-        lse if fused else None,
-        posteriors,
-        targets,
-        dlogits,
-        0,
-        logits.shape[0] * logits.shape[1],
-        blank,
-        hat,
-        clamp,
-        fastemit_lambda,
-    )
+    inputs = (grad, logits, lse if fused else None, posteriors, targets)
+    steps = logits.shape[0] * logits.shape[1]
+    launch_gradient(*inputs, dlogits, 0, steps, blank, hat, clamp, fastemit_lambda)
     return dlogits
 
 
