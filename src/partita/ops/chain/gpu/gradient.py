@@ -81,18 +81,8 @@ def chain_gradient_kernel(
                 c = c0 + tl.arange(0, BLOCK_C)
                 beta_ptr = saved_ptr + (t64 + 1) * row_stride
                 beta = tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
-                value = store_marginals(
-                    d_step_ptr,
-                    alpha_ptr,
-                    step_scores,
-                    edges,
-                    c,
-                    beta,
-                    step_logz,
-                    grad_logz,
-                    UNROLL_IN,
-                    ACC_DTYPE,
-                )
+                step = (d_step_ptr, alpha_ptr, step_scores, edges, c, beta, step_logz, grad_logz)
+                value = store_marginals(*step, UNROLL_IN, ACC_DTYPE)
                 tl.store(next_ptr + c, value, mask=c < C)
         last_ptr = workspace_ptr + state_row(length, 0, False) * row_stride
         # After the length the gradient is 0, or NaN for an invalid length.
@@ -113,15 +103,9 @@ def chain_gradient_kernel(
             )
     elif length > 0:
         t64 = tl.full([], middle, tl.int64)
-        store_beta_step(
-            workspace_ptr + state_row(middle, 1, False) * row_stride,
-            saved_ptr + (t64 + 1) * row_stride,
-            from_step(scores, t64),
-            edges,
-            UNROLL_OUT,
-            BLOCK_C,
-            ACC_DTYPE,
-        )
+        next_ptr = workspace_ptr + state_row(middle, 1, False) * row_stride
+        beta_ptr, step_scores = saved_ptr + (t64 + 1) * row_stride, from_step(scores, t64)
+        store_beta_step(next_ptr, beta_ptr, step_scores, edges, UNROLL_OUT, BLOCK_C, ACC_DTYPE)
         for i in range(0, middle):
             t = middle - 1 - i
             t64 = tl.full([], t, tl.int64)
@@ -136,18 +120,9 @@ def chain_gradient_kernel(
                 value = beta_step(beta_ptr, step_scores, edges, c, UNROLL_OUT, ACC_DTYPE)
                 tl.store(next_ptr + c, value, mask=c < C)
                 beta = tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
-                store_marginals(
-                    d_step_ptr,
-                    saved_ptr + t64 * row_stride,
-                    step_scores,
-                    edges,
-                    c,
-                    beta,
-                    step_logz,
-                    grad_logz,
-                    UNROLL_IN,
-                    ACC_DTYPE,
-                )
+                alpha_ptr = saved_ptr + t64 * row_stride
+                step = (d_step_ptr, alpha_ptr, step_scores, edges, c, beta, step_logz, grad_logz)
+                store_marginals(*step, UNROLL_IN, ACC_DTYPE)
         first_ptr = workspace_ptr + state_row(0, 1, False) * row_stride
         store_boundary_marginals(
             d_initial_ptr, initial_ptr, initial_c, first_ptr, 1, C, logz, grad_logz, BLOCK_C

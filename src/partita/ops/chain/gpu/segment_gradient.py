@@ -11,17 +11,17 @@ import triton.language as tl
 
 from ....primitives.gpu.math import exp
 from .arguments import StridedEdges
-from .segment_steps import (
+from .segments import (
     load_slot,
     load_slots,
     log_of_weights,
+    program_rows,
     rows_step,
     slot_score,
     slot_value,
     weight_in_sum,
     without_offset,
 )
-from .segments import program_rows
 from .steps import (
     from_step,
     is_renormalization_step,

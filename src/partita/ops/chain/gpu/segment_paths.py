@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from .arguments import StridedEdges
-from .segment_steps import load_slot, load_slots, slot_score, slot_value
-from .segments import program_rows
+from .segments import load_slot, load_slots, program_rows, slot_score, slot_value
 from .steps import from_step, load_length
 
 

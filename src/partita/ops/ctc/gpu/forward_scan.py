@@ -142,9 +142,7 @@ def ctc_forward_scan_kernel(
     block_stride, chunk_stride = (N.to(tl.int64) * num_chunks) * 64, N.to(tl.int64) * carry_steps
     saved_ptr = saved.states + ((direction * (num_blocks + 1)) * block_stride + n * num_chunks * 64)
     carries_ptr = saved.carries + (direction * num_chunks * chunk_stride + n * carry_steps)
-    target = TargetScan(
-        targets.labels + offset, direction, length, target_len, C, blank, scores.limit, star
-    )
+    target = TargetScan(targets.labels + offset, length, target_len, C, blank, scores.limit, star)
     rows = sequence_rows(scores, stride_t, stride_n, stride_c, prior_scale, n, N)
     for c in range(begin, tl.minimum(end, last + 1)):
         chunk = tl.where(direction == 0, c, last - c)
@@ -154,14 +152,11 @@ def ctc_forward_scan_kernel(
         source = chunk_source(rows, lattice, target, FP64, TABLE_WIDTH)
         first_position = tl.where(direction == 0, 0, target_len)
         start = boundary_states(chunk * 32 + lane, first_position, lane, FP64)
+        inputs = (target, memory, source, start, c, lane)
         if direction == 0:
-            state, overflow = scan_half(
-                target, memory, source, start, c, lane, True, SAVE, FP64, TABLE_WIDTH
-            )
+            state, overflow = scan_half(*inputs, True, SAVE, FP64, TABLE_WIDTH)
         else:
-            state, overflow = scan_half(
-                target, memory, source, start, c, lane, False, SAVE, FP64, TABLE_WIDTH
-            )
+            state, overflow = scan_half(*inputs, False, SAVE, FP64, TABLE_WIDTH)
         store_states(states_ptr + num_blocks * block_stride, state, lane, FP64)
         new_flags = tl.where(overflow == overflow, 0, 1) | tl.where(invalid_label, 2, 0)
         new_flags = tl.max(new_flags, axis=0)

@@ -98,11 +98,10 @@ class ChunkLattice(NamedTuple):
 
 
 class TargetScan(NamedTuple):
-    """The values that the scans of all chunks of a sequence in one direction share.
+    """The values that the scans of all chunks of a sequence share.
 
     Fields:
         labels_ptr: the target's labels.
-        direction: 0 for α, 1 for β.
         length: number of steps.
         target_len: number of labels.
         C: number of classes.
@@ -112,7 +111,6 @@ class TargetScan(NamedTuple):
     """
 
     labels_ptr: tl.tensor
-    direction: tl.tensor
     length: tl.tensor
     target_len: tl.tensor
     C: tl.tensor

@@ -80,6 +80,11 @@ class Batch(NamedTuple):
     N: tl.tensor
     C: tl.tensor
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes as arguments of kernels that take no batch."""
+        return {"T": self.T, "N": self.N, "C": self.C}
+
 
 class Span(NamedTuple):
     """The range of constant transitions, in parts.

@@ -115,7 +115,7 @@ def linear_chain_sample_words_kernel(
     lengths_ptr,  # [N] or None
     span,  # Span
     uniforms,  # StridedUniforms
-    words_ptr,  # [samples, N, T] int64, see path_words.py
+    words_ptr,  # [samples, N, T] int64, see best_segments.py
     T,
     N,
     columns,

@@ -81,15 +81,6 @@ def log_sum(x, IS_LOG: tl.constexpr):
 
 
 @triton.jit
-def with_emission(y, emission, IS_LOG: tl.constexpr):
-    """Return states with the emission of their token."""
-    if IS_LOG:
-        return y + emission
-    else:
-        return y * emission
-
-
-@triton.jit
 def load_ahead(
     batch, score_ptr, maxima_ptr, t, dt, i, num_steps, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr
 ):
@@ -153,7 +144,8 @@ def scan_sequence(
     first_score = fold_ends(loaded[0], t, tokens, start, end)
     first_maximum = maximum_of_token(maxima_ptr, loaded_maxima[0], first_score, True)
     y0 = tl.full([BLOCK_C], 0.0 if IS_LOG else 1.0, tl.float64)
-    x = with_emission(y0, relative_emission(first_score, first_maximum, EXACT, IS_LOG), IS_LOG)
+    emission = relative_emission(first_score, first_maximum, EXACT, IS_LOG)
+    x = y0 + emission if IS_LOG else y0 * emission
     if SAVE:
         states_ptr = saved.states + tl.where(is_alpha, n, rows + n) * C
         scales_ptr = saved.scales + n
@@ -184,7 +176,7 @@ def scan_sequence(
                 step_ptr = transitions_ptr + entered * transitions.t
                 matrix = load_matrix(step_ptr, C, stride_r, stride_o, shift, IS_LOG, BLOCK_C)
             y, scale = chain_step(matrix, x, EXACT, IS_LOG)
-            x = tl.where(active, with_emission(y, emission, IS_LOG), x)
+            x = tl.where(active, y + emission if IS_LOG else y * emission, x)
             total += maximum
             scale_sum += tl.where(active, scale, 0.0)
             if SAVE:
@@ -222,18 +214,56 @@ def linear_chain_scan_kernel(
     batch = Batch(*batch)
     is_linear, shift = transition_range(saved.span, BLOCK_PARTS)
     if is_linear != IS_LOG:
-        scan_sequence(
-            batch,
-            transitions,
-            saved,
-            logz_ptr,
-            rounded_ptr,
-            saved.maxima,
-            shift,
-            IS_LOG,
-            CONSTANT,
-            SAVE,
-            EXACT,
-            AHEAD,
-            BLOCK_C,
-        )
+        data = (batch, transitions, saved, logz_ptr, rounded_ptr, saved.maxima, shift)
+        scan_sequence(*data, IS_LOG, CONSTANT, SAVE, EXACT, AHEAD, BLOCK_C)
+
+
+@triton.jit
+def linear_chain_prepare_kernel(
+    batch,  # Batch
+    transitions,  # StridedPairs, if the span has parts
+    span,  # Span, written
+    maxima_ptr,  # [T, N] fp64
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Store the range of the transitions from ROWS states, or TOKENS tokens' greatest emissions.
+
+    Emissions count with the start score of the first and the end score of the last token. Past a
+    length the maximum is 0.
+    """
+    batch = Batch(*batch)
+    T, N, C = batch.T, batch.N, batch.C
+    program = tl.program_id(0)
+    if program < span.parts:
+        k, c = program * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
+        pair = k.to(tl.int64) * transitions.k + c.to(tl.int64) * transitions.c
+        is_pair = (k < C) & (c < C)
+        steps = tl.load(transitions.ptr + pair, mask=is_pair, other=-float("inf")).to(tl.float64)
+        tl.store(span.ptr + 2 * program, tl.max(tl.max(steps, axis=1), axis=0))
+        steps = tl.where(is_pair, steps, float("inf"))
+        tl.store(span.ptr + 2 * program + 1, tl.min(tl.min(steps, axis=1), axis=0))
+    else:
+        row = (program - span.parts).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        row_inside = row < tl.full([], T, tl.int64) * N
+        t, n = row // N, row % N
+        c = tl.arange(0, BLOCK_C)[None, :]
+        if batch.lengths is None:
+            tokens = tl.full([TOKENS], T, tl.int64)
+        else:
+            tokens = tl.load(batch.lengths + n, mask=row_inside, other=0).to(tl.int64)
+        inside = (row_inside & (t < tokens))[:, None] & (c < C)
+        at = (t * batch.emissions.t + n * batch.emissions.n)[:, None]
+        at += c.to(tl.int64) * batch.emissions.c
+        scores = tl.load(batch.emissions.ptr + at, mask=inside, other=0.0).to(tl.float64)
+        if batch.start.ptr is not None:
+            at = n[:, None] * batch.start.n + c.to(tl.int64) * batch.start.c
+            first = inside & (t == 0)[:, None]
+            scores += tl.load(batch.start.ptr + at, mask=first, other=0.0).to(tl.float64)
+        if batch.end.ptr is not None:
+            at = n[:, None] * batch.end.n + c.to(tl.int64) * batch.end.c
+            last = inside & (t == tokens - 1)[:, None]
+            scores += tl.load(batch.end.ptr + at, mask=last, other=0.0).to(tl.float64)
+        maximum = tl.max(tl.where(c < C, scores, -float("inf")), axis=1)
+        tl.store(maxima_ptr + row, maximum, mask=row_inside)

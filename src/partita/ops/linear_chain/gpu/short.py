@@ -1,9 +1,9 @@
 """Log Z and its gradient for small batches of short sequences, in one launch each.
 
 The host takes longer to launch a kernel than such a batch takes a GPU. So one kernel does what the
-kernels of `prepare.py` and `scan.py` do: each program finds the range of the transitions and the
-maxima of its tokens, and takes the linear or the log domain. Another kernel does what those of
-`marginals.py` and `counts.py` do. It needs no partial sums, because a program sums over all tokens.
+kernels of `scan.py` do: each program finds the range of the transitions and the maxima of its
+tokens, and takes the linear or the log domain. Another kernel does what those of `marginals.py` and
+`counts.py` do. It needs no partial sums, because a program sums over all tokens.
 """
 
 import triton

@@ -16,17 +16,6 @@ from .scores import fold_ends, load_end, load_tokens
 
 
 @triton.jit
-def best_terms(terms, k):
-    """Return the greatest of the terms into each state, and the lowest state k that attains it.
-
-    Where no term is greater than -inf the state is as high as no state is.
-    """
-    best = tl.max(terms, axis=0)
-    is_best = (terms == best[None, :]) & (best[None, :] > -float("inf"))
-    return best, tl.min(tl.where(is_best, k[:, None], 2147483647), axis=0)
-
-
-@triton.jit
 def load_scores(ptr, transitions, c, C):
     """Return the transitions at an address in fp64, with -inf outside of them."""
     at = c.to(tl.int64)[:, None] * transitions.k + c.to(tl.int64)[None, :] * transitions.c
@@ -71,7 +60,11 @@ def linear_chain_viterbi_kernel(
         at = tl.full([], tl.minimum(t + 1, tokens - 1), tl.int64) * emissions.t
         at += lane * emissions.c
         ahead = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))
-        y, index = best_terms(matrix + x[:, None], lane)
+        terms = matrix + x[:, None]
+        y = tl.max(terms, axis=0)
+        # The lowest state that attains the best score; where that is -inf, any.
+        is_best = (terms == y[None, :]) & (y[None, :] > -float("inf"))
+        index = tl.min(tl.where(is_best, lane[:, None], 2147483647), axis=0)
         at = tl.full([], t, tl.int64) * row + n * C + lane
         tl.store(previous_ptr + at, tl.minimum(index, C - 1), mask=lane < C)
         x = y + fold_ends(score, t, tokens, start, end)

@@ -85,26 +85,6 @@ def finish(grad, node, CLIP: tl.constexpr):
 
 
 @triton.jit
-def special_gradient(
-    x, column, blank, node, FUSED: tl.constexpr, HAT: tl.constexpr, dtype: tl.constexpr
-):
-    """Return the gradient, before clipping, of columns that may be those of blank and label."""
-    is_blank = column == blank
-    loss = tl.where(column == node.label_index, node.label, 0.0) + tl.where(
-        is_blank, node.blank, 0.0
-    )
-    if FUSED:
-        grad = node.factor * row_exp(x, node.lse, dtype)
-        grad -= loss
-        if HAT:  # The probability of the blank minus 1 would cancel.
-            d_blank = node.label / (1.0 + tl.exp(-x)) - node.blank / (1.0 + tl.exp(x))
-            grad = tl.where(is_blank, d_blank, grad)
-        return grad
-    else:
-        return -loss
-
-
-@triton.jit
 def store_piece(ptr, row, column, value, VEC: tl.constexpr):
     """Store a block of columns of a row's aligned part at `ptr`."""
     mask = column // VEC * VEC < row.columns
@@ -138,11 +118,19 @@ def store_gradient(
     column = tl.where(lane == 16, blank, tl.where(lane == 17, node.label_index, column))
     is_class = (column >= 0) & (column < V)
     mask = tl.where((lane == 16) | (lane == 17), is_class, mask)
-    special = tl.zeros([32], DTYPE)
     if FUSED:
         special_ptr = values.ptr + values.start + column_offset(column, values.stride_v)
-        special = tl.load(special_ptr, mask=mask, other=0.0).to(DTYPE)
-    special = special_gradient(special, column, blank, node, FUSED, HAT, dtype)
+        logit = tl.load(special_ptr, mask=mask, other=0.0).to(DTYPE)
+    is_blank = column == blank
+    loss = tl.where(column == node.label_index, node.label, 0.0)
+    loss += tl.where(is_blank, node.blank, 0.0)
+    if FUSED:
+        special = node.factor * row_exp(logit, node.lse, dtype) - loss
+        if HAT:  # The probability of the blank minus 1 would cancel.
+            d_blank = node.label / (1.0 + tl.exp(-logit)) - node.blank / (1.0 + tl.exp(logit))
+            special = tl.where(is_blank, d_blank, special)
+    else:
+        special = -loss
     # The gradient may replace the logits, so all lanes must have read theirs.
     tl.debug_barrier()
     body_ptr = aligned_ptr(values, VEC, EDGES)

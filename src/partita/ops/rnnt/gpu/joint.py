@@ -16,7 +16,6 @@ from ....primitives.gpu.math import tanh
 from .lattice import load_sequence
 from .rows import column_offset
 
-RELU, TANH, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 JOINT_SIZES = ["first_step", "steps", "T", "U1"]
 
 

@@ -159,15 +159,6 @@ def log2_units(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def natural_units(x, DTYPE: tl.constexpr):
-    """Return what `log2_units` makes x of."""
-    if DTYPE == tl.float64:
-        return x * LN2
-    else:
-        return x * LN2_FP32
-
-
-@triton.jit
 def exp2_of(x, FP64: tl.constexpr):
     """Return 2**x for a score x, in fp32 unless FP64."""
     if FP64:

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LOG2E
+from ....primitives.gpu.math import LN2, LOG2E
 from .lattice import (
+    LN2_FP32,
     SIZES,
     load_sequence,
     log2_units,
     log_sum,
-    natural_units,
     node_offset,
 )
 from .rows import ROWS, exact_shift, locate_row, program_nodes, row_normalizer, step_offset
@@ -95,7 +95,8 @@ def score_arcs(
         # The shift is subtracted first, because it is near the scores.
         shifts, log2_totals = exact_shift(maxima, DTYPE), log_sum(totals, DTYPE) * LOG2E
         if lse_ptr is not None:
-            lse = natural_units(shifts + log2_totals, DTYPE)
+            # The inverse of `log2_units`.
+            lse = (shifts + log2_totals) * (LN2 if DTYPE == tl.float64 else LN2_FP32)
             lse_dtype: tl.constexpr = lse_ptr.dtype.element_ty
             tl.store(lse_ptr + node.index + lane, lse.to(lse_dtype), mask=mask)
         label_score = (label_score - shifts) - log2_totals
