@@ -71,7 +71,6 @@ logz = register.define(
     gpu=_gpu,
     cpu=_cpu,
     check=check_values,
-    fake_by_backend=True,
     vmap=one_by_one,
     by_identity=("source",),
 )
@@ -81,7 +80,6 @@ rounded_logz = register.define(
     gpu=_gpu,
     cpu=_cpu,
     check=check_values,
-    fake_by_backend=True,
     vmap=one_by_one,
     by_identity=("source",),
 )
@@ -127,7 +125,6 @@ expectation = register.define(
     gpu=_gpu_expectation,
     cpu=_cpu,
     check=check_values,
-    fake_by_backend=True,
     vmap=one_by_one,
     by_identity=("source",),
 )

@@ -16,7 +16,7 @@ from ...cross_entropy.gpu.reduction import mean_denominators, shares_of_denomina
 from ...divergence.gpu.rows import StridedRows
 from ...logprobs.gpu.launch import ENTRY_KERNELS
 from ...logprobs.gpu.launch_topk import topk_of_rows
-from .. import chunked, chunked_logprobs, chunked_topk
+from .. import chunked, chunked_logprobs
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from ..plan import padded_width
@@ -199,4 +199,4 @@ linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERN
 linear_logprobs_backward = functools.partial(
     chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
 )
-linear_topk_logprobs = functools.partial(chunked_topk.linear_topk_logprobs, topk_of_rows)
+linear_topk_logprobs = functools.partial(chunked_logprobs.linear_topk_logprobs, topk_of_rows)
