@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from partita.bench.case import DTYPE_NAMES, Buffers, Case, Loop, Provider, Settings
+from partita.bench.case import DTYPE_NAMES, Attempt, Buffers, Case, Loop, Provider, Settings
 from partita.bench.cli import OPS as CASES
 from partita.bench.measure import time_steps
 from partita.bench.providers import OURS, PEERS
@@ -140,15 +140,15 @@ def record(
         if reason := provider.refusal(case.op, inputs):
             return found | {"note": f"refuses: {reason}"}
         function = provider.ops[case.op]()
-        loop = case.loops(function, inputs, provider)[-1]
+        loop = case.loops(Attempt(function, inputs, provider))[-1]
         run(loop)
         found["gpu_ms"] = events_ms(loop, device, repetitions) if device.type == "cuda" else ""
         found["eager_ms"] = eager_ms(loop, device)
-        memory = case.extra_memory(function, inputs, provider, device)
+        memory = case.extra_memory(Attempt(function, inputs, provider), device)
         found["extra_mib"] = "" if memory is None else round(memory / MIB)
         if device.type == "cuda" and provider in OURS:
             loop.before()
-            loop = case.loops(function, on_device(inputs, device), provider)[-1]
+            loop = case.loops(Attempt(function, on_device(inputs, device), provider))[-1]
             try:
                 found["replay_ms"] = replay_ms(loop, device, repetitions)
             except Exception as error:

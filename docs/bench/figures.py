@@ -29,7 +29,7 @@ import figures_compared
 from figures_compared import CARD
 from scaling import loss_ms
 
-from partita.bench import host_report
+from partita.bench import host
 from partita.bench.picture import COLOURS
 
 HERE = Path(__file__).parent
@@ -310,8 +310,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn(out / "linear_budget.svg", 1, 6.4, linear_budget)
     drawn(out / "parallel.svg", 3, 4.2, parallel)
     drawn(out / "row_exactness.svg", 2, 4.6, row_exactness(errors))
-    machine, bars = host_report.bars_of_csv(HERE / "host.csv")
-    (out / "host.svg").write_bytes(host_report.render(bars, machine, "svg"))
+    machine, bars = host.bars_of_csv(HERE / "host.csv")
+    (out / "host.svg").write_bytes(host.render(bars, machine, "svg"))
 
 
 if __name__ == "__main__":

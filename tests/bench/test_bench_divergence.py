@@ -10,7 +10,7 @@ from torch import Tensor
 
 import partita
 from partita.bench import heads, providers, rows
-from partita.bench.case import Buffers, Function, Provider, Settings
+from partita.bench.case import Attempt, Buffers, Function, Provider, Settings
 
 CASE = heads.LinearDivergence("linear_divergence", torch.float32, 96, 16, 300, 0.5)
 SETTINGS = Settings((), (), None, True, False, 2, torch.device("cpu"))
@@ -20,7 +20,7 @@ def verdicts(function: Function, name: str, beta: float) -> list[Any]:
     case = heads.LinearDivergence("linear_divergence", torch.float32, 96, 16, 300, beta)
     inputs = case.inputs(Buffers(torch.device("cpu")))
     provider = Provider(name, {"linear_divergence": lambda: function})
-    return list(case.verdicts(function, inputs, provider, case.standard(inputs)))
+    return list(case.verdicts(Attempt(function, inputs, provider), case.standard(inputs)))
 
 
 @pytest.mark.parametrize("beta", heads.BETAS)
@@ -72,7 +72,9 @@ def test_sizes_and_the_yardstick() -> None:
     assert {case.dtype for case in found} == {torch.bfloat16}
     inputs = CASE.inputs(Buffers(torch.device("cpu")))
     function = providers.PRODUCTS.ops["linear_divergence"]()
-    assert not list(CASE.verdicts(function, inputs, providers.PRODUCTS, CASE.standard(inputs)))
+    assert not list(
+        CASE.verdicts(Attempt(function, inputs, providers.PRODUCTS), CASE.standard(inputs))
+    )
     leaf = inputs.hidden.clone().requires_grad_()
     loss = function(leaf, *inputs[1:])
     (grad,) = torch.autograd.grad(loss, leaf)
@@ -85,10 +87,10 @@ def test_log_probabilities() -> None:
     inputs = case.inputs(Buffers(torch.device("cpu")))
     assert inputs.target.shape == (4, rows.CLASSES)
     own = case.standard(inputs)
-    found = list(case.verdicts(partita.logprobs, inputs, providers.PARTITA, own))
+    found = list(case.verdicts(Attempt(partita.logprobs, inputs, providers.PARTITA), own))
     assert len(found) == 2 and not any(verdict.failed for verdict in found)
     scaled = list(
-        case.verdicts(lambda *x: 1.1 * partita.logprobs(*x), inputs, providers.TORCH, own)
+        case.verdicts(Attempt(lambda *x: 1.1 * partita.logprobs(*x), inputs, providers.TORCH), own)
     )
     assert all(verdict.failed for verdict in scaled)
     assert case.moves["total"].bytes == 3 * case.bytes
@@ -100,10 +102,10 @@ def test_divergences_of_logits(beta: float) -> None:
     inputs = case.inputs(Buffers(torch.device("cpu")))
     own = case.standard(inputs)
     for provider in (providers.PARTITA, providers.TORCH):
-        found = list(case.verdicts(provider.ops["divergence"](), inputs, provider, own))
+        found = list(case.verdicts(Attempt(provider.ops["divergence"](), inputs, provider), own))
         assert len(found) == 3 and not any(verdict.failed for verdict in found)
     ours = providers.PARTITA.ops["divergence"]()
-    scaled = case.verdicts(lambda *x: 1.001 * ours(*x), inputs, providers.PARTITA, own)
+    scaled = case.verdicts(Attempt(lambda *x: 1.001 * ours(*x), inputs, providers.PARTITA), own)
     assert all(verdict.failed for verdict in scaled)
     assert case.bytes == 5 * 60 * 4
     assert {part: moves.bytes for part, moves in case.moves.items()} == {

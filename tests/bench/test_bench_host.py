@@ -19,14 +19,13 @@ from partita.bench import (
     first_call,
     host,
     host_cases,
-    host_report,
     host_trial,
     picture,
     providers,
     rows,
 )
+from partita.bench.host import FirstCall
 from partita.bench.host_cases import CASES, NEW_SHAPES, ON_DEVICE, SAME, Unit
-from partita.bench.host_report import FirstCall
 from partita.bench.measure import Timing
 from partita.bench.providers import TORCH
 from partita.cli.fresh_process import run_module
@@ -47,7 +46,7 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert all(tuple(row) == host_report.COLUMNS for row in rows)
+    assert all(tuple(row) == host.COLUMNS for row in rows)
     assert {"machine", "version"} <= {row["op"] for row in rows}
     return [row for row in rows if row["op"] not in ("machine", "version")]
 
@@ -143,9 +142,9 @@ def test_table_csv_and_picture(
     assert printed.count("a new shape at every call") == 2
     texts = {e.text for e in ElementTree.parse(out / "host.svg").iter() if e.tag.endswith("text")}
     assert {"partita", "torch", "softmax", "lengths", "on the device"} <= texts
-    machine, bars = host_report.bars_of_csv(out / "host.csv")
+    machine, bars = host.bars_of_csv(out / "host.csv")
     assert machine and len(bars) == len(rows)
-    assert host_report.render(bars, machine, "svg").startswith(b"<?xml")
+    assert host.render(bars, machine, "svg").startswith(b"<?xml")
 
 
 def test_first_calls_use_one_cache_that_starts_empty(
@@ -178,7 +177,7 @@ def test_first_calls_use_one_cache_that_starts_empty(
     assert not any(folder.exists() for _, folder, _ in caches)
     assert len(bytecode) == 3 and len(set(bytecode)) == 1
     assert list(bytecode[0].rglob("host_cases.*.pyc"))  # as an installation has it
-    rows = [row for row in read(path) if row["variant"] == host_report.FIRST_CALL]
+    rows = [row for row in read(path) if row["variant"] == host.FIRST_CALL]
     assert [(r["provider"], r["empty_cache_s"], r["filled_cache_s"]) for r in rows] == [
         ("torch", "2", ""),
         ("partita", "2", "0.5"),
@@ -313,9 +312,9 @@ def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_of_a_call_are_counted() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.zeros(1000, device=device)
-    work = host.device_work(lambda: (x + 1, x.clone()), device)
+    work = host_trial.device_work(lambda: (x + 1, x.clone()), device)
     assert work is not None and work[0] == 2 and work[1] > 0
 
 
 def test_a_cpu_has_no_kernels_to_count() -> None:
-    assert host.device_work(lambda: None, CPU) is None
+    assert host_trial.device_work(lambda: None, CPU) is None

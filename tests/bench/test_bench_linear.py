@@ -271,7 +271,7 @@ def test_a_picture_without_a_limit(tmp_path: Path) -> None:
     ]
     panels = picture.panels(rows)
     assert [panel.rows for panel in panels] == [rows]
-    picture.draw(tmp_path / "x.svg", panels, CPU)
+    (tmp_path / "x.svg").write_bytes(picture.render(panels, CPU, "svg"))
     texts = {
         element.text
         for element in ElementTree.parse(tmp_path / "x.svg").iter()

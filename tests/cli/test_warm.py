@@ -14,9 +14,8 @@ from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 
 from partita.__main__ import main
-from partita.cli import info, warm, warm_ops
-from partita.cli.warm import WarmResult
-from partita.cli.warm_ops import OPS, Warmed
+from partita.cli import info, warm
+from partita.cli.warm import OPS, Warmed, WarmResult
 
 CPU = torch.device("cpu")
 TINY = {
@@ -47,7 +46,7 @@ def tiny(op: str) -> dict[str, tuple[int, ...]]:
 def test_all_ops_can_be_warmed() -> None:
     methods = {op.rpartition(".")[2] for op in OPS}
     assert set(info.OPS) <= methods
-    assert set(warm.MEANINGS) == set(warm_ops.SIZES)
+    assert set(warm.MEANINGS) == set(warm.SIZES)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -62,19 +61,19 @@ def test_an_op_runs_forward_and_backward(op: str, monkeypatch: pytest.MonkeyPatc
         return result
 
     monkeypatch.setattr(torch.autograd, "grad", counted)
-    warmed = warm_ops.warm_one(op, "fp32", tiny(op), CPU)
+    warmed = warm.warm_one(op, "fp32", tiny(op), CPU)
     assert warmed.seconds > 0
     assert warmed.compiled == warmed.cached == 0
-    runs = len(list(warm_ops.combinations(tiny(op))))
+    runs = len(list(warm.combinations(tiny(op))))
     if op.endswith(("viterbi", "sample", "_align", "_search", "_decode")):
         assert not gradients
     else:  # some ops compute gradients in their own backward pass too
-        assert len(gradients) >= runs * warm_ops.CALLS
+        assert len(gradients) >= runs * warm.CALLS
 
 
 def test_ragged_sizes_are_run_with_one_less() -> None:
     sizes = {"steps": (32,), "batch": (1,), "classes": (5, 7)}
-    assert [tuple(size.values()) for size in warm_ops.combinations(sizes)] == [
+    assert [tuple(size.values()) for size in warm.combinations(sizes)] == [
         (32, 1, 5),
         (32, 1, 7),
         (31, 1, 5),
@@ -85,16 +84,16 @@ def test_ragged_sizes_are_run_with_one_less() -> None:
 def test_sizes_that_an_op_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_BACKEND", "reference")
     with pytest.raises(ValueError, match="states: expected a power of the number of bases, 4"):
-        warm_ops.warm_one("ctc_crf_loss", "fp32", {**tiny("ctc_crf_loss"), "states": (100,)}, CPU)
+        warm.warm_one("ctc_crf_loss", "fp32", {**tiny("ctc_crf_loss"), "states": (100,)}, CPU)
     with pytest.raises(ValueError, match="classes: expected 2 or more"):
-        warm_ops.warm_one("ctc_loss", "fp32", {**tiny("ctc_loss"), "classes": (1,)}, CPU)
+        warm.warm_one("ctc_loss", "fp32", {**tiny("ctc_loss"), "classes": (1,)}, CPU)
 
 
 def test_a_worker_prints_its_result(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["softmax", "bf16", "cpu"]
-    assert warm_ops.main([*arguments, json.dumps({"rows": [3], "classes": [5]})]) == 0
+    assert warm.main_of_process([*arguments, json.dumps({"rows": [3], "classes": [5]})]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"seconds", "compiled", "cached"}
-    assert warm_ops.main([*arguments, json.dumps({"rows": [3], "classes": [-5]})]) == 1
+    assert warm.main_of_process([*arguments, json.dumps({"rows": [3], "classes": [-5]})]) == 1
     assert capsys.readouterr().err.startswith("RuntimeError: ")
 
 
@@ -153,7 +152,7 @@ def test_only_sizes_of_the_op_reach_its_worker(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(warm, "run_module", fake)
     result = warm.warm_in_process("logz", "fp16", {"states": (64,), "classes": (5,)}, "cuda:1")
     assert result == WarmResult("logz", "fp16", Warmed(1.0, 1, 0))
-    assert sent == [("cli.warm_ops", ["logz", "fp16", "cuda:1", '{"states": [64]}'])]
+    assert sent == [("cli.warm", ["logz", "fp16", "cuda:1", '{"states": [64]}'])]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def test_kernels_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("the interpreter compiles nothing")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     source = ASTSource(store_one, {"out": "*fp32"})
-    with warm_ops._compilations(torch.device("cuda")) as found:
+    with warm._compilations(torch.device("cuda")) as found:
         for _ in range(2):
             triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert found == [False, True]

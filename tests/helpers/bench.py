@@ -11,6 +11,7 @@ import torch
 from partita.bench import report, runner
 from partita.bench.case import Case, Provider, Settings
 from partita.bench.measure import Machine
+from partita.cli.console import Progress
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -27,9 +28,8 @@ SETTINGS = Settings(
 
 
 def run(cases: Iterator[Case], *who: Provider, machine: Machine = CPU) -> list[runner.Row]:
-    return list(
-        runner.run(list(cases), who, machine, SETTINGS, say=lambda text: None, done=lambda: None)
-    )
+    progress = Progress(0, quiet=True)
+    return list(runner.run(list(cases), who, machine, SETTINGS.repetitions, progress))
 
 
 def read(path: Path) -> tuple[dict[str, float], list[dict[str, str]]]:

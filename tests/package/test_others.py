@@ -20,7 +20,7 @@ EXCEPTIONS = {
     ("integrations/fused_head.py", "model.loss_function"): "the user gives the model to `fuse`",
     ("integrations/fused_head.py", "setattr"): "the user gives the model to `fuse`",
     ("integrations/fused_head.py", "delattr"): "the user gives the model to `fuse`",
-    ("cli/warm_ops.py", "knobs.compilation.listener"): "`partita warm` counts kernels, in a scope",
+    ("cli/warm.py", "knobs.compilation.listener"): "`partita warm` counts kernels, in a scope",
     ("testing/memory.py", "_settings.fill_uninitialized_memory"): "poisoned memory, in a block",
     ("testing/memory.py", "torch.use_deterministic_algorithms"): "poisoned memory, in a block",
     ("bench/parallel.py", "torch.manual_seed"): "processes that the benchmark starts",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..cli.console import DTYPES
-from .measure import Step, Timing, peak_extra_memory, time_steps
+from .measure import Step, Timing, nothing, peak_extra_memory, time_steps
 
 Function = Callable[..., Any]
 Load = Callable[[], Function]
@@ -29,25 +29,26 @@ CPU_LOGITS = 2**20
 SLOW_REPETITIONS = 3
 
 
+class Limited(NamedTuple):
+    """A function of a provider, and why it cannot take the inputs of a case, or None."""
+
+    load: Load
+    beyond: Beyond
+
+
+Functions = Mapping[str, Mapping[str, Load | Limited]]  # by provider and op
+
+
 @dataclass(frozen=True)
 class Provider:
-    """An implementation of some ops.
+    """An implementation of some ops."""
 
-    Fields:
-        name: the name on the command line and in the tables.
-        ops: a function for each op, which imports or compiles the op; it is called for each case.
-        packages: the modules that must be installed.
-        install: the command that installs them.
-        overwrites: whether the gradient of a loss is left in the memory of the logits.
-        beyond: for some ops, returns why the provider cannot take the inputs of a case, or None.
-    """
-
-    name: str
-    ops: Mapping[str, Load]
-    packages: tuple[str, ...] = ()
-    install: str = ""
-    overwrites: bool = False
-    beyond: Mapping[str, Beyond] = field(default_factory=dict)
+    name: str  # on the command line and in the tables
+    ops: Mapping[str, Load]  # for each op what imports or compiles it, called for each case
+    packages: tuple[str, ...] = ()  # the modules that must be installed
+    install: str = ""  # the command that installs them
+    overwrites: bool = False  # whether a loss leaves its gradient in the memory of the logits
+    beyond: Mapping[str, Beyond] = field(default_factory=dict)  # why inputs are refused, or None
 
     @property
     def is_ours(self) -> bool:
@@ -75,35 +76,22 @@ def needs_gpu(inputs: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of the user.
+    """The choices of the user."""
 
-    Fields:
-        dtypes, columns: the dtypes and widths of the cases; empty for the defaults of each op.
-        elements: the number of logits of a case, and the limit for scores of chains; None for the
-            default of the device.
-        quick: whether there are fewer sizes.
-        sweep: whether the sweep over narrow widths is timed.
-        repetitions: the number of repetitions of each measurement.
-        device: the device.
-        do_bench: whether of softmax the sweep alone is timed, by Triton's `do_bench`.
-    """
-
-    dtypes: tuple[torch.dtype, ...]
-    columns: tuple[int, ...]
-    elements: int | None
-    quick: bool
-    sweep: bool
+    dtypes: tuple[torch.dtype, ...]  # empty for the defaults of each op
+    columns: tuple[int, ...]  # widths, empty for the defaults of each op
+    elements: int | None  # of logits, and the limit for scores of chains; None for the default
+    quick: bool  # whether there are fewer sizes
+    sweep: bool  # whether the sweep over narrow widths is timed
     repetitions: int
     device: torch.device
-    do_bench: bool = False
+    do_bench: bool = False  # whether the sweep of softmax alone is timed, by Triton's `do_bench`
 
     @property
     def logits(self) -> int:
-        """Return the number of logits of a case."""
         return self.elements or (GPU_LOGITS if self.device.type == "cuda" else CPU_LOGITS)
 
     def rows(self, columns: int) -> int:
-        """Return the number of rows that makes the number of logits."""
         return max(1, self.logits // columns)
 
     def types(self, *default: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -114,15 +102,10 @@ class Settings:
 
 
 class Moves(NamedTuple):
-    """The fewest bytes that a part of the work must move.
+    """The fewest bytes that a part of the work must move."""
 
-    Fields:
-        bytes: the bytes; in the declaration of a case, in units of those of the scores.
-        limit: the bandwidth that bounds them, `copy` or `read`.
-    """
-
-    bytes: int
-    limit: str
+    bytes: int  # in the declaration of a case, in units of those of the scores
+    limit: str  # the bandwidth that bounds them, `copy` or `read`
 
 
 class Sizes(NamedTuple):
@@ -168,25 +151,27 @@ class Buffers:
         return torch.randint(classes, (rows,), device=self.device, generator=self._generator)
 
 
+class Attempt(NamedTuple):
+    """A function of a provider and the inputs of a case, which it is given."""
+
+    function: Function
+    inputs: Any
+    provider: Provider
+
+
 @dataclass(frozen=True)
 class Loop:
     """Steps that are timed one after another; `before` runs untimed before each round."""
 
     steps: tuple[Step, ...]
-    before: Callable[[], None]
+    before: Callable[[], None] = nothing
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst element of a result.
+    """The worst element of a result."""
 
-    Fields:
-        error, allowed: its error and the bound, in the unit of the case.
-        index: its index.
-        got, expected: its value and the true value.
-    """
-
-    error: float
+    error: float  # in the unit of the case, like its bound
     allowed: float
     index: tuple[int, ...]
     got: float
@@ -234,13 +219,11 @@ class Case(ABC):
         return self.differs_by or self.sizes
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the scores."""
+    def shape(self) -> tuple[int, ...]:  # of the scores
         return tuple(getattr(self, name) for name in self.sizes)
 
     @property
-    def bytes(self) -> int:
-        """Return the bytes of the scores."""
+    def bytes(self) -> int:  # of the scores
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -257,9 +240,7 @@ class Case(ABC):
         """Return the truth that the results of all providers are compared with."""
 
     @abstractmethod
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Any
-    ) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Any) -> Iterator[Verdict]:
         """Yield a verdict on each result and gradient against fp64."""
 
     def outputs(self, result: Any) -> Sequence[Tensor]:
@@ -274,10 +255,9 @@ class Case(ABC):
         """Return the inputs that have a gradient, as leaves."""
         return [tensor.detach().requires_grad_() for tensor in inputs[: self.learned]]
 
-    def trained(
-        self, function: Function, inputs: Any, provider: Provider
-    ) -> tuple[Any, tuple[Tensor, ...]]:
+    def trained(self, attempt: Attempt) -> tuple[Any, tuple[Tensor, ...]]:
         """Return results and gradients, which are computed into memory that holds NaN."""
+        function, inputs, provider = attempt
         leaves = self.leaves(inputs, provider)
         for leaf in leaves:
             poison(leaf)
@@ -286,13 +266,14 @@ class Case(ABC):
             poison(leaf)
         return result, torch.autograd.grad(self.outputs(result), leaves, self.upstream(inputs))
 
-    def inference(self, function: Function, inputs: Any) -> Loop:
+    def inference(self, attempt: Attempt) -> Loop:
         """Return the loop without gradients."""
-        arguments = inputs[: self.arguments]
-        return Loop((("inference", lambda: function(*arguments)),), lambda: None)
+        function, arguments = attempt.function, attempt.inputs[: self.arguments]
+        return Loop((("inference", lambda: function(*arguments)),))
 
-    def training(self, function: Function, inputs: Any, provider: Provider) -> Loop:
+    def training(self, attempt: Attempt) -> Loop:
         """Return the loop of a training step."""
+        function, inputs, provider = attempt
         leaves, upstream = self.leaves(inputs, provider), self.upstream(inputs)
         others = inputs[self.learned : self.arguments]
         state: dict[str, Any] = {}
@@ -312,38 +293,28 @@ class Case(ABC):
 
         return Loop((("forward", forward), ("backward", backward)), before)
 
-    def loops(self, function: Function, inputs: Any, provider: Provider) -> list[Loop]:
-        """Return the loops that are timed."""
-        loops = [self.inference(function, inputs)]
-        return [*loops, self.training(function, inputs, provider)] if self.learned else loops
+    def loops(self, attempt: Attempt) -> list[Loop]:
+        loops = [self.inference(attempt)]
+        return [*loops, self.training(attempt)] if self.learned else loops
 
     def is_slow(self, provider: Provider, device: torch.device) -> bool:
         """Return whether a provider takes so long that its loops are repeated less often."""
         return provider.name in self.slow or (self.slow_on_cpu and device.type == "cpu")
 
-    def times(
-        self,
-        function: Function,
-        inputs: Any,
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
-        if self.is_slow(provider, device):
+    def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
+        if self.is_slow(attempt.provider, device):
             repetitions = min(repetitions, SLOW_REPETITIONS)
         result: dict[str, Timing] = {}
-        for loop in self.loops(function, inputs, provider):
+        for loop in self.loops(attempt):
             result |= time_steps(loop.steps, device, before=loop.before, repetitions=repetitions)
             loop.before()
         return result
 
-    def extra_memory(
-        self, function: Function, inputs: Any, provider: Provider, device: torch.device
-    ) -> int | None:
+    def extra_memory(self, attempt: Attempt, device: torch.device) -> int | None:
         """Return the peak bytes beyond the inputs; None where they are not measured."""
         if not self.memory_of:
             return None
-        loop = self.loops(function, inputs, provider)[-1]
+        loop = self.loops(attempt)[-1]
         return peak_extra_memory(loop.steps, device, before=loop.before)
 
     def __str__(self) -> str:

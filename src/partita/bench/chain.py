@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,21 @@ from ..ops.chain.edges import dense_source
 from ..primitives.semiring import Max
 from ..runtime.backend import backend
 from ..runtime.dtypes import acc_dtype
-from .case import Beyond, Buffers, Case, Function, Load, Provider, Settings, Sizes, Verdict
-from .paths import PEER_BOUND, BestCase, Gradient, SumCase, Truth, evenly, fewer, worst
+from ..testing.samples.in_torch import reachable
+from ..testing.samples.in_torch import total_of_paths as loop_logz
+from .case import (
+    Buffers,
+    Case,
+    Function,
+    Functions,
+    Limited,
+    Load,
+    Provider,
+    Settings,
+    Sizes,
+    Verdict,
+)
+from .paths import PEER_BOUND, BestCase, Gradient, LogZCase, Truth, evenly, fewer, worst
 
 BASES = 4  # A, C, G and T
 WINDOW = 3  # a label, the blank before it, and the label before that
@@ -84,18 +97,9 @@ class Inputs(NamedTuple):
     final: Tensor  # [N, C]
 
 
-def loop_logz(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor) -> Tensor:
-    """Compute log Z, `[N]`, by one log-sum-exp of gathered states for each step."""
-    scores, source = _reachable(scores, source, initial)
-    alpha = initial
-    for step in scores:
-        alpha = (step + alpha[:, source]).logsumexp(-1)
-    return (alpha + final).logsumexp(-1)
-
-
 def loop_viterbi(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor) -> Tensor:
     """Compute the edges of the best path, `[T, N]`, by a maximum for each step and a trace-back."""
-    scores, source = _reachable(scores, source, initial)
+    scores, source = reachable(scores, source)
     alpha, choices = initial, []
     for step in scores:
         alpha, choice = (step + alpha[:, source]).max(-1)
@@ -108,20 +112,11 @@ def loop_viterbi(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor)
     return torch.stack(edges[::-1])
 
 
-def _reachable(scores: Tensor, source: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scores with -inf where there is no edge, and a table in which all sources exist."""
-    missing = source < 0
-    reachable = scores.to(initial.dtype).masked_fill(missing, -torch.inf)
-    return reachable, source.masked_fill(missing, 0).long()
-
-
 def beyond_loop(inputs: Any) -> str | None:
-    """Return why a loop over the steps cannot take the inputs of a chain, or None."""
     return f"a loop of more than {MAX_STEPS:,} steps" if len(inputs[0]) > MAX_STEPS else None
 
 
 def beyond_fp32_kernels(inputs: Any) -> str | None:
-    """Return why the kernels of koi and seqdist cannot take these inputs, or None."""
     scores, source, *_ = inputs
     if scores.device.type != "cuda":
         return "needs a GPU"
@@ -157,27 +152,26 @@ def _best_edges(best_score: Function) -> Function:
     return function
 
 
-def _library(module: str, name: str) -> dict[str, Load]:
+def _library(module: str, name: str) -> dict[str, Limited]:
     """Return the ops of a library that has the partition function of chains under a semiring."""
-    return {
+    ops: dict[str, Load] = {
         "chain": lambda: _sum_over_paths(module, name, "Log"),
         "viterbi": lambda: _best_edges(_sum_over_paths(module, name, "Max")),
     }
+    return {op: Limited(load, beyond_fp32_kernels) for op, load in ops.items()}
 
 
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {
         "chain": lambda: logz,
         "viterbi": lambda: lambda *inputs: Chain(*inputs).viterbi().edges,
     },
-    "torch": {"chain": lambda: loop_logz, "viterbi": lambda: loop_viterbi},
+    "torch": {
+        "chain": Limited(lambda: loop_logz, beyond_loop),
+        "viterbi": Limited(lambda: loop_viterbi, beyond_loop),
+    },
     "koi": _library("koi.ctc", "logZ_cu_sparse"),
     "seqdist": _library("seqdist.sparse", "logZ"),
-}
-BEYOND: dict[str, dict[str, Beyond]] = {
-    "torch": dict.fromkeys(("chain", "viterbi"), beyond_loop),
-    "koi": dict.fromkeys(("chain", "viterbi"), beyond_fp32_kernels),
-    "seqdist": dict.fromkeys(("chain", "viterbi"), beyond_fp32_kernels),
 }
 
 
@@ -190,8 +184,8 @@ class ChainCase(Case):
     states: int
     table: SourceTable
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "chains", "states", "slots")
-    scores: ClassVar[str] = "scores"
+    sizes = ("steps", "chains", "states", "slots")
+    scores = "scores"
 
     @property
     def slots(self) -> int:
@@ -232,13 +226,10 @@ def scanned_in_order(chain: Chain, final: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class LogZ(SumCase, ChainCase):
+class LogZ(LogZCase, ChainCase):
     """log Z and its gradient, which are marginals."""
 
-    caption: ClassVar[str] = "log Z and its gradient"
-
-    def upstream(self, inputs: Inputs) -> list[Tensor]:
-        return [inputs.initial.new_ones(self.chains)]
+    caption = "log Z and its gradient"
 
     def standard(self, inputs: Inputs) -> Truth:
         which, chain = judged(inputs)
@@ -300,3 +291,6 @@ def chain_cases(settings: Settings) -> Iterator[Case]:
             limits = fewer(size.steps, size.chains, scores, settings.elements, least=1)
             yield LogZ("chain", dtype, *limits, *size[2:])
             yield Viterbi("viterbi", dtype, *limits, *size[2:])
+
+
+OPS = {"chain": chain_cases}

@@ -6,47 +6,24 @@ import argparse
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..cli.arguments import device_named, dtypes, number, numbers, require_writable, words
-from ..cli.console import Progress, UsageError, first_line, print_table
+from ..cli.arguments import device_named, dtypes, number, numbers, words
+from ..cli.console import Progress, UsageError, first_line
 from ..cli.info import no_gpu
-from . import (
-    chain,
-    ctc,
-    decode,
-    heads,
-    host,
-    linear_chain,
-    picture,
-    report,
-    rnnt,
-    rows,
-    semi_markov,
-)
+from . import host, picture, report
 from .case import Case, Provider, Settings
 from .host_cases import OPS as HOST_OPS
 from .measure import REPETITIONS, Machine, measure_machine
-from .providers import PEERS, choose
+from .providers import FAMILIES, PEERS, choose, missing
 from .runner import DeviceLost, Row, failed, run, takers
 
 OPS: dict[str, Callable[[Settings], Iterator[Case]]] = {
-    "softmax": rows.softmax_cases,
-    "cross_entropy": rows.cross_entropy_cases,
-    "token_stats": rows.token_stats_cases,
-    "logprobs": rows.logprobs_cases,
-    "linear_cross_entropy": heads.linear_cross_entropy_cases,
-    "divergence": heads.divergence_cases,
-    "chain": chain.chain_cases,
-    "linear_chain": linear_chain.linear_chain_cases,
-    "semi_markov": semi_markov.semi_markov_cases,
-    "ctc": ctc.ctc_cases,
-    "rnnt": rnnt.rnnt_cases,
-    "decode": decode.decode_cases,
+    op: cases for family in FAMILIES for op, cases in family.OPS.items()
 }
 HOST = "host"
 
@@ -196,9 +173,9 @@ class Plan:
     device: torch.device
     settings: Settings
     providers: list[Provider]
+    absent: list[str]  # a message for each provider that is not installed
     cases: list[Case]
-    csv: Path | None
-    svg: Path | None
+    files: report.Files
 
 
 @dataclass(frozen=True)
@@ -227,14 +204,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise UsageError("--do-bench: times softmax, which is not among the ops")
     if args.do_bench and (device.type != "cuda" or importlib.util.find_spec("triton") is None):
         raise UsageError("--do-bench: needs a GPU and Triton")
-    try:
-        providers = choose([] if args.only_ours else words(args.peers))
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    csv = args.csv or (args.out and args.out / "bench.csv")
-    svg = args.svg or (args.out and args.out / "bench.svg")
-    if args.svg and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--svg: needs matplotlib (pip install matplotlib)")
+    providers = choose([] if args.only_ours else words(args.peers))
     settings = Settings(
         args.dtype,
         args.columns,
@@ -246,17 +216,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
         args.do_bench,
     )
     cases = [case for op in dict.fromkeys(args.ops or OPS) for case in OPS[op](settings)]
-    return Plan(device, settings, providers, cases, csv, svg)
-
-
-def missing(plan: Plan) -> dict[str, str]:
-    """Return the command that installs each provider of the plan that is missing."""
-    ops = {case.op for case in plan.cases}
-    return {
-        provider.name: message
-        for provider in plan.providers
-        if not ops.isdisjoint(provider.ops) and (message := provider.missing())
-    }
+    ops = {case.op for case in cases}
+    absent = missing(each for each in providers if not ops.isdisjoint(each.ops))
+    present = [each for each in providers if each.name not in absent]
+    return Plan(
+        device, settings, present, list(absent.values()), cases, report.files_of(args, "bench")
+    )
 
 
 def machine_of(plan: Plan) -> Machine:
@@ -266,19 +231,13 @@ def machine_of(plan: Plan) -> Machine:
     return measure_machine(plan.device, plan.settings.logits, plan.settings.repetitions)
 
 
-def measure(plan: Plan, providers: Sequence[Provider], machine: Machine) -> Measured:
+def measure(plan: Plan, machine: Machine) -> Measured:
     """Run all cases with all providers and a progress bar; an interrupted run returns its rows."""
     rows: list[Row] = []
     try:
-        with Progress(sum(len(takers(case, providers)) for case in plan.cases)) as progress:
-            for row in run(
-                plan.cases,
-                providers,
-                machine,
-                plan.settings,
-                say=progress.say,
-                done=progress.advance,
-            ):
+        with Progress(sum(len(takers(case, plan.providers)) for case in plan.cases)) as progress:
+            repetitions = plan.settings.repetitions
+            for row in run(plan.cases, plan.providers, machine, repetitions, progress):
                 rows.append(row)
     except KeyboardInterrupt:
         return Measured(rows, "interrupted", 130)
@@ -295,37 +254,26 @@ def main(args: argparse.Namespace) -> int:
         return host.main(args)
     try:
         plan = make_plan(args)
-        for path in filter(None, (plan.csv, plan.svg)):
-            require_writable(path)
     except UsageError as error:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
         print(f"{no_gpu()} This is a small timing on the CPU, which says little about a GPU.")
-    absent = missing(plan)
-    for message in absent.values():
+    for message in plan.absent:
         print(message)
     machine = machine_of(plan)
     print(report.describe(machine), flush=True)
-    present = [provider for provider in plan.providers if provider.name not in absent]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\._")  # its compiler comments on choices
-        measured = measure(plan, present, machine)
+        measured = measure(plan, machine)
     if measured.problem:
         print(f"partita bench: {measured.problem}", file=sys.stderr)
-    _report(measured.rows, machine, plan)
+    rows, panels = measured.rows, picture.panels(measured.rows)
+    plan.files.publish(
+        (*report.times(rows, machine), *report.summary(rows, machine)),
+        report.describe(machine),
+        lambda path: report.write_csv(path, rows, machine),
+        (lambda format: picture.render(panels, machine, format)) if panels else None,
+        [f"{row.case}: {row.provider} {row.note}" for row in failed(rows)],
+    )
     return measured.code
-
-
-def _report(rows: list[Row], machine: Machine, plan: Plan) -> None:
-    for table in (*report.times(rows, machine), *report.summary(rows, machine)):
-        print_table(*table)
-    print(f"\n{report.describe(machine)}")
-    if plan.csv:
-        report.write_csv(plan.csv, rows, machine)
-        print(f"wrote {plan.csv}")
-    panels = picture.panels(rows)
-    if plan.svg and panels:
-        picture.draw_where_possible(plan.svg, lambda path: picture.draw(path, panels, machine))
-    for row in failed(rows):
-        print(f"partita bench: {row.case}: {row.provider} {row.note}", file=sys.stderr)

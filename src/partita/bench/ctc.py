@@ -15,8 +15,9 @@ from ..ops.chain.api import Chain
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss
 from ..runtime.backend import backend
-from .case import Beyond, Buffers, Case, Function, Load, Provider, Settings, Sizes
-from .chain import BASES, MAX_STATES, beyond_fp32_kernels, beyond_loop, kmers, loop_logz
+from ..testing.samples.in_torch import total_of_paths as loop_logz
+from .case import Buffers, Case, Function, Functions, Limited, Provider, Settings, Sizes
+from .chain import BASES, MAX_STATES, beyond_fp32_kernels, beyond_loop, kmers
 from .paths import BestCase, Gradient, SumCase, Truth, evenly, fewer
 
 # Others carry fp32 states as large as log Z. PyTorch's posteriors are off by 0.3 at 20,000 steps.
@@ -88,36 +89,22 @@ ALIGN_SIZES = Sizes(
 
 
 class CTCInputs(NamedTuple):
-    """A batch of inputs and their targets, all of full length.
+    """A batch of inputs and their targets, all of full length."""
 
-    Fields:
-        logits: `[T, N, C]`; log-probabilities for an alignment.
-        targets: `[N, S]` int64, padded with labels.
-        input_lengths, target_lengths: `[N]` int64, on the CPU.
-    """
-
-    logits: Tensor
-    targets: Tensor
-    input_lengths: Tensor
-    target_lengths: Tensor
+    logits: Tensor  # [T, N, C]; log-probabilities for an alignment
+    targets: Tensor  # [N, S] int64, padded with labels
+    input_lengths: Tensor  # [N] int64, on the CPU
+    target_lengths: Tensor  # [N] int64, on the CPU
 
 
 class CRFInputs(NamedTuple):
-    """Scores of the edges between k-mers, and the target bases.
+    """Scores of the edges between k-mers, and the target bases."""
 
-    Fields:
-        scores: `[T, N, C, 5]`, of staying and of entering from each of four k-mers.
-        source: `[C, 5]`, the table of these k-mers.
-        targets: `[N, S]` int64 from 1 to 4, and 0 past the length of a target.
-        target_lengths: `[N]` int64, on the device.
-        state_len: the number of bases of a k-mer.
-    """
-
-    scores: Tensor
-    source: Tensor
-    targets: Tensor
-    target_lengths: Tensor
-    state_len: int
+    scores: Tensor  # [T, N, C, 5], of staying and of entering from each of four k-mers
+    source: Tensor  # [C, 5], the table of these k-mers
+    targets: Tensor  # [N, S] int64 from 1 to 4, and 0 past the length of a target
+    target_lengths: Tensor  # [N] int64, on the device
+    state_len: int  # the number of bases of a k-mer
 
 
 def native_loss(
@@ -145,7 +132,6 @@ def seqdist_loss() -> Function:
 
 
 def beyond_seqdist(inputs: CTCInputs) -> str | None:
-    """Return why seqdist's kernels cannot take these inputs, or None."""
     if inputs.logits.device.type != "cuda":
         return "needs a GPU"
     if inputs.logits.dtype not in (torch.float32, torch.float64):
@@ -171,15 +157,10 @@ def beyond_torchaudio(inputs: CTCInputs) -> str | None:
 
 
 class TargetIndex(NamedTuple):
-    """The indices of the scores of a target's alignments among the scores of a step.
+    """The indices of the scores of a target's alignments among the scores of a step."""
 
-    Fields:
-        stay: `[N, S - k + 1]`, for staying in each k-mer of the target.
-        move: `[N, S - k]`, for entering each k-mer from the one before it.
-    """
-
-    stay: Tensor
-    move: Tensor
+    stay: Tensor  # [N, S - k + 1], for staying in each k-mer of the target
+    move: Tensor  # [N, S - k], for entering each k-mer from the one before it
 
 
 def target_index(targets: Tensor, state_len: int, bases: int) -> TargetIndex:
@@ -211,7 +192,6 @@ def _recipe(
 
 
 def _loop_aligned(stay: Tensor, move: Tensor, lengths: Tensor) -> Tensor:
-    """Compute log Z of the alignments of each target, `[N]`."""
     alpha = torch.full_like(stay[0], UNREACHED)
     alpha[:, 0] = 0.0
     for staying, moving in zip(stay, move, strict=True):
@@ -244,22 +224,16 @@ def _crf_loss(scores: Tensor, source: Tensor, *others: Any) -> Tensor:
     return ctc_crf_loss(scores, targets, lengths, state_len=state_len, alphabet_size=classes)
 
 
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {
         "ctc": lambda: _loss,
         "ctc_crf": lambda: _crf_loss,
         "ctc_align": lambda: lambda *inputs: ctc_align(*inputs).labels,
     },
-    "torch": {"ctc": lambda: native_loss, "ctc_crf": lambda: loop_crf_loss},
-    "koi": {"ctc_crf": koi_crf_loss},
-    "seqdist": {"ctc": seqdist_loss},
-    "torchaudio": {"ctc_align": torchaudio_align},
-}
-BEYOND: dict[str, dict[str, Beyond]] = {
-    "torch": {"ctc_crf": beyond_loop},
-    "koi": {"ctc_crf": beyond_fp32_kernels},
-    "seqdist": {"ctc": beyond_seqdist},
-    "torchaudio": {"ctc_align": beyond_torchaudio},
+    "torch": {"ctc": lambda: native_loss, "ctc_crf": Limited(lambda: loop_crf_loss, beyond_loop)},
+    "koi": {"ctc_crf": Limited(koi_crf_loss, beyond_fp32_kernels)},
+    "seqdist": {"ctc": Limited(seqdist_loss, beyond_seqdist)},
+    "torchaudio": {"ctc_align": Limited(torchaudio_align, beyond_torchaudio)},
 }
 
 
@@ -274,7 +248,7 @@ class CTCCase(Case):
     longest: int
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
-    slow_on_cpu: ClassVar[bool] = True
+    slow_on_cpu = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -298,7 +272,7 @@ class CTCCase(Case):
 class LossCase(SumCase, CTCCase):
     """A loss of CTC."""
 
-    contracts: ClassVar[int] = 1  # the bound of Partita, in bounds of one posterior
+    contracts = 1  # the bound of Partita, in bounds of one posterior
 
     def bounds(self, provider: Provider, truth: Truth) -> tuple[float, float]:
         of_gradient, of_result = super().bounds(provider, truth)
@@ -308,12 +282,11 @@ class LossCase(SumCase, CTCCase):
         return max(of_gradient, rounding), of_result
 
 
-@dataclass(frozen=True)
 class Loss(LossCase):
     """The summed loss from logits."""
 
-    versus: ClassVar[str] = "torch"
-    caption: ClassVar[str] = "CTC loss and its gradient"
+    versus = "torch"
+    caption = "CTC loss and its gradient"
 
     def standard(self, inputs: CTCInputs) -> Truth:
         """Compute the loss of PyTorch in fp64, some sequences at a time."""
@@ -335,14 +308,12 @@ class Loss(LossCase):
 class Crf(LossCase):
     """The mean loss over k-mers: log Z of the chain minus log Z of the target's alignments."""
 
-    caption: ClassVar[str] = "CTC-CRF loss and its gradient"
-    scores: ClassVar[str] = "scores"
-    versus: ClassVar[str] = "koi"
-    slow: ClassVar[tuple[str, ...]] = ("torch",)
-    contracts: ClassVar[int] = 2  # its gradient is a difference of two marginals
-    sizes: ClassVar[tuple[str, ...]] = (
-        *("steps", "sequences", "states", "slots", "shortest", "longest"),
-    )
+    caption = "CTC-CRF loss and its gradient"
+    scores = "scores"
+    versus = "koi"
+    slow = ("torch",)
+    contracts = 2  # its gradient is a difference of two marginals
+    sizes = (*("steps", "sequences", "states", "slots", "shortest", "longest"),)
 
     state_len: int
 
@@ -415,9 +386,9 @@ def crf_losses(inputs: CRFInputs, which: Tensor) -> Tensor:
 class Align(BestCase, CTCCase):
     """The class of each step in the best alignment."""
 
-    versus: ClassVar[str] = "torchaudio"
-    memory_of: ClassVar[str] = "inference"
-    scores: ClassVar[str] = "log-probabilities"
+    versus = "torchaudio"
+    memory_of = "inference"
+    scores = "log-probabilities"
 
     def inputs(self, buffers: Buffers) -> CTCInputs:
         logits, *others = super().inputs(buffers)
@@ -467,3 +438,6 @@ def ctc_cases(settings: Settings) -> Iterator[Case]:
             yield Crf("ctc_crf", dtype, *size.within(settings.elements))
         for size in ALIGN_SIZES.chosen(settings):
             yield Align("ctc_align", dtype, *size.within(settings.elements)[:5])
+
+
+OPS = {"ctc": ctc_cases}

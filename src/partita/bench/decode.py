@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,12 @@ from ..ops.decode.common import Hypotheses
 from ..ops.decode.crf import ctc_crf_decode
 from ..runtime.backend import backend
 from .case import (
-    Beyond,
+    Attempt,
     Buffers,
     Case,
-    Load,
+    Functions,
+    Limited,
     Loop,
-    Moves,
-    Provider,
     Settings,
     Sizes,
     Verdict,
@@ -72,15 +71,10 @@ CRF_SIZES = Sizes(
 
 
 class DecodeInputs(NamedTuple):
-    """Scores of a batch, all of full length.
+    """Scores of a batch, all of full length."""
 
-    Fields:
-        scores: log-probabilities `[T, N, C]` with the blank 0, or scores of k-mers `[T, N, C, 5]`.
-        beam_width: the number of prefixes that go on after each step.
-    """
-
-    scores: Tensor
-    beam_width: int
+    scores: Tensor  # log-probabilities [T, N, C] with the blank 0, or of k-mers [T, N, C, 5]
+    beam_width: int  # the number of prefixes that go on after each step
 
 
 Decoder = Callable[[DecodeInputs], Any]
@@ -210,7 +204,6 @@ def beam(inputs: DecodeInputs) -> Hypotheses:
 
 
 def over_kmers(method: Any) -> Decoder:
-    """Return the decoder of this method."""
     return lambda inputs: ctc_crf_decode(
         inputs.scores,
         state_len=kmer_length(inputs.scores.shape[2]),
@@ -221,7 +214,6 @@ def over_kmers(method: Any) -> Decoder:
 
 
 def on_the_host(inputs: DecodeInputs) -> str | None:
-    """Return why a decoder on the host cannot be timed with these inputs, or None."""
     return "runs on the host" if inputs.scores.is_cuda else None
 
 
@@ -231,18 +223,15 @@ OURS: dict[str, Decoder] = {
     "ctc_crf_viterbi": over_kmers("viterbi"),
     "ctc_crf_beam": over_kmers("beam"),
 }
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {op: lambda function=function: function for op, function in OURS.items()},  # type: ignore[misc]
-    "koi": {"ctc_crf_beam": koi_beam},
-    "torchaudio": {"ctc_beam": torchaudio_beam},
-    "fast-ctc-decode": {"ctc_greedy": fast_ctc_decode_greedy, "ctc_beam": fast_ctc_decode_beam},
-    "pyctcdecode": {"ctc_beam": pyctcdecode_beam},
-}
-BEYOND: dict[str, dict[str, Beyond]] = {
-    "koi": {"ctc_crf_beam": needs_gpu},
-    "torchaudio": {"ctc_beam": needs_gpu},
-    "fast-ctc-decode": {"ctc_greedy": on_the_host, "ctc_beam": on_the_host},
-    "pyctcdecode": {"ctc_beam": on_the_host},
+    "koi": {"ctc_crf_beam": Limited(koi_beam, needs_gpu)},
+    "torchaudio": {"ctc_beam": Limited(torchaudio_beam, needs_gpu)},
+    "fast-ctc-decode": {
+        "ctc_greedy": Limited(fast_ctc_decode_greedy, on_the_host),
+        "ctc_beam": Limited(fast_ctc_decode_beam, on_the_host),
+    },
+    "pyctcdecode": {"ctc_beam": Limited(pyctcdecode_beam, on_the_host)},
 }
 
 
@@ -262,10 +251,10 @@ class DecodeCase(Case):
     classes: int
     beam_width: int
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "beam_width")
-    scores: ClassVar[str] = "scores"
-    unit: ClassVar[str] = "nats"
-    slow: ClassVar[tuple[str, ...]] = ("pyctcdecode",)  # a loop in Python
+    sizes = ("steps", "sequences", "classes", "beam_width")
+    scores = "scores"
+    unit = "nats"
+    slow = ("pyctcdecode",)  # a loop in Python
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -289,10 +278,9 @@ class DecodeCase(Case):
             [self.log_prob(scores[:, n : n + 1], each) for n, each in enumerate(tokens)]
         )
 
-    def verdicts(
-        self, function: Decoder, inputs: DecodeInputs, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Truth) -> Iterator[Verdict]:
         """Yield how many nats are lost against the reference; below 0, more probable tokens."""
+        function, inputs, provider = attempt
         tokens = tokens_of(function(inputs), standard.sequences)
         found = self.log_probs(inputs.scores[:, standard.sequences].double(), tokens)
         lost = standard.log_probs - found
@@ -301,11 +289,11 @@ class DecodeCase(Case):
             expected = float(standard.log_probs[i])
             yield Verdict(float(lost[i]), allowed, (n,), float(found[i]), expected)
 
-    def inference(self, function: Decoder, inputs: DecodeInputs) -> Loop:
-        return Loop((("inference", lambda: function(inputs)),), lambda: None)
+    def inference(self, attempt: Attempt) -> Loop:
+        function, inputs, _ = attempt
+        return Loop((("inference", lambda: function(inputs)),))
 
 
-@dataclass(frozen=True)
 class Beam(DecodeCase):
     """Prefix beam search over the log-probabilities of classes."""
 
@@ -319,18 +307,16 @@ class Beam(DecodeCase):
         return -F.ctc_loss(scores, target, *lengths, reduction="sum")
 
 
-@dataclass(frozen=True)
 class Greedy(Beam):
     """The most probable class of each step, for one read of the log-probabilities."""
 
-    work: ClassVar[Mapping[str, Moves]] = READ
+    work = READ
 
 
-@dataclass(frozen=True)
 class CrfCase(DecodeCase):
     """The best path or prefix beam search over k-mers, with qualities from the posteriors."""
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states", "beam_width")
+    sizes = ("steps", "sequences", "states", "beam_width")
 
     @property
     def states(self) -> int:
@@ -364,3 +350,6 @@ def decode_cases(settings: Settings) -> Iterator[Case]:
             for size in sizes.chosen(settings):
                 limits = fewer(size.steps, size.sequences, size.classes, settings.elements)
                 yield kind(op, dtype, *limits, *size[2:])
+
+
+OPS = {"decode": decode_cases}

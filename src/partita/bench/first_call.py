@@ -17,6 +17,7 @@ import torch
 from ..cli.fresh_process import end_process
 from ..testing.samples import Draw
 from .host_cases import step, usual_case
+from .measure import wait
 
 
 def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
@@ -29,17 +30,12 @@ def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
     function = case.functions[provider]()
     times = {}
     for name in ("first", "second"):
-        _synchronize(device)
+        wait(device)
         start = time.perf_counter()
         step(function, inputs)
-        _synchronize(device)
+        wait(device)
         times[name] = time.perf_counter() - start
     return times
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(argv: Sequence[str]) -> int:

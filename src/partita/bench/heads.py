@@ -27,17 +27,20 @@ from ..ops.linear_heads.plan import linear_cross_entropy_plan
 from ..runtime.caches import register_cache
 from ..runtime.dtypes import acc_dtype
 from .case import (
-    Beyond,
+    Attempt,
     Buffers,
     Case,
     Function,
-    Load,
+    Functions,
+    Limited,
     Moves,
     Provider,
     Settings,
     Sizes,
     Verdict,
+    needs_gpu,
 )
+from .paths import evenly, worst
 from .rows import blocks
 
 # The bound of Partita is this multiple of PyTorch's error, as in the contract, plus the slack.
@@ -173,7 +176,6 @@ class _Products(torch.autograd.Function):
 
 
 def products() -> Function:
-    """Return the bare products without a loss."""
     buffer: list[Tensor] = []
 
     def function(hidden: Tensor, matrix: Tensor, *others: Any) -> Tensor:
@@ -244,9 +246,7 @@ def cut_cross_entropy(*, exact: bool = False) -> Function:
 
 
 def beyond_cut_cross_entropy(inputs: LinearInputs) -> str | None:
-    if inputs.hidden.device.type != "cuda":
-        return "needs a GPU"
-    return beyond_quack(inputs)
+    return needs_gpu(inputs) or beyond_quack(inputs)
 
 
 def liger() -> Function:
@@ -267,7 +267,6 @@ def liger_cute() -> Function:
 
 
 def beyond_liger_cute(inputs: LinearInputs) -> str | None:
-    """Return why Liger's kernels in CuTe cannot take these inputs, or None."""
     device = inputs.hidden.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "needs a GPU of compute capability 9.0"
@@ -303,7 +302,7 @@ def beyond_quack(inputs: LinearInputs) -> str | None:
     return None if inputs.hidden.dtype.itemsize == 2 else "takes fp16 and bf16 only"
 
 
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {
         "divergence": lambda: (
             lambda logits, teacher_logits, beta: divergence(logits, teacher_logits, beta=beta)
@@ -320,34 +319,25 @@ PROVIDERS: dict[str, dict[str, Load]] = {
     "products": {"linear_cross_entropy": products, "linear_divergence": products},
     "torch-linear": {"linear_cross_entropy": torch_linear},
     "chunked": {"linear_divergence": lambda: chunked_divergence},
-    "quack": {"linear_cross_entropy": quack},
+    "quack": {"linear_cross_entropy": Limited(quack, beyond_quack)},
     "liger": {"linear_cross_entropy": liger, "linear_divergence": liger_divergence},
-    "liger-cute": {"linear_cross_entropy": liger_cute},
-    "cce": {"linear_cross_entropy": cut_cross_entropy},
-    "cce-exact": {"linear_cross_entropy": lambda: cut_cross_entropy(exact=True)},
-}
-BEYOND: dict[str, dict[str, Beyond]] = {
-    "quack": {"linear_cross_entropy": beyond_quack},
-    "liger-cute": {"linear_cross_entropy": beyond_liger_cute},
-    "cce": {"linear_cross_entropy": beyond_cut_cross_entropy},
-    "cce-exact": {"linear_cross_entropy": beyond_cut_cross_entropy},
+    "liger-cute": {"linear_cross_entropy": Limited(liger_cute, beyond_liger_cute)},
+    "cce": {"linear_cross_entropy": Limited(cut_cross_entropy, beyond_cut_cross_entropy)},
+    "cce-exact": {
+        "linear_cross_entropy": Limited(
+            lambda: cut_cross_entropy(exact=True), beyond_cut_cross_entropy
+        )
+    },
 }
 
 
 class Sample(NamedTuple):
-    """Some rows of a gradient, in fp64.
+    """Some rows of a true gradient."""
 
-    Fields:
-        leaf: the number of the input whose gradient it is.
-        rows: `[n]`, the indices of the rows.
-        gradient: `[n, ...]`, the true rows.
-        peer_bound: the bound of the error of peers.
-    """
-
-    leaf: int
-    rows: Tensor
-    gradient: Tensor
-    peer_bound: float
+    leaf: int  # the number of the input whose gradient it is
+    rows: Tensor  # [n], their indices
+    gradient: Tensor  # [n, ...] fp64
+    peer_bound: float  # of the error of peers
 
 
 class Truth(NamedTuple):
@@ -358,11 +348,10 @@ class Truth(NamedTuple):
     own: list[float]
 
 
-@dataclass(frozen=True)
 class MeanCase(Case):
     """A mean loss with its gradients."""
 
-    memory_of: ClassVar[str] = "total"
+    memory_of = "total"
 
     @abstractmethod
     def truth(self, inputs: Any) -> tuple[Tensor, list[Sample]]:
@@ -372,7 +361,8 @@ class MeanCase(Case):
         with torch.no_grad():
             loss, samples = self.truth(inputs)
         try:
-            found = self.compared(TORCH[self.op], inputs, Provider("torch", {}), loss, samples)
+            attempt = Attempt(TORCH[self.op], inputs, Provider("torch", {}))
+            found = self.compared(attempt, loss, samples)
             own = [verdict.error for verdict in found]
         except torch.OutOfMemoryError:  # PyTorch has all logits several times
             own = [PEER_BOUND] * (2 + len(samples))
@@ -392,46 +382,37 @@ class MeanCase(Case):
         slack = [self.loss_slack()] * 2 + [self.slack(self.dtype)] * len(standard.samples)
         return [TOLERANCE * own + more for own, more in zip(standard.own, slack, strict=True)]
 
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Truth) -> Iterator[Verdict]:
         """Judge all providers but the yardstick, which has no results."""
-        if provider.name == self.yardstick:
+        if attempt.provider.name == self.yardstick:
             return
-        found = self.compared(function, inputs, provider, standard.loss, standard.samples)
-        for verdict, allowed in zip(found, self.bounds(provider, standard), strict=True):
+        found = self.compared(attempt, standard.loss, standard.samples)
+        for verdict, allowed in zip(found, self.bounds(attempt.provider, standard), strict=True):
             yield replace(verdict, allowed=allowed)
 
     def compared(
-        self,
-        function: Function,
-        inputs: Any,
-        provider: Provider,
-        loss: Tensor,
-        samples: Sequence[Sample],
+        self, attempt: Attempt, loss: Tensor, samples: Sequence[Sample]
     ) -> Iterator[Verdict]:
         """Yield the errors over the greatest true value, without a bound.
 
         They are those of the loss with gradients and without, and of each sample, which is
         infinite if its gradient is not finite anywhere.
         """
-        result, gradients = self.trained(function, inputs, provider)
+        result, gradients = self.trained(attempt)
         yield worst_error(result.detach()[None], loss[None])
         with torch.no_grad():
-            yield worst_error(function(*inputs).detach()[None], loss[None])
+            yield worst_error(attempt.function(*attempt.inputs).detach()[None], loss[None])
         for sample in samples:
             gradient = gradients[sample.leaf]
-            worst = worst_error(gradient[sample.rows], sample.gradient)
+            found = worst_error(gradient[sample.rows], sample.gradient)
             if not all(bool(part.isfinite().all()) for part in gradient.split(1024)):
-                worst = replace(worst, error=math.inf)
-            yield replace(worst, index=(int(sample.rows[worst.index[0]]), *worst.index[1:]))
+                found = replace(found, error=math.inf)
+            yield replace(found, index=(int(sample.rows[found.index[0]]), *found.index[1:]))
 
 
 def worst_error(got: Tensor, expected: Tensor) -> Verdict:
     """Return the worst error over the greatest true value, without a bound."""
-    error = ((got.double() - expected).abs() / expected.abs().max()).nan_to_num(nan=torch.inf)
-    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    return Verdict(float(error[index]), math.inf, index, float(got[index]), float(expected[index]))
+    return worst((got.double() - expected).abs() / expected.abs().max(), math.inf, got, expected)
 
 
 @dataclass(frozen=True)
@@ -443,8 +424,8 @@ class HeadCase(MeanCase):
     vocabulary: int
 
     sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary")
-    yardstick: ClassVar[str] = "products"
-    learned: ClassVar[int] = 2
+    yardstick = "products"
+    learned = 2
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -457,11 +438,10 @@ class HeadCase(MeanCase):
         return hidden, matrix * self.hidden**-0.5
 
 
-@dataclass(frozen=True)
 class LinearCrossEntropy(HeadCase):
     """The mean loss, which is bounded by three matrix products, one of them in the forward pass."""
 
-    caption: ClassVar[str] = "Cross-entropy from hidden states and its gradients"
+    caption = "Cross-entropy from hidden states and its gradients"
 
     def inputs(self, buffers: Buffers) -> LinearInputs:
         return LinearInputs(*self.head(buffers), buffers.labels(self.tokens, self.vocabulary))
@@ -484,24 +464,20 @@ class LinearCrossEntropy(HeadCase):
         logsumexp = torch.cat([(part @ matrix.T).logsumexp(1) for part in parts])
         pairs = zip(hidden.split(1024), target.split(1024), strict=True)
         loss = (logsumexp - torch.cat([(x * matrix[t]).sum(1) for x, t in pairs])).mean()
-        which = _evenly(torch.arange(tokens, device=target.device), TOKENS_JUDGED)
+        which = evenly(TOKENS_JUDGED, tokens, target.device)
         p = (hidden[which] @ matrix.T - logsumexp[which, None]).exp()
         p[torch.arange(len(which), device=p.device), target[which]] -= 1
         samples = [Sample(0, which, p @ matrix / tokens, PEER_BOUND)]
         labels = torch.bincount(target, minlength=classes) > 0
         for group, peer_bound in ((labels, PEER_BOUND), (~labels, PEER_BOUND_OTHERS)):
-            which = _evenly(group.nonzero().squeeze(1), CLASSES_JUDGED)
+            candidates = group.nonzero().squeeze(1)
+            if not len(candidates):
+                continue
+            which = candidates[evenly(CLASSES_JUDGED, len(candidates), target.device)]
             p = (hidden @ matrix[which].T - logsumexp[:, None]).exp()
             p -= (target[:, None] == which).double()
             samples.append(Sample(1, which, p.T @ hidden / tokens, peer_bound))
-        return loss, [sample for sample in samples if len(sample.rows)]
-
-
-def _evenly(candidates: Tensor, limit: int) -> Tensor:
-    """Return some of the candidates, with the first and the last."""
-    number = min(limit, len(candidates))
-    steps = torch.linspace(0, len(candidates) - 1, number, device=candidates.device)
-    return candidates[steps.long()]
+        return loss, samples
 
 
 @dataclass(frozen=True)
@@ -510,7 +486,7 @@ class LinearDivergence(HeadCase):
 
     beta: float
 
-    sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary", "beta")
+    sizes = ("tokens", "hidden", "vocabulary", "beta")
 
     def inputs(self, buffers: Buffers) -> DivergenceInputs:
         return DivergenceInputs(*self.head(buffers), *self.head(buffers, "teacher "), self.beta)
@@ -548,9 +524,9 @@ class DivergenceRows(MeanCase):
     columns: int
     beta: float
 
-    sizes: ClassVar[tuple[str, ...]] = ("rows", "columns", "beta")
-    differs_by: ClassVar[tuple[str, ...]] = ("columns", "beta")
-    learned: ClassVar[int] = 1
+    sizes = ("rows", "columns", "beta")
+    differs_by = ("columns", "beta")
+    learned = 1
     work: ClassVar[Mapping[str, Moves]] = {
         "inference": Moves(2, "read"),
         "total": Moves(3, "copy"),
@@ -599,3 +575,6 @@ def divergence_cases(settings: Settings) -> Iterator[Case]:
         for size in _sizes(settings):
             for beta in BETAS:
                 yield LinearDivergence("linear_divergence", dtype, *size, beta)
+
+
+OPS = {"linear_cross_entropy": linear_cross_entropy_cases, "divergence": divergence_cases}

@@ -7,6 +7,7 @@ autograd, of allocations and of launches.
 from __future__ import annotations
 
 import argparse
+import csv
 import functools
 import importlib.util
 import os
@@ -14,53 +15,75 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..cli.arguments import device_named, require_writable, words
-from ..cli.console import Progress, UsageError, first_line, print_table
+from ..cli.arguments import device_named, words
+from ..cli.console import Progress, Table, UsageError
 from ..cli.fresh_process import run_module
-from ..cli.info import no_gpu
+from ..cli.info import cpu, no_gpu
 from ..runtime.caches import register_cache
 from ..testing.samples import Draw
-from . import host_report, picture, providers
-from .host_cases import CASES, OPS, PROVIDERS, HostCase, usual_case
-from .host_report import FirstCall, Measurement
-from .host_trial import OURS, Call, Trial
-from .runner import DeviceLost, require_device
+from . import picture, providers
+from .host_cases import CASES, OPS, PROVIDERS, HostCase, Unit, usual_case
+from .host_trial import OURS, Trial
+from .measure import Timing
+from .report import Files, files_of, write_records
+from .runner import DeviceLost
 
 ALWAYS = ("torch", "partita")
 PEERS = tuple(name for name in PROVIDERS if name not in ALWAYS)
 ROUNDS, QUICK_ROUNDS = 12, 3
 EMPTY, FILLED = "empty", "filled"
+FIRST_CALL = "first call"
+LABEL = 14  # letters of a name in the picture, before it gets a second line
+# All peers are in one picture here, so their colours differ.
+COLOURS = {**picture.COLOURS, "koi": "#64b5f6", "seqdist": "#81c784"}
+COLUMNS = (
+    "op",
+    "variant",
+    "provider",
+    "host_us",
+    "host_median_us",
+    "waited_us",
+    "waited_median_us",
+    "ratio",
+    "unit",
+    "kernels",
+    "device_us",
+    "empty_cache_s",
+    "filled_cache_s",
+    "note",
+)
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """The first call of a fresh process, in seconds without the context of the GPU."""
+
+    op: str
+    provider: str
+    empty: float | None  # with an empty Triton cache; None where the call failed
+    filled: float | None  # with a filled one; None for a provider without a cache
+    note: str  # why there is no time
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The plan of a measurement of the host.
-
-    Fields:
-        device: the device of the inputs.
-        ops: the ops that the user chose.
-        cases: their cases, and those whose time is their unit, with the providers of each.
-        cold: whether first calls of fresh processes are measured too.
-        rounds: the number of timed rounds.
-        csv, svg: the files that are written, or None.
-    """
+    """The plan of a measurement of the host."""
 
     device: torch.device
-    ops: tuple[str, ...]
-    cases: list[tuple[HostCase, list[str]]]
-    cold: bool
+    ops: tuple[str, ...]  # those that the user chose
+    cases: list[tuple[HostCase, list[str]]]  # theirs and their units, with the providers of each
+    cold: bool  # whether first calls of fresh processes are measured too
     rounds: int
-    csv: Path | None
-    svg: Path | None
+    files: Files
 
     @property
     def first_calls(self) -> list[tuple[str, str]]:
-        """Return the ops and providers whose first calls are measured."""
         return [
             (op, name)
             for op in self.ops * self.cold
@@ -73,7 +96,7 @@ class HostPlan:
 class HostResults:
     """The measurements, and the problem that ended them early."""
 
-    measured: list[Measurement] = field(default_factory=list)
+    measured: list[Trial] = field(default_factory=list)
     first_calls: list[FirstCall] = field(default_factory=list)
     problem: str = ""
     code: int = 0
@@ -92,13 +115,7 @@ def make_plan(args: argparse.Namespace) -> HostPlan:
     for option in ("dtype", "columns", "elements"):
         if getattr(args, option):
             raise UsageError(f"--{option}: host has inputs of its own, of one size and fp32")
-    known = [peer.name for peer in providers.PEERS]
-    peers = [] if args.only_ours else words(args.peers)
-    for name in peers:
-        if name not in known:
-            raise UsageError(f"--peers: expected some of {', '.join(known)}, got {name!r}")
-    if args.svg and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--svg: needs matplotlib (pip install matplotlib)")
+    peers = [each.name for each in providers.choose([] if args.only_ours else words(args.peers))]
     names = [*ALWAYS, *(name for name in PEERS if name in peers)]
     return HostPlan(
         device_named(args.device),
@@ -106,8 +123,7 @@ def make_plan(args: argparse.Namespace) -> HostPlan:
         _choose(ops, names),
         args.cold,
         QUICK_ROUNDS if args.quick else ROUNDS,
-        args.csv or (args.out and args.out / "host.csv"),
-        args.svg or (args.out and args.out / "host.svg"),
+        files_of(args, "host"),
     )
 
 
@@ -124,35 +140,6 @@ def _choose(ops: Sequence[str], names: Sequence[str]) -> list[tuple[HostCase, li
         if own:
             chosen.append((case, own))
     return chosen
-
-
-def missing(plan: HostPlan) -> dict[str, str]:
-    """Return the command that installs each peer of the plan that is missing."""
-    named = {name for _, names in plan.cases for name in names}
-    return {
-        peer.name: message
-        for peer in providers.PEERS
-        if peer.name in named and (message := peer.missing())
-    }
-
-
-def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
-    """Return the number of kernels, copies and fills of a call, and their microseconds.
-
-    Returns None where there is no GPU, or where the profiler sees nothing of it.
-    """
-    if device.type != "cuda":
-        return None
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize(device)
-    events = profiler.events() or []
-    times = [event.device_time for event in events if event.device_type.name == "CUDA"]
-    return (len(times), float(sum(times))) if times else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -197,23 +184,6 @@ def first_call(op: str, provider: str, device: torch.device) -> FirstCall:
     return FirstCall(op, provider, seconds[EMPTY], seconds.get(FILLED), "")
 
 
-def _counted(results: HostResults, trials: Sequence[Trial]) -> Iterator[str]:
-    """Count the device work of each trial, after all times: a profiler slows later launches."""
-    for index, trial in enumerate(trials):
-        if trial.counted is None:
-            continue
-        yield f"kernels of {trial.case.op}: {trial.provider}"
-        found = results.measured[index]
-        try:
-            if work := device_work(trial.counted, trial.device):
-                kernels, device_us = work
-                results.measured[index] = replace(found, kernels=kernels, device_us=device_us)
-        except Exception as error:
-            require_device(trial.device, error)
-            note = f"not profiled: {first_line(error)[:120]}"
-            results.measured[index] = replace(found, note=note)
-
-
 def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
     """Measure everything with a progress bar; an interrupted run returns what it has."""
     results, draw = HostResults(), Draw(device=plan.device)
@@ -232,9 +202,9 @@ def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
                 for trial in trials:
                     trial.time_round()
                     progress.advance()
-            results.measured = [trial.measurement for trial in trials]
-            for text in _counted(results, trials if profiled else ()):
-                progress.say(text)
+            for trial in trials if profiled else ():
+                progress.say(f"kernels of {trial.case.op}: {trial.provider}")
+                trial.count()
                 progress.advance()
             for op, name in plan.first_calls:
                 progress.say(f"first call of {op}: {name}")
@@ -244,10 +214,8 @@ def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
         results.problem, results.code = "interrupted", 130
     except DeviceLost as error:
         results.problem, results.code = f"the GPU no longer answers after {error}", 1
-    else:
-        results.code = int(bool(failures(results)))
-    if not results.measured:
-        results.measured = [trial.measurement for trial in trials if trial.ahead or trial.note]
+    results.measured = [trial for trial in trials if trial.ahead or trial.note]
+    results.code = results.code or int(bool(failures(results)))
     return results
 
 
@@ -256,17 +224,147 @@ def failures(results: HostResults) -> list[str]:
     rows = [row for row in results.measured if row.provider == OURS and row.host is None]
     calls = [row for row in results.first_calls if row.provider == OURS and row.empty is None]
     return [
-        *(f"{row.name}: {row.provider} {row.note}" for row in rows),
+        *(f"{row.case.name}: {row.provider} {row.note}" for row in rows),
         *(f"first call of {row.op}: {row.provider} {row.note}" for row in calls),
     ]
+
+
+def machine_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu()
+
+
+def _us(timing: Timing | None) -> str:
+    """Return the least microseconds, as other programs of the machine only add to a time."""
+    return "" if timing is None else f"{1e3 * timing.least:.0f}"
+
+
+def ratio(row: Trial, rows: Sequence[Trial]) -> float | None:
+    """Return the time of the host in units of another measurement, or None without both."""
+    unit = next((x.host for x in rows if x.measured == row.case.unit and x.host), None)
+    return None if unit is None or row.host is None else row.host.least / unit.least
+
+
+def _unit_name(unit: Unit) -> str:
+    return f"{unit.provider} {unit.op}"
+
+
+def tables(rows: Sequence[Trial], first_calls: Sequence[FirstCall]) -> Iterator[Table]:
+    """Yield a table of times for each op, and that of first calls where there are some."""
+    header = ["case", "provider", "host", "waited for", "ratio", "kernels", "device", ""]
+    for op in dict.fromkeys(row.case.op for row in rows):
+        own = [row for row in rows if row.case.op == op]
+        unit = _unit_name(own[0].case.unit)
+        title = f"{op}: forward + backward of a tiny input, us; ratio to {unit}"
+        yield Table(title, header, [_cells(row, rows) for row in own], left=2)
+    if first_calls:
+        cells = [
+            [call.op, call.provider, _seconds(call.empty), _seconds(call.filled), call.note]
+            for call in first_calls
+        ]
+        header = ["op", "provider", "empty cache, s", "filled cache, s", ""]
+        yield Table("The first call of a process", header, cells, left=2)
+
+
+def _cells(row: Trial, rows: Sequence[Trial]) -> list[str]:
+    factor = ratio(row, rows)
+    return [
+        row.case.variant or "the usual one",
+        row.provider,
+        _us(row.host),
+        _us(row.waited),
+        "" if factor is None else f"{factor:.2f}",
+        "" if row.kernels is None else str(row.kernels),
+        "" if row.device_us is None else f"{row.device_us:.0f}",
+        row.note,
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def write_csv(
+    path: Path, rows: Sequence[Trial], first_calls: Sequence[FirstCall], machine: str
+) -> None:
+    records = [_record(row, ratio(row, rows)) for row in rows]
+    for call in first_calls:
+        times = {"empty_cache_s": call.empty, "filled_cache_s": call.filled}
+        numbers = {name: f"{value:.4g}" for name, value in times.items() if value is not None}
+        record = {"op": call.op, "variant": FIRST_CALL, "provider": call.provider}
+        records.append({**record, **numbers, "note": call.note})
+    write_records(path, COLUMNS, [{"op": "machine", "provider": machine}], records)
+
+
+def _record(row: Trial, factor: float | None) -> dict[str, object]:
+    record: dict[str, object] = {**row.measured._asdict(), "note": row.note}
+    for name, timing in (("host", row.host), ("waited", row.waited)):
+        if timing is not None:
+            record[f"{name}_us"] = f"{1e3 * timing.least:.5g}"
+            record[f"{name}_median_us"] = f"{1e3 * timing.median:.5g}"
+    if factor is not None:
+        record |= {"ratio": f"{factor:.3f}", "unit": _unit_name(row.case.unit)}
+    if row.kernels is not None and row.device_us is not None:
+        record |= {"kernels": row.kernels, "device_us": f"{row.device_us:.5g}"}
+    return record
+
+
+# The bars of the picture: the name of a group, a provider, and microseconds.
+Bar = tuple[str, str, float]
+
+
+def bars_of_csv(path: Path) -> tuple[str, list[Bar]]:
+    """Return the name of the machine and the bars of a CSV that `write_csv` wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        records = list(csv.DictReader(file))
+    machine = next(record["provider"] for record in records if record["op"] == "machine")
+    return machine, [
+        (_group(record["op"], record["variant"]), record["provider"], float(record["host_us"]))
+        for record in records
+        if record["host_us"]
+    ]
+
+
+def bars_of(rows: Sequence[Trial]) -> list[Bar]:
+    return [
+        (_group(row.case.op, row.case.variant), row.provider, 1e3 * row.host.least)
+        for row in rows
+        if row.host
+    ]
+
+
+def _group(op: str, variant: str) -> str:
+    """Return the label below a group of bars, in short lines."""
+    name = op.replace("_", "_\n", 1) if len(op) > LABEL else op
+    for word in ("at", "on"):
+        variant = variant.replace(f" {word} ", f"\n{word} ")
+    return "\n".join(filter(None, (name, variant)))
+
+
+def render(bars: Sequence[Bar], machine: str, format: str) -> bytes:
+    """Return the picture of some bars as a file of this format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    groups = list(dict.fromkeys(group for group, _, _ in bars))
+    values: dict[str, dict[int, float]] = {}
+    for group, provider, microseconds in bars:
+        values.setdefault(provider, {})[groups.index(group)] = microseconds
+
+    def draw(axes: Any) -> None:
+        title, label = f"What a call costs the host, {machine}", "host, forward + backward, µs"
+        options: dict[str, Any] = {"colours": COLOURS, "gaps": False, "upright": False}
+        picture.grouped_bars(axes, groups, values, title, label, **options)
+        times = [bar[2] for bar in bars]
+        axes.set_ylim(min(times) / 3, 4 * max(times))  # leaves room for the legend
+
+    return picture.render_subplots([draw], picture.bars_width(len(groups), len(bars)), format)
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure, print and write, and return the exit code."""
     try:
         plan = make_plan(args)
-        for path in filter(None, (plan.csv, plan.svg)):
-            require_writable(path)
     except UsageError as error:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2
@@ -275,22 +373,20 @@ def main(args: argparse.Namespace) -> int:
     else:
         reason = f"{no_gpu()} " if not torch.cuda.is_available() else ""
         print(f"{reason}On the CPU a call includes its work, and there are no kernels to count.")
-    absent = missing(plan)
+    named = {name for _, names in plan.cases for name in names}
+    absent = providers.missing(peer for peer in providers.PEERS if peer.name in named)
     for message in absent.values():
         print(message)
     results = measure(plan, list(absent))
     if results.problem:
         print(f"partita bench: {results.problem}", file=sys.stderr)
-    for table in host_report.tables(results.measured, results.first_calls):
-        print_table(*table)
-    name = host_report.machine_name(plan.device)
-    print(f"\n{name}")
-    if plan.csv:
-        host_report.write_csv(plan.csv, results.measured, results.first_calls, name)
-        print(f"wrote {plan.csv}")
-    if plan.svg:
-        measured = results.measured
-        picture.draw_where_possible(plan.svg, lambda path: host_report.draw(path, measured, name))
-    for text in failures(results):
-        print(f"partita bench: {text}", file=sys.stderr)
+    found, name = (results.measured, results.first_calls), machine_name(plan.device)
+    bars = bars_of(results.measured)
+    plan.files.publish(
+        tables(*found),
+        name,
+        lambda path: write_csv(path, *found, name),
+        (lambda format: render(bars, name, format)) if bars else None,
+        failures(results),
+    )
     return results.code

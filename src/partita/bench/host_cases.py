@@ -19,7 +19,7 @@ from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy
 from ..testing.samples import Draw
 from . import providers
-from .case import Function
+from .case import Function, Load
 
 Inputs = tuple[Any, ...]
 
@@ -38,27 +38,23 @@ class Unit(NamedTuple):
     variant: str = SAME
 
 
-TORCH_CROSS_ENTROPY = Unit("cross_entropy", "torch")
-
-
 @dataclass(frozen=True)
 class HostCase:
-    """An op on tiny inputs.
-
-    Fields:
-        op: the name of the op.
-        inputs: draws the inputs of a shape by its number; 0 is the usual shape.
-        functions: for each provider, what imports it and returns a function of the inputs. The
-            gradient of its result is the backward pass.
-        variant: how the case differs from other cases of the op; empty for the usual one.
-        unit: whose time is the unit of this case.
-    """
+    """An op on tiny inputs, whose backward pass is the gradient of the result."""
 
     op: str
-    inputs: Callable[[Draw, int], Inputs]
-    functions: Mapping[str, Callable[[], Function]]
-    variant: str = SAME
-    unit: Unit = TORCH_CROSS_ENTROPY
+    inputs: Callable[[Draw, int], Inputs]  # draws those of a shape by its number, 0 for the usual
+    functions: Mapping[str, Load]  # by provider, functions of the inputs
+    variant: str = SAME  # how the case differs from other cases of the op
+
+    @property
+    def unit(self) -> Unit:
+        """Return whose time is the unit of this case: PyTorch's, or that of a similar op."""
+        if "torch" in self.functions:
+            return Unit(self.op, "torch", self.variant if self.variant == NEW_SHAPES else SAME)
+        if self.op == "ctc_crf_loss":
+            return Unit("ctc_loss", "partita")
+        return Unit("cross_entropy", "torch")
 
     @property
     def name(self) -> str:
@@ -156,9 +152,7 @@ def _of_narrow_source(function: Function) -> Function:
     return lambda scores, source, narrow, ends: function(scores, narrow, ends, ends).sum()
 
 
-def _by(
-    names: str, op: str, use: Callable[[Function], Function] = _same
-) -> dict[str, Callable[[], Function]]:
+def _by(names: str, op: str, use: Callable[[Function], Function] = _same) -> dict[str, Load]:
     """Return what loads the functions of some providers, with their names between commas.
 
     `op` is their op in the other benchmarks, whose function `use` turns into one of the inputs.
@@ -224,26 +218,10 @@ _CROSS_ENTROPY = {
 _CTC = {"torch": lambda: _torch_ctc_loss, "partita": lambda: _ctc_loss, **_by("seqdist", "ctc")}
 
 CASES = (
-    HostCase(
-        "softmax",
-        _logits,
-        _by("torch,partita,liger,quack", "softmax", _summed),
-        unit=Unit("softmax", "torch"),
-    ),
+    HostCase("softmax", _logits, _by("torch,partita,liger,quack", "softmax", _summed)),
     HostCase("cross_entropy", _rows, _CROSS_ENTROPY),
-    HostCase(
-        "cross_entropy",
-        _rows,
-        _CROSS_ENTROPY,
-        NEW_SHAPES,
-        Unit("cross_entropy", "torch", NEW_SHAPES),
-    ),
-    HostCase(
-        "token_stats",
-        _rows,
-        {"torch": lambda: _torch_logprob, "partita": lambda: _logprob},
-        unit=Unit("token_stats", "torch"),
-    ),
+    HostCase("cross_entropy", _rows, _CROSS_ENTROPY, NEW_SHAPES),
+    HostCase("token_stats", _rows, {"torch": lambda: _torch_logprob, "partita": lambda: _logprob}),
     HostCase(
         "linear_cross_entropy",
         _hidden,
@@ -252,16 +230,13 @@ CASES = (
             "partita": lambda: linear_cross_entropy,
             **_by("liger", "linear_cross_entropy"),
         },
-        unit=Unit("linear_cross_entropy", "torch"),
     ),
-    HostCase("ctc_loss", _sequences, _CTC, unit=Unit("ctc_loss", "torch")),
-    HostCase("ctc_loss", _sequences_on_device, _CTC, ON_DEVICE, Unit("ctc_loss", "torch")),
-    HostCase("ctc_loss", _sequences, _CTC, NEW_SHAPES, Unit("ctc_loss", "torch", NEW_SHAPES)),
+    HostCase("ctc_loss", _sequences, _CTC),
+    HostCase("ctc_loss", _sequences_on_device, _CTC, ON_DEVICE),
+    HostCase("ctc_loss", _sequences, _CTC, NEW_SHAPES),
     HostCase("ctc_align", _log_probs, {"partita": lambda: _ctc_align}),
     HostCase(
-        "logz",
-        _kmers,
-        {"partita": lambda: _logz, **_by("koi,seqdist", "chain", _of_narrow_source)},
+        "logz", _kmers, {"partita": lambda: _logz, **_by("koi,seqdist", "chain", _of_narrow_source)}
     ),
     HostCase(
         "viterbi",
@@ -273,7 +248,6 @@ CASES = (
         "ctc_crf_loss",
         _bases,
         {"partita": lambda: _ctc_crf_loss, **_by("koi", "ctc_crf", _koi_crf_loss)},
-        unit=Unit("ctc_loss", "partita"),
     ),
 )
 OPS = tuple(dict.fromkeys(case.op for case in CASES))
@@ -281,5 +255,4 @@ PROVIDERS = tuple(dict.fromkeys(name for case in CASES for name in case.function
 
 
 def usual_case(op: str) -> HostCase:
-    """Return the case of an op that has no variant."""
     return next(case for case in CASES if case.op == op and not case.variant)

@@ -7,7 +7,7 @@ round each, and what slows the host for a while slows all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,7 @@ from ..cli.console import first_line
 from ..runtime.backend import backend
 from ..testing.samples import Draw
 from .case import Function
-from .host_cases import NEW_SHAPES, HostCase, Inputs, step
-from .host_report import Measurement
+from .host_cases import NEW_SHAPES, HostCase, Inputs, Unit, step
 from .measure import Timing, time_calls
 from .runner import require_device
 
@@ -42,32 +41,38 @@ CALLS = (Calls(10, 10), Calls(50, 20))  # on a CPU, whose calls do the work, and
 
 @dataclass
 class Trial:
-    """A case that a provider serves.
-
-    Fields:
-        case: the case.
-        provider: the name of the provider.
-        draw: draws the inputs.
-        timed: the call that is timed, or None once the provider has refused.
-        counted: a call whose device work can be counted, or None.
-        calls: the calls of a round.
-        ahead, waited: the milliseconds of a call in each round.
-        note: why the case is not timed.
-    """
+    """A case that a provider serves, and what was measured of it."""
 
     case: HostCase
     provider: str
     draw: Draw
-    timed: Call | None = None
-    counted: Call | None = None
+    timed: Call | None = None  # the call that is timed; None once the provider has refused
+    counted: Call | None = None  # a call whose device work can be counted
     calls: Calls = CALLS[0]
-    ahead: list[float] = field(default_factory=list)
-    waited: list[float] = field(default_factory=list)
-    note: str = ""
+    ahead: list[float] = field(default_factory=list)  # milliseconds of a call in each round
+    waited_for: list[float] = field(default_factory=list)  # and of waiting for the device too
+    kernels: int | None = None  # kernels, copies and fills on the device; None where not counted
+    device_us: float | None = None  # the microseconds that these take
+    note: str = ""  # why the case is not timed
 
     @property
     def device(self) -> torch.device:
         return torch.device(self.draw.device)
+
+    @property
+    def measured(self) -> Unit:
+        """Return what was measured, as a unit of others."""
+        return Unit(self.case.op, self.provider, self.case.variant)
+
+    @property
+    def host(self) -> Timing | None:
+        """Return the time of a call that is not waited for; None where the provider refused."""
+        return Timing.of(self.ahead) if self.timed and self.ahead else None
+
+    @property
+    def waited(self) -> Timing | None:
+        """Return the time of a call and of waiting for the device; None on a CPU."""
+        return Timing.of(self.waited_for) if self.timed and self.waited_for else None
 
     def prepare(self, rounds: int) -> None:
         """Draw the inputs of all rounds, warm up, and check our own results."""
@@ -103,19 +108,18 @@ class Trial:
             self.ahead.append(time_calls(timed, self.calls.ahead, device))
             if device.type == "cuda":  # on a CPU nothing is left to wait for
                 _warm_caches(waited_for)
-                self.waited.append(time_calls(waited_for, self.calls.waited, device))
+                self.waited_for.append(time_calls(waited_for, self.calls.waited, device))
         except Exception as error:
             self._refuse(error)
 
-    @property
-    def measurement(self) -> Measurement:
-        """Return the times of the rounds so far."""
-        case = self.case
-        result = Measurement(case.op, case.variant, self.provider, case.unit, note=self.note)
-        if self.timed is None or not self.ahead:
-            return result
-        waited = Timing.of(self.waited) if self.waited else None
-        return replace(result, host=Timing.of(self.ahead), waited=waited)
+    def count(self) -> None:
+        """Count the device work of a call, after all times: a profiler slows later launches."""
+        try:
+            if self.counted and (work := device_work(self.counted, self.device)):
+                self.kernels, self.device_us = work
+        except Exception as error:
+            require_device(self.device, error)
+            self.note = f"not profiled: {first_line(error)[:120]}"
 
     def _new_shapes(self, number: int) -> Iterator[Inputs]:
         return iter([self.case.inputs(self.draw, 1 + i) for i in range(number)])
@@ -132,6 +136,25 @@ def _warm_caches(call: Call) -> None:
     """Bring code and data of a call back into the caches, after the turns of others."""
     for _ in range(FIRST_CALLS_OF_ROUND):
         call()
+
+
+def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
+    """Return the number of kernels, copies and fills of a call, and their microseconds.
+
+    Returns None where there is no GPU, or where the profiler sees nothing of it.
+    """
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize(device)
+    events = profiler.events() or []
+    times = [event.device_time for event in events if event.device_type.name == "CUDA"]
+    return (len(times), float(sum(times))) if times else None
 
 
 def _results(function: Function, inputs: Inputs) -> list[Tensor]:

@@ -17,9 +17,10 @@ from torch import Tensor
 from ..ops.linear_chain.api import LinearChain
 from ..primitives.semiring import Max
 from ..runtime.dtypes import acc_dtype
-from .case import Beyond, Buffers, Case, Function, Load, Settings, Sizes
+from ..testing.samples.in_torch import linear_chain as loop_logz
+from .case import Buffers, Case, Function, Functions, Limited, Settings, Sizes
 from .chain import beyond_loop
-from .paths import BestCase, Gradient, SumCase, Truth, fewer, in_fp64
+from .paths import BestCase, LogZCase, Truth, differentiated, fewer, in_fp64
 
 MAX_POTENTIALS = 2**31  # numbers in the scores of all transitions, of which several copies exist
 
@@ -54,15 +55,6 @@ class LinearInputs(NamedTuple):
     end: Tensor
 
 
-def loop_logz(emissions: Tensor, transitions: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """Compute log Z, `[N]`, by a log-sum-exp of `[N, C, C]` scores for each step."""
-    first, *others = emissions.to(transitions.dtype).unbind()
-    alpha = start + first
-    for emission in others:
-        alpha = (alpha[:, :, None] + transitions).logsumexp(1) + emission
-    return (alpha + end).logsumexp(-1)
-
-
 def loop_viterbi(emissions: Tensor, transitions: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """Compute the states of the best path, `[T, N]`, by a maximum a step and a trace-back."""
     first, *others = emissions.to(transitions.dtype).unbind()
@@ -78,7 +70,6 @@ def loop_viterbi(emissions: Tensor, transitions: Tensor, start: Tensor, end: Ten
 
 
 def beyond_torch_struct(inputs: LinearInputs) -> str | None:
-    """Return why torch-struct cannot take these inputs, or None."""
     T, N, C = inputs.emissions.shape
     if T < 2:
         return "takes at least two tokens"
@@ -143,19 +134,23 @@ def pytorch_crf_viterbi() -> Function:
     return function
 
 
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {
         "linear_chain": lambda: lambda *inputs: LinearChain(*inputs).logz(),
         "linear_viterbi": lambda: lambda *inputs: LinearChain(*inputs).viterbi().states,
     },
-    "torch": {"linear_chain": lambda: loop_logz, "linear_viterbi": lambda: loop_viterbi},
-    "torch-struct": {"linear_chain": torch_struct_logz, "linear_viterbi": torch_struct_viterbi},
-    "pytorch-crf": {"linear_chain": pytorch_crf_logz, "linear_viterbi": pytorch_crf_viterbi},
-}
-BEYOND: dict[str, dict[str, Beyond]] = {
-    "torch": dict.fromkeys(("linear_chain", "linear_viterbi"), beyond_loop),
-    "torch-struct": dict.fromkeys(("linear_chain", "linear_viterbi"), beyond_torch_struct),
-    "pytorch-crf": dict.fromkeys(("linear_chain", "linear_viterbi"), beyond_loop),
+    "torch": {
+        "linear_chain": Limited(lambda: loop_logz, beyond_loop),
+        "linear_viterbi": Limited(lambda: loop_viterbi, beyond_loop),
+    },
+    "torch-struct": {
+        "linear_chain": Limited(torch_struct_logz, beyond_torch_struct),
+        "linear_viterbi": Limited(torch_struct_viterbi, beyond_torch_struct),
+    },
+    "pytorch-crf": {
+        "linear_chain": Limited(pytorch_crf_logz, beyond_loop),
+        "linear_viterbi": Limited(pytorch_crf_viterbi, beyond_loop),
+    },
 }
 
 
@@ -167,12 +162,12 @@ class LinearChainCase(Case):
     sequences: int
     states: int
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states")
-    scores: ClassVar[str] = "emissions"
+    sizes = ("steps", "sequences", "states")
+    scores = "emissions"
     slow: ClassVar[tuple[str, ...]] = ("torch", "pytorch-crf", "torch-struct")
-    slow_on_cpu: ClassVar[bool] = True
+    slow_on_cpu = True
 
-    def inputs(self, buffers: Buffers) -> LinearInputs:
+    def inputs(self, buffers: Buffers) -> Any:
         dtype, C = acc_dtype(self.dtype), self.states
         transitions = buffers.normal("transitions", (C, C), dtype)
         ends = buffers.normal("ends", (2, C), dtype)
@@ -180,24 +175,16 @@ class LinearChainCase(Case):
 
 
 @dataclass(frozen=True)
-class LogZ(SumCase, LinearChainCase):
+class LogZ(LogZCase, LinearChainCase):
     """log Z and its gradients: state marginals, and expected counts of the transitions."""
 
-    caption: ClassVar[str] = "log Z of dense chains and its gradients"
-    learned: ClassVar[int] = 2
-
-    def upstream(self, inputs: LinearInputs) -> list[Tensor]:
-        return [inputs.transitions.new_ones(self.sequences)]
+    caption = "log Z of dense chains and its gradients"
+    learned = 2
 
     def standard(self, inputs: LinearInputs) -> Truth:
         """Return the truth by the kernels of sparse chains, which share no code with these."""
-        emissions, transitions, *ends = in_fp64(inputs)
-        leaves = [emissions.requires_grad_(), transitions.requires_grad_()]
-        with torch.enable_grad():
-            logz = LinearChain(*leaves, *ends).to_chain().logz()
-            states, counts = torch.autograd.grad(logz.sum(), leaves)
-        gradients = [Gradient(0, ..., states), Gradient(1, ..., counts, counts.clamp(min=1))]
-        return Truth(logz.detach(), ..., gradients)
+        logz = lambda *exact: LinearChain(*exact).to_chain().logz()  # noqa: E731
+        return differentiated(logz, inputs, self.learned)
 
 
 @dataclass(frozen=True)
@@ -224,3 +211,6 @@ def linear_chain_cases(settings: Settings) -> Iterator[Case]:
             limits = fewer(size.steps, size.sequences, size.states, settings.elements)
             yield LogZ("linear_chain", dtype, *limits, size.states)
             yield Viterbi("linear_viterbi", dtype, *limits, size.states)
+
+
+OPS = {"linear_chain": linear_chain_cases}

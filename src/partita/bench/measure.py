@@ -29,7 +29,16 @@ MAX_CALLS = 256
 CACHES = 4
 
 Step = tuple[str, Callable[[], object]]
-Before = Callable[[], None] | None
+
+
+def nothing() -> None:
+    pass
+
+
+def wait(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -45,13 +54,8 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        return cls(
-            statistics.fmean(samples),
-            statistics.median(samples),
-            min(samples),
-            max(samples),
-            len(samples),
-        )
+        middle = (statistics.fmean(samples), statistics.median(samples))
+        return cls(*middle, min(samples), max(samples), len(samples))
 
     def each(self, calls: int, note: str = "") -> Timing:
         """Return the time of one call, where a repetition has this number of calls."""
@@ -72,18 +76,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its measured bandwidths.
-
-    Fields:
-        device, name: the device and its name.
-        copy: bytes a second of a copy, read plus written.
-        read: bytes a second of reading alone.
-    """
+    """A device and its measured bandwidths."""
 
     device: torch.device
     name: str
-    copy: float
-    read: float
+    copy: float  # bytes a second of a copy, read plus written
+    read: float  # bytes a second of reading alone
 
     def bandwidth(self, limit: str) -> float:
         return self.read if limit == "read" else self.copy
@@ -98,7 +96,7 @@ def time_steps(
     steps: Sequence[Step],
     device: torch.device,
     *,
-    before: Before = None,
+    before: Callable[[], None] = nothing,
     repetitions: int = REPETITIONS,
 ) -> dict[str, Timing]:
     """Time steps that follow one another, and the `total` of several steps.
@@ -106,23 +104,20 @@ def time_steps(
     `before` runs untimed before each repetition.
     """
     for _ in range(warm_up(repetitions)):
-        if before is not None:
-            before()
+        before()
         for _, step in steps:
             step()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        wait(device)
         private_names.sleep(HEAD_START_CYCLES)
     marks = []
     for _ in range(repetitions):
-        if before is not None:
-            before()
+        before()
         marks.append([mark(device)])
         for _, step in steps:
             step()
             marks[-1].append(mark(device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     result = {
         name: Timing.of([between(m[i], m[i + 1]) for m in marks])
         for i, (name, _) in enumerate(steps)
@@ -130,6 +125,10 @@ def time_steps(
     if len(steps) > 1:
         result["total"] = Timing.of([between(m[0], m[-1]) for m in marks])
     return result
+
+
+def time_call(call: Callable[[], object], device: torch.device, repetitions: int) -> Timing:
+    return time_steps([("call", call)], device, repetitions=repetitions)["call"]
 
 
 def rotation(bytes_moved: int, device: torch.device) -> int:
@@ -154,9 +153,8 @@ def time_replay(
     replay is over, so that no call writes to memory that the cache still has from another call.
     """
     if device.type != "cuda":
-        return time_steps(
-            [("call", lambda: [function(x) for x in inputs])], device, repetitions=repetitions
-        )["call"].each(len(inputs))
+        timing = time_call(lambda: [function(x) for x in inputs], device, repetitions)
+        return timing.each(len(inputs))
     inputs = inputs[:MAX_CALLS]
     rounds = max(1, int(min(MAX_CALLS, REPLAY_BYTES / bytes_moved) / len(inputs)))
     stream = torch.cuda.Stream(device)
@@ -174,14 +172,10 @@ def time_replay(
     except Exception as error:
         results.clear()
         turns = itertools.cycle(inputs)
-        single = time_steps(
-            [("call", lambda: function(next(turns)))], device, repetitions=repetitions
-        )["call"]
+        single = time_call(lambda: function(next(turns)), device, repetitions)
         return single.each(1, f"single calls, for no capture: {first_line(error)[:80]}")
     try:
-        return time_steps([("replay", graph.replay)], device, repetitions=repetitions)[
-            "replay"
-        ].each(rounds * len(inputs))
+        return time_call(graph.replay, device, repetitions).each(rounds * len(inputs))
     finally:  # a replay that was interrupted still writes to the results
         torch.cuda.synchronize(device)
         results.clear()
@@ -196,8 +190,7 @@ def time_do_bench(call: Callable[[], object]) -> Timing:
 
 def time_calls(call: Callable[[], object], calls: int, device: torch.device) -> float:
     """Return the milliseconds of one call on the host, of several that follow one another."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -214,13 +207,12 @@ def time_host(
 
 
 def peak_extra_memory(
-    steps: Sequence[Step], device: torch.device, *, before: Before = None
+    steps: Sequence[Step], device: torch.device, *, before: Callable[[], None] = nothing
 ) -> int | None:
     """Return the peak bytes that the steps allocate beyond the present; None without a GPU."""
     if device.type != "cuda":
         return None
-    if before is not None:
-        before()
+    before()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     present = torch.cuda.memory_allocated(device)
@@ -240,13 +232,11 @@ def measure_machine(device: torch.device, elements: int, repetitions: int = REPE
     size = source.nbytes
 
     def milliseconds(function: Callable[[Tensor], object]) -> float:
-        if device.type == "cuda":
-            return time_steps(
-                [("call", lambda: function(source))], device, repetitions=repetitions
-            )["call"].median
-        return time_steps(
-            [("call", lambda: function(source))], device, repetitions=CPU_REPETITIONS
-        )["call"].least
+        on_gpu = device.type == "cuda"
+        timing = time_call(
+            lambda: function(source), device, repetitions if on_gpu else CPU_REPETITIONS
+        )
+        return timing.median if on_gpu else timing.least
 
     readers: list[Callable[[Tensor], Tensor]] = [torch.sum]
     if device.type == "cuda":

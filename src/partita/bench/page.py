@@ -116,35 +116,21 @@ COMMON = {"root", "user", "host", "localhost", "cpu", "gpu", "cuda", "torch", "p
 
 @dataclass(frozen=True)
 class Bench:
-    """The results of the bench.
-
-    Fields:
-        measured: the measurements.
-        machine: the machine, or None where its bandwidth could not be measured.
-        absent: the peers that are not installed.
-    """
+    """The results of the bench."""
 
     measured: Measured
-    machine: Machine | None
-    absent: list[str]
+    machine: Machine | None  # None where its bandwidth could not be measured
+    absent: list[str]  # messages for peers that are not installed
 
 
 @dataclass(frozen=True)
 class Report:
-    """The content of the page.
-
-    Fields:
-        command: the command line.
-        date: the date and time.
-        lines: the lines of the check.
-        left_out: messages for devices that were left out.
-        bench: the bench, or None.
-    """
+    """The content of the page."""
 
     command: str
     date: str
-    lines: list[Line]
-    left_out: list[str]
+    lines: list[Line]  # of the check
+    left_out: list[str]  # messages for devices that were left out
     bench: Bench | None
 
     @property
@@ -186,11 +172,8 @@ def _paragraphs(lines: Sequence[str], *, bad: bool = False) -> str:
 
 
 def _items(lines: Sequence[str]) -> str:
-    return (
-        "<ul>\n" + "".join(f"<li>{_text(line)}</li>\n" for line in lines) + "</ul>\n"
-        if lines
-        else ""
-    )
+    items = "".join(f"<li>{_text(line)}</li>\n" for line in lines)
+    return f"<ul>\n{items}</ul>\n" if items else ""
 
 
 def _in_rows(parts: str) -> str:
@@ -244,23 +227,22 @@ def _picture(panel: picture.Panel, machine: Machine, name: str) -> str:
 
 def verdicts(report: Report) -> list[str]:
     """Return one line each for the check and the bench."""
-    lines = [f"check: {check.verdict(report.lines)}"]
-    if report.bench is not None:
-        measured = report.bench.measured
-        failures = len(failed(measured.rows))
-        right = "all results of Partita right" if measured.rows else "nothing measured"
-        plural = "s" * (failures > 1)
-        found = f"{failures} result{plural} of Partita wrong or refused" if failures else right
-        lines.append(f"bench: {found}" + (f"; {measured.problem}" if measured.problem else ""))
-    return lines
+    verdict = f"check: {check.verdict(report.lines)}"
+    if report.bench is None:
+        return [verdict]
+    measured = report.bench.measured
+    failures = len(failed(measured.rows))
+    found = "all results of Partita right" if measured.rows else "nothing measured"
+    if failures:
+        found = f"{failures} result{'s' * (failures > 1)} of Partita wrong or refused"
+    return [verdict, "; ".join(filter(None, (f"bench: {found}", measured.problem)))]
 
 
 def _header(report: Report) -> str:
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}, {info.cpu()}{gpu}"
-    verdict = (
-        f"<div{_class(verdict=True, bad=report.code != 0)}>{_paragraphs(verdicts(report))}</div>\n"
-    )
+    kind = _class(verdict=True, bad=report.code != 0)
+    verdict = f"<div{kind}>{_paragraphs(verdicts(report))}</div>\n"
     date = f'<p class="soft">{_text(report.date)} · {_text(versions)}</p>\n'
     command = f'<p class="soft"><code>{_text(report.command)}</code></p>\n'
     title = f"<h1>Partita {_text(__version__)}: report</h1>\n"
@@ -268,9 +250,8 @@ def _header(report: Report) -> str:
 
 
 def _machine() -> str:
-    variables = info.variables() or [
-        f"None of these variables is set: {', '.join(info.VARIABLES)}."
-    ]
+    none = f"None of these variables is set: {', '.join(info.VARIABLES)}."
+    variables = info.variables() or [none]
     tables = "".join(_table(table) for table in info.tables())
     environment = f"<h3>Environment</h3>\n{_items(variables)}"
     return _section("machine", f"<h2>Machine</h2>\n{_in_rows(tables)}{environment}")
@@ -291,26 +272,18 @@ def _check(report: Report) -> str:
 
 def _bench(bench: Bench) -> str:
     rows, machine = bench.measured.rows, bench.machine
-    intro = _paragraphs(
-        [
-            READING,
-            *([describe(machine)] if machine else []),
-            *([SMALL] if machine and machine.device.type == "cpu" else []),
-        ]
-    )
-    problems = [f"{row.case}: {row.provider} {row.note}" for row in failed(rows)] + [
-        bench.measured.problem
-    ] * bool(bench.measured.problem)
+    intro, ops = [READING], ""
+    if machine:
+        intro += [describe(machine)] + [SMALL] * (machine.device.type == "cpu")
+        for op in _ops(rows):
+            ops += _op(op, [row for row in rows if row.case.op == op], machine)
     if importlib.util.find_spec("matplotlib") is None:
-        intro += _paragraphs(
-            [f"No pictures: matplotlib is not installed; {info.EXTRAS['matplotlib'][1]} brings it."]
-        )
-    ops = (
-        "".join(_op(op, [row for row in rows if row.case.op == op], machine) for op in _ops(rows))
-        if machine
-        else ""
-    )
-    content = f"{_paragraphs(problems, bad=True)}{intro}{_items(bench.absent)}{ops}"
+        brings = f"{info.EXTRAS['matplotlib'][1]} brings it"
+        intro.append(f"No pictures: matplotlib is not installed; {brings}.")
+    problems = [f"{row.case}: {row.provider} {row.note}" for row in failed(rows)]
+    problems += filter(None, [bench.measured.problem])
+    about = _paragraphs(problems, bad=True) + _paragraphs(intro)
+    content = f"{about}{_items(bench.absent)}{ops}"
     return _section("bench", f"<h2>Bench</h2>\n{content}")
 
 

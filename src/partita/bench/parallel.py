@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,29 +24,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from .. import cross_entropy, linear_cross_entropy, linear_cross_entropy_plan, parallel
-from ..runtime import private_names
+from .measure import peak_extra_memory, time_call
 
 TOKENS, VOCABULARY = 8192, 131_072
 LINEAR = (8192, 4096, 128_256)
-HEAD_START_CYCLES = 2 * 10**8
 
 
 class Measurement(NamedTuple):
-    """A row of the table.
-
-    Fields:
-        op: the name of the loss.
-        gpus: the number of ranks.
-        provider: the implementation.
-        median_ms: milliseconds of the median repetition, forward and backward.
-        extra_gib: peak memory in GiB above the inputs.
-    """
+    """A row of the table."""
 
     op: str
     gpus: int
     provider: str
-    median_ms: float
-    extra_gib: float
+    median_ms: float  # of a repetition, forward and backward, on the slowest rank
+    extra_gib: float  # peak memory above the inputs
 
 
 class Megatron(torch.autograd.Function):
@@ -81,27 +71,11 @@ class Megatron(torch.autograd.Function):
 def timed(
     step: Callable[[], object], repetitions: int, group: dist.ProcessGroup | None
 ) -> tuple[float, float]:
-    """Time the median repetition of a step on the slowest rank of a group.
-
-    Returns milliseconds, and the peak memory in GiB above what was allocated before.
-    """
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    events = []
-    private_names.sleep(HEAD_START_CYCLES)  # the host runs ahead of the device, as in training
-    for _ in range(repetitions):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    milliseconds = statistics.median(start.elapsed_time(end) for start, end in events)
-    gib = (torch.cuda.max_memory_allocated() - before) / 2**30
-    result = torch.tensor([milliseconds, gib], device="cuda")
+    """Return the milliseconds and the GiB of a step on the slowest rank of a group."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    milliseconds = time_call(step, device, repetitions).median
+    extra = peak_extra_memory([("step", step)], device) or 0
+    result = torch.tensor([milliseconds, extra / 2**30], device=device)
     if group is not None:
         dist.all_reduce(result, dist.ReduceOp.MAX, group)
     return float(result[0]), float(result[1])

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .case import Case, Function, Moves, Provider, Verdict
+from .case import Attempt, Case, Function, Moves, Provider, Verdict
 
 CONTRACT = (2e-6, 1e-6)  # bounds of posteriors, and of log Z over max(1, |log Z|)
 ROUNDING_A_STEP = 1e-9  # added to the bound of log Z for each step
@@ -20,45 +20,31 @@ READ = {"inference": Moves(1, "read")}
 
 
 class Gradient(NamedTuple):
-    """Some of a true gradient in fp64.
+    """Some of a true gradient in fp64."""
 
-    Fields:
-        leaf: the number of the input whose gradient it is.
-        where: the index of this part of the gradient.
-        truth: the part.
-        unit: what the error of an element is measured in: 1 for posteriors, and the expected
-            number itself for an expected number, which is a sum of posteriors.
-    """
-
-    leaf: int
-    where: Any
+    leaf: int  # the number of the input whose gradient it is
+    where: Any  # the index of this part of the gradient
     truth: Tensor
+    # Errors of posteriors are absolute, and those of a sum of posteriors relative to the sum.
     unit: Tensor | float = 1.0
 
 
 class Truth(NamedTuple):
-    """The truth in fp64.
+    """The truth in fp64."""
 
-    Fields:
-        result: the result, or that of some sequences.
-        which: the index of these sequences.
-        gradients: some of the gradients.
-        logz: the magnitude of log Z of a sequence, where the bound of peers depends on it.
-    """
-
-    result: Tensor
-    which: Any
+    result: Tensor  # of all sequences or of some
+    which: Any  # the index of these sequences
     gradients: list[Gradient]
-    logz: float = 0.0
+    logz: float = 0.0  # the magnitude of that of a sequence, where the bound of peers needs it
 
 
 @dataclass(frozen=True)
 class SumCase(Case):
     """log Z or a loss, for one read of the scores; the gradient needs another and a write."""
 
-    learned: ClassVar[int] = 1
+    learned = 1
     work: ClassVar[Mapping[str, Moves]] = {**READ, "total": Moves(3, "copy")}
-    memory_of: ClassVar[str] = "total"
+    memory_of = "total"
 
     steps: int
 
@@ -66,17 +52,15 @@ class SumCase(Case):
         """Return the bounds of posteriors, and of the result over max(1, |result|)."""
         return CONTRACT if provider.is_ours else (PEER_BOUND, PEER_BOUND)
 
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Truth
-    ) -> Iterator[Verdict]:
-        of_gradient, of_result = self.bounds(provider, standard)
-        result, gradients = self.trained(function, inputs, provider)
+    def verdicts(self, attempt: Attempt, standard: Truth) -> Iterator[Verdict]:
+        of_gradient, of_result = self.bounds(attempt.provider, standard)
+        result, gradients = self.trained(attempt)
         for leaf, where, truth, unit in standard.gradients:
             got = gradients[leaf][where].double()
             apart = (got - truth).abs() - rounding(truth.abs(), gradients[leaf].dtype)
             yield worst(apart.clamp(min=0) / unit, of_gradient, got, truth)
         with torch.no_grad():
-            results = (result.detach(), function(*inputs))
+            results = (result.detach(), attempt.function(*attempt.inputs))
         for each in results:
             got = each[standard.which].double()
             apart = (got - standard.result).abs() - ROUNDING_A_STEP * self.steps
@@ -89,11 +73,17 @@ class SumCase(Case):
         yield from ()
 
 
-@dataclass(frozen=True)
+class LogZCase(SumCase):
+    """log Z of each sequence, in the dtype of the last input."""
+
+    def upstream(self, inputs: Any) -> list[Tensor]:
+        return [inputs[-1].new_ones(self.shape[1])]
+
+
 class BestCase(Case):
     """A best path, for one read of the scores. Any path with the best score is right."""
 
-    work: ClassVar[Mapping[str, Moves]] = READ
+    work = READ
 
     @abstractmethod
     def path_scores(self, inputs: Any, found: Any, standard: Any) -> Tensor:
@@ -107,9 +97,8 @@ class BestCase(Case):
         """Return the best scores, `[n]` in fp64."""
         return standard
 
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Any
-    ) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Any) -> Iterator[Verdict]:
+        function, inputs, provider = attempt
         allowed = CONTRACT[1] if provider.is_ours else PEER_BOUND
         found = function(*inputs)
         broken = self.broken(inputs, found).double()
@@ -129,26 +118,29 @@ def rounding(truth: Tensor, dtype: torch.dtype) -> Tensor:
     return truth * (torch.finfo(dtype).eps / 2 if dtype.itemsize < 4 else 0.0)
 
 
+def differentiated(logz: Function, inputs: Any, learned: int) -> Truth:
+    """Compute log Z of all sequences in fp64, and its gradients in the first inputs."""
+    leaves = [tensor.requires_grad_() for tensor in in_fp64(inputs)]
+    with torch.enable_grad():
+        result = logz(*leaves)
+        found = torch.autograd.grad(result.sum(), leaves[:learned])
+    gradients = [Gradient(i, ..., each, each.clamp(min=1)) for i, each in enumerate(found)]
+    return Truth(result.detach(), ..., gradients)
+
+
 def evenly(number: int, of: int, device: torch.device) -> Tensor:
     """Return the indices of some sequences, at least one, with the first and the last."""
     return torch.linspace(0, of - 1, max(1, min(number, of)), device=device).long()
 
 
 def in_fp64(inputs: Any) -> Any:
-    """Return the same inputs in fp64."""
     return type(inputs)(*(tensor.detach().double() for tensor in inputs))
 
 
 def fewer(
     steps: int, sequences: int, scores: int, elements: int | None, least: int = 2
 ) -> tuple[int, int]:
-    """Return the steps and the number of sequences that have at most this number of elements.
-
-    Args:
-        scores: the number of scores of one step of one sequence.
-        elements: the limit, or None.
-        least: the least number of steps.
-    """
+    """Return steps and sequences, with `scores` for a step of one, that fit into the limit."""
     if elements is None:
         return steps, sequences
     sequences = max(1, min(sequences, elements // (steps * scores)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +44,15 @@ class Panel:
     rows: list[Row]
     draw: Callable[[Any, list[Row], Machine], None]
 
+    def on(self, machine: Machine) -> Callable[[Any], None]:
+        return lambda axes: self.draw(axes, self.rows, machine)
+
+    @property
+    def width(self) -> float:
+        """Return the inches that the bars need."""
+        bars = self.rows if self.draw is _bars else []
+        return bars_width(len({row.case for row in bars}), len(bars))
+
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Return a panel for the sweep, and one for each dtype of an op that has a caption."""
@@ -56,56 +64,18 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     return [Panel(sweep, _sweep)] * bool(sweep) + [Panel(own, _bars) for own in kinds.values()]
 
 
-def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
-    """Write the picture in the format that the name of the file ends with.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    write(path, render(panels, machine, path.suffix.removeprefix(".")))
-
-
-def draw_where_possible(path: Path, draw_to: Callable[[Path], None]) -> None:
-    """Draw to a file, and print that it is written, or what is missing for it."""
-    try:
-        draw_to(path)
-        print(f"wrote {path}")
-    except ImportError:
-        print(f"no {path}: it needs matplotlib (pip install matplotlib)")
-
-
-def write(path: Path, picture: bytes) -> None:
-    """Write a picture to a file, whose folder is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(picture)
-
-
 def render(panels: Sequence[Panel], machine: Machine, format: str) -> bytes:
-    """Return the picture as a file of this format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    bars = [panel.rows for panel in panels if panel.draw is _bars]
-    width = max(
-        [
-            WIDTH,
-            *(GROUP * len({row.case for row in rows}) for rows in bars),
-            *(BAR * len(rows) for rows in bars),
-        ]
-    )
-
-    def draw_panels(subplots: Sequence[Any]) -> None:
-        for axes, panel in zip(subplots, panels, strict=True):
-            panel.draw(axes, panel.rows, machine)
-
-    return render_subplots(draw_panels, len(panels), width, format)
+    """Return the picture as a file of this format; see `render_subplots`."""
+    draw = [panel.on(machine) for panel in panels]
+    return render_subplots(draw, max(panel.width for panel in panels), format)
 
 
-def render_subplots(
-    draw_on: Callable[[Sequence[Any]], None], panels: int, width: float, format: str
-) -> bytes:
-    """Return what `draw_on` draws on axes one below the other, as a file of this format.
+def bars_width(groups: int, bars: int) -> float:
+    return max(WIDTH, GROUP * groups, BAR * bars)
+
+
+def render_subplots(draw: Sequence[Callable[[Any], None]], width: float, format: str) -> bytes:
+    """Return axes one below the other, each with its function, as a file of this format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -115,9 +85,10 @@ def render_subplots(
     from matplotlib.figure import Figure
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "partita", "font.size": 11}):
-        figure = Figure(figsize=(width, HEIGHT * panels), layout="constrained")
+        figure = Figure(figsize=(width, HEIGHT * len(draw)), layout="constrained")
         FigureCanvasAgg(figure)
-        draw_on(list(figure.subplots(panels, squeeze=False).flat))
+        for axes, draw_on in zip(figure.subplots(len(draw), squeeze=False).flat, draw, strict=True):
+            draw_on(axes)
         file = io.BytesIO()
         figure.savefig(
             file, format=format or None, metadata=NO_METADATA if format == "svg" else None
@@ -157,16 +128,21 @@ def _two_a_line(case: Case) -> str:
 
 def grouped_bars(
     axes: Any,
+    groups: Sequence[str],
     values: Mapping[str, Mapping[int, float]],
+    title: str,
+    label: str,
     *,
+    least: Mapping[int, float] | None = None,
     colours: Mapping[str, str] = COLOURS,
     gaps: bool = True,
     upright: bool = True,
 ) -> None:
     """Draw the bars of each name at the groups that have a value, with the value above.
 
-    With `gaps`, a name without a value leaves its place in the group empty. Values that are not
-    `upright` have room beside each other above narrow bars.
+    Dashed lines show the `least` values of some groups. With `gaps`, a name without a value leaves
+    its place in the group empty. Values that are not `upright` have room beside each other above
+    narrow bars.
     """
     names, width = list(values), 0.84 / len(values)
 
@@ -189,47 +165,40 @@ def grouped_bars(
             fontsize=7.5,
             rotation=0 if upright else 90,
         )
+    if least:
+        ends = ([group + side for group in least] for side in (-0.45, 0.45))
+        style = {"color": "black", "linestyle": "--", "linewidth": 1}
+        axes.hlines(list(least.values()), *ends, label="copy", **style)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_xticks(range(len(groups)), groups, fontsize=9)
+    axes.set_ylabel(label)
+    axes.set_title(title)
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper left", ncols=LEGEND, fontsize=9)
 
 
 def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
     """Draw a group of bars for each size, a bar for each provider, and a line at the limit."""
     cases = list(dict.fromkeys(row.case for row in rows))
-    names = list(dict.fromkeys(row.provider for row in rows))
-    times = {
-        name: {
-            cases.index(row.case): row.timing.median
-            for row in rows
-            if row.provider == name and row.timing
-        }
-        for name in names
+    times: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.timing:
+            times.setdefault(row.provider, {})[cases.index(row.case)] = row.timing.median
+    least = {
+        group: 1e3 * limit.bytes / machine.bandwidth(limit.limit)
+        for group, case in enumerate(cases)
+        if (limit := case.moves.get("total"))
     }
-    grouped_bars(axes, times)
-    limits = {
-        group: case.moves["total"] for group, case in enumerate(cases) if "total" in case.moves
-    }
-    least = [1e3 * limit.bytes / machine.bandwidth(limit.limit) for limit in limits.values()]
-    if least:
-        axes.hlines(
-            least,
-            [g - 0.45 for g in limits],
-            [g + 0.45 for g in limits],
-            color="black",
-            linestyle="--",
-            linewidth=1,
-            label="copy",
-        )
-    axes.set_yscale("log")
-    measured = [row.timing.median for row in rows if row.timing]
-    bottom = max(min(least + measured), min(measured) / 20) / 2
-    axes.set_ylim(bottom, 8 * max(least + measured))  # leaves room for the legend above the bars
-    axes.set_xlim(-max(0.6, 2 - len(cases) / 2), len(cases) - 1 + max(0.6, 2 - len(cases) / 2))
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.set_title(
-        f"{cases[0].caption}, {DTYPE_NAMES[cases[0].dtype]} {cases[0].scores}, {machine.name}"
-    )
-    axes.set_xticks(range(len(cases)), [_two_a_line(case) for case in cases], fontsize=9)
-    axes.set_xlabel(" × ".join(cases[0].sizes))
-    axes.set_ylabel("forward + backward, ms")
-    axes.grid(alpha=0.3, axis="y")
-    axes.set_axisbelow(True)
-    axes.legend(loc="upper left", ncols=min(len(names) + 1, LEGEND), fontsize=9)
+    case = cases[0]
+    title = f"{case.caption}, {DTYPE_NAMES[case.dtype]} {case.scores}, {machine.name}"
+    groups = [_two_a_line(case) for case in cases]
+    grouped_bars(axes, groups, times, title, "forward + backward, ms", least=least)
+    measured = [time for own in times.values() for time in own.values()]
+    shown = [*least.values(), *measured]
+    bottom = max(min(shown), min(measured) / 20) / 2
+    axes.set_ylim(bottom, 8 * max(shown))  # leaves room for the legend above the bars
+    margin = max(0.6, 2 - len(cases) / 2)
+    axes.set_xlim(-margin, len(cases) - 1 + margin)
+    axes.set_xlabel(" × ".join(case.sizes))

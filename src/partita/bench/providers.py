@@ -5,12 +5,13 @@ Each family declares its functions by provider; here they are put together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from ..cli.console import UsageError
 from . import chain, ctc, decode, heads, linear_chain, rnnt, rows, semi_markov
-from .case import Beyond, Function, Load, Provider
+from .case import Beyond, Function, Limited, Load, Provider
 
 FAMILIES = (rows, heads, chain, linear_chain, semi_markov, ctc, rnnt, decode)
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
@@ -43,17 +44,15 @@ def _provider(
 ) -> Provider:
     """Return the provider with the ops that the families declare for it.
 
-    Args:
-        name: its name.
-        install: the command that installs it, or what follows `pip install` there.
-        packages: the modules that must be installed, if not the name itself.
-        overwrites: whether the gradient of a loss is left in the memory of the logits.
+    `pip install` and `install` bring `packages`, by default the module of its name.
     """
     ops = dict(EXTRA.get(name, {}))
     beyond: dict[str, Beyond] = {}
     for family in FAMILIES:
-        ops |= family.PROVIDERS.get(name, {})
-        beyond |= getattr(family, "BEYOND", {}).get(name, {})
+        for op, served in family.PROVIDERS.get(name, {}).items():
+            if isinstance(served, Limited):
+                served, beyond[op] = served
+            ops[op] = served
     if not install:
         return Provider(name, ops, overwrites=overwrites, beyond=beyond)
     modules = packages or (name.replace("-", "_"),)
@@ -90,10 +89,19 @@ PEERS = (
 )
 
 
+def missing(providers: Iterable[Provider]) -> dict[str, str]:
+    """Return the command that installs each provider that is missing."""
+    return {each.name: message for each in providers if (message := each.missing())}
+
+
 def choose(names: list[str]) -> list[Provider]:
-    """Return Partita and the yardstick, then the peers of these names in their order."""
+    """Return Partita and the yardstick, then the peers of these names in their order.
+
+    Raises:
+        UsageError: there is no peer of a name.
+    """
     known = {peer.name: peer for peer in PEERS}
     for name in names:
         if name not in known:
-            raise ValueError(f"--peers: expected some of {', '.join(known)}, got {name!r}")
+            raise UsageError(f"--peers: expected some of {', '.join(known)}, got {name!r}")
     return [*OURS, PRODUCTS, *(known[name] for name in names)]

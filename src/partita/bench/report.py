@@ -1,13 +1,18 @@
-"""Tables and CSV."""
+"""Tables and CSV, and the files that a benchmark writes beside what it prints."""
 
 from __future__ import annotations
 
+import argparse
 import csv
+import importlib.util
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from ..cli.console import Table
+from ..cli.arguments import require_writable
+from ..cli.console import Table, UsageError, print_table
 from ..cli.info import version
 from .case import DTYPE_NAMES
 from .measure import Machine
@@ -74,9 +79,8 @@ def _groups(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
     """Group rows by op, kind of case and dtype, in their order."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype]), []).append(
-            row
-        )
+        key = (row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype])
+        groups.setdefault(key, []).append(row)
     return groups
 
 
@@ -128,12 +132,10 @@ def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
 
 
 def _memory(row: Row) -> str:
-    return (
-        ""
-        if row.extra_memory is None
-        else f"{row.extra_memory / 2**20:,.1f} MiB"
-        f" = {row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
-    )
+    if row.extra_memory is None:
+        return ""
+    share = f"{row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
+    return f"{row.extra_memory / 2**20:,.1f} MiB = {share}"
 
 
 def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
@@ -143,65 +145,45 @@ def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
     relative to the yardstick, where the case has these.
     """
     for key, group in _groups(rows).items():
-        versus, yardstick, memory_of = (
-            group[0].case.versus,
-            group[0].case.yardstick,
-            group[0].case.memory_of,
-        )
+        kind, title = group[0].case, _title(*key)
+        versus, yardstick, memory_of = kind.versus, kind.yardstick, kind.memory_of
         for part in PARTS:
             timed = [row for row in group if row.part == part]
             measured = [row for row in timed if part in row.case.moves]
             if measured and machine.device.type != "cpu":
                 limit = measured[0].case.moves[part].limit
+                shares = {row: _percent(row, machine) for row in measured}
                 yield _by_size(
-                    f"{_title(*key)}, {part}: percent of {limit} bandwidth",
-                    group,
-                    part,
-                    {row: _percent(row, machine) for row in measured},
+                    f"{title}, {part}: percent of {limit} bandwidth", group, part, shares
                 )
             if others := {row.case: row for row in measured if row.provider == versus}:
                 faster = {
                     row: _ratio(others[row.case], row) for row in measured if row.case in others
                 }
-                yield _by_size(
-                    f"{_title(*key)}, {part}: times faster than {versus}", group, part, faster
-                )
+                yield _by_size(f"{title}, {part}: times faster than {versus}", group, part, faster)
             if units := {row.case: row for row in timed if row.provider == yardstick}:
                 slower = {row: _ratio(row, units[row.case]) for row in timed if row.case in units}
-                yield _by_size(
-                    f"{_title(*key)}, {part}: times the {yardstick}", group, part, slower
-                )
-        if yardstick and any(row.extra_memory is not None for row in group):
-            sizes = {
-                row: f"{row.extra_memory / 2**30:.2f}"
-                for row in group
-                if row.extra_memory is not None
-            }
-            yield _by_size(f"{_title(*key)}: extra memory, GiB", group, memory_of, sizes)
+                yield _by_size(f"{title}, {part}: times the {yardstick}", group, part, slower)
+        sizes = {
+            row: f"{row.extra_memory / 2**30:.2f}" for row in group if row.extra_memory is not None
+        }
+        if yardstick and sizes:
+            yield _by_size(f"{title}: extra memory, GiB", group, memory_of, sizes)
 
 
 def _by_size(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, str]) -> Table:
     """Return a table with a line for each size and a column for each provider, or the reason."""
     providers, varying = list(dict.fromkeys(row.provider for row in group)), group[0].case.varying
-    lines = []
-    for size in dict.fromkeys(row.case.size(varying) for row in group):
-        here = {
-            row.provider: row
-            for row in group
-            if row.case.size(varying) == size and row.part in (part, "")
-        }
-        lines.append(
-            [
-                size,
-                *(
-                    (cells.get(here[name]) or here[name].note.partition(":")[0])
-                    if name in here
-                    else ""
-                    for name in providers
-                ),
-            ]
-        )
-    return Table(title, [" × ".join(varying), *providers], lines)
+    lines: dict[str, dict[str, str]] = {}  # the cells of each provider by size
+    for row in group:
+        line = lines.setdefault(row.case.size(varying), dict.fromkeys(providers, ""))
+        if row.part in (part, ""):
+            line[row.provider] = cells.get(row) or row.note.partition(":")[0]
+    return Table(
+        title,
+        [" × ".join(varying), *providers],
+        [[size, *line.values()] for size, line in lines.items()],
+    )
 
 
 def _ratio(row: Row, other: Row) -> str:
@@ -255,14 +237,12 @@ def _record(row: Row, machine: Machine) -> dict[str, object]:
     if not math.isnan(row.error):
         record[f"error_{case.unit}".rstrip("_")] = f"{row.error:.3g}"
     if timing is not None:
-        numbers = {
-            "mean_ms": timing.mean,
-            "median_ms": timing.median,
-            "min_ms": timing.least,
-            "max_ms": timing.greatest,
-        }
-        record |= {name: f"{number:.6g}" for name, number in numbers.items()} | {
-            "repetitions": timing.repetitions
+        record |= {
+            "mean_ms": f"{timing.mean:.6g}",
+            "median_ms": f"{timing.median:.6g}",
+            "min_ms": f"{timing.least:.6g}",
+            "max_ms": f"{timing.greatest:.6g}",
+            "repetitions": timing.repetitions,
         }
     if fraction is not None and row.bandwidth is not None:
         record |= {
@@ -274,3 +254,56 @@ def _record(row: Row, machine: Machine) -> dict[str, object]:
     if row.part == case.memory_of and row.extra_memory is not None:
         record["extra_memory_bytes"] = row.extra_memory
     return record
+
+
+class Files(NamedTuple):
+    """Where the measurements and their picture are written, or None."""
+
+    csv: Path | None
+    svg: Path | None
+
+    def publish(
+        self,
+        tables: Iterable[Table],
+        machine: str,
+        write_csv: Callable[[Path], None],
+        render: Callable[[str], bytes] | None,
+        failures: Iterable[str],
+    ) -> None:
+        """Print the tables, write the files, and print what failed; None for no picture.
+
+        `render` returns a picture in a format, that of the end of the name of its file.
+        """
+        for table in tables:
+            print_table(*table)
+        print(f"\n{machine}")
+        if self.csv:
+            write_csv(self.csv)
+            print(f"wrote {self.csv}")
+        if self.svg and render:
+            try:
+                picture = render(self.svg.suffix.removeprefix("."))
+                self.svg.parent.mkdir(parents=True, exist_ok=True)
+                self.svg.write_bytes(picture)
+                print(f"wrote {self.svg}")
+            except ImportError:
+                print(f"no {self.svg}: it needs matplotlib (pip install matplotlib)")
+        for failure in failures:
+            print(f"partita bench: {failure}", file=sys.stderr)
+
+
+def files_of(args: argparse.Namespace, name: str) -> Files:
+    """Return the files of the arguments, in `--out` with this name, once they can be written.
+
+    Raises:
+        UsageError: a file cannot be written, or matplotlib is missing for a picture.
+    """
+    if args.svg and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--svg: needs matplotlib (pip install matplotlib)")
+    files = Files(
+        args.csv or (args.out and args.out / f"{name}.csv"),
+        args.svg or (args.out and args.out / f"{name}.svg"),
+    )
+    for path in filter(None, files):
+        require_writable(path)
+    return files

@@ -74,11 +74,8 @@ def _command(args: argparse.Namespace) -> str:
     words = ["partita", "report", args.out.name]
     for name in ("force", "full", "no_bench", "device", "ops", "peers"):
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        words += (
-            [option] * (value is True)
-            if isinstance(value, bool)
-            else [f"{option}={value}"] * (value is not None)
-        )
+        if value is not None and value is not False:
+            words.append(option if value is True else f"{option}={value}")
     return shlex.join(words)
 
 
@@ -115,14 +112,12 @@ def _plan(args: argparse.Namespace) -> cli.Plan:
 
 
 def _bench(plan: cli.Plan) -> Bench:
-    absent = cli.missing(plan)
     try:
         machine = cli.machine_of(plan)
     # With too little memory, or a GPU that a check has broken, the report matters most.
     except Exception as error:
-        return Bench(cli.Measured([], first_line(error), 1), None, list(absent.values()))
-    providers = [provider for provider in plan.providers if provider.name not in absent]
-    return Bench(cli.measure(plan, providers, machine), machine, list(absent.values()))
+        return Bench(cli.Measured([], first_line(error), 1), None, plan.absent)
+    return Bench(cli.measure(plan, machine), machine, plan.absent)
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,7 +17,18 @@ from ..ops.rnnt.api import rnnt_loss
 from ..ops.rnnt.linear import linear_rnnt_loss
 from ..ops.rnnt.tdt import tdt_loss
 from ..runtime.backend import backend
-from .case import Beyond, Buffers, Case, Function, Load, Moves, Provider, Settings, Sizes, needs_gpu
+from .case import (
+    Buffers,
+    Case,
+    Function,
+    Functions,
+    Limited,
+    Moves,
+    Provider,
+    Settings,
+    Sizes,
+    needs_gpu,
+)
 from .paths import Gradient, SumCase, Truth
 
 DURATIONS = (0, 1, 2, 3, 4)
@@ -59,29 +70,20 @@ SIZES = Sizes(
 
 
 class RNNTInputs(NamedTuple):
-    """A batch of logits and targets of full length; class 0 is the blank.
+    """A batch of logits and targets of full length; class 0 is the blank."""
 
-    Fields:
-        logits: `[B, T, U + 1, V]`.
-        durations: `[B, T, U + 1, K]`, or None without durations.
-        targets: `[B, U]` int32.
-        lengths: the steps and the labels of each sequence, `[2, B]` int32.
-    """
-
-    logits: Tensor
-    durations: Tensor | None
-    targets: Tensor
-    lengths: Tensor
+    logits: Tensor  # [B, T, U + 1, V]
+    durations: Tensor | None  # [B, T, U + 1, K]
+    targets: Tensor  # [B, U] int32
+    lengths: Tensor  # [2, B] int32, the steps and the labels of each sequence
 
 
 class JointInputs(NamedTuple):
-    """Encoder `[B, T, D]`, predictor `[B, U + 1, D]`, matrix `[V, D]`, targets and lengths."""
-
-    encoder: Tensor
-    predictor: Tensor
-    weight: Tensor
-    targets: Tensor
-    lengths: Tensor
+    encoder: Tensor  # [B, T, D]
+    predictor: Tensor  # [B, U + 1, D]
+    weight: Tensor  # [V, D]
+    targets: Tensor  # [B, U] int32
+    lengths: Tensor  # [2, B] int32
 
 
 def partita_rnnt(
@@ -145,7 +147,7 @@ TORCH: dict[str, Function] = {
     "tdt": reference_rnnt,
     "linear_rnnt": with_joint(reference_rnnt),
 }
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {
         "rnnt": lambda: partita_rnnt,
         "tdt": lambda: partita_rnnt,
@@ -155,9 +157,8 @@ PROVIDERS: dict[str, dict[str, Load]] = {
         "rnnt": torchaudio_rnnt,
         "linear_rnnt": lambda: with_joint(torchaudio_rnnt()),
     },
-    "warprnnt": {"rnnt": warprnnt_rnnt},
+    "warprnnt": {"rnnt": Limited(warprnnt_rnnt, needs_gpu)},
 }
-BEYOND: dict[str, dict[str, Beyond]] = {"warprnnt": {"rnnt": needs_gpu}}
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,8 @@ class TransducerCase(Case):
     classes: int
 
     sizes: ClassVar[tuple[str, ...]] = ("sequences", "steps", "longest", "classes")
-    versus: ClassVar[str] = "torchaudio"
-    slow: ClassVar[tuple[str, ...]] = ("torch",)
+    versus = "torchaudio"
+    slow = ("torch",)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -190,7 +191,7 @@ class TransducerCase(Case):
 class RNNT(SumCase, TransducerCase):
     """The summed loss from logits."""
 
-    caption: ClassVar[str] = "transducer loss and its gradient"
+    caption = "transducer loss and its gradient"
 
     def inputs(self, buffers: Buffers) -> Any:
         logits = buffers.normal("logits", self.shape, self.dtype)
@@ -209,11 +210,10 @@ class RNNT(SumCase, TransducerCase):
         return Truth(torch.stack(losses).sum(), ..., gradients)
 
 
-@dataclass(frozen=True)
 class TDT(RNNT):
     """The summed loss from logits of labels and of durations."""
 
-    learned: ClassVar[int] = 2
+    learned = 2
 
     def inputs(self, buffers: Buffers) -> RNNTInputs:
         shape = (*self.shape[:3], len(DURATIONS))
@@ -227,10 +227,10 @@ class LinearRNNT(RNNT):
 
     hidden: int
 
-    sizes: ClassVar[tuple[str, ...]] = (*RNNT.sizes, "hidden")
-    scores: ClassVar[str] = "hidden states"
-    caption: ClassVar[str] = "transducer loss and its gradients from hidden states"
-    learned: ClassVar[int] = 3
+    sizes = (*RNNT.sizes, "hidden")
+    scores = "hidden states"
+    caption = "transducer loss and its gradients from hidden states"
+    learned = 3
     work: ClassVar[Mapping[str, Moves]] = {}
 
     def inputs(self, buffers: Buffers) -> JointInputs:
@@ -271,3 +271,6 @@ def rnnt_cases(settings: Settings) -> Iterator[Case]:
     for dtype in settings.types(torch.bfloat16):
         for size in sizes:
             yield LinearRNNT("linear_rnnt", dtype, *size, hidden)
+
+
+OPS = {"rnnt": rnnt_cases}

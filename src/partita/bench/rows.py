@@ -18,7 +18,20 @@ from torch import Tensor
 from ..runtime.dtypes import acc_dtype
 from ..testing import Error, ulp_error
 from ..testing.budget import Scale
-from .case import Buffers, Case, Function, Load, Loop, Moves, Provider, Settings, Verdict, poison
+from .case import (
+    Attempt,
+    Buffers,
+    Case,
+    Function,
+    Functions,
+    Load,
+    Loop,
+    Moves,
+    Provider,
+    Settings,
+    Verdict,
+    poison,
+)
 from .measure import Timing, rotation, time_do_bench, time_host, time_replay
 
 # A result is wrong when its error is this multiple of the contract: 2 ulp, or two times the error
@@ -110,7 +123,7 @@ def load(module: str, name: str) -> Load:
     return lambda: getattr(importlib.import_module(module), name)
 
 
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {name: load("partita", name) for name in TORCH},
     "partita-inplace": {"cross_entropy": _inplace},
     "naive": {"softmax": lambda: naive_softmax},
@@ -129,9 +142,9 @@ class RowsCase(Case):
     rows: int
     columns: int
 
-    sizes: ClassVar[tuple[str, ...]] = ("rows", "columns")
-    differs_by: ClassVar[tuple[str, ...]] = ("columns",)
-    unit: ClassVar[str] = "ulp"
+    sizes = ("rows", "columns")
+    differs_by = ("columns",)
+    unit = "ulp"
     scale: ClassVar[Scale] = "element"  # of the errors of results, as in `ulp_error`
     grad_scale: ClassVar[Scale] = -1
 
@@ -143,8 +156,9 @@ class RowsCase(Case):
         """Return the upstream gradient of the true outputs."""
         return torch.ones_like(truth)
 
-    def errors(self, function: Function, inputs: Any, provider: Provider) -> Iterator[Error]:
+    def errors(self, attempt: Attempt) -> Iterator[Error]:
         """Yield the errors against fp64, one for each result and gradient."""
+        function, inputs, _ = attempt
         x = inputs[0]
 
         def gradient(x: Tensor, rows: slice) -> Tensor:
@@ -154,7 +168,7 @@ class RowsCase(Case):
                 return torch.autograd.grad(truth, x, self.weights(inputs, truth, rows))[0]
 
         if self.learned:
-            result, (grad,) = self.trained(function, inputs, provider)
+            result, (grad,) = self.trained(attempt)
             yield row_error(grad, gradient, x, scale=self.grad_scale)
         else:
             poison(x)
@@ -170,13 +184,11 @@ class RowsCase(Case):
 
     def standard(self, inputs: Any) -> list[float]:
         """Return the errors of PyTorch."""
-        torch_provider = Provider("torch", {})
-        return [error.ulp for error in self.errors(TORCH[self.op], inputs, torch_provider)]
+        attempt = Attempt(TORCH[self.op], inputs, Provider("torch", {}))
+        return [error.ulp for error in self.errors(attempt)]
 
-    def verdicts(
-        self, function: Function, inputs: Any, provider: Provider, standard: Sequence[float]
-    ) -> Iterator[Verdict]:
-        for error, own in zip(self.errors(function, inputs, provider), standard, strict=True):
+    def verdicts(self, attempt: Attempt, standard: Sequence[float]) -> Iterator[Verdict]:
+        for error, own in zip(self.errors(attempt), standard, strict=True):
             yield Verdict(
                 error.ulp, TOLERANCE * max(2.0, 2 * own), error.index, error.got, error.expected
             )
@@ -214,12 +226,11 @@ class SoftmaxInputs(NamedTuple):
     grad: Tensor  # [rows, columns]
 
 
-@dataclass(frozen=True)
 class Softmax(RowsCase):
     """Forward reads x and writes y; backward reads y and its gradient and writes that of x."""
 
-    learned: ClassVar[int] = 1
-    arguments: ClassVar[int | None] = 1
+    learned = 1
+    arguments = 1
     work: ClassVar[Mapping[str, Moves]] = {
         "forward": Moves(2, "copy"),
         "backward": Moves(3, "copy"),
@@ -239,15 +250,14 @@ class Softmax(RowsCase):
     def weights(self, inputs: SoftmaxInputs, truth: Tensor, rows: slice) -> Tensor:
         return inputs.grad[rows].to(truth.dtype)
 
-    def loops(self, function: Function, inputs: SoftmaxInputs, provider: Provider) -> list[Loop]:
-        return [self.training(function, inputs, provider)]
+    def loops(self, attempt: Attempt) -> list[Loop]:
+        return [self.training(attempt)]
 
 
-@dataclass(frozen=True)
 class LogSoftmax(RowsCase):
     """Forward alone, with one read and one write."""
 
-    scale: ClassVar[Scale] = -1
+    scale = -1
     work: ClassVar[Mapping[str, Moves]] = {"inference": Moves(2, "copy")}
 
     def inputs(self, buffers: Buffers) -> tuple[Tensor]:
@@ -257,16 +267,15 @@ class LogSoftmax(RowsCase):
         return torch.log_softmax(x, -1)
 
 
-@dataclass(frozen=True)
 class Sweep(RowsCase):
     """Softmax forward of narrow rows inside a CUDA graph, which leaves out the host.
 
     The inputs are several, so that the L2 cache holds none of them.
     """
 
-    without: ClassVar[tuple[str, ...]] = ()
-    label: ClassVar[str] = "sweep"
-    arguments: ClassVar[int | None] = 1
+    without = ()
+    label = "sweep"
+    arguments = 1
     work: ClassVar[Mapping[str, Moves]] = {"replay": Moves(2, "copy")}
 
     def inputs(self, buffers: Buffers) -> Sequence[Tensor]:
@@ -277,38 +286,24 @@ class Sweep(RowsCase):
     def truth(self, inputs: Sequence[Tensor], x: Tensor, rows: slice) -> Tensor:
         return torch.softmax(x, -1)
 
-    def times(
-        self,
-        function: Function,
-        inputs: Sequence[Tensor],
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
+    def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
         moved = 2 * self.bytes
+        function, inputs, _ = attempt
         timing = time_replay(function, inputs, device, bytes_moved=moved, repetitions=repetitions)
         return {"replay": timing}
 
 
-@dataclass(frozen=True)
 class DoBenchSweep(Sweep):
     """The same by Triton's `do_bench`, which empties the L2 cache and includes the launch."""
 
-    label: ClassVar[str] = "do_bench"
+    label = "do_bench"
     work: ClassVar[Mapping[str, Moves]] = {"do_bench": Moves(2, "copy")}
 
     def inputs(self, buffers: Buffers) -> Sequence[Tensor]:
         return [buffers.normal("sweep", self.shape, self.dtype)]
 
-    def times(
-        self,
-        function: Function,
-        inputs: Sequence[Tensor],
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
-        return {"do_bench": time_do_bench(lambda: function(inputs[0]))}
+    def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
+        return {"do_bench": time_do_bench(lambda: attempt.function(attempt.inputs[0]))}
 
 
 class Inputs(NamedTuple):
@@ -316,12 +311,11 @@ class Inputs(NamedTuple):
     target: Tensor  # [rows], or several for each row
 
 
-@dataclass(frozen=True)
 class LabelledRows(RowsCase):
     """Rows of logits with labels."""
 
-    learned: ClassVar[int] = 1
-    labels: ClassVar[int] = 0  # the number of labels of a row; 0 for one, without a dimension
+    learned = 1
+    labels = 0  # the number of labels of a row; 0 for one, without a dimension
 
     def inputs(self, buffers: Buffers) -> Inputs:
         logits = buffers.normal("logits", self.shape, self.dtype)
@@ -329,13 +323,12 @@ class LabelledRows(RowsCase):
         return Inputs(logits, target.view(self.rows, self.labels) if self.labels else target)
 
 
-@dataclass(frozen=True)
 class CrossEntropy(LabelledRows):
     """The loss reads the logits once; loss and gradient read them once and write the gradient."""
 
-    grad_scale: ClassVar[Scale] = "element"
+    grad_scale = "element"
     work: ClassVar[Mapping[str, Moves]] = {"inference": Moves(1, "read"), "total": Moves(2, "copy")}
-    memory_of: ClassVar[str] = "total"
+    memory_of = "total"
 
     def leaves(self, inputs: Inputs, provider: Provider) -> list[Tensor]:
         """Return the logits; a copy where the provider overwrites them."""
@@ -354,28 +347,21 @@ class CrossEntropy(LabelledRows):
         yield ulp_error(result.detach(), expected)
         yield ulp_error(function(*inputs), expected)
 
-    def loops(self, function: Function, inputs: Inputs, provider: Provider) -> list[Loop]:
-        loops = super().loops(function, inputs, provider)
-        return loops[1:] if provider.name == "partita-inplace" else loops
+    def loops(self, attempt: Attempt) -> list[Loop]:
+        loops = super().loops(attempt)
+        return loops[1:] if attempt.provider.name == "partita-inplace" else loops
 
 
-@dataclass(frozen=True)
 class Host(CrossEntropy):
     """Forward and backward of a few logits, whose time is that of the host."""
 
-    without: ClassVar[tuple[str, ...]] = ("naive", "partita-inplace")
-    label: ClassVar[str] = "host"
+    without = ("naive", "partita-inplace")
+    label = "host"
     work: ClassVar[Mapping[str, Moves]] = {}
-    memory_of: ClassVar[str] = ""
+    memory_of = ""
 
-    def times(
-        self,
-        function: Function,
-        inputs: Inputs,
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
+    def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
+        function, inputs, provider = attempt
         (leaf,) = self.leaves(inputs, provider)
 
         def call() -> object:
@@ -384,11 +370,10 @@ class Host(CrossEntropy):
         return {"host": time_host(call, device, calls=HOST_CALLS, repetitions=repetitions)}
 
 
-@dataclass(frozen=True)
 class TokenStats(LabelledRows):
     """The statistics read the logits once; their gradient reads them a second time and writes."""
 
-    scale: ClassVar[Scale] = 0
+    scale = 0
     work: ClassVar[Mapping[str, Moves]] = {
         "inference": Moves(1, "read"),
         "backward": Moves(2, "copy"),
@@ -412,13 +397,12 @@ class TokenStats(LabelledRows):
         yield ulp_error(chosen, inputs.x.amax(-1).double())
 
 
-@dataclass(frozen=True)
 class Logprobs(LabelledRows):
     """The results read the logits once; their gradient reads them a second time and writes."""
 
-    labels: ClassVar[int] = CLASSES
-    scale: ClassVar[Scale] = -1
-    work: ClassVar[Mapping[str, Moves]] = TokenStats.work
+    labels = CLASSES
+    scale = -1
+    work = TokenStats.work
 
     def upstream(self, inputs: Inputs) -> list[Tensor]:
         x, ids = inputs
@@ -469,3 +453,11 @@ def token_stats_cases(settings: Settings) -> Iterator[Case]:
 
 def logprobs_cases(settings: Settings) -> Iterator[Case]:
     return _of_widths(settings, {"logprobs": Logprobs}, WIDTHS, QUICK_WIDTHS)
+
+
+OPS = {
+    "softmax": softmax_cases,
+    "cross_entropy": cross_entropy_cases,
+    "token_stats": token_stats_cases,
+    "logprobs": logprobs_cases,
+}

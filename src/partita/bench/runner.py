@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..cli.console import first_line
-from .case import Buffers, Case, Provider, Settings, Verdict, is_ours
+from ..cli.console import Progress, first_line
+from .case import Attempt, Buffers, Case, Provider, Verdict, is_ours
 from .measure import Machine, Timing
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement.
-
-    Fields:
-        case, provider: the case and the name of the provider.
-        part: `inference` (without gradients), `forward`, `backward`, `total`, `replay` (in a CUDA
-            graph), `do_bench` or `host`; empty where nothing was timed.
-        timing: the time; None where the provider refused or was wrong.
-        error: the greatest error against fp64 in the unit of the case; NaN where it is not known.
-        extra_memory: peak bytes beyond the inputs, forward and backward; None where not measured.
-        note: why the case was not timed.
-    """
+    """One measurement."""
 
     case: Case
     provider: str
+    # `inference` (without gradients), `forward`, `backward`, `total`, `replay` (in a CUDA graph),
+    # `do_bench` or `host`; empty where nothing was timed
     part: str
-    timing: Timing | None
-    error: float
-    extra_memory: int | None
-    note: str
+    timing: Timing | None  # None where the provider refused or was wrong
+    error: float  # the greatest against fp64, in the unit of the case; NaN where not known
+    extra_memory: int | None  # peak bytes beyond the inputs; None where not measured
+    note: str  # why the case was not timed
 
     @property
     def moved(self) -> int | None:
@@ -45,19 +37,15 @@ class Row:
     @property
     def bandwidth(self) -> float | None:
         """Return the bytes that had to be moved, per second."""
-        return (
-            None
-            if self.moved is None or self.timing is None
-            else 1e3 * self.moved / self.timing.median
-        )
+        if self.moved is None or self.timing is None:
+            return None
+        return 1e3 * self.moved / self.timing.median
 
     def fraction(self, machine: Machine) -> float | None:
         """Return the share of the bandwidth; None on a CPU, whose caches hold these inputs."""
-        return (
-            None
-            if self.bandwidth is None or machine.device.type == "cpu"
-            else self.bandwidth / machine.bandwidth(self.case.moves[self.part].limit)
-        )
+        if self.bandwidth is None or machine.device.type == "cpu":
+            return None
+        return self.bandwidth / machine.bandwidth(self.case.moves[self.part].limit)
 
 
 class DeviceLost(RuntimeError):
@@ -68,23 +56,18 @@ def run(
     cases: Iterable[Case],
     providers: Sequence[Provider],
     machine: Machine,
-    settings: Settings,
-    *,
-    say: Callable[[str], None],
-    done: Callable[[], None],
+    repetitions: int,
+    progress: Progress,
 ) -> Iterable[Row]:
-    """Yield rows as they are measured.
-
-    `say` gets the name of the current case and provider, and `done` is called after each of them.
-    """
+    """Yield rows as they are measured."""
     buffers = Buffers(machine.device)
     for case in cases:
         inputs = case.inputs(buffers)
         standard = case.standard(inputs)
         for provider in takers(case, providers):
-            say(f"{case}: {provider.name}")
-            yield from _rows(case, inputs, provider, standard, machine, settings.repetitions)
-            done()
+            progress.say(f"{case}: {provider.name}")
+            yield from _rows(case, inputs, provider, standard, machine, repetitions)
+            progress.advance()
 
 
 def takers(case: Case, providers: Sequence[Provider]) -> list[Provider]:
@@ -102,13 +85,14 @@ def _rows(
         if reason := provider.refusal(case.op, inputs):
             return [_untimed(case, provider, f"refuses: {reason}")]
         function = provider.ops[case.op]()
-        verdicts = list(case.verdicts(function, inputs, provider, standard))
+        attempt = Attempt(function, inputs, provider)
+        verdicts = list(case.verdicts(attempt, standard))
         worst = max((verdict.error for verdict in verdicts), default=math.nan)
         for verdict in verdicts:
             if verdict.failed:
                 return [_untimed(case, provider, f"wrong: {_describe(verdict, case.unit)}", worst)]
-        times = case.times(function, inputs, provider, machine.device, repetitions)
-        memory = case.extra_memory(function, inputs, provider, machine.device)
+        times = case.times(attempt, machine.device, repetitions)
+        memory = case.extra_memory(attempt, machine.device)
         return [
             Row(case, provider.name, part, timing, worst, memory, timing.note)
             for part, timing in times.items()

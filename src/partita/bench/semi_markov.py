@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.semi_markov.api import SemiMarkovChain
-from ..runtime.dtypes import acc_dtype
-from .case import Beyond, Buffers, Case, Function, Load, Settings, Sizes, needs_gpu
+from ..testing.samples.in_torch import semi_markov_chain as loop_logz
+from .case import Buffers, Case, Function, Functions, Limited, Settings, Sizes, needs_gpu
 from .chain import beyond_loop
-from .paths import BestCase, Gradient, SumCase, Truth, fewer, in_fp64
+from .linear_chain import LinearChainCase
+from .paths import BestCase, LogZCase, Truth, differentiated, fewer, in_fp64
 
 # Numbers in the chart of torch-struct, which has matrices of (D C)² for each step.
 MAX_CHART = 2**31
@@ -54,19 +55,6 @@ class SemiMarkovInputs(NamedTuple):
     end: Tensor
 
 
-def loop_logz(
-    emissions: Tensor, transitions: Tensor, durations: Tensor, start: Tensor, end: Tensor
-) -> Tensor:
-    """Compute log Z, `[N]`, by two log-sum-exps for each step, over `[D, N, C]` and `[N, C, C]`."""
-    emissions = emissions.to(transitions.dtype)
-    opened, ages = start.expand(emissions.shape[1:]), emissions[:0]
-    for emission in emissions:
-        ages = torch.cat([opened[None], ages[: len(durations) - 1]]) + emission
-        closed = (ages + durations[: len(ages), None]).logsumexp(0)
-        opened = (closed[:, :, None] + transitions).logsumexp(1)
-    return (closed + end).logsumexp(-1)
-
-
 def _potentials(
     emissions: Tensor, transitions: Tensor, durations: Tensor, start: Tensor, end: Tensor
 ) -> Tensor:
@@ -95,7 +83,6 @@ def torch_struct_logz() -> Function:
 
 
 def beyond_torch_struct(inputs: SemiMarkovInputs) -> str | None:
-    """Return why torch-struct cannot take these inputs, or None."""
     T, N, C = inputs.emissions.shape
     if T * N * (len(inputs.durations) * C) ** 2 > MAX_CHART:
         return "would hold (D C)² numbers for each step"
@@ -132,65 +119,45 @@ def flash_semicrf_logz() -> Function:
     return function
 
 
-PROVIDERS: dict[str, dict[str, Load]] = {
+PROVIDERS: Functions = {
     "partita": {
         "semi_markov": lambda: lambda *inputs: SemiMarkovChain(*inputs).logz(),
         "semi_markov_viterbi": lambda: lambda *inputs: SemiMarkovChain(*inputs).viterbi()[1:],
     },
-    "torch": {"semi_markov": lambda: loop_logz},
-    "torch-struct": {"semi_markov": torch_struct_logz},
-    "flash-semicrf": {"semi_markov": flash_semicrf_logz},
-}
-BEYOND: dict[str, dict[str, Beyond]] = {
-    "torch": {"semi_markov": beyond_loop},
-    "torch-struct": {"semi_markov": beyond_torch_struct},
-    "flash-semicrf": {"semi_markov": needs_gpu},
+    "torch": {"semi_markov": Limited(lambda: loop_logz, beyond_loop)},
+    "torch-struct": {"semi_markov": Limited(torch_struct_logz, beyond_torch_struct)},
+    "flash-semicrf": {"semi_markov": Limited(flash_semicrf_logz, needs_gpu)},
 }
 
 
 @dataclass(frozen=True)
-class SemiMarkovCase(Case):
+class SemiMarkovCase(LinearChainCase):
     """A batch of sequences with the same transitions and durations."""
 
-    steps: int
-    sequences: int
-    states: int
     durations: int
 
-    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states")
-    differs_by: ClassVar[tuple[str, ...]] = (*sizes, "durations")
-    scores: ClassVar[str] = "emissions"
-    slow: ClassVar[tuple[str, ...]] = ("torch", "torch-struct")
-    slow_on_cpu: ClassVar[bool] = True
+    sizes = ("steps", "sequences", "states")
+    differs_by = (*sizes, "durations")
+    scores = "emissions"
+    slow = ("torch", "torch-struct")
+    slow_on_cpu = True
 
-    def inputs(self, buffers: Buffers) -> SemiMarkovInputs:
-        dtype, C = acc_dtype(self.dtype), self.states
-        return SemiMarkovInputs(
-            buffers.normal("scores", self.shape, self.dtype),
-            buffers.normal("transitions", (C, C), dtype),
-            buffers.normal("durations", (self.durations, C), dtype),
-            *buffers.normal("ends", (2, C), dtype),
-        )
+    def inputs(self, buffers: Buffers) -> Any:
+        emissions, transitions, *ends = super().inputs(buffers)
+        shape = (self.durations, self.states)
+        durations = buffers.normal("durations", shape, transitions.dtype)
+        return SemiMarkovInputs(emissions, transitions, durations, *ends)
 
 
 @dataclass(frozen=True)
-class LogZ(SumCase, SemiMarkovCase):
+class LogZ(LogZCase, SemiMarkovCase):
     """log Z and its gradients: posteriors, and expected counts of transitions and durations."""
 
-    caption: ClassVar[str] = "log Z of semi-Markov chains and its gradients"
-    learned: ClassVar[int] = 3
-
-    def upstream(self, inputs: SemiMarkovInputs) -> list[Tensor]:
-        return [inputs.transitions.new_ones(self.sequences)]
+    caption = "log Z of semi-Markov chains and its gradients"
+    learned = 3
 
     def standard(self, inputs: SemiMarkovInputs) -> Truth:
-        """Return the truth by a loop over the steps."""
-        leaves = [tensor.requires_grad_() for tensor in in_fp64(inputs)]
-        with torch.enable_grad():
-            logz = loop_logz(*leaves)
-            found = torch.autograd.grad(logz.sum(), leaves[:3])
-        gradients = [Gradient(i, ..., each, each.clamp(min=1)) for i, each in enumerate(found)]
-        return Truth(logz.detach(), ..., gradients)
+        return differentiated(loop_logz, inputs, self.learned)
 
 
 @dataclass(frozen=True)
@@ -199,13 +166,7 @@ class Viterbi(BestCase, SemiMarkovCase):
 
     def standard(self, inputs: SemiMarkovInputs) -> Tensor:
         """Return the best scores, `[N]`, in fp64."""
-        emissions, transitions, durations, start, end = in_fp64(inputs)
-        opened, ages = start.expand(emissions.shape[1:]), emissions[:0]
-        for emission in emissions:
-            ages = torch.cat([opened[None], ages[: len(durations) - 1]]) + emission
-            closed = (ages + durations[: len(ages), None]).amax(0)
-            opened = (closed[:, :, None] + transitions).amax(1)
-        return (closed + end).amax(-1)
+        return loop_logz(*in_fp64(inputs), total=torch.amax)
 
     def path_scores(self, inputs: SemiMarkovInputs, found: Any, standard: Tensor) -> Tensor:
         chain = SemiMarkovChain(*in_fp64(inputs))
@@ -219,3 +180,6 @@ def semi_markov_cases(settings: Settings) -> Iterator[Case]:
             limits = fewer(size.steps, size.sequences, size.states, settings.elements)
             yield LogZ("semi_markov", dtype, *limits, *size[2:])
             yield Viterbi("semi_markov_viterbi", dtype, *limits, *size[2:])
+
+
+OPS = {"semi_markov": semi_markov_cases}

@@ -12,12 +12,10 @@ from .console import DTYPES, UsageError
 
 
 def words(text: str) -> list[str]:
-    """Return the words between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return positive whole numbers between commas."""
     result = tuple(int(word) if word.isdecimal() else 0 for word in words(text))
     if not all(result):
         raise argparse.ArgumentTypeError(f"expected positive whole numbers, got {text!r}")
@@ -25,7 +23,6 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def number(text: str) -> int:
-    """Return one positive whole number."""
     result = numbers(text)
     if len(result) != 1:
         raise argparse.ArgumentTypeError(f"expected one positive whole number, got {text!r}")
@@ -33,7 +30,6 @@ def number(text: str) -> int:
 
 
 def dtype_names(text: str) -> tuple[str, ...]:
-    """Return names of dtypes, such as bf16."""
     for name in words(text):
         if name not in DTYPES:
             raise argparse.ArgumentTypeError(f"expected some of {','.join(DTYPES)}, got {name!r}")
@@ -41,7 +37,6 @@ def dtype_names(text: str) -> tuple[str, ...]:
 
 
 def dtypes(text: str) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of these names."""
     return tuple(DTYPES[name] for name in dtype_names(text))
 
 

@@ -38,14 +38,9 @@ exit codes:
 
 @dataclass(frozen=True)
 class Backend:
-    """The backend that serves a device.
+    """The backend that serves a device."""
 
-    Fields:
-        name: the name in the table.
-        device: the device.
-    """
-
-    name: str
+    name: str  # in the table
     device: torch.device
 
     def __str__(self) -> str:
@@ -73,7 +68,6 @@ class Line:
     def measured(
         self, error: float, bound: float, own: float | None, passed: bool, note: str
     ) -> Line:
-        """Return the line with these numbers."""
         torch_error = "" if own is None else f"{own:.2g}"
         numbers = (f"{error:.2g}", f"{bound:.2g}", torch_error)
         return Line(self.op, self.backend, self.dtype, *numbers, passed, note)
@@ -166,15 +160,10 @@ def devices(name: str | None) -> list[torch.device]:
 
 @dataclass(frozen=True)
 class Served:
-    """The backends of the devices.
+    """The backends of the devices."""
 
-    Fields:
-        backends: one for each device that is served.
-        left_out: a message for each device that the chosen backend cannot serve.
-    """
-
-    backends: list[Backend]
-    left_out: list[str]
+    backends: list[Backend]  # one for each device that is served
+    left_out: list[str]  # a message for each device that the chosen backend cannot serve
 
 
 def served(name: str | None) -> Served:
@@ -211,7 +200,6 @@ def run_all(chosen: Sequence[Backend]) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """Return one table of all backends."""
     header = ["op", "backend", "dtype", "error, ulp", "bound", "torch's", "result", ""]
     rows = [[x.op, x.backend, *_cells(x)] for x in lines]
     return Table("Against fp64", header, rows, left=3)

@@ -30,19 +30,12 @@ class UsageError(ValueError):
 
 
 class Table(NamedTuple):
-    """A table of text.
-
-    Fields:
-        title: the line above the table.
-        header: the names of the columns.
-        rows: the cells.
-        left: how many leading columns are aligned to the left, like columns without a name.
-    """
+    """A table of text."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left: int = 1
+    left: int = 1  # leading columns that are aligned to the left, like those without a name
 
     @property
     def aligned(self) -> list[str]:

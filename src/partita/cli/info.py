@@ -81,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -110,7 +109,6 @@ def _versions() -> list[list[str]]:
 
 
 def _driver() -> str:
-    """Return the version of the GPU driver."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
@@ -198,7 +196,6 @@ def notes() -> list[str]:
 
 
 def missing() -> list[str]:
-    """Return what is missing, and what installs it."""
     absent = {package: about for package, about in EXTRAS.items() if not version(package)}
     return [
         *notes(),
@@ -210,7 +207,6 @@ def missing() -> list[str]:
 
 
 def variables() -> list[str]:
-    """Return the environment variables that are set."""
     return [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
 
 

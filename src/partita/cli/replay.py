@@ -14,17 +14,11 @@ ROUNDS = 5  # The second or third of equal calls is recorded, in forward and bac
 
 
 class Line(NamedTuple):
-    """A line of the table.
+    """A line of the table."""
 
-    Fields:
-        call: the name of the call in the catalogue.
-        replayed: `yes`, `no`, or `partly` where some of its ops are.
-        reason: why not, with the name of each op that is not replayed.
-    """
-
-    call: str
-    replayed: str
-    reason: str
+    call: str  # its name in the catalogue
+    replayed: str  # `yes`, `no`, or `partly` where some of its ops are
+    reason: str  # why not, with the name of each op that is not replayed
 
 
 def line_of(call: str, ops: Iterable[tuple[str, str]]) -> Line:
@@ -51,7 +45,6 @@ def run(call: Call, device: str = "cuda") -> Line:
 
 
 def run_all() -> list[Line]:
-    """Run all calls with a progress bar."""
     lines = []
     with Progress(len(CALLS)) as progress:
         for call in CALLS.values():

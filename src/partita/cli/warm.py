@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..runtime.backend import current_backend, has_triton, interpreting, resolve
+from ..testing.samples import CALLS as SAMPLES
+from ..testing.samples import Call, Draw
 from .arguments import device_named, dtype_names, number, numbers
-from .console import Progress, Table, UsageError, first_line, print_table
-from .fresh_process import run_module
+from .console import DTYPES, Progress, Table, UsageError, first_line, print_table
+from .fresh_process import end_process, run_module
 from .info import EXTRAS, no_gpu
-from .warm_ops import OPS, SIZES, Sizes, Warmed
 
-DTYPES = ("bf16", "fp32")
+Sizes = Mapping[str, tuple[int, ...]]
+Size = Mapping[str, int]
+
+# Batches differ in these sizes. Triton compiles a kernel for a multiple of 16 apart from others,
+# so each of them is run as it is and with one less.
+RAGGED = ("rows", "steps", "batch")
+# The first call of a size compiles, the second is recorded, and the third replays the record.
+CALLS = 3
+OPS: dict[str, Call] = {name: call for name, call in SAMPLES.items() if call.usual}
+SIZES = tuple(dict.fromkeys(name for call in OPS.values() for name in call.usual))
+USUAL_DTYPES = ("bf16", "fp32")
 MAX_JOBS = 8  # each process has its own context on the GPU, of about half a GiB
 MEANINGS = {
     "rows": "rows of logits, or tokens",
@@ -55,6 +71,14 @@ exit codes:
   130  interrupted"""
 
 
+class Warmed(NamedTuple):
+    """The time and the kernels that one op in one dtype took."""
+
+    seconds: float  # of all calls, without starting the process
+    compiled: int  # kernels
+    cached: int  # kernels that Triton's cache had before
+
+
 @dataclass(frozen=True)
 class WarmResult:
     """An op in a dtype, and what it took or why it failed."""
@@ -73,9 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         type=dtype_names,
-        default=DTYPES,
+        default=USUAL_DTYPES,
         metavar="NAMES",
-        help=f"{','.join(DTYPES)} by default; also fp16, fp64",
+        help=f"{','.join(USUAL_DTYPES)} by default; also fp16, fp64",
     )
     for name in SIZES:
         parser.add_argument(f"--{name}", type=numbers, metavar="NUMBERS", help=MEANINGS[name])
@@ -138,7 +162,7 @@ def warm_in_process(op: str, dtype: str, sizes: Sizes, device: str) -> WarmResul
     """Warm an op in a process of its own, so that a failure leaves the others untouched."""
     own = {name: value for name, value in sizes.items() if name in OPS[op].usual}
     try:
-        result = run_module("cli.warm_ops", [op, dtype, device, json.dumps(own)])
+        result = run_module("cli.warm", [op, dtype, device, json.dumps(own)])
         return WarmResult(op, dtype, Warmed(**result))
     except Exception as error:
         message = str(error) if isinstance(error, RuntimeError) else first_line(error)
@@ -166,25 +190,89 @@ def warm_all(
         return [future.result() for future in futures]
 
 
+def combinations(sizes: Sizes) -> Iterator[Size]:
+    """Yield every combination of the sizes; ragged ones occur as they are and with one less."""
+    values = [
+        dict.fromkeys(number - less for number in sizes[name] for less in (0, 1) if number > less)
+        if name in RAGGED
+        else sizes[name]
+        for name in sizes
+    ]
+    for chosen in itertools.product(*values):
+        yield dict(zip(sizes, chosen, strict=True))
+
+
+@contextmanager
+def _compilations(device: torch.device) -> Iterator[list[bool]]:
+    """Yield a list that gets an entry for each kernel: whether Triton's cache had it."""
+    found: list[bool] = []
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        yield found
+        return
+    from triton import knobs
+
+    with knobs.compilation.scope():
+        knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+        yield found
+
+
+def _run(call: Call, draw: Draw, size: Size) -> None:
+    """Run forward without a gradient, and forward and backward with one, per row and reduced."""
+    for option in ("", "mean")[: 1 + ("mean" in call.options)]:
+        sample = call.sample(draw, option, size)
+        for _ in range(CALLS):
+            with torch.no_grad():
+                sample.run()
+        for _ in range(CALLS):
+            sample.gradients(sample.run())
+
+
+def warm_one(op: str, dtype: str, sizes: Sizes, device: torch.device) -> Warmed:
+    """Run an op in a dtype at all combinations of the sizes; those not given are the usual ones."""
+    draw, call = Draw(DTYPES[dtype], device=device, ragged=False), OPS[op]
+    own = {name: sizes.get(name, usual) for name, usual in call.usual.items()}
+    start = time.perf_counter()
+    with _compilations(device) as found:
+        for size in combinations(own):
+            _run(call, draw, size)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    return Warmed(time.perf_counter() - start, found.count(False), found.count(True))
+
+
+def main_of_process(argv: Sequence[str]) -> int:
+    """Warm one op in this process, and print the result as JSON.
+
+    python -m partita.cli.warm cross_entropy bf16 cuda '{"rows": [1024], "classes": [32000]}'
+    """
+    op, dtype, device, sizes = argv
+    chosen = torch.empty(0, device=device).device
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    numbers = {name: tuple(values) for name, values in json.loads(sizes).items()}
+    try:
+        result = warm_one(op, dtype, numbers, chosen)
+    except Exception as error:
+        print(first_line(error), file=sys.stderr)
+        return 1
+    print(json.dumps(result._asdict()))
+    return 0
+
+
 def table(results: Sequence[WarmResult]) -> Table:
     header = ["op", "dtype", "seconds", "kernels compiled", "cached before", "result", ""]
-    return Table("Triton's cache", header, list(_lines(results)), left=2)
+    return Table("Triton's cache", header, [_line(result) for result in results], left=2)
 
 
-def _lines(results: Sequence[WarmResult]) -> Iterator[list[str]]:
-    for result in results:
-        if result.warmed is None:
-            yield [result.op, result.dtype, "", "", "", "FAIL", result.note]
-        else:
-            seconds, compiled, cached = result.warmed
-            yield [
-                *(result.op, result.dtype, f"{seconds:.1f}", str(compiled), str(cached)),
-                *("ready", result.note),
-            ]
+def _line(result: WarmResult) -> list[str]:
+    if result.warmed is None:
+        return [result.op, result.dtype, "", "", "", "FAIL", result.note]
+    seconds, *kernels = result.warmed
+    numbers = [f"{seconds:.1f}", *map(str, kernels)]
+    return [result.op, result.dtype, *numbers, "ready", result.note]
 
 
 def cache_folder() -> str:
-    """Return the folder of Triton's cache."""
     from triton import knobs
 
     return str(knobs.cache.dir)
@@ -206,3 +294,7 @@ def main(args: argparse.Namespace) -> int:
     failures = [result for result in results if result.warmed is None]
     print(f"\n{len(results) - len(failures)} ready, {len(failures)} failed; in {cache_folder()}")
     return int(bool(failures))
+
+
+if __name__ == "__main__":
+    end_process(main_of_process(sys.argv[1:]))

@@ -26,19 +26,12 @@ LOSSES = ("ForCausalLMLoss", "causal_lm_loss")
 
 
 class Request(NamedTuple):
-    """What a forward pass was given for its loss.
+    """What a forward pass was given for its loss."""
 
-    Fields:
-        labels: `[..., T]`, or None.
-        shift_labels: `[..., T]`, or None.
-        num_items_in_batch: what the sum of the losses is divided by, or None for a mean.
-        ignore_index: the label of positions without a loss.
-    """
-
-    labels: Tensor | None
-    shift_labels: Tensor | None
-    num_items_in_batch: int | Tensor | None
-    ignore_index: int
+    labels: Tensor | None  # [..., T]
+    shift_labels: Tensor | None  # [..., T]
+    num_items_in_batch: int | Tensor | None  # divides the sum of the losses; None for a mean
+    ignore_index: int  # the label of positions without a loss
 
 
 @dataclass(eq=False)
@@ -47,18 +40,12 @@ class SkippedLogits:
 
     It notes the steps of a scale and a soft cap, and refuses all else that a model computes from
     logits. FSDP2 waits for the gradient of the tensors that it finds in a dataclass.
-
-    Fields:
-        loss: the loss that the head has computed, `[]`.
-        request: what it was computed for.
-        shape: that of the logits.
-        steps: the arithmetic of the model after the head.
     """
 
-    loss: Tensor
-    request: Request
-    shape: torch.Size
-    steps: tuple[Any, ...] = ()
+    loss: Tensor  # [], computed by the head
+    request: Request  # what it was computed for
+    shape: torch.Size  # of the logits
+    steps: tuple[Any, ...] = ()  # the arithmetic of the model after the head
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: {REFUSED}")
@@ -117,17 +104,11 @@ private_names.register_pytree_node(SkippedLogits, _leaf, _with_leaf)
 
 
 class Arithmetic(NamedTuple):
-    """What a model computes from the logits of its head, as its configuration says.
+    """What a model computes from the logits of its head, as its configuration says."""
 
-    Fields:
-        scale: the factor of the logits.
-        softcap: the soft cap of the scaled logits, or None.
-        steps: the same as `SkippedLogits` notes it.
-    """
-
-    scale: float
-    softcap: float | None
-    steps: tuple[Any, ...]
+    scale: float  # the factor of the logits
+    softcap: float | None  # of the scaled logits
+    steps: tuple[Any, ...]  # the same as `SkippedLogits` notes it
 
 
 def arithmetic_of(config: Any) -> Arithmetic:

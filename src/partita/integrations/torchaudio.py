@@ -328,11 +328,7 @@ def _lengths(name: str, value: Tensor | None, B: int, greatest: int) -> Tensor:
     checks.integer(name, value)
     checks.shape(name, value, [B], "[B]")
     value = value.cpu().long()
-    if (index := checks.first_index((value < 0) | (value > greatest))) is not None:
-        raise ValueError(
-            f"{name}: expected lengths from 0 to {greatest}, got {int(value[index])} at"
-            f" {list(index)}"
-        )
+    checks.within(name, value, 0, greatest, "lengths")
     return value
 
 

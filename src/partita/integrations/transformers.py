@@ -20,7 +20,7 @@ from ..runtime import checks
 from ..runtime.autograd import autocast_dtype, plain_eager
 from ..runtime.dtypes import acc_dtype, fp32_result
 from .fused_head import STATE, FusedHead
-from .naming import REFUSALS, find_label, raise_renamed
+from .naming import REFUSALS, Labels, labels_read, raise_renamed
 
 __all__ = [
     "ParakeetForTDTLoss",
@@ -90,7 +90,8 @@ def causal_lm_loss(
             f" got {list(logits.shape)}"
         )
     rows = logits.reshape(-1, vocab_size)
-    target = _targets(labels, shift_labels, ignore_index, len(rows), logits.device)
+    given = labels_read(labels, shift_labels)
+    target = _targets(given, ignore_index, len(rows), logits.device)
     reduction = _reduction(num_items_in_batch)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
@@ -106,7 +107,7 @@ def causal_lm_loss(
         with fp32_result(logits):
             loss = cross_entropy(rows, target, reduction=reduction, **options)
     except IndexError:
-        _find_label(labels, shift_labels, vocab_size, ignore_index)
+        given.find(vocab_size, ignore_index)
         raise
     return _divided(loss.to(acc_dtype(logits.dtype)), num_items_in_batch)
 
@@ -182,7 +183,8 @@ def linear_causal_lm_loss(
         )
     softcap = final_logit_softcapping if softcap is None else softcap
     shape = hidden_states.shape[:-1]
-    target = _targets(labels, shift_labels, ignore_index, shape.numel(), hidden_states.device)
+    given = labels_read(labels, shift_labels)
+    target = _targets(given, ignore_index, shape.numel(), hidden_states.device)
     reduction = _reduction(num_items_in_batch)
     denominator = _denominator(num_items_in_batch, hidden_states.device)
     try:
@@ -201,7 +203,7 @@ def linear_causal_lm_loss(
             denominator,
         )
     except IndexError:
-        _find_label(labels, shift_labels, lm_head_weight.shape[0], ignore_index)
+        given.find(lm_head_weight.shape[0], ignore_index)
         raise
     if denominator is not None:
         return _as_quotient(loss, num_items_in_batch)
@@ -308,41 +310,23 @@ def _base_model(function: str, model: Any) -> Any:
     return base
 
 
-def _targets(
-    labels: Tensor | None,
-    shift_labels: Tensor | None,
-    ignore_index: int,
-    positions: int,
-    device: torch.device,
-) -> Tensor:
+def _targets(given: Labels, ignore_index: int, positions: int, device: torch.device) -> Tensor:
     """Return the label of each position, `[positions]`.
 
     It is the next token of the sequence; the last position of a sequence is ignored.
     """
-    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-    checks.integer(name, given)
-    assert given is not None
     checks.python_int("ignore_index", ignore_index)
-    target = given.long()  # a narrow type would wrap ignore_index
-    if shift_labels is None:
-        if given.ndim == 0:
+    target = given.tensor.long()  # a narrow type would wrap ignore_index
+    if given.shifted:
+        if target.ndim == 0:
             raise ValueError("labels: expected shape [..., T], got []")
         target = torch.nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
     if target.numel() != positions:
         raise ValueError(
-            f"{name}: expected {positions} labels, one for each position, got {target.numel()},"
-            f" of shape {list(given.shape)}"
+            f"{given.name}: expected {positions} labels, one for each position,"
+            f" got {target.numel()}, of shape {list(given.tensor.shape)}"
         )
     return target.reshape(-1).to(device)
-
-
-def _find_label(
-    labels: Tensor | None, shift_labels: Tensor | None, classes: int, ignore_index: int
-) -> None:
-    """Raise `IndexError` with the place of the first bad label in the tensor that was read."""
-    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-    assert given is not None
-    find_label(name, given, classes, ignore_index, shifted=shift_labels is None)
 
 
 def _reduction(num_items_in_batch: Any) -> str:

@@ -11,7 +11,7 @@ from ..ops.linear_heads.api import linear_token_stats
 from ..ops.logprobs.autograd import logprobs_of
 from ..ops.logprobs.common import check_ids
 from ..runtime import checks
-from .naming import REFUSALS, find_label, raise_renamed
+from .naming import REFUSALS, labels_read, raise_renamed
 
 __all__ = [
     "chunked_cross_entropy_loss",
@@ -249,11 +249,9 @@ def chunked_cross_entropy_loss(
         raise ValueError("labels: expected labels or shift_labels, got None for both")
     checks.number("logit_scale", logit_scale, low=0.0, open_low=True)
     checks.floating("hidden_states", hidden_states)
-    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-    assert given is not None
-    checks.integer(name, given)
+    given = labels_read(labels, shift_labels)
     if shift_labels is None:
-        hidden_states, shift_labels = hidden_states[..., :-1, :], given[..., 1:]
+        hidden_states, shift_labels = hidden_states[..., :-1, :], given.tensor[..., 1:]
     temperature = 1.0 / logit_scale
     if logit_scale != 1.0 and final_logit_softcapping is not None:
         # The cap comes after the factor, so the temperature, which comes last, cannot serve.
@@ -270,10 +268,10 @@ def chunked_cross_entropy_loss(
             softcap=final_logit_softcapping,
         )
     except IndexError:
-        find_label(name, given, lm_head_weight.shape[0], IGNORED, shifted=name == "labels")
+        given.find(lm_head_weight.shape[0], IGNORED)
         raise
     except REFUSALS as error:
-        names = {"input": "hidden_states", "linear_weight": "lm_head_weight", "target": name}
+        names = {"input": "hidden_states", "linear_weight": "lm_head_weight", "target": given.name}
         names |= {"linear_bias": "lm_head_bias", "softcap": "final_logit_softcapping"}
         raise_renamed(error, **names)
     is_valid = shift_labels != IGNORED

@@ -12,7 +12,7 @@ from ..ops.linear_heads.api import linear_token_stats
 from ..runtime import checks
 from ..runtime.dtypes import fp32_result
 from ..runtime.sizes import holds
-from .naming import REFUSALS, find_label, raise_renamed
+from .naming import REFUSALS, Labels, raise_renamed
 
 __all__ = [
     "FusedLinearForPPO",
@@ -59,7 +59,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
         with fp32_result(logits):
             loss = cross_entropy(rows, of_rows.reshape(-1), reduction="none", inplace=inplace)
     except IndexError:
-        find_label("labels", labels, rows.shape[1], IGNORED)
+        Labels("labels", labels).find(rows.shape[1], IGNORED)
         raise
     except REFUSALS as error:
         raise_renamed(error, input="logits", target="labels")
@@ -211,7 +211,7 @@ def _statistics(
     try:
         return linear_token_stats(hidden, weight, of_rows, temperature=temperature)
     except IndexError:
-        find_label(names[2], labels, weight.shape[0], IGNORED)
+        Labels(names[2], labels).find(weight.shape[0], IGNORED)
         raise
     except REFUSALS as error:
         ours = ("input", "linear_weight", "target")

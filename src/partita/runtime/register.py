@@ -183,9 +183,9 @@ def define(
     cpu: Loader | None = None,
     name: str | None = None,
     mutates: str | None = None,
+    overwrites: str | None = None,
     check: Callable[..., None] | None = None,
     vmap: Callable[..., Any] | None = None,
-    fake_by_backend: bool = False,
     reference_if_empty: bool = False,
     by_identity: Sequence[str] = (),
 ) -> Op:
@@ -195,29 +195,35 @@ def define(
     tensor, their types and those of the results. A call has the name of the backend as one more
     argument, the last. The functions that serve the op have its name on every backend.
 
-    `fake` and `check` get the arguments that they name, or all if they take `*args`.
+    `fake` and `check` get the arguments that they name, or all if they take `*args`. Where the
+    shapes of the results depend on the backend, `fake` names `served_by` too: `reference`, `gpu` or
+    `cpu`.
 
     Args:
         reference: what the op means, a typed function in plain PyTorch.
-        fake: computes the shapes and dtypes of the results. With `fake_by_backend` it may name
-            `served_by` too: `reference`, `gpu` or `cpu`.
+        fake: computes the shapes and dtypes of the results.
         gpu: imports the module that has the op's Triton or Gluon kernels, at the first call.
         cpu: imports the module that has its Numba kernels; None where ATen serves the CPU.
         name: the name of the op, if the reference has another one.
         mutates: the name of the argument that the op writes to.
+        overwrites: the name of the argument that takes the tensor that the reference returns. The
+            op returns nothing, and its name ends in an underscore.
         check: runs before the op, and never while a graph is traced.
         vmap: the batching rule; it gets the op and what `torch.library.register_vmap` says.
-        fake_by_backend: whether the shapes of the results depend on the backend.
         reference_if_empty: whether the reference serves calls whose first tensor has no elements.
         by_identity: the names of tensors whose values decide what the op does, such as a table of
             edges. A replay serves the same tensor in the same version only.
     """
     parameters, results = signature(reference)
     name = name or unwrapped(reference).__name__
+    if overwrites is not None:
+        reference = writing_over(reference, list(parameters).index(overwrites))
+        name, results, mutates = f"{name}_", type(None), overwrites
     qualified = f"partita::{name}"
     has_cpu = cpu is not None
-    fake = of_named(fake, [*parameters, "served_by"])
-    check = check and of_named(check, list(parameters))
+    fake_by_backend = "served_by" in inspect.signature(fake).parameters
+    fake = of_named(fake, [*parameters, "served_by"], name)
+    check = check and of_named(check, list(parameters), name)
 
     @functools.lru_cache(maxsize=256)
     def implementation(backend: str, device: torch.device, empty: bool) -> Callable[..., Any]:
@@ -268,11 +274,23 @@ def define(
     return op
 
 
-def of_named(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+def writing_over(function: Callable[..., torch.Tensor], position: int) -> Callable[..., None]:
+    """Return a function that writes the result of another over the argument at a position."""
+
+    def run(*args: Any) -> None:
+        args[position].copy_(function(*args))
+
+    return run
+
+
+def of_named(function: Callable[..., Any], names: list[str], op: str) -> Callable[..., Any]:
     """Return a function of arguments with these names that passes on those that another names."""
     parameters = inspect.signature(function).parameters.values()
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return function
+    for each in parameters:
+        if each.name not in names:
+            raise TypeError(f"{op}: expected one of its arguments {names}, got {each.name!r}")
     positions = [names.index(each.name) for each in parameters]
     return lambda *args: function(*(args[position] for position in positions))
 

@@ -22,7 +22,7 @@ def batch(T: int, N: int, bases: int, k: int, seed: int, scale: float) -> tuple[
 
 def searched(device: str, scores: Tensor, lengths: Tensor, bases: int, k: int, width: int) -> None:
     """Compare the beam search of the kernels with the reference, on the same scores."""
-    from partita.ops.decode.gpu.launch_crf_beam import ctc_crf_beam_search
+    from partita.ops.decode.gpu.launch_crf import ctc_crf_beam_search
 
     with partita.backend("reference"):
         chain = partita.Chain(scores, partita.debruijn_source(bases, k), lengths=lengths)
@@ -73,9 +73,9 @@ def test_prefixes_are_merged_by_their_bases(
     hash_mask: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefix comes back to a beam that has its extension; with one bit most hashes are equal."""
-    from partita.ops.decode.gpu import launch_crf_beam
+    from partita.ops.decode.gpu import launch_crf
 
-    monkeypatch.setattr(launch_crf_beam, "HASH_MASK", hash_mask)
+    monkeypatch.setattr(launch_crf, "HASH_MASK", hash_mask)
     scores, _ = batch(10, 1, 2, 2, 25, 2.0)  # without a merge, another path is the best one
     searched(device, scores, torch.tensor([10]), 2, 2, 6)
 
@@ -97,7 +97,7 @@ def called(
 )
 def test_real_sizes_on_a_gpu(T: int, N: int, bases: int, k: int, width: int) -> None:
     """The kernels find the paths of the CPU, and all runs have the same bits."""
-    from partita.ops.decode.gpu.launch_crf_beam import ctc_crf_beam_search
+    from partita.ops.decode.gpu.launch_crf import ctc_crf_beam_search
 
     scores, lengths = batch(T, N, bases, k, T, 2.0)
     chain = partita.Chain(scores, partita.debruijn_source(bases, k), lengths=lengths)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from partita.ops.divergence.gpu.plan import MAX_SPLITS, mixture_plan, one_pass_plan
+from partita.ops.divergence.gpu.plan import MAX_SPLITS, MIXTURE_WARPS, mixture_plan, one_pass_plan
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -28,7 +28,7 @@ def test_parts_in_registers_cover_all_classes() -> None:
     for classes, plan in plans:
         if plan is None:
             continue
-        block = 32 * plan.num_warps * 8
+        block = 32 * MIXTURE_WARPS * 8
         last = classes - (plan.splits - 1) * plan.classes_per_program
         assert plan.classes_per_program % 8 == 0 and plan.splits <= MAX_SPLITS
         assert (plan.blocks - 1) * block < last <= plan.classes_per_program <= plan.blocks * block

@@ -280,8 +280,9 @@ def test_small_batches_are_two_launches(shape: tuple[int, int, int], number: int
 def test_segments_cover_all_steps() -> None:
     for T in (*range(1, 300), 9_999, 100_000, 1_000_000):
         sizes = plan.segment_sizes(T)
-        assert sizes.segments * sizes.steps >= T - 1 > (sizes.segments - 1) * sizes.steps or T == 1
-        assert sizes.groups * sizes.size >= sizes.segments > (sizes.groups - 1) * sizes.size
+        segments, groups = sizes.counts
+        assert segments * sizes.steps >= T - 1 > (segments - 1) * sizes.steps or T == 1
+        assert groups * sizes.size >= segments > (groups - 1) * sizes.size
 
 
 def test_splits_cover_all_tokens() -> None:

@@ -28,12 +28,12 @@ LARGE = (
 )
 
 
-def cut_small(T: int, N: int, C: int) -> plan.LaneSizes:
+def cut_small(T: int, N: int, C: int) -> plan.SegmentSizes:
     """Return segments of 8 tokens and groups of 2, so that few tokens have several levels."""
     counts = [-(-T // 8)]
     while counts[-1] > 3:
         counts.append(-(-counts[-1] // 2))
-    return plan.LaneSizes(8, 2, tuple(counts))
+    return plan.SegmentSizes(8, 2, tuple(counts))
 
 
 @pytest.fixture

@@ -218,16 +218,16 @@ def test_against_the_reference(device: str) -> None:
 def test_words_before_the_scan(directions: int, device: str) -> None:
     """Only words that the next kernel writes are 0, and those that scans share."""
     from partita.ops.rnnt.gpu.arc_words import IMPOSSIBLE_ARC
-    from partita.ops.rnnt.gpu.call import as_targets
+    from partita.ops.rnnt.gpu.call import NodeOptions, lattice_call
     from partita.ops.rnnt.gpu.durations_launch import scan_words
 
-    B, T, U, _ = shape = (2, 9, 33, 6)
-    _, _, targets, steps, labels = batch_of(shape, device)
-    sizes = plan.lattice_plan(B, T, U + 1)
+    B, *_ = shape = (2, 9, 33, 6)
+    logits, _, targets, steps, labels = batch_of(shape, device)
+    options = NodeOptions(0, True, False, 0.0, 0.0)
+    call = lattice_call(logits, targets, steps, labels, options, directions == 2)
+    sizes = call.plan
     with poisoned_memory():
-        words = scan_words(
-            sizes, as_targets(targets, steps, labels), (B, T, U + 1), directions, DURATIONS
-        )
+        words = scan_words(call, DURATIONS)
     assert words.carries is not None and words.arcs is not None
     for zeros in (words.flags, *words.carries):
         assert not zeros.any()

@@ -72,7 +72,6 @@ logz = register.define(
     gpu=_gpu,
     cpu=_cpu,
     check=check_values,
-    fake_by_backend=True,
     vmap=one_by_one,
     by_identity=("source",),
 )
@@ -118,7 +117,6 @@ expectation = register.define(
     gpu=_gpu_expectation,
     cpu=_cpu,
     check=check_values,
-    fake_by_backend=True,
     vmap=one_by_one,
     by_identity=("source",),
 )

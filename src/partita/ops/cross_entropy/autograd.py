@@ -84,10 +84,11 @@ cross_entropy_backward_op = register.define(
     vmap=_rows_vmap,
 )
 cross_entropy_backward_inplace_op = register.define(
-    reference_one_pass.cross_entropy_backward_,
+    reference_one_pass.cross_entropy_backward,
     lambda: None,
+    name="cross_entropy_backward",
     gpu=_gpu,
-    mutates="logits",
+    overwrites="logits",
 )
 cross_entropy_reduced_op = register.define(
     reference_one_pass.cross_entropy_reduced,

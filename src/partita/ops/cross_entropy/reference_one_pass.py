@@ -24,26 +24,6 @@ cross_entropy = by_rows(reference.cross_entropy, classes=1, shared=(2,))
 cross_entropy_backward = by_rows(reference.cross_entropy_backward, logits=2, classes=1, shared=(4,))
 
 
-def cross_entropy_backward_(
-    grad_loss: Tensor,
-    grad_logsumexp: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    maximum: Tensor,
-    sumexp: Tensor,
-    total_weight: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-) -> None:
-    """Write the gradient of the logits over them."""
-    inputs, statistics = (logits, target, weight), (maximum, sumexp, total_weight)
-    options = (ignore_index, label_smoothing, softcap)
-    grads = (grad_loss, grad_logsumexp)
-    logits.copy_(cross_entropy_backward(*grads, *inputs, *statistics, *options))
-
-
 def _rows_of(tensor: Tensor) -> Tensor:
     """Return `[N, C, ...]` as rows of classes, `[M, C]`, with their values in memory."""
     tensor = resolved(tensor)

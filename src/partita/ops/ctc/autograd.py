@@ -91,7 +91,6 @@ loss = register.define(
     gpu=_gpu,
     cpu=_cpu,
     check=check_values,
-    fake_by_backend=True,
     vmap=one_by_one,
     reference_if_empty=True,
 )

@@ -88,7 +88,6 @@ loss = register.define(
     gpu=_gpu,
     cpu=_cpu,
     check=check_values,
-    fake_by_backend=True,
     vmap=one_by_one,
     by_identity=("source", "lattice_source"),
 )

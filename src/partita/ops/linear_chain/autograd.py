@@ -69,7 +69,6 @@ logz = register.define(
     cpu=_cpu,
     check=check_values,
     reference_if_empty=True,
-    fake_by_backend=True,
     vmap=one_by_one,
 )
 # It returns the gradients of sum(grad_output * log Z) in emissions, transitions, start and end.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,16 +70,22 @@ def gradients_fake(
     )
 
 
-def _one_pass_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, ...]:
-    loss = input.new_empty((), dtype=acc_dtype(input.dtype))
-    return loss, *gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the fake of an op that returns a loss, of all rows or of each, and its gradients."""
+
+    def fake(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        input_grad: bool,
+        weight_grad: bool,
+        bias_grad: bool,
+    ) -> tuple[Tensor, ...]:
+        rows = (input.shape[0],) if has_rows else ()
+        loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
+        return loss, *gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+
+    return fake
 
 
 def _gpu() -> ModuleType:
@@ -108,7 +115,7 @@ rows_backward = register.define(
 )
 one_pass = register.define(
     reference.linear_one_pass,
-    _one_pass_fake,
+    one_pass_fake(has_rows=False),
     gpu=_gpu,
     check=_check_labels,
     vmap=one_by_one,
@@ -117,7 +124,7 @@ one_pass = register.define(
 # `packing.packs_rows` names.
 packed_one_pass = register.define(
     reference.linear_one_pass,
-    _one_pass_fake,
+    one_pass_fake(has_rows=False),
     gpu=_gpu_packed,
     name="linear_packed_one_pass",
     check=_check_labels,
@@ -165,40 +172,74 @@ def differentiable_statistics(
     return nll, logsumexp + nan_mask, smoothing_loss, entropy
 
 
-class LinearRows(torch.autograd.Function):
-    """The `RowStatistics` of the rows.
+def gradients_of_rows(
+    ctx: Any,
+    op: register.Op,
+    grads: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    logits: Sequence[Tensor],
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of hidden states, matrix and bias by an op of the backward pass.
 
     If the logits are saved, the first backward pass overwrites them with their gradient. Later
-    backward passes compute them again. Without a target, the arg-max is the target of the backward
-    pass.
+    backward passes compute them again.
+
+    Args:
+        ctx: the context, with `options`, `chunk`, `backend` and `is_spent`.
+        op: takes the tensors, the saved logits, the options, the chunk and what is wanted.
+        grads: the gradients of the rows, which may be batched.
+        tensors: what the op takes before the logits.
+        logits: the logits of each head, empty if they were not saved.
+        wanted: which gradients are wanted.
+    """
+    saved, call = None, for_gradients(op, *grads)
+    if plain_eager() and call is op:
+        # A batch of gradients would overwrite the logits more than once.
+        saved = spend(ctx, *logits)
+    saved = saved or tuple(each.new_empty(0) for each in logits)
+    found = call(*tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
+    return tuple(grad if wants else None for grad, wants in zip(found, wanted, strict=True))
+
+
+def head_backward(
+    ctx: Any, op: register.Op, grad: Tensor, composed: Callable[..., Tensor], heads: int = 1
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the arguments of a function whose first output is differentiable.
+
+    The saved tensors are those that the op takes after the gradient, of which hidden states, matrix
+    and bias are the first, and the logits of each head. `composed` computes the output from the
+    saved tensors, differentiable any number of times.
+    """
+    saved = saved_tensors(ctx)
+    tensors, logits = saved[:-heads], saved[-heads:]
+    wanted = needed_gradients(ctx, *tensors[:3])
+    if is_double_backward(grad, *tensors[:3]):
+        gradients = double_backward(
+            lambda *head: composed(*head, *tensors[3:]), tensors[:3], wanted, grad
+        )
+    else:
+        gradients = gradients_of_rows(ctx, op, [grad], [grad, *tensors], logits, wanted)
+    return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
+
+
+class LinearRows(torch.autograd.Function):
+    """The `RowStatistics` of the rows, and the saved logits: the results of `rows`.
+
+    Without a target, the arg-max is the target of the backward pass.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor | None,
-        class_weight: Tensor | None,
-        temperature: float,
-        softcap: float,
-        ignore_index: int,
-        needs_smoothing: bool,
-        needs_entropy: bool,
-        chunk: int,
-        save_logits: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        head = (input, weight, bias, target, class_weight)
-        options = (temperature, softcap, ignore_index, needs_smoothing, needs_entropy)
-        return rows(*head, *options, chunk, save_logits, backend)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return rows(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, ctx.temperature, ctx.softcap, ctx.ignore_index = inputs[:8]
+        *head, temperature, softcap, ctx.ignore_index = inputs[:8]
         ctx.needs_smoothing, ctx.needs_entropy, ctx.chunk, save_logits, ctx.backend = inputs[8:]
+        ctx.options = (temperature, softcap)
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
         if head[3] is None:
@@ -208,15 +249,16 @@ class LinearRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        no_option_grads = (None,) * 10
-        if all(grad is None for grad in grads[:4]):
+        grads, no_option_grads = grads[:4], (None,) * 10
+        if all(grad is None for grad in grads):
             return None, None, None, *no_option_grads
-        input, weight, bias, target, class_weight, *outputs, logits = saved_tensors(ctx)
-        wanted = needed_gradients(ctx, input, weight, bias)
-        if is_double_backward(*grads[:4], input, weight, bias):
+        saved = saved_tensors(ctx)
+        head, (target, class_weight), outputs = saved[:3], saved[3:5], saved[5:-1]
+        wanted = needed_gradients(ctx, *head)
+        if is_double_backward(*grads, *head):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
         statistics = RowStatistics(*outputs)
-        nll, logsumexp, smoothing_loss, entropy = grads[:4]
+        nll, logsumexp, smoothing_loss, entropy = grads
         coefficients = reference.gradient_coefficients(
             nll,
             logsumexp,
@@ -225,38 +267,21 @@ class LinearRows(torch.autograd.Function):
             target,
             class_weight,
             statistics,
-            len(weight),
-            ctx.temperature,
+            len(head[1]),
+            ctx.options[0],
             ctx.ignore_index,
         )
-        saved, op = None, for_gradients(rows_backward, *grads[:4])
-        if plain_eager() and op is rows_backward:
-            # A batch of gradients would overwrite the logits more than once.
-            saved = spend(ctx, logits)
-        gradients = op(
-            *coefficients,
-            input,
-            weight,
-            bias,
-            target,
-            class_weight,
-            statistics.maximum,
-            statistics.sumexp,
-            *(saved or (input.new_empty(0),)),
-            ctx.temperature,
-            ctx.softcap,
-            ctx.chunk,
-            *wanted,
-            ctx.backend,
-        )
-        return *only_wanted(gradients, wanted), *no_option_grads
+        of_rows = (target, class_weight, statistics.maximum, statistics.sumexp)
+        tensors = (*coefficients, *head, *of_rows)
+        gradients = gradients_of_rows(ctx, rows_backward, grads, tensors, saved[-1:], wanted)
+        return *gradients, *no_option_grads
 
     @staticmethod
     def _differentiable_gradients(
         ctx: Any, grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
         input, weight, bias, target, class_weight, *outputs, _ = saved_tensors(ctx)
-        numbers = (ctx.temperature, ctx.softcap, ctx.ignore_index)
+        numbers = (*ctx.options, ctx.ignore_index)
         sizes = [output.numel() for output in outputs]
         used = {
             i: grad
@@ -276,30 +301,38 @@ class LinearRows(torch.autograd.Function):
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
 
 
-def only_wanted(
-    gradients: tuple[Tensor, ...], wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    """Return None for the gradients that are not wanted."""
-    return tuple(
-        gradient if wants else None for gradient, wants in zip(gradients, wanted, strict=True)
-    )
+class OnePassLoss(NamedTuple):
+    """A reduced loss that is computed together with its gradients.
+
+    Fields:
+        run: returns the loss and the `HeadGradients` from tensors, options, what is wanted and the
+            backend.
+        composed: returns the loss from tensors and options by way of all logits, differentiable any
+            number of times.
+        num_tensors: the number of tensors, of which the first three are the head.
+    """
+
+    run: Callable[..., tuple[Tensor, ...]]
+    composed: Callable[..., Tensor]
+    num_tensors: int
 
 
-def differentiable_loss(
+def _composed_loss(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
+    denominator: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
     z_loss: float,
     mean: bool,
+    chunk: int,
 ) -> Tensor:
-    """Compute the loss from all logits at once, differentiable any number of times."""
     logits = rows_linear(input, weight, bias).to(acc_dtype(input.dtype))
-    return cross_entropy(
+    loss = cross_entropy(
         logits,
         target,
         class_weight,
@@ -309,85 +342,50 @@ def differentiable_loss(
         softcap=softcap or None,
         z_loss=z_loss,
     )
+    return loss if denominator is None else loss / denominator
+
+
+# A denominator, `[]`, divides a sum before the gradients are rounded.
+ONE_PASS = OnePassLoss(lambda *args: one_pass(*args), _composed_loss, 6)
+PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: packed_one_pass(*args))
 
 
 class LinearOnePass(torch.autograd.Function):
-    """The reduced loss and its gradients, which are not differentiable outputs.
+    """A `OnePassLoss` and its gradients, which are not differentiable outputs.
 
     The first backward pass of eager code scales the saved gradients in place, and later ones
-    compute them again. A compiler keeps them as tensors of its graph. A denominator, `[]`, divides
-    a sum before the gradients are rounded.
+    compute them again. A compiler keeps them as tensors of its graph.
     """
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        denominator: Tensor | None,
-        ignore_index: int,
-        label_smoothing: float,
-        softcap: float,
-        z_loss: float,
-        mean: bool,
-        chunk: int,
-        input_grad: bool,
-        weight_grad: bool,
-        bias_grad: bool,
-        packs: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        head = (input, weight, bias, target, class_weight, denominator)
-        numbers = (ignore_index, label_smoothing, softcap, z_loss, mean, chunk)
-        op = packed_one_pass if packs else one_pass
-        return op(*head, *numbers, input_grad, weight_grad, bias_grad, backend)
+    def forward(loss: OnePassLoss, *args: Any) -> tuple[Tensor, ...]:
+        return loss.run(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        head, ctx.numbers, ctx.rest = inputs[:6], inputs[6:11], (inputs[11], *inputs[12:15])
-        ctx.wanted, (ctx.packs, ctx.backend) = inputs[12:15], inputs[15:]
+        ctx.loss, num_tensors = inputs[0], inputs[0].num_tensors
+        ctx.options, ctx.wanted = inputs[1 + num_tensors : -4], inputs[-4:-1]
+        ctx.backend = inputs[-1]
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*head, *output[1:])
+        ctx.save_for_backward(*inputs[1 : 1 + num_tensors], *output[1:])
         ctx.is_spent = False
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad, no_option_grads = grads[0], (None,) * 14
-        if grad is None:
-            return None, None, None, *no_option_grads
-        saved: tuple[Any, ...] = ctx.saved_tensors
-        head, gradients = saved[:6], saved[6:]
-        if is_double_backward():
-            denominator = head[5]
-            if denominator is not None:
-                grad = (grad / denominator).to(grad.dtype)
+        loss, grad, saved = ctx.loss, grads[0], ctx.saved_tensors
+        tensors, gradients = saved[: loss.num_tensors], saved[loss.num_tensors :]
+        results: tuple[Tensor | None, ...] = (None, None, None)
+        if grad is not None and is_double_backward():
+            rest = (*tensors[3:], *ctx.options)
             results = double_backward(
-                lambda *inputs: differentiable_loss(*inputs, *head[3:5], *ctx.numbers),
-                head[:3],
-                ctx.wanted,
-                grad,
+                lambda *head: loss.composed(*head, *rest), tensors[:3], ctx.wanted, grad
             )
-            return *results, *no_option_grads
-        if ctx.is_spent:
-            op = packed_one_pass if ctx.packs else one_pass
-            gradients = op(*head, *ctx.numbers, *ctx.rest, ctx.backend)[1:]
-        return *scaled_gradients(ctx, gradients, grad), *no_option_grads
-
-
-def scaled_gradients(
-    ctx: Any, gradients: tuple[Tensor, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a one-pass loss, in eager code in their own memory, which is spent.
-
-    Args:
-        ctx: the context, with `wanted`, `backend` and `is_spent`.
-        gradients: those that the forward pass computed.
-        grad: the gradient of the loss.
-    """
-    return tuple(
-        scaled_gradient(ctx, gradient, grad, ctx.backend) if wants else None
-        for gradient, wants in zip(gradients, ctx.wanted, strict=True)
-    )
+        elif grad is not None:
+            if ctx.is_spent:
+                gradients = loss.run(*tensors, *ctx.options, *ctx.wanted, ctx.backend)[1:]
+            results = tuple(
+                scaled_gradient(ctx, gradient, grad, ctx.backend) if wants else None
+                for gradient, wants in zip(gradients, ctx.wanted, strict=True)
+            )
+        return None, *results, *(None,) * (len(ctx.needs_input_grad) - 4)

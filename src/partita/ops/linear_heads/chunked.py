@@ -1,13 +1,14 @@
 """Losses from hidden states, one chunk of logits at a time.
 
 A chunk holds the logits of some tokens for all classes, or those of all tokens for some classes.
-The full `[M, C]` logits need not exist at once. The loops and the matrix products are the same on
-every device; a backend supplies the functions that read and write a chunk as `ChunkKernels`.
+The full `[M, C]` logits need not exist at once. The loops and the matrix products are the same for
+every loss and device. Between the products of a chunk a loss reads its logits and overwrites them
+with their gradient; a backend supplies the functions that do this as `ChunkKernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,15 @@ from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
 from .common import (
     GradientCoefficients,
+    Head,
     HeadGradients,
     RowState,
     RowStatistics,
     counted_states,
 )
-from .plan import CPU_CHUNK_TOKENS, LOSS_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, LOSS_CHUNK_TOKENS
+
+Wanted = tuple[bool, bool, bool]  # whether hidden states, matrix and bias need a gradient
 
 
 class ChunkKernels(NamedTuple):
@@ -44,25 +48,6 @@ class ChunkKernels(NamedTuple):
     logits_gradient: Callable[..., None]
     one_pass: Callable[..., Tensor]
     mean_shares: Callable[..., Tensor | None]
-
-
-def logits_buffer(input: Tensor, rows: int, classes: int) -> Tensor:
-    """Return memory for `rows` padded rows of logits, flat."""
-    return input.new_empty(rows * padded_width(classes))
-
-
-def product(input: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-    """Compute the logits of some tokens and classes in the buffer."""
-    rows, classes = len(input), len(weight)
-    padded = buffer[: rows * padded_width(classes)].view(rows, padded_width(classes))
-    if padded.device.type == "cpu":
-        # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized memory
-        # may be NaN there, and 0 times NaN is NaN.
-        padded[:, classes:].zero_()
-    logits = padded[:, :classes]
-    if bias is None:
-        return torch.mm(input, weight.T, out=logits)
-    return torch.addmm(bias, input, weight.T, out=logits)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
@@ -100,10 +85,111 @@ def empty_gradients(
     )
 
 
+def gradients_by_class(
+    heads: Sequence[Head],
+    wanted: Wanted,
+    counts: Callable[[], Tensor],
+    write_gradient: Callable[..., None],
+    saved: Sequence[Tensor],
+    saved_classes: int,
+    chunk: int,
+) -> HeadGradients:
+    """Compute the gradients of the first head, one chunk of classes after another.
+
+    Args:
+        heads: the heads whose logits the loss reads.
+        wanted: which gradients are wanted.
+        counts: returns which rows have a gradient, `[M]`.
+        write_gradient: takes the classes of a chunk and the logits of each head, and overwrites
+            those of the first head with their gradient.
+        saved: the saved logits of each head. They are used first, and their memory serves the other
+            chunks.
+        saved_classes: how many of the last classes are saved.
+        chunk: the classes whose logits are computed again together.
+    """
+    head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
+    (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
+    result = empty_gradients(*head, *wanted)
+    parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
+    parts += chunks(C - saved_classes, chunk)
+    buffers = saved if saved_classes else [each.buffer(M, min(chunk, C)) for each in heads]
+    one_chunk, dinput, states = len(parts) == 1, result.input, head.input
+    if input_grad and not one_chunk:
+        if dinput.dtype != accumulator:
+            dinput = torch.empty_like(head.input, dtype=accumulator)
+        dinput.zero_()
+    if weight_grad:
+        is_free = one_chunk or dinput is not result.input
+        states = counted_states(states, counts(), result.input if is_free else states[:0])
+    for part in parts:
+        if saved_classes and part.stop == C:
+            logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
+        else:
+            pairs = zip(heads, buffers, strict=True)
+            logits = [each.of_classes(part).logits(buffer) for each, buffer in pairs]
+        write_gradient(part, *logits)
+        dlogits = logits[0]
+        if weight_grad:
+            torch.mm(dlogits.T, states, out=result.weight[part])
+        if input_grad and one_chunk:
+            torch.mm(dlogits, head.weight, out=dinput)
+        elif input_grad:
+            add_product(dinput, dlogits, head.weight[part])
+        if bias_grad:
+            result.bias[part] = dlogits.sum(0, dtype=accumulator)
+    if dinput is not result.input:
+        result.input.copy_(dinput)
+    return result
+
+
+def gradients_by_token(
+    heads: Sequence[Head],
+    wanted: Wanted,
+    counts: Callable[[slice], Tensor],
+    write_gradient: Callable[..., None],
+    chunk: int,
+) -> HeadGradients:
+    """Compute the gradients of the first head, one chunk of tokens after another.
+
+    The arguments are those of `gradients_by_class`, for chunks of tokens.
+    """
+    head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
+    (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
+    if not head.input.is_cuda and head.input.dtype == accumulator:
+        chunk = min(chunk, CPU_CHUNK_TOKENS)
+    rounds_sum = weight_grad and chunk < M and head.input.dtype != accumulator
+    result = empty_gradients(*head, input_grad, weight_grad and not rounds_sum, bias_grad)
+    dweight, dbias = result.weight, None
+    if rounds_sum:
+        dweight = torch.empty(head.weight.shape, dtype=accumulator, device=head.weight.device)
+    if M == 0:
+        dweight.zero_()
+        result.bias.zero_()
+    buffers = [each.buffer(min(chunk, M), C) for each in heads]
+    for part in chunks(M, chunk):
+        pairs = zip(heads, buffers, strict=True)
+        logits = [each.of_tokens(part).logits(buffer) for each, buffer in pairs]
+        write_gradient(part, *logits)
+        dlogits, dinput = logits[0], result.input[part]
+        if weight_grad:
+            states = counted_states(head.input[part], counts(part), dinput)
+            add_product(dweight, dlogits.T, states, is_first=part.start == 0)
+        if input_grad:
+            torch.mm(dlogits, head.weight, out=dinput)
+        if bias_grad:
+            part_dbias = dlogits.sum(0, dtype=accumulator)
+            dbias = part_dbias if dbias is None else dbias + part_dbias
+        del logits, dlogits
+    if dbias is not None:
+        result.bias.copy_(dbias)
+    if rounds_sum:
+        buffers.clear()  # the rounded gradient takes their memory
+        result = result._replace(weight=dweight.to(head.weight.dtype))
+    return result
+
+
 def accumulate_hidden(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     target: Tensor,
     class_weight: Tensor | None,
     temperature: float,
@@ -116,31 +202,23 @@ def accumulate_hidden(
     accumulate_logits: Callable[..., None],
     first_state: Callable[..., RowState],
 ) -> tuple[RowState, Tensor]:
-    """Return the `RowState` of `input @ weight.T + bias`, and its logits if they are saved.
+    """Return the `RowState` of the logits of a head, and the logits if they are saved.
 
     The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
     holds all classes; otherwise the second result is empty.
     """
-    (M, _), C, target = input.shape, len(weight), target.contiguous()
-    chunk_tokens = M if save_logits else min(M, LOSS_CHUNK_TOKENS)
-    buffer = logits_buffer(input, chunk_tokens, min(chunk, C))
-    state = first_state(input, needs_smoothing, needs_entropy)
-    for rows in chunks(M, chunk_tokens):
+    M, C, target = len(head.input), len(head.weight), target.contiguous()
+    tokens = M if save_logits else min(M, LOSS_CHUNK_TOKENS)
+    buffer = head.buffer(tokens, min(chunk, C))
+    state = first_state(head.input, needs_smoothing, needs_entropy)
+    for rows in chunks(M, tokens):
         fields = (None if field is None else field[rows] for field in state)
-        chunk_state = RowState(*fields)  # type: ignore[arg-type]
+        of_rows, part_state = head.of_tokens(rows), RowState(*fields)  # type: ignore[arg-type]
         for part in chunks(C, chunk):
-            part_bias = None if bias is None else bias[part]
-            logits = product(input[rows], weight[part], part_bias, buffer)
-            part_class_weight = None if class_weight is None else class_weight[part]
-            accumulate_logits(
-                logits,
-                part.start,
-                target[rows],
-                part_class_weight,
-                chunk_state,
-                temperature,
-                softcap,
-            )
+            weights = None if class_weight is None else class_weight[part]
+            options = (weights, part_state, temperature, softcap)
+            logits = of_rows.of_classes(part).logits(buffer)
+            accumulate_logits(logits, part.start, target[rows], *options)
     return state, buffer if save_logits else buffer.new_empty(0)
 
 
@@ -164,16 +242,11 @@ def linear_rows(
     Without a target, which needs the entropy too, the label of a row is its arg-max.
     """
     no_class = input.new_full((len(input),), -1, dtype=torch.int64) if target is None else target
+    options = (class_weight, temperature, softcap, needs_smoothing, needs_entropy)
     state, saved = accumulate_hidden(
-        input,
-        weight,
-        bias,
+        Head(input, weight, bias),
         no_class,
-        class_weight,
-        temperature,
-        softcap,
-        needs_smoothing,
-        needs_entropy,
+        *options,
         chunk,
         save_logits,
         accumulate_logits=kernels.accumulate_logits,
@@ -210,59 +283,25 @@ def linear_rows_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-    *,
-    counts: Tensor | None = None,
 ) -> HeadGradients:
     """Compute the `HeadGradients` from the coefficients of the rows.
 
     Saved logits are overwritten with their gradient. An empty `saved` means that they were not
-    saved; they are then computed again, `chunk` classes at a time. `counts` says which rows have a
-    gradient, `[M]`; None for those that have a coefficient.
+    saved; they are then computed again, `chunk` classes at a time.
     """
-    C, accumulator = len(weight), acc_dtype(input.dtype)
-    result = empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
-    buffer = saved if len(saved) else logits_buffer(input, len(input), min(chunk, C))
-    one_chunk, target = chunk >= C > 0, target.contiguous()
-    if one_chunk or input.dtype == accumulator or not input_grad:
-        dinput = result.input
-    else:
-        dinput = torch.empty_like(input, dtype=accumulator)
-    if input_grad and not one_chunk:
-        dinput.zero_()
     coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
-    states = input
-    if weight_grad:
-        counts = coefficients.counts() if counts is None else counts
-        is_free = one_chunk or dinput is not result.input
-        states = counted_states(input, counts, result.input if is_free else input[:0])
-    for part in chunks(C, chunk):
-        if len(saved):
-            logits = buffer.view(len(input), -1)[:, :C]
-        else:
-            logits = product(input, weight[part], None if bias is None else bias[part], buffer)
-        kernels.logits_gradient(
-            logits,
-            part.start,
-            target,
-            None if class_weight is None else class_weight[part],
-            coefficients,
-            maximum,
-            sumexp,
-            temperature,
-            softcap,
-            logits,
-        )
-        if weight_grad:
-            torch.mm(logits.T, states, out=result.weight[part])
-        if input_grad and one_chunk:
-            torch.mm(logits, weight, out=dinput)
-        elif input_grad:
-            add_product(dinput, logits, weight[part])
-        if bias_grad:
-            result.bias[part] = logits.sum(0, dtype=accumulator)
-    if dinput is not result.input:
-        result.input.copy_(dinput)
-    return result
+    target, options = target.contiguous(), (maximum, sumexp, temperature, softcap)
+
+    def write_gradient(part: slice, logits: Tensor) -> None:
+        weights = None if class_weight is None else class_weight[part]
+        row_factors = (target, weights, coefficients)
+        kernels.logits_gradient(logits, part.start, *row_factors, *options, logits)
+
+    heads, wanted = [Head(input, weight, bias)], (input_grad, weight_grad, bias_grad)
+    saved_classes = len(weight) if len(saved) else 0
+    return gradients_by_class(
+        heads, wanted, coefficients.counts, write_gradient, [saved], saved_classes, chunk
+    )
 
 
 def linear_one_pass(
@@ -288,53 +327,22 @@ def linear_one_pass(
     Each chunk takes three matrix products: its logits, and two from their gradient. A denominator,
     `[]`, divides a sum before the gradients are rounded.
     """
-    (M, _), C, accumulator = input.shape, len(weight), acc_dtype(input.dtype)
-    if not input.is_cuda and input.dtype == accumulator:
-        chunk = min(chunk, CPU_CHUNK_TOKENS)
-    one_chunk = chunk >= M
-    rounds_sum = weight_grad and not one_chunk and input.dtype != accumulator
-    has_result = weight_grad and not rounds_sum
-    result = empty_gradients(input, weight, bias, input_grad, has_result, bias_grad)
-    dweight, dbias, loss = result.weight, None, None
-    if rounds_sum:
-        dweight = torch.empty(weight.shape, dtype=accumulator, device=weight.device)
-    buffer = logits_buffer(input, min(chunk, M), C)
-    divisors = kernels.mean_shares(
-        target, class_weight, denominator, ignore_index, C, mean, accumulator
-    )
+    dtype, loss = acc_dtype(input.dtype), None
+    divides = (denominator, ignore_index, len(weight), mean, dtype)
+    divisors = kernels.mean_shares(target, class_weight, *divides)
     mean = mean or denominator is not None
-    for part in chunks(M, chunk):
-        logits = product(input[part], weight, bias, buffer)
-        part_loss = kernels.one_pass(
-            logits,
-            target[part],
-            class_weight,
-            ignore_index,
-            label_smoothing,
-            softcap,
-            z_loss,
-            mean,
-            divisors,
-        )
-        loss = part_loss if loss is None else loss + part_loss
-        dinput = result.input[part]
-        if weight_grad:
-            states = counted_states(input[part], target[part] != ignore_index, dinput)
-            add_product(dweight, logits.T, states, is_first=part.start == 0)
-        if input_grad:
-            torch.mm(logits, weight, out=dinput)
-        if bias_grad:
-            part_dbias = logits.sum(0, dtype=accumulator)
-            dbias = part_dbias if dbias is None else dbias + part_dbias
-        del logits
+    options = (class_weight, ignore_index, label_smoothing, softcap, z_loss, mean, divisors)
+
+    def write_gradient(part: slice, logits: Tensor) -> None:
+        nonlocal loss
+        of_part = kernels.one_pass(logits, target[part], *options)
+        loss = of_part if loss is None else loss + of_part
+
+    def counts(part: slice) -> Tensor:
+        return target[part] != ignore_index
+
+    heads, wanted = [Head(input, weight, bias)], (input_grad, weight_grad, bias_grad)
+    gradients = gradients_by_token(heads, wanted, counts, write_gradient, chunk)
     if loss is None:
-        nothing = torch.nan if mean else 0.0
-        loss = torch.full((), nothing, dtype=accumulator, device=input.device)
-        dweight.zero_()
-        result.bias.zero_()
-    if dbias is not None:
-        result.bias.copy_(dbias)
-    if rounds_sum:
-        del buffer  # the rounded gradient takes its memory
-        result = result._replace(weight=dweight.to(weight.dtype))
-    return loss, *result
+        loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
+    return loss, *gradients

@@ -8,38 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...primitives.rows import chunks
-from ...runtime.dtypes import acc_dtype
 from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
-from .chunked import add_product, empty_gradients, logits_buffer, product
-from .common import HeadGradients, counted_states
-from .plan import CPU_CHUNK_TOKENS, padded_width
-
-
-class Head(NamedTuple):
-    """Hidden states and the matrix of the vocabulary.
-
-    Fields:
-        input: hidden states, `[M, H]`.
-        weight: the matrix, `[C, H]`.
-        bias: its bias, `[C]`, or None.
-    """
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def buffer(self, tokens: int, classes: int) -> Tensor:
-        """Return memory for logits."""
-        return logits_buffer(self.input, tokens, classes)
-
-    def logits(self, rows: slice, part: slice, buffer: Tensor) -> Tensor:
-        """Compute the logits of some tokens and classes in the buffer."""
-        bias = None if self.bias is None else self.bias[part]
-        return product(self.input[rows], self.weight[part], bias, buffer)
+from .chunked import Wanted, gradients_by_class, gradients_by_token
+from .common import Head, HeadGradients
+from .plan import padded_width
 
 
 class DivergenceNumbers(NamedTuple):
@@ -86,8 +61,11 @@ def _accumulate_all(
         for part in parts:
             is_saved = part.stop - part.start == saved and part.stop == C
             memory = [buffer[offset:] for buffer in of_saved] if is_saved else of_others
-            logits = [h.logits(rows, part, b) for h, b in zip(heads, memory, strict=True)]
-            pairs.append((part.start, logits[0], logits[1]))
+            student, teacher = (
+                head.of_tokens(rows).of_classes(part).logits(buffer)
+                for head, buffer in zip(heads, memory, strict=True)
+            )
+            pairs.append((part.start, student, teacher))
         _accumulate_rows(kernels, pairs, state.part(rows), numbers)
     return state, of_saved
 
@@ -117,60 +95,6 @@ def linear_divergence(
     return *state.rows, *buffers
 
 
-def _gradients_by_class(
-    kernels: DivergenceKernels,
-    grad: Tensor,
-    heads: tuple[Head, Head],
-    rows: DivergenceRows,
-    buffers: Buffers,
-    numbers: DivergenceNumbers,
-    saved: int,
-    chunk: int,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> HeadGradients:
-    """Compute the gradients of the student's head, one chunk of classes after another.
-
-    The buffers have the logits of the last `saved` classes. They are used first, and their memory
-    serves the other chunks.
-    """
-    student, teacher = heads
-    (M, _), C, accumulator = (
-        student.input.shape,
-        len(student.weight),
-        acc_dtype(student.input.dtype),
-    )
-    result = empty_gradients(*student, input_grad, weight_grad, bias_grad)
-    parts = [slice(C - saved, C)] * (saved > 0) + list(chunks(C - saved, chunk))
-    if not saved:
-        buffers = student.buffer(M, min(chunk, C)), teacher.buffer(M, min(chunk, C))
-    dinput = result.input
-    if input_grad and len(parts) != 1:
-        dinput = torch.zeros_like(student.input, dtype=accumulator)
-    states = student.input
-    if weight_grad:
-        states = counted_states(states, grad != 0, result.input)
-    for part in parts:
-        if saved and part.stop == C:
-            logits, teacher_logits = (buffer.view(M, -1)[:, :saved] for buffer in buffers)
-        else:
-            logits = student.logits(slice(None), part, buffers[0])
-            teacher_logits = teacher.logits(slice(None), part, buffers[1])
-        kernels.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
-        if weight_grad:
-            torch.mm(logits.T, states, out=result.weight[part])
-        if input_grad and len(parts) == 1:
-            torch.mm(logits, student.weight, out=dinput)
-        elif input_grad:
-            add_product(dinput, logits, student.weight[part])
-        if bias_grad:
-            result.bias[part] = logits.sum(0, dtype=accumulator)
-    if dinput is not result.input:
-        result.input.copy_(dinput)
-    return result
-
-
 def linear_divergence_backward(
     kernels: DivergenceKernels,
     grad: Tensor,
@@ -194,7 +118,7 @@ def linear_divergence_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> HeadGradients:
     """Compute the `HeadGradients` from the gradient of the rows' divergences.
 
     Saved logits are overwritten. Without them the logits are computed again.
@@ -202,19 +126,34 @@ def linear_divergence_backward(
     heads = Head(input, weight, bias), Head(teacher_input, teacher_weight, teacher_bias)
     statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
     rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
+    numbers = DivergenceNumbers(beta, temperature, softcap)
+    wanted, buffers = (input_grad, weight_grad, bias_grad), (saved, teacher_saved)
+    saved_classes = len(weight) if len(saved) else 0
     return _gradients_by_class(
-        kernels,
-        grad.contiguous(),
-        heads,
-        rows,
-        (saved, teacher_saved),
-        DivergenceNumbers(beta, temperature, softcap),
-        len(weight) if len(saved) else 0,
-        chunk,
-        input_grad,
-        weight_grad,
-        bias_grad,
+        kernels, grad.contiguous(), heads, wanted, rows, numbers, buffers, saved_classes, chunk
     )
+
+
+def _gradients_by_class(
+    kernels: DivergenceKernels,
+    grad: Tensor,
+    heads: tuple[Head, Head],
+    wanted: Wanted,
+    rows: DivergenceRows,
+    numbers: DivergenceNumbers,
+    saved: Buffers,
+    saved_classes: int,
+    chunk: int,
+) -> HeadGradients:
+    """Compute the gradients of the student's head, one chunk of classes after another."""
+
+    def write_gradient(part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        kernels.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
+
+    def counts() -> Tensor:
+        return grad != 0
+
+    return gradients_by_class(heads, wanted, counts, write_gradient, saved, saved_classes, chunk)
 
 
 def linear_divergence_one_pass(
@@ -240,72 +179,30 @@ def linear_divergence_one_pass(
 
     Args:
         factors: the factor of each row, `[M]`.
-        tokens, saved, chunk: as in `DivergencePlan`.
+        tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix products:
+            its logits under both heads, and two from the gradient.
         The others: as in `linear_divergence_backward`.
     """
     heads = Head(input, weight, bias), Head(teacher_input, teacher_weight, teacher_bias)
     numbers = DivergenceNumbers(beta, temperature, softcap)
     wanted = (input_grad, weight_grad, bias_grad)
-    if not chunk:
-        return _gradients_by_token(kernels, heads, factors, numbers, tokens, *wanted)
-    state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
-    rows = state.rows
-    gradients = _gradients_by_class(
-        kernels, factors, heads, rows, buffers, numbers, saved, chunk, *wanted
-    )
-    return rows.loss, *gradients
+    if chunk:
+        state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
+        rows = state.rows
+        gradients = _gradients_by_class(
+            kernels, factors, heads, wanted, rows, numbers, buffers, saved, chunk
+        )
+        return rows.loss, *gradients
+    state = kernels.new_state(input)
 
-
-def _gradients_by_token(
-    kernels: DivergenceKernels,
-    heads: tuple[Head, Head],
-    factors: Tensor,
-    numbers: DivergenceNumbers,
-    tokens: int,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the divergences and the gradients, one chunk of tokens after another.
-
-    Each chunk takes four matrix products: its logits under both heads, and two from the gradient.
-    """
-    student = heads[0]
-    (M, _), C, accumulator = (
-        student.input.shape,
-        len(student.weight),
-        acc_dtype(student.input.dtype),
-    )
-    if not student.input.is_cuda and student.input.dtype == accumulator:
-        tokens = min(tokens, CPU_CHUNK_TOKENS)
-    rounds_sum = weight_grad and tokens < M and student.input.dtype != accumulator
-    has_result = weight_grad and not rounds_sum
-    result = empty_gradients(*student, input_grad, has_result, bias_grad)
-    dweight = result.weight
-    if rounds_sum:
-        shape, device = student.weight.shape, student.weight.device
-        dweight = torch.empty(shape, dtype=accumulator, device=device)
-    elif M == 0:
-        dweight.zero_()
-    buffers = [head.buffer(min(tokens, M), C) for head in heads]
-    state, all_classes = kernels.new_state(student.input), slice(0, C)
-    dbias = result.bias.new_zeros(result.bias.shape, dtype=accumulator)
-    for part in chunks(M, tokens):
-        x, t = (h.logits(part, all_classes, b) for h, b in zip(heads, buffers, strict=True))
+    def write_gradient(part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
         of_part = state.part(part)
-        _accumulate_rows(kernels, [(0, x, t)], of_part, numbers)
-        kernels.gradient(factors[part], x, t, of_part.rows, *numbers, x)
-        dinput = result.input[part]
-        if weight_grad:
-            states = counted_states(student.input[part], factors[part] != 0, dinput)
-            add_product(dweight, x.T, states, is_first=part.start == 0)
-        if input_grad:
-            torch.mm(x, student.weight, out=dinput)
-        if bias_grad:
-            dbias += x.sum(0, dtype=accumulator)
-        del x, t
-    result.bias.copy_(dbias)
-    if rounds_sum:
-        buffers.clear()  # the rounded gradient takes their memory
-        result = result._replace(weight=dweight.to(student.weight.dtype))
-    return state.rows.loss, *result
+        _accumulate_rows(kernels, [(0, logits, teacher_logits)], of_part, numbers)
+        pair = (logits, teacher_logits)
+        kernels.gradient(factors[part], *pair, of_part.rows, *numbers, logits)
+
+    def counts(part: slice) -> Tensor:
+        return factors[part] != 0
+
+    gradients = gradients_by_token(heads, wanted, counts, write_gradient, tokens)
+    return state.rows.loss, *gradients

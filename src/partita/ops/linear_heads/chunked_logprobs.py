@@ -1,19 +1,30 @@
-"""Log-probabilities of given classes from hidden states, one chunk of classes at a time.
+"""Log-probabilities of given classes, and of the most probable ones, from hidden states.
 
-The loops are those of `chunked`. Between a chunk's two matrix products, the logits of the ids are
-read or their gradient is written.
+The loops over given classes are those of `chunked`. Between a chunk's two matrix products, the
+logits of the ids are read or their gradient is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..logprobs.common import EntryKernels, new_rest, other_classes, with_ids, with_rest
-from .chunked import ChunkKernels, accumulate_hidden, linear_rows_backward
-from .common import RowState
+from ...primitives.rows import chunks
+from ..logprobs.common import (
+    EntryKernels,
+    TopKRows,
+    new_rest,
+    other_classes,
+    topk_fake,
+    with_ids,
+    with_rest,
+)
+from .chunked import ChunkKernels, accumulate_hidden, gradients_by_class
+from .common import GradientCoefficients, Head, HeadGradients, RowState
+from .plan import padded_width
 
 
 def linear_logprobs(
@@ -57,9 +68,7 @@ def linear_logprobs(
 
     needs_smoothing, needs_entropy = False, temperature != 1.0  # the kernel's sums need it then
     state, saved = accumulate_hidden(
-        input,
-        weight,
-        bias,
+        Head(input, weight, bias),
         ids,
         None,
         temperature,
@@ -100,7 +109,7 @@ def linear_logprobs_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> HeadGradients:
     """Compute the `HeadGradients` from the gradient of the log-probabilities."""
     C, K, ids = len(weight), ids.shape[1], ids.contiguous()
     on_ids, on_rest = grad[:, :K].contiguous(), grad[:, K:]
@@ -108,33 +117,48 @@ def linear_logprobs_backward(
     totals, labels = of_ids.totals(on_ids, ids, C, ignore_index)
     if rest.shape[1]:
         totals = totals + on_rest[:, 0]
-    numbers = (temperature, softcap, ignore_index)
     others = other_classes(grad, totals, maximum, sumexp, rest, temperature)
     counts = ((on_ids != 0) & (ids != ignore_index)).any(1) | (on_rest != 0).any(1)
-
-    def logits_gradient(logits: Tensor, first: int, *others: Any) -> None:
-        kernels.logits_gradient(logits, first, *others)
-        of_ids.write(logits, first, C, on_ids, ids, totals, entries, maximum, sumexp, *numbers)
-
-    return linear_rows_backward(
-        kernels._replace(logits_gradient=logits_gradient),
-        others.factor / temperature,
-        torch.zeros_like(others.factor),
-        None,
-        None,
-        input,
-        weight,
-        bias,
-        labels,
-        None,
-        others.maximum,
-        others.sumexp,
-        saved,
-        temperature,
-        softcap,
-        chunk,
-        input_grad,
-        weight_grad,
-        bias_grad,
-        counts=counts,
+    coefficients = GradientCoefficients(
+        others.factor / temperature, torch.zeros_like(others.factor), None, None
     )
+    of_others = (labels.contiguous(), None, coefficients, others.maximum, others.sumexp)
+    of_entries = (on_ids, ids, totals, entries, maximum, sumexp)
+    numbers = (temperature, softcap)
+
+    def write_gradient(part: slice, logits: Tensor) -> None:
+        kernels.logits_gradient(logits, part.start, *of_others, *numbers, logits)
+        of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
+
+    heads, wanted = [Head(input, weight, bias)], (input_grad, weight_grad, bias_grad)
+    saved_classes = C if len(saved) else 0
+    return gradients_by_class(
+        heads, wanted, lambda: counts, write_gradient, [saved], saved_classes, chunk
+    )
+
+
+def linear_topk_logprobs(
+    topk_of_rows: Callable[..., None],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    temperature: float,
+    softcap: float,
+    tokens: int,
+    save_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `TopKRows` of `input @ weight.T + bias`, and its logits if they are saved.
+
+    The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
+    empty otherwise. `topk_of_rows` writes the results of a chunk, whose rows are padded.
+    """
+    head, M, C = Head(input, weight, bias), len(input), len(weight)
+    found = topk_fake(input, k)
+    buffer = head.buffer(M if save_logits else min(tokens, M), C)
+    for rows in chunks(M, tokens):
+        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
+        logits = head.of_tokens(rows).logits(memory)
+        part = TopKRows(*(field[rows] for field in found))
+        topk_of_rows(logits, k, temperature, softcap, part, True)
+    return *found, buffer if save_logits else buffer.new_empty(0)

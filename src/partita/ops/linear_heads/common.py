@@ -14,7 +14,47 @@ from ...runtime import checks
 from ...runtime.autograd import autocast_dtype, is_double_backward, plain_eager
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import valid_targets
-from .plan import MemoryPlan
+from .plan import MemoryPlan, padded_width
+
+
+class Head(NamedTuple):
+    """The hidden states and the matrix of the vocabulary, whose product are the logits.
+
+    Fields:
+        input: hidden states, `[M, H]`.
+        weight: matrix of the vocabulary, `[C, H]`.
+        bias: its bias, `[C]`, or None.
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def of_tokens(self, part: slice) -> Head:
+        """Return the head of some tokens."""
+        return self._replace(input=self.input[part])
+
+    def of_classes(self, part: slice) -> Head:
+        """Return the head of some classes."""
+        bias = None if self.bias is None else self.bias[part]
+        return Head(self.input, self.weight[part], bias)
+
+    def buffer(self, tokens: int, classes: int) -> Tensor:
+        """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
+        return self.input.new_empty(tokens * padded_width(classes))
+
+    def logits(self, buffer: Tensor) -> Tensor:
+        """Compute the logits in the buffer."""
+        (M, _), C, width = self.input.shape, len(self.weight), padded_width(len(self.weight))
+        padded = buffer[: M * width].view(M, width)
+        if padded.device.type == "cpu":
+            # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized
+            # memory may be NaN there, and 0 times NaN is NaN.
+            padded[:, C:].zero_()
+        logits = padded[:, :C]
+        if self.bias is None:
+            return torch.mm(self.input, self.weight.T, out=logits)
+        return torch.addmm(self.bias, self.input, self.weight.T, out=logits)
 
 
 def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

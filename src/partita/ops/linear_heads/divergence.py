@@ -11,6 +11,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..divergence.common import reduced, row_factors
 from . import divergence_autograd as autograd
+from .autograd import LinearOnePass
 from .common import cast_to_autocast
 from .composed import is_plain
 from .divergence_plan import divergence_plan
@@ -165,9 +166,9 @@ def _planned(
     if not one_pass:
         save_logits = plain_eager() and plan.saved > 0
         chunk = plan.chunk if any(wanted) else len(weight)
-        call = (*heads, *numbers, plan.tokens, chunk, save_logits, backend)
+        call = (*heads, *numbers, plan.tokens, save_logits, backend, chunk)
         return reduced(apply(autograd.LinearDivergence, *call)[0], mask, reduction)
     like = input.new_empty(tokens, dtype=acc_dtype(input.dtype))
     factors = row_factors(mask, like, reduction)
     call = (*heads, factors, mask, reduction, *numbers, *sizes, *wanted, backend)
-    return apply(autograd.LinearDivergenceOnePass, *call)[0]
+    return apply(LinearOnePass, autograd.ONE_PASS, *call)[0]

@@ -9,22 +9,12 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks, register
-from ...runtime.autograd import (
-    apply,
-    double_backward,
-    for_gradients,
-    is_double_backward,
-    needed_gradients,
-    one_by_one,
-    plain_eager,
-    saved_tensors,
-    spend,
-)
+from ...runtime.autograd import apply, one_by_one
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of
 from ..logprobs.common import check_ids, logprobs_fake
 from . import reference
-from .autograd import gradients_fake, only_wanted
+from .autograd import gradients_fake, head_backward
 from .common import chunk_and_save
 from .composed import is_plain
 from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
@@ -63,63 +53,35 @@ logprobs_backward_op = register.define(
 )
 
 
-class LinearLogprobs(torch.autograd.Function):
-    """The log-probabilities of the ids, and what their gradient needs.
+def logprobs_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients from that of the log-probabilities of saved ids."""
 
-    If the logits are saved, the first backward pass overwrites them with their gradient. Later
-    backward passes compute them again.
-    """
+    def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
+        ids, *_, rest = saved
+        return composed_logprobs(input, weight, bias, ids, rest.shape[1] > 0, *ctx.options)
+
+    return head_backward(ctx, logprobs_backward_op, grad, composed)
+
+
+class LinearLogprobs(torch.autograd.Function):
+    """The results of `logprobs_op`, of which the log-probabilities are differentiable."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        temperature: float,
-        softcap: float,
-        ignore_index: int,
-        needs_rest: bool,
-        chunk: int,
-        save_logits: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        numbers = (temperature, softcap, ignore_index, needs_rest, chunk)
-        return logprobs_op(input, weight, bias, ids, *numbers, save_logits, backend)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return logprobs_op(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, temperature, softcap, ignore_index, ctx.needs_rest, ctx.chunk = inputs[:-2]
-        save_logits, ctx.backend = inputs[-2:]
-        ctx.options = (temperature, softcap, ignore_index)
+        ctx.options, (_, ctx.chunk, save_logits, ctx.backend) = inputs[4:7], inputs[7:]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*head, *output[1:])
+        ctx.save_for_backward(*inputs[:4], *output[1:])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        no_option_grads, (*tensors, logits), grad = (None,) * 8, saved_tensors(ctx), grads[0]
-        wanted = needed_gradients(ctx, *tensors[:3])
-        input, weight, bias, ids, *_ = tensors
-        if is_double_backward(grad, input, weight, bias):
-            gradients = double_backward(
-                lambda input, weight, bias: composed_logprobs(
-                    input, weight, bias, ids, ctx.needs_rest, *ctx.options
-                ),
-                tensors[:3],
-                wanted,
-                grad,
-            )
-            return *gradients, *no_option_grads
-        saved, op = None, for_gradients(logprobs_backward_op, grad)
-        if plain_eager() and op is logprobs_backward_op:
-            # A batch of gradients would overwrite the logits more than once.
-            saved = spend(ctx, logits)
-        saved = saved or (input.new_empty(0),)
-        gradients = op(grad, *tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
-        return *only_wanted(gradients, wanted), *no_option_grads
+        return logprobs_gradients(ctx, grads[0])
 
 
 def composed_logprobs(

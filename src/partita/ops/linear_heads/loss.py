@@ -164,8 +164,9 @@ def _planned_loss(call: LossCall) -> Tensor:
             divisor = torch.full((), divisor, dtype=dtype, device=inputs.input.device)
         if plain_eager() or torch.compiler.is_compiling():
             packs = packs and plain_eager()
-            call_args = (*head, divisor, *loss_options, plan.chunk, *wanted, packs, backend)
-            return apply(autograd.LinearOnePass, *call_args)[0]
+            kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
+            call_args = (*head, divisor, *loss_options, plan.chunk, *wanted, backend)
+            return apply(autograd.LinearOnePass, kind, *call_args)[0]
     ignore_index, label_smoothing, softcap, _ = options
     classes = len(inputs.weight)
     chunk, save_logits = chunk_and_save(plan, classes)

@@ -15,7 +15,7 @@ from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
 from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
-from . import chunked, chunked_logprobs, chunked_topk
+from . import chunked, chunked_logprobs
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics
 
@@ -252,4 +252,4 @@ linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERN
 linear_logprobs_backward = functools.partial(
     chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
 )
-linear_topk_logprobs = functools.partial(chunked_topk.linear_topk_logprobs, topk_of_rows)
+linear_topk_logprobs = functools.partial(chunked_logprobs.linear_topk_logprobs, topk_of_rows)

@@ -9,26 +9,15 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks, register
-from ...runtime.autograd import (
-    apply,
-    double_backward,
-    for_gradients,
-    is_double_backward,
-    needed_gradients,
-    one_by_one,
-    plain_eager,
-    saved_tensors,
-    spend,
-)
+from ...runtime.autograd import apply, one_by_one
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import topk_of
 from ..logprobs.common import TopK, TopKRows, check_k, topk_fake
 from . import reference
-from .autograd import only_wanted
 from .common import chunk_and_save
 from .composed import is_plain
 from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
-from .logprobs import composed_logprobs, logprobs_backward_op
+from .logprobs import logprobs_gradients
 from .plan import check_budget, is_small, padded_width
 
 DEFAULT_BYTES = 2**30  # of the logits of some tokens, if no budget is given
@@ -54,33 +43,20 @@ topk_op = register.define(
 
 
 class LinearTopK(torch.autograd.Function):
-    """The `TopKRows`, of which the log-probabilities are differentiable.
+    """The results of `topk_op`, of which the log-probabilities are differentiable.
 
-    If the logits are saved, the first backward pass overwrites them with their gradient. Later
-    backward passes compute them again.
+    The chunk of the backward pass is the last argument.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        k: int,
-        temperature: float,
-        softcap: float,
-        tokens: int,
-        chunk: int,
-        save_logits: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        options = (k, temperature, softcap, tokens, save_logits, backend)
-        return topk_op(input, weight, bias, *options)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return topk_op(*args[:-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, _, temperature, softcap, _, ctx.chunk, save_logits, ctx.backend = inputs
+        *head, _, temperature, softcap, _, save_logits, ctx.backend, ctx.chunk = inputs
         ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
         ctx.mark_non_differentiable(*output[1:])
         rows = TopKRows(*output[:-1])
@@ -90,26 +66,7 @@ class LinearTopK(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        no_option_grads, (*tensors, logits), grad = (None,) * 7, saved_tensors(ctx), grads[0]
-        wanted = needed_gradients(ctx, *tensors[:3])
-        input, weight, bias, ids, *_ = tensors
-        if is_double_backward(grad, input, weight, bias):
-            gradients = double_backward(
-                lambda input, weight, bias: composed_logprobs(
-                    input, weight, bias, ids, False, *ctx.options
-                ),
-                tensors[:3],
-                wanted,
-                grad,
-            )
-            return *gradients, *no_option_grads
-        saved, op = None, for_gradients(logprobs_backward_op, grad)
-        if plain_eager() and op is logprobs_backward_op:
-            # A batch of gradients would overwrite the logits more than once.
-            saved = spend(ctx, logits)
-        saved = saved or (input.new_empty(0),)
-        gradients = op(grad, *tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
-        return *only_wanted(gradients, wanted), *no_option_grads
+        return logprobs_gradients(ctx, grads[0])
 
 
 def linear_topk_logprobs(
@@ -170,7 +127,7 @@ def linear_topk_logprobs(
         chunk, save_logits = chunk_and_save(inputs.plan(memory_budget, False), classes)
     room = DEFAULT_BYTES if memory_budget is None else memory_budget
     at_once = max(1, room // (padded_width(classes) * input.element_size()))
-    call = (*inputs[:3], k, *numbers, at_once, chunk, save_logits, current_backend())
+    call = (*inputs[:3], k, *numbers, at_once, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
     rows = input.shape[:-1]
     return TopK(*(field.reshape(*rows, *field.shape[1:]) for field in found))

@@ -113,11 +113,11 @@ gradient = register.define(
     reference_if_empty=True,
 )
 gradient_inplace = register.define(
-    reference.rnnt_gradient_,
+    reference.rnnt_gradient,
     lambda: None,
     gpu=_gpu,
     cpu=_cpu,
-    mutates="logits",
+    overwrites="logits",
     reference_if_empty=True,
 )
 align = register.define(

@@ -138,14 +138,12 @@ def rnnt_gradient(
     hat: bool,
     clamp: float,
     fastemit_lambda: float,
-    *,
-    inplace: bool = False,
 ) -> Tensor:
     """Return the gradient of the losses in the logits or log-probabilities.
 
     A node whose posteriors are NaN has the gradient NaN. One whose posteriors are 0 has the
-    gradient 0, and so has a sequence whose `grad` is 0; their logits are not read. With `inplace`
-    the gradient replaces the logits. The log-sum-exps are not used here; they save a kernel work.
+    gradient 0, and so has a sequence whose `grad` is 0; their logits are not read. The log-sum-exps
+    are not used here; they save a kernel work.
     """
     U1, V = logits.shape[2:]
     blank_posterior, label_posterior = posteriors.double()
@@ -175,28 +173,7 @@ def rnnt_gradient(
     is_nan = (blank_posterior + label_posterior).isnan()
     result = torch.where(is_nan, torch.nan, result)
     result = torch.where(active, result * grad.double()[:, None, None, None], 0.0)
-    result = result.to(logits.dtype)
-    return logits.copy_(result) if inplace else result.contiguous()
-
-
-def rnnt_gradient_(
-    grad: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    posteriors: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    fused: bool,
-    hat: bool,
-    clamp: float,
-    fastemit_lambda: float,
-) -> None:
-    """Write the gradient over the logits or log-probabilities."""
-    saved = (lse, posteriors, targets, logit_lengths, target_lengths)
-    numbers = (clamp, fastemit_lambda)
-    rnnt_gradient(grad, logits, *saved, blank, fused, hat, *numbers, inplace=True)
+    return result.to(logits.dtype).contiguous()
 
 
 def differentiable_gradient(

@@ -55,9 +55,8 @@ def rnnt_kernels(
         targets: Tensor,
     ) -> None:
         nodes = (logits[0], lses[0], posteriors, targets, factor, factor)  # no lengths are read
-        reference.rnnt_gradient(
-            factor, *nodes, blank, True, hat, 0.0, fastemit_lambda, inplace=True
-        )
+        options = (blank, True, hat, 0.0, fastemit_lambda)
+        logits[0].copy_(reference.rnnt_gradient(factor, *nodes, *options))
 
     return JointKernels(read_nodes, scan, write_gradient)
 

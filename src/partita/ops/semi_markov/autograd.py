@@ -56,7 +56,6 @@ logz = register.define(
     check=check_values,
     vmap=one_by_one,
     reference_if_empty=True,
-    fake_by_backend=True,
 )
 # It returns the gradients of sum(grad_output * log Z) in emissions, transitions, durations, start
 # and end.

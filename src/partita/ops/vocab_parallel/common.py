@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
-from ..linear_heads.common import GradientCoefficients, RowState
+from ..linear_heads.common import GradientCoefficients, Head, RowState
 
 
 class PackedState(NamedTuple):
@@ -139,9 +139,7 @@ def pack_hidden(
         input, len(weight), class_weight, smoothing, entropy, initialize=initialize
     )
     _, saved_logits = accumulate_hidden(
-        input,
-        weight,
-        bias,
+        Head(input, weight, bias),
         target,
         class_weight,
         temperature,

@@ -26,6 +26,22 @@ REGISTERS = 2**16  # of a multiprocessor
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
 
+class StridedRows(NamedTuple):
+    """A number for each class of each row, `[batches, rows, classes]`, with its three strides."""
+
+    ptr: Any
+    batch: Any
+    row: Any
+    column: Any
+
+
+class RowNumbers(NamedTuple):
+    """One number for each row, `step` apart, or None: 0 if all rows share one number."""
+
+    ptr: Any
+    step: Any
+
+
 class RowView(NamedTuple):
     """Tensors of one shape as `[batches, rows, classes]`.
 
@@ -42,6 +58,11 @@ class RowView(NamedTuple):
     rows: int
     classes: int
     strides: tuple[Strides, ...]
+
+    @property
+    def strided(self) -> tuple[StridedRows, ...]:
+        """The tensors with their strides, as kernels take them."""
+        return tuple(StridedRows(t, *s) for t, s in zip(self.tensors, self.strides, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,21 +122,21 @@ def row_view_or_copy(dim: int, tensor: Tensor) -> RowView:
     return view
 
 
-def flat_rows(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return a tensor with one number for each row, and the step from a row's number to the next.
+def flat_rows(tensor: Tensor | None) -> RowNumbers:
+    """Return the numbers of a tensor with one number for each row.
 
     The gradient of a sum has one number for all rows, so the step is 0. It is 1 for a tensor that
     is contiguous, or whose strides allow no constant step and which is therefore copied. None
     stays None.
     """
     if tensor is None:
-        return None, 1
+        return RowNumbers(None, 1)
     if tensor.numel() > 1:
         if tensor.ndim == 1:
-            return tensor, tensor.stride(0)
+            return RowNumbers(tensor, tensor.stride(0))
         if not any(tensor.stride()):
-            return tensor, 0
-    return tensor.contiguous(), 1
+            return RowNumbers(tensor, 0)
+    return RowNumbers(tensor.contiguous(), 1)
 
 
 def with_output(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...ops.ctc.api import ctc_align, ctc_loss
 from ...ops.ctc_crf.api import ctc_crf_loss
 from ...ops.decode.api import ctc_beam_search, ctc_greedy_search
 from ...ops.decode.crf import ctc_crf_decode
 from . import in_torch
-from .call import Bound, Call, Draw, Inputs, Sizes
-from .chains import past_lengths
+from .call import Bound, Call, Draw, Inputs, Sizes, past_lengths, together, without
 
 CTC = {"steps": 6, "batch": 3, "classes": 4, "labels": 2}
 USUAL_CTC = {"steps": (500,), "batch": (16,), "classes": (32, 1024), "labels": (64,)}
@@ -30,12 +29,9 @@ USUAL_CRF = {
 CHECKED_CRF = ({"steps": 19, "batch": 1, "labels": 6, "states": 64, "bases": 4},)
 SEARCH = {"steps": 6, "batch": 3, "classes": 4}
 USUAL_SEARCH = {"steps": (500,), "batch": (16,), "classes": (5, 32, 1024)}
-PATHS: dict[str, Any] = {
-    "numba": True,
-    "scale": None,
-    "forward": Bound(8.0, 1e-6),
-    "backward": Bound(8.0, 4e-6),
-}
+of_paths = partial(
+    Call, numba=True, scale=None, forward=Bound(8.0, 1e-6), backward=Bound(8.0, 4e-6)
+)
 
 
 def sequences(draw: Draw, sizes: Sizes, names: tuple[str, str], blank: int = 0) -> Inputs:
@@ -64,19 +60,6 @@ def _ctc(draw: Draw, sizes: Sizes) -> Inputs:
     }
 
 
-def _ctc_align(draw: Draw, sizes: Sizes) -> Inputs:
-    inputs = _ctc(draw, sizes)
-    del inputs["reduction"]
-    return inputs
-
-
-def _past_steps(inputs: Inputs) -> dict[str, Tensor]:
-    """Return the steps past each length."""
-    scores = inputs["log_probs"]
-    past = past_lengths(scores, inputs["input_lengths"])
-    return {"log_probs": past[..., None].expand_as(scores)}
-
-
 def _priors(draw: Draw, sizes: Sizes) -> Inputs:
     priors = draw.beside(sizes["classes"], grad=False).log_softmax(0)
     return {"label_priors": priors.float(), "prior_scale": 0.5}
@@ -88,8 +71,14 @@ def _concatenated(draw: Draw, sizes: Sizes) -> Inputs:
     return {"targets": targets[: int(lengths.sum())]}
 
 
+def _one_step(draw: Draw, sizes: Sizes) -> Inputs:
+    """Return lengths that are too short for the targets."""
+    return {"input_lengths": torch.ones(sizes["batch"], dtype=torch.int64, device=draw.device)}
+
+
+LOG_PROBS = {"log-probabilities": {"from_logits": False}}
 SCORES: dict[str, Any] = {
-    "log-probabilities": {"from_logits": False},
+    **LOG_PROBS,
     "priors": _priors,
     "star": lambda draw, sizes: {
         "targets": torch.full(
@@ -103,14 +92,8 @@ CTC_LOSS: dict[str, Any] = {
     "mean": {"reduction": "mean"},
     "sum of log-probabilities": {"reduction": "sum", "from_logits": False},
     "concatenated targets": _concatenated,
-    "impossible": lambda draw, sizes: {
-        "input_lengths": torch.ones(sizes["batch"], dtype=torch.int64, device=draw.device)
-    },
-    "zero_infinity": lambda draw, sizes: {
-        "input_lengths": torch.ones(sizes["batch"], dtype=torch.int64, device=draw.device),
-        "zero_infinity": True,
-        "reduction": "mean",
-    },
+    "impossible": _one_step,
+    "zero_infinity": together(_one_step, {"zero_infinity": True, "reduction": "mean"}),
 }
 
 
@@ -120,10 +103,6 @@ def _frames(draw: Draw, sizes: Sizes) -> Inputs:
         "input_lengths": draw.lengths(sizes["batch"], sizes["steps"]),
         "from_logits": True,
     }
-
-
-def _beam(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_frames(draw, sizes), "beam_width": 4, "nbest": 2}
 
 
 def _state_len(sizes: Sizes) -> int:
@@ -155,125 +134,94 @@ def _crf(draw: Draw, sizes: Sizes) -> Inputs:
     }
 
 
-def _crf_decode(draw: Draw, sizes: Sizes) -> Inputs:
-    inputs = _crf_scores(draw, sizes)
-    return {**inputs, "scores": inputs["scores"].detach()}
-
-
-def _past_crf(inputs: Inputs) -> dict[str, Tensor]:
-    scores = inputs["scores"]
-    past = past_lengths(scores, inputs["input_lengths"])
-    return {"scores": past.reshape(*past.shape, *[1] * (scores.ndim - 2)).expand_as(scores)}
+def _flat_scores(draw: Draw, sizes: Sizes) -> Inputs:
+    scores = sizes["states"] * (sizes["bases"] + 1)
+    return {
+        "scores": draw.scores(sizes["steps"], sizes["batch"], scores),
+        "input_lengths": None,
+        "reduction": "sum",
+    }
 
 
 STEPS = {"log_probs": 1, "input_lengths": 0}
 
+_ctc_call = partial(
+    of_paths,
+    inputs=_ctc,
+    small=CTC,
+    usual=USUAL_CTC,
+    empty=("batch", "labels"),
+    values=("offset", "wide", "masked"),
+    batch={**STEPS, "targets": 0, "target_lengths": 0},
+    uncounted=lambda inputs: past_lengths("log_probs", inputs, "input_lengths"),
+)
+_search = partial(
+    of_paths,
+    small=SEARCH,
+    usual=USUAL_SEARCH,
+    empty=("steps", "batch"),
+    batch=STEPS,
+    rows=(0, 0, 0, 0),
+    uncounted=lambda inputs: past_lengths("log_probs", inputs, "input_lengths"),
+    second_derivatives=False,
+)
+_crf_call = partial(
+    of_paths,
+    small=CRF,
+    usual=USUAL_CRF,
+    empty=("batch",),
+    values=("offset", "wide"),
+    uncounted=lambda inputs: past_lengths("scores", inputs, "input_lengths"),
+)
 CALLS = (
-    Call(
+    _ctc_call(
         "ctc_loss",
         ctc_loss,
-        _ctc,
-        CTC,
-        USUAL_CTC,
-        CTC_LOSS,
-        ("batch", "labels"),
-        values=("offset", "wide", "masked"),
-        batch={**STEPS, "targets": 0, "target_lengths": 0},
+        options=CTC_LOSS,
         rows=(0,),
-        uncounted=_past_steps,
         in_torch=in_torch.ctc_loss,
         checked=CHECKED_CTC,
-        **PATHS,
     ),
-    Call(
+    _ctc_call(
         "ctc_align",
         ctc_align,
-        _ctc_align,
-        CTC,
-        USUAL_CTC,
-        SCORES,
-        ("batch", "labels"),
-        values=("offset", "wide", "masked"),
-        batch={**STEPS, "targets": 0, "target_lengths": 0},
+        inputs=without(_ctc, "reduction", grad=True),
+        options=SCORES,
         rows=(0, 0, 0, 0),
-        uncounted=_past_steps,
         second_derivatives=False,
-        **PATHS,
     ),
-    Call(
+    _search(
         "ctc_greedy_search",
         ctc_greedy_search,
         _frames,
-        SEARCH,
-        USUAL_SEARCH,
-        {"log-probabilities": {"from_logits": False}, "no lengths": {"input_lengths": None}},
-        ("steps", "batch"),
-        batch=STEPS,
-        rows=(0, 0, 0, 0),
-        uncounted=_past_steps,
-        second_derivatives=False,
-        **PATHS,
+        options={**LOG_PROBS, "no lengths": {"input_lengths": None}},
     ),
-    Call(
+    _search(
         "ctc_beam_search",
         ctc_beam_search,
-        _beam,
-        SEARCH,
-        USUAL_SEARCH,
-        {
-            "log-probabilities": {"from_logits": False},
-            "pruned": {"cutoff_top_n": 2, "blank_skip_threshold": 0.9},
-        },
-        ("steps", "batch"),
-        batch=STEPS,
-        rows=(0, 0, 0, 0),
-        uncounted=_past_steps,
-        second_derivatives=False,
-        **PATHS,
+        together(_frames, {"beam_width": 4, "nbest": 2}),
+        options={**LOG_PROBS, "pruned": {"cutoff_top_n": 2, "blank_skip_threshold": 0.9}},
     ),
-    Call(
+    _crf_call(
         "ctc_crf_loss",
         ctc_crf_loss,
         _crf,
-        CRF,
-        USUAL_CRF,
-        {
-            "mean": {"reduction": "mean"},
-            "flat scores": lambda draw, sizes: {
-                "scores": draw.scores(
-                    sizes["steps"],
-                    sizes["batch"],
-                    sizes["states"] * (sizes["bases"] + 1),
-                ),
-                "input_lengths": None,
-                "reduction": "sum",
-            },
-        },
-        ("batch",),
-        values=("offset", "wide"),
+        options={"mean": {"reduction": "mean"}, "flat scores": _flat_scores},
         batch={"scores": 1, "input_lengths": 0, "targets": 0, "target_lengths": 0},
         rows=(0,),
-        uncounted=_past_crf,
         in_torch=lambda input_lengths=None, **inputs: in_torch.ctc_crf_loss(**inputs),
         checked=CHECKED_CRF,
-        **PATHS,
     ),
-    Call(
+    _crf_call(
         "ctc_crf_decode",
         ctc_crf_decode,
-        _crf_decode,
-        CRF,
-        USUAL_CRF,
-        {
+        without(_crf_scores),
+        options={
             "posterior": {"method": "posterior"},
             "beam": {"method": "beam", "beam_width": 4},
         },
-        ("batch",),
-        values=("offset", "wide"),
         batch={"scores": 1, "input_lengths": 0},
         rows=(0, 0, 0, 0, 0),
-        uncounted=_past_crf,
         second_derivatives=False,
-        **PATHS,
     ),
 )

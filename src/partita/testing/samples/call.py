@@ -83,6 +83,11 @@ class Draw:
         x = replace(self, seed=self.seed + 1).plain(self.second or self.dtype, *shape)
         return x.requires_grad_(self.grad and grad)
 
+    def matrix(self, classes: int, hidden: int) -> Tensor:
+        """Draw the matrix of a head; its product with hidden states has numbers near 1."""
+        weight = self.scores(classes, hidden, plain=True).detach() / hidden**0.5
+        return weight.requires_grad_(self.grad)
+
     def positive(self, *shape: int) -> Tensor:
         """Draw numbers from 0.1 to 1.1 of the second dtype, without a gradient."""
         x = torch.rand(shape, generator=self.generator(*shape), dtype=torch.float64) + 0.1
@@ -382,6 +387,40 @@ class Sample:
             return {}
         found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
         return dict(zip(leaves, found, strict=True))
+
+
+def without(
+    inputs: Callable[[Draw, Sizes], Inputs], *names: str, grad: bool = False
+) -> Callable[[Draw, Sizes], Inputs]:
+    """Return a function that draws the inputs but those of these names, by default no leaves."""
+
+    def drawn(draw: Draw, sizes: Sizes) -> Inputs:
+        found = inputs(replace(draw, grad=draw.grad and grad), sizes)
+        return {name: value for name, value in found.items() if name not in names}
+
+    return drawn
+
+
+def together(*options: Option) -> Callable[[Draw, Sizes], Inputs]:
+    """Return a function that draws the inputs of several, of which later ones count."""
+
+    def drawn(draw: Draw, sizes: Sizes) -> Inputs:
+        found: Inputs = {}
+        for option in options:
+            found |= option(draw, sizes) if callable(option) else option
+        return found
+
+    return drawn
+
+
+def past_lengths(name: str, inputs: Inputs, lengths: str) -> dict[str, Tensor]:
+    """Return the elements of scores `[T, N, ...]` at steps past the length of their sequence."""
+    scores, given = inputs[name], inputs[lengths]
+    if given is None:
+        return {name: torch.zeros_like(scores, dtype=torch.bool)}
+    steps = torch.arange(len(scores), device=scores.device)[:, None]
+    past = steps >= torch.as_tensor(given, device=scores.device)
+    return {name: past.reshape(*past.shape, *[1] * (scores.ndim - 2)).expand_as(scores)}
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from ...ops.chain.api import Chain
 from ...ops.linear_chain.api import LinearChain
 from ...ops.semi_markov.api import SemiMarkovChain
 from ...primitives.semiring import Max
+from ...runtime.dtypes import acc_dtype
 from . import in_torch
-from .call import Bound, Call, Draw, Inputs, Sizes
+from .call import Bound, Call, Draw, Inputs, Sizes, past_lengths
 
 SPARSE = {"steps": 4, "batch": 3, "states": 3, "edges": 2}
 USUAL_SPARSE: dict[str, Any] = {
@@ -66,18 +69,10 @@ def _chain(draw: Draw, sizes: Sizes) -> Inputs:
     }
 
 
-def past_lengths(scores: Tensor, lengths: Any) -> Tensor:
-    """Return which steps `[T, N]` of scores `[T, N, ...]` lie past the length of their sequence."""
-    steps = torch.arange(len(scores), device=scores.device)[:, None]
-    lengths = torch.full(scores.shape[1:2], len(scores)) if lengths is None else lengths
-    return steps >= torch.as_tensor(lengths, device=scores.device)
-
-
 def _past_edges(inputs: Inputs) -> dict[str, Tensor]:
     """Return the edges that are missing or past a length."""
-    scores = inputs["scores"]
-    past = past_lengths(scores, inputs["lengths"])[..., None, None]
-    return {"scores": (past | (inputs["source"] < 0)).expand_as(scores)}
+    past = past_lengths("scores", inputs, "lengths")
+    return {"scores": past["scores"] | (inputs["source"] < 0)}
 
 
 CHAIN: dict[str, Any] = {
@@ -88,20 +83,25 @@ CHAIN: dict[str, Any] = {
 }
 
 
-def of_chain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of scores, table, ends and lengths from one of a chain."""
+def _method(
+    kind: Callable[..., Any],
+    fields: Mapping[str, Any],
+    name: str,
+    method: Callable[..., Any],
+    rows: tuple[int, ...],
+    **own: Any,
+) -> Call:
+    """Return the entry of a method of a class, whose fields are those of the class and its own.
 
-    def call(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor | None = None,
-        final: Tensor | None = None,
-        lengths: Any = None,
-        **others: Any,
-    ) -> Any:
-        return method(Chain(scores, source, initial, final, lengths=lengths), **others)
+    What is called takes the arguments of the class and of the method by name.
+    """
+    of_class = tuple(signature(kind).parameters)
 
-    return call
+    def call(**inputs: Any) -> Any:
+        made = kind(**{name: inputs.pop(name) for name in of_class if name in inputs})
+        return method(made, **inputs)
+
+    return Call(name, call, rows=rows, **{**PATHS, **fields, **own})
 
 
 def without_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,21 +113,21 @@ def without_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(SEED)
+def _like(draw: Draw, x: Tensor, dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Draw a leaf in the shape of another one, with other numbers."""
+    values = change(draw.normal(*x.shape)).to(draw.device, dtype)
+    return values.requires_grad_(draw.grad)
 
 
 def _values(draw: Draw, sizes: Sizes) -> Inputs:
     inputs = _chain(draw, sizes)
-    acc_dtype = torch.promote_types(draw.dtype, torch.float32)
-    values = draw.normal(*inputs["scores"].shape).to(draw.device, acc_dtype)
-    return {**inputs, "values": values.requires_grad_(draw.grad)}
+    values = _like(draw, inputs["scores"], acc_dtype(draw.dtype), torch.clone)
+    return {**inputs, "values": values}
 
 
 def _other_chain(draw: Draw, sizes: Sizes) -> Inputs:
     inputs = _chain(draw, sizes)
-    other = draw.normal(*inputs["scores"].shape).sin().to(draw.device, draw.dtype)
-    return {**inputs, "other": other.requires_grad_(draw.grad)}
+    return {**inputs, "other": _like(draw, inputs["scores"], draw.dtype, torch.sin)}
 
 
 def _stay(draw: Draw, sizes: Sizes) -> Inputs:
@@ -145,25 +145,30 @@ def _kl(chain: Chain, other: Tensor) -> Tensor:
 SPARSE_BATCH = {"scores": 1, "initial": 0, "final": 0, "lengths": 0}
 
 
-def _sparse(name: str, method: Callable[..., Any], rows: tuple[int, ...], **fields: Any) -> Call:
-    """Return the entry of a method of `Chain`."""
-    fields = {
+_sparse = partial(
+    _method,
+    Chain,
+    {
         "inputs": _chain,
+        "small": SPARSE,
         "options": CHAIN,
         "empty": ("steps", "batch"),
         "batch": SPARSE_BATCH,
         "uncounted": _past_edges,
-        **PATHS,
-        **fields,
-    }
-    return Call(name, of_chain(method), small=SPARSE, rows=rows, **fields)
+    },
+)
 
 
 def _linear(draw: Draw, sizes: Sizes) -> Inputs:
+    """Draw the scores of dense chains, with those of durations for semi-Markov chains."""
     steps, batch, states = sizes["steps"], sizes["batch"], sizes["states"]
+    of_durations = (
+        {"durations": draw.beside(sizes["durations"], states)} if "durations" in sizes else {}
+    )
     return {
         "emissions": draw.scores(steps, batch, states),
         "transitions": draw.beside(states, states),
+        **of_durations,
         "start": draw.beside(states),
         "end": draw.beside(batch, states),
         "lengths": draw.lengths(batch, steps, min(1, steps)),
@@ -194,43 +199,18 @@ MIXED_SCORES = (
 )
 
 
-def of_linear_chain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of scores and lengths from one of a dense chain."""
-
-    def call(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None = None,
-        end: Tensor | None = None,
-        lengths: Any = None,
-        mask: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        ends = (start, end)
-        chain = LinearChain(emissions, transitions, *ends, lengths=lengths, mask=mask)
-        return method(chain, **others)
-
-    return call
-
-
 def _past_tokens(inputs: Inputs) -> dict[str, Tensor]:
-    emissions, mask = inputs["emissions"], inputs.get("mask")
-    past = past_lengths(emissions, inputs["lengths"]) if mask is None else ~mask
-    return {"emissions": past[..., None].expand_as(emissions)}
+    if (mask := inputs.get("mask")) is None:
+        return past_lengths("emissions", inputs, "lengths")
+    return {"emissions": ~mask[..., None].expand_as(inputs["emissions"])}
 
 
 def _linear_values(draw: Draw, sizes: Sizes) -> Inputs:
     inputs = _linear(draw, sizes)
-    emissions, transitions = inputs["emissions"], inputs["transitions"]
-    acc_dtype = torch.promote_types(draw.dtype, torch.float32)
-    values = (
-        draw.normal(*x.shape).cos().to(draw.device, acc_dtype) for x in (emissions, transitions)
-    )
-    names = ("emission_values", "transition_values")
-    return {
-        **inputs,
-        **{n: v.requires_grad_(draw.grad) for n, v in zip(names, values, strict=True)},
-    }
+    for part in ("emission", "transition"):
+        scores = inputs[f"{part}s"]
+        inputs[f"{part}_values"] = _like(draw, scores, acc_dtype(draw.dtype), torch.cos)
+    return inputs
 
 
 def _states(draw: Draw, sizes: Sizes) -> Inputs:
@@ -240,8 +220,7 @@ def _states(draw: Draw, sizes: Sizes) -> Inputs:
 
 def _other_emissions(draw: Draw, sizes: Sizes) -> Inputs:
     inputs = _linear(draw, sizes)
-    other = draw.normal(*inputs["emissions"].shape).sin().to(draw.device, draw.dtype)
-    return {**inputs, "other": other.requires_grad_(draw.grad)}
+    return {**inputs, "other": _like(draw, inputs["emissions"], draw.dtype, torch.sin)}
 
 
 def _linear_kl(chain: LinearChain, other: Tensor) -> Tensor:
@@ -249,75 +228,30 @@ def _linear_kl(chain: LinearChain, other: Tensor) -> Tensor:
     return chain.kl(LinearChain(other, *rest, lengths=chain.lengths))
 
 
-def _dense(name: str, method: Callable[..., Any], rows: tuple[int, ...], **fields: Any) -> Call:
-    """Return the entry of a method of `LinearChain`."""
-    fields = {
-        "inputs": _linear,
-        "options": LINEAR,
-        "empty": ("batch",),
-        "batch": {"emissions": 1, "end": 0, "lengths": 0},
-        "mixtures": MIXED_SCORES,
-        "uncounted": _past_tokens,
-        **PATHS,
-        **fields,
-    }
-    return Call(name, of_linear_chain(method), small=DENSE, rows=rows, **fields)
-
-
-def _segments(draw: Draw, sizes: Sizes) -> Inputs:
-    steps, batch, states = sizes["steps"], sizes["batch"], sizes["states"]
-    return {
-        "emissions": draw.scores(steps, batch, states),
-        "transitions": draw.beside(states, states),
-        "durations": draw.beside(sizes["durations"], states),
-        "start": draw.beside(states),
-        "end": draw.beside(batch, states),
-        "lengths": draw.lengths(batch, steps, min(1, steps)),
-    }
-
-
-def of_segments(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of scores and lengths from one of a semi-Markov chain."""
-
-    def call(
-        emissions: Tensor,
-        transitions: Tensor,
-        durations: Tensor,
-        start: Tensor | None = None,
-        end: Tensor | None = None,
-        lengths: Any = None,
-        **others: Any,
-    ) -> Any:
-        scores = (emissions, transitions, durations, start, end)
-        return method(SemiMarkovChain(*scores, lengths=lengths), **others)
-
-    return call
+DENSE_BATCH = {"emissions": 1, "end": 0, "lengths": 0}
+DENSE_CALL: dict[str, Any] = {
+    "inputs": _linear,
+    "small": DENSE,
+    "options": LINEAR,
+    "empty": ("batch",),
+    "batch": DENSE_BATCH,
+    "mixtures": MIXED_SCORES,
+    "uncounted": _past_tokens,
+}
+NO_ENDS = {"no ends": LINEAR["no ends"]}
+_dense = partial(_method, LinearChain, DENSE_CALL)
+_semi = partial(_method, SemiMarkovChain, {**DENSE_CALL, "small": SEGMENTS, "options": NO_ENDS})
 
 
 def _segment_path(draw: Draw, sizes: Sizes) -> Inputs:
     """Return a path whose segments have one step each."""
-    states = draw.labels(0, sizes["states"], sizes["steps"], sizes["batch"])
-    return {**_segments(draw, sizes), "states": states, "starts": torch.ones_like(states).bool()}
-
-
-def _semi(name: str, method: Callable[..., Any], rows: tuple[int, ...], **fields: Any) -> Call:
-    """Return the entry of a method of `SemiMarkovChain`."""
-    fields = {
-        "inputs": _segments,
-        "options": {"no ends": LINEAR["no ends"]},
-        "empty": ("batch",),
-        "batch": {"emissions": 1, "end": 0, "lengths": 0},
-        "mixtures": MIXED_SCORES,
-        "uncounted": _past_tokens,
-        **PATHS,
-        **fields,
-    }
-    return Call(name, of_segments(method), small=SEGMENTS, rows=rows, **fields)
+    inputs = _states(draw, sizes)
+    return {**inputs, "starts": torch.ones_like(inputs["states"]).bool()}
 
 
 def _sampled(chain: Any) -> Any:
     device = chain.scores.device if isinstance(chain, Chain) else chain.emissions.device
-    return chain.sample(2, generator=_generator(device))
+    return chain.sample(2, generator=torch.Generator(device).manual_seed(SEED))
 
 
 PATH: dict[str, Any] = {"second_derivatives": False}
@@ -398,8 +332,8 @@ CALLS = (
         ),
         (0,),
         inputs=_linear_values,
-        batch={"emissions": 1, "end": 0, "lengths": 0, "emission_values": 1},
-        options={"no ends": LINEAR["no ends"]},
+        batch={**DENSE_BATCH, "emission_values": 1},
+        options=NO_ENDS,
         mixtures=(),
     ),
     _dense("LinearChain.entropy", LinearChain.entropy, (0,), usual=USUAL_DENSE, values=("wide",)),
@@ -408,7 +342,7 @@ CALLS = (
         _linear_kl,
         (0,),
         inputs=_other_emissions,
-        batch={"emissions": 1, "end": 0, "lengths": 0, "other": 1},
+        batch={**DENSE_BATCH, "other": 1},
         values=("wide",),
         mixtures=(),
         backward=Bound(8.0, 4e-6),  # a difference of sums of marginals
@@ -418,7 +352,7 @@ CALLS = (
         lambda chain, states: chain.log_prob(states),
         (0,),
         inputs=_states,
-        batch={"emissions": 1, "end": 0, "lengths": 0, "states": 1},
+        batch={**DENSE_BATCH, "states": 1},
         values=("wide",),
     ),
     _semi(
@@ -441,7 +375,7 @@ CALLS = (
         lambda chain, states, starts: chain.log_prob(states, starts),
         (0,),
         inputs=_segment_path,
-        batch={"emissions": 1, "end": 0, "lengths": 0, "states": 1, "starts": 1},
+        batch={**DENSE_BATCH, "states": 1, "starts": 1},
         values=("wide",),
     ),
 )

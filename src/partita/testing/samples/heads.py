@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ...ops.linear_heads.logprobs import linear_logprobs
 from ...ops.linear_heads.topk import linear_topk_logprobs
 from ...ops.linear_heads.topk_divergence import linear_topk_divergence
 from . import in_torch
-from .call import Bound, Call, Draw, Inputs, Sizes
+from .call import Bound, Call, Draw, Inputs, Sizes, together
 from .rows import (
     IGNORED,
     LOG_PROBABILITY,
@@ -21,33 +22,30 @@ from .rows import (
     SOFT,
     all_options,
     best_classes,
+    best_few,
+    labels,
     masked_rows,
     probabilities,
-    row_labels,
     some_classes,
 )
 
 HIDDEN = {"rows": 6, "classes": 300, "hidden": 5}
 USUAL_HIDDEN = {"rows": (1024,), "classes": (32000, 128256), "hidden": (1024,)}
 CHECKED_HIDDEN = ({"rows": 19, "classes": 781, "hidden": 781},)
-# Logits are rounded to the dtype of the hidden states, as PyTorch rounds them.
-LINEAR_BOUND: dict[str, Any] = {"forward": Bound(16.0), "backward": Bound(16.0), "rounds": True}
 
 
 def _hidden(draw: Draw, sizes: Sizes) -> Inputs:
-    rows, classes, hidden = sizes["rows"], sizes["classes"], sizes["hidden"]
-    weight = draw.scores(classes, hidden, plain=True).detach() / hidden**0.5
-    input = draw.scores(rows, hidden, plain=True)
-    return {"input": input, "linear_weight": weight.requires_grad_(draw.grad)}
+    return {
+        "input": draw.scores(sizes["rows"], sizes["hidden"], plain=True),
+        "linear_weight": draw.matrix(sizes["classes"], sizes["hidden"]),
+    }
 
 
 def _bias(draw: Draw, sizes: Sizes) -> Inputs:
     return {"linear_bias": draw.scores(sizes["classes"], plain=True)}
 
 
-def _linear_cross_entropy(draw: Draw, sizes: Sizes) -> Inputs:
-    rest = {"target": row_labels(draw, sizes), "reduction": "none"}
-    return {**_hidden(draw, sizes), **rest}
+_linear_cross_entropy = together(_hidden, labels, {"reduction": "none"})
 
 
 def _ignored_tokens(inputs: Inputs) -> dict[str, Tensor]:
@@ -78,19 +76,10 @@ LINEAR_CROSS_ENTROPY: dict[str, Any] = {
         "reduction": "mean",
         "memory_budget": 1_000_000 * draw.dtype.itemsize,
     },
-    "sum, lean": lambda draw, sizes: {"reduction": "sum", **_lean(draw, sizes)},
-    "bias, all options": lambda draw, sizes: {**_bias(draw, sizes), **all_options(draw, sizes)},
-    "bias, all options, lean": lambda draw, sizes: {
-        **_bias(draw, sizes),
-        **all_options(draw, sizes),
-        **_lean(draw, sizes),
-    },
-    "bias, all options, mean, fast": lambda draw, sizes: {
-        **_bias(draw, sizes),
-        **all_options(draw, sizes),
-        "reduction": "mean",
-        **FAST,
-    },
+    "sum, lean": together({"reduction": "sum"}, _lean),
+    "bias, all options": together(_bias, all_options),
+    "bias, all options, lean": together(_bias, all_options, _lean),
+    "bias, all options, mean, fast": together(_bias, all_options, {"reduction": "mean"}, FAST),
     "probabilities": probabilities,
     "several leading dimensions": lambda draw, sizes: {
         "input": draw.scores(2, sizes["rows"], sizes["hidden"], plain=True),
@@ -99,18 +88,9 @@ LINEAR_CROSS_ENTROPY: dict[str, Any] = {
 }
 
 
-def _linear_token_stats(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_hidden(draw, sizes), "target": row_labels(draw, sizes)}
-
-
 LINEAR: dict[str, Any] = {
     **BUDGETS,
-    "all options": lambda draw, sizes: {
-        **_bias(draw, sizes),
-        "temperature": 0.7,
-        "softcap": 5.0,
-        **_lean(draw, sizes),
-    },
+    "all options": together(_bias, {"temperature": 0.7, "softcap": 5.0}, _lean),
 }
 
 
@@ -124,10 +104,6 @@ def _linear_logprobs(draw: Draw, sizes: Sizes) -> Inputs:
 def _ignored_rows(inputs: Inputs) -> dict[str, Tensor]:
     ignored = (inputs["ids"] == IGNORED).all(-1, keepdim=True)
     return {"input": ignored.expand_as(inputs["input"])}
-
-
-def _linear_topk(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_hidden(draw, sizes), "k": min(3, sizes["classes"])}
 
 
 def _heads(draw: Draw, sizes: Sizes) -> Inputs:
@@ -146,11 +122,7 @@ SOFT_LINEAR: dict[str, Any] = {
     **SOFT,
     "lean": _lean_heads,
     "beta 0.3, mean, fast": {"beta": 0.3, "reduction": "mean", **FAST},
-    "bias, beta 1, lean": lambda draw, sizes: {
-        **_bias(draw, sizes),
-        "beta": 1.0,
-        **_lean_heads(draw, sizes),
-    },
+    "bias, beta 1, lean": together(_bias, {"beta": 1.0}, _lean_heads),
 }
 
 
@@ -160,97 +132,69 @@ def _linear_topk_divergence(draw: Draw, sizes: Sizes) -> Inputs:
     return {**_hidden(draw, sizes), **rest}
 
 
+_from_hidden = partial(
+    Call,
+    small=HIDDEN,
+    usual=USUAL_HIDDEN,
+    empty=("rows",),
+    values=(),
+    checked=CHECKED_HIDDEN,
+    forward=Bound(16.0),
+    backward=Bound(16.0),
+    rounds=True,  # logits, to the dtype of the hidden states, as PyTorch rounds them
+)
+_divergences = partial(
+    _from_hidden, options=SOFT_LINEAR, scale=LOG_PROBABILITY, grad_scale=PROBABILITY_GRADIENT
+)
 CALLS = (
-    Call(
+    _from_hidden(
         "linear_cross_entropy",
         linear_cross_entropy,
         _linear_cross_entropy,
-        HIDDEN,
-        USUAL_HIDDEN,
-        LINEAR_CROSS_ENTROPY,
-        ("rows",),
-        values=(),
+        options=LINEAR_CROSS_ENTROPY,
         batch={"input": 0, "target": 0},
         uncounted=_ignored_tokens,
         in_torch=in_torch.from_hidden(in_torch.cross_entropy),
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _from_hidden(
         "linear_token_stats",
         linear_token_stats,
-        _linear_token_stats,
-        HIDDEN,
-        USUAL_HIDDEN,
-        {**LINEAR, "no target": {"target": None}},
-        ("rows",),
-        values=(),
+        together(_hidden, labels),
+        options={**LINEAR, "no target": {"target": None}},
         batch={"input": 0, "target": 0},
         in_torch=in_torch.from_hidden(in_torch.token_stats),
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _from_hidden(
         "linear_logprobs",
         linear_logprobs,
         _linear_logprobs,
-        HIDDEN,
-        USUAL_HIDDEN,
-        LINEAR,
-        ("rows",),
-        values=(),
+        options=LINEAR,
         batch={"input": 0, "ids": 0},
         uncounted=_ignored_rows,
         in_torch=in_torch.from_hidden(in_torch.logprobs),
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _from_hidden(
         "linear_topk_logprobs",
         linear_topk_logprobs,
-        _linear_topk,
-        HIDDEN,
-        USUAL_HIDDEN,
-        LINEAR,
-        ("rows",),
-        values=(),
+        together(_hidden, best_few),
+        options=LINEAR,
         batch={"input": 0},
         in_torch=in_torch.from_hidden(in_torch.topk_logprobs),
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _divergences(
         "linear_divergence",
         linear_divergence,
         _heads,
-        HIDDEN,
-        USUAL_HIDDEN,
-        SOFT_LINEAR,
-        ("rows",),
-        values=(),
         batch={"input": 0, "teacher_input": 0, "mask": 0},
         uncounted=lambda inputs: masked_rows(inputs, "input", "teacher_input"),
         in_torch=in_torch.linear_divergence,
-        scale=LOG_PROBABILITY,
-        grad_scale=PROBABILITY_GRADIENT,
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
-    Call(
+    _divergences(
         "linear_topk_divergence",
         linear_topk_divergence,
         _linear_topk_divergence,
-        HIDDEN,
-        USUAL_HIDDEN,
-        SOFT_LINEAR,
-        ("rows",),
-        values=(),
         batch={"input": 0, "teacher": 0, "mask": 0},
         uncounted=lambda inputs: masked_rows(inputs, "input"),
         in_torch=in_torch.from_hidden(in_torch.topk_divergence),
-        scale=LOG_PROBABILITY,
-        grad_scale=PROBABILITY_GRADIENT,
-        checked=CHECKED_HIDDEN,
-        **LINEAR_BOUND,
     ),
 )

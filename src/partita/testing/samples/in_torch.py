@@ -121,7 +121,6 @@ def mixed(logq: Tensor, logp: Tensor, beta: float) -> Tensor:
 
 
 def counted(losses: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """Reduce divergences over the rows of a mask."""
     return reduced(losses if mask is None else torch.where(mask, losses, 0), reduction, mask)
 
 
@@ -199,6 +198,12 @@ def ends(scores: Tensor, initial: Tensor | None, final: Tensor | None) -> tuple[
     return zeros if initial is None else initial, zeros if final is None else final
 
 
+def reachable(scores: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores with -inf where there is no edge, and a table in which all sources exist."""
+    missing = source < 0
+    return upcast(scores).masked_fill(missing, -torch.inf), source.masked_fill(missing, 0).long()
+
+
 def total_of_paths(
     scores: Tensor,
     source: Tensor,
@@ -206,11 +211,10 @@ def total_of_paths(
     final: Tensor | None = None,
 ) -> Tensor:
     """Compute the sum over all paths of chains of one length."""
-    scores = upcast(scores)
+    scores, source = reachable(scores, source)
     alpha, last = ends(scores, initial, final)
     for step in scores:
-        terms = step + alpha[:, source.clamp(min=0)]
-        alpha = terms.masked_fill(source < 0, -torch.inf).logsumexp(-1)
+        alpha = (step + alpha[:, source]).logsumexp(-1)
     return (alpha + last).logsumexp(-1)
 
 
@@ -222,13 +226,13 @@ def expectation(
     final: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log Z and the expected sum of the values of a path; ends have the value 0."""
-    scores, values = upcast(scores), values.expand_as(scores)
+    values = values.expand_as(scores)
+    scores, source = reachable(scores, source)
     alpha, last = ends(scores, initial, final)
     mean = torch.zeros_like(alpha)
     for step, value in zip(scores, values, strict=True):
-        terms = step + alpha[:, source.clamp(min=0)]
-        terms = terms.masked_fill(source < 0, -torch.inf)
-        mean = (terms.softmax(-1) * (value + mean[:, source.clamp(min=0)])).sum(-1)
+        terms = step + alpha[:, source]
+        mean = (terms.softmax(-1) * (value + mean[:, source])).sum(-1)
         alpha = terms.logsumexp(-1)
     alpha = alpha + last
     return alpha.logsumexp(-1), (alpha.softmax(-1) * mean).sum(-1)
@@ -254,8 +258,10 @@ def semi_markov_chain(
     durations: Tensor,
     start: Tensor | None = None,
     end: Tensor | None = None,
+    *,
+    total: Callable[..., Tensor] = torch.logsumexp,
 ) -> Tensor:
-    """Compute log Z of segments over sequences of one length.
+    """Compute the sum over all segmentations of sequences of one length, or another `total`.
 
     `ages[d]` has the scores of segments that are open since d + 1 steps.
     """
@@ -265,9 +271,9 @@ def semi_markov_chain(
     ages = emissions[:0]
     for row in emissions:
         ages = torch.cat([opened[None], ages[: len(durations) - 1]]) + row
-        closed = (ages + durations[: len(ages), None]).logsumexp(0)
-        opened = (closed[..., None] + transitions).logsumexp(1)
-    return (closed if end is None else closed + end).logsumexp(-1)
+        closed = total(ages + durations[: len(ages), None], 0)
+        opened = total(closed[..., None] + transitions, 1)
+    return total(closed if end is None else closed + end, -1)
 
 
 def ctc_loss(
@@ -401,7 +407,6 @@ def tdt_loss(
 
 
 def joint(encoder: Tensor, predictor: Tensor, activation: str) -> Tensor:
-    """Return the hidden states of all nodes."""
     return getattr(torch, activation)(encoder[:, :, None] + predictor[:, None])
 
 

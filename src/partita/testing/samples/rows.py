@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ...ops.logprobs.common import TopK
 from ...ops.softmax.api import log_softmax, logsumexp, softmax
 from ...runtime.dtypes import acc_dtype
 from . import in_torch
-from .call import Bound, Call, Draw, Inputs, Sizes, Values
+from .call import Bound, Call, Draw, Inputs, Sizes, Values, together
 
 SMALL = {"rows": 6, "classes": 7}
 USUAL = {"rows": (1024,), "classes": (1000, 32000, 128256)}
@@ -52,7 +53,6 @@ def row_labels(draw: Draw, sizes: Sizes, ignored: int = IGNORED) -> Tensor:
 
 
 def _ignored(inputs: Inputs) -> dict[str, Tensor]:
-    """Return the rows of labels that are ignored."""
     logits, target = inputs["input"], inputs["target"]
     ignored = target == inputs.get("ignore_index", IGNORED)
     if logits.ndim > 1 and not target.is_floating_point():
@@ -60,13 +60,8 @@ def _ignored(inputs: Inputs) -> dict[str, Tensor]:
     return {}
 
 
-def _cross_entropy(draw: Draw, sizes: Sizes) -> Inputs:
-    return {
-        **_logits(draw, sizes),
-        "target": row_labels(draw, sizes),
-        "ignore_index": IGNORED,
-        "reduction": "none",
-    }
+def labels(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"target": row_labels(draw, sizes)}
 
 
 def all_options(draw: Draw, sizes: Sizes) -> Inputs:
@@ -89,6 +84,10 @@ def _one_row(draw: Draw, sizes: Sizes) -> Inputs:
     return {"input": draw.scores(sizes["classes"]), "target": torch.tensor(1, device=draw.device)}
 
 
+def _learned_weight(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"weight": draw.positive(sizes["classes"]).requires_grad_(draw.grad)}
+
+
 CROSS_ENTROPY: dict[str, Any] = {
     "mean": {"reduction": "mean"},
     "sum": {"reduction": "sum"},
@@ -99,13 +98,9 @@ CROSS_ENTROPY: dict[str, Any] = {
     },
     "softcap": {"softcap": 5.0},
     "all options": all_options,
-    "all options, mean": lambda draw, sizes: {**all_options(draw, sizes), "reduction": "mean"},
+    "all options, mean": together(all_options, {"reduction": "mean"}),
     "probabilities": probabilities,
-    "probabilities, all options": lambda draw, sizes: {
-        **probabilities(draw, sizes),
-        **all_options(draw, sizes),
-        "weight": draw.positive(sizes["classes"]).requires_grad_(draw.grad),
-    },
+    "probabilities, all options": together(probabilities, all_options, _learned_weight),
     "pixels": _pixels,
     "one row": _one_row,
 }
@@ -123,10 +118,6 @@ def _named_logits(draw: Draw, sizes: Sizes) -> Inputs:
 STATISTICS: dict[str, Any] = {"temperature and softcap": {"temperature": 0.7, "softcap": 5.0}}
 
 
-def _token_stats(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_named_logits(draw, sizes), "target": row_labels(draw, sizes)}
-
-
 def _ignored_logprobs(inputs: Inputs) -> dict[str, Tensor]:
     ignored = inputs["target"] == IGNORED
     return {"logits": ignored.unsqueeze(-1).expand_as(inputs["logits"])}
@@ -138,12 +129,8 @@ def some_classes(draw: Draw, sizes: Sizes) -> Tensor:
     return torch.cat([ids, ids[:, :1], ids // 2], 1)
 
 
-def _logprobs(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_named_logits(draw, sizes), "ids": some_classes(draw, sizes)}
-
-
-def _topk(draw: Draw, sizes: Sizes) -> Inputs:
-    return {**_named_logits(draw, sizes), "k": min(3, sizes["classes"])}
+def best_few(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"k": min(3, sizes["classes"])}
 
 
 SOFT: dict[str, Any] = {
@@ -184,170 +171,121 @@ def best_classes(logits: Tensor, k: int = 3) -> TopK:
 
 def _topk_divergence(draw: Draw, sizes: Sizes) -> Inputs:
     inputs = _divergence(draw, sizes)
-    return {
-        "logits": inputs.pop("logits"),
-        "teacher": best_classes(inputs.pop("teacher_logits")),
-    } | (inputs)
+    logits, teacher = inputs.pop("logits"), best_classes(inputs.pop("teacher_logits"))
+    return {"logits": logits, "teacher": teacher, **inputs}
 
 
 FINITE: tuple[Values, ...] = ("offset", "wide", "equal")
+_of_rows = partial(Call, small=SMALL, usual=USUAL, empty=("rows",), rows=(0,), checked=CHECKED)
+_softmax = partial(
+    _of_rows,
+    inputs=together(_logits, {"dim": -1}),
+    options={
+        "dim 0": {"dim": 0},
+        "in a wider dtype": lambda draw, sizes: {"dtype": acc_dtype(draw.dtype)},
+    },
+    values=("offset", "wide", "huge", "equal", "masked", "inf_rows"),
+    batch={"input": 0},
+)
+_cross_entropies = partial(
+    _of_rows,
+    inputs=together(_logits, labels, {"ignore_index": IGNORED, "reduction": "none"}),
+    values=("offset", "wide", "equal", "masked", "inf_rows"),
+    mixtures=BESIDE,
+    batch={"input": 0, "target": 0},
+    uncounted=_ignored,
+    in_torch=in_torch.cross_entropy,
+    grad_scale=-1,
+)
+_divergences = partial(
+    _of_rows,
+    options=SOFT,
+    values=FINITE,
+    forward=SUM_OF_DIFFERENCES,
+    scale=LOG_PROBABILITY,
+    grad_scale=PROBABILITY_GRADIENT,
+    checked=CHECKED[:1],
+)
 CALLS = (
-    *(
-        Call(
-            name,
-            function,
-            lambda draw, sizes: {**_logits(draw, sizes), "dim": -1},
-            SMALL,
-            USUAL,
-            {
-                "dim 0": {"dim": 0},
-                "in a wider dtype": lambda draw, sizes: {"dtype": acc_dtype(draw.dtype)},
-            },
-            ("rows",),
-            values=("offset", "wide", "huge", "equal", "masked", "inf_rows"),
-            batch={"input": 0},
-            rows=(0,),
-            in_torch=theirs,
-            scale="element" if name == "softmax" else -1,
-            grad_scale=_probability_error if name == "softmax" else "tensor",
-            checked=CHECKED,
-        )
-        for name, function, theirs in (
-            ("softmax", softmax, torch.softmax),
-            ("log_softmax", log_softmax, torch.log_softmax),
-        )
+    _softmax(
+        "softmax",
+        softmax,
+        in_torch=torch.softmax,
+        scale="element",
+        grad_scale=_probability_error,
     ),
-    Call(
+    _softmax("log_softmax", log_softmax, in_torch=torch.log_softmax, scale=-1),
+    _softmax(
         "logsumexp",
         logsumexp,
-        lambda draw, sizes: {**_logits(draw, sizes), "dim": -1},
-        SMALL,
-        USUAL,
-        {"dim 0": {"dim": 0}, "both": {"dim": (0, 1), "keepdim": True}},
-        ("rows", "classes"),
+        options={"dim 0": {"dim": 0}, "both": {"dim": (0, 1), "keepdim": True}},
+        empty=("rows", "classes"),
         values=("offset", "wide", "equal", "masked", "inf_rows"),
-        batch={"input": 0},
-        rows=(0,),
         in_torch=torch.logsumexp,
         grad_scale="element",
-        checked=CHECKED,
     ),
-    *(
-        Call(
-            name,
-            function,
-            _cross_entropy,
-            SMALL,
-            USUAL,
-            options,
-            ("rows",),
-            values=("offset", "wide", "equal", "masked", "inf_rows"),
-            mixtures=BESIDE,
-            batch={"input": 0, "target": 0},
-            rows=(0,),
-            uncounted=_ignored,
-            in_torch=in_torch.cross_entropy,
-            grad_scale=-1,
-            checked=CHECKED,
-            second_derivatives=function is cross_entropy,
-        )
-        for name, function, options in (
-            ("cross_entropy", cross_entropy, CROSS_ENTROPY),
-            (
-                "cross_entropy, in place",
-                _cross_entropy_inplace,
-                {name: CROSS_ENTROPY[name] for name in ("mean", "all options, mean")},
-            ),
-        )
+    _cross_entropies("cross_entropy", cross_entropy, options=CROSS_ENTROPY),
+    _cross_entropies(
+        "cross_entropy, in place",
+        _cross_entropy_inplace,
+        options={name: CROSS_ENTROPY[name] for name in ("mean", "all options, mean")},
+        second_derivatives=False,
     ),
-    Call(
+    _of_rows(
         "token_stats",
         token_stats,
-        _token_stats,
-        SMALL,
-        USUAL,
-        {**STATISTICS, "no target": {"target": None}},
-        ("rows",),
+        together(_named_logits, labels),
+        options={**STATISTICS, "no target": {"target": None}},
         values=("offset", "wide", "equal", "masked"),
         batch={"logits": 0, "target": 0},
         rows=(0, 0, 0, 0),
         in_torch=in_torch.token_stats,
-        checked=CHECKED,
     ),
     Call(
         "token_stats, logprob",
         lambda **inputs: token_stats(**inputs).logprob,
-        _token_stats,
+        together(_named_logits, labels),
         SMALL,
         options=STATISTICS,
         batch={"logits": 0, "target": 0},
         rows=(0,),
         uncounted=_ignored_logprobs,
     ),
-    Call(
+    _of_rows(
         "logprobs",
         logprobs,
-        _logprobs,
-        SMALL,
-        USUAL,
-        STATISTICS,
-        ("rows",),
+        lambda draw, sizes: {**_named_logits(draw, sizes), "ids": some_classes(draw, sizes)},
+        options=STATISTICS,
         values=FINITE,
         batch={"logits": 0, "ids": 0},
-        rows=(0,),
         in_torch=in_torch.logprobs,
-        checked=CHECKED,
     ),
-    Call(
+    _of_rows(
         "topk_logprobs",
         topk_logprobs,
-        _topk,
-        SMALL,
-        USUAL,
-        STATISTICS,
-        ("rows",),
+        together(_named_logits, best_few),
+        options=STATISTICS,
         values=FINITE,
         batch={"logits": 0},
         rows=(0, 0, 0),
         in_torch=in_torch.topk_logprobs,
-        checked=CHECKED,
     ),
-    Call(
+    _divergences(
         "divergence",
         divergence,
         _divergence,
-        SMALL,
-        USUAL,
-        SOFT,
-        ("rows",),
-        values=FINITE,
         mixtures=(*BESIDE, (torch.float64, torch.float32)),
         batch={"logits": 0, "teacher_logits": 0, "mask": 0},
-        rows=(0,),
         uncounted=lambda inputs: masked_rows(inputs, "logits", "teacher_logits"),
         in_torch=in_torch.divergence,
-        forward=SUM_OF_DIFFERENCES,
-        scale=LOG_PROBABILITY,
-        grad_scale=PROBABILITY_GRADIENT,
-        checked=CHECKED[:1],
     ),
-    Call(
+    _divergences(
         "topk_divergence",
         topk_divergence,
         _topk_divergence,
-        SMALL,
-        USUAL,
-        SOFT,
-        ("rows",),
-        values=FINITE,
         mixtures=BESIDE,
         batch={"logits": 0, "teacher": 0, "mask": 0},
-        rows=(0,),
         uncounted=lambda inputs: masked_rows(inputs, "logits"),
         in_torch=in_torch.topk_divergence,
-        forward=SUM_OF_DIFFERENCES,
-        scale=LOG_PROBABILITY,
-        grad_scale=PROBABILITY_GRADIENT,
-        checked=CHECKED[:1],
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from ...ops.rnnt.api import rnnt_align, rnnt_loss
 from ...ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
 from ...ops.rnnt.tdt import tdt_align, tdt_loss
 from . import in_torch
-from .alignments import PATHS, sequences
-from .call import Bound, Call, Draw, Inputs, Sizes
+from .alignments import of_paths, sequences
+from .call import Bound, Draw, Inputs, Sizes, without
 
 RNNT = {"steps": 3, "batch": 3, "classes": 4, "labels": 2}
 USUAL_RNNT = {"steps": (200,), "batch": (8,), "classes": (500, 1025), "labels": (40,)}
@@ -21,13 +22,8 @@ HIDDEN = {**RNNT, "hidden": 4}
 USUAL_HIDDEN = {**USUAL_RNNT, "hidden": (640,)}
 CHECKED_HIDDEN = ({"steps": 6, "batch": 1, "classes": 30, "labels": 2, "hidden": 40},)
 DURATIONS = [0, 1, 2]
-HEADS: dict[str, Any] = {
-    "numba": True,
-    "scale": None,
-    "forward": Bound(16.0, 2e-6),
-    "backward": Bound(16.0, 4e-6),
-    "rounds": True,
-}
+TDT = {"blank_token_id": 0, "durations": DURATIONS, "sigma": 0.1}
+MEAN = {"mean": {"reduction": "mean"}}
 
 
 def _nodes(draw: Draw, sizes: Sizes) -> Inputs:
@@ -51,7 +47,7 @@ def _past_nodes(inputs: Inputs, *names: str) -> dict[str, Tensor]:
 
 
 RNNT_LOSS: dict[str, Any] = {
-    "mean": {"reduction": "mean"},
+    **MEAN,
     "log-probabilities": {"fused_log_softmax": False},
     "clamp": {"clamp": 0.2},
     "hat": {"hat": True},
@@ -68,49 +64,27 @@ def _rnnt_inplace(logits: Tensor, **others: Any) -> Tensor:
     return rnnt_loss(logits * 1, inplace=True, **others)
 
 
-def _align_nodes(draw: Draw, sizes: Sizes) -> Inputs:
-    inputs = _nodes(draw, sizes)
-    del inputs["reduction"]
-    return {**inputs, "logits": inputs["logits"].detach()}
-
-
 def _tdt(draw: Draw, sizes: Sizes) -> Inputs:
-    inputs = _nodes(draw, sizes)
-    del inputs["blank"]
-    shape = inputs["logits"].shape[:3]
-    return {
-        "token_logits": inputs.pop("logits"),
-        "duration_logits": draw.scores(*shape, len(DURATIONS), plain=True),
-        **inputs,
-        "blank_token_id": 0,
-        "durations": DURATIONS,
-        "sigma": 0.1,
-    }
-
-
-def _align_tdt(draw: Draw, sizes: Sizes) -> Inputs:
-    inputs = _tdt(draw, sizes)
-    del inputs["reduction"]
-    return {n: x.detach() if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    inputs = without(_nodes, "blank", grad=True)(draw, sizes)
+    logits = inputs.pop("logits")
+    durations = draw.scores(*logits.shape[:3], len(DURATIONS), plain=True)
+    return {"token_logits": logits, "duration_logits": durations, **inputs, **TDT}
 
 
 def _joint(draw: Draw, sizes: Sizes) -> Inputs:
     batch, hidden = sizes["batch"], sizes["hidden"]
-    weight = draw.scores(sizes["classes"], hidden, plain=True).detach() / hidden**0.5
     return {
         "encoder": draw.scores(batch, sizes["steps"], hidden, plain=True),
         "predictor": draw.scores(batch, sizes["labels"] + 1, hidden, plain=True),
-        "linear_weight": weight.requires_grad_(draw.grad),
+        "linear_weight": draw.matrix(sizes["classes"], hidden),
         **sequences(draw, sizes, ("logit_lengths", "target_lengths")),
     }
 
 
 def _joint_tdt(draw: Draw, sizes: Sizes) -> Inputs:
-    inputs = _joint(draw, sizes)
-    del inputs["blank"]
+    inputs = without(_joint, "blank", grad=True)(draw, sizes)
     weight = draw.scores(len(DURATIONS), sizes["hidden"], plain=True)
-    rest = {"blank_token_id": 0, "durations": DURATIONS, "sigma": 0.1}
-    return {**inputs, "duration_weight": weight, **rest}
+    return {**inputs, "duration_weight": weight, **TDT}
 
 
 def _past_states(inputs: Inputs) -> dict[str, Tensor]:
@@ -123,7 +97,7 @@ def _past_states(inputs: Inputs) -> dict[str, Tensor]:
 
 
 JOINT: dict[str, Any] = {
-    "mean": {"reduction": "mean"},
+    **MEAN,
     "tanh, bias": lambda draw, sizes: {
         "activation": "tanh",
         "linear_bias": draw.scores(sizes["classes"], plain=True),
@@ -132,101 +106,72 @@ JOINT: dict[str, Any] = {
 }
 SEQUENCES = {"targets": 0, "logit_lengths": 0, "target_lengths": 0}
 
+_lattice = partial(
+    of_paths,
+    small=RNNT,
+    usual=USUAL_RNNT,
+    empty=("batch", "labels"),
+    values=("offset", "wide"),
+    rows=(0,),
+)
+_rnnt = partial(
+    _lattice,
+    inputs=_nodes,
+    batch={"logits": 0, **SEQUENCES},
+    uncounted=lambda inputs: _past_nodes(inputs, "logits"),
+)
+_durations = partial(
+    _lattice,
+    inputs=_tdt,
+    batch={"token_logits": 0, "duration_logits": 0, **SEQUENCES},
+    uncounted=lambda inputs: _past_nodes(inputs, "token_logits", "duration_logits"),
+)
+_from_hidden = partial(
+    of_paths,
+    small=HIDDEN,
+    usual=USUAL_HIDDEN,
+    options=JOINT,
+    empty=("batch",),
+    values=(),
+    batch={"encoder": 0, "predictor": 0, **SEQUENCES},
+    uncounted=_past_states,
+    forward=Bound(16.0, 2e-6),
+    backward=Bound(16.0, 4e-6),
+    rounds=True,
+    checked=CHECKED_HIDDEN,
+)
+ALIGN: dict[str, Any] = {
+    "values": ("offset", "masked"),
+    "rows": (0, 0, 0),
+    "second_derivatives": False,
+}
 CALLS = (
-    *(
-        Call(
-            name,
-            function,
-            _nodes,
-            RNNT,
-            USUAL_RNNT,
-            options,
-            ("batch", "labels"),
-            values=("offset", "wide"),
-            batch={"logits": 0, **SEQUENCES},
-            rows=(0,),
-            uncounted=lambda inputs: _past_nodes(inputs, "logits"),
-            in_torch=in_torch.rnnt_loss,
-            checked=CHECKED_RNNT,
-            second_derivatives=function is rnnt_loss,
-            **PATHS,
-        )
-        for name, function, options in (
-            ("rnnt_loss", rnnt_loss, RNNT_LOSS),
-            ("rnnt_loss, in place", _rnnt_inplace, {"mean": {"reduction": "mean"}}),
-        )
+    _rnnt(
+        "rnnt_loss",
+        rnnt_loss,
+        options=RNNT_LOSS,
+        in_torch=in_torch.rnnt_loss,
+        checked=CHECKED_RNNT,
     ),
-    Call(
+    _rnnt(
+        "rnnt_loss, in place",
+        _rnnt_inplace,
+        options=MEAN,
+        in_torch=in_torch.rnnt_loss,
+        checked=CHECKED_RNNT,
+        second_derivatives=False,
+    ),
+    _rnnt(
         "rnnt_align",
         rnnt_align,
-        _align_nodes,
-        RNNT,
-        USUAL_RNNT,
-        {"log-probabilities": {"fused_log_softmax": False}},
-        ("batch", "labels"),
-        batch={"logits": 0, **SEQUENCES},
-        rows=(0, 0, 0),
-        uncounted=lambda inputs: _past_nodes(inputs, "logits"),
-        second_derivatives=False,
-        **PATHS,
+        inputs=without(_nodes, "reduction"),
+        options={"log-probabilities": {"fused_log_softmax": False}},
+        **ALIGN,
     ),
-    Call(
-        "tdt_loss",
-        tdt_loss,
-        _tdt,
-        RNNT,
-        USUAL_RNNT,
-        {"mean": {"reduction": "mean"}},
-        ("batch", "labels"),
-        values=("offset", "wide"),
-        batch={"token_logits": 0, "duration_logits": 0, **SEQUENCES},
-        rows=(0,),
-        uncounted=lambda inputs: _past_nodes(inputs, "token_logits", "duration_logits"),
-        in_torch=in_torch.tdt_loss,
-        checked=CHECKED_RNNT,
-        **PATHS,
+    _durations(
+        "tdt_loss", tdt_loss, options=MEAN, in_torch=in_torch.tdt_loss, checked=CHECKED_RNNT
     ),
-    Call(
-        "tdt_align",
-        tdt_align,
-        _align_tdt,
-        RNNT,
-        USUAL_RNNT,
-        empty=("batch", "labels"),
-        batch={"token_logits": 0, "duration_logits": 0, **SEQUENCES},
-        rows=(0, 0, 0),
-        uncounted=lambda inputs: _past_nodes(inputs, "token_logits", "duration_logits"),
-        second_derivatives=False,
-        **PATHS,
-    ),
-    Call(
-        "linear_rnnt_loss",
-        linear_rnnt_loss,
-        _joint,
-        HIDDEN,
-        USUAL_HIDDEN,
-        JOINT,
-        ("batch",),
-        values=(),
-        batch={"encoder": 0, "predictor": 0, **SEQUENCES},
-        uncounted=_past_states,
-        in_torch=in_torch.linear_rnnt_loss,
-        checked=CHECKED_HIDDEN,
-        **HEADS,
-    ),
-    Call(
-        "linear_tdt_loss",
-        linear_tdt_loss,
-        _joint_tdt,
-        HIDDEN,
-        USUAL_HIDDEN,
-        JOINT,
-        ("batch",),
-        values=(),
-        batch={"encoder": 0, "predictor": 0, **SEQUENCES},
-        uncounted=_past_states,
-        in_torch=in_torch.linear_tdt_loss,
-        checked=CHECKED_HIDDEN,
-        **HEADS,
-    ),
+    _durations("tdt_align", tdt_align, inputs=without(_tdt, "reduction"), **ALIGN),
+    _from_hidden("linear_rnnt_loss", linear_rnnt_loss, _joint, in_torch=in_torch.linear_rnnt_loss),
+    _from_hidden("linear_tdt_loss", linear_tdt_loss, _joint_tdt, in_torch=in_torch.linear_tdt_loss),
 )

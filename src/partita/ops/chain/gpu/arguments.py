@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from .edge_table import DirectedEdges, EdgeTable
+from . import plan
+from .edge_table import EdgeTable, directed_edges
 
 
 class StridedEdges(NamedTuple):
@@ -155,6 +156,11 @@ def all_edges(table: EdgeTable) -> ChainEdges:
     return ChainEdges(*table[:3], *table.source.shape)
 
 
-def resident_edges(table: EdgeTable, edges: DirectedEdges) -> ResidentEdges:
-    """Return what register-resident kernels get of the edges."""
-    return ResidentEdges(*edges[:3], *table.source.shape)
+def resident_arguments(scores: Tensor, table: EdgeTable) -> dict[str, Any] | None:
+    """Return what all register-resident kernels share, or None where they do not serve the call."""
+    options = plan.resident_options(scores, table.max_out_degree)
+    if options is None:
+        return None
+    edges = directed_edges(table, options["BLOCK_C"], options["BLOCK_E"])
+    lanes = ResidentEdges(*edges[:3], *table.source.shape)
+    return {"table": lanes, "REGULAR": edges.is_regular, **options}

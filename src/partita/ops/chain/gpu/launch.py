@@ -21,16 +21,10 @@ from .arguments import (
     StridedChains,
     all_edges,
     chains_of,
-    resident_edges,
+    resident_arguments,
 )
 from .edge_table import directed_edges, edge_table
-from .plan import (
-    block_options,
-    is_parallel,
-    prefetch_options,
-    resident_options,
-    unroll_options,
-)
+from .plan import block_options, is_parallel, prefetch_options, unroll_options
 from .resident_gradient import chain_resident_gradient_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
 
@@ -42,76 +36,31 @@ def chain_logz(
     final: Tensor,
     lengths: Tensor | None,
     save: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return log Z, `[N]` fp64, and the states that the gradient needs.
-
-    The second tensor is empty if not `save`.
-    """
-    return _logz(scores, source, initial, final, lengths, save, None)
-
-
-def chain_rounded_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z in the dtype of results, `[N]`, then the results of `chain_logz`."""
-    rounded = torch.empty(scores.shape[1], dtype=acc_dtype(scores.dtype), device=scores.device)
-    return rounded, *_logz(scores, source, initial, final, lengths, save, rounded)
+    """Return log Z in fp64 and in the dtype of results, and the states that the gradient needs.
 
-
-def _logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-    rounded: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the results of `chain_logz`, and fill in log Z in the dtype of `rounded`."""
+    The third tensor is empty if not `save`.
+    """
     T, N, C, K = scores.shape
     table = edge_table(source)
     saved_shape = (T + 1 if save else 4, N, C)
     saved = torch.empty(saved_shape, dtype=torch.float64, device=scores.device)
     logz = torch.empty(N, dtype=torch.float64, device=scores.device)
+    rounded = torch.empty(N, dtype=acc_dtype(scores.dtype), device=scores.device)
     chains = chains_of(scores, table, initial, final, lengths)
-    resident = resident_options(scores, table.max_out_degree)
     if table.has_invalid:
         logz.fill_(torch.nan)
-        if rounded is not None:
-            rounded.fill_(torch.nan)
+        rounded.fill_(torch.nan)
     elif is_parallel(T, N, C):
         from .launch_segments import scan_boundaries
 
         outputs = ChainTotals(logz, rounded, None)
         scan_boundaries(chains, saved if save else None, 2 if save else 1, outputs)
-    elif resident is not None:
-        edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
-        options = {
-            **chains.only("scores", "initial", "final"),
-            "table": resident_edges(table, edges),
-            "saved_ptr": saved.view(torch.int64),
-            "SAVE": save,
-            "REGULAR": edges.is_regular,
-            **resident,
-        }
-        launch(
-            chain_resident_halves_kernel,
-            2 * N,
-            **options,
-            **prefetch_options(resident),
-        )
-        launch(
-            chain_resident_logz_kernel,
-            N,
-            logz_ptr=logz,
-            rounded_ptr=rounded,
-            **options,
-        )
+    elif (resident := resident_arguments(scores, table)) is not None:
+        options = {"saved_ptr": saved.view(torch.int64), "SAVE": save, **resident}
+        options |= chains.only("scores", "initial", "final")
+        launch(chain_resident_halves_kernel, 2 * N, **options, **prefetch_options(resident))
+        launch(chain_resident_logz_kernel, N, logz_ptr=logz, rounded_ptr=rounded, **options)
     else:
         from .forward_scan import chain_halves_kernel, chain_logz_kernel
 
@@ -126,7 +75,7 @@ def _logz(
         launch(chain_halves_kernel, 2 * N, **{**options, "edges": all_edges(table)})
         del options["UNROLL_OUT"]
         launch(chain_logz_kernel, N, logz_ptr=logz, rounded_ptr=rounded, **options)
-    return logz, saved if save else saved.new_empty(0)
+    return logz, rounded, saved if save else saved.new_empty(0)
 
 
 def chain_gradient(
@@ -156,7 +105,6 @@ def chain_gradient(
         "grad": StridedChains(grad, *grad.stride()),
         "gradients": ChainGradients(*results),
     }
-    resident = resident_options(scores, table.max_out_degree)
     if table.has_invalid:
         for result in results:
             result.fill_(torch.nan)
@@ -165,16 +113,14 @@ def chain_gradient(
 
         chains = chains._replace(edges=all_edges(table))
         parallel_gradient(chains, table.max_out_degree, saved, **inputs)
-    elif resident is not None:
+    elif (resident := resident_arguments(scores, table)) is not None:
         edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
         launch(
             chain_resident_gradient_kernel,
             2 * N,
-            table=resident_edges(table, edges),
             edge_positions_ptr=edges.edge_positions,
             logz_ptr=logz,
             saved_ptr=saved.view(torch.int64),
-            REGULAR=edges.is_regular,
             **chains.only("scores", "initial", "final"),
             **inputs,
             **prefetch_options(resident),
@@ -208,7 +154,7 @@ def chain_scan(
     reverse: bool,
 ) -> Tensor:
     """Return alpha, or with `reverse` beta, under Log or Max at each time, `[T + 1, N, C]` fp64."""
-    from .state_scores import chain_scan_kernel
+    from .forward_scan import chain_scan_kernel
 
     T, N, C, K = scores.shape
     table = edge_table(source)

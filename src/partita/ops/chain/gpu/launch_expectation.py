@@ -15,8 +15,11 @@ from .arguments import (
     chains_of,
 )
 from .edge_table import edge_table
-from .expectation import StatesWithMeans, chain_expectation_kernel
-from .expectation_gradient import chain_expectation_gradient_kernel
+from .expectation import (
+    StatesWithMeans,
+    chain_expectation_gradient_kernel,
+    chain_expectation_kernel,
+)
 from .plan import block_options
 
 

@@ -14,10 +14,11 @@ from .arguments import (
     ChainPaths,
     Chains,
     ChainTotals,
+    ResidentEdges,
     chains_of,
-    resident_edges,
+    resident_arguments,
 )
-from .edge_table import EdgeTable, directed_edges, edge_table
+from .edge_table import edge_table
 from .launch import chain_scan
 from .launch_segments import scan_boundaries
 from .plan import (
@@ -26,7 +27,6 @@ from .plan import (
     is_parallel,
     path_segments,
     prefetch_options,
-    resident_options,
     sample_options,
     segment_options,
     segment_sizes,
@@ -68,7 +68,7 @@ def chain_viterbi(
     Register-resident kernels also fill in `saved`, `[T + 1, N, C]` int64, with alpha and beta under
     Log up to the meeting point, for `launch_posteriors`.
     """
-    T, N, C, _ = scores.shape
+    T, N, C, K = scores.shape
     table, device = edge_table(source), scores.device
     score = torch.empty(N, dtype=acc_dtype(scores.dtype), device=device)
     states = torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device)
@@ -77,36 +77,28 @@ def chain_viterbi(
         return score.fill_(torch.nan), states.fill_(-1), edges.fill_(-1)
     paths = ChainPaths(score, states, edges)
     chains = chains_of(scores, table, initial, final, lengths)
-    resident = resident_options(scores, table.max_out_degree)
     if saved is None and is_parallel(T, N, C):
         _parallel_viterbi(chains, trace, paths)
-    elif resident is not None:
-        _resident_viterbi(chains, table, trace, resident, paths, saved)
+    elif (resident := resident_arguments(scores, table)) is not None:
+        _resident_viterbi(chains, trace, resident, paths, saved)
     else:
-        _general_viterbi(chains, trace, paths)
+        pointers = torch.empty((T, N, C) if trace else 0, dtype=_pointer_dtype(K), device=device)
+        launch(
+            chain_viterbi_kernel,
+            N,
+            **chains._asdict(),
+            alpha_ptr=torch.empty((2, N, C), dtype=torch.float64, device=device),
+            backpointers_ptr=pointers,
+            paths=paths,
+            TRACE=trace,
+            **block_options(C),
+        )
     return score, states, edges
 
 
 def _pointer_dtype(K: int) -> torch.dtype:
     """Return the dtype of backpointers, which are numbers of edges into a state."""
     return torch.uint8 if K <= 256 else torch.int32
-
-
-def _general_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
-    """Fill in the best path of each chain, for tables of any size."""
-    T, N, C, K = chains.T, chains.N, chains.edges.C, chains.edges.K
-    device = chains.scores.ptr.device
-    pointers_shape = (T, N, C) if trace else 0
-    launch(
-        chain_viterbi_kernel,
-        N,
-        **chains._asdict(),
-        alpha_ptr=torch.empty((2, N, C), dtype=torch.float64, device=device),
-        backpointers_ptr=torch.empty(pointers_shape, dtype=_pointer_dtype(K), device=device),
-        paths=paths,
-        TRACE=trace,
-        **block_options(C),
-    )
 
 
 def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
@@ -178,7 +170,6 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
 
 def _resident_viterbi(
     chains: Chains,
-    table: EdgeTable,
     trace: bool,
     resident: dict[str, Any],
     paths: ChainPaths,
@@ -191,8 +182,7 @@ def _resident_viterbi(
     """
     T, N, device = chains.T, chains.N, chains.scores.ptr.device
     block, num_warps, degree = resident["BLOCK_C"], resident["num_warps"], resident["DEGREE"]
-    edges = directed_edges(table, block, resident["BLOCK_E"])
-    lanes = resident_edges(table, edges)
+    lanes: ResidentEdges = resident["table"]
     half = path_segments(T, False).number
     middle = torch.empty((2, N, block), dtype=torch.float64, device=device)
     backpointers = torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device)
@@ -209,14 +199,12 @@ def _resident_viterbi(
             chain_resident_viterbi_kernel,
             scans,
             **chains.only("scores", "initial", "final"),
-            table=lanes,
             has_tie_ptr=has_tie,
             middle_ptr=middle,
             backpointers_ptr=backpointers,
             saved_ptr=None if forward_only else saved,
             TRACE=trace,
             FORWARD_ONLY=forward_only,
-            REGULAR=edges.is_regular,
             **prefetch_options(resident),
             **resident,
         )

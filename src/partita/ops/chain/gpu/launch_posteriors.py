@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ....runtime.launch import launch
-from .arguments import chains_of, resident_edges
-from .edge_table import directed_edges, edge_table
+from .arguments import chains_of, resident_arguments
+from .edge_table import edge_table
 from .plan import prefetch_options, resident_options
-from .resident_backward import chain_resident_backward_kernel
-from .resident_posteriors import chain_resident_posteriors_kernel
+from .resident_posteriors import (
+    chain_resident_backward_kernel,
+    chain_resident_posteriors_kernel,
+)
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
 
 SUMMED_STATES = 4  # of which one kernel stores the sum
@@ -74,17 +76,10 @@ def launch_posteriors(
     """
     N = scores.shape[1]
     table = edge_table(source)
-    resident = resident_options(scores, table.max_out_degree)
+    resident = resident_arguments(scores, table)
     assert resident is not None
-    edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
     chains = chains_of(scores, table, initial, final, lengths)
-    options = {
-        **chains.only("scores", "initial", "final"),
-        "table": resident_edges(table, edges),
-        "saved_ptr": buffers.saved,
-        "REGULAR": edges.is_regular,
-        **resident,
-    }
+    options = {**chains.only("scores", "initial", "final"), **resident, "saved_ptr": buffers.saved}
     ahead = prefetch_options(resident)
     if not are_saved:
         launch(chain_resident_halves_kernel, 2 * N, SAVE=True, **options, **ahead)
@@ -106,17 +101,14 @@ def launch_backward_scores(
 ) -> None:
     """Fill in beta at each time, `[T + 1, N, C]` fp64, of which about 48 bits are right."""
     table = edge_table(source)
-    resident = resident_options(scores, table.max_out_degree)
+    resident = resident_arguments(scores, table)
     assert resident is not None
-    edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
     chains = chains_of(scores, table, final, final, lengths)
     launch(
         chain_resident_backward_kernel,
         scores.shape[1],
         **chains.only("scores", "final"),
-        table=resident_edges(table, edges),
         result_ptr=result,
-        REGULAR=edges.is_regular,
         **prefetch_options(resident),
         **resident,
     )

@@ -140,15 +140,11 @@ def segment_sizes(T: int, N: int, C: int) -> SegmentSizes:
     GPU. Groups are about as many as each has segments, because both are scanned one by one.
     """
     rows = PARALLEL_PROGRAMS * segment_rows(C)
-    steps = min(max(previous_power_of_2(T * N // rows), MIN_SEGMENT_STEPS), MAX_SEGMENT_STEPS)
+    whole = 1 << max((T * N // rows).bit_length() - 1, 0)  # the greatest power of 2 up to it
+    steps = min(max(whole, MIN_SEGMENT_STEPS), MAX_SEGMENT_STEPS)
     segments = cdiv(T, steps)
     size = next_power_of_2(math.isqrt(segments))
     return SegmentSizes(steps, segments, size, cdiv(segments, size))
-
-
-def previous_power_of_2(n: int) -> int:
-    """Return the greatest power of 2 up to n, at least 1."""
-    return 1 << max(n.bit_length() - 1, 0)
 
 
 def segment_rows(C: int) -> int:

@@ -51,30 +51,6 @@ def count_passed(weights, cumulative, threshold, k0):
 
 
 @triton.jit
-def sample_final_state(alpha_ptr, final_ptr, final_c, C, uniform, BLOCK_K: tl.constexpr):
-    """Draw final states, [BLOCK_S].
-
-    Returns the states, and the greatest term and the sum of the weights, from which they are drawn.
-    """
-    zeros, lane = tl.zeros(uniform.shape, tl.float64), tl.arange(0, BLOCK_K)
-    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
-    for c0 in range(0, C, BLOCK_K):
-        terms = final_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)[None, :]
-        maximum = tl.maximum(maximum, tl.max(terms, axis=1))
-    for c0 in range(0, C, BLOCK_K):
-        terms = final_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)[None, :]
-        total += tl.sum(shifted_weights(terms, maximum), axis=1)
-    state, last_positive = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
-    for c0 in range(0, C, BLOCK_K):
-        terms = final_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)[None, :]
-        weights = shifted_weights(terms, maximum)
-        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, c0)
-        state, last_positive = state + passed, tl.maximum(last_positive, block_last)
-    # If uniform * total rounds up to the total, the draw passes the last positive weight.
-    return tl.minimum(state, last_positive), maximum, total
-
-
-@triton.jit
 def sample_edge(alpha_ptr, scores, edges, state, uniform, BLOCK_K: tl.constexpr):
     """Draw one of the edges into each state, [BLOCK_S]."""
     zeros, lane = tl.zeros(state.shape, tl.float64), tl.arange(0, BLOCK_K)
@@ -123,7 +99,22 @@ def chain_sample_kernel(
     path_edges_ptr = paths.edges_ptr + (sample.to(tl.int64) * T * N + n)
     uniform = tl.load(uniforms_ptr + T * step_stride, mask=valid, other=0.0)
     last_ptr = alpha_ptr + length * row_stride
-    state, maximum, total = sample_final_state(last_ptr, final_ptr, final.c, C, uniform, BLOCK_K)
+    zeros, lane = tl.zeros(uniform.shape, tl.float64), tl.arange(0, BLOCK_K)
+    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
+    for c0 in range(0, C, BLOCK_K):
+        terms = final_terms(last_ptr, final_ptr, c0 + lane, C, final.c)[None, :]
+        maximum = tl.maximum(maximum, tl.max(terms, axis=1))
+    for c0 in range(0, C, BLOCK_K):
+        terms = final_terms(last_ptr, final_ptr, c0 + lane, C, final.c)[None, :]
+        total += tl.sum(shifted_weights(terms, maximum), axis=1)
+    state, last_positive = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
+    for c0 in range(0, C, BLOCK_K):
+        terms = final_terms(last_ptr, final_ptr, c0 + lane, C, final.c)[None, :]
+        weights = shifted_weights(terms, maximum)
+        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, c0)
+        state, last_positive = state + passed, tl.maximum(last_positive, block_last)
+    # If uniform * total rounds up to the total, the draw passes the last positive weight.
+    state = tl.minimum(state, last_positive)
     possible = (maximum > -float("inf")) & (total + invalid == total)
     for i in range(0, T + 1):
         t = tl.full([], T - i, tl.int64)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ....primitives.gpu.row_plan import (
-    RowPlan,
     RowView,
     classes_per_program,
     elementwise_plan,
@@ -31,6 +30,9 @@ from .forward import cross_entropy_forward_kernel
 from .one_pass import cross_entropy_row_kernel, cross_entropy_tile_kernel
 from .plan import HARD_LABELS, PROBABILITIES, SUM_WORDS, fused_block, smoothing_mode
 from .reduction import (
+    LossSum,
+    Targets,
+    Words,
     equal_shares,
     mean_denominators,
     reduce_losses,
@@ -39,8 +41,18 @@ from .reduction import (
 )
 
 
+class _LossNumbers(NamedTuple):
+    """The options of a loss that are numbers, as the op takes them; 0 leaves one out."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+    mean: bool
+
+
 class _OnePassCall(NamedTuple):
-    """The arguments of a one-pass kernel.
+    """The arguments of a one-pass loss.
 
     Fields:
         logits: `[N, C, ...]`.
@@ -48,11 +60,7 @@ class _OnePassCall(NamedTuple):
         target: labels `[N, ...]` or probabilities `[N, C, ...]`.
         weight: class weights `[C]`, or None.
         denominator: what divides a sum of losses, `[]`, or None.
-        ignore_index: the ignored label.
-        label_smoothing: the share of the target that all classes have evenly.
-        softcap: the soft-cap, or 0.
-        z_loss: the factor of the z-loss.
-        mean: whether the loss is a mean.
+        numbers: the options.
     """
 
     logits: Tensor
@@ -60,32 +68,7 @@ class _OnePassCall(NamedTuple):
     target: Tensor
     weight: Tensor | None
     denominator: Tensor | None
-    ignore_index: int
-    label_smoothing: float
-    softcap: float
-    z_loss: float
-    mean: bool
-
-    @property
-    def smoothing_mode(self) -> int:
-        return smoothing_mode(self.target, self.label_smoothing)
-
-    @property
-    def numbers(self) -> tuple[int, float, float, float]:
-        return self.ignore_index, self.label_smoothing, self.softcap, self.z_loss
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        return {
-            "SMOOTHING_MODE": self.smoothing_mode,
-            "HAS_SOFTCAP": self.softcap != 0,
-            "HAS_Z_LOSS": self.z_loss != 0,
-            "MEAN": self.mean or self.denominator is not None,
-        }
-
-    def kernel_target(self) -> Tensor:
-        """Return the target as kernels read it: labels contiguous, probabilities by stride."""
-        return self.target if self.target.is_floating_point() else self.target.contiguous()
+    numbers: _LossNumbers
 
 
 def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> RowView | None:
@@ -94,6 +77,12 @@ def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> RowView | None:
     With labels, the second tensor of the view is the logits once more.
     """
     return row_view(1, logits, target if target.is_floating_point() else logits, *outputs)
+
+
+def targets_of(view: RowView, target: Tensor, weight: Tensor | None, ignore_index: int) -> Targets:
+    """Return the targets as kernels read them: labels contiguous, probabilities by stride."""
+    labels = None if target.is_floating_point() else target.contiguous()
+    return Targets(labels, view.strided[1], weight, view.classes, ignore_index)
 
 
 def cross_entropy(
@@ -119,7 +108,6 @@ def cross_entropy(
         )
     shape, dtype = row_shape(logits), acc_dtype(logits.dtype)
     rows = RowLosses(*(logits.new_empty(shape, dtype=dtype) for _ in RowLosses._fields))
-    mode = smoothing_mode(target, label_smoothing)
     plan = reduce_plan_for(view)
     programs = view.batches * cdiv(view.rows, plan.rows) * plan.splits
     if programs == 0 and workspace is not None:
@@ -127,23 +115,17 @@ def cross_entropy(
     launch(
         cross_entropy_forward_kernel,
         programs,
-        view.tensors[0],
-        target if mode == PROBABILITIES else target.contiguous(),
-        weight,
-        *rows,
-        merge_slots(view, plan.splits, 2),
-        workspace,
-        view.rows,
-        view.classes,
-        plan.splits,
-        classes_per_program(view, plan),
-        0 if workspace is None else workspace.numel(),
-        *view.strides[0],
-        *view.strides[1],
-        ignore_index,
-        label_smoothing,
-        softcap,
-        SMOOTHING_MODE=mode,
+        logits=view.strided[0],
+        targets=targets_of(view, target, weight, ignore_index),
+        results=rows,
+        slots_ptr=merge_slots(view, plan.splits, 2),
+        workspace=None if workspace is None else Words(workspace, workspace.numel()),
+        rows=view.rows,
+        splits=plan.splits,
+        span=classes_per_program(view, plan),
+        smoothing=label_smoothing,
+        softcap=softcap,
+        SMOOTHING_MODE=smoothing_mode(target, label_smoothing),
         HAS_SOFTCAP=softcap != 0,
         **reduce_options(plan, view),
     )
@@ -190,33 +172,22 @@ def _launch_backward(
     view = view_of(logits, target, dlogits)
     if view is None:
         return False
-    mode = smoothing_mode(target, label_smoothing)
     plan = elementwise_plan(view)
-    grad_loss, loss_step = flat_rows(grad_loss)
-    grad_logsumexp, logsumexp_step = flat_rows(grad_logsumexp)
     launch(
         cross_entropy_backward_kernel,
         view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
-        grad_loss,
-        grad_logsumexp,
-        logits,
-        target if mode == PROBABILITIES else target.contiguous(),
-        weight,
-        maximum.contiguous(),
-        sumexp.contiguous(),
-        total_weight.contiguous(),
-        dlogits,
-        view.rows,
-        view.classes,
-        loss_step,
-        logsumexp_step,
-        *view.strides[0],
-        *view.strides[1],
-        *view.strides[2],
-        ignore_index,
-        label_smoothing,
-        softcap,
-        SMOOTHING_MODE=mode,
+        grad_loss=flat_rows(grad_loss),
+        grad_logsumexp=flat_rows(grad_logsumexp),
+        logits=view.strided[0],
+        targets=targets_of(view, target, weight, ignore_index),
+        maximum_ptr=maximum.contiguous(),
+        sumexp_ptr=sumexp.contiguous(),
+        total_weight_ptr=total_weight.contiguous(),
+        dlogits=view.strided[2],
+        rows=view.rows,
+        smoothing=label_smoothing,
+        softcap=softcap,
+        SMOOTHING_MODE=smoothing_mode(target, label_smoothing),
         HAS_SOFTCAP=softcap != 0,
         **tile_options(plan, logits.dtype),
     )
@@ -242,28 +213,32 @@ def cross_entropy_reduced(
         return reduce_losses(loss, workspace, dtype)
     if target.is_floating_point():
         return reduce_losses(loss, workspace, dtype, shares=equal_shares(logits))
-    return reduce_losses(
-        loss,
-        workspace,
-        dtype,
-        target=target,
-        weight=weight,
-        ignore_index=ignore_index,
-        classes=logits.shape[1],
-    )
+    targets = Targets(target.contiguous(), None, weight, logits.shape[1], ignore_index)
+    return reduce_losses(loss, workspace, dtype, targets=targets)
 
 
 def cross_entropy_one_pass(logits: Tensor, *args: Any) -> OnePass:
     """Compute the reduced loss and its gradient together."""
-    *options, dtype = args
     dlogits = torch.empty_like(logits)
-    return OnePass(_one_pass(_OnePassCall(logits, dlogits, *options), dtype), dlogits)
+    return OnePass(_one_pass_into(dlogits, logits, *args), dlogits)
 
 
 def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:
     """Compute the reduced loss and write its gradient over the logits."""
-    *options, dtype = args
-    return _one_pass(_OnePassCall(logits, logits, *options), dtype)
+    return _one_pass_into(logits, logits, *args)
+
+
+def _one_pass_into(
+    dlogits: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    *numbers: Any,
+) -> Tensor:
+    *numbers, dtype = numbers
+    call = _OnePassCall(logits, dlogits, target, weight, denominator, _LossNumbers(*numbers))
+    return _one_pass(call, dtype)
 
 
 def one_pass_of_chunk(
@@ -288,8 +263,8 @@ def one_pass_of_chunk(
         mean: whether the loss is a mean over all rows.
         shares: the shares of the denominators of that mean; None for a sum.
     """
-    numbers = (ignore_index, label_smoothing, softcap, z_loss, mean)
-    call = _OnePassCall(logits, logits, target, weight, None, *numbers)
+    numbers = _LossNumbers(ignore_index, label_smoothing, softcap, z_loss, mean)
+    call = _OnePassCall(logits, logits, target, weight, None, numbers)
     return _one_pass(call, acc_dtype(logits.dtype), shares, is_chunk=True)
 
 
@@ -297,103 +272,64 @@ def _one_pass(
     call: _OnePassCall, dtype: torch.dtype, shares: Tensor | None = None, is_chunk: bool = False
 ) -> Tensor:
     """Compute the reduced loss and write its gradient with the kernel that suits the rows."""
-    view = view_of(call.logits, call.target, call.dlogits)
+    logits, numbers = call.logits, call.numbers
+    view = view_of(logits, call.target, call.dlogits)
     plan = None if view is None else row_plan_for(view, patched=True)
+    mode = smoothing_mode(call.target, numbers.label_smoothing)
     if view is None or plan is None or plan.kind == "loop":
         return _reduced_two_passes(call, dtype, shares, is_chunk)
-    if plan.kind == "row" and call.smoothing_mode == PROBABILITIES:
-        return _reduced_two_passes(call, dtype, shares, is_chunk)
     is_row = plan.kind == "row"
-    run = _launch_rows if is_row else _launch_tiles
+    if is_row and mode == PROBABILITIES:
+        return _reduced_two_passes(call, dtype, shares, is_chunk)
     programs = view.rows * plan.splits if is_row else view.batches * cdiv(view.rows, plan.rows)
-    slots = 1 if call.smoothing_mode == HARD_LABELS else 2
+    slots = 1 if mode == HARD_LABELS else 2
     num_words = exchange_words(view, plan.splits, slots) if is_row else 0
     block, is_plain = 0, not is_chunk and call.denominator is None
     if is_plain and plan.max_registers is None:  # The sum of the labels' weights would spill.
         block = fused_block(view.batches * view.rows, programs, view.classes)
     if block:
         sum_words = 0 if programs == 1 else 1 + programs
-        sums, exchanged = zeroed_words(call.logits.device, sum_words, num_words)
-        result = call.logits.new_empty((), dtype=dtype)
-        run(call, view, plan, _LossMemory(None, result, sums, exchanged, block), programs)
-        return result
-    workspace, shares = _prepare_workspace(call, shares, is_chunk, num_words)
-    loss = call.logits.new_empty(row_shape(call.logits), dtype=acc_dtype(call.logits.dtype))
-    memory = _LossMemory(shares, loss, None, workspace[SUM_WORDS:], 0)
-    run(call, view, plan, memory, programs)
-    return reduce_losses(loss, workspace, dtype, shares=shares)
-
-
-class _LossMemory(NamedTuple):
-    """The memory with which a one-pass kernel reduces the loss, or leaves that to another kernel.
-
-    Fields:
-        shares: shares of the mean's denominators, or None.
-        loss: memory for the rows' losses, or for the reduced loss.
-        sums: zeroed words for the losses of the programs, or None.
-        exchanged: zeroed words for the exchange between the programs of a row, or None.
-        block: the block of `fused_block`, 0 if the kernel does not reduce the loss.
-    """
-
-    shares: Tensor | None
-    loss: Tensor
-    sums: Tensor | None
-    exchanged: Tensor | None
-    block: int
-
-
-def _launch_tiles(
-    call: _OnePassCall, view: RowView, plan: RowPlan, memory: _LossMemory, programs: int
-) -> None:
-    """Launch the kernel whose programs have whole rows."""
-    launch(
-        cross_entropy_tile_kernel,
-        programs,
-        call.logits,
-        call.kernel_target(),
-        call.weight,
-        memory.shares,
-        memory.loss,
-        memory.sums,
-        call.dlogits,
-        view.rows,
-        view.classes,
-        *view.strides[0],
-        *view.strides[1],
-        *view.strides[2],
-        *call.numbers,
-        **call.flags,
-        FUSED_BLOCK=memory.block,
-        **tile_options(plan, call.logits.dtype),
-    )
-
-
-def _launch_rows(
-    call: _OnePassCall, view: RowView, plan: RowPlan, memory: _LossMemory, programs: int
-) -> None:
-    """Launch the kernel whose programs have one row, or parts of rows."""
-    launch(
-        cross_entropy_row_kernel,
-        patched_programs(view, plan),
-        call.logits,
-        call.kernel_target(),
-        call.weight,
-        memory.shares,
-        memory.exchanged,
-        memory.loss,
-        memory.sums,
-        call.dlogits,
-        programs,
-        view.classes,
-        plan.splits,
-        view.strides[0][1],
-        view.strides[2][1],
-        *call.numbers,
-        0.0,
-        **call.flags,
-        FUSED_BLOCK=memory.block,
-        **row_options(plan, call.logits.dtype),
-    )
+        sums, exchanged = zeroed_words(logits.device, sum_words, num_words)
+        losses = LossSum(logits.new_empty((), dtype=dtype), None, sums)
+    else:
+        workspace, shares = _prepare_workspace(call, shares, is_chunk, num_words)
+        exchanged = workspace[SUM_WORDS:]
+        loss = logits.new_empty(row_shape(logits), dtype=acc_dtype(logits.dtype))
+        losses = LossSum(loss, shares, None)
+    arguments: dict[str, Any] = {
+        "logits": view.strided[0],
+        "targets": targets_of(view, call.target, call.weight, numbers.ignore_index),
+        "losses": losses,
+        "dlogits": view.strided[2],
+        "smoothing": numbers.label_smoothing,
+        "softcap": numbers.softcap,
+        "z_loss": numbers.z_loss,
+        "SMOOTHING_MODE": mode,
+        "HAS_SOFTCAP": numbers.softcap != 0,
+        "HAS_Z_LOSS": numbers.z_loss != 0,
+        "MEAN": numbers.mean or call.denominator is not None,
+        "FUSED_BLOCK": block,
+    }
+    if is_row:
+        launch(
+            cross_entropy_row_kernel,
+            patched_programs(view, plan),
+            slots_ptr=exchanged,
+            parts=programs,
+            splits=plan.splits,
+            zero=0.0,
+            **arguments,
+            **row_options(plan, logits.dtype),
+        )
+    else:
+        launch(
+            cross_entropy_tile_kernel,
+            programs,
+            rows=view.rows,
+            **arguments,
+            **tile_options(plan, logits.dtype),
+        )
+    return losses.loss if block else reduce_losses(losses.loss, workspace, dtype, shares=shares)
 
 
 def _reduced_two_passes(
@@ -401,14 +337,14 @@ def _reduced_two_passes(
 ) -> Tensor:
     """Compute the reduced loss where a row fits no tile: first statistics, then the gradient."""
     workspace, shares = _prepare_workspace(call, shares, is_chunk)
-    numbers = (call.ignore_index, call.label_smoothing, call.softcap)
+    z_loss, numbers = call.numbers.z_loss, call.numbers[:3]
     rows = cross_entropy(call.logits, call.target, call.weight, *numbers)
     scale, z_scale = (1.0, 1.0)
     if shares is not None:
         scale, z_scale = shares.sum(1).to(rows.loss.dtype).reciprocal().unbind()
-    args = (
+    args: tuple[Any, ...] = (
         torch.ones_like(rows.loss) * scale,
-        2 * call.z_loss * rows.logsumexp * z_scale,
+        2 * z_loss * rows.logsumexp * z_scale,
         call.logits,
         call.target,
         call.weight,
@@ -422,8 +358,8 @@ def _reduced_two_passes(
     else:
         call.dlogits.copy_(cross_entropy_backward(*args))
     loss = rows.loss
-    if call.z_loss:
-        loss = loss + call.z_loss * rows.logsumexp.square() * (z_scale / scale)
+    if z_loss:
+        loss = loss + z_loss * rows.logsumexp.square() * (z_scale / scale)
     return reduce_losses(loss, workspace, dtype, shares=shares)
 
 
@@ -440,11 +376,11 @@ def _prepare_workspace(
     if call.denominator is not None:
         dtype = acc_dtype(call.logits.dtype)
         return workspace, shares_of_denominator(call.denominator, dtype, workspace)
-    if not call.mean or is_chunk:
+    if not call.numbers.mean or is_chunk:
         return workspace.zero_(), shares
     if call.target.is_floating_point():
         return workspace.zero_(), equal_shares(call.logits)
     shares = mean_denominators(
-        call.target, call.weight, call.ignore_index, call.logits.shape[1], workspace
+        call.target, call.weight, call.numbers.ignore_index, call.logits.shape[1], workspace
     )
     return workspace, shares

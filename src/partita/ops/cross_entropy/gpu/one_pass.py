@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp_for_dtype, finite_shift, sum_for_dtype
-from ....primitives.gpu.sync import next_part
+from ....primitives.gpu.sync import exchange_normalizer, exchange_pairs, next_part
 from .reduction import loss_scales, store_losses
 from .row_math import (
     Label,
@@ -27,59 +27,22 @@ from .row_math import (
     store_valid_rows,
 )
 from .row_part import (
+    PartWeights,
     has_class,
     load_part,
     locate_part,
     part_logits,
-    part_smoothing,
-    row_normalizer,
     store_part_gradient,
 )
 
 
 @triton.jit
-def tile_smoothing(
-    x,
-    shift,
-    mask,
-    probability_ptr,
-    column,
-    options,
-    SMOOTHING_MODE: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Return the target weights q of a tile, and their sums over its rows."""
-    if SMOOTHING_MODE == 0:
-        zeros = tl.zeros(shift.shape, options.smoothing.dtype)
-        return x, Smoothing(zeros, zeros)
-    else:
-        q = smoothing_weights(probability_ptr, mask, column, options, SMOOTHING_MODE)
-        weight = sum_for_dtype(q, 1, dtype)
-        loss = sum_for_dtype(smoothing_terms(q, shift[:, None], x), 1, dtype)
-        return q, Smoothing(exact_smoothing_weight(weight, options, SMOOTHING_MODE), loss)
-
-
-@triton.jit
 def cross_entropy_tile_kernel(
-    logits_ptr,  # [batches, rows, classes]
-    target_ptr,  # [batches, rows] labels, or [batches, rows, classes] probabilities
-    weight_ptr,  # [classes] or None
-    shares_ptr,  # [2, SHARES] partial sums of the mean's denominators, or None
-    loss_ptr,  # [batches, rows], or [] with FUSED_BLOCK
-    slots_ptr,  # [1 + programs] int64, zero, with FUSED_BLOCK; None for a single program
-    dlogits_ptr,  # [batches, rows, classes], which may be the logits
+    logits,  # StridedRows
+    targets,  # Targets
+    losses,  # LossSum
+    dlogits,  # StridedRows, which may be the logits
     rows,
-    classes,
-    x_batch,  # strides of the logits
-    x_row,
-    x_class,
-    t_batch,  # strides of the probabilities
-    t_row,
-    t_class,
-    d_batch,  # strides of dlogits
-    d_row,
-    d_class,
-    ignore_index,
     smoothing: tl.float64,
     softcap: tl.float64,
     z_loss: tl.float64,
@@ -99,71 +62,59 @@ def cross_entropy_tile_kernel(
     smoothing = tl.full([], smoothing, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     z_loss = tl.full([], z_loss, ACC_DTYPE) if HAS_Z_LOSS else None
-    options = LossOptions(weight_ptr, classes, ignore_index, smoothing, softcap, z_loss)
-    tile = locate_tile(rows, classes, 1, ROWS, BLOCK_V)
+    spread = smoothing if SMOOTHING_MODE else None
+    options = LossOptions(targets, smoothing, softcap, z_loss, spread)
+    tile = locate_tile(rows, targets.classes, 1, ROWS, BLOCK_V)
     batch, row, column, mask = tile.batch, tile.row, tile.column, tile.mask
-    start = logits_ptr + batch * x_batch + row * x_row  # [ROWS]
-    logits = tl.load(start[:, None] + column * x_class, mask=mask, other=-float("inf"))
+    x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
+    x_ptrs = x_rows[:, None] + column * logits.column
+    packed = tl.load(x_ptrs, mask=mask, other=-float("inf"))
     index = batch * rows + row
     # The labels are loaded before anything waits for the rows.
-    row_mask = tile.row_mask
-    label = load_label(
-        target_ptr, index, row_mask, start, x_class, None, BLOCK_V, options, SMOOTHING_MODE
-    )
+    label = load_label(index, tile.row_mask, x_rows, logits.column, None, BLOCK_V, options)
     M = tl.num_programs(0) // tl.cdiv(rows, ROWS) * rows
-    scales = loss_scales(shares_ptr, target_ptr, M, options, SMOOTHING_MODE, MEAN, FUSED_BLOCK)
-    x = acc_logits(logits, mask, options)
-    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
+    scales = loss_scales(losses, M, options, MEAN, FUSED_BLOCK)
+    x = acc_logits(packed, mask, options)
+    dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
     shift = finite_shift(tl.max(x, axis=1))
     e = exp_for_dtype(x - shift[:, None], dtype)
     total = sum_for_dtype(e, 1, dtype)
-    t_ptrs = target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class
-    q, smoothing = tile_smoothing(x, shift, mask, t_ptrs, column, options, SMOOTHING_MODE, dtype)
-    terms = gradient_terms(label, smoothing, shift, total, scales, options)
-    grad = class_gradient(e, x, terms.factor[:, None], terms.scale * q, options, SMOOTHING_MODE)
-    d_start = dlogits_ptr + batch * d_batch + row * d_row  # [ROWS]
+    if SMOOTHING_MODE:
+        t = targets.probabilities
+        t_ptrs = t.ptr + batch * t.batch + row[:, None] * t.row + column * t.column
+        q = smoothing_weights(t_ptrs, mask, column, options)
+        q_sum = sum_for_dtype(q, 1, dtype)
+        q_loss = sum_for_dtype(smoothing_terms(q, shift[:, None], x), 1, dtype)
+        sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
+    else:
+        q, zeros = x, tl.zeros(shift.shape, ACC_DTYPE)
+        sums = Smoothing(zeros, zeros)
+    terms = gradient_terms(label, sums, shift, total, scales, options)
+    grad = class_gradient(e, x, terms.factor[:, None], terms.scale * q, options)
+    d_rows = dlogits.ptr + batch * dlogits.batch + row * dlogits.row  # [ROWS]
     # The gradient may replace the logits, so every warp must have read the logit at the label
     # before any warp writes over it.
     tl.debug_barrier()
-    d_ptrs = d_start[:, None] + column * d_class
+    d_ptrs = d_rows[:, None] + column * dlogits.column
     store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None], False)
-    loss = row_loss(label, smoothing, shift, total, scales, options, SMOOTHING_MODE)
+    loss = row_loss(label, sums, shift, total, scales, options)
     program = tl.program_id(0)
-    store_losses(loss_ptr, index, loss, row_mask, slots_ptr, program, scales, MEAN, FUSED_BLOCK)
-    label_mask = label.in_range & row_mask
-    store_label_gradient(d_start, d_class, label, label_mask, terms, options, SMOOTHING_MODE)
-
-
-@triton.jit
-def load_part_label(target_ptr, row_ptr, part, BLOCK_V: tl.constexpr, options):
-    """Load the label of a row, and return whether it belongs to this program's part.
-
-    Its logit is 0 in the other programs.
-    """
-    label = tl.load(target_ptr).to(tl.int64)
-    not_ignored, in_range, weight = label_weights(label, options)
-    is_owner = has_class(part, label, in_range, BLOCK_V)
-    x = load_label_logits(row_ptr + label, in_range & is_owner, options)
-    return Label(label, not_ignored, in_range, weight, x), is_owner
+    store_losses(losses, index, loss, tile.row_mask, program, scales, MEAN, FUSED_BLOCK)
+    label_mask = label.in_range & tile.row_mask
+    store_label_gradient(d_rows, dlogits.column, label, label_mask, terms, options)
 
 
 @triton.jit
 def cross_entropy_of_part(
     index,
-    logits_ptr,
-    target_ptr,
-    shares_ptr,
+    logits,
+    losses,
     slots_ptr,
-    loss_ptr,
-    loss_slots_ptr,
-    dlogits_ptr,
+    dlogits,
     parts,
     splits,
-    x_row,
-    d_row,
     options,
     zero,
-    SMOOTHING_MODE: tl.constexpr,
     MEAN: tl.constexpr,
     FUSED_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
@@ -172,74 +123,71 @@ def cross_entropy_of_part(
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute loss and gradient of a part of a row.
+    """Compute loss and gradient of a part of a row; the arguments are the kernel's.
 
     It returns the index of the program's next part, if the program takes several.
     """
-    program, classes = index, options.classes
+    program, targets = index, options.targets
     STREAM: tl.constexpr = SHARED and VEC == 1
+    dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
     row = index // splits
-    part = locate_part((index % splits).to(tl.int32), row * x_row, classes, VEC, BLOCK_V)
-    row_ptr = logits_ptr + row * x_row
-    logits = load_part(logits_ptr, row * x_row, part, STREAM, VEC)
-    M = parts // splits
-    scales = loss_scales(shares_ptr, target_ptr, M, options, SMOOTHING_MODE, MEAN, FUSED_BLOCK)
-    label, is_owner = load_part_label(target_ptr + row, row_ptr, part, BLOCK_V, options)
-    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
-    loaded = part_logits(logits, row_ptr, part, classes, options, zero, dtype, HALF, VEC)
-    shift, total = row_normalizer(loaded, slots_ptr, row, splits, SHARED, BLOCK_SPLITS)
-    weights, smoothing = part_smoothing(
-        loaded,
-        shift,
-        slots_ptr,
-        row,
-        splits,
-        parts,
-        options,
-        SMOOTHING_MODE,
-        SHARED,
-        BLOCK_SPLITS,
-        VEC,
-    )
+    split = (index % splits).to(tl.int32)
+    part = locate_part(split, row * logits.row, targets.classes, VEC, BLOCK_V)
+    row_ptr = logits.ptr + row * logits.row
+    packed = load_part(logits.ptr, row * logits.row, part, STREAM, VEC)
+    scales = loss_scales(losses, parts // splits, options, MEAN, FUSED_BLOCK)
+    label = tl.load(targets.labels + row).to(tl.int64)
+    not_ignored, in_range, weight = label_weights(label, options)
+    is_owner = has_class(part, label, in_range, BLOCK_V)
+    label_x = load_label_logits(row_ptr + label, in_range & is_owner, options)
+    label = Label(label, not_ignored, in_range, weight, label_x)
+    loaded = part_logits(packed, row_ptr, part, targets.classes, options, zero, dtype, HALF, VEC)
+    shift, total = loaded.shift, loaded.total
+    if SHARED:
+        shift, total = exchange_normalizer(
+            slots_ptr + 1 + row * splits, split, splits, loaded.maximum, total, BLOCK_SPLITS
+        )
+    weights, sums = PartWeights(loaded.x, 0.0), Smoothing(0.0, 0.0)
+    if options.spread is not None:
+        q = smoothing_weights(None, part.mask, part.head + part.column, options)
+        edge_q = 0.0
+        q_sum = tl.sum(q, axis=0)
+        q_loss = tl.sum(smoothing_terms(q, shift, loaded.x), axis=0)
+        if VEC > 1:
+            edge_q = smoothing_weights(None, loaded.at_edge, loaded.edge, options)
+            q_sum += tl.sum(edge_q, axis=0)
+            q_loss += tl.sum(smoothing_terms(edge_q, shift, loaded.edge_x), axis=0)
+        if SHARED:  # The slots follow those of the normalizers.
+            lane = tl.arange(0, BLOCK_SPLITS)
+            slot_ptr = slots_ptr + 1 + parts + row * splits
+            q_sums, q_losses = exchange_pairs(slot_ptr, split, splits, q_sum, q_loss, BLOCK_SPLITS)
+            q_sum = tl.sum(tl.where(lane < splits, q_sums, 0.0), axis=0)
+            q_loss = tl.sum(tl.where(lane < splits, q_losses, 0.0), axis=0)
+        weights = PartWeights(q, edge_q)
+        sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
     if HALF and SHARED and VEC > 1:
         index = next_part(slots_ptr, SHARED)
-    terms = gradient_terms(label, smoothing, shift, total, scales, options)
+    terms = gradient_terms(label, sums, shift, total, scales, options)
+    d_start = row * dlogits.row
     store_part_gradient(
-        dlogits_ptr,
-        row * d_row,
-        loaded,
-        weights,
-        label,
-        terms,
-        options,
-        SMOOTHING_MODE,
-        HALF,
-        STREAM,
-        VEC,
+        dlogits.ptr, d_start, loaded, weights, label, terms, options, HALF, STREAM, VEC
     )
-    loss = row_loss(label, smoothing, shift, total, scales, options, SMOOTHING_MODE)
-    store_losses(loss_ptr, row, loss, is_owner, loss_slots_ptr, program, scales, MEAN, FUSED_BLOCK)
-    d_start, mask = dlogits_ptr + row * d_row, label.in_range & is_owner
-    store_label_gradient(d_start, 1, label, mask, terms, options, SMOOTHING_MODE)
+    loss = row_loss(label, sums, shift, total, scales, options)
+    store_losses(losses, row, loss, is_owner, program, scales, MEAN, FUSED_BLOCK)
+    mask = label.in_range & is_owner
+    store_label_gradient(dlogits.ptr + d_start, 1, label, mask, terms, options)
     return index
 
 
 @triton.jit
 def cross_entropy_row_kernel(
-    logits_ptr,  # [rows, classes]
-    target_ptr,  # [rows] labels
-    weight_ptr,  # [classes] or None
-    shares_ptr,  # [2, SHARES] partial sums of the mean's denominators, or None
+    logits,  # StridedRows of one batch
+    targets,  # Targets that are labels
+    losses,  # LossSum
     slots_ptr,  # [1 + 2 * parts] int64, zero: the counter, then two slots for each part
-    loss_ptr,  # [rows], or [] with FUSED_BLOCK
-    loss_slots_ptr,  # [1 + programs] int64, zero, with FUSED_BLOCK; None for a single program
-    dlogits_ptr,  # [rows, classes], which may be the logits
+    dlogits,  # StridedRows of one batch, which may be the logits
     parts,  # of all rows
-    classes,
     splits,  # programs that share a row
-    x_row,  # stride of the logits
-    d_row,  # stride of dlogits
-    ignore_index,
     smoothing: tl.float64,
     softcap: tl.float64,
     z_loss: tl.float64,
@@ -264,36 +212,16 @@ def cross_entropy_row_kernel(
     smoothing = tl.full([], smoothing, tl.float32)
     softcap = tl.full([], softcap, tl.float32) if HAS_SOFTCAP else None
     z_loss = tl.full([], z_loss, tl.float32) if HAS_Z_LOSS else None
-    options = LossOptions(weight_ptr, classes, ignore_index, smoothing, softcap, z_loss)
+    spread = smoothing if SMOOTHING_MODE else None
+    options = LossOptions(targets, smoothing, softcap, z_loss, spread)
     index = next_part(slots_ptr, SHARED)
-    pointers = (logits_ptr, target_ptr, shares_ptr, slots_ptr, loss_ptr, loss_slots_ptr)
-    args = (dlogits_ptr, parts, splits, x_row, d_row, options, zero)
+    args = (logits, losses, slots_ptr, dlogits, parts, splits, options, zero)
     if HALF and SHARED and VEC > 1:  # A loop around parts in fp32 would spill registers.
         while index < parts:
             index = cross_entropy_of_part(
-                index,
-                *pointers,
-                *args,
-                SMOOTHING_MODE,
-                MEAN,
-                FUSED_BLOCK,
-                HALF,
-                SHARED,
-                BLOCK_SPLITS,
-                VEC,
-                BLOCK_V,
+                index, *args, MEAN, FUSED_BLOCK, HALF, SHARED, BLOCK_SPLITS, VEC, BLOCK_V
             )
     else:
         cross_entropy_of_part(
-            index,
-            *pointers,
-            *args,
-            SMOOTHING_MODE,
-            MEAN,
-            FUSED_BLOCK,
-            HALF,
-            SHARED,
-            BLOCK_SPLITS,
-            VEC,
-            BLOCK_V,
+            index, *args, MEAN, FUSED_BLOCK, HALF, SHARED, BLOCK_SPLITS, VEC, BLOCK_V
         )

@@ -23,6 +23,48 @@ from .plan import SHARES, reduction_plan
 NUM_SHARES = tl.constexpr(SHARES)
 
 
+class Targets(NamedTuple):
+    """What the rows of a loss aim at.
+
+    Fields:
+        labels: the labels, [batches, rows], or None for probabilities.
+        probabilities: StridedRows of the probabilities; with labels they are not read.
+        weight: class weights, [classes], or None.
+        classes: the number of classes.
+        ignore_index: the ignored label.
+    """
+
+    labels: Any
+    probabilities: Any
+    weight: Any
+    classes: Any
+    ignore_index: Any
+
+
+NO_LABELS = Targets(None, None, None, 0, 0)
+
+
+class LossSum(NamedTuple):
+    """Where the rows' losses go, and what their sum is divided by.
+
+    Fields:
+        loss: memory for the rows' losses, [batches, rows], or for their sum or mean, [].
+        shares: the shares of the mean's denominators, or None.
+        slots: [1 + programs] int64, zero, if several programs add up the losses, or None.
+    """
+
+    loss: Any
+    shares: Any
+    slots: Any
+
+
+class Words(NamedTuple):
+    """Words of int64 in which a kernel counts programs and exchanges partial results."""
+
+    ptr: Any
+    size: Any
+
+
 class LossScales(NamedTuple):
     """The factors of a row's loss in the reduced loss.
 
@@ -48,17 +90,7 @@ def load_labels(target_ptr, index, mask, ignore_index):
 
 
 @triton.jit
-def sum_label_weights(
-    target_ptr,
-    weight_ptr,
-    rows,
-    classes,
-    ignore_index,
-    split,
-    splits,
-    ACC_DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def sum_label_weights(targets, rows, split, splits, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the sum of the class weights, and the number, of the labels that are not ignored.
 
     They are those of part `split` of `splits` parts of the labels.
@@ -67,33 +99,30 @@ def sum_label_weights(
     lane_weights = tl.zeros([BLOCK], ACC_DTYPE)
     for first in range(split * BLOCK, rows, splits * BLOCK):
         index = first + tl.arange(0, BLOCK).to(tl.int64)
-        label = load_labels(target_ptr, index, index < rows, ignore_index)
-        lane_labels += (label != ignore_index).to(tl.int32)
-        if weight_ptr is not None:
-            in_range = (label != ignore_index) & (label >= 0) & (label < classes)
-            lane_weights += tl.load(weight_ptr + label, mask=in_range, other=0.0).to(ACC_DTYPE)
+        label = load_labels(targets.labels, index, index < rows, targets.ignore_index)
+        not_ignored = label != targets.ignore_index
+        lane_labels += not_ignored.to(tl.int32)
+        if targets.weight is not None:
+            in_range = not_ignored & (label >= 0) & (label < targets.classes)
+            lane_weights += tl.load(targets.weight + label, mask=in_range, other=0.0).to(ACC_DTYPE)
     num_labels = tl.sum(lane_labels, axis=0).to(ACC_DTYPE)
-    return tl.sum(lane_weights, axis=0) if weight_ptr is not None else num_labels, num_labels
+    return tl.sum(lane_weights, axis=0) if targets.weight is not None else num_labels, num_labels
 
 
 @triton.jit
-def clear_workspace(workspace_ptr, workspace_size, BLOCK: tl.constexpr):
-    """Zero the words in which later kernels count programs and exchange partial results."""
-    for first in range(tl.program_id(0) * BLOCK, workspace_size, tl.num_programs(0) * BLOCK):
+def clear_words(words, BLOCK: tl.constexpr):
+    """Zero words for later kernels."""
+    for first in range(tl.program_id(0) * BLOCK, words.size, tl.num_programs(0) * BLOCK):
         index = first + tl.arange(0, BLOCK)
-        tl.store(workspace_ptr + index, tl.zeros([BLOCK], tl.int64), mask=index < workspace_size)
+        tl.store(words.ptr + index, tl.zeros([BLOCK], tl.int64), mask=index < words.size)
 
 
 @triton.jit
 def cross_entropy_denominators_kernel(
-    target_ptr,  # [rows] labels
-    weight_ptr,  # [classes] or None
+    targets,  # Targets that are labels, [rows]
     shares_ptr,  # [2, SHARES]
-    workspace_ptr,  # [workspace_size] int64, cleared for later kernels
+    workspace,  # Words, cleared for later kernels
     rows,
-    classes,
-    ignore_index,
-    workspace_size,
     splits,
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -104,29 +133,20 @@ def cross_entropy_denominators_kernel(
     letting the last program add them here.
     """
     weights, num_labels = sum_label_weights(
-        target_ptr,
-        weight_ptr,
-        rows,
-        classes,
-        ignore_index,
-        tl.program_id(0),
-        splits,
-        ACC_DTYPE,
-        BLOCK,
+        targets, rows, tl.program_id(0), splits, ACC_DTYPE, BLOCK
     )
     lane = tl.arange(0, NUM_SHARES)
     mask = lane % splits == tl.program_id(0)
     tl.store(shares_ptr + lane, tl.where(lane < splits, weights, 0.0), mask=mask)
     tl.store(shares_ptr + NUM_SHARES + lane, tl.where(lane < splits, num_labels, 0.0), mask=mask)
-    clear_workspace(workspace_ptr, workspace_size, BLOCK)
+    clear_words(workspace, BLOCK)
 
 
 @triton.jit
 def cross_entropy_share_kernel(
     denominator_ptr,  # []
     shares_ptr,  # [2, SHARES]
-    workspace_ptr,  # [workspace_size] int64, cleared for later kernels
-    workspace_size,
+    workspace,  # Words, cleared for later kernels
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -136,7 +156,7 @@ def cross_entropy_share_kernel(
     is_first = tl.program_id(0) == 0
     tl.store(shares_ptr + lane, shares, mask=is_first)
     tl.store(shares_ptr + NUM_SHARES + lane, shares, mask=is_first)
-    clear_workspace(workspace_ptr, workspace_size, BLOCK)
+    clear_words(workspace, BLOCK)
 
 
 @triton.jit
@@ -147,27 +167,7 @@ def sum_of_shares(shares_ptr, row: tl.constexpr, ACC_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def mean_scales(shares_ptr, MEAN: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Return the factors of a row's loss and of its z-loss in the reduced loss."""
-    if MEAN:
-        return (
-            reciprocal(sum_of_shares(shares_ptr, 0, ACC_DTYPE)),
-            reciprocal(sum_of_shares(shares_ptr, 1, ACC_DTYPE)),
-        )
-    else:
-        return tl.full([], 1.0, ACC_DTYPE), tl.full([], 1.0, ACC_DTYPE)
-
-
-@triton.jit
-def loss_scales(
-    shares_ptr,
-    target_ptr,
-    rows,
-    options,
-    SMOOTHING_MODE: tl.constexpr,
-    MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def loss_scales(losses, rows, options, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """Return the scales of the losses.
 
     They come from the shares, or from the targets of all rows, if one program reads all of them in
@@ -175,60 +175,27 @@ def loss_scales(
     """
     ACC_DTYPE: tl.constexpr = options.smoothing.dtype
     if BLOCK and MEAN:
-        if SMOOTHING_MODE == 2:
+        if options.targets.labels is None:
             weights = tl.full([], 0.0, ACC_DTYPE) + rows
             num_rows = weights
         else:
-            weights, num_rows = sum_label_weights(
-                target_ptr,
-                options.weight_ptr,
-                rows,
-                options.classes,
-                options.ignore_index,
-                0,
-                1,
-                ACC_DTYPE,
-                BLOCK,
-            )
+            weights, num_rows = sum_label_weights(options.targets, rows, 0, 1, ACC_DTYPE, BLOCK)
         return LossScales(reciprocal(weights), reciprocal(num_rows), weights)
-    else:
-        scale, z_scale = mean_scales(shares_ptr, MEAN, ACC_DTYPE)
+    elif MEAN:
+        scale = reciprocal(sum_of_shares(losses.shares, 0, ACC_DTYPE))
+        z_scale = reciprocal(sum_of_shares(losses.shares, 1, ACC_DTYPE))
         return LossScales(scale, z_scale, scale)
-
-
-@triton.jit
-def reduce_in_last_program(
-    loss, index, slots_ptr, result_ptr, denominator, MEAN: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Store the sum or the mean of the losses of all programs, given one loss and its index.
-
-    The last program to arrive adds them in the order of the indices, so two runs give the same
-    bits. A single program has no slots.
-    """
-    if slots_ptr is None:
-        total = divide(loss, denominator) if MEAN else loss
-        tl.store(result_ptr, total.to(result_ptr.dtype.element_ty))
     else:
-        word = loss.to(tl.float64).to(tl.int64, bitcast=True)
-        tl.atomic_xchg(slots_ptr + 1 + index, word, sem="relaxed")
-        if arrives_last(slots_ptr, tl.num_programs(0)):
-            lane = tl.arange(0, BLOCK)
-            words = tl.load(
-                slots_ptr + 1 + lane, mask=lane < tl.num_programs(0), other=0, volatile=True
-            )
-            total = tl.sum(words.to(tl.float64, bitcast=True), axis=0).to(loss.dtype)
-            if MEAN:
-                total = divide(total, denominator)
-            tl.store(result_ptr, total.to(result_ptr.dtype.element_ty))
+        one = tl.full([], 1.0, ACC_DTYPE)
+        return LossScales(one, one, one)
 
 
 @triton.jit
 def store_losses(
-    loss_ptr,
+    losses,
     offset,
     loss,
     mask,
-    slots_ptr,
     index,
     scales,
     MEAN: tl.constexpr,
@@ -236,30 +203,43 @@ def store_losses(
 ):
     """Store the losses of the rows in the mask, or with FUSED_BLOCK reduce them over all programs.
 
-    `offset` is that of the rows in the losses, and `index` the index of the program.
+    `offset` is that of the rows in the losses, and `index` the index of the program. The last
+    program to arrive adds the losses of all programs in the order of their indices, so two runs
+    give the same bits. A single program has no slots.
     """
     if FUSED_BLOCK:
         loss = tl.where(mask, loss, 0.0)
         if len(loss.shape) == 1:
             loss = tl.sum(loss, axis=0)
-        reduce_in_last_program(
-            loss, index, slots_ptr, loss_ptr, scales.denominator, MEAN, FUSED_BLOCK
-        )
+        dtype: tl.constexpr = losses.loss.dtype.element_ty
+        if losses.slots is None:
+            total = divide(loss, scales.denominator) if MEAN else loss
+            tl.store(losses.loss, total.to(dtype))
+        else:
+            word = loss.to(tl.float64).to(tl.int64, bitcast=True)
+            tl.atomic_xchg(losses.slots + 1 + index, word, sem="relaxed")
+            programs = tl.num_programs(0)
+            if arrives_last(losses.slots, programs):
+                lane = tl.arange(0, FUSED_BLOCK)
+                words = tl.load(
+                    losses.slots + 1 + lane, mask=lane < programs, other=0, volatile=True
+                )
+                total = tl.sum(words.to(tl.float64, bitcast=True), axis=0).to(loss.dtype)
+                if MEAN:
+                    total = divide(total, scales.denominator)
+                tl.store(losses.loss, total.to(dtype))
     else:
-        tl.store(loss_ptr + offset, loss, mask=mask)
+        tl.store(losses.loss + offset, loss, mask=mask)
 
 
 @triton.jit
 def cross_entropy_reduce_kernel(
     loss_ptr,  # [rows]
     shares_ptr,  # [2, SHARES] or None
-    target_ptr,  # [rows] labels, if the mean divides by their class weights, or None
-    weight_ptr,  # [classes] or None
+    targets,  # Targets with the labels whose class weights the mean divides by, or NO_LABELS
     result_ptr,  # []
     workspace_ptr,  # [1 + splits] int64, zero: a counter, then a slot for each program
     rows,
-    classes,
-    ignore_index,
     splits,
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -276,18 +256,8 @@ def cross_entropy_reduce_kernel(
     total = tl.sum(sums, axis=0)
     weights = tl.full([], 1.0, ACC_DTYPE)
     is_last = tl.full([], True, tl.int1)
-    if target_ptr is not None:
-        weights, _ = sum_label_weights(
-            target_ptr,
-            weight_ptr,
-            rows,
-            classes,
-            ignore_index,
-            tl.program_id(0),
-            splits,
-            ACC_DTYPE,
-            BLOCK,
-        )
+    if targets.labels is not None:
+        weights, _ = sum_label_weights(targets, rows, tl.program_id(0), splits, ACC_DTYPE, BLOCK)
     if SHARED:
         store_partial(workspace_ptr, tl.program_id(0), total, weights)
         is_last = arrives_last(workspace_ptr, splits)
@@ -296,7 +266,7 @@ def cross_entropy_reduce_kernel(
         weights = tl.sum(tl.where(mask, all_weights, 0.0), axis=0)
     if shares_ptr is not None:
         total = divide(total, sum_of_shares(shares_ptr, 0, ACC_DTYPE))
-    if target_ptr is not None:
+    if targets.labels is not None:
         total = divide(total, weights)
     tl.store(result_ptr, total.to(result_ptr.dtype.element_ty), mask=is_last)
 
@@ -333,15 +303,11 @@ def mean_denominators(
     launch(
         cross_entropy_denominators_kernel,
         programs,
-        target.contiguous(),
-        weight,
-        shares,
-        workspace,
-        target.numel(),
-        classes,
-        ignore_index,
-        workspace.numel(),
-        programs,
+        targets=Targets(target.contiguous(), None, weight, classes, ignore_index),
+        shares_ptr=shares,
+        workspace=Words(workspace, workspace.numel()),
+        rows=target.numel(),
+        splits=programs,
         **options,
     )
     return shares
@@ -354,10 +320,9 @@ def shares_of_denominator(denominator: Tensor, dtype: torch.dtype, workspace: Te
     launch(
         cross_entropy_share_kernel,
         programs,
-        denominator,
-        shares,
-        workspace,
-        workspace.numel(),
+        denominator_ptr=denominator,
+        shares_ptr=shares,
+        workspace=Words(workspace, workspace.numel()),
         **options,
     )
     return shares
@@ -369,10 +334,7 @@ def reduce_losses(
     dtype: torch.dtype,
     *,
     shares: Tensor | None = None,
-    target: Tensor | None = None,
-    weight: Tensor | None = None,
-    ignore_index: int = 0,
-    classes: int = 0,
+    targets: Targets = NO_LABELS,
 ) -> Tensor:
     """Return the sum of the losses, or their mean.
 
@@ -381,10 +343,8 @@ def reduce_losses(
         workspace: zeroed int64 words, at least `SUM_WORDS`.
         dtype: the dtype of the result.
         shares: shares of the mean's denominators; the result is a mean.
-        target: labels, from which the kernel itself computes the denominator; the result is a mean.
-        weight: class weights, with `target`.
-        ignore_index: the ignored label, with `target`.
-        classes: the number of classes, with `target`.
+        targets: labels, from which the kernel itself computes the denominator; the result is a
+            mean.
     """
     result = loss.new_empty((), dtype=dtype)
     programs, options = reduction_options(loss.numel(), loss.dtype)
@@ -393,16 +353,13 @@ def reduce_losses(
     launch(
         cross_entropy_reduce_kernel,
         programs,
-        loss,
-        shares,
-        None if target is None else target.contiguous(),
-        weight,
-        result,
-        workspace,
-        loss.numel(),
-        classes,
-        ignore_index,
-        programs,
+        loss_ptr=loss,
+        shares_ptr=shares,
+        targets=targets,
+        result_ptr=result,
+        workspace_ptr=workspace,
+        rows=loss.numel(),
+        splits=programs,
         SHARED=programs > 1,
         **options,
     )

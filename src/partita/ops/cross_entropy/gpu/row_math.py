@@ -22,25 +22,21 @@ from .reduction import load_labels
 
 
 class LossOptions(NamedTuple):
-    """The options of a loss, which are the same for all rows.
-
-    The numbers have the dtype of the arithmetic.
+    """The targets and the options of a loss. The numbers have the dtype of the arithmetic.
 
     Fields:
-        weight_ptr: class weights, [classes], or None.
-        classes: the number of classes.
-        ignore_index: the ignored label.
+        targets: the `Targets`.
         smoothing: the label smoothing.
         softcap: the bound of the logits, or None.
         z_loss: the factor of the squared log-sum-exp, or None.
+        spread: the smoothing if rows have target weights q, or None for hard labels.
     """
 
-    weight_ptr: Any
-    classes: Any
-    ignore_index: Any
+    targets: Any
     smoothing: Any
     softcap: Any
     z_loss: Any
+    spread: Any
 
 
 class Label(NamedTuple):
@@ -121,12 +117,13 @@ def locate_tile(rows, classes, spans, ROWS: tl.constexpr, BLOCK_V: tl.constexpr)
 @triton.jit
 def label_weights(label, options):
     """Return `not_ignored`, `in_range` and `weight` of `Label` for each row's label."""
-    not_ignored = label != options.ignore_index
-    in_range = not_ignored & (label >= 0) & (label < options.classes)
-    weight = tl.where(in_range, 1.0 - options.smoothing, float("nan")).to(options.smoothing.dtype)
-    if options.weight_ptr is not None:
-        class_weight = tl.load(options.weight_ptr + label, mask=in_range, other=1.0)
-        weight *= class_weight.to(options.smoothing.dtype)
+    dtype: tl.constexpr = options.smoothing.dtype
+    targets = options.targets
+    not_ignored = label != targets.ignore_index
+    in_range = not_ignored & (label >= 0) & (label < targets.classes)
+    weight = tl.where(in_range, 1.0 - options.smoothing, float("nan")).to(dtype)
+    if targets.weight is not None:
+        weight *= tl.load(targets.weight + label, mask=in_range, other=1.0).to(dtype)
     return not_ignored, in_range, tl.where(not_ignored, weight, 0.0)
 
 
@@ -138,70 +135,62 @@ def load_label_logits(x_ptr, mask, options):
 
 
 @triton.jit
-def load_label(
-    target_ptr,
-    index,
-    row_mask,
-    x_start,
-    x_class,
-    span,
-    BLOCK_V: tl.constexpr,
-    options,
-    SMOOTHING_MODE: tl.constexpr,
-):
+def load_label(index, mask, x_rows, x_column, span, BLOCK_V: tl.constexpr, options):
     """Load the labels of rows, and the logits at those that are in a span of BLOCK_V classes.
 
-    The rows' logits start at `x_start`, [ROWS]. Without a span all classes are in range. Rows of
-    target probabilities, SMOOTHING_MODE 2, have no label.
+    The rows' logits start at `x_rows`, [ROWS]. Without a span all classes are in range. Rows of
+    target probabilities have no label.
     """
-    if SMOOTHING_MODE == 2:
-        zeros = tl.zeros(row_mask.shape, options.smoothing.dtype)
-        return Label(index, row_mask, row_mask, zeros, zeros)
+    if options.targets.labels is None:
+        zeros = tl.zeros(mask.shape, options.smoothing.dtype)
+        return Label(index, mask, mask, zeros, zeros)
     else:
-        label = load_labels(target_ptr, index, row_mask, options.ignore_index)
+        targets = options.targets
+        label = load_labels(targets.labels, index, mask, targets.ignore_index)
         not_ignored, in_range, weight = label_weights(label, options)
         if span is not None:
-            in_range &= row_mask & (label // BLOCK_V == span)
-        x = load_label_logits(x_start + label * x_class, in_range, options)
+            in_range &= mask & (label // BLOCK_V == span)
+        x = load_label_logits(x_rows + label * x_column, in_range, options)
         return Label(label, not_ignored, in_range, weight, x)
 
 
 @triton.jit
-def load_row_gradient(grad_ptr, index, step, mask, ACC_DTYPE: tl.constexpr):
-    """Return the rows' numbers of a gradient, which lie `step` apart; 0 if there is no gradient."""
-    if grad_ptr is None:
+def load_row_gradient(grad, index, mask, ACC_DTYPE: tl.constexpr):
+    """Return the numbers of a gradient, `RowNumbers`, at some rows; 0 if there is no gradient."""
+    if grad.ptr is None:
         return tl.zeros(index.shape, ACC_DTYPE)
     else:
-        return tl.load(grad_ptr + index * step, mask=mask, other=0.0).to(ACC_DTYPE)
+        return tl.load(grad.ptr + index * grad.step, mask=mask, other=0.0).to(ACC_DTYPE)
 
 
 @triton.jit
-def smoothing_weights(probability_ptr, mask, column, options, SMOOTHING_MODE: tl.constexpr):
+def smoothing_weights(probability_ptr, mask, column, options):
     """Return the target weights q of a block of classes, 0 outside of the mask.
 
-    With SMOOTHING_MODE 2 they include the target probabilities.
+    They include the target probabilities, if there are any.
     """
-    probability = options.smoothing
-    if SMOOTHING_MODE == 2:
-        probability = tl.load(probability_ptr, mask=mask, other=0.0).to(options.smoothing.dtype)
-    q = tl.where(mask, options.smoothing / options.classes, 0.0).to(options.smoothing.dtype)
-    if SMOOTHING_MODE == 2:
+    dtype: tl.constexpr = options.smoothing.dtype
+    targets = options.targets
+    if targets.labels is None:
+        probability = tl.load(probability_ptr, mask=mask, other=0.0).to(dtype)
+    q = tl.where(mask, options.spread / targets.classes, 0.0).to(dtype)
+    if targets.labels is None:
         q += probability * (1.0 - options.smoothing)
-    if options.weight_ptr is not None:
-        class_weight = tl.load(options.weight_ptr + column, mask=mask, other=0.0)
-        q *= class_weight.to(options.smoothing.dtype)
+    if targets.weight is not None:
+        q *= tl.load(targets.weight + column, mask=mask, other=0.0).to(dtype)
     return q
 
 
 @triton.jit
-def exact_smoothing_weight(smoothing_weight, options, SMOOTHING_MODE: tl.constexpr):
+def exact_smoothing_weight(smoothing_weight, options):
     """Return the sum of q over a row.
 
     Without class weights the sum of the smoothing is known exactly, and the sum of many rounded
     terms is not used.
     """
-    if SMOOTHING_MODE == 1 and options.weight_ptr is None:
-        return smoothing_weight * 0.0 + options.smoothing
+    targets = options.targets
+    if options.spread is not None and targets.labels is not None and targets.weight is None:
+        return smoothing_weight * 0.0 + options.spread
     else:
         return smoothing_weight
 
@@ -222,13 +211,13 @@ def through_softcap(grad, x, options):
 
 
 @triton.jit
-def class_gradient(e, x, factor, scaled_q, options, SMOOTHING_MODE: tl.constexpr):
+def class_gradient(e, x, factor, scaled_q, options):
     """Return the gradient of the logits of rows that are not ignored, but for the label's weight.
 
     It is the softmax's part, `factor * e`, less the target weights, times the soft-cap's slope.
     """
     grad = e * factor
-    if SMOOTHING_MODE:
+    if options.spread is not None:
         grad -= scaled_q
     return through_softcap(grad, x, options)
 
@@ -244,29 +233,21 @@ def store_valid_rows(ptr, grad, mask, not_ignored, STREAM: tl.constexpr):
 
 
 @triton.jit
-def label_gradient(label, terms, options, SMOOTHING_MODE: tl.constexpr):
-    """Return the gradient of the label's logit, of which smoothing has a part too."""
-    weight = label.weight
-    if SMOOTHING_MODE:
-        weight += smoothing_weights(None, label.in_range, label.index, options, SMOOTHING_MODE)
-    e = exp_for_dtype(label.x - terms.shift, options.smoothing.dtype)
-    return through_softcap(e * terms.factor - terms.scale * weight, label.x, options)
-
-
-@triton.jit
-def store_label_gradient(
-    d_start, d_class, label, mask, terms, options, SMOOTHING_MODE: tl.constexpr
-):
+def store_label_gradient(d_rows, d_column, label, mask, terms, options):
     """Store the gradient of the logits at the labels in the mask, if the targets are labels.
 
     It replaces the value that the other classes' formula gives: comparing every class with the
     label would cost registers.
     """
-    if SMOOTHING_MODE != 2:
-        grad = label_gradient(label, terms, options, SMOOTHING_MODE)
+    if options.targets.labels is not None:
+        weight = label.weight
+        if options.spread is not None:  # smoothing gives the label a part too
+            weight += smoothing_weights(None, label.in_range, label.index, options)
+        e = exp_for_dtype(label.x - terms.shift, options.smoothing.dtype)
+        grad = through_softcap(e * terms.factor - terms.scale * weight, label.x, options)
         # Another warp of the program may have stored the other value.
         tl.debug_barrier()
-        d_ptr = d_start + label.index * d_class
+        d_ptr = d_rows + label.index * d_column
         tl.store(d_ptr, grad.to(d_ptr.dtype.element_ty), mask=mask)
 
 
@@ -275,9 +256,7 @@ def acc_logits(logits, mask, options):
     """Return soft-capped logits in the dtype of the arithmetic, -inf outside of the mask."""
     x = logits.to(options.smoothing.dtype)
     if options.softcap is not None:
-        x = tl.where(
-            mask, apply_softcap(x, options.softcap, options.softcap is not None), -float("inf")
-        )
+        x = tl.where(mask, apply_softcap(x, options.softcap, True), -float("inf"))
     return x
 
 
@@ -291,14 +270,14 @@ def gradient_terms(label, smoothing, shift, total, scales, options):
 
 
 @triton.jit
-def row_loss(label, smoothing, shift, total, scales, options, SMOOTHING_MODE: tl.constexpr):
+def row_loss(label, smoothing, shift, total, scales, options):
     """Return the loss of each row.
 
     The kernels call this after they store the gradient, so that both overlap.
     """
     log_total = log_exact(total)
     loss = label.weight * (log_total + (shift - label.x))
-    if SMOOTHING_MODE:
+    if options.spread is not None:
         loss += smoothing.weight * log_total + smoothing.loss
     if options.z_loss is not None:
         logsumexp = shift + log_total

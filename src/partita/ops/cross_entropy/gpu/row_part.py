@@ -20,16 +20,7 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.sync import exchange_normalizer, exchange_pairs
-from .row_math import (
-    Smoothing,
-    acc_logits,
-    class_gradient,
-    exact_smoothing_weight,
-    smoothing_terms,
-    smoothing_weights,
-    store_valid_rows,
-)
+from .row_math import acc_logits, class_gradient, store_valid_rows
 
 
 class RowPart(NamedTuple):
@@ -157,66 +148,6 @@ def as_new_values(logits, zero):
 
 
 @triton.jit
-def row_normalizer(
-    loaded, slots_ptr, row, splits, SHARED: tl.constexpr, BLOCK_SPLITS: tl.constexpr
-):
-    """Return shift and total of a row, given those of a part.
-
-    The programs of a SHARED row exchange theirs through slots, which follow a counter.
-    """
-    if SHARED:
-        slot_ptr = slots_ptr + 1 + row * splits
-        return exchange_normalizer(
-            slot_ptr, loaded.part.split, splits, loaded.maximum, loaded.total, BLOCK_SPLITS
-        )
-    else:
-        return loaded.shift, loaded.total
-
-
-@triton.jit
-def part_smoothing(
-    loaded,
-    shift,
-    slots_ptr,
-    row,
-    splits,
-    parts,
-    options,
-    SMOOTHING_MODE: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-):
-    """Return the target weights q of a part, and their sums over the row.
-
-    The programs of a SHARED row exchange the sums through slots that follow those of
-    `row_normalizer`, one for each program.
-    """
-    if SMOOTHING_MODE == 0:
-        return PartWeights(loaded.x, 0.0), Smoothing(0.0, 0.0)
-    else:
-        part = loaded.part
-        q = smoothing_weights(None, part.mask, part.head + part.column, options, SMOOTHING_MODE)
-        edge_q = 0.0
-        weight = tl.sum(q, axis=0)
-        loss = tl.sum(smoothing_terms(q, shift, loaded.x), axis=0)
-        if VEC > 1:
-            edge_q = smoothing_weights(None, loaded.at_edge, loaded.edge, options, SMOOTHING_MODE)
-            weight += tl.sum(edge_q, axis=0)
-            loss += tl.sum(smoothing_terms(edge_q, shift, loaded.edge_x), axis=0)
-        if SHARED:
-            lane = tl.arange(0, BLOCK_SPLITS)
-            slot_ptr = slots_ptr + 1 + parts + row * splits
-            weights, losses = exchange_pairs(
-                slot_ptr, part.split, splits, weight, loss, BLOCK_SPLITS
-            )
-            weight = tl.sum(tl.where(lane < splits, weights, 0.0), axis=0)
-            loss = tl.sum(tl.where(lane < splits, losses, 0.0), axis=0)
-        weight = exact_smoothing_weight(weight, options, SMOOTHING_MODE)
-        return PartWeights(q, edge_q), Smoothing(weight, loss)
-
-
-@triton.jit
 def store_part_gradient(
     dlogits_ptr,
     start,
@@ -225,7 +156,6 @@ def store_part_gradient(
     label,
     terms,
     options,
-    SMOOTHING_MODE: tl.constexpr,
     HALF: tl.constexpr,
     STREAM: tl.constexpr,
     VEC: tl.constexpr,
@@ -239,7 +169,7 @@ def store_part_gradient(
     else:
         x, e = loaded.x, loaded.e
         part_factor = terms.factor * exp_for_dtype(loaded.shift - shift, dtype)
-    grad = class_gradient(e, x, part_factor, terms.scale * weights.q, options, SMOOTHING_MODE)
+    grad = class_gradient(e, x, part_factor, terms.scale * weights.q, options)
     if label.not_ignored:  # One branch for the row costs less than a select for each class.
         d_ptrs = dlogits_ptr + aligned_start(start, VEC) + part.column
         store_streaming(d_ptrs, grad, part.mask, STREAM)
@@ -248,8 +178,7 @@ def store_part_gradient(
         store_streaming(d_ptrs, tl.zeros_like(grad), part.mask, STREAM)
     if VEC > 1:
         e = exp_for_dtype(loaded.edge_x - shift, dtype)
-        grad = class_gradient(
-            e, loaded.edge_x, terms.factor, terms.scale * weights.edge_q, options, SMOOTHING_MODE
-        )
+        edge_q = terms.scale * weights.edge_q
+        grad = class_gradient(e, loaded.edge_x, terms.factor, edge_q, options)
         edge_ptrs = dlogits_ptr + start + loaded.edge
         store_valid_rows(edge_ptrs, grad, loaded.at_edge, label.not_ignored, False)

@@ -1,7 +1,6 @@
-"""Token statistics of rows that are read in blocks, from the first block to those of the row.
+"""Steps of the token statistics of rows that are read in blocks.
 
-Each lane accumulates the blocks of the aligned vectors, then the classes around them. The lanes of
-a row are merged, and at last the programs that share the row. With `slope` = log2(e) / temperature,
+With `slope` = log2(e) / temperature,
 the exponentials are 2**u, u = slope (x - maximum).
 """
 
@@ -13,10 +12,8 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import apply_softcap, finite_shift
-from ....primitives.gpu.memory import edge_columns
-from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum, unmasked_end
+from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum
 from ....primitives.gpu.sync import arrives_last, load_partials, store_partial
-from .reduction import load_labels
 
 EDGE_BLOCK = tl.constexpr(0x3FFFFFFF)  # stands for the classes outside of a row's aligned vectors
 NO_COLUMN = tl.constexpr(0x7FFFFFFF)
@@ -29,7 +26,6 @@ class LogitRows(NamedTuple):
         ptrs: the addresses of their aligned vectors, [ROWS, 1].
         stride: the stride over the classes.
         mask: which of the rows exist, [ROWS].
-        head: the number of classes before the aligned vectors.
         body: the number of classes in the aligned vectors.
         softcap: the bound of the logits.
     """
@@ -37,37 +33,8 @@ class LogitRows(NamedTuple):
     ptrs: Any
     stride: Any
     mask: Any
-    head: Any
     body: Any
     softcap: Any
-
-
-class RowEdges(NamedTuple):
-    """The classes around the aligned vectors of a row.
-
-    Fields:
-        column: the classes, [LANES].
-        mask: which of them this program has, [LANES].
-        x: their soft-capped logits, [1, LANES].
-    """
-
-    column: Any
-    mask: Any
-    x: Any
-
-
-class StatsLabel(NamedTuple):
-    """The labels of the rows, [ROWS].
-
-    Fields:
-        not_ignored: whether the label is not `ignore_index`.
-        in_range: whether it also is a class.
-        x: the soft-capped logit at the label.
-    """
-
-    not_ignored: Any
-    in_range: Any
-    x: Any
 
 
 class RunningStats(NamedTuple):
@@ -112,32 +79,6 @@ def load_capped(pointers, mask, softcap, HAS_SOFTCAP: tl.constexpr, ACC_DTYPE: t
 
 
 @triton.jit
-def load_stats_label(
-    target_ptr,
-    index,
-    row_ptrs,
-    source,
-    classes,
-    ignore_index,
-    HAS_SOFTCAP: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Load the labels at `index`, [ROWS], and the logits of the rows at `row_ptrs`.
-
-    Without targets, the labels stand for the arg-max, whose logit is known later.
-    """
-    if target_ptr is not None:
-        label = load_labels(target_ptr, index, source.mask, ignore_index)
-    else:
-        label = index * 0  # any class; the maximum replaces its logit
-    not_ignored = label != ignore_index
-    in_range = not_ignored & (label >= 0) & (label < classes)
-    label_ptrs = row_ptrs + label * source.stride
-    x = tl.load(label_ptrs, mask=in_range & source.mask, other=0.0).to(ACC_DTYPE)
-    return StatsLabel(not_ignored, in_range, apply_softcap(x, source.softcap, HAS_SOFTCAP))
-
-
-@triton.jit
 def accumulate_stats(stats, x, block, slope, VECTOR: tl.constexpr):
     """Update the statistics of the lanes, `[ROWS, LANES]` each, with a block x, `[ROWS, BLOCK]`."""
     maximum, total, sum_x_exp, argmax_block = stats
@@ -168,101 +109,9 @@ def load_block(
 
 
 @triton.jit
-def scan_blocks(
-    source,
-    begin,
-    end,
-    slope,
-    HAS_SOFTCAP: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Return the lanes' statistics of the aligned vectors from class `begin` to `end`."""
-    VECTOR: tl.constexpr = (
-        1 if LANES == 1 else 128 // source.ptrs.dtype.element_ty.primitive_bitwidth
-    )
-    stats = RunningStats(
-        tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE),
-        tl.zeros([ROWS, LANES], tl.float64),
-        tl.zeros([ROWS, LANES], tl.float64),
-        tl.zeros([ROWS, LANES], tl.int32),
-    )
-    unmasked = unmasked_end(begin, end, source.body, BLOCK_V, LANES)
-    for first in range(begin, unmasked, BLOCK_V):
-        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        x = tl.load(source.ptrs + column * source.stride).to(ACC_DTYPE)
-        x = apply_softcap(x, source.softcap, HAS_SOFTCAP)
-        stats = accumulate_stats(stats, x, first // BLOCK_V, slope, VECTOR)
-    for first in range(unmasked, end, BLOCK_V):
-        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        x = load_block(source, column, HAS_SOFTCAP, VEC, ACC_DTYPE)
-        stats = accumulate_stats(stats, x, first // BLOCK_V, slope, VECTOR)
-    return stats
-
-
-@triton.jit
-def add_edges(
-    stats, source, row_ptr, split, classes, slope, HAS_SOFTCAP: tl.constexpr, VEC: tl.constexpr
-):
-    """Add the classes around the aligned vectors of the row, which belong to the first program."""
-    if VEC == 1:
-        return stats, RowEdges(0, False, 0.0)
-    else:
-        ACC_DTYPE: tl.constexpr = stats.maximum.dtype
-        column, mask = edge_columns(
-            source.head, source.body, classes, VEC, stats.maximum.shape[1]
-        )  # [LANES]
-        x_mask = (mask & (split == 0))[None, :]
-        x = load_capped(row_ptr + column[None, :], x_mask, source.softcap, HAS_SOFTCAP, ACC_DTYPE)
-        return accumulate_stats(stats, x, EDGE_BLOCK, slope, 1), RowEdges(column, mask, x)
-
-
-@triton.jit
-def merge_lane_stats(stats, slope):
-    """Merge the statistics of the lanes, [ROWS, LANES], to those of the rows, [ROWS]."""
-    maximum = tl.max(stats.maximum, axis=1)
-    shift = finite_shift(maximum)
-    scale = tl.exp2((stats.maximum - shift[:, None]) * slope).to(tl.float64)
-    moved_by = ((shift[:, None] - finite_shift(stats.maximum)) * slope).to(tl.float64)
-    sum_x_exp = tl.sum(scale * (stats.sum_x_exp - stats.total * moved_by), axis=1)
-    total = tl.sum(stats.total * scale, axis=1)
-    is_maximum = stats.maximum == maximum[:, None]
-    argmax_block = tl.min(tl.where(is_maximum, stats.argmax_block, EDGE_BLOCK), axis=1)
-    return RunningStats(maximum, total, sum_x_exp, argmax_block)
-
-
-@triton.jit
 def first_column_of(x, column, maximum):
     """Return the lowest column at which x, `[ROWS, BLOCK]`, is its row's maximum, or NO_COLUMN."""
     return tl.min(tl.where(x == maximum[:, None], column, NO_COLUMN), axis=1)
-
-
-@triton.jit
-def find_argmax(
-    stats, source, edges, HAS_SOFTCAP: tl.constexpr, VEC: tl.constexpr, BLOCK_V: tl.constexpr
-):
-    """Return the statistics of the rows with their arg-max, [ROWS].
-
-    The first block that has the maximum is read once more, to find the column in it.
-    """
-    ACC_DTYPE: tl.constexpr = stats.maximum.dtype
-    block = stats.argmax_block
-    block = tl.sum(block, axis=0) if block.shape[0] == 1 else block[:, None]
-    column = block.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
-    x = load_block(source, column, HAS_SOFTCAP, VEC, ACC_DTYPE)
-    sought = stats.maximum
-    if HAS_SOFTCAP:  # Another copy of the code may round a hyperbolic tangent in another way.
-        sought = tl.max(x, axis=1)
-        if VEC > 1:
-            sought = tl.maximum(sought, tl.max(edges.x, axis=1))
-    argmax = first_column_of(x, (source.head + column).to(tl.int32), sought)
-    if VEC > 1:
-        edge = tl.where(edges.mask, edges.column, NO_COLUMN).to(tl.int32)[None, :]
-        argmax = tl.minimum(argmax, first_column_of(edges.x, edge, sought))
-    return RowStats(stats.maximum, stats.total.to(ACC_DTYPE), stats.sum_x_exp.to(ACC_DTYPE), argmax)
 
 
 @triton.jit

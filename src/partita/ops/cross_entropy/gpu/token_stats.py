@@ -7,8 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....primitives.gpu.math import LN2, LOG2E, finite_shift, log_exact, reciprocal
-from ....primitives.gpu.reduce import program_rows, row_pointers
+from ....primitives.gpu.math import (
+    LN2,
+    LOG2E,
+    apply_softcap,
+    finite_shift,
+    log_exact,
+    reciprocal,
+)
+from ....primitives.gpu.memory import edge_columns
+from ....primitives.gpu.reduce import program_rows, row_pointers, unmasked_end
 from ....primitives.gpu.row_plan import (
     RowView,
     classes_per_program,
@@ -28,52 +36,29 @@ from ..common import TokenStatsRows
 from .reduction import load_labels
 from .row_math import load_row_gradient
 from .running_stats import (
+    EDGE_BLOCK,
+    NO_COLUMN,
     LogitRows,
-    add_edges,
-    find_argmax,
+    RowStats,
+    RunningStats,
+    accumulate_stats,
+    first_column_of,
+    load_block,
     load_capped,
-    load_stats_label,
-    merge_lane_stats,
     merge_shared_stats,
-    scan_blocks,
 )
 
 
 @triton.jit
-def token_results(stats, label, temperature, OF_ARGMAX: tl.constexpr):
-    """Return log-probability of the label or the arg-max, log-sum-exp and entropy of the rows.
-
-    They are NaN where the label is no class. An ignored label has log-probability 0.
-    """
-    dtype: tl.constexpr = stats.maximum.dtype
-    x = stats.maximum if OF_ARGMAX else label.x
-    shift, log_total = finite_shift(stats.maximum), log_exact(stats.total)
-    is_invalid = label.not_ignored & (label.in_range == 0)
-    nan_or_zero = tl.where(is_invalid, float("nan"), 0.0).to(dtype)
-    logprob = tl.where(label.not_ignored, (x - shift) / temperature - log_total, 0.0) + nan_or_zero
-    logsumexp = shift / temperature + log_total + nan_or_zero
-    entropy = log_total - LN2 * stats.sum_x_exp / stats.total + nan_or_zero
-    return logprob, logsumexp, entropy
-
-
-@triton.jit
 def token_stats_kernel(
-    logits_ptr,  # [batches, rows, classes]
+    logits,  # StridedRows
     target_ptr,  # [batches, rows], or None for the arg-max
-    logprob_ptr,  # [batches, rows]
-    logsumexp_ptr,  # [batches, rows]
-    entropy_ptr,  # [batches, rows]
-    argmax_ptr,  # [batches, rows]
-    maximum_ptr,  # [batches, rows]
-    sumexp_ptr,  # [batches, rows]
+    results,  # TokenStatsRows, [batches, rows]
     slots_ptr,  # [batches, rows, 2, 1 + splits] int64, zero: a counter, then a slot per program
     rows,
     classes,
     splits,  # programs that share a row
     span,  # classes that each of them reads
-    x_batch,  # strides of the logits
-    x_row,
-    x_class,
     temperature: tl.float64,
     softcap: tl.float64,
     ignore_index,
@@ -88,67 +73,111 @@ def token_stats_kernel(
 ):
     """Compute the statistics of rows, each read once in blocks.
 
-    Where several programs share a row, the last one of them merges their results.
+    Each lane accumulates the blocks of the aligned vectors, then the classes around them. Where
+    several programs share a row, the last one of them merges their results.
     """
+    BITS: tl.constexpr = logits.ptr.dtype.element_ty.primitive_bitwidth
+    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // BITS
     temperature, softcap = tl.full([], temperature, ACC_DTYPE), tl.full([], softcap, ACC_DTYPE)
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     split, batch, row, start, head, body = program_rows(
-        rows, splits, x_batch, x_row, classes, VEC, ROWS
+        rows, splits, logits.batch, logits.row, classes, VEC, ROWS
     )
-    ptrs = row_pointers(logits_ptr, start, x_row, VEC, ROWS)
-    source = LogitRows(ptrs, x_class, row < rows, head, body, softcap)
+    ptrs = row_pointers(logits.ptr, start, logits.row, VEC, ROWS)
+    source = LogitRows(ptrs, logits.column, row < rows, body, softcap)
     index = batch * rows + row
     # The label and its logit are loaded before anything waits for the row.
-    row_ptrs = logits_ptr + batch * x_batch + row * x_row
-    label = load_stats_label(
-        target_ptr, index, row_ptrs, source, classes, ignore_index, HAS_SOFTCAP, ACC_DTYPE
-    )
+    x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
+    if target_ptr is not None:
+        label = load_labels(target_ptr, index, source.mask, ignore_index)
+    else:
+        label = index * 0  # any class; the maximum replaces its logit
+    not_ignored = label != ignore_index
+    in_range = not_ignored & (label >= 0) & (label < classes)
+    label_ptrs = x_rows + label * logits.column
+    label_x = tl.load(label_ptrs, mask=in_range & source.mask, other=0.0).to(ACC_DTYPE)
+    label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
     begin, end = split * span, tl.minimum((split + 1) * span, classes)
-    running = scan_blocks(
-        source, begin, end, slope, HAS_SOFTCAP, VEC, LANES, ACC_DTYPE, ROWS, BLOCK_V
+    stats = RunningStats(
+        tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE),
+        tl.zeros([ROWS, LANES], tl.float64),
+        tl.zeros([ROWS, LANES], tl.float64),
+        tl.zeros([ROWS, LANES], tl.int32),
     )
-    running, edges = add_edges(
-        running, source, logits_ptr + start, split, classes, slope, HAS_SOFTCAP, VEC
-    )
-    running = merge_lane_stats(running, slope)
-    stats = find_argmax(running, source, edges, HAS_SOFTCAP, VEC, BLOCK_V)
+    unmasked = unmasked_end(begin, end, body, BLOCK_V, LANES)
+    for first in range(begin, unmasked, BLOCK_V):
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        x = tl.load(ptrs + column * logits.column).to(ACC_DTYPE)
+        x = apply_softcap(x, softcap, HAS_SOFTCAP)
+        stats = accumulate_stats(stats, x, first // BLOCK_V, slope, VECTOR)
+    for first in range(unmasked, end, BLOCK_V):
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        x = load_block(source, column, HAS_SOFTCAP, VEC, ACC_DTYPE)
+        stats = accumulate_stats(stats, x, first // BLOCK_V, slope, VECTOR)
+    edge_ptr = logits.ptr + start
+    if VEC > 1:  # The classes around the aligned vectors belong to the first program.
+        edge, is_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
+        at_edge = (is_edge & (split == 0))[None, :]
+        edge_x = load_capped(edge_ptr + edge[None, :], at_edge, softcap, HAS_SOFTCAP, ACC_DTYPE)
+        stats = accumulate_stats(stats, edge_x, EDGE_BLOCK, slope, 1)
+    # The lanes of a row are merged.
+    maximum = tl.max(stats.maximum, axis=1)
+    shift = finite_shift(maximum)
+    scale = tl.exp2((stats.maximum - shift[:, None]) * slope).to(tl.float64)
+    moved_by = ((shift[:, None] - finite_shift(stats.maximum)) * slope).to(tl.float64)
+    sum_x_exp = tl.sum(scale * (stats.sum_x_exp - stats.total * moved_by), axis=1)
+    total = tl.sum(stats.total * scale, axis=1)
+    is_maximum = stats.maximum == maximum[:, None]
+    block = tl.min(tl.where(is_maximum, stats.argmax_block, EDGE_BLOCK), axis=1)
+    # The first block that has the maximum is read once more, to find the column in it.
+    block = tl.sum(block, axis=0) if ROWS == 1 else block[:, None]
+    argmax_column = block.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
+    block_x = load_block(source, argmax_column, HAS_SOFTCAP, VEC, ACC_DTYPE)
+    sought = maximum
+    if HAS_SOFTCAP:  # Another copy of the code may round a hyperbolic tangent in another way.
+        sought = tl.max(block_x, axis=1)
+        if VEC > 1:
+            sought = tl.maximum(sought, tl.max(edge_x, axis=1))
+    argmax = first_column_of(block_x, (head + argmax_column).to(tl.int32), sought)
+    if VEC > 1:
+        edge = tl.where(is_edge, edge, NO_COLUMN).to(tl.int32)[None, :]
+        argmax = tl.minimum(argmax, first_column_of(edge_x, edge, sought))
+    found = RowStats(maximum, total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE), argmax)
     mask = row < rows
     if SHARED:
         slot_ptr = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
-        stats, is_last = merge_shared_stats(stats, slot_ptr, split, splits, slope, BLOCK_SPLITS)
+        found, is_last = merge_shared_stats(found, slot_ptr, split, splits, slope, BLOCK_SPLITS)
         mask &= is_last
-    logprob, logsumexp, entropy = token_results(stats, label, temperature, target_ptr is None)
-    tl.store(logprob_ptr + index, logprob, mask=mask)
-    tl.store(logsumexp_ptr + index, logsumexp, mask=mask)
-    tl.store(entropy_ptr + index, entropy, mask=mask)
+    # The results are NaN where the label is no class. An ignored label has log-probability 0.
+    x = found.maximum if target_ptr is None else label_x
+    shift, log_total = finite_shift(found.maximum), log_exact(found.total)
+    is_invalid = not_ignored & (in_range == 0)
+    nan_or_zero = tl.where(is_invalid, float("nan"), 0.0).to(ACC_DTYPE)
+    logprob = tl.where(not_ignored, (x - shift) / temperature - log_total, 0.0) + nan_or_zero
+    logsumexp = shift / temperature + log_total + nan_or_zero
+    entropy = log_total - LN2 * found.sum_x_exp / found.total + nan_or_zero
+    tl.store(results.logprob + index, logprob, mask=mask)
+    tl.store(results.logsumexp + index, logsumexp, mask=mask)
+    tl.store(results.entropy + index, entropy, mask=mask)
     # The bound makes the result a class even if all logits are NaN.
-    tl.store(argmax_ptr + index, tl.minimum(stats.argmax, classes - 1).to(tl.int64), mask=mask)
-    tl.store(maximum_ptr + index, stats.maximum, mask=mask)
-    tl.store(sumexp_ptr + index, stats.total, mask=mask)
+    tl.store(results.argmax + index, tl.minimum(found.argmax, classes - 1).to(tl.int64), mask=mask)
+    tl.store(results.maximum + index, found.maximum, mask=mask)
+    tl.store(results.sumexp + index, found.total, mask=mask)
 
 
 @triton.jit
 def token_stats_backward_kernel(
-    grad_logprob_ptr,  # [batches, rows]
-    grad_logsumexp_ptr,  # [batches, rows], or None for zeros
-    grad_entropy_ptr,  # [batches, rows], or None for zeros
-    logits_ptr,  # [batches, rows, classes]
+    grad_logprob,  # RowNumbers
+    grad_logsumexp,  # RowNumbers, with None for zeros
+    grad_entropy,  # RowNumbers, with None for zeros
+    logits,  # StridedRows
     target_ptr,  # [batches, rows]
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
     entropy_ptr,  # [batches, rows]
-    dlogits_ptr,  # [batches, rows, classes]
+    dlogits,  # StridedRows
     rows,
     classes,
-    logprob_step,  # between the rows of a gradient: 0 if they share one number
-    logsumexp_step,
-    entropy_step,
-    x_batch,  # strides of the logits
-    x_row,
-    x_class,
-    d_batch,  # strides of dlogits
-    d_row,
-    d_class,
     temperature: tl.float64,
     softcap: tl.float64,
     ignore_index,
@@ -168,34 +197,34 @@ def token_stats_backward_kernel(
     label = load_labels(target_ptr, index, row_mask, ignore_index)
     not_ignored = label != ignore_index
     out_of_range = not_ignored & ((label < 0) | (label >= classes))
-    on_label = load_row_gradient(grad_logprob_ptr, index, logprob_step, row_mask, ACC_DTYPE)
+    on_label = load_row_gradient(grad_logprob, index, row_mask, ACC_DTYPE)
     on_label = tl.where(not_ignored, on_label, 0.0)
-    softmax_coef = -on_label + load_row_gradient(
-        grad_logsumexp_ptr, index, logsumexp_step, row_mask, ACC_DTYPE
-    )
-    grad_entropy = load_row_gradient(grad_entropy_ptr, index, entropy_step, row_mask, ACC_DTYPE)
+    softmax_coef = -on_label + load_row_gradient(grad_logsumexp, index, row_mask, ACC_DTYPE)
+    on_entropy = load_row_gradient(grad_entropy, index, row_mask, ACC_DTYPE)
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
     total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
     offset = tl.load(entropy_ptr + index, mask=row_mask, other=0.0) - log_exact(total)
     column = (tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
     column = column[None, :]  # [1, BLOCK_V]
     mask = row_mask[:, None] & (column < classes)  # [ROWS, BLOCK_V]
-    x_ptrs = logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class
+    x_rows = logits.ptr + batch * logits.batch + row[:, None] * logits.row  # [ROWS, 1]
+    x_ptrs = x_rows + column * logits.column
     x = load_capped(x_ptrs, mask, softcap, HAS_SOFTCAP, ACC_DTYPE)
     exponent = (x - shift[:, None]) * (tl.full([], LOG2E, ACC_DTYPE) / temperature)
     p = tl.exp2(exponent) * reciprocal(total)[:, None]
     # This is log p + entropy, which stays finite where p is 0.
     logp_plus_entropy = LN2 * tl.maximum(exponent, -10000.0) + offset[:, None]
-    grad = p * (softmax_coef[:, None] - grad_entropy[:, None] * logp_plus_entropy)
+    grad = p * (softmax_coef[:, None] - on_entropy[:, None] * logp_plus_entropy)
     grad += tl.where(column == label[:, None], on_label[:, None], 0.0)
     grad = tl.where(out_of_range[:, None], float("nan"), grad / temperature)
     if HAS_SOFTCAP:
         grad *= 1.0 - (x / softcap) * (x / softcap)
     # A row without an upstream gradient has none, even if its logits are NaN.
-    active = tl.abs(on_label) + tl.abs(softmax_coef) + tl.abs(grad_entropy)  # [ROWS]
+    active = tl.abs(on_label) + tl.abs(softmax_coef) + tl.abs(on_entropy)  # [ROWS]
     grad = tl.where((active == 0.0)[:, None] & (out_of_range == 0)[:, None], 0.0, grad)
-    d_ptrs = dlogits_ptr + batch * d_batch + row[:, None] * d_row + column * d_class
-    tl.store(d_ptrs, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
+    d_rows = dlogits.ptr + batch * dlogits.batch + row[:, None] * dlogits.row
+    d_ptrs = d_rows + column * dlogits.column
+    tl.store(d_ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=mask)
 
 
 def token_stats(
@@ -214,18 +243,17 @@ def token_stats(
     launch(
         token_stats_kernel,
         view.batches * cdiv(view.rows, plan.rows) * plan.splits,
-        view.tensors[0],
-        None if target is None else target.contiguous(),
-        *rows,
-        merge_slots(view, plan.splits, 2),
-        view.rows,
-        view.classes,
-        plan.splits,
-        classes_per_program(view, plan),
-        *view.strides[0],
-        temperature,
-        softcap,
-        ignore_index,
+        logits=view.strided[0],
+        target_ptr=None if target is None else target.contiguous(),
+        results=rows,
+        slots_ptr=merge_slots(view, plan.splits, 2),
+        rows=view.rows,
+        classes=view.classes,
+        splits=plan.splits,
+        span=classes_per_program(view, plan),
+        temperature=temperature,
+        softcap=softcap,
+        ignore_index=ignore_index,
         HAS_SOFTCAP=softcap != 0,
         **reduce_options(plan, view),
     )
@@ -246,27 +274,26 @@ def token_stats_backward(
     ignore_index: int,
 ) -> Tensor:
     """Compute the gradient of the logits from the rows' statistics; a gradient of None is zero."""
-    grads, steps = zip(*map(flat_rows, (grad_logprob, grad_logsumexp, grad_entropy)), strict=True)
-    statistics = [row.contiguous() for row in (maximum, sumexp, entropy)]
 
     def run(view: RowView) -> None:
         plan = elementwise_plan(view)
         launch(
             token_stats_backward_kernel,
             view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
-            *grads,
-            view.tensors[0],
-            target.contiguous(),
-            *statistics,
-            view.tensors[1],
-            view.rows,
-            view.classes,
-            *steps,
-            *view.strides[0],
-            *view.strides[1],
-            temperature,
-            softcap,
-            ignore_index,
+            grad_logprob=flat_rows(grad_logprob),
+            grad_logsumexp=flat_rows(grad_logsumexp),
+            grad_entropy=flat_rows(grad_entropy),
+            logits=view.strided[0],
+            target_ptr=target.contiguous(),
+            maximum_ptr=maximum.contiguous(),
+            sumexp_ptr=sumexp.contiguous(),
+            entropy_ptr=entropy.contiguous(),
+            dlogits=view.strided[1],
+            rows=view.rows,
+            classes=view.classes,
+            temperature=temperature,
+            softcap=softcap,
+            ignore_index=ignore_index,
             HAS_SOFTCAP=softcap != 0,
             **tile_options(plan, logits.dtype),
         )

@@ -58,21 +58,6 @@ def keep_better(score, step_back, other, other_step_back):
     return tl.where(is_better, other, score), tl.where(is_better, other_step_back, step_back)
 
 
-@triton.jit
-def viterbi_step(blank_score, label_score, carry, blanks, label, u, can_skip, lane):
-    """Return the scores after step u of a block, and the pointers of blank and label, 4 bits.
-
-    `blanks` are the scores of the blank with a step in each lane, `label` those of the labels.
-    """
-    before = shift_lanes((label_score,), carry, lane, -1, True)[0]
-    into_blank, blank_pointer = keep_better(blank_score, lane * 0, before, 1)
-    into_label, pointer = keep_better(label_score, lane * 0, blank_score, 1)
-    skipping = tl.where(can_skip, before, -float("inf"))
-    into_label, pointer = keep_better(into_label, pointer, skipping, 2)
-    into_blank += tl.gather(blanks, lane * 0 + u, 0)
-    return into_blank, into_label + label, blank_pointer | (pointer << 2)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def ctc_viterbi_kernel(
     scores,  # ScoreTensors; the normalizers are those of a star
@@ -154,10 +139,14 @@ def ctc_viterbi_kernel(
             word = pack_state((label_score,), True)
             tl.store(sent_ptr + p + u + lane * 0, word, mask=is_boundary_lane)
             carry = unpack_state(tl.gather(carries, lane * 0 + u, 0), True)
-            blank_score, label_score, step_pointers = viterbi_step(
-                blank_score, label_score, carry, blanks, labels[u], u, lattice.can_skip, lane
-            )
-            pointers = pointers | (step_pointers << (4 * u))
+            before = shift_lanes((label_score,), carry, lane, -1, True)[0]
+            into_blank, blank_pointer = keep_better(blank_score, lane * 0, before, 1)
+            into_label, pointer = keep_better(label_score, lane * 0, blank_score, 1)
+            skipping = tl.where(lattice.can_skip, before, -float("inf"))
+            into_label, pointer = keep_better(into_label, pointer, skipping, 2)
+            blank_score = into_blank + tl.gather(blanks, lane * 0 + u, 0)
+            label_score = into_label + labels[u]
+            pointers = pointers | ((blank_pointer | (pointer << 2)) << (4 * u))
         tl.store(pointers_ptr + p // BLOCK_T * 32, pointers)
     # A state that is NaN stays so to the end, and maxima of its neighbours may skip it.
     has_nan = (blank_score != blank_score) | (label_score != label_score)

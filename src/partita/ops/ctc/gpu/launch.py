@@ -8,6 +8,7 @@ halves (`posterior_scan.py`) and writes softmax minus posterior (`gradient.py`,
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from .gradient import (
     ctc_lane_gradient_kernel,
     ctc_narrow_gradient_kernel,
 )
-from .label_index import label_index
 from .lattice import TargetTensors
 from .plan import CHUNK
 from .workspace import PosteriorTensors, scan_memory
@@ -56,17 +56,12 @@ def ctc_loss(
         dtype=acc_dtype(logits.dtype),
         device=logits.device,
     )
-    normalizers = (workspace.maxima, workspace.sums, scores)
+    normalize = functools.partial(
+        launch_normalize, logits, input_lengths, workspace.maxima, workspace.sums, scores
+    )
     if plan.table_width:
-        launch_normalize(
-            logits,
-            input_lengths,
-            *normalizers,
-            workspace.table,
-            plan.table_width,
-            workspace.zeros,
-            workspace.num_zeros,
-        )
+        zeros = (workspace.zeros, workspace.num_zeros)
+        normalize(workspace.table, plan.table_width, *zeros)
     else:
         workspace.buffer[: workspace.num_zeros].zero_()
     has_posteriors = workspace.posteriors is not None
@@ -75,7 +70,7 @@ def ctc_loss(
     normalizes_first = from_logits and not plan.table_width and star is not None
     normalizes_alongside = from_logits and not plan.table_width and star is None
     if normalizes_first:
-        launch_normalize(logits, input_lengths, *normalizers)
+        normalize()
     side_stream = SideStream(logits, normalizes_alongside)
     try:
         with side_stream:
@@ -84,7 +79,7 @@ def ctc_loss(
                 call.launch_loss(losses)
                 call.launch_posterior_scan(memory, CHUNK)
         if normalizes_alongside:
-            launch_normalize(logits, input_lengths, *normalizers)
+            normalize()
     finally:
         # The streams join after an error too, because the memory belongs to the current stream.
         side_stream.join()
@@ -154,7 +149,7 @@ def _launch_gradient(
     tile = row_tile(call.logits, C)
     if plan.class_groups == 0:
         # This kernel takes time to load, and few classes do not need it.
-        from .label_gradient import ctc_label_gradient_kernel
+        from .label_gradient import ctc_label_gradient_kernel, label_index
 
         rows = 4 if tile["BLOCK_V"] <= 512 else 1
         if tile["BLOCK_V"] > 512:

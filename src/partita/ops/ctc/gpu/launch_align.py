@@ -48,38 +48,39 @@ def ctc_align(
     block_sums = torch.empty((N, cdiv(T, ALIGNMENT_STEPS)), dtype=torch.float64, device=device)
     ends = torch.empty((N, 2), dtype=torch.float64, device=device)
     states = torch.empty((N, T), dtype=torch.int32, device=device)
-    classes = torch.empty((N, T), dtype=torch.int64, device=device)
-    tokens = torch.empty((N, T), dtype=torch.int64, device=device)
+    classes, tokens = (torch.empty((N, T), dtype=torch.int64, device=device) for _ in range(2))
     scores = torch.empty((N, T), dtype=acc_dtype(logits.dtype), device=device)
     score = torch.empty(N, dtype=scores.dtype, device=device)
     maxima = sums = None
     if from_logits:
-        maxima = torch.empty((T, N), dtype=scores.dtype, device=device)
-        sums = torch.empty((T, N), dtype=scores.dtype, device=device)
+        maxima, sums = (torch.empty((T, N), dtype=scores.dtype, device=device) for _ in range(2))
         launch_normalize(logits, input_lengths, maxima, sums, options, flags=flags)
-    paths, with_star = BestPaths(pointers, ends, flags), star is not None
+    paths = BestPaths(pointers, ends, flags)
     tensors = ScoreTensors(logits, None, options.priors, maxima, sums, None)
-    strides = dict(zip(("stride_t", "stride_n", "stride_c"), logits.stride(), strict=True))
+    sizes = {
+        "T": T,
+        "N": N,
+        "M": labels.numel(),
+        "max_target_len": max_target_len,
+        "num_chunks": num_chunks,
+        "num_blocks": num_blocks,
+    }
+    rows: dict[str, int | None] = dict(
+        zip(("stride_t", "stride_n", "stride_c"), logits.stride(), strict=True)
+    )
+    rows |= {"blank": blank, "prior_scale": options.scale, "star": star}
     launch_lanes(
         VITERBI,
         N * num_chunks,
-        scores=tensors if with_star else tensors._replace(maxima=None, sums=None),
+        scores=tensors._replace(maxima=None, sums=None) if star is None else tensors,
         targets=targets,
         paths=paths,
         carries_ptr=carries,
         tile_counter_ptr=tile_counter if num_chunks > 1 else None,
-        T=T,
-        N=N,
         C=C,
-        M=labels.numel(),
-        max_target_len=max_target_len,
-        num_chunks=num_chunks,
-        num_blocks=num_blocks,
         carry_steps=carry_steps,
-        blank=blank,
-        **strides,
-        prior_scale=options.scale,
-        star=star,
+        **sizes,
+        **rows,
     )
     launch_lanes(
         BACKTRACE,
@@ -87,12 +88,7 @@ def ctc_align(
         targets=targets._replace(labels=None),
         paths=paths,
         states_ptr=states,
-        T=T,
-        N=N,
-        M=labels.numel(),
-        max_target_len=max_target_len,
-        num_chunks=num_chunks,
-        num_blocks=num_blocks,
+        **sizes,
     )
     runtime_launch.launch(
         ctc_alignment_kernel,
@@ -109,10 +105,7 @@ def ctc_align(
         score_ptr=score,
         T=T,
         N=N,
-        blank=blank,
-        **strides,
-        prior_scale=options.scale,
-        star=star,
+        **rows,
         BLOCK_T=ALIGNMENT_STEPS,
         num_warps=4,
     )

@@ -93,14 +93,6 @@ def log2_partition(
         )
 
 
-@triton.jit
-def zero_infinite(loss, ZERO_INFINITY: tl.constexpr):
-    """Replace infinite losses by 0 if asked for."""
-    if ZERO_INFINITY:
-        loss = tl.where(loss == float("inf"), 0.0, loss)
-    return loss
-
-
 @triton.jit(do_not_specialize=LOSS_SIZES)
 def ctc_loss_kernel(
     targets,  # TargetTensors
@@ -164,7 +156,8 @@ def ctc_loss_kernel(
             for first in range(0, N, BLOCK_L):
                 i = first + tl.arange(0, BLOCK_L)
                 each = tl.load(losses_ptr + i, mask=i < N, other=0.0, volatile=True)
-                each = zero_infinite(each, ZERO_INFINITY)
+                if ZERO_INFINITY:
+                    each = tl.where(each == float("inf"), 0.0, each)
                 if MEAN:
                     labels = tl.load(targets.target_lengths + i, mask=i < N, other=1)
                     each /= tl.maximum(labels, 1).to(tl.float64)
@@ -172,4 +165,6 @@ def ctc_loss_kernel(
             value = tl.sum(total, axis=0) / (N.to(tl.float64) if MEAN else 1.0)
             tl.store(value_ptr, value.to(value_ptr.dtype.element_ty))
     elif value_ptr is not None:
-        tl.store(value_ptr + n, zero_infinite(loss, ZERO_INFINITY).to(value_ptr.dtype.element_ty))
+        if ZERO_INFINITY:
+            loss = tl.where(loss == float("inf"), 0.0, loss)
+        tl.store(value_ptr + n, loss.to(value_ptr.dtype.element_ty))

@@ -2,9 +2,10 @@
 
 α starts from its states at the middle and goes on to the last step; β goes on to the first. The
 other direction went through this half in the first scan, and its states are recomputed block by
-block (see `recompute.py`). Each block is recomputed while the previous block is in use: the two
-chains of dependent operations interleave, and neither waits for the other. Chunks of 32 positions
-exchange carries as in the first scan.
+block, from the emissions, from the states that were saved before each eighth step, and from the
+carries that the chunks exchanged then. Each block is recomputed while the previous block is in use:
+the two chains of dependent operations interleave, and neither waits for the other. Chunks of 32
+positions exchange carries as in the first scan.
 
 Sequences whose logits need it are scanned in fp64, all chunks one after another, by a launch that
 comes first. It also clears the words of the other launch and sorts the labels for the gradient, so
@@ -32,6 +33,7 @@ from .lanes import (
 from .lattice import (
     NEEDS_FP64,
     SIZES,
+    LaneStates,
     TargetScan,
     load_chunk,
     load_lengths,
@@ -39,16 +41,17 @@ from .lattice import (
     program_chunk,
     store_carry,
 )
-from .recompute import RecomputedHalf, decode_block, prefetch_block
 from .scores import EmissionRows, sequence_rows
-from .state import posterior_of
+from .state import posterior_of, unpack_state
 from .steps import (
     advance,
     await_carries,
     carry_links,
     chunk_source,
+    decode_emissions,
     first_scan_half,
     prefetch_carries,
+    prefetch_emissions,
 )
 
 
@@ -76,6 +79,40 @@ class ChunkMemory(NamedTuple):
     num_chunks: tl.tensor
 
 
+class RecomputedHalf(NamedTuple):
+    """The half of the first scan whose states a chunk recomputes, in the order of that scan.
+
+    Fields:
+        source: where the chunk finds its emissions; see `EmissionSource`.
+        half: the steps; see `HalfSteps`.
+        states_ptr: the states before the first step, words `[2, 32]`.
+        block_stride: offset from them to those of the next block of eight steps.
+        carries_ptr: the carries that the chunk received, one for each step.
+        has_carries: whether there was a neighbor that sent them.
+    """
+
+    source: tuple[tl.tensor, ...]
+    half: tuple[tl.tensor, ...]
+    states_ptr: tl.tensor
+    block_stride: tl.tensor
+    carries_ptr: tl.tensor
+    has_carries: tl.tensor
+
+
+class LoadedBlock(NamedTuple):
+    """The loaded values from which the states of a block are recomputed.
+
+    Fields:
+        rows: the values from which the emissions are computed; see `Emissions`.
+        states: the words of blanks and of labels before the block, `[32]` each.
+        carries: the words that the chunk received, `[32]` with a step in each lane.
+    """
+
+    rows: tuple[tl.tensor, ...]
+    states: tuple[tl.tensor, ...]
+    carries: tl.tensor
+
+
 class PosteriorRows(NamedTuple):
     """The memory for a chunk's posteriors, and the order in which they are summed.
 
@@ -97,13 +134,63 @@ class PosteriorRows(NamedTuple):
 
 
 @triton.jit
-def floor_to_int(x):
-    """Return the greatest int32 that is at most x.
+def prefetch_block(
+    recomputed,
+    p,
+    lane,
+    FORWARD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+):
+    """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0."""
+    source, half, states_ptr, block_stride, carries_ptr, has_carries = recomputed
+    rows = prefetch_emissions(source, half, p, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
+    ptr = states_ptr + tl.maximum(p, 0) // 8 * block_stride + lane
+    states = (
+        tl.load(ptr, mask=(lane >= 0) & (p >= 0), other=0),
+        tl.load(ptr + 32, mask=(lane >= 0) & (p >= 0), other=0),
+    )
+    words = prefetch_carries(carries_ptr, p, has_carries & (p >= 0), lane, BLOCK_T, FP64)
+    return LoadedBlock(rows, states, words)
 
-    Triton's floor is a function of a library, which would take time to link.
-    """
-    truncated = x.to(tl.int32)
-    return truncated - (truncated.to(x.dtype) > x).to(tl.int32)
+
+@triton.jit
+def decode_block(
+    loaded,
+    recomputed,
+    p,
+    lane,
+    FORWARD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+):
+    """Return a block's emissions and the states before it."""
+    source, half, _, _, carries_ptr, has_carries = recomputed
+    emissions = decode_emissions(
+        loaded.rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
+    )[0]
+    state = LaneStates(unpack_state(loaded.states[0], FP64), unpack_state(loaded.states[1], FP64))
+    if FP64:
+        # Advance to step p. The steps are a loop, because unrolled they would take long to compile.
+        p = tl.maximum(p, 0)
+        for q in range(p // 8 * 8, p):
+            rows = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
+            step = decode_emissions(rows, source, q, 0, lane, 1, True, 0)[0]
+            words = prefetch_carries(carries_ptr, q, has_carries, lane, 1, True)
+            state = advance(
+                state,
+                words,
+                step.blank,
+                step.label[0],
+                lane * 0,
+                source.lattice.can_skip,
+                lane,
+                FORWARD,
+                True,
+            )[1]
+    return emissions, state
 
 
 @triton.jit
@@ -341,7 +428,10 @@ def ctc_posterior_scan_kernel(
         if TABLE_WIDTH:
             table_ptr = scores.table + (n * (T + 48) + 24) * TABLE_WIDTH
             rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1, (), ())
-        logz = floor_to_int(tl.where(has_path, logz, 0.0))
+        # Triton's floor is a function of a library, which would take time to link.
+        logz = tl.where(has_path, logz, 0.0)
+        truncated = logz.to(tl.int32)
+        logz = truncated - (truncated.to(logz.dtype) > logz).to(tl.int32)
         begin, end = index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)
     for c in range(begin, end):
         last_step = tl.maximum(length - 1, 0)

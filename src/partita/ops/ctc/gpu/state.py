@@ -90,12 +90,6 @@ def emission_of(x, limit):
 
 
 @triton.jit
-def emission_of_fp64(x):
-    """Return e**x as an emission in fp64."""
-    return (x.to(tl.float64) * LOG2E,)
-
-
-@triton.jit
 def multiply_emissions(a, b, FP64: tl.constexpr):
     """Return the product of two emissions."""
     if FP64:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.math import LOG2E
 from .lattice import LaneStates, sum_predecessors
 from .scores import prior_emission, star_emission
 from .state import (
@@ -27,7 +28,6 @@ from .state import (
     ZERO_WORD_FP64,
     broadcast_lane,
     emission_of,
-    emission_of_fp64,
     multiply_emission,
     multiply_emissions,
     select,
@@ -208,7 +208,7 @@ def prefetch_emissions(
 @triton.jit
 def class_emission(x, prior, limit, FP64: tl.constexpr):
     """Return the emissions of classes, given their logits and a tuple of their priors'."""
-    emission = emission_of_fp64(x) if FP64 else emission_of(x, limit)
+    emission = (x.to(tl.float64) * LOG2E,) if FP64 else emission_of(x, limit)
     if len(prior) > 0:
         emission = multiply_emissions(emission, prior[0], FP64)
     return emission

@@ -5,48 +5,6 @@ import triton.language as tl
 
 
 @triton.jit
-def load_target(
-    n,
-    targets_ptr,
-    stride_n,
-    stride_s,
-    lengths_ptr,
-    S,
-    PACKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return the address of a target's first label, its length, and whether the length is invalid.
-
-    An invalid length is returned as 0. Packed targets follow one another, each by its length.
-    """
-    length = tl.load(lengths_ptr + n)
-    if PACKED:
-        # The bound on each length limits how far an invalid one can shift the targets after it.
-        bound, offset = tl.full([], S, tl.int64) + 1, tl.full([], 0, tl.int64)
-        for start in range(0, n, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            before = tl.load(lengths_ptr + i, mask=i < n, other=0)
-            offset += tl.sum(tl.minimum(tl.maximum(before, 0), bound), axis=0)
-        invalid = (length < 0) | (length > S - offset)
-        target_ptr = targets_ptr + tl.where(invalid, 0, offset) * stride_s
-    else:
-        invalid = (length < 0) | (length > S)
-        target_ptr = targets_ptr + n * stride_n
-    return target_ptr, tl.where(invalid, 0, length), invalid
-
-
-@triton.jit
-def has_bad_label(target_ptr, stride_s, length, n_base, BLOCK: tl.constexpr):
-    """Return whether a label of the target is not from 1 to n_base."""
-    bad = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, length, BLOCK):
-        i = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        label = tl.load(target_ptr + i * stride_s, mask=i < length, other=1).to(tl.int64)
-        bad |= ((label < 1) | (label > n_base)).to(tl.int32)
-    return tl.max(bad, axis=0) > 0
-
-
-@triton.jit
 def load_base(target_ptr, stride_s, position, length, n_base):
     """Return the base at each position, from 0 to n_base - 1; 0 outside of the target."""
     inside = (position >= 0) & (position < length)
@@ -76,13 +34,30 @@ def crf_lattice_kernel(
 ):
     """Build the lattice of the first L k-mers of one target, and check its length and labels.
 
-    A target without a k-mer, or with more than L of them, has no final state and so no path.
+    A target without a k-mer, or with more than L of them, has no final state and so no path. Packed
+    targets follow one another, each by its length.
     """
     n = tl.program_id(0).to(tl.int64)
-    target_ptr, length, invalid = load_target(
-        n, targets_ptr, stride_n, stride_s, target_lengths_ptr, S, PACKED, BLOCK
-    )
-    invalid |= has_bad_label(target_ptr, stride_s, length, n_base, BLOCK)
+    length = tl.load(target_lengths_ptr + n)
+    if PACKED:
+        # The bound on each length limits how far an invalid one can shift the targets after it.
+        bound, offset = tl.full([], S, tl.int64) + 1, tl.full([], 0, tl.int64)
+        for start in range(0, n, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            before = tl.load(target_lengths_ptr + i, mask=i < n, other=0)
+            offset += tl.sum(tl.minimum(tl.maximum(before, 0), bound), axis=0)
+        invalid = (length < 0) | (length > S - offset)
+        target_ptr = targets_ptr + tl.where(invalid, 0, offset) * stride_s
+    else:
+        invalid = (length < 0) | (length > S)
+        target_ptr = targets_ptr + n * stride_n
+    length = tl.where(invalid, 0, length)
+    bad_labels = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, length, BLOCK):
+        i = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        label = tl.load(target_ptr + i * stride_s, mask=i < length, other=1).to(tl.int64)
+        bad_labels |= ((label < 1) | (label > n_base)).to(tl.int32)
+    invalid |= tl.max(bad_labels, axis=0) > 0
     steps = tl.full([], T, tl.int64)
     if input_lengths_ptr is not None:
         steps = tl.load(input_lengths_ptr + n)

@@ -7,8 +7,6 @@ target's marginals are subtracted in place.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -17,25 +15,12 @@ from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...chain.gpu.launch import chain_gradient, chain_logz
 from ..common import CRFLattice, unflatten_scores, zero_ends
 from .lattice import crf_gather_kernel, crf_lattice_kernel
-from .loss import crf_loss_kernel
-from .subtract import crf_edge_order_kernel, crf_subtract_kernel
+from .loss import EdgeOrder, crf_edge_order_kernel, crf_loss_kernel, crf_subtract_kernel
 
 ROWS = 4  # steps of one sequence that a program gathers or subtracts
 ORDER_BLOCK = 64  # edges of a sequence that a program sorts
 LATTICE_BLOCK = 256  # labels, k-mers or earlier lengths that a lattice's program takes at a time
 LOSS_BLOCK = 256  # losses that are reduced at a time
-
-
-class EdgeOrder(NamedTuple):
-    """The edges of each lattice, sorted by the score that they read; both `[N, E]` int32.
-
-    Fields:
-        edges: the edges in that order.
-        runs: the number of edges that read a score at the first of them, else 0.
-    """
-
-    edges: Tensor
-    runs: Tensor
 
 
 def tile_options(E: int) -> dict[str, int]:
@@ -65,17 +50,21 @@ def build_lattice(
     launch(
         crf_lattice_kernel,
         N,
-        targets,
-        0 if packed else targets.stride(0),
-        targets.stride(-1),
-        target_lengths,
-        input_lengths,
-        edge_index,
-        initial,
-        final,
-        lengths,
-        unit,
-        *(T, targets.shape[-1], L, state_len, n_base),
+        targets_ptr=targets,
+        stride_n=0 if packed else targets.stride(0),
+        stride_s=targets.stride(-1),
+        target_lengths_ptr=target_lengths,
+        input_lengths_ptr=input_lengths,
+        edge_index_ptr=edge_index,
+        initial_ptr=initial,
+        final_ptr=final,
+        lengths_ptr=lengths,
+        unit_ptr=unit,
+        T=T,
+        S=targets.shape[-1],
+        L=L,
+        state_len=state_len,
+        n_base=n_base,
         PACKED=packed,
         BLOCK=LATTICE_BLOCK,
         num_warps=4,
@@ -86,17 +75,23 @@ def build_lattice(
 def gather_scores(scores: Tensor, edge_index: Tensor, lengths: Tensor) -> Tensor:
     """Return the scores of the lattice's edges, `[T, N, L, 2]`."""
     T, N, _, A = scores.shape
-    L = edge_index.shape[1]
+    L, strides = edge_index.shape[1], scores.stride()
     edge_scores = torch.empty((T, N, L, 2), dtype=scores.dtype, device=scores.device)
     launch(
         crf_gather_kernel,
         N * cdiv(T, ROWS),
-        scores,
-        *scores.stride(),
-        edge_index,
-        lengths,
-        edge_scores,
-        *(T, N, 2 * L, A),
+        scores_ptr=scores,
+        stride_t=strides[0],
+        stride_n=strides[1],
+        stride_c=strides[2],
+        stride_a=strides[3],
+        edge_index_ptr=edge_index,
+        lengths_ptr=lengths,
+        edge_scores_ptr=edge_scores,
+        T=T,
+        N=N,
+        E=2 * L,
+        A=A,
         **tile_options(2 * L),
     )
     return edge_scores
@@ -132,12 +127,12 @@ def crf_loss(
     launch(
         crf_loss_kernel,
         1,
-        logz_den,
-        logz_num,
-        target_lengths,
-        losses,
-        value,
-        N,
+        logz_den_ptr=logz_den,
+        logz_num_ptr=logz_num,
+        target_lengths_ptr=target_lengths,
+        losses_ptr=losses,
+        value_ptr=value,
+        N=N,
         REDUCE=reduction != "none",
         MEAN=reduction == "mean",
         BLOCK=LOSS_BLOCK,
@@ -156,14 +151,15 @@ def sort_edges(
     launch(
         crf_edge_order_kernel,
         N * cdiv(E, ORDER_BLOCK),
-        grad,
-        grad.stride(0) if grad.ndim else 0,
-        losses,
-        target_lengths,
-        edge_index,
-        coefficients,
-        *order,
-        *(N, E),
+        grad_ptr=grad,
+        grad_stride=grad.stride(0) if grad.ndim else 0,
+        losses_ptr=losses,
+        target_lengths_ptr=target_lengths,
+        edge_index_ptr=edge_index,
+        coefficients_ptr=coefficients,
+        order=order,
+        N=N,
+        E=E,
         MEAN=reduction == "mean",
         BLOCK=ORDER_BLOCK,
         num_warps=4,
@@ -188,14 +184,17 @@ def subtract_marginals(
     launch(
         crf_subtract_kernel,
         N * cdiv(T, ROWS),
-        coefficients,
-        marginals,
-        edge_index,
-        *order,
-        lengths,
-        d_scores,
-        rounded,
-        *(T, N, E, C * A),
+        coefficients_ptr=coefficients,
+        marginals_ptr=marginals,
+        edge_index_ptr=edge_index,
+        order=order,
+        lengths_ptr=lengths,
+        d_scores_ptr=d_scores,
+        result_ptr=rounded,
+        T=T,
+        N=N,
+        E=E,
+        V=C * A,
         **tile_options(E),
     )
 

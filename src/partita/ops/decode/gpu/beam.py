@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .select import UNROLL
+from .select import UNROLL, Candidates
 
 NEG_INF = tl.constexpr(-float("inf"))
 # The numbers of a prefix, fp64: log-probabilities of the alignments that end in a blank and in a
@@ -34,8 +34,6 @@ class Sizes(NamedTuple):
         pairs: extensions that are formed.
         width: prefixes in the beam.
         table_size: slots of the table, a power of 2.
-        blank: the class of the blank.
-        skipped: the log-probability of the blank above which a step is taken as a blank.
     """
 
     C: Any
@@ -44,19 +42,17 @@ class Sizes(NamedTuple):
     pairs: Any
     width: Any
     table_size: Any
-    blank: Any
-    skipped: Any
 
 
 class Memory(NamedTuple):
-    """The memory of one sequence.
+    """The memory of one sequence; the host's has N of each.
 
     Fields:
         numbers: `[3, 5, width]` fp64: the beam of even and of odd steps, and the prefixes that
             stay.
         integers: `[3, 6, width]` int32, likewise.
         children: `[BLOCK_W]` int64, the slot of the parent in the beam with the last label, or -1.
-        scores, ties, order: the candidates, `[BLOCK_P]`.
+        candidates: those of a step.
         chosen: `[width]` int32.
         keys: `[table_size + BLOCK_W]` int64; the last ones stay 0.
         stamps: `[table_size + 1]` int32; the last one is of the empty prefix.
@@ -66,9 +62,7 @@ class Memory(NamedTuple):
     numbers: Any
     integers: Any
     children: Any
-    scores: Any
-    ties: Any
-    order: Any
+    candidates: Candidates
     chosen: Any
     keys: Any
     stamps: Any
@@ -84,8 +78,7 @@ class Step(NamedTuple):
         norm: what is subtracted from scores.
         log_blank: the log-probability of the blank.
         blank_rank: the rank of the blank among the sorted classes, or K.
-        labels: the number of labels that may extend a prefix.
-        is_skipped: whether the step is taken as a blank.
+        labels: the number of labels that may extend a prefix; 0 if the step is taken as a blank.
     """
 
     row_ptr: Any
@@ -96,7 +89,6 @@ class Step(NamedTuple):
     log_blank: Any
     blank_rank: Any
     labels: Any
-    is_skipped: Any
 
 
 @triton.jit
@@ -154,7 +146,7 @@ def label_inflow(memory, size, buffer, i, last, mask):
 
 
 @triton.jit
-def stay(memory, size, step, buffer, t, i):
+def stay(memory, size, step, is_skipped, buffer, t, i):
     """Compute the prefixes that get no label, merged with the extensions of their parents.
 
     An event that the step adds is coded as -3 minus the event before it.
@@ -163,7 +155,7 @@ def stay(memory, size, step, buffer, t, i):
     total = number(memory, size, buffer, TOTAL, i, mask)
     alive = mask & (total > NEG_INF)
     last = integer(memory, size, buffer, LAST, i, alive)
-    emits = alive & (last >= 0) & (step.is_skipped == 0)
+    emits = alive & (last >= 0) & (is_skipped == 0)
     emitted = tl.load(step.row_ptr + last.to(tl.int64) * step.class_stride, mask=emits, other=0.0)
     emitted = tl.where(emits, emitted.to(tl.float64) - step.norm, NEG_INF)
     parent = integer(memory, size, buffer, PARENT, i, alive)
@@ -192,8 +184,8 @@ def stay(memory, size, step, buffer, t, i):
         tl.where(from_parent, -3 - event, event_label),
     )
     store_prefixes(memory, size, 2, i, numbers, events)
-    tl.store(memory.scores + i, new_total, mask=mask)
-    tl.store(memory.ties + i, ((last + 1).to(tl.int64) << 16) | i, mask=mask)
+    tl.store(memory.candidates.scores + i, new_total, mask=mask)
+    tl.store(memory.candidates.ties + i, ((last + 1).to(tl.int64) << 16) | i, mask=mask)
     tl.store(memory.chosen + i, i * 0 - 1, mask=mask)
 
 
@@ -223,9 +215,9 @@ def extend(memory, size, step, pairs_ptr, buffer, BLOCK_P: tl.constexpr):
         for u in tl.static_range(UNROLL):
             mask = mask & (key != tl.load(memory.children + first + u))
     score = tl.where(mask, score, NEG_INF)
-    tl.store(memory.scores + lane, score, mask=j >= 0)
+    tl.store(memory.candidates.scores + lane, score, mask=j >= 0)
     tie = ((label + 1).to(tl.int64) << 16) | 0x8000 | i
-    tl.store(memory.ties + lane, tie, mask=j >= 0)
+    tl.store(memory.candidates.ties + lane, tie, mask=j >= 0)
 
 
 @triton.jit

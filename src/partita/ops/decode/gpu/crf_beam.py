@@ -1,4 +1,6 @@
-"""Prefix beam search of CTC-CRF: one program goes through the steps of a sequence.
+"""Prefix beam search of CTC-CRF, and the trace of its best path.
+
+One program goes through the steps of a sequence.
 
 The beam is in memory, ordered by rank. A step has four phases with a barrier between them: the
 prefixes that stay, the choice of the best candidates, their order (`select.py`), and the next beam.
@@ -18,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .beam import log_add
+from .greedy import load_length
 from .select import ranks_in_order, select_in_order
 
 # Rows of numbers, fp64: for each of two buffers the log of the sum over the paths of a prefix, and
@@ -59,7 +62,7 @@ class KmerSizes(NamedTuple):
 
 
 class KmerMemory(NamedTuple):
-    """The memory of one sequence.
+    """The memory of one sequence; the host's has N of each.
 
     Fields:
         numbers: `[8, BLOCK_W]` fp64.
@@ -138,7 +141,7 @@ def same_prefixes(memory, a, b, wanted):
 
 
 @triton.jit
-def parent_slots(memory, size, buffer, alive, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexpr):
+def parent_slots(memory, buffer, alive, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexpr):
     """Return the slot of the parent of each prefix in the beam, or -1, and the parent's node.
 
     It is the node that the parent has now, so that the nodes are equal from then on. It must not be
@@ -177,7 +180,7 @@ def stay(memory, size, step, buffer, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexp
     stays = edge_scores(step, state, lane * 0, alive)
     move = edge_scores(step, state, 1 + parent_state // size.top, alive & (parent_state >= 0))
     later = tl.load(step.later_ptr + state, mask=alive, other=-float("inf"))
-    parent, node = parent_slots(memory, size, buffer, alive, BLOCK_W, BLOCK_J)
+    parent, node = parent_slots(memory, buffer, alive, BLOCK_W, BLOCK_J)
     merges = parent >= 0
     score = tl.load(numbers_ptr + SCORE * BLOCK_W + lane) + stays
     best = tl.load(numbers_ptr + BEST * BLOCK_W + lane) + stays
@@ -197,37 +200,6 @@ def stay(memory, size, step, buffer, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexp
     tl.store(memory.integers + ENTERS * BLOCK_W + lane, tl.where(enters, event, NONE))
     tl.store(memory.integers + BASE * BLOCK_W + lane, tl.where(alive, base, -1))
     tl.store(memory.integers + STAY_PARENT_NODE * BLOCK_W + lane, node)
-
-
-@triton.jit
-def extend(memory, size, step, buffer, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return the ranks of extensions, -inf for lanes that are none."""
-    lane = tl.arange(0, BLOCK_P)
-    slot, base, is_new = lane % BLOCK_W, lane // (2 * BLOCK_W), (lane // BLOCK_W) % 2 == 1
-    integers_ptr = memory.integers + (buffer * BUFFER_INTEGERS + STATE) * BLOCK_W
-    numbers_ptr = memory.numbers + (buffer * BUFFER_NUMBERS + SCORE) * BLOCK_W
-    state = tl.load(integers_ptr + slot)
-    mask = is_new & (base < size.bases) & (state >= 0)
-    dropped = state // size.top
-    target = (state - dropped * size.top) * size.bases + base
-    move = edge_scores(step, target, 1 + dropped, mask)
-    later = tl.load(step.later_ptr + target, mask=mask, other=-float("inf"))
-    score = tl.load(numbers_ptr + slot, mask=mask, other=-float("inf"))
-    return tl.where(mask, score + move + later, -float("inf"))
-
-
-@triton.jit
-def all_candidates(memory, size, step, ranks, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return the ranks of all candidates: prefixes that stay, and extensions not in the beam."""
-    lane = tl.arange(0, BLOCK_P)
-    slot, base, is_new = lane % BLOCK_W, lane // (2 * BLOCK_W), (lane // BLOCK_W) % 2 == 1
-    child = memory.children + slot * size.bases + base
-    in_beam = tl.load(child, mask=is_new & (base < size.bases), other=0) == step.t + 1
-    stays = (is_new == 0) & (tl.load(memory.integers + BASE * BLOCK_W + slot) == base)
-    stay_ranks = tl.load(
-        memory.numbers + STAY_RANK * BLOCK_W + slot, mask=stays, other=-float("inf")
-    )
-    return tl.where(is_new, tl.where(in_beam, -float("inf"), ranks), stay_ranks)
 
 
 @triton.jit
@@ -344,3 +316,124 @@ def start(
     integers = (state, w * 0 - 1, node, none, node)
     store_beam(memory, 0, (zero, zero), integers, (hash, hash * 0), BLOCK_W)
     tl.debug_barrier()
+
+
+@triton.jit(
+    do_not_specialize=["T", "stride_t", "stride_n", "stride_c", "stride_a", "later_t", "hash_mask"]
+)
+def ctc_crf_beam_search_kernel(
+    scores_ptr,  # [T, N, C, A]
+    later_ptr,  # [T + 1, N, C] fp64
+    input_lengths_ptr,  # [N]
+    batch,  # KmerMemory of all sequences
+    T,
+    C,
+    bases,
+    width,
+    hash_mask: tl.int64,
+    stride_t,
+    stride_n,
+    stride_c,
+    stride_a,
+    later_t,
+    BLOCK_W: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """Search the prefixes of one sequence. The buffer of the last beam is the length modulo 2."""
+    n = tl.program_id(0).to(tl.int64)
+    length, _ = load_length(input_lengths_ptr, n, T)
+    size = KmerSizes(C, bases, C // bases, width, hash_mask)
+    memory = KmerMemory(
+        batch.numbers + n * NUMBERS * BLOCK_W,
+        batch.hashes + n * HASHES * BLOCK_W,
+        batch.integers + n * INTEGERS * BLOCK_W,
+        batch.children + n * BLOCK_W * bases,
+        batch.events + n * T * BLOCK_W,
+        batch.parents + n * T * BLOCK_W,
+    )
+    scores_ptr += n * stride_n
+    later_ptr += n * C
+    start(memory, size, later_ptr, BLOCK_W, BLOCK_P, BLOCK_J)
+    for t in range(0, length):
+        t64, buffer = tl.full([], t, tl.int64), t % 2
+        row_ptr, row_later_ptr = scores_ptr + t64 * stride_t, later_ptr + (t64 + 1) * later_t
+        step = KmerStep(tl.full([], t, tl.int32), row_ptr, stride_c, stride_a, row_later_ptr)
+        # The ranks of the extensions.
+        lane = tl.arange(0, BLOCK_P)
+        slot, base, is_new = lane % BLOCK_W, lane // (2 * BLOCK_W), (lane // BLOCK_W) % 2 == 1
+        beam_states_ptr = memory.integers + (buffer * BUFFER_INTEGERS + STATE) * BLOCK_W
+        beam_scores_ptr = memory.numbers + (buffer * BUFFER_NUMBERS + SCORE) * BLOCK_W
+        state = tl.load(beam_states_ptr + slot)
+        mask = is_new & (base < bases) & (state >= 0)
+        dropped = state // size.top
+        target = (state - dropped * size.top) * bases + base
+        move = edge_scores(step, target, 1 + dropped, mask)
+        later = tl.load(step.later_ptr + target, mask=mask, other=-float("inf"))
+        score = tl.load(beam_scores_ptr + slot, mask=mask, other=-float("inf"))
+        ranks = tl.where(mask, score + move + later, -float("inf"))
+        stay(memory, size, step, buffer, BLOCK_W, BLOCK_J)
+        tl.debug_barrier()
+        # Extensions that the beam has are part of the prefixes that stay.
+        child = memory.children + slot * bases + base
+        in_beam = tl.load(child, mask=is_new & (base < bases), other=0) == step.t + 1
+        stays = (is_new == 0) & (tl.load(memory.integers + BASE * BLOCK_W + slot) == base)
+        stay_ranks = memory.numbers + STAY_RANK * BLOCK_W + slot
+        stay_ranks = tl.load(stay_ranks, mask=stays, other=-float("inf"))
+        ranks = tl.where(is_new, tl.where(in_beam, -float("inf"), ranks), stay_ranks)
+        candidates = store_best(memory, size, ranks, lane, BLOCK_W)
+        tl.debug_barrier()
+        order_best(memory, candidates, BLOCK_W, BLOCK_J)
+        tl.debug_barrier()
+        enter(memory, size, step, buffer, BLOCK_W)
+        tl.debug_barrier()
+
+
+@triton.jit
+def store_stays(states_ptr, edges_ptr, N, first, last, state, edge, BLOCK: tl.constexpr):
+    """Write the state after the steps from `first` to `last` - 1, and the edge that stays in it."""
+    for block in range(first, last, BLOCK):
+        t = (block + tl.arange(0, BLOCK)).to(tl.int64)
+        mask, value = t < last, tl.zeros([BLOCK], tl.int64)
+        tl.store(states_ptr + (t + 1) * N, value + state, mask=mask)
+        tl.store(edges_ptr + t * N, value + edge, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "N", "C", "bases"])
+def ctc_crf_beam_trace_kernel(
+    integers_ptr,  # [N, 15, BLOCK_W] int32
+    events_ptr,  # [N, T, BLOCK_W] int64
+    input_lengths_ptr,  # [N]
+    states_ptr,  # [T + 1, N] int64
+    edges_ptr,  # [T, N] int64
+    T,
+    N,
+    C,
+    bases,
+    BLOCK_W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the best path of the best prefix of one sequence, from its last event to its first."""
+    n = tl.program_id(0).to(tl.int64)
+    length, valid = load_length(input_lengths_ptr, n, T)
+    integers_ptr += n * INTEGERS * BLOCK_W
+    beam_ptr = integers_ptr + (length % 2) * BUFFER_INTEGERS * BLOCK_W
+    state = tl.load(beam_ptr + STATE * BLOCK_W).to(tl.int64)
+    event = tl.load(beam_ptr + EVENT * BLOCK_W)
+    valid = valid & (state >= 0)
+    A, states_ptr, edges_ptr = bases + 1, states_ptr + n, edges_ptr + n
+    t = tl.where(valid, length, 0)
+    store_stays(states_ptr, edges_ptr, N, t, T, -1, -1, BLOCK)
+    event, events_ptr = tl.where(valid, event, -1), events_ptr + n * T * BLOCK_W
+    # The word of an event has the event before it and its own state, so one load follows another.
+    word = tl.load(events_ptr + event, mask=event >= 0, other=0)
+    while event >= 0:
+        step, event = event // BLOCK_W, (word >> 32).to(tl.int32)
+        word = tl.load(events_ptr + event, mask=event >= 0, other=0)
+        before = tl.where(event >= 0, word & 0xFFFFFFFF, (-1 - event).to(tl.int64))
+        store_stays(states_ptr, edges_ptr, N, step + 1, t, state, state * A, BLOCK)
+        tl.store(states_ptr + (step + 1).to(tl.int64) * N, state)
+        tl.store(edges_ptr + step.to(tl.int64) * N, state * A + 1 + before // (C // bases))
+        state, t = before, step
+    store_stays(states_ptr, edges_ptr, N, 0, t, state, state * A, BLOCK)
+    tl.store(states_ptr, tl.where(valid, state, -1))

@@ -82,19 +82,6 @@ def ctc_crf_base_sums_kernel(
     tl.store(result_ptrs, by_base, mask=exists[:, None] & (b < BASES))
 
 
-@triton.jit
-def leaving_posteriors(marginals_ptr, stride_c, stride_a, c, mask, C, bases):
-    """Return the posteriors of k-mers before the first step, given those of its edges."""
-    stay_ptr = marginals_ptr + c.to(tl.int64) * stride_c
-    total = tl.load(stay_ptr, mask=mask, other=0.0).to(tl.float64)
-    # The k-mer j x moves to the k-mers x e through their column 1 + j.
-    move_ptr = marginals_ptr + (1 + c // (C // bases)).to(tl.int64) * stride_a
-    for base in range(bases):
-        offset = (c * bases % C + base).to(tl.int64) * stride_c
-        total += tl.load(move_ptr + offset, mask=mask, other=0.0).to(tl.float64)
-    return total
-
-
 @triton.jit(do_not_specialize=["T", "C", "bases", "stride_n", "stride_c", "stride_a"])
 def ctc_crf_first_posteriors_kernel(
     marginals_ptr,  # [N, C, A], those of the first step, or [N, C] of the states before it
@@ -132,6 +119,12 @@ def ctc_crf_first_posteriors_kernel(
             ptrs = marginals_ptr + c.to(tl.int64) * stride_c
             posterior = tl.load(ptrs, mask=mask, other=0.0).to(tl.float64) * scale
         else:
-            posterior = leaving_posteriors(marginals_ptr, stride_c, stride_a, c, mask, C, bases)
+            stay_ptrs = marginals_ptr + c.to(tl.int64) * stride_c
+            posterior = tl.load(stay_ptrs, mask=mask, other=0.0).to(tl.float64)
+            # The k-mer j x moves to the k-mers x e through their column 1 + j.
+            move_ptrs = marginals_ptr + (1 + c // (C // bases)).to(tl.int64) * stride_a
+            for base in range(bases):
+                offset = (c * bases % C + base).to(tl.int64) * stride_c
+                posterior += tl.load(move_ptrs + offset, mask=mask, other=0.0).to(tl.float64)
         posterior = tl.where(length > 0, posterior, 1.0 / tl.full([BLOCK], C, tl.float64))
         tl.store(first_ptr + c, posterior, mask=c < C)

@@ -84,10 +84,7 @@ def ctc_collapse_kernel(
     classes_ptr,  # [N, T] int32
     class_scores_ptr,  # [N, T]
     input_lengths_ptr,  # [N]
-    tokens_ptr,  # [N, T] int64
-    lengths_ptr,  # [N] int64
-    scores_ptr,  # [N]
-    steps_ptr,  # [N, T] int64
+    found,  # Hypotheses, with nbest = 1
     T,
     blank,
     BLOCK_T: tl.constexpr,
@@ -96,6 +93,7 @@ def ctc_collapse_kernel(
     n = tl.program_id(0).to(tl.int64)
     length, valid = load_length(input_lengths_ptr, n, T)
     row, lane = n * T, tl.arange(0, BLOCK_T)
+    tokens_ptr, lengths_ptr, scores_ptr, steps_ptr = found
     num_tokens, total = length * 0, tl.zeros([BLOCK_T], tl.float64)
     for first in range(0, length, BLOCK_T):
         t = first + lane

@@ -12,8 +12,10 @@ from ....runtime.launch import launch, next_power_of_2
 from ...logprobs.common import topk_fake
 from ...logprobs.gpu.launch_topk import topk_of_rows
 from ..common import Hypotheses, empty_hypotheses
+from .beam import Memory, Sizes
 from .plan import BeamPlan, beam_plan, extension_pairs
-from .search import ctc_beam_search_kernel, ctc_beam_trace_kernel
+from .search import SortedRows, ctc_beam_search_kernel, ctc_beam_trace_kernel
+from .select import Candidates
 
 BLOCK_T = 256
 
@@ -31,26 +33,26 @@ def as_rows(logits: Tensor) -> tuple[Tensor, int, int]:
     return logits.reshape(-1, C), N, 1
 
 
-def beam_memory(
-    N: int, T: int, width: int, plan: BeamPlan, device: torch.device
-) -> tuple[Tensor, ...]:
-    """Return the memory of N sequences in the order of `Memory`."""
+def beam_memory(N: int, T: int, width: int, plan: BeamPlan, device: torch.device) -> Memory:
+    """Return the memory of N sequences."""
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty((N, *shape), dtype=dtype, device=device)
 
-    keys = plan.table_size + plan.block_w
-    return (
-        empty(torch.float64, 3, 5, width),
-        empty(torch.int32, 3, 6, width),
-        empty(torch.int64, plan.block_w),
-        empty(torch.float64, plan.block_p),
-        empty(torch.int64, plan.block_p),
-        empty(torch.int32, plan.block_p),
-        empty(torch.int32, width),
-        torch.zeros((N, keys), dtype=torch.int64, device=device),
-        torch.zeros((N, plan.table_size + 1), dtype=torch.int32, device=device),
-        empty(torch.int64, T, width),
+    keys, stamps = plan.table_size + plan.block_w, plan.table_size + 1
+    return Memory(
+        numbers=empty(torch.float64, 3, 5, width),
+        integers=empty(torch.int32, 3, 6, width),
+        children=empty(torch.int64, plan.block_w),
+        candidates=Candidates(
+            scores=empty(torch.float64, plan.block_p),
+            ties=empty(torch.int64, plan.block_p),
+            order=empty(torch.int32, plan.block_p),
+        ),
+        chosen=empty(torch.int32, width),
+        keys=torch.zeros((N, keys), dtype=torch.int64, device=device),
+        stamps=torch.zeros((N, stamps), dtype=torch.int32, device=device),
+        events=empty(torch.int64, T, width),
     )
 
 
@@ -77,28 +79,22 @@ def ctc_beam_search(
     launch(
         ctc_beam_search_kernel,
         N,
-        logits,
-        input_lengths,
-        top.indices,
-        top.entries,
-        top.maximum,
-        top.sumexp,
-        constant(_packed_pairs, beam_width, device=device),
-        *memory,
-        ends,
-        T,
-        N,
-        C,
-        K,
-        min(cutoff_top_n, C - 1),
-        plan.pairs,
-        beam_width,
-        plan.table_size,
-        blank,
-        math.log(blank_skip_threshold) if blank_skip_threshold else math.inf,
-        row_t,
-        row_n,
-        *logits.stride(),
+        logits_ptr=logits,
+        input_lengths_ptr=input_lengths,
+        rows=SortedRows(top.indices, top.entries, top.maximum, top.sumexp),
+        pairs_ptr=constant(_packed_pairs, beam_width, device=device),
+        batch=memory,
+        ends_ptr=ends,
+        T=T,
+        N=N,
+        size=Sizes(C, K, min(cutoff_top_n, C - 1), plan.pairs, beam_width, plan.table_size),
+        blank=blank,
+        skipped=math.log(blank_skip_threshold) if blank_skip_threshold else math.inf,
+        row_t=row_t,
+        row_n=row_n,
+        stride_t=logits.stride(0),
+        stride_n=logits.stride(1),
+        stride_c=logits.stride(2),
         FROM_LOGITS=from_logits,
         FILTER=plan.filters,
         BLOCK_W=plan.block_w,
@@ -110,14 +106,14 @@ def ctc_beam_search(
     launch(
         ctc_beam_trace_kernel,
         N * nbest,
-        memory[0],
-        memory[1],
-        memory[-1],
-        ends,
-        *found,
-        T,
-        nbest,
-        beam_width,
+        numbers_ptr=memory.numbers,
+        integers_ptr=memory.integers,
+        events_ptr=memory.events,
+        ends_ptr=ends,
+        found=found,
+        T=T,
+        nbest=nbest,
+        width=beam_width,
         BLOCK_T=BLOCK_T,
         num_warps=1,
     )

@@ -17,14 +17,24 @@ from ...chain.gpu.launch_posteriors import (
 from ...ctc_crf.common import zero_ends
 from ..basecalls import Basecalls, empty_basecalls
 from ..common import ChainFunctions, empty_posteriors, path_and_posteriors
+from .crf_beam import (
+    HASHES,
+    INTEGERS,
+    NUMBERS,
+    KmerMemory,
+    ctc_crf_beam_search_kernel,
+    ctc_crf_beam_trace_kernel,
+)
 from .crf_calls import ctc_crf_calls_kernel
 from .crf_posteriors import (
     ctc_crf_base_posteriors_kernel,
     ctc_crf_base_sums_kernel,
     ctc_crf_first_posteriors_kernel,
 )
-from .launch_crf_beam import BeamBuffers, ctc_crf_beam_search, launch_beam_search
+from .plan import kmer_beam_plan
 
+HASH_MASK = -1  # all bits of a hash are compared
+BLOCK_STAYS = 32  # steps of a stay that are written together
 BLOCK_STEPS, BLOCK_STATES = 1024, 256
 MAX_BLOCK_BASES = 1024  # posteriors of a step that are summed together
 SUMMED_ROWS, BLOCK_SUMS = 4, 256  # steps of a warp, and posteriors of each that are loaded together
@@ -50,22 +60,103 @@ def ctc_crf_path(
         # The search has few programs, so it runs next to the scans for the posteriors. All memory
         # belongs to the current stream.
         later = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
-        beam = BeamBuffers.empty(scores, beam_width)
+        memory, states, edges = beam_buffers(scores, beam_width)
         side_stream = SideStream(scores, True)
         try:
             with side_stream:
                 launch_backward_scores(scores, source, ends, lengths, later)
-                launch_beam_search(scores, later, lengths, beam_width, beam)
+                launch_beam_search(scores, later, lengths, beam_width, memory, states, edges)
             launch_posteriors(*chain_inputs, buffers, are_saved=False)
             sum_state_posteriors(buffers, lengths, by_base, first)
         finally:
             # The streams join after an error too, because the memory is freed afterwards.
             side_stream.join()
-        return beam.states, beam.edges, by_base, first
+        return states, edges, by_base, first
     _, states, edges = chain_viterbi(*chain_inputs, True, buffers.saved)
     launch_posteriors(*chain_inputs, buffers, are_saved=True)
     sum_state_posteriors(buffers, lengths, by_base, first)
     return states, edges, by_base, first
+
+
+def beam_buffers(scores: Tensor, beam_width: int) -> tuple[KmerMemory, Tensor, Tensor]:
+    """Allocate the memory of N searches, the states `[T + 1, N]` and the edges `[T, N]`."""
+    T, N, _, A = scores.shape
+    block = kmer_beam_plan(A - 1, beam_width).block_w
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=scores.device)
+
+    memory = KmerMemory(
+        numbers=empty(torch.float64, N, NUMBERS.value, block),
+        hashes=empty(torch.int64, N, HASHES.value, block),
+        integers=empty(torch.int32, N, INTEGERS.value, block),
+        children=empty(torch.int32, N, block, A - 1),
+        events=empty(torch.int64, N, T, block),
+        parents=empty(torch.int32, N, T, block),
+    )
+    return memory, empty(torch.int64, T + 1, N), empty(torch.int64, T, N)
+
+
+def ctc_crf_beam_search(
+    scores: Tensor, later: Tensor, input_lengths: Tensor, beam_width: int
+) -> tuple[Tensor, Tensor]:
+    """Return the best path of the best prefix: states `[T + 1, N]` and edges `[T, N]`."""
+    memory, states, edges = beam_buffers(scores, beam_width)
+    inputs = (scores, later.contiguous(), input_lengths.contiguous(), beam_width)
+    launch_beam_search(*inputs, memory, states, edges)
+    return states, edges
+
+
+def launch_beam_search(
+    scores: Tensor,
+    later: Tensor,
+    lengths: Tensor,
+    beam_width: int,
+    memory: KmerMemory,
+    states: Tensor,
+    edges: Tensor,
+) -> None:
+    """Fill in the path of the best prefix of each sequence."""
+    T, N, C, A = scores.shape
+    plan, strides = kmer_beam_plan(A - 1, beam_width), scores.stride()
+    launch(
+        ctc_crf_beam_search_kernel,
+        N,
+        scores_ptr=scores,
+        later_ptr=later,
+        input_lengths_ptr=lengths,
+        batch=memory,
+        T=T,
+        C=C,
+        bases=A - 1,
+        width=beam_width,
+        hash_mask=HASH_MASK,
+        stride_t=strides[0],
+        stride_n=strides[1],
+        stride_c=strides[2],
+        stride_a=strides[3],
+        later_t=later.stride(0),
+        BLOCK_W=plan.block_w,
+        BLOCK_P=plan.block_p,
+        BLOCK_J=plan.block_j,
+        num_warps=plan.num_warps,
+    )
+    launch(
+        ctc_crf_beam_trace_kernel,
+        N,
+        integers_ptr=memory.integers,
+        events_ptr=memory.events,
+        input_lengths_ptr=lengths,
+        states_ptr=states,
+        edges_ptr=edges,
+        T=T,
+        N=N,
+        C=C,
+        bases=A - 1,
+        BLOCK_W=plan.block_w,
+        BLOCK=BLOCK_STAYS,
+        num_warps=1,
+    )
 
 
 def sum_state_posteriors(
@@ -77,20 +168,19 @@ def sum_state_posteriors(
     launch(
         ctc_crf_base_sums_kernel,
         cdiv(T * N, SUMMED_ROWS),
-        buffers.posteriors[1:],
-        lengths,
-        by_base,
-        T,
-        N,
-        columns,
+        posteriors_ptr=buffers.posteriors[1:],
+        lengths_ptr=lengths,
+        by_base_ptr=by_base,
+        T=T,
+        N=N,
+        P=columns,
         BASES=bases,
         ROWS=SUMMED_ROWS,
         BLOCK_R=min(next_power_of_2(columns // bases), BLOCK_SUMS // block_b),
         BLOCK_B=block_b,
         num_warps=1,
     )
-    C = buffers.first.shape[1]
-    _launch_first(buffers.first, lengths, first, (T, C, bases), (C, 1, 0), True)
+    launch_first(buffers.first, (buffers.first.shape[1], 1, 0), lengths, first, T, bases, True)
 
 
 def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,35 +192,48 @@ def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor,
     launch(
         ctc_crf_base_posteriors_kernel,
         T * N,
-        marginals,
-        lengths,
-        by_base,
-        *(T, N, C, A, A - 1),
-        *strides,
+        marginals_ptr=marginals,
+        lengths_ptr=lengths,
+        by_base_ptr=by_base,
+        T=T,
+        N=N,
+        C=C,
+        A=A,
+        bases=A - 1,
+        stride_t=strides[0],
+        stride_n=strides[1],
+        stride_c=strides[2],
+        stride_a=strides[3],
         BLOCK_R=min(next_power_of_2(C // (A - 1)), max(MAX_BLOCK_BASES // block_b, 1)),
         BLOCK_B=block_b,
         num_warps=1,
     )
-    _launch_first(marginals, lengths, first, (T, C, A - 1), strides[1:], False)
+    launch_first(marginals, strides[1:], lengths, first, T, A - 1, False)
     return by_base, first
 
 
-def _launch_first(
+def launch_first(
     posteriors: Tensor,
+    strides: tuple[int, ...],
     lengths: Tensor,
     first: Tensor,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
+    T: int,
+    bases: int,
     are_states: bool,
 ) -> None:
+    """Fill in the posteriors of the first k-mers from those of states, or of the first edges."""
     launch(
         ctc_crf_first_posteriors_kernel,
         len(first),
-        posteriors,
-        lengths,
-        first,
-        *sizes,
-        *strides,
+        marginals_ptr=posteriors,
+        lengths_ptr=lengths,
+        first_ptr=first,
+        T=T,
+        C=first.shape[1],
+        bases=bases,
+        stride_n=strides[0],
+        stride_c=strides[1],
+        stride_a=strides[2],
         FROM_STATES=are_states,
         BLOCK=BLOCK_STATES,
         num_warps=4,
@@ -153,18 +256,18 @@ def ctc_crf_calls(
     launch(
         ctc_crf_calls_kernel,
         N,
-        by_base.contiguous(),
-        first.contiguous(),
-        states.contiguous(),
-        edges.contiguous(),
-        lengths.contiguous(),
-        totals,
-        *calls,
-        T,
-        N,
-        first.shape[1],
-        bases,
-        state_len,
+        by_base_ptr=by_base.contiguous(),
+        first_posteriors_ptr=first.contiguous(),
+        states_ptr=states.contiguous(),
+        edges_ptr=edges.contiguous(),
+        lengths_ptr=lengths.contiguous(),
+        totals_ptr=totals,
+        calls=calls,
+        T=T,
+        N=N,
+        C=first.shape[1],
+        bases=bases,
+        state_len=state_len,
         BLOCK=BLOCK_STEPS,
         BLOCK_C=BLOCK_STATES,
         BLOCK_K=next_power_of_2(state_len),

@@ -1,5 +1,7 @@
 """The kernels of prefix beam search: the search itself, and the trace of its hypotheses."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -22,25 +24,21 @@ from .beam import (
     store_prefixes,
 )
 from .greedy import load_length
-from .select import rank_candidates
+from .select import Candidates, rank_candidates
 
 
-@triton.jit
-def memory_of(n, size, T, pointers, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return the memory of sequence n."""
-    numbers, integers, children, scores, ties, order, chosen, keys, stamps, events = pointers
-    return Memory(
-        numbers + n * 15 * size.width,
-        integers + n * 18 * size.width,
-        children + n * BLOCK_W,
-        scores + n * BLOCK_P,
-        ties + n * BLOCK_P,
-        order + n * BLOCK_P,
-        chosen + n * size.width,
-        keys + n * (size.table_size + BLOCK_W),
-        stamps + n * (size.table_size + 1),
-        events + n * T * size.width,
-    )
+class SortedRows(NamedTuple):
+    """The K most probable classes of each row of logits.
+
+    Fields:
+        classes, entries: `[rows, K]`, int64, and their logits.
+        maximum, sumexp: `[rows]`, of all classes.
+    """
+
+    classes: Any
+    entries: Any
+    maximum: Any
+    sumexp: Any
 
 
 @triton.jit
@@ -48,55 +46,30 @@ def load_step(
     row_ptr,
     class_stride,
     row,
-    sorted_pointers,
+    rows,  # SortedRows
     size,
+    blank,
+    skipped,
     FROM_LOGITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the scores of a step, and whether all of them are valid."""
-    classes_ptr, sorted_ptr, maximum_ptr, sumexp_ptr = sorted_pointers
-    classes_ptr += row * size.K
-    sorted_ptr += row * size.K
+    """Return the scores of a step, whether it is taken as a blank, and whether it is valid."""
+    classes_ptr, sorted_ptr = rows.classes + row * size.K, rows.entries + row * size.K
     norm = tl.zeros([], tl.float64)
     valid = tl.load(sorted_ptr) < float("inf")  # the sort takes NaN as +inf
     if FROM_LOGITS:
-        maximum = tl.load(maximum_ptr + row).to(tl.float64)
+        maximum = tl.load(rows.maximum + row).to(tl.float64)
         valid = valid & (maximum > NEG_INF)
         maximum = tl.where(valid, maximum, 0.0)
-        norm = maximum + tl.log(tl.load(sumexp_ptr + row).to(tl.float64))
+        norm = maximum + tl.log(tl.load(rows.sumexp + row).to(tl.float64))
     k = tl.arange(0, BLOCK_K)
     classes = tl.load(classes_ptr + k, mask=k < size.K, other=-1)
-    blank_rank = tl.min(tl.where(classes == size.blank, k, size.K), axis=0)
-    blank = size.blank.to(tl.int64) * class_stride
-    log_blank = tl.load(row_ptr + blank).to(tl.float64) - norm
-    is_skipped = log_blank > size.skipped
+    blank_rank = tl.min(tl.where(classes == blank, k, size.K), axis=0)
+    log_blank = tl.load(row_ptr + blank.to(tl.int64) * class_stride).to(tl.float64) - norm
+    is_skipped = log_blank > skipped
     labels = tl.where(is_skipped, 0, size.labels)
-    step = Step(
-        row_ptr,
-        class_stride,
-        sorted_ptr,
-        classes_ptr,
-        norm,
-        log_blank,
-        blank_rank,
-        labels,
-        is_skipped,
-    )
-    return step, valid
-
-
-@triton.jit
-def init_beam(memory, size, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Put the empty prefix into the beam, and pad the candidates."""
-    lane = tl.arange(0, BLOCK_W)
-    impossible = tl.full([BLOCK_W], -float("inf"), tl.float64)
-    one, missing = tl.where(lane == 0, 0.0, impossible), lane * 0 - 1
-    numbers = (one, impossible, one, impossible, one)
-    integers = (missing, missing, lane * 0 + size.table_size, missing, missing, lane * 0)
-    store_prefixes(memory, size, 0, lane, numbers, integers)
-    tl.store(memory.stamps + size.table_size + lane, lane + 1, mask=lane == 0)
-    tl.store(memory.scores + tl.arange(0, BLOCK_P), tl.full([BLOCK_P], NEG_INF, tl.float64))
-    tl.debug_barrier()
+    scores = (sorted_ptr, classes_ptr, norm, log_blank, blank_rank, labels)
+    return Step(row_ptr, class_stride, *scores), is_skipped, valid
 
 
 @triton.jit(
@@ -105,32 +78,15 @@ def init_beam(memory, size, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
 def ctc_beam_search_kernel(
     logits_ptr,  # [T, N, C]
     input_lengths_ptr,  # [N]
-    classes_ptr,  # [rows, K] int64
-    sorted_ptr,  # [rows, K]
-    maximum_ptr,  # [rows]
-    sumexp_ptr,  # [rows]
+    rows,  # SortedRows
     pairs_ptr,  # [pairs] int32
-    numbers_ptr,  # the memory of all sequences; see `Memory`
-    integers_ptr,
-    children_ptr,
-    scores_ptr,
-    ties_ptr,
-    order_ptr,
-    chosen_ptr,
-    keys_ptr,
-    stamps_ptr,
-    events_ptr,
+    batch,  # Memory of all sequences
     ends_ptr,  # [N] int32
     T,
     N,
-    C,
-    K,
-    labels,
-    pairs,
-    width,
-    table_size,
+    size,  # Sizes
     blank,
-    skipped: tl.float64,
+    skipped: tl.float64,  # the log-probability of the blank above which a step is taken as one
     row_t,
     row_n,
     stride_t,
@@ -149,24 +105,43 @@ def ctc_beam_search_kernel(
     """
     n = tl.program_id(0).to(tl.int64)
     length, valid = load_length(input_lengths_ptr, n, T)
-    size = Sizes(C, K, labels, pairs, width, table_size, blank, skipped)
-    pointers = (numbers_ptr, integers_ptr, children_ptr, scores_ptr, ties_ptr, order_ptr)
-    pointers = pointers + (chosen_ptr, keys_ptr, stamps_ptr, events_ptr)
-    memory = memory_of(n, size, T, pointers, BLOCK_W, BLOCK_P)
-    sorted_pointers = (classes_ptr, sorted_ptr, maximum_ptr, sumexp_ptr)
-    init_beam(memory, size, BLOCK_W, BLOCK_P)
+    pairs, width, table_size = size.pairs, size.width, size.table_size
+    scores_ptr, ties_ptr, order_ptr = batch.candidates
+    memory = Memory(
+        batch.numbers + n * 15 * width,
+        batch.integers + n * 18 * width,
+        batch.children + n * BLOCK_W,
+        Candidates(scores_ptr + n * BLOCK_P, ties_ptr + n * BLOCK_P, order_ptr + n * BLOCK_P),
+        batch.chosen + n * width,
+        batch.keys + n * (table_size + BLOCK_W),
+        batch.stamps + n * (table_size + 1),
+        batch.events + n * T * width,
+    )
+    # The empty prefix is in the beam, and the candidates are padded.
+    lane = tl.arange(0, BLOCK_W)
+    impossible = tl.full([BLOCK_W], -float("inf"), tl.float64)
+    one, missing = tl.where(lane == 0, 0.0, impossible), lane * 0 - 1
+    numbers = (one, impossible, one, impossible, one)
+    integers = (missing, missing, lane * 0 + table_size, missing, missing, lane * 0)
+    store_prefixes(memory, size, 0, lane, numbers, integers)
+    tl.store(memory.stamps + table_size + lane, lane + 1, mask=lane == 0)
+    padding = tl.full([BLOCK_P], NEG_INF, tl.float64)
+    tl.store(memory.candidates.scores + tl.arange(0, BLOCK_P), padding)
+    tl.debug_barrier()
     t, buffer = length * 0, length * 0
     while t < length:
         row = t.to(tl.int64) * row_t + n * row_n
         row_ptr = logits_ptr + t.to(tl.int64) * stride_t + n * stride_n
-        step, step_valid = load_step(
-            row_ptr, stride_c, row, sorted_pointers, size, FROM_LOGITS, BLOCK_K
+        step, is_skipped, step_valid = load_step(
+            row_ptr, stride_c, row, rows, size, blank, skipped, FROM_LOGITS, BLOCK_K
         )
-        stay(memory, size, step, buffer, t, tl.arange(0, BLOCK_W))
+        stay(memory, size, step, is_skipped, buffer, t, tl.arange(0, BLOCK_W))
         tl.debug_barrier()
         extend(memory, size, step, pairs_ptr, buffer, BLOCK_P)
         tl.debug_barrier()
-        rank_candidates(memory, width + pairs, width, FILTER, BLOCK_P, BLOCK_I)
+        rank_candidates(
+            memory.candidates, memory.chosen, width + pairs, width, FILTER, BLOCK_P, BLOCK_I
+        )
         tl.debug_barrier()
         enter(memory, size, step, pairs_ptr, buffer, t, BLOCK_W)
         tl.debug_barrier()
@@ -181,10 +156,7 @@ def ctc_beam_trace_kernel(
     integers_ptr,  # [N, 3, 6, width] int32
     events_ptr,  # [N, T, width] int64
     ends_ptr,  # [N] int32
-    tokens_ptr,  # [N, nbest, T] int64
-    lengths_ptr,  # [N, nbest] int64
-    scores_ptr,  # [N, nbest]
-    steps_ptr,  # [N, nbest, T] int64
+    found,  # Hypotheses
     T,
     nbest,
     width,
@@ -195,9 +167,10 @@ def ctc_beam_trace_kernel(
     n, i = program // nbest, (program % nbest).to(tl.int32)
     end = tl.load(ends_ptr + n)
     buffer = tl.maximum(end, 0)
-    size = Sizes(0, 0, 0, 0, width, 0, 0, 0.0)
+    tokens_ptr, lengths_ptr, scores_ptr, steps_ptr = found
+    size, none = Sizes(0, 0, 0, 0, width, 0), Candidates(0, 0, 0)
     memory = Memory(
-        numbers_ptr + n * 15 * width, integers_ptr + n * 18 * width, 0, 0, 0, 0, 0, 0, 0, 0
+        numbers_ptr + n * 15 * width, integers_ptr + n * 18 * width, 0, none, 0, 0, 0, 0
     )
     score = number(memory, size, buffer, TOTAL, i, True)
     exists = (end >= 0) & (score > NEG_INF)

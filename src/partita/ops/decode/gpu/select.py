@@ -7,10 +7,26 @@ Where the candidates stand in the order of their ties, the positions break ties.
 `select_in_order` finds exactly the best ones, and `ranks_in_order` sorts them.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 UNROLL = tl.constexpr(8)  # candidates that are loaded together
+
+
+class Candidates(NamedTuple):
+    """The candidates of a step, padded to `[BLOCK_P]`.
+
+    Fields:
+        scores: fp64, -inf for what is none.
+        ties: int64, the lower comes first.
+        order: int32, the index that each had before a threshold moved it to the front.
+    """
+
+    scores: Any
+    ties: Any
+    order: Any
 
 
 @triton.jit
@@ -39,44 +55,32 @@ def score_threshold(keys, finite, width):
 
 
 @triton.jit
-def filter_candidates(scores_ptr, ties_ptr, order_ptr, width, BLOCK_P: tl.constexpr):
-    """Move the candidates that can be among the best to the front, and return their number.
-
-    `order_ptr` gets the index that each of them had. All candidates are padded with -inf.
-    """
-    lane = tl.arange(0, BLOCK_P)
-    score, tie = tl.load(scores_ptr + lane), tl.load(ties_ptr + lane)
-    finite = score > -float("inf")
-    keys = ordered_bits(score)
-    passes = finite & (keys >= score_threshold(keys, finite, width))
-    position = tl.cumsum(passes.to(tl.int32), axis=0) - 1
-    candidates = tl.sum(passes.to(tl.int32), axis=0)
-    tl.debug_barrier()  # all candidates are in registers
-    tl.store(scores_ptr + lane, tl.full([BLOCK_P], -float("inf"), tl.float64))
-    tl.debug_barrier()
-    tl.store(scores_ptr + position, score, mask=passes)
-    tl.store(ties_ptr + position, tie, mask=passes)
-    tl.store(order_ptr + position, lane, mask=passes)
-    tl.debug_barrier()
-    return candidates
-
-
-@triton.jit
 def rank_candidates(
-    memory,
+    among,
+    chosen_ptr,
     candidates,
     width,
     FILTER: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the indices of the `width` best candidates in their order to `memory.chosen`, all -1.
-
-    The candidates are padded with -inf to BLOCK_P.
-    """
-    scores_ptr, ties_ptr, order_ptr = memory.scores, memory.ties, memory.order
-    if FILTER:
-        candidates = filter_candidates(scores_ptr, ties_ptr, order_ptr, width, BLOCK_P)
+    """Write the indices of the `width` best candidates in their order to `chosen_ptr`, all -1."""
+    scores_ptr, ties_ptr, order_ptr = among
+    if FILTER:  # move the candidates that can be among the best to the front
+        lane = tl.arange(0, BLOCK_P)
+        all_scores, all_ties = tl.load(scores_ptr + lane), tl.load(ties_ptr + lane)
+        finite = all_scores > -float("inf")
+        keys = ordered_bits(all_scores)
+        passes = finite & (keys >= score_threshold(keys, finite, width))
+        position = tl.cumsum(passes.to(tl.int32), axis=0) - 1
+        candidates = tl.sum(passes.to(tl.int32), axis=0)
+        tl.debug_barrier()  # all candidates are in registers
+        tl.store(scores_ptr + lane, tl.full([BLOCK_P], -float("inf"), tl.float64))
+        tl.debug_barrier()
+        tl.store(scores_ptr + position, all_scores, mask=passes)
+        tl.store(ties_ptr + position, all_ties, mask=passes)
+        tl.store(order_ptr + position, lane, mask=passes)
+        tl.debug_barrier()
     for first in range(0, candidates, BLOCK):
         i = first + tl.arange(0, BLOCK)
         score = tl.load(scores_ptr + i, mask=i < candidates, other=-float("inf"))
@@ -91,7 +95,7 @@ def rank_candidates(
         if FILTER:
             index = tl.load(order_ptr + i, mask=i < candidates, other=0)
         mask = (i < candidates) & (score > -float("inf")) & (rank < width)
-        tl.store(memory.chosen + rank, index, mask=mask)
+        tl.store(chosen_ptr + rank, index, mask=mask)
 
 
 @triton.jit

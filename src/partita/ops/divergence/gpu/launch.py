@@ -26,10 +26,18 @@ from ..common import (
 )
 from .mixture import divergence_mixture_row_kernel
 from .one_pass import divergence_row_kernel
-from .plan import MixturePlan, OnePassPlan, mixture_plan, one_pass_plan
+from .plan import (
+    MIXTURE_REGISTERS,
+    MIXTURE_WARPS,
+    MixturePlan,
+    OnePassPlan,
+    mixture_plan,
+    one_pass_plan,
+)
 from .rows import (
     PairState,
     PairStatistics,
+    RowSplit,
     StridedRows,
     divergence_accumulate_kernel,
     divergence_gradient_kernel,
@@ -249,26 +257,62 @@ def divergence_one_pass(
 ) -> tuple[Tensor, Tensor]:
     """Compute the divergence of each row, and the gradient of the sum of them times factors."""
     x, t = _rows(logits), _rows(teacher_logits)
-    loss = logits.new_empty(logits.shape[:-1], dtype=acc_dtype(logits.dtype))
     dlogits = x.new_empty(x.shape)
     if row_factor is not None:
         row_factor = row_factor.contiguous()
-    numbers = (beta, temperature, softcap)
-    mixture, plan = _mixture_plan(x, t, dlogits, beta), None
-    if mixture is None and x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
+    plan: MixturePlan | OnePassPlan | None = _mixture_plan(x, t, dlogits, beta)
+    if plan is None and x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
         plan = one_pass_plan(x.shape[1], x.element_size(), not INTERPRETED)
-    if mixture is not None:
-        _launch_mixture(mixture, x, t, row_factor, factor, numbers, loss, dlogits)
-    elif plan is not None:
-        _launch_one_pass(plan, x, t, row_factor, factor, numbers, loss, dlogits)
-    else:
-        fields = divergence(logits, teacher_logits, *numbers)
+    if plan is None:
+        fields = divergence(logits, teacher_logits, beta, temperature, softcap)
         loss = fields.loss
         if row_factor is None:
             row_factor = torch.full_like(loss, factor)
         else:
             loss = torch.where(row_factor == 0, 0, loss)
+        numbers = (beta, temperature, softcap)
         write_gradient(row_factor, x, t, fields, *numbers, dlogits, padded=False)
+        return loss, laid_out_like(dlogits.view(logits.shape), logits)
+    kernel: Any = divergence_mixture_row_kernel
+    block_splits = next_power_of_2(plan.splits)
+    if isinstance(plan, MixturePlan):
+        options = {
+            "BLOCK_SPLITS": max(32, block_splits),
+            "BLOCKS": plan.blocks,
+            "num_warps": MIXTURE_WARPS,
+            "maxnreg": MIXTURE_REGISTERS,
+        }
+    else:
+        kernel, vector = divergence_row_kernel, _vector(False, x, t, dlogits)
+        lanes = 32 * plan.num_warps
+        options = {
+            "BLOCK_SPLITS": block_splits if plan.splits > 1 else 0,
+            "KIND": _kind(beta),
+            "FAST": NVIDIA and not INTERPRETED and x.element_size() == 2,
+            "VEC": vector,
+            "LANES": lanes if plan.block >= lanes * vector else 1,
+            "BLOCK": plan.block,
+            "num_warps": plan.num_warps,
+        }
+    loss = logits.new_empty(logits.shape[:-1], dtype=acc_dtype(logits.dtype))
+    programs = len(x) * plan.splits
+    launch(
+        kernel,
+        programs,
+        logits=StridedRows(x, *x.stride()),
+        teacher=StridedRows(t, *t.stride()),
+        dlogits=StridedRows(dlogits, *dlogits.stride()),
+        row_factor_ptr=row_factor,
+        slots_ptr=zeroed_words(x.device, 1 + 3 * programs if plan.splits > 1 else 0)[0],
+        loss_ptr=loss,
+        row_split=RowSplit(x.shape[1], plan.splits, plan.classes_per_program),
+        factor=factor,
+        beta=beta,
+        temperature=temperature,
+        softcap=softcap,
+        HAS_SOFTCAP=softcap != 0,
+        **options,
+    )
     return loss, laid_out_like(dlogits.view(logits.shape), logits)
 
 
@@ -281,86 +325,6 @@ def _mixture_plan(x: Tensor, t: Tensor, dlogits: Tensor, beta: float) -> Mixture
     if _vector(False, x, t, dlogits) != ROW_BYTES // x.element_size():
         return None
     return mixture_plan(x.shape[1])
-
-
-def _launch_mixture(
-    plan: MixturePlan,
-    x: Tensor,
-    t: Tensor,
-    row_factor: Tensor | None,
-    factor: float,
-    numbers: tuple[float, float, float],
-    loss: Tensor,
-    dlogits: Tensor,
-) -> None:
-    """Launch the kernel whose programs keep parts of both rows in registers."""
-    programs = len(x) * plan.splits
-    launch(
-        divergence_mixture_row_kernel,
-        programs,
-        x,
-        t,
-        row_factor,
-        zeroed_words(x.device, 1 + 3 * programs)[0],
-        loss,
-        dlogits,
-        x.shape[1],
-        plan.splits,
-        plan.classes_per_program,
-        x.stride(0),
-        t.stride(0),
-        dlogits.stride(0),
-        factor,
-        *numbers,
-        HAS_SOFTCAP=numbers[2] != 0,
-        BLOCK_SPLITS=max(32, next_power_of_2(plan.splits)),
-        BLOCKS=plan.blocks,
-        num_warps=plan.num_warps,
-        maxnreg=plan.max_registers,
-    )
-
-
-def _launch_one_pass(
-    plan: OnePassPlan,
-    x: Tensor,
-    t: Tensor,
-    row_factor: Tensor | None,
-    factor: float,
-    numbers: tuple[float, float, float],
-    loss: Tensor,
-    dlogits: Tensor,
-) -> None:
-    """Launch the kernel whose programs hold parts of both rows."""
-    vector, lanes = _vector(False, x, t, dlogits), 32 * plan.num_warps
-    is_shared = plan.splits > 1
-    programs = len(x) * plan.splits
-    launch(
-        divergence_row_kernel,
-        programs,
-        x,
-        t,
-        row_factor,
-        zeroed_words(x.device, 1 + 3 * programs if is_shared else 0)[0],
-        loss,
-        dlogits,
-        x.shape[1],
-        plan.splits,
-        plan.classes_per_program,
-        x.stride(0),
-        t.stride(0),
-        dlogits.stride(0),
-        factor,
-        *numbers,
-        KIND=_kind(numbers[0]),
-        HAS_SOFTCAP=numbers[2] != 0,
-        FAST=NVIDIA and not INTERPRETED and x.element_size() == 2,
-        SHARED=is_shared,
-        BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
-        VEC=vector,
-        LANES=lanes if plan.block >= lanes * vector else 1,
-        BLOCK=plan.block,
-        num_warps=plan.num_warps,
-    )
 
 
 def divergence_state(

@@ -5,6 +5,10 @@ that computes the divergence. Here a program loads all of its part of both rows 
 the words, so memory is read once, and many loads are in flight. log(p / m) of each class waits in
 shared memory until the divergence of the row is known, so the gradient needs neither the teacher's
 logits nor a logarithm.
+
+All exponents are of base 2. A probability is exp2(-lost) * exp2(x * log2_scale - offset), where the
+offset is the base-2 log-sum-exp of the row in fp32, and `lost` is what its rounding lost. So no
+logarithm of a sum is subtracted from each class.
 """
 
 from __future__ import annotations
@@ -15,78 +19,99 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....primitives.gpu.math import LN2, LOG2E, reciprocal
+from ....primitives.gpu.math import LN2, LOG2E, finite_shift, log_exact, reciprocal
 from ....primitives.gpu.sync import next_part, store_pair, unpack_pair
-from .mixture_part import (
-    divergence_of_sum,
-    mix_part,
-    normalizer,
-    normalizers,
-    shift_and_total,
-    store_gradient,
-    store_zeros,
+from .one_pass import (
+    SMALLEST,
+    approximate_log2,
+    at_least,
+    exponent,
+    max_of_pairs,
+    sum_of_pairs,
 )
-from .pair_part import sum_of_pairs
-from .words import VEC, Numbers, load_part, words_of_row
+from .words import (
+    LAYOUT,
+    THREADS,
+    VEC,
+    Numbers,
+    first_words,
+    greater_bf16,
+    greater_fp16,
+    load_part,
+    logits_of,
+    store_block,
+    words_of,
+    words_of_row,
+)
+
+LOWEST = gl.constexpr(-1000.0)  # the least exponent that enters a ratio; exp2 of it is 0
 
 
-class RowSplit(NamedTuple):
-    """The program's part of its row.
+class Normalizer(NamedTuple):
+    """The base-2 log-sum-exp of a row, the sum of two numbers.
 
     Fields:
-        slots_ptr: the row's words of the exchange, `[3, splits]`.
-        split, splits: the program's part, and the number of parts.
+        offset: the log-sum-exp in fp32.
+        lost: what its rounding lost.
     """
 
-    slots_ptr: tl.tensor
-    split: tl.tensor
-    splits: tl.tensor
+    offset: tl.tensor
+    lost: tl.tensor
 
 
 @gluon.jit
-def send_pair(row_split, field: gl.constexpr, pair):
-    """Give a pair of numbers to the other programs of the row."""
-    store_pair(row_split.slots_ptr + field * row_split.splits, row_split.split, *pair)
+def normalizer(shift, total):
+    """Return the `Normalizer` of the sum of exponentials below a shift."""
+    shift, log_total = finite_shift(shift), log_exact(total) * LOG2E
+    offset = shift + log_total
+    part = offset - shift
+    return Normalizer(offset, (shift - (offset - part)) + (log_total - part))
 
 
 @gluon.jit
-def load_slots(row_split, field: gl.constexpr, BLOCK_SPLITS: gl.constexpr):
-    """Load the words of all parts of the row, `[BLOCK_SPLITS]`, in each warp; 0 if not written."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_SPLITS // 32], [32], [gl.num_warps()], [0])
-    part = gl.arange(0, BLOCK_SPLITS, LAYOUT)
-    at = row_split.slots_ptr + field * row_split.splits + part
-    return gl.load(
-        at, mask=part < row_split.splits, other=1, volatile=True
-    ), part < row_split.splits
+def merged_totals(shift, total, t_shift, t_total):
+    """Return shift and total of both rows, given those of some parts, `[PARTS]`."""
+    of_row, t_of_row = gl.reduce((shift, t_shift), 0, max_of_pairs)
+    total *= gl.exp2(shift - finite_shift(of_row))
+    t_total *= gl.exp2(t_shift - finite_shift(t_of_row))
+    total, t_total = gl.reduce((total, t_total), 0, sum_of_pairs)
+    return (of_row, total), (t_of_row, t_total)
 
 
 @gluon.jit
-def await_shares(row_split, BLOCK_SPLITS: gl.constexpr):
-    """Return shifts and totals of all parts, of the student and of the teacher.
+def lane_sum(terms, k: gl.constexpr, numbers, BLOCKS: gl.constexpr):
+    """Return each thread's sum of the terms of block k, without those past the last class."""
+    total = gl.sum(terms, axis=1)
+    if k == BLOCKS - 1:
+        total = gl.where(first_words(k) < numbers.words, total, 0.0)
+    return total
 
-    Programs wait as in primitives/gpu/sync.py. Past the last part, shifts are -inf.
+
+@gluon.jit
+def shift_and_total(part, numbers, DTYPE: gl.constexpr):
+    """Return the greatest exponent of each thread, and its sum of exponentials below that.
+
+    The exponent is -inf for a thread without classes.
     """
-    words, is_part = load_slots(row_split, 0, BLOCK_SPLITS)
-    t_words, _ = load_slots(row_split, 1, BLOCK_SPLITS)
-    while gl.min(((words != 0) & (t_words != 0)).to(gl.int32), axis=0) == 0:
-        words, _ = load_slots(row_split, 0, BLOCK_SPLITS)
-        t_words, _ = load_slots(row_split, 1, BLOCK_SPLITS)
-    shifts, totals = unpack_pair(words)
-    t_shifts, t_totals = unpack_pair(t_words)
-    shifts = gl.where(is_part, shifts, -float("inf"))
-    t_shifts = gl.where(is_part, t_shifts, -float("inf"))
-    return shifts, totals, t_shifts, t_totals
-
-
-@gluon.jit
-def await_sums(row_split, BLOCK_SPLITS: gl.constexpr):
-    """Return the sums of the row's terms in both divergences."""
-    words, is_part = load_slots(row_split, 2, BLOCK_SPLITS)
-    while gl.min((words != 0).to(gl.int32), axis=0) == 0:
-        words, _ = load_slots(row_split, 2, BLOCK_SPLITS)
-    terms, t_terms = unpack_pair(words)
-    terms, t_terms = gl.where(is_part, terms, 0.0), gl.where(is_part, t_terms, 0.0)
-    return gl.reduce((terms, t_terms), 0, sum_of_pairs)
+    BLOCKS: gl.constexpr = len(part)
+    shift = gl.full([THREADS], -float("inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+    for k in gl.static_range(BLOCKS):
+        greatest = gl.reduce(part[k], 1, greater_bf16 if DTYPE == gl.bfloat16 else greater_fp16)
+        low, high = logits_of(greatest, numbers.cap, DTYPE)
+        greatest = gl.maximum(low, high)
+        if k == BLOCKS - 1:
+            greatest = gl.where(first_words(k) < numbers.words, greatest, -float("inf"))
+        shift = gl.maximum(shift, greatest)
+    # The shift stands in each exponent as a rounded number, so no difference of shifts may have the
+    # product before it is rounded, which the compiler puts there for a plain product.
+    shift = gl.fma(shift, numbers.log2_scale, 0.0)
+    total = gl.zeros([THREADS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    of_lane = gl.expand_dims(finite_shift(shift), 1)
+    for k in gl.static_range(BLOCKS):
+        low, high = logits_of(part[k], numbers.cap, DTYPE)
+        terms = gl.exp2(exponent(low, of_lane, numbers)) + gl.exp2(exponent(high, of_lane, numbers))
+        total += lane_sum(terms, k, numbers, BLOCKS)
+    return shift, total
 
 
 @gluon.jit
@@ -95,65 +120,91 @@ def new_ratios(BLOCKS: gl.constexpr):
 
     Each tensor has memory of its own, since the compiler puts a barrier between stores to one.
     """
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, 1, [1, 0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, 1, [1, 0])
     ratios = ()
     for _ in gl.static_range(2 * BLOCKS):
-        memory = gl.allocate_shared_memory(gl.float32, [32 * gl.num_warps(), VEC], LAYOUT)
-        ratios = ratios + (memory,)
+        ratios = ratios + (gl.allocate_shared_memory(gl.float32, [THREADS, VEC], SHARED),)
     return ratios
 
 
 @gluon.jit
-def mixture_of_row(
-    x_ptr,
-    t_ptr,
-    d_ptr,
-    on_row,
-    row_split,
-    numbers,
-    DTYPE: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    BLOCK_SPLITS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """Return the divergence of a row, and store the gradient of this program's part of it."""
-    x = load_part(x_ptr, numbers.words, BLOCKS, LAYOUT)
-    t = load_part(t_ptr, numbers.words, BLOCKS, LAYOUT)
-    share, t_share = normalizers(
-        *shift_and_total(x, numbers, DTYPE, HAS_SOFTCAP, BLOCKS, LAYOUT),
-        *shift_and_total(t, numbers, DTYPE, HAS_SOFTCAP, BLOCKS, LAYOUT),
-    )
-    send_pair(row_split, 0, share)
-    send_pair(row_split, 1, t_share)
-    share, t_share = normalizers(*await_shares(row_split, BLOCK_SPLITS))
-    of_row, t_of_row = normalizer(*share), normalizer(*t_share)
-    ratios = new_ratios(BLOCKS)
-    terms = mix_part(x, t, ratios, of_row, t_of_row, numbers, DTYPE, HAS_SOFTCAP, BLOCKS, LAYOUT)
-    send_pair(row_split, 2, terms)
-    total, t_total = await_sums(row_split, BLOCK_SPLITS)
-    divergence = divergence_of_sum(total, of_row)
-    t_divergence = divergence_of_sum(t_total, t_of_row)
-    store_gradient(
-        x, ratios, d_ptr, on_row, divergence, of_row, numbers, DTYPE, HAS_SOFTCAP, BLOCKS, LAYOUT
-    )
-    return (numbers.weight * t_divergence + (1.0 - numbers.weight) * divergence) * LN2
+def ratios_of_classes(x, t, of_row, t_of_row, scales, numbers):
+    """Return log2(p / m) of classes, and their terms in both divergences from the mixture m.
+
+    p and q are without what the offsets lost; m is not, as `scales` makes up for that.
+    """
+    log_p = at_least(exponent(x, of_row.offset, numbers), LOWEST)
+    log_q = at_least(exponent(t, t_of_row.offset, numbers), LOWEST)
+    p, q = gl.exp2(log_p), gl.exp2(log_q)
+    # The smallest normal number is added because the logarithm of 0 is infinite.
+    log_m = approximate_log2(gl.fma(scales[1], q, gl.fma(scales[0], p, SMALLEST)))
+    ratio = log_p - log_m
+    return ratio, p * ratio, q * (log_q - log_m)
+
+
+@gluon.jit
+def divergence_of_sum(total, of_row):
+    """Return a row's divergence from the mixture in units of log 2, given the sum of its terms."""
+    return gl.exp2(-of_row.lost) * total - of_row.lost
+
+
+@gluon.jit
+def gradient_of_classes(x, ratio, factors, of_row, numbers):
+    """Return the gradient in the student's logits x, given log2(p / m) and two factors of it."""
+    p = gl.exp2(exponent(x, of_row.offset, numbers))
+    grad = p * gl.fma(ratio, factors[0], factors[1])
+    if numbers.cap is not None:
+        grad *= (1.0 - x / numbers.cap) * (1.0 + x / numbers.cap)
+    return grad
+
+
+@gluon.jit
+def load_slots(slots_ptr, splits, BLOCK_SPLITS: gl.constexpr):
+    """Load the words of all parts of a row, `[BLOCK_SPLITS]`, in each warp; 0 if not written."""
+    SLOTS: gl.constexpr = gl.BlockedLayout([BLOCK_SPLITS // 32], [32], [THREADS // 32], [0])
+    part = gl.arange(0, BLOCK_SPLITS, SLOTS)
+    at, is_part = slots_ptr + part, part < splits
+    return gl.load(at, mask=is_part, other=1, volatile=True), is_part
+
+
+@gluon.jit
+def await_shares(slots_ptr, splits, BLOCK_SPLITS: gl.constexpr):
+    """Return shifts and totals of all parts, of the student and of the teacher.
+
+    Programs wait as in primitives/gpu/sync.py. Past the last part, shifts are -inf.
+    """
+    words, is_part = load_slots(slots_ptr, splits, BLOCK_SPLITS)
+    t_words, _ = load_slots(slots_ptr + splits, splits, BLOCK_SPLITS)
+    while gl.min(((words != 0) & (t_words != 0)).to(gl.int32), axis=0) == 0:
+        words, _ = load_slots(slots_ptr, splits, BLOCK_SPLITS)
+        t_words, _ = load_slots(slots_ptr + splits, splits, BLOCK_SPLITS)
+    shifts, totals = unpack_pair(words)
+    t_shifts, t_totals = unpack_pair(t_words)
+    shifts = gl.where(is_part, shifts, -float("inf"))
+    t_shifts = gl.where(is_part, t_shifts, -float("inf"))
+    return shifts, totals, t_shifts, t_totals
+
+
+@gluon.jit
+def await_sums(slots_ptr, splits, BLOCK_SPLITS: gl.constexpr):
+    """Return the sums of the row's terms in both divergences."""
+    words, is_part = load_slots(slots_ptr, splits, BLOCK_SPLITS)
+    while gl.min((words != 0).to(gl.int32), axis=0) == 0:
+        words, _ = load_slots(slots_ptr, splits, BLOCK_SPLITS)
+    terms, t_terms = unpack_pair(words)
+    terms, t_terms = gl.where(is_part, terms, 0.0), gl.where(is_part, t_terms, 0.0)
+    return gl.reduce((terms, t_terms), 0, sum_of_pairs)
 
 
 @gluon.jit
 def divergence_mixture_row_kernel(
-    logits_ptr,  # [M, C]
-    teacher_ptr,  # [M, C]
+    logits,  # StridedRows [M, C] in whole vectors of words, like the next two
+    teacher,  # StridedRows [M, C]
+    dlogits,  # StridedRows [M, C]
     row_factor_ptr,  # [M] the derivative of the result in each row's loss, or None for `factor`
     slots_ptr,  # [1 + 3 * M * splits] int64, zero: the counter, then three slots for each program
     loss_ptr,  # [M]
-    dlogits_ptr,  # [M, C]
-    classes,
-    splits,  # programs that share a row
-    classes_per_program,  # a multiple of 2 * VEC
-    logits_row,  # strides, multiples of 2 * VEC
-    teacher_row,
-    dlogits_row,
+    row_split,  # RowSplit into parts of whole vectors of words
     factor: gl.float64,
     beta: gl.float64,
     temperature: gl.float64,
@@ -166,8 +217,8 @@ def divergence_mixture_row_kernel(
 
     A row whose factor is 0 is not read, and its loss and gradient are 0.
     """
-    DTYPE: gl.constexpr = logits_ptr.dtype.element_ty
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32, 1], [gl.num_warps(), 1], [1, 0])
+    DTYPE: gl.constexpr = logits.ptr.dtype.element_ty
+    classes, splits, classes_per_program = row_split
     index = next_part(slots_ptr, True)
     row, split = index // splits, (index % splits).to(gl.int32)
     on_row = gl.to_tensor(factor).to(gl.float32)
@@ -176,27 +227,55 @@ def divergence_mixture_row_kernel(
     inverse = reciprocal(gl.to_tensor(temperature).to(gl.float32))
     first = split * classes_per_program
     numbers = Numbers(
-        gl.to_tensor(softcap).to(gl.float32),
+        gl.to_tensor(softcap).to(gl.float32) if HAS_SOFTCAP else None,
         gl.to_tensor(beta).to(gl.float32),
         LOG2E * inverse,
         gl.minimum(classes_per_program, classes - first) // 2,
     )
-    d_ptr = words_of_row(dlogits_ptr, row, dlogits_row, first)
+    d_ptr = words_of_row(dlogits, row, first)
     loss = on_row * 0.0
     if on_row == 0.0:
-        store_zeros(d_ptr, numbers, BLOCKS, LAYOUT)
+        for k in gl.static_range(BLOCKS):
+            store_block(d_ptr, gl.zeros([THREADS, VEC], gl.int32, LAYOUT), numbers.words, k)
     else:
-        loss = mixture_of_row(
-            words_of_row(logits_ptr, row, logits_row, first),
-            words_of_row(teacher_ptr, row, teacher_row, first),
-            d_ptr,
-            on_row * inverse,
-            RowSplit(slots_ptr + 1 + row * 3 * splits, split, splits),
-            numbers,
-            DTYPE,
-            HAS_SOFTCAP,
-            BLOCK_SPLITS,
-            BLOCKS,
-            LAYOUT,
+        x_ptr, t_ptr = words_of_row(logits, row, first), words_of_row(teacher, row, first)
+        grad = on_row * inverse
+        row_slots = slots_ptr + 1 + row * 3 * splits
+        student = load_part(x_ptr, numbers.words, BLOCKS)
+        teacher_part = load_part(t_ptr, numbers.words, BLOCKS)
+        share, t_share = merged_totals(
+            *shift_and_total(student, numbers, DTYPE),
+            *shift_and_total(teacher_part, numbers, DTYPE),
         )
+        store_pair(row_slots, split, *share)
+        store_pair(row_slots + splits, split, *t_share)
+        share, t_share = merged_totals(*await_shares(row_slots, splits, BLOCK_SPLITS))
+        of_row, t_of_row = normalizer(*share), normalizer(*t_share)
+        ratios = new_ratios(BLOCKS)
+        total = gl.zeros([THREADS], gl.float32, gl.SliceLayout(1, LAYOUT))
+        t_total, weight = total, numbers.weight
+        scales = ((1.0 - weight) * gl.exp2(-of_row.lost), weight * gl.exp2(-t_of_row.lost))
+        for k in gl.static_range(BLOCKS):
+            x = logits_of(student[k], numbers.cap, DTYPE)
+            t = logits_of(teacher_part[k], numbers.cap, DTYPE)
+            low = ratios_of_classes(x[0], t[0], of_row, t_of_row, scales, numbers)
+            high = ratios_of_classes(x[1], t[1], of_row, t_of_row, scales, numbers)
+            ratios[2 * k].store(low[0])
+            ratios[2 * k + 1].store(high[0])
+            total += lane_sum(low[1] + high[1], k, numbers, BLOCKS)
+            t_total += lane_sum(low[2] + high[2], k, numbers, BLOCKS)
+        terms = gl.reduce((total, t_total), 0, sum_of_pairs)
+        store_pair(row_slots + 2 * splits, split, *terms)
+        total, t_total = await_sums(row_slots + 2 * splits, splits, BLOCK_SPLITS)
+        divergence = divergence_of_sum(total, of_row)
+        t_divergence = divergence_of_sum(t_total, t_of_row)
+        scale = grad * (1.0 - weight) * LN2 * gl.exp2(-of_row.lost)
+        factors = (scale, -scale * (of_row.lost + divergence))
+        for k in gl.static_range(BLOCKS):
+            x = logits_of(student[k], numbers.cap, DTYPE)
+            ratio, next_ratio = ratios[2 * k].load(LAYOUT), ratios[2 * k + 1].load(LAYOUT)
+            low = gradient_of_classes(x[0], ratio, factors, of_row, numbers)
+            high = gradient_of_classes(x[1], next_ratio, factors, of_row, numbers)
+            store_block(d_ptr, words_of(low, high, DTYPE), numbers.words, k)
+        loss = (weight * t_divergence + (1.0 - weight) * divergence) * LN2
     gl.store(loss_ptr + row, loss, mask=split == 0)

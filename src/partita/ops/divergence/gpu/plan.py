@@ -15,7 +15,6 @@ PART_BYTES = 12288
 MAX_WHOLE_BYTES = 16384  # of a row that one program has for itself
 BLOCK_BYTES = 4096  # that a program of 128 threads reads of a row at once
 
-
 # The kernel of mixtures that keeps parts of 16-bit rows in registers.
 MIXTURE_WARPS = 4
 MIXTURE_WORDS = 4  # of two logits, that a thread loads at once
@@ -30,15 +29,11 @@ class MixturePlan(NamedTuple):
         splits: the programs of a row.
         classes_per_program: the classes of a program. The last program has the rest.
         blocks: the blocks of these classes. All but the last are full, also in the last program.
-        num_warps: the warps of a program.
-        max_registers: the registers of a thread.
     """
 
     splits: int
     classes_per_program: int
     blocks: int
-    num_warps: int
-    max_registers: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,7 +52,7 @@ def mixture_plan(classes: int) -> MixturePlan | None:
         per_program = cdiv(classes, wanted * vector) * vector
         splits, blocks = cdiv(classes, per_program), cdiv(per_program, block)
         if classes - (splits - 1) * per_program > (blocks - 1) * block:
-            return MixturePlan(splits, per_program, blocks, MIXTURE_WARPS, MIXTURE_REGISTERS)
+            return MixturePlan(splits, per_program, blocks)
     return None
 
 

@@ -26,11 +26,19 @@ REVERSE, MIXTURE = tl.constexpr(1), tl.constexpr(2)
 
 
 class StridedRows(NamedTuple):
-    """Rows of logits, `[M, C]` with the strides `m, c`."""
+    """Rows `[M, C]` with the strides `m, c`."""
 
     ptr: Any
     m: Any
     c: Any
+
+
+class RowSplit(NamedTuple):
+    """How programs share a row: its classes, its programs, and the classes of each but the last."""
+
+    classes: Any
+    splits: Any
+    classes_per_program: Any
 
 
 class LogitRow(NamedTuple):
@@ -130,29 +138,6 @@ def accumulate_pair(
     return PairState(maximum, total, other_maximum, other_total, weighted)
 
 
-@triton.jit
-def scan_pair(
-    x_row,
-    y_row,
-    log2_scale,
-    ACC_DTYPE: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return the statistics of the lanes over all classes of both rows."""
-    zero = tl.zeros([1, LANES], tl.float64)
-    nothing = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
-    lanes = PairState(nothing, zero, nothing, zero, zero)
-    unmasked_end = x_row.classes // BLOCK * BLOCK
-    TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
-    for start in range(0, unmasked_end, BLOCK):
-        lanes = accumulate_pair(lanes, start, x_row, y_row, log2_scale, True, VEC, BLOCK)
-    for start in range(unmasked_end, x_row.classes, TAIL):
-        lanes = accumulate_pair(lanes, start, x_row, y_row, log2_scale, False, VEC, TAIL)
-    return lanes
-
-
 @triton.jit(do_not_specialize=["num_seen"])
 def divergence_accumulate_kernel(
     first,  # StridedRows [M, C]
@@ -179,7 +164,15 @@ def divergence_accumulate_kernel(
     x_row = LogitRow(x_ptr, first.c, classes, cap)
     y_row = LogitRow(y_ptr, second.c, classes, cap)
     log2_scale = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
-    lanes = scan_pair(x_row, y_row, log2_scale, ACC_DTYPE, VEC, LANES, BLOCK)
+    zero = tl.zeros([1, LANES], tl.float64)
+    nothing = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
+    lanes = PairState(nothing, zero, nothing, zero, zero)
+    unmasked_end = classes // BLOCK * BLOCK
+    TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
+    for start in range(0, unmasked_end, BLOCK):
+        lanes = accumulate_pair(lanes, start, x_row, y_row, log2_scale, True, VEC, BLOCK)
+    for start in range(unmasked_end, classes, TAIL):
+        lanes = accumulate_pair(lanes, start, x_row, y_row, log2_scale, False, VEC, TAIL)
     seen = num_seen > 0
     before = PairState(
         tl.load(state.maximum + row, mask=seen, other=-float("inf")),

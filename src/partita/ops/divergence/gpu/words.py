@@ -13,15 +13,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import apply_softcap
+from .plan import MIXTURE_WARPS, MIXTURE_WORDS
 
-VEC = gl.constexpr(4)  # words that a thread loads at once
+VEC = gl.constexpr(MIXTURE_WORDS)
+THREADS = gl.constexpr(32 * MIXTURE_WARPS)
+# Of the words of a block, [THREADS, VEC].
+LAYOUT = gl.constexpr(gl.BlockedLayout([1, MIXTURE_WORDS], [32, 1], [MIXTURE_WARPS, 1], [1, 0]))
 
 
 class Numbers(NamedTuple):
     """The numbers that each class needs.
 
     Fields:
-        cap: the soft-cap.
+        cap: the soft-cap, or None.
         weight: beta.
         log2_scale: the factor of logits in exponents.
         words: the number of words of the program's part.
@@ -34,48 +38,47 @@ class Numbers(NamedTuple):
 
 
 @gluon.jit
-def words_of_row(ptr, row, stride, first):
-    """Return the address of the words of a row from a class on.
+def words_of_row(rows, row, first):
+    """Return the address of the words of a row of `StridedRows` from a class on.
 
     The stride of the rows and the class are multiples of 2 * VEC.
     """
     # The compiler sees from the expression that the address is one of whole vectors.
-    offset = (row * stride + first) // (2 * VEC) * VEC
-    return ptr.to(gl.pointer_type(gl.int32), bitcast=True) + offset
+    offset = (row * rows.m + first) // (2 * VEC) * VEC
+    return rows.ptr.to(gl.pointer_type(gl.int32), bitcast=True) + offset
 
 
 @gluon.jit
-def first_words(k: gl.constexpr, LAYOUT: gl.constexpr):
+def first_words(k: gl.constexpr):
     """Return the index of each thread's first word in block k, `[THREADS]`."""
-    THREADS: gl.constexpr = 32 * gl.num_warps()
     return (gl.arange(0, THREADS, gl.SliceLayout(1, LAYOUT)) + k * THREADS) * VEC
 
 
 @gluon.jit
-def word_indices(first, LAYOUT: gl.constexpr):
+def word_indices(first):
     """Return the indices of the words of a block, `[THREADS, VEC]`, from each thread's first."""
     column = gl.arange(0, VEC, gl.SliceLayout(0, LAYOUT))
     return gl.expand_dims(first, 1) + gl.expand_dims(column, 0)
 
 
 @gluon.jit
-def load_part(row_ptr, num_words, BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
+def load_part(row_ptr, num_words, BLOCKS: gl.constexpr):
     """Load the words of a part of a row, a tuple of BLOCKS blocks; those past the part are 0."""
     blocks = ()
     for k in gl.static_range(BLOCKS):
-        first = first_words(k, LAYOUT)
+        first = first_words(k)
         mask = gl.expand_dims(first < num_words, 1)
-        at = row_ptr + word_indices(first, LAYOUT)
+        at = row_ptr + word_indices(first)
         blocks = blocks + (gl.load(at, mask=mask, other=0, eviction_policy="evict_first"),)
     return blocks
 
 
 @gluon.jit
-def store_block(row_ptr, words, num_words, k: gl.constexpr, LAYOUT: gl.constexpr):
+def store_block(row_ptr, words, num_words, k: gl.constexpr):
     """Store the words of block k of a part of a row."""
-    first = first_words(k, LAYOUT)
+    first = first_words(k)
     mask = gl.expand_dims(first < num_words, 1)
-    gl.store(row_ptr + word_indices(first, LAYOUT), words, mask=mask, cache_modifier=".cs")
+    gl.store(row_ptr + word_indices(first), words, mask=mask, cache_modifier=".cs")
 
 
 @gluon.jit
@@ -93,16 +96,7 @@ def greater_fp16(a, b):
 
 
 @gluon.jit
-def greatest_word(words, DTYPE: gl.constexpr):
-    """Return a word for each thread, whose halves are the greatest logits in those of its words."""
-    if DTYPE == gl.bfloat16:
-        return gl.reduce(words, 1, greater_bf16)
-    else:
-        return gl.reduce(words, 1, greater_fp16)
-
-
-@gluon.jit
-def logits_of(words, cap, DTYPE: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
+def logits_of(words, cap, DTYPE: gl.constexpr):
     """Return both soft-capped logits of each word in fp32."""
     asm: gl.constexpr = (
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
@@ -113,6 +107,7 @@ def logits_of(words, cap, DTYPE: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
     low, high = gl.inline_asm_elementwise(
         asm, "=f,=f,r", [words], (gl.float32, gl.float32), False, 1
     )
+    HAS_SOFTCAP: gl.constexpr = cap is not None
     return apply_softcap(low, cap, HAS_SOFTCAP), apply_softcap(high, cap, HAS_SOFTCAP)
 
 

@@ -113,16 +113,15 @@ def linear_chain_best_last_kernel(
     N,
     C,
     MEETS: tl.constexpr,
-    TIED: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Find the best score of a sequence and the lowest state that has it.
 
-    With TIED this is done for the sequences with ties alone.
+    With MEETS the ties are written, otherwise this is done for the sequences with ties alone.
     """
     n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
     runs = True
-    if TIED:
+    if ties_ptr is not None and not MEETS:
         runs = tl.load(ties_ptr + n) > 0
     if runs:
         tokens, invalid = load_tokens(lengths_ptr, n, T)
@@ -151,13 +150,12 @@ def linear_chain_best_states_kernel(
     states_ptr,  # [2, T + 1, N, C] fp64
     previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
     lengths_ptr,  # [N] or None
-    ties_ptr,  # [N] int32, or None
+    ties_ptr,  # [N] int32, if this is for what follows the middle of sequences with ties
     T,
     N,
     C,
     CONSTANT: tl.constexpr,
     MEETS: tl.constexpr,
-    TIED: tl.constexpr,  # whether this is for what follows the middle of sequences with ties
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -179,10 +177,10 @@ def linear_chain_best_states_kernel(
     c = (program % blocks * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     row = (program.to(tl.int64) // blocks * ROWS + N + tl.arange(0, ROWS))[:, None]
     active = row < rows
-    if MEETS or TIED:
+    if MEETS or ties_ptr is not None:
         tokens = load_tokens_of(lengths_ptr, row % N, N, T)
         after, active = row // N > middle_token(tokens, True), active & (row // N < tokens)
-        if TIED:
+        if ties_ptr is not None:
             active = active & after & (tl.load(ties_ptr + row % N) > 0)
         else:
             active = active & (after != forwards)

@@ -6,7 +6,6 @@ millisecond to load each function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from .arguments import (
     Batch,
     Gradients,
     Saved,
+    Span,
     batch_of,
     split_saved,
     strided_pairs,
@@ -39,6 +39,7 @@ from .scan import linear_chain_scan_kernel
 # A word of a state that no program has stored: its sign bit is set. Both halves are equal, because
 # a recorded program fills memory with 32 bits at a time.
 UNWRITTEN = -0x7FFFFFFF80000000
+NOTHING_SAVED = Saved(None, None, None, Span(None, 1))
 
 
 def linear_chain_logz(
@@ -57,59 +58,67 @@ def linear_chain_logz(
     is_short = plan.is_short(transitions, T, N, C)
     size = 0 if is_short and not save else sum(saved_sizes(T, N, C, save))
     saved = torch.empty(size, dtype=torch.float64, device=emissions.device)
+    exact = plan.is_exact(emissions, transitions)
     if is_short:
-        from .launch_short import short_scan
+        from .short import linear_chain_short_scan_kernel
 
-        parts = split_saved(saved, emissions, transitions) if save else None
-        short_scan(batch, transitions, parts, logz, rounded)
+        launch(
+            linear_chain_short_scan_kernel,
+            2 * N if save else N,
+            batch=batch,
+            transitions=strided_pairs(transitions),
+            saved=split_saved(saved, emissions, transitions) if save else NOTHING_SAVED,
+            logz_ptr=logz,
+            rounded_ptr=rounded,
+            SAVE=save,
+            EXACT=exact,
+            **plan.scan_options(C, True),
+        )
         return logz, rounded, saved
-    if C == 0:
-        logz.fill_(-torch.inf)
-        rounded.fill_(-torch.inf)
-        return logz, rounded, saved if save else saved.new_empty(0)
     parts = split_saved(saved, emissions, transitions, save)
-    options = plan.prepare_options(C)
+    prepare_options = plan.prepare_options(C)
     launch(
         linear_chain_prepare_kernel,
-        parts.span.parts + cdiv(T * N, options["TOKENS"]) if N else 0,
+        parts.span.parts + cdiv(T * N, prepare_options["TOKENS"]),
         batch=batch,
         transitions=strided_pairs(transitions),
         span=parts.span,
         maxima_ptr=parts.maxima,
-        **options,
+        **prepare_options,
     )
-    for scan in scans(emissions, transitions, save):
-        scan(batch, transitions, parts, save, logz, rounded)
+    block = plan.parts_block(parts.span.parts)
+    options = {"SAVE": save, "EXACT": exact, "BLOCK_PARTS": block}
+    arguments = (batch, transitions, parts, logz, rounded, options)
+    # The device runs the scan in linear arithmetic or that in the log domain.
+    if transitions.ndim == 2:
+        if plan.is_parallel(T, N, C, save):
+            from .launch_lanes import parallel_scan
+
+            parallel_scan(*arguments)
+        elif plan.uses_resident(C):
+            scan_sequences(*arguments, is_log=False)
+        else:
+            step_states(*arguments)
+    scan_sequences(*arguments, is_log=True)
     return logz, rounded, saved if save else saved.new_empty(0)
 
 
-def scans(emissions: Tensor, transitions: Tensor, save: bool) -> list[Callable[..., None]]:
-    """Return the scans for these transitions, of which the device runs one."""
-    T, N, C = emissions.shape
-    found: list[Callable[..., None]] = []
-    if transitions.ndim == 2:
-        if plan.uses_lanes(T, N, C, plan.MAX_LANE_STATES):
-            from .launch_lanes import lane_scan
-
-            found.append(lane_scan)
-        elif plan.is_parallel(T, N, C, save):
-            from .launch_segments import parallel_scan
-
-            found.append(parallel_scan)
-        else:
-            found.append(resident_scan if plan.uses_resident(C) else step_states)
-    found.append(log_scan)
-    return found
-
-
-def resident_scan(
-    batch: Batch, transitions: Tensor, saved: Saved, save: bool, logz: Tensor, rounded: Tensor
+def scan_sequences(
+    batch: Batch,
+    transitions: Tensor,
+    saved: Saved,
+    logz: Tensor,
+    rounded: Tensor,
+    options: dict[str, Any],
+    is_log: bool,
 ) -> None:
-    """Scan alpha and beta in linear arithmetic with the transitions in registers."""
-    programs = 2 * batch.N if save else batch.N
+    """Scan alpha and beta of each sequence by a program."""
+    N, C = batch.N, batch.C
+    programs = 2 * N if options["SAVE"] else N
     arguments = {"batch": batch, "saved": saved, "logz_ptr": logz, "rounded_ptr": rounded}
-    options = scan_options(batch, transitions, saved, save)
-    if plan.GLUON:
+    arguments |= options
+    steps = strided_steps(transitions)
+    if plan.GLUON and not is_log:
         launch(
             linear_chain_resident_scan_kernel,
             programs,
@@ -118,77 +127,68 @@ def resident_scan(
             segments=1,
             STEPS=0,
             **arguments,
-            **plan.resident_options(batch.C),
-            **options,
+            **plan.resident_options(C),
         )
-    else:
+    elif not is_log or C <= plan.MAX_LOG_STATES:
         launch(
             linear_chain_scan_kernel,
             programs,
-            transitions=strided_steps(transitions),
-            IS_LOG=False,
-            CONSTANT=True,
-            **arguments,
-            **plan.scan_options(batch.C, False),
-            **options,
-        )
-
-
-def scan_options(batch: Batch, transitions: Tensor, saved: Saved, save: bool) -> dict[str, Any]:
-    """Return the compile-time arguments that all scans share."""
-    exact = plan.is_exact(batch.emissions.ptr, transitions)
-    return {"SAVE": save, "EXACT": exact, "BLOCK_PARTS": plan.parts_block(saved.span.parts)}
-
-
-def log_scan(
-    batch: Batch, transitions: Tensor, saved: Saved, save: bool, logz: Tensor, rounded: Tensor
-) -> None:
-    """Scan alpha and beta in the log domain."""
-    N, C = batch.N, batch.C
-    arguments = {
-        "batch": batch,
-        "transitions": strided_steps(transitions),
-        "saved": saved,
-        "logz_ptr": logz,
-        "rounded_ptr": rounded,
-        **scan_options(batch, transitions, saved, save),
-    }
-    programs = 2 * N if save else N
-    if plan.MAX_LOG_STATES >= C:
-        launch(
-            linear_chain_scan_kernel,
-            programs,
-            IS_LOG=True,
+            transitions=steps,
+            IS_LOG=is_log,
             CONSTANT=transitions.ndim == 2,
             **arguments,
-            **plan.scan_options(C, True),
+            **plan.scan_options(C, is_log),
         )
     else:
         from .log_scan import linear_chain_log_scan_kernel
 
-        recent = logz.new_empty((2, 2, N, C))
-        options = plan.log_scan_options(C)
-        launch(linear_chain_log_scan_kernel, programs, recent_ptr=recent, **arguments, **options)
+        launch(
+            linear_chain_log_scan_kernel,
+            programs,
+            transitions=steps,
+            recent_ptr=logz.new_empty((2, 2, N, C)),
+            **arguments,
+            **plan.log_scan_options(C),
+        )
 
 
 def step_states(
-    batch: Batch, transitions: Tensor, saved: Saved, save: bool, logz: Tensor, rounded: Tensor
+    batch: Batch,
+    transitions: Tensor,
+    saved: Saved,
+    logz: Tensor,
+    rounded: Tensor,
+    options: dict[str, Any],
 ) -> None:
     """Scan alpha and beta of many states in linear arithmetic."""
+    from .exchange_steps import linear_chain_exchange_kernel
     from .launch_lanes import exp_table
-    from .steps import linear_chain_total_kernel
+    from .steps import linear_chain_step_kernel, linear_chain_total_kernel
+    from .strided_steps import linear_chain_strided_step_kernel
 
     T, N, C = batch.T, batch.N, batch.C
-    options = scan_options(batch, transitions, saved, save)
     weights = exp_table(transitions, saved.span)
-    scan = exchanged_steps if plan.exchanges(C, logz.device) else launched_steps
-    alpha = scan(batch, weights, saved, options)
+    arguments = {"batch": batch, "weights_ptr": weights, "saved": saved, **options}
+    if plan.exchanges(C, logz.device):
+        # One launch takes all steps. Its programs exchange states, whose sign bits hold the parity
+        # of the step and do not count.
+        words = torch.full((4 * N * C + 1,), UNWRITTEN, dtype=torch.int64, device=logz.device)
+        programs = plan.exchange_programs(N, C, options["SAVE"])
+        options = plan.exchange_options(C)
+        launch(linear_chain_exchange_kernel, programs, words_ptr=words, **arguments, **options)
+        recent = words[:-1].view(torch.float64).view(2, 2, N, C)
+    else:
+        recent = logz.new_empty((2, 2, N, C))
+        kernel = linear_chain_strided_step_kernel if plan.GLUON else linear_chain_step_kernel
+        programs, options = plan.step_programs(N, C, options["SAVE"]), plan.step_options(C)
+        for i in range(T):
+            launch(kernel, programs, recent_ptr=recent, i=i, **arguments, **options)
     launch(
         linear_chain_total_kernel,
         N,
         lengths_ptr=batch.lengths,
         saved=saved._replace(states=None),
-        alpha_ptr=alpha,
+        alpha_ptr=recent[0, (T - 1) % 2],
         logz_ptr=logz,
         rounded_ptr=rounded,
         T=T,
@@ -196,52 +196,8 @@ def step_states(
         C=C,
         BLOCK_T=256,
         BLOCK_C=next_power_of_2(C),
-        BLOCK_PARTS=options["BLOCK_PARTS"],
+        BLOCK_PARTS=arguments["BLOCK_PARTS"],
     )
-
-
-def exchanged_steps(batch: Batch, weights: Tensor, saved: Saved, options: dict[str, Any]) -> Tensor:
-    """Take all steps in one launch, whose programs exchange states, and return the last alpha.
-
-    The sign bits of its numbers hold the parity of the step and do not count.
-    """
-    from .exchange_steps import linear_chain_exchange_kernel
-
-    N, C = batch.N, batch.C
-    words = torch.full((4 * N * C + 1,), UNWRITTEN, dtype=torch.int64, device=weights.device)
-    launch(
-        linear_chain_exchange_kernel,
-        plan.exchange_programs(N, C, options["SAVE"]),
-        batch=batch,
-        weights_ptr=weights,
-        saved=saved,
-        words_ptr=words,
-        **options,
-        **plan.exchange_options(C),
-    )
-    return words[:-1].view(torch.float64).view(2, 2, N, C)[0, (batch.T - 1) % 2]
-
-
-def launched_steps(batch: Batch, weights: Tensor, saved: Saved, options: dict[str, Any]) -> Tensor:
-    """Take each step in a launch of its own, and return the last alpha."""
-    from .steps import linear_chain_step_kernel
-    from .strided_steps import linear_chain_strided_step_kernel
-
-    N, C = batch.N, batch.C
-    recent = weights.new_empty((2, 2, N, C))
-    for i in range(batch.T):
-        launch(
-            linear_chain_strided_step_kernel if plan.GLUON else linear_chain_step_kernel,
-            plan.step_programs(N, C, options["SAVE"]),
-            batch=batch,
-            weights_ptr=weights,
-            saved=saved,
-            recent_ptr=recent,
-            i=i,
-            **options,
-            **plan.step_options(C),
-        )
-    return recent[0, (batch.T - 1) % 2]
 
 
 def linear_chain_gradient(
@@ -273,20 +229,30 @@ def linear_chain_gradient(
     batch = batch_of(emissions, start, end, lengths)._replace(start=None)
     states = split_saved(saved, emissions, transitions)
     results = Gradients(d_emissions, d_start, d_end)
+    grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
     d_transitions = transitions.new_empty(0)
     if need_transitions and not per_sequence and plan.is_short(transitions, T, N, C):
-        from .launch_short import short_gradient
+        from .short import linear_chain_short_gradient_kernel
 
         d_transitions = torch.empty((C, C), dtype=transitions.dtype, device=device)
-        short_gradient(grad_output, batch, transitions, states, results, d_transitions)
+        launch(
+            linear_chain_short_gradient_kernel,
+            C,
+            batch=batch,
+            transitions=strided_pairs(transitions),
+            saved=states,
+            gradients=results,
+            d_transitions_ptr=d_transitions,
+            EXACT=plan.is_exact(emissions, transitions),
+            **grad,
+            **plan.short_gradient_options(C),
+        )
     else:
         factors = torch.empty((T, N), dtype=torch.float64, device=device)
         options = plan.row_options(C)
         launch(
             linear_chain_marginals_kernel,
             cdiv(T * N, options["ROWS"]),
-            grad_ptr=grad_output,
-            grad_n=grad_output.stride(0),
             lengths_ptr=batch.lengths,
             saved=states._replace(maxima=None),
             factors_ptr=factors,
@@ -295,18 +261,19 @@ def linear_chain_gradient(
             N=N,
             C=C,
             BLOCK_PARTS=plan.parts_block(states.span.parts),
+            **grad,
             **options,
         )
         if need_transitions:
             d_transitions = count_transitions(
-                grad_output, batch, transitions, states, factors, per_sequence
+                grad, batch, transitions, states, factors, per_sequence
             )
     d_start, d_end = (emissions.new_empty(0) if end is None else end for end in results[1:])
     return d_emissions, d_transitions, d_start, d_end
 
 
 def count_transitions(
-    grad_output: Tensor,
+    grad: dict[str, Any],
     batch: Batch,
     transitions: Tensor,
     saved: Saved,
@@ -328,46 +295,46 @@ def count_transitions(
         counts = factors.new_empty((number, groups.splits, C, C))
     options = plan.count_options(C)
     programs = number * groups.splits * cdiv(C, options["BLOCK"]) ** 2
-    block = plan.parts_block(saved.span.parts)
     arguments = {
         "saved": saved._replace(scales=None),
         "factors_ptr": factors,
         "counts_ptr": counts,
         "groups": groups,
         "EXACT": plan.is_exact(batch.emissions.ptr, transitions),
-        "BLOCK_PARTS": block,
+        "BLOCK_PARTS": plan.parts_block(saved.span.parts),
     }
     if constant and plan.uses_lane_counts(C):
         from .lane_counts import linear_chain_lane_counts_kernel
 
-        lane_options = plan.lane_count_options(C)
         kernel, tokens = linear_chain_lane_counts_kernel, batch._replace(C=None)
-        launch(kernel, programs, batch=tokens, **arguments, **lane_options)
+        launch(kernel, programs, batch=tokens, **arguments, **plan.lane_count_options(C))
     elif constant:
         kernel = linear_chain_counts_kernel
         launch(kernel, programs, batch=batch, ROWS=16, **arguments, **options)
+    steps = strided_steps(transitions)
+    kernel = linear_chain_pairs_kernel
+    launch(kernel, programs, batch=batch, transitions=steps, **grad, **arguments, **options)
+    if constant:
+        sum_counts(counts, result, transitions, saved.span)
+    return result
+
+
+def sum_counts(parts: Tensor, counts: Tensor, transitions: Tensor, span: Span) -> None:
+    """Add the parts `[groups, splits, C, C]` of counts `[groups, C, C]`.
+
+    Only with parts of a range are the counts multiplied by exp(transitions).
+    """
+    number, splits, C, _ = parts.shape
+    options = plan.sum_options(splits, C)
     launch(
-        linear_chain_pairs_kernel,
-        programs,
-        grad_ptr=grad_output,
-        grad_n=grad_output.stride(0),
-        batch=batch,
-        transitions=strided_steps(transitions),
-        **arguments,
+        linear_chain_sum_counts_kernel,
+        number * cdiv(C * C, options["BLOCK"]),
+        transitions=strided_pairs(transitions),
+        span=span,
+        parts_ptr=parts,
+        counts_ptr=counts,
+        C=C,
+        splits=splits,
+        BLOCK_PARTS=plan.parts_block(span.parts),
         **options,
     )
-    if constant:
-        options = plan.sum_options(groups.splits, C)
-        launch(
-            linear_chain_sum_counts_kernel,
-            number * cdiv(C * C, options["BLOCK"]),
-            transitions=strided_pairs(transitions),
-            span=saved.span,
-            parts_ptr=counts,
-            counts_ptr=result,
-            C=C,
-            splits=groups.splits,
-            BLOCK_PARTS=block,
-            **options,
-        )
-    return result

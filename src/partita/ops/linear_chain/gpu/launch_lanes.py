@@ -1,4 +1,4 @@
-"""Launch the scans of few states that are parallel in time, with lanes for segments."""
+"""Launch the scans and paths of few states that are parallel in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from .lanes import (
     linear_chain_table_kernel,
 )
 from .path_words import linear_chain_trace_words_kernel, linear_chain_word_maps_kernel
-from .segments import linear_chain_boundaries_kernel
+from .resident import linear_chain_resident_scan_kernel
+from .segments import (
+    linear_chain_boundaries_kernel,
+    linear_chain_group_operators_kernel,
+    linear_chain_operators_kernel,
+)
 from .steps import linear_chain_weights_kernel
 
 
@@ -64,108 +69,114 @@ def exp_table(transitions: Tensor, span: Span) -> Tensor:
     return table
 
 
-def lane_operators(
-    batch: Batch, table: Tensor, span: Span | None, sizes: plan.LaneSizes, exact: bool
-) -> list[Operators]:
-    """Return the operators of segments, of groups and so on; in max-plus without `span`."""
-    N, C, number = batch.N, batch.C, sizes.counts[0]
-    levels = empty_levels(batch, table, sizes, span is not None)
-    arguments: dict[str, Any] = {"C": C, "MAX_PLUS": span is None, "span": span or Span(None, 0)}
-    arguments["BLOCK_PARTS"] = plan.parts_block(arguments["span"].parts)
-    block = plan.lane_options(N * number * C)
-    launch(
-        linear_chain_lane_operators_kernel,
-        cdiv(N * number * C, block["LANES"]),
-        batch=batch._replace(start=None, C=None),
-        table_ptr=table,
-        operators=levels[0],
-        segments=number,
-        STEPS=sizes.steps,
-        EXACT=exact,
-        AHEAD=plan.lane_ahead(C, span is None),
-        WIDTH=plan.lane_width(batch.emissions.ptr),
-        **arguments,
-        **block,
-    )
-    for i, number in enumerate(sizes.counts[1:]):
-        block = plan.lane_options(N * number * C)
-        launch(
-            linear_chain_lane_groups_kernel,
-            cdiv(N * number * C, block["LANES"]),
-            operators=levels[i],
-            group_operators=levels[i + 1],
-            N=N,
-            segments=sizes.counts[i],
-            groups=number,
-            SIZE=sizes.size,
-            **arguments,
-            **block,
-        )
-    return levels
+def launch_lanes(kernel: Any, lanes: int, halves: int = 1, **arguments: Any) -> None:
+    """Launch a kernel with a lane for each of something, or in each half of its programs."""
+    options = plan.lane_options(lanes)
+    launch(kernel, halves * cdiv(lanes, options["LANES"]), **arguments, **options)
 
 
-def empty_levels(
-    batch: Batch, table: Tensor, sizes: plan.LaneSizes, with_exponents: bool
+def segment_operators(
+    batch: Batch,
+    transitions: Tensor,
+    table: Tensor | None,
+    saved: Saved | None,
+    exact: bool,
+    sizes: plan.SegmentSizes,
 ) -> list[Operators]:
-    """Return memory for the operators of segments, of groups and so on."""
-    N, C = batch.N, batch.C
-    return [
+    """Return the operators of segments, of groups and so on.
+
+    Args:
+        batch: the scores of the states.
+        transitions: `[C, C]`.
+        table: the transitions that lanes and max-plus arithmetic read.
+        saved: the maxima and the range of the transitions, or None for max-plus arithmetic.
+        exact: whether exponentials have to be right in fp64.
+        sizes: how sequences are cut.
+    """
+    N, C, max_plus = batch.N, batch.C, saved is None
+    levels = [
         Operators(
-            table.new_empty((N, number, C, C)),
-            table.new_empty((N, number, C)) if with_exponents else None,
-            table.new_empty((N, number)),
+            transitions.new_empty((N, number, C, C), dtype=torch.float64),
+            None if max_plus else transitions.new_empty((N, number, C), dtype=torch.float64),
+            transitions.new_empty((N, number), dtype=torch.float64),
         )
         for number in sizes.counts
     ]
-
-
-def best_operators(batch: Batch, table: Tensor, sizes: plan.LaneSizes) -> list[Operators]:
-    """Return the operators in max-plus arithmetic of segments, of groups and so on."""
-    if not plan.shares_operators(batch.C):
-        return lane_operators(batch, table, None, sizes, True)
-    levels = empty_levels(batch, table, sizes, False)
-    launch(
-        linear_chain_best_operators_kernel,
-        batch.N * sizes.counts[0],
-        batch=batch._replace(start=None),
-        table_ptr=table,
-        operators=levels[0],
-        segments=sizes.counts[0],
-        STEPS=sizes.steps,
-        AHEAD=4,
-        num_warps=plan.OPERATOR_WARPS,
-    )
-    for i, number in enumerate(sizes.counts[1:]):
-        launch(
-            linear_chain_best_groups_kernel,
-            batch.N * number,
-            operators=levels[i],
-            group_operators=levels[i + 1],
-            C=batch.C,
-            segments=sizes.counts[i],
-            groups=number,
-            SIZE=sizes.size,
-            num_warps=plan.OPERATOR_WARPS,
+    number, batch = sizes.counts[0], batch._replace(start=None)
+    steps: dict[str, Any] = {"operators": levels[0], "segments": number, "STEPS": sizes.steps}
+    span = Span(None, 0) if saved is None else saved.span
+    shared: dict[str, Any] = {"span": span, "BLOCK_PARTS": plan.parts_block(span.parts)}
+    # In max-plus arithmetic the threads of a program share an operator of more states.
+    shares = max_plus and plan.GLUON and C > plan.MAX_LANE_STATES
+    by_lanes = table is not None and not shares
+    if by_lanes:
+        shared |= {"C": C, "MAX_PLUS": max_plus}
+        launch_lanes(
+            linear_chain_lane_operators_kernel,
+            N * number * C,
+            batch=batch._replace(C=None),
+            table_ptr=table,
+            EXACT=exact,
+            AHEAD=plan.lane_ahead(C, max_plus),
+            WIDTH=plan.lane_width(batch.emissions.ptr),
+            **steps,
+            **shared,
         )
+    elif saved is None:
+        shared, kernel = {"num_warps": plan.OPERATOR_WARPS}, linear_chain_best_operators_kernel
+        launch(kernel, N * number, batch=batch, table_ptr=table, AHEAD=4, **steps, **shared)
+    else:
+        shared |= {"BLOCK_C": 16, "num_warps": 1}
+        launch(
+            linear_chain_operators_kernel,
+            N * number,
+            batch=batch,
+            transitions=strided_pairs(transitions),
+            maxima_ptr=saved.maxima,
+            EXACT=exact,
+            AHEAD=4,
+            **steps,
+            **shared,
+        )
+    for i, groups in enumerate(sizes.counts[1:]):
+        members: dict[str, Any] = {
+            "operators": levels[i],
+            "segments": sizes.counts[i],
+            "SIZE": sizes.size,
+        }
+        members |= {"group_operators": levels[i + 1], "groups": groups, **shared}
+        if by_lanes:
+            launch_lanes(linear_chain_lane_groups_kernel, N * groups * C, N=N, **members)
+        else:
+            kernel = linear_chain_group_operators_kernel
+            if max_plus:
+                kernel = linear_chain_best_groups_kernel
+            launch(kernel, N * groups, C=C, **members)
     return levels
 
 
-def lane_scan(
-    batch: Batch, transitions: Tensor, saved: Saved, save: bool, logz: Tensor, rounded: Tensor
+def parallel_scan(
+    batch: Batch,
+    transitions: Tensor,
+    saved: Saved,
+    logz: Tensor,
+    rounded: Tensor,
+    options: dict[str, Any],
 ) -> None:
-    """Scan alpha and beta of few states in linear arithmetic."""
-    N, C, sizes = batch.N, batch.C, plan.lane_sizes(batch.T, batch.N, batch.C)
-    exact, directions = plan.is_exact(batch.emissions.ptr, transitions), 2 if save else 1
-    table = exp_table(transitions, saved.span)
-    levels = lane_operators(batch, table, saved.span, sizes, exact)
-    options = {"EXACT": exact, "BLOCK_PARTS": plan.parts_block(saved.span.parts)}
+    """Scan alpha and beta from the states at the boundaries of segments, in linear arithmetic."""
+    T, N, C, save = batch.T, batch.N, batch.C, options["SAVE"]
+    by_lanes = C <= plan.MAX_LANE_STATES
+    sizes = plan.lane_sizes(T, N, C) if by_lanes else plan.segment_sizes(T)
+    table = exp_table(transitions, saved.span) if by_lanes else None
+    levels = segment_operators(batch, transitions, table, saved, options["EXACT"], sizes)
+    shared = {"EXACT": options["EXACT"], "BLOCK_PARTS": options["BLOCK_PARTS"]}
     known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
     for level in reversed(range(len(levels)) if save else [len(levels) - 1]):
         number = sizes.counts[level]
-        boundaries = table.new_empty((2, N, number + 1, C))
+        boundaries = logz.new_empty((2, N, number + 1, C))
         launch(
             linear_chain_boundaries_kernel,
-            groups * N * directions,
+            groups * N * (2 if save else 1),
             batch=of_first_tokens(batch),
             span=saved.span,
             maxima_ptr=saved.maxima,
@@ -177,37 +188,48 @@ def lane_scan(
             segments=number,
             groups=groups,
             SIZE=size,
-            DIRECTIONS=directions,
+            DIRECTIONS=2 if save else 1,
             BLOCK_C=plan.small_block(C),
             num_warps=1,
-            **options,
+            **shared,
         )
         known, groups, size = boundaries, number, sizes.size
     if not save:
         return
-    block = plan.lane_options(N * groups)
-    launch(
-        linear_chain_lane_states_kernel,
-        2 * cdiv(N * groups, block["LANES"]),
-        batch=batch._replace(start=None, C=None),
-        table_ptr=table,
-        boundaries_ptr=known,
-        saved=saved._replace(maxima=None),
-        segments=groups,
-        C=C,
-        STEPS=sizes.steps,
-        WIDTH=plan.lane_width(batch.emissions.ptr),
-        **options,
-        **block,
-        **plan.lane_state_options(C),
-    )
+    shared |= {"boundaries_ptr": known, "segments": groups, "STEPS": sizes.steps}
+    if by_lanes:
+        launch_lanes(
+            linear_chain_lane_states_kernel,
+            N * groups,
+            halves=2,
+            batch=batch._replace(start=None, C=None),
+            table_ptr=table,
+            saved=saved._replace(maxima=None),
+            C=C,
+            WIDTH=plan.lane_width(batch.emissions.ptr),
+            **shared,
+            **plan.lane_state_options(C),
+        )
+    else:
+        launch(
+            linear_chain_resident_scan_kernel,
+            groups * 2 * N,
+            batch=batch,
+            transitions=strided_pairs(transitions),
+            saved=saved,
+            logz_ptr=None,
+            rounded_ptr=None,
+            SAVE=True,
+            **shared,
+            **plan.resident_options(C),
+        )
 
 
 def best_path_in_lanes(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
     """Find the best score `[N]` and the best path `[T, N]` of few states, parallel in time."""
     T, N, C = batch.T, batch.N, batch.C
     sizes, table = plan.lane_sizes(T, N, C), score_table(transitions)
-    levels = best_operators(batch, table, sizes)
+    levels = segment_operators(batch, transitions, table, None, True, sizes)
     last = torch.empty(N, dtype=torch.int32, device=table.device)
     known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
     for level in reversed(range(len(levels))):
@@ -231,10 +253,9 @@ def best_path_in_lanes(batch: Batch, transitions: Tensor, score: Tensor, states:
         )
         known, groups, size = boundaries, number, sizes.size
     words = torch.empty((N, T), dtype=torch.int64, device=table.device)
-    block = plan.lane_options(N * groups)
-    launch(
+    launch_lanes(
         linear_chain_best_words_kernel,
-        cdiv(N * groups, block["LANES"]),
+        N * groups,
         batch=batch._replace(start=None, C=None),
         table_ptr=table,
         boundaries_ptr=known,
@@ -244,7 +265,6 @@ def best_path_in_lanes(batch: Batch, transitions: Tensor, score: Tensor, states:
         C=C,
         STEPS=sizes.steps,
         AHEAD=plan.lane_ahead(C, True),
-        **block,
     )
     trace_words(words, batch.lengths, score, states, C)
 
@@ -267,10 +287,9 @@ def trace_words(
         length = levels[-1].shape[1]
         groups = cdiv(length, steps)
         maps = torch.empty((columns, groups), dtype=torch.int64, device=words.device)
-        block = plan.lane_options(columns * groups)
-        launch(
+        launch_lanes(
             linear_chain_word_maps_kernel,
-            cdiv(columns * groups, block["LANES"]),
+            columns * groups,
             words_ptr=levels[-1],
             maps_ptr=maps,
             columns=columns,
@@ -278,7 +297,6 @@ def trace_words(
             groups=groups,
             C=C,
             SIZE=steps,
-            **block,
         )
         levels.append(maps)
     known, groups, size = None, 1, next_power_of_2(levels[-1].shape[1])
@@ -287,10 +305,9 @@ def trace_words(
         following = states
         if not final:
             following = torch.empty((columns, length), dtype=torch.int32, device=words.device)
-        block = plan.lane_options(columns * groups)
-        launch(
+        launch_lanes(
             linear_chain_trace_words_kernel,
-            cdiv(columns * groups, block["LANES"]),
+            columns * groups,
             words_ptr=levels[level],
             known_ptr=known,
             states_ptr=following,
@@ -302,6 +319,5 @@ def trace_words(
             groups=groups,
             SIZE=size,
             FINAL=final,
-            **block,
         )
         known, groups, size = following, length, steps

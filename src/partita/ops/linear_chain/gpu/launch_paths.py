@@ -12,7 +12,6 @@ from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import (
     Batch,
-    Saved,
     StridedSteps,
     StridedUniforms,
     batch_of,
@@ -28,7 +27,7 @@ from .best_steps import (
     linear_chain_best_trace_kernel,
 )
 from .launch import linear_chain_logz
-from .launch_lanes import best_path_in_lanes, exp_table, score_table, trace_words
+from .launch_lanes import best_path_in_lanes, exp_table, launch_lanes, score_table, trace_words
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
 from .viterbi import (
@@ -50,8 +49,6 @@ def linear_chain_viterbi(
     device = emissions.device
     score = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=device)
     states = torch.empty((T, N), dtype=torch.int64, device=device)
-    if C == 0:
-        return score.fill_(-torch.inf), states.fill_(-1)
     batch, constant = batch_of(emissions, start, end, lengths), transitions.ndim == 2
     # Scores of half types tie often, and what follows a tie is scanned again.
     itemsize = min(emissions.element_size(), transitions.element_size())
@@ -62,7 +59,7 @@ def linear_chain_viterbi(
     elif not plan.stores_previous(C, constant):
         best_path_from_scores(batch, transitions, score, states)
     else:
-        previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=device)
+        previous = empty_previous(batch, device)
         last = torch.empty(N, dtype=torch.int32, device=device)
         launch(
             linear_chain_viterbi_kernel,
@@ -79,9 +76,10 @@ def linear_chain_viterbi(
     return score, states
 
 
-def previous_dtype(C: int) -> torch.dtype:
-    """Return the dtype of the best states before each state."""
-    return torch.int16 if C <= 2**15 else torch.int32
+def empty_previous(batch: Batch, device: torch.device) -> Tensor:
+    """Return memory for the best states before each state, `[T, N, C]`."""
+    dtype = torch.int16 if batch.C <= 2**15 else torch.int32
+    return torch.empty((batch.T, batch.N, batch.C), dtype=dtype, device=device)
 
 
 def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
@@ -91,41 +89,34 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=score.device)
     last = torch.empty(N, dtype=torch.int32, device=score.device)
     is_nan = torch.zeros((2, N), dtype=torch.int32, device=score.device)
+    arguments: dict[str, Any] = {"batch": batch, "states_ptr": scores, "is_nan_ptr": is_nan}
+    traced = steps
     if plan.resident_best(C, constant):
         launch(
             linear_chain_resident_best_kernel,
             N,
-            batch=batch,
             transitions=strided_pairs(transitions),
-            states_ptr=scores,
-            is_nan_ptr=is_nan,
             ties_ptr=None,
             MEETS=False,
-            **plan.resident_best_options(C),
+            **arguments,
+            **plan.resident_options(C),
         )
     else:
         by_sequence = transitions.ndim == 4
         if constant:
             # The states that a step leaves are side by side for each state that it enters.
-            steps = StridedSteps(score_table(transitions.T), 0, 0, 1, C)
+            traced = StridedSteps(score_table(transitions.T), 0, 0, 1, C)
+        kernel = linear_chain_strided_best_kernel if plan.GLUON else linear_chain_best_step_kernel
+        programs = plan.best_step_programs(N, C, by_sequence)
         options = plan.best_step_options(C, by_sequence)
         for t in range(T):
-            launch(
-                linear_chain_strided_best_kernel if plan.GLUON else linear_chain_best_step_kernel,
-                plan.best_step_programs(N, C, by_sequence),
-                batch=batch,
-                transitions=steps,
-                states_ptr=scores,
-                is_nan_ptr=is_nan,
-                t=t,
-                **options,
-            )
-    find_last(scores, batch.lengths, is_nan, score, last, None, False, False)
-    if plan.traces_scores(N, C):
+            launch(kernel, programs, transitions=traced, t=t, **arguments, **options)
+    find_last(scores, batch.lengths, is_nan, score, last, None, False)
+    if N * C * C >= plan.MIN_TRACED_PAIRS:
         launch(
             linear_chain_best_trace_kernel,
             N,
-            transitions=steps,
+            transitions=traced,
             states_ptr=scores,
             lengths_ptr=batch.lengths,
             last_ptr=last,
@@ -136,9 +127,8 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
             **plan.best_trace_options(C),
         )
     else:
-        previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=score.device)
-        steps = strided_steps(transitions)
-        find_previous(steps, scores, previous, batch.lengths, None, constant, False, False)
+        previous = empty_previous(batch, score.device)
+        find_previous(steps, scores, previous, batch.lengths, None, constant, False)
         trace(previous, batch.lengths, None, last, states, False)
 
 
@@ -151,44 +141,45 @@ def best_path_from_both_ends(
     well, because the order of ties is that of a scan from the start.
     """
     T, N, C, lengths = batch.T, batch.N, batch.C, batch.lengths
-    device: dict[str, Any] = {"device": score.device}
-    scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, **device)
+    device = score.device
+    scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=device)
     table = score_table(transitions, 2)
     steps = StridedSteps(table, 0, 0, C, 1)
-    is_nan, ties, last = torch.empty((4, N), dtype=torch.int32, **device).split((2, 1, 1))
-    previous = torch.empty((T, N, C), dtype=previous_dtype(C), **device)
-    arguments = {
-        "batch": batch,
-        "transitions": strided_pairs(transitions),
-        "states_ptr": scores,
-        "MEETS": True,
-        **plan.resident_best_options(C),
-    }
-    kernel = linear_chain_resident_best_kernel
-    launch(kernel, 2 * N, is_nan_ptr=is_nan, ties_ptr=None, **arguments)
-    find_last(scores, lengths, is_nan, score, last, ties, True, False)
-    find_previous(steps, scores, previous, lengths, None, True, True, False)
-    trace(previous, lengths, None, last, states, True)
-    rows = plan.tie_rows(C)
-    launch(
-        linear_chain_best_ties_kernel,
-        cdiv((T - 1) * N, rows),
-        table_ptr=table,
-        states_ptr=scores,
-        path_ptr=states,
-        lengths_ptr=lengths,
-        ties_ptr=ties,
-        T=T,
-        N=N,
-        C=C,
-        ROWS=rows,
-        BLOCK_C=next_power_of_2(C),
-        num_warps=4,
-    )
-    launch(kernel, N, is_nan_ptr=None, ties_ptr=ties, **arguments)
-    find_last(scores, lengths, is_nan, score, last, ties, False, True)
-    find_previous(steps, scores, previous, lengths, ties, True, False, True)
-    trace(previous, lengths, ties, last, states, False)
+    is_nan, ties, last = torch.empty((4, N), dtype=torch.int32, device=device).split((2, 1, 1))
+    previous = empty_previous(batch, device)
+    for meets in (True, False):  # then the sequences with ties alone
+        redone = None if meets else ties
+        launch(
+            linear_chain_resident_best_kernel,
+            2 * N if meets else N,
+            batch=batch,
+            transitions=strided_pairs(transitions),
+            states_ptr=scores,
+            is_nan_ptr=is_nan if meets else None,
+            ties_ptr=redone,
+            MEETS=True,
+            **plan.resident_options(C),
+        )
+        find_last(scores, lengths, is_nan, score, last, ties, meets)
+        find_previous(steps, scores, previous, lengths, redone, True, meets)
+        trace(previous, lengths, redone, last, states, meets)
+        if meets:
+            rows = max(1, 1024 // next_power_of_2(C))
+            launch(
+                linear_chain_best_ties_kernel,
+                cdiv((T - 1) * N, rows),
+                table_ptr=table,
+                states_ptr=scores,
+                path_ptr=states,
+                lengths_ptr=lengths,
+                ties_ptr=ties,
+                T=T,
+                N=N,
+                C=C,
+                ROWS=rows,
+                BLOCK_C=next_power_of_2(C),
+                num_warps=4,
+            )
 
 
 def find_last(
@@ -199,9 +190,11 @@ def find_last(
     last: Tensor,
     ties: Tensor | None,
     meets: bool,
-    tied: bool,
 ) -> None:
-    """Find the best scores, and the last states of the best paths or those in the middle."""
+    """Find the best scores, and the last states of the best paths or those in the middle.
+
+    With `meets` the ties in the middle are found too. Without it, ties choose the sequences.
+    """
     _, rows, N, C = scores.shape
     launch(
         linear_chain_best_last_kernel,
@@ -216,7 +209,6 @@ def find_last(
         N=N,
         C=C,
         MEETS=meets,
-        TIED=tied,
         BLOCK_C=next_power_of_2(C),
         num_warps=plan.warps(C // 4),
     )
@@ -230,7 +222,6 @@ def find_previous(
     ties: Tensor | None,
     constant: bool,
     meets: bool,
-    tied: bool,
 ) -> None:
     """Find the best states before each state, or with `meets` away from the middle."""
     T, N, C = previous.shape
@@ -249,7 +240,6 @@ def find_previous(
         C=C,
         CONSTANT=constant,
         MEETS=meets,
-        TIED=tied,
         **options,
     )
 
@@ -266,12 +256,11 @@ def trace(
     T, N, C = previous.shape
     steps = plan.trace_steps(T)
     segments = 2 * cdiv(T, 2 * steps) if meets else cdiv(T, steps)
-    maps = torch.empty((N, segments, C), dtype=torch.int32, device=previous.device)
     arguments = {
         "previous_ptr": previous,
         "lengths_ptr": lengths,
         "ties_ptr": ties,
-        "maps_ptr": maps,
+        "maps_ptr": torch.empty((N, segments, C), dtype=torch.int32, device=previous.device),
         "T": T,
         "N": N,
         "C": C,
@@ -281,14 +270,8 @@ def trace(
     }
     programs = N * segments * cdiv(C, 128)
     launch(linear_chain_path_maps_kernel, programs, **arguments, BLOCK_C=128, num_warps=4)
-    launch(
-        linear_chain_trace_kernel,
-        N * segments,
-        last_ptr=last,
-        states_ptr=states,
-        num_warps=1,
-        **arguments,
-    )
+    arguments |= {"last_ptr": last, "states_ptr": states}
+    launch(linear_chain_trace_kernel, N * segments, **arguments, num_warps=1)
 
 
 def linear_chain_sample(
@@ -303,64 +286,36 @@ def linear_chain_sample(
     T, N, C = emissions.shape
     samples = uniforms.shape[1]
     states = torch.empty((samples, T, N), dtype=torch.int64, device=emissions.device)
-    if C == 0:
-        return states.fill_(-1)
     lengths = None if lengths is None else lengths.contiguous()
     logz, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
     alpha = split_saved(saved, emissions, transitions)
+    arguments = {
+        "alpha_ptr": alpha.states,
+        "lengths_ptr": lengths,
+        "span": alpha.span,
+        "uniforms": StridedUniforms(uniforms, *uniforms.stride()),
+        "T": T,
+        "N": N,
+        "C": C,
+        "BLOCK_PARTS": plan.parts_block(alpha.span.parts),
+    }
     if transitions.ndim == 2 and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
-        sample_in_lanes(transitions, lengths, alpha, logz, uniforms, states)
+        words = torch.empty((samples * N, T), dtype=torch.int64, device=states.device)
+        arguments |= {"words_ptr": words, "columns": len(words)}
+        for is_log in (False, True):
+            table = score_table(transitions) if is_log else exp_table(transitions, alpha.span)
+            kernel = linear_chain_sample_words_kernel
+            launch_lanes(kernel, words.numel(), table_ptr=table, IS_LOG=is_log, **arguments)
+        trace_words(words, lengths, logz, states, C)
         return states
     launch(
         linear_chain_sample_kernel,
         N * samples,
         transitions=strided_steps(transitions),
-        lengths_ptr=lengths,
-        span=alpha.span,
-        alpha_ptr=alpha.states,
         logz_ptr=logz,
-        uniforms=StridedUniforms(uniforms, *uniforms.stride()),
         states_ptr=states,
-        T=T,
-        N=N,
-        C=C,
         samples=samples,
-        BLOCK_PARTS=plan.parts_block(alpha.span.parts),
+        **arguments,
         **plan.sample_options(C),
     )
     return states
-
-
-def sample_in_lanes(
-    transitions: Tensor,
-    lengths: Tensor | None,
-    alpha: Saved,
-    logz: Tensor,
-    uniforms: Tensor,
-    states: Tensor,
-) -> None:
-    """Draw paths of few states `[k, T, N]`, parallel in time."""
-    samples, T, N = states.shape
-    C = len(transitions)
-    words = torch.empty((samples * N, T), dtype=torch.int64, device=states.device)
-    options = plan.lane_options(words.numel())
-    for is_log in (False, True):
-        table = score_table(transitions) if is_log else exp_table(transitions, alpha.span)
-        launch(
-            linear_chain_sample_words_kernel,
-            cdiv(words.numel(), options["LANES"]),
-            alpha_ptr=alpha.states,
-            table_ptr=table,
-            lengths_ptr=lengths,
-            span=alpha.span,
-            uniforms=StridedUniforms(uniforms, *uniforms.stride()),
-            words_ptr=words,
-            T=T,
-            N=N,
-            columns=len(words),
-            C=C,
-            IS_LOG=is_log,
-            BLOCK_PARTS=plan.parts_block(alpha.span.parts),
-            **options,
-        )
-    trace_words(words, lengths, logz, states, C)

@@ -9,25 +9,14 @@ from torch import Tensor
 
 from ....runtime.launch import cdiv, launch
 from . import plan
-from .arguments import (
-    Gradients,
-    Span,
-    StridedSteps,
-    batch_of,
-    split_saved,
-    strided_pairs,
-    strided_steps,
-)
-from .counts import linear_chain_sum_counts_kernel
-from .covariances import (
-    linear_chain_pair_covariances_kernel,
-    linear_chain_state_covariances_kernel,
-)
-from .launch import linear_chain_logz
+from .arguments import Gradients, Span, StridedSteps, batch_of, split_saved, strided_steps
+from .launch import linear_chain_logz, sum_counts
 from .tangent import (
     linear_chain_means_kernel,
+    linear_chain_pair_covariances_kernel,
     linear_chain_posteriors_kernel,
     linear_chain_rests_kernel,
+    linear_chain_state_covariances_kernel,
 )
 
 
@@ -72,7 +61,6 @@ def linear_chain_tangent(
             BLOCK_PARTS=plan.parts_block(states.span.parts),
             **row_options,
         )
-        exact = plan.is_exact(emissions, transitions)
         pair_values = strided_steps(transition_values)
         if transition_values.ndim == 3 and transitions.ndim == 2:  # of each sequence
             pair_values = StridedSteps(transition_values, 0, *transition_values.stride())
@@ -82,7 +70,7 @@ def linear_chain_tangent(
             "logs_ptr": logs,
             "posteriors_ptr": posteriors,
             "sums_ptr": sums,
-            "EXACT": exact,
+            "EXACT": plan.is_exact(emissions, transitions),
         }
         options = plan.tangent_options(C)
         launch(
@@ -133,19 +121,6 @@ def linear_chain_tangent(
                 **options,
             )
             if constant:
-                # Without parts of a range the counts are not multiplied by exp(transitions).
-                options = plan.sum_options(groups.splits, C)
-                launch(
-                    linear_chain_sum_counts_kernel,
-                    number * cdiv(C * C, options["BLOCK"]),
-                    transitions=strided_pairs(d_transitions),
-                    span=Span(parts, 0),
-                    parts_ptr=parts,
-                    counts_ptr=d_transitions,
-                    C=C,
-                    splits=groups.splits,
-                    BLOCK_PARTS=1,
-                    **options,
-                )
+                sum_counts(parts, d_transitions, d_transitions, Span(parts, 0))
     d_start, d_end = (mean.new_empty(0) if end is None else end for end in (d_start, d_end))
     return mean, d_emissions, d_transitions, d_start, d_end

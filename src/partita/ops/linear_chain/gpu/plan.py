@@ -181,21 +181,11 @@ def resident_best(C: int, constant: bool) -> bool:
     return GLUON and constant and C <= MAX_GLUON_STATES
 
 
-def resident_best_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the scan of best scores with layouts of its own."""
-    return resident_options(C)
-
-
 def meets(T: int, N: int, C: int, constant: bool) -> bool:
     """Return whether best scores are scanned from both ends, so that more programs run."""
     if not resident_best(C, constant) or T < MIN_MEETING_TOKENS:
         return False
-    return 0 < N * resident_best_options(C)["num_warps"] <= MAX_MEETING_WARPS
-
-
-def tie_rows(C: int) -> int:
-    """Return how many tokens of a path a program looks at for ties."""
-    return max(1, 1024 // next_power_of_2(C))
+    return 0 < N * resident_options(C)["num_warps"] <= MAX_MEETING_WARPS
 
 
 def best_step_options(C: int, by_sequence: bool) -> dict[str, Any]:
@@ -216,15 +206,6 @@ def best_states_options(C: int, constant: bool) -> dict[str, int]:
     return {"ROWS": 32 if constant else 4, "BLOCK_C": block, "UNROLL": 4, "num_warps": 4}
 
 
-def traces_scores(N: int, C: int) -> bool:
-    """Return whether the way back looks for the states before those of the best path alone.
-
-    Each sequence then takes its steps one after the other. Otherwise the states before all states
-    are found for all tokens at the same time.
-    """
-    return N * C * C >= MIN_TRACED_PAIRS
-
-
 def best_trace_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the kernel that traces a path from the scores."""
     block = next_power_of_2(max(C, 32))
@@ -243,48 +224,11 @@ def trace_steps(T: int) -> int:
 
 
 class SegmentSizes(NamedTuple):
-    """The sizes of the segments of long sequences, chosen so that the levels have similar lengths.
+    """The sizes of the segments of long sequences, and of the groups of groups above them.
 
     Fields:
         steps: the number of steps in a segment, a power of 2.
-        segments: the number of segments.
-        size: the number of segments in a group, a power of 2.
-        groups: the number of groups, at least 1.
-    """
-
-    steps: int
-    segments: int
-    size: int
-    groups: int
-
-
-def is_parallel(T: int, N: int, C: int, save: bool) -> bool:
-    """Return whether the linear scan is parallel in time, because few sequences are long."""
-    if save and not GLUON:
-        return False
-    return uses_lanes(T, N, C, MAX_PARALLEL_STATES)
-
-
-def uses_lanes(T: int, N: int, C: int, max_states: int) -> bool:
-    """Return whether few sequences of few states are long enough to be scanned in segments."""
-    return T >= MIN_PARALLEL_TOKENS and 0 < N <= MAX_PARALLEL_SEQUENCES and 0 < C <= max_states
-
-
-def segment_sizes(T: int) -> SegmentSizes:
-    """Return how a sequence of T tokens is cut."""
-    steps = size = max(8, next_power_of_2(round(T ** (1 / 3))))
-    if T < size**3 // 4:
-        size //= 2
-    segments = max(cdiv(T - 1, steps), 1)
-    return SegmentSizes(steps, segments, size, cdiv(segments, size))
-
-
-class LaneSizes(NamedTuple):
-    """The sizes of the segments of lanes, and of the groups of groups above them.
-
-    Fields:
-        steps: the number of steps in a segment, a power of 2.
-        size: the number of segments in a group, and of groups in a greater group.
+        size: the number of segments in a group, and of groups in a greater group, a power of 2.
         counts: the number of segments, of groups, of greater groups, and so on. One program scans
             the last of them.
     """
@@ -294,25 +238,39 @@ class LaneSizes(NamedTuple):
     counts: tuple[int, ...]
 
 
-def lane_sizes(T: int, N: int, C: int) -> LaneSizes:
-    """Return how sequences of T tokens and few states are cut."""
+def is_parallel(T: int, N: int, C: int, save: bool) -> bool:
+    """Return whether the linear scan is parallel in time, because few sequences are long."""
+    return uses_lanes(T, N, C, MAX_PARALLEL_STATES if GLUON or not save else MAX_LANE_STATES)
+
+
+def uses_lanes(T: int, N: int, C: int, max_states: int) -> bool:
+    """Return whether few sequences of few states are long enough to be scanned in segments."""
+    return T >= MIN_PARALLEL_TOKENS and 0 < N <= MAX_PARALLEL_SEQUENCES and 0 < C <= max_states
+
+
+def segment_sizes(T: int) -> SegmentSizes:
+    """Return how a sequence of T tokens is cut, so that the two levels have similar lengths."""
+    steps = size = max(8, next_power_of_2(round(T ** (1 / 3))))
+    if T < size**3 // 4:
+        size //= 2
+    segments = max(cdiv(T - 1, steps), 1)
+    return SegmentSizes(steps, size, (segments, cdiv(segments, size)))
+
+
+def lane_sizes(T: int, N: int, C: int) -> SegmentSizes:
+    """Return how sequences of T tokens and few states are cut for lanes."""
     max_steps, size = (64, 16) if C <= MAX_LANE_STATES else (16, 8)
     steps = max(8, min(max_steps, next_power_of_2(T * N // 8192)))
     counts = [cdiv(T, steps)]
     while counts[-1] > 2 * size:
         counts.append(cdiv(counts[-1], size))
-    return LaneSizes(steps, size, tuple(counts))
+    return SegmentSizes(steps, size, tuple(counts))
 
 
 def lane_options(lanes: int) -> dict[str, int]:
     """Return the compile-time arguments of a kernel with a lane for each of something."""
     warps = 1 if lanes <= MAX_LANES else 4
     return {"LANES": 32 * warps, "num_warps": warps}
-
-
-def shares_operators(C: int) -> bool:
-    """Return whether the threads of a program share an operator in max-plus arithmetic."""
-    return GLUON and C > MAX_LANE_STATES
 
 
 def lane_ahead(C: int, max_plus: bool) -> int:

@@ -68,29 +68,6 @@ def linear_chain_weights_kernel(
 
 
 @triton.jit
-def product_step(state_ptr, weights_ptr, n, c, N, C, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return states times weights `[BLOCK_N, BLOCK_C]`, and the exponents removed.
-
-    The sum is split over warps as a batch of products.
-    """
-    lane = tl.arange(0, SPLITS)[:, None, None] * BLOCK_K
-    total = tl.zeros([SPLITS, n.shape[0], c.shape[0]], tl.float64)
-    maximum = tl.zeros([n.shape[0]], tl.float64)
-    for k0 in range(0, C, SPLITS * BLOCK_K):
-        k = k0 + lane + tl.arange(0, BLOCK_K)[None, None, :]
-        mask = (n < N)[None, :, None] & (k < C)
-        x = tl.load(state_ptr + n[None, :, None] * C + k, mask=mask, other=0.0)
-        k = k0 + lane + tl.arange(0, BLOCK_K)[None, :, None]
-        mask = (k < C) & (c < C)[None, None, :]
-        weights_at = k.to(tl.int64) * C + c[None, None, :]
-        weights = tl.load(weights_ptr + weights_at, mask=mask, other=0.0)
-        total = tl.dot(x, weights, total, out_dtype=tl.float64)
-        maximum = tl.maximum(maximum, tl.max(tl.max(x, axis=2), axis=0))
-    exponent = exponent_of(maximum)
-    return tl.sum(total, axis=0) * power_of_2(-exponent)[:, None], exponent.to(tl.float64)
-
-
-@triton.jit
 def load_tokens_of(lengths_ptr, n, N, T):
     """Return the number of tokens of the sequences n, at least 1."""
     if lengths_ptr is None:
@@ -216,8 +193,24 @@ def linear_chain_step_kernel(
         scores = load_scores(batch, saved.maxima, step)
         y, scale = tl.full([BLOCK_N, BLOCK_C], 1.0, tl.float64), tl.zeros([BLOCK_N], tl.float64)
         if i > 0:
+            # The sum over states is split over warps as a batch of products.
             side_ptr = weights_ptr + direction * tl.full([], C, tl.int64) * C
-            y, scale = product_step(before_ptr, side_ptr, n, c, N, C, SPLITS, BLOCK_K)
+            lane = tl.arange(0, SPLITS)[:, None, None] * BLOCK_K
+            total = tl.zeros([SPLITS, BLOCK_N, BLOCK_C], tl.float64)
+            maximum = tl.zeros([BLOCK_N], tl.float64)
+            for k0 in range(0, C, SPLITS * BLOCK_K):
+                k = k0 + lane + tl.arange(0, BLOCK_K)[None, None, :]
+                mask = (n < N)[None, :, None] & (k < C)
+                x = tl.load(before_ptr + n[None, :, None] * C + k, mask=mask, other=0.0)
+                k = k0 + lane + tl.arange(0, BLOCK_K)[None, :, None]
+                mask = (k < C) & (c < C)[None, None, :]
+                weights_at = k.to(tl.int64) * C + c[None, None, :]
+                weights = tl.load(side_ptr + weights_at, mask=mask, other=0.0)
+                total = tl.dot(x, weights, total, out_dtype=tl.float64)
+                maximum = tl.maximum(maximum, tl.max(tl.max(x, axis=2), axis=0))
+            exponent = exponent_of(maximum)
+            y = tl.sum(total, axis=0) * power_of_2(-exponent)[:, None]
+            scale = exponent.to(tl.float64)
         emission = relative_scores(batch, scores, EXACT)
         enter_tokens(
             before_ptr, after_ptr, states_ptr, saved.scales, batch, step, y, emission, scale, SAVE

@@ -10,51 +10,46 @@ from ....primitives.gpu.math import LN2, LOG2E, apply_softcap, finite_shift, log
 
 @triton.jit(do_not_specialize=["classes", "first"])
 def linear_gradient_kernel(
-    logits_ptr,  # [rows, classes], the classes from `first` on
+    logits,  # StridedRows [rows, classes] of adjacent classes, from the class `first` on
     target_ptr,  # [rows]
     weight_ptr,  # [classes] or None
-    dlogits_coef_ptr,  # [rows]
-    label_coef_ptr,  # [rows]
-    log_coef_ptr,  # [rows] or None
-    smoothing_coef_ptr,  # [rows] or None
+    coefficients,  # GradientCoefficients [rows]
     maximum_ptr,  # [rows]
     sumexp_ptr,  # [rows]
-    result_ptr,  # [rows, classes], which may be the logits
+    result,  # StridedRows [rows, classes], which may be the logits
     classes,
     first,
-    stride,
-    result_stride,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Compute the gradient of one block of a row from the coefficients of the row."""
+    ACC_DTYPE: tl.constexpr = maximum_ptr.dtype.element_ty
     softcap = tl.full([], softcap, ACC_DTYPE)
     log2_scale = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
     blocks = tl.cdiv(classes, BLOCK_V)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v // VEC * VEC < classes
-    x = tl.load(logits_ptr + row * stride + v, mask=inside, other=0.0).to(ACC_DTYPE)
+    x = tl.load(logits.ptr + row * logits.m + v, mask=inside, other=0.0).to(ACC_DTYPE)
     x = apply_softcap(x, softcap, HAS_SOFTCAP)
     label = tl.load(target_ptr + row).to(tl.int64) - first
-    dlogits_coef = tl.load(dlogits_coef_ptr + row)
-    label_coef = tl.load(label_coef_ptr + row)
+    dlogits_coef = tl.load(coefficients.dlogits_coef + row)
+    label_coef = tl.load(coefficients.label_coef + row)
     sumexp = tl.load(sumexp_ptr + row)
     exponent = (x - finite_shift(tl.load(maximum_ptr + row))) * log2_scale
     p = tl.exp2(exponent) * reciprocal(sumexp)
     grad = dlogits_coef * p
     active = tl.abs(dlogits_coef) + tl.abs(label_coef)  # 0 if all coefficients are
-    if log_coef_ptr is not None:
-        log_coef = tl.load(log_coef_ptr + row)
+    if coefficients.log_coef is not None:
+        log_coef = tl.load(coefficients.log_coef + row)
         # The bound keeps the logarithm finite, so that p log p is 0 where p is.
         grad += log_coef * p * (LN2 * tl.maximum(exponent, -10000.0) - log_exact(sumexp))
         active += tl.abs(log_coef)
-    if smoothing_coef_ptr is not None:
-        smoothing_coef = tl.load(smoothing_coef_ptr + row)
+    if coefficients.smoothing_coef is not None:
+        smoothing_coef = tl.load(coefficients.smoothing_coef + row)
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + v, mask=v < classes, other=0.0).to(ACC_DTYPE)
             grad += smoothing_coef * weight
@@ -64,6 +59,6 @@ def linear_gradient_kernel(
     grad += tl.where(v == label, label_coef, 0.0)
     if HAS_SOFTCAP:
         grad *= 1.0 - (x / softcap) * (x / softcap)
-    pointers = result_ptr + row * result_stride + v
+    pointers = result.ptr + row * result.m + v
     grad = tl.where(active == 0.0, 0.0, grad)
-    tl.store(pointers, grad.to(result_ptr.dtype.element_ty), mask=inside)
+    tl.store(pointers, grad.to(result.ptr.dtype.element_ty), mask=inside)

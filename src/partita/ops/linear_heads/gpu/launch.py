@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
+from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import mean_denominators, shares_of_denominator
+from ...divergence.gpu.rows import StridedRows
 from ...logprobs.gpu.launch import ENTRY_KERNELS
 from ...logprobs.gpu.launch_topk import topk_of_rows
-from .. import chunked, chunked_logprobs, chunked_topk
+from .. import chunked, chunked_logprobs
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from ..plan import padded_width
@@ -38,7 +39,6 @@ def chunk_options(
             vector = 1
     return {
         "HAS_SOFTCAP": softcap != 0,
-        "ACC_DTYPE": tl_acc_dtype(logits.dtype),
         "VEC": vector,
         "BLOCK_V": block,
         "num_warps": warps if block > 1024 else 1,
@@ -78,15 +78,14 @@ def accumulate_logits(
     launch(
         linear_accumulate_kernel,
         len(logits),
-        logits,
-        target,
-        class_weight,
-        *state,
-        logits.shape[1],
-        first,
-        logits.stride(0),
-        temperature,
-        softcap,
+        logits=StridedRows(logits, *logits.stride()),
+        target_ptr=target,
+        weight_ptr=class_weight,
+        state=state,
+        classes=logits.shape[1],
+        first=first,
+        temperature=temperature,
+        softcap=softcap,
         **options,
     )
 
@@ -102,36 +101,30 @@ def row_statistics(
     """Return the statistics of rows whose state has seen all classes."""
     maximum, rows = state.maximum, len(target)
     total_weight = None if class_weight is None else class_weight.sum(dtype=maximum.dtype)
-    nll, logsumexp = maximum.new_empty(rows), maximum.new_empty(rows)
-    smoothing_loss = None if state.smoothing_loss is None else maximum.new_empty(rows)
-    entropy = None if state.sum_x_exp is None else maximum.new_empty(rows)
-    launch(
-        linear_statistics_kernel,
-        cdiv(rows, 256),
-        *state[:6],
-        target,
-        total_weight,
-        nll,
-        logsumexp,
-        smoothing_loss,
-        entropy,
-        rows,
-        classes,
-        ignore_index,
-        temperature,
-        ACC_DTYPE=tl_acc_dtype(maximum.dtype),
-        BLOCK_M=256,
-        num_warps=4,
-    )
-    return RowStatistics(
-        nll=nll,
-        logsumexp=logsumexp,
-        smoothing_loss=maximum.new_empty(0) if smoothing_loss is None else smoothing_loss,
-        entropy=maximum.new_empty(0) if entropy is None else entropy,
+    statistics = RowStatistics(
+        nll=maximum.new_empty(rows),
+        logsumexp=maximum.new_empty(rows),
+        smoothing_loss=maximum.new_empty(0 if state.smoothing_loss is None else rows),
+        entropy=maximum.new_empty(0 if state.sum_x_exp is None else rows),
         argmax=target.new_empty(0, dtype=torch.int64) if state.argmax is None else state.argmax,
         maximum=maximum,
         sumexp=state.sumexp,
     )
+    launch(
+        linear_statistics_kernel,
+        cdiv(rows, 256),
+        state=state,
+        target_ptr=target,
+        total_weight_ptr=total_weight,
+        statistics=statistics,
+        rows=rows,
+        classes=classes,
+        ignore_index=ignore_index,
+        temperature=temperature,
+        BLOCK_M=256,
+        num_warps=4,
+    )
+    return statistics
 
 
 def logits_gradient(
@@ -154,19 +147,17 @@ def logits_gradient(
     launch(
         linear_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], options["BLOCK_V"]),
-        logits,
-        target,
-        class_weight,
-        *coefficients,
-        maximum,
-        sumexp,
-        result,
-        logits.shape[1],
-        first,
-        logits.stride(0),
-        result.stride(0),
-        temperature,
-        softcap,
+        logits=StridedRows(logits, *logits.stride()),
+        target_ptr=target,
+        weight_ptr=class_weight,
+        coefficients=coefficients,
+        maximum_ptr=maximum,
+        sumexp_ptr=sumexp,
+        result=StridedRows(result, *result.stride()),
+        classes=logits.shape[1],
+        first=first,
+        temperature=temperature,
+        softcap=softcap,
         **options,
     )
 
@@ -208,4 +199,4 @@ linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERN
 linear_logprobs_backward = functools.partial(
     chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
 )
-linear_topk_logprobs = functools.partial(chunked_topk.linear_topk_logprobs, topk_of_rows)
+linear_topk_logprobs = functools.partial(chunked_logprobs.linear_topk_logprobs, topk_of_rows)

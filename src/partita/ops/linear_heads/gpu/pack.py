@@ -6,7 +6,7 @@ host does not wait for it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.reduction import load_labels
+from ...divergence.gpu.rows import StridedRows
 
-PACK_BLOCK = 1024  # labels that the one program of the packing kernel reads at a time
+PACK_BLOCK = tl.constexpr(1024)  # labels that the packing kernel reads at a time
 COPY_BLOCK = 2048  # elements of a row that a program copies at a time
 
 
@@ -38,49 +39,43 @@ class PackedRows(NamedTuple):
 @triton.jit(do_not_specialize=["rows", "chunk", "chunks", "ignore_index"])
 def linear_pack_kernel(
     target_ptr,  # [rows] labels
-    index_ptr,  # [rows]
-    packed_target_ptr,  # [rows]
-    limits_ptr,  # [chunks]
+    packed,  # PackedRows
     rows,
     chunk,
     chunks,
     ignore_index: tl.int64,
-    BLOCK: tl.constexpr,
 ):
     """Find the packed position of each row whose label is not ignored, in one program.
 
     The positions are prefix sums, so they follow the order of the rows.
     """
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, PACK_BLOCK)
     total = tl.full([], 0, tl.int32)
-    for first in range(0, rows, BLOCK):
+    for first in range(0, rows, PACK_BLOCK):
         row = first + lane
         label = load_labels(target_ptr, row.to(tl.int64), row < rows, ignore_index)
         valid = (label != ignore_index).to(tl.int32)
         position = total + tl.cumsum(valid, 0) - 1
-        tl.store(index_ptr + position, row, mask=valid != 0)
-        tl.store(packed_target_ptr + position, label, mask=valid != 0)
+        tl.store(packed.index + position, row, mask=valid != 0)
+        tl.store(packed.target + position, label, mask=valid != 0)
         total += tl.sum(valid, axis=0)
-    for first in range(total // BLOCK * BLOCK, rows, BLOCK):
+    for first in range(total // PACK_BLOCK * PACK_BLOCK, rows, PACK_BLOCK):
         row = first + lane
         mask = (row >= total) & (row < rows)
-        tl.store(index_ptr + row, tl.full([BLOCK], -1, tl.int32), mask=mask)
-        tl.store(packed_target_ptr + row, tl.full([BLOCK], ignore_index, tl.int64), mask=mask)
-    for first in range(0, chunks, BLOCK):
+        tl.store(packed.index + row, tl.full([PACK_BLOCK], -1, tl.int32), mask=mask)
+        tl.store(packed.target + row, tl.full([PACK_BLOCK], ignore_index, tl.int64), mask=mask)
+    for first in range(0, chunks, PACK_BLOCK):
         i = first + lane
         limit = tl.minimum(tl.maximum(total - i * chunk, 1), chunk)
-        tl.store(limits_ptr + i, limit, mask=i < chunks)
+        tl.store(packed.limits + i, limit, mask=i < chunks)
 
 
 @triton.jit(do_not_specialize=["width"])
 def linear_gather_kernel(
-    source_ptr,  # [M, width]
+    source,  # StridedRows [M, width]
     index_ptr,  # [positions]
-    result_ptr,  # [positions, width]
+    result,  # StridedRows [positions, width] of adjacent columns
     width,
-    source_row,
-    source_column,
-    result_row,
     BLOCK: tl.constexpr,
 ):
     """Copy the row of one packed position, and write zeros past the last one."""
@@ -88,19 +83,17 @@ def linear_gather_kernel(
     position = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     row = tl.load(index_ptr + position).to(tl.int64)
-    pointers = source_ptr + row * source_row + column * source_column
+    pointers = source.ptr + row * source.m + column * source.c
     values = tl.load(pointers, mask=(row >= 0) & (column < width), other=0.0)
-    tl.store(result_ptr + position * result_row + column, values, mask=column < width)
+    tl.store(result.ptr + position * result.m + column, values, mask=column < width)
 
 
 @triton.jit(do_not_specialize=["width"])
 def linear_scatter_kernel(
-    source_ptr,  # [positions, width]
+    source,  # StridedRows [positions, width] of adjacent columns, like the result
     index_ptr,  # [positions]
-    result_ptr,  # [M, width]
+    result,  # StridedRows [M, width]
     width,
-    source_row,
-    result_row,
     BLOCK: tl.constexpr,
 ):
     """Copy one packed row to the row that it was gathered from."""
@@ -109,9 +102,9 @@ def linear_scatter_kernel(
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     row = tl.load(index_ptr + position).to(tl.int64)
     mask = (row >= 0) & (column < width)
-    values = tl.load(source_ptr + position * source_row + column, mask=mask)
-    values = values.to(result_ptr.dtype.element_ty)
-    tl.store(result_ptr + row * result_row + column, values, mask=mask)
+    values = tl.load(source.ptr + position * source.m + column, mask=mask)
+    values = values.to(result.ptr.dtype.element_ty)
+    tl.store(result.ptr + row * result.m + column, values, mask=mask)
 
 
 def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
@@ -125,13 +118,12 @@ def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
     launch(
         linear_pack_kernel,
         1,
-        target.contiguous(),
-        *packed,
-        rows,
-        chunk,
-        chunks,
-        ignore_index,
-        BLOCK=PACK_BLOCK,
+        target_ptr=target.contiguous(),
+        packed=packed,
+        rows=rows,
+        chunk=chunk,
+        chunks=chunks,
+        ignore_index=ignore_index,
         num_warps=8,
     )
     return packed
@@ -139,36 +131,25 @@ def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
 
 def gather_rows(source: Tensor, index: Tensor, result: Tensor) -> None:
     """Write the indexed rows of `source` to `result`, and zeros where the index is -1."""
-    width = source.shape[1]
-    block = min(next_power_of_2(max(width, 1)), COPY_BLOCK)
-    launch(
-        linear_gather_kernel,
-        len(index) * cdiv(width, block),
-        source,
-        index,
-        result,
-        width,
-        source.stride(0),
-        source.stride(1),
-        result.stride(0),
-        BLOCK=block,
-        num_warps=4,
-    )
+    copy_rows(linear_gather_kernel, source, index, result)
 
 
 def scatter_rows(source: Tensor, index: Tensor, result: Tensor) -> None:
     """Write the rows of `source` to the indexed rows of `result`, except where the index is -1."""
+    copy_rows(linear_scatter_kernel, source, index, result)
+
+
+def copy_rows(kernel: Any, source: Tensor, index: Tensor, result: Tensor) -> None:
+    """Launch a kernel that copies rows by their index."""
     width = source.shape[1]
     block = min(next_power_of_2(max(width, 1)), COPY_BLOCK)
     launch(
-        linear_scatter_kernel,
+        kernel,
         len(index) * cdiv(width, block),
-        source,
-        index,
-        result,
-        width,
-        source.stride(0),
-        result.stride(0),
+        source=StridedRows(source, *source.stride()),
+        index_ptr=index,
+        result=StridedRows(result, *result.stride()),
+        width=width,
         BLOCK=block,
         num_warps=4,
     )

@@ -21,67 +21,81 @@ from ....primitives.gpu.math import (
 )
 
 
+class Ids(NamedTuple):
+    """The ids of rows.
+
+    Fields:
+        ptr: the ids, [M, K] int64.
+        K: the ids of a row.
+        classes: the number of all classes.
+        ignore_index: the ignored id.
+    """
+
+    ptr: Any
+    K: Any
+    classes: Any
+    ignore_index: Any
+
+
+class LogitChunk(NamedTuple):
+    """The logits of a chunk of the classes, or their gradient.
+
+    Fields:
+        logits: `StridedRows` [batches, rows, width].
+        rows: the rows of a batch.
+        first: the first class of the chunk.
+        width: its number of classes.
+    """
+
+    logits: Any
+    rows: Any
+    first: Any
+    width: Any
+
+
 class Entry(NamedTuple):
-    """Entries of ids: which row they belong to, which class they name, and where its logit is.
+    """Entries of ids: which row they belong to, and which class they name.
 
     Fields:
         row: the row.
         id: the class.
         is_ignored: whether the id is the ignored one.
         is_class: whether the id is a class, and not ignored.
-        offset: the offset of the logit, which exists where `in_chunk` holds.
-        in_chunk: whether the class is among those of the logits.
     """
 
     row: Any
     id: Any
     is_ignored: Any
     is_class: Any
-    offset: Any
-    in_chunk: Any
 
 
 @triton.jit
-def locate_entries(ids_ptr, entry, mask, K, span, strides, ignore_index):
-    """Return the `Entry` of flat indices into ids, `[M, K]`.
+def load_entries(ids, entry, mask):
+    """Return the `Entry` of flat indices into the ids, of which those in the mask exist."""
+    row = entry // ids.K
+    id = tl.load(ids.ptr + entry, mask=mask, other=0)
+    is_ignored = mask & (id == ids.ignore_index)
+    is_class = mask & (id >= 0) & (id < ids.classes) & (id != ids.ignore_index)
+    return Entry(row, id, is_ignored, is_class)
 
-    Args:
-        ids_ptr: `[M, K]` int64.
-        entry: the indices.
-        mask: which of them exist.
-        K: the ids of a row.
-        span: the number of all classes, the first class of the chunk and its number of classes.
-        strides: the rows of a batch, and the strides of batches, rows and classes of the logits.
-        ignore_index: the ignored id.
-    """
-    classes, first, width = span
-    rows, batch_stride, row_stride, class_stride = strides
-    row = entry // K
-    id = tl.load(ids_ptr + entry, mask=mask, other=0)
-    is_ignored = mask & (id == ignore_index)
-    is_class = mask & (id >= 0) & (id < classes) & (id != ignore_index)
-    in_chunk = is_class & (id >= first) & (id < first + width)
-    column = tl.where(in_chunk, id - first, 0)
-    offset = (row // rows) * batch_stride + (row % rows) * row_stride + column * class_stride
-    return Entry(row, id, is_ignored, is_class, offset, in_chunk)
+
+@triton.jit
+def locate_in_chunk(at, chunk):
+    """Return the offsets of the logits of entries in a chunk, and which entries it has."""
+    x = chunk.logits
+    in_chunk = at.is_class & (at.id >= chunk.first) & (at.id < chunk.first + chunk.width)
+    column = tl.where(in_chunk, at.id - chunk.first, 0)
+    offset = (at.row // chunk.rows) * x.batch + (at.row % chunk.rows) * x.row + column * x.column
+    return offset, in_chunk
 
 
 @triton.jit
 def logprobs_gather_kernel(
-    logits_ptr,
-    ids_ptr,  # [M, K]
+    chunk,  # LogitChunk
+    ids,  # Ids
     entries_ptr,  # [M, K]
     entries,
-    K,
-    classes,
-    first,
-    width,
-    rows,
-    batch_stride,
-    row_stride,
-    class_stride,
     softcap: tl.float64,
-    ignore_index,
     HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -89,38 +103,28 @@ def logprobs_gather_kernel(
     """Write the soft-capped logits of the ids whose class is in the chunk, and 0 for no class."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < entries
-    at = locate_entries(
-        ids_ptr,
-        entry,
-        mask,
-        K,
-        (classes, first, width),
-        (rows, batch_stride, row_stride, class_stride),
-        ignore_index,
-    )
-    x = tl.load(logits_ptr + at.offset, mask=at.in_chunk, other=0.0).to(ACC_DTYPE)
+    at = load_entries(ids, entry, mask)
+    offset, in_chunk = locate_in_chunk(at, chunk)
+    x = tl.load(chunk.logits.ptr + offset, mask=in_chunk, other=0.0).to(ACC_DTYPE)
     x = apply_softcap(x, tl.full([], softcap, ACC_DTYPE), HAS_SOFTCAP)
-    tl.store(entries_ptr + entry, x, mask=at.in_chunk | (mask & ~at.is_class))
+    tl.store(entries_ptr + entry, x, mask=in_chunk | (mask & ~at.is_class))
 
 
 @triton.jit
 def logprobs_kernel(
     entries_ptr,  # [M, K]
-    ids_ptr,  # [M, K]
+    ids,  # Ids
     maximum_ptr,  # [M]
     sumexp_ptr,  # [M]
     logprobs_ptr,  # [M, K]
     entries,
-    K,
-    classes,
     temperature: tl.float64,
-    ignore_index,
     BLOCK: tl.constexpr,
 ):
     """Compute log-probabilities from the soft-capped logits of the ids; no others are read."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < entries
-    at = locate_entries(ids_ptr, entry, mask, K, (classes, 0, 0), (1, 0, 0, 0), ignore_index)
+    at = load_entries(ids, entry, mask)
     x = tl.load(entries_ptr + entry, mask=at.is_class, other=0.0)
     maximum = tl.load(maximum_ptr + at.row, mask=mask, other=0.0)
     total = tl.load(sumexp_ptr + at.row, mask=mask, other=1.0)
@@ -133,13 +137,10 @@ def logprobs_kernel(
 @triton.jit
 def logprobs_totals_kernel(
     grad_ptr,  # [M, K]
-    ids_ptr,  # [M, K]
+    ids,  # Ids
     totals_ptr,  # [M]
     labels_ptr,  # [M]
     M,
-    K,
-    classes,
-    ignore_index,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -150,13 +151,11 @@ def logprobs_totals_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS], dtype=grad_ptr.dtype.element_ty)
     label = tl.zeros([ROWS], dtype=tl.int64)
-    for start in range(0, K, BLOCK):
+    for start in range(0, ids.K, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        mask = (row < M)[:, None] & (k < K)
-        at = locate_entries(
-            ids_ptr, row[:, None] * K + k, mask, K, (classes, 0, 0), (1, 0, 0, 0), ignore_index
-        )
-        grad = tl.load(grad_ptr + row[:, None] * K + k, mask=at.is_class, other=0.0)
+        mask = (row < M)[:, None] & (k < ids.K)
+        at = load_entries(ids, row[:, None] * ids.K + k, mask)
+        grad = tl.load(grad_ptr + row[:, None] * ids.K + k, mask=at.is_class, other=0.0)
         grad = tl.where(mask & ~at.is_class & ~at.is_ignored, float("nan"), grad)
         total += tl.sum(grad, axis=1)
         label = tl.maximum(label, tl.max(tl.where(at.is_class, at.id, 0), axis=1))
@@ -167,24 +166,15 @@ def logprobs_totals_kernel(
 @triton.jit
 def logprobs_gradient_kernel(
     grad_ptr,  # [M, K]
-    ids_ptr,  # [M, K]
+    ids,  # Ids
     entries_ptr,  # [M, K]
     totals_ptr,  # [M]
     maximum_ptr,  # [M]
     sumexp_ptr,  # [M]
-    dlogits_ptr,
+    chunk,  # LogitChunk of the gradient
     entries,
-    K,
-    classes,
-    first,
-    width,
-    rows,
-    batch_stride,
-    row_stride,
-    class_stride,
     temperature: tl.float64,
     softcap: tl.float64,
-    ignore_index,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -194,24 +184,17 @@ def logprobs_gradient_kernel(
     """
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < entries
-    at = locate_entries(
-        ids_ptr,
-        entry,
-        mask,
-        K,
-        (classes, first, width),
-        (rows, batch_stride, row_stride, class_stride),
-        ignore_index,
-    )
-    x = tl.load(entries_ptr + entry, mask=at.in_chunk, other=0.0)
+    at = load_entries(ids, entry, mask)
+    offset, in_chunk = locate_in_chunk(at, chunk)
+    x = tl.load(entries_ptr + entry, mask=in_chunk, other=0.0)
     shift = finite_shift(tl.load(maximum_ptr + at.row, mask=mask, other=0.0))
     total = tl.load(sumexp_ptr + at.row, mask=mask, other=1.0)
     inverse = reciprocal(tl.full([], temperature, x.dtype))
     p = divide(exp_exact((x - shift) * inverse), total)
     on_class = tl.zeros_like(x)
-    for k in range(0, K):
-        other = at.row * K + k
-        is_same = tl.load(ids_ptr + other, mask=mask, other=-1) == at.id
+    for k in range(0, ids.K):
+        other = at.row * ids.K + k
+        is_same = tl.load(ids.ptr + other, mask=mask, other=-1) == at.id
         grad = tl.load(grad_ptr + other, mask=mask & is_same, other=0.0)
         on_class += grad
     # A row without a gradient has the gradient 0, whatever its logits are.
@@ -220,4 +203,4 @@ def logprobs_gradient_kernel(
     if HAS_SOFTCAP:
         t = x / tl.full([], softcap, x.dtype)
         dlogit = tl.where(dlogit == 0.0, 0.0, dlogit * ((1.0 - t) * (1.0 + t)))
-    tl.store(dlogits_ptr + at.offset, dlogit, mask=at.in_chunk)
+    tl.store(chunk.logits.ptr + offset, dlogit, mask=in_chunk)

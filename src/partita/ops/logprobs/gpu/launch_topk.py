@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ....primitives.gpu.row_plan import StridedRows
 from ....runtime.launch import launch, next_power_of_2, tl_acc_dtype
 from ..common import TopKRows, topk_fake
 from .topk import topk_logprobs_kernel
@@ -30,13 +31,12 @@ def topk_of_rows(
     launch(
         topk_logprobs_kernel,
         len(logits),
-        logits,
-        *found,
-        classes,
-        k,
-        *logits.stride(),
-        temperature,
-        softcap,
+        logits=StridedRows(logits, 0, *logits.stride()),
+        found=found,
+        classes=classes,
+        K=k,
+        temperature=temperature,
+        softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
         ACC_DTYPE=tl_acc_dtype(found.maximum.dtype),
         VEC=vector,

@@ -86,16 +86,13 @@ def add_rest_block(
 
 @triton.jit(do_not_specialize=["K", "classes", "first"])
 def logprobs_rest_kernel(
-    logits_ptr,  # [batches, rows, classes], the classes from `first` on
+    logits,  # StridedRows, the classes from `first` on
     ids_ptr,  # [M, K] int64, ascending in each row
     rest_ptr,  # [M, 2] maximum and sum, updated in place
     K,
     classes,
     first,
     rows,
-    batch_stride,
-    row_stride,
-    class_stride,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
@@ -110,8 +107,8 @@ def logprobs_rest_kernel(
     index = tl.program_id(0).to(tl.int64)
     slope = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
     row = RestRow(
-        logits_ptr + (index // rows) * batch_stride + (index % rows) * row_stride,
-        class_stride,
+        logits.ptr + (index // rows) * logits.batch + (index % rows) * logits.row,
+        logits.column,
         first,
         classes,
         ids_ptr + index * K,

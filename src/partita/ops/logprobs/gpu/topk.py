@@ -36,18 +36,6 @@ class TopKRow(NamedTuple):
     log2_scale: Any
 
 
-class Leaders(NamedTuple):
-    """The largest logit of each lane, `[1, LANES]`, and its class, the lowest of equal ones.
-
-    Fields:
-        value: the soft-capped logit, -inf if the lane has no class left.
-        index: the class, NO_CLASS if the lane has none left.
-    """
-
-    value: Any
-    index: Any
-
-
 @triton.jit
 def load_some(row, v, HAS_SOFTCAP: tl.constexpr, ACC_DTYPE: tl.constexpr, VEC: tl.constexpr):
     """Load the soft-capped logits of the classes v, -inf past the last class; NaN is infinite."""
@@ -55,52 +43,6 @@ def load_some(row, v, HAS_SOFTCAP: tl.constexpr, ACC_DTYPE: tl.constexpr, VEC: t
     x = tl.load(pointers, mask=v // VEC * VEC < row.classes, other=0.0).to(ACC_DTYPE)
     x = tl.where(x == x, apply_softcap(x, row.cap, HAS_SOFTCAP), float("inf"))
     return tl.where(v < row.classes, x, -float("inf"))
-
-
-@triton.jit
-def scan_lanes(
-    row,
-    HAS_SOFTCAP: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return maximum, sum of exponentials and first block with the maximum of each lane."""
-    maximum = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
-    total = tl.zeros([1, LANES], tl.float64)
-    first_block = tl.zeros([1, LANES], tl.int32)
-    for start in range(0, row.classes, BLOCK):
-        v = (start + tl.arange(0, BLOCK))[None, :]
-        x = by_lane(load_some(row, v, HAS_SOFTCAP, ACC_DTYPE, VEC), LANES, VEC)
-        block_maximum = lane_max(x)
-        first_block = tl.where(block_maximum > maximum, start, first_block)
-        higher = tl.maximum(maximum, block_maximum)
-        shift = finite_shift(higher)
-        total *= tl.exp2((maximum - shift) * row.log2_scale).to(tl.float64)
-        total += lane_sum(tl.exp2((x - broadcast_lanes(shift)) * row.log2_scale), False)
-        maximum = higher
-    return maximum, total, first_block
-
-
-@triton.jit
-def first_leaders(
-    row,
-    maximum,
-    first_block,
-    HAS_SOFTCAP: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return the leaders of the lanes, whose classes are among those of a block."""
-    LANES: tl.constexpr = maximum.shape[1]
-    lane = tl.arange(0, LANES)[None, :]
-    index = tl.full([1, LANES], NO_CLASS, tl.int32)
-    for i in range(0, BLOCK // LANES):
-        v = first_block + i // VEC * (LANES * VEC) + lane * VEC + i % VEC
-        x = load_some(row, v, HAS_SOFTCAP, maximum.dtype, 1)
-        index = tl.minimum(index, tl.where((x == maximum) & (v < row.classes), v, NO_CLASS))
-    return Leaders(maximum, index)
 
 
 @triton.jit
@@ -134,17 +76,10 @@ def next_leader(
 
 @triton.jit
 def topk_logprobs_kernel(
-    logits_ptr,  # [M, C]
-    logprobs_ptr,  # [M, K]
-    indices_ptr,  # [M, K] int64
-    logsumexp_ptr,  # [M]
-    entries_ptr,  # [M, K]
-    maximum_ptr,  # [M]
-    sumexp_ptr,  # [M]
+    logits,  # StridedRows of one batch
+    found,  # TopKRows, [M, K] and [M]
     classes,
     K,
-    row_stride,
-    class_stride,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
@@ -158,31 +93,48 @@ def topk_logprobs_kernel(
     program = tl.program_id(0).to(tl.int64)
     temperature = tl.full([], temperature, ACC_DTYPE)
     row = TopKRow(
-        logits_ptr + program * row_stride,
-        class_stride,
+        logits.ptr + program * logits.row,
+        logits.column,
         classes,
         tl.full([], softcap, ACC_DTYPE),
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
     )
-    maxima, totals, first_block = scan_lanes(row, HAS_SOFTCAP, ACC_DTYPE, VEC, LANES, BLOCK)
+    # Each lane finds its maximum, its sum of exponentials and the first block with the maximum.
+    maxima = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
+    totals = tl.zeros([1, LANES], tl.float64)
+    first_block = tl.zeros([1, LANES], tl.int32)
+    for start in range(0, classes, BLOCK):
+        v = (start + tl.arange(0, BLOCK))[None, :]
+        x = by_lane(load_some(row, v, HAS_SOFTCAP, ACC_DTYPE, VEC), LANES, VEC)
+        block_maximum = lane_max(x)
+        first_block = tl.where(block_maximum > maxima, start, first_block)
+        higher = tl.maximum(maxima, block_maximum)
+        lane_shift = finite_shift(higher)
+        totals *= tl.exp2((maxima - lane_shift) * row.log2_scale).to(tl.float64)
+        totals += lane_sum(tl.exp2((x - broadcast_lanes(lane_shift)) * row.log2_scale), False)
+        maxima = higher
     maximum = tl.max(maxima)
     shift = finite_shift(maximum)
     total = tl.sum(totals * tl.exp2((maxima - shift) * row.log2_scale).to(tl.float64))
     total = total.to(ACC_DTYPE)
     log_total = log_exact(total)
-    tl.store(logsumexp_ptr + program, divide(shift, temperature) + log_total)
-    tl.store(maximum_ptr + program, maximum)
-    tl.store(sumexp_ptr + program, total)
-    leaders = first_leaders(row, maxima, first_block, HAS_SOFTCAP, VEC, BLOCK)
-    values, indices = leaders.value, leaders.index
+    tl.store(found.logsumexp + program, divide(shift, temperature) + log_total)
+    tl.store(found.maximum + program, maximum)
+    tl.store(found.sumexp + program, total)
+    # The leader of a lane is its largest logit and the lowest class that has it.
     lane = tl.arange(0, LANES)[None, :]
+    values, indices = maxima, tl.full([1, LANES], NO_CLASS, tl.int32)
+    for i in range(0, BLOCK // LANES):
+        v = first_block + i // VEC * (LANES * VEC) + lane * VEC + i % VEC
+        x = load_some(row, v, HAS_SOFTCAP, ACC_DTYPE, 1)
+        indices = tl.minimum(indices, tl.where((x == values) & (v < classes), v, NO_CLASS))
     for k in range(0, K):
         value = tl.max(values)
         index = tl.min(tl.where(values == value, indices, NO_CLASS))
         entry = program * K + k
-        tl.store(entries_ptr + entry, value)
-        tl.store(indices_ptr + entry, index.to(tl.int64))
-        tl.store(logprobs_ptr + entry, divide(value - shift, temperature) - log_total)
+        tl.store(found.entries + entry, value)
+        tl.store(found.indices + entry, index.to(tl.int64))
+        tl.store(found.logprobs + entry, divide(value - shift, temperature) - log_total)
         following = next_leader(row, value, index, HAS_SOFTCAP, VEC, LANES, LANE_BLOCK)
         is_lane = lane == index // VEC % LANES
         values = tl.where(is_lane, following[0], values)

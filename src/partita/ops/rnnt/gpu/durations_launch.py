@@ -11,21 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from .call import ScanZeros, new_scan, node_strides, tile_of, tile_options
+from .call import LatticeCall, ScanZeros, new_scan, node_strides, tile_of, tile_options
 from .durations import tdt_words_kernel
-from .lattice import Targets
 from .overlap_tdt import tdt_overlap_kernel
 from .plan import (
     CHUNK,
-    LSE_DTYPE,
     MARGIN,
     MAX_DURATION,
     NODES_PER_PROGRAM,
     TDT_OVERLAP_REGISTERS,
     LatticePlan,
-    lattice_plan,
 )
 from .posterior_tdt import tdt_posterior_kernel
 from .rows import Logits
@@ -80,63 +76,47 @@ def duration_code(durations: Sequence[int]) -> int:
 
 
 def launch_duration_posteriors(
-    scan: Scan,
-    targets: Targets,
-    sizes: tuple[int, int, int],
-    durations: Sequence[int],
-    dtype: torch.dtype,
+    call: LatticeCall, scan: Scan, durations: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses, and the posteriors `[2 + K, B, T, U1]` or an empty one without states."""
-    (B, T, U1), K, device = sizes, len(durations), scan.arcs.device
-    plan, need_posteriors = lattice_plan(B, T, U1), scan.states is not None
-    nll = torch.empty(B, dtype=acc_dtype(dtype), device=device)
-    shape = (2 + K, B, T, U1) if need_posteriors else (0,)
-    posteriors = torch.empty(shape, dtype=nll.dtype, device=device)
+    """Return the losses, and the posteriors `[2 + K, B, T, U1]` or an empty tensor."""
+    nll, posteriors, results = call.results(2 + len(durations))
     launch(
         tdt_posterior_kernel,
-        chunk_programs(plan, B) if need_posteriors else B,
+        chunk_programs(call.plan, call.B) if call.need_posteriors else call.B,
         scan=scan,
-        lengths=targets.lengths,
-        nll_ptr=nll,
-        posteriors_ptr=posteriors if need_posteriors else None,
-        T=T,
-        B=B,
-        U1=U1,
-        **plan.layout,
+        lengths=call.targets.lengths,
+        **results,
+        T=call.T,
+        B=call.B,
+        U1=call.U1,
+        **call.plan.layout,
         DURATIONS=duration_code(durations),
-        K=K,
-        PRECISE=dtype == torch.float64,
+        K=len(durations),
+        PRECISE=call.dtype == torch.float64,
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
     return nll, posteriors
 
 
-def scan_words(
-    plan: LatticePlan,
-    targets: Targets,
-    sizes: tuple[int, int, int],
-    directions: int,
-    durations: Sequence[int],
-) -> ScanZeros:
+def scan_words(call: LatticeCall, durations: Sequence[int]) -> ScanZeros:
     """Return the words of a scan that waits for its arcs, prepared by one launch."""
-    (B, T, U1), K, lengths = sizes, len(durations), targets.lengths
-    carries = directions * plan.num_chunks * B * plan.carry_steps if plan.num_chunks > 1 else 0
+    plan, B, K = call.plan, call.B, len(durations)
+    carries = call.directions * plan.num_chunks * B * plan.carry_steps if plan.num_chunks > 1 else 0
     # Rows of words start on 256 bytes.
     zeros = cdiv(B + carries + 1, CHUNK) * CHUNK
-    words = torch.empty(
-        zeros + MARGIN + 2 * K * plan.nodes, dtype=torch.int64, device=lengths.steps.device
-    )
+    size = zeros + MARGIN + 2 * K * plan.nodes
+    words = torch.empty(size, dtype=torch.int64, device=call.device)
     programs = chunk_programs(plan, B) + MARGIN // BLOCK_NODES
     launch(
         tdt_words_kernel,
         programs + cdiv(zeros + MARGIN, BLOCK_NODES),
         words_ptr=words,
-        lengths=lengths,
+        lengths=call.targets.lengths,
         zeros=zeros,
-        T=T,
+        T=call.T,
         B=B,
-        U1=U1,
+        U1=call.U1,
         **plan.layout,
         DURATIONS=duration_code(durations),
         K=K,
@@ -151,25 +131,17 @@ def scan_words(
 
 
 def scan_durations_beside_rows(
-    token_logits: Tensor,
-    duration_logits: Tensor,
-    targets: Targets,
-    blank: int,
-    durations: Sequence[int],
-    sigma: float,
-    need_posteriors: bool,
+    call: LatticeCall, token_logits: Tensor, duration_logits: Tensor, durations: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what `launch_tdt.tdt_forward` does, by a scan beside the pass over the logits."""
     (B, T, U1, V), K = token_logits.shape, len(durations)
-    plan, kinds = lattice_plan(B, T, U1), arc_kinds(duration_arcs(durations))
-    directions = 2 if need_posteriors else 1
-    words = scan_words(plan, targets, (B, T, U1), directions, durations)
+    plan, kinds = call.plan, arc_kinds(duration_arcs(durations))
+    targets, blank, sigma = call.targets, call.options.blank, call.options.sigma
+    directions, words = call.directions, scan_words(call, durations)
     assert words.arcs is not None
-    shape = (B, T, U1) if need_posteriors else (0,)
-    token_lse = token_logits.new_empty(shape, dtype=LSE_DTYPE)
-    duration_lse = token_logits.new_empty(shape, dtype=LSE_DTYPE)
-    lses = (token_lse, duration_lse) if need_posteriors else (None, None)
-    scan = new_scan(plan, words.arcs, words.flags, B, need_posteriors)
+    token_lse, duration_lse = call.empty_lse(), call.empty_lse()
+    lses = (token_lse, duration_lse) if call.need_posteriors else (None, None)
+    scan = new_scan(call, words.arcs, words.flags)
     launch(
         tdt_overlap_kernel,
         directions * B * plan.num_chunks + B * T * cdiv(U1, NODES_PER_PROGRAM),
@@ -192,7 +164,5 @@ def scan_durations_beside_rows(
         maxnreg=TDT_OVERLAP_REGISTERS,
         **tile_options(tile_of(token_logits)),
     )
-    nll, posteriors = launch_duration_posteriors(
-        scan, targets, (B, T, U1), durations, token_logits.dtype
-    )
+    nll, posteriors = launch_duration_posteriors(call, scan, durations)
     return nll, token_lse, duration_lse, posteriors

@@ -15,11 +15,18 @@ from torch import Tensor
 
 from ....runtime import launch as runtime_launch
 from . import plan as planning
-from .call import NodeOptions, as_targets, launch_gradient, launch_nodes
+from .call import (
+    NodeOptions,
+    as_targets,
+    lattice_call,
+    launch_gradient,
+    launch_nodes,
+    scan_beside_rows,
+    scan_lattice,
+)
 from .launch_linear import linear_rnnt, linear_tdt
 from .launch_tdt import rnnt_align, tdt_align, tdt_forward, tdt_gradient
 from .plan import LSE_DTYPE
-from .scan_launch import scan_beside_rows, scan_lattice
 
 __all__ = [
     "linear_rnnt",
@@ -47,21 +54,17 @@ def rnnt_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the losses, the log-sum-exps of the nodes and the posteriors of their arcs."""
     B, T, U1, V = logits.shape
-    targets, device = as_targets(labels, logit_lengths, target_lengths), logits.device
-    shape = (B, T, U1) if fused and need_posteriors else (0,)
-    lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
     options = NodeOptions(blank, fused, hat, 0.0, delay_penalty)
-    directions, itemsize = 2 if need_posteriors else 1, logits.element_size()
+    call = lattice_call(logits, labels, logit_lengths, target_lengths, options, need_posteriors)
+    lse = call.empty_lse() if fused else torch.empty(0, dtype=LSE_DTYPE, device=logits.device)
+    directions, itemsize = call.directions, logits.element_size()
     may_overlap = fused and runtime_launch.NVIDIA  # Log-probabilities are not read as rows.
     if may_overlap and planning.overlaps(B, T, U1, V, itemsize, directions):
-        nll, posteriors = scan_beside_rows(logits, targets, lse, options, need_posteriors)
+        nll, posteriors = scan_beside_rows(call, logits, lse)
         return nll, lse, posteriors
-    plan = planning.lattice_plan(B, T, U1)
-    arcs = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
-    launch_nodes(logits, targets, lse, arcs, 0, B * T, (B, T, U1), options)
-    nll, posteriors = scan_lattice(
-        arcs, targets, plan, (B, T, U1), V, blank, logits.dtype, need_posteriors
-    )
+    arcs = call.empty_arcs()
+    launch_nodes(call, logits, lse, arcs, 0, B * T)
+    nll, posteriors = scan_lattice(call, arcs)
     return nll, lse, posteriors
 
 

@@ -10,151 +10,299 @@ product with an odd number of columns takes several times as long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import cdiv, launch, tl_acc_dtype
 from ..common import ACTIVATIONS, chunk_ranges
-from .call import NodeOptions, as_targets, launch_gradient, launch_nodes, scan_zeros
-from .joint_launch import (
-    Gradients,
-    JointCall,
-    add_joint_gradient,
-    add_product,
-    compute_hidden,
-    compute_logits,
-    joint_head,
+from .call import (
+    LatticeCall,
+    NodeOptions,
+    as_targets,
+    launch_gradient,
+    launch_nodes,
+    scan_lattice,
+    scan_zeros,
 )
+from .joint import (
+    JointInput,
+    rnnt_joint_gradient_kernel,
+    rnnt_joint_kernel,
+    rnnt_predictor_sum_kernel,
+)
+from .lattice import Targets
 from .launch_tdt import duration_gradient, scan_durations, token_duration_arcs
-from .plan import LSE_DTYPE, lattice_plan
-from .scan_launch import scan_lattice
+
+ROW_ALIGNMENT = 16  # columns of the padded matrix
+# Steps of a program of the joint's gradient, and of one of a chunk that makes few programs. More
+# steps mean fewer partial sums.
+GRADIENT_STEPS, FEW_STEPS = 16, 4
+FEW_PROGRAMS = 1024
+JOINT_ROWS = 32  # values of u of a program of the joint
 
 
-class NodeTensors(NamedTuple):
-    """The tensors of the nodes of all chunks.
+class Head(NamedTuple):
+    """The matrix and the bias that make logits of hidden states.
 
     Fields:
-        arcs: the scores of blank and label, `[2, nodes]`.
-        lse: the log-sum-exps of the tokens, `[B, T, U1]`, or empty.
-        durations: the logits of the durations, `[B, T, U1, K]`, later their gradient.
+        weight: `[X, D]`, tokens, then durations, then zeros.
+        bias: `[X]` or None.
+        tokens, durations: the numbers V and K of columns.
     """
 
-    arcs: Tensor
-    lse: Tensor
-    durations: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    tokens: int
+    durations: int
 
 
-def chunk_steps(call: JointCall, chunk: int) -> list[tuple[int, int, int]]:
-    """Return the first step, the sequences and the steps of each of them, for each chunk."""
-    B, T, _ = call.sizes
-    return [
-        (rows.start * T + steps.start, rows.stop - rows.start, steps.stop - steps.start)
+class JointCall(NamedTuple):
+    """The inputs of a joint network.
+
+    Fields:
+        encoder: `[B, T, D]`.
+        predictor: `[B, U1, D]`.
+        head: the matrix.
+        targets: the targets and the lengths.
+        activation: the index of the activation.
+    """
+
+    encoder: Tensor
+    predictor: Tensor
+    head: Head
+    targets: Targets
+    activation: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """B, T and U1."""
+        B, T, _ = self.encoder.shape
+        return B, T, self.predictor.shape[1]
+
+
+class Gradients(NamedTuple):
+    """The gradients in the order of the inputs; None where one is not wanted.
+
+    Fields:
+        encoder: `[B, T, D]` in its dtype.
+        predictor: `[B, U1, D]` in the accumulator dtype.
+        weight: `[X, D]` in the accumulator dtype.
+        bias: `[X]` in the accumulator dtype.
+    """
+
+    encoder: Tensor | None
+    predictor: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def joint_head(
+    weight: Tensor, bias: Tensor | None, extra_weight: Tensor | None, extra_bias: Tensor | None
+) -> Head:
+    """Return the padded head of tokens and durations."""
+    (V, D), K = weight.shape, 0 if extra_weight is None else len(extra_weight)
+    if K == 0 and V % 8 == 0:
+        return Head(weight, bias, V, 0)
+    X = cdiv(V + K, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    padded = weight.new_zeros(X, D)
+    padded[:V] = weight
+    padded_bias = None
+    if extra_weight is not None:
+        padded[V : V + K] = extra_weight
+    if bias is not None or extra_bias is not None:
+        padded_bias = weight.new_zeros(X)
+        if bias is not None:
+            padded_bias[:V] = bias
+        if extra_bias is not None:
+            padded_bias[V : V + K] = extra_bias
+    return Head(padded, padded_bias, V, K)
+
+
+def compute_hidden(call: JointCall, first: int, steps: int, hidden: Tensor) -> None:
+    """Compute the hidden states of the nodes of some steps, `[steps * U1, D]`."""
+    (_, T, U1), D = call.sizes, call.encoder.shape[2]
+    launch(
+        rnnt_joint_kernel,
+        steps * cdiv(U1, JOINT_ROWS) * cdiv(D, 128),
+        encoder=JointInput(call.encoder, *call.encoder.stride()),
+        predictor=JointInput(call.predictor, *call.predictor.stride()),
+        lengths=call.targets.lengths,
+        hidden_ptr=hidden,
+        first_step=first,
+        steps=steps,
+        T=T,
+        U1=U1,
+        D=D,
+        ACTIVATION=call.activation,
+        ROWS=JOINT_ROWS,
+        BLOCK_D=128,
+        DTYPE=tl_acc_dtype(hidden.dtype),
+        num_warps=4,
+    )
+
+
+def compute_logits(head: Head, hidden: Tensor, logits: Tensor) -> None:
+    """Compute the logits of hidden states, `[rows, X]`."""
+    if head.bias is None:
+        torch.mm(hidden, head.weight.T, out=logits)
+    else:
+        torch.addmm(head.bias, hidden, head.weight.T, out=logits)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `total`, with sums in the dtype of `total`."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def add_joint_gradient(
+    call: JointCall, dhidden: Tensor, first: int, sequences: int, steps: int, found: Gradients
+) -> None:
+    """Write or add the gradients of encoder and predictor, given that of hidden states."""
+    (_, T, U1), D = call.sizes, call.encoder.shape[2]
+    few = sequences * cdiv(steps, GRADIENT_STEPS) * cdiv(D, 128) < FEW_PROGRAMS
+    block_steps = FEW_STEPS if few else GRADIENT_STEPS
+    blocks = cdiv(steps, block_steps)
+    dtype = acc_dtype(call.encoder.dtype)
+    partials = None
+    if found.predictor is not None:
+        partials = dhidden.new_empty((sequences * blocks, U1, D), dtype=dtype)
+    launch(
+        rnnt_joint_gradient_kernel,
+        sequences * blocks * cdiv(D, 128),
+        dhidden_ptr=dhidden,
+        encoder=JointInput(call.encoder, *call.encoder.stride()),
+        predictor=JointInput(call.predictor, *call.predictor.stride()),
+        lengths=call.targets.lengths,
+        dencoder_ptr=found.encoder,
+        partials_ptr=partials,
+        first_step=first,
+        steps=steps,
+        T=T,
+        U1=U1,
+        D=D,
+        ACTIVATION=call.activation,
+        STEPS=block_steps,
+        UNROLL=4,
+        BLOCK_D=128,
+        DTYPE=tl_acc_dtype(dhidden.dtype),
+        num_warps=1 if few else 2,
+    )
+    if partials is not None:
+        launch(
+            rnnt_predictor_sum_kernel,
+            sequences * cdiv(U1 * D, 512),
+            partials_ptr=partials,
+            dpredictor_ptr=found.predictor,
+            first_sequence=first // T,
+            blocks=blocks,
+            size=U1 * D,
+            BLOCK=512,
+            num_warps=4,
+        )
+
+
+class Chunk(NamedTuple):
+    """The steps of some sequences whose logits are computed together.
+
+    Fields:
+        first: the first step, counted over all sequences.
+        sequences, steps: the sequences, and the steps of each of them.
+        nodes: its nodes among those of the batch.
+        hidden: the hidden states, `[nodes, D]`.
+        rows: the logits of tokens and durations, `[nodes, X]`.
+    """
+
+    first: int
+    sequences: int
+    steps: int
+    nodes: slice
+    hidden: Tensor
+    rows: Tensor
+
+    def tokens(self, call: JointCall) -> Tensor:
+        """Return the logits of the tokens as those of one sequence, `[1, steps, U1, V]`."""
+        return self.rows.view(1, -1, call.sizes[2], self.rows.shape[1])[..., : call.head.tokens]
+
+
+class JointMemory(NamedTuple):
+    """The memory for one chunk after another.
+
+    Fields:
+        hidden: the hidden states of the greatest chunk.
+        logits: the logits of the greatest chunk, or of all chunks if they are kept.
+        keeps_logits: whether they are.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    keeps_logits: bool
+
+
+def joint_memory(call: JointCall, chunk: int, keep_logits: bool) -> JointMemory:
+    """Return the memory for chunks of a batch."""
+    (B, T, U1), encoder = call.sizes, call.encoder
+    sizes = [
+        (rows.stop - rows.start) * (steps.stop - steps.start)
         for rows, steps in chunk_ranges(B, T, chunk)
     ]
+    max_steps = max(sizes, default=0)
+    hidden = encoder.new_empty((max_steps * U1, encoder.shape[2]))
+    kept = (B * T if keep_logits else max_steps) * U1
+    return JointMemory(hidden, encoder.new_empty((kept, len(call.head.weight))), keep_logits)
 
 
-def read_nodes(
-    call: JointCall,
-    chunks: Sequence[tuple[int, int, int]],
-    options: NodeOptions,
-    hidden: Tensor,
-    logits: Tensor,
-    keep_logits: bool,
-    save: bool,
-) -> NodeTensors:
-    """Compute the logits of all chunks, and return what the nodes need of them."""
-    (B, T, U1), head = call.sizes, call.head
-    device, plan = hidden.device, lattice_plan(B, T, U1)
-    nodes = NodeTensors(
-        torch.empty((2, plan.nodes), dtype=torch.float64, device=device),
-        torch.empty((B, T, U1) if save else (0,), dtype=LSE_DTYPE, device=device),
-        hidden.new_empty((B, T, U1, head.durations)),
-    )
-    flat_durations = nodes.durations.view(B * T * U1, head.durations)
-    for first, sequences, steps in chunks:
-        chunk_size = sequences * steps
-        part = slice(first * U1, (first + chunk_size) * U1)
-        compute_hidden(call, first, chunk_size, hidden)
-        rows = logits[part] if keep_logits else logits[: chunk_size * U1]
-        compute_logits(head, hidden[: chunk_size * U1], rows)
-        shaped = rows.view(1, chunk_size, U1, -1)[..., : head.tokens]
-        arguments = (first, chunk_size, (B, T, U1), options)
-        launch_nodes(shaped, call.targets, nodes.lse, nodes.arcs, *arguments)
-        if head.durations:
-            flat_durations[part] = rows[:, head.tokens : head.tokens + head.durations]
-    return nodes
+def compute_chunks(
+    call: JointCall, chunk: int, memory: JointMemory, are_kept: bool
+) -> Iterator[Chunk]:
+    """Compute the hidden states of one chunk after another, and the logits if none are kept."""
+    B, T, U1 = call.sizes
+    for sequences, steps in chunk_ranges(B, T, chunk):
+        first, number = sequences.start * T + steps.start, sequences.stop - sequences.start
+        size = number * (steps.stop - steps.start)
+        nodes = slice(first * U1, (first + size) * U1)
+        hidden = memory.hidden[: size * U1]
+        compute_hidden(call, first, size, memory.hidden)
+        rows = memory.logits[nodes] if memory.keeps_logits else memory.logits[: size * U1]
+        if not are_kept:
+            compute_logits(call.head, hidden, rows)
+        yield Chunk(first, number, steps.stop - steps.start, nodes, hidden, rows)
 
 
-def write_gradients(
-    call: JointCall,
-    chunks: Sequence[tuple[int, int, int]],
-    options: NodeOptions,
-    fastemit_lambda: float,
-    factor: Tensor,
-    nodes: NodeTensors,
-    posteriors: Tensor,
-    hidden: Tensor,
-    logits: Tensor,
-    keep_logits: bool,
-    found: Gradients,
-) -> None:
-    """Compute the gradients of all chunks."""
-    (B, T, U1), head = call.sizes, call.head
-    flat_durations = nodes.durations.view(B * T * U1, head.durations)
-    dhidden = torch.empty_like(hidden)
-    for first, sequences, steps in chunks:
-        chunk_size = sequences * steps
-        part = slice(first * U1, (first + chunk_size) * U1)
-        part_hidden = hidden[: chunk_size * U1]
-        compute_hidden(call, first, chunk_size, hidden)
-        rows = logits[part] if keep_logits else logits[: chunk_size * U1]
-        if not keep_logits:
-            compute_logits(head, part_hidden, rows)
-        shaped = rows.view(1, chunk_size, U1, -1)[..., : head.tokens]
-        launch_gradient(
-            factor,
-            shaped,
-            nodes.lse,
-            posteriors,
-            call.targets,
-            shaped,
-            first,
-            chunk_size,
-            options.blank,
-            options.hat,
-            0.0,
-            fastemit_lambda,
-        )
-        if head.durations:
-            rows[:, head.tokens : head.tokens + head.durations] = flat_durations[part]
-        if found.weight is not None:
-            add_product(found.weight, rows.T, part_hidden)
-        if found.bias is not None:
-            found.bias.add_(rows.sum(0, dtype=found.bias.dtype))
-        if found.encoder is not None or found.predictor is not None:
-            part_dhidden = dhidden[: chunk_size * U1]
-            torch.mm(rows, head.weight, out=part_dhidden)
-            add_joint_gradient(call, part_dhidden, first, sequences, steps, found)
+def add_gradients(call: JointCall, chunk: Chunk, dhidden: Tensor, found: Gradients) -> None:
+    """Add what a chunk gives to the gradients, when its logits have become their gradient.
+
+    `dhidden` has room for the gradient of the hidden states of a chunk.
+    """
+    rows = chunk.rows
+    if found.weight is not None:
+        add_product(found.weight, rows.T, chunk.hidden)
+    if found.bias is not None:
+        found.bias.add_(rows.sum(0, dtype=found.bias.dtype))
+    if found.encoder is not None or found.predictor is not None:
+        part_dhidden = dhidden[: len(rows)]
+        torch.mm(rows, call.head.weight, out=part_dhidden)
+        add_joint_gradient(call, part_dhidden, chunk.first, chunk.sequences, chunk.steps, found)
 
 
 def new_gradients(call: JointCall, wanted: Sequence[bool]) -> Gradients:
     """Return memory for the gradients of encoder, predictor, matrix and bias that are wanted."""
-    encoder, predictor, head = call.encoder, call.predictor, call.head
-    dtype = acc_dtype(encoder.dtype)
-
-    def zeros(shape: Sequence[int]) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=encoder.device)
-
+    encoder, weight = call.encoder, call.head.weight
+    dtype, device = acc_dtype(encoder.dtype), encoder.device
+    d_encoder = torch.empty(encoder.shape, dtype=encoder.dtype, device=device)
+    shapes = (call.predictor.shape, weight.shape, weight.shape[:1])
     return Gradients(
-        torch.empty(encoder.shape, dtype=encoder.dtype, device=encoder.device)
-        if wanted[0]
-        else None,
-        zeros(predictor.shape) if wanted[1] else None,
-        zeros(head.weight.shape) if wanted[2] else None,
-        zeros((len(head.weight),)) if wanted[3] else None,
+        d_encoder if wanted[0] else None,
+        *(
+            torch.zeros(shape, dtype=dtype, device=device) if wants else None
+            for shape, wants in zip(shapes, wanted[1:], strict=True)
+        ),
     )
 
 
@@ -167,46 +315,58 @@ def linear_transducer(
     chunk: int,
     keep_logits: bool,
     wanted: Sequence[bool],
-) -> tuple[Tensor, Gradients | None]:
-    """Return the losses, and the gradients of the sum of factor * loss if there is a factor."""
-    (B, T, U1), head = call.sizes, call.head
-    chunks = chunk_steps(call, chunk)
+) -> tuple[Tensor, ...]:
+    """Return the losses, and the gradients of the sum of factor * loss in the inputs.
+
+    These are encoder, predictor, matrix and bias of the tokens, and then those of the durations.
+    Gradients that are not wanted are empty, and so are all without a factor.
+    """
+    (B, T, U1), head, encoder = call.sizes, call.head, call.encoder
     needs_gradient = factor is not None and any(wanted)
-    max_steps = max((sequences * steps for _, sequences, steps in chunks), default=0)
     keep_logits = keep_logits and needs_gradient
-    encoder = call.encoder
-    hidden = encoder.new_empty((max_steps * U1, encoder.shape[2]))
-    logits = encoder.new_empty(((B * T if keep_logits else max_steps) * U1, len(head.weight)))
-    nodes = read_nodes(call, chunks, options, hidden, logits, keep_logits, needs_gradient)
-    sizes, plan = (B, T, U1), lattice_plan(B, T, U1)
+    memory = joint_memory(call, chunk, keep_logits)
+    lattice = LatticeCall(
+        call.targets, options, B, T, U1, head.tokens, encoder.dtype, needs_gradient
+    )
+    arcs, lse = lattice.empty_arcs(), lattice.empty_lse()
+    duration_logits = encoder.new_empty((B, T, U1, head.durations))
+    flat_durations = duration_logits.view(B * T * U1, head.durations)
+    columns = slice(head.tokens, head.tokens + head.durations)
+    for part in compute_chunks(call, chunk, memory, False):
+        launch_nodes(lattice, part.tokens(call), lse, arcs, part.first, part.sequences * part.steps)
+        if head.durations:
+            flat_durations[part.nodes] = part.rows[:, columns]
     if head.durations:
-        zeros = scan_zeros(plan, B, 2 if needs_gradient else 1, encoder.device)
-        arcs, lse = token_duration_arcs(
-            nodes.arcs, nodes.durations, call.targets, durations, zeros.flags, needs_gradient
+        zeros = scan_zeros(lattice)
+        words, duration_lse = token_duration_arcs(
+            lattice, arcs, duration_logits, durations, zeros.flags
         )
-        nll, posteriors = scan_durations(
-            arcs,
-            zeros,
-            call.targets,
-            sizes,
-            head.tokens,
-            options.blank,
-            durations,
-            encoder.dtype,
-            needs_gradient,
-        )
+        nll, posteriors = scan_durations(lattice, words, zeros, durations)
         if factor is not None and needs_gradient:
-            ddurations = duration_gradient(factor, nodes.durations, lse, posteriors)
-            nodes = nodes._replace(durations=ddurations)
+            gradient = duration_gradient(factor, duration_logits, duration_lse, posteriors)
+            flat_durations = gradient.view(flat_durations.shape)
     else:
-        scan_options = (head.tokens, options.blank, encoder.dtype, needs_gradient)
-        nll, posteriors = scan_lattice(nodes.arcs, call.targets, plan, sizes, *scan_options)
-    if factor is None or not needs_gradient:
-        return nll, None
-    found = new_gradients(call, wanted)
-    memory = (nodes, posteriors, hidden, logits, keep_logits, found)
-    write_gradients(call, chunks, options, fastemit_lambda, factor, *memory)
-    return nll, found
+        nll, posteriors = scan_lattice(lattice, arcs)
+    found = Gradients(None, None, None, None)
+    if factor is not None and needs_gradient:
+        heads = (any(wanted[2::2]), any(wanted[3::2]))
+        found = new_gradients(call, (*wanted[:2], *heads))
+        dhidden = torch.empty_like(memory.hidden)
+        for part in compute_chunks(call, chunk, memory, keep_logits):
+            logits, steps = part.tokens(call), part.sequences * part.steps
+            inputs = (factor, logits, lse, posteriors, call.targets)
+            scores = (options.blank, options.hat, 0.0, fastemit_lambda)
+            launch_gradient(*inputs, logits, part.first, steps, *scores)
+            if head.durations:
+                part.rows[:, columns] = flat_durations[part.nodes]
+            add_gradients(call, part, dhidden, found)
+    parts = [(found.encoder, slice(None)), (found.predictor, slice(None))]
+    for of_head in (slice(0, head.tokens), columns):
+        parts += [(found.weight, of_head), (found.bias, of_head)]
+    return nll, *(
+        wanted_part(gradient, rows, wants, encoder)
+        for (gradient, rows), wants in zip(parts, wanted, strict=False)
+    )
 
 
 def wanted_part(gradient: Tensor | None, rows: slice, wants: bool, like: Tensor) -> Tensor:
@@ -246,18 +406,7 @@ def linear_rnnt(
     call = JointCall(encoder, predictor, head, targets, ACTIVATIONS.index(activation))
     options = NodeOptions(blank, True, hat, 0.0, delay_penalty)
     wanted = (encoder_grad, predictor_grad, weight_grad, bias_grad)
-    nll, found = linear_transducer(
-        call, options, (), fastemit_lambda, factor, chunk, keep_logits, wanted
-    )
-    found = found or Gradients(None, None, None, None)
-    everything, tokens = slice(None), slice(0, head.tokens)
-    return (
-        nll,
-        wanted_part(found.encoder, everything, encoder_grad, encoder),
-        wanted_part(found.predictor, everything, predictor_grad, encoder),
-        wanted_part(found.weight, tokens, weight_grad, encoder),
-        wanted_part(found.bias, tokens, bias_grad, encoder),
-    )
+    return linear_transducer(call, options, (), fastemit_lambda, factor, chunk, keep_logits, wanted)
 
 
 def linear_tdt(
@@ -289,20 +438,6 @@ def linear_tdt(
     targets = as_targets(labels, logit_lengths, target_lengths)
     call = JointCall(encoder, predictor, head, targets, ACTIVATIONS.index(activation))
     options = NodeOptions(blank, True, False, sigma, 0.0)
-    any_weight, any_bias = weight_grad or duration_weight_grad, bias_grad or duration_bias_grad
-    wanted = (encoder_grad, predictor_grad, any_weight, any_bias)
-    nll, found = linear_transducer(
-        call, options, durations, 0.0, factor, chunk, keep_logits, wanted
-    )
-    found = found or Gradients(None, None, None, None)
-    everything, tokens = slice(None), slice(0, head.tokens)
-    others = slice(head.tokens, head.tokens + head.durations)
-    return (
-        nll,
-        wanted_part(found.encoder, everything, encoder_grad, encoder),
-        wanted_part(found.predictor, everything, predictor_grad, encoder),
-        wanted_part(found.weight, tokens, weight_grad, encoder),
-        wanted_part(found.bias, tokens, bias_grad, encoder),
-        wanted_part(found.weight, others, duration_weight_grad, encoder),
-        wanted_part(found.bias, others, duration_bias_grad, encoder),
-    )
+    wanted = (encoder_grad, predictor_grad, weight_grad, bias_grad)
+    wanted += (duration_weight_grad, duration_bias_grad)
+    return linear_transducer(call, options, durations, 0.0, factor, chunk, keep_logits, wanted)

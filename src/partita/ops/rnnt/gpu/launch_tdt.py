@@ -12,11 +12,12 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ...ctc.gpu.lanes import launch_lanes
 from . import plan as planning
-from .align import rnnt_backtrace_kernel
 from .call import (
+    LatticeCall,
     NodeOptions,
     ScanZeros,
     as_targets,
+    lattice_call,
     launch_nodes,
     new_scan,
     node_strides,
@@ -38,11 +39,10 @@ from .durations_launch import (
 )
 from .gradient import StridedLogits, Upstream
 from .gradient_tdt import tdt_gradient_kernel
-from .lattice import Targets
-from .plan import LSE_DTYPE, MARGIN, NODES_PER_PROGRAM, lattice_plan
+from .plan import MARGIN, NODES_PER_PROGRAM
 from .rows import Logits
 from .scan import Scan
-from .scan_best import BEST_SCAN
+from .scan_best import BEST_SCAN, rnnt_backtrace_kernel
 from .scan_tdt import TDT_SCAN
 
 DURATION_NODES = 64  # nodes of a warp, for which no more registers are needed than for rows
@@ -60,66 +60,52 @@ def scan_block(kinds: int) -> int:
 
 
 def tdt_arcs(
+    call: LatticeCall,
     token_logits: Tensor,
     duration_logits: Tensor,
-    targets: Targets,
-    blank: int,
     durations: Sequence[int],
-    sigma: float,
     flags: Tensor | None,
-    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the arcs and the log-sum-exps of tokens and durations; see `token_duration_arcs`."""
-    B, T, U1, _ = token_logits.shape
-    plan, device = lattice_plan(B, T, U1), token_logits.device
-    token_lse = torch.empty((B, T, U1) if save else (0,), dtype=LSE_DTYPE, device=device)
-    tokens = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
-    options = NodeOptions(blank, True, False, sigma, 0.0)
-    launch_nodes(token_logits, targets, token_lse, tokens, 0, B * T, (B, T, U1), options)
-    arcs, duration_lse = token_duration_arcs(
-        tokens, duration_logits, targets, durations, flags, save
-    )
+    token_lse, tokens = call.empty_lse(), call.empty_arcs()
+    launch_nodes(call, token_logits, token_lse, tokens, 0, call.B * call.T)
+    arcs, duration_lse = token_duration_arcs(call, tokens, duration_logits, durations, flags)
     return arcs, token_lse, duration_lse
 
 
 def token_duration_arcs(
+    call: LatticeCall,
     tokens: Tensor,
     duration_logits: Tensor,
-    targets: Targets,
     durations: Sequence[int],
     flags: Tensor | None,
-    save: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the arcs, `[2 K * nodes]`, and the durations' log-sum-exps.
 
     `tokens` are the scores of blank and label, `[2, nodes]`. The arcs are scores in fp64 without
     `flags`. Otherwise they are words, and sequences in which one is NaN are flagged. The
-    log-sum-exps are empty unless they are saved.
+    log-sum-exps are empty if no gradient follows.
     """
-    B, T, U1, K = duration_logits.shape
-    plan, device = lattice_plan(B, T, U1), duration_logits.device
-    shape = (B, T, U1) if save else (0,)
-    duration_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
+    plan, K, duration_lse = call.plan, len(durations), call.empty_lse()
+    saved_lse = duration_lse if call.need_posteriors else None
     # A scan reads some rows before and after its chunk. Those before it must have the probability
     # 0, because NaN would reach the states. In the same kind they have it, as arcs that leave the
     # lattice do. So each kind ends with a margin of probability 0, and the first one follows one.
     dtype = torch.float64 if flags is None else torch.int64
-    arcs = torch.empty(MARGIN + 2 * K * plan.nodes, dtype=dtype, device=device)[MARGIN:]
+    arcs = torch.empty(MARGIN + 2 * K * plan.nodes, dtype=dtype, device=call.device)[MARGIN:]
     launch(
         tdt_arcs_kernel,
-        chunk_programs(plan, B) + MARGIN // BLOCK_NODES,
-        durations=Logits(
-            duration_logits, duration_logits.stride(3), duration_lse if save else None
-        ),
-        lengths=targets.lengths,
+        chunk_programs(plan, call.B) + MARGIN // BLOCK_NODES,
+        durations=Logits(duration_logits, duration_logits.stride(3), saved_lse),
+        lengths=call.targets.lengths,
         tokens_ptr=tokens,
         arcs_ptr=arcs,
         flags_ptr=flags,
-        T=T,
-        B=B,
-        U1=U1,
+        T=call.T,
+        B=call.B,
+        U1=call.U1,
         **plan.layout,
-        **node_strides(duration_logits, T),
+        **node_strides(duration_logits, call.T),
         DURATIONS=duration_code(durations),
         K=K,
         BLOCK=BLOCK_NODES,
@@ -140,56 +126,42 @@ def tdt_forward(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the losses, both log-sum-exps and the posteriors, `[2 + K, B, T, U1]`."""
-    (B, T, U1, V), dtype = token_logits.shape, token_logits.dtype
-    targets = as_targets(labels, logit_lengths, target_lengths)
-    kinds, directions = arc_kinds(duration_arcs(durations)), 2 if need_posteriors else 1
+    B, T, U1, V = token_logits.shape
+    options = NodeOptions(blank, True, False, sigma, 0.0)
+    call = lattice_call(
+        token_logits, labels, logit_lengths, target_lengths, options, need_posteriors
+    )
+    kinds, directions = arc_kinds(duration_arcs(durations)), call.directions
     size = (B, T, U1, V, token_logits.element_size(), directions)
     if runtime_launch.NVIDIA and planning.tdt_overlaps(*size, kinds.number, kinds.depth):
-        return scan_durations_beside_rows(
-            token_logits, duration_logits, targets, blank, durations, sigma, need_posteriors
-        )
-    zeros = scan_zeros(lattice_plan(B, T, U1), B, directions, token_logits.device)
-    options = (blank, durations, sigma, zeros.flags, need_posteriors)
-    arcs, token_lse, duration_lse = tdt_arcs(token_logits, duration_logits, targets, *options)
-    nll, posteriors = scan_durations(
-        arcs, zeros, targets, (B, T, U1), V, blank, durations, dtype, need_posteriors
-    )
+        return scan_durations_beside_rows(call, token_logits, duration_logits, durations)
+    zeros = scan_zeros(call)
+    inputs = (token_logits, duration_logits, durations)
+    arcs, token_lse, duration_lse = tdt_arcs(call, *inputs, zeros.flags)
+    nll, posteriors = scan_durations(call, arcs, zeros, durations)
     return nll, token_lse, duration_lse, posteriors
 
 
 def scan_durations(
-    arcs: Tensor,
-    zeros: ScanZeros,
-    targets: Targets,
-    sizes: tuple[int, int, int],
-    V: int,
-    blank: int,
-    durations: Sequence[int],
-    dtype: torch.dtype,
-    need_posteriors: bool,
+    call: LatticeCall, arcs: Tensor, zeros: ScanZeros, durations: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the losses, and the posteriors `[2 + K, B, T, U1]` or an empty tensor."""
-    B, T, U1 = sizes
-    plan, kinds = lattice_plan(B, T, U1), arc_kinds(duration_arcs(durations))
-    directions = 2 if need_posteriors else 1
-    scan = new_scan(plan, arcs, zeros.flags, B, need_posteriors)
+    kinds = arc_kinds(duration_arcs(durations))
+    scan = new_scan(call, arcs, zeros.flags)
     launch_lanes(
         TDT_SCAN,
-        directions * B * plan.num_chunks,
+        call.directions * call.B * call.plan.num_chunks,
         scan=scan,
         carries=zeros.carries,
-        targets=targets,
-        **plan.scan_sizes(T, B, U1, V),
-        blank=blank,
-        target_stride=targets.stride,
-        DIRECTIONS=directions,
+        **call.scan_arguments,
+        DIRECTIONS=call.directions,
         BLOCK=scan_block(kinds.number),
         CODE=kinds.code,
         ARCS=kinds.number,
         DEPTH=kinds.depth,
-        PRECISE=dtype == torch.float64,
+        PRECISE=call.dtype == torch.float64,
     )
-    return launch_duration_posteriors(scan, targets, sizes, durations, dtype)
+    return launch_duration_posteriors(call, scan, durations)
 
 
 def tdt_gradient(
@@ -261,59 +233,47 @@ def duration_gradient(
 
 
 def best_path(
-    arcs: Tensor,
-    targets: Targets,
-    sizes: tuple[int, int, int],
-    V: int,
-    blank: int,
-    kinds: ArcKinds,
-    filled: bool,
-    dtype: torch.dtype,
+    call: LatticeCall, arcs: Tensor, kinds: ArcKinds, filled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the steps and scores of the labels on the best path, and its score.
 
     If the arcs are `filled`, those that leave the lattice have the score -inf; see
     `token_duration_arcs`.
     """
-    (B, T, U1), device = sizes, arcs.device
-    plan = lattice_plan(B, T, U1)
-    zeros = scan_zeros(plan, B, 1, device)
+    B, U1, plan, device = call.B, call.U1, call.plan, call.device
+    zeros = scan_zeros(call)
     pointers = torch.empty(plan.nodes, dtype=torch.int8, device=device)
     best = torch.empty(B, dtype=torch.float64, device=device)
     scan = Scan(arcs, pointers, zeros.flags, best)
+    shared = {"CODE": kinds.code, "ARCS": kinds.number}
     launch_lanes(
         BEST_SCAN,
         B * plan.num_chunks,
         scan=scan,
         carries=zeros.carries,
-        targets=targets,
-        **plan.scan_sizes(T, B, U1, V),
-        blank=blank,
-        target_stride=targets.stride,
+        **call.scan_arguments,
         FILLED=filled,
         BLOCK=scan_block(kinds.number),
-        CODE=kinds.code,
-        ARCS=kinds.number,
         DEPTH=kinds.depth,
+        **shared,
     )
     steps = torch.empty((B, U1 - 1), dtype=torch.int64, device=device)
-    scores = torch.empty((B, U1 - 1), dtype=acc_dtype(dtype), device=device)
-    score = torch.empty(B, dtype=acc_dtype(dtype), device=device)
+    scores = torch.empty((B, U1 - 1), dtype=acc_dtype(call.dtype), device=device)
+    score = torch.empty(B, dtype=scores.dtype, device=device)
     launch(
         rnnt_backtrace_kernel,
         B,
         scan=scan,
-        lengths=targets.lengths,
+        lengths=call.targets.lengths,
         steps_ptr=steps,
         scores_ptr=scores,
         score_ptr=score,
-        T=T,
+        T=call.T,
         U1=U1,
         **plan.layout,
-        CODE=kinds.code,
-        ARCS=kinds.number,
         BLOCK_U=128,
         num_warps=1,
+        **shared,
     )
     return steps, scores, score
 
@@ -327,15 +287,11 @@ def rnnt_align(
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the steps and scores of the labels on the best path, and its score."""
-    B, T, U1, V = logits.shape
-    targets = as_targets(labels, logit_lengths, target_lengths)
-    nodes = lattice_plan(B, T, U1).nodes
-    arcs = torch.empty((2, nodes), dtype=torch.float64, device=logits.device)
-    no_lse = torch.empty(0, dtype=LSE_DTYPE, device=logits.device)
     options = NodeOptions(blank, fused, False, 0.0, 0.0)
-    launch_nodes(logits, targets, no_lse, arcs, 0, B * T, (B, T, U1), options)
-    kinds = arc_kinds(RNNT_ARCS)
-    return best_path(arcs, targets, (B, T, U1), V, blank, kinds, False, logits.dtype)
+    call = lattice_call(logits, labels, logit_lengths, target_lengths, options, False)
+    arcs = call.empty_arcs()
+    launch_nodes(call, logits, call.empty_lse(), arcs, 0, call.B * call.T)
+    return best_path(call, arcs, arc_kinds(RNNT_ARCS), False)
 
 
 def tdt_align(
@@ -349,9 +305,7 @@ def tdt_align(
     sigma: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the steps and scores of the labels on the best path, and its score."""
-    B, T, U1, V = token_logits.shape
-    targets = as_targets(labels, logit_lengths, target_lengths)
-    options = (blank, durations, sigma, None, False)
-    arcs, _, _ = tdt_arcs(token_logits, duration_logits, targets, *options)
-    kinds = arc_kinds(duration_arcs(durations))
-    return best_path(arcs, targets, (B, T, U1), V, blank, kinds, True, token_logits.dtype)
+    options = NodeOptions(blank, True, False, sigma, 0.0)
+    call = lattice_call(token_logits, labels, logit_lengths, target_lengths, options, False)
+    arcs, _, _ = tdt_arcs(call, token_logits, duration_logits, durations, None)
+    return best_path(call, arcs, arc_kinds(duration_arcs(durations)), True)

@@ -10,7 +10,7 @@ with one load for each segment.
 import triton
 import triton.language as tl
 
-from .scan import load_emission, load_matrix
+from .scan import Sequence, load_emission, load_matrix
 from .scores import load_end, load_steps
 from .viterbi import store_best
 
@@ -39,56 +39,29 @@ def better_of_both(a, i, x, k, b, j, y, m):
 
 
 @triton.jit
-def two_maxima(older, ages, entered, states, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
-    """Return the best of the slots and of the states before, and their choices."""
-    if SLOTS >= BLOCK_C:
-        shape: tl.constexpr = (SLOTS // BLOCK_C, BLOCK_C, BLOCK_C)
-        older, ages = tl.reshape(older, shape), tl.reshape(ages, shape)
-        older, ages = tl.reduce((older, ages), 0, better_of)
-        return tl.reduce((older, ages, entered, states), 0, better_of_both)
-    else:
-        older, ages = tl.reduce((older, ages), 0, better_of)
-        entered, states = tl.reduce((entered, states), 0, better_of)
-        return older, ages, entered, states
-
-
-@triton.jit
 def semi_markov_best_scan_kernel(
-    emissions_ptr,  # [T, N, C]
-    start_ptr,  # [N, C]
-    end_ptr,  # [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see tables.py
     choices_ptr,  # [2, T, N, C] int32: the state before a segment that is closed, and its size
     score_ptr,  # [N]
     last_ptr,  # [N] int32: the last state, -1 without a path
-    T,
-    N,
-    C,
-    D,
-    stride_t,
-    stride_n,
-    stride_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Compute the best score of a sequence, and the choices of which it is made."""
     n = tl.program_id(0).to(tl.int64)
+    emissions, _, _, lengths_ptr, T, N, C, D = chains
     c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
     steps, invalid = load_steps(lengths_ptr, n, T)
     part = tl.full([], T, tl.int64) * N * C
-    sequence = (emissions_ptr + n * stride_n, steps, 0, 1, C, stride_t, stride_c)
+    sequence = Sequence(emissions.ptr + n * emissions.n, emissions.t, emissions.c, steps, 0, 1, C)
     matrix = load_matrix(weights_ptr + (4 * SLOTS + 2) * (BLOCK_C + 1), BLOCK_C)
     states = tl.arange(0, BLOCK_C)[:, None] + tl.zeros([BLOCK_C, BLOCK_C], tl.int32)
     scores_ptr = weights_ptr + 2 * SLOTS * (BLOCK_C + 1)
     one_step = tl.load(scores_ptr + c)  # row 0 has the duration 1
     ring = tl.full([SLOTS, BLOCK_C], -float("inf"), tl.float64)
     before = tl.zeros([SLOTS, BLOCK_C], tl.int32)
-    opened = load_end(start_ptr, n, c, C, start_n, start_c)
+    opened = load_end(chains.start, n, c, C)
     closed, state = tl.zeros([BLOCK_C], tl.float64), tl.zeros([BLOCK_C], tl.int32)
     emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
     for k in range(0, steps):
@@ -101,9 +74,17 @@ def semi_markov_best_scan_kernel(
         older = tl.where(is_older, ring + durations, -float("inf"))
         # The choice orders segments by their age. It has the state before, which is below 2**8.
         choice = (age << 8) | before
-        older, choice, entered, previous = two_maxima(
-            older, choice, matrix + closed[:, None], states, BLOCK_C, SLOTS
-        )
+        entered = matrix + closed[:, None]
+        if SLOTS >= BLOCK_C:
+            shape: tl.constexpr = (SLOTS // BLOCK_C, BLOCK_C, BLOCK_C)
+            parts = (tl.reshape(older, shape), tl.reshape(choice, shape))
+            older, choice = tl.reduce(parts, 0, better_of)
+            older, choice, entered, previous = tl.reduce(
+                (older, choice, entered, states), 0, better_of_both
+            )
+        else:
+            older, choice = tl.reduce((older, choice), 0, better_of)
+            entered, previous = tl.reduce((entered, states), 0, better_of)
         opened = tl.where(k == 0, opened, entered)
         state = tl.where(k == 0, 0, previous)
         newest = opened + score
@@ -120,5 +101,5 @@ def semi_markov_best_scan_kernel(
         tl.store(row, state_before, mask=c < C)
         tl.store(row + part, size, mask=c < C)
         emission, following = following, after
-    scores = closed + load_end(end_ptr, n, c, C, end_n, end_c)
+    scores = closed + load_end(chains.end, n, c, C)
     store_best(scores, c, n, invalid, score_ptr, last_ptr)

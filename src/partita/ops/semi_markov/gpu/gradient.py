@@ -7,17 +7,25 @@ transitions are exponentials too, and their sums over the steps are formed in pa
 fixed order.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .scores import exp_term, load_steps, load_total, rounded
 
 
+class Splits(NamedTuple):
+    """The number of splits of a sequence, and the steps of each."""
+
+    number: tl.tensor
+    steps: tl.tensor
+
+
 @triton.jit
-def starts_and_changes(
-    saved_ptr, n, t, steps, total, T, N, C, EXACT: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def starts_and_changes(scans, n, t, steps, total, EXACT: tl.constexpr, BLOCK_C: tl.constexpr):
     """Return the posteriors of starting a segment at steps t, and those minus of ending before."""
+    _, _, saved_ptr, T, N, C = scans
     c = tl.arange(0, BLOCK_C)[None, :]
     part = tl.full([], T, tl.int64) * N * C
     row_size = tl.full([], N, tl.int64) * C
@@ -33,28 +41,23 @@ def starts_and_changes(
 
 @triton.jit
 def semi_markov_changes_kernel(
-    logz_ptr,  # [N] fp64
-    lengths_ptr,  # [N] or None
-    saved_ptr,  # [4, T, N, C] fp64
+    scans,  # Scans
+    splits,  # Splits
     changes_ptr,  # [N, splits, C] fp64
-    T,
-    N,
-    C,
-    splits,
-    per_split,  # steps
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Sum over the steps of a split by how much the posteriors of states change."""
     program = tl.program_id(0).to(tl.int64)
-    n, split = program // splits, program % splits
+    lengths_ptr, logz_ptr, _, T, _, C = scans
+    n, split = program // splits.number, program % splits.number
     steps, _ = load_steps(lengths_ptr, n, T)
     total = load_total(logz_ptr, n)
     change = tl.zeros([BLOCK_C], tl.float64)
-    for tile in range(0, per_split, ROWS):
-        t = split * per_split + tile + tl.arange(0, ROWS)[:, None]
-        changes = starts_and_changes(saved_ptr, n, t, steps, total, T, N, C, EXACT, BLOCK_C)[1]
+    for tile in range(0, splits.steps, ROWS):
+        t = split * splits.steps + tile + tl.arange(0, ROWS)[:, None]
+        changes = starts_and_changes(scans, n, t, steps, total, EXACT, BLOCK_C)[1]
         change += tl.sum(changes, axis=0)
     c = tl.arange(0, BLOCK_C)
     tl.store(changes_ptr + program * C + c, change, mask=c < C)
@@ -63,30 +66,22 @@ def semi_markov_changes_kernel(
 @triton.jit
 def semi_markov_states_kernel(
     grad_ptr,  # [N]
-    emissions_ptr,  # [T, N, C]
-    lengths_ptr,  # [N] or None
-    logz_ptr,  # [N] fp64
-    saved_ptr,  # [4, T, N, C] fp64
+    grad_n,
+    emissions,  # Emissions
+    scans,  # Scans
+    splits,  # Splits
     changes_ptr,  # [N, splits, C] fp64
     d_emissions_ptr,  # [T, N, C]
     d_start_ptr,  # [N, C]
     d_end_ptr,  # [N, C]
-    T,
-    N,
-    C,
-    splits,
-    per_split,  # steps
-    grad_n,
-    stride_t,
-    stride_n,
-    stride_c,
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Write the gradients in emissions and in ends for a split of the steps of a sequence."""
     program = tl.program_id(0).to(tl.int64)
-    n, split = program // splits, program % splits
+    n, split = program // splits.number, program % splits.number
+    lengths_ptr, logz_ptr, saved_ptr, T, N, C = scans
     c = tl.arange(0, BLOCK_C)[None, :]
     steps, _ = load_steps(lengths_ptr, n, T)
     total = load_total(logz_ptr, n)
@@ -95,18 +90,18 @@ def semi_markov_states_kernel(
     covering = tl.zeros([1, BLOCK_C], tl.float64)
     for first in range(0, split, ROWS):
         before = first + tl.arange(0, ROWS)[:, None]
-        at = changes_ptr + (n * splits + before) * C + c
+        at = changes_ptr + (n * splits.number + before) * C + c
         changes = tl.load(at, mask=(before < split) & (c < C), other=0.0)
         covering += tl.sum(changes, axis=0)[None, :]
-    for tile in range(0, per_split, ROWS):
-        t = split * per_split + tile + tl.arange(0, ROWS)[:, None]
-        starts, change = starts_and_changes(saved_ptr, n, t, steps, total, T, N, C, EXACT, BLOCK_C)
+    for tile in range(0, splits.steps, ROWS):
+        t = split * splits.steps + tile + tl.arange(0, ROWS)[:, None]
+        starts, change = starts_and_changes(scans, n, t, steps, total, EXACT, BLOCK_C)
         posterior = tl.maximum(covering + tl.cumsum(change, axis=0), 0.0)
         posterior = tl.where(change == change, posterior, change)  # the maximum of NaN is 0
         covering += tl.sum(change, axis=0)[None, :]
-        score_at = t * stride_t + n * stride_n + c.to(tl.int64) * stride_c
+        score_at = t * emissions.t + n * emissions.n + c.to(tl.int64) * emissions.c
         mask = (t < steps) & (c < C)
-        score = tl.load(emissions_ptr + score_at, mask=mask, other=-float("inf"))
+        score = tl.load(emissions.ptr + score_at, mask=mask, other=-float("inf"))
         # What rounding leaves of a state that is impossible would make 0 times -inf infinite.
         posterior = tl.where(score == -float("inf"), 0.0, posterior)
         # The sum is 1 but for the rounding errors of scores, which grow with log Z.
@@ -129,23 +124,12 @@ def semi_markov_states_kernel(
 
 @triton.jit
 def semi_markov_segments_kernel(
-    emissions_ptr,  # [T, N, C]
-    durations_ptr,  # [D, C]
-    lengths_ptr,  # [N] or None
-    logz_ptr,  # [N] fp64
-    saved_ptr,  # [4, T, N, C] fp64
+    emissions,  # Emissions
+    durations,  # Matrix
+    scans,  # Scans
+    splits,  # Splits
     result_ptr,  # [T, D, N, C] if SEGMENTS, otherwise [N, splits, D, C] fp64
-    T,
-    N,
-    C,
     D,
-    splits,
-    per_split,  # steps
-    stride_t,
-    stride_n,
-    stride_c,
-    dur_d,
-    dur_c,
     SEGMENTS: tl.constexpr,
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -153,24 +137,26 @@ def semi_markov_segments_kernel(
 ):
     """Write the posteriors of segments by last step, or their sums over the steps of a split."""
     program = tl.program_id(0).to(tl.int64)
-    n, split = program // splits % N, program % splits
-    c = program // splits // N * BLOCK_C + tl.arange(0, BLOCK_C)
+    lengths_ptr, logz_ptr, saved_ptr, T, N, C = scans
+    n, split = program // splits.number % N, program % splits.number
+    c = program // splits.number // N * BLOCK_C + tl.arange(0, BLOCK_C)
     column = c[None, :]
     steps, invalid = load_steps(lengths_ptr, n, T)
     total = load_total(logz_ptr, n)
     part = tl.full([], T, tl.int64) * N * C
     row_size = tl.full([], N, tl.int64) * C
-    for tile in range(0, per_split, ROWS):
-        t = split * per_split + tile + tl.arange(0, ROWS)[:, None]
+    for tile in range(0, splits.steps, ROWS):
+        t = split * splits.steps + tile + tl.arange(0, ROWS)[:, None]
         at, ends = t * row_size + n * C + column, (t < steps) & (column < C)
         # The score of what follows, and of the steps of the segment, minus log Z.
         score = tl.load(saved_ptr + 3 * part + at, mask=ends, other=-float("inf")) - total
         for d in range(0, D):
             first, mask = t - d, ends & (t >= d)
-            step_at = first * stride_t + n * stride_n + column * stride_c
-            score += tl.load(emissions_ptr + step_at, mask=mask, other=0.0).to(tl.float64)
+            step_at = first * emissions.t + n * emissions.n + column * emissions.c
+            score += tl.load(emissions.ptr + step_at, mask=mask, other=0.0).to(tl.float64)
             opened = tl.load(saved_ptr + at - d * row_size, mask=mask, other=-float("inf"))
-            duration_at = durations_ptr + tl.full([], d, tl.int64) * dur_d + c * dur_c
+            duration_at = durations.ptr + tl.full([], d, tl.int64) * durations.row
+            duration_at += c * durations.column
             duration = tl.load(duration_at, mask=c < C, other=0.0).to(tl.float64)
             posterior = exp_term(score + (opened + duration[None, :]), EXACT)
             posterior = tl.where(total == total, posterior, total)
@@ -180,7 +166,7 @@ def semi_markov_segments_kernel(
                 value = rounded(posterior, result_ptr.dtype.element_ty)
                 tl.store(result_ptr + to, value, mask=(t < T) & (column < C))
             else:
-                to = result_ptr + ((n * splits + split) * D + d) * C + c
+                to = result_ptr + ((n * splits.number + split) * D + d) * C + c
                 so_far = tl.load(to, mask=(c < C) & (tile > 0), other=0.0)
                 tl.store(to, so_far + tl.sum(posterior, axis=0), mask=c < C)
         tl.debug_barrier()  # the next tile reads what other threads stored
@@ -188,55 +174,49 @@ def semi_markov_segments_kernel(
 
 @triton.jit
 def semi_markov_pairs_kernel(
-    transitions_ptr,  # [C, C]
-    lengths_ptr,  # [N] or None
-    logz_ptr,  # [N] fp64
-    saved_ptr,  # [4, T, N, C] fp64
+    transitions,  # Matrix
+    scans,  # Scans
+    splits,  # Splits
     pairs_ptr,  # [N, splits, C, C] fp64
-    T,
-    N,
-    C,
-    splits,
-    per_split,
-    trans_k,
-    trans_c,
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sum the posteriors of transitions over the steps of a split for a tile of pairs."""
     program = tl.program_id(0).to(tl.int64)
-    n, split, tile = program // splits % N, program % splits, program // splits // N
+    lengths_ptr, logz_ptr, saved_ptr, T, N, C = scans
+    n, split = program // splits.number % N, program % splits.number
+    tile = program // splits.number // N
     tiles = tl.cdiv(C, BLOCK)
     k = (tile // tiles * BLOCK + tl.arange(0, BLOCK))[:, None]
     c = (tile % tiles * BLOCK + tl.arange(0, BLOCK))[None, :]
     mask = (k < C) & (c < C)
-    at = k * trans_k + c * trans_c
-    transitions = tl.load(transitions_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
+    at = k * transitions.row + c * transitions.column
+    score = tl.load(transitions.ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
     steps, invalid = load_steps(lengths_ptr, n, T)
-    transitions -= load_total(logz_ptr, n)
+    score -= load_total(logz_ptr, n)
     part = tl.full([], T, tl.int64) * N * C
     row_size = tl.full([], N, tl.int64) * C
     sums = tl.zeros([BLOCK, BLOCK], tl.float64)
-    first = tl.maximum(split * per_split, 1)
-    for t in range(first, tl.minimum(split * per_split + per_split, steps)):
+    first = split * splits.steps
+    for t in range(tl.maximum(first, 1), tl.minimum(first + splits.steps, steps)):
         row = saved_ptr + t * row_size + n * C
         alpha = tl.load(row + part - row_size + k, mask=k < C, other=-float("inf"))
         opened = tl.load(row + 2 * part + c, mask=c < C, other=-float("inf"))
-        sums += exp_term(alpha + opened + transitions, EXACT)
+        sums += exp_term(alpha + opened + score, EXACT)
     sums += invalid  # Without a step the sum of an invalid sequence is NaN too.
-    tl.store(pairs_ptr + ((n * splits + split) * C + k) * C + c, sums, mask=mask)
+    tl.store(pairs_ptr + ((n * splits.number + split) * C + k) * C + c, sums, mask=mask)
 
 
 @triton.jit
 def semi_markov_sum_kernel(
     grad_ptr,  # [N]
+    grad_n,
     parts_ptr,  # [N, splits, columns] fp64
     result_ptr,  # [groups, columns]
     N,
     splits,
     columns,
     groups,  # 1, or N for a sum of each sequence
-    grad_n,
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

@@ -12,6 +12,7 @@ from ....runtime.launch import cdiv, launch
 from ..common import saved_shape
 from . import plan
 from .gradient import (
+    Splits,
     semi_markov_changes_kernel,
     semi_markov_pairs_kernel,
     semi_markov_segments_kernel,
@@ -19,12 +20,28 @@ from .gradient import (
     semi_markov_sum_kernel,
 )
 from .scan import semi_markov_scan_kernel
+from .scores import Chains, Emissions, Matrix, Scans
 from .tables import semi_markov_tables_kernel, semi_markov_weights_kernel
 
 
 def is_exact(*tensors: Tensor) -> bool:
     """Return whether exponentials have to be right in fp64."""
     return any(tensor.dtype == torch.float64 for tensor in tensors)
+
+
+def strided(scores: Tensor) -> Matrix:
+    """Return scores `[rows, columns]` with their strides, as kernels take them."""
+    return Matrix(scores, *scores.stride())
+
+
+def batch_of(
+    emissions: Tensor, durations: Tensor, start: Tensor, end: Tensor, lengths: Tensor | None
+) -> Chains:
+    """Return the chains of a batch, as the scans take them."""
+    T, N, C = emissions.shape
+    lengths = None if lengths is None else lengths.contiguous()
+    emissions_of = Emissions(emissions, *emissions.stride())
+    return Chains(emissions_of, strided(start), strided(end), lengths, T, N, C, len(durations))
 
 
 def semi_markov_logz(
@@ -42,34 +59,38 @@ def semi_markov_logz(
     logz = torch.empty(N, **fp64)
     rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
     saved = torch.empty(saved_shape("gpu", T, N, C) if save else (0,), **fp64)
-    D = len(durations)
-    lengths = None if lengths is None else lengths.contiguous()
-    inputs = (emissions, start, end, lengths)
-    strides = (*emissions.stride(), *start.stride(), *end.stride())
-    programs, exact = 2 * N if save else N, is_exact(emissions, transitions, durations)
-    options = {"SAVE": save, "EXACT": exact}
+    D, programs = len(durations), 2 * N if save else N
+    arguments: dict[str, Any] = {
+        "chains": batch_of(emissions, durations, start, end, lengths),
+        "saved_ptr": saved,
+        "logz_ptr": logz,
+        "rounded_ptr": rounded,
+        "SAVE": save,
+        "EXACT": is_exact(emissions, transitions, durations),
+    }
     if plan.is_resident(C, D):
-        scan = plan.scan_options(C, D)
         weights = scan_weights(transitions, durations)
         ring = torch.empty((programs, plan.duration_block(D) + 1, plan.state_block(C) + 1), **fp64)
         launch(
             semi_markov_scan_kernel,
             programs,
-            *(*inputs, weights, ring, saved, logz, rounded, T, N, C, D, *strides),
-            **options,
-            **scan,
+            weights_ptr=weights,
+            ring_ptr=ring,
+            **arguments,
+            **plan.scan_options(C, D),
         )
     else:
         from .memory_scan import semi_markov_memory_scan_kernel
 
         tables = score_tables(transitions, durations)
         ring = torch.empty((programs, D + 2, C), **fp64)
-        sizes = (T, N, C, D, plan.duration_block(D))
         launch(
             semi_markov_memory_scan_kernel,
             programs,
-            *(*inputs, tables, ring, saved, logz, rounded, *sizes, *strides),
-            **options,
+            tables_ptr=tables,
+            slots=plan.duration_block(D),
+            ring_ptr=ring,
+            **arguments,
             **plan.memory_scan_options(C),
         )
     return logz, rounded, saved
@@ -80,11 +101,15 @@ def score_tables(transitions: Tensor, durations: Tensor) -> Tensor:
     D, C = durations.shape
     size = plan.tables_size(C, D)
     tables = torch.empty(size, dtype=torch.float64, device=durations.device)
-    strides = (*transitions.stride(), *durations.stride())
     launch(
         semi_markov_tables_kernel,
         cdiv(size, 256),
-        *(transitions, durations, tables, C, D, plan.duration_block(D), *strides),
+        transitions=strided(transitions),
+        durations=strided(durations),
+        tables_ptr=tables,
+        C=C,
+        D=D,
+        slots=plan.duration_block(D),
         BLOCK=256,
         num_warps=4,
     )
@@ -101,12 +126,22 @@ def scan_weights(transitions: Tensor, durations: Tensor) -> Tensor:
     launch(
         semi_markov_weights_kernel,
         1,
-        *(transitions, durations, weights, C, D, *transitions.stride(), *durations.stride()),
+        transitions=strided(transitions),
+        durations=strided(durations),
+        weights_ptr=weights,
+        C=C,
+        D=D,
         BLOCK_C=block,
         SLOTS=slots,
         num_warps=8,
     )
     return weights
+
+
+def scans_of(lengths: Tensor | None, logz: Tensor, saved: Tensor, emissions: Tensor) -> Scans:
+    """Return what the scans left, as the kernels of posteriors take it."""
+    lengths = None if lengths is None else lengths.contiguous()
+    return Scans(lengths, logz, saved, *emissions.shape)
 
 
 def semi_markov_gradient(
@@ -124,46 +159,49 @@ def semi_markov_gradient(
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
     T, N, C = emissions.shape
     D, device = len(durations), emissions.device
-    exact = is_exact(emissions, transitions, durations)
-    lengths = None if lengths is None else lengths.contiguous()
     d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
     d_start, d_end = (torch.empty((N, C), dtype=x.dtype, device=device) for x in (start, end))
-    grad_n = grad_output.stride(0)
-    splits, per_split = plan.splits(T, N, C)
-    changes = torch.empty((N, splits, C), dtype=torch.float64, device=device)
-    programs, options = N * splits if C else 0, plan.state_options(C)
-    launch(
-        semi_markov_changes_kernel,
-        programs,
-        *(logz, lengths, saved, changes, T, N, C, splits, per_split),
-        EXACT=exact,
-        **options,
-    )
+    splits = Splits(*plan.splits(T, N, C))
+    common = {
+        "scans": scans_of(lengths, logz, saved, emissions),
+        "splits": splits,
+        "EXACT": is_exact(emissions, transitions, durations),
+    }
+    changes = torch.empty((N, splits.number, C), dtype=torch.float64, device=device)
+    programs, options = N * splits.number if C else 0, plan.state_options(C)
+    launch(semi_markov_changes_kernel, programs, changes_ptr=changes, **common, **options)
     launch(
         semi_markov_states_kernel,
         programs,
-        *(grad_output, emissions, lengths, logz, saved, changes, d_emissions, d_start, d_end),
-        *(T, N, C, splits, per_split, grad_n, *emissions.stride()),
-        EXACT=exact,
+        grad_ptr=grad_output,
+        grad_n=grad_output.stride(0),
+        emissions=Emissions(emissions, *emissions.stride()),
+        changes_ptr=changes,
+        d_emissions_ptr=d_emissions,
+        d_start_ptr=d_start,
+        d_end_ptr=d_end,
+        **common,
         **options,
     )
-    pairs = torch.empty((N, splits, C * C), dtype=torch.float64, device=device)
+    pairs = torch.empty((N, splits.number, C * C), dtype=torch.float64, device=device)
     launch(
         semi_markov_pairs_kernel,
-        N * splits * cdiv(C, plan.posterior_block(C)) ** 2,
-        *(transitions, lengths, logz, saved, pairs, T, N, C, splits, per_split),
-        *transitions.stride(),
-        EXACT=exact,
+        N * splits.number * cdiv(C, plan.posterior_block(C)) ** 2,
+        transitions=strided(transitions),
+        pairs_ptr=pairs,
+        **common,
         **plan.pair_options(C),
     )
-    counts = torch.empty((N, splits, D * C), dtype=torch.float64, device=device)
+    counts = torch.empty((N, splits.number, D * C), dtype=torch.float64, device=device)
     launch(
         semi_markov_segments_kernel,
-        N * splits * cdiv(C, plan.posterior_block(C)),
-        *(emissions, durations, lengths, logz, saved, counts, T, N, C, D, splits, per_split),
-        *(*emissions.stride(), *durations.stride()),
+        N * splits.number * cdiv(C, plan.posterior_block(C)),
+        emissions=Emissions(emissions, *emissions.stride()),
+        durations=strided(durations),
+        result_ptr=counts,
+        D=D,
         SEGMENTS=False,
-        EXACT=exact,
+        **common,
         **plan.segment_options(C),
     )
     d_transitions, d_durations = (
@@ -192,7 +230,14 @@ def add_parts(
     launch(
         semi_markov_sum_kernel,
         groups * cdiv(columns, options["BLOCK"]),
-        *(grad_output, parts, result, N, splits, columns, groups, grad_output.stride(0)),
+        grad_ptr=grad_output,
+        grad_n=grad_output.stride(0),
+        parts_ptr=parts,
+        result_ptr=result,
+        N=N,
+        splits=splits,
+        columns=columns,
+        groups=groups,
         **options,
     )
     return result
@@ -212,16 +257,18 @@ def semi_markov_segments(
     T, N, C = emissions.shape
     D, dtype = len(durations), acc_dtype(emissions.dtype)
     result = torch.empty((T, D, N, C), dtype=dtype, device=emissions.device)
-    lengths = None if lengths is None else lengths.contiguous()
-    options = plan.segment_options(C)
-    splits, per_split = plan.splits(T, N, C)
+    splits = Splits(*plan.splits(T, N, C))
     launch(
         semi_markov_segments_kernel,
-        N * splits * cdiv(C, options["BLOCK_C"]),
-        *(emissions, durations, lengths, logz, saved, result, T, N, C, D, splits, per_split),
-        *(*emissions.stride(), *durations.stride()),
+        N * splits.number * cdiv(C, plan.posterior_block(C)),
+        emissions=Emissions(emissions, *emissions.stride()),
+        durations=strided(durations),
+        scans=scans_of(lengths, logz, saved, emissions),
+        splits=splits,
+        result_ptr=result,
+        D=D,
         SEGMENTS=True,
         EXACT=is_exact(emissions, transitions, durations),
-        **options,
+        **plan.segment_options(C),
     )
     return result

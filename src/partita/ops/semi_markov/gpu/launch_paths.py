@@ -8,8 +8,9 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from . import plan
-from .launch import scan_weights, score_tables, semi_markov_logz
+from .launch import batch_of, scan_weights, scans_of, score_tables, semi_markov_logz, strided
 from .sample import semi_markov_sample_kernel
+from .scores import Emissions
 from .viterbi import semi_markov_trace_kernel, semi_markov_viterbi_kernel
 
 
@@ -29,33 +30,44 @@ def semi_markov_viterbi(
     starts = torch.empty((T, N), dtype=torch.bool, device=device)
     choices = torch.empty((2, T, N, C), dtype=torch.int32, device=device)
     last = torch.empty(N, dtype=torch.int32, device=device)
-    lengths = None if lengths is None else lengths.contiguous()
-    inputs = (emissions, start, end, lengths)
-    results = (choices, score, last)
-    strides = (*emissions.stride(), *start.stride(), *end.stride())
-    resident = plan.is_resident(C, D)
+    chains, resident = batch_of(emissions, durations, start, end, lengths), plan.is_resident(C, D)
+    arguments = {
+        "chains": chains,
+        "choices_ptr": choices,
+        "score_ptr": score,
+        "last_ptr": last,
+    }
     if resident:
         from .best_scan import semi_markov_best_scan_kernel
 
         launch(
             semi_markov_best_scan_kernel,
             N,
-            *(*inputs, scan_weights(transitions, durations), *results, T, N, C, D, *strides),
+            weights_ptr=scan_weights(transitions, durations),
+            **arguments,
             **plan.scan_options(C, D),
         )
     else:
-        ring = torch.empty((N, D + 2, C), dtype=torch.float64, device=device)
         launch(
             semi_markov_viterbi_kernel,
             N,
-            *(*inputs, score_tables(transitions, durations), ring, *results),
-            *(T, N, C, D, plan.duration_block(D), *strides),
+            tables_ptr=score_tables(transitions, durations),
+            slots=plan.duration_block(D),
+            ring_ptr=torch.empty((N, D + 2, C), dtype=torch.float64, device=device),
+            **arguments,
             **plan.viterbi_options(C, D),
         )
     launch(
         semi_markov_trace_kernel,
         N,
-        *(choices, last, states, starts, lengths, T, N, C),
+        choices_ptr=choices,
+        last_ptr=last,
+        states_ptr=states,
+        starts_ptr=starts,
+        lengths_ptr=chains.lengths,
+        T=T,
+        N=N,
+        C=C,
         BY_END=resident,
         BLOCK=32,
         num_warps=1,
@@ -79,13 +91,19 @@ def semi_markov_sample(
     D, k, device = len(durations), uniforms.shape[2], emissions.device
     states = torch.empty((k, T, N), dtype=torch.int64, device=device)
     starts = torch.empty((k, T, N), dtype=torch.bool, device=device)
-    lengths = None if lengths is None else lengths.contiguous()
     launch(
         semi_markov_sample_kernel,
         k * N,
-        *(emissions, transitions, durations, end, lengths, logz, saved, uniforms.contiguous()),
-        *(states, starts, T, N, C, D, k),
-        *(*emissions.stride(), *transitions.stride(), *durations.stride(), *end.stride()),
+        emissions=Emissions(emissions, *emissions.stride()),
+        transitions=strided(transitions),
+        durations=strided(durations),
+        end=strided(end),
+        scans=scans_of(lengths, logz, saved, emissions),
+        uniforms_ptr=uniforms.contiguous(),
+        states_ptr=states,
+        starts_ptr=starts,
+        D=D,
+        samples=k,
         **plan.sample_options(C, D),
     )
     return states, starts

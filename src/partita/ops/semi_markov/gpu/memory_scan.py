@@ -11,76 +11,14 @@ from .scores import add_terms, load_end, load_steps, log_of_sum, store_logz
 
 
 @triton.jit
-def sum_transitions(
-    table_ptr, closed_ptr, c, C, EXACT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Return the log-sum-exp of the transitions to the states c, [BLOCK_C]."""
-    maximum = tl.full([BLOCK_C], -float("inf"), tl.float64)
-    total = tl.zeros([BLOCK_C], tl.float64)
-    for k in range(0, C, BLOCK_K):
-        other = k + tl.arange(0, BLOCK_K)[None, :]
-        at, mask = c[:, None].to(tl.int64) * C + other, (c[:, None] < C) & (other < C)
-        terms = tl.load(table_ptr + at, mask=mask, other=-float("inf"))
-        terms += tl.load(closed_ptr + other, mask=other < C, other=0.0)
-        maximum, total = add_terms(maximum, total, terms, EXACT)
-    return log_of_sum(total, EXACT) + maximum  # -inf without a term
-
-
-@triton.jit
-def sum_durations(
-    durations_ptr,  # [C, 2 * slots] fp64, see tables.py
-    ring_ptr,  # [D, C] fp64
-    k,
-    opened,  # [BLOCK_C] fp64
-    emission,  # [BLOCK_C] fp64
-    c,
-    C,
-    D,
-    slots,
-    EXACT: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Add the emissions to the open segments, and return the log-sum-exp over their ages."""
-    maximum = tl.full([BLOCK_C], -float("inf"), tl.float64)
-    total = tl.zeros([BLOCK_C], tl.float64)
-    for first in range(0, tl.minimum(k + 1, D), BLOCK_K):
-        age = first + tl.arange(0, BLOCK_K)[None, :]
-        mask = (c[:, None] < C) & (age < D) & (age <= k)
-        slot = (k - age + D) % D  # ages above k have no slot
-        at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
-        ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
-        ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
-        tl.store(at, ring, mask=mask)
-        duration_at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
-        durations = tl.load(duration_at, mask=mask, other=-float("inf"))
-        maximum, total = add_terms(maximum, total, ring + durations, EXACT)
-    return log_of_sum(total, EXACT) + maximum
-
-
-@triton.jit
 def semi_markov_memory_scan_kernel(
-    emissions_ptr,  # [T, N, C]
-    start_ptr,  # [N, C]
-    end_ptr,  # [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     tables_ptr,  # see tables.py
+    slots,
     ring_ptr,  # [programs, D + 2, C] fp64: the open segments, and what two steps closed
-    saved_ptr,  # [4, T, N, C] fp64 if SAVE: opened and closed of alpha, closed and opened of beta
+    saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
-    T,
-    N,
-    C,
-    D,
-    slots,
-    stride_t,
-    stride_n,
-    stride_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     SAVE: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -90,6 +28,7 @@ def semi_markov_memory_scan_kernel(
     """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards."""
     is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
     n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
+    emissions, _, _, lengths_ptr, T, N, C, D = chains
     steps, invalid = load_steps(lengths_ptr, n, T)
     pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
     ring_ptr += tl.program_id(0).to(tl.int64) * (D + 2) * C
@@ -100,19 +39,39 @@ def semi_markov_memory_scan_kernel(
         row = tl.where(is_alpha, k, steps - 1 - k).to(tl.int64)
         for block in range(0, C, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
-            start = load_end(start_ptr, n, c, C, start_n, start_c)
-            end = load_end(end_ptr, n, c, C, end_n, end_c)
+            start, end = load_end(chains.start, n, c, C), load_end(chains.end, n, c, C)
             opened = tl.where(is_alpha, start, end)
-            if k > 0:
+            if k > 0:  # the log-sum-exp of the transitions to the states c
                 table_ptr = tables_ptr + tl.where(is_alpha, 0, pairs)
-                before = recent_ptr + (k - 1) % 2 * C
-                opened = sum_transitions(table_ptr, before, c, C, EXACT, BLOCK_C, BLOCK_K)
-            at = n * stride_n + row * stride_t + c.to(tl.int64) * stride_c
-            emission = tl.load(emissions_ptr + at, mask=c < C, other=-float("inf"))
-            closed = sum_durations(
-                *(tables_ptr + 2 * pairs, ring_ptr, k, opened, emission.to(tl.float64), c),
-                *(C, D, slots, EXACT, BLOCK_C, BLOCK_K),
-            )
+                before_ptr = recent_ptr + (k - 1) % 2 * C
+                maximum = tl.full([BLOCK_C], -float("inf"), tl.float64)
+                total = tl.zeros([BLOCK_C], tl.float64)
+                for first in range(0, C, BLOCK_K):
+                    other = first + tl.arange(0, BLOCK_K)[None, :]
+                    at = c[:, None].to(tl.int64) * C + other
+                    mask = (c[:, None] < C) & (other < C)
+                    terms = tl.load(table_ptr + at, mask=mask, other=-float("inf"))
+                    terms += tl.load(before_ptr + other, mask=other < C, other=0.0)
+                    maximum, total = add_terms(maximum, total, terms, EXACT)
+                opened = log_of_sum(total, EXACT) + maximum  # -inf without a term
+            step = n * emissions.n + row * emissions.t + c.to(tl.int64) * emissions.c
+            emission = tl.load(emissions.ptr + step, mask=c < C, other=-float("inf")).to(tl.float64)
+            # The emissions are added to the open segments, whose log-sum-exp is what closes.
+            durations_ptr = tables_ptr + 2 * pairs
+            maximum = tl.full([BLOCK_C], -float("inf"), tl.float64)
+            total = tl.zeros([BLOCK_C], tl.float64)
+            for first in range(0, tl.minimum(k + 1, D), BLOCK_K):
+                age = first + tl.arange(0, BLOCK_K)[None, :]
+                mask = (c[:, None] < C) & (age < D) & (age <= k)
+                slot = (k - age + D) % D  # ages above k have no slot
+                at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
+                ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
+                ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
+                tl.store(at, ring, mask=mask)
+                at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
+                durations = tl.load(at, mask=mask, other=-float("inf"))
+                maximum, total = add_terms(maximum, total, ring + durations, EXACT)
+            closed = log_of_sum(total, EXACT) + maximum
             tl.store(recent_ptr + k % 2 * C + c, closed, mask=c < C)
             if SAVE:
                 tl.store(opened_ptr + row * N * C + c, opened, mask=c < C)
@@ -121,5 +80,4 @@ def semi_markov_memory_scan_kernel(
     if is_alpha:
         c = tl.arange(0, BLOCK_ALL)
         closed = tl.load(recent_ptr + (steps - 1) % 2 * C + c, mask=c < C, other=-float("inf"))
-        end = load_end(end_ptr, n, c, C, end_n, end_c)
-        store_logz(closed + end, n, invalid, logz_ptr, rounded_ptr)
+        store_logz(closed + load_end(chains.end, n, c, C), n, invalid, logz_ptr, rounded_ptr)

@@ -20,34 +20,21 @@ def draw(terms, index, uniform):
 
 @triton.jit
 def semi_markov_sample_kernel(
-    emissions_ptr,  # [T, N, C]
-    transitions_ptr,  # [C, C]
-    durations_ptr,  # [D, C]
-    end_ptr,  # [N, C]
-    lengths_ptr,  # [N] or None
-    logz_ptr,  # [N] fp64
-    saved_ptr,  # [4, T, N, C] fp64
+    emissions,  # Emissions
+    transitions,  # Matrix
+    durations,  # Matrix
+    end,  # Matrix
+    scans,  # Scans
     uniforms_ptr,  # [T, 2, k, N] fp64
     states_ptr,  # [k, T, N] int64
     starts_ptr,  # [k, T, N] bool
-    T,
-    N,
-    C,
     D,
     samples,
-    stride_t,
-    stride_n,
-    stride_c,
-    trans_k,
-    trans_c,
-    dur_d,
-    dur_c,
-    end_n,
-    end_c,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Draw one path of one sequence: the last state and its duration, then those before."""
+    lengths_ptr, logz_ptr, saved_ptr, T, N, C = scans
     n, k = (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64)
     c, d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
     steps, _ = load_steps(lengths_ptr, n, T)
@@ -56,7 +43,7 @@ def semi_markov_sample_kernel(
     has_path = tl.load(logz_ptr + n) > -float("inf")  # False for NaN
     t = tl.where(has_path, steps.to(tl.int64) - 1, -1)
     write_segment(states_ptr + path, starts_ptr + path, N, t + 1, T - 1 - t, -1, BLOCK_D)
-    follows = tl.load(end_ptr + n * end_n + c.to(tl.int64) * end_c, mask=c < C, other=0.0)
+    follows = tl.load(end.ptr + n * end.row + c.to(tl.int64) * end.column, mask=c < C, other=0.0)
     follows = follows.to(tl.float64)
     while t >= 0:
         uniform_ptr = uniforms_ptr + (2 * t * samples + k) * N + n
@@ -64,16 +51,16 @@ def semi_markov_sample_kernel(
         alpha = tl.load(saved_ptr + alpha_at, mask=c < C, other=-float("inf"))
         state = draw(alpha + follows, c, tl.load(uniform_ptr))
         inside = (d < D) & (d <= t)
-        at = n * stride_n + (t - d) * stride_t + state * stride_c
-        emitted = tl.load(emissions_ptr + at, mask=inside, other=0.0).to(tl.float64)
+        at = n * emissions.n + (t - d) * emissions.t + state * emissions.c
+        emitted = tl.load(emissions.ptr + at, mask=inside, other=0.0).to(tl.float64)
         opened_at = (t - d) * row_size + n * C + state
         terms = tl.load(saved_ptr + opened_at, mask=inside, other=-float("inf"))
-        duration_at = d.to(tl.int64) * dur_d + state * dur_c
-        duration = tl.load(durations_ptr + duration_at, mask=inside, other=0.0).to(tl.float64)
+        duration_at = d.to(tl.int64) * durations.row + state * durations.column
+        duration = tl.load(durations.ptr + duration_at, mask=inside, other=0.0).to(tl.float64)
         terms += tl.cumsum(emitted, axis=0) + duration
         size = draw(terms, d, tl.load(uniform_ptr + tl.full([], samples, tl.int64) * N)) + 1
         first = t + 1 - size
         write_segment(states_ptr + path, starts_ptr + path, N, first, size, state, BLOCK_D)
-        at = c.to(tl.int64) * trans_k + state * trans_c
-        follows = tl.load(transitions_ptr + at, mask=c < C, other=0.0).to(tl.float64)
+        at = c.to(tl.int64) * transitions.row + state * transitions.column
+        follows = tl.load(transitions.ptr + at, mask=c < C, other=0.0).to(tl.float64)
         t = first - 1

@@ -23,6 +23,8 @@ a segment to 0; each state remembers when that last happened.
 Source: Sarawagi and Cohen, Semi-Markov conditional random fields for information extraction, 2004.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -56,14 +58,62 @@ MAX_EXPONENT = tl.constexpr(700.0)  # of e**x
 ALWAYS = tl.constexpr(2**30)  # steps
 
 
+class Sequence(NamedTuple):
+    """The emissions of one sequence in the order of a scan.
+
+    Fields:
+        ptr, stride_t, stride_c: the emissions `[T, C]`.
+        steps, t, dt: the number of steps, the row of the first, and 1 or -1 to the next.
+        C: states.
+    """
+
+    ptr: tl.tensor
+    stride_t: tl.tensor
+    stride_c: tl.tensor
+    steps: tl.tensor
+    t: tl.tensor
+    dt: tl.tensor
+    C: tl.tensor
+
+
+class ScanState(NamedTuple):
+    """The open segments after a step; all but the ring are `[BLOCK_C]`.
+
+    Fields:
+        ring: `[SLOTS, BLOCK_C]` fp64.
+        base: fp64, the score that the numbers of the ring are relative to.
+        opened_at: the last step at which a segment was opened.
+        rounded_at: the last step at which a number in the ring may have become 0 by rounding.
+    """
+
+    ring: tl.tensor
+    base: tl.tensor
+    opened_at: tl.tensor
+    rounded_at: tl.tensor
+
+
+class SavedRows(NamedTuple):
+    """The rows in which a scan of one sequence stores what it opened and closed.
+
+    Fields:
+        ptr: the opened scores `[T, C]` fp64.
+        row_size: how far the rows are apart.
+        to_closed: how far the closed scores are from the opened.
+    """
+
+    ptr: tl.tensor
+    row_size: tl.tensor
+    to_closed: tl.tensor
+
+
 @triton.jit
 def load_emission(sequence, k, BLOCK_C: tl.constexpr):
     """Load the emissions of step k of a scan, -inf past its steps."""
-    ptr, steps, t, dt, C, stride_t, stride_c = sequence
     c = tl.arange(0, BLOCK_C)
-    row = tl.full([], t, tl.int64) + k * dt
-    at = row * stride_t + c.to(tl.int64) * stride_c
-    return tl.load(ptr + at, mask=(c < C) & (k < steps), other=-float("inf"))
+    row = tl.full([], sequence.t, tl.int64) + k * sequence.dt
+    at = row * sequence.stride_t + c.to(tl.int64) * sequence.stride_c
+    mask = (c < sequence.C) & (k < sequence.steps)
+    return tl.load(sequence.ptr + at, mask=mask, other=-float("inf"))
 
 
 @triton.jit
@@ -76,7 +126,7 @@ def load_matrix(ptr, BLOCK_C: tl.constexpr):
 @triton.jit
 def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
     """Return the scores of open segments by slot, with the emissions of their own steps alone."""
-    ptr, _, t, dt, C, stride_t, stride_c = sequence
+    C = sequence.C
     c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
     age = (k - slot) & (SLOTS - 1)
     inside = (age <= k) & (age < D) & (c < C)
@@ -84,8 +134,9 @@ def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl
         ring_ptr + slot * (BLOCK_C + 1) + c, mask=inside & (age > 0), other=-float("inf")
     )
     scores = tl.where((age == 0) & (c < C), opened[None, :], scores)
-    row = tl.full([], t, tl.int64) + (k - age) * dt
-    emissions = tl.load(ptr + row * stride_t + c * stride_c, mask=inside, other=0.0).to(tl.float64)
+    row = tl.full([], sequence.t, tl.int64) + (k - age) * sequence.dt
+    at = sequence.ptr + row * sequence.stride_t + c * sequence.stride_c
+    emissions = tl.load(at, mask=inside, other=0.0).to(tl.float64)
     # The slots up to that of step k have the latest steps, and those after it the ones before.
     is_late = slot <= (k & (SLOTS - 1))
     late, early = tl.where(is_late, emissions, 0.0), tl.where(is_late, 0.0, emissions)
@@ -97,8 +148,11 @@ def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl
 @triton.jit
 def exact_step(
     k,  # the number of the step in the scan
-    sequence,  # see load_emission
-    tables,  # (addresses of transitions, of scores of durations and of the ring, D)
+    sequence,  # Sequence
+    transitions_ptr,  # scores, see load_matrix
+    durations_ptr,  # scores
+    ring_ptr,
+    D,
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -108,8 +162,7 @@ def exact_step(
     Returns:
         The numbers and offsets of what is opened and closed, and the scores of the open segments.
     """
-    transitions_ptr, durations_ptr, ring_ptr, D = tables
-    C = sequence[4]
+    C = sequence.C
     c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
     tl.debug_barrier()  # other threads stored the scores that this one reads
     other = tl.arange(0, BLOCK_C)[:, None]
@@ -159,7 +212,7 @@ def choose_references(opened, closed, level, transitions_ptr, EXACT: tl.constexp
 
 @triton.jit
 def ring_of(k, scores, opened, opened_at, otherwise, EXACT: tl.constexpr, SLOTS: tl.constexpr):
-    """Return the state of a scan, see `linear_step`, after an exact step.
+    """Return the `ScanState` after an exact step.
 
     The bases of states without an open segment are `otherwise`.
     """
@@ -171,7 +224,7 @@ def ring_of(k, scores, opened, opened_at, otherwise, EXACT: tl.constexpr, SLOTS:
     opened_at = tl.where(opened > -float("inf"), k, opened_at)
     opened_at = tl.where(is_empty, k - SLOTS, opened_at)
     rounded_at = tl.where(is_rounded, k, k - SLOTS)
-    return ring, base, opened_at, rounded_at
+    return ScanState(ring, base, opened_at, rounded_at)
 
 
 @triton.jit
@@ -204,43 +257,22 @@ def store_step(
     opened,
     closed,
     ring_ptr,
+    sequence,
     saved,
-    C,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
     SAVE: tl.constexpr,
 ):
     """Store what step k opened and closed."""
-    # The address of the opened scores of a sequence, the first row and the direction, the size of a
-    # row, and how far the closed scores are from the opened.
-    saved_ptr, t, dt, row_size, to_closed = saved
     c = tl.arange(0, BLOCK_C)
-    mask = (c < C) & (k >= 0)
+    mask = (c < sequence.C) & (k >= 0)
     tl.store(ring_ptr + (k & (SLOTS - 1)) * (BLOCK_C + 1) + c, opened, mask=mask)
     tl.store(ring_ptr + SLOTS * (BLOCK_C + 1) + c, closed, mask=mask)
     if SAVE:
-        row = saved_ptr + (tl.full([], t, tl.int64) + k * dt) * row_size + c
-        tl.store(row, opened, mask=mask)
-        tl.store(row + to_closed, closed, mask=mask)
-
-
-@triton.jit
-def load_factors(weights_ptr, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
-    """Return for each state the weight of the duration 1, the greatest score of its durations, and
-    for how many steps the ring may be without what was rounded to 0."""
-    c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
-    ptr = weights_ptr + 4 * SLOTS * (BLOCK_C + 1) + c
-    one_step, greatest = tl.load(ptr), tl.load(ptr + BLOCK_C + 1)
-    scores = tl.load(weights_ptr + (2 * SLOTS + slot) * (BLOCK_C + 1) + c[None, :])
-    is_small = (scores > -float("inf")) & (scores - greatest[None, :] < LOG_SMALL)
-    is_rounded = tl.max(is_small.to(tl.int32), axis=0) > 0
-    return one_step, greatest, tl.where(is_rounded, ALWAYS, SLOTS)
-
-
-@triton.jit
-def is_within(x, low, high):
-    """Return which numbers are between two bounds; none for NaN."""
-    return (x >= low) & (x <= high)
+        row = tl.full([], sequence.t, tl.int64) + k * sequence.dt
+        at = saved.ptr + row * saved.row_size + c
+        tl.store(at, opened, mask=mask)
+        tl.store(at + saved.to_closed, closed, mask=mask)
 
 
 @triton.jit
@@ -248,18 +280,16 @@ def linear_step(
     k,  # the number of the step in the scan
     score,  # [BLOCK_C] fp64, the emissions of the step
     sums,  # [BLOCK_C] fp64 each, over the open segments in the ring and over the transitions
-    state,  # see below
+    state,  # ScanState
     references,  # [BLOCK_C] fp64 each, of the sums over the transitions and of what is closed
-    factors,  # see load_factors
+    one_step,  # [BLOCK_C] fp64, the weight of the duration 1
+    greatest,  # [BLOCK_C] fp64, the greatest score of the durations
+    memory,  # [BLOCK_C], for how many steps the ring may be without what was rounded to 0
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Take a step with products.
-
-    The state of a scan is the ring, the bases, and for each state of the chain the last step at
-    which a segment was opened, and the last at which a number in the ring may have become 0 by
-    rounding.
 
     An exponent of MAX_EXPONENT takes what is opened above RING_HIGH, and closed above HIGH.
 
@@ -269,13 +299,14 @@ def linear_step(
     """
     older, entered = sums
     ring, base, opened_at, rounded_at = state
+    opened_base, source_base = references
     slot = tl.arange(0, SLOTS)[:, None]
-    gap = references[0] - base
+    gap = opened_base - base
     begun = entered * exp_term(tl.minimum(gap, MAX_EXPONENT), EXACT)
     is_dead = score == -float("inf")
-    total = tl.where(is_dead, 0.0, older + begun * factors[0])
+    total = tl.where(is_dead, 0.0, older + begun * one_step)
     closed_base = base + tl.where(is_dead, 0.0, score)
-    gain = factors[1] + closed_base - references[1]
+    gain = greatest + closed_base - source_base
     weight = total * exp_term(tl.minimum(gain, MAX_EXPONENT), EXACT)
     weight = tl.where((total > 0.0) & (weight < SMALL), SMALL, weight)
     # Numbers that grow are made smaller. Segments that may be closed already bound by how much.
@@ -289,34 +320,58 @@ def linear_step(
     is_rounded = (bits > 0) | ((begun < SMALL) & (entered > 0.0))
     rounded_at = tl.where(is_dead, k - SLOTS, tl.where(is_rounded, k, rounded_at))
     is_empty = k + 1 - opened_at >= SLOTS
-    base = tl.where(is_empty, references[0], closed_base + bits.to(tl.float64) * LN2_FP64)
-    is_known = (k - rounded_at >= factors[2]) | (k - opened_at >= SLOTS)
-    is_right = is_within(total, RING_LOW, RING_HIGH) | is_dead | ((total == 0.0) & is_known)
-    is_finite = tl.abs(closed_base - references[0]) < float("inf")
+    base = tl.where(is_empty, opened_base, closed_base + bits.to(tl.float64) * LN2_FP64)
+    is_known = (k - rounded_at >= memory) | (k - opened_at >= SLOTS)
+    is_right = (total >= RING_LOW) & (total <= RING_HIGH)
+    is_right = is_right | is_dead | ((total == 0.0) & is_known)
+    is_finite = tl.abs(closed_base - opened_base) < float("inf")
     is_right = is_right & (begun <= RING_HIGH) & is_finite
-    is_right = is_right & (is_within(entered, LOW, HIGH) | (entered == 0.0)) & (weight <= HIGH)
-    opened, closed = (entered, references[0]), (total, factors[1] + closed_base)
-    return opened, closed, (ring, base, opened_at, rounded_at), weight, is_right
+    is_in_range = (entered >= LOW) & (entered <= HIGH)
+    is_right = is_right & (is_in_range | (entered == 0.0)) & (weight <= HIGH)
+    opened, closed = (entered, opened_base), (total, greatest + closed_base)
+    return opened, closed, ScanState(ring, base, opened_at, rounded_at), weight, is_right
 
 
 @triton.jit
-def scan_steps(
-    sequence,  # see load_emission
-    saved,  # see store_step
-    weights,  # (addresses of transitions, of the table of weights and of the ring, D)
+def semi_markov_scan_kernel(
+    chains,  # Chains
+    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see tables.py
+    ring_ptr,  # [programs, SLOTS + 1, BLOCK_C + 1] fp64: what each slot opened, what closed last
+    saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans
+    logz_ptr,  # [N] fp64
+    rounded_ptr,  # [N] in the dtype of results
     SAVE: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Take all steps of a scan, and return the scores of what the last one closed."""
-    transitions_ptr, weights_ptr, ring_ptr, D = weights
-    steps, C = sequence[1], sequence[4]
-    c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
-    tables = (transitions_ptr, weights_ptr + 2 * SLOTS * (BLOCK_C + 1), ring_ptr, D)
-    factors = load_factors(weights_ptr, BLOCK_C, SLOTS)
+    """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards."""
+    is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
+    n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
+    emissions, C = chains.emissions, chains.C
+    c = tl.arange(0, BLOCK_C)
+    steps, invalid = load_steps(chains.lengths, n, chains.T)
+    end = load_end(chains.end, n, c, C)
+    first = tl.where(is_alpha, load_end(chains.start, n, c, C), end)
+    t, dt = tl.where(is_alpha, 0, steps - 1), tl.where(is_alpha, 1, -1)
+    part = tl.full([], chains.T, tl.int64) * chains.N * C
+    saved_ptr += n * C + tl.where(is_alpha, 0, 3 * part)  # to what is opened
+    row_size = tl.full([], chains.N, tl.int64) * C
+    saved = SavedRows(saved_ptr, row_size, tl.where(is_alpha, part, -part))
+    ring_ptr += tl.program_id(0).to(tl.int64) * (SLOTS + 1) * (BLOCK_C + 1)
+    sequence = Sequence(emissions.ptr + n * emissions.n, emissions.t, emissions.c, steps, t, dt, C)
+    matrix_row = tl.where(is_alpha, 4 * SLOTS + 2, 4 * SLOTS + 2 + BLOCK_C)
+    transitions_ptr = weights_ptr + matrix_row * (BLOCK_C + 1)
+    tl.store(ring_ptr + SLOTS * (BLOCK_C + 1) + c, first, mask=c < C)
+    slot = tl.arange(0, SLOTS)[:, None]
+    durations_ptr = weights_ptr + 2 * SLOTS * (BLOCK_C + 1)
+    factors_ptr = weights_ptr + 4 * SLOTS * (BLOCK_C + 1) + c
+    one_step, greatest = tl.load(factors_ptr), tl.load(factors_ptr + BLOCK_C + 1)
+    durations = tl.load(weights_ptr + (2 * SLOTS + slot) * (BLOCK_C + 1) + c[None, :])
+    is_small = (durations > -float("inf")) & (durations - greatest[None, :] < LOG_SMALL)
+    memory = tl.where(tl.max(is_small.to(tl.int32), axis=0) > 0, ALWAYS, SLOTS)
     zeros, never = tl.zeros([BLOCK_C], tl.float64), tl.full([BLOCK_C], -SLOTS, tl.int32)
-    state = (tl.zeros([SLOTS, BLOCK_C], tl.float64), zeros, never, never)
+    state = ScanState(tl.zeros([SLOTS, BLOCK_C], tl.float64), zeros, never, never)
     # The first step is exact, and sets what numbers are relative to.
     matrix, source, target = tl.zeros([BLOCK_C, BLOCK_C], tl.float64), zeros, zeros
     weight, opened, closed = zeros, (zeros, zeros), (zeros, zeros)
@@ -325,26 +380,41 @@ def scan_steps(
     for k in range(0, steps):
         after = load_emission(sequence, k + 2, BLOCK_C)
         row = (-k & (SLOTS - 1)) + slot
-        durations = tl.load(weights_ptr + row * (BLOCK_C + 1) + c[None, :])
-        sums = two_sums(state[0], durations, matrix, weight, BLOCK_C, SLOTS)
+        weights = tl.load(weights_ptr + row * (BLOCK_C + 1) + c[None, :])
+        sums = two_sums(state.ring, weights, matrix, weight, BLOCK_C, SLOTS)
         # Logarithms of the step before, in the time that this step waits for its sums.
         opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
-        store_step(k - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
+        store_step(
+            *(k - 1, opened_scores, closed_scores, ring_ptr, sequence, saved, BLOCK_C, SLOTS, SAVE)
+        )
         references = (level + target, level + power + source)
         level += power
         opened, closed, next_state, weight, is_right = linear_step(
-            k, emission.to(tl.float64), sums, state, references, factors, EXACT, BLOCK_C, SLOTS
+            *(k, emission.to(tl.float64), sums, state, references, one_step, greatest, memory),
+            *(EXACT, BLOCK_C, SLOTS),
         )
         # A branch, written as a loop of at most one turn: with the layouts of these values Triton
         # 3.6 does not compile a branch for AMD.
         is_wrong = tl.max((~is_right & (c < C)).to(tl.int32), axis=0)
         for _ in range(0, tl.where(k == 0, 1, is_wrong)):
-            opened, closed, scores = exact_step(k, sequence, tables, EXACT, BLOCK_C, SLOTS)
+            opened, closed, scores = exact_step(
+                k,
+                sequence,
+                transitions_ptr,
+                durations_ptr,
+                ring_ptr,
+                chains.D,
+                EXACT,
+                BLOCK_C,
+                SLOTS,
+            )
             opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
             matrix, level, source, target, weight = choose_references(
                 opened_scores, closed_scores, level, transitions_ptr, EXACT, BLOCK_C
             )
-            next_state = ring_of(k, scores, opened_scores, state[2], level + target, EXACT, SLOTS)
+            next_state = ring_of(
+                k, scores, opened_scores, state.opened_at, level + target, EXACT, SLOTS
+            )
         # Triton 3.6 removes a carried value that only sets the trip count of an inner loop, such as
         # the step of the last rounding. This use prevents that; `is_wrong` is 0 or 1.
         level = tl.where(is_wrong > 1, 0.0, level)
@@ -354,55 +424,8 @@ def scan_steps(
         power = tl.where(is_finite, highest - 1023, 0).to(tl.float64) * LN2_FP64
         emission, following = following, after
     opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
-    store_step(steps - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
-    return closed_scores
-
-
-@triton.jit
-def semi_markov_scan_kernel(
-    emissions_ptr,  # [T, N, C]
-    start_ptr,  # [N, C]
-    end_ptr,  # [N, C]
-    lengths_ptr,  # [N] or None
-    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see tables.py
-    ring_ptr,  # [programs, SLOTS + 1, BLOCK_C + 1] fp64: what each slot opened, what closed last
-    saved_ptr,  # [4, T, N, C] fp64 if SAVE: opened and closed of alpha, closed and opened of beta
-    logz_ptr,  # [N] fp64
-    rounded_ptr,  # [N] in the dtype of results
-    T,
-    N,
-    C,
-    D,
-    stride_t,
-    stride_n,
-    stride_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
-    SAVE: tl.constexpr,
-    EXACT: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards."""
-    is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
-    n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
-    c = tl.arange(0, BLOCK_C)
-    steps, invalid = load_steps(lengths_ptr, n, T)
-    end = load_end(end_ptr, n, c, C, end_n, end_c)
-    first = tl.where(is_alpha, load_end(start_ptr, n, c, C, start_n, start_c), end)
-    t, dt = tl.where(is_alpha, 0, steps - 1), tl.where(is_alpha, 1, -1)
-    part = tl.full([], T, tl.int64) * N * C
-    saved_ptr += n * C + tl.where(is_alpha, 0, 3 * part)  # to what is opened
-    row_size = tl.full([], N, tl.int64) * C
-    saved = (saved_ptr, t, dt, row_size, tl.where(is_alpha, part, -part))
-    ring_ptr += tl.program_id(0).to(tl.int64) * (SLOTS + 1) * (BLOCK_C + 1)
-    sequence = (emissions_ptr + n * stride_n, steps, t, dt, C, stride_t, stride_c)
-    matrix_row = tl.where(is_alpha, 4 * SLOTS + 2, 4 * SLOTS + 2 + BLOCK_C)
-    transitions_ptr = weights_ptr + matrix_row * (BLOCK_C + 1)
-    weights = (transitions_ptr, weights_ptr, ring_ptr, D)
-    tl.store(ring_ptr + SLOTS * (BLOCK_C + 1) + c, first, mask=c < C)
-    closed = scan_steps(sequence, saved, weights, SAVE, EXACT, BLOCK_C, SLOTS)
+    store_step(
+        *(steps - 1, opened_scores, closed_scores, ring_ptr, sequence, saved, BLOCK_C, SLOTS, SAVE)
+    )
     if is_alpha:
-        store_logz(closed + end, n, invalid, logz_ptr, rounded_ptr)
+        store_logz(closed_scores + end, n, invalid, logz_ptr, rounded_ptr)

@@ -1,9 +1,11 @@
-"""Arithmetic of the kernels of semi-Markov chains: log-sum-exps, loads of sequences and of ends.
+"""What the kernels of semi-Markov chains take, and their arithmetic: log-sum-exps and loads.
 
 All scores are logarithms in fp64. Posteriors of states are sums along a sequence of differences, so
 each log-sum-exp has an error near 1e-12, which fp32 cannot give. Exponentials in fp64 with 1e-12
 take half the time of those that are right to the last bit.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,6 +18,61 @@ LN2_FP64 = tl.constexpr(0.6931471805599453)
 ROUND = tl.constexpr(6755399441055744.0)
 LOG_SMALL = tl.constexpr(-346.5735902799726)  # of 2**-500
 ONE_BITS = tl.constexpr(0x3FF0000000000000)  # of 1.0 in fp64
+
+
+class Emissions(NamedTuple):
+    """A score for each state at each step, `[T, N, C]` with the strides `t, n, c`."""
+
+    ptr: tl.tensor
+    t: tl.tensor
+    n: tl.tensor
+    c: tl.tensor
+
+
+class Matrix(NamedTuple):
+    """Scores of ends `[N, C]`, transitions `[C, C]` or durations `[D, C]`, with both strides."""
+
+    ptr: tl.tensor
+    row: tl.tensor
+    column: tl.tensor
+
+
+class Chains(NamedTuple):
+    """A batch of chains, without the transitions and durations, which the scans read from tables.
+
+    Fields:
+        emissions: `[T, N, C]`.
+        start, end: `[N, C]`.
+        lengths: `[N]`, or None for T.
+        T, N, C, D: the sizes.
+    """
+
+    emissions: Emissions
+    start: Matrix
+    end: Matrix
+    lengths: tl.tensor
+    T: tl.tensor
+    N: tl.tensor
+    C: tl.tensor
+    D: tl.tensor
+
+
+class Scans(NamedTuple):
+    """What the scans of a batch leave.
+
+    Fields:
+        lengths: `[N]`, or None for T.
+        logz: `[N]` fp64.
+        saved: `[4, T, N, C]` fp64: opened and closed of alpha, closed and opened of beta.
+        T, N, C: the sizes.
+    """
+
+    lengths: tl.tensor
+    logz: tl.tensor
+    saved: tl.tensor
+    T: tl.tensor
+    N: tl.tensor
+    C: tl.tensor
 
 
 @triton.jit
@@ -88,14 +145,6 @@ def log_of_number(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def log_sum_exp(terms, EXACT: tl.constexpr):
-    """Return the log-sum-exp of each row of a block; -inf for a row of -inf."""
-    maximum = finite_shift(tl.max(terms, axis=1))
-    total = tl.sum(exp_term(terms - maximum[:, None], EXACT), axis=1)
-    return log_of_sum(total, EXACT) + maximum
-
-
-@triton.jit
 def add_terms(maximum, total, terms, EXACT: tl.constexpr):
     """Add the rows of a block to the running maxima and sums of exponentials."""
     higher = tl.maximum(maximum, tl.max(terms, axis=1))
@@ -119,10 +168,10 @@ def load_steps(lengths_ptr, n, T):
 
 
 @triton.jit
-def load_end(ptr, n, c, C, stride_n, stride_c):
+def load_end(ends, n, c, C):
     """Return the scores of start or end in fp64, -inf past the states."""
-    at = n * stride_n + c.to(tl.int64) * stride_c
-    return tl.load(ptr + at, mask=c < C, other=-float("inf")).to(tl.float64)
+    at = n * ends.row + c.to(tl.int64) * ends.column
+    return tl.load(ends.ptr + at, mask=c < C, other=-float("inf")).to(tl.float64)
 
 
 @triton.jit

@@ -8,16 +8,12 @@ from ....primitives.gpu.math import finite_shift
 
 @triton.jit
 def semi_markov_tables_kernel(
-    transitions_ptr,  # [C, C]
-    durations_ptr,  # [D, C]
+    transitions,  # Matrix
+    durations,  # Matrix
     tables_ptr,  # fp64: [C, C] to and from, [C, C] from and to, [C, 2 * slots] durations
     C,
     D,
     slots,  # a power of 2, at least D
-    trans_k,
-    trans_c,
-    dur_d,
-    dur_c,
     BLOCK: tl.constexpr,
 ):
     """Copy the scores of transitions and durations to the tables.
@@ -30,28 +26,24 @@ def semi_markov_tables_kernel(
     row, column = i % pairs // C, i % C
     is_alpha = i < pairs
     source, target = tl.where(is_alpha, column, row), tl.where(is_alpha, row, column)
-    at = source * trans_k + target * trans_c
+    at = source * transitions.row + target * transitions.column
     is_pair = i < 2 * pairs
-    score = tl.load(transitions_ptr + at, mask=is_pair, other=0.0).to(tl.float64)
+    score = tl.load(transitions.ptr + at, mask=is_pair, other=0.0).to(tl.float64)
     c, d = (i - 2 * pairs) // (2 * slots), (2 * slots - (i - 2 * pairs) % (2 * slots)) % slots
     is_duration = (i >= 2 * pairs) & (c < C)
-    at = d * dur_d + c * dur_c
-    duration = tl.load(durations_ptr + at, mask=is_duration & (d < D), other=-float("inf"))
+    at = d * durations.row + c * durations.column
+    duration = tl.load(durations.ptr + at, mask=is_duration & (d < D), other=-float("inf"))
     score = tl.where(is_pair, score, duration.to(tl.float64))
     tl.store(tables_ptr + i, score, mask=is_pair | is_duration)
 
 
 @triton.jit
 def semi_markov_weights_kernel(
-    transitions_ptr,  # [C, C]
-    durations_ptr,  # [D, C]
+    transitions,  # Matrix
+    durations,  # Matrix
     weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see below
     C,
     D,
-    trans_k,
-    trans_c,
-    dur_d,
-    dur_c,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,  # a power of 2, at least D
 ):
@@ -68,8 +60,8 @@ def semi_markov_weights_kernel(
     """
     c, j = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
     age = (SLOTS - j) % SLOTS
-    at = age.to(tl.int64) * dur_d + c * dur_c
-    scores = tl.load(durations_ptr + at, mask=(age < D) & (c < C), other=-float("inf"))
+    at = age.to(tl.int64) * durations.row + c * durations.column
+    scores = tl.load(durations.ptr + at, mask=(age < D) & (c < C), other=-float("inf"))
     scores = scores.to(tl.float64)
     greatest = finite_shift(tl.max(scores, axis=0))[None, :]
     weights = tl.exp(scores - greatest)
@@ -86,6 +78,6 @@ def semi_markov_weights_kernel(
     mask = (row < C) & (column < C)
     for is_beta in tl.static_range(2):
         source, target = (column, row) if is_beta else (row, column)
-        at = source.to(tl.int64) * trans_k + target.to(tl.int64) * trans_c
-        scores = tl.load(transitions_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
+        at = source.to(tl.int64) * transitions.row + target.to(tl.int64) * transitions.column
+        scores = tl.load(transitions.ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
         tl.store(to + (is_beta * BLOCK_C + row) * (BLOCK_C + 1) + column, scores)

@@ -26,51 +26,6 @@ def better(best, choice, scores, index, axis: tl.constexpr):
 
 
 @triton.jit
-def best_opened(table_ptr, closed_ptr, c, C, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the best scores of entering the states c, [BLOCK_C], and the states before."""
-    best = tl.full([BLOCK_C], -float("inf"), tl.float64)
-    state = tl.zeros([BLOCK_C], tl.int32)
-    for k in range(0, C, BLOCK_K):
-        other = k + tl.arange(0, BLOCK_K)[None, :]
-        at, mask = c[:, None].to(tl.int64) * C + other, (c[:, None] < C) & (other < C)
-        scores = tl.load(table_ptr + at, mask=mask, other=-float("inf"))
-        scores += tl.load(closed_ptr + other, mask=other < C, other=0.0)
-        best, state = better(best, state, scores, other, 1)
-    return best, state
-
-
-@triton.jit
-def best_closed(
-    durations_ptr,  # [C, 2 * slots] fp64, see tables.py
-    ring_ptr,  # [D, C] fp64
-    t,
-    opened,  # [BLOCK_C] fp64
-    emission,  # [BLOCK_C] fp64
-    c,
-    C,
-    D,
-    slots,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Add the emissions to the open segments, and return the best ages minus 1 and scores."""
-    best = tl.full([BLOCK_C], -float("inf"), tl.float64)
-    size = tl.zeros([BLOCK_C], tl.int32)
-    for first in range(0, tl.minimum(t + 1, D), BLOCK_K):
-        age = first + tl.arange(0, BLOCK_K)[None, :]
-        mask = (c[:, None] < C) & (age < D) & (age <= t)
-        slot = (t - age + D) % D  # ages above t have no slot
-        at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
-        ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
-        ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
-        tl.store(at, ring, mask=mask)
-        duration_at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
-        scores = ring + tl.load(duration_at, mask=mask, other=-float("inf"))
-        best, size = better(best, size, scores, age, 1)
-    return best, size
-
-
-@triton.jit
 def store_best(scores, c, n, invalid, score_ptr, last_ptr):
     """Store the best score of the states in which the paths end, and the state."""
     best = tl.full([1], -float("inf"), tl.float64)
@@ -83,33 +38,20 @@ def store_best(scores, c, n, invalid, score_ptr, last_ptr):
 
 @triton.jit
 def semi_markov_viterbi_kernel(
-    emissions_ptr,  # [T, N, C]
-    start_ptr,  # [N, C]
-    end_ptr,  # [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     tables_ptr,  # see tables.py
+    slots,
     ring_ptr,  # [N, D + 2, C] fp64: the open segments, and what two steps closed
     choices_ptr,  # [2, T, N, C] int32: the state before an opened segment, its size when closed
     score_ptr,  # [N]
     last_ptr,  # [N] int32: the last state, -1 without a path
-    T,
-    N,
-    C,
-    D,
-    slots,
-    stride_t,
-    stride_n,
-    stride_c,
-    start_n,
-    start_c,
-    end_n,
-    end_c,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_ALL: tl.constexpr,  # all states
 ):
     """Compute the best score of a sequence, and the choices of which it is made."""
     n = tl.program_id(0).to(tl.int64)
+    emissions, _, _, lengths_ptr, T, N, C, D = chains
     steps, invalid = load_steps(lengths_ptr, n, T)
     pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
     ring_ptr += n * (D + 2) * C
@@ -118,24 +60,43 @@ def semi_markov_viterbi_kernel(
         row = (tl.full([], t, tl.int64) * N + n) * C
         for block in range(0, C, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
-            opened = load_end(start_ptr, n, c, C, start_n, start_c)
+            opened = load_end(chains.start, n, c, C)
             state = tl.zeros([BLOCK_C], tl.int32)
-            if t > 0:
-                before = recent_ptr + (t - 1) % 2 * C
-                opened, state = best_opened(tables_ptr, before, c, C, BLOCK_C, BLOCK_K)
-            at = n * stride_n + tl.full([], t, tl.int64) * stride_t + c.to(tl.int64) * stride_c
-            emission = tl.load(emissions_ptr + at, mask=c < C, other=-float("inf"))
-            closed, size = best_closed(
-                *(tables_ptr + 2 * pairs, ring_ptr, t, opened, emission.to(tl.float64), c),
-                *(C, D, slots, BLOCK_C, BLOCK_K),
-            )
+            if t > 0:  # the best scores of entering the states c, and the states before
+                before_ptr = recent_ptr + (t - 1) % 2 * C
+                opened = tl.full([BLOCK_C], -float("inf"), tl.float64)
+                for first in range(0, C, BLOCK_K):
+                    other = first + tl.arange(0, BLOCK_K)[None, :]
+                    at = c[:, None].to(tl.int64) * C + other
+                    mask = (c[:, None] < C) & (other < C)
+                    scores = tl.load(tables_ptr + at, mask=mask, other=-float("inf"))
+                    scores += tl.load(before_ptr + other, mask=other < C, other=0.0)
+                    opened, state = better(opened, state, scores, other, 1)
+            step = n * emissions.n + tl.full([], t, tl.int64) * emissions.t
+            step += c.to(tl.int64) * emissions.c
+            emission = tl.load(emissions.ptr + step, mask=c < C, other=-float("inf")).to(tl.float64)
+            # The emissions are added to the open segments, of which the best closes.
+            durations_ptr = tables_ptr + 2 * pairs
+            closed = tl.full([BLOCK_C], -float("inf"), tl.float64)
+            size = tl.zeros([BLOCK_C], tl.int32)
+            for first in range(0, tl.minimum(t + 1, D), BLOCK_K):
+                age = first + tl.arange(0, BLOCK_K)[None, :]
+                mask = (c[:, None] < C) & (age < D) & (age <= t)
+                slot = (t - age + D) % D  # ages above t have no slot
+                at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
+                ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
+                ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
+                tl.store(at, ring, mask=mask)
+                at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
+                scores = ring + tl.load(at, mask=mask, other=-float("inf"))
+                closed, size = better(closed, size, scores, age, 1)
             tl.store(recent_ptr + t % 2 * C + c, closed, mask=c < C)
             tl.store(choices_ptr + row + c, state, mask=c < C)
             tl.store(choices_ptr + part + row + c, size, mask=c < C)
         tl.debug_barrier()  # the next step reads what other threads stored
     c = tl.arange(0, BLOCK_ALL)
     scores = tl.load(recent_ptr + (steps - 1) % 2 * C + c, mask=c < C, other=-float("inf"))
-    scores += load_end(end_ptr, n, c, C, end_n, end_c)
+    scores += load_end(chains.end, n, c, C)
     store_best(scores, c, n, invalid, score_ptr, last_ptr)
 
 

@@ -43,20 +43,11 @@ def load_output_gradient(
 
 @triton.jit
 def softmax_backward_tile_kernel(
-    grad_ptr,  # [batches, rows, classes]
-    output_ptr,  # [batches, rows, classes]
-    result_ptr,  # [batches, rows, classes]
+    grad,  # StridedRows
+    output,  # StridedRows
+    result,  # StridedRows
     rows,
     classes,
-    grad_batch_stride,
-    grad_row_stride,
-    grad_class_stride,
-    output_batch_stride,
-    output_row_stride,
-    output_class_stride,
-    result_batch_stride,
-    result_row_stride,
-    result_class_stride,
     LOG: tl.constexpr,
     BROADCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
@@ -70,39 +61,25 @@ def softmax_backward_tile_kernel(
     row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]  # [1, BLOCK_V]
     mask = (row < rows) & (column < classes)
-    grad_rows_ptr = grad_ptr + batch * grad_batch_stride + row * grad_row_stride  # [ROWS, 1]
-    grad = load_output_gradient(
-        grad_rows_ptr, column, grad_class_stride, row < rows, mask, False, BROADCAST
-    ).to(ACC_DTYPE)
-    output_ptrs = (
-        output_ptr
-        + batch * output_batch_stride
-        + row * output_row_stride
-        + column * output_class_stride
-    )
+    grad_rows = grad.ptr + batch * grad.batch + row * grad.row  # [ROWS, 1]
+    dy = load_output_gradient(grad_rows, column, grad.column, row < rows, mask, False, BROADCAST)
+    dy = dy.to(ACC_DTYPE)
+    output_ptrs = output.ptr + batch * output.batch + row * output.row + column * output.column
     y = tl.load(output_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
-    total = tl.sum(grad if LOG else grad * y, axis=1)[:, None]
-    result = input_gradient(grad, y, total, LOG, result_ptr.dtype.element_ty)
-    result_ptrs = (
-        result_ptr
-        + batch * result_batch_stride
-        + row * result_row_stride
-        + column * result_class_stride
-    )
-    tl.store(result_ptrs, result.to(result_ptr.dtype.element_ty), mask=mask)
+    total = tl.sum(dy if LOG else dy * y, axis=1)[:, None]
+    dx = input_gradient(dy, y, total, LOG, result.ptr.dtype.element_ty)
+    result_ptrs = result.ptr + batch * result.batch + row * result.row + column * result.column
+    tl.store(result_ptrs, dx.to(result.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def softmax_backward_row_kernel(
-    grad_ptr,  # [rows, classes]
-    output_ptr,  # [rows, classes]
-    result_ptr,  # [rows, classes]
+    grad,  # StridedRows of one batch
+    output,  # StridedRows of one batch
+    result,  # StridedRows of one batch
     slots_ptr,  # [1 + rows * splits] int64, zero: the tile counter, then a slot for each program
     classes,
     splits,
-    grad_row_stride,
-    output_row_stride,
-    result_row_stride,
     zero,  # 0.0
     LOG: tl.constexpr,
     BROADCAST: tl.constexpr,
@@ -119,63 +96,49 @@ def softmax_backward_row_kernel(
     STREAM: tl.constexpr = SHARED and VEC == 1
     index = next_part(slots_ptr, SHARED)
     row, split = index // splits, (index % splits).to(tl.int32)
-    head, body = row_span(row * output_row_stride, classes, VEC)
+    head, body = row_span(row * output.row, classes, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     mask = column // VEC * VEC < body
-    grad_start = row * grad_row_stride
+    grad_start = row * grad.row
     if not BROADCAST:
         grad_start = aligned_start(grad_start, VEC)
-    packed_grad = load_output_gradient(
-        grad_ptr + grad_start, column, 1, True, mask, STREAM, BROADCAST
+    packed_dy = load_output_gradient(
+        grad.ptr + grad_start, column, 1, True, mask, STREAM, BROADCAST
     )
-    output_row_ptr = output_ptr + aligned_start(row * output_row_stride, VEC)
-    packed_y = load_streaming(output_row_ptr + column, mask, 0.0, STREAM)
-    grad, y = packed_grad.to(tl.float32), packed_y.to(tl.float32)
-    total = tl.sum(grad if LOG else grad * y, axis=0)
+    output_row = output.ptr + aligned_start(row * output.row, VEC)
+    packed_y = load_streaming(output_row + column, mask, 0.0, STREAM)
+    dy, y = packed_dy.to(tl.float32), packed_y.to(tl.float32)
+    total = tl.sum(dy if LOG else dy * y, axis=0)
     if VEC > 1:
         edge, edge_mask = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
         edge_mask &= split == 0
-        edge_grad = load_output_gradient(
-            grad_ptr + row * grad_row_stride, edge, 1, True, edge_mask, False, BROADCAST
+        edge_dy = load_output_gradient(
+            grad.ptr + row * grad.row, edge, 1, True, edge_mask, False, BROADCAST
         ).to(tl.float32)
-        edge_y = tl.load(output_ptr + row * output_row_stride + edge, mask=edge_mask, other=0.0).to(
-            tl.float32
-        )
-        total += tl.sum(edge_grad if LOG else edge_grad * edge_y, axis=0)
+        edge_y = tl.load(output.ptr + row * output.row + edge, mask=edge_mask, other=0.0)
+        edge_y = edge_y.to(tl.float32)
+        total += tl.sum(edge_dy if LOG else edge_dy * edge_y, axis=0)
     if SHARED:
         total = exchange_sum(slots_ptr + 1 + row * splits, split, splits, total, BLOCK_SPLITS)
     if HALF:
         zeros = tl.full([BLOCK_V], zero, tl.float32)
-        grad = opaque(packed_grad, zeros.to(packed_grad.dtype)).to(tl.float32)
+        dy = opaque(packed_dy, zeros.to(packed_dy.dtype)).to(tl.float32)
         y = opaque(packed_y, zeros.to(packed_y.dtype)).to(tl.float32)
-    result = input_gradient(grad, y, total, LOG, result_ptr.dtype.element_ty)
-    result_row_ptr = result_ptr + aligned_start(row * result_row_stride, VEC)
-    store_streaming(result_row_ptr + column, result, mask, STREAM)
+    DTYPE: tl.constexpr = result.ptr.dtype.element_ty
+    dx = input_gradient(dy, y, total, LOG, DTYPE)
+    store_streaming(result.ptr + aligned_start(row * result.row, VEC) + column, dx, mask, STREAM)
     if VEC > 1:
-        edge_result = input_gradient(edge_grad, edge_y, total, LOG, result_ptr.dtype.element_ty)
-        tl.store(
-            result_ptr + row * result_row_stride + edge,
-            edge_result.to(result_ptr.dtype.element_ty),
-            mask=edge_mask,
-        )
+        edge_dx = input_gradient(edge_dy, edge_y, total, LOG, DTYPE)
+        tl.store(result.ptr + row * result.row + edge, edge_dx.to(DTYPE), mask=edge_mask)
 
 
 @triton.jit
 def softmax_backward_loop_kernel(
-    grad_ptr,  # [batches, rows, classes]
-    output_ptr,  # [batches, rows, classes]
-    result_ptr,  # [batches, rows, classes]
+    grad,  # StridedRows
+    output,  # StridedRows
+    result,  # StridedRows
     rows,
     classes,
-    grad_batch_stride,
-    grad_row_stride,
-    grad_class_stride,
-    output_batch_stride,
-    output_row_stride,
-    output_class_stride,
-    result_batch_stride,
-    result_row_stride,
-    result_class_stride,
     LOG: tl.constexpr,
     BROADCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
@@ -190,35 +153,28 @@ def softmax_backward_loop_kernel(
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     block = (tl.program_id(0) % blocks).to(tl.int64)
     row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
-    grad_rows_ptr = grad_ptr + batch * grad_batch_stride + row * grad_row_stride
-    output_rows_ptr = output_ptr + batch * output_batch_stride + row * output_row_stride
-    result_rows_ptr = result_ptr + batch * result_batch_stride + row * result_row_stride
+    grad_rows = grad.ptr + batch * grad.batch + row * grad.row  # [ROWS, 1]
+    output_rows = output.ptr + batch * output.batch + row * output.row
+    result_rows = result.ptr + batch * result.batch + row * result.row
     total = tl.zeros([ROWS], tl.float64)
     for start in range(0, classes, BLOCK_V):
         column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         mask = (row < rows) & (column < classes)
-        grad = load_output_gradient(
-            grad_rows_ptr, column, grad_class_stride, row < rows, mask, False, BROADCAST
+        dy = load_output_gradient(
+            grad_rows, column, grad.column, row < rows, mask, False, BROADCAST
         ).to(ACC_DTYPE)
         if not LOG:
-            grad *= tl.load(
-                output_rows_ptr + column * output_class_stride, mask=mask, other=0.0
-            ).to(ACC_DTYPE)
-        total += tl.sum(grad, axis=1).to(tl.float64)
+            y = tl.load(output_rows + column * output.column, mask=mask, other=0.0)
+            dy *= y.to(ACC_DTYPE)
+        total += tl.sum(dy, axis=1).to(tl.float64)
     for start in range(0, classes, BLOCK_V):
         column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         mask = (row < rows) & (column < classes)
-        grad = load_output_gradient(
-            grad_rows_ptr, column, grad_class_stride, row < rows, mask, False, BROADCAST
+        dy = load_output_gradient(
+            grad_rows, column, grad.column, row < rows, mask, False, BROADCAST
         ).to(ACC_DTYPE)
-        y = tl.load(output_rows_ptr + column * output_class_stride, mask=mask, other=0.0).to(
-            ACC_DTYPE
-        )
-        result = input_gradient(
-            grad, y, total.to(ACC_DTYPE)[:, None], LOG, result_ptr.dtype.element_ty
-        )
+        y = tl.load(output_rows + column * output.column, mask=mask, other=0.0).to(ACC_DTYPE)
+        dx = input_gradient(dy, y, total.to(ACC_DTYPE)[:, None], LOG, result.ptr.dtype.element_ty)
         tl.store(
-            result_rows_ptr + column * result_class_stride,
-            result.to(result_ptr.dtype.element_ty),
-            mask=mask,
+            result_rows + column * result.column, dx.to(result.ptr.dtype.element_ty), mask=mask
         )

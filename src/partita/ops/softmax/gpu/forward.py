@@ -34,16 +34,10 @@ from ....primitives.gpu.sync import exchange_normalizer, next_part
 
 @triton.jit
 def softmax_tile_kernel(
-    input_ptr,  # [batches, rows, classes]
-    output_ptr,  # [batches, rows, classes]
+    input,  # StridedRows
+    output,  # StridedRows
     rows,
     classes,
-    input_batch_stride,
-    input_row_stride,
-    input_class_stride,
-    output_batch_stride,
-    output_row_stride,
-    output_class_stride,
     LOG: tl.constexpr,
     LANES: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
@@ -55,22 +49,18 @@ def softmax_tile_kernel(
 
     Only the last tile of a row reaches beyond its end.
     """
-    DTYPE: tl.constexpr = output_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = output.ptr.dtype.element_ty
     blocks = tl.cdiv(rows, ROWS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     row_mask = (row < rows)[:, None]
     mask = row_mask & (column < classes - (PARTS - 1) * BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
-    input_ptrs = (
-        input_ptr
-        + batch * input_batch_stride
-        + row[:, None] * input_row_stride
-        + column.to(tl.int64)[None, :] * input_class_stride
-    )
+    input_rows = input.ptr + batch * input.batch + row[:, None] * input.row  # [ROWS, 1]
+    input_ptrs = input_rows + column.to(tl.int64)[None, :] * input.column
     x = ()
     for i in tl.static_range(PARTS):
-        at = input_ptrs + i * BLOCK_V * input_class_stride
+        at = input_ptrs + i * BLOCK_V * input.column
         tile_mask = mask if i == PARTS - 1 else row_mask
         x += (tl.load(at, mask=tile_mask, other=-float("inf")).to(ACC_DTYPE),)
     shift = finite_shift(tl.max(tile_max(x), axis=1))[:, None]
@@ -79,14 +69,10 @@ def softmax_tile_kernel(
         terms += (exp(x[i] - shift) if LOG else exp_for_dtype(x[i] - shift, DTYPE),)
     total = row_sum(tile_sum(terms), LANES, DTYPE)[:, None]
     scale = log_exact(total) if LOG else reciprocal(total)
-    output_ptrs = (
-        output_ptr
-        + batch * output_batch_stride
-        + row[:, None] * output_row_stride
-        + column.to(tl.int64)[None, :] * output_class_stride
-    )
+    output_rows = output.ptr + batch * output.batch + row[:, None] * output.row
+    output_ptrs = output_rows + column.to(tl.int64)[None, :] * output.column
     for i in tl.static_range(PARTS):
-        at = output_ptrs + i * BLOCK_V * output_class_stride
+        at = output_ptrs + i * BLOCK_V * output.column
         y = x[i] - shift - scale if LOG else terms[i] * scale
         tl.store(at, y.to(DTYPE), mask=mask if i == PARTS - 1 else row_mask)
 
@@ -104,13 +90,11 @@ def normalize(x, shift, total, LOG: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def softmax_row_kernel(
-    input_ptr,  # [rows, classes]
-    output_ptr,  # [rows, classes]
+    input,  # StridedRows of one batch
+    output,  # StridedRows of one batch
     slots_ptr,  # [1 + rows * splits] int64, zero: the tile counter, then a slot for each program
     classes,
     splits,
-    input_row_stride,
-    output_row_stride,
     zero,  # 0.0
     LOG: tl.constexpr,
     HALF: tl.constexpr,
@@ -126,28 +110,28 @@ def softmax_row_kernel(
     STREAM: tl.constexpr = SHARED and VEC == 1
     index = next_part(slots_ptr, SHARED)
     row, split = index // splits, (index % splits).to(tl.int32)
-    head, body = row_span(row * input_row_stride, classes, VEC)
-    input_row_ptr = input_ptr + aligned_start(row * input_row_stride, VEC)
-    output_row_ptr = output_ptr + aligned_start(row * output_row_stride, VEC)
+    head, body = row_span(row * input.row, classes, VEC)
+    input_row = input.ptr + aligned_start(row * input.row, VEC)
+    output_row = output.ptr + aligned_start(row * output.row, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     mask = column // VEC * VEC < body
-    packed = load_streaming(input_row_ptr + column, mask, -float("inf"), STREAM)
+    packed = load_streaming(input_row + column, mask, -float("inf"), STREAM)
     x = packed.to(tl.float32)
     maximum = tl.max(x, axis=0)
     if VEC > 1:
         edge, edge_mask = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
         edge_mask &= split == 0
-        edge_x = tl.load(
-            input_ptr + row * input_row_stride + edge, mask=edge_mask, other=-float("inf")
-        ).to(tl.float32)
+        edge_ptrs = input.ptr + row * input.row + edge
+        edge_x = tl.load(edge_ptrs, mask=edge_mask, other=-float("inf")).to(tl.float32)
         maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
     if HALF:
         packed = opaque(packed, tl.full([BLOCK_V], zero, tl.float32).to(packed.dtype))
         x = packed.to(tl.float32)
-    EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32 and not LOG
+    DTYPE: tl.constexpr = output.ptr.dtype.element_ty
+    EXACT: tl.constexpr = DTYPE == tl.float32 and not LOG
     part_shift = finite_shift(maximum)
     e = exp_exact(x - part_shift) if EXACT else exp(x - part_shift)
-    total = sum_for_dtype(e, 0, output_ptr.dtype.element_ty)
+    total = sum_for_dtype(e, 0, DTYPE)
     shift = part_shift
     if VEC > 1:
         total += tl.sum(exp(edge_x - part_shift), axis=0)
@@ -162,28 +146,19 @@ def softmax_row_kernel(
         if LOG or HALF
         else e * divide(exp_exact(part_shift - shift), total)
     )
-    store_streaming(output_row_ptr + column, y, mask, STREAM)
+    store_streaming(output_row + column, y, mask, STREAM)
     if VEC > 1:
         edge_y = normalize(edge_x, shift, total, LOG, EXACT)
-        tl.store(
-            output_ptr + row * output_row_stride + edge,
-            edge_y.to(output_ptr.dtype.element_ty),
-            mask=edge_mask,
-        )
+        edge_ptrs = output.ptr + row * output.row + edge
+        tl.store(edge_ptrs, edge_y.to(DTYPE), mask=edge_mask)
 
 
 @triton.jit
 def softmax_loop_kernel(
-    input_ptr,  # [batches, rows, classes]
-    output_ptr,  # [batches, rows, classes]
+    input,  # StridedRows
+    output,  # StridedRows
     rows,
     classes,
-    input_batch_stride,
-    input_row_stride,
-    input_class_stride,
-    output_batch_stride,
-    output_row_stride,
-    output_class_stride,
     LOG: tl.constexpr,
     LANES: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
@@ -194,23 +169,20 @@ def softmax_loop_kernel(
 
     The first pass reads a row for its maximum and sum, and the second for the result.
     """
-    EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32
-    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input_ptr.dtype.element_ty.primitive_bitwidth
+    EXACT: tl.constexpr = output.ptr.dtype.element_ty == tl.float32
+    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input.ptr.dtype.element_ty.primitive_bitwidth
     blocks = tl.cdiv(rows, ROWS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    input_rows_ptr = input_ptr + batch * input_batch_stride + row[:, None] * input_row_stride
-    output_rows_ptr = output_ptr + batch * output_batch_stride + row[:, None] * output_row_stride
-    maximum, total = (
-        tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE),
-        tl.zeros([ROWS, LANES], tl.float64),
-    )
+    input_rows = input.ptr + batch * input.batch + row[:, None] * input.row  # [ROWS, 1]
+    output_rows = output.ptr + batch * output.batch + row[:, None] * output.row
+    maximum = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE)
+    total = tl.zeros([ROWS, LANES], tl.float64)
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         mask = (row < rows)[:, None] & (column < classes)[None, :]
-        x = tl.load(
-            input_rows_ptr + column[None, :] * input_class_stride, mask=mask, other=-float("inf")
-        ).to(ACC_DTYPE)
+        x = tl.load(input_rows + column[None, :] * input.column, mask=mask, other=-float("inf"))
+        x = x.to(ACC_DTYPE)
         maximum, total = online_softmax(
             maximum, total, by_lane(x, LANES, VECTOR), LANES == 1 and EXACT
         )
@@ -219,12 +191,8 @@ def softmax_loop_kernel(
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         mask = (row < rows)[:, None] & (column < classes)[None, :]
-        x = tl.load(
-            input_rows_ptr + column[None, :] * input_class_stride, mask=mask, other=-float("inf")
-        ).to(ACC_DTYPE)
+        x = tl.load(input_rows + column[None, :] * input.column, mask=mask, other=-float("inf"))
+        x = x.to(ACC_DTYPE)
         y = normalize(x, shift[:, None], total[:, None], LOG, EXACT)
-        tl.store(
-            output_rows_ptr + column[None, :] * output_class_stride,
-            y.to(output_ptr.dtype.element_ty),
-            mask=mask,
-        )
+        output_ptrs = output_rows + column[None, :] * output.column
+        tl.store(output_ptrs, y.to(output.ptr.dtype.element_ty), mask=mask)

@@ -43,41 +43,36 @@ def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
 
 
 def _softmax(view: RowView, log: bool) -> None:
-    input, output = view.tensors
-    input_strides, output_strides = view.strides
-    plan = row_plan_for(view)
+    input, output = view.strided
+    plan, dtype = row_plan_for(view), input.ptr.dtype
     if plan.kind == "row":
         launch(
             softmax_row_kernel,
             view.rows * plan.splits,
-            input,
-            output,
-            exchange_slots(view, plan.splits),
-            view.classes,
-            plan.splits,
-            input_strides[1],
-            output_strides[1],
-            0.0,
+            input=input,
+            output=output,
+            slots_ptr=exchange_slots(view, plan.splits),
+            classes=view.classes,
+            splits=plan.splits,
+            zero=0.0,
             LOG=log,
-            **row_options(plan, input.dtype),
+            **row_options(plan, dtype),
         )
         return
     parts = {}
     if plan.kind == "tile":
-        plan, parts["PARTS"] = _in_parts(plan, view.classes, input.element_size())
+        plan, parts["PARTS"] = _in_parts(plan, view.classes, dtype.itemsize)
     launch(
         softmax_tile_kernel if parts else softmax_loop_kernel,
         view.batches * cdiv(view.rows, plan.rows),
-        input,
-        output,
-        view.rows,
-        view.classes,
-        *input_strides,
-        *output_strides,
+        input=input,
+        output=output,
+        rows=view.rows,
+        classes=view.classes,
         LOG=log,
-        LANES=plan.lanes(input.element_size()),
+        LANES=plan.lanes(dtype.itemsize),
         **parts,
-        **tile_options(plan, input.dtype),
+        **tile_options(plan, dtype),
     )
 
 
@@ -110,48 +105,41 @@ def softmax_backward(
 
 
 def _softmax_backward(view: RowView, log: bool) -> None:
-    output, grad, result = view.tensors
-    output_strides, grad_strides, result_strides = view.strides
+    output, grad, result = view.strided
     # A gradient that all classes of a row share is read once for each row, so its strides do not
     # limit the plan.
-    is_broadcast = view.classes > 1 and grad_strides[2] == 0
+    is_broadcast = view.classes > 1 and grad.column == 0
     planned = view
     if is_broadcast:
-        planned = view._replace(tensors=(output, result), strides=(output_strides, result_strides))
-    plan = row_plan_for(planned, operands=2)
+        planned = view._replace(tensors=view.tensors[::2], strides=view.strides[::2])
+    plan, dtype = row_plan_for(planned, operands=2), output.ptr.dtype
     if plan.kind == "row":
         launch(
             softmax_backward_row_kernel,
             view.rows * plan.splits,
-            grad,
-            output,
-            result,
-            exchange_slots(view, plan.splits),
-            view.classes,
-            plan.splits,
-            grad_strides[1],
-            output_strides[1],
-            result_strides[1],
-            0.0,
+            grad=grad,
+            output=output,
+            result=result,
+            slots_ptr=exchange_slots(view, plan.splits),
+            classes=view.classes,
+            splits=plan.splits,
+            zero=0.0,
             LOG=log,
             BROADCAST=is_broadcast,
-            **row_options(plan, output.dtype),
+            **row_options(plan, dtype),
         )
         return
     launch(
         softmax_backward_tile_kernel if plan.kind == "tile" else softmax_backward_loop_kernel,
         view.batches * cdiv(view.rows, plan.rows),
-        grad,
-        output,
-        result,
-        view.rows,
-        view.classes,
-        *grad_strides,
-        *output_strides,
-        *result_strides,
+        grad=grad,
+        output=output,
+        result=result,
+        rows=view.rows,
+        classes=view.classes,
         LOG=log,
         BROADCAST=is_broadcast,
-        **tile_options(plan, output.dtype),
+        **tile_options(plan, dtype),
     )
 
 
@@ -166,14 +154,13 @@ def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
     launch(
         logsumexp_kernel,
         view.batches * cdiv(view.rows, plan.rows) * plan.splits,
-        view.tensors[0],
-        *outputs,
-        merge_slots(view, plan.splits),
-        view.rows,
-        view.classes,
-        plan.splits,
-        classes_per_program(view, plan),
-        *view.strides[0],
+        input=view.strided[0],
+        results=outputs,
+        slots_ptr=merge_slots(view, plan.splits),
+        rows=view.rows,
+        classes=view.classes,
+        splits=plan.splits,
+        classes_per_split=classes_per_program(view, plan),
         **reduce_options(plan, view),
     )
     return outputs
@@ -188,21 +175,17 @@ def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Ten
 
 
 def _logsumexp_backward(view: RowView, grad: Tensor, maximum: Tensor, sumexp: Tensor) -> None:
-    input, result = view.tensors
+    input, result = view.strided
     plan = elementwise_plan(view)
-    grad, grad_stride = flat_rows(grad)
     launch(
         logsumexp_backward_kernel,
         view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
-        grad,
-        input,
-        maximum,
-        sumexp,
-        result,
-        view.rows,
-        view.classes,
-        grad_stride,
-        *view.strides[0],
-        *view.strides[1],
-        **tile_options(plan, input.dtype),
+        grad=flat_rows(grad),
+        input=input,
+        maximum_ptr=maximum,
+        sumexp_ptr=sumexp,
+        result=result,
+        rows=view.rows,
+        classes=view.classes,
+        **tile_options(plan, input.ptr.dtype),
     )

@@ -24,18 +24,13 @@ from ....primitives.gpu.sync import (
 
 @triton.jit
 def logsumexp_kernel(
-    input_ptr,  # [batches, rows, classes]
-    logsumexp_ptr,  # [batches, rows]
-    maximum_ptr,  # [batches, rows]
-    sumexp_ptr,  # [batches, rows]
+    input,  # StridedRows
+    results,  # LogSumExp, [batches, rows]
     slots_ptr,  # [batches, rows, 1 + splits] int64, zero: a counter, then a slot for each program
     rows,
     classes,
     splits,
     classes_per_split,
-    batch_stride,
-    row_stride,
-    class_stride,
     SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
@@ -48,35 +43,30 @@ def logsumexp_kernel(
 
     The last program of a row merges the parts.
     """
-    EXACT: tl.constexpr = LANES == 1 and input_ptr.dtype.element_ty == tl.float32
-    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input_ptr.dtype.element_ty.primitive_bitwidth
+    EXACT: tl.constexpr = LANES == 1 and input.ptr.dtype.element_ty == tl.float32
+    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input.ptr.dtype.element_ty.primitive_bitwidth
     split, batch, row, start, head, body = program_rows(
-        rows, splits, batch_stride, row_stride, classes, VEC, ROWS
+        rows, splits, input.batch, input.row, classes, VEC, ROWS
     )
-    row_ptrs = row_pointers(input_ptr, start, row_stride, VEC, ROWS)  # [ROWS, 1]
-    maximum, total = (
-        tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE),
-        tl.zeros([ROWS, LANES], tl.float64),
-    )
+    row_ptrs = row_pointers(input.ptr, start, input.row, VEC, ROWS)  # [ROWS, 1]
+    maximum = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE)
+    total = tl.zeros([ROWS, LANES], tl.float64)
     last = tl.minimum((split + 1) * classes_per_split, classes)
     unmasked = unmasked_end(split * classes_per_split, last, body, BLOCK_V, LANES)
     for first in range(split * classes_per_split, unmasked, BLOCK_V):
-        x = tl.load(
-            row_ptrs + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * class_stride
-        ).to(ACC_DTYPE)
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        x = tl.load(row_ptrs + column * input.column).to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     for first in range(unmasked, last, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         mask = (row < rows)[:, None] & (column // VEC * VEC < body)
-        x = tl.load(row_ptrs + column * class_stride, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+        x = tl.load(row_ptrs + column * input.column, mask=mask, other=-float("inf")).to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     if VEC > 1:
         edge, edge_mask = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
-        edge_x = tl.load(
-            input_ptr + start + edge[None, :],
-            mask=(edge_mask & (split == 0))[None, :],
-            other=-float("inf"),
-        ).to(ACC_DTYPE)
+        edge_mask = (edge_mask & (split == 0))[None, :]
+        edge_x = tl.load(input.ptr + start + edge[None, :], mask=edge_mask, other=-float("inf"))
+        edge_x = edge_x.to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(edge_x, LANES, 1), EXACT)
     maximum, total, _ = merge_lanes(maximum, total)
     write_mask = row < rows
@@ -91,27 +81,21 @@ def logsumexp_kernel(
         total = tl.zeros([ROWS], ACC_DTYPE) + row_total
     index = batch * rows + row
     result = tl.where(maximum == float("inf"), maximum, maximum + log_exact(total))
-    tl.store(logsumexp_ptr + index, result.to(logsumexp_ptr.dtype.element_ty), mask=write_mask)
-    tl.store(maximum_ptr + index, maximum, mask=write_mask)
-    tl.store(sumexp_ptr + index, total, mask=write_mask)
+    result_ptrs = results.logsumexp + index
+    tl.store(result_ptrs, result.to(result_ptrs.dtype.element_ty), mask=write_mask)
+    tl.store(results.maximum + index, maximum, mask=write_mask)
+    tl.store(results.sumexp + index, total, mask=write_mask)
 
 
 @triton.jit
 def logsumexp_backward_kernel(
-    grad_ptr,  # [batches, rows]
-    input_ptr,  # [batches, rows, classes]
+    grad,  # RowNumbers
+    input,  # StridedRows
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
-    result_ptr,  # [batches, rows, classes]
+    result,  # StridedRows
     rows,
     classes,
-    grad_stride,  # between the rows of grad: 0 if they share one number
-    input_batch_stride,
-    input_row_stride,
-    input_class_stride,
-    result_batch_stride,
-    result_row_stride,
-    result_class_stride,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -123,25 +107,16 @@ def logsumexp_backward_kernel(
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     index = batch * rows + row
     scale = divide(
-        tl.load(grad_ptr + index * grad_stride, mask=row < rows, other=0.0).to(ACC_DTYPE),
+        tl.load(grad.ptr + index * grad.step, mask=row < rows, other=0.0).to(ACC_DTYPE),
         tl.load(sumexp_ptr + index, mask=row < rows, other=1.0),
     )
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row < rows, other=0.0))
     column_block = (tl.program_id(0) % column_blocks).to(tl.int64)
     column = (column_block * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
     mask = (row < rows)[:, None] & (column < classes)
-    input_ptrs = (
-        input_ptr
-        + batch * input_batch_stride
-        + row[:, None] * input_row_stride
-        + column * input_class_stride
-    )
+    input_ptrs = input.ptr + batch * input.batch + row[:, None] * input.row + column * input.column
     x = tl.load(input_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    result = exp_for_dtype(x - shift[:, None], result_ptr.dtype.element_ty) * scale[:, None]
-    result_ptrs = (
-        result_ptr
-        + batch * result_batch_stride
-        + row[:, None] * result_row_stride
-        + column * result_class_stride
-    )
-    tl.store(result_ptrs, result.to(result_ptr.dtype.element_ty), mask=mask)
+    dtype: tl.constexpr = result.ptr.dtype.element_ty
+    dx = exp_for_dtype(x - shift[:, None], dtype) * scale[:, None]
+    result_rows = result.ptr + batch * result.batch + row[:, None] * result.row  # [ROWS, 1]
+    tl.store(result_rows + column * result.column, dx.to(dtype), mask=mask)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import RowPlan, row_options
+from ....primitives.gpu.row_plan import RowPlan, StridedRows, row_options
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.gpu.plan import SUM_WORDS
-from ...cross_entropy.gpu.reduction import mean_denominators, reduce_losses
+from ...cross_entropy.gpu.reduction import LossSum, mean_denominators, reduce_losses
 from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
 from ..common import gradient_in_place, gradient_of_logits, pack_hidden, pack_logits
-from .merge import parallel_coefficients_kernel, parallel_fields_kernel
-from .one_pass import parallel_row_kernel
+from .merge import MergedRows, parallel_coefficients_kernel, parallel_fields_kernel
+from .one_pass import RankMemory, parallel_row_kernel
 from .plan import row_split, slots_per_row
 
 parallel_logits = functools.partial(
@@ -52,22 +52,24 @@ def parallel_fields(
     launch(
         parallel_fields_kernel,
         cdiv(M, 128),
-        gathered.contiguous(),
-        target.contiguous(),
-        nll,
-        logsumexp,
-        smoothing_losses if smoothing else None,
-        entropies if entropy else None,
-        argmax if entropy else None,
-        maximum,
-        sumexp,
-        M,
-        world,
-        classes,
-        first_class,
-        rank,
-        ignore_index,
-        temperature,
+        gathered_ptr=gathered.contiguous(),
+        target_ptr=target.contiguous(),
+        results=MergedRows(
+            nll,
+            logsumexp,
+            smoothing_losses if smoothing else None,
+            entropies if entropy else None,
+            argmax if entropy else None,
+            maximum,
+            sumexp,
+        ),
+        M=M,
+        world=world,
+        V=classes,
+        first_class=first_class,
+        rank=rank,
+        ignore_index=ignore_index,
+        temperature=temperature,
         HAS_SMOOTHING=smoothing,
         ENTROPY=entropy,
         ACC_DTYPE=tl_acc_dtype(gathered.dtype),
@@ -105,21 +107,21 @@ def parallel_coefficients(
     launch(
         parallel_coefficients_kernel,
         cdiv(M, 128),
-        target.contiguous(),
-        *(
-            None if grad is None else grad.contiguous()
-            for grad in (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
-        ),
-        None if grad_entropy is None else entropies,
-        total_weight,
-        dlogits_coef,
-        label_coef,
-        None if grad_entropy is None else log_coef,
-        None if grad_smoothing is None else smoothing_coef,
-        M,
-        classes,
-        ignore_index,
-        temperature,
+        target_ptr=target.contiguous(),
+        grad_nll_ptr=None if grad_nll is None else grad_nll.contiguous(),
+        grad_logsumexp_ptr=None if grad_logsumexp is None else grad_logsumexp.contiguous(),
+        grad_smoothing_ptr=None if grad_smoothing is None else grad_smoothing.contiguous(),
+        grad_entropy_ptr=None if grad_entropy is None else grad_entropy.contiguous(),
+        entropy_ptr=None if grad_entropy is None else entropies,
+        total_weight_ptr=total_weight,
+        dlogits_coef_ptr=dlogits_coef,
+        label_coef_ptr=label_coef,
+        log_coef_ptr=None if grad_entropy is None else log_coef,
+        smoothing_coef_ptr=None if grad_smoothing is None else smoothing_coef,
+        M=M,
+        V=classes,
+        ignore_index=ignore_index,
+        temperature=temperature,
         ACC_DTYPE=tl_acc_dtype(like.dtype),
         BLOCK=128,
         num_warps=4,
@@ -162,29 +164,23 @@ def parallel_one_pass(
     launch(
         parallel_row_kernel,
         M * splits,
-        logits,
-        target,
-        shares,
-        tile_counter,
-        slots,
-        peers,
-        timed_out,
-        failed,
-        losses,
-        dlogits,
-        M,
-        V_local,
-        sum(sizes),
-        sum(sizes[:rank]),
-        rank,
-        splits,
-        max_polls,
-        logits.stride(0),
-        dlogits.stride(0),
-        ignore_index,
-        softcap,
-        z_loss,
-        0.0,
+        logits=StridedRows(logits, 0, *logits.stride()),
+        target_ptr=target,
+        tile_counter_ptr=tile_counter,
+        memory=RankMemory(slots, peers, timed_out, failed),
+        losses=LossSum(losses, shares, None),
+        dlogits=StridedRows(dlogits, 0, *dlogits.stride()),
+        M=M,
+        V_local=V_local,
+        V=sum(sizes),
+        first_class=sum(sizes[:rank]),
+        rank=rank,
+        splits=splits,
+        max_polls=max_polls,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        z_loss=z_loss,
+        zero=0.0,
         WORLD=len(sizes),
         HAS_SOFTCAP=softcap != 0,
         HAS_Z_LOSS=z_loss != 0,

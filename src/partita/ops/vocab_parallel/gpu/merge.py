@@ -10,28 +10,23 @@ import triton.language as tl
 from ....primitives.gpu.math import LOG2E, finite_shift, log_exact
 
 
-class RankSums(NamedTuple):
-    """Sums over all ranks for the rows of a program, [BLOCK] each.
+class MergedRows(NamedTuple):
+    """Memory for the statistics of the rows over the classes of all ranks, [M] each.
 
     Fields:
-        sumexp: the sum of exponentials.
-        label_logit: the logit at the label.
-        classes_before: the classes of the ranks before this one.
-        classes_total: the classes of all ranks.
-        smoothing_loss: the sum of weight * (origin - x), with the origin of the first rank.
-        weights: the sum of the class weights.
-        sum_x_exp: the sum of x times its exponential.
-        argmax: the lowest class with the maximum.
+        nll, logsumexp: the loss and the log-sum-exp.
+        smoothing_loss, entropy: the loss of evenly spread targets and the entropy, or None.
+        argmax: the lowest class with the maximum, int64, or None.
+        maximum, sumexp: the maximum, and the sum of exponentials.
     """
 
-    sumexp: Any
-    label_logit: Any
-    classes_before: Any
-    classes_total: Any
+    nll: Any
+    logsumexp: Any
     smoothing_loss: Any
-    weights: Any
-    sum_x_exp: Any
+    entropy: Any
     argmax: Any
+    maximum: Any
+    sumexp: Any
 
 
 @triton.jit
@@ -40,69 +35,13 @@ def load_field(state_ptr, field, stride, mask):
     return tl.load(state_ptr + field * stride, mask=mask, other=0.0)
 
 
-@triton.jit
-def sum_over_ranks(
-    gathered_ptr,
-    row,
-    stride,
-    mask,
-    maximum,
-    world,
-    V,
-    rank,
-    temperature,
-    HAS_SMOOTHING: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
-    """Add the states of all ranks in rank order, given the maximum over all ranks."""
-    BLOCK: tl.constexpr = mask.shape[0]
-    ACC_DTYPE: tl.constexpr = maximum.dtype
-    PACKED: tl.constexpr = 4 + 3 * HAS_SMOOTHING + 2 * ENTROPY
-    slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
-    shift = finite_shift(maximum)
-    zeros = tl.zeros([BLOCK], ACC_DTYPE)
-    label_logit = tl.full([BLOCK], -float("inf"), ACC_DTYPE)
-    sumexp, classes_before, classes_total, weights = zeros, zeros, zeros, zeros
-    smoothing_loss, sum_x_exp, argmax = zeros, zeros, tl.zeros([BLOCK], tl.int64) + V
-    for r in range(world):
-        state_ptr = gathered_ptr + r * PACKED * stride + row
-        rank_maximum = load_field(state_ptr, 0, stride, mask)
-        rank_sumexp = load_field(state_ptr, 1, stride, mask)
-        rank_classes = load_field(state_ptr, 3, stride, mask)
-        scale = tl.exp2((rank_maximum - shift) * slope)
-        sumexp += rank_sumexp * scale
-        label_logit = tl.maximum(label_logit, load_field(state_ptr, 2, stride, mask))
-        classes_before += tl.where(r < rank, rank_classes, 0.0)
-        classes_total += rank_classes
-        if HAS_SMOOTHING:
-            weight = load_field(state_ptr, 6, stride, mask)
-            origin = load_field(gathered_ptr + row, 4, stride, mask)
-            origin_difference = origin - load_field(state_ptr, 4, stride, mask)
-            smoothing_loss += load_field(state_ptr, 5, stride, mask) + weight * origin_difference
-            weights += weight
-        if ENTROPY:
-            moved = rank_sumexp * (shift - finite_shift(rank_maximum)) / temperature
-            sum_x_exp += scale * (load_field(state_ptr, PACKED - 2, stride, mask) - moved)
-            index = load_field(state_ptr, PACKED - 1, stride, mask)
-            index = index.to(tl.int64 if ACC_DTYPE == tl.float64 else tl.int32, bitcast=True)
-            argmax = tl.minimum(argmax, tl.where(rank_maximum == maximum, index.to(tl.int64), V))
-    sums = (sumexp, label_logit, classes_before, classes_total)
-    return RankSums(*sums, smoothing_loss, weights, sum_x_exp, argmax)
-
-
 @triton.jit(do_not_specialize=["M", "world", "V", "first_class", "rank", "ignore_index"])
 def parallel_fields_kernel(
     # [world, PACKED, M]: maximum, sumexp, label logit, number of classes; with HAS_SMOOTHING
     # origin, smoothing loss and sum of the class weights; with ENTROPY sum_x_exp and argmax
     gathered_ptr,
     target_ptr,  # [M]
-    nll_ptr,  # [M]
-    logsumexp_ptr,  # [M]
-    smoothing_loss_ptr,  # [M] or None
-    entropy_ptr,  # [M] or None
-    argmax_ptr,  # [M] int64 or None
-    maximum_ptr,  # [M]
-    sumexp_ptr,  # [M]
+    results,  # MergedRows
     M,
     world,
     V,  # classes of all ranks
@@ -126,40 +65,56 @@ def parallel_fields_kernel(
         maximum = tl.maximum(
             maximum, load_field(gathered_ptr + r * PACKED * stride + row, 0, stride, mask)
         )
-    sums = sum_over_ranks(
-        gathered_ptr,
-        row,
-        stride,
-        mask,
-        maximum,
-        world,
-        V,
-        rank,
-        temperature,
-        HAS_SMOOTHING,
-        ENTROPY,
-    )
+    slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
+    shift = finite_shift(maximum)
+    zeros = tl.zeros([BLOCK], ACC_DTYPE)
+    label_logit = tl.full([BLOCK], -float("inf"), ACC_DTYPE)
+    sumexp, classes_before, classes_total, weights = zeros, zeros, zeros, zeros
+    smoothing_loss, sum_x_exp, argmax = zeros, zeros, tl.zeros([BLOCK], tl.int64) + V
+    for r in range(world):
+        state_ptr = gathered_ptr + r * PACKED * stride + row
+        rank_maximum = load_field(state_ptr, 0, stride, mask)
+        rank_sumexp = load_field(state_ptr, 1, stride, mask)
+        rank_classes = load_field(state_ptr, 3, stride, mask)
+        scale = tl.exp2((rank_maximum - shift) * slope)
+        sumexp += rank_sumexp * scale
+        label_logit = tl.maximum(label_logit, load_field(state_ptr, 2, stride, mask))
+        classes_before += tl.where(r < rank, rank_classes, 0.0)
+        classes_total += rank_classes
+        if HAS_SMOOTHING:  # The losses are moved to the origin of the first rank.
+            weight = load_field(state_ptr, 6, stride, mask)
+            origin = load_field(gathered_ptr + row, 4, stride, mask)
+            origin_difference = origin - load_field(state_ptr, 4, stride, mask)
+            smoothing_loss += load_field(state_ptr, 5, stride, mask) + weight * origin_difference
+            weights += weight
+        if ENTROPY:
+            moved = rank_sumexp * (shift - finite_shift(rank_maximum)) / temperature
+            sum_x_exp += scale * (load_field(state_ptr, PACKED - 2, stride, mask) - moved)
+            index = load_field(state_ptr, PACKED - 1, stride, mask)
+            index = index.to(tl.int64 if ACC_DTYPE == tl.float64 else tl.int32, bitcast=True)
+            argmax = tl.minimum(argmax, tl.where(rank_maximum == maximum, index.to(tl.int64), V))
     target = tl.load(target_ptr + row, mask=mask, other=0).to(tl.int64)
     not_ignored = target != ignore_index
     no_class = not_ignored & ((target < 0) | (target >= V))
-    disagree = sums.classes_before != first_class
-    invalid = no_class | disagree | (sums.classes_total != V)
+    disagree = classes_before != first_class
+    invalid = no_class | disagree | (classes_total != V)
     nan_if_invalid = tl.where(invalid, float("nan"), 0.0).to(ACC_DTYPE)
-    shift, log_sumexp = finite_shift(maximum), log_exact(sums.sumexp)
-    nll = tl.where(not_ignored, log_sumexp + (shift - sums.label_logit) / temperature, 0.0)
-    tl.store(nll_ptr + row, nll + nan_if_invalid, mask=mask)
-    tl.store(logsumexp_ptr + row, shift / temperature + log_sumexp + nan_if_invalid, mask=mask)
-    tl.store(maximum_ptr + row, maximum, mask=mask)
-    tl.store(sumexp_ptr + row, sums.sumexp, mask=mask)
+    shift, log_sumexp = finite_shift(maximum), log_exact(sumexp)
+    nll = tl.where(not_ignored, log_sumexp + (shift - label_logit) / temperature, 0.0)
+    tl.store(results.nll + row, nll + nan_if_invalid, mask=mask)
+    logsumexp_ptrs = results.logsumexp + row
+    tl.store(logsumexp_ptrs, shift / temperature + log_sumexp + nan_if_invalid, mask=mask)
+    tl.store(results.maximum + row, maximum, mask=mask)
+    tl.store(results.sumexp + row, sumexp, mask=mask)
     if HAS_SMOOTHING:
-        origin = load_field(gathered_ptr + row, 4, stride, mask)
-        loss = sums.weights * (log_sumexp + (shift - origin)) + sums.smoothing_loss
-        tl.store(smoothing_loss_ptr + row, loss + nan_if_invalid, mask=mask)
+        first_origin = load_field(gathered_ptr + row, 4, stride, mask)
+        loss = weights * (log_sumexp + (shift - first_origin)) + smoothing_loss
+        tl.store(results.smoothing_loss + row, loss + nan_if_invalid, mask=mask)
     if ENTROPY:
-        entropy = log_sumexp - sums.sum_x_exp / sums.sumexp
-        tl.store(entropy_ptr + row, entropy + nan_if_invalid, mask=mask)
+        entropy = log_sumexp - sum_x_exp / sumexp
+        tl.store(results.entropy + row, entropy + nan_if_invalid, mask=mask)
         # A maximum of NaN equals no rank's maximum, so the index stays V.
-        tl.store(argmax_ptr + row, tl.minimum(sums.argmax, V - 1), mask=mask)
+        tl.store(results.argmax + row, tl.minimum(argmax, V - 1), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "V", "ignore_index"])
