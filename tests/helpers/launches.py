@@ -111,11 +111,7 @@ class Launch(NamedTuple):
 def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
     """Append all launches to the list, as on an NVIDIA GPU, or on an AMD GPU without `cuda`."""
     # These modules must be loaded before their names are patched.
-    from partita.ops.chain.gpu import plan as chain_plan
-    from partita.ops.divergence.gpu import launch as divergence_launch
-    from partita.ops.linear_chain.gpu import plan as linear_chain_plan
-    from partita.primitives.gpu import math, row_plan
-    from partita.runtime import launch
+    from partita.primitives.gpu import math, target
 
     del math
 
@@ -129,11 +125,7 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
         mock.patch.object(JITFunction, "run", note),
         mock.patch.object(backend_module, "interpreting", lambda: True),
         mock.patch.object(torch.version, "cuda", cuda),
-        mock.patch.object(launch, "NVIDIA", cuda is not None),
-        mock.patch.object(chain_plan, "NVIDIA", cuda is not None),
-        mock.patch.object(divergence_launch, "NVIDIA", cuda is not None),
-        mock.patch.object(linear_chain_plan, "GLUON", cuda is not None),
-        mock.patch.object(row_plan, "NVIDIA", cuda is not None),
+        mock.patch.object(target, "assumed", target.MI300 if cuda is None else target.H100),
         partita.backend("triton"),
     ):
         clear_caches()
@@ -184,6 +176,7 @@ def call_long_chains(dtype: torch.dtype) -> None:
 def call_linear_chains(dtype: torch.dtype) -> None:
     """Call the ops of dense chains, of few and many states and tokens, with each kind of steps."""
     from partita.ops.linear_chain.gpu import plan
+    from partita.primitives.gpu import target
 
     long = ((300, 1, 5), (300, 1, 8), (300, 1, 16), (300, 2, 30), (300, 2, 100))
     few = (
@@ -194,10 +187,12 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         *((3, 2, C) for C in (50, 200, 500, 600)),
     )
     for T, N, C in (*few, *long):
-        for gluon in {plan.GLUON, plan.GLUON and T > 70}:
+        for interpreted in {False, target.assumed.runs_ptx and T <= 70}:
             emissions = torch.zeros(T, N, C, dtype=dtype, requires_grad=True)
             transitions = torch.zeros(C, C, dtype=dtype, requires_grad=True)
-            with mock.patch.object(plan, "GLUON", gluon):
+            with mock.patch.object(
+                target, "assumed", target.assumed._replace(interpreted=interpreted)
+            ):
                 chain = partita.linear_chain(emissions, transitions)
                 torch.autograd.grad(chain.logz().sum(), (emissions, transitions))
                 partita.linear_chain(emissions.detach(), transitions.detach()).viterbi()
@@ -211,8 +206,10 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         chain.entropy()
     for shape in ((2, 50, 50), (2, 2, 200, 200)):
         emissions, transitions = torch.zeros(3, 2, shape[-1], dtype=dtype), torch.zeros(shape)
-        for gluon in {plan.GLUON, False}:
-            with mock.patch.object(plan, "GLUON", gluon):
+        for interpreted in {False, target.assumed.runs_ptx}:
+            with mock.patch.object(
+                target, "assumed", target.assumed._replace(interpreted=interpreted)
+            ):
                 chain = partita.linear_chain(emissions, transitions.to(dtype))
                 chain.viterbi()
                 with mock.patch.object(plan, "MIN_TRACED_PAIRS", 1):

@@ -160,6 +160,13 @@ def skip_unused_gradients(ctx: Any) -> None:
         ctx.set_materialize_grads(False)
 
 
+def sum_of_gradients(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the gradient of a result that is returned twice; None where neither was used."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
 def is_double_backward(*tensors: Tensor | None) -> bool:
     """Return whether the derivative that is computed now will be differentiated again.
 

@@ -20,7 +20,6 @@ from .sizes import cdiv, next_power_of_2
 
 __all__ = [
     "INTERPRETED",
-    "NVIDIA",
     "SideStream",
     "cdiv",
     "launch",
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 INTERPRETED = interpreting()
-NVIDIA = torch.version.hip is None
 
 # Kernels of the C module by what Triton specializes them for. A model uses some dozens.
 _kernels: BoundedCache[bytes, Any] = BoundedCache(4096)

@@ -56,7 +56,7 @@ def all_ops(
         for reverse in (False, True):
             name = f"scan {use_max} {reverse}"
             results[name] = (_chain.scan(*inputs, use_max, reverse, backend),)
-    logz, saved = _chain.logz(*inputs, True, backend)
+    logz, _, saved = _chain.logz(*inputs, True, backend)
     results["logz"] = logz, _chain.logz(*inputs, False, backend)[0]
     results["gradient"] = _chain.logz_gradient(
         grad_output, scores, *ends, source, lengths, logz, saved, torch.float64, backend
@@ -287,7 +287,7 @@ def test_long_chains(source: torch.Tensor) -> None:
     results = []
     for backend in ("numba", "reference"):
         inputs = Chain(scores, source)._tensors()
-        logz, saved = _chain.logz(*inputs, True, backend)
+        logz, _, saved = _chain.logz(*inputs, True, backend)
         grad = torch.ones_like(logz)
         results.append(
             (

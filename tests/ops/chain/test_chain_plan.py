@@ -5,6 +5,7 @@ import torch
 from helpers.fresh import run_fresh
 
 from partita.ops.chain.gpu import plan
+from partita.primitives.gpu.target import H100, MI300, TARGETS, Target
 
 
 def test_plans_import_no_triton() -> None:
@@ -25,15 +26,15 @@ def test_segments_cover_a_path(T: int) -> None:
         assert half.number == whole.number == 1
 
 
-def test_the_degree_decides_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_degree_decides_the_kernels() -> None:
     """Tables with few edges into and out of each state have register-resident kernels."""
-    monkeypatch.setattr(plan, "INTERPRETED", False)
-    monkeypatch.setattr(plan, "NVIDIA", True)
     scores = torch.empty(3, 2, 64, 5)
-    resident = plan.resident_options(scores, 5)
+    resident = plan.resident_options(scores, 5, H100)
     assert resident is not None and resident["BLOCK_C"] == 64 and resident["DEGREE"] == 5
-    assert plan.resident_options(scores, 9) is None
-    assert plan.resident_options(scores.double(), 5) is None
+    assert plan.resident_options(scores, 9, H100) is None
+    assert plan.resident_options(scores, 5, MI300) is None
+    assert plan.resident_options(scores, 5, H100._replace(interpreted=True)) is None
+    assert plan.resident_options(scores.double(), 5, H100) is None
     assert plan.unroll_options(5, 9) == {"UNROLL_IN": 5, "UNROLL_OUT": 0}
     assert plan.block_options(2000) == {"BLOCK_C": 1024, "num_warps": 32}
 
@@ -44,12 +45,13 @@ def test_few_long_chains_are_parallel_in_time() -> None:
         assert not plan.is_parallel(*sizes)
 
 
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("C", [1, 4, 5, 16, 32])
 @pytest.mark.parametrize("N", [1, 7, 32])
 @pytest.mark.parametrize("T", [2048, 2049, 10_000, 100_000, 1_000_000, 10_000_001])
-def test_segments_cover_a_chain(T: int, N: int, C: int) -> None:
+def test_segments_cover_a_chain(T: int, N: int, C: int, target: Target) -> None:
     """Segments cover the steps, groups the segments, and all states fit into what is saved."""
-    sizes, options = plan.segment_sizes(T, N, C), plan.segment_options(C)
+    sizes, options = plan.segment_sizes(T, N, C, target), plan.segment_options(C)
     assert sizes.steps in (16, 32, 64, 128)
     assert 0 <= sizes.steps * sizes.segments - T < sizes.steps
     assert 0 <= sizes.size * sizes.groups - sizes.segments < sizes.size
@@ -58,8 +60,9 @@ def test_segments_cover_a_chain(T: int, N: int, C: int) -> None:
     assert options["BLOCK_C"] >= C and options["ROWS"] * options["BLOCK_C"] == 32
 
 
-def test_segments_fill_a_gpu() -> None:
-    """The scans from known states have some warps for each of 132 multiprocessors."""
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_segments_fill_a_gpu(target: Target) -> None:
+    """The scans from known states have some warps for each multiprocessor."""
     for T, N, C in ((100_000, 1, 16), (1_000_000, 1, 4), (20_000, 8, 16)):
-        rows = N * plan.segment_sizes(T, N, C).segments
-        assert rows // plan.segment_options(C)["ROWS"] >= 8 * 132
+        rows = N * plan.segment_sizes(T, N, C, target).segments
+        assert rows // plan.segment_options(C)["ROWS"] >= 8 * target.multiprocessors

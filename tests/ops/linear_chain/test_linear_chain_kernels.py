@@ -13,6 +13,7 @@ import partita
 from partita import LinearChain
 from partita.ops.linear_chain import autograd
 from partita.ops.linear_chain.gpu import plan
+from partita.primitives.gpu.target import TARGETS, Target
 from partita.runtime.caches import clear_caches
 from partita.testing import poisoned_memory
 
@@ -285,12 +286,13 @@ def test_segments_cover_all_steps() -> None:
         assert groups * sizes.size >= segments > (groups - 1) * sizes.size
 
 
-def test_splits_cover_all_tokens() -> None:
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_splits_cover_all_tokens(target: Target) -> None:
     for ndim, C in ((2, 3), (2, 200), (3, 4), (4, 4)):
         for T, N in ((2, 1), (7, 3), (500, 32)):
             transitions = torch.empty({2: (C, C), 3: (T - 1, C, C), 4: (T - 1, N, C, C)}[ndim])
             for per_sequence in (False, True):
-                _, groups = plan.count_groups(transitions, T, N, per_sequence)
+                _, groups = plan.count_groups(transitions, T, N, per_sequence, target)
                 assert groups.splits * groups.per_split >= groups.total
                 assert (groups.splits - 1) * groups.per_split < groups.total
 

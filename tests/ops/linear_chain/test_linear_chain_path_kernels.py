@@ -12,8 +12,13 @@ import partita
 from partita import LinearChain
 from partita.ops.linear_chain import autograd
 from partita.ops.linear_chain.gpu import plan
+from partita.primitives.gpu import target
 from partita.runtime.caches import clear_caches
 from partita.testing import poisoned_memory
+
+chooses_layouts = pytest.mark.skipif(
+    not target.assumed.runs_ptx, reason="these scans choose layouts, which NVIDIA GPUs alone do"
+)
 
 # Sequences of one segment, of several groups, of one state, and of more states than lanes add up.
 SHAPES = ((9, 1, 3), (70, 1, 2), (34, 2, 5), (17, 2, 1), (20, 1, 10))
@@ -144,7 +149,9 @@ def way_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 2, 70), (3, 2, 66), (140, 1, 65)])
 def test_paths_of_many_states(kind: str, shape: tuple[int, int, int], device: str) -> None:
-    assert not plan.stores_previous(shape[-1], kind == "constant")
+    assert not plan.stores_previous(
+        shape[-1], kind == "constant", target.target_of(torch.device(device))
+    )
     for forbidden in (0.0, 0.6):
         assert_same_path(random_linear_chain(*shape, kind=kind, forbidden=forbidden, device=device))
     chain = random_linear_chain(*shape, kind=kind, ends=False, ragged=False, device=device)
@@ -184,11 +191,13 @@ def from_both_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @kernel_devices
 @pytest.mark.usefixtures("from_both_ends")
-@pytest.mark.skipif(not plan.GLUON, reason="these scans choose layouts, which NVIDIA GPUs alone do")
+@pytest.mark.skipif(
+    not target.assumed.runs_ptx, reason="these scans choose layouts, which NVIDIA GPUs alone do"
+)
 @pytest.mark.parametrize("forbidden", [0.0, 0.5])
 @pytest.mark.parametrize("shape", [(1, 2, 20), (2, 3, 50), (3, 4, 128), (41, 7, 33), (300, 5, 100)])
 def test_paths_from_both_ends(shape: tuple[int, int, int], forbidden: float, device: str) -> None:
-    assert plan.meets(*shape, True)
+    assert plan.meets(*shape, True, target.target_of(torch.device(device)))
     chain = random_linear_chain(*shape, forbidden=forbidden, device=device)
     assert_same_path(chain)  # whole numbers tie, so the second half is scanned from the middle too
     for dtype in (torch.float32, torch.float64):
@@ -202,7 +211,9 @@ def test_paths_from_both_ends(shape: tuple[int, int, int], forbidden: float, dev
 
 @kernel_devices
 @pytest.mark.usefixtures("from_both_ends")
-@pytest.mark.skipif(not plan.GLUON, reason="these scans choose layouts, which NVIDIA GPUs alone do")
+@pytest.mark.skipif(
+    not target.assumed.runs_ptx, reason="these scans choose layouts, which NVIDIA GPUs alone do"
+)
 def test_nan_and_ties_stay_in_their_sequence_from_both_ends(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from ...runtime.autograd import (
     requires_grad,
     saved_tensors,
     skip_unused_gradients,
+    sum_of_gradients,
     without_wrappers,
 )
 from ...runtime.backend import current_backend
@@ -68,15 +69,6 @@ def _gpu_paths() -> ModuleType:
 logz = register.define(
     reference.chain_logz,
     fakes.fake_logz,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-rounded_logz = register.define(
-    reference.chain_rounded_logz,
-    fakes.fake_rounded_logz,
     gpu=_gpu,
     cpu=_cpu,
     check=check_values,
@@ -138,14 +130,6 @@ expectation_gradient = register.define(
 )
 
 
-def _logz_backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
-    """Return the gradients of the five tensors of a chain and of two options from that of log Z."""
-    if grad_output is None:
-        return (None,) * 7
-    d_scores, d_initial, d_final = logz_gradients(grad_output, ctx.saved_tensors, ctx.backend)
-    return d_scores, None, d_initial, d_final, None, None, None
-
-
 def logz_gradients(
     grad_output: Tensor, saved: tuple[Any, ...], backend: str
 ) -> tuple[Tensor | None, ...]:
@@ -170,18 +154,18 @@ def logz_gradients(
 
 
 class LogZ(torch.autograd.Function):
-    """Log Z of each chain, `[N]` fp64; its gradient is the marginals."""
+    """Log Z of each chain, `[N]`, in fp64 and in the dtype of results."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         return logz(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         scores, source, initial, final, lengths, _, ctx.backend = inputs
-        logz, saved = output
+        logz, _, saved = output
         ctx.mark_non_differentiable(saved)
         # Zeros for the gradient of `saved` would take as much memory as `saved`.
         skip_unused_gradients(ctx)
@@ -189,29 +173,12 @@ class LogZ(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _logz_backward(ctx, grads[0])
-
-
-class RoundedLogZ(torch.autograd.Function):
-    """Log Z of each chain in the dtype of results, `[N]`; its gradient is the marginals."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return rounded_logz(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        scores, source, initial, final, lengths, _, ctx.backend = inputs
-        _, logz, saved = output
-        ctx.mark_non_differentiable(logz, saved)
-        skip_unused_gradients(ctx)
-        ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _logz_backward(ctx, grads[0])
+        grad_output = sum_of_gradients(*grads[:2])
+        if grad_output is None:
+            return (None,) * 7
+        found = logz_gradients(grad_output, ctx.saved_tensors, ctx.backend)
+        d_scores, d_initial, d_final = found
+        return d_scores, None, d_initial, d_final, None, None, None
 
 
 class Marginals(torch.autograd.Function):

@@ -26,15 +26,11 @@ def _fake_gradient(tensor: Tensor, dtype: torch.dtype | None = None, needed: boo
     return torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
 
-def fake_logz(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor]:
+def fake_logz(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
+    rounded = scores.new_empty(scores.shape[1], dtype=acc_dtype(scores.dtype))
     saves = save and served_by != "reference"
     saved = _fake_state_scores(scores) if saves else _fake_nothing(scores)
-    return _fake_per_chain(scores), saved
-
-
-def fake_rounded_logz(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
-    rounded = scores.new_empty(scores.shape[1], dtype=acc_dtype(scores.dtype))
-    return rounded, *fake_logz(scores, save, served_by)
+    return _fake_per_chain(scores), rounded, saved
 
 
 def fake_scan(scores: Tensor) -> Tensor:

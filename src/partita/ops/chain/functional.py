@@ -18,29 +18,26 @@ from .autograd import calls_op, chain_needs_gradient, needs_gradient, scan_input
 from .inputs import ChainTensors, full_lengths, scalar
 
 
-def log_partition(chain: ChainTensors) -> Tensor:
-    """Return log Z, `[N]` fp64, of which differences may be formed."""
+def log_partitions(chain: ChainTensors) -> tuple[Tensor, ...]:
+    """Return log Z in fp64, of which differences may be formed, and in the dtype of results."""
     save, backend = chain_needs_gradient(chain), current_backend()
     if calls_op(save, chain.scores, chain.initial, chain.final):
-        return autograd.logz(*chain, save, backend)[0]
-    return apply(autograd.LogZ, *chain, save, backend)[0]
+        return autograd.logz(*chain, save, backend)[:2]
+    return apply(autograd.LogZ, *chain, save, backend)[:2]
 
 
 def partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
     """Return the sum over all paths under a semiring in the dtype of results, `[N]`."""
-    dtype = acc_dtype(chain.scores.dtype)
-    if semiring not in (Log, Max):
-        inputs = scan_inputs(chain, semiring, "this semiring")
-        return reference.log_partition(inputs, differentiable(semiring)).to(dtype)
-    save, backend = chain_needs_gradient(chain), current_backend()
-    is_direct = calls_op(save, chain.scores, chain.initial, chain.final)
+    if semiring == Log:
+        return log_partitions(chain)[1]
     if semiring == Max:
-        if is_direct:
-            return autograd.viterbi(*chain, save, backend)[0]
-        return apply(autograd.BestScore, *chain, save, backend)[0]
-    if is_direct:
-        return autograd.rounded_logz(*chain, save, backend)[0]
-    return apply(autograd.RoundedLogZ, *chain, save, backend)[0]
+        trace, backend = chain_needs_gradient(chain), current_backend()
+        if calls_op(trace, chain.scores, chain.initial, chain.final):
+            return autograd.viterbi(*chain, trace, backend)[0]
+        return apply(autograd.BestScore, *chain, trace, backend)[0]
+    inputs = scan_inputs(chain, semiring, "this semiring")
+    result = reference.log_partition(inputs, differentiable(semiring))
+    return result.to(acc_dtype(chain.scores.dtype))
 
 
 def marginals(chain: ChainTensors) -> Tensor:
@@ -48,19 +45,9 @@ def marginals(chain: ChainTensors) -> Tensor:
     scores, source, initial, final, lengths = chain
     backend, dtype = current_backend(), acc_dtype(scores.dtype)
     ones = scalar(1.0, torch.float64, scores.device).expand(scores.shape[1])
-    logz, saved = autograd.logz(scores, source, initial, final, lengths, True, backend)
-    return autograd.logz_gradient(
-        ones,
-        scores,
-        initial,
-        final,
-        source,
-        lengths,
-        logz,
-        saved,
-        dtype,
-        backend,
-    )[0]
+    logz, _, saved = autograd.logz(*chain, True, backend)
+    tensors = (scores, initial, final, source, lengths, logz, saved)
+    return autograd.logz_gradient(ones, *tensors, dtype, backend)[0]
 
 
 def state_scores(chain: ChainTensors, semiring: Semiring, *, reverse: bool) -> Tensor:
@@ -96,7 +83,7 @@ def entropy(chain: ChainTensors) -> Tensor:
     scores, initial, final = (t.expand(t.shape) for t in (chain.scores, chain.initial, chain.final))
     mean, logz = expectation(chain, scores, initial, final)
     if chain_needs_gradient(chain):
-        logz = log_partition(chain)
+        logz = log_partitions(chain)[0]
     return torch.where(logz == -torch.inf, 0.0, logz - mean)
 
 
@@ -109,8 +96,8 @@ def kl(chain: ChainTensors, other: ChainTensors) -> Tensor:
         chain.final.double() - other.final.double(),
     )
     if chain_needs_gradient(chain):
-        logz = log_partition(chain)
-    divergence = mean - logz + log_partition(other)
+        logz = log_partitions(chain)[0]
+    divergence = mean - logz + log_partitions(other)[0]
     divergence = torch.where(mean == torch.inf, torch.inf, divergence)
     divergence = torch.where(logz == -torch.inf, 0.0, divergence)
     same_source = other.source is chain.source or (chain.source == other.source).all()
@@ -128,7 +115,7 @@ def log_prob(chain: ChainTensors, edges: Tensor, first_state: Tensor | None) -> 
             and its log-probability is 0 if the chain has a path.
     """
     score = reference.path_score(*chain, edges, first_state)
-    logz = log_partition(chain)
+    logz = log_partitions(chain)[0]
     # A path that is given is not a path of a chain that has none.
     result = torch.where(logz == -torch.inf, -torch.inf, score - logz)
     if first_state is not None:

@@ -62,7 +62,7 @@ class ChainFunctions(NamedTuple):
         logz, gradient: the functions that serve the ops `chain_logz` and `chain_gradient`.
     """
 
-    logz: Callable[..., tuple[Tensor, Tensor]]
+    logz: Callable[..., tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
@@ -233,8 +233,8 @@ def loss_through_chains(
     lengths = torch.where(invalid_targets(packed, n_base), -1, input_lengths)
     lattice = target_lattice(packed, len(lattice_source), state_len, n_base, dtype, lattice_source)
     ends, edge_scores = zero_ends(scores), lattice_scores(scores, lattice.edge_index)
-    logz_den, saved = chains.logz(scores, source, ends, ends, lengths, save)
-    logz_num, states = chains.logz(edge_scores, *lattice[1:], lengths, save)
+    logz_den, _, saved = chains.logz(scores, source, ends, ends, lengths, save)
+    logz_num, _, states = chains.logz(edge_scores, *lattice[1:], lengths, save)
     marginals = edge_scores.new_empty(0, dtype=dtype)
     if save:
         unit = torch.full_like(logz_num, 2.0 ** FIXED_POINT[dtype][1])

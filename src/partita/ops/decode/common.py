@@ -57,7 +57,7 @@ class ChainFunctions(NamedTuple):
 
     viterbi: Callable[..., tuple[Tensor, Tensor, Tensor]]
     scan: Callable[..., Tensor]
-    logz: Callable[..., tuple[Tensor, Tensor]]
+    logz: Callable[..., tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
@@ -79,7 +79,7 @@ def path_and_posteriors(
         states, edges = beam_search(scores, later, input_lengths, beam_width)
     else:
         _, states, edges = chain.viterbi(*inputs, True)
-    logz, saved = chain.logz(*inputs, True)
+    logz, _, saved = chain.logz(*inputs, True)
     ones, dtype = torch.ones_like(logz), acc_dtype(scores.dtype)
     given = (ones, scores, ends, ends, source, input_lengths, logz, saved)
     marginals = chain.gradient(*given, dtype)[0]

@@ -23,6 +23,7 @@ from ...runtime.autograd import (
     requires_grad,
     saved_tensors,
     skip_unused_gradients,
+    sum_of_gradients,
 )
 from . import fakes, reference, reference_tangent
 from .common import HAS_KERNELS
@@ -130,14 +131,9 @@ class LogZ(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        fp64, rounded, _ = grads
-        if fp64 is None and rounded is None:
+        grad_output = sum_of_gradients(*grads[:2])
+        if grad_output is None:
             return (None,) * 7
-        if fp64 is None or rounded is None:
-            grad_output = rounded if fp64 is None else fp64
-        else:
-            grad_output = fp64 + rounded
-        assert grad_output is not None
         tensors = saved_tensors(ctx)
         needed = needed_gradients(ctx, *tensors[:4])
         results = _logz_gradients(grad_output, *tensors, needed[1], False, ctx.backend)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...primitives.gpu.target import assumed
 from ...runtime import checks
 from ...runtime.lengths import Lengths, lengths_on_device
 from ...runtime.sizes import holds, same_sizes
@@ -15,7 +16,7 @@ from ...runtime.sizes import holds, same_sizes
 RANGE_ROWS = 16  # states whose transitions one part of the search for the range reads
 
 # Triton 3.6 compiles products of fp64 matrices for NVIDIA GPUs only.
-HAS_KERNELS = torch.version.hip is None
+HAS_KERNELS = assumed.vendor == "nvidia"
 
 
 def saved_shape(table: str, T: int, N: int, C: int) -> tuple[int, ...]:

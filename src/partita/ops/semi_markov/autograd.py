@@ -18,6 +18,7 @@ from ...runtime.autograd import (
     one_by_one,
     saved_tensors,
     skip_unused_gradients,
+    sum_of_gradients,
 )
 from . import fakes, reference, reference_paths
 
@@ -118,14 +119,9 @@ class LogZ(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        fp64, rounded, _ = grads
-        if fp64 is None and rounded is None:
+        grad_output = sum_of_gradients(*grads[:2])
+        if grad_output is None:
             return (None,) * 8
-        if fp64 is None or rounded is None:
-            grad_output = rounded if fp64 is None else fp64
-        else:
-            grad_output = fp64 + rounded
-        assert grad_output is not None
         tensors = saved_tensors(ctx)
         results = differentiable_gradient(grad_output, *tensors, False, ctx.backend)
         needed = zip(results, needed_gradients(ctx, *tensors[:5]), strict=True)

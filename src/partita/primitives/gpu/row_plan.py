@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ...runtime.caches import register_cache
-from ...runtime.launch import INTERPRETED, NVIDIA, cdiv, next_power_of_2, tl_acc_dtype, zeroed_words
+from ...runtime.launch import cdiv, next_power_of_2, tl_acc_dtype, zeroed_words
+from .target import Target, target_of
 
 # Programs that may wait for one another: far fewer than any supported GPU keeps resident.
 MAX_SPLITS = 64
-REGISTERS = 2**16  # of a multiprocessor
 
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
@@ -197,13 +197,8 @@ class RowPlan:
     @property
     def options(self) -> dict[str, Any]:
         """The launch options."""
-        limit = self.register_limit
+        limit = self.max_registers
         return {"num_warps": self.num_warps, **({} if limit is None else {"maxnreg": limit})}
-
-    @property
-    def register_limit(self) -> int | None:
-        """Return `max_registers` where the compiler takes it, or None."""
-        return self.max_registers if NVIDIA and not INTERPRETED else None
 
 
 class RowShape(NamedTuple):
@@ -260,11 +255,12 @@ def _layout(
 
 
 @functools.lru_cache(maxsize=4096)
-def row_plan(shape: RowShape, operands: int = 1, patched: bool = False) -> RowPlan:
+def row_plan(shape: RowShape, target: Target, operands: int = 1, patched: bool = False) -> RowPlan:
     """Return the plan of a kernel whose programs hold whole rows, or parts of one row.
 
     Args:
         shape: the shape of the launch.
+        target: the GPU.
         operands: the number of tensors that a program holds.
         patched: whether the kernel stores one class of each row a second time.
     """
@@ -277,7 +273,7 @@ def row_plan(shape: RowShape, operands: int = 1, patched: bool = False) -> RowPl
         return RowPlan("loop", 64, 64, 4, contiguous=False)
     plain_access = shape.aligned or block < (512 if is_half else 4096) or shape.itemsize > 4
     vector = 1 if plain_access else 16 // shape.itemsize
-    can_exchange = shape.single and not INTERPRETED
+    can_exchange = shape.single and not target.interpreted
     elements = block * operands
     fits = elements <= (32768 if shape.itemsize == 4 else 16384)
     # Programs share fp32 rows of more than 8,192 classes if they are patched.
@@ -356,7 +352,8 @@ def reduce_plan(shape: RowShape, carried: int = 2) -> RowPlan:
 
 def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> RowPlan:
     """Return the plan of a kernel that holds the first `operands` tensors of the view."""
-    return row_plan(shape_of(view, operands), operands, patched)
+    target = target_of(view.tensors[0].device)
+    return row_plan(shape_of(view, operands), target, operands, patched)
 
 
 def patched_programs(view: RowView, plan: RowPlan) -> int:
@@ -366,18 +363,13 @@ def patched_programs(view: RowView, plan: RowPlan) -> int:
     time in which a multiprocessor starts a program, and a program asks for its next part while it
     stores the last one.
     """
-    parts, logits, limit = view.rows * plan.splits, view.tensors[0], plan.register_limit
+    parts, logits, limit = view.rows * plan.splits, view.tensors[0], plan.max_registers
     takes_several = plan.splits > 1 and plan.vector > 1 and logits.element_size() == 2
     if not takes_several or limit is None or logits.device.type != "cuda":
         return parts
-    resident = REGISTERS // (limit * 32 * plan.num_warps)
-    return min(parts, resident * multiprocessors(logits.device))
-
-
-@functools.lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    target = target_of(logits.device)
+    resident = target.registers // (limit * target.warp_size * plan.num_warps)
+    return min(parts, resident * target.multiprocessors)
 
 
 def reduce_plan_for(view: RowView, carried: int = 2) -> RowPlan:
@@ -448,7 +440,7 @@ def reduce_options(plan: RowPlan, view: RowView) -> dict[str, Any]:
 def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constexpr arguments of kernels with a plan of kind `row`."""
     return {
-        "HALF": plan.register_limit is not None and dtype.itemsize == 2,
+        "HALF": plan.max_registers is not None and dtype.itemsize == 2,
         "SHARED": plan.splits > 1,
         "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
         "VEC": plan.vector,
@@ -458,7 +450,6 @@ def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
 
 
 register_cache("primitives.row_plan.merged_dims", _merge.cache_clear)
-register_cache("primitives.row_plan.multiprocessors", multiprocessors.cache_clear)
 register_cache("primitives.row_plan.layouts", _layout.cache_clear)
 register_cache("primitives.row_plan.row_plans", row_plan.cache_clear)
 register_cache("primitives.row_plan.reduce_plans", reduce_plan.cache_clear)

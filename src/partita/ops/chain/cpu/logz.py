@@ -135,8 +135,8 @@ def chain_logz(
     final: Tensor,
     lengths: Tensor | None,
     save: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return log Z, `[N]` fp64, and alpha `[T + 1, N, C]`, which is empty without `save`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Z in fp64 and in the dtype of results, and alpha `[T + 1, N, C]` to `save`."""
     batch, invalid = chain_batch(scores, source, lengths)
     alpha = empty_batch((scores.shape[0] + 1 if save else 2, *scores.shape[1:3]))
     logz = torch.empty(len(initial), dtype=torch.float64, device="cpu")
@@ -150,20 +150,9 @@ def chain_logz(
         save,
         logz.numpy(),
     )
-    return logz.masked_fill_(invalid, torch.nan), alpha if save else alpha.new_empty(0)
-
-
-def chain_rounded_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z in the dtype of results, `[N]`, then the results of `chain_logz`."""
-    logz, saved = chain_logz(scores, source, initial, final, lengths, save)
-    return logz.to(acc_dtype(scores.dtype), copy=True), logz, saved
+    logz = logz.masked_fill_(invalid, torch.nan)
+    rounded = logz.to(acc_dtype(scores.dtype), copy=True)
+    return logz, rounded, alpha if save else alpha.new_empty(0)
 
 
 def chain_gradient(

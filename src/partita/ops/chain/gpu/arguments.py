@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from . import plan
 from .edge_table import EdgeTable, directed_edges
 
@@ -158,7 +159,7 @@ def all_edges(table: EdgeTable) -> ChainEdges:
 
 def resident_arguments(scores: Tensor, table: EdgeTable) -> dict[str, Any] | None:
     """Return what all register-resident kernels share, or None where they do not serve the call."""
-    options = plan.resident_options(scores, table.max_out_degree)
+    options = plan.resident_options(scores, table.max_out_degree, target_of(scores.device))
     if options is None:
         return None
     edges = directed_edges(table, options["BLOCK_C"], options["BLOCK_E"])

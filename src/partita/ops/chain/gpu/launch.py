@@ -36,22 +36,21 @@ def chain_logz(
     final: Tensor,
     lengths: Tensor | None,
     save: bool,
-    rounded: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return log Z, `[N]` fp64, and the states that the gradient needs.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Z in fp64 and in the dtype of results, and the states that the gradient needs.
 
-    The second tensor is empty if not `save`. Log Z is stored in `rounded` too, in its dtype.
+    The third tensor is empty if not `save`.
     """
     T, N, C, K = scores.shape
     table = edge_table(source)
     saved_shape = (T + 1 if save else 4, N, C)
     saved = torch.empty(saved_shape, dtype=torch.float64, device=scores.device)
     logz = torch.empty(N, dtype=torch.float64, device=scores.device)
+    rounded = torch.empty(N, dtype=acc_dtype(scores.dtype), device=scores.device)
     chains = chains_of(scores, table, initial, final, lengths)
     if table.has_invalid:
         logz.fill_(torch.nan)
-        if rounded is not None:
-            rounded.fill_(torch.nan)
+        rounded.fill_(torch.nan)
     elif is_parallel(T, N, C):
         from .launch_segments import scan_boundaries
 
@@ -76,20 +75,7 @@ def chain_logz(
         launch(chain_halves_kernel, 2 * N, **{**options, "edges": all_edges(table)})
         del options["UNROLL_OUT"]
         launch(chain_logz_kernel, N, logz_ptr=logz, rounded_ptr=rounded, **options)
-    return logz, saved if save else saved.new_empty(0)
-
-
-def chain_rounded_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z in the dtype of results, `[N]`, then the results of `chain_logz`."""
-    rounded = torch.empty(scores.shape[1], dtype=acc_dtype(scores.dtype), device=scores.device)
-    return rounded, *chain_logz(scores, source, initial, final, lengths, save, rounded)
+    return logz, rounded, saved if save else saved.new_empty(0)
 
 
 def chain_gradient(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from ....runtime.sizes import cdiv
@@ -104,7 +105,8 @@ def _pointer_dtype(K: int) -> torch.dtype:
 def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
     """Fill in the best path of few long chains of few states."""
     T, N, C, K = chains.T, chains.N, chains.edges.C, chains.edges.K
-    sizes, rows, device = segment_sizes(T, N, C), segment_options(C), chains.scores.ptr.device
+    device = chains.scores.ptr.device
+    sizes, rows = segment_sizes(T, N, C, target_of(device)), segment_options(C)
     steps, segments, size, groups = sizes
     integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
     last = torch.empty(N, **integers)

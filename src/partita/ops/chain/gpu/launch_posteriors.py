@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ....runtime.launch import launch
 from .arguments import chains_of, resident_arguments
 from .edge_table import edge_table
@@ -46,7 +47,7 @@ def posterior_buffers(scores: Tensor, source: Tensor, modulus: int) -> Posterior
     """
     T, N, C, _ = scores.shape
     table = edge_table(source)
-    resident = resident_options(scores, table.max_out_degree)
+    resident = resident_options(scores, table.max_out_degree, target_of(scores.device))
     if table.has_invalid or resident is None:
         return None
     can_sum = SUMMED_STATES % modulus == 0 and C == resident["BLOCK_C"]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ....runtime.launch import launch, tl_acc_dtype
 from ....runtime.sizes import cdiv
 from . import plan
@@ -34,7 +35,8 @@ def scan_boundaries(
     """
     scores, N = chains.scores.ptr, chains.N
     C, K = chains.edges.C, chains.edges.K
-    sizes, rows = plan.segment_sizes(chains.T, N, C), plan.segment_options(C)
+    sizes = plan.segment_sizes(chains.T, N, C, target_of(scores.device))
+    rows = plan.segment_options(C)
     options = {
         "ACC_DTYPE": tl_acc_dtype(scores.dtype),
         "IS_MAX": totals.last_ptr is not None,
@@ -99,7 +101,7 @@ def parallel_gradient(
     """Fill in the gradients of scores, initial and final from the states at the boundaries."""
     scores, N = chains.scores.ptr, chains.N
     T, C, K = chains.T, chains.edges.C, chains.edges.K
-    sizes, rows = plan.segment_sizes(T, N, C), plan.segment_options(C)
+    sizes, rows = plan.segment_sizes(T, N, C, target_of(scores.device)), plan.segment_options(C)
     degrees = plan.unroll_options(K, max_out_degree)
     launch(
         chain_segment_gradient_kernel,

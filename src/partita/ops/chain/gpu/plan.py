@@ -15,11 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime.backend import interpreting
+from ....primitives.gpu.target import Target
 from ....runtime.sizes import cdiv, next_power_of_2
-
-INTERPRETED = interpreting()
-NVIDIA = torch.version.hip is None
 
 MAX_UNROLLED_EDGES = 8  # edges into or out of a state that are loaded before the first use of one
 MAX_BLOCK_STATES = 1024
@@ -31,7 +28,7 @@ MAX_PARALLEL_STATES = 32
 MIN_SEGMENT_STEPS = 16
 MAX_SEGMENT_STEPS = 128
 SEGMENT_LANES = 32  # states of one program, which is a warp
-PARALLEL_PROGRAMS = 1056  # about eight for each multiprocessor
+PARALLEL_PROGRAMS = 8  # for each multiprocessor
 
 
 def block_options(C: int) -> dict[str, int]:
@@ -48,7 +45,7 @@ def unroll_options(K: int, max_out_degree: int) -> dict[str, int]:
     }
 
 
-def resident_options(scores: Tensor, max_out_degree: int) -> dict[str, Any] | None:
+def resident_options(scores: Tensor, max_out_degree: int, target: Target) -> dict[str, Any] | None:
     """Return the compile-time arguments of the register-resident kernels.
 
     Returns None where these kernels do not serve the call.
@@ -56,7 +53,7 @@ def resident_options(scores: Tensor, max_out_degree: int) -> dict[str, Any] | No
     C, K = scores.shape[2:]
     degree = max(K, max_out_degree)
     last_offset = (C - 1) * scores.stride(2) + (K - 1) * scores.stride(3)
-    if INTERPRETED or not NVIDIA or scores.dtype == torch.float64:
+    if not target.runs_ptx or scores.dtype == torch.float64:
         return None
     if not 0 < C <= MAX_BLOCK_STATES or not 0 < degree <= MAX_UNROLLED_EDGES:
         return None
@@ -133,13 +130,13 @@ def is_parallel(T: int, N: int, C: int) -> bool:
     return T >= MIN_PARALLEL_STEPS and 0 < N <= MAX_PARALLEL_CHAINS and 0 < C <= MAX_PARALLEL_STATES
 
 
-def segment_sizes(T: int, N: int, C: int) -> SegmentSizes:
+def segment_sizes(T: int, N: int, C: int, target: Target) -> SegmentSizes:
     """Return how chains of T steps are cut.
 
     Segments are as long as the kernels that have a row of states for each of them still fill the
     GPU. Groups are about as many as each has segments, because both are scanned one by one.
     """
-    rows = PARALLEL_PROGRAMS * segment_rows(C)
+    rows = PARALLEL_PROGRAMS * target.multiprocessors * segment_rows(C)
     whole = 1 << max((T * N // rows).bit_length() - 1, 0)  # the greatest power of 2 up to it
     steps = min(max(whole, MIN_SEGMENT_STEPS), MAX_SEGMENT_STEPS)
     segments = cdiv(T, steps)

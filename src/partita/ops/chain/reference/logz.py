@@ -142,23 +142,14 @@ def chain_logz(
     final: Tensor,
     lengths: Tensor | None,
     save: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return log Z, `[N]` fp64, and an empty tensor: the reference saves nothing."""
-    x = chain_inputs(scores, source, initial, final, lengths, Log)
-    return log_partition(x, Log), scores.new_empty(0, dtype=torch.float64)
-
-
-def chain_rounded_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z in the dtype of results, `[N]`, then the results of `chain_logz`."""
-    logz, saved = chain_logz(scores, source, initial, final, lengths, save)
-    return logz.to(acc_dtype(scores.dtype), copy=True), logz, saved
+    """Return log Z, `[N]`, in fp64 and in the dtype of results, and what its gradient needs.
+
+    The reference saves nothing for the gradient.
+    """
+    logz = log_partition(chain_inputs(scores, source, initial, final, lengths, Log), Log)
+    rounded = logz.to(acc_dtype(scores.dtype), copy=True)
+    return logz, rounded, scores.new_empty(0, dtype=torch.float64)
 
 
 def chain_gradient(

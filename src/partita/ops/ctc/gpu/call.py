@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ....runtime import launch as runtime_launch
 from ....runtime.launch import cdiv, next_power_of_2, tl_acc_dtype
 from ....runtime.parts import Part
 from . import plan as planning
 from .forward_scan import FORWARD_SCAN
-from .lanes import launch_lanes, uses_gluon
+from .lanes import launch_lanes
 from .lattice import SIZES, SavedScan, TargetTensors
 from .loss import LOSS_SIZES, LossResults, ctc_loss_kernel
 from .normalize import ctc_normalize_kernel
@@ -218,6 +219,7 @@ class CTCCall(NamedTuple):
             launch_lanes(
                 FORWARD_SCAN,
                 2 * N * (1 if fp64 else plan.num_chunks),
+                self.logits.device,
                 scores=scores,
                 targets=self.targets,
                 saved=self.saved._replace(logz=None),
@@ -278,7 +280,8 @@ class CTCCall(NamedTuple):
         """Launch a run of the posterior scan; see `launch_posterior_scan`."""
         plan, workspace, programs = self.plan, self.workspace, 2 * self.logits.shape[1] * chunks
         options: dict[str, Any] = {}
-        if uses_gluon():
+        device = self.logits.device
+        if target_of(device).runs_ptx:
             # With many programs, fewer registers let more of them run at once.
             options["maxnreg"] = 168 if programs > planning.FULL_GPU else 255
         if not fp64:
@@ -287,6 +290,7 @@ class CTCCall(NamedTuple):
         launch_lanes(
             POSTERIOR_SCAN,
             programs,
+            device,
             scores=self.score_tensors(None if fp64 else workspace.table),
             targets=self.targets,
             saved=self.saved,

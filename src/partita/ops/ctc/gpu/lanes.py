@@ -2,11 +2,13 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from ....runtime import launch as runtime_launch
+from ....primitives.gpu.target import target_of
+from ....runtime.launch import launch
 
 # Triton's pass that rearranges memory accesses takes minutes for kernels of one warp, and gains
 # nothing there. Gluon has no such pass. The interpreter and AMD know Triton alone, so each kernel
@@ -21,17 +23,12 @@ class LaneKernel(NamedTuple):
     gluon: Any
 
 
-def uses_gluon() -> bool:
-    """Return whether kernels of one warp are those in Gluon."""
-    return runtime_launch.NVIDIA and not runtime_launch.INTERPRETED
-
-
-def launch_lanes(kernel: LaneKernel, programs: int, *args: Any, **options: Any) -> None:
+def launch_lanes(kernel: LaneKernel, programs: int, device: torch.device, **options: Any) -> None:
     """Launch a kernel of one warp per program, in Gluon on NVIDIA GPUs."""
     function, options["LAYOUT"] = kernel.triton, None
-    if uses_gluon():
+    if target_of(device).runs_ptx:
         function, options["LAYOUT"] = kernel.gluon, LANES
-    runtime_launch.launch(function, programs, *args, **options, num_warps=1)
+    launch(function, programs, **options, num_warps=1)
 
 
 @triton.jit

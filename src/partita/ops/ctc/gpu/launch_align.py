@@ -72,6 +72,7 @@ def ctc_align(
     launch_lanes(
         VITERBI,
         N * num_chunks,
+        logits.device,
         scores=tensors._replace(maxima=None, sums=None) if star is None else tensors,
         targets=targets,
         paths=paths,
@@ -85,6 +86,7 @@ def ctc_align(
     launch_lanes(
         BACKTRACE,
         N,
+        logits.device,
         targets=targets._replace(labels=None),
         paths=paths,
         states_ptr=states,

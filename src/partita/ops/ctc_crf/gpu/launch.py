@@ -115,8 +115,8 @@ def crf_loss(
     sequences = (targets, target_lengths, input_lengths)
     lattice, lengths, unit = build_lattice(lattice_source, *sequences, T, state_len, A - 1, dtype)
     edge_scores = gather_scores(scores, lattice.edge_index, lengths)
-    logz_den, saved = chain_logz(scores, source, ends, ends, lengths, save)
-    logz_num, states = chain_logz(edge_scores, *lattice[1:], lengths, save)
+    logz_den, _, saved = chain_logz(scores, source, ends, ends, lengths, save)
+    logz_num, _, states = chain_logz(edge_scores, *lattice[1:], lengths, save)
     if save:
         chain = (edge_scores, lattice.initial, lattice.final, lattice_source, lengths)
         marginals = chain_gradient(unit, *chain, logz_num, states, dtype)[0]

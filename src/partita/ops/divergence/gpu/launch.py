@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ....primitives.rows import laid_out_like
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import (
-    INTERPRETED,
-    NVIDIA,
     cdiv,
     launch,
     next_power_of_2,
@@ -257,12 +256,12 @@ def divergence_one_pass(
 ) -> tuple[Tensor, Tensor]:
     """Compute the divergence of each row, and the gradient of the sum of them times factors."""
     x, t = _rows(logits), _rows(teacher_logits)
-    dlogits = x.new_empty(x.shape)
+    dlogits, target = x.new_empty(x.shape), target_of(x.device)
     if row_factor is not None:
         row_factor = row_factor.contiguous()
     plan: MixturePlan | OnePassPlan | None = _mixture_plan(x, t, dlogits, beta)
     if plan is None and x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
-        plan = one_pass_plan(x.shape[1], x.element_size(), not INTERPRETED)
+        plan = one_pass_plan(x.shape[1], x.element_size(), target)
     if plan is None:
         fields = divergence(logits, teacher_logits, beta, temperature, softcap)
         loss = fields.loss
@@ -288,7 +287,7 @@ def divergence_one_pass(
         options = {
             "BLOCK_SPLITS": block_splits if plan.splits > 1 else 0,
             "KIND": _kind(beta),
-            "FAST": NVIDIA and not INTERPRETED and x.element_size() == 2,
+            "FAST": target.runs_ptx and x.element_size() == 2,
             "VEC": vector,
             "LANES": lanes if plan.block >= lanes * vector else 1,
             "BLOCK": plan.block,
@@ -318,7 +317,7 @@ def divergence_one_pass(
 
 def _mixture_plan(x: Tensor, t: Tensor, dlogits: Tensor, beta: float) -> MixturePlan | None:
     """Return the plan of a divergence from a mixture whose rows stay in registers, or None."""
-    if not 0 < beta < 1 or not NVIDIA or INTERPRETED:
+    if not 0 < beta < 1 or not target_of(x.device).runs_ptx:
         return None
     if x.dtype != t.dtype or x.element_size() != 2:
         return None

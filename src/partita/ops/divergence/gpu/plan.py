@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from ....primitives.gpu.target import Target
 from ....runtime.caches import register_cache
 from ....runtime.sizes import cdiv, next_power_of_2
 
@@ -77,19 +78,19 @@ class OnePassPlan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def one_pass_plan(classes: int, itemsize: int, can_exchange: bool) -> OnePassPlan | None:
+def one_pass_plan(classes: int, itemsize: int, target: Target) -> OnePassPlan | None:
     """Return the plan of rows of adjacent classes, or None if two passes serve them.
 
     Args:
         classes: the number of classes.
         itemsize: the bytes of a logit.
-        can_exchange: whether programs may wait for one another.
+        target: the GPU; programs of the interpreter cannot wait for one another.
     """
     if itemsize > 4:
         return None  # a pair of statistics has to fit 64 bits
     block = min(BLOCK_BYTES // itemsize, next_power_of_2(max(classes, 2)))
     splits = 1
-    if can_exchange and classes * itemsize > MAX_WHOLE_BYTES:
+    if not target.interpreted and classes * itemsize > MAX_WHOLE_BYTES:
         splits = min(cdiv(classes * itemsize, PART_BYTES), MAX_SPLITS)
     per_program = cdiv(cdiv(classes, splits), block) * block
     num_warps = max(1, block * itemsize // 1024)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ..common import saved_sizes
@@ -89,12 +90,13 @@ def linear_chain_logz(
     options = {"SAVE": save, "EXACT": exact, "BLOCK_PARTS": block}
     arguments = (batch, transitions, parts, logz, rounded, options)
     # The device runs the scan in linear arithmetic or that in the log domain.
+    target = target_of(logz.device)
     if transitions.ndim == 2:
-        if plan.is_parallel(T, N, C, save):
+        if plan.is_parallel(T, N, C, save, target):
             from .launch_lanes import parallel_scan
 
             parallel_scan(*arguments)
-        elif plan.uses_resident(C):
+        elif plan.uses_resident(C, target):
             scan_sequences(*arguments, is_log=False)
         else:
             step_states(*arguments)
@@ -117,7 +119,7 @@ def scan_sequences(
     arguments = {"batch": batch, "saved": saved, "logz_ptr": logz, "rounded_ptr": rounded}
     arguments |= options
     steps = strided_steps(transitions)
-    if plan.GLUON and not is_log:
+    if target_of(logz.device).runs_ptx and not is_log:
         launch(
             linear_chain_resident_scan_kernel,
             programs,
@@ -167,7 +169,8 @@ def step_states(
     T, N, C = batch.T, batch.N, batch.C
     weights = exp_table(transitions, saved.span)
     arguments = {"batch": batch, "weights_ptr": weights, "saved": saved, **options}
-    if plan.exchanges(C, logz.device):
+    target = target_of(logz.device)
+    if plan.exchanges(C, target):
         # One launch takes all steps. Its programs exchange states, whose sign bits hold the parity
         # of the step and do not count.
         words = torch.full((4 * N * C + 1,), UNWRITTEN, dtype=torch.int64, device=logz.device)
@@ -177,8 +180,9 @@ def step_states(
         recent = words[:-1].view(torch.float64).view(2, 2, N, C)
     else:
         recent = logz.new_empty((2, 2, N, C))
-        kernel = linear_chain_strided_step_kernel if plan.GLUON else linear_chain_step_kernel
-        programs, options = plan.step_programs(N, C, options["SAVE"]), plan.step_options()
+        kernel = linear_chain_strided_step_kernel if target.runs_ptx else linear_chain_step_kernel
+        programs = plan.step_programs(N, C, options["SAVE"], target)
+        options = plan.step_options(target)
         for i in range(T):
             launch(kernel, programs, recent_ptr=recent, i=i, **arguments, **options)
     launch(
@@ -277,7 +281,7 @@ def count_transitions(
     """Return the gradient in the transitions."""
     T, N, C = batch.T, batch.N, batch.C
     device, constant = factors.device, transitions.ndim == 2
-    number, groups = plan.count_groups(transitions, T, N, per_sequence)
+    number, groups = plan.count_groups(transitions, T, N, per_sequence, target_of(device))
     shape, dtype = transitions.shape, transitions.dtype
     if per_sequence and constant:
         shape, dtype = torch.Size((N, C, C)), acc_dtype(dtype)

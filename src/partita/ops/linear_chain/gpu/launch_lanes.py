@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import Batch, Operators, Saved, Span, of_first_tokens, strided_pairs
@@ -111,7 +112,7 @@ def segment_operators(
     span = Span(None, 0) if saved is None else saved.span
     shared: dict[str, Any] = {"span": span, "BLOCK_PARTS": plan.parts_block(span.parts)}
     # In max-plus arithmetic the threads of a program share an operator of more states.
-    shares = max_plus and plan.GLUON and C > plan.MAX_LANE_STATES
+    shares = max_plus and target_of(transitions.device).runs_ptx and C > plan.MAX_LANE_STATES
     by_lanes = table is not None and not shares
     if by_lanes:
         shared |= {"C": C, "MAX_PLUS": max_plus}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
@@ -50,13 +51,14 @@ def linear_chain_viterbi(
     score = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=device)
     states = torch.empty((T, N), dtype=torch.int64, device=device)
     batch, constant = batch_of(emissions, start, end, lengths), transitions.ndim == 2
+    target = target_of(device)
     # Scores of half types tie often, and what follows a tie is scanned again.
     itemsize = min(emissions.element_size(), transitions.element_size())
     if constant and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
         best_path_in_lanes(batch, transitions, score, states)
-    elif itemsize >= 4 and plan.meets(T, N, C, constant):
+    elif itemsize >= 4 and plan.meets(T, N, C, constant, target):
         best_path_from_both_ends(batch, transitions, score, states)
-    elif not plan.stores_previous(C, constant):
+    elif not plan.stores_previous(C, constant, target):
         best_path_from_scores(batch, transitions, score, states)
     else:
         previous = empty_previous(batch, device)
@@ -86,12 +88,13 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
     """Find the best score `[N]` and path `[T, N]` from the best scores of all states."""
     T, N, C = batch.T, batch.N, batch.C
     constant, steps = transitions.ndim == 2, strided_steps(transitions)
+    target = target_of(score.device)
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=score.device)
     last = torch.empty(N, dtype=torch.int32, device=score.device)
     is_nan = torch.zeros((2, N), dtype=torch.int32, device=score.device)
     arguments: dict[str, Any] = {"batch": batch, "states_ptr": scores, "is_nan_ptr": is_nan}
     traced = steps
-    if plan.resident_best(C, constant):
+    if plan.resident_best(C, constant, target):
         launch(
             linear_chain_resident_best_kernel,
             N,
@@ -106,9 +109,11 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
         if constant:
             # The states that a step leaves are side by side for each state that it enters.
             traced = StridedSteps(score_table(transitions.T), 0, 0, 1, C)
-        kernel = linear_chain_strided_best_kernel if plan.GLUON else linear_chain_best_step_kernel
+        kernel = linear_chain_best_step_kernel
+        if target.runs_ptx:
+            kernel = linear_chain_strided_best_kernel
         programs = plan.best_step_programs(N, C, by_sequence)
-        options = plan.best_step_options(C, by_sequence)
+        options = plan.best_step_options(C, by_sequence, target)
         for t in range(T):
             launch(kernel, programs, transitions=traced, t=t, **arguments, **options)
     find_last(batch, scores, is_nan, score, last, None, False)

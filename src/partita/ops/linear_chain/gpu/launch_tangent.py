@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ....runtime.launch import cdiv, launch
 from . import plan
 from .arguments import Gradients, Span, StridedSteps, batch_of, split_saved, strided_steps
@@ -95,7 +96,7 @@ def linear_chain_tangent(
             **grad,
             **row_options,
         )
-        number, groups = plan.count_groups(transitions, T, N, False)
+        number, groups = plan.count_groups(transitions, T, N, False, target_of(means.device))
         constant = transitions.ndim == 2
         if groups.total and d_transitions.numel():
             parts = d_transitions

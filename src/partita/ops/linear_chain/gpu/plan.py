@@ -11,16 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import multiprocessors
-from ....runtime.backend import interpreting
+from ....primitives.gpu.target import Target
 from ....runtime.sizes import cdiv, next_power_of_2
 from ..common import RANGE_ROWS
 
-INTERPRETED = interpreting()
-GLUON = torch.version.hip is None and not INTERPRETED  # whether layouts are chosen, see resident.py
-
 MAX_RESIDENT_STATES = 32  # the transitions among more do not fit into a program
-MAX_GLUON_STATES = 128  # the same with layouts of our own
+MAX_GLUON_STATES = 128  # the same with layouts of our own, see resident.py
 MAX_EXCHANGE_STATES = 512  # whose scan programs hold the transitions between them
 # Programs of that scan which have to be resident together take as many multiprocessors at most.
 MIN_EXCHANGE_MULTIPROCESSORS = 64
@@ -35,13 +31,13 @@ MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
 MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
 MIN_TRACED_PAIRS = 2**21  # of states, of a step of best paths that are traced from the scores
-MAX_MEETING_WARPS = 528  # of all scans from the start: half of a small GPU's
+MEETING_WARPS = 4  # at most for each multiprocessor, of all scans from the start
 MAX_TABLE_STATES = 5  # whose transitions stay in the registers of a lane
 OPERATOR_WARPS = 2  # 2 or 4, of a program whose threads share an operator
 WORD_STEPS = 16  # tokens of a path that one lane traces
 MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
 COUNT_LANES = 128  # tokens that a program counts at once, if the states are few
-COUNT_PROGRAMS = 264  # about two for each multiprocessor
+COUNT_PROGRAMS = 2  # for each multiprocessor
 
 
 def is_exact(emissions: Tensor, transitions: Tensor) -> bool:
@@ -75,9 +71,9 @@ def warps(threads: int) -> int:
     return max(1, min(8, next_power_of_2(threads) // 32))
 
 
-def uses_resident(C: int) -> bool:
+def uses_resident(C: int, target: Target) -> bool:
     """Return whether the linear scans hold the transitions in registers."""
-    return C <= (MAX_GLUON_STATES if GLUON else MAX_RESIDENT_STATES)
+    return C <= (MAX_GLUON_STATES if target.runs_ptx else MAX_RESIDENT_STATES)
 
 
 def resident_options(C: int) -> dict[str, int]:
@@ -125,19 +121,17 @@ def scan_options(C: int, is_log: bool) -> dict[str, int]:
     }
 
 
-def step_options() -> dict[str, int]:
+def step_options(target: Target) -> dict[str, int]:
     """Return the compile-time arguments of one step of a chain of many states."""
-    if GLUON:
+    if target.runs_ptx:
         return {"UNROLL": 8, "num_warps": 8}
     return {"BLOCK_N": 16, "BLOCK_C": 16, "BLOCK_K": 32, "SPLITS": 8, "num_warps": 8}
 
 
-def exchanges(C: int, device: torch.device) -> bool:
+def exchanges(C: int, target: Target) -> bool:
     """Return whether programs exchange the states of each step, instead of a launch for each."""
-    if not GLUON or C > MAX_EXCHANGE_STATES:
-        return False
-    # Tensors on a CPU come from tests that compile kernels for GPUs that are not there.
-    return device.type != "cuda" or multiprocessors(device) >= MIN_EXCHANGE_MULTIPROCESSORS
+    is_large = target.multiprocessors >= MIN_EXCHANGE_MULTIPROCESSORS
+    return target.runs_ptx and C <= MAX_EXCHANGE_STATES and is_large
 
 
 def exchange_options(C: int) -> dict[str, int]:
@@ -150,9 +144,9 @@ def exchange_programs(N: int, C: int, save: bool) -> int:
     return cdiv(C, exchange_options(C)["STATES"]) * cdiv(N, 16) * (2 if save else 1)
 
 
-def step_programs(N: int, C: int, save: bool) -> int:
+def step_programs(N: int, C: int, save: bool, target: Target) -> int:
     """Return the number of programs of a step."""
-    return cdiv(C, 8 if GLUON else 16) * cdiv(N, 16) * (2 if save else 1)
+    return cdiv(C, 8 if target.runs_ptx else 16) * cdiv(N, 16) * (2 if save else 1)
 
 
 def row_options(C: int) -> dict[str, int]:
@@ -162,12 +156,12 @@ def row_options(C: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK_C": block, "num_warps": warps(rows * block // 8)}
 
 
-def stores_previous(C: int, constant: bool) -> bool:
+def stores_previous(C: int, constant: bool, target: Target) -> bool:
     """Return whether the scan of one program finds the states before each state at once.
 
     Otherwise the scan stores scores, and the states before follow for all tokens together.
     """
-    return C <= 64 and not resident_best(C, constant)
+    return C <= 64 and not resident_best(C, constant, target)
 
 
 def viterbi_options(C: int) -> dict[str, int]:
@@ -176,21 +170,22 @@ def viterbi_options(C: int) -> dict[str, int]:
     return {"BLOCK_C": block, "num_warps": max(1, min(8, block * block // 512))}
 
 
-def resident_best(C: int, constant: bool) -> bool:
+def resident_best(C: int, constant: bool, target: Target) -> bool:
     """Return whether the best scores are scanned with the transitions in registers."""
-    return GLUON and constant and C <= MAX_GLUON_STATES
+    return target.runs_ptx and constant and C <= MAX_GLUON_STATES
 
 
-def meets(T: int, N: int, C: int, constant: bool) -> bool:
+def meets(T: int, N: int, C: int, constant: bool, target: Target) -> bool:
     """Return whether best scores are scanned from both ends, so that more programs run."""
-    if not resident_best(C, constant) or T < MIN_MEETING_TOKENS:
+    if not resident_best(C, constant, target) or T < MIN_MEETING_TOKENS:
         return False
-    return 0 < N * resident_options(C)["num_warps"] <= MAX_MEETING_WARPS
+    most = MEETING_WARPS * target.multiprocessors
+    return 0 < N * resident_options(C)["num_warps"] <= most
 
 
-def best_step_options(C: int, by_sequence: bool) -> dict[str, Any]:
+def best_step_options(C: int, by_sequence: bool, target: Target) -> dict[str, Any]:
     """Return the compile-time arguments of one step of best scores."""
-    if GLUON:
+    if target.runs_ptx:
         return {"BY_SEQUENCE": by_sequence, "UNROLL": 16 if C > 256 else 8, "num_warps": 8}
     return {"BLOCK_N": 1 if by_sequence else 8, "BLOCK_C": 8, "BLOCK_K": 32, "num_warps": 8}
 
@@ -238,9 +233,10 @@ class SegmentSizes(NamedTuple):
     counts: tuple[int, ...]
 
 
-def is_parallel(T: int, N: int, C: int, save: bool) -> bool:
+def is_parallel(T: int, N: int, C: int, save: bool, target: Target) -> bool:
     """Return whether the linear scan is parallel in time, because few sequences are long."""
-    return uses_lanes(T, N, C, MAX_PARALLEL_STATES if GLUON or not save else MAX_LANE_STATES)
+    by_operators = target.runs_ptx or not save
+    return uses_lanes(T, N, C, MAX_PARALLEL_STATES if by_operators else MAX_LANE_STATES)
 
 
 def uses_lanes(T: int, N: int, C: int, max_states: int) -> bool:
@@ -318,7 +314,7 @@ class CountGroups(NamedTuple):
 
 
 def count_groups(
-    transitions: Tensor, T: int, N: int, per_sequence: bool
+    transitions: Tensor, T: int, N: int, per_sequence: bool, target: Target
 ) -> tuple[int, CountGroups]:
     """Return the number of matrices of counts, and the tokens of each."""
     if transitions.ndim == 4:
@@ -328,9 +324,9 @@ def count_groups(
     C = transitions.shape[-1]
     groups, total = (N, T - 1) if per_sequence else (1, (T - 1) * N)
     tiles = cdiv(C, tile_block(C)) ** 2
-    programs, tokens = COUNT_PROGRAMS, 32
+    programs, tokens = COUNT_PROGRAMS * target.multiprocessors, 32
     if uses_lane_counts(C):
-        programs, tokens = 4 * COUNT_PROGRAMS, 4 * COUNT_LANES
+        programs, tokens = 4 * programs, 4 * COUNT_LANES
     splits = max(1, min(programs // max(tiles * groups, 1), cdiv(total, tokens)))
     per_split = max(cdiv(total, splits), 1)
     splits = max(cdiv(total, per_split), 1)

@@ -261,6 +261,7 @@ def scan_lattice(call: LatticeCall, arcs: Tensor) -> tuple[Tensor, Tensor]:
     launch_lanes(
         SCAN,
         call.directions * call.B * call.plan.num_chunks,
+        call.device,
         scan=scan,
         carries=zeros.carries,
         **call.scan_arguments,

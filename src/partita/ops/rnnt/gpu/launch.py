@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....runtime import launch as runtime_launch
+from ....primitives.gpu.target import target_of
 from . import plan as planning
 from .call import (
     NodeOptions,
@@ -58,7 +58,8 @@ def rnnt_forward(
     call = lattice_call(logits, labels, logit_lengths, target_lengths, options, need_posteriors)
     lse = call.empty_lse() if fused else torch.empty(0, dtype=LSE_DTYPE, device=logits.device)
     directions, itemsize = call.directions, logits.element_size()
-    may_overlap = fused and runtime_launch.NVIDIA  # Log-probabilities are not read as rows.
+    # Log-probabilities are not read as rows.
+    may_overlap = fused and target_of(logits.device).vendor == "nvidia"
     if may_overlap and planning.overlaps(B, T, U1, V, itemsize, directions):
         nll, posteriors = scan_beside_rows(call, logits, lse)
         return nll, lse, posteriors

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....runtime import launch as runtime_launch
+from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ...ctc.gpu.lanes import launch_lanes
@@ -48,12 +48,13 @@ from .scan_tdt import TDT_SCAN
 RNNT_ARCS = ((1, False), (0, True))  # the blank's and the label's
 
 
-def scan_block(kinds: int) -> int:
+def scan_block(kinds: int, device: torch.device) -> int:
     """Return the rows that a scan loads together, so that the scores of their arcs fit registers.
 
     Triton's compiler for AMD takes minutes for long unrolled loops in kernels of one warp.
     """
-    if not runtime_launch.NVIDIA and not runtime_launch.INTERPRETED:
+    target = target_of(device)
+    if target.vendor == "amd" and not target.interpreted:
         return 1
     return 8 if kinds <= 2 else 4 if kinds <= 10 else 2
 
@@ -129,7 +130,8 @@ def tdt_forward(
     )
     kinds, directions = arc_kinds(duration_arcs(durations)), call.directions
     size = (B, T, U1, V, token_logits.element_size(), directions)
-    if runtime_launch.NVIDIA and planning.tdt_overlaps(*size, kinds.number, kinds.depth):
+    target = target_of(token_logits.device)
+    if target.vendor == "nvidia" and planning.tdt_overlaps(*size, kinds.number, kinds.depth):
         return scan_durations_beside_rows(call, token_logits, duration_logits, durations)
     zeros = scan_zeros(call)
     inputs = (token_logits, duration_logits, durations)
@@ -147,11 +149,12 @@ def scan_durations(
     launch_lanes(
         TDT_SCAN,
         call.directions * call.B * call.plan.num_chunks,
+        call.device,
         scan=scan,
         carries=zeros.carries,
         **call.scan_arguments,
         DIRECTIONS=call.directions,
-        BLOCK=scan_block(kinds.number),
+        BLOCK=scan_block(kinds.number, call.device),
         CODE=kinds.code,
         ARCS=kinds.number,
         DEPTH=kinds.depth,
@@ -244,11 +247,12 @@ def best_path(
     launch_lanes(
         BEST_SCAN,
         B * plan.num_chunks,
+        device,
         scan=scan,
         carries=zeros.carries,
         **call.scan_arguments,
         FILLED=filled,
-        BLOCK=scan_block(kinds.number),
+        BLOCK=scan_block(kinds.number, call.device),
         DEPTH=kinds.depth,
         **shared,
     )

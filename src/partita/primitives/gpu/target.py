@@ -1,0 +1,70 @@
+"""What plans know of a GPU, described once.
+
+A plan takes a `Target` as an argument, so that it can be made and tested for any GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from ...runtime.backend import interpreting
+from ...runtime.caches import register_cache
+
+
+class Target(NamedTuple):
+    """A model of GPU.
+
+    Fields:
+        vendor: `nvidia` or `amd`.
+        multiprocessors: their number; AMD calls them compute units.
+        registers: the number of 32-bit registers of a multiprocessor.
+        shared_memory: the bytes of shared memory that a program may use.
+        warp_size: the number of threads of a warp.
+        interpreted: whether Triton's interpreter stands for the GPU.
+    """
+
+    vendor: str
+    multiprocessors: int
+    registers: int
+    shared_memory: int
+    warp_size: int
+    interpreted: bool = False
+
+    @property
+    def runs_ptx(self) -> bool:
+        """Whether kernels may choose layouts, contain PTX and limit their registers."""
+        return self.vendor == "nvidia" and not self.interpreted
+
+
+A100 = Target("nvidia", 108, 2**16, 166_912, 32)
+H100 = Target("nvidia", 132, 2**16, 232_448, 32)
+B200 = Target("nvidia", 148, 2**16, 232_448, 32)
+MI300 = Target("amd", 304, 2**17, 65_536, 64)
+TARGETS = {"A100": A100, "H100": H100, "B200": B200, "MI300": MI300}
+
+# The GPU of tensors that are on none: the interpreter's, or one that a test compiles kernels for.
+assumed = (H100 if torch.version.hip is None else MI300)._replace(interpreted=interpreting())
+
+
+def target_of(device: torch.device) -> Target:
+    """Return what is known of a GPU, or of the assumed one for another device."""
+    return _target_of_gpu(device) if device.type == "cuda" else assumed
+
+
+@functools.lru_cache(maxsize=64)
+def _target_of_gpu(device: torch.device) -> Target:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Target(
+        assumed.vendor,
+        properties.multi_processor_count,
+        properties.regs_per_multiprocessor,
+        getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
+        properties.warp_size,
+        assumed.interpreted,
+    )
+
+
+register_cache("primitives.target.gpus", _target_of_gpu.cache_clear)
