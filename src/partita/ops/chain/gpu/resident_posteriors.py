@@ -76,16 +76,10 @@ def posterior_step(posterior, state, next_state, scores, neighbors, shape):
 
 
 @gluon.jit
-def by_fours(x, shape):
-    """Return `[BLOCK_C / 16, 4, 4]`, the lanes of `x`. Axis 1 has the lanes that are summed."""
-    return gl.reshape(x, [shape.BLOCK_C // 16, 4, 4])
-
-
-@gluon.jit
 def store_results(rows, posterior, mask, shape, SUM: gl.constexpr):
     """Store the posteriors of a time, or their sums."""
     if SUM:
-        posterior = gl.sum(by_fours(posterior, shape), axis=1)
+        posterior = gl.sum(gl.reshape(posterior, [shape.BLOCK_C // 16, 4, 4]), axis=1)
     gl.store(rows.ptr + rows.offsets, posterior, mask=rows.mask & mask)
 
 
@@ -144,7 +138,8 @@ def chain_resident_posteriors_kernel(
     row, column = start * N + n, c
     if SUM:
         column = gl.arange(0, BLOCK_C, STATE) // 16 * 4 + c % 4
-        column = gl.max(by_fours(column, shape), axis=1)  # those of a sum are equal
+        # Those of the four lanes of a sum are equal.
+        column = gl.max(gl.reshape(column, [BLOCK_C // 16, 4, 4]), axis=1)
     size = BLOCK_C // 4 if SUM else C
     middle_results = StepRows(posteriors_ptr + row * size, sign * N * size, column, column >= 0)
     store_results(middle_results, posterior, direction == 0, shape, SUM)

@@ -156,12 +156,3 @@ def log2_units(x, DTYPE: tl.constexpr):
         return x * LOG2E
     else:
         return x * LOG2E_FP32
-
-
-@triton.jit
-def exp2_of(x, FP64: tl.constexpr):
-    """Return 2**x for a score x, in fp32 unless FP64."""
-    if FP64:
-        return tl.exp2(x)
-    else:
-        return tl.exp2(x.to(tl.float32))

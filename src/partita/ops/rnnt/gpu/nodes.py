@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LN2, LOG2E
+from ....primitives.gpu.math import LN2, LOG2E, finite_shift
 from .lattice import (
     LN2_FP32,
     SIZES,
@@ -16,7 +16,7 @@ from .lattice import (
     log_sum,
     node_offset,
 )
-from .rows import ROWS, exact_shift, locate_row, program_nodes, row_normalizer, step_offset
+from .rows import ROWS, is_huge, locate_row, program_nodes, row_normalizer, step_offset
 
 
 class NodeSource(NamedTuple):
@@ -92,8 +92,11 @@ def score_arcs(
             )
             is_row = lane == r
             maxima, totals = tl.where(is_row, maximum, maxima), tl.where(is_row, total, totals)
-        # The shift is subtracted first, because it is near the scores.
-        shifts, log2_totals = exact_shift(maxima, DTYPE), log_sum(totals, DTYPE) * LOG2E
+        # What exponents are relative to is subtracted first, because it is near the scores.
+        shifts = (finite_shift(maxima) * LOG2E).to(tl.float64)
+        if DTYPE != tl.float64:  # See `rows.row_factor` for huge rows.
+            shifts = tl.where(is_huge(maxima), log2_units(maxima.to(tl.float64), DTYPE), shifts)
+        log2_totals = log_sum(totals, DTYPE) * LOG2E
         if lse_ptr is not None:
             # The inverse of `log2_units`.
             lse = (shifts + log2_totals) * (LN2 if DTYPE == tl.float64 else LN2_FP32)

@@ -15,7 +15,7 @@ from .arc_words import (
     halves,
     state_of_word,
 )
-from .lattice import SIZES, exp2_of, load_sequence, node_offset
+from .lattice import SIZES, load_sequence, node_offset
 from .scan import INVALID
 
 
@@ -32,7 +32,9 @@ def arc_posteriors(scan, num_chunks, rows, nodes, b, t, u, sequence, logz, FP64:
     label = alpha + tl.load(scan.arcs + nodes + offset, mask=has_label, other=-float("inf"))
     after = node_offset(b, t, u + 1, num_chunks, rows)
     label += tl.load(beta_ptr + after, mask=has_label, other=0.0)
-    return tl.where(mask, exp2_of(blank, FP64), 0.0), tl.where(has_label, exp2_of(label, FP64), 0.0)
+    dtype: tl.constexpr = tl.float64 if FP64 else tl.float32
+    blank = tl.where(mask, tl.exp2(blank.to(dtype)), 0.0)
+    return blank, tl.where(has_label, tl.exp2(label.to(dtype)), 0.0)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E, UNFUSED, finite_shift
 from ....primitives.gpu.memory import edge_columns, row_span
-from .lattice import log2_units
 from .plan import NODES_PER_PROGRAM
 
 ROWS = tl.constexpr(NODES_PER_PROGRAM)
@@ -140,16 +139,6 @@ def row_factor(maximum, DTYPE: tl.constexpr):
         return tl.full([], LOG2E, tl.float64)  # Triton returns a constant in fp32.
     else:
         return tl.where(is_huge(maximum), 1.0, LOG2E).to(DTYPE)
-
-
-@triton.jit
-def exact_shift(maximum, DTYPE: tl.constexpr):
-    """Return in fp64 what exponents of a row are relative to, in the units of `log2_units`."""
-    shift = (finite_shift(maximum) * LOG2E).to(tl.float64)
-    if DTYPE == tl.float64:
-        return shift
-    else:
-        return tl.where(is_huge(maximum), log2_units(maximum.to(tl.float64), DTYPE), shift)
 
 
 @triton.jit

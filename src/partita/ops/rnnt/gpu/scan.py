@@ -169,17 +169,12 @@ def load_carries(chunk, step, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def upper_half(word):
-    """Return the upper 32 bits of words."""
-    return (word >> 32).to(tl.uint32)
-
-
-@triton.jit
 def all_written(words, blanks, labels, BLOCK: tl.constexpr):
     """Return 0 if a word of the carries, or the upper half of one of the arcs, is 0."""
-    least = upper_half(words) | words.to(tl.uint32)
+    least = (words >> 32).to(tl.uint32) | words.to(tl.uint32)
     for i in tl.static_range(BLOCK):
-        least = tl.minimum(least, tl.minimum(upper_half(blanks[i]), upper_half(labels[i])))
+        blank, label = (blanks[i] >> 32).to(tl.uint32), (labels[i] >> 32).to(tl.uint32)
+        least = tl.minimum(least, tl.minimum(blank, label))
     return tl.min(least, axis=0)
 
 
