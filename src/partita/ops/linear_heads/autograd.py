@@ -232,8 +232,24 @@ class LinearRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return rows(*args)
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor | None,
+        class_weight: Tensor | None,
+        temperature: float,
+        softcap: float,
+        ignore_index: int,
+        needs_smoothing: bool,
+        needs_entropy: bool,
+        chunk: int,
+        save_logits: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        head = (input, weight, bias, target, class_weight)
+        options = (temperature, softcap, ignore_index, needs_smoothing, needs_entropy)
+        return rows(*head, *options, chunk, save_logits, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -83,8 +83,23 @@ class LinearDivergence(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return divergence_op(*args[:-1])
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        save_logits: bool,
+        backend: str,
+        chunk: int,
+    ) -> tuple[Tensor, ...]:
+        heads = (input, weight, bias, teacher_input, teacher_weight, teacher_bias)
+        return divergence_op(*heads, beta, temperature, softcap, tokens, save_logits, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

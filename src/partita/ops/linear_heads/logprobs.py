@@ -68,8 +68,21 @@ class LinearLogprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return logprobs_op(*args)
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: float,
+        softcap: float,
+        ignore_index: int,
+        needs_rest: bool,
+        chunk: int,
+        save_logits: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        numbers = (temperature, softcap, ignore_index, needs_rest, chunk)
+        return logprobs_op(input, weight, bias, ids, *numbers, save_logits, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

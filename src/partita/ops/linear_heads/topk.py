@@ -50,8 +50,20 @@ class LinearTopK(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return topk_op(*args[:-1])
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        k: int,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        save_logits: bool,
+        backend: str,
+        chunk: int,
+    ) -> tuple[Tensor, ...]:
+        options = (k, temperature, softcap, tokens, save_logits, backend)
+        return topk_op(input, weight, bias, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import register
-from ...runtime.autograd import is_double_backward, spend
+from ...runtime.autograd import spend
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads import autograd as linear_heads
 from ..linear_heads.common import GradientCoefficients, RowStatistics, counted_states
@@ -21,7 +21,14 @@ from ..linear_heads.plan import padded_width
 from . import reference
 from .common import packed_size
 from .matmul import matmul_during_collective, matmul_in_acc_dtype
-from .shard import VocabShard, gather_ranks, sum_and_scatter, sum_over_ranks, wait_for
+from .shard import (
+    VocabShard,
+    gather_ranks,
+    refuse_second_derivative,
+    sum_and_scatter,
+    sum_over_ranks,
+    wait_for,
+)
 
 
 class ParallelRowOptions(NamedTuple):
@@ -219,11 +226,7 @@ class LogitsStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         logits, target, class_weight, *outputs = ctx.saved_tensors
-        if is_double_backward():
-            raise RuntimeError(
-                "partita.parallel: no second derivative; gather the logits and use the op of one"
-                " device"
-            )
+        refuse_second_derivative()
         if all(grad is None for grad in grads[:4]):
             return (None,) * 6
         options, shard, statistics = ctx.options, ctx.shard, RowStatistics(*outputs)
@@ -304,11 +307,7 @@ class HiddenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         target, class_weight, *outputs, logits = ctx.saved_tensors[3:]
-        if is_double_backward():
-            raise RuntimeError(
-                "partita.parallel: no second derivative; gather the matrix and use the op of one"
-                " device"
-            )
+        refuse_second_derivative("matrix")
         if all(grad is None for grad in grads[:4]):  # the same on all ranks
             return (None,) * 11
         statistics = RowStatistics(*outputs)

@@ -173,18 +173,8 @@ def gradient_of_logits(
     result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if logits.numel():
         coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
-        logits_gradient(
-            logits,
-            0,
-            target.contiguous(),
-            class_weight,
-            coefficients,
-            maximum,
-            sumexp,
-            temperature,
-            softcap,
-            result,
-        )
+        of_rows = (target.contiguous(), class_weight, coefficients, maximum, sumexp)
+        logits_gradient(logits, 0, *of_rows, temperature, softcap, result)
     return result
 
 
@@ -206,15 +196,5 @@ def gradient_in_place(
     """Overwrite this rank's logits by their gradient."""
     if logits.numel():
         coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
-        logits_gradient(
-            logits,
-            0,
-            target.contiguous(),
-            class_weight,
-            coefficients,
-            maximum,
-            sumexp,
-            temperature,
-            softcap,
-            logits,
-        )
+        of_rows = (target.contiguous(), class_weight, coefficients, maximum, sumexp)
+        logits_gradient(logits, 0, *of_rows, temperature, softcap, logits)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, softcap_slope, softcapped
-from ...runtime.autograd import is_double_backward
 from ...runtime.dtypes import acc_dtype
 from ..divergence.autograd import (
     divergence_local_gradient_op,
@@ -23,7 +22,13 @@ from ..divergence.common import DivergenceRows
 from ..linear_heads.common import counted_rows
 from .autograd import ParallelRowOptions, merged_statistics, parallel_gradient, parallel_logits
 from .matmul import matmul_in_acc_dtype
-from .shard import VocabShard, gather_ranks, sum_over_ranks, wait_for
+from .shard import (
+    VocabShard,
+    gather_ranks,
+    refuse_second_derivative,
+    sum_over_ranks,
+    wait_for,
+)
 
 NO_LABEL = -1
 
@@ -201,11 +206,3 @@ class LocalLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0, dtype=acc_dtype(grad.dtype)).to(grad.dtype)
         return dinput, dweight, dbias, None
-
-
-def refuse_second_derivative() -> None:
-    """Raise where the derivative that is computed now would be differentiated again."""
-    if is_double_backward():
-        raise RuntimeError(
-            "partita.parallel: no second derivative; gather the logits and use the op of one device"
-        )

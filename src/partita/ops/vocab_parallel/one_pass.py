@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from ...runtime import private_names
-from ...runtime.autograd import is_double_backward
 from ...runtime.backend import current_backend, resolve
 from ...runtime.register import PLAIN
 from ..cross_entropy.autograd import scale_by_upstream
 from ..cross_entropy.common import LossOptions
 from .gpu.plan import slot_count
 from .local_losses import ParallelLossArguments, prepare_rows
-from .shard import VocabShard
+from .shard import VocabShard, refuse_second_derivative
 from .symmetric_memory import may_share_memory, next_call_slots
 
 
@@ -103,11 +102,7 @@ class ParallelOnePass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if is_double_backward():
-            raise RuntimeError(
-                "partita.parallel: no second derivative; gather the logits and use the op of one"
-                " device"
-            )
+        refuse_second_derivative()
         if grads[0] is None:
             return (None,) * 6
         logits, target, dlogits = ctx.saved_tensors

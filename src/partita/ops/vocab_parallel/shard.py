@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import plain_eager
+from ...runtime.autograd import is_double_backward, plain_eager
 from .collectives import collectives
 
 _collectives = collectives()
@@ -113,3 +113,12 @@ def sum_and_scatter(tensor: Tensor, shard: VocabShard) -> Tensor:
 def wait_for(tensor: Tensor) -> Tensor:
     """Return the result of a collective, which later work on the current stream may read."""
     return _collectives.wait_tensor(tensor)
+
+
+def refuse_second_derivative(gathered: str = "logits") -> None:
+    """Raise where the derivative that is computed now would be differentiated again."""
+    if is_double_backward():
+        raise RuntimeError(
+            f"partita.parallel: no second derivative; gather the {gathered} and use the op of one"
+            " device"
+        )
