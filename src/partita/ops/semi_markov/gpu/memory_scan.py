@@ -28,7 +28,8 @@ def semi_markov_memory_scan_kernel(
     """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards."""
     is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
     n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
-    emissions, _, _, lengths_ptr, T, N, C, D = chains
+    # Triton 3.6 loses a stride of 1 in a tuple of a tuple in loops, so the tuples are taken out.
+    emissions, starts, ends, lengths_ptr, T, N, C, D = chains
     steps, invalid = load_steps(lengths_ptr, n, T)
     pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
     ring_ptr += tl.program_id(0).to(tl.int64) * (D + 2) * C
@@ -39,7 +40,7 @@ def semi_markov_memory_scan_kernel(
         row = tl.where(is_alpha, k, steps - 1 - k).to(tl.int64)
         for block in range(0, C, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
-            start, end = load_end(chains.start, n, c, C), load_end(chains.end, n, c, C)
+            start, end = load_end(starts, n, c, C), load_end(ends, n, c, C)
             opened = tl.where(is_alpha, start, end)
             if k > 0:  # the log-sum-exp of the transitions to the states c
                 table_ptr = tables_ptr + tl.where(is_alpha, 0, pairs)
@@ -80,4 +81,4 @@ def semi_markov_memory_scan_kernel(
     if is_alpha:
         c = tl.arange(0, BLOCK_ALL)
         closed = tl.load(recent_ptr + (steps - 1) % 2 * C + c, mask=c < C, other=-float("inf"))
-        store_logz(closed + load_end(chains.end, n, c, C), n, invalid, logz_ptr, rounded_ptr)
+        store_logz(closed + load_end(ends, n, c, C), n, invalid, logz_ptr, rounded_ptr)

@@ -53,7 +53,8 @@ def semi_markov_viterbi_kernel(
 ):
     """Compute the best score of a sequence, and the choices of which it is made."""
     n = tl.program_id(0).to(tl.int64)
-    emissions, _, _, lengths_ptr, T, N, C, D = chains
+    # Triton 3.6 loses a stride of 1 in a tuple of a tuple in loops, so the tuples are taken out.
+    emissions, starts, ends, lengths_ptr, T, N, C, D = chains
     steps, invalid = load_steps(lengths_ptr, n, T)
     pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
     ring_ptr += n * (D + 2) * C
@@ -62,7 +63,7 @@ def semi_markov_viterbi_kernel(
         row = (tl.full([], t, tl.int64) * N + n) * C
         for block in range(0, C, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
-            opened = load_end(chains.start, n, c, C)
+            opened = load_end(starts, n, c, C)
             state = tl.zeros([BLOCK_C], tl.int32)
             if t > 0:  # the best scores of entering the states c, and the states before
                 before_ptr = recent_ptr + (t - 1) % 2 * C
@@ -98,7 +99,7 @@ def semi_markov_viterbi_kernel(
         tl.debug_barrier()  # the next step reads what other threads stored
     c = tl.arange(0, BLOCK_ALL)
     scores = tl.load(recent_ptr + (steps - 1) % 2 * C + c, mask=c < C, other=-float("inf"))
-    scores += load_end(chains.end, n, c, C)
+    scores += load_end(ends, n, c, C)
     store_best(scores, c, n, invalid, score_ptr, last_ptr)
 
 
