@@ -159,8 +159,16 @@ class LogZ(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return logz(*args)
+    def forward(
+        scores: Tensor,
+        source: Tensor,
+        initial: Tensor,
+        final: Tensor,
+        lengths: Tensor | None,
+        save: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return logz(scores, source, initial, final, lengths, save, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -191,8 +199,8 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return logz_gradient(*args)
+    def forward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return logz_gradient(grad_output, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -230,8 +238,16 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return viterbi(*args)
+    def forward(
+        scores: Tensor,
+        source: Tensor,
+        initial: Tensor,
+        final: Tensor,
+        lengths: Tensor | None,
+        trace: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return viterbi(scores, source, initial, final, lengths, trace, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -279,8 +295,20 @@ class Expectation(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return expectation(*args)
+    def forward(
+        scores: Tensor,
+        source: Tensor,
+        initial: Tensor,
+        final: Tensor,
+        lengths: Tensor | None,
+        values: Tensor,
+        first_values: Tensor,
+        last_values: Tensor,
+        save: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chain = (scores, source, initial, final, lengths)
+        return expectation(*chain, values, first_values, last_values, save, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

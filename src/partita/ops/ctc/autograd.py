@@ -129,8 +129,26 @@ class CTCLossFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return loss(*args)
+    def forward(
+        logits: Tensor,
+        labels: Tensor,
+        offsets: Tensor,
+        input_lengths: Tensor,
+        target_lengths: Tensor,
+        max_target_len: int,
+        blank: int,
+        from_logits: bool,
+        reduction: str,
+        zero_infinity: bool,
+        save: bool,
+        label_priors: Tensor | None,
+        prior_scale: float,
+        star: int | None,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (logits, labels, offsets, input_lengths, target_lengths)
+        options = (max_target_len, blank, from_logits, reduction, zero_infinity, save)
+        return loss(*tensors, *options, label_priors, prior_scale, star, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -138,8 +138,21 @@ class CRFLossFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return loss(*args)
+    def forward(
+        scores: Tensor,
+        source: Tensor,
+        lattice_source: Tensor,
+        targets: Tensor,
+        target_lengths: Tensor,
+        input_lengths: Tensor | None,
+        state_len: int,
+        reduction: str,
+        save: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        tables = (source, lattice_source)
+        sequences = (targets, target_lengths, input_lengths)
+        return loss(scores, *tables, *sequences, state_len, reduction, save, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

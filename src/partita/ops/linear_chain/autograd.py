@@ -117,8 +117,16 @@ class LogZ(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return logz(*args)
+    def forward(
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        save: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return logz(emissions, transitions, start, end, lengths, save, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -169,8 +177,23 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return logz_gradient(*args)
+    def forward(
+        grad_output: Tensor,
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        logz: Tensor,
+        saved: Tensor,
+        need_transitions: bool,
+        per_sequence: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        chain = (emissions, transitions, start, end, lengths)
+        return logz_gradient(
+            grad_output, *chain, logz, saved, need_transitions, per_sequence, backend
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -214,8 +237,21 @@ class Expectation(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> Tensor:
-        return tangent(_ones(args[0]), *args)[0]
+    def forward(
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        emission_values: Tensor,
+        transition_values: Tensor,
+        start_values: Tensor | None,
+        end_values: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        chain = (emissions, transitions, start, end, lengths)
+        values = (emission_values, transition_values, start_values, end_values)
+        return tangent(_ones(emissions), *chain, *values, backend)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -285,8 +321,15 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return viterbi(*args)
+    def forward(
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        return viterbi(emissions, transitions, start, end, lengths, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

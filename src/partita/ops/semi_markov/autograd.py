@@ -106,8 +106,18 @@ class LogZ(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return logz(*args)
+    def forward(
+        emissions: Tensor,
+        transitions: Tensor,
+        durations: Tensor,
+        start: Tensor,
+        end: Tensor,
+        lengths: Tensor | None,
+        save: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chain = (emissions, transitions, durations, start, end, lengths)
+        return logz(*chain, save, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

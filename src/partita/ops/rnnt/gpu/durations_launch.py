@@ -128,7 +128,7 @@ def scan_durations_beside_rows(
     call: LatticeCall, token_logits: Tensor, duration_logits: Tensor, durations: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what `launch_tdt.tdt_forward` does, by a scan beside the pass over the logits."""
-    (B, T, U1, V), K = token_logits.shape, len(durations)
+    B, T, U1, V = token_logits.shape
     plan, kinds = call.plan, arc_kinds(duration_arcs(durations))
     targets, blank, sigma = call.targets, call.options.blank, call.options.sigma
     directions, words = call.directions, scan_words(call, durations)
@@ -144,7 +144,10 @@ def scan_durations_beside_rows(
         targets=targets,
         scan=scan,
         carries=words.carries,
-        **plan.scan_sizes(T, B, U1, V),
+        T=T,
+        B=B,
+        U1=U1,
+        V=V,
         blank=blank,
         sigma=sigma,
         target_stride=targets.stride,
@@ -152,8 +155,6 @@ def scan_durations_beside_rows(
         **duration_strides(duration_logits),
         DIRECTIONS=directions,
         CODE=kinds.code,
-        DEPTH=kinds.depth,
-        K=K,
         maxnreg=TDT_OVERLAP_REGISTERS,
         **tile_options(tile_of(token_logits)),
     )
