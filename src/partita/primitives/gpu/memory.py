@@ -1,7 +1,22 @@
-"""Loads of small matrices; loads and stores of rows: cache hints, aligned vectors, any address."""
+"""Loads of lengths and small matrices; loads and stores of rows.
+
+Rows have cache hints, aligned vectors, or any address.
+"""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def checked_length(lengths_ptr, n, T, LEAST: tl.constexpr, otherwise):
+    """Return the length of sequence n, and whether it is out of range.
+
+    A length that is not from LEAST to T is returned as `otherwise`, so no kernel reads or writes
+    out of bounds.
+    """
+    length = tl.load(lengths_ptr + n).to(tl.int64)
+    invalid = (length < LEAST) | (length > T)
+    return tl.where(invalid, otherwise, length).to(tl.int32), invalid
 
 
 @triton.jit

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, log1p_pair, log_exact
+from ....primitives.gpu.memory import checked_length
 from .arguments import StridedEdges
 
 
@@ -227,9 +228,8 @@ def load_length(lengths_ptr, n, T):
     if lengths_ptr is None:
         return T, 0.0
     else:
-        length = tl.load(lengths_ptr + n).to(tl.int64)
-        invalid = (length < 0) | (length > T)
-        return tl.where(invalid, 0, length).to(tl.int32), tl.where(invalid, float("nan"), 0.0)
+        length, invalid = checked_length(lengths_ptr, n, T, 0, 0)
+        return length, tl.where(invalid, float("nan"), 0.0)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.memory import checked_length
 from .state import (
     add,
     constant_state,
@@ -164,11 +165,11 @@ def load_lengths(targets, n, T, max_target_len, M):
 
     Lengths and offset of an invalid sequence are 0.
     """
-    length = tl.load(targets.input_lengths + n)
+    length, is_bad = checked_length(targets.input_lengths, n, T, 0, 0)
     target_len, offset, invalid = load_target(targets, n, max_target_len, M)
-    invalid = invalid | (length < 0) | (length > T)
+    invalid = invalid | is_bad
     return (
-        tl.where(invalid, 0, length).to(tl.int32),
+        tl.where(invalid, 0, length),
         tl.where(invalid, 0, target_len).to(tl.int32),
         tl.where(invalid, 0, offset),
         invalid,

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.memory import checked_length
+
 
 @triton.jit
 def load_base(target_ptr, stride_s, position, length, n_base):
@@ -38,7 +40,6 @@ def crf_lattice_kernel(
     targets follow one another, each by its length.
     """
     n = tl.program_id(0).to(tl.int64)
-    length = tl.load(target_lengths_ptr + n)
     if PACKED:
         # The bound on each length limits how far an invalid one can shift the targets after it.
         bound, offset = tl.full([], S, tl.int64) + 1, tl.full([], 0, tl.int64)
@@ -46,12 +47,11 @@ def crf_lattice_kernel(
             i = start + tl.arange(0, BLOCK)
             before = tl.load(target_lengths_ptr + i, mask=i < n, other=0)
             offset += tl.sum(tl.minimum(tl.maximum(before, 0), bound), axis=0)
-        invalid = (length < 0) | (length > S - offset)
+        length, invalid = checked_length(target_lengths_ptr, n, S - offset, 0, 0)
         target_ptr = targets_ptr + tl.where(invalid, 0, offset) * stride_s
     else:
-        invalid = (length < 0) | (length > S)
+        length, invalid = checked_length(target_lengths_ptr, n, S, 0, 0)
         target_ptr = targets_ptr + n * stride_n
-    length = tl.where(invalid, 0, length)
     bad_labels = tl.zeros([BLOCK], tl.int32)
     for start in range(0, length, BLOCK):
         i = (start + tl.arange(0, BLOCK)).to(tl.int64)

@@ -4,14 +4,14 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift, log_exact
+from ....primitives.gpu.memory import checked_length
 
 
 @triton.jit
 def load_length(input_lengths_ptr, n, T):
     """Return the length of a sequence, 0 if it is out of range, and whether it is valid."""
-    length = tl.load(input_lengths_ptr + n)
-    valid = (length >= 0) & (length <= T)
-    return tl.where(valid, length, 0).to(tl.int32), valid
+    length, invalid = checked_length(input_lengths_ptr, n, T, 0, 0)
+    return length, ~invalid
 
 
 @triton.jit(do_not_specialize=["T", "N", "C", "stride_t", "stride_n"])

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import checked_length
 
 MAX_SPAN = tl.constexpr(300.0)
 LN2_FP64 = tl.constexpr(0.6931471805599453)
@@ -33,9 +34,8 @@ def load_tokens(lengths_ptr, n, T):
     if lengths_ptr is None:
         return T, 0.0
     else:
-        tokens = tl.load(lengths_ptr + n).to(tl.int64)
-        valid = (tokens >= 1) & (tokens <= T)
-        return tl.where(valid, tokens, 1).to(tl.int32), tl.where(valid, 0.0, float("nan"))
+        tokens, invalid = checked_length(lengths_ptr, n, T, 1, 1)
+        return tokens, tl.where(invalid, float("nan"), 0.0)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LN2, LOG2E, UNFUSED, log1p_tail
+from ....primitives.gpu.memory import checked_length
 
 LOG2E_FP32 = tl.constexpr(1.4426950216293335)  # log2(e) as fp32 has it
 LN2_FP32 = tl.constexpr(1 / 1.4426950216293335)
@@ -75,13 +76,10 @@ class Sequence(NamedTuple):
 @triton.jit
 def load_sequence(b, lengths, T, U1):
     """Return the sizes of sequence b."""
-    length, target_len = tl.load(lengths.steps + b), tl.load(lengths.labels + b)
-    invalid = (length < 0) | (length > T) | (target_len < 0) | (target_len >= U1)
-    return Sequence(
-        tl.where(invalid, 0, length).to(tl.int32),
-        tl.where(invalid, 0, target_len).to(tl.int32),
-        invalid,
-    )
+    length, is_bad = checked_length(lengths.steps, b, T, 0, 0)
+    target_len, has_bad_target = checked_length(lengths.labels, b, U1 - 1, 0, 0)
+    invalid = is_bad | has_bad_target
+    return Sequence(tl.where(invalid, 0, length), tl.where(invalid, 0, target_len), invalid)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import checked_length
 
 LOG2E_FP64 = tl.constexpr(1.4426950408889634)
 LN2_FP64 = tl.constexpr(0.6931471805599453)
@@ -162,9 +163,8 @@ def load_steps(lengths_ptr, n, T):
     if lengths_ptr is None:
         return T, 0.0
     else:
-        steps = tl.load(lengths_ptr + n).to(tl.int64)
-        valid = (steps >= 1) & (steps <= T)
-        return tl.where(valid, steps, T).to(tl.int32), tl.where(valid, 0.0, float("nan"))
+        steps, invalid = checked_length(lengths_ptr, n, T, 1, T)
+        return steps, tl.where(invalid, float("nan"), 0.0)
 
 
 @triton.jit
