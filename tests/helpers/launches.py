@@ -270,10 +270,18 @@ def call_semi_markov(dtype: torch.dtype, C: int, D: int) -> None:
     lengths = torch.ones(2, dtype=torch.int64)
     chain = partita.semi_markov_chain(*scores, lengths=lengths)
     torch.autograd.grad(chain.logz().sum(), scores)
-    chain = partita.semi_markov_chain(*(tensor.detach() for tensor in scores), lengths=lengths)
-    chain.segment_marginals()
-    chain.viterbi()
-    chain.sample(2)
+    for ends in ((), transposed_ends(C, dtype)):  # Triton can lose a stride of 1
+        inputs = (*(tensor.detach() for tensor in scores), *ends)
+        chain = partita.semi_markov_chain(*inputs, lengths=lengths)
+        chain.logz()
+        chain.segment_marginals()
+        chain.viterbi()
+        chain.sample(2)
+
+
+def transposed_ends(C: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores of the first and last states of two sequences, whose stride over C is 2."""
+    return torch.zeros(C, 2, dtype=dtype).T, torch.zeros(C, 2, dtype=dtype).T
 
 
 def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool, **options: Any) -> None:

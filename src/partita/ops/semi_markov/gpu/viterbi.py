@@ -143,7 +143,8 @@ def semi_markov_best_scan_kernel(
     state before its segment, so a path is traced back with one load for each segment.
     """
     n = tl.program_id(0).to(tl.int64)
-    emissions, _, _, lengths_ptr, T, N, C, D = chains
+    # Triton 3.6 loses a stride of 1 in a tuple of a tuple in loops, so the tuples are taken out.
+    emissions, starts, ends, lengths_ptr, T, N, C, D = chains
     c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
     steps, invalid = load_steps(lengths_ptr, n, T)
     part = tl.full([], T, tl.int64) * N * C
@@ -154,7 +155,7 @@ def semi_markov_best_scan_kernel(
     one_step = tl.load(scores_ptr + c)  # row 0 has the duration 1
     ring = tl.full([SLOTS, BLOCK_C], -float("inf"), tl.float64)
     before = tl.zeros([SLOTS, BLOCK_C], tl.int32)
-    opened = load_end(chains.start, n, c, C)
+    opened = load_end(starts, n, c, C)
     closed, state = tl.zeros([BLOCK_C], tl.float64), tl.zeros([BLOCK_C], tl.int32)
     emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
     for k in range(0, steps):
@@ -192,7 +193,7 @@ def semi_markov_best_scan_kernel(
         tl.store(row, state_before, mask=c < C)
         tl.store(row + part, size, mask=c < C)
         emission, following = following, after
-    scores = closed + load_end(chains.end, n, c, C)
+    scores = closed + load_end(ends, n, c, C)
     store_best(scores, c, n, invalid, score_ptr, last_ptr)
 
 
