@@ -136,7 +136,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_chain_resident_best_kernel",
                 "linear_chain_sample_words_kernel",
                 "linear_chain_state_covariances_kernel",
-                "linear_chain_step_kernel",
                 "linear_chain_exchange_kernel",
                 "linear_chain_strided_step_kernel",
                 "linear_chain_sum_counts_kernel",
