@@ -110,7 +110,7 @@ def test_states_that_pass_through_memory(
 
 @kernel_devices
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("shape", [(9, 1, 3), (40, 2, 5), (40, 1, 10)])
+@pytest.mark.parametrize("shape", [(9, 1, 3), (40, 2, 5), (40, 1, 8), (40, 1, 10)])
 def test_parallel_in_time(
     shape: tuple[int, int, int], scale: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
