@@ -106,7 +106,7 @@ def linear_chain_best_last_kernel(
 def linear_chain_best_states_kernel(
     transitions,  # StridedSteps, with MEETS `[2, C, C]` with the same transposed
     states_ptr,  # [2, T + 1, N, C] fp64
-    previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
+    previous_ptr,  # [T, N, C] int16: the best states before each state
     lengths_ptr,  # [N] or None
     ties_ptr,  # [N] int32, if this is for what follows the middle of sequences with ties
     T,

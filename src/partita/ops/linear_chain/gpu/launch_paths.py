@@ -77,9 +77,11 @@ def linear_chain_viterbi(
 
 
 def empty_previous(batch: Batch, device: torch.device) -> Tensor:
-    """Return memory for the best states before each state, `[T, N, C]`."""
-    dtype = torch.int16 if batch.C <= 2**15 else torch.int32
-    return torch.empty((batch.T, batch.N, batch.C), dtype=dtype, device=device)
+    """Return memory for the best states before each state, `[T, N, C]`.
+
+    Where states are more than 16 bits hold, paths are traced from the scores alone.
+    """
+    return torch.empty((batch.T, batch.N, batch.C), dtype=torch.int16, device=device)
 
 
 def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:

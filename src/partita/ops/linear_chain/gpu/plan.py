@@ -47,23 +47,14 @@ def is_exact(emissions: Tensor, transitions: Tensor) -> bool:
 def range_parts(transitions: Tensor, T: int, N: int, save: bool, target: Target) -> int:
     """Return into how many parts the search for the range of the transitions is divided.
 
-    Chains without a scan in linear arithmetic have 0 and are scanned in the log domain.
+    It is 0 for chains that are scanned in the log domain whatever their range is. These are those
+    whose transitions change from step to step, and in Triton's interpreter all that are neither
+    short nor parallel in time, because the linear scans of others choose layouts.
     """
     C = transitions.shape[-1]
-    return cdiv(C, RANGE_ROWS) if has_linear_scan(transitions, T, N, C, save, target) else 0
-
-
-def has_linear_scan(
-    transitions: Tensor, T: int, N: int, C: int, save: bool, target: Target
-) -> bool:
-    """Return whether a scan in linear arithmetic serves the chain if its range is small enough.
-
-    It needs constant transitions. Most of these scans choose layouts, which Triton's interpreter
-    does not have, so it has the linear scans of short and of parallel sequences alone.
-    """
-    return transitions.ndim == 2 and (
-        target.runs_ptx or is_short(transitions, T, N, C) or is_parallel(T, N, C, save, target)
-    )
+    has_linear_scan = target.runs_ptx or is_short(transitions, T, N, C)
+    has_linear_scan = has_linear_scan or is_parallel(T, N, C, save, target)
+    return cdiv(C, RANGE_ROWS) if transitions.ndim == 2 and has_linear_scan else 0
 
 
 def parts_block(parts: int) -> int:

@@ -27,7 +27,7 @@ def load_scores(ptr, transitions, c, C):
 def linear_chain_viterbi_kernel(
     batch,  # Batch
     transitions,  # StridedSteps
-    previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
+    previous_ptr,  # [T, N, C] int16: the best states before each state
     score_ptr,  # [N]
     last_ptr,  # [N] int32: the last state of the best path, or -1
     BLOCK_C: tl.constexpr,
