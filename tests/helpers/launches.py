@@ -176,7 +176,6 @@ def call_long_chains(dtype: torch.dtype) -> None:
 def call_linear_chains(dtype: torch.dtype) -> None:
     """Call the ops of dense chains, of few and many states and tokens, with each kind of steps."""
     from partita.ops.linear_chain.gpu import plan
-    from partita.primitives.gpu import target
 
     long = ((300, 1, 5), (300, 1, 8), (300, 1, 16), (300, 2, 30), (300, 2, 100))
     few = (
@@ -187,15 +186,11 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         *((3, 2, C) for C in (50, 200, 500, 600)),
     )
     for T, N, C in (*few, *long):
-        for interpreted in {False, target.assumed.runs_ptx and T <= 70}:
-            emissions = torch.zeros(T, N, C, dtype=dtype, requires_grad=True)
-            transitions = torch.zeros(C, C, dtype=dtype, requires_grad=True)
-            with mock.patch.object(
-                target, "assumed", target.assumed._replace(interpreted=interpreted)
-            ):
-                chain = partita.linear_chain(emissions, transitions)
-                torch.autograd.grad(chain.logz().sum(), (emissions, transitions))
-                partita.linear_chain(emissions.detach(), transitions.detach()).viterbi()
+        emissions = torch.zeros(T, N, C, dtype=dtype, requires_grad=True)
+        transitions = torch.zeros(C, C, dtype=dtype, requires_grad=True)
+        chain = partita.linear_chain(emissions, transitions)
+        torch.autograd.grad(chain.logz().sum(), (emissions, transitions))
+        partita.linear_chain(emissions.detach(), transitions.detach()).viterbi()
         if T <= 70 and C < 50:
             end = torch.zeros(C, dtype=dtype, requires_grad=True)
             chain = partita.linear_chain(emissions, transitions, end, end, lengths=[3, 2])
@@ -206,14 +201,10 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         chain.entropy()
     for shape in ((2, 50, 50), (2, 2, 200, 200)):
         emissions, transitions = torch.zeros(3, 2, shape[-1], dtype=dtype), torch.zeros(shape)
-        for interpreted in {False, target.assumed.runs_ptx}:
-            with mock.patch.object(
-                target, "assumed", target.assumed._replace(interpreted=interpreted)
-            ):
-                chain = partita.linear_chain(emissions, transitions.to(dtype))
-                chain.viterbi()
-                with mock.patch.object(plan, "MIN_TRACED_PAIRS", 1):
-                    chain.viterbi()
+        chain = partita.linear_chain(emissions, transitions.to(dtype))
+        chain.viterbi()
+        with mock.patch.object(plan, "MIN_TRACED_PAIRS", 1):
+            chain.viterbi()
 
 
 def call_mixture(*dtypes: torch.dtype) -> None:

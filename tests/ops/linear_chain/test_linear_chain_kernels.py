@@ -101,7 +101,7 @@ def test_fp64(scale: float, device: str) -> None:
 def test_states_that_pass_through_memory(
     shape: tuple[int, int, int], scale: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("MAX_RESIDENT_STATES", "MAX_GLUON_STATES", "MAX_LOG_STATES"):
+    for name in ("MAX_RESIDENT_STATES", "MAX_LOG_STATES"):
         monkeypatch.setattr(plan, name, 0)
     clear_caches()
     agree(with_transitions(random_linear_chain(*shape, device=device), scale))
@@ -110,7 +110,7 @@ def test_states_that_pass_through_memory(
 
 @kernel_devices
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("shape", [(9, 1, 3), (40, 2, 5), (40, 1, 10)])
+@pytest.mark.parametrize("shape", [(9, 1, 3), (40, 2, 5), (40, 1, 8), (40, 1, 10)])
 def test_parallel_in_time(
     shape: tuple[int, int, int], scale: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 import partita
 from partita import LinearChain
 from partita.ops.linear_chain import autograd
-from partita.ops.linear_chain.gpu import plan
+from partita.ops.linear_chain.gpu import launch_paths, plan
+from partita.ops.linear_chain.gpu.arguments import Batch, StridedSteps, strided_steps
 from partita.primitives.gpu import target
 from partita.runtime.caches import clear_caches
 from partita.testing import poisoned_memory
@@ -21,7 +22,7 @@ chooses_layouts = pytest.mark.skipif(
 )
 
 # Sequences of one segment, of several groups, of one state, and of more states than lanes add up.
-SHAPES = ((9, 1, 3), (70, 1, 2), (34, 2, 5), (17, 2, 1), (20, 1, 10))
+SHAPES = ((9, 1, 3), (70, 1, 2), (34, 2, 5), (17, 2, 1), (20, 1, 8), (20, 1, 10))
 LARGE = (
     (1500, 2, 4),
     (1200, 1, 16),
@@ -135,9 +136,33 @@ def test_nan_and_invalid_lengths_stay_in_their_sequence_in_segments(
     assert score.isnan().all() and (states == -1).all()
 
 
+def scan_best_in_torch(
+    batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor
+) -> StridedSteps:
+    """Store what `launch_paths.scan_best` does, whose kernels Triton's interpreter does not run."""
+    T, N = batch.T, batch.N
+    lengths = torch.full((N,), T) if batch.lengths is None else batch.lengths
+    tokens = torch.where((lengths >= 1) & (lengths <= T), lengths, 1)
+    start, end = (0.0 if x.ptr is None else x.ptr.double() for x in (batch.start, batch.end))
+    for t, emissions in enumerate(batch.emissions.ptr.double()):
+        y, x = torch.zeros_like(emissions), emissions + start
+        if t > 0:
+            step = transitions if transitions.ndim == 2 else transitions[t - 1]
+            y = (scores[0, t - 1, :, :, None] + step).amax(1)
+            x = y + emissions
+        x = torch.where((t == tokens - 1)[:, None], x + end, x)
+        active = t < tokens
+        scores[:, t, active] = torch.stack((x, y))[:, active]
+        is_nan[0] |= active & x.isnan().any(1)
+    return strided_steps(transitions)
+
+
 @pytest.fixture(params=["maps", "traced"])
 def way_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trace paths through maps of all states, and from the scores alone."""
+    if not target.assumed.runs_ptx:
+        monkeypatch.setattr(plan, "stores_previous", lambda *args: False)
+        monkeypatch.setattr(launch_paths, "scan_best", scan_best_in_torch)
     monkeypatch.setattr(plan, "MIN_TRACED_PAIRS", 1 if request.param == "traced" else 2**60)
     clear_caches()
     yield
@@ -191,9 +216,7 @@ def from_both_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @kernel_devices
 @pytest.mark.usefixtures("from_both_ends")
-@pytest.mark.skipif(
-    not target.assumed.runs_ptx, reason="these scans choose layouts, which NVIDIA GPUs alone do"
-)
+@chooses_layouts
 @pytest.mark.parametrize("forbidden", [0.0, 0.5])
 @pytest.mark.parametrize("shape", [(1, 2, 20), (2, 3, 50), (3, 4, 128), (41, 7, 33), (300, 5, 100)])
 def test_paths_from_both_ends(shape: tuple[int, int, int], forbidden: float, device: str) -> None:
@@ -211,9 +234,7 @@ def test_paths_from_both_ends(shape: tuple[int, int, int], forbidden: float, dev
 
 @kernel_devices
 @pytest.mark.usefixtures("from_both_ends")
-@pytest.mark.skipif(
-    not target.assumed.runs_ptx, reason="these scans choose layouts, which NVIDIA GPUs alone do"
-)
+@chooses_layouts
 def test_nan_and_ties_stay_in_their_sequence_from_both_ends(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

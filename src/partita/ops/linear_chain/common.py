@@ -15,7 +15,7 @@ from ...runtime.sizes import holds, same_sizes
 
 RANGE_ROWS = 16  # states whose transitions one part of the search for the range reads
 
-# Triton 3.6 compiles products of fp64 matrices for NVIDIA GPUs only.
+# Triton 3.6 compiles products of fp64 matrices for NVIDIA GPUs only, and the scans choose layouts.
 HAS_KERNELS = assumed.vendor == "nvidia"
 
 

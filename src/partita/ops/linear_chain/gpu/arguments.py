@@ -7,6 +7,7 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
+from ....primitives.gpu.target import target_of
 from ..common import saved_sizes
 from . import plan
 
@@ -91,7 +92,7 @@ class Span(NamedTuple):
 
     Fields:
         ptr: `[parts, 2]` fp64, the greatest and the least transition of each part.
-        parts: their number; 0 for transitions that change from step to step.
+        parts: their number; 0 for chains that are scanned in the log domain in any case.
     """
 
     ptr: tl.tensor
@@ -177,7 +178,8 @@ def split_saved(saved: Tensor, emissions: Tensor, transitions: Tensor, save: boo
     """Return the parts of the tensor that `linear_chain_logz` saves."""
     T, N, C = emissions.shape
     states, scales, maxima, span = saved.split(saved_sizes(T, N, C, save))
-    return Saved(states, scales, maxima, Span(span, plan.range_parts(transitions)))
+    parts = plan.range_parts(transitions, T, N, save, target_of(saved.device))
+    return Saved(states, scales, maxima, Span(span, parts))
 
 
 def of_first_tokens(batch: Batch) -> Batch:

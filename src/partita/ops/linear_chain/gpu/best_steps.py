@@ -11,7 +11,6 @@ Source: Forney, The Viterbi algorithm, 1973.
 import triton
 import triton.language as tl
 
-from .arguments import Batch
 from .scores import load_tokens
 from .steps import load_tokens_of
 
@@ -58,47 +57,6 @@ def store_best(batch, states_ptr, is_nan_ptr, rows, y, score, bad, t, n, after, 
     is_nan = ((x != x) | (bad > 0)) & mask
     # All programs that store here store the same.
     tl.store(is_nan_ptr + n, 1, mask=tl.max(is_nan.to(tl.int32), axis=1) > 0)
-
-
-@triton.jit(do_not_specialize=["t"])
-def linear_chain_best_step_kernel(
-    batch,  # Batch
-    transitions,  # StridedSteps
-    states_ptr,  # [2, T + 1, N, C] fp64, the best scores with emissions and without
-    is_nan_ptr,  # [2, N] int32
-    t,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Enter token t for a block of sequences and of states."""
-    batch = Batch(*batch)
-    T, N, C = batch.T, batch.N, batch.C
-    blocks = tl.cdiv(C, BLOCK_C)
-    c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
-    n = (tl.program_id(0) // blocks * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    tokens = load_tokens_of(batch.lengths, n, N, T)
-    y = tl.zeros([BLOCK_N, BLOCK_C], tl.float64)
-    bad = tl.zeros([BLOCK_N, BLOCK_C], tl.int32)
-    if t > 0:
-        best = tl.full([BLOCK_N, BLOCK_C], -float("inf"), tl.float64)
-        before_ptr = states_ptr + (tl.full([], t - 1, tl.int64) * N + n)[:, None] * C
-        step_ptr = transitions.ptr + tl.full([], t - 1, tl.int64) * transitions.t
-        sequence = (n * transitions.n)[:, None, None]
-        step_ptr += sequence + c.to(tl.int64)[None, :, None] * transitions.c
-        for k0 in range(0, C, BLOCK_K):
-            k = k0 + tl.arange(0, BLOCK_K)
-            mask = ((n < N) & (t < tokens))[:, None] & (k < C)[None, :]
-            x = tl.load(before_ptr + k[None, :], mask=mask, other=-float("inf"))
-            mask = mask[:, None, :] & (c < C)[None, :, None]
-            at = step_ptr + k.to(tl.int64)[None, None, :] * transitions.k
-            weight = tl.load(at, mask=mask, other=-float("inf")).to(tl.float64)
-            bad = tl.maximum(bad, tl.max((weight != weight).to(tl.int32), axis=2))
-            best = tl.maximum(best, tl.max(weight + x[:, None, :], axis=2))
-        y = best
-    score = best_emissions(batch, t, n, N, tokens, c)
-    rows = (tl.full([], T, tl.int64) + 1) * N
-    store_best(batch, states_ptr, is_nan_ptr, rows, y, score, bad, t, n, N, tokens, c)
 
 
 @triton.jit
@@ -148,7 +106,7 @@ def linear_chain_best_last_kernel(
 def linear_chain_best_states_kernel(
     transitions,  # StridedSteps, with MEETS `[2, C, C]` with the same transposed
     states_ptr,  # [2, T + 1, N, C] fp64
-    previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
+    previous_ptr,  # [T, N, C] int16: the best states before each state
     lengths_ptr,  # [N] or None
     ties_ptr,  # [N] int32, if this is for what follows the middle of sequences with ties
     T,

@@ -11,9 +11,10 @@ all others have read it.
 Programs take their index from an atomic counter, so all programs before a waiting one have started,
 and those of a group are few enough to be resident together.
 
-With more states each step has a launch, without a pass through shared memory. A thread sums over
-every 32nd state for a few sequences and a few states that it enters, and its operands come straight
-from memory, where the weights [other state, summed state] have the summed states side by side.
+With more states, or on small GPUs, each step has a launch, without a pass through shared memory. A
+thread sums over every 32nd state for a few sequences and a few states that it enters, and its
+operands come straight from memory, where the weights [other state, summed state] have the summed
+states side by side.
 """
 
 from triton.experimental import gluon

@@ -72,7 +72,7 @@ def linear_chain_logz(
             rounded_ptr=rounded,
             SAVE=save,
             EXACT=exact,
-            **plan.scan_options(C, True),
+            **plan.scan_options(C),
         )
         return logz, rounded, saved
     parts = split_saved(saved, emissions, transitions, save)
@@ -90,55 +90,64 @@ def linear_chain_logz(
     options = {"SAVE": save, "EXACT": exact, "BLOCK_PARTS": block}
     arguments = (batch, transitions, parts, logz, rounded, options)
     # The device runs the scan in linear arithmetic or that in the log domain.
-    target = target_of(logz.device)
-    if transitions.ndim == 2:
-        if plan.is_parallel(T, N, C, save, target):
+    if parts.span.parts:
+        if plan.is_parallel(T, N, C, save, target_of(logz.device)):
             from .launch_lanes import parallel_scan
 
             parallel_scan(*arguments)
-        elif plan.uses_resident(C, target):
-            scan_sequences(*arguments, is_log=False)
+        elif C <= plan.MAX_RESIDENT_STATES:
+            scan_resident(*arguments)
         else:
             step_states(*arguments)
-    scan_sequences(*arguments, is_log=True)
+    scan_logs(*arguments)
     return logz, rounded, saved if save else saved.new_empty(0)
 
 
-def scan_sequences(
+def scan_resident(
     batch: Batch,
     transitions: Tensor,
     saved: Saved,
     logz: Tensor,
     rounded: Tensor,
     options: dict[str, Any],
-    is_log: bool,
 ) -> None:
-    """Scan alpha and beta of each sequence by a program."""
+    """Scan alpha and beta of each sequence in linear arithmetic by a program."""
+    launch(
+        linear_chain_resident_scan_kernel,
+        2 * batch.N if options["SAVE"] else batch.N,
+        batch=batch,
+        transitions=strided_pairs(transitions),
+        saved=saved,
+        boundaries_ptr=None,
+        logz_ptr=logz,
+        rounded_ptr=rounded,
+        segments=1,
+        STEPS=0,
+        **options,
+        **plan.resident_options(batch.C),
+    )
+
+
+def scan_logs(
+    batch: Batch,
+    transitions: Tensor,
+    saved: Saved,
+    logz: Tensor,
+    rounded: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Scan alpha and beta of each sequence in the log domain by a program."""
     N, C = batch.N, batch.C
     programs = 2 * N if options["SAVE"] else N
     arguments = {"batch": batch, "saved": saved, "logz_ptr": logz, "rounded_ptr": rounded}
-    arguments |= options
-    steps = strided_steps(transitions)
-    if target_of(logz.device).runs_ptx and not is_log:
-        launch(
-            linear_chain_resident_scan_kernel,
-            programs,
-            transitions=strided_pairs(transitions),
-            boundaries_ptr=None,
-            segments=1,
-            STEPS=0,
-            **arguments,
-            **plan.resident_options(C),
-        )
-    elif not is_log or C <= plan.MAX_LOG_STATES:
+    arguments |= {"transitions": strided_steps(transitions), **options}
+    if C <= plan.MAX_LOG_STATES:
         launch(
             linear_chain_scan_kernel,
             programs,
-            transitions=steps,
-            IS_LOG=is_log,
             CONSTANT=transitions.ndim == 2,
             **arguments,
-            **plan.scan_options(C, is_log),
+            **plan.scan_options(C),
         )
     else:
         from .log_scan import linear_chain_log_scan_kernel
@@ -146,7 +155,6 @@ def scan_sequences(
         launch(
             linear_chain_log_scan_kernel,
             programs,
-            transitions=steps,
             recent_ptr=logz.new_empty((2, 2, N, C)),
             **arguments,
             **plan.log_scan_options(C),
@@ -164,27 +172,24 @@ def step_states(
     """Scan alpha and beta of many states in linear arithmetic."""
     from .gluon_steps import linear_chain_exchange_kernel, linear_chain_strided_step_kernel
     from .launch_lanes import exp_table
-    from .steps import linear_chain_step_kernel, linear_chain_total_kernel
+    from .steps import linear_chain_total_kernel
 
-    T, N, C = batch.T, batch.N, batch.C
+    T, N, C, save = batch.T, batch.N, batch.C, options["SAVE"]
     weights = exp_table(transitions, saved.span)
     arguments = {"batch": batch, "weights_ptr": weights, "saved": saved, **options}
-    target = target_of(logz.device)
-    if plan.exchanges(C, target):
+    if plan.exchanges(C, target_of(logz.device)):
         # One launch takes all steps. Its programs exchange states, whose sign bits hold the parity
         # of the step and do not count.
         words = torch.full((4 * N * C + 1,), UNWRITTEN, dtype=torch.int64, device=logz.device)
-        programs = plan.exchange_programs(N, C, options["SAVE"])
-        options = plan.exchange_options(C)
-        launch(linear_chain_exchange_kernel, programs, words_ptr=words, **arguments, **options)
+        arguments |= {"words_ptr": words, **plan.exchange_options(C)}
+        launch(linear_chain_exchange_kernel, plan.exchange_programs(N, C, save), **arguments)
         recent = words[:-1].view(torch.float64).view(2, 2, N, C)
     else:
         recent = logz.new_empty((2, 2, N, C))
-        kernel = linear_chain_strided_step_kernel if target.runs_ptx else linear_chain_step_kernel
-        programs = plan.step_programs(N, C, options["SAVE"], target)
-        options = plan.step_options(target)
+        arguments |= {"recent_ptr": recent, "UNROLL": 8, "num_warps": 8}
+        kernel, programs = linear_chain_strided_step_kernel, plan.step_programs(N, C, save)
         for i in range(T):
-            launch(kernel, programs, recent_ptr=recent, i=i, **arguments, **options)
+            launch(kernel, programs, i=i, **arguments)
     launch(
         linear_chain_total_kernel,
         N,
@@ -196,7 +201,7 @@ def step_states(
         **batch.sizes,
         BLOCK_T=256,
         BLOCK_C=next_power_of_2(C),
-        BLOCK_PARTS=arguments["BLOCK_PARTS"],
+        BLOCK_PARTS=options["BLOCK_PARTS"],
     )
 
 

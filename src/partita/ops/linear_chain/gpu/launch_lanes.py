@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.target import target_of
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import Batch, Operators, Saved, Span, of_first_tokens, strided_pairs
@@ -93,7 +92,7 @@ def segment_operators(
     Args:
         batch: the scores of the states.
         transitions: `[C, C]`.
-        table: the transitions that lanes and max-plus arithmetic read.
+        table: the transitions that lanes and max-plus arithmetic read; else None.
         saved: the maxima and the range of the transitions, or None for max-plus arithmetic.
         exact: whether exponentials have to be right in fp64.
         sizes: how sequences are cut.
@@ -111,9 +110,8 @@ def segment_operators(
     steps: dict[str, Any] = {"operators": levels[0], "segments": number, "STEPS": sizes.steps}
     span = Span(None, 0) if saved is None else saved.span
     shared: dict[str, Any] = {"span": span, "BLOCK_PARTS": plan.parts_block(span.parts)}
-    # In max-plus arithmetic the threads of a program share an operator of more states.
-    shares = max_plus and target_of(transitions.device).runs_ptx and C > plan.MAX_LANE_STATES
-    by_lanes = table is not None and not shares
+    # The threads of a program share an operator of more states.
+    by_lanes = C <= plan.MAX_LANE_STATES
     if by_lanes:
         shared |= {"C": C, "MAX_PLUS": max_plus}
         launch_lanes(

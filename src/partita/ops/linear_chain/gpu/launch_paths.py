@@ -23,7 +23,6 @@ from .arguments import (
 from .best_steps import (
     linear_chain_best_last_kernel,
     linear_chain_best_states_kernel,
-    linear_chain_best_step_kernel,
     linear_chain_best_ties_kernel,
     linear_chain_best_trace_kernel,
 )
@@ -54,7 +53,7 @@ def linear_chain_viterbi(
     target = target_of(device)
     # Scores of half types tie often, and what follows a tie is scanned again.
     itemsize = min(emissions.element_size(), transitions.element_size())
-    if constant and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+    if constant and plan.is_parallel(T, N, C, True, target):
         best_path_in_lanes(batch, transitions, score, states)
     elif itemsize >= 4 and plan.meets(T, N, C, constant, target):
         best_path_from_both_ends(batch, transitions, score, states)
@@ -71,7 +70,6 @@ def linear_chain_viterbi(
             previous_ptr=previous,
             score_ptr=score,
             last_ptr=last,
-            CONSTANT=constant,
             **plan.viterbi_options(C),
         )
         trace(batch, previous, None, last, states, False)
@@ -79,43 +77,21 @@ def linear_chain_viterbi(
 
 
 def empty_previous(batch: Batch, device: torch.device) -> Tensor:
-    """Return memory for the best states before each state, `[T, N, C]`."""
-    dtype = torch.int16 if batch.C <= 2**15 else torch.int32
-    return torch.empty((batch.T, batch.N, batch.C), dtype=dtype, device=device)
+    """Return memory for the best states before each state, `[T, N, C]`.
+
+    Where states are more than 16 bits hold, paths are traced from the scores alone.
+    """
+    return torch.empty((batch.T, batch.N, batch.C), dtype=torch.int16, device=device)
 
 
 def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
     """Find the best score `[N]` and path `[T, N]` from the best scores of all states."""
     T, N, C = batch.T, batch.N, batch.C
     constant, steps = transitions.ndim == 2, strided_steps(transitions)
-    target = target_of(score.device)
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=score.device)
     last = torch.empty(N, dtype=torch.int32, device=score.device)
     is_nan = torch.zeros((2, N), dtype=torch.int32, device=score.device)
-    arguments: dict[str, Any] = {"batch": batch, "states_ptr": scores, "is_nan_ptr": is_nan}
-    traced = steps
-    if plan.resident_best(C, constant, target):
-        launch(
-            linear_chain_resident_best_kernel,
-            N,
-            transitions=strided_pairs(transitions),
-            ties_ptr=None,
-            MEETS=False,
-            **arguments,
-            **plan.resident_options(C),
-        )
-    else:
-        by_sequence = transitions.ndim == 4
-        if constant:
-            # The states that a step leaves are side by side for each state that it enters.
-            traced = StridedSteps(score_table(transitions.T), 0, 0, 1, C)
-        kernel = linear_chain_best_step_kernel
-        if target.runs_ptx:
-            kernel = linear_chain_strided_best_kernel
-        programs = plan.best_step_programs(N, C, by_sequence)
-        options = plan.best_step_options(C, by_sequence, target)
-        for t in range(T):
-            launch(kernel, programs, transitions=traced, t=t, **arguments, **options)
+    traced = scan_best(batch, transitions, scores, is_nan)
     find_last(batch, scores, is_nan, score, last, None, False)
     if N * C * C >= plan.MIN_TRACED_PAIRS:
         launch(
@@ -133,6 +109,36 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
         previous = empty_previous(batch, score.device)
         find_previous(batch, steps, scores, previous, None, constant, False)
         trace(batch, previous, None, last, states, False)
+
+
+def scan_best(batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor) -> StridedSteps:
+    """Store the best scores `[2, T + 1, N, C]` of all states and which sequences have a NaN.
+
+    The transitions that paths are traced through are returned.
+    """
+    N, C, constant = batch.N, batch.C, transitions.ndim == 2
+    steps = strided_steps(transitions)
+    arguments: dict[str, Any] = {"batch": batch, "states_ptr": scores, "is_nan_ptr": is_nan}
+    if plan.resident_best(C, constant):
+        launch(
+            linear_chain_resident_best_kernel,
+            N,
+            transitions=strided_pairs(transitions),
+            ties_ptr=None,
+            MEETS=False,
+            **arguments,
+            **plan.resident_options(C),
+        )
+        return steps
+    if constant:
+        # The states that a step leaves are side by side for each state that it enters.
+        steps = StridedSteps(score_table(transitions.T), 0, 0, 1, C)
+    by_sequence = transitions.ndim == 4
+    kernel, programs = linear_chain_strided_best_kernel, plan.best_step_programs(N, C, by_sequence)
+    options = plan.best_step_options(C, by_sequence)
+    for t in range(batch.T):
+        launch(kernel, programs, transitions=steps, t=t, **arguments, **options)
+    return steps
 
 
 def best_path_from_both_ends(

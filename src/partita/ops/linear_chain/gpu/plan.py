@@ -15,12 +15,11 @@ from ....primitives.gpu.target import Target
 from ....runtime.sizes import cdiv, next_power_of_2
 from ..common import RANGE_ROWS
 
-MAX_RESIDENT_STATES = 32  # the transitions among more do not fit into a program
-MAX_GLUON_STATES = 128  # the same with layouts of our own, see resident.py
+MAX_RESIDENT_STATES = 128  # the transitions among more do not fit into a program
 MAX_EXCHANGE_STATES = 512  # whose scan programs hold the transitions between them
 # Programs of that scan which have to be resident together take as many multiprocessors at most.
 MIN_EXCHANGE_MULTIPROCESSORS = 64
-MAX_LOG_STATES = 32  # the same in the log domain
+MAX_LOG_STATES = 32  # whose transitions fit into a program in the log domain
 MAX_SHORT_STEPS = 64  # tokens of a sequence whose scan is one launch with all around it
 MAX_SHORT_TOKENS = 256  # of all sequences together
 MAX_SHORT_STATES = 16  # whose steps take one warp, and which are one part of the range
@@ -45,12 +44,17 @@ def is_exact(emissions: Tensor, transitions: Tensor) -> bool:
     return torch.float64 in (emissions.dtype, transitions.dtype)
 
 
-def range_parts(transitions: Tensor) -> int:
-    """Return into how many parts the search for the range of constant transitions is divided.
+def range_parts(transitions: Tensor, T: int, N: int, save: bool, target: Target) -> int:
+    """Return into how many parts the search for the range of the transitions is divided.
 
-    Transitions that change from step to step have 0 and are scanned in the log domain.
+    It is 0 for chains that are scanned in the log domain whatever their range is. These are those
+    whose transitions change from step to step, and in Triton's interpreter all that are neither
+    short nor parallel in time, because the linear scans of others choose layouts.
     """
-    return cdiv(transitions.shape[-1], RANGE_ROWS) if transitions.ndim == 2 else 0
+    C = transitions.shape[-1]
+    has_linear_scan = target.runs_ptx or is_short(transitions, T, N, C)
+    has_linear_scan = has_linear_scan or is_parallel(T, N, C, save, target)
+    return cdiv(C, RANGE_ROWS) if transitions.ndim == 2 and has_linear_scan else 0
 
 
 def parts_block(parts: int) -> int:
@@ -71,13 +75,8 @@ def warps(threads: int) -> int:
     return max(1, min(8, next_power_of_2(threads) // 32))
 
 
-def uses_resident(C: int, target: Target) -> bool:
-    """Return whether the linear scans hold the transitions in registers."""
-    return C <= (MAX_GLUON_STATES if target.runs_ptx else MAX_RESIDENT_STATES)
-
-
 def resident_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the linear scan with layouts of its own."""
+    """Return the compile-time arguments of the scans with transitions in registers."""
     block = next_power_of_2(max(C, 16))
     warps, lanes, ahead = {16: (1, 2, 8), 32: (2, 2, 4), 64: (4, 2, 4), 128: (8, 4, 4)}[block]
     return {"BLOCK_C": block, "AHEAD": ahead, "LANES": lanes, "num_warps": warps}
@@ -110,28 +109,15 @@ def log_scan_options(C: int) -> dict[str, int]:
     return {"BLOCK_C": block, "BLOCK_K": max(4, 4096 // block), "num_warps": 8}
 
 
-def scan_options(C: int, is_log: bool) -> dict[str, int]:
-    """Return the compile-time arguments of the scan whose transitions are in registers."""
+def scan_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scans of few states in the log domain."""
     block = next_power_of_2(max(C, 2))
-    pairs = block * block
-    return {
-        "BLOCK_C": block,
-        "AHEAD": 2 if is_log else 4,
-        "num_warps": max(1, min(8, pairs // 256)),
-    }
-
-
-def step_options(target: Target) -> dict[str, int]:
-    """Return the compile-time arguments of one step of a chain of many states."""
-    if target.runs_ptx:
-        return {"UNROLL": 8, "num_warps": 8}
-    return {"BLOCK_N": 16, "BLOCK_C": 16, "BLOCK_K": 32, "SPLITS": 8, "num_warps": 8}
+    return {"BLOCK_C": block, "AHEAD": 2, "num_warps": max(1, min(8, block * block // 256))}
 
 
 def exchanges(C: int, target: Target) -> bool:
     """Return whether programs exchange the states of each step, instead of a launch for each."""
-    is_large = target.multiprocessors >= MIN_EXCHANGE_MULTIPROCESSORS
-    return target.runs_ptx and C <= MAX_EXCHANGE_STATES and is_large
+    return C <= MAX_EXCHANGE_STATES and target.multiprocessors >= MIN_EXCHANGE_MULTIPROCESSORS
 
 
 def exchange_options(C: int) -> dict[str, int]:
@@ -144,9 +130,9 @@ def exchange_programs(N: int, C: int, save: bool) -> int:
     return cdiv(C, exchange_options(C)["STATES"]) * cdiv(N, 16) * (2 if save else 1)
 
 
-def step_programs(N: int, C: int, save: bool, target: Target) -> int:
+def step_programs(N: int, C: int, save: bool) -> int:
     """Return the number of programs of a step."""
-    return cdiv(C, 8 if target.runs_ptx else 16) * cdiv(N, 16) * (2 if save else 1)
+    return cdiv(C, 8) * cdiv(N, 16) * (2 if save else 1)
 
 
 def row_options(C: int) -> dict[str, int]:
@@ -159,9 +145,10 @@ def row_options(C: int) -> dict[str, int]:
 def stores_previous(C: int, constant: bool, target: Target) -> bool:
     """Return whether the scan of one program finds the states before each state at once.
 
-    Otherwise the scan stores scores, and the states before follow for all tokens together.
+    Otherwise the scan stores scores, and the states before follow for all tokens together. Those
+    scans choose layouts, which Triton's interpreter does not have.
     """
-    return C <= 64 and not resident_best(C, constant, target)
+    return not target.runs_ptx or (C <= 64 and not constant)
 
 
 def viterbi_options(C: int) -> dict[str, int]:
@@ -170,24 +157,22 @@ def viterbi_options(C: int) -> dict[str, int]:
     return {"BLOCK_C": block, "num_warps": max(1, min(8, block * block // 512))}
 
 
-def resident_best(C: int, constant: bool, target: Target) -> bool:
+def resident_best(C: int, constant: bool) -> bool:
     """Return whether the best scores are scanned with the transitions in registers."""
-    return target.runs_ptx and constant and C <= MAX_GLUON_STATES
+    return constant and C <= MAX_RESIDENT_STATES
 
 
 def meets(T: int, N: int, C: int, constant: bool, target: Target) -> bool:
     """Return whether best scores are scanned from both ends, so that more programs run."""
-    if not resident_best(C, constant, target) or T < MIN_MEETING_TOKENS:
+    if not target.runs_ptx or not resident_best(C, constant) or T < MIN_MEETING_TOKENS:
         return False
     most = MEETING_WARPS * target.multiprocessors
     return 0 < N * resident_options(C)["num_warps"] <= most
 
 
-def best_step_options(C: int, by_sequence: bool, target: Target) -> dict[str, Any]:
+def best_step_options(C: int, by_sequence: bool) -> dict[str, Any]:
     """Return the compile-time arguments of one step of best scores."""
-    if target.runs_ptx:
-        return {"BY_SEQUENCE": by_sequence, "UNROLL": 16 if C > 256 else 8, "num_warps": 8}
-    return {"BLOCK_N": 1 if by_sequence else 8, "BLOCK_C": 8, "BLOCK_K": 32, "num_warps": 8}
+    return {"BY_SEQUENCE": by_sequence, "UNROLL": 16 if C > 256 else 8, "num_warps": 8}
 
 
 def best_step_programs(N: int, C: int, by_sequence: bool) -> int:
@@ -234,7 +219,11 @@ class SegmentSizes(NamedTuple):
 
 
 def is_parallel(T: int, N: int, C: int, save: bool, target: Target) -> bool:
-    """Return whether the linear scan is parallel in time, because few sequences are long."""
+    """Return whether scans are parallel in time, because few sequences are long.
+
+    Without `save` the states inside of segments are not needed. Those of more states are scanned
+    by kernels that choose layouts, which Triton's interpreter does not have.
+    """
     by_operators = target.runs_ptx or not save
     return uses_lanes(T, N, C, MAX_PARALLEL_STATES if by_operators else MAX_LANE_STATES)
 

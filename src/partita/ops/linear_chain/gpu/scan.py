@@ -1,7 +1,8 @@
-"""Alpha and beta of dense linear chains whose transitions fit into the registers of one program.
+"""Alpha and beta of dense linear chains of few states, and what runs before all scans.
 
-One program scans alpha of a sequence, and another scans beta at the same time. A state x of alpha
-includes the emission of its token, and y does not:
+Short sequences are scanned here in linear arithmetic or in the log domain, and others in the log
+domain; `resident.py` has their linear scan. One program scans alpha of a sequence, and another
+scans beta at the same time. A state x of alpha includes the emission of its token, and y does not:
 
     y[t, c] = sum over k: x[t - 1, k] * exp(transitions[k, c]),   x[t, c] = y[t, c] * exp(e[t, c]).
 
@@ -202,7 +203,6 @@ def linear_chain_scan_kernel(
     saved,  # Saved: states and scales are written if SAVE
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
-    IS_LOG: tl.constexpr,
     CONSTANT: tl.constexpr,  # whether the transitions are the same at all steps
     SAVE: tl.constexpr,
     EXACT: tl.constexpr,
@@ -210,12 +210,12 @@ def linear_chain_scan_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Scan a sequence in one direction, if the transitions are for this arithmetic."""
+    """Scan a sequence in one direction in the log domain, if the transitions need it."""
     batch = Batch(*batch)
     is_linear, shift = transition_range(saved.span, BLOCK_PARTS)
-    if is_linear != IS_LOG:
+    if not is_linear:
         data = (batch, transitions, saved, logz_ptr, rounded_ptr, saved.maxima, shift)
-        scan_sequence(*data, IS_LOG, CONSTANT, SAVE, EXACT, AHEAD, BLOCK_C)
+        scan_sequence(*data, True, CONSTANT, SAVE, EXACT, AHEAD, BLOCK_C)
 
 
 @triton.jit

@@ -1,10 +1,9 @@
-"""Alpha and beta of dense linear chains of many states: one launch for each step.
+"""What surrounds the steps of dense linear chains of many states; see `gluon_steps.py`.
 
-The programs of a launch share the states that a step enters, and take a block of sequences at a
-time. A product of states and exp(transitions) in fp64 serves all sequences of the block. Alpha is
-read where the launch before has stored it. Beta is stored without the emission of its token, and
-the next launch reads it from a workspace where it has that emission. See `scan.py` for the
-recursion.
+A table has exp(transitions). A step loads the emissions of a block of sequences and of the states
+that it enters, and stores both alpha and beta. Alpha is stored with the emission of its token and
+beta without it, and the next step reads both from a workspace where they have it. Log Z follows
+from the last alpha. See `scan.py` for the recursion.
 """
 
 from typing import NamedTuple
@@ -12,13 +11,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Batch
 from .scan import log_sum
 from .scores import (
     LN2_FP64,
-    exponent_of,
     load_tokens,
-    power_of_2,
     relative_emission,
     transition_range,
 )
@@ -155,66 +151,6 @@ def enter_tokens(
     at = step.n[:, None] * batch.C + step.c[None, :]
     before = tl.load(before_ptr + at, mask=mask & (step.i > 0), other=0.0)
     tl.store(after_ptr + at, tl.where((step.i < step.tokens)[:, None], x, before), mask=mask)
-
-
-@triton.jit(do_not_specialize=["i"])
-def linear_chain_step_kernel(
-    batch,  # Batch
-    weights_ptr,  # [2, C, C] fp64
-    saved,  # Saved: states if SAVE and scales are written
-    recent_ptr,  # [2, 2, N, C] fp64: the last two states of alpha and beta, with emissions
-    i,
-    SAVE: tl.constexpr,
-    EXACT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
-    """Take step i of alpha, and of beta with SAVE, for a block of sequences and of states."""
-    batch = Batch(*batch)
-    T, N, C = batch.T, batch.N, batch.C
-    if transition_range(saved.span, BLOCK_PARTS)[0]:
-        blocks_c = tl.cdiv(C, BLOCK_C)
-        c = tl.program_id(0) % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)
-        rest = tl.program_id(0) // blocks_c
-        direction = rest % 2 if SAVE else rest * 0
-        n0 = (rest // 2 if SAVE else rest) * BLOCK_N
-        is_alpha = direction == 0
-        row = tl.full([], N, tl.int64) * C
-        before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
-        after_ptr = recent_ptr + (direction * 2 + i % 2) * row
-        states_ptr = saved.states + direction * row * T
-        n = n0 + tl.arange(0, BLOCK_N).to(tl.int64)
-        tokens = load_tokens_of(batch.lengths, n, N, T)
-        t = tl.minimum(tl.maximum(tl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
-        step = Step(i, is_alpha, t, n, tokens, c)
-        scores = load_scores(batch, saved.maxima, step)
-        y, scale = tl.full([BLOCK_N, BLOCK_C], 1.0, tl.float64), tl.zeros([BLOCK_N], tl.float64)
-        if i > 0:
-            # The sum over states is split over warps as a batch of products.
-            side_ptr = weights_ptr + direction * tl.full([], C, tl.int64) * C
-            lane = tl.arange(0, SPLITS)[:, None, None] * BLOCK_K
-            total = tl.zeros([SPLITS, BLOCK_N, BLOCK_C], tl.float64)
-            maximum = tl.zeros([BLOCK_N], tl.float64)
-            for k0 in range(0, C, SPLITS * BLOCK_K):
-                k = k0 + lane + tl.arange(0, BLOCK_K)[None, None, :]
-                mask = (n < N)[None, :, None] & (k < C)
-                x = tl.load(before_ptr + n[None, :, None] * C + k, mask=mask, other=0.0)
-                k = k0 + lane + tl.arange(0, BLOCK_K)[None, :, None]
-                mask = (k < C) & (c < C)[None, None, :]
-                weights_at = k.to(tl.int64) * C + c[None, None, :]
-                weights = tl.load(side_ptr + weights_at, mask=mask, other=0.0)
-                total = tl.dot(x, weights, total, out_dtype=tl.float64)
-                maximum = tl.maximum(maximum, tl.max(tl.max(x, axis=2), axis=0))
-            exponent = exponent_of(maximum)
-            y = tl.sum(total, axis=0) * power_of_2(-exponent)[:, None]
-            scale = exponent.to(tl.float64)
-        emission = relative_scores(batch, scores, EXACT)
-        enter_tokens(
-            before_ptr, after_ptr, states_ptr, saved.scales, batch, step, y, emission, scale, SAVE
-        )
 
 
 @triton.jit

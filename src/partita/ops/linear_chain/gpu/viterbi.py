@@ -27,10 +27,9 @@ def load_scores(ptr, transitions, c, C):
 def linear_chain_viterbi_kernel(
     batch,  # Batch
     transitions,  # StridedSteps
-    previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
+    previous_ptr,  # [T, N, C] int16: the best states before each state
     score_ptr,  # [N]
     last_ptr,  # [N] int32: the last state of the best path, or -1
-    CONSTANT: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Find the best score of a sequence, and the best state before each state."""
@@ -48,15 +47,10 @@ def linear_chain_viterbi_kernel(
     is_nan = (x != x).to(tl.int32)
     at = tl.minimum(1, tokens - 1) * tl.full([], 1, tl.int64) * emissions.t + lane * emissions.c
     score = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))
-    if CONSTANT:
-        matrix = load_scores(transitions_ptr, transitions, lane, C)
-        bad = tl.max((matrix != matrix).to(tl.int32), axis=0)
-        is_nan = tl.maximum(is_nan, tl.where(tokens > 1, bad, 0))
     for t in range(1, tokens):
-        if not CONSTANT:
-            step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * transitions.t
-            matrix = load_scores(step_ptr, transitions, lane, C)
-            is_nan = tl.maximum(is_nan, tl.max((matrix != matrix).to(tl.int32), axis=0))
+        step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * transitions.t
+        matrix = load_scores(step_ptr, transitions, lane, C)
+        is_nan = tl.maximum(is_nan, tl.max((matrix != matrix).to(tl.int32), axis=0))
         at = tl.full([], tl.minimum(t + 1, tokens - 1), tl.int64) * emissions.t
         at += lane * emissions.c
         ahead = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))

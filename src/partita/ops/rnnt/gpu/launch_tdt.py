@@ -53,8 +53,7 @@ def scan_block(kinds: int, device: torch.device) -> int:
 
     Triton's compiler for AMD takes minutes for long unrolled loops in kernels of one warp.
     """
-    target = target_of(device)
-    if target.vendor == "amd" and not target.interpreted:
+    if target_of(device).vendor == "amd":
         return 1
     return 8 if kinds <= 2 else 4 if kinds <= 10 else 2
 
