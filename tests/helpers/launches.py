@@ -261,18 +261,24 @@ def call_semi_markov(dtype: torch.dtype, C: int, D: int) -> None:
     lengths = torch.ones(2, dtype=torch.int64)
     chain = partita.semi_markov_chain(*scores, lengths=lengths)
     torch.autograd.grad(chain.logz().sum(), scores)
-    for ends in ((), transposed_ends(C, dtype)):  # Triton can lose a stride of 1
-        inputs = (*(tensor.detach() for tensor in scores), *ends)
-        chain = partita.semi_markov_chain(*inputs, lengths=lengths)
-        chain.logz()
-        chain.segment_marginals()
+    chain = partita.semi_markov_chain(*(tensor.detach() for tensor in scores), lengths=lengths)
+    chain.segment_marginals()
+    chain.viterbi()
+    chain.sample(2)
+
+
+def call_transposed_chains(C: int) -> None:
+    """Call the ops of chains whose ends have a stride of 1 over sequences and not over states."""
+    start, end = (torch.zeros(C, 2).T.requires_grad_() for _ in range(2))
+    emissions, matrix = torch.zeros(3, 2, C), torch.zeros(C, C).T
+    for chain in (
+        partita.semi_markov_chain(emissions, matrix, torch.zeros(50, C), start, end),
+        partita.linear_chain(emissions, matrix, start, end),
+        partita.Chain(torch.zeros(3, 2, C, 2), torch.zeros(C, 2, dtype=torch.int64), start, end),
+    ):
+        torch.autograd.grad(chain.logz().sum(), (start, end))
         chain.viterbi()
         chain.sample(2)
-
-
-def transposed_ends(C: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores of the first and last states of two sequences, whose stride over C is 2."""
-    return torch.zeros(C, 2, dtype=dtype).T, torch.zeros(C, 2, dtype=dtype).T
 
 
 def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool, **options: Any) -> None:
