@@ -267,14 +267,20 @@ def call_semi_markov(dtype: torch.dtype, C: int, D: int) -> None:
     chain.sample(2)
 
 
-def call_transposed_chains(C: int) -> None:
-    """Call the ops of chains whose ends have a stride of 1 over sequences and not over states."""
-    start, end = (torch.zeros(C, 2).T.requires_grad_() for _ in range(2))
+def call_chains_with_ends(C: int, transposed: bool) -> None:
+    """Call the ops of chains whose ends have a stride of 1 over states, or over sequences."""
+    shape = (C, 2) if transposed else (2, C)
+    start, end = (torch.zeros(shape, requires_grad=True) for _ in range(2))
+    if transposed:
+        start, end = start.T, end.T
     emissions, matrix = torch.zeros(3, 2, C), torch.zeros(C, C).T
+    edges, lengths = torch.zeros(C, 2, dtype=torch.int64), torch.tensor([3, 2])
     for chain in (
-        partita.semi_markov_chain(emissions, matrix, torch.zeros(50, C), start, end),
-        partita.linear_chain(emissions, matrix, start, end),
-        partita.Chain(torch.zeros(3, 2, C, 2), torch.zeros(C, 2, dtype=torch.int64), start, end),
+        partita.semi_markov_chain(
+            emissions, matrix, torch.zeros(50, C), start, end, lengths=lengths
+        ),
+        partita.linear_chain(emissions, matrix, start, end, lengths=lengths),
+        partita.Chain(torch.zeros(3, 2, C, 2), edges, start, end, lengths=lengths),
     ):
         torch.autograd.grad(chain.logz().sum(), (start, end))
         chain.viterbi()

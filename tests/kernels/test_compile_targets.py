@@ -15,7 +15,7 @@ from helpers.rows import INTERPRETING
 pytest.importorskip("triton")
 import triton
 from helpers.compilation import NVIDIA_ONLY, TARGETS, chosen, compiled, spilled
-from helpers.launches import NAMES, Launch, call_transposed_chains, launches, recording
+from helpers.launches import NAMES, Launch, call_chains_with_ends, launches, recording
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of Python there")
 
@@ -317,11 +317,12 @@ def test_scans_that_wait_read_words_by_volatile_loads() -> None:
         assert len(re.findall(r"ld\.volatile\.global", ptx)) >= 2 * words
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("C", [3, 24, 70])
-def test_transposed_ends_compile(C: int) -> None:
+def test_ends_of_chains_compile(C: int, transposed: bool) -> None:
     """Triton 3.6 loses a stride of 1 that a loop reads from a tuple in a tuple."""
     found: list[Launch] = []
     with recording(found, "13.0"):
-        call_transposed_chains(C)
+        call_chains_with_ends(C, transposed)
     for launch in {launch.kernel.__name__: launch for launch in found}.values():
         compiled(launch, TARGETS["sm_90"].target)
