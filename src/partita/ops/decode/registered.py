@@ -31,9 +31,9 @@ def _empty_path(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import beam, crf_calls, crf_path, greedy
+    from .cpu import beam, crf_path, greedy
 
-    return beam, crf_calls, crf_path, greedy
+    return beam, crf_path, greedy
 
 
 def _gpu_crf() -> ModuleType:

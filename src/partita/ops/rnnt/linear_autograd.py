@@ -56,9 +56,9 @@ def _fake(
 
 
 def _cpu() -> ModuleType:
-    from .cpu import linear
+    from .cpu import launch
 
-    return linear
+    return launch
 
 
 def _gpu() -> ModuleType:

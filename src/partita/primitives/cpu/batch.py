@@ -13,25 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...primitives.cpu.half import load_row, memory_of, store_row
-from ...primitives.cpu.jit import jit
-from ...primitives.cpu.math import exp_floor
 from ...runtime.caches import register_cache
 from ...runtime.register import resolved
+from .half import NO_NUMBERS, NO_WORDS, load_row, store_row
+from .jit import jit
 
 INF = np.inf
 LOWEST = np.finfo(np.float64).min  # replaces -inf in maxima, so that no difference from one is NaN
-HUGE = 2.0**40  # of log-sum-exps, whose digits may be too few
-LANES = 64  # partial sums of a log-sum-exp
 SMALL = 2**18  # edges times steps; with fewer, threads take longer to start than they save
 
 
 class Steps(NamedTuple):
-    """The numbers of the edges of all steps, at any strides in memory.
+    """The numbers of all steps, at any strides in the memory of their tensor.
 
     Fields:
-        numbers, words, is_bf16: the memory, as from `memory_of`.
-        strides: the strides of steps, chains, states and edges into a state, `[4]`.
+        numbers: the memory from the first to the last number, flat; empty for half types.
+        words: the same of half types, as words of 16 bits; empty for others.
+        is_bf16: whether the words are bf16.
+        strides: the strides of the tensor, of steps and chains first.
     """
 
     numbers: Any
@@ -76,55 +75,6 @@ def finish_row(result: Any, t: int, n: int, row: Any) -> None:
         store_row(result, start_of(result, t, n), 1, row)
 
 
-@jit
-def logsumexp_row(row: Any, maxima: Any, sums: Any) -> float:
-    """Return the log-sum-exp of a step's classes, by way of partial results `[LANES]`.
-
-    A single running sum would not become vector code. Neither would two rows of one array, which
-    might overlap, so maxima and sums are two arrays.
-    """
-    whole = len(row) - len(row) % LANES
-    highest, total = LOWEST, 0.0
-    for c in range(whole, len(row)):
-        highest = row[c] if row[c] > highest else highest
-    if whole:
-        for i in range(LANES):
-            maxima[i], sums[i] = highest, 0.0
-        for c in range(0, whole, LANES):
-            part = row[c : c + LANES]
-            for i in range(LANES):
-                maxima[i] = part[i] if part[i] > maxima[i] else maxima[i]
-        for i in range(LANES):
-            highest = maxima[i] if maxima[i] > highest else highest
-        for c in range(0, whole, LANES):
-            part = row[c : c + LANES]
-            for i in range(LANES):
-                sums[i] += exp_floor(part[i] - highest)
-        for i in range(LANES):
-            total += sums[i]
-    rest = row[whole:]
-    for i in range(len(rest)):
-        sums[i] = exp_floor(rest[i] - highest)
-    for i in range(len(rest)):
-        total += sums[i]
-    # A row of nothing but -inf gives NaN, as a log-softmax does.
-    return highest + np.log(total) if highest > LOWEST else np.nan
-
-
-@jit
-def centered_row(row: Any, lse: float, buffer: Any, maxima: Any, sums: Any) -> tuple[Any, float]:
-    """Return a row and its log-sum-exp; if that is huge, both minus the greatest number of the row.
-
-    In fp64 a log-sum-exp near -1e30 has no digits left for the logarithm of the sum.
-    """
-    if not HUGE <= abs(lse) < INF:
-        return row, lse
-    shift = row.max()
-    for c in range(len(row)):
-        buffer[c] = row[c] - shift
-    return buffer, logsumexp_row(buffer, maxima, sums)
-
-
 def empty_batch(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
     """Return uninitialized memory from NumPy, which asks for large pages.
 
@@ -140,9 +90,23 @@ def as_array(tensor: Tensor) -> Any:
     return resolved(tensor.detach()).double().contiguous().numpy()
 
 
+def as_integers(tensor: Tensor) -> Any:
+    """Return labels or lengths as a contiguous int64 array."""
+    return resolved(tensor).long().contiguous().numpy()
+
+
 def as_steps(tensor: Tensor) -> Steps:
-    """Return `[T, N, C, K]` of any dtype and strides in its own memory."""
-    return Steps(*memory_of(tensor))
+    """Return a tensor of any dtype and strides in its own memory."""
+    tensor = resolved(tensor.detach())
+    extent = 0
+    if tensor.numel():
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in sizes)
+    memory, strides = tensor.as_strided((extent,), (1,)), np.array(tensor.stride())
+    if tensor.element_size() > 2:
+        return Steps(memory.numpy(), NO_WORDS, False, strides)
+    words = memory.view(torch.int16).numpy().view(np.uint16)
+    return Steps(NO_NUMBERS, words, tensor.dtype == torch.bfloat16, strides)
 
 
 def fill_nan(result: Tensor, failed: Tensor, steps: Tensor | None = None) -> None:

@@ -8,31 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ...runtime.register import resolved
 from .jit import jit
 
 NO_NUMBERS, NO_WORDS = np.empty(0, np.float32), np.empty(0, np.uint16)
-
-
-def memory_of(tensor: Tensor) -> tuple[Any, Any, bool, Any]:
-    """Return the memory from the first to the last number, one-dimensional, and the strides.
-
-    The memory is an array of numbers, an array of words of 16 bits, and whether these are bf16. The
-    first is empty for half types, and the second for others.
-    """
-    tensor = resolved(tensor.detach())
-    extent = 0
-    if tensor.numel():
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in sizes)
-    memory, strides = tensor.as_strided((extent,), (1,)), np.array(tensor.stride())
-    if tensor.element_size() > 2:
-        return memory.numpy(), NO_WORDS, False, strides
-    words = memory.view(torch.int16).numpy().view(np.uint16)
-    return NO_NUMBERS, words, tensor.dtype == torch.bfloat16, strides
 
 
 @jit
@@ -75,7 +54,7 @@ def to_fp16(number: Any) -> Any:
 
 @jit
 def number_at(memory: Any, i: int) -> Any:
-    """Return a number of the memory of `Steps` or `Rows`."""
+    """Return a number of `Steps`."""
     if not len(memory.words):
         return memory.numbers[i]
     return from_bf16(memory.words[i]) if memory.is_bf16 else from_fp16(memory.words[i])
@@ -83,7 +62,7 @@ def number_at(memory: Any, i: int) -> Any:
 
 @jit
 def load_row(memory: Any, first: int, stride: int, row: Any) -> None:
-    """Copy numbers of the memory of `Steps` or `Rows` to a row."""
+    """Copy numbers of `Steps` to a row."""
     words, numbers = memory.words[first:], memory.numbers[first:]
     if stride != 1:
         for c in range(len(row)):
@@ -101,7 +80,7 @@ def load_row(memory: Any, first: int, stride: int, row: Any) -> None:
 
 @jit
 def store_row(memory: Any, first: int, stride: int, row: Any) -> None:
-    """Write a row into the memory of `Steps` or `Rows`."""
+    """Write a row into `Steps`."""
     words, numbers = memory.words[first:], memory.numbers[first:]
     if not len(words) and stride == 1:  # The loop becomes vector code.
         for c in range(len(row)):

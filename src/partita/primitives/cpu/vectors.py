@@ -10,6 +10,7 @@ few states; a pointer is one register. It holds no reference: the caller keeps t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -72,9 +73,16 @@ def _shuffled(builder: Any, value: Any, order: list[int]) -> Any:
     return builder.shuffle_vector(value, ANY, ir.Constant(ir.VectorType(INDEX, WIDTH), order))
 
 
-def _moved_by(builder: Any, value: Any, lanes: int) -> Any:
-    """Return a vector whose first numbers are those of `lanes` further on."""
-    return _shuffled(builder, value, [min(i + lanes, WIDTH - 1) for i in range(WIDTH)])
+def _larger(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def _folded(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine the eight numbers in pairs: 0 and 4, 1 and 5, and so on."""
+    for half in (4, 2, 1):
+        order = [min(i + half, WIDTH - 1) for i in range(WIDTH)]
+        value = combine(value, _shuffled(builder, value, order))
+    return builder.extract_element(value, ir.Constant(INDEX, 0))
 
 
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
@@ -108,23 +116,6 @@ def store(context: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def copy_number(context: Any, source: Any, first: Any, target: Any, start: Any) -> Any:
-    """Copy the number at an index of a pointer to an index of another."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number = builder.load(builder.gep(args[0], [args[1]]))
-        kinds = source.dtype, target.dtype
-        if kinds == (types.float32, types.float64):
-            number = builder.fpext(number, VECTOR.element)
-        elif kinds == (types.float64, types.float32):
-            number = builder.fptrunc(number, ir.FloatType())
-        builder.store(number, builder.gep(args[2], [args[3]]))
-        return context.get_dummy_value()
-
-    return types.void(source, types.intp, target, types.intp), generate
-
-
-@intrinsic
 def fill(context: Any, number: Any) -> Any:
     """Return a vector that has a number in all places."""
     return vector(types.float64), lambda _, builder, __, args: _filled(builder, args[0])
@@ -155,18 +146,13 @@ def multiply(context: Any, x: Any, y: Any) -> Any:
 @intrinsic
 def multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z, rounded once where the processor has such an instruction."""
-
     return vector(vector, vector, vector), lambda _, builder, __, args: _fused(builder, *args)
 
 
 @intrinsic
 def larger(context: Any, x: Any, y: Any) -> Any:
     """Return the larger number in each place, and y where x is NaN."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">", *args), *args)
-
-    return vector(vector, vector), generate
+    return vector(vector, vector), lambda _, builder, __, args: _larger(builder, *args)
 
 
 @intrinsic
@@ -174,13 +160,17 @@ def maximum_of(context: Any, x: Any) -> Any:
     """Return the maximum of the eight numbers, none of which is NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = args[0]
-        for half in (4, 2, 1):
-            moved = _moved_by(builder, value, half)
-            value = builder.select(builder.fcmp_ordered(">", moved, value), moved, value)
-        return builder.extract_element(value, ir.Constant(INDEX, 0))
+        return _folded(builder, args[0], lambda value, moved: _larger(builder, moved, value))
 
     return types.float64(vector), generate
+
+
+@intrinsic
+def sum_of(context: Any, x: Any) -> Any:
+    """Return the sum of the eight numbers, in pairs: 0 + 4, 1 + 5, and so on."""
+    return types.float64(vector), lambda _, builder, __, args: _folded(
+        builder, args[0], builder.fadd
+    )
 
 
 @intrinsic
@@ -209,19 +199,6 @@ def exp_of(context: Any, x: Any) -> Any:
     return vector(vector), generate
 
 
-@intrinsic
-def sum_of(context: Any, x: Any) -> Any:
-    """Return the sum of the eight numbers, in pairs: 0 + 4, 1 + 5, and so on."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = args[0]
-        for half in (4, 2, 1):
-            value = builder.fadd(value, _moved_by(builder, value, half))
-        return builder.extract_element(value, ir.Constant(INDEX, 0))
-
-    return types.float64(vector), generate
-
-
 @jit
 def copy_numbers(source: Any, first: int, target: Any, start: int, size: int) -> None:
     """Copy contiguous numbers from an index of a pointer to an index of another.
@@ -230,7 +207,7 @@ def copy_numbers(source: Any, first: int, target: Any, start: int, size: int) ->
     """
     if size < WIDTH:
         for i in range(size):
-            copy_number(source, first + i, target, start + i)
+            target[start + i] = source[first + i]
         return
     for i in range(0, size - WIDTH + 1, WIDTH):
         store(target, start + i, load(source, first + i))

@@ -8,43 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import (
-    HUGE,
-    INF,
-    LANES,
-    LOWEST,
-    as_steps,
-    centered_row,
-    contiguous_row,
-    logsumexp_row,
-    run_over_batch,
-    start_of,
-)
+from ....primitives.cpu.batch import INF, LOWEST, contiguous_row, start_of
 from ....primitives.cpu.half import number_at
 from ....primitives.cpu.jit import jit
+from ....primitives.cpu.logits import HUGE, centered_row, logsumexp_row, row_buffers
 from ....runtime.dtypes import acc_dtype
 from ..common import ScoreOptions
-from .batch import (
-    IMPOSSIBLE,
-    as_batch,
-    fill_emitted,
-    fill_states,
-    has_nan,
-    init_alpha,
-    sequence_lengths,
-)
+from .batch import IMPOSSIBLE, as_batch, fill_emitted, has_nan, lattice_of, run_over_lattices
 
 
 @jit(nogil=True)
 def viterbi_scan(
     share: Any,
     batch: Any,
-    scores: Any,
-    from_logits: bool,
+    logits: Any,
     pointers: Any,
-    labels_out: Any,
+    labels: Any,
     tokens: Any,
-    scores_out: Any,
+    scores: Any,
     score: Any,
 ) -> None:
     """Find the best alignment of each sequence and trace it by pointers, `[N, T, M / 4]` bytes.
@@ -52,22 +33,19 @@ def viterbi_scan(
     Steps without a label get the label -1 and the score 0. A sequence that is invalid or has NaN
     gets the label -1 and the score NaN at all steps.
     """
-    max_states, buffer = 2 * batch.max_target_len + 1, np.empty(batch.C, scores.numbers.dtype)
-    maxima, sums = np.empty(LANES), np.empty(LANES)
+    steps = logits.steps
+    buffers = row_buffers(steps, logits.C)
     for n in share:
-        labels, skips = np.empty(max_states, np.int64), np.empty(max_states)
-        emitted = np.empty(max_states)
-        length, target_len, valid = sequence_lengths(batch, n)
-        lse = np.zeros(max(length, 1))
-        states = fill_states(batch, n, target_len, labels, skips)
-        has_star = labels[:states].max() == batch.C
-        before, after = np.empty(max_states + 2), np.full(max_states + 2, LOWEST)
-        init_alpha(before, states)
-        for t in range(length):
-            row = contiguous_row(scores, t, n, buffer)
-            lse[t] = logsumexp_row(row, maxima, sums) if from_logits else 0.0
-            row, norm = centered_row(row, lse[t], buffer, maxima, sums)
-            fill_emitted(batch, row, norm, labels, states, has_star, emitted)
+        lattice = lattice_of(batch, logits, n)
+        classes, skips, states = lattice.classes, lattice.skips, len(lattice.classes)
+        emitted, lse = np.empty(states), np.empty(lattice.length)
+        before, after = np.full(states + 2, LOWEST), np.full(states + 2, LOWEST)
+        before[2] = 0.0
+        for t in range(lattice.length):
+            row = contiguous_row(steps, t, n, buffers.row)
+            lse[t] = logsumexp_row(row, buffers) if logits.from_logits else 0.0
+            row, norm = centered_row(row, lse[t], buffers)
+            fill_emitted(batch, lattice, row, norm, emitted)
             for c in range(states):
                 # NaN counts as the greatest value, so that it reaches the result.
                 best, edge = before[c + 2], 0
@@ -81,24 +59,22 @@ def viterbi_scan(
                 pointers[n, t, c // 4] = packed | (edge << (2 * (c % 4)))
             before, after = after, before
         state = states - 2 if states > 1 and before[states] >= before[states + 1] else states - 1
-        score[n] = -INF if before[state + 2] <= IMPOSSIBLE else before[state + 2]
-        if not valid or has_nan(before[: states + 2]):
-            score[n] = np.nan
-        for t in range(len(labels_out[n])):
-            labels_out[n, t], tokens[n, t] = -1, -1
-            scores_out[n, t] = 0.0 if score[n] == score[n] else np.nan
-        for t in range(length - 1 if score[n] > -INF else -1, -1, -1):
-            label = labels[state]
-            labels_out[n, t] = label if label < batch.C else batch.star
+        best = -INF if before[state + 2] <= IMPOSSIBLE else before[state + 2]
+        score[n] = best if lattice.is_valid and not has_nan(before) else np.nan
+        labels[n], tokens[n] = -1, -1
+        scores[n] = 0.0 if score[n] == score[n] else np.nan
+        for t in range(lattice.length - 1 if score[n] > -INF else -1, -1, -1):
+            label = classes[state]
+            labels[n, t] = label if label < logits.C else batch.star
             tokens[n, t] = state // 2 if state % 2 else -1
-            if label < batch.C:
-                at = start_of(scores, t, n) + label * scores.strides[2]
-                value = number_at(scores, at) - lse[t]
+            if label < logits.C:
+                at = start_of(steps, t, n) + label * steps.strides[2]
+                value = number_at(steps, at) - lse[t]
                 if HUGE <= abs(lse[t]) < INF:
-                    row = contiguous_row(scores, t, n, buffer)
-                    row, norm = centered_row(row, lse[t], buffer, maxima, sums)
+                    row = contiguous_row(steps, t, n, buffers.row)
+                    row, norm = centered_row(row, lse[t], buffers)
                     value = row[label] - norm
-                scores_out[n, t] = value - (batch.priors[label] if len(batch.priors) else 0.0)
+                scores[n, t] = value - (batch.priors[label] if len(batch.priors) else 0.0)
             state -= (pointers[n, t, state // 4] >> (2 * (state % 4))) & 3
 
 
@@ -116,15 +92,12 @@ def ctc_align(
     star: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the best alignment: label, position and score of each step, and the scores' sum."""
-    targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank)
+    targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank, from_logits)
+    inputs = as_batch(logits, *targets, ScoreOptions(label_priors, prior_scale, star))
     T, N, _ = logits.shape
-    pointers = np.empty((N, T, max_target_len // 2 + 1), dtype=np.uint8)
-    classes, tokens = np.empty((N, T), np.int64), np.empty((N, T), np.int64)
-    scores, score = np.empty((N, T)), np.empty(N)
-    results = (classes, tokens, scores, score)
-    inputs = (as_steps(logits), from_logits, pointers)
-    batch = as_batch(logits, *targets, ScoreOptions(label_priors, prior_scale, star))
-    run_over_batch(viterbi_scan, batch, *inputs, *results)
-    labels_found, tokens_found, scores_found, score_found = map(torch.from_numpy, results)
+    pointers = np.empty((N, T, max_target_len // 2 + 1), np.uint8)
+    results = np.empty((N, T), np.int64), np.empty((N, T), np.int64), np.empty((N, T)), np.empty(N)
+    run_over_lattices(viterbi_scan, *inputs, pointers, *results)
+    best, tokens, scores, score = map(torch.from_numpy, results)
     dtype = acc_dtype(logits.dtype)
-    return labels_found, tokens_found, scores_found.to(dtype), score_found.to(dtype)
+    return best, tokens, scores.to(dtype), score.to(dtype)

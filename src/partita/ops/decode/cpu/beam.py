@@ -10,23 +10,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import (
-    INF,
-    LANES,
-    as_steps,
-    centered_row,
-    contiguous_row,
-    logsumexp_row,
-    run_over_sequences,
-)
+from ....primitives.cpu.batch import INF, contiguous_row
 from ....primitives.cpu.jit import ONE, ZERO, jit
+from ....primitives.cpu.logits import centered_row, logsumexp_row, row_buffers
 from ....primitives.cpu.math import exp, log
-from ....runtime.dtypes import acc_dtype
 from ....runtime.sizes import next_power_of_2
 from ..common import Hypotheses
+from .greedy import run_search
 
 # The numbers of a prefix: log-probabilities of the alignments that end in a blank and in a label,
 # of the best of each, and of all.
@@ -43,21 +35,16 @@ class Options(NamedTuple):
     """The options of a search.
 
     Fields:
-        T, C: the numbers of steps and classes.
         blank: the class of the blank.
         width: the number of prefixes in the beam.
         labels: the number of labels that may extend a prefix at a step.
         skipped: the log-probability of the blank above which a step is taken as a blank.
-        from_logits: whether the scores are normalized here.
     """
 
-    T: int
-    C: int
     blank: int
     width: int
     labels: int
     skipped: float
-    from_logits: bool
 
 
 class Trie(NamedTuple):
@@ -287,69 +274,62 @@ def trace(trie: Any, event: int, width: int, tokens: Any, emitted: Any) -> int:
     return S
 
 
+@jit
+def empty_trie(table_size: int, nodes: int, events: int) -> Trie:
+    """Return memory of a trie, whose table its user clears."""
+    parents, labels = np.empty(nodes, np.int32), np.empty(nodes, np.int32)
+    previous, event_labels = np.empty(events, np.int32), np.empty(events, np.int32)
+    return Trie(np.empty(table_size, np.int32), parents, labels, previous, event_labels)
+
+
 @jit(nogil=True)
 def beam_scan(
-    share: Any,
-    lengths: Any,
-    scores: Any,
-    options: Any,
-    table_size: int,
-    tokens: Any,
-    counts: Any,
-    totals: Any,
-    emitted: Any,
+    share: Any, lengths: Any, logits: Any, found: Any, options: Any, table_size: int
 ) -> None:
     """Decode each sequence."""
-    width, C = options.width, options.C
-    buffer, maxima, sums = np.empty(C, scores.numbers.dtype), np.empty(LANES), np.empty(LANES)
+    width, steps, buffers = options.width, logits.steps, row_buffers(logits.steps, logits.C)
     x, y = np.empty((2, 5, width)), np.empty((2, 6, width), np.int64)
     stays = np.empty((5, width)), np.empty((2, width), np.int64)
     slots, child = np.empty(width, np.int64), np.empty(width, np.int64)
     chosen = np.empty(width), np.empty(width, np.int64), child, np.empty(width, np.int64)
     classes, values = np.empty(options.labels, np.int64), np.empty(options.labels)
-    capacity = max(options.T * width, 1)
-    trie = Trie(
-        np.empty(table_size, np.int32),
-        np.empty(capacity + 1, np.int32),
-        np.empty(capacity + 1, np.int32),
-        np.empty(capacity, np.int32),
-        np.empty(capacity, np.int32),
-    )
+    trie = empty_trie(table_size, logits.T * width + 1, logits.T * width)
     for n in share:
-        valid, nodes, size, b = 0 <= lengths[n] <= options.T, ONE, ONE, 0
+        valid, nodes, size, b = 0 <= lengths[n] <= logits.T, ONE, ONE, 0
         trie.table[:] = 0
         x[0, :, 0], y[0, :, 0] = -INF, -1
         x[0, BLANK, 0] = x[0, BEST_BLANK, 0] = x[0, TOTAL, 0] = 0.0
         y[0, NODE, 0], y[0, PARENT_NODE, 0] = 0, -2
         for t in range(lengths[n] if valid else 0):
-            row = contiguous_row(scores, t, n, buffer)
-            lse = logsumexp_row(row, maxima, sums) if options.from_logits else 0.0
-            row, lse = centered_row(row, lse, buffer, maxima, sums)
+            row = contiguous_row(steps, t, n, buffers.row)
+            lse = logsumexp_row(row, buffers) if logits.from_logits else 0.0
+            row, lse = centered_row(row, lse, buffers)
             log_blank = row[options.blank] - lse
             skips = log_blank > options.skipped
             stay(x[b], y[b], size, row, lse, log_blank, skips, stays)
-            found = ZERO
+            number = ZERO
             for i in range(size):
                 if stays[0][TOTAL, i] > -INF:
                     tie = (y[b, LAST, i] + 1) << LABEL_SHIFT | i
-                    found = insert(chosen[0], chosen[1], found, stays[0][TOTAL, i], tie)
-            least = chosen[0][width - 1] if found == width else -INF
+                    number = insert(chosen[0], chosen[1], number, stays[0][TOTAL, i], tie)
+            least = chosen[0][width - 1] if number == width else -INF
             base = x[b, TOTAL, 0] if size else 0.0
             labels, row_valid = select_labels(row, lse, options.blank, base, least, classes, values)
             valid = valid and row_valid
             labels = 0 if skips else labels
-            found = extend(x[b], y[b], size, labels, classes, values, chosen, found)
+            number = extend(x[b], y[b], size, labels, classes, values, chosen, number)
             before, after = (x[b], y[b]), (x[1 - b], y[1 - b])
-            nodes = enter(trie, nodes, t, before, stays, after, chosen, found, slots)
-            size, b = found, 1 - b
-        for i in range(counts.shape[1]):
-            S, totals[n, i] = 0, -INF if valid else np.nan
+            nodes = enter(trie, nodes, t, before, stays, after, chosen, number, slots)
+            size, b = number, 1 - b
+        for i in range(found.lengths.shape[1]):
+            S, found.scores[n, i] = 0, -INF if valid else np.nan
             if valid and i < size:
                 by_label = x[b, BEST_LABEL, i] >= x[b, BEST_BLANK, i]
                 event = y[b, EVENT_LABEL if by_label else EVENT_BLANK, i]
-                S, totals[n, i] = trace(trie, event, width, tokens[n, i], emitted[n, i]), x[b, 4, i]
-            counts[n, i] = S
-            tokens[n, i, S:], emitted[n, i, S:] = -1, -1
+                S = trace(trie, event, width, found.tokens[n, i], found.steps[n, i])
+                found.scores[n, i] = x[b, TOTAL, i]
+            found.lengths[n, i] = S
+            found.tokens[n, i, S:], found.steps[n, i, S:] = -1, -1
 
 
 def ctc_beam_search(
@@ -363,15 +343,8 @@ def ctc_beam_search(
     from_logits: bool,
 ) -> Hypotheses:
     """Return the best prefixes of each sequence."""
-    T, N, C = logits.shape
+    T, _, C = logits.shape
     skipped = float(np.log(blank_skip_threshold)) if blank_skip_threshold else INF
-    options = Options(T, C, blank, beam_width, cutoff_top_n, skipped, from_logits)
-    tokens, emitted = np.empty((N, nbest, T), np.int64), np.empty((N, nbest, T), np.int64)
-    counts, totals = np.empty((N, nbest), np.int64), np.empty((N, nbest))
-    lengths = input_lengths.contiguous().numpy()
-    table_size = next_power_of_2(2 * T * beam_width + 2)
-    inputs = (lengths, as_steps(logits), options, table_size)
-    edges = C + 8 * beam_width
-    run_over_sequences(beam_scan, lengths, edges, *inputs, tokens, counts, totals, emitted)
-    found = Hypotheses(*map(torch.from_numpy, (tokens, counts, totals, emitted)))
-    return found._replace(scores=found.scores.to(acc_dtype(logits.dtype)))
+    options = Options(blank, beam_width, cutoff_top_n, skipped)
+    search = beam_scan, logits, input_lengths, from_logits, nbest, C + 8 * beam_width
+    return run_search(*search, options, next_power_of_2(2 * T * beam_width + 2))

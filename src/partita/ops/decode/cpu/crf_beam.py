@@ -13,11 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, as_steps, run_over_sequences, start_of
+from ....primitives.cpu.batch import (
+    INF,
+    as_array,
+    as_integers,
+    as_steps,
+    run_over_sequences,
+    start_of,
+)
 from ....primitives.cpu.half import number_at
 from ....primitives.cpu.jit import ZERO, jit
 from ....runtime.sizes import next_power_of_2
-from .beam import LABEL_SHIFT, NEW, Trie, insert, log_add, node_of
+from .beam import LABEL_SHIFT, NEW, empty_trie, insert, log_add, node_of
 
 # The numbers of a prefix: the log of the sum over its paths, and the score of the best of them.
 SCORE, BEST = range(2)
@@ -178,14 +185,7 @@ def crf_beam_scan(
     x, y = np.empty((2, 2, width)), np.empty((2, 5, width), np.int64)
     stays, slots = (np.empty((2, width)), np.empty(width, np.bool_)), np.empty(width, np.int64)
     chosen = np.empty(width), np.empty(width, np.int64), np.empty(width, np.int64)
-    capacity = T * width + C + 1
-    trie = Trie(
-        np.empty(table_size, np.int32),
-        np.empty(capacity, np.int32),
-        np.empty(capacity, np.int32),
-        np.empty(T * width + 1, np.int64),
-        np.empty(T * width + 1, np.int64),
-    )
+    trie = empty_trie(table_size, T * width + C + 1, T * width + 1)
     for n in share:
         states[n, :], edges[n, :] = -1, -1
         if not 0 <= lengths[n] <= T:
@@ -211,9 +211,8 @@ def ctc_crf_beam_search(
     """Return the best path of the best prefix: states `[T + 1, N]` and edges `[T, N]`."""
     T, N, _, A = scores.shape
     states, edges = np.empty((N, T + 1), np.int64), np.empty((N, T), np.int64)
-    lengths = input_lengths.contiguous().numpy()
+    lengths = as_integers(input_lengths)
     sizes = beam_width, next_power_of_2(2 * T * beam_width + 2), A
-    follows = later.double().contiguous().numpy()
-    inputs = (lengths, as_steps(scores), follows, sizes, states, edges)
+    inputs = (lengths, as_steps(scores), as_array(later), sizes, states, edges)
     run_over_sequences(crf_beam_scan, lengths, 8 * beam_width * A, *inputs)
     return torch.from_numpy(states).T.contiguous(), torch.from_numpy(edges).T.contiguous()

@@ -2,75 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import (
     INF,
-    LANES,
+    as_integers,
     as_steps,
-    centered_row,
     contiguous_row,
-    logsumexp_row,
     run_over_sequences,
 )
 from ....primitives.cpu.jit import jit
-from ....runtime.dtypes import acc_dtype
-from ..common import Hypotheses
+from ....primitives.cpu.logits import Logits, centered_row, logsumexp_row, row_buffers
+from ..common import Hypotheses, empty_hypotheses
+
+
+def run_search(
+    kernel: Callable[..., None],
+    logits: Tensor,
+    input_lengths: Tensor,
+    from_logits: bool,
+    nbest: int,
+    work: int,
+    *args: Any,
+) -> Hypotheses:
+    """Run `kernel(share, lengths, logits, found, *args)` for all sequences; return what it found.
+
+    Args:
+        kernel: a function that writes to `Hypotheses` of arrays.
+        work: the number of edges of a step.
+    """
+    found, lengths = empty_hypotheses(logits, nbest), as_integers(input_lengths)
+    arrays = Hypotheses._make(x.numpy() for x in found)
+    inputs = Logits(as_steps(logits), logits.shape[0], logits.shape[2], from_logits)
+    run_over_sequences(kernel, lengths, work, lengths, inputs, arrays, *args)
+    return found
 
 
 @jit(nogil=True)
-def greedy_scan(
-    share: Any,
-    lengths: Any,
-    scores: Any,
-    size: Any,
-    blank: int,
-    from_logits: bool,
-    tokens: Any,
-    counts: Any,
-    totals: Any,
-    emitted: Any,
-) -> None:
-    """Decode each sequence; `size` is (T, C)."""
-    T, C = size
-    buffer = np.empty(C, scores.numbers.dtype)
-    maxima, sums = np.empty(LANES), np.empty(LANES)
+def greedy_scan(share: Any, lengths: Any, logits: Any, found: Any, blank: int) -> None:
+    """Decode each sequence."""
+    steps, buffers = logits.steps, row_buffers(logits.steps, logits.C)
     for n in share:
-        length = lengths[n]
-        valid = 0 <= length <= T
+        valid = 0 <= lengths[n] <= logits.T
         previous, S, total = blank, 0, 0.0
-        for t in range(length if valid else 0):
-            row = contiguous_row(scores, t, n, buffer)
+        for t in range(lengths[n] if valid else 0):
+            row = contiguous_row(steps, t, n, buffers.row)
             best = 0
-            for c in range(C):
+            for c in range(logits.C):
                 valid = valid and row[c] < INF
                 best = c if row[c] > row[best] else best
-            lse = logsumexp_row(row, maxima, sums) if from_logits else 0.0
-            row, lse = centered_row(row, lse, buffer, maxima, sums)
+            lse = logsumexp_row(row, buffers) if logits.from_logits else 0.0
+            row, lse = centered_row(row, lse, buffers)
             valid = valid and lse == lse
             total += row[best] - lse
             if best not in (blank, previous):
-                tokens[n, S], emitted[n, S] = best, t
+                found.tokens[n, 0, S], found.steps[n, 0, S] = best, t
                 S += 1
             previous = best
-        counts[n], totals[n] = (S, total) if valid else (0, np.nan)
-        tokens[n, counts[n] :] = -1
-        emitted[n, counts[n] :] = -1
+        S, found.scores[n, 0] = (S, total) if valid else (0, np.nan)
+        found.lengths[n, 0] = S
+        found.tokens[n, 0, S:], found.steps[n, 0, S:] = -1, -1
 
 
 def ctc_greedy_search(
     logits: Tensor, input_lengths: Tensor, blank: int, from_logits: bool
 ) -> Hypotheses:
     """Decode each sequence by the most probable class of each step."""
-    T, N, C = logits.shape
-    tokens, emitted = np.empty((N, T), np.int64), np.empty((N, T), np.int64)
-    counts, totals = np.empty(N, np.int64), np.empty(N)
-    lengths = input_lengths.contiguous().numpy()
-    inputs = (lengths, as_steps(logits), (T, C), blank, from_logits)
-    run_over_sequences(greedy_scan, lengths, C, *inputs, tokens, counts, totals, emitted)
-    found = Hypotheses(*(torch.from_numpy(x)[:, None] for x in (tokens, counts, totals, emitted)))
-    return found._replace(scores=found.scores.to(acc_dtype(logits.dtype)))
+    work = logits.shape[2]
+    return run_search(greedy_scan, logits, input_lengths, from_logits, 1, work, blank)

@@ -1,18 +1,62 @@
-"""From logits to the log-probabilities of the arcs of each node, in Numba.
+"""From logits to the log-probabilities of the arcs of each node, and back, in Numba.
 
-Each call gets some steps; step t of sequence b has the index b * T + t. Nodes past the lengths are
-neither read nor written.
+Each call gets some steps; step t of sequence b has the index b * T + t. Logits are `Steps` of
+`[B, T, U1, X]`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....primitives.cpu.batch import HUGE, LANES, logsumexp_row
+from ....primitives.cpu.batch import start_of
+from ....primitives.cpu.half import load_row, store_row
 from ....primitives.cpu.jit import jit
-from .batch import node_row
+from ....primitives.cpu.logits import HUGE, logsumexp_row, row_buffers
+from ....primitives.cpu.math import exp
+
+
+class Heads(NamedTuple):
+    """What the two heads of a TDT have each: logits, log-sum-exps or gradients."""
+
+    tokens: Any
+    durations: Any
+
+
+class Upstream(NamedTuple):
+    """What makes the gradients in the logits.
+
+    Fields:
+        grad: the gradient of each loss, `[B]`.
+        posteriors: those of the blank and the label that leave a node, `[2, B, T, U1]`; for a TDT
+            those of its K durations follow.
+        targets: `[B, U]`.
+        blank: the class of the blank.
+        V: the number of classes.
+    """
+
+    grad: Any
+    posteriors: Any
+    targets: Any
+    blank: int
+    V: int
+
+
+@jit
+def node_row(logits: Any, b: int, t: int, u: int, buffer: Any) -> Any:
+    """Return the logits of a node, contiguous: a view, or a copy in the buffer."""
+    first, stride = start_of(logits, b, t) + u * logits.strides[2], logits.strides[3]
+    if stride == 1 and not len(logits.words):
+        return logits.numbers[first : first + len(buffer)]
+    load_row(logits, first, stride, buffer)
+    return buffer
+
+
+@jit
+def store_node(result: Any, b: int, t: int, u: int, row: Any) -> None:
+    """Write the row of a node."""
+    store_row(result, start_of(result, b, t) + u * result.strides[2], result.strides[3], row)
 
 
 @jit
@@ -22,12 +66,12 @@ def log_sigmoid(x: float) -> float:
 
 
 @jit
-def log_sum_of_row(row: Any, maxima: Any, sums: Any) -> tuple[float, float]:
+def log_sum_of_row(row: Any, buffers: Any) -> tuple[float, float]:
     """Return a shift and the log-sum-exp relative to it, 0 unless logits are far from 0.
 
     Far from it, fp64 has not the digits of the sum's logarithm beside the greatest logit.
     """
-    total = logsumexp_row(row, maxima, sums)
+    total = logsumexp_row(row, buffers)
     if not HUGE <= abs(total) < np.inf:
         return 0.0, total
     shift, total = row.max(), 0.0
@@ -36,45 +80,35 @@ def log_sum_of_row(row: Any, maxima: Any, sums: Any) -> tuple[float, float]:
     return shift, np.log(total)
 
 
-@jit
-def log_sum_of_labels(row: Any, maxima: Any, sums: Any) -> tuple[float, float]:
-    """Return what `log_sum_of_row` does, or 0 and -inf where all labels are impossible."""
-    shift, total = log_sum_of_row(row, maxima, sums)
-    if total == total:
-        return shift, total
-    for c in range(len(row)):
-        if row[c] != -np.inf:
-            return shift, total
-    return 0.0, -np.inf
-
-
 @jit(nogil=True)
 def read_rnnt_nodes(
     share: Any, batch: Any, logits: Any, fused: bool, hat: bool, arcs: Any, lse: Any
 ) -> None:
     """Compute the log-probabilities of blank and label, `[2, B, T, U1]`, and the log-sum-exps.
 
-    With `hat` the log-sum-exp is that of the labels. Without `fused` it is not written.
+    With `hat` the log-sum-exp is that of the labels. Without `fused` it is not written. Nodes past
+    the lengths are neither read nor written.
     """
-    buffer, labels_only = np.empty(logits.size, logits.numbers.dtype), np.empty(logits.size)
-    maxima, sums = np.empty(LANES), np.empty(LANES)
+    buffers, labels_only = row_buffers(logits, batch.V), np.empty(batch.V)
     for i in share:
         b, t = i // batch.T, i % batch.T
         if t >= batch.steps[b]:
             continue
         for u in range(batch.labels[b] + 1):
-            row = node_row(logits, b, t, u, buffer)
+            row = node_row(logits, b, t, u, buffers.row)
             shift, total = 0.0, 0.0
             blank = float(row[batch.blank])
             if hat:
                 for c in range(len(row)):
                     labels_only[c] = row[c]
                 labels_only[batch.blank] = -np.inf
-                shift, total = log_sum_of_labels(labels_only, maxima, sums)
+                shift, total = log_sum_of_row(labels_only, buffers)
+                if total != total and labels_only.max() == -np.inf:
+                    total = -np.inf
                 arcs[0, b, t, u] = log_sigmoid(blank)
             else:
                 if fused:
-                    shift, total = log_sum_of_row(row, maxima, sums)
+                    shift, total = log_sum_of_row(row, buffers)
                 arcs[0, b, t, u] = blank - shift - total
             if fused:
                 lse[b, t, u] = shift + total
@@ -86,35 +120,26 @@ def read_rnnt_nodes(
 
 @jit(nogil=True)
 def read_tdt_nodes(
-    share: Any,
-    batch: Any,
-    tokens: Any,
-    durations: Any,
-    sigma: float,
-    steps_of: Any,
-    arcs: Any,
-    token_lse: Any,
-    duration_lse: Any,
+    share: Any, batch: Any, logits: Any, sigma: float, steps_of: Any, arcs: Any, lse: Any
 ) -> None:
     """Compute the log-probabilities of the arcs, `[2 K, B, T, U1]`, blanks first.
 
     `steps_of` are the steps of the arcs, `[2 K]`; a blank of none has the log-probability -inf.
     """
-    K = durations.size
-    buffer = np.empty(tokens.size, tokens.numbers.dtype)
-    duration_buffer = np.empty(K, durations.numbers.dtype)
-    maxima, sums = np.empty(LANES), np.empty(LANES)
+    tokens, durations = logits
+    K = len(steps_of) // 2
+    buffers, duration_buffers = row_buffers(tokens, batch.V), row_buffers(durations, K)
     for i in share:
         b, t = i // batch.T, i % batch.T
         if t >= batch.steps[b]:
             continue
         for u in range(batch.labels[b] + 1):
-            row = node_row(tokens, b, t, u, buffer)
-            row_of_durations = node_row(durations, b, t, u, duration_buffer)
-            shift, total = log_sum_of_row(row, maxima, sums)
-            duration_shift, duration_total = log_sum_of_row(row_of_durations, maxima, sums)
-            token_lse[b, t, u] = shift + total
-            duration_lse[b, t, u] = duration_shift + duration_total
+            row = node_row(tokens, b, t, u, buffers.row)
+            row_of_durations = node_row(durations, b, t, u, duration_buffers.row)
+            shift, total = log_sum_of_row(row, buffers)
+            duration_shift, duration_total = log_sum_of_row(row_of_durations, duration_buffers)
+            lse.tokens[b, t, u] = shift + total
+            lse.durations[b, t, u] = duration_shift + duration_total
             blank, label = row[batch.blank] - shift - total - sigma, -np.inf
             if u < batch.labels[b]:
                 label = row[batch.targets[b, u]] - shift - total - sigma
@@ -122,3 +147,114 @@ def read_tdt_nodes(
                 duration = row_of_durations[k] - duration_shift - duration_total
                 arcs[k, b, t, u] = blank + duration if steps_of[k] > 0 else -np.inf
                 arcs[K + k, b, t, u] = label + duration
+
+
+@jit
+def softmax_row(row: Any, lse: float, factor: float, excluded: int, result: Any) -> None:
+    """Write factor * exp(row - lse), in which the sum over the row has no `excluded` class."""
+    if HUGE <= abs(lse) < np.inf:
+        total = 0.0
+        for c in range(len(result)):
+            total += exp(row[c] - lse) if c != excluded else 0.0
+        factor /= total
+    for c in range(len(result)):
+        result[c] = factor * exp(row[c] - lse)
+
+
+@jit
+def finish_row(result: Any, clamp: float, grad: float) -> None:
+    """Clip the row to ± clamp, if that is above 0, and multiply it by the upstream gradient."""
+    if clamp > 0:
+        for c in range(len(result)):
+            value = result[c]
+            value = clamp if value > clamp else value
+            result[c] = -clamp if value < -clamp else value
+    if grad != 1.0:
+        for c in range(len(result)):
+            result[c] *= grad
+
+
+@jit
+def subtract_label(result: Any, targets: Any, b: int, u: int, posterior: float) -> None:
+    """Subtract the posterior of the label that leaves a node; it is 0 where there is none."""
+    if posterior != 0.0 and u < targets.shape[1] and 0 <= targets[b, u] < len(result):
+        result[targets[b, u]] -= posterior
+
+
+@jit(nogil=True)
+def write_rnnt_gradient(
+    share: Any,
+    upstream: Any,
+    logits: Any,
+    lse: Any,
+    fused: bool,
+    hat: bool,
+    clamp: float,
+    label_factor: float,
+    result: Any,
+) -> None:
+    """Write the gradient of some steps, whose logits `result` may replace.
+
+    A row whose posteriors are 0 is 0. `label_factor` scales the posteriors of labels.
+    """
+    grad, posteriors, targets, blank_class, V = upstream
+    buffer, row_result = np.empty(V, logits.numbers.dtype), np.empty(V)
+    T, U1 = posteriors.shape[2:]
+    for i in share:
+        b, t = i // T, i % T
+        for u in range(U1):
+            blank = posteriors[0, b, t, u]
+            label = posteriors[1, b, t, u] * label_factor
+            row_result[:] = 0.0
+            if grad[b] != 0.0 and (blank != blank or label != label):
+                row_result[:] = np.nan
+            elif grad[b] != 0.0 and (blank != 0.0 or label != 0.0):
+                if fused:
+                    row = node_row(logits, b, t, u, buffer)
+                    factor = label if hat else blank + label
+                    if lse[b, t, u] != -np.inf:  # as it is where all labels are impossible
+                        excluded = blank_class if hat else -1
+                        softmax_row(row, lse[b, t, u], factor, excluded, row_result)
+                if hat:  # The probability of the blank minus 1 would cancel.
+                    x = float(row[blank_class])
+                    apart, rest = 1.0 / (1.0 + np.exp(-x)), 1.0 / (1.0 + np.exp(x))
+                    row_result[blank_class] = label * apart - blank * rest
+                else:
+                    row_result[blank_class] -= blank
+                subtract_label(row_result, targets, b, u, label)
+                finish_row(row_result, clamp, grad[b])
+            store_node(result, b, t, u, row_result)
+
+
+@jit(nogil=True)
+def write_tdt_gradient(share: Any, upstream: Any, logits: Any, lse: Any, result: Any) -> None:
+    """Write the gradients of some steps, whose logits `result` may replace.
+
+    A row whose posteriors are 0 is 0.
+    """
+    grad, posteriors, targets, blank_class, V = upstream
+    tokens, durations = logits
+    K, T, U1 = len(posteriors) - 2, posteriors.shape[2], posteriors.shape[3]
+    buffer, row_result = np.empty(V, tokens.numbers.dtype), np.empty(V)
+    duration_buffer, duration_row = np.empty(K, durations.numbers.dtype), np.empty(K)
+    for i in share:
+        b, t = i // T, i % T
+        for u in range(U1):
+            blank, label = posteriors[0, b, t, u], posteriors[1, b, t, u]
+            row_result[:], duration_row[:] = 0.0, 0.0
+            total = blank + label
+            if grad[b] != 0.0 and total != total:
+                row_result[:], duration_row[:] = np.nan, np.nan
+            elif grad[b] != 0.0 and total != 0.0:
+                row = node_row(tokens, b, t, u, buffer)
+                softmax_row(row, lse.tokens[b, t, u], total, -1, row_result)
+                row_result[blank_class] -= blank
+                subtract_label(row_result, targets, b, u, label)
+                row = node_row(durations, b, t, u, duration_buffer)
+                softmax_row(row, lse.durations[b, t, u], total, -1, duration_row)
+                for k in range(K):
+                    duration_row[k] -= posteriors[2 + k, b, t, u]
+                finish_row(row_result, 0.0, grad[b])
+                finish_row(duration_row, 0.0, grad[b])
+            store_node(result.tokens, b, t, u, row_result)
+            store_node(result.durations, b, t, u, duration_row)

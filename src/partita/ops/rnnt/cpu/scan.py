@@ -7,7 +7,7 @@ Inside of the scans LOWEST stands for -inf, so that no difference of two states 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,22 @@ from ....primitives.cpu.math import exp, exp_floor, log
 IMPOSSIBLE = LOWEST / 2  # a smaller value is the sum of LOWEST and log-probabilities
 
 
+class Lattice(NamedTuple):
+    """The lattice of one sequence.
+
+    Fields:
+        scores: the scores of the arcs by anti-diagonals, `[A, N, U + 1]`; -inf where no node is.
+        steps, labels: the lengths of the sequence.
+        steps_of, labels_of: the steps and labels by which each arc advances, `[A]`.
+    """
+
+    scores: Any
+    steps: int
+    labels: int
+    steps_of: Any
+    labels_of: Any
+
+
 @jit
 def add_rows(a: Any, b: Any, result: Any) -> None:
     """Write the sum of two rows."""
@@ -26,60 +42,45 @@ def add_rows(a: Any, b: Any, result: Any) -> None:
 
 
 @jit
-def raise_maxima(row: Any, maxima: Any) -> None:
-    """Raise the maxima to the numbers of a row."""
-    for u in range(len(maxima)):
-        maxima[u] = row[u] if row[u] > maxima[u] else maxima[u]
-
-
-@jit
-def add_exponentials(row: Any, maxima: Any, totals: Any) -> None:
-    """Add exp(row - maxima) to the totals."""
-    for u in range(len(maxima)):
-        totals[u] += exp_floor(row[u] - maxima[u])
-
-
-@jit
-def write_logarithms(maxima: Any, totals: Any, result: Any) -> None:
-    """Write maxima + log(totals), which is LOWEST where there is no path; NaN passes through."""
-    for u in range(len(maxima)):
-        value = maxima[u] + log(totals[u])
-        result[u] = LOWEST if value <= IMPOSSIBLE else value
-
-
-@jit
 def log_sum_rows(terms: Any, first: int, last: int, maxima: Any, totals: Any, result: Any) -> None:
-    """Write the log-sum-exp of the terms `[A, U1]` for the positions from `first` to `last`."""
-    highest, total = maxima[first : last + 1], totals[first : last + 1]
+    """Write the log-sum-exp of the terms `[A, U1]` for the positions from `first` to `last`.
+
+    It is LOWEST where there is no path. NaN passes through.
+    """
+    own = slice(first, last + 1)
+    highest, total, found = maxima[own], totals[own], result[own]
     highest[:] = LOWEST
     total[:] = 0.0
     for a in range(len(terms)):
-        raise_maxima(terms[a, first : last + 1], highest)
+        row = terms[a, own]
+        for u in range(len(row)):
+            highest[u] = row[u] if row[u] > highest[u] else highest[u]
     for a in range(len(terms)):
-        add_exponentials(terms[a, first : last + 1], highest, total)
-    write_logarithms(highest, total, result[first : last + 1])
+        row = terms[a, own]
+        for u in range(len(row)):
+            total[u] += exp_floor(row[u] - highest[u])
+    for u in range(len(found)):
+        value = highest[u] + log(total[u])
+        found[u] = LOWEST if value <= IMPOSSIBLE else value
 
 
 @jit
-def by_diagonals(
-    arcs: Any, b: int, steps: int, labels: int, steps_of: Any, labels_of: Any, delay_penalty: float
-) -> Any:
-    """Return the scores of the arcs of a sequence by anti-diagonals, `[A, N, U + 1]`.
-
-    They are -inf where no node is. The delay penalty is added to the labels.
-    """
-    result = np.full((len(arcs), steps + labels, labels + 1), -np.inf)
-    for a in range(len(arcs)):
+def lattice_of(batch: Any, arcs: Any, scores: Any, b: int, delay_penalty: float) -> Lattice:
+    """Return the lattice of a sequence. The delay penalty is added to the labels."""
+    steps, labels = batch.steps[b], batch.labels[b]
+    result = np.full((len(scores), steps + labels, labels + 1), -np.inf)
+    for a in range(len(scores)):
         for t in range(steps):
-            extra = delay_penalty * ((steps - 1) / 2 - t) if labels_of[a] else 0.0
+            extra = delay_penalty * ((steps - 1) / 2 - t) if arcs.labels[a] else 0.0
             for u in range(labels + 1):
-                result[a, t + u, u] = arcs[a, b, t, u] + extra
-    return result
+                result[a, t + u, u] = scores[a, b, t, u] + extra
+    return Lattice(result, steps, labels, arcs.steps, arcs.labels)
 
 
 @jit
-def forward_states(scores: Any, steps: int, labels: int, steps_of: Any, labels_of: Any) -> Any:
+def forward_states(lattice: Any) -> Any:
     """Return alpha by anti-diagonals, `[N, U + 1]`, LOWEST where no node is."""
+    scores, steps, labels, steps_of, labels_of = lattice
     A, N, U1 = scores.shape
     alpha = np.full((N, U1), LOWEST)
     alpha[0, 0] = 0.0
@@ -100,20 +101,18 @@ def forward_states(scores: Any, steps: int, labels: int, steps_of: Any, labels_o
 
 
 @jit
-def log_partition(
-    alpha: Any, scores: Any, steps: int, labels: int, steps_of: Any, labels_of: Any
-) -> float:
+def log_partition(alpha: Any, lattice: Any) -> float:
     """Return log Z, the log-sum over the blanks that end the path; -inf if there is none."""
-    highest, total = LOWEST, 0.0
+    scores, steps, labels, steps_of, labels_of = lattice
+    ends, highest, total = np.full(len(scores), LOWEST), LOWEST, 0.0
     for a in range(len(scores)):
         if not labels_of[a] and 0 < steps_of[a] <= steps:
             n = steps - steps_of[a] + labels
-            value = alpha[n, labels] + scores[a, n, labels]
-            highest = value if value > highest else highest
+            ends[a] = alpha[n, labels] + scores[a, n, labels]
+            highest = ends[a] if ends[a] > highest else highest
     for a in range(len(scores)):
         if not labels_of[a] and 0 < steps_of[a] <= steps:
-            n = steps - steps_of[a] + labels
-            total += exp_floor(alpha[n, labels] + scores[a, n, labels] - highest)
+            total += exp_floor(ends[a] - highest)
     if total != total:
         return np.nan
     return highest + np.log(total) if highest > IMPOSSIBLE else -np.inf
@@ -129,33 +128,23 @@ def write_posteriors(alpha: Any, terms: Any, logz: float, n: int, first: int, re
 
 
 @jit
-def backward_posteriors(
-    alpha: Any,
-    scores: Any,
-    logz: float,
-    steps: int,
-    labels: int,
-    steps_of: Any,
-    labels_of: Any,
-    posteriors: Any,
-    b: int,
-) -> None:
+def backward_posteriors(alpha: Any, lattice: Any, logz: float, posteriors: Any, b: int) -> None:
     """Write the posteriors of the arcs of a sequence, `[A, B, T, U1]`, from alpha and beta."""
+    scores, steps, labels, steps_of, labels_of = lattice
     A, N, U1 = scores.shape
     beta = np.full((N + steps_of.max() + 1, U1 + 1), LOWEST)
     terms, maxima, totals = np.empty((A, U1)), np.empty(U1), np.empty(U1)
     for n in range(N - 1, -1, -1):
         first, last = max(0, n - steps + 1), min(n, labels)
+        own = slice(first, last + 1)
         for a in range(A):
             after, shift = n + steps_of[a] + labels_of[a], labels_of[a]
-            own = slice(first, last + 1)
             moved = slice(first + shift, last + 1 + shift)
             add_rows(beta[after, moved], scores[a, n, own], terms[a, own])
             if not shift and n + steps_of[a] == steps + labels and last == labels:
                 terms[a, labels] = scores[a, n, labels]  # this blank ends the path
         log_sum_rows(terms, first, last, maxima, totals, beta[n])
         for a in range(A):
-            own = slice(first, last + 1)
             write_posteriors(alpha[n, own], terms[a, own], logz, n, first, posteriors[a, b])
 
 
@@ -164,31 +153,26 @@ def scan_sequences(
     share: Any,
     batch: Any,
     arcs: Any,
-    steps_of: Any,
-    labels_of: Any,
+    scores: Any,
     delay_penalty: float,
     losses: Any,
-    need_posteriors: bool,
     posteriors: Any,
 ) -> None:
-    """Compute the losses, `[B]`, and the posteriors of the arcs, `[A, B, T, U1]`.
+    """Compute the losses, `[B]`, and the posteriors of the arcs, `[A, B, T, U1]` or empty.
 
     An invalid sequence has the loss NaN and posteriors NaN.
     """
     for b in share:
-        steps, labels = batch.steps[b], batch.labels[b]
-        if need_posteriors:
-            posteriors[:, b] = np.nan if batch.invalid[b] else 0.0
+        posteriors[:, b : b + 1] = np.nan if batch.invalid[b] else 0.0
         losses[b] = np.nan if batch.invalid[b] else np.inf
-        if batch.invalid[b] or steps == 0:
+        if batch.invalid[b] or batch.steps[b] == 0:
             continue
-        lattice = (steps, labels, steps_of, labels_of)
-        scores = by_diagonals(arcs, b, *lattice, delay_penalty)
-        alpha = forward_states(scores, *lattice)
-        logz = log_partition(alpha, scores, *lattice)
+        lattice = lattice_of(batch, arcs, scores, b, delay_penalty)
+        alpha = forward_states(lattice)
+        logz = log_partition(alpha, lattice)
         losses[b] = 0.0 - logz
-        if need_posteriors and logz != -np.inf:
-            backward_posteriors(alpha, scores, logz, *lattice, posteriors, b)
+        if len(posteriors) and logz != -np.inf:
+            backward_posteriors(alpha, lattice, logz, posteriors, b)
 
 
 @jit(nogil=True)
@@ -196,8 +180,7 @@ def align_sequences(
     share: Any,
     batch: Any,
     arcs: Any,
-    steps_of: Any,
-    labels_of: Any,
+    scores: Any,
     steps_out: Any,
     scores_out: Any,
     score: Any,
@@ -206,6 +189,7 @@ def align_sequences(
 
     Labels without a step get the step -1 and the score 0, or NaN in an invalid sequence.
     """
+    steps_of, labels_of = arcs
     for b in share:
         steps, labels = batch.steps[b], batch.labels[b]
         steps_out[b], scores_out[b] = -1, np.nan if batch.invalid[b] else 0.0
@@ -219,11 +203,11 @@ def align_sequences(
             for u in range(labels + 1):
                 if t + u == 0 or (t == steps and u < labels):
                     continue
-                for a in range(len(arcs)):
+                for a in range(len(scores)):
                     t0, u0 = t - steps_of[a], u - labels_of[a]
                     if t0 < 0 or u0 < 0 or t0 == steps or (t == steps and labels_of[a]):
                         continue
-                    value = best[t0, u0] + arcs[a, b, t0, u0]
+                    value = best[t0, u0] + scores[a, b, t0, u0]
                     # NaN counts as the greatest value, so that it reaches the result.
                     if (value > best[t, u]) | (value != value):
                         best[t, u], entered_by[t, u] = value, a
@@ -235,4 +219,4 @@ def align_sequences(
             a = entered_by[t, u]
             t, u = t - steps_of[a], u - labels_of[a]
             if labels_of[a]:
-                steps_out[b, u], scores_out[b, u] = t, arcs[a, b, t, u]
+                steps_out[b, u], scores_out[b, u] = t, scores[a, b, t, u]
