@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps, empty_batch, fill_nan
+from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps, empty_batch, fill_nan, row_at
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, log
 from ....runtime.register import resolved
@@ -23,7 +23,6 @@ from .steps import (
     chain_batch,
     edge_posteriors,
     edge_terms,
-    empty_terms,
     load_edges,
     logz_at_end,
     posterior_offsets,
@@ -59,36 +58,46 @@ class Expectation(NamedTuple):
     saved: Any
 
 
+@jit
+def alpha_and_mean_step(
+    terms: Any, max_term: Any, values: Any, sum_exp: Any, alpha: Any, mean: Any
+) -> None:
+    """Compute alpha after a step, and the mean of the values `[K, C]`; a weight of 0 adds 0."""
+    for c in range(len(alpha)):
+        sum_exp[c], mean[c] = 0.0, 0.0
+    for k in range(len(terms)):
+        for c in range(len(alpha)):
+            weight = exp(terms[k, c] - max_term[c])
+            sum_exp[c] += weight
+            mean[c] += 0.0 if weight == 0.0 else weight * values[k, c]
+    for c in range(len(alpha)):
+        value = max_term[c] + log(sum_exp[c])
+        alpha[c] = -INF if value == LOWEST else value
+        mean[c] = 0.0 if sum_exp[c] == 0.0 else mean[c] / sum_exp[c]
+
+
 @jit(nogil=True)
 def chain_expectation_forward_kernel(chains: Any, batch: Any, values: Any, result: Any) -> None:
-    """Compute the mean and log Z of each chain, and alpha and the mean into each state.
-
-    A value whose weight is 0 adds 0.
-    """
-    edges, C, rows = batch.edges, batch.initial.shape[1], result.saved.shape[1]
+    """Compute the mean and log Z of each chain, and alpha and the mean into each state."""
+    K, C, rows = batch.edges.K, batch.initial.shape[1], result.saved.shape[1]
+    scores, sources = batch.scores, batch.edges.sources
     for n in chains:
-        of_scores = empty_terms(edges, batch.scores, C)
-        of_values = empty_terms(edges, values.edges, C)
-        length, saved, max_term = batch.lengths[n], result.saved, of_scores.max_term
-        sum_exp = np.empty(C)
+        buffer = np.empty(C * K, scores.numbers.dtype)
+        value_buffer = np.empty(C * K, values.edges.numbers.dtype)
+        terms, value_terms = np.empty((K, C)), np.empty((K, C))
+        max_term, sum_exp, unused = np.empty(C), np.empty(C), np.empty(C)
+        length, saved = batch.lengths[n], result.saved
         for c in range(C):
             saved[0, 0, n, c], saved[1, 0, n, c] = batch.initial[n, c], values.first[n, c]
         for t in range(length):
-            now, after = t % rows, (t + 1) % rows
-            edge_terms(edges, batch.scores, t, n, saved[0, now, n], of_scores)
-            edge_terms(edges, values.edges, t, n, saved[1, now, n], of_values)
+            now, after = (t, t + 1) if rows > 2 else (t % 2, (t + 1) % 2)
+            row, next_row = load_edges(scores, t, n, K, buffer), row_at(scores, t + 1, n)
+            edge_terms(row, sources, saved[0, now, n], terms, max_term, next_row)
+            value_row = load_edges(values.edges, t, n, K, value_buffer)
+            next_value_row = row_at(values.edges, t + 1, n)
+            edge_terms(value_row, sources, saved[1, now, n], value_terms, unused, next_value_row)
             alpha, mean = saved[0, after, n], saved[1, after, n]
-            for c in range(C):
-                sum_exp[c], mean[c] = 0.0, 0.0
-            for k in range(edges.K):
-                for c in range(C):
-                    weight = exp(of_scores.terms[k, c] - max_term[c])
-                    sum_exp[c] += weight
-                    mean[c] += 0.0 if weight == 0.0 else weight * of_values.terms[k, c]
-            for c in range(C):
-                value = max_term[c] + log(sum_exp[c])
-                alpha[c] = -INF if value == LOWEST else value
-                mean[c] = 0.0 if sum_exp[c] == 0.0 else mean[c] / sum_exp[c]
+            alpha_and_mean_step(terms, max_term, value_terms, sum_exp, alpha, mean)
         alpha, mean = saved[0, length % rows, n], saved[1, length % rows, n]
         logz, total = logz_at_end(alpha, batch.final[n]), 0.0
         for c in range(C if logz != -INF else 0):

@@ -21,6 +21,7 @@ from ....primitives.cpu.batch import (
     empty_batch,
     fill_nan,
     finish_row,
+    row_at,
     row_to_write,
 )
 from ....primitives.cpu.jit import jit
@@ -32,7 +33,6 @@ from .steps import (
     chain_batch,
     edge_posteriors,
     edge_terms,
-    empty_terms,
     load_edges,
     logz_at_end,
     posterior_offsets,
@@ -48,24 +48,26 @@ def chain_forward_kernel(chains: Any, batch: Any, alpha: Any, logz: Any) -> None
 
     R is 2, or the number of steps + 1. Alpha does not change past a length.
     """
-    C, rows = batch.initial.shape[1], len(alpha)
+    K, C, rows = batch.edges.K, batch.initial.shape[1], len(alpha)
+    scores, sources = batch.scores, batch.edges.sources
     for n in chains:
-        found = empty_terms(batch.edges, batch.scores, C)
-        length, terms, max_term = batch.lengths[n], found.terms, found.max_term
-        sum_exp = np.empty(C)
+        buffer, length = np.empty(C * K, scores.numbers.dtype), batch.lengths[n]
+        terms, max_term, sum_exp = np.empty((K, C)), np.empty(C), np.empty(C)
         for c in range(C):  # an assignment of slices takes seconds to compile
             alpha[0, n, c] = batch.initial[n, c]
         for t in range(length):
-            edge_terms(batch.edges, batch.scores, t, n, alpha[t % rows, n], found)
-            after = alpha[(t + 1) % rows, n]
+            now, after = (t, t + 1) if rows > 2 else (t % 2, (t + 1) % 2)
+            row, next_row = load_edges(scores, t, n, K, buffer), row_at(scores, t + 1, n)
+            edge_terms(row, sources, alpha[now, n], terms, max_term, next_row)
+            next_alpha = alpha[after, n]
             for c in range(C):
                 sum_exp[c] = 0.0
-            for k in range(len(terms)):
+            for k in range(K):
                 for c in range(C):
                     sum_exp[c] += exp_floor(terms[k, c] - max_term[c])
             for c in range(C):
                 value = max_term[c] + log(sum_exp[c])
-                after[c] = -INF if value == LOWEST else value
+                next_alpha[c] = -INF if value == LOWEST else value
         logz[n] = logz_at_end(alpha[length % rows, n], batch.final[n])
         repeat_past_length(alpha, n, length)
 

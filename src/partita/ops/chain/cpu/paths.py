@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, LOWEST, empty_batch, fill_nan
+from ....primitives.cpu.batch import INF, LOWEST, empty_batch, fill_nan, row_at
 from ....primitives.cpu.jit import ZERO, jit
 from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
@@ -20,7 +20,6 @@ from .steps import (
     add_target_values,
     chain_batch,
     edge_terms,
-    empty_terms,
     load_edges,
     repeat_past_length,
     run,
@@ -42,27 +41,36 @@ class BestPaths(NamedTuple):
     edges: Any
 
 
+@jit
+def max_over_edges(terms: Any, best: Any, best_k: Any) -> None:
+    """Compute the greatest term of each state, `[C]`, or NaN, and the first k that has it."""
+    for c in range(len(best)):
+        best[c] = -INF
+        best_k[c] = 0
+    for k in range(len(terms)):
+        for c in range(len(best)):
+            term = terms[k, c]
+            better = (term > best[c]) | (term != term)
+            best[c] = term if better else best[c]
+            best_k[c] = k if better else best_k[c]
+
+
 @jit(nogil=True)
 def chain_best_path_kernel(chains: Any, batch: Any, alpha: Any, paths: Any) -> None:
     """Find the best path of each chain. Alpha under Max is as in `chain_forward_kernel`."""
     K, C, rows = batch.edges.K, batch.initial.shape[1], len(alpha)
+    scores, sources = batch.scores, batch.edges.sources
     for n in chains:
-        found = empty_terms(batch.edges, batch.scores, C)
-        length, terms = batch.lengths[n], found.terms
+        buffer, length = np.empty(C * K, scores.numbers.dtype), batch.lengths[n]
+        terms, max_term = np.empty((K, C)), np.empty(C)
         for c in range(C):
             alpha[0, n, c] = batch.initial[n, c]
         for t in range(length):
-            edge_terms(batch.edges, batch.scores, t, n, alpha[t % rows, n], found)
-            best, best_k = alpha[(t + 1) % rows, n], paths.pointers[t % len(paths.pointers), n]
-            for c in range(C):
-                best[c] = -INF
-                best_k[c] = 0
-            for k in range(K):
-                for c in range(C):
-                    term = terms[k, c]
-                    better = (term > best[c]) | (term != term)
-                    best[c] = term if better else best[c]
-                    best_k[c] = k if better else best_k[c]
+            now, after = (t, t + 1) if rows > 2 else (t % 2, (t + 1) % 2)
+            row, next_row = load_edges(scores, t, n, K, buffer), row_at(scores, t + 1, n)
+            edge_terms(row, sources, alpha[now, n], terms, max_term, next_row)
+            pointers = paths.pointers[t if len(paths.states) else 0, n]
+            max_over_edges(terms, alpha[after, n], pointers)
         score, state = -INF, ZERO
         for c in range(C):
             value = alpha[length % rows, n, c] + batch.final[n, c]
@@ -74,7 +82,7 @@ def chain_best_path_kernel(chains: Any, batch: Any, alpha: Any, paths: Any) -> N
             paths.states[length, n] = state
             for t in range(length - 1, -1, -1):
                 edge = state * K + paths.pointers[t, n, state]
-                state = batch.edges.sources[edge]
+                state = sources[edge]
                 paths.edges[t, n], paths.states[t, n] = edge, state
 
 

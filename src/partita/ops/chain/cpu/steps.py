@@ -20,7 +20,6 @@ from ....primitives.cpu.batch import (
     Steps,
     as_array,
     as_steps,
-    row_at,
     run_over_sequences,
     start_of,
 )
@@ -69,20 +68,6 @@ class ChainBatch(NamedTuple):
     final: Any
 
 
-class EdgeTerms(NamedTuple):
-    """The terms of the sums of a step.
-
-    Fields:
-        buffer: memory for a copy of the step's numbers, `[C * K]`, in their dtype.
-        terms: `[K, C]`.
-        max_term: the greatest term of each state, `[C]`.
-    """
-
-    buffer: Any
-    terms: Any
-    max_term: Any
-
-
 @jit
 def load_edges(steps: Any, t: int, n: int, K: int, buffer: Any) -> Any:
     """Return the numbers of a step's edges, `[C * K]`.
@@ -101,44 +86,40 @@ def load_edges(steps: Any, t: int, n: int, K: int, buffer: Any) -> Any:
     return buffer
 
 
-@jit
-def empty_terms(edges: Any, steps: Any, C: int) -> Any:
-    """Return memory for the terms of a step."""
-    buffer = np.empty(C * edges.K, steps.numbers.dtype)
-    return EdgeTerms(buffer, np.empty((edges.K, C)), np.empty(C))
-
-
 @jit(inline="always")
-def _edge_terms(row: Any, next_row: Any, sources: Any, states: Any, found: Any, K: int) -> None:
-    terms, max_term = found.terms, found.max_term
+def _edge_terms(
+    row: Any, sources: Any, alpha: Any, terms: Any, max_term: Any, next_row: Any, K: int
+) -> None:
     for c in range(len(max_term)):
         prefetch(next_row, c * K)
         highest = LOWEST
         for k in range(K):
             s = sources[c * K + k]
-            term = row[c * K + k] + states[s] if s >= 0 else -INF
+            term = row[c * K + k] + alpha[s] if s >= 0 else -INF
             terms[k, c] = term
             highest = term if term > highest else highest
         max_term[c] = highest
 
 
 @jit
-def edge_terms(edges: Any, steps: Any, t: int, n: int, states: Any, found: Any) -> None:
-    """Compute the number of each edge of a step plus that of its source state, `[C]`, as terms.
+def edge_terms(
+    row: Any, sources: Any, alpha: Any, terms: Any, max_term: Any, next_row: Any
+) -> None:
+    """Compute row + alpha of each edge, `[K, C]`, and the greatest term of each state, `[C]`.
 
-    The row of the next step is prefetched.
+    The row that is read next is prefetched.
     """
-    row, next_row = load_edges(steps, t, n, edges.K, found.buffer), row_at(steps, t + 1, n)
-    if edges.K == 2:
-        _edge_terms(row, next_row, edges.sources, states, found, 2)
-    elif edges.K == 3:
-        _edge_terms(row, next_row, edges.sources, states, found, 3)
-    elif edges.K == 4:
-        _edge_terms(row, next_row, edges.sources, states, found, 4)
-    elif edges.K == 5:
-        _edge_terms(row, next_row, edges.sources, states, found, 5)
+    K = len(terms)
+    if K == 2:
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 2)
+    elif K == 3:
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 3)
+    elif K == 4:
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 4)
+    elif K == 5:
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 5)
     else:
-        _edge_terms(row, next_row, edges.sources, states, found, edges.K)
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, K)
 
 
 @jit
