@@ -2,176 +2,137 @@
 
 Alpha and beta, which met in the middle of each sequence, each continue through the other half. The
 posteriors of each token are divided by their sum, so no error adds up over the tokens.
-In linear arithmetic the counts of constant transitions are exp(transitions) times a product of the
-states of both scans over time, which each half of a sequence adds up block by block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import empty_batch, fill_nan
-from ....primitives.cpu.jit import ONE, ZERO, jit
+from ....primitives.cpu.batch import empty_batch, fill_nan, run_over_sequences
+from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
 from ....primitives.cpu.vectors import copy_numbers, pointer_to
 from ....runtime.dtypes import acc_dtype
-from .linear_steps import add_outer_products, dot_of_rows, multiply_rows, scale_row
+from .counts import store_counts
+from .linear_steps import dot_of_rows, multiply_rows
 from .steps import (
-    ChainArrays,
-    Tokens,
+    BLOCK,
     chain_arrays,
     copy_row,
-    group_size,
     halves_of,
     load_states,
+    load_tokens,
+    load_weights,
     log_of_sum,
     middle_of,
-    run,
     scan,
-    scan_buffers,
 )
 
-
-class Gradients(NamedTuple):
-    """The gradients of a batch.
-
-    Fields:
-        emissions: `[T, N, C]`.
-        ends: those in the scores of the first and last states, `[2, N, C]`.
-        counts: sums of the posteriors of transitions, which start at 0, or empty. Those that vary
-            have `[T - 1, sequences, C, C]`. Of constant ones each direction of time has partial
-            sums, `[2, sequences, C, C]` in the log domain, and `[2, sequences, W, W]` in linear
-            arithmetic: without the factor exp(transitions), and transposed if time runs backwards.
-    """
-
-    emissions: Any
-    ends: Any
-    counts: Any
+NO_COUNTS = np.empty((0, 0, 0, 0))
 
 
 @jit
-def write_posteriors(
-    chain: Any,
-    tokens: Any,
-    buffers: Any,
-    others: Any,
-    totals: Any,
-    grad_output: float,
-    gradients: Any,
+def posteriors(
+    linear: bool, others: Any, sums: Any, grad_output: float, totals: Any, weighted: Any
 ) -> None:
-    """Write the posteriors of tokens times grad_output to the gradients, by way of the scores.
+    """Write the posteriors of K tokens times grad_output, `[K, W]`, from the states of both scans.
 
-    `others` are the states of the other scan at each token. `totals` get grad_output divided by the
-    sum of the products of alpha and beta, or the log of that sum in the log domain.
+    `totals` are grad_output divided by the sum of the products of alpha and beta, or the log of
+    that sum in the log domain.
     """
-    (N, C), width = gradients.emissions.shape[1:], others.shape[1]
-    x, y, result = pointer_to(others), pointer_to(buffers.sums), pointer_to(buffers.scores)
-    for k in range(tokens.count):
-        weighted = buffers.scores[k]
-        if chain.linear:
+    width, x, y, result = sums.shape[1], pointer_to(others), pointer_to(sums), pointer_to(weighted)
+    for k in range(len(totals)):
+        if linear:
             total = dot_of_rows(x, y, k * width, width)
             totals[k] = 0.0 if total == 0.0 else grad_output / total
             multiply_rows(x, y, k * width, width, totals[k], result)
         else:
-            a, b = others[k], buffers.sums[k]
-            totals[k] = log_of_sum(chain.linear, a, b)
-            for c in range(C):
-                weighted[c] = exp(a[c] + b[c] - totals[k]) * grad_output
-            for c in range(C if totals[k] == -np.inf else 0):
-                weighted[c] = 0.0
-        t = tokens.first + k * tokens.by
-        at = (t * N + tokens.n) * C
-        copy_numbers(result, k * width, pointer_to(gradients.emissions), at, C)
-        if t == 0:
-            copy_row(weighted, gradients.ends[0, tokens.n])
-        if t == tokens.length - 1:
-            copy_row(weighted, gradients.ends[1, tokens.n])
+            a, b, row = others[k], sums[k], weighted[k]
+            totals[k] = log_of_sum(linear, a, b)
+            for c in range(len(row)):
+                row[c] = exp(a[c] + b[c] - totals[k]) * grad_output
+            if totals[k] == -np.inf:
+                for c in range(len(row)):
+                    row[c] = 0.0
 
 
 @jit
-def add_counts(
-    chain: Any,
-    tokens: Any,
-    varying: Any,
-    states: Any,
-    others: Any,
-    totals: Any,
-    grad_output: float,
-    counts: Any,
+def write_gradient(
+    weighted: Any, t: int, by: int, n: int, length: int, d_emissions: Any, d_ends: Any
 ) -> None:
-    """Add the posteriors of the steps that enter tokens, times grad_output, to the counts.
-
-    Args:
-        varying: the weights of these steps if transitions vary.
-        states: the states of this scan before each token; in linear arithmetic they are scaled.
-        others, totals: those of `write_posteriors`.
-    """
-    backward, index = ONE if tokens.by < 0 else ZERO, tokens.n % counts.shape[1]
-    # The step at the middle is that of the first half, and no step follows the last token.
-    left_out = tokens.length - 1 if backward else middle_of(tokens.length)
-    skip = 1 if tokens.first == left_out else 0
-    if chain.linear:
-        width, rows = states.shape[1], pointer_to(states)
-        for k in range(skip, tokens.count):
-            scale_row(rows, k * width, width, totals[k])
-        add_outer_products(states, others, skip, tokens.count, counts[backward, index])
-        return
-    weights = varying if chain.varies else chain.weights[backward]
-    C, line = len(weights), np.empty(len(weights))
-    for k in range(skip, tokens.count):
-        step = tokens.first + k * tokens.by - 1 + backward
-        target = counts[step if chain.varies else backward, index]
-        for i in range(C if totals[k] != -np.inf else 0):
-            value, w, other = states[k, i] - totals[k], weights[i], others[k]
-            for j in range(C):
-                line[j] = exp(value + w[j] + other[j]) * grad_output
-            if backward:
-                for j in range(C):
-                    target[j, i] += line[j]
-            else:
-                row = target[i]
-                for j in range(C):
-                    row[j] += line[j]
+    """Write the posteriors of tokens t, t + by, ... to the gradients."""
+    (N, C), width = d_emissions.shape[1:], weighted.shape[1]
+    source, target = pointer_to(weighted), pointer_to(d_emissions)
+    for k in range(len(weighted)):
+        token = t + k * by
+        copy_numbers(source, k * width, target, (token * N + n) * C, C)
+        if token == 0:
+            copy_row(weighted[k], d_ends[0, n])
+        if token == length - 1:
+            copy_row(weighted[k], d_ends[1, n])
 
 
 @jit(nogil=True)
-def gradient_kernel(halves: Any, chain: Any, grad_output: Any, saved: Any, gradients: Any) -> None:
+def gradient_kernel(
+    halves: Any,
+    chain: Any,
+    grad_output: Any,
+    saved: Any,
+    d_emissions: Any,
+    d_ends: Any,
+    counts: Any,
+) -> None:
     """Write the gradients of half h % 2 of sequence h // 2.
 
-    Beta continues backwards through the first half, and alpha forwards through the second.
+    Beta continues backwards through the first half, and alpha forwards through the second. The
+    gradients are those in emissions `[T, N, C]` and in the ends `[2, N, C]`, and the counts of
+    `store_counts`, unless these are empty.
     """
-    buffers, (T, _, C) = scan_buffers(chain), gradients.emissions.shape
-    size, width = buffers.scores.shape
+    C, width = chain.weights.shape[1:]
+    size = 1 if chain.varies else BLOCK
+    scores, sums = np.empty((size, width)), np.empty((size, width))
     states, others = np.empty((size + 1, width)), np.zeros((size, width))
-    totals = np.empty(size)
+    weighted, totals = np.empty((size, width)), np.empty(size)
+    buffer = np.zeros((C, width) if chain.varies else (0, 0))
     for half in halves:
         n, forward = half // 2, half % 2
-        length = chain.lengths[n]
+        backward, length = 1 - forward, chain.lengths[n]
         middle = middle_of(length)
+        weights = buffer if chain.varies else chain.weights[backward]
         first, by = (middle, 1) if forward else (middle - 1, -1)
-        steps = length - middle if forward else middle
-        if first - by < length:  # a sequence of one token has no beta
-            load_states(saved, Tokens(n, length, first - by, by, ONE), states)
-        for k in range(0, steps, size):
-            tokens = Tokens(n, length, first + k * by, by, min(size, steps - k))
-            scan(chain, tokens, buffers, states, 0.0)
-            load_states(saved, tokens, others)
-            write_posteriors(chain, tokens, buffers, others, totals, grad_output[n], gradients)
-            if len(gradients.counts):
-                add_counts(
-                    *(chain, tokens, buffers.weights, states, others, totals),
-                    *(grad_output[n], gradients.counts),
+        tokens = length - middle if forward else middle
+        starts = first - by >= length  # a sequence of one token has no beta
+        if not starts:
+            load_states(saved, first - by, by, n, states[:1])
+        for k in range(0, tokens, size):
+            t, K = first + k * by, min(size, tokens - k)
+            # The step at the middle is that of the first half, and the last token has none.
+            skip = 1 if k == 0 and (forward or starts) else 0
+            load_tokens(
+                *(chain.emissions, chain.start, chain.end, length),
+                *(t, by, n, chain.linear, scores[:K]),
+            )
+            if chain.varies and not starts:
+                step = t - 1 if forward else t
+                load_weights(chain.transitions, step, n, backward, weights)
+            scan(chain.linear, weights, scores[:K], sums[:K], states[: K + 1], starts)
+            load_states(saved, t, by, n, others[:K])
+            posteriors(chain.linear, others, sums, grad_output[n], totals[:K], weighted)
+            write_gradient(weighted[:K], t, by, n, length, d_emissions, d_ends)
+            if len(counts):
+                store_counts(
+                    *(chain.linear, chain.varies, weights, states, others, totals[:K]),
+                    *(t, by, n, skip, grad_output[n], counts),
                 )
-            copy_row(states[tokens.count], states[0])
+            copy_row(states[K], states[0])
         if forward:
-            for t in range(length, T):
+            for t in range(length, len(d_emissions)):
                 for c in range(C):
-                    gradients.emissions[t, n, c] = 0.0
+                    d_emissions[t, n, c] = 0.0
 
 
 def linear_chain_gradient(
@@ -188,43 +149,28 @@ def linear_chain_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
     chain, invalid = chain_arrays(emissions, transitions, start, end, lengths)
-    T, N, C = emissions.shape
     failed = logz.isnan()
-    steps = torch.from_numpy(chain.lengths).masked_fill(invalid, T)
+    steps = torch.from_numpy(chain.lengths).masked_fill(invalid, len(emissions))
     upstream = grad_output.detach().double().masked_fill(failed, torch.nan)
     upstream = upstream.masked_fill(logz == -torch.inf, 0.0)
     dtype = torch.promote_types(emissions.dtype, torch.float32)
     d_emissions = empty_batch(emissions.shape, dtype)
-    d_ends = torch.empty((2, N, C), dtype=torch.float64, device="cpu")
-    inputs = (
+    d_ends = torch.empty((2, *emissions.shape[1:]), dtype=torch.float64, device="cpu")
+    args = (
+        chain,
         upstream.contiguous().numpy(),
         # The reference, which serves empty batches, saves nothing.
         (saved if saved.numel() else saved.new_empty(emissions.shape)).detach().numpy(),
+        d_emissions.numpy(),
+        d_ends.numpy(),
     )
-    halves, group = halves_of(chain), group_size(transitions, 2, T, N)
-
-    def add_gradients(counts: Tensor, first: int = 0, size: int = N) -> None:
-        """Write the gradients of sequences from `first` on."""
-        gradients = Gradients(d_emissions.numpy(), d_ends.numpy(), counts.numpy())
-        part = halves[2 * first : 2 * (first + size)]
-        run(gradient_kernel, part, chain, *inputs, gradients, first=2 * first)
-
+    d_transitions = transitions.new_empty(0)
     if not need_transitions:
-        add_gradients(torch.empty((0, 0, 0, 0), dtype=torch.float64, device="cpu"))
-        d_transitions = transitions.new_empty(0)
-    elif transitions.ndim == 2:
-        sums = constant_gradients(chain, add_gradients, group, failed, per_sequence)
-        d_transitions = sums.to(acc_dtype(transitions.dtype) if per_sequence else transitions.dtype)
+        run_over_sequences(gradient_kernel, *halves_of(chain), *args, NO_COUNTS)
+    elif transitions.ndim > 2:
+        d_transitions = step_gradients(args, transitions, dtype, failed, steps)
     else:
-        # A sum over sequences is formed in fp64.
-        shape, kind = transitions.shape, torch.promote_types(transitions.dtype, dtype)
-        if transitions.ndim == 3:
-            shape, kind = (T - 1, 1, C, C), torch.float64
-        counts = torch.zeros(shape, dtype=kind, device="cpu")
-        for first in range(0, N, group):
-            add_gradients(counts, first, group)
-        fill_nan(counts.expand(-1, N, -1, -1), failed, steps - 1)
-        d_transitions = counts.to(transitions.dtype).reshape(transitions.shape)
+        d_transitions = constant_gradients(args, transitions, failed, per_sequence)
     fill_nan(d_emissions, failed, steps)
     d_ends[:, failed] = torch.nan
     # An op may not return one tensor as two results.
@@ -234,18 +180,27 @@ def linear_chain_gradient(
 
 
 def constant_gradients(
-    chain: ChainArrays,
-    add_gradients: Callable[[Tensor, int, int], None],
-    group: int,
-    failed: Tensor,
-    per_sequence: bool,
+    args: tuple[Any, ...], transitions: Tensor, failed: Tensor, per_sequence: bool
 ) -> Tensor:
-    """Return the gradient in constant transitions, of each sequence or their sum."""
-    N, (C, width) = len(failed), chain.weights.shape[1:]
+    """Return the gradient in constant transitions, of each sequence or their sum.
+
+    Sequences run in groups, so that the counts of a group take no more memory than the emissions.
+    """
+    chain = args[0]
+    T, N, C = args[3].shape
+    width = chain.weights.shape[2]
+    lengths, edges = halves_of(chain)
+    group = max(1, min(N, T * N // (2 * C) if C else N))
     counts = torch.zeros((2, group, width, width), dtype=torch.float64, device="cpu")
     result = torch.zeros((N if per_sequence else 1, C, C), dtype=torch.float64, device="cpu")
     for first in range(0, N, group):
-        add_gradients(counts.zero_(), first, group)
+        counts.zero_()
+        part = lengths[2 * first : 2 * (first + group)]
+
+        def kernel(halves: Any, *args: Any, first: int = first) -> None:
+            gradient_kernel(halves + 2 * first, *args)
+
+        run_over_sequences(kernel, part, edges, *args, counts.numpy())
         alpha, beta = counts[..., :C, :C]
         sums = alpha + beta.mT if chain.linear else alpha + beta
         if per_sequence:
@@ -256,7 +211,38 @@ def constant_gradients(
         result *= torch.from_numpy(chain.weights[0, :, :C])
     if per_sequence:
         result[failed] = torch.nan
-        return result
+        return result.to(acc_dtype(transitions.dtype))
     if bool(failed.any()):
         result.fill_(torch.nan)
-    return result[0]
+    return result[0].to(transitions.dtype)
+
+
+def step_gradients(
+    args: tuple[Any, ...],
+    transitions: Tensor,
+    dtype: torch.dtype,
+    failed: Tensor,
+    steps: Tensor,
+) -> Tensor:
+    """Return the gradient in transitions that vary, in their shape and dtype."""
+    chain = args[0]
+    T, N, C = args[3].shape
+    lengths, edges = halves_of(chain)
+    if transitions.ndim == 4:
+        counts = torch.zeros(
+            transitions.shape, dtype=torch.promote_types(transitions.dtype, dtype), device="cpu"
+        )
+        run_over_sequences(gradient_kernel, lengths, edges, *args, counts.numpy())
+        fill_nan(counts, failed, steps - 1)
+        return counts.to(transitions.dtype)
+    # All sequences add to the same steps, so they run one after another.
+    counts = torch.zeros((T - 1, 1, C, C), dtype=torch.float64, device="cpu")
+    for n in range(N):
+
+        def kernel(halves: Any, *args: Any, n: int = n) -> None:
+            gradient_kernel(halves + 2 * n, *args)
+
+        part = lengths[2 * n : 2 * n + 2]
+        run_over_sequences(kernel, part, edges, *args, counts.numpy())
+    fill_nan(counts.expand(-1, N, -1, -1), failed, steps - 1)
+    return counts[:, 0].to(transitions.dtype)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, contiguous_row
+from ....primitives.cpu.batch import INF, contiguous_row, run_over_sequences
 from ....primitives.cpu.jit import ONE, ZERO, jit
 from ....runtime.dtypes import acc_dtype
 from ...chain.cpu.paths import cumulative_exp, draw_index, pointer_dtype
-from .steps import Tokens, chain_arrays, load_weights, log_of_sum, run, scan, scan_buffers
+from .steps import BLOCK, chain_arrays, load_tokens, load_weights, log_of_sum, scan
 
 
 @jit
@@ -42,16 +42,16 @@ def best_path_kernel(sequences: Any, chain: Any, pointers: Any, score: Any, stat
 
     States that are on no path are not written. `pointers` is `[T, N, C]`.
     """
-    C = chain.ends.shape[2]
+    C = chain.start.shape[1]
     buffer = np.empty(C, chain.emissions.numbers.dtype)
     alpha, best, origin = np.empty(C), np.empty(C), np.empty(C, np.int64)
     varying = np.empty((C, C) if chain.varies else (0, 0))
-    weights = varying if chain.varies else chain.weights[0]
     for n in sequences:
         length = chain.lengths[n]
+        weights = varying if chain.varies else chain.weights[0]
         row = contiguous_row(chain.emissions, ZERO, n, buffer)
         for c in range(C):
-            alpha[c] = chain.ends[0, n, c] + row[c]
+            alpha[c] = chain.start[n, c] + row[c]
         for t in range(1, length):
             if chain.varies:
                 load_weights(chain.transitions, t - 1, n, ZERO, weights)
@@ -62,7 +62,7 @@ def best_path_kernel(sequences: Any, chain: Any, pointers: Any, score: Any, stat
                 target[c] = origin[c]
         highest, state = -INF, 0
         for c in range(C):
-            value = alpha[c] + chain.ends[1, n, c]
+            value = alpha[c] + chain.end[n, c]
             if (value > highest) | (value != value):
                 highest, state = value, c
         score[n] = highest
@@ -85,7 +85,9 @@ def linear_chain_viterbi(
     score = np.empty(N)
     states = torch.full((T, N), -1, device="cpu")
     pointers = np.empty((T, N, C), pointer_dtype(C))
-    run(best_path_kernel, chain.lengths, chain, pointers, score, states.numpy())
+    run_over_sequences(
+        best_path_kernel, chain.lengths, C * C, chain, pointers, score, states.numpy()
+    )
     states[:, invalid] = -1
     result = torch.from_numpy(score).masked_fill_(invalid, torch.nan)
     return result.to(acc_dtype(emissions.dtype), copy=True), states
@@ -112,16 +114,26 @@ def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any) -> Non
 
     Entries that are on no path are not written.
     """
-    samples, C, buffers = uniforms.shape[1], chain.ends.shape[2], scan_buffers(chain)
-    size, width = buffers.scores.shape
+    C, width = chain.weights.shape[1:]
+    samples, size = uniforms.shape[1], 1 if chain.varies else BLOCK
+    scores, sums = np.empty((size, width)), np.empty((size, width))
     alpha = np.empty((len(states[0]) + 1 if samples else 0, width))
     terms, state = np.empty(C), np.empty(samples, np.int64)
     ones = np.full(width, 1.0 if chain.linear else 0.0)
+    varying = np.zeros((C, width) if chain.varies else (0, 0))
     for n in sequences if samples else sequences[:0]:
-        length, scale = chain.lengths[n], 0.0
+        length = chain.lengths[n]
+        weights = varying if chain.varies else chain.weights[0]
+        scale = 0.0
         for t in range(0, length, size):
-            tokens = Tokens(n, length, t, ONE, min(size, length - t))
-            scale = scan(chain, tokens, buffers, alpha[t : t + tokens.count + 1], scale)
+            K = min(size, length - t)
+            scale += load_tokens(
+                *(chain.emissions, chain.start, chain.end, length),
+                *(t, ONE, n, chain.linear, scores[:K]),
+            )
+            if t and chain.varies:
+                load_weights(chain.transitions, t - 1, n, ZERO, weights)
+            scan(chain.linear, weights, scores[:K], sums[:K], alpha[t : t + K + 1], t == 0)
         total = scale + log_of_sum(chain.linear, alpha[length], ones)
         if not total > -INF:
             continue
@@ -129,7 +141,7 @@ def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any) -> Non
             uniform = uniforms[length - 1, s, n]
             state[s] = draw_previous(chain.linear, alpha[length], ones, uniform, terms)
             states[s, length - 1, n] = state[s]
-        weights = buffers.weights if chain.varies else chain.weights[1]
+        weights = varying if chain.varies else chain.weights[1]
         for t in range(length - 2, -1, -1):
             if chain.varies:
                 load_weights(chain.transitions, t, n, ONE, weights)
@@ -149,8 +161,10 @@ def linear_chain_sample(
 ) -> Tensor:
     """Return the states `[k, T, N]` of k paths from the posterior."""
     chain, invalid = chain_arrays(emissions, transitions, start, end, lengths)
-    T, N, _ = emissions.shape
+    T, N, C = emissions.shape
     states = torch.full((uniforms.shape[1], T, N), -1, device="cpu")
-    run(sample_kernel, chain.lengths, chain, uniforms.contiguous().numpy(), states.numpy())
+    run_over_sequences(
+        sample_kernel, chain.lengths, C * C, chain, uniforms.contiguous().numpy(), states.numpy()
+    )
     states[:, :, invalid] = -1
     return states

@@ -9,16 +9,15 @@ maximum 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps, run_over_sequences
+from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps
 from ....primitives.cpu.half import load_row
-from ....primitives.cpu.jit import ONE, ZERO, jit
+from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import LN2, exp, log
 from ....primitives.cpu.vectors import (
     WIDTH,
@@ -46,7 +45,7 @@ class ChainArrays(NamedTuple):
     Fields:
         lengths: `[N]` int64, in range even where a length is invalid.
         emissions: `Steps` `[T, N, C]`.
-        ends: the scores of the first and last states, `[2, N, C]` fp64.
+        start, end: `[N, C]` fp64.
         transitions: `Steps` `[T - 1, N, C, C]`, with strides of 0 for what is constant.
         weights: `[2, C, W]` fp64: exp(transitions - shift), or the transitions themselves in the
             log domain, then their transpose. Transitions that vary have zeros here.
@@ -57,42 +56,13 @@ class ChainArrays(NamedTuple):
 
     lengths: Any
     emissions: Any
-    ends: Any
+    start: Any
+    end: Any
     transitions: Any
     weights: Any
     shift: float
     linear: bool
     varies: bool
-
-
-class Tokens(NamedTuple):
-    """Tokens of a sequence, in the order of a scan.
-
-    Fields:
-        n, length: the index of the sequence, and the number of its tokens.
-        first, by, count: the tokens are first, first + by, ..., as many as `count`. Alpha runs over
-            them if `by` is 1, and beta if it is -1.
-    """
-
-    n: int
-    length: int
-    first: int
-    by: int
-    count: int
-
-
-class ScanBuffers(NamedTuple):
-    """What a scan leaves beside its states; there are rows for `BLOCK` tokens, or one.
-
-    Fields:
-        scores: what `load_tokens` returns, `[K, W]`.
-        sums: the states before the emission of each token, `[K, W]`.
-        weights: those of the last step if transitions vary, `[C, C]`.
-    """
-
-    scores: Any
-    sums: Any
-    weights: Any
 
 
 def chain_arrays(
@@ -113,17 +83,17 @@ def chain_arrays(
         lengths = torch.full((N,), T, device="cpu")
     lengths = lengths.long()
     invalid = (lengths < 1) | (lengths > T)
-    zeros = torch.zeros(N, C, dtype=torch.float64, device="cpu")
-    steps, varies = transitions.detach(), transitions.ndim > 2
-    linear, shift = False, 0.0
-    if not (log_domain or varies):
-        low, high = (float(x) for x in steps.aminmax()) if steps.numel() else (0.0, 0.0)
-        linear = high - low <= MAX_SPAN  # False for NaN and infinities
-        shift = high if linear else 0.0
+    zeros = torch.zeros(1, 1, dtype=torch.float64, device="cpu").expand(N, C)
+    varies = transitions.ndim > 2
+    steps = transitions.detach()
+    low, high = (0.0, torch.inf) if log_domain or varies else _range(steps)
+    linear = high - low <= MAX_SPAN  # False for NaN and infinities
     width = -(-max(C, 1) // WIDTH) * WIDTH if linear else C
-    weights = torch.zeros((2, C, width), dtype=torch.float64, device="cpu")
+    weights, shift = torch.zeros((2, C, width), dtype=torch.float64, device="cpu"), 0.0
     if not varies:
-        matrix = (steps.double() - shift).exp() if linear else steps.double()
+        shift = high if linear else 0.0
+        matrix = steps.double()
+        matrix = (matrix - shift).exp() if linear else matrix
         weights[..., :C] = torch.stack([matrix, matrix.T])
         steps = steps.expand(1, 1, C, C)
     elif steps.ndim == 3:
@@ -131,7 +101,8 @@ def chain_arrays(
     arrays = ChainArrays(
         lengths.clamp(1, T).contiguous().numpy(),
         as_steps(emissions),
-        np.stack([as_array(zeros if scores is None else scores) for scores in (start, end)]),
+        as_array(zeros if start is None else start),
+        as_array(zeros if end is None else end),
         as_steps(steps),
         weights.numpy(),  # PyTorch's memory starts on a cache line
         shift,
@@ -141,33 +112,11 @@ def chain_arrays(
     return arrays, invalid
 
 
-def halves_of(chain: ChainArrays) -> Any:
-    """Return the numbers of tokens of the halves of all sequences, `[2N]`."""
-    return chain.lengths.repeat(2) // 2
-
-
-def run(
-    kernel: Callable[..., Any], lengths: Any, chain: ChainArrays, *args: Any, first: int = 0
-) -> None:
-    """Run `kernel(indices, chain, *args)`, as `run_over_sequences` does, from index `first` on."""
-
-    def run_part(indices: Any, *args: Any) -> None:
-        kernel(indices + first, *args)
-
-    C = chain.weights.shape[1]
-    run_over_sequences(run_part, lengths, C * C, chain, *args)
-
-
-def group_size(transitions: Tensor, matrices: int, T: int, N: int) -> int:
-    """Return the number of sequences that run side by side.
-
-    Sequences that add to the same steps run one after another. The partial sums of constant
-    transitions, some `matrices` of each sequence, take no more memory than the emissions.
-    """
-    C = transitions.shape[-1]
-    if transitions.ndim == 2:
-        return max(1, min(N, T * N // (matrices * C) if C else N))
-    return 1 if transitions.ndim == 3 else max(N, 1)
+def _range(transitions: Tensor) -> tuple[float, float]:
+    if not transitions.numel():
+        return 0.0, 0.0
+    low, high = transitions.aminmax()
+    return float(low), float(high)
 
 
 @jit
@@ -191,26 +140,27 @@ def highest_of(rows: Any, first: int, width: int) -> float:
 
 
 @jit
-def scan_buffers(chain: Any) -> Any:
-    """Return uninitialized buffers."""
-    C, width = chain.weights.shape[1:]
-    size = 1 if chain.varies else BLOCK
-    rows = np.empty((size, width)), np.empty((size, width))
-    return ScanBuffers(rows[0], rows[1], np.empty((C, width) if chain.varies else (0, 0)))
-
-
-@jit
-def load_tokens(chain: Any, tokens: Any, scores: Any) -> float:
-    """Write the scores of tokens relative to the maximum of each, `[K, W]`.
+def load_tokens(
+    emissions: Any,
+    start: Any,
+    end: Any,
+    length: int,
+    first: int,
+    by: int,
+    n: int,
+    linear: bool,
+    scores: Any,
+) -> float:
+    """Write the scores of tokens first, first + by, ..., relative to the maximum of each, `[K, W]`.
 
     Those of the ends are included. In linear arithmetic the exponentials are written. Return the
     sum of the maxima. The padding gets zeros.
     """
-    C, width, total = chain.ends.shape[2], scores.shape[1], 0.0
-    emissions, strides, rows = chain.emissions, chain.emissions.strides, pointer_to(scores)
-    for k in range(tokens.count):
-        t = tokens.first + k * tokens.by
-        base = t * strides[0] + tokens.n * strides[1]
+    C, width, total = start.shape[1], scores.shape[1], 0.0
+    strides, rows = emissions.strides, pointer_to(scores)
+    for k in range(len(scores)):
+        t = first + k * by
+        base = t * strides[0] + n * strides[1]
         if width > C:
             store(rows, (k + 1) * width - WIDTH, fill(-INF))
         if strides[2] == 1 and not len(emissions.words):
@@ -219,13 +169,13 @@ def load_tokens(chain: Any, tokens: Any, scores: Any) -> float:
             load_row(emissions, base, strides[2], scores[k, :C])
         if t == 0:
             for c in range(C):
-                scores[k, c] += chain.ends[0, tokens.n, c]
-        if t == tokens.length - 1:
+                scores[k, c] += start[n, c]
+        if t == length - 1:
             for c in range(C):
-                scores[k, c] += chain.ends[1, tokens.n, c]
+                scores[k, c] += end[n, c]
         highest = highest_of(rows, k * width, width)
         total += highest if highest > LOWEST else -INF
-        if chain.linear:
+        if linear:
             exp_row(rows, k * width, width, highest)
         else:
             for c in range(C):
@@ -234,13 +184,12 @@ def load_tokens(chain: Any, tokens: Any, scores: Any) -> float:
 
 
 @jit
-def load_states(saved: Any, tokens: Any, states: Any) -> None:
-    """Copy the states of tokens from `[T, N, C]` to rows, and leave the padding."""
+def load_states(saved: Any, t: int, by: int, n: int, states: Any) -> None:
+    """Copy the states of tokens t, t + by, ... from `[T, N, C]` to rows, and leave the padding."""
     (N, C), width = saved.shape[1:], states.shape[1]
     source, target = pointer_to(saved), pointer_to(states)
-    for k in range(tokens.count):
-        t = tokens.first + k * tokens.by
-        copy_numbers(source, (t * N + tokens.n) * C, target, k * width, C)
+    for k in range(len(states)):
+        copy_numbers(source, ((t + k * by) * N + n) * C, target, k * width, C)
 
 
 @jit
@@ -298,21 +247,11 @@ def scan_log(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) 
 
 
 @jit
-def scan(chain: Any, tokens: Any, buffers: Any, states: Any, offset: float) -> float:
-    """Scan tokens from the state before them, `states[0]`, and write the state of each, `[K, W]`.
-
-    Return the offset plus the log of the scale of the states.
-    """
-    offset += load_tokens(chain, tokens, buffers.scores)
-    backward = ONE if tokens.by < 0 else ZERO
-    weights = buffers.weights if chain.varies else chain.weights[backward]
-    is_first = tokens.first == (tokens.length - 1 if backward else 0)
-    if chain.varies and not is_first:
-        load_weights(chain.transitions, tokens.first - 1 + backward, tokens.n, backward, weights)
-    scores, sums = buffers.scores[: tokens.count], buffers.sums
-    if chain.linear:
-        return offset + scan_linear(weights, scores, sums, states, is_first) * LN2
-    return offset + scan_log(weights, scores, sums, states, is_first)
+def scan(linear: bool, weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> float:
+    """Scan K tokens, and return the log of the scale of the states."""
+    if linear:
+        return scan_linear(weights, scores, sums, states, is_first) * LN2
+    return scan_log(weights, scores, sums, states, is_first)
 
 
 @jit
@@ -335,3 +274,8 @@ def copy_row(source: Any, target: Any) -> None:
     """Copy a row; an assignment of slices takes seconds to compile."""
     for c in range(len(target)):
         target[c] = source[c]
+
+
+def halves_of(chain: ChainArrays) -> tuple[Any, int]:
+    """Return the numbers of tokens of the halves of all sequences, and the edges of a step."""
+    return chain.lengths.repeat(2) // 2, chain.start.shape[1] ** 2
