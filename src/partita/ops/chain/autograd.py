@@ -43,9 +43,9 @@ def check_values(scores: Tensor, source: Tensor, lengths: Tensor | None) -> None
 
 
 def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import expectation, logz, paths, state_scores
+    from .cpu import expectation, logz, paths
 
-    return expectation, logz, paths, state_scores
+    return expectation, logz, paths
 
 
 def _gpu() -> ModuleType:

@@ -30,9 +30,9 @@ def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
 
 
 def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import gradient, logz, paths
+    from .cpu import logz, paths
 
-    return gradient, logz, paths
+    return logz, paths
 
 
 def _gpu() -> ModuleType:

@@ -7,22 +7,13 @@ state.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import (
-    INF,
-    LOWEST,
-    as_array,
-    as_steps,
-    empty_batch,
-    fill_nan,
-    row_at,
-    run_over_batch,
-)
+from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps, empty_batch, fill_nan, row_at
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, log
 from ....runtime.register import resolved
@@ -35,87 +26,84 @@ from .steps import (
     load_edges,
     logz_at_end,
     posterior_offsets,
+    run,
     sum_by_source,
-    zero_past_length,
 )
+
+
+class ValueArrays(NamedTuple):
+    """The values whose sum over a path is averaged.
+
+    Fields:
+        edges: `Steps` `[T, N, C, K]`.
+        first, last: those of the first and last states, `[N, C]` fp64.
+    """
+
+    edges: Any
+    first: Any
+    last: Any
+
+
+class Expectation(NamedTuple):
+    """What the first scan finds.
+
+    Fields:
+        mean, logz: `[N]`.
+        saved: alpha and the mean into each state, `[2, R, N, C]`, where step t has row t mod R. R
+            is 2, or the number of steps + 1.
+    """
+
+    mean: Any
+    logz: Any
+    saved: Any
 
 
 @jit
 def alpha_and_mean_step(
-    terms: Any, max_term: Any, values: Any, sum_exp: Any, next_alpha: Any, next_mean: Any
+    terms: Any, max_term: Any, values: Any, sum_exp: Any, alpha: Any, mean: Any
 ) -> None:
-    """Compute alpha after a step, and the mean of the values weighted by exp(terms), `[C]` both.
-
-    Terms and values are `[K, C]`. A value whose weight is 0 adds 0.
-    """
-    for c in range(len(sum_exp)):
-        sum_exp[c], next_mean[c] = 0.0, 0.0
+    """Compute alpha after a step, and the mean of the values `[K, C]`; a weight of 0 adds 0."""
+    for c in range(len(alpha)):
+        sum_exp[c], mean[c] = 0.0, 0.0
     for k in range(len(terms)):
-        for c in range(len(sum_exp)):
+        for c in range(len(alpha)):
             weight = exp(terms[k, c] - max_term[c])
             sum_exp[c] += weight
-            next_mean[c] += 0.0 if weight == 0.0 else weight * values[k, c]
-    for c in range(len(sum_exp)):
+            mean[c] += 0.0 if weight == 0.0 else weight * values[k, c]
+    for c in range(len(alpha)):
         value = max_term[c] + log(sum_exp[c])
-        next_alpha[c] = -INF if value == LOWEST else value
-        next_mean[c] = 0.0 if sum_exp[c] == 0.0 else next_mean[c] / sum_exp[c]
-
-
-@jit
-def mean_at_end(alpha: Any, final: Any, mean: Any, last_values: Any, logz: float) -> float:
-    """Return the mean over all paths from the means into the last states, `[C]`."""
-    result = 0.0
-    for c in range(len(alpha) if logz != -INF else 0):
-        p = exp(alpha[c] + final[c] - logz)
-        result += 0.0 if p == 0.0 else p * (mean[c] + last_values[c])
-    return result
+        alpha[c] = -INF if value == LOWEST else value
+        mean[c] = 0.0 if sum_exp[c] == 0.0 else mean[c] / sum_exp[c]
 
 
 @jit(nogil=True)
-def chain_expectation_forward_kernel(
-    chains: Any,
-    batch: Any,
-    scores: Any,
-    initial: Any,
-    final: Any,
-    values: Any,
-    first_values: Any,
-    last_values: Any,
-    saved: Any,
-    save: bool,
-    logz: Any,
-    mean: Any,
-) -> None:
-    """Compute the mean and log Z of each chain, and alpha and the mean into each state.
-
-    The last two are `saved[0]` and `saved[1]`. With `save`, `saved` is `[2, T + 1, N, C]`.
-    Otherwise it is `[2, 2, N, C]`, for two steps in turn.
-    """
-    C = initial.shape[1]
+def chain_expectation_forward_kernel(chains: Any, batch: Any, values: Any, result: Any) -> None:
+    """Compute the mean and log Z of each chain, and alpha and the mean into each state."""
+    K, C, rows = batch.edges.K, batch.initial.shape[1], result.saved.shape[1]
+    scores, sources = batch.scores, batch.edges.sources
     for n in chains:
-        buffer = np.empty(C * batch.K, scores.numbers.dtype)
-        value_buffer = np.empty(C * batch.K, values.numbers.dtype)
-        terms, value_terms = np.empty((batch.K, C)), np.empty((batch.K, C))
+        buffer = np.empty(C * K, scores.numbers.dtype)
+        value_buffer = np.empty(C * K, values.edges.numbers.dtype)
+        terms, value_terms = np.empty((K, C)), np.empty((K, C))
         max_term, sum_exp, unused = np.empty(C), np.empty(C), np.empty(C)
+        length, saved = batch.lengths[n], result.saved
         for c in range(C):
-            saved[0, 0, n, c], saved[1, 0, n, c] = initial[n, c], first_values[n, c]
-        for t in range(batch.lengths[n]):
-            now, after = (t, t + 1) if save else (t % 2, (t + 1) % 2)
-            row = load_edges(scores, t, n, batch.K, buffer)
-            value_row = load_edges(values, t, n, batch.K, value_buffer)
-            next_row, next_value_row = row_at(scores, t + 1, n), row_at(values, t + 1, n)
-            edge_terms(row, batch.sources, saved[0, now, n], terms, max_term, next_row)
-            edge_terms(
-                value_row, batch.sources, saved[1, now, n], value_terms, unused, next_value_row
-            )
-            alpha_and_mean_step(
-                terms, max_term, value_terms, sum_exp, saved[0, after, n], saved[1, after, n]
-            )
-        last = batch.lengths[n] if save else batch.lengths[n] % 2
-        logz[n] = logz_at_end(saved[0, last, n], final[n])
-        mean[n] = mean_at_end(
-            saved[0, last, n], final[n], saved[1, last, n], last_values[n], logz[n]
-        )
+            saved[0, 0, n, c], saved[1, 0, n, c] = batch.initial[n, c], values.first[n, c]
+        for t in range(length):
+            now, after = (t, t + 1) if rows > 2 else (t % 2, (t + 1) % 2)
+            row, next_row = load_edges(scores, t, n, K, buffer), row_at(scores, t + 1, n)
+            edge_terms(row, sources, saved[0, now, n], terms, max_term, next_row)
+            value_row = load_edges(values.edges, t, n, K, value_buffer)
+            next_value_row = row_at(values.edges, t + 1, n)
+            edge_terms(value_row, sources, saved[1, now, n], value_terms, unused, next_value_row)
+            alpha, mean = saved[0, after, n], saved[1, after, n]
+            alpha_and_mean_step(terms, max_term, value_terms, sum_exp, alpha, mean)
+        alpha, mean = saved[0, length % rows, n], saved[1, length % rows, n]
+        logz, total = logz_at_end(alpha, batch.final[n]), 0.0
+        for c in range(C if logz != -INF else 0):
+            p = exp(alpha[c] + batch.final[n, c] - logz)
+            total += 0.0 if p == 0.0 else p * (mean[c] + values.last[n, c])
+        result.logz[n], result.mean[n] = logz, total
 
 
 @jit(inline="always")
@@ -125,101 +113,70 @@ def covariance(posterior: float, difference: float) -> float:
 
 
 @jit
-def edge_covariances(
-    posterior: Any, mean_from: Any, mean_into: Any, factor: float, d_scores: Any
-) -> None:
-    """Compute the gradients in the scores of a step, `[C * K]`.
-
-    Args:
-        posterior: the posterior of each edge.
-        mean_from: the mean over the paths from each edge on; replaced by its product with the
-            posterior.
-        mean_into: the mean over the paths into each edge, minus the mean over all paths.
-        factor: the factor of the gradients.
-        d_scores: the gradients, written.
-    """
-    for e in range(len(posterior)):
-        d_scores[e] = covariance(posterior[e] * factor, mean_into[e] + mean_from[e])
-        mean_from[e] = covariance(posterior[e], mean_from[e])
-
-
-@jit
-def divide_by_posterior(weighted: Any, posterior: Any) -> None:
-    """Divide the weighted sums by the posteriors of the states, `[C]`; 0 / 0 is 0."""
-    for c in range(len(posterior)):
-        weighted[c] = 0.0 if posterior[c] == 0.0 else weighted[c] / posterior[c]
+def zero_past_length(rows: Any, n: int, length: int) -> None:
+    """Write zeros past the length of a chain into `[T, N, C * K]`."""
+    for t in range(length, len(rows)):
+        for e in range(rows.shape[2]):
+            rows[t, n, e] = 0.0
 
 
 @jit(nogil=True)
 def chain_expectation_backward_kernel(
     chains: Any,
     batch: Any,
-    scores: Any,
-    grad_output: Any,
-    final: Any,
     values: Any,
-    last_values: Any,
-    mean: Any,
-    logz: Any,
-    saved: Any,
+    forward: Any,
+    grad_output: Any,
     d_scores: Any,
     d_values: Any,
     d_ends: Any,
-    need_score_grads: bool,
-    need_value_grads: bool,
 ) -> None:
-    """Compute the gradients in scores and values `[T, N, C * K]`, if needed, and in the ends.
+    """Compute the gradients in scores and values, and in the ends.
 
-    The gradients in initial, final, first_values and last_values are `d_ends`, `[4, N, C]`.
+    They are `[T, N, C * K]`, or empty where they are not needed. Those in initial, final,
+    first_values and last_values are `d_ends`, `[4, N, C]`.
     """
-    C = final.shape[1]
-    size = C * batch.K
+    edges, C = batch.edges, batch.final.shape[1]
+    size, sources = C * edges.K, edges.sources
     for n in chains:
-        buffer = np.empty(size, scores.numbers.dtype)
-        value_buffer = np.empty(size, values.numbers.dtype)
+        buffer = np.empty(size, batch.scores.numbers.dtype)
+        value_buffer = np.empty(size, values.edges.numbers.dtype)
         d_score_row, d_value_row = np.empty(size, d_scores.dtype), np.empty(size, d_values.dtype)
-        edges, edge_mean_from, edge_mean_into = np.empty(size), np.empty(size), np.empty(size)
-        posterior, offset, mean_from = np.empty(C), np.empty(C), np.empty(C)
-        shift = np.full(C, -mean[n])
-        length = batch.lengths[n]
+        edge_posterior, edge_mean_from = np.empty(size), np.empty(size)
+        edge_mean_into, mean_from = np.empty(size), np.empty(C)
+        posterior, offset = np.empty(C), np.empty(C)
+        shift, grad = np.full(C, -forward.mean[n]), grad_output[n]
+        length, logz, saved = batch.lengths[n], forward.logz[n], forward.saved
         for c in range(C):
-            posterior[c] = (
-                0.0 if logz[n] == -INF else exp(saved[0, length, n, c] + final[n, c] - logz[n])
-            )
-            mean_from[c] = last_values[n, c]
-            d_ends[1, n, c] = covariance(
-                posterior[c] * grad_output[n], saved[1, length, n, c] + shift[c] + mean_from[c]
-            )
-            d_ends[3, n, c] = posterior[c] * grad_output[n]
+            p = 0.0 if logz == -INF else exp(saved[0, length, n, c] + batch.final[n, c] - logz)
+            posterior[c], mean_from[c] = p, values.last[n, c]
+            d_ends[1, n, c] = covariance(p * grad, saved[1, length, n, c] + shift[c] + mean_from[c])
+            d_ends[3, n, c] = p * grad
         for t in range(length - 1, -1, -1):
-            row = load_edges(scores, t, n, batch.K, buffer)
-            value_row = load_edges(values, t, n, batch.K, value_buffer)
-            d_score_row = d_scores[t, n] if need_score_grads else d_score_row
-            d_value_row = d_values[t, n] if need_value_grads else d_value_row
-            next_t = max(t - 1, 0)
+            row = load_edges(batch.scores, t, n, edges.K, buffer)
+            value_row = load_edges(values.edges, t, n, edges.K, value_buffer)
+            d_score_row = d_scores[t, n] if len(d_scores) else d_score_row
+            d_value_row = d_values[t, n] if len(d_values) else d_value_row
+            alpha, next_alpha = saved[0, t, n], saved[0, max(t - 1, 0), n]
+            mean_into, next_mean_into = saved[1, t, n], saved[1, max(t - 1, 0), n]
             posterior_offsets(posterior, saved[0, t + 1, n], offset)
-            add_source_values(
-                batch.sources, saved[0, t, n], offset, edges, row, saved[0, next_t, n]
-            )
-            edge_posteriors(row, batch.sources, edges, grad_output[n], d_value_row)
-            add_source_values(
-                batch.sources,
-                saved[1, t, n],
-                shift,
-                edge_mean_into,
-                value_row,
-                saved[1, next_t, n],
-            )
+            add_source_values(sources, alpha, offset, edge_posterior, row, next_alpha)
+            edge_posteriors(row, sources, edge_posterior, grad, d_value_row)
+            add_source_values(sources, mean_into, shift, edge_mean_into, value_row, next_mean_into)
             add_target_values(value_row, mean_from, edge_mean_from)
-            edge_covariances(edges, edge_mean_from, edge_mean_into, grad_output[n], d_score_row)
-            sum_by_source(batch, edges, posterior)
-            sum_by_source(batch, edge_mean_from, mean_from)
-            divide_by_posterior(mean_from, posterior)
+            for e in range(size):
+                p, mean = edge_posterior[e], edge_mean_from[e]
+                d_score_row[e] = covariance(p * grad, edge_mean_into[e] + mean)
+                edge_mean_from[e] = covariance(p, mean)
+            sum_by_source(edges, edge_posterior, posterior)
+            sum_by_source(edges, edge_mean_from, mean_from)
+            for c in range(C):
+                mean_from[c] = 0.0 if posterior[c] == 0.0 else mean_from[c] / posterior[c]
         for c in range(C):
             d_ends[0, n, c] = covariance(
-                posterior[c] * grad_output[n], saved[1, 0, n, c] + shift[c] + mean_from[c]
+                posterior[c] * grad, saved[1, 0, n, c] + shift[c] + mean_from[c]
             )
-            d_ends[2, n, c] = posterior[c] * grad_output[n]
+            d_ends[2, n, c] = posterior[c] * grad
         zero_past_length(d_scores, n, length)
         zero_past_length(d_values, n, length)
 
@@ -239,24 +196,13 @@ def chain_expectation(
 
     The last is alpha and the mean into each state, `[2, T + 1, N, C]`.
     """
-    batch, invalid = chain_batch(scores, source, lengths)
+    batch, invalid = chain_batch(scores, source, initial, final, lengths)
     T, N, C, _ = scores.shape
     saved = empty_batch((2, T + 1 if save else 2, N, C))
-    mean, logz = (torch.empty(len(initial), dtype=torch.float64, device="cpu") for _ in range(2))
-    run_over_batch(
-        chain_expectation_forward_kernel,
-        batch,
-        as_steps(scores),
-        as_array(initial),
-        as_array(final),
-        as_steps(values),
-        as_array(first_values),
-        as_array(last_values),
-        saved.numpy(),
-        save,
-        logz.numpy(),
-        mean.numpy(),
-    )
+    mean, logz = (torch.empty(N, dtype=torch.float64, device="cpu") for _ in range(2))
+    arrays = ValueArrays(as_steps(values), as_array(first_values), as_array(last_values))
+    result = Expectation(mean.numpy(), logz.numpy(), saved.numpy())
+    run(chain_expectation_forward_kernel, batch, arrays, result)
     return (
         mean.masked_fill_(invalid, torch.nan),
         logz.masked_fill_(invalid, torch.nan),
@@ -284,29 +230,23 @@ def chain_expectation_gradient(
 
     A gradient that is not needed is empty.
     """
-    (batch, invalid), failed = chain_batch(scores, source, lengths), logz.isnan()
+    batch, invalid = chain_batch(scores, source, initial, final, lengths)
+    failed = logz.isnan()
     steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(scores))
     d_scores, d_values = (
         empty_batch(t.shape if need else (0,) * 4, torch.promote_types(t.dtype, torch.float32))
         for t, need in ((scores, need_score_grads), (values, need_value_grads))
     )
     d_ends = torch.empty((4, *final.shape), dtype=torch.float64, device="cpu")
-    run_over_batch(
+    run(
         chain_expectation_backward_kernel,
         batch,
-        as_steps(scores),
+        ValueArrays(as_steps(values), as_array(first_values), as_array(last_values)),
+        Expectation(as_array(mean), as_array(logz), saved.numpy()),
         resolved(grad_output).double().masked_fill(failed, torch.nan).numpy(),
-        as_array(final),
-        as_steps(values),
-        as_array(last_values),
-        as_array(mean),
-        as_array(logz),
-        saved.numpy(),
         d_scores.flatten(2).numpy(),
         d_values.flatten(2).numpy(),
         d_ends.numpy(),
-        need_score_grads,
-        need_value_grads,
     )
     for gradient in (d_scores, d_values):
         fill_nan(gradient, failed, steps)

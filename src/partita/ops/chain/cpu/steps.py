@@ -7,13 +7,22 @@ for each K, which removes most of the cost of an inner loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, LOWEST, start_of
+from ....primitives.cpu.batch import (
+    INF,
+    LOWEST,
+    Steps,
+    as_array,
+    as_steps,
+    run_over_sequences,
+    start_of,
+)
 from ....primitives.cpu.half import load_row, number_at
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log, prefetch
@@ -22,8 +31,8 @@ from ....runtime.register import resolved
 SMALLEST = np.finfo(np.float64).tiny
 
 
-class ChainBatch(NamedTuple):
-    """The edges and the lengths of a batch of chains.
+class Edges(NamedTuple):
+    """The edges of a step.
 
     Fields:
         K: the number of edges into each state.
@@ -33,7 +42,6 @@ class ChainBatch(NamedTuple):
         outgoing_start: the index in `outgoing` of each state's first edge, and the number of edges
             last, `[C + 1]` int32.
         out_degree: the number of edges that leave each state; 0 if the states differ in it.
-        lengths: the number of steps of each chain, `[N]`; 0 for an invalid chain.
     """
 
     K: int
@@ -41,7 +49,23 @@ class ChainBatch(NamedTuple):
     outgoing: Any
     outgoing_start: Any
     out_degree: int
+
+
+class ChainBatch(NamedTuple):
+    """A batch of chains.
+
+    Fields:
+        lengths: the number of steps of each chain, `[N]`; 0 for an invalid chain.
+        edges: those of every step.
+        scores: `Steps` `[T, N, C, K]`.
+        initial, final: `[N, C]` fp64.
+    """
+
     lengths: Any
+    edges: Edges
+    scores: Steps
+    initial: Any
+    final: Any
 
 
 @jit
@@ -99,93 +123,12 @@ def edge_terms(
 
 
 @jit
-def alpha_step(
-    row: Any,
-    sources: Any,
-    alpha: Any,
-    terms: Any,
-    max_term: Any,
-    sum_exp: Any,
-    next_alpha: Any,
-    next_row: Any,
-) -> None:
-    """Compute alpha after a step under Log from alpha before it, `[C]`."""
-    edge_terms(row, sources, alpha, terms, max_term, next_row)
-    for c in range(len(sum_exp)):
-        sum_exp[c] = 0.0
-    for k in range(len(terms)):
-        for c in range(len(sum_exp)):
-            sum_exp[c] += exp_floor(terms[k, c] - max_term[c])
-    for c in range(len(sum_exp)):
-        value = max_term[c] + log(sum_exp[c])
-        next_alpha[c] = -INF if value == LOWEST else value
-
-
-@jit
-def max_over_edges(terms: Any, best: Any, best_k: Any) -> None:
-    """Compute the greatest term of each state, `[C]`, and the first k that has it.
-
-    The result is NaN for a state with a NaN term.
-    """
-    for c in range(len(best)):
-        best[c] = -INF
-        best_k[c] = 0
-    for k in range(len(terms)):
-        for c in range(len(best)):
-            term = terms[k, c]
-            better = (term > best[c]) | (term != term)
-            best[c] = term if better else best[c]
-            best_k[c] = k if better else best_k[c]
-
-
-@jit
 def add_target_values(row: Any, state_values: Any, edge_values: Any) -> None:
     """Compute the row `[C * K]` plus the value `[C]` of the state that each edge enters."""
     K = len(edge_values) // max(len(state_values), 1)
     for c in range(len(state_values)):
         for k in range(K):
             edge_values[c * K + k] = row[c * K + k] + state_values[c]
-
-
-@jit
-def beta_step(
-    row: Any,
-    batch: Any,
-    beta: Any,
-    edge_values: Any,
-    terms: Any,
-    max_term: Any,
-    sum_exp: Any,
-    use_max: bool,
-    previous_beta: Any,
-) -> None:
-    """Compute beta before a step under Log or Max from beta after it, `[C]`.
-
-    A state that no edge leaves has -inf. `terms` has the order of `batch.outgoing`.
-    """
-    add_target_values(row, beta, edge_values)
-    for c in range(len(beta)):
-        highest, greatest = LOWEST, -INF
-        for i in range(batch.outgoing_start[c], batch.outgoing_start[c + 1]):
-            term = edge_values[batch.outgoing[i]]
-            terms[i] = term
-            highest = term if term > highest else highest
-            greatest = term if (term > greatest) | (term != term) else greatest
-        max_term[c], previous_beta[c] = highest, greatest
-    if use_max:
-        return
-    for c in range(len(beta)):
-        for i in range(batch.outgoing_start[c], batch.outgoing_start[c + 1]):
-            terms[i] -= max_term[c]
-    for i in range(len(terms)):
-        terms[i] = exp_floor(terms[i])
-    for c in range(len(beta)):
-        sum_exp[c] = 0.0
-        for i in range(batch.outgoing_start[c], batch.outgoing_start[c + 1]):
-            sum_exp[c] += terms[i]
-    for c in range(len(beta)):
-        value = max_term[c] + log(sum_exp[c])
-        previous_beta[c] = -INF if value == LOWEST else value
 
 
 @jit(inline="always")
@@ -275,31 +218,22 @@ def _sum_by_source(outgoing: Any, edge_values: Any, result: Any, out_degree: int
 
 
 @jit
-def sum_by_source(batch: Any, edge_values: Any, result: Any) -> None:
+def sum_by_source(edges: Any, edge_values: Any, result: Any) -> None:
     """Compute the sum of the edge values `[C * K]` over the edges that leave each state, `[C]`."""
-    degree = batch.out_degree
-    if degree == 2:
-        _sum_by_source(batch.outgoing, edge_values, result, 2)
-    elif degree == 3:
-        _sum_by_source(batch.outgoing, edge_values, result, 3)
-    elif degree == 4:
-        _sum_by_source(batch.outgoing, edge_values, result, 4)
-    elif degree == 5:
-        _sum_by_source(batch.outgoing, edge_values, result, 5)
+    if edges.out_degree == 2:
+        _sum_by_source(edges.outgoing, edge_values, result, 2)
+    elif edges.out_degree == 3:
+        _sum_by_source(edges.outgoing, edge_values, result, 3)
+    elif edges.out_degree == 4:
+        _sum_by_source(edges.outgoing, edge_values, result, 4)
+    elif edges.out_degree == 5:
+        _sum_by_source(edges.outgoing, edge_values, result, 5)
     else:
         for c in range(len(result)):
             result[c] = 0.0
         for e in range(len(edge_values)):
-            if batch.sources[e] >= 0:
-                result[batch.sources[e]] += edge_values[e]
-
-
-@jit
-def zero_past_length(rows: Any, n: int, length: int) -> None:
-    """Write zeros past the length of a chain into `[T, N, C * K]`."""
-    for t in range(length, len(rows)):
-        for e in range(rows.shape[2]):
-            rows[t, n, e] = 0.0
+            if edges.sources[e] >= 0:
+                result[edges.sources[e]] += edge_values[e]
 
 
 @jit
@@ -325,7 +259,7 @@ def logz_at_end(alpha: Any, final: Any) -> float:
 
 
 def chain_batch(
-    scores: Tensor, source: Tensor, lengths: Tensor | None
+    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None
 ) -> tuple[ChainBatch, Tensor]:
     """Return the batch for the kernels, and the mask of invalid chains, `[N]`.
 
@@ -343,5 +277,12 @@ def chain_batch(
     outgoing = sources.argsort(kind="stable")[len(sources) - start[-1] :].astype(np.uint32)
     mean_degree = int(start[-1]) // max(C, 1)
     out_degree = mean_degree if bool((degrees == mean_degree).all()) else 0
+    edges = Edges(K, sources, outgoing, start, out_degree)
     safe_lengths = steps.masked_fill(invalid, 0).numpy()
-    return ChainBatch(K, sources, outgoing, start, out_degree, safe_lengths), invalid
+    ends = as_array(initial), as_array(final)
+    return ChainBatch(safe_lengths, edges, as_steps(scores), *ends), invalid
+
+
+def run(kernel: Callable[..., Any], batch: ChainBatch, *args: Any) -> None:
+    """Run `kernel(chains, batch, *args)` for all chains, as `run_over_sequences` does."""
+    run_over_sequences(kernel, batch.lengths, len(batch.edges.sources), batch, *args)

@@ -11,8 +11,7 @@ from torch import Tensor
 from ....primitives.cpu.batch import as_integers, as_steps, row_at, run_over_sequences
 from ....primitives.cpu.jit import ZERO, jit
 from ...chain.cpu.logz import chain_gradient, chain_logz
-from ...chain.cpu.paths import chain_viterbi
-from ...chain.cpu.state_scores import chain_scan
+from ...chain.cpu.paths import chain_scan, chain_viterbi
 from ..basecalls import Basecalls, empty_basecalls
 from ..common import ChainFunctions, empty_posteriors, path_and_posteriors
 from .crf_beam import ctc_crf_beam_search

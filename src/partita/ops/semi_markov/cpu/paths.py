@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, LOWEST, run_over_sequences
+from ....primitives.cpu.batch import INF, LOWEST
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
 from ....runtime.dtypes import acc_dtype
-from .steps import scan_forward, semi_markov_arrays, work_of
+from .steps import run, scan_buffers, scan_forward, semi_markov_arrays
 
 
 @jit
@@ -109,10 +109,10 @@ def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any, starts
     Entries of `states` and `starts` that are on no path are not written.
     """
     D, C = chain.durations.shape
-    T = max(chain.emissions.shape[1], 2)
+    T, buffers = max(chain.emissions.shape[1], 2), scan_buffers(chain)
     begin, alpha, terms = np.empty((T, C)), np.empty((T, C)), np.empty(max(D, C))
     for n in sequences:
-        logz = scan_forward(chain, n, begin, alpha)
+        logz = scan_forward(chain, n, buffers, begin, alpha)
         for k in range(len(states) if logz > -INF else 0):
             t, state = chain.lengths[n] - 1, -1
             while t >= 0:
@@ -146,8 +146,7 @@ def semi_markov_viterbi(
     chain, invalid = semi_markov_arrays(emissions, transitions, durations, start, end, lengths)
     T, N, _ = emissions.shape
     score, (states, starts) = np.empty(N), _no_paths(T, N)
-    results = (score, states.numpy(), starts.numpy())
-    run_over_sequences(viterbi_kernel, chain.lengths, work_of(chain), chain, *results)
+    run(viterbi_kernel, chain, score, states.numpy(), starts.numpy())
     states[:, invalid], starts[:, invalid] = -1, False
     found = torch.from_numpy(score).masked_fill_(invalid, torch.nan)
     return found.to(acc_dtype(emissions.dtype)), states, starts
@@ -165,10 +164,6 @@ def semi_markov_sample(
     """Return the states and starts `[k, T, N]` of k paths from the posterior."""
     chain, invalid = semi_markov_arrays(emissions, transitions, durations, start, end, lengths)
     states, starts = _no_paths(uniforms.shape[2], *emissions.shape[:2])
-    numbers = uniforms.contiguous().numpy()
-    run_over_sequences(
-        *(sample_kernel, chain.lengths, work_of(chain), chain, numbers),
-        *(states.numpy(), starts.numpy()),
-    )
+    run(sample_kernel, chain, uniforms.contiguous().numpy(), states.numpy(), starts.numpy())
     states[:, :, invalid], starts[:, :, invalid] = -1, False
     return states, starts

@@ -6,13 +6,14 @@ as long as it can grow, so that a step adds its emissions to all rows and moves 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, LOWEST, as_array
+from ....primitives.cpu.batch import INF, LOWEST, as_array, run_over_sequences
 from ....primitives.cpu.jit import MINUS_ONE, jit
 from ....primitives.cpu.math import exp, log
 
@@ -34,6 +35,23 @@ class SemiMarkovArrays(NamedTuple):
     durations: Any
     start: Any
     end: Any
+
+
+class ScanBuffers(NamedTuple):
+    """What one step of a scan leaves for the next one or for posteriors.
+
+    Fields:
+        ring: the scores of the open segments, `[D, C]`.
+        by_state: the terms exp(score - maximum) of the last sums over transitions, `[C, C]`, with
+            the state that is summed over first.
+        by_duration: those of the last sums over segments, `[D, C]`, by their steps minus 1.
+        maxima: the maxima of the last sums, `[C]`.
+    """
+
+    ring: Any
+    by_state: Any
+    by_duration: Any
+    maxima: Any
 
 
 def semi_markov_arrays(
@@ -61,20 +79,23 @@ def semi_markov_arrays(
     return arrays, invalid
 
 
-def work_of(chain: SemiMarkovArrays) -> int:
-    """Return the number of terms that a step adds up for one sequence."""
+def run(kernel: Callable[..., Any], chain: SemiMarkovArrays, *args: Any) -> None:
+    """Run `kernel(sequences, chain, *args)` for all sequences, as `run_over_sequences` does."""
     D, C = chain.durations.shape
-    return int(C * (C + D))
+    run_over_sequences(kernel, chain.lengths, C * (C + D), chain, *args)
 
 
 @jit
-def add_transitions(state: Any, transitions: Any, weights: Any, maxima: Any, sums: Any) -> None:
-    """Write the log-sum-exp of each column of state + transitions into `sums` `[C]`.
+def scan_buffers(chain: Any) -> Any:
+    """Return uninitialized buffers."""
+    D, C = chain.durations.shape
+    return ScanBuffers(np.empty((D, C)), np.empty((C, C)), np.empty((D, C)), np.empty(C))
 
-    `transitions` `[C, C]` has the state that is summed over first. `weights` `[C, C]` gets
-    exp(terms - maxima), whose sum over the first dimension is exp(sums - maxima).
-    """
-    C = len(state)
+
+@jit
+def add_transitions(buffers: Any, state: Any, transitions: Any, sums: Any) -> None:
+    """Write the log-sum-exp of each column of state + transitions into `sums` `[C]`."""
+    C, maxima = len(state), buffers.maxima
     for j in range(C):
         maxima[j], sums[j] = LOWEST, 0.0
     for i in range(C):
@@ -82,7 +103,7 @@ def add_transitions(state: Any, transitions: Any, weights: Any, maxima: Any, sum
         for j in range(C):
             maxima[j] = a + row[j] if a + row[j] > maxima[j] else maxima[j]
     for i in range(C):
-        a, row, weight = state[i], transitions[i], weights[i]
+        a, row, weight = state[i], transitions[i], buffers.by_state[i]
         for j in range(C):
             weight[j] = exp(a + row[j] - maxima[j])
         for j in range(C):
@@ -91,33 +112,18 @@ def add_transitions(state: Any, transitions: Any, weights: Any, maxima: Any, sum
 
 
 @jit
-def add_durations(
-    ring: Any,
-    newest: int,
-    by: int,
-    rows: int,
-    emission: Any,
-    durations: Any,
-    weights: Any,
-    maxima: Any,
-    sums: Any,
-) -> None:
-    """Add the emissions of a step to the open segments, and write their log-sum-exp into `sums`.
+def add_durations(buffers: Any, chain: Any, n: int, t: int, by: int, rows: int, sums: Any) -> None:
+    """Add the emissions of step t to the open segments, and write their log-sum-exp into `sums`.
 
-    Args:
-        ring: the scores of the segments `[D, C]`, whose newest has row `newest`.
-        by: 1 or -1, the direction of the row of the next newest segment.
-        rows: the number of segments that are open.
-        emission: `[C]`.
-        durations: `[D, C]`.
-        weights: `[D, C]`; gets exp(terms - maxima) by the number of steps minus 1.
-        maxima, sums: `[C]`.
+    There are `rows` of them. The newest started at step t, and the others at t + by and so on.
     """
+    ring, maxima, emission = buffers.ring, buffers.maxima, chain.emissions[n, t]
     D, C = ring.shape
     for c in range(C):
         maxima[c], sums[c] = LOWEST, 0.0
     for d in range(rows):
-        row, duration, weight = ring[(newest + d * by) % D], durations[d], weights[d]
+        row, duration = ring[(t + d * by) % D], chain.durations[d]
+        weight = buffers.by_duration[d]
         for c in range(C):
             row[c] += emission[c]
         for c in range(C):
@@ -125,7 +131,7 @@ def add_durations(
         for c in range(C):
             maxima[c] = weight[c] if weight[c] > maxima[c] else maxima[c]
     for d in range(rows):
-        weight = weights[d]
+        weight = buffers.by_duration[d]
         for c in range(C):
             weight[c] = exp(weight[c] - maxima[c])
         for c in range(C):
@@ -142,32 +148,24 @@ def log_of_sums(maxima: Any, sums: Any) -> None:
 
 
 @jit
-def scan_forward(chain: Any, n: int, begin: Any, alpha: Any) -> float:
+def scan_forward(chain: Any, n: int, buffers: Any, begin: Any, alpha: Any) -> float:
     """Scan a sequence forwards, and return log Z.
 
     Write the scores of starting and of ending a segment at each step into `begin` and `alpha`,
     `[R, C]`, where step t has row t mod R, with R at least 2.
     """
     D, C = chain.durations.shape
-    length = chain.lengths[n]
-    emissions, transitions = chain.emissions[n], chain.transitions[0]
-    ring, weights = np.empty((D, C)), np.empty((max(D, C), C))
-    maxima = np.empty((1, C))[0]
-    size = len(begin)
+    length, size = chain.lengths[n], len(begin)
     for t in range(length):
-        entered = begin[t % size]
+        entered, newest = begin[t % size], buffers.ring[t % D]
         if t == 0:
             for c in range(C):
                 entered[c] = chain.start[n, c]
         else:
-            add_transitions(alpha[(t - 1) % size], transitions, weights, maxima, entered)
-        newest = ring[t % D]
+            add_transitions(buffers, alpha[(t - 1) % size], chain.transitions[0], entered)
         for c in range(C):
             newest[c] = entered[c]
-        rows, result = min(t + 1, D), alpha[t % size]
-        add_durations(
-            *(ring, t % D, MINUS_ONE, rows, emissions[t], chain.durations, weights, maxima, result)
-        )
+        add_durations(buffers, chain, n, t, MINUS_ONE, min(t + 1, D), alpha[t % size])
     last, highest, total = alpha[(length - 1) % size], LOWEST, 0.0
     for c in range(C):
         score = last[c] + chain.end[n, c]
