@@ -211,10 +211,11 @@ def linear_chain_tangent(
     zeros = torch.zeros(N, C, dtype=torch.float64, device="cpu")
     ends = np.stack([as_array(zeros if end is None else end) for end in (start_values, end_values)])
     means, d_emissions = np.empty(N), empty_batch((T, N, C))
-    d_ends = torch.empty((2, N, C), dtype=torch.float64, device="cpu")
+    fp64: Any = {"dtype": torch.float64, "device": "cpu"}
+    d_ends = torch.empty((2, N, C), **fp64)
     steps, sequences = (1 if transitions.ndim == 2 else T - 1), _group(transitions, T, N, C)
     rows = N if transitions.ndim == 4 else 1
-    d_transitions = torch.zeros((steps, rows, C, C), dtype=torch.float64, device="cpu")
+    d_transitions = torch.zeros((steps, rows, C, C), **fp64)
     args = (
         chain,
         as_array(grad_output),
@@ -226,7 +227,7 @@ def linear_chain_tangent(
         d_ends.numpy(),
     )
     # Constant transitions have partial sums, one for each sequence of a group.
-    counts = d_transitions if transitions.ndim > 2 else torch.zeros((1, sequences, C, C)).double()
+    counts = d_transitions if transitions.ndim > 2 else torch.zeros((1, sequences, C, C), **fp64)
     for first in range(0, N, sequences):
         if transitions.ndim == 2:
             counts.zero_()
