@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -175,7 +175,7 @@ def values(
     value: Tensor,
     low: int,
     high: int,
-    expected: str,
+    expected: Callable[[], str],
     *,
     others: int | None = None,
     never: int | None = None,
@@ -188,7 +188,7 @@ def values(
         name: the name of the argument.
         value: the numbers.
         low, high: the range, with its ends.
-        expected: the range in words.
+        expected: tells the range in words. A compiler that traced a text would fix its sizes.
         others: one more number that is allowed.
         never: a number of the range that is not allowed.
         counts: the mask of the numbers that count; all if None.
@@ -209,23 +209,25 @@ def values(
     if counts is not None:
         invalid &= counts
     if (index := first_index(invalid)) is not None:
-        raise error(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
+        raise error(f"{name}: expected {expected()}, got {int(value[index])} at {list(index)}")
 
 
 def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
     """Raise `IndexError` with the first label that is neither a class nor `ignore_index`."""
-    if ignore_index == NOTHING_IGNORED:
-        expected = f"classes from 0 to {classes - 1}"
-    elif classes:
-        expected = f"labels from 0 to {classes - 1} (or ignore_index {ignore_index})"
-    else:
-        expected = f"no label but ignore_index {ignore_index}, as there are 0 classes"
+
+    def expected() -> str:
+        if ignore_index == NOTHING_IGNORED:
+            return f"classes from 0 to {classes - 1}"
+        if classes:
+            return f"labels from 0 to {classes - 1} (or ignore_index {ignore_index})"
+        return f"no label but ignore_index {ignore_index}, as there are 0 classes"
+
     values(name, value, 0, classes - 1, expected, others=ignore_index, error=IndexError)
 
 
 def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
     """Raise `ValueError` with the first number that is not from `low` to `high`."""
-    values(name, value, low, high, f"{meaning} from {low} to {high}")
+    values(name, value, low, high, lambda: f"{meaning} from {low} to {high}")
 
 
 def target_labels(
@@ -262,7 +264,7 @@ def target_labels(
         targets,
         low,
         high,
-        f"labels from {low} to {high}{others}",
+        lambda: f"labels from {low} to {high}{others}",
         others=star,
         never=blank,
         counts=counts,

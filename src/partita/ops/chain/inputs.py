@@ -63,7 +63,10 @@ def check_states(name: str, value: Tensor, number: int, missing: str) -> None:
         number: the number of states.
         missing: the meaning of -1.
     """
-    expected = f"a state from 0 to {number - 1}, or -1 {missing}" if number else "-1"
+
+    def expected() -> str:
+        return f"a state from 0 to {number - 1}, or -1 {missing}" if number else "-1"
+
     checks.values(name, value, -1, number - 1, expected)
 
 

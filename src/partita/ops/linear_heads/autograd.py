@@ -343,14 +343,33 @@ class LinearOnePass(torch.autograd.Function):
     The first three tensors are the head. The last options say which gradients are wanted and name
     the backend; `composed` gets the others.
 
-
     The first backward pass of eager code scales the saved gradients in place, and later ones
     compute them again. A compiler keeps them as tensors of its graph.
     """
 
     @staticmethod
-    def forward(loss: OnePassLoss, *args: Any) -> tuple[Tensor, ...]:
-        return loss.run(*args)
+    def forward(  # Dynamo counts the arguments, so they have names.
+        loss: OnePassLoss,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        denominator: Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+        softcap: float,
+        z_loss: float,
+        mean: bool,
+        chunk: int,
+        input_grad: bool,
+        weight_grad: bool,
+        bias_grad: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        tensors = (input, weight, bias, target, class_weight, denominator)
+        numbers = (ignore_index, label_smoothing, softcap, z_loss, mean, chunk)
+        return loss.run(*tensors, *numbers, input_grad, weight_grad, bias_grad, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -11,7 +11,6 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..divergence.common import reduced, row_factors
 from . import divergence_autograd as autograd
-from .autograd import LinearOnePass
 from .common import Head, cast_to_autocast
 from .divergence_plan import divergence_plan
 from .inputs import checked_matrix, flat_head, takes_all_logits
@@ -159,4 +158,4 @@ def _planned(
     like = input.new_empty(tokens, dtype=acc_dtype(input.dtype))
     factors = row_factors(mask, like, reduction)
     call = (*head, *teacher, factors, mask, reduction, *numbers, *sizes, *wanted, backend)
-    return apply(LinearOnePass, autograd.ONE_PASS, *call)[0]
+    return apply(autograd.LinearDivergenceOnePass, autograd.ONE_PASS, *call)[0]

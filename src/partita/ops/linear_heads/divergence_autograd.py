@@ -15,7 +15,7 @@ from ..cross_entropy.autograd import OnePassLoss
 from ..divergence.autograd import divergence_of_rows
 from ..divergence.common import DivergenceRows, reduced
 from . import reference_divergence
-from .autograd import gradients_fake, head_backward, one_pass_fake
+from .autograd import LinearOnePass, gradients_fake, head_backward, one_pass_fake
 from .plan import padded_width
 from .rows_linear import rows_linear
 
@@ -130,3 +130,35 @@ def _composed_loss(*args: Any) -> Tensor:
 # The tensors are both heads, the factors of the rows and the mask. The options are the reduction
 # and those of `one_pass_op`.
 ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 8)
+
+
+class LinearDivergenceOnePass(LinearOnePass):
+    """The reduced divergence of heads and its gradients; see `LinearOnePass`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        loss: OnePassLoss,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        factors: Tensor,
+        mask: Tensor | None,
+        reduction: str,
+        beta: float,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        saved: int,
+        chunk: int,
+        input_grad: bool,
+        weight_grad: bool,
+        bias_grad: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        heads = (input, weight, bias, teacher_input, teacher_weight, teacher_bias)
+        numbers = (reduction, beta, temperature, softcap, tokens, saved, chunk)
+        wanted = (input_grad, weight_grad, bias_grad)
+        return loss.run(*heads, factors, mask, *numbers, *wanted, backend)

@@ -143,6 +143,7 @@ def takes_all_logits(
     input, weight, _ = heads[0]
     if needs_logits(weight, None):
         return True
-    tokens = len(heads) * input.shape[:-1].numel()
-    are_plain = all(is_plain(*head, target) for head in heads)
-    return are_plain and is_small(tokens, len(weight), input.dtype, memory_budget)
+    if not all(is_plain(*head, target) for head in heads):
+        return False
+    tokens = len(heads) * input.shape[:-1].numel()  # which would fix a size that is traced
+    return is_small(tokens, len(weight), input.dtype, memory_budget)
