@@ -111,9 +111,10 @@ class Launch(NamedTuple):
 def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
     """Append all launches to the list, as on an NVIDIA GPU, or on an AMD GPU without `cuda`."""
     # These modules must be loaded before their names are patched.
+    from partita.ops.divergence.gpu import launch
     from partita.primitives.gpu import math, target
 
-    del math
+    del launch, math
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         constexprs = {kernel.arg_names[i] for i in kernel.constexprs}

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of P
 SPILLED = {
     "chain_resident_gradient_kernel": 8,
     "chain_resident_middle_kernel": 8,
+    "chain_expectation_gradient_kernel": 8,
     "chain_gradient_kernel": 8,
     "chain_logz_kernel": 8,
     "chain_viterbi_kernel": 8,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +194,10 @@ class RowPlan:
         )
         return threads if distributed else 1
 
+    def compiled_for(self, target: Target) -> RowPlan:
+        """Return the plan without a limit of registers where the compiler takes none."""
+        return self if target.runs_ptx else replace(self, max_registers=None)
+
     @property
     def options(self) -> dict[str, Any]:
         """The launch options."""
@@ -353,7 +357,8 @@ def reduce_plan(shape: RowShape, carried: int = 2) -> RowPlan:
 def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> RowPlan:
     """Return the plan of a kernel that holds the first `operands` tensors of the view."""
     target = target_of(view.tensors[0].device)
-    return row_plan(shape_of(view, operands), target, operands, patched)
+    plan = row_plan(shape_of(view, operands), target, operands, patched)
+    return plan.compiled_for(target)
 
 
 def patched_programs(view: RowView, plan: RowPlan) -> int:

@@ -20,7 +20,7 @@ from .lattice import SIZES, node_offset
 from .nodes import NodeSource, score_arcs
 from .overlap import nodes_of_rank, program_roles
 from .rows import ROWS, column_offset
-from .scan import HAS_NAN, lattice_sizes
+from .scan import HAS_NAN, ScanSizes
 from .scan_tdt import tdt_scan_program
 
 
@@ -67,6 +67,10 @@ def tdt_overlap_kernel(
     B,
     U1,
     V,
+    num_chunks,
+    rows,
+    carry_steps,
+    nodes: tl.int64,  # elements of an array over all nodes
     blank,
     sigma: tl.float64,
     target_stride,
@@ -89,11 +93,11 @@ def tdt_overlap_kernel(
     """
     K: tl.constexpr = num_durations(CODE)
     KINDS: tl.constexpr = triton.next_power_of_2(K)
-    sizes = lattice_sizes(T, B, U1, V)
-    scans, blocks = DIRECTIONS * B * sizes.num_chunks, tl.cdiv(U1, ROWS)
+    scans, blocks = DIRECTIONS * B * num_chunks, tl.cdiv(U1, ROWS)
     index, program = program_roles(scans, T * B * blocks)
     if (index >= 0) & (index < scans):
         DEPTH: tl.constexpr = remembered_states(CODE)
+        sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
         inputs = (index, scan, carries, targets, target_stride, blank, sizes)
         # It loads 2 rows together; see `plan.TDT_OVERLAP_REGISTERS`.
         tdt_scan_program(*inputs, DIRECTIONS, True, 2, CODE, 2 * K, DEPTH, False, None)
@@ -122,15 +126,15 @@ def tdt_overlap_kernel(
             if durations.lse_ptr is not None:
                 lse_ptr = durations.lse_ptr + node.index + tl.arange(0, ROWS)
                 tl.store(lse_ptr, lse.to(lse_ptr.dtype.element_ty), mask=mask)
-            offset = node_offset(node.b, node.t, u, sizes.num_chunks, sizes.rows)[:, None]
-            ptr, u = scan.arcs + (k.to(tl.int64) * sizes.nodes + offset), u[:, None]
+            offset = node_offset(node.b, node.t, u, num_chunks, rows)[:, None]
+            ptr, u = scan.arcs + (k.to(tl.int64) * nodes + offset), u[:, None]
             has_nan = is_kind & (k < 0)
             for label in tl.static_range(2):
                 token = exp2_parts(label_score if label else blank_score)
                 token = (token[0][:, None], token[1][:, None])
                 valid = is_kind & stays(node.t, u, d, sequence, label) & (d + label > 0)
                 arc, is_nan = arc_word(token, (factor, exponent), valid, False)
-                tl.store(ptr + label * K * sizes.nodes, arc, mask=valid)
+                tl.store(ptr + label * K * nodes, arc, mask=valid)
                 has_nan = has_nan | is_nan
             # The scan, which runs beside this, may have set the other flag.
             lanes = u * 0 + k * 0

@@ -29,11 +29,8 @@ from triton.experimental import gluon
 from ....primitives.gpu.math import UNFUSED
 from ....primitives.gpu.memory import prefetch_line
 from ...ctc.gpu.lanes import LaneKernel, lane_index
-from . import plan
 from .lattice import MINUS_ZERO, SIZES, load_sequence, log2_add
 
-CHUNK, BLOCK_ROWS = tl.constexpr(plan.CHUNK), tl.constexpr(plan.BLOCK_ROWS)
-MARGIN = tl.constexpr(plan.MARGIN)
 # The flags of a sequence with a length or a label out of range, and of one with NaN.
 INVALID, HAS_NAN = tl.constexpr(1), tl.constexpr(2)
 NO_CARRY = tl.constexpr(-(2**52))  # the bits of -inf
@@ -81,16 +78,6 @@ class ScanSizes(NamedTuple):
     rows: tl.tensor
     carry_steps: tl.tensor
     nodes: tl.tensor
-
-
-@triton.jit
-def lattice_sizes(T, B, U1, V):
-    """Return the sizes of arrays over the nodes, as `plan.lattice_plan` chooses them."""
-    num_chunks = tl.cdiv(U1, CHUNK)
-    rows = tl.cdiv(T + CHUNK, BLOCK_ROWS) * BLOCK_ROWS
-    carry_steps = tl.cdiv(T, BLOCK_ROWS) * BLOCK_ROWS
-    nodes = tl.cast(B, tl.int64) * num_chunks * rows * CHUNK + MARGIN
-    return ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
 
 
 class Neighbors(NamedTuple):

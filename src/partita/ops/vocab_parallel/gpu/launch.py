@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.gpu.row_plan import RowPlan, StridedRows, row_options
+from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.gpu.plan import SUM_WORDS
@@ -216,6 +217,6 @@ def _row_options(logits: Tensor, dlogits: Tensor, sizes: tuple[int, ...]) -> dic
         96 if itemsize == 2 else 168,
         1 if plain_accesses else 16 // itemsize,
     )
-    options = row_options(plan, logits.dtype)
+    options = row_options(plan.compiled_for(target_of(logits.device)), logits.dtype)
     del options["SHARED"], options["BLOCK_SPLITS"]  # Programs of all ranks share a row.
     return options
