@@ -46,3 +46,12 @@ def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> T
         if state is not None and (len(_constants) < MAX_CONSTANTS or key in _constants):
             _constants[key] = state, tensor
     return tensor
+
+
+def _full(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a tensor, `[]`, which is not filled anew at each call on a GPU."""
+    return constant(_full, value, dtype, device=device)

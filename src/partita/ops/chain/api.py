@@ -10,6 +10,7 @@ from torch import Tensor
 from ...primitives.semiring import Log, Max, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
+from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import lengths_on_device
 from ...runtime.sizes import same_sizes
@@ -22,7 +23,6 @@ from .inputs import (
     check_end,
     check_same_paths,
     check_semiring,
-    scalar,
 )
 from .results import ChainSample, ViterbiPath
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime.autograd import apply, refuse_forward_mode
 from ...runtime.backend import current_backend
+from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from . import autograd, reference
 from .autograd import calls_op, chain_needs_gradient, needs_gradient, scan_inputs
-from .inputs import ChainTensors, full_lengths, scalar
+from .inputs import ChainTensors, full_lengths
 
 
 def log_partitions(chain: ChainTensors) -> tuple[Tensor, ...]:

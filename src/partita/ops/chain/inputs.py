@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...primitives.semiring import Semiring
 from ...runtime import checks
-from ...runtime.constants import constant
+from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 
 
@@ -95,15 +95,6 @@ def full_lengths(chain: ChainTensors) -> Tensor:
     if chain.lengths is None:
         return chain.scores.new_full(chain.scores.shape[1:2], chain.scores.shape[0])
     return chain.lengths
-
-
-def _scalar(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=dtype, device=device)
-
-
-def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number as a tensor, `[]`, which is not filled anew at each call on a GPU."""
-    return constant(_scalar, value, dtype, device=device)
 
 
 def chain_tensors(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...primitives.semiring import Log, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
-from ...runtime.constants import constant
+from ...runtime.constants import constant, scalar
 from ...runtime.dtypes import acc_dtype
 from ..chain.api import Chain
 from ..chain.edges import dense_source
@@ -22,7 +22,6 @@ from .inputs import (
     check_linear_chain,
     check_same_lengths,
     check_semiring,
-    scalar,
 )
 from .results import ExpectedCounts, LinearPath, LinearSample
 

@@ -25,9 +25,9 @@ from ...runtime.autograd import (
     skip_unused_gradients,
     sum_of_gradients,
 )
+from ...runtime.constants import scalar
 from . import fakes, reference, reference_tangent
 from .common import HAS_KERNELS
-from .inputs import scalar
 from .paths import path_indicator
 
 

@@ -16,9 +16,10 @@ from ...runtime.autograd import (
     requires_grad,
 )
 from ...runtime.backend import current_backend
+from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from . import autograd, reference
-from .inputs import LinearChainTensors, full_lengths, scalar
+from .inputs import LinearChainTensors, full_lengths
 from .paths import best_paths, path_score
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...primitives.semiring import Semiring
 from ...runtime import checks
-from ...runtime.constants import constant
 from ...runtime.sizes import same_sizes
 from .common import steps_first
 
@@ -29,15 +28,6 @@ class LinearChainTensors(NamedTuple):
     start: Tensor | None
     end: Tensor | None
     lengths: Tensor | None
-
-
-def _scalar(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=dtype, device=device)
-
-
-def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number as a tensor, `[]`, which is not filled anew at each call on a GPU."""
-    return constant(_scalar, value, dtype, device=device)
 
 
 def full_lengths(chain: LinearChainTensors) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ...runtime.autograd import apply, needs_no_derivative, refuse_forward_mode, requires_grad
 from ...runtime.backend import current_backend
+from ...runtime.constants import scalar
 from . import autograd
-from .inputs import SemiMarkovTensors, scalar
+from .inputs import SemiMarkovTensors
 from .paths import path_score
 
 

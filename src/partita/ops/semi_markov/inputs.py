@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.constants import constant
+from ...runtime.constants import scalar
 from ..linear_chain.common import end_of_chains, steps_first
 
 
@@ -29,15 +29,6 @@ class SemiMarkovTensors(NamedTuple):
     start: Tensor
     end: Tensor
     lengths: Tensor | None
-
-
-def _scalar(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=dtype, device=device)
-
-
-def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number as a tensor, `[]`, which is not filled anew at each call on a GPU."""
-    return constant(_scalar, value, dtype, device=device)
 
 
 def check_semi_markov(
