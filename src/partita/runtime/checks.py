@@ -177,7 +177,7 @@ def values(
     high: int,
     expected: Callable[[], str],
     *,
-    others: int | None = None,
+    also: int | None = None,
     never: int | None = None,
     counts: Tensor | None = None,
     error: type[Exception] = ValueError,
@@ -189,7 +189,7 @@ def values(
         value: the numbers.
         low, high: the range, with its ends.
         expected: tells the range in words. A compiler that traced a text would fix its sizes.
-        others: one more number that is allowed.
+        also: one more number that is allowed.
         never: a number of the range that is not allowed.
         counts: the mask of the numbers that count; all if None.
         error: the class of the error.
@@ -202,8 +202,8 @@ def values(
         if low <= int(least) and int(greatest) <= high:
             return
     invalid = (value < low) | (value > high)
-    if others is not None:
-        invalid &= value != others
+    if also is not None:
+        invalid &= value != also
     if never is not None:
         invalid |= value == never
     if counts is not None:
@@ -222,7 +222,7 @@ def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
             return f"labels from 0 to {classes - 1} (or ignore_index {ignore_index})"
         return f"no label but ignore_index {ignore_index}, as there are 0 classes"
 
-    values(name, value, 0, classes - 1, expected, others=ignore_index, error=IndexError)
+    values(name, value, 0, classes - 1, expected, also=ignore_index, error=IndexError)
 
 
 def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
@@ -235,7 +235,6 @@ def target_labels(
     target_lengths: Tensor,
     low: int,
     high: int,
-    others: str = "",
     *,
     star: int | None = None,
     blank: int | None = None,
@@ -246,10 +245,16 @@ def target_labels(
         targets: `[N, S]`, or all labels one after another.
         target_lengths: `[N]`.
         low, high: the range of labels, with its ends.
-        others: what is added to the range in words.
         star: one more label that is allowed.
         blank: a label of the range that is not allowed.
     """
+
+    def expected() -> str:
+        others = "" if star is None else f" or the star {star}"
+        if blank is not None:
+            others = f" other than the blank {blank}"
+        return f"labels from {low} to {high}{others}"
+
     size = targets.shape[-1]
     within("target_lengths", target_lengths, 0, size, "labels")
     counts = None
@@ -264,8 +269,8 @@ def target_labels(
         targets,
         low,
         high,
-        lambda: f"labels from {low} to {high}{others}",
-        others=star,
+        expected,
+        also=star,
         never=blank,
         counts=counts,
         error=IndexError,

@@ -43,8 +43,7 @@ def check_values(
             )
     T, _, C = logits.shape
     checks.within("input_lengths", input_lengths, 0, T, "steps")
-    others = "" if star is None else f" or the star {star}"
-    checks.target_labels(labels, target_lengths, 0, C - 1, others, star=star)
+    checks.target_labels(labels, target_lengths, 0, C - 1, star=star)
 
 
 def _loss_results(

@@ -29,8 +29,7 @@ def check_sequences(
     if not checks.can_check_values(targets):
         return
     checks.within("logit_lengths", logit_lengths, 0, T, "steps")
-    others = f" other than the blank {blank}"
-    checks.target_labels(targets, target_lengths, 0, V - 1, others, blank=blank)
+    checks.target_labels(targets, target_lengths, 0, V - 1, blank=blank)
 
 
 def _check_rnnt(
