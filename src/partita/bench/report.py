@@ -257,7 +257,7 @@ def _record(row: Row, machine: Machine) -> dict[str, object]:
 
 
 class Files(NamedTuple):
-    """Where the measurements and their picture are written, or None."""
+    """The files of the measurements and of their picture, or None."""
 
     csv: Path | None
     svg: Path | None

@@ -26,7 +26,7 @@ LOSSES = ("ForCausalLMLoss", "causal_lm_loss")
 
 
 class Request(NamedTuple):
-    """What a forward pass was given for its loss."""
+    """The arguments of a forward pass that its loss needs."""
 
     labels: Tensor | None  # [..., T]
     shift_labels: Tensor | None  # [..., T]
@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
 @dataclass(eq=False)
 class SkippedLogits:
-    """What the head returns instead of logits.
+    """The result of the head, which stands for the logits.
 
     It notes the steps of a scale and a soft cap, and refuses all else that a model computes from
     logits. FSDP2 waits for the gradient of the tensors that it finds in a dataclass.
@@ -104,7 +104,7 @@ private_names.register_pytree_node(SkippedLogits, _leaf, _with_leaf)
 
 
 class Arithmetic(NamedTuple):
-    """What a model computes from the logits of its head, as its configuration says."""
+    """The arithmetic between the logits of a head and its loss, as the configuration says."""
 
     scale: float  # the factor of the logits
     softcap: float | None  # of the scaled logits

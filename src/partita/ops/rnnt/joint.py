@@ -60,7 +60,7 @@ class Joint(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted.
+    """The gradients that are wanted.
 
     Fields:
         encoder, predictor: those of the inputs.

@@ -1,4 +1,4 @@
-"""What plans know of a GPU, described once.
+"""The description of a GPU that plans take.
 
 A plan takes a `Target` as an argument, so that it can be made and tested for any GPU.
 """

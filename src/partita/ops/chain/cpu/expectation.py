@@ -45,7 +45,7 @@ class ValueArrays(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """What the first scan finds.
+    """The results of the first scan.
 
     Fields:
         mean, logz: `[N]`.

@@ -1,4 +1,4 @@
-"""What kernels of chains take together: tensors with their strides, tables of edges, results.
+"""The tuples that kernels of chains take: tensors with strides, tables of edges, results.
 
 Kernels get these tuples with tensors, and device functions with pointers. A field that a kernel
 does not read is None. No tuple is inside of another, because Triton 3.6 forgets constants of inner

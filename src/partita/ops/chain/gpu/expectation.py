@@ -209,7 +209,7 @@ def chain_expectation_kernel(
 
 
 class PathMean(NamedTuple):
-    """What the gradient needs of a chain as a whole.
+    """The numbers of a whole chain that its gradient needs.
 
     Fields:
         logz: log Z.

@@ -24,7 +24,7 @@ NUM_SHARES = tl.constexpr(SHARES)
 
 
 class Targets(NamedTuple):
-    """What the rows of a loss aim at.
+    """The targets of the rows of a loss.
 
     Fields:
         labels: the labels, [batches, rows], or None for probabilities.
@@ -45,7 +45,7 @@ NO_LABELS = Targets(None, None, None, 0, 0)
 
 
 class LossSum(NamedTuple):
-    """Where the rows' losses go, and what their sum is divided by.
+    """The memory of the rows' losses, and the divisors of their sum.
 
     Fields:
         loss: memory for the rows' losses, [batches, rows], or for their sum or mean, [].

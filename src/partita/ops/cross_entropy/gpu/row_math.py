@@ -84,7 +84,7 @@ class LossScales(NamedTuple):
 
 
 class GradientTerms(NamedTuple):
-    """What the gradient of the logits of a row is made of.
+    """The terms of the gradient of the logits of a row.
 
     Fields:
         shift: the shift of the exponentials.
@@ -98,7 +98,7 @@ class GradientTerms(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """Which rows and classes a program reads at once.
+    """The rows and classes that a program reads at once.
 
     Fields:
         batch: the batch.

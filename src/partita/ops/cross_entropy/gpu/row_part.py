@@ -24,7 +24,7 @@ from .row_math import acc_logits, class_gradient, store_valid_rows
 
 
 class RowPart(NamedTuple):
-    """Which classes of a row a program reads.
+    """The classes of a row that a program reads.
 
     Fields:
         split: the index of the program among those that share the row.

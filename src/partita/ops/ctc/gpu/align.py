@@ -37,7 +37,7 @@ from .steps import (
 
 
 class BestPaths(NamedTuple):
-    """What the Viterbi scan finds.
+    """The results of the Viterbi scan.
 
     Fields:
         pointers: `[N, num_chunks, num_blocks, 32]` int32, by position: two bits for the blank and

@@ -184,7 +184,7 @@ class CTCCall(NamedTuple):
 
     @property
     def saved(self) -> SavedScan:
-        """What the posterior scan reads of the workspace."""
+        """The tensors of the workspace that the posterior scan reads."""
         workspace = self.workspace
         return SavedScan(workspace.states, workspace.carries, workspace.flags, workspace.logz)
 

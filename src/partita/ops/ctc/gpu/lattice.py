@@ -65,7 +65,7 @@ class TargetTensors(NamedTuple):
 
 
 class SavedScan(NamedTuple):
-    """What the loss leaves for the scan of the posteriors.
+    """The results of the loss that the scan of the posteriors reads.
 
     Fields:
         states: words `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step

@@ -22,7 +22,7 @@ LOSS_SIZES = ["T", "N", "M", "max_target_len", "num_chunks", "num_blocks"]
 
 
 class LossResults(NamedTuple):
-    """What the loss finds out, and its gradient needs.
+    """The results of the loss that its gradient needs.
 
     Fields:
         flags: `[N]` int64, see `lattice.NEEDS_FP64` and `lattice.INVALID`.

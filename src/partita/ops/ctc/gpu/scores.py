@@ -18,7 +18,7 @@ from .state import ZERO_EXPONENT, constant_state, emission_of
 
 
 class ScoreTensors(NamedTuple):
-    """What kernels compute the scores of a batch from; those that a kernel does not need are None.
+    """The tensors that scores are computed from; those that a kernel does not need are None.
 
     Fields:
         rows: `[T, N, C]` logits; the forward scan gets the table instead, if there is one.

@@ -34,7 +34,7 @@ class StridedRows(NamedTuple):
 
 
 class RowSplit(NamedTuple):
-    """How programs share a row: its classes, its programs, and the classes of each but the last."""
+    """The classes of a row, the programs that share it, and the classes of each but the last."""
 
     classes: Any
     splits: Any

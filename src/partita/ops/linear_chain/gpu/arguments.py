@@ -1,4 +1,4 @@
-"""What the kernels of dense linear chains take together, and how it is made of tensors."""
+"""The tuples that kernels of dense linear chains take, and how they are made of tensors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Span(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the scans keep for the gradient, as views of one fp64 tensor.
+    """The results of the scans that the gradient needs, as views of one fp64 tensor.
 
     Fields:
         states: `[2, T, N, C]`, alpha and beta; empty without a gradient.

@@ -17,7 +17,7 @@ from ...cross_entropy.gpu.running_stats import RunningStats, accumulate_stats
 
 
 class ChunkOptions(NamedTuple):
-    """What the blocks of a row have in common.
+    """The numbers that the blocks of a row have in common.
 
     Fields:
         row_ptr: the first logit of the row.

@@ -18,14 +18,14 @@ from ....primitives.cpu.math import exp
 
 
 class Heads(NamedTuple):
-    """What the two heads of a TDT have each: logits, log-sum-exps or gradients."""
+    """The logits, log-sum-exps or gradients of the two heads of a TDT."""
 
     tokens: Any
     durations: Any
 
 
 class Upstream(NamedTuple):
-    """What makes the gradients in the logits.
+    """The numbers from which the gradients in the logits are made.
 
     Fields:
         grad: the gradient of each loss, `[B]`.

@@ -93,7 +93,7 @@ class LatticeCall(NamedTuple):
 
     @property
     def scan_arguments(self) -> dict[str, Any]:
-        """What all kernels with a scan of these lattices get."""
+        """The arguments that all kernels with a scan of these lattices get."""
         return {
             "targets": self.targets,
             **self.plan.scan_sizes(self.T, self.B, self.U1, self.V),

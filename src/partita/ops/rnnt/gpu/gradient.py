@@ -187,7 +187,7 @@ class StridedLogits(NamedTuple):
 
 
 class GradientSource(NamedTuple):
-    """What the gradient of nodes is computed from, beside their logits.
+    """The tensors from which the gradient of nodes is computed, beside their logits.
 
     Fields:
         grad: the upstream gradient.

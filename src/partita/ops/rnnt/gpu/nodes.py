@@ -20,7 +20,7 @@ from .rows import ROWS, is_huge, locate_row, program_nodes, row_normalizer, step
 
 
 class NodeSource(NamedTuple):
-    """What the arcs of the nodes of a step are computed from.
+    """The tensors and numbers from which the arcs of the nodes of a step are computed.
 
     Fields:
         logits: the logits.

@@ -38,7 +38,7 @@ PREFETCHED_ROWS = tl.constexpr(16)  # rows between a scan and the arcs that it b
 
 
 class Scan(NamedTuple):
-    """What a scan reads and leaves in memory.
+    """The memory that a scan reads and writes.
 
     Fields:
         arcs: the arcs of each kind, `[kinds, B, num_chunks, rows, 32]`: scores in fp64, or words.
@@ -56,7 +56,7 @@ class Scan(NamedTuple):
 
 
 class Carries(NamedTuple):
-    """What programs that wait for each other share; all of it is zero before.
+    """The memory that programs which wait for each other share; all of it is zero before.
 
     Fields:
         words: what chunks hand to their neighbors, `[directions, num_chunks, B, carry_steps]`.

@@ -38,7 +38,7 @@ class SemiMarkovArrays(NamedTuple):
 
 
 class ScanBuffers(NamedTuple):
-    """What one step of a scan leaves for the next one or for posteriors.
+    """The results of one step of a scan, for the next one or for posteriors.
 
     Fields:
         ring: the scores of the open segments, `[D, C]`.

@@ -1,4 +1,4 @@
-"""What the kernels of semi-Markov chains take, and their arithmetic: log-sum-exps and loads.
+"""The arguments of kernels of semi-Markov chains, and their arithmetic: log-sum-exps and loads.
 
 All scores are logarithms in fp64. Posteriors of states are sums along a sequence of differences, so
 each log-sum-exp has an error near 1e-12, which fp32 cannot give. Exponentials in fp64 with 1e-12
@@ -59,7 +59,7 @@ class Chains(NamedTuple):
 
 
 class Scans(NamedTuple):
-    """What the scans of a batch leave.
+    """The results of the scans of a batch.
 
     Fields:
         lengths: `[N]`, or None for T.
