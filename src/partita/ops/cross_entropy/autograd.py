@@ -27,7 +27,13 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_one_pass
-from .common import RowLosses, TokenStatsRows, mean_denominators
+from .common import (
+    CrossEntropyOptions,
+    RowLosses,
+    TokenStatsRows,
+    logsumexp_term,
+    mean_denominators,
+)
 
 
 def _check_labels(logits: Tensor, target: Tensor, ignore_index: int) -> None:
@@ -116,28 +122,6 @@ scale_gradient = register.define(
     gpu=_gpu,
     mutates="grad",
 )
-
-
-class CrossEntropyOptions(NamedTuple):
-    """The options of a cross-entropy call.
-
-    Fields:
-        ignore_index: the ignored label.
-        label_smoothing: the share of the target that all classes have evenly.
-        softcap: the soft-cap, or 0 for none.
-        z_loss: the factor of the z-loss.
-        mean: whether the loss is a mean.
-        dtype: the dtype of the loss.
-        backend: the chosen backend.
-    """
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float
-    z_loss: float
-    mean: bool
-    dtype: torch.dtype
-    backend: str
 
 
 class CrossEntropyRows(torch.autograd.Function):
@@ -359,7 +343,7 @@ def cross_entropy_of_rows(
     else:
         fields = apply(CrossEntropyRows, logits, target, weight, *numbers, options.backend, inplace)
     loss, logsumexp = fields[:2]
-    z = options.z_loss * logsumexp.square() if options.z_loss else None
+    z = logsumexp_term(options, logsumexp)
     if reduction != "mean":
         loss = loss if z is None else loss + z
         return (loss if reduction == "none" else loss.sum()).to(options.dtype)
