@@ -109,7 +109,8 @@ def rnnt_loss(
         targets, logit_lengths, target_lengths, logits.shape[:3], logits.device
     )
     hat, fastemit, delay = node_options(fused_log_softmax, hat, fastemit_lambda, delay_penalty)
-    nodes = (blank, bool(fused_log_softmax), hat, delay)
+    inputs = (logits, None, *sequences)
+    nodes = (blank, [], bool(fused_log_softmax), hat, 0.0, delay)
     backend = current_backend()
     if (torch.is_grad_enabled() and requires_grad(logits)) or not plain_eager():
         inplace = inplace and plain_eager() and logits.requires_grad and CAN_WRITE_OVER_LOGITS
@@ -119,11 +120,11 @@ def rnnt_loss(
             # read them.
             torch.autograd.graph.increment_version(logits)
         options = (*nodes, clamp_bound(clamp), fastemit, inplace, backend)
-        losses = apply(_rnnt.RNNTLossFunction, logits, *sequences, *options)[0]
+        losses = apply(_rnnt.LossFunction, *inputs, *options)[0]
     else:
         clamp_bound(clamp)
         refuse_forward_mode(logits)
-        losses = _rnnt.forward(logits, *sequences, *nodes, False, backend)[0]
+        losses = _rnnt.forward(*inputs, *nodes, False, backend)[0]
     reduction = "mean_batch" if reduction == "mean" else reduction
     return reduce_losses(losses, sequences.target_lengths, reduction)
 
@@ -166,5 +167,5 @@ def rnnt_align(
         sequences = sequences_of(
             targets, logit_lengths, target_lengths, logits.shape[:3], logits.device
         )
-        options = (blank, bool(fused_log_softmax), current_backend())
-        return RNNTAlignment(*_rnnt.align(logits, *sequences, *options))
+        options = (blank, [], bool(fused_log_softmax), 0.0, current_backend())
+        return RNNTAlignment(*_rnnt.align(logits, None, *sequences, *options))

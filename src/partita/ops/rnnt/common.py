@@ -29,12 +29,14 @@ def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Ten
     return losses.sum() / target_lengths.sum().clamp(min=1)
 
 
-def token_and_duration_posteriors(posteriors: Tensor, K: int) -> Tensor:
-    """Return what the gradients of a TDT need of the posteriors of its arcs, `[2 * K, ...]`.
+def posteriors_of_kinds(posteriors: Tensor, K: int) -> Tensor:
+    """Return what the gradients need of the posteriors of the arcs, `[A, ...]`, blanks first.
 
-    These are the sums over the blanks, over the labels, and over both of each duration:
-    `[2 + K, ...]`.
+    These are the sums over the blanks, over the labels, and over both of each of the K durations of
+    a TDT: `[2 + K, ...]`.
     """
+    if not K:
+        return posteriors
     of_arcs = posteriors.unflatten(0, (2, K))
     return torch.cat([of_arcs.sum(1), of_arcs.sum(0)])
 

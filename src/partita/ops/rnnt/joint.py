@@ -17,7 +17,7 @@ from torch import Tensor
 from ...runtime.dtypes import acc_dtype
 from .common import chunk_ranges
 
-Head = tuple[Tensor, Tensor | None]  # a matrix [X, D] and its bias [X]
+Head = tuple[Tensor | None, Tensor | None]  # a matrix [X, D] and its bias [X]
 
 
 class JointKernels(NamedTuple):
@@ -33,7 +33,7 @@ class JointKernels(NamedTuple):
             each loss, the logits, their log-sum-exps, the posteriors and the targets.
     """
 
-    read_nodes: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    read_nodes: Callable[..., tuple[Tensor, Sequence[Tensor]]]
     scan: Callable[..., tuple[Tensor, Tensor]]
     write_gradient: Callable[..., None]
 
@@ -44,7 +44,8 @@ class Joint(NamedTuple):
     Fields:
         encoder: `[B, T, D]`.
         predictor: `[B, U + 1, D]`.
-        heads: the matrices and biases that make logits of hidden states.
+        heads: the matrices and biases that make logits of tokens and of durations, of which RNN-T
+            has none.
         activation: the name of the function between the sum and the heads.
         targets: `[B, U]`.
         steps, labels: the lengths of the sequences, `[B]`; 0 for an invalid sequence.
@@ -58,25 +59,9 @@ class Joint(NamedTuple):
     steps: Tensor
     labels: Tensor
 
-
-class Wanted(NamedTuple):
-    """The gradients that are wanted.
-
-    Fields:
-        encoder, predictor: those of the inputs.
-        weights, biases: those of each head.
-    """
-
-    encoder: bool
-    predictor: bool
-    weights: Sequence[bool]
-    biases: Sequence[bool]
-
-    def of_hidden(self) -> bool:
-        return self.encoder or self.predictor
-
-    def any(self) -> bool:
-        return self.of_hidden() or any(self.weights) or any(self.biases)
+    def matrices(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the heads that there are."""
+        return [(weight, bias) for weight, bias in self.heads if weight is not None]
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -116,7 +101,7 @@ def _hidden(joint: Joint, rows: slice, steps: slice) -> Tensor:
 
 
 def _logits(joint: Joint, hidden: Tensor) -> list[Tensor]:
-    return [torch.nn.functional.linear(hidden, weight, bias) for weight, bias in joint.heads]
+    return [torch.nn.functional.linear(hidden, weight, bias) for weight, bias in joint.matrices()]
 
 
 class _Sums(NamedTuple):
@@ -124,24 +109,22 @@ class _Sums(NamedTuple):
 
     encoder: Tensor | None
     predictor: Tensor | None
-    weights: list[Tensor | None]
-    biases: list[Tensor | None]
+    weight: Tensor | None
+    bias: Tensor | None
+    duration_weight: Tensor | None
+    duration_bias: Tensor | None
 
 
-def _zero_sums(joint: Joint, wanted: Wanted) -> _Sums:
+def _zero_sums(joint: Joint, wanted: Sequence[bool]) -> _Sums:
     dtype = acc_dtype(joint.encoder.dtype)
-
-    def zeros(tensor: Tensor | None, wants: bool) -> Tensor | None:
-        if tensor is None or not wants:
-            return None
-        return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-
-    heads = list(zip(joint.heads, wanted.weights, wanted.biases, strict=True))
+    inputs = (joint.encoder, joint.predictor, *joint.heads[0], *joint.heads[1])
     return _Sums(
-        zeros(joint.encoder, wanted.encoder),
-        zeros(joint.predictor, wanted.predictor),
-        [zeros(weight, wants) for (weight, _), wants, _ in heads],
-        [zeros(bias, wants) for (_, bias), _, wants in heads],
+        *(
+            torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+            if tensor is not None and wants
+            else None
+            for tensor, wants in zip(inputs, wanted, strict=True)
+        )
     )
 
 
@@ -151,9 +134,9 @@ def _add_chunk(
     """Add what a chunk contributes to the gradients."""
     flat_hidden = hidden.flatten(0, 2)
     dhidden: Tensor | None = None
-    for i, (weight, _) in enumerate(joint.heads):
+    for i, (weight, _) in enumerate(joint.matrices()):
         flat = dlogits[i].flatten(0, 2)
-        dweight, dbias = sums.weights[i], sums.biases[i]
+        dweight, dbias = sums[2 + 2 * i], sums[3 + 2 * i]
         if dweight is not None:
             dweight.addmm_(flat.T.to(dweight.dtype), flat_hidden.to(dweight.dtype))
         if dbias is not None:
@@ -178,16 +161,16 @@ def linear_transducer(
     factor: Tensor | None,
     chunk: int,
     keep_logits: bool,
-    wanted: Wanted,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the losses `[B]`, and the gradients of the sum of factor * loss.
 
-    The gradients are those of encoder, predictor, and each head's matrix and bias. Those that are
+    The gradients are those of encoder, predictor, and matrix and bias of both heads. Those that are
     not wanted are empty, and so are all of them without a factor.
     """
     B, T, _ = joint.encoder.shape
     ranges = chunk_ranges(B, T, chunk)
-    needs_gradient = factor is not None and wanted.any()
+    needs_gradient = factor is not None and any(wanted)
     saved: list[list[Tensor]] = []
     arcs: Tensor | None = None
     lses: list[Tensor] = []
@@ -207,7 +190,7 @@ def linear_transducer(
             saved.append(logits)
     assert arcs is not None
     losses, posteriors = kernels.scan(arcs, needs_gradient)
-    sums = _zero_sums(joint, wanted if needs_gradient else Wanted(False, False, *_nothing(joint)))
+    sums = _zero_sums(joint, wanted if needs_gradient else [False] * 6)
     if needs_gradient:
         assert factor is not None
         for i, (rows, steps) in enumerate(ranges):
@@ -217,17 +200,6 @@ def linear_transducer(
             nodes = (logits, chunk_lses, posteriors[..., rows, steps, :])
             kernels.write_gradient(factor[rows], *nodes, joint.targets[rows])
             _add_chunk(sums, joint, hidden, logits, rows, steps)
-    return losses, _results(joint, sums)
-
-
-def _nothing(joint: Joint) -> tuple[list[bool], list[bool]]:
-    return [False] * len(joint.heads), [False] * len(joint.heads)
-
-
-def _results(joint: Joint, sums: _Sums) -> list[Tensor]:
-    """Return the gradients in the dtype of the inputs; those that are not wanted are empty."""
-    found = [sums.encoder, sums.predictor]
-    for pair in zip(sums.weights, sums.biases, strict=True):
-        found += pair
+    # Gradients have the dtype of the inputs; those that are not wanted are empty.
     empty, dtype = joint.encoder.new_empty, joint.encoder.dtype
-    return [empty(0) if sum is None else sum.to(dtype) for sum in found]
+    return losses, [empty(0) if sum is None else sum.to(dtype) for sum in sums]

@@ -269,7 +269,7 @@ def rnnt_gradient_kernel(
     grad,  # Upstream
     logits,  # Logits, all of them or those of some steps; without log-sum-exps log-probabilities
     dlogits,  # StridedLogits, which may be the logits
-    posteriors_ptr,  # [2, B, T, U1], or more of a TDT
+    posteriors_ptr,  # [2, B, T, U1], with those of a TDT's durations after them
     labels_ptr,  # [B, U]
     first_step,  # the first step in `logits`, counted over all sequences
     T,
@@ -296,3 +296,38 @@ def rnnt_gradient_kernel(
     strides, sizes = (stride_b, stride_t, stride_u), (T, B, U1, V)
     nodes = (source, logits, strides, dlogits, first_step, sizes)
     store_gradients_of_nodes(*nodes, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def rnnt_duration_gradient_kernel(
+    grad,  # Upstream
+    durations,  # DurationLogits
+    posteriors_ptr,  # [2 + K, B, T, U1]
+    ddurations_ptr,  # [B, T, U1, K]
+    T,
+    B,
+    U1,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,  # nodes of a program
+):
+    """Write the gradient in the logits of the durations of some nodes."""
+    dtype: tl.constexpr = posteriors_ptr.dtype.element_ty
+    blocks = tl.cdiv(T * U1, BLOCK)
+    b, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    mask = index < T * U1
+    node, size = b * T * U1 + index, B.to(tl.int64) * T * U1
+    scale = tl.load(grad.ptr + (b + index * 0) * grad.stride).to(dtype)
+    read = mask & (scale != 0.0)
+    arcs, total = (), tl.zeros([BLOCK], dtype)
+    for k in tl.static_range(K):
+        arc = tl.load(posteriors_ptr + (2 + k) * size + node, mask=read, other=0.0)
+        arcs = arcs + (arc,)
+        total += arc
+    active = read & (total != 0.0)
+    lse = tl.load(durations.lse_ptr + node, mask=active, other=0.0).to(tl.float64)
+    for k in tl.static_range(K):
+        x = tl.load(durations.ptr + node * K + k, mask=active, other=0.0).to(tl.float64)
+        softmax = tl.exp(x - lse) if dtype == tl.float64 else tl.exp((x - lse).to(tl.float32))
+        d = tl.where(active, (total * softmax - arcs[k]) * scale, 0.0)
+        tl.store(ddurations_ptr + node * K + k, d.to(ddurations_ptr.dtype.element_ty), mask=mask)
