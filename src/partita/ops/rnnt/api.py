@@ -20,7 +20,7 @@ from ...runtime.lengths import Lengths
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from . import autograd as _rnnt
 from .arguments import clamp_bound, class_index, node_logits, node_options, sequences_of
-from .common import REDUCTIONS, reduce_losses
+from .common import NO_DURATIONS, REDUCTIONS, reduce_losses
 
 
 class RNNTAlignment(NamedTuple):
@@ -110,7 +110,7 @@ def rnnt_loss(
     )
     hat, fastemit, delay = node_options(fused_log_softmax, hat, fastemit_lambda, delay_penalty)
     inputs = (logits, None, *sequences)
-    nodes = (blank, [], bool(fused_log_softmax), hat, 0.0, delay)
+    nodes = (blank, NO_DURATIONS, bool(fused_log_softmax), hat, 0.0, delay)
     backend = current_backend()
     if (torch.is_grad_enabled() and requires_grad(logits)) or not plain_eager():
         inplace = inplace and plain_eager() and logits.requires_grad and CAN_WRITE_OVER_LOGITS
@@ -167,5 +167,5 @@ def rnnt_align(
         sequences = sequences_of(
             targets, logit_lengths, target_lengths, logits.shape[:3], logits.device
         )
-        options = (blank, [], bool(fused_log_softmax), 0.0, current_backend())
+        options = (blank, NO_DURATIONS, bool(fused_log_softmax), 0.0, current_backend())
         return RNNTAlignment(*_rnnt.align(logits, None, *sequences, *options))

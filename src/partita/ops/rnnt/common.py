@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 REDUCTIONS = ("none", "mean", "sum", "mean_batch", "mean_volume")
+NO_DURATIONS: list[int] = []  # those of RNN-T, in the form that the ops take
 ACTIVATIONS = ("relu", "tanh", "sigmoid")
 
 

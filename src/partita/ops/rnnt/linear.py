@@ -15,7 +15,7 @@ from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
 from ..linear_heads.common import cast_to_autocast
 from .arguments import Sequences, checked_durations, class_index, node_options, sequences_of
-from .common import ACTIVATIONS, REDUCTIONS, reduce_losses
+from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS, reduce_losses
 from .linear_autograd import (
     INPUTS,
     TENSORS,
@@ -197,7 +197,7 @@ def linear_rnnt_loss(
     )
     blank = class_index("blank", blank, len(linear_weight))
     hat, fastemit, delay = node_options(True, hat, fastemit_lambda, delay_penalty)
-    options = (activation, blank, [], hat, 0.0, delay, fastemit)
+    options = (activation, blank, NO_DURATIONS, hat, 0.0, delay, fastemit)
     reduction = "mean_batch" if reduction == "mean" else reduction
     return _loss(tensors, sequences, options, reduction, memory_budget)
 

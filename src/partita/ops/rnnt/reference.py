@@ -8,6 +8,7 @@ label of duration d >= 0 to (t + d, u + 1). All sums are fp64 and differentiable
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -260,14 +261,14 @@ def differentiable_gradient(
     fastemit_lambda: float,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of the losses as functions of `grad` and of both kinds of logits."""
-    inputs = (logits, duration_logits, targets, logit_lengths, target_lengths)
-    options = (blank, durations, fused, hat, sigma, delay_penalty)
-    _, lse, duration_lse, posteriors = rnnt_forward(*inputs, *options, True)
-    saved = (lse, posteriors, *inputs[2:])
-    found = rnnt_gradient(grad, logits, *saved, blank, fused, hat, clamp, fastemit_lambda)
+    sequences = (targets, logit_lengths, target_lengths)
+    options: Any = (blank, durations, fused, hat, sigma, delay_penalty, True)
+    _, lse, duration_lse, posteriors = rnnt_forward(logits, duration_logits, *sequences, *options)
+    nodes = (lse, posteriors, *sequences)
+    tokens = rnnt_gradient(grad, logits, *nodes, blank, fused, hat, clamp, fastemit_lambda)
     if duration_logits is None:
-        return (found,)
-    return found, rnnt_duration_gradient(grad, duration_logits, duration_lse, posteriors)
+        return (tokens,)
+    return tokens, rnnt_duration_gradient(grad, duration_logits, duration_lse, posteriors)
 
 
 def rnnt_align(

@@ -44,11 +44,10 @@ class Arcs(NamedTuple):
     labels: Any
 
 
-RNNT_ARCS = Arcs(np.array([1, 0]), np.array([0, 1]))
-
-
-def tdt_arcs(durations: Sequence[int]) -> Arcs:
-    """Return the blanks and then the labels of all durations."""
+def arcs_of(durations: Sequence[int]) -> Arcs:
+    """Return the blanks and then the labels of all durations, or without these those of RNN-T."""
+    if not durations:
+        return Arcs(np.array([1, 0]), np.array([0, 1]))
     K = len(durations)
     return Arcs(np.array([*durations] * 2), np.array([0] * K + [1] * K))
 

@@ -1,7 +1,8 @@
 """The best path over a lattice with several kinds of arcs: its scan of maxima and the way back.
 
-The chunks, rows, lanes, carries and kinds of arcs are those of `arc_rows.py`. Scores are logarithms to base 2 in fp64. A lane remembers as many of its own last
-states, and of those of the lane that it takes labels from, as the longest duration needs.
+The chunks, rows, lanes, carries and kinds of arcs are those of `arc_rows.py`. Scores are logarithms
+to base 2 in fp64. A lane remembers as many of its own last states, and of those of the lane that it
+takes labels from, as the longest duration needs.
 """
 
 from __future__ import annotations
