@@ -191,7 +191,7 @@ def test_registers_leave_room_for_32_programs_where_rows_do() -> None:
         (plan.row_tile(1025, 2, 2, True), True, 80),
         (plan.row_tile(5000, 4, 16, True), False, 80),
     ):
-        assert plan.overlap_plan(tile, hat, kinds).registers == registers
+        assert plan.overlap_registers(tile, hat, kinds) == registers
 
 
 LARGE = [(1, 500, 100, 1025), (2, 300, 70, 500), (4, 100, 200, 1025)]

@@ -60,8 +60,9 @@ def _align_fake(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-def _contiguous_like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _gradient_fake(logits: Tensor, duration_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    found = logits.new_empty(logits.shape)
+    return found, found.new_empty((0,) if duration_logits is None else duration_logits.shape)
 
 
 def _cpu() -> ModuleType:
@@ -87,26 +88,19 @@ forward = register.define(
 )
 gradient = register.define(
     reference.rnnt_gradient,
-    lambda logits: _contiguous_like(logits),
+    _gradient_fake,
     gpu=_gpu,
     cpu=_cpu,
     vmap=one_by_one,
     reference_if_empty=True,
 )
 gradient_inplace = register.define(
-    reference.rnnt_gradient,
+    reference.logits_gradient,
     lambda: None,
     gpu=_gpu,
     cpu=_cpu,
+    name="rnnt_gradient",
     overwrites="logits",
-    reference_if_empty=True,
-)
-duration_gradient = register.define(
-    reference.rnnt_duration_gradient,
-    lambda duration_logits: _contiguous_like(duration_logits),
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
     reference_if_empty=True,
 )
 align = register.define(
@@ -178,14 +172,10 @@ class LossFunction(torch.autograd.Function):
             gradient_inplace(grad, logits, tensors[3], *tensors[5:], *options, backend)
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), *(None,) * 14
-        op, duration_op = (for_gradients(each, grad) for each in (gradient, duration_gradient))
+        op = for_gradients(gradient, grad)
 
-        def kernel(*tensors: Any) -> tuple[Tensor, ...]:
-            grad, logits, duration_logits, lse, duration_lse, posteriors, *sequences = tensors
-            found = op(grad, logits, lse, posteriors, *sequences, *options, backend)
-            if duration_logits is None:
-                return (found,)
-            return found, duration_op(grad, duration_logits, duration_lse, posteriors, backend)
+        def kernel(*tensors: Any) -> Any:
+            return op(*tensors, *options, backend)
 
         def of_logits(grad: Tensor, logits: Tensor, durations: Any, *rest: Any) -> Any:
             inputs: Any = (grad, logits, durations, *rest[3:], *ctx.options)
@@ -196,4 +186,4 @@ class LossFunction(torch.autograd.Function):
             found = first_derivative(kernel, of_logits, variables, *tensors)
         else:
             found = kernel(*tensors)
-        return (*found, None)[:2] + (None,) * 13
+        return found[0], None if tensors[2] is None else found[1], *(None,) * 13

@@ -15,16 +15,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ...runtime.dtypes import acc_dtype
-from .common import posteriors_of_kinds
-from .reference_lattice import (
-    Arc,
-    Lengths,
-    best_paths,
-    log_partition,
-    node_mask,
-    valid_lengths,
-    within_lattice,
-)
+from .common import SequenceLengths, posteriors_of_kinds, valid_lengths
+from .reference_lattice import Arc, best_paths, log_partition, node_mask, within_lattice
 
 
 def arcs_of(durations: Sequence[int]) -> tuple[Arc, ...]:
@@ -55,16 +47,15 @@ def is_label_possible(labels: Tensor) -> Tensor:
 
 
 def token_scores(
-    logits: Tensor, targets: Tensor, lengths: Lengths, blank: int, fused: bool, hat: bool
+    logits: Tensor, targets: Tensor, mask: Tensor, blank: int, fused: bool, hat: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of blank and label at each node, and the log-sum-exp.
 
     The first is `[2, B, T, U1]` and the second `[B, T, U1]`, both fp64. With `hat` the log-sum-exp
     is that of the labels; where all of them are impossible, so is the label, and the blank is as
-    probable as elsewhere. Logits at padding are not read.
+    probable as elsewhere. Logits at padding, which is outside of the mask, are not read.
     """
-    _, T, U1, V = logits.shape
-    mask = node_mask(lengths, T, U1)
+    U1, V = logits.shape[2:]
     x = torch.where(mask[..., None], logits, 0.0).double()
     index = label_index(targets, U1, V)
     if not fused:
@@ -82,12 +73,14 @@ def token_scores(
     return torch.stack(scores), torch.where(possible[..., 0], safe.logsumexp(-1), -torch.inf)
 
 
-def arc_scores(
+def score_arcs(
     logits: Tensor,
     duration_logits: Tensor | None,
     targets: Tensor,
-    lengths: Lengths,
+    steps: Tensor,
+    labels: Tensor,
     blank: int,
+    durations: Sequence[int],
     fused: bool,
     hat: bool,
     sigma: float,
@@ -96,17 +89,17 @@ def arc_scores(
 
     The first is `[A, B, T, U1]` fp64, that of the blanks first.
     """
-    tokens, lse = token_scores(logits, targets, lengths, blank, fused, hat)
+    mask = node_mask(steps, labels, *logits.shape[1:3])
+    tokens, lse = token_scores(logits, targets, mask, blank, fused, hat)
     if duration_logits is None:
         return tokens, lse, lse.new_empty(0)
-    mask = node_mask(lengths, *logits.shape[1:3])
     x = torch.where(mask[..., None], duration_logits, 0.0).double()
     log_durations = x.log_softmax(-1).movedim(-1, 0)
     return (tokens[:, None] - sigma + log_durations).flatten(0, 1), lse, x.logsumexp(-1)
 
 
 def usable_arcs(
-    scores: Tensor, lengths: Lengths, durations: Sequence[int], delay_penalty: float
+    scores: Tensor, lengths: SequenceLengths, durations: Sequence[int], delay_penalty: float
 ) -> tuple[Tensor, tuple[Arc, ...], list[int]]:
     """Return the scores within the lattice, without the blanks of duration 0, which do not exist.
 
@@ -121,9 +114,9 @@ def usable_arcs(
     return within_lattice(torch.stack(added), used, lengths), used, chosen
 
 
-def losses_of_arcs(
+def sum_paths(
     scores: Tensor,
-    lengths: Lengths,
+    lengths: SequenceLengths,
     durations: Sequence[int],
     delay_penalty: float,
     need_posteriors: bool,
@@ -172,16 +165,16 @@ def rnnt_forward(
     """
     T, V = logits.shape[1], logits.shape[3]
     lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    inputs = (logits, duration_logits, targets, lengths)
-    scores, *lses = arc_scores(*inputs, blank, fused, hat, sigma)
+    inputs = (logits, duration_logits, targets, lengths.steps, lengths.labels)
+    scores, *lses = score_arcs(*inputs, blank, durations, fused, hat, sigma)
     options = (durations, delay_penalty, need_posteriors, acc_dtype(logits.dtype))
-    losses, posteriors = losses_of_arcs(scores, lengths, *options)
+    losses, posteriors = sum_paths(scores, lengths, *options)
     if not need_posteriors:
         lses = [scores.new_empty(0), scores.new_empty(0)]
     return losses, lses[0], lses[1], posteriors
 
 
-def rnnt_gradient(
+def logits_gradient(
     grad: Tensor,
     logits: Tensor,
     lse: Tensor,
@@ -232,16 +225,40 @@ def rnnt_gradient(
     return result.to(logits.dtype).contiguous()
 
 
-def rnnt_duration_gradient(
+def duration_gradient(
     grad: Tensor, duration_logits: Tensor, duration_lse: Tensor, posteriors: Tensor
 ) -> Tensor:
-    """Return the gradient of the losses in the logits of the durations; see `rnnt_gradient`."""
+    """Return the gradient of the losses in the logits of the durations; see `logits_gradient`."""
     of_durations = posteriors[2:].double().movedim(0, -1)
     total = of_durations.sum(-1, keepdim=True)
     active = (total != 0) & (grad != 0)[:, None, None, None]
     softmax = torch.where(active, duration_logits, 0.0).double().softmax(-1)
     result = (total * softmax - of_durations) * grad.double()[:, None, None, None]
     return torch.where(active, result, 0.0).to(duration_logits.dtype).contiguous()
+
+
+def rnnt_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    duration_logits: Tensor | None,
+    lse: Tensor,
+    duration_lse: Tensor,
+    posteriors: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    fused: bool,
+    hat: bool,
+    clamp: float,
+    fastemit_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the losses in the logits, and in those of durations or empty."""
+    nodes = (lse, posteriors, targets, logit_lengths, target_lengths)
+    result = logits_gradient(grad, logits, *nodes, blank, fused, hat, clamp, fastemit_lambda)
+    if duration_logits is None:
+        return result, result.new_empty(0)
+    return result, duration_gradient(grad, duration_logits, duration_lse, posteriors)
 
 
 def differentiable_gradient(
@@ -259,16 +276,13 @@ def differentiable_gradient(
     delay_penalty: float,
     clamp: float,
     fastemit_lambda: float,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of the losses as functions of `grad` and of both kinds of logits."""
-    sequences = (targets, logit_lengths, target_lengths)
+    inputs, sequences = (logits, duration_logits), (targets, logit_lengths, target_lengths)
     options: Any = (blank, durations, fused, hat, sigma, delay_penalty, True)
-    _, lse, duration_lse, posteriors = rnnt_forward(logits, duration_logits, *sequences, *options)
-    nodes = (lse, posteriors, *sequences)
-    tokens = rnnt_gradient(grad, logits, *nodes, blank, fused, hat, clamp, fastemit_lambda)
-    if duration_logits is None:
-        return (tokens,)
-    return tokens, rnnt_duration_gradient(grad, duration_logits, duration_lse, posteriors)
+    saved = rnnt_forward(*inputs, *sequences, *options)[1:]
+    rest: Any = (blank, fused, hat, clamp, fastemit_lambda)
+    return rnnt_gradient(grad, *inputs, *saved, *sequences, *rest)
 
 
 def rnnt_align(
@@ -289,8 +303,8 @@ def rnnt_align(
     """
     T, V = logits.shape[1], logits.shape[3]
     lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    inputs = (logits, duration_logits, targets, lengths)
-    scores = arc_scores(*inputs, blank, fused, False, sigma)[0]
+    inputs = (logits, duration_logits, targets, lengths.steps, lengths.labels)
+    scores = score_arcs(*inputs, blank, durations, fused, False, sigma)[0]
     used, arcs, _ = usable_arcs(scores, lengths, durations, 0.0)
     paths = best_paths(used, arcs, lengths)
     invalid, dtype = lengths.invalid | paths.score.isnan(), acc_dtype(logits.dtype)

@@ -6,6 +6,7 @@ lattices are scanned. The losses from encoder and predictor take their products 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,55 +22,75 @@ from ....primitives.cpu.batch import (
     run_over_sequences,
 )
 from ....runtime.dtypes import acc_dtype
-from ..common import posteriors_of_kinds
-from ..joint import Joint, JointKernels, linear_transducer
-from .batch import Arcs, Batch, arcs_of, as_batch
-from .nodes import Upstream, add_durations, read_nodes, write_duration_gradient, write_gradient
-from .scan import align_sequences, scan_sequences
+from ..common import SequenceLengths, posteriors_of_kinds, valid_lengths
+from ..joint import JointKernels, linear_transducer
+from .nodes import (
+    Batch,
+    Upstream,
+    add_durations,
+    read_nodes,
+    write_duration_gradient,
+    write_gradient,
+)
+from .scan import align_sequences, arcs_of, scan_sequences
 
 
 def score_arcs(
     logits: Tensor,
     duration_logits: Tensor | None,
-    batch: Batch,
-    arcs: Arcs,
+    targets: Tensor,
+    steps: Tensor,
+    labels: Tensor,
+    blank: int,
+    durations: Sequence[int],
     fused: bool,
     hat: bool,
     sigma: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probabilities of the arcs, `[A, B, T, U1]`, and both log-sum-exps."""
-    nodes = logits.shape[:3]
-    scores = np.empty((len(arcs.steps), *nodes))
-    lse = np.empty(nodes if fused else (0, 0, 0))
-    duration_lse = np.empty((0, 0, 0) if duration_logits is None else nodes)
-    inside = np.arange(batch.T) < batch.steps[:, None]
+    """Return the log-probabilities of the arcs, `[A, B, T, U1]`, and both log-sum-exps.
+
+    The lengths are 0 for an invalid sequence.
+    """
+    B, T, U1, V = logits.shape
+    arrays = (as_integers(targets), as_integers(steps), as_integers(labels))
+    batch, arcs = Batch(*arrays, blank, T, V), arcs_of(durations)
+    scores = np.empty((len(arcs.steps), B, T, U1))
+    lse = np.empty((B, T, U1) if fused else (0, 0, 0))
+    duration_lse = np.empty((0, 0, 0) if duration_logits is None else (B, T, U1))
+    inside = np.arange(T) < batch.steps[:, None]
     work = np.where(inside, batch.labels[:, None] + 1, 0).reshape(-1)
     options = (batch, as_steps(logits), fused, hat, sigma, scores, lse)
-    run_over_sequences(read_nodes, work, batch.V, *options)
+    run_over_sequences(read_nodes, work, V, *options)
     if duration_logits is not None:
         args = (batch, as_steps(duration_logits), arcs.steps, scores, duration_lse)
         run_over_sequences(add_durations, work, duration_logits.shape[3], *args)
     return torch.from_numpy(scores), torch.from_numpy(lse), torch.from_numpy(duration_lse)
 
 
-def scan(
+def sum_paths(
     scores: Tensor,
-    batch: Batch,
+    lengths: SequenceLengths,
     durations: Sequence[int],
     delay_penalty: float,
     need_posteriors: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses `[B]`, and the posteriors, `[2 + K, B, T, U1]` or empty, in the dtype."""
-    arcs, losses = arcs_of(durations), np.empty(len(batch.steps))
+    arcs, arrays = arcs_of(durations), _arrays_of(lengths)
+    losses = np.empty(scores.shape[1])
     posteriors = np.empty(scores.shape if need_posteriors else (0, 0, 0, 0))
     work = len(arcs.steps) * (scores.shape[3] + 1) * 8  # a node takes longer than an edge
-    args = (batch, arcs, scores.numpy(), delay_penalty, losses, posteriors)
-    run_over_sequences(scan_sequences, batch.steps, work, *args)
+    args = (arrays, arcs, scores.numpy(), delay_penalty, losses, posteriors)
+    run_over_sequences(scan_sequences, arrays.steps, work, *args)
     found = torch.from_numpy(losses).to(dtype)
     if not need_posteriors:
         return found, found.new_empty(0)
     return found, posteriors_of_kinds(torch.from_numpy(posteriors), len(durations)).to(dtype)
+
+
+def _arrays_of(lengths: SequenceLengths) -> Any:
+    steps, labels = map(as_integers, lengths[:2])
+    return SequenceLengths(steps, labels, lengths.invalid.numpy())  # type: ignore[arg-type]
 
 
 def rnnt_forward(
@@ -87,11 +108,12 @@ def rnnt_forward(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return losses `[B]`, log-sum-exps `[B, T, U1]` and posteriors `[2 + K, B, T, U1]`."""
-    batch = as_batch(logits.shape, targets, logit_lengths, target_lengths, blank)
-    nodes = (logits, duration_logits, batch, arcs_of(durations))
-    scores, *lses = score_arcs(*nodes, fused, hat, sigma)
+    T, V = logits.shape[1], logits.shape[3]
+    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+    nodes = (logits, duration_logits, targets, lengths.steps, lengths.labels)
+    scores, *lses = score_arcs(*nodes, blank, durations, fused, hat, sigma)
     options = (durations, delay_penalty, need_posteriors, acc_dtype(logits.dtype))
-    losses, posteriors = scan(scores, batch, *options)
+    losses, posteriors = sum_paths(scores, lengths, *options)
     lse, duration_lse = (
         lse if need_posteriors and lse.numel() else scores.new_empty(0) for lse in lses
     )
@@ -108,7 +130,7 @@ def _write_gradient(
     blank: int,
     result: Tensor,
     *options: Any,
-) -> Tensor:
+) -> None:
     """Run the kernel for all steps; the result may be the logits."""
     B, T, U1, V = logits.shape
     if logits.numel():
@@ -116,13 +138,14 @@ def _write_gradient(
         norms = lse.contiguous().numpy() if lse.numel() else np.empty((0, 0, 0))
         inputs = (Upstream(*arrays, blank, V), as_steps(logits), norms, *options)
         run_over_sequences(kernel, np.full(B * T, U1), V, *inputs, as_steps(result))
-    return result
 
 
 def rnnt_gradient(
     grad: Tensor,
     logits: Tensor,
+    duration_logits: Tensor | None,
     lse: Tensor,
+    duration_lse: Tensor,
     posteriors: Tensor,
     targets: Tensor,
     logit_lengths: Tensor,
@@ -134,31 +157,28 @@ def rnnt_gradient(
     fastemit_lambda: float,
     *,
     inplace: bool = False,
-) -> Tensor:
-    """Return the gradient in the logits, or with `inplace` write it over them."""
-    result = logits if inplace else empty_batch(logits.shape, logits.dtype)
-    nodes = (grad, logits, lse, posteriors, as_integers(targets), blank, result)
-    return _write_gradient(write_gradient, *nodes, fused, hat, clamp, 1.0 + fastemit_lambda)
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients in logits and durations, or with `inplace` write them over these."""
+    labels, options = as_integers(targets), (fused, hat, clamp, 1.0 + fastemit_lambda)
+    result, found = _result(logits, inplace), logits.new_empty(0)
+    nodes = (grad, logits, lse, posteriors, labels, blank, result)
+    _write_gradient(write_gradient, *nodes, *options)
+    if duration_logits is not None:
+        found = _result(duration_logits, inplace)
+        nodes = (grad, duration_logits, duration_lse, posteriors, labels, blank, found)
+        _write_gradient(write_duration_gradient, *nodes)
+    return result, found
 
 
-def rnnt_gradient_(grad: Tensor, logits: Tensor, *rest: Any) -> None:
-    """Write the gradient over the logits."""
-    rnnt_gradient(grad, logits, *rest, inplace=True)
+def _result(logits: Tensor, inplace: bool) -> Tensor:
+    return logits if inplace else empty_batch(logits.shape, logits.dtype)
 
 
-def rnnt_duration_gradient(
-    grad: Tensor,
-    duration_logits: Tensor,
-    duration_lse: Tensor,
-    posteriors: Tensor,
-    *,
-    inplace: bool = False,
-) -> Tensor:
-    """Return the gradient in the logits of durations, or with `inplace` write it over them."""
-    shape, dtype = duration_logits.shape, duration_logits.dtype
-    result = duration_logits if inplace else empty_batch(shape, dtype)
-    nodes = (grad, duration_logits, duration_lse, posteriors, np.empty((0, 0), np.int64), 0)
-    return _write_gradient(write_duration_gradient, *nodes, result)
+def rnnt_gradient_(
+    grad: Tensor, logits: Tensor, lse: Tensor, posteriors: Tensor, *rest: Any
+) -> None:
+    """Write the gradient of RNN-T's losses over the logits."""
+    rnnt_gradient(grad, logits, None, lse, lse, posteriors, *rest, inplace=True)
 
 
 def rnnt_align(
@@ -173,71 +193,23 @@ def rnnt_align(
     sigma: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the step that emits each label on the best path, its log-probability, and the sum."""
-    batch = as_batch(logits.shape, targets, logit_lengths, target_lengths, blank)
-    arcs, shape, dtype = arcs_of(durations), targets.shape, acc_dtype(logits.dtype)
-    scores = score_arcs(logits, duration_logits, batch, arcs, fused, False, sigma)[0]
+    T, V = logits.shape[1], logits.shape[3]
+    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+    nodes = (logits, duration_logits, targets, lengths.steps, lengths.labels)
+    scores = score_arcs(*nodes, blank, durations, fused, False, sigma)[0]
+    arcs, arrays, dtype = arcs_of(durations), _arrays_of(lengths), acc_dtype(logits.dtype)
+    shape = targets.shape
     results = np.empty(shape, np.int64), np.empty(shape), np.empty(shape[0])
     work = len(arcs.steps) * scores.shape[3] * 8
-    args = (batch, arcs, scores.numpy(), *results)
-    run_over_sequences(align_sequences, batch.steps, work, *args)
+    args = (arrays, arcs, scores.numpy(), *results)
+    run_over_sequences(align_sequences, arrays.steps, work, *args)
     steps, label_scores, score = map(torch.from_numpy, results)
     return steps, label_scores.to(dtype), score.to(dtype)
 
 
-def linear_rnnt(
-    encoder: Tensor,
-    predictor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    duration_weight: Tensor | None,
-    duration_bias: Tensor | None,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    factor: Tensor | None,
-    activation: str,
-    blank: int,
-    durations: Sequence[int],
-    hat: bool,
-    sigma: float,
-    delay_penalty: float,
-    fastemit_lambda: float,
-    chunk: int,
-    keep_logits: bool,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
+KERNELS = JointKernels(score_arcs, sum_paths, functools.partial(rnnt_gradient, inplace=True))
+
+
+def linear_rnnt(*args: Any) -> tuple[Tensor, ...]:
     """Return the losses `[B]`, and the gradients of the sum of factor * loss."""
-    shape = (*encoder.shape[:2], predictor.shape[1], len(weight))
-    batch = as_batch(shape, targets, logit_lengths, target_lengths, blank)
-
-    def read_chunk(
-        logits: Sequence[Tensor], targets: Tensor, steps: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        part = as_batch(logits[0].shape, targets, steps, labels, blank)
-        tokens, of_durations = logits[0], logits[1] if len(logits) > 1 else None
-        nodes = (tokens, of_durations, part, arcs_of(durations))
-        scores, *lses = score_arcs(*nodes, True, hat, sigma)
-        return scores, lses[: len(logits)]
-
-    def scan_arcs(scores: Tensor, need_posteriors: bool) -> tuple[Tensor, Tensor]:
-        options = (durations, delay_penalty, need_posteriors, acc_dtype(encoder.dtype))
-        return scan(scores, batch, *options)
-
-    def write_chunk(
-        factor: Tensor,
-        logits: Sequence[Tensor],
-        lses: Sequence[Tensor],
-        posteriors: Tensor,
-        targets: Tensor,
-    ) -> None:
-        nodes = (logits[0], lses[0], posteriors, targets, factor, factor)  # no lengths are read
-        rnnt_gradient(factor, *nodes, blank, True, hat, 0.0, fastemit_lambda, inplace=True)
-        for each, lse in zip(logits[1:], lses[1:], strict=True):
-            rnnt_duration_gradient(factor, each, lse, posteriors, inplace=True)
-
-    heads = [(weight, bias), (duration_weight, duration_bias)]
-    lengths = map(torch.from_numpy, (batch.steps, batch.labels))
-    joint = Joint(encoder, predictor, heads, activation, targets, *lengths)
-    kernels = JointKernels(read_chunk, scan_arcs, write_chunk)
-    losses, gradients = linear_transducer(kernels, joint, factor, chunk, keep_logits, wanted)
-    return losses, *gradients
+    return linear_transducer(KERNELS, *args)

@@ -17,6 +17,24 @@ from ....primitives.cpu.logits import HUGE, logsumexp_row, row_buffers
 from ....primitives.cpu.math import exp
 
 
+class Batch(NamedTuple):
+    """The targets and the lengths of a batch.
+
+    Fields:
+        targets: `[B, U]`.
+        steps, labels: the lengths, `[B]`; 0 for an invalid sequence.
+        blank: the class of the blank.
+        T, V: the steps of the nodes, and their classes.
+    """
+
+    targets: Any
+    steps: Any
+    labels: Any
+    blank: int
+    T: int
+    V: int
+
+
 class Upstream(NamedTuple):
     """The numbers from which the gradients in the logits are made.
 

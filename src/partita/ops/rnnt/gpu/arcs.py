@@ -152,6 +152,7 @@ def rnnt_arcs_kernel(
     T,
     B,
     U1,
+    num_chunks,
     CODE: tl.constexpr,  # the kinds of arcs; see `arc_rows.py`
     PRECISE: tl.constexpr,  # see `arc_words.py`
     BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
@@ -164,15 +165,14 @@ def rnnt_arcs_kernel(
     """
     WORDS: tl.constexpr = flags_ptr is not None
     K: tl.constexpr = num_kinds(CODE) // 2
-    sizes = lattice_sizes(T, B, U1)
-    nodes = sizes.nodes
+    sizes = lattice_sizes(T, B, U1, num_chunks)
     b, t, u, index, chunk_offset, is_margin = chunk_nodes(tl.program_id(0), sizes, BLOCK)
     sequence = load_sequence(b, lengths, T, U1)
     mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
     offset, in_array = chunk_offset + index, index < sizes.rows * 32
     factors = duration_factors(durations, b, t, u, mask, sizes, K, WORDS, PRECISE)
     blank = tl.load(arcs_ptr + offset, mask=mask, other=0.0)
-    label = tl.load(arcs_ptr + K * nodes + offset, mask=mask, other=0.0)
+    label = tl.load(arcs_ptr + K * sizes.nodes + offset, mask=mask, other=0.0)
     tokens = (exp2_parts(blank), exp2_parts(label)) if WORDS else (blank, label)
     has_nan = mask & is_margin
     for i in tl.static_range(2 * K):
@@ -185,9 +185,9 @@ def rnnt_arcs_kernel(
         else:
             score = tokens[i // K] + factors[i % K] * LOG2E
             arc = tl.where(valid, score, -float("inf"))
-        tl.store(arcs_ptr + i * nodes + offset, arc, mask=is_read)
+        tl.store(arcs_ptr + i * sizes.nodes + offset, arc, mask=is_read)
         if i == 0:  # The margin before this kind is like the one after it.
-            in_margin = offset - (nodes - MARGIN)
+            in_margin = offset - (sizes.nodes - MARGIN)
             is_before = is_margin & in_array & (in_margin < MARGIN)
             tl.store(arcs_ptr - MARGIN + in_margin, arc, mask=is_before)
     if WORDS:
@@ -203,6 +203,7 @@ def rnnt_words_kernel(
     T,
     B,
     U1,
+    num_chunks,
     CODE: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
 ):
@@ -212,7 +213,7 @@ def rnnt_words_kernel(
     lattice and of all margins get the probability 0. The words before the first margin become 0.
     """
     KINDS: tl.constexpr = num_kinds(CODE)
-    sizes = lattice_sizes(T, B, U1)
+    sizes = lattice_sizes(T, B, U1, num_chunks)
     programs = B * sizes.num_chunks * tl.cdiv(sizes.rows * 32, BLOCK) + MARGIN // BLOCK
     first = tl.program_id(0).to(tl.int64) - programs
     if first >= 0:

@@ -19,6 +19,8 @@ from ...ctc.gpu.lanes import launch_lanes
 from .arc_rows import Carries, Scan
 from .arcs import DurationLogits, rnnt_arcs_kernel, rnnt_words_kernel
 from .gradient import (
+    DURATION_NODES,
+    DurationGradient,
     StridedLogits,
     Upstream,
     rnnt_duration_gradient_kernel,
@@ -37,7 +39,7 @@ from .plan import (
     RowTile,
     arc_kinds,
     lattice_plan,
-    overlap_plan,
+    overlap_registers,
     overlaps,
     row_tile,
 )
@@ -111,7 +113,7 @@ class LatticeCall(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the lattices as arguments of kernels."""
-        return {"T": self.T, "B": self.B, "U1": self.U1}
+        return {"T": self.T, "B": self.B, "U1": self.U1, "num_chunks": self.plan.num_chunks}
 
     @property
     def scan_arguments(self) -> dict[str, Any]:
@@ -377,7 +379,6 @@ def scan_beside_rows(
     """Return what `scan_lattice` does, and write the log-sum-exps, by a scan beside their pass."""
     B, T, U1 = call.B, call.T, call.U1
     options, tile = call.options, tile_of(logits)
-    plan = overlap_plan(tile, options.hat, call.kinds)
     duration_lse = call.empty_lse() if duration_logits is not None else lse.new_empty(0)
     memory, words = prepared_words(call)
     scan = new_scan(call, words, memory.flags)
@@ -393,9 +394,8 @@ def scan_beside_rows(
         delay_penalty=options.delay_penalty,
         **node_strides(logits, T),
         DIRECTIONS=call.directions,
-        BLOCK=plan.block,
         HAT=options.hat,
-        maxnreg=plan.registers,
+        maxnreg=overlap_registers(tile, options.hat, call.kinds),
         **tile_options(tile),
     )
     nll, posteriors = launch_posteriors(call, scan)
@@ -428,6 +428,9 @@ def launch_posteriors(call: LatticeCall, scan: Scan) -> tuple[Tensor, Tensor]:
     return nll, posteriors
 
 
+NO_DURATIONS = DurationGradient(None, None, None)
+
+
 def launch_gradient(
     grad: Tensor,
     logits: Tensor,
@@ -441,19 +444,22 @@ def launch_gradient(
     hat: bool,
     clamp: float,
     fastemit_lambda: float,
+    durations: DurationGradient = NO_DURATIONS,
 ) -> None:
     """Write the gradient of the logits of `steps` steps, which may replace the logits.
 
-    See `launch_nodes` for the steps. The posteriors are those of blanks and labels,
-    `[2, B, T, U1]`. More may follow these.
+    See `launch_nodes` for the steps. The posteriors are `[2 + K, B, T, U1]`. The gradient of the
+    durations is written if all steps are there.
     """
-    B, T, U1 = posteriors.shape[1:]
+    kinds, B, T, U1 = posteriors.shape
+    duration_programs = B * cdiv(T * U1, DURATION_NODES) if durations.ptr is not None else 0
     d_b, d_t, d_u = node_strides(dlogits, T).values()
     launch(
         rnnt_gradient_kernel,
-        steps * cdiv(U1, NODES_PER_PROGRAM),
+        steps * cdiv(U1, NODES_PER_PROGRAM) + duration_programs,
         grad=Upstream(grad, grad.stride(0)),
         logits=Logits(logits, logits.stride(3), lse),
+        durations=durations,
         dlogits=StridedLogits(dlogits, d_b, d_t, d_u, dlogits.stride(3)),
         posteriors_ptr=posteriors,
         labels_ptr=targets.labels,
@@ -467,30 +473,25 @@ def launch_gradient(
         fastemit=1.0 + fastemit_lambda,
         target_stride=targets.stride,
         **node_strides(logits, T),
+        K=kinds - 2,
         HAT=hat,
         CLIP=clamp > 0,
         **tile_options(tile_of(logits, dlogits)),
     )
 
 
-def rnnt_duration_gradient(
-    grad: Tensor, duration_logits: Tensor, duration_lse: Tensor, posteriors: Tensor
-) -> Tensor:
-    """Return the gradient of the losses in the logits of the durations."""
-    B, T, U1, K = shape = duration_logits.shape
-    ddurations = torch.empty(shape, dtype=duration_logits.dtype, device=duration_logits.device)
+def launch_duration_gradient(grad: Tensor, durations: DurationGradient, posteriors: Tensor) -> None:
+    """Write the gradient of the losses in the logits of the durations."""
+    kinds, B, T, U1 = posteriors.shape
     launch(
         rnnt_duration_gradient_kernel,
-        B * cdiv(T * U1, BLOCK_NODES),
+        B * cdiv(T * U1, DURATION_NODES),
         grad=Upstream(grad, grad.stride(0)),
-        durations=duration_logits_of(duration_logits, duration_lse),
+        durations=durations,
         posteriors_ptr=posteriors,
-        ddurations_ptr=ddurations,
         T=T,
         B=B,
         U1=U1,
-        K=K,
-        BLOCK=BLOCK_NODES,
-        num_warps=4,
+        K=kinds - 2,
+        num_warps=1,
     )
-    return ddurations

@@ -20,6 +20,9 @@ from .rows import (
     step_offset,
 )
 
+DURATION_NODES = 64  # nodes of a warp, for which no more registers are needed than for rows
+BLOCK = tl.constexpr(DURATION_NODES)
+
 
 class NodeGradient(NamedTuple):
     """The terms of the gradient of a node's row.
@@ -264,56 +267,26 @@ def store_gradients_of_nodes(
             store_zeros(results, V, VEC, EDGES, BLOCK_V)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def rnnt_gradient_kernel(
-    grad,  # Upstream
-    logits,  # Logits, all of them or those of some steps; without log-sum-exps log-probabilities
-    dlogits,  # StridedLogits, which may be the logits
-    posteriors_ptr,  # [2, B, T, U1], with those of a TDT's durations after them
-    labels_ptr,  # [B, U]
-    first_step,  # the first step in `logits`, counted over all sequences
-    T,
-    B,
-    U1,
-    V,
-    blank,
-    clamp: tl.float64,  # greatest absolute value of a gradient, with CLIP
-    fastemit: tl.float64,  # 1 + the factor of FastEmit
-    target_stride,
-    stride_b,
-    stride_t,
-    stride_u,
-    HAT: tl.constexpr,
-    CLIP: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Write the gradient of the rows of some nodes; rows whose gradient is 0 are not read."""
-    options = (blank, clamp, fastemit)
-    source = GradientSource(grad, posteriors_ptr, labels_ptr, target_stride, *options)
-    strides, sizes = (stride_b, stride_t, stride_u), (T, B, U1, V)
-    nodes = (source, logits, strides, dlogits, first_step, sizes)
-    store_gradients_of_nodes(*nodes, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V)
+class DurationGradient(NamedTuple):
+    """The logits of the durations and their gradient, `[B, T, U1, K]`, both contiguous.
+
+    Fields:
+        ptr: the logits, or None for RNN-T.
+        lse_ptr: the log-sum-exps of the nodes, `[B, T, U1]`.
+        grad_ptr: the gradient.
+    """
+
+    ptr: tl.tensor
+    lse_ptr: tl.tensor
+    grad_ptr: tl.tensor
 
 
-@triton.jit(do_not_specialize=SIZES)
-def rnnt_duration_gradient_kernel(
-    grad,  # Upstream
-    durations,  # DurationLogits
-    posteriors_ptr,  # [2 + K, B, T, U1]
-    ddurations_ptr,  # [B, T, U1, K]
-    T,
-    B,
-    U1,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,  # nodes of a program
-):
+@triton.jit
+def store_duration_gradients(program, grad, durations, posteriors_ptr, T, B, U1, K: tl.constexpr):
     """Write the gradient in the logits of the durations of some nodes."""
     dtype: tl.constexpr = posteriors_ptr.dtype.element_ty
     blocks = tl.cdiv(T * U1, BLOCK)
-    b, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    b, block = (program // blocks).to(tl.int64), program % blocks
     index = block * BLOCK + tl.arange(0, BLOCK)
     mask = index < T * U1
     node, size = b * T * U1 + index, B.to(tl.int64) * T * U1
@@ -330,4 +303,64 @@ def rnnt_duration_gradient_kernel(
         x = tl.load(durations.ptr + node * K + k, mask=active, other=0.0).to(tl.float64)
         softmax = tl.exp(x - lse) if dtype == tl.float64 else tl.exp((x - lse).to(tl.float32))
         d = tl.where(active, (total * softmax - arcs[k]) * scale, 0.0)
-        tl.store(ddurations_ptr + node * K + k, d.to(ddurations_ptr.dtype.element_ty), mask=mask)
+        grad_ptr = durations.grad_ptr + node * K + k
+        tl.store(grad_ptr, d.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def rnnt_duration_gradient_kernel(
+    grad,  # Upstream
+    durations,  # DurationGradient
+    posteriors_ptr,  # [2 + K, B, T, U1]
+    T,
+    B,
+    U1,
+    K: tl.constexpr,
+):
+    """Write the gradient in the logits of the durations."""
+    store_duration_gradients(tl.program_id(0), grad, durations, posteriors_ptr, T, B, U1, K)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def rnnt_gradient_kernel(
+    grad,  # Upstream
+    logits,  # Logits, all of them or those of some steps; without log-sum-exps log-probabilities
+    durations,  # DurationGradient
+    dlogits,  # StridedLogits, which may be the logits
+    posteriors_ptr,  # [2 + K, B, T, U1]
+    labels_ptr,  # [B, U]
+    first_step,  # the first step in `logits`, counted over all sequences
+    T,
+    B,
+    U1,
+    V,
+    blank,
+    clamp: tl.float64,  # greatest absolute value of a gradient, with CLIP
+    fastemit: tl.float64,  # 1 + the factor of FastEmit
+    target_stride,
+    stride_b,
+    stride_t,
+    stride_u,
+    K: tl.constexpr,  # durations
+    HAT: tl.constexpr,
+    CLIP: tl.constexpr,
+    VEC: tl.constexpr,
+    EDGES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write the gradient of the rows of some nodes; rows whose gradient is 0 are not read.
+
+    Other programs write that of the durations. They come last and are short, so they run beside the
+    last rows.
+    """
+    programs = B * T * tl.cdiv(U1, ROWS)
+    if (durations.ptr is None) or tl.program_id(0) < programs:
+        options = (blank, clamp, fastemit)
+        source = GradientSource(grad, posteriors_ptr, labels_ptr, target_stride, *options)
+        strides, sizes = (stride_b, stride_t, stride_u), (T, B, U1, V)
+        nodes = (source, logits, strides, dlogits, first_step, sizes)
+        store_gradients_of_nodes(*nodes, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V)
+    else:
+        program = tl.program_id(0) - programs
+        store_duration_gradients(program, grad, durations, posteriors_ptr, T, B, U1, K)

@@ -25,6 +25,7 @@ SIZES = [
     "B",
     "U1",
     "V",
+    "num_chunks",
     "blank",
     "stride_b",
     "stride_t",
@@ -89,9 +90,11 @@ class LatticeSizes(NamedTuple):
 
 
 @triton.jit
-def lattice_sizes(T, B, U1):
-    """Return the sizes of a batch and of arrays over its nodes, as `plan.lattice_plan` does."""
-    num_chunks = tl.cdiv(U1, 32)
+def lattice_sizes(T, B, U1, num_chunks):
+    """Return the sizes of a batch and of arrays over its nodes, as `plan.lattice_plan` does.
+
+    The chunks are an argument: computed from U1, they would make the scans spill 16 registers.
+    """
     rows = tl.cdiv(T + 32, BLOCK_ROWS) * BLOCK_ROWS
     nodes = B.to(tl.int64) * num_chunks * rows * 32 + MARGIN
     return LatticeSizes(T, B, U1, num_chunks, rows, tl.cdiv(T, BLOCK_ROWS) * BLOCK_ROWS, nodes)

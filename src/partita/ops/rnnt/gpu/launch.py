@@ -19,6 +19,7 @@ from ....runtime.launch import launch
 from ...ctc.gpu.lanes import launch_lanes
 from .arc_rows import Scan
 from .call import (
+    NO_DURATIONS,
     NodeOptions,
     as_targets,
     lattice_call,
@@ -26,12 +27,12 @@ from .call import (
     launch_gradient,
     launch_nodes,
     may_overlap,
-    rnnt_duration_gradient,
     scan_beside_rows,
     scan_block,
     scan_lattice,
     scan_memory,
 )
+from .gradient import DurationGradient
 from .launch_linear import linear_rnnt
 from .plan import LSE_DTYPE
 from .scan_best import BEST_SCAN, rnnt_backtrace_kernel
@@ -39,7 +40,6 @@ from .scan_best import BEST_SCAN, rnnt_backtrace_kernel
 __all__ = [
     "linear_rnnt",
     "rnnt_align",
-    "rnnt_duration_gradient",
     "rnnt_forward",
     "rnnt_gradient",
     "rnnt_gradient_",
@@ -76,7 +76,9 @@ def rnnt_forward(
 def rnnt_gradient(
     grad: Tensor,
     logits: Tensor,
+    duration_logits: Tensor | None,
     lse: Tensor,
+    duration_lse: Tensor,
     posteriors: Tensor,
     labels: Tensor,
     logit_lengths: Tensor,
@@ -88,21 +90,27 @@ def rnnt_gradient(
     fastemit_lambda: float,
     *,
     inplace: bool = False,
-) -> Tensor:
-    """Return the gradient of the losses in the logits, in their memory if `inplace`."""
-    dlogits = logits
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients in logits and durations; with `inplace` the first is in their memory."""
+    dlogits, ddurations = logits, logits.new_empty(0)
     if not inplace:
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    durations = NO_DURATIONS
+    if duration_logits is not None:
+        ddurations = logits.new_empty(duration_logits.shape)
+        durations = DurationGradient(duration_logits.contiguous(), duration_lse, ddurations)
     targets = as_targets(labels, logit_lengths, target_lengths)
-    inputs = (grad, logits, lse if fused else None, posteriors, targets)
+    inputs = (grad, logits, lse if fused else None, posteriors, targets, dlogits)
     steps = logits.shape[0] * logits.shape[1]
-    launch_gradient(*inputs, dlogits, 0, steps, blank, hat, clamp, fastemit_lambda)
-    return dlogits
+    launch_gradient(*inputs, 0, steps, blank, hat, clamp, fastemit_lambda, durations)
+    return dlogits, ddurations
 
 
-def rnnt_gradient_(grad: Tensor, logits: Tensor, *rest: Any) -> None:
-    """Write the gradient of the losses over the logits."""
-    rnnt_gradient(grad, logits, *rest, inplace=True)
+def rnnt_gradient_(
+    grad: Tensor, logits: Tensor, lse: Tensor, posteriors: Tensor, *rest: Any
+) -> None:
+    """Write the gradient of RNN-T's losses over the logits."""
+    rnnt_gradient(grad, logits, None, lse, lse, posteriors, *rest, inplace=True)
 
 
 def rnnt_align(

@@ -23,11 +23,12 @@ from .call import (
     LatticeCall,
     NodeOptions,
     as_targets,
+    launch_duration_gradient,
     launch_gradient,
     launch_nodes,
-    rnnt_duration_gradient,
     scan_lattice,
 )
+from .gradient import DurationGradient
 from .joint import (
     JointInput,
     rnnt_joint_gradient_kernel,
@@ -342,7 +343,9 @@ def linear_transducer(
         found = new_gradients(call, (*wanted[:2], *heads))
         dhidden = torch.empty_like(memory.hidden)
         if duration_logits is not None:
-            d_durations = rnnt_duration_gradient(factor, duration_logits, duration_lse, posteriors)
+            d_durations = torch.empty_like(duration_logits)
+            durations = DurationGradient(duration_logits, duration_lse, d_durations)
+            launch_duration_gradient(factor, durations, posteriors)
         for part in compute_chunks(call, chunk, memory, keep_logits):
             logits, steps = part.tokens(call), part.sequences * part.steps
             inputs = (factor, logits, lse, posteriors, call.targets)

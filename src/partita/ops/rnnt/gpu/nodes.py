@@ -127,6 +127,7 @@ def rnnt_nodes_kernel(
     B,
     U1,
     V,
+    num_chunks,
     blank,
     sigma: tl.float64,  # subtracted from both arcs
     delay_penalty: tl.float64,
@@ -158,6 +159,6 @@ def rnnt_nodes_kernel(
     )
     u = node.first_u + tl.arange(0, ROWS)
     mask = u <= sequence.target_len
-    offset = node_offset(node.b, node.t, u, lattice_sizes(T, B, U1))
+    offset = node_offset(node.b, node.t, u, lattice_sizes(T, B, U1, num_chunks))
     tl.store(blanks_ptr + offset, blank_score, mask=mask)
     tl.store(labels_ptr + offset, label_score, mask=mask)

@@ -165,6 +165,7 @@ def rnnt_overlap_kernel(
     B,
     U1,
     V,
+    num_chunks,
     blank,
     sigma: tl.float64,
     delay_penalty: tl.float64,
@@ -173,7 +174,6 @@ def rnnt_overlap_kernel(
     stride_t,
     stride_u,
     DIRECTIONS: tl.constexpr,  # 1 for α alone
-    BLOCK: tl.constexpr,  # rows that a scan loads together
     CODE: tl.constexpr,  # the kinds of arcs; see `arc_rows.py`
     HAT: tl.constexpr,
     VEC: tl.constexpr,
@@ -185,10 +185,12 @@ def rnnt_overlap_kernel(
 
     Nodes beyond the lengths are neither read nor written.
     """
-    sizes = lattice_sizes(T, B, U1)
+    sizes = lattice_sizes(T, B, U1, num_chunks)
     scans, programs = DIRECTIONS * B * sizes.num_chunks, T * B * tl.cdiv(U1, ROWS)
     index, program = program_roles(scans, programs)
     if (index >= 0) & (index < scans):
+        # It loads few rows together, because the pass over the logits needs the registers.
+        BLOCK: tl.constexpr = 4 if num_kinds(CODE) == 2 else 2
         inputs = (index, scan, carries, targets, target_stride, blank, V, sizes)
         scan_program(*inputs, DIRECTIONS, True, BLOCK, CODE, False, None)
     else:
@@ -197,5 +199,5 @@ def rnnt_overlap_kernel(
             origin = node.b.to(tl.int64) * stride_b + node.t.to(tl.int64) * stride_t
             options = (targets.labels, target_stride, blank, sigma, delay_penalty)
             source = NodeSource(logits, origin, stride_u, *options)
-            nodes = (source, node, sequence, sizes, scan, V)
-            store_arc_words(durations, *nodes, CODE, HAT, VEC, EDGES, PIECES, BLOCK_V)
+            inputs = (source, node, sequence, sizes, scan, V)
+            store_arc_words(durations, *inputs, CODE, HAT, VEC, EDGES, PIECES, BLOCK_V)

@@ -65,18 +65,6 @@ class ArcKinds(NamedTuple):
     depth: int
 
 
-class OverlapPlan(NamedTuple):
-    """How a kernel in which the scan runs beside the pass over the logits is compiled.
-
-    Fields:
-        block: the rows that a scan loads together, because the pass needs registers too.
-        registers: those that a thread may have.
-    """
-
-    block: int
-    registers: int
-
-
 class RowTile(NamedTuple):
     """The blocks in which a single warp reads rows of V values, one after another.
 
@@ -115,17 +103,17 @@ def arc_kinds(durations: tuple[int, ...]) -> ArcKinds:
     return ArcKinds(code, len(bytes_of_kinds), max(1, *blanks, *(d + 1 for d in labels)))
 
 
-def overlap_plan(tile: RowTile, hat: bool, kinds: ArcKinds) -> OverlapPlan:
-    """Return how the overlap is compiled for rows of a tile.
+def overlap_registers(tile: RowTile, hat: bool, kinds: ArcKinds) -> int:
+    """Return the registers that a thread may have where a scan runs beside the rows of a tile.
 
-    With 64 registers, 32 programs of one warp run on a multiprocessor, and none more could. More
+    With 64 of them, 32 programs of one warp run on a multiprocessor, and none more could. More
     elements of a row and the sums of HAT need more, without a scan too. With many kinds of arcs,
     those that a scan waits for and all of its addresses stay in 144 registers, with which 14
     programs run.
     """
     if kinds.number > 2:
-        return OverlapPlan(2, 144)
-    return OverlapPlan(4, 64 if tile.pieces * tile.vector <= 32 and not hat else 80)
+        return 144
+    return 64 if tile.pieces * tile.vector <= 32 and not hat else 80
 
 
 def overlaps(

@@ -61,6 +61,7 @@ def rnnt_posterior_kernel(
     T,
     B,
     U1,
+    num_chunks,
     CODE: tl.constexpr,  # the kinds of arcs; see `arc_rows.py`
     DURATIONS: tl.constexpr,  # whether the arcs have durations with probabilities
     PRECISE: tl.constexpr,  # see `arc_words.py`
@@ -72,7 +73,7 @@ def rnnt_posterior_kernel(
     only the arcs of nodes within the lengths are possible.
     """
     K: tl.constexpr = num_kinds(CODE) // 2
-    sizes = lattice_sizes(T, B, U1)
+    sizes = lattice_sizes(T, B, U1, num_chunks)
     blocks, chunk_blocks = 1, tl.cdiv(sizes.rows * 32, BLOCK)
     if posteriors_ptr is not None:
         blocks = sizes.num_chunks * chunk_blocks

@@ -231,6 +231,7 @@ def rnnt_scan_kernel(
     B,
     U1,
     V,
+    num_chunks,
     blank,
     target_stride,
     DIRECTIONS: tl.constexpr,  # 1 for α alone
@@ -240,7 +241,7 @@ def rnnt_scan_kernel(
     LAYOUT: tl.constexpr,
 ):
     """Scan α or β of a chunk. α also stores the sum over all paths and flags bad labels."""
-    inputs = (scan, carries, targets, target_stride, blank, V, lattice_sizes(T, B, U1))
+    inputs = (scan, carries, targets, target_stride, blank, V, lattice_sizes(T, B, U1, num_chunks))
     scan_program(tl.program_id(0), *inputs, DIRECTIONS, False, BLOCK, CODE, PRECISE, LAYOUT)
 
 

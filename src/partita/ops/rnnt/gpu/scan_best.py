@@ -59,6 +59,7 @@ def rnnt_best_scan_kernel(
     B,
     U1,
     V,
+    num_chunks,
     blank,
     target_stride,
     BLOCK: tl.constexpr,  # rows that are loaded together
@@ -67,7 +68,7 @@ def rnnt_best_scan_kernel(
 ):
     """Scan the maxima of a chunk, store the best path's score, and flag bad labels."""
     DEPTH: tl.constexpr = remembered_states(CODE)
-    sizes = lattice_sizes(T, B, U1)
+    sizes = lattice_sizes(T, B, U1, num_chunks)
     chunk, offset, b, exists = chunk_of_program(
         tl.program_id(0), scan, carries, targets.lengths, sizes, 1, LAYOUT
     )
@@ -126,11 +127,12 @@ def rnnt_backtrace_kernel(
     T,
     B,
     U1,
+    num_chunks,
     CODE: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
     """Write the step and the score of each label on the best path of a sequence, and its score."""
-    b, sizes = tl.program_id(0), lattice_sizes(T, B, U1)
+    b, sizes = tl.program_id(0), lattice_sizes(T, B, U1, num_chunks)
     length, target_len, _ = load_sequence(b, lengths, T, U1)
     best = tl.load(scan.totals + b)
     is_nan = (tl.load(scan.flags + b) > 0) | (best != best)
