@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import (
-    apply,
-    check_inplace,
-    plain_eager,
-    refuse_forward_mode,
-    requires_grad,
-)
+from ...runtime.autograd import check_inplace, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
@@ -111,20 +105,15 @@ def rnnt_loss(
     hat, fastemit, delay = node_options(fused_log_softmax, hat, fastemit_lambda, delay_penalty)
     inputs = (logits, None, *sequences)
     nodes = (blank, NO_DURATIONS, bool(fused_log_softmax), hat, 0.0, delay)
-    backend = current_backend()
-    if (torch.is_grad_enabled() and requires_grad(logits)) or not plain_eager():
-        inplace = inplace and plain_eager() and logits.requires_grad and CAN_WRITE_OVER_LOGITS
-        if inplace:
-            check_inplace(logits)
-            # The version changes before the logits are saved, so that only this backward pass may
-            # read them.
-            torch.autograd.graph.increment_version(logits)
-        options = (*nodes, clamp_bound(clamp), fastemit, inplace, backend)
-        losses = apply(_rnnt.LossFunction, *inputs, *options)[0]
-    else:
-        clamp_bound(clamp)
-        refuse_forward_mode(logits)
-        losses = _rnnt.forward(*inputs, *nodes, False, backend)[0]
+    inplace = inplace and torch.is_grad_enabled() and plain_eager() and logits.requires_grad
+    inplace = inplace and CAN_WRITE_OVER_LOGITS
+    if inplace:
+        check_inplace(logits)
+        # The version changes before the logits are saved, so that only this backward pass may
+        # read them.
+        torch.autograd.graph.increment_version(logits)
+    of_gradient = (clamp_bound(clamp), fastemit, inplace)
+    losses = _rnnt.losses_of(inputs, nodes, of_gradient, current_backend())
     reduction = "mean_batch" if reduction == "mean" else reduction
     return reduce_losses(losses, sequences.target_lengths, reduction)
 

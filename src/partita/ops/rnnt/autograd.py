@@ -11,10 +11,14 @@ from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    apply,
     first_derivative,
     for_gradients,
     is_double_backward,
     one_by_one,
+    plain_eager,
+    refuse_forward_mode,
+    requires_grad,
     saved_tensors,
     skip_unused_gradients,
 )
@@ -187,3 +191,25 @@ class LossFunction(torch.autograd.Function):
         else:
             found = kernel(*tensors)
         return found[0], None if tensors[2] is None else found[1], *(None,) * 13
+
+
+def losses_of(
+    inputs: Sequence[Any], nodes: Sequence[Any], of_gradient: Sequence[Any], backend: str
+) -> Tensor:
+    """Return the losses, `[B]`, with what a gradient needs only where one may follow.
+
+    Args:
+        inputs: logits, those of durations or None, targets and lengths.
+        nodes: the options of the op, in its order.
+        of_gradient: the options of the gradient: clamp, FastEmit's factor, and whether it is
+            written over the logits.
+        backend: the name of the backend.
+    """
+    logits: Sequence[Tensor | None] = inputs[:2]
+    found: Sequence[Tensor]
+    if (torch.is_grad_enabled() and any(map(requires_grad, logits))) or not plain_eager():
+        found = apply(LossFunction, *inputs, *nodes, *of_gradient, backend)
+    else:
+        refuse_forward_mode(*logits)
+        found = forward(*inputs, *nodes, False, backend)
+    return found[0]

@@ -9,7 +9,7 @@ products are the same on every device; a backend supplies the rest as `JointKern
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,61 +161,70 @@ def _add_chunk(
         sums.predictor[rows] += dx.sum(1)
 
 
-def linear_transducer(
-    kernels: JointKernels,
-    encoder: Tensor,
-    predictor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    duration_weight: Tensor | None,
-    duration_bias: Tensor | None,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    factor: Tensor | None,
-    activation: str,
-    blank: int,
-    durations: Sequence[int],
-    hat: bool,
-    sigma: float,
-    delay_penalty: float,
-    fastemit_lambda: float,
-    chunk: int,
-    keep_logits: int,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """Serve `linear_rnnt` by the functions of a backend."""
-    (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(weight)
-    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    heads = (weight, bias, duration_weight, duration_bias)
-    joint = Joint(encoder, predictor, *heads, activation, lengths)
-    ranges, num_arcs = chunk_ranges(B, T, chunk), 2 * max(len(durations), 1)
-    needs_gradient = factor is not None and any(wanted)
-    saved: list[tuple[Tensor, Tensor | None]] = []
-    arcs = encoder.new_empty((num_arcs, B, T, U1), dtype=torch.float64)
-    lses, scores = arcs.new_empty((2, B, T, U1)), (blank, durations, True, hat, sigma)
-    for rows, steps in ranges:
-        logits = joint.logits(joint.hidden(rows, steps))
-        within = (lengths.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
-        nodes = (*logits, targets[rows], within, lengths.labels[rows])
-        arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(*nodes, *scores)
-        for lse, each in zip(lses, chunk_lses, strict=True):
-            if each.numel():
-                lse[rows, steps] = each
-        if keep_logits and needs_gradient:
-            saved.append(logits)
-    options = (durations, delay_penalty, needs_gradient, acc_dtype(encoder.dtype))
-    losses, posteriors = kernels.sum_paths(arcs, lengths, *options)
-    sums = _zero_sums(joint, wanted if needs_gradient else [False] * len(wanted))
-    if factor is not None and needs_gradient:
-        for i, (rows, steps) in enumerate(ranges):
-            hidden = joint.hidden(rows, steps)
-            logits = saved[i] if keep_logits else joint.logits(hidden)
-            nodes = (*logits, *lses[:, rows, steps], posteriors[:, rows, steps], targets[rows])
-            sizes = (lengths.steps[rows], lengths.labels[rows])
-            numbers = (blank, True, hat, 0.0, fastemit_lambda)
-            dlogits = kernels.gradient(factor[rows], *nodes, *sizes, *numbers)
-            _add_chunk(sums, joint, hidden, dlogits, rows, steps)
-    # Gradients have the dtype of the inputs; those that are not wanted are empty.
-    empty, dtype = encoder.new_empty, encoder.dtype
-    return losses, *(empty(0) if each is None else each.to(dtype) for each in sums)
+def linear_op(kernels: JointKernels) -> Callable[..., Any]:
+    """Return the op of the losses from encoder and predictor, by the functions of a backend."""
+
+    def linear_rnnt(
+        encoder: Tensor,
+        predictor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        duration_weight: Tensor | None,
+        duration_bias: Tensor | None,
+        targets: Tensor,
+        logit_lengths: Tensor,
+        target_lengths: Tensor,
+        factor: Tensor | None,
+        activation: str,
+        blank: int,
+        durations: Sequence[int],
+        hat: bool,
+        sigma: float,
+        delay_penalty: float,
+        fastemit_lambda: float,
+        chunk: int,
+        keep_logits: int,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the losses `[B]`, and the gradients of the sum of factor * loss.
+
+        These are the gradients of encoder, predictor, and matrix and bias of tokens and of
+        durations. Each is empty if it is not `wanted`, and all of them are without a factor.
+        """
+        (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(weight)
+        lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+        heads = (weight, bias, duration_weight, duration_bias)
+        joint = Joint(encoder, predictor, *heads, activation, lengths)
+        ranges, num_arcs = chunk_ranges(B, T, chunk), 2 * max(len(durations), 1)
+        needs_gradient = factor is not None and any(wanted)
+        saved: list[tuple[Tensor, Tensor | None]] = []
+        arcs = encoder.new_empty((num_arcs, B, T, U1), dtype=torch.float64)
+        lses, scores = arcs.new_empty((2, B, T, U1)), (blank, durations, True, hat, sigma)
+        for rows, steps in ranges:
+            logits = joint.logits(joint.hidden(rows, steps))
+            within = (lengths.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
+            nodes = (*logits, targets[rows], within, lengths.labels[rows])
+            arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(*nodes, *scores)
+            for lse, each in zip(lses, chunk_lses, strict=True):
+                if each.numel():
+                    lse[rows, steps] = each
+            if keep_logits and needs_gradient:
+                saved.append(logits)
+        options = (durations, delay_penalty, needs_gradient, acc_dtype(encoder.dtype))
+        losses, posteriors = kernels.sum_paths(arcs, lengths, *options)
+        sums = _zero_sums(joint, wanted if needs_gradient else [False] * len(wanted))
+        if factor is not None and needs_gradient:
+            for i, (rows, steps) in enumerate(ranges):
+                hidden = joint.hidden(rows, steps)
+                logits = saved[i] if keep_logits else joint.logits(hidden)
+                nodes = (*logits, *lses[:, rows, steps], posteriors[:, rows, steps], targets[rows])
+                sizes = (lengths.steps[rows], lengths.labels[rows])
+                numbers = (blank, True, hat, 0.0, fastemit_lambda)
+                dlogits = kernels.gradient(factor[rows], *nodes, *sizes, *numbers)
+                _add_chunk(sums, joint, hidden, dlogits, rows, steps)
+        # Gradients have the dtype of the inputs; those that are not wanted are empty.
+        empty, dtype = encoder.new_empty, encoder.dtype
+        found: Any = (empty(0) if each is None else each.to(dtype) for each in sums)
+        return losses, *found
+
+    return linear_rnnt

@@ -23,7 +23,7 @@ from ...runtime.autograd import (
     skip_unused_gradients,
 )
 from ...runtime.dtypes import acc_dtype
-from . import reference_linear
+from . import reference
 from .autograd import LossFunction, check_sequences
 from .common import loss_factors, reduce_losses
 from .joint import chunk_mask, joint_hidden
@@ -73,7 +73,7 @@ def _gpu() -> ModuleType:
 
 
 linear_rnnt = register.define(
-    reference_linear.linear_rnnt,
+    reference.linear_rnnt,
     _fake,
     gpu=_gpu,
     cpu=_cpu,

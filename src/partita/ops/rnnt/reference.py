@@ -16,6 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from ...runtime.dtypes import acc_dtype
 from .common import SequenceLengths, posteriors_of_kinds, valid_lengths
+from .joint import JointKernels, linear_op
 from .reference_lattice import Arc, best_paths, log_partition, node_mask, within_lattice
 
 
@@ -312,3 +313,6 @@ def rnnt_align(
     label_scores = torch.where(invalid[:, None], torch.nan, paths.scores)
     score = torch.where(invalid, torch.nan, paths.score)
     return steps, label_scores.to(dtype), score.to(dtype)
+
+
+linear_rnnt = linear_op(JointKernels(score_arcs, sum_paths, rnnt_gradient))

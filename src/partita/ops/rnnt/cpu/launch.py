@@ -23,7 +23,7 @@ from ....primitives.cpu.batch import (
 )
 from ....runtime.dtypes import acc_dtype
 from ..common import SequenceLengths, posteriors_of_kinds, valid_lengths
-from ..joint import JointKernels, linear_transducer
+from ..joint import JointKernels, linear_op
 from .nodes import (
     Batch,
     Upstream,
@@ -207,9 +207,6 @@ def rnnt_align(
     return steps, label_scores.to(dtype), score.to(dtype)
 
 
-KERNELS = JointKernels(score_arcs, sum_paths, functools.partial(rnnt_gradient, inplace=True))
-
-
-def linear_rnnt(*args: Any) -> tuple[Tensor, ...]:
-    """Return the losses `[B]`, and the gradients of the sum of factor * loss."""
-    return linear_transducer(KERNELS, *args)
+linear_rnnt = linear_op(
+    JointKernels(score_arcs, sum_paths, functools.partial(rnnt_gradient, inplace=True))
+)

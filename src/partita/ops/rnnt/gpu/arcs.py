@@ -17,9 +17,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LOG2E, finite_shift
+from ....primitives.gpu.math import finite_shift
 from .arc_rows import HAS_NAN, num_kinds
-from .arc_words import IMPOSSIBLE_ARC, arc_word, exp2_parts, exp_parts, sum_of_terms
+from .arc_words import (
+    IMPOSSIBLE_ARC,
+    arc_word,
+    exp2_parts,
+    exp_parts,
+    log2_of_parts,
+    sum_of_terms,
+)
 from .lattice import MARGIN, SIZES, lattice_sizes, load_sequence, log_sum
 
 
@@ -33,25 +40,6 @@ class DurationLogits(NamedTuple):
 
     ptr: tl.tensor
     lse_ptr: tl.tensor
-
-
-@triton.jit
-def score_durations(logits, K: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the durations' log-probabilities for some nodes, and their log-sum-exps."""
-    values, log_probs = (), ()
-    for k in tl.static_range(K):
-        values = values + (logits[k].to(tl.float64),)
-    maximum = values[0]  # type: ignore[misc]
-    for k in tl.static_range(1, K):
-        maximum = tl.where(values[k] > maximum, values[k], maximum)
-    maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
-    total = tl.exp(values[0] - maximum)  # type: ignore[misc]
-    for k in tl.static_range(1, K):
-        total += tl.exp(values[k] - maximum)
-    log_total = log_sum(total, DTYPE)
-    for k in tl.static_range(K):
-        log_probs = log_probs + (values[k] - maximum - log_total,)
-    return log_probs, maximum + log_total
 
 
 @triton.jit
@@ -73,19 +61,6 @@ def duration_probabilities(logits, K: tl.constexpr, DTYPE: tl.constexpr):
     for k in tl.static_range(K):
         probabilities = probabilities + ((parts[k][0] * inverse, parts[k][1]),)
     return probabilities, maximum + log_sum(total, DTYPE)
-
-
-@triton.jit
-def arc_of(token, duration, valid, WORDS: tl.constexpr, PRECISE: tl.constexpr):
-    """Return an arc as a scan reads it, and whether it is valid and NaN.
-
-    It is a word or a score, and that of the probability 0 where it is not valid.
-    """
-    if WORDS:
-        return arc_word(token, duration, valid, PRECISE)
-    else:
-        score = token + duration * LOG2E
-        return tl.where(valid, score, -float("inf")), valid & (score != score)
 
 
 @triton.jit
@@ -117,26 +92,16 @@ def chunk_nodes(program, sizes, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def duration_factors(
-    durations, b, t, u, mask, sizes, K: tl.constexpr, WORDS: tl.constexpr, PRECISE: tl.constexpr
-):
-    """Return what each duration contributes to the arcs of some nodes, and store log-sum-exps.
-
-    These are factors and exponents of 2 for WORDS, or log-probabilities.
-    """
-    one = t * 0.0 + 1.0
+def duration_factors(durations, b, t, u, mask, sizes, K: tl.constexpr, PRECISE: tl.constexpr):
+    """Return the durations' probabilities for some nodes as a tuple, and store log-sum-exps."""
     if durations.ptr is None:
-        return ((one, t * 0) if WORDS else one * 0.0,)
+        return ((t * 0.0 + 1.0, t * 0),)
     else:
         node, logits = (b.to(tl.int64) * sizes.T + t) * sizes.U1 + u, ()
         for k in tl.static_range(K):
-            ptr = durations.ptr + node * K + k
-            logits = logits + (tl.load(ptr, mask=mask, other=0.0),)
+            logits = logits + (tl.load(durations.ptr + node * K + k, mask=mask, other=0.0),)
         DTYPE: tl.constexpr = tl.float64 if PRECISE else tl.float32
-        if WORDS:
-            factors, lse = duration_probabilities(logits, K, DTYPE)
-        else:
-            factors, lse = score_durations(logits, K, DTYPE)
+        factors, lse = duration_probabilities(logits, K, DTYPE)
         if durations.lse_ptr is not None:
             lse = lse.to(durations.lse_ptr.dtype.element_ty)
             tl.store(durations.lse_ptr + node, lse, mask=mask)
@@ -170,7 +135,7 @@ def rnnt_arcs_kernel(
     sequence = load_sequence(b, lengths, T, U1)
     mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
     offset, in_array = chunk_offset + index, index < sizes.rows * 32
-    factors = duration_factors(durations, b, t, u, mask, sizes, K, WORDS, PRECISE)
+    factors = duration_factors(durations, b, t, u, mask, sizes, K, PRECISE)
     blank = tl.load(arcs_ptr + offset, mask=mask, other=0.0)
     label = tl.load(arcs_ptr + K * sizes.nodes + offset, mask=mask, other=0.0)
     tokens = (exp2_parts(blank), exp2_parts(label)) if WORDS else (blank, label)
@@ -183,7 +148,7 @@ def rnnt_arcs_kernel(
             word, is_nan = arc_word(tokens[i // K], factors[i % K], valid & is_read, PRECISE)
             arc, has_nan = word.to(tl.float64, bitcast=True), has_nan | is_nan
         else:
-            score = tokens[i // K] + factors[i % K] * LOG2E
+            score = tokens[i // K] + log2_of_parts(*factors[i % K])
             arc = tl.where(valid, score, -float("inf"))
         tl.store(arcs_ptr + i * sizes.nodes + offset, arc, mask=is_read)
         if i == 0:  # The margin before this kind is like the one after it.

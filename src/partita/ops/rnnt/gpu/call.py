@@ -23,7 +23,6 @@ from .gradient import (
     DurationGradient,
     StridedLogits,
     Upstream,
-    rnnt_duration_gradient_kernel,
     rnnt_gradient_kernel,
 )
 from .lattice import Lengths, Targets
@@ -448,22 +447,23 @@ def launch_gradient(
 ) -> None:
     """Write the gradient of the logits of `steps` steps, which may replace the logits.
 
-    See `launch_nodes` for the steps. The posteriors are `[2 + K, B, T, U1]`. The gradient of the
-    durations is written if all steps are there.
+    See `launch_nodes` for the steps. The posteriors are `[2 + K, B, T, U1]`. The gradient of all
+    durations is written with the first step.
     """
     kinds, B, T, U1 = posteriors.shape
-    duration_programs = B * cdiv(T * U1, DURATION_NODES) if durations.ptr is not None else 0
+    has_durations = durations.ptr is not None and first_step == 0
+    duration_programs = B * cdiv(T * U1, DURATION_NODES) if has_durations else 0
     d_b, d_t, d_u = node_strides(dlogits, T).values()
     launch(
         rnnt_gradient_kernel,
         steps * cdiv(U1, NODES_PER_PROGRAM) + duration_programs,
-        grad=Upstream(grad, grad.stride(0)),
+        grad=Upstream(grad, grad.stride(0), posteriors),
         logits=Logits(logits, logits.stride(3), lse),
         durations=durations,
         dlogits=StridedLogits(dlogits, d_b, d_t, d_u, dlogits.stride(3)),
-        posteriors_ptr=posteriors,
         labels_ptr=targets.labels,
         first_step=first_step,
+        steps=steps,
         T=T,
         B=B,
         U1=U1,
@@ -477,21 +477,4 @@ def launch_gradient(
         HAT=hat,
         CLIP=clamp > 0,
         **tile_options(tile_of(logits, dlogits)),
-    )
-
-
-def launch_duration_gradient(grad: Tensor, durations: DurationGradient, posteriors: Tensor) -> None:
-    """Write the gradient of the losses in the logits of the durations."""
-    kinds, B, T, U1 = posteriors.shape
-    launch(
-        rnnt_duration_gradient_kernel,
-        B * cdiv(T * U1, DURATION_NODES),
-        grad=Upstream(grad, grad.stride(0)),
-        durations=durations,
-        posteriors_ptr=posteriors,
-        T=T,
-        B=B,
-        U1=U1,
-        K=kinds - 2,
-        num_warps=1,
     )

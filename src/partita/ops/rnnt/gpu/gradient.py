@@ -173,10 +173,16 @@ def store_zeros(row, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.cons
 
 
 class Upstream(NamedTuple):
-    """The gradient of the losses, `[B]`, and its stride."""
+    """What the gradients are made of, beside the logits.
+
+    Fields:
+        ptr, stride: the gradient of the losses, `[B]`, and its stride.
+        posteriors_ptr: the posteriors of blank, label and durations, `[2 + K, B, T, U1]`.
+    """
 
     ptr: tl.tensor
     stride: tl.tensor
+    posteriors_ptr: tl.tensor
 
 
 class StridedLogits(NamedTuple):
@@ -193,14 +199,12 @@ class GradientSource(NamedTuple):
     """The tensors from which the gradient of nodes is computed, beside their logits.
 
     Fields:
-        grad: the upstream gradient.
-        posteriors_ptr: the posteriors of blank and label, `[2, B, T, U1]`.
+        grad: the upstream gradient and the posteriors.
         labels_ptr, target_stride: the labels.
         blank, clamp, fastemit: the options of the loss.
     """
 
     grad: tl.tensor
-    posteriors_ptr: tl.tensor
     labels_ptr: tl.tensor
     target_stride: tl.tensor
     blank: tl.tensor
@@ -228,7 +232,7 @@ def store_gradients_of_nodes(
     `strides` are those of the logits over B, T and U1, and `sizes` are T, B, U1 and V.
     """
     T, B, U1, V = sizes
-    DTYPE: tl.constexpr = source.posteriors_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = source.grad.posteriors_ptr.dtype.element_ty
     FUSED: tl.constexpr = logits.lse_ptr is not None
     node = program_nodes(first_step, T, U1)
     b, size = node.b.to(tl.int64), B.to(tl.int64) * T * U1
@@ -242,8 +246,8 @@ def store_gradients_of_nodes(
         label_ptr = source.labels_ptr + b * source.target_stride + u
         label_index = tl.load(label_ptr, mask=u < U1 - 1, other=-1).to(tl.int32)
         index = node.index + r
-        blank = tl.load(source.posteriors_ptr + index).to(DTYPE)
-        label = tl.load(source.posteriors_ptr + size + index).to(DTYPE)
+        blank = tl.load(source.grad.posteriors_ptr + index).to(DTYPE)
+        label = tl.load(source.grad.posteriors_ptr + size + index).to(DTYPE)
         active = (blank != 0.0) | (label != 0.0)
         label *= fastemit
         if not CLIP:
@@ -282,9 +286,9 @@ class DurationGradient(NamedTuple):
 
 
 @triton.jit
-def store_duration_gradients(program, grad, durations, posteriors_ptr, T, B, U1, K: tl.constexpr):
+def store_duration_gradients(program, grad, durations, T, B, U1, K: tl.constexpr):
     """Write the gradient in the logits of the durations of some nodes."""
-    dtype: tl.constexpr = posteriors_ptr.dtype.element_ty
+    dtype: tl.constexpr = grad.posteriors_ptr.dtype.element_ty
     blocks = tl.cdiv(T * U1, BLOCK)
     b, block = (program // blocks).to(tl.int64), program % blocks
     index = block * BLOCK + tl.arange(0, BLOCK)
@@ -294,7 +298,7 @@ def store_duration_gradients(program, grad, durations, posteriors_ptr, T, B, U1,
     read = mask & (scale != 0.0)
     arcs, total = (), tl.zeros([BLOCK], dtype)
     for k in tl.static_range(K):
-        arc = tl.load(posteriors_ptr + (2 + k) * size + node, mask=read, other=0.0)
+        arc = tl.load(grad.posteriors_ptr + (2 + k) * size + node, mask=read, other=0.0)
         arcs = arcs + (arc,)
         total += arc
     active = read & (total != 0.0)
@@ -308,28 +312,14 @@ def store_duration_gradients(program, grad, durations, posteriors_ptr, T, B, U1,
 
 
 @triton.jit(do_not_specialize=SIZES)
-def rnnt_duration_gradient_kernel(
-    grad,  # Upstream
-    durations,  # DurationGradient
-    posteriors_ptr,  # [2 + K, B, T, U1]
-    T,
-    B,
-    U1,
-    K: tl.constexpr,
-):
-    """Write the gradient in the logits of the durations."""
-    store_duration_gradients(tl.program_id(0), grad, durations, posteriors_ptr, T, B, U1, K)
-
-
-@triton.jit(do_not_specialize=SIZES)
 def rnnt_gradient_kernel(
     grad,  # Upstream
     logits,  # Logits, all of them or those of some steps; without log-sum-exps log-probabilities
     durations,  # DurationGradient
     dlogits,  # StridedLogits, which may be the logits
-    posteriors_ptr,  # [2 + K, B, T, U1]
     labels_ptr,  # [B, U]
     first_step,  # the first step in `logits`, counted over all sequences
+    steps,  # the number of steps
     T,
     B,
     U1,
@@ -354,13 +344,13 @@ def rnnt_gradient_kernel(
     Other programs write that of the durations. They come last and are short, so they run beside the
     last rows.
     """
-    programs = B * T * tl.cdiv(U1, ROWS)
+    programs = steps * tl.cdiv(U1, ROWS)
     if (durations.ptr is None) or tl.program_id(0) < programs:
         options = (blank, clamp, fastemit)
-        source = GradientSource(grad, posteriors_ptr, labels_ptr, target_stride, *options)
+        source = GradientSource(grad, labels_ptr, target_stride, *options)
         strides, sizes = (stride_b, stride_t, stride_u), (T, B, U1, V)
         nodes = (source, logits, strides, dlogits, first_step, sizes)
         store_gradients_of_nodes(*nodes, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V)
     else:
         program = tl.program_id(0) - programs
-        store_duration_gradients(program, grad, durations, posteriors_ptr, T, B, U1, K)
+        store_duration_gradients(program, grad, durations, T, B, U1, K)

@@ -32,6 +32,7 @@ SIZES = [
     "stride_u",
     "target_stride",
     "first_step",
+    "steps",
 ]
 
 

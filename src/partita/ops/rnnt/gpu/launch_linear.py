@@ -20,10 +20,10 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
 from ..common import ACTIVATIONS, chunk_ranges
 from .call import (
+    NO_DURATIONS,
     LatticeCall,
     NodeOptions,
     as_targets,
-    launch_duration_gradient,
     launch_gradient,
     launch_nodes,
     scan_lattice,
@@ -306,63 +306,6 @@ def new_gradients(call: JointCall, wanted: Sequence[bool]) -> Gradients:
     )
 
 
-def linear_transducer(
-    call: JointCall,
-    options: NodeOptions,
-    fastemit_lambda: float,
-    factor: Tensor | None,
-    chunk: int,
-    keep_logits: bool,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """Return the losses, and the gradients of the sum of factor * loss in the inputs.
-
-    These are encoder, predictor, matrix and bias of the tokens, and then those of the durations.
-    Gradients that are not wanted are empty, and so are all without a factor.
-    """
-    (B, T, U1), head, encoder = call.sizes, call.head, call.encoder
-    needs_gradient = factor is not None and any(wanted)
-    keep_logits = keep_logits and needs_gradient
-    memory = joint_memory(call, chunk, keep_logits)
-    lattice = LatticeCall(
-        call.targets, options, B, T, U1, head.tokens, encoder.dtype, needs_gradient
-    )
-    arcs, lse = lattice.empty_arcs(), lattice.empty_lse()
-    duration_logits: Tensor | None = None
-    if head.durations:
-        duration_logits = encoder.new_empty((B, T, U1, head.durations))
-    columns = slice(head.tokens, head.tokens + head.durations)
-    for part in compute_chunks(call, chunk, memory, False):
-        launch_nodes(lattice, part.tokens(call), lse, arcs, part.first, part.sequences * part.steps)
-        if duration_logits is not None:
-            duration_logits.flatten(0, 2)[part.nodes] = part.rows[:, columns]
-    nll, duration_lse, posteriors = scan_lattice(lattice, arcs, duration_logits)
-    found = Gradients(None, None, None, None)
-    if factor is not None and needs_gradient:
-        heads = (any(wanted[2::2]), any(wanted[3::2]))
-        found = new_gradients(call, (*wanted[:2], *heads))
-        dhidden = torch.empty_like(memory.hidden)
-        if duration_logits is not None:
-            d_durations = torch.empty_like(duration_logits)
-            durations = DurationGradient(duration_logits, duration_lse, d_durations)
-            launch_duration_gradient(factor, durations, posteriors)
-        for part in compute_chunks(call, chunk, memory, keep_logits):
-            logits, steps = part.tokens(call), part.sequences * part.steps
-            inputs = (factor, logits, lse, posteriors, call.targets)
-            scores = (options.blank, options.hat, 0.0, fastemit_lambda)
-            launch_gradient(*inputs, logits, part.first, steps, *scores)
-            if duration_logits is not None:
-                part.rows[:, columns] = d_durations.flatten(0, 2)[part.nodes]
-            add_gradients(call, part, dhidden, found)
-    parts = [(found.encoder, slice(None)), (found.predictor, slice(None))]
-    for of_head in (slice(0, head.tokens), columns):
-        parts += [(found.weight, of_head), (found.bias, of_head)]
-    return nll, *(
-        wanted_part(gradient, rows, wants, encoder)
-        for (gradient, rows), wants in zip(parts, wanted, strict=True)
-    )
-
-
 def wanted_part(gradient: Tensor | None, rows: slice, wants: bool, like: Tensor) -> Tensor:
     """Return some rows of a gradient in the dtype of `like`, or an empty tensor.
 
@@ -404,4 +347,42 @@ def linear_rnnt(
     targets = as_targets(labels, logit_lengths, target_lengths)
     call = JointCall(encoder, predictor, head, targets, ACTIVATIONS.index(activation))
     options = NodeOptions(blank, durations, True, hat, sigma, delay_penalty)
-    return linear_transducer(call, options, fastemit_lambda, factor, chunk, keep_logits, wanted)
+    B, T, U1 = call.sizes
+    needs_gradient = factor is not None and any(wanted)
+    keep_logits = keep_logits and needs_gradient
+    memory = joint_memory(call, chunk, keep_logits)
+    lattice = LatticeCall(targets, options, B, T, U1, head.tokens, encoder.dtype, needs_gradient)
+    arcs, lse = lattice.empty_arcs(), lattice.empty_lse()
+    duration_logits: Tensor | None = None
+    if head.durations:
+        duration_logits = encoder.new_empty((B, T, U1, head.durations))
+    columns = slice(head.tokens, head.tokens + head.durations)
+    for part in compute_chunks(call, chunk, memory, False):
+        launch_nodes(lattice, part.tokens(call), lse, arcs, part.first, part.sequences * part.steps)
+        if duration_logits is not None:
+            duration_logits.flatten(0, 2)[part.nodes] = part.rows[:, columns]
+    nll, duration_lse, posteriors = scan_lattice(lattice, arcs, duration_logits)
+    found = Gradients(None, None, None, None)
+    if factor is not None and needs_gradient:
+        heads = (any(wanted[2::2]), any(wanted[3::2]))
+        found = new_gradients(call, (*wanted[:2], *heads))
+        dhidden = torch.empty_like(memory.hidden)
+        of_durations = NO_DURATIONS
+        if duration_logits is not None:
+            d_durations = torch.empty_like(duration_logits)
+            of_durations = DurationGradient(duration_logits, duration_lse, d_durations)
+        for part in compute_chunks(call, chunk, memory, keep_logits):
+            logits, steps = part.tokens(call), part.sequences * part.steps
+            inputs = (factor, logits, lse, posteriors, targets)
+            scores = (blank, hat, 0.0, fastemit_lambda)
+            launch_gradient(*inputs, logits, part.first, steps, *scores, of_durations)
+            if duration_logits is not None:
+                part.rows[:, columns] = d_durations.flatten(0, 2)[part.nodes]
+            add_gradients(call, part, dhidden, found)
+    parts = [(found.encoder, slice(None)), (found.predictor, slice(None))]
+    for of_head in (slice(0, head.tokens), columns):
+        parts += [(found.weight, of_head), (found.bias, of_head)]
+    return nll, *(
+        wanted_part(gradient, rows, wants, encoder)
+        for (gradient, rows), wants in zip(parts, wanted, strict=True)
+    )
