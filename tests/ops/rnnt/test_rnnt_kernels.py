@@ -230,6 +230,19 @@ def test_best_paths(device: str) -> None:
 
 
 @kernel_devices
+def test_scores_that_are_no_log_probabilities(device: str) -> None:
+    """Words of arcs hold scores far above 0, as logits of a model without a softmax may be."""
+    x = batch_of((2, 5, 3, 7), device)
+    options: dict[str, Any] = {"fused_log_softmax": False}
+    x = x._replace(tokens=1e4 * x.tokens)
+    expected = rnnt(x, "reference", 0, **options)
+    assert (expected[0] < -1e4).any()
+    torch.testing.assert_close(rnnt(x, "triton", 0, **options), expected, rtol=1e-6, atol=1e-3)
+    x.tokens[0, 2, 1] = 1e7  # above what a word holds
+    assert rnnt(x, "triton", 0, **options)[0].isnan().tolist() == [True, False]
+
+
+@kernel_devices
 def test_equal_paths_are_chosen_as_by_the_reference(device: str) -> None:
     x = batch_of((1, 4, 2, 4), device)
     x = x._replace(tokens=torch.zeros_like(x.tokens), durations=torch.zeros_like(x.durations))

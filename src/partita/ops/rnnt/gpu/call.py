@@ -457,11 +457,10 @@ def launch_gradient(
     launch(
         rnnt_gradient_kernel,
         steps * cdiv(U1, NODES_PER_PROGRAM) + duration_programs,
-        grad=Upstream(grad, grad.stride(0), posteriors),
+        grad=Upstream(grad, grad.stride(0), posteriors, targets.labels),
         logits=Logits(logits, logits.stride(3), lse),
         durations=durations,
         dlogits=StridedLogits(dlogits, d_b, d_t, d_u, dlogits.stride(3)),
-        labels_ptr=targets.labels,
         first_step=first_step,
         steps=steps,
         T=T,

@@ -178,11 +178,13 @@ class Upstream(NamedTuple):
     Fields:
         ptr, stride: the gradient of the losses, `[B]`, and its stride.
         posteriors_ptr: the posteriors of blank, label and durations, `[2 + K, B, T, U1]`.
+        labels_ptr: the labels, `[B, U]`.
     """
 
     ptr: tl.tensor
     stride: tl.tensor
     posteriors_ptr: tl.tensor
+    labels_ptr: tl.tensor
 
 
 class StridedLogits(NamedTuple):
@@ -199,13 +201,12 @@ class GradientSource(NamedTuple):
     """The tensors from which the gradient of nodes is computed, beside their logits.
 
     Fields:
-        grad: the upstream gradient and the posteriors.
-        labels_ptr, target_stride: the labels.
+        grad: the upstream gradient, the posteriors and the labels.
+        target_stride: the offset from a target to the next.
         blank, clamp, fastemit: the options of the loss.
     """
 
     grad: tl.tensor
-    labels_ptr: tl.tensor
     target_stride: tl.tensor
     blank: tl.tensor
     clamp: tl.tensor
@@ -243,7 +244,7 @@ def store_gradients_of_nodes(
     d_origin = step_offset(node, first_step, dlogits.b, dlogits.t)
     for r in range(0, tl.minimum(ROWS, U1 - node.first_u)):
         u = (node.first_u + r).to(tl.int64)
-        label_ptr = source.labels_ptr + b * source.target_stride + u
+        label_ptr = source.grad.labels_ptr + b * source.target_stride + u
         label_index = tl.load(label_ptr, mask=u < U1 - 1, other=-1).to(tl.int32)
         index = node.index + r
         blank = tl.load(source.grad.posteriors_ptr + index).to(DTYPE)
@@ -317,7 +318,6 @@ def rnnt_gradient_kernel(
     logits,  # Logits, all of them or those of some steps; without log-sum-exps log-probabilities
     durations,  # DurationGradient
     dlogits,  # StridedLogits, which may be the logits
-    labels_ptr,  # [B, U]
     first_step,  # the first step in `logits`, counted over all sequences
     steps,  # the number of steps
     T,
@@ -347,7 +347,7 @@ def rnnt_gradient_kernel(
     programs = steps * tl.cdiv(U1, ROWS)
     if (durations.ptr is None) or tl.program_id(0) < programs:
         options = (blank, clamp, fastemit)
-        source = GradientSource(grad, labels_ptr, target_stride, *options)
+        source = GradientSource(grad, target_stride, *options)
         strides, sizes = (stride_b, stride_t, stride_u), (T, B, U1, V)
         nodes = (source, logits, strides, dlogits, first_step, sizes)
         store_gradients_of_nodes(*nodes, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V)
