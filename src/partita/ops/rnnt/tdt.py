@@ -110,7 +110,7 @@ def tdt_loss(
         durations,
         sigma,
     )
-    inputs = (token_logits, duration_logits, *sequences)
+    inputs = (token_logits, duration_logits.contiguous(), *sequences)
     nodes = (blank, numbers, True, False, sigma, 0.0)
     losses = _rnnt.losses_of(inputs, nodes, (0.0, 0.0, False), current_backend())
     reduction = "mean_length" if reduction == "mean" else reduction
@@ -164,6 +164,6 @@ def tdt_align(
             durations,
             sigma,
         )
-        inputs = (token_logits, duration_logits, *sequences)
+        inputs = (token_logits, duration_logits.contiguous(), *sequences)
         options = (blank, numbers, True, sigma, current_backend())
         return RNNTAlignment(*_rnnt.align(*inputs, *options))
