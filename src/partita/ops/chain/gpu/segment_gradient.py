@@ -12,8 +12,6 @@ import triton.language as tl
 from ....primitives.gpu.math import exp
 from .arguments import StridedEdges
 from .segments import (
-    load_slot,
-    load_slots,
     log_of_weights,
     program_rows,
     rows_step,
@@ -26,6 +24,8 @@ from .steps import (
     from_step,
     is_renormalization_step,
     load_length,
+    load_slot,
+    load_slots,
     shifted_log,
     store_marginal,
 )

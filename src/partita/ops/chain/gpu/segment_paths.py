@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from .arguments import StridedEdges
-from .segments import load_slot, load_slots, program_rows, slot_score, slot_value
-from .steps import from_step, load_length
+from .segments import program_rows, slot_score, slot_value
+from .steps import from_step, load_length, load_slot, load_slots
 
 
 @triton.jit
