@@ -79,17 +79,17 @@ def chain_halves_kernel(
     middle = tl.maximum(length - 1, 0) // 2
     states_ptr, row_stride = saved_ptr + n * C, tl.full([], N, tl.int64) * C
     scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
-    inputs, options = (scores, edges, row_stride), (BLOCK_C, ACC_DTYPE, False)
+    inputs = (states_ptr, scores, edges, row_stride)
     if tl.program_id(0) % 2 == 0:
         initial_ptr = initial.ptr + n * initial.n
         alpha_ptr = states_ptr + state_row(0, False, SAVE) * row_stride
         store_boundary_scores(alpha_ptr, initial_ptr, C, initial.c, invalid, BLOCK_C)
-        scan_states(states_ptr, *inputs, 0, middle, SAVE, UNROLL_IN, *options, False)
+        scan_states(*inputs, 0, middle, SAVE, UNROLL_IN, BLOCK_C, ACC_DTYPE, False, False)
     elif length > 0:
         beta_ptr = states_ptr + state_row(length, True, SAVE) * row_stride
         store_boundary_scores(beta_ptr, final.ptr + n * final.n, C, final.c, 0.0, BLOCK_C)
         num_steps = length - 1 - middle
-        scan_states(states_ptr, *inputs, length, num_steps, SAVE, UNROLL_OUT, *options, True)
+        scan_states(*inputs, length, num_steps, SAVE, UNROLL_OUT, BLOCK_C, ACC_DTYPE, False, True)
 
 
 @triton.jit
@@ -169,16 +169,16 @@ def chain_scan_kernel(
     result_ptr += n * C
     row_stride = tl.full([], N, tl.int64) * C
     scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
-    inputs, options = (scores, edges, row_stride), (BLOCK_C, ACC_DTYPE, IS_MAX, REVERSE)
+    inputs = (result_ptr, scores, edges, row_stride)
     if REVERSE:
         for t in range(length, T + 1):
             row_ptr = result_ptr + tl.full([], t, tl.int64) * row_stride
             store_boundary_scores(row_ptr, final.ptr + n * final.n, C, final.c, invalid, BLOCK_C)
-        scan_states(result_ptr, *inputs, length, length, True, UNROLL_OUT, *options)
+        scan_states(*inputs, length, length, True, UNROLL_OUT, BLOCK_C, ACC_DTYPE, IS_MAX, True)
     else:
         initial_ptr = initial.ptr + n * initial.n
         store_boundary_scores(result_ptr, initial_ptr, C, initial.c, invalid, BLOCK_C)
-        scan_states(result_ptr, *inputs, 0, length, True, UNROLL_IN, *options)
+        scan_states(*inputs, 0, length, True, UNROLL_IN, BLOCK_C, ACC_DTYPE, IS_MAX, False)
         tl.debug_barrier()
         for t in range(length, T):
             row_ptr = result_ptr + tl.full([], t + 1, tl.int64) * row_stride

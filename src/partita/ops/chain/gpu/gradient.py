@@ -114,10 +114,12 @@ def chain_gradient_kernel(
     # A chain without a path has no marginals.
     logz = tl.where(logz == -float("inf"), float("inf"), logz)
     inputs = (states_ptr, saved_ptr, scores, d_scores_ptr, edges, row_stride, middle)
-    weights, options = (logz, grad_logz), (UNROLL_IN, UNROLL_OUT, BLOCK_C, ACC_DTYPE)
+    weights = (logz, grad_logz)
     if tl.program_id(0) % 2 == 0:
         copy_states(states_ptr, saved_ptr + middle64 * row_stride, C, BLOCK_C)
-        last_ptr = continue_scan(*inputs, length - middle, *weights, *options, False)
+        last_ptr = continue_scan(
+            *inputs, length - middle, *weights, UNROLL_IN, UNROLL_OUT, BLOCK_C, ACC_DTYPE, False
+        )
         # After the length the gradient is 0, or NaN for an invalid length.
         step_stride, width = row_stride * K, C * K
         for t in range(length, T):
@@ -138,7 +140,9 @@ def chain_gradient_kernel(
             store_step(*step, UNROLL_OUT, BLOCK_C, ACC_DTYPE, False, True)
         else:
             store_boundary_scores(states_ptr, final_ptr, C, final.c, 0.0, BLOCK_C)
-        first_ptr = continue_scan(*inputs, middle, *weights, *options, True)
+        first_ptr = continue_scan(
+            *inputs, middle, *weights, UNROLL_IN, UNROLL_OUT, BLOCK_C, ACC_DTYPE, True
+        )
         d_initial_ptr = gradients.initial_ptr + n * C
         store_boundary_marginals(
             d_initial_ptr, initial_ptr, initial.c, first_ptr, C, *weights, BLOCK_C

@@ -22,9 +22,9 @@ from .arguments import (
 from .edge_table import edge_table
 from .launch import chain_scan
 from .launch_segments import scan_boundaries
+from .paths import chain_path_kernel
 from .plan import (
     SEGMENT_LANES,
-    block_options,
     is_parallel,
     path_segments,
     prefetch_options,
@@ -41,7 +41,6 @@ from .resident_path import (
     chain_resident_trace_kernel,
 )
 from .resident_viterbi import chain_resident_viterbi_kernel
-from .sample import chain_sample_kernel
 from .segment_paths import (
     chain_group_maps_kernel,
     chain_segment_pointers_kernel,
@@ -49,7 +48,6 @@ from .segment_paths import (
     chain_trace_steps_kernel,
 )
 from .segments import SegmentGroups
-from .viterbi import chain_viterbi_kernel
 
 
 def chain_viterbi(
@@ -69,7 +67,7 @@ def chain_viterbi(
     Register-resident kernels also fill in `saved`, `[T + 1, N, C]` int64, with alpha and beta under
     Log up to the meeting point, for `launch_posteriors`.
     """
-    T, N, C, K = scores.shape
+    T, N, C = scores.shape[:3]
     table, device = edge_table(source), scores.device
     score = torch.empty(N, dtype=acc_dtype(scores.dtype), device=device)
     states = torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device)
@@ -83,23 +81,27 @@ def chain_viterbi(
     elif (resident := resident_arguments(scores, table)) is not None:
         _resident_viterbi(chains, trace, resident, paths, saved)
     else:
-        pointers = torch.empty((T, N, C) if trace else 0, dtype=_pointer_dtype(K), device=device)
-        launch(
-            chain_viterbi_kernel,
-            N,
-            **chains._asdict(),
-            alpha_ptr=torch.empty((2, N, C), dtype=torch.float64, device=device),
-            backpointers_ptr=pointers,
-            paths=paths,
-            TRACE=trace,
-            **block_options(C),
-        )
+        alpha = chain_scan(scores, source, initial, final, lengths, True, False)
+        _choose_paths(chains, alpha, None, paths if trace else ChainPaths(score, None, None))
     return score, states, edges
 
 
-def _pointer_dtype(K: int) -> torch.dtype:
-    """Return the dtype of backpointers, which are numbers of edges into a state."""
-    return torch.uint8 if K <= 256 else torch.int32
+def _choose_paths(
+    chains: Chains, alpha: Tensor, uniforms: Tensor | None, paths: ChainPaths
+) -> None:
+    """Fill in samples, given uniforms `[T + 1, samples, N]`, or the best paths."""
+    samples = 1 if uniforms is None else uniforms.shape[1]
+    options = sample_options(chains.edges.K, samples)
+    launch(
+        chain_path_kernel,
+        chains.N * cdiv(samples, options["BLOCK_S"]),
+        **chains.only("scores", "edges", "final"),
+        alpha_ptr=alpha,
+        uniforms_ptr=uniforms,
+        paths=paths,
+        samples=samples,
+        **options,
+    )
 
 
 def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
@@ -115,7 +117,8 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
     scan_boundaries(chains, boundaries if trace else None, 1, totals)
     if not trace:
         return
-    backpointers = torch.empty((T, N, C), dtype=_pointer_dtype(K), device=device)
+    pointer_dtype = torch.uint8 if K <= 256 else torch.int32
+    backpointers = torch.empty((T, N, C), dtype=pointer_dtype, device=device)
     maps, group_maps = (torch.empty((N, number, C), **integers) for number in (segments, groups))
     after, group_after = (torch.empty((N, number), **integers) for number in (segments, groups))
     launch(
@@ -277,23 +280,14 @@ def chain_sample(
         The states `[samples, T + 1, N]` and the edges `[samples, T, N]`; -1 for a chain without a
         path.
     """
-    T, N, _, K = scores.shape
+    T, N = scores.shape[:2]
     samples = uniforms.shape[1]
     table = edge_table(source)
     states = torch.empty((samples, T + 1, N), dtype=torch.int64, device=scores.device)
     edges = torch.empty((samples, T, N), dtype=torch.int64, device=scores.device)
     if table.has_invalid:
         return states.fill_(-1), edges.fill_(-1)
-    options = sample_options(K, samples)
+    alpha = chain_scan(scores, source, initial, final, lengths, False, False)
     chains = chains_of(scores, table, initial, final, lengths)
-    launch(
-        chain_sample_kernel,
-        N * cdiv(samples, options["BLOCK_S"]),
-        **chains.only("scores", "edges", "final"),
-        alpha_ptr=chain_scan(scores, source, initial, final, lengths, False, False),
-        uniforms_ptr=uniforms.contiguous(),
-        paths=ChainPaths(None, states, edges),
-        samples=samples,
-        **options,
-    )
+    _choose_paths(chains, alpha, uniforms.contiguous(), ChainPaths(None, states, edges))
     return states, edges

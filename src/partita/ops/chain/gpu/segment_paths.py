@@ -1,10 +1,11 @@
 """The best path of few long chains of few states, parallel in time.
 
 Alpha under Max is known before each segment, see `segments.py`. Each row of a program takes one
-segment and stores backpointers as `viterbi.py` does. It also follows them forwards: the map of a
-segment has, for each state after it, the state before it on the best path to that state. The maps
-of a group of segments are composed. Then the path is traced from its last state through the groups,
-through the segments of all groups at the same time, and through the steps of all segments.
+segment and stores a backpointer for each state, the lowest k of the best edge into it. It also
+follows them forwards: the map of a segment has, for each state after it, the state before it on the
+best path to that state. The maps of a group of segments are composed. Then the path is traced from
+its last state through the groups, through the segments of all groups at the same time, and through
+the steps of all segments.
 
 Scores are sums in fp64. Integers of at most 53 bits stay exact, so ties are broken as in the scan
 of one step after the other. Other scores are added in another order than there, and may choose
