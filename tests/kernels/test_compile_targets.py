@@ -156,7 +156,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "semi_markov_states_kernel",
                 "semi_markov_sum_kernel",
                 "semi_markov_tables_kernel",
-                "semi_markov_viterbi_kernel",
                 "semi_markov_weights_kernel",
             ),
             torch.float64,
