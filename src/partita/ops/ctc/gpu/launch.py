@@ -64,8 +64,6 @@ def ctc_loss(
         normalize(workspace.table, plan.table_width, *zeros)
     else:
         workspace.buffer[: workspace.num_zeros].zero_()
-    has_posteriors = workspace.posteriors is not None
-    memory = scan_memory(logits, plan, CHUNK, workspace) if has_posteriors else None
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
     normalizes_first = from_logits and not plan.table_width and star is not None
     normalizes_alongside = from_logits and not plan.table_width and star is None
@@ -75,9 +73,6 @@ def ctc_loss(
     try:
         with side_stream:
             call.launch_forward_scan()
-            if memory is not None:
-                call.launch_loss(losses)
-                call.launch_posterior_scan(memory, CHUNK)
         if normalizes_alongside:
             normalize()
     finally:
@@ -113,16 +108,12 @@ def ctc_gradient(
     call = CTCCall.of(
         logits, targets, max_target_len, blank, from_logits, scores, save=True, saved=saved
     )
-    plan, workspace = call.plan, call.workspace
+    plan = call.plan
     classes = logits.shape[2] + (star is not None)
     width = cdiv(classes, 8) * 8 if plan.sum_by_class else CHUNK
-    if workspace.posteriors is not None and workspace.blank_posteriors is not None:
-        posteriors = PosteriorTensors(workspace.posteriors, workspace.blank_posteriors, None)
-    else:
-        memory = scan_memory(logits, plan, width, workspace)
-        call.launch_posterior_scan(memory, width)
-        posteriors = memory.posteriors
-    _launch_gradient(call, grad_output, posteriors, width, dlogits, mean=reduction == "mean")
+    memory = scan_memory(logits, plan, width)
+    call.launch_posterior_scan(memory, width)
+    _launch_gradient(call, grad_output, memory.posteriors, width, dlogits, mean=reduction == "mean")
     return dlogits
 
 
