@@ -26,7 +26,6 @@ SPILLED = {
     "chain_expectation_gradient_kernel": 8,
     "chain_gradient_kernel": 8,
     "chain_logz_kernel": 8,
-    "ctc_narrow_gradient_kernel": 8,
     # A few numbers of the row. With more registers, fewer programs would load at the same time.
     "divergence_mixture_row_kernel": 32,
     "divergence_row_kernel": 8,
@@ -90,7 +89,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "ctc_label_gradient_kernel",
                 "ctc_lane_gradient_kernel",
                 "ctc_loss_kernel",
-                "ctc_narrow_gradient_kernel",
                 "ctc_posterior_scan_kernel",
                 "linear_chain_trace_words_kernel",
                 "linear_statistics_kernel",

@@ -18,12 +18,7 @@ from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import SideStream, cdiv, next_power_of_2
 from .call import CTCCall, launch_normalize, row_tile, score_arguments
-from .gradient import (
-    GRADIENT_SIZES,
-    LogitTensors,
-    ctc_lane_gradient_kernel,
-    ctc_narrow_gradient_kernel,
-)
+from .gradient import GRADIENT_SIZES, LogitTensors, ctc_lane_gradient_kernel
 from .lattice import TargetTensors
 from .plan import CHUNK
 from .workspace import PosteriorTensors, scan_memory
@@ -137,11 +132,11 @@ def _launch_gradient(
         "stride_grad": grad_output.stride(0) if grad_output.ndim else 0,
         "MEAN": mean,
     }
-    tile = row_tile(call.logits, C)
     if plan.class_groups == 0:
         # This kernel takes time to load, and few classes do not need it.
         from .label_gradient import ctc_label_gradient_kernel, label_index
 
+        tile = row_tile(call.logits, C)
         rows = 4 if tile["BLOCK_V"] <= 512 else 1
         if tile["BLOCK_V"] > 512:
             # With a star, ten pieces and its sums have no room in the registers.
@@ -156,21 +151,12 @@ def _launch_gradient(
             BLOCK_L=min(max(32, next_power_of_2(plan.max_target_len + 1)), 256),
             num_warps=4,
         )
-    elif plan.sum_by_class:
-        del tile["PIECES"]
-        runtime_launch.launch(
-            ctc_narrow_gradient_kernel,
-            N * cdiv(T, tile["ROWS"]),
-            **arguments,
-            WIDTH=width,
-            **tile,
-            num_warps=4,
-        )
     else:
         runtime_launch.launch(
             ctc_lane_gradient_kernel,
             N * cdiv(T, 8),
             **arguments,
+            WIDTH=width,
             ROWS=8,
             GROUPS=plan.class_groups,
             num_warps=1,
