@@ -26,6 +26,7 @@ SPILLED = {
     "chain_expectation_gradient_kernel": 8,
     "chain_gradient_kernel": 8,
     "chain_logz_kernel": 8,
+    "chain_viterbi_kernel": 8,
     # A few numbers of the row. With more registers, fewer programs would load at the same time.
     "divergence_mixture_row_kernel": 32,
     "divergence_row_kernel": 8,
@@ -59,6 +60,7 @@ SPILLED_SINCE_3_7 = {
     ),
     "chain_gradient_kernel": 16,
     "chain_resident_gradient_kernel": 16,
+    "chain_viterbi_kernel": 16,
     "cross_entropy_row_kernel": 16,
     "linear_chain_scan_kernel": 16,
     "parallel_row_kernel": 24,

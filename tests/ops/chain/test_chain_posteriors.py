@@ -10,13 +10,18 @@ from partita import Chain
 pytestmark = pytest.mark.gpu
 
 
-def stored_posteriors(chain: Chain, *, with_viterbi: bool) -> torch.Tensor:
-    """Return the posteriors `[T + 1, N, C]` of the kernels, NaN past the lengths."""
+def stored_posteriors(
+    chain: Chain, *, with_viterbi: bool, modulus: int = 3
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the posteriors `[T + 1, N, C]` of the kernels, NaN past the lengths, and the first.
+
+    Sums of four states are possible if 4 is a multiple of the modulus.
+    """
     from partita.ops.chain.gpu.launch_paths import chain_viterbi
     from partita.ops.chain.gpu.launch_posteriors import launch_posteriors, posterior_buffers
 
     inputs = (chain.scores, chain.source, chain.initial, chain.final, chain.lengths)
-    buffers = posterior_buffers(chain.scores, chain.source)
+    buffers = posterior_buffers(chain.scores, chain.source, modulus)
     assert buffers is not None
     for buffer in buffers:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN
@@ -26,7 +31,7 @@ def stored_posteriors(chain: Chain, *, with_viterbi: bool) -> torch.Tensor:
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
     launch_posteriors(*inputs, buffers, are_saved=with_viterbi)
-    return buffers.posteriors
+    return buffers.posteriors, buffers.first
 
 
 def expected_posteriors(chain: Chain) -> torch.Tensor:
@@ -82,9 +87,42 @@ def test_posteriors_of_states(
 ) -> None:
     """Ragged and empty chains, impossible edges and chains, tables of all kinds, any strides."""
     chain = small_chain(*shape, kind, dtype, device)
-    found = stored_posteriors(chain, with_viterbi=with_viterbi)
+    found, first = stored_posteriors(chain, with_viterbi=with_viterbi)
     expected = expected_posteriors(chain)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(first, found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, "strided"), (torch.bfloat16, "regular")]
+)
+@pytest.mark.parametrize("modulus", [1, 2, 4])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 3, 32, 2), (9, 5, 64, 5), (33, 3, 128, 3), (40, 3, 256, 2), (9, 4, 1024, 5)],
+    ids=str,
+)
+def test_sums_of_posteriors(
+    shape: tuple[int, ...], modulus: int, kind: str, dtype: torch.dtype, device: str
+) -> None:
+    """The sums add up to those of the states that are equal modulo the number that was given."""
+    chain = small_chain(*shape, kind, dtype, device)
+    found, first = stored_posteriors(chain, with_viterbi=True, modulus=modulus)
+    T, N, C = shape[:3]
+    assert found.shape == (T + 1, N, C // 4)
+    states, first_states = stored_posteriors(chain, with_viterbi=True)
+    sums, expected = (x.double().unflatten(2, (-1, modulus)).sum(2) for x in (found, states))
+    torch.testing.assert_close(sums, expected, rtol=3e-7, atol=0, equal_nan=True)
+    assert torch.equal(first, first_states)
+    second = stored_posteriors(chain, with_viterbi=True, modulus=modulus)[0]
+    assert torch.equal(found.view(torch.int32), second.view(torch.int32))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+def test_states_that_do_not_fill_a_block_have_no_sums(device: str) -> None:
+    chain = small_chain(5, 2, 16, 3, "regular", torch.float32, device)
+    assert stored_posteriors(chain, with_viterbi=True, modulus=4)[0].shape == (6, 2, 16)
 
 
 @pytest.mark.long
@@ -98,6 +136,6 @@ def test_posteriors_of_long_chains(stay: float, device: str) -> None:
     ends = torch.zeros(2, 2, 64, device=device)
     chain = Chain(scores.to(device), partita.debruijn_source(4, 3).to(device), *ends)
     expected = expected_posteriors(chain)
-    found = stored_posteriors(chain, with_viterbi=True)
+    found, _ = stored_posteriors(chain, with_viterbi=True)
     found = found.double() / found.double().sum(2, keepdim=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)

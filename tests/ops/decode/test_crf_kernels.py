@@ -131,35 +131,37 @@ def test_calls_are_those_of_the_reference(device: str) -> None:
 @pytest.mark.interpreted
 @kernel_devices
 @pytest.mark.parametrize(
-    ("T", "N", "bases", "C"),
+    ("T", "N", "bases", "C", "columns"),
     [
-        (5, 3, 1, 1),
-        (3, 5, 2, 4),
-        (4, 5, 2, 32),
-        (5, 4, 4, 256),
-        (2, 3, 4, 1024),
-        (3, 3, 3, 243),  # the states come in several blocks
-        (3, 3, 5, 25),
-        (2, 2, 7, 343),
+        (5, 3, 1, 1, 1),
+        (3, 5, 2, 4, 4),
+        (4, 5, 2, 32, 8),
+        (5, 4, 4, 256, 64),
+        (2, 3, 4, 1024, 256),
+        (3, 3, 3, 243, 243),  # the columns come in several blocks
+        (3, 3, 5, 25, 25),
+        (2, 2, 7, 343, 343),
     ],
 )
-def test_sums_of_posteriors_by_base(T: int, N: int, bases: int, C: int, device: str) -> None:
+def test_sums_of_posteriors_by_base(
+    T: int, N: int, bases: int, C: int, columns: int, device: str
+) -> None:
     """Ragged and invalid lengths, posteriors of 0, and NaN in what is not read."""
     from partita.ops.chain.gpu.launch_posteriors import PosteriorBuffers
     from partita.ops.decode.gpu.launch_crf import sum_state_posteriors
 
     g = torch.Generator().manual_seed(T)
     lengths = torch.tensor([T, T - 1, 0, -1, T + 1])[:N]
-    posteriors = torch.rand(T + 1, N, C, generator=g)
-    posteriors[1, 0], posteriors[0, 1] = 0.0, 0.0
+    posteriors = torch.rand(T + 1, N, columns, generator=g)
+    first = torch.rand(N, C, generator=g)
+    posteriors[1, 0], first[1] = 0.0, 0.0
     steps = torch.where((lengths < 0) | (lengths > T), 0, lengths)
-    posteriors[torch.arange(T + 1)[:, None] > steps] = torch.nan
-    posteriors[0, steps == 0] = torch.nan
-    first = posteriors[0]
+    posteriors[torch.arange(T + 1)[:, None] > steps] = posteriors[0] = torch.nan
+    first[steps == 0] = torch.nan
     sums = posteriors[1:].double().nan_to_num().unflatten(2, (-1, bases)).sum(2)
     expected = (sums / sums.sum(2, keepdim=True)).nan_to_num()
     unused = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    buffers = PosteriorBuffers(*unused, posteriors.to(device))
+    buffers = PosteriorBuffers(*unused, posteriors.to(device), first.to(device))
     by_base = torch.full((T, N, bases), torch.nan, dtype=torch.float64, device=device)
     first_sums = torch.full((N, C), torch.nan, dtype=torch.float64, device=device)
     sum_state_posteriors(buffers, lengths.to(device), by_base, first_sums)

@@ -141,24 +141,19 @@ def mean_step(states, step, c, ACC_DTYPE: tl.constexpr, REVERSE: tl.constexpr):
 
 @triton.jit
 def chain_expectation_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     edge_values,  # StridedEdges [T, N, C, K]
     first_values,  # StridedStates [N, C]
     last_values,  # StridedStates [N, C]
     saved,  # StatesWithMeans [T + 1, N, C] fp64, or [2, N, C]
     mean_ptr,  # [N] fp64
     logz_ptr,  # [N] fp64
-    T,
-    N,
     SAVE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Compute the mean of the values over all paths of a chain, and log Z."""
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     row_stride = tl.full([], N, tl.int64) * C
@@ -287,10 +282,7 @@ def store_boundary_gradients(
 @triton.jit
 def chain_expectation_gradient_kernel(
     grad,  # StridedChains [N]
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     edge_values,  # StridedEdges [T, N, C, K]
     last_values,  # StridedStates [N, C]
     mean_ptr,  # [N] fp64
@@ -299,14 +291,14 @@ def chain_expectation_gradient_kernel(
     workspace_ptr,  # [2, 2, N, C] fp64: beta and means onward, two rows of each
     d_scores,  # ChainGradients
     d_values,  # ChainGradients
-    T,
-    N,
     OF_SCORES: tl.constexpr,
     OF_VALUES: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan beta and the mean onward down from the length, and store the gradients of each step."""
+    scores, edges = chains[:2]
+    final, lengths_ptr, T, N = chains[3:]
     n, C, K = tl.program_id(0).to(tl.int64), edges.C, edges.K
     length, invalid = load_length(lengths_ptr, n, T)
     scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])

@@ -59,14 +59,8 @@ def scan_states(
 
 @triton.jit
 def chain_halves_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     saved_ptr,  # [T + 1, N, C] fp64, or [4, N, C]
-    T,
-    N,
     SAVE: tl.constexpr,
     UNROLL_IN: tl.constexpr,
     UNROLL_OUT: tl.constexpr,
@@ -74,6 +68,7 @@ def chain_halves_kernel(
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan alpha up to the meeting point, or beta down to the state after it."""
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C = (tl.program_id(0) // 2).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     middle = tl.maximum(length - 1, 0) // 2
@@ -94,16 +89,10 @@ def chain_halves_kernel(
 
 @triton.jit
 def chain_logz_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     saved_ptr,  # [T + 1, N, C] fp64, or [4, N, C]
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results, or None
-    T,
-    N,
     SAVE: tl.constexpr,
     UNROLL_IN: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -113,6 +102,7 @@ def chain_logz_kernel(
 
     Log Z is stored in fp64 and, if asked for, rounded.
     """
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     middle = tl.maximum(length - 1, 0) // 2
@@ -148,14 +138,8 @@ def chain_logz_kernel(
 
 @triton.jit
 def chain_scan_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     result_ptr,  # [T + 1, N, C] fp64
-    T,
-    N,
     IS_MAX: tl.constexpr,
     REVERSE: tl.constexpr,
     UNROLL_IN: tl.constexpr,
@@ -164,6 +148,7 @@ def chain_scan_kernel(
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan alpha from the first step to the last or, with REVERSE, beta in the other direction."""
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     result_ptr += n * C

@@ -80,17 +80,11 @@ def continue_scan(
 @triton.jit
 def chain_gradient_kernel(
     grad,  # StridedChains [N]
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     logz_ptr,  # [N] fp64
     saved_ptr,  # [T + 1, N, C] fp64
     workspace_ptr,  # [4, N, C] fp64
     gradients,  # ChainGradients
-    T,
-    N,
     UNROLL_IN: tl.constexpr,
     UNROLL_OUT: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -100,6 +94,7 @@ def chain_gradient_kernel(
 
     The workspace has alpha after the meeting point and beta before it, two rows for each direction.
     """
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C, K = (tl.program_id(0) // 2).to(tl.int64), edges.C, edges.K
     length, invalid = load_length(lengths_ptr, n, T)
     middle, row_stride = tl.maximum(length - 1, 0) // 2, tl.full([], N, tl.int64) * C

@@ -15,16 +15,15 @@ from .arguments import (
     ChainPaths,
     Chains,
     ChainTotals,
-    ResidentEdges,
     chains_of,
     resident_arguments,
 )
 from .edge_table import edge_table
 from .launch import chain_scan
 from .launch_segments import scan_boundaries
-from .paths import chain_path_kernel
 from .plan import (
     SEGMENT_LANES,
+    block_options,
     is_parallel,
     path_segments,
     prefetch_options,
@@ -41,6 +40,7 @@ from .resident_path import (
     chain_resident_trace_kernel,
 )
 from .resident_viterbi import chain_resident_viterbi_kernel
+from .sample import chain_sample_kernel
 from .segment_paths import (
     chain_group_maps_kernel,
     chain_segment_pointers_kernel,
@@ -48,6 +48,7 @@ from .segment_paths import (
     chain_trace_steps_kernel,
 )
 from .segments import SegmentGroups
+from .viterbi import chain_viterbi_kernel
 
 
 def chain_viterbi(
@@ -67,7 +68,7 @@ def chain_viterbi(
     Register-resident kernels also fill in `saved`, `[T + 1, N, C]` int64, with alpha and beta under
     Log up to the meeting point, for `launch_posteriors`.
     """
-    T, N, C = scores.shape[:3]
+    T, N, C, K = scores.shape
     table, device = edge_table(source), scores.device
     score = torch.empty(N, dtype=acc_dtype(scores.dtype), device=device)
     states = torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device)
@@ -78,30 +79,26 @@ def chain_viterbi(
     chains = chains_of(scores, table, initial, final, lengths)
     if saved is None and is_parallel(T, N, C):
         _parallel_viterbi(chains, trace, paths)
-    elif (resident := resident_arguments(scores, table)) is not None:
-        _resident_viterbi(chains, trace, resident, paths, saved)
+    elif (resident := resident_arguments(chains, table)) is not None:
+        _resident_viterbi(trace, resident, paths, saved)
     else:
-        alpha = chain_scan(scores, source, initial, final, lengths, True, False)
-        _choose_paths(chains, alpha, None, paths if trace else ChainPaths(score, None, None))
+        pointers = torch.empty((T, N, C) if trace else 0, dtype=_pointer_dtype(K), device=device)
+        launch(
+            chain_viterbi_kernel,
+            N,
+            chains=chains,
+            alpha_ptr=torch.empty((2, N, C), dtype=torch.float64, device=device),
+            backpointers_ptr=pointers,
+            paths=paths,
+            TRACE=trace,
+            **block_options(C),
+        )
     return score, states, edges
 
 
-def _choose_paths(
-    chains: Chains, alpha: Tensor, uniforms: Tensor | None, paths: ChainPaths
-) -> None:
-    """Fill in samples, given uniforms `[T + 1, samples, N]`, or the best paths."""
-    samples = 1 if uniforms is None else uniforms.shape[1]
-    options = sample_options(chains.edges.K, samples)
-    launch(
-        chain_path_kernel,
-        chains.N * cdiv(samples, options["BLOCK_S"]),
-        **chains.only("scores", "edges", "final"),
-        alpha_ptr=alpha,
-        uniforms_ptr=uniforms,
-        paths=paths,
-        samples=samples,
-        **options,
-    )
+def _pointer_dtype(K: int) -> torch.dtype:
+    """Return the dtype of backpointers, which are numbers of edges into a state."""
+    return torch.uint8 if K <= 256 else torch.int32
 
 
 def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
@@ -117,14 +114,13 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
     scan_boundaries(chains, boundaries if trace else None, 1, totals)
     if not trace:
         return
-    pointer_dtype = torch.uint8 if K <= 256 else torch.int32
-    backpointers = torch.empty((T, N, C), dtype=pointer_dtype, device=device)
+    backpointers = torch.empty((T, N, C), dtype=_pointer_dtype(K), device=device)
     maps, group_maps = (torch.empty((N, number, C), **integers) for number in (segments, groups))
     after, group_after = (torch.empty((N, number), **integers) for number in (segments, groups))
     launch(
         chain_segment_pointers_kernel,
         cdiv(N * segments, rows["ROWS"]),
-        **chains.only("scores", "edges"),
+        chains=chains,
         boundaries_ptr=boundaries,
         backpointers_ptr=backpointers,
         maps_ptr=maps,
@@ -163,7 +159,7 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
     launch(
         chain_trace_steps_kernel,
         cdiv(N * segments, SEGMENT_LANES),
-        **chains.only("edges"),
+        chains=chains,
         backpointers_ptr=backpointers,
         known_ptr=after,
         paths=paths._replace(score_ptr=None),
@@ -174,7 +170,6 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
 
 
 def _resident_viterbi(
-    chains: Chains,
     trace: bool,
     resident: dict[str, Any],
     paths: ChainPaths,
@@ -185,9 +180,9 @@ def _resident_viterbi(
     The first round meets in the middle. The second round runs forward only, for chains whose best
     path has a tie, to break ties in the promised order.
     """
+    chains: Chains = resident["chains"]
     T, N, device = chains.T, chains.N, chains.scores.ptr.device
     block, num_warps, degree = resident["BLOCK_C"], resident["num_warps"], resident["DEGREE"]
-    lanes: ResidentEdges = resident["table"]
     half = path_segments(T, False).number
     middle = torch.empty((2, N, block), dtype=torch.float64, device=device)
     backpointers = torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device)
@@ -198,12 +193,11 @@ def _resident_viterbi(
     for forward_only in (False, True) if trace else (False,):
         segment, segments = path_segments(T, forward_only)
         maps = SegmentMaps(segment_maps, segment_starts, segments)
-        options: dict[str, Any] = {"has_tie_ptr": has_tie, "SEGMENT": segment, "BLOCK_C": block}
+        options = {"chains": chains, "SEGMENT": segment, "BLOCK_C": block, "has_tie_ptr": has_tie}
         scans = N if forward_only else 2 * N
         launch(
             chain_resident_viterbi_kernel,
             scans,
-            **chains.only("scores", "initial", "final"),
             has_tie_ptr=has_tie,
             middle_ptr=middle,
             backpointers_ptr=backpointers,
@@ -217,7 +211,6 @@ def _resident_viterbi(
             launch(
                 chain_resident_segment_maps_kernel,
                 scans * segments,
-                **chains.only(),
                 backpointers_ptr=backpointers,
                 maps=maps._replace(starts_ptr=None),
                 FORWARD_ONLY=forward_only,
@@ -228,8 +221,6 @@ def _resident_viterbi(
             launch(
                 chain_resident_final_state_kernel,
                 N,
-                **chains.only("final"),
-                table=lanes._replace(neighbors_ptr=None, edges_ptr=None, C=None, K=None),
                 alpha_ptr=middle,
                 maps=maps,
                 paths=paths._replace(edges_ptr=None),
@@ -240,8 +231,6 @@ def _resident_viterbi(
             launch(
                 chain_resident_middle_kernel,
                 N,
-                **chains.only("scores"),
-                table=lanes._replace(C=None),
                 middle_ptr=middle,
                 maps=maps,
                 paths=paths,
@@ -254,8 +243,6 @@ def _resident_viterbi(
             launch(
                 chain_resident_trace_kernel,
                 scans * segments,
-                **chains.only(),
-                table=lanes._replace(neighbors_ptr=None, C=None, K=None),
                 backpointers_ptr=backpointers,
                 maps=maps._replace(ptr=None),
                 paths=paths._replace(score_ptr=None),
@@ -280,14 +267,22 @@ def chain_sample(
         The states `[samples, T + 1, N]` and the edges `[samples, T, N]`; -1 for a chain without a
         path.
     """
-    T, N = scores.shape[:2]
+    T, N, _, K = scores.shape
     samples = uniforms.shape[1]
     table = edge_table(source)
     states = torch.empty((samples, T + 1, N), dtype=torch.int64, device=scores.device)
     edges = torch.empty((samples, T, N), dtype=torch.int64, device=scores.device)
     if table.has_invalid:
         return states.fill_(-1), edges.fill_(-1)
-    alpha = chain_scan(scores, source, initial, final, lengths, False, False)
-    chains = chains_of(scores, table, initial, final, lengths)
-    _choose_paths(chains, alpha, uniforms.contiguous(), ChainPaths(None, states, edges))
+    options = sample_options(K, samples)
+    launch(
+        chain_sample_kernel,
+        N * cdiv(samples, options["BLOCK_S"]),
+        chains=chains_of(scores, table, initial, final, lengths),
+        alpha_ptr=chain_scan(scores, source, initial, final, lengths, False, False),
+        uniforms_ptr=uniforms.contiguous(),
+        paths=ChainPaths(None, states, edges),
+        samples=samples,
+        **options,
+    )
     return states, edges

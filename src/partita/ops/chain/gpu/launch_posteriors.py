@@ -18,6 +18,8 @@ from .resident_posteriors import (
 )
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
 
+SUMMED_STATES = 4  # of which one kernel stores the sum
+
 
 class PosteriorBuffers(NamedTuple):
     """The memory for posteriors of states.
@@ -25,25 +27,36 @@ class PosteriorBuffers(NamedTuple):
     Fields:
         saved: `[T + 1, N, C]` int64, alpha up to the meeting point and beta after it.
         logz: `[N]` fp64.
-        posteriors: `[T + 1, N, C]` fp32, not written past the length.
+        posteriors: `[T + 1, N, C]` fp32, or `[T + 1, N, C / 4]` if each is a sum over four states,
+            which equal its column modulo 4. Not written past the length.
+        first: `[N, C]` fp32, the posteriors of the states at time 0.
     """
 
     saved: Tensor
     logz: Tensor
     posteriors: Tensor
+    first: Tensor
 
 
-def posterior_buffers(scores: Tensor, source: Tensor) -> PosteriorBuffers | None:
-    """Allocate for `launch_posteriors`, or return None where its kernels do not serve the call."""
+def posterior_buffers(scores: Tensor, source: Tensor, modulus: int) -> PosteriorBuffers | None:
+    """Allocate for `launch_posteriors`, or return None where its kernels do not serve the call.
+
+    Args:
+        modulus: the caller adds the posteriors of the states that are equal modulo this number.
+            Where they can, the kernels add four of them at a time.
+    """
     T, N, C, _ = scores.shape
     table = edge_table(source)
     resident = resident_options(scores, table.max_out_degree, target_of(scores.device))
     if table.has_invalid or resident is None:
         return None
+    can_sum = SUMMED_STATES % modulus == 0 and C == resident["BLOCK_C"]
+    columns = C // SUMMED_STATES if can_sum else C
     return PosteriorBuffers(
         torch.empty((T + 1, N, C), dtype=torch.int64, device=scores.device),
         torch.empty(N, dtype=torch.float64, device=scores.device),
-        torch.empty((T + 1, N, C), dtype=torch.float32, device=scores.device),
+        torch.empty((T + 1, N, columns), dtype=torch.float32, device=scores.device),
+        torch.empty((N, C), dtype=torch.float32, device=scores.device),
     )
 
 
@@ -64,10 +77,9 @@ def launch_posteriors(
     """
     N = scores.shape[1]
     table = edge_table(source)
-    resident = resident_arguments(scores, table)
+    resident = resident_arguments(chains_of(scores, table, initial, final, lengths), table)
     assert resident is not None
-    chains = chains_of(scores, table, initial, final, lengths)
-    options = {**chains.only("scores", "initial", "final"), **resident, "saved_ptr": buffers.saved}
+    options = {**resident, "saved_ptr": buffers.saved}
     ahead = prefetch_options(resident)
     if not are_saved:
         launch(chain_resident_halves_kernel, 2 * N, SAVE=True, **options, **ahead)
@@ -77,6 +89,8 @@ def launch_posteriors(
         chain_resident_posteriors_kernel,
         2 * N,
         posteriors_ptr=buffers.posteriors,
+        first_ptr=buffers.first,
+        SUM=buffers.posteriors.shape[2] < scores.shape[2],
         **options,
         **ahead,
     )
@@ -87,13 +101,11 @@ def launch_backward_scores(
 ) -> None:
     """Fill in beta at each time, `[T + 1, N, C]` fp64, of which about 48 bits are right."""
     table = edge_table(source)
-    resident = resident_arguments(scores, table)
+    resident = resident_arguments(chains_of(scores, table, final, final, lengths), table)
     assert resident is not None
-    chains = chains_of(scores, table, final, final, lengths)
     launch(
         chain_resident_backward_kernel,
         scores.shape[1],
-        **chains.only("scores", "final"),
         result_ptr=result,
         **prefetch_options(resident),
         **resident,

@@ -41,17 +41,11 @@ from .steps import load_length
 @gluon.jit
 def chain_resident_gradient_kernel(
     grad,  # StridedChains [N]
-    scores,  # StridedEdges [T, N, C, K]
-    table,  # ResidentEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     edge_positions_ptr,  # [2, BLOCK_E] int32
     logz_ptr,  # [N] fp64
     saved_ptr,  # [T + 1, N, C] int64
     gradients,  # ChainGradients
-    T,
-    N,
     DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
     CONTIGUOUS: gl.constexpr,
@@ -61,6 +55,7 @@ def chain_resident_gradient_kernel(
     BLOCK_E: gl.constexpr,
 ):
     """Continue alpha to the end or beta to the start, and store the marginals."""
+    scores, table, initial, final, lengths_ptr, T, N = chains
     shape: gl.constexpr = resident_shape(
         DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
     )

@@ -35,14 +35,8 @@ from .steps import load_length
 
 @gluon.jit
 def chain_resident_halves_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    table,  # ResidentEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
-    T,
-    N,
     SAVE: gl.constexpr,
     DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
@@ -53,6 +47,7 @@ def chain_resident_halves_kernel(
     BLOCK_E: gl.constexpr,
 ):
     """Scan alpha up to the meeting point, or beta down to the state after it."""
+    scores, table, initial, final, lengths_ptr, T, N = chains
     shape: gl.constexpr = resident_shape(
         DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
     )
@@ -117,16 +112,10 @@ def load_middle_states(
 
 @gluon.jit
 def chain_resident_logz_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    table,  # ResidentEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results, or None
-    T,
-    N,
     SAVE: gl.constexpr,
     DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
@@ -139,6 +128,7 @@ def chain_resident_logz_kernel(
 
     Log Z is stored in fp64 and, if asked for, rounded.
     """
+    scores, table, initial, final, lengths_ptr, T, N = chains
     shape: gl.constexpr = resident_shape(DEGREE, REGULAR, CONTIGUOUS, VEC, 1, BLOCK_C, BLOCK_E)
     n = gl.program_id(0).to(gl.int64)
     length, invalid = load_length(lengths_ptr, n, T)

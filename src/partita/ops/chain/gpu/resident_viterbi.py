@@ -88,17 +88,11 @@ def num_direction_steps(length, direction, FORWARD_ONLY: tl.constexpr):
 
 @gluon.jit
 def chain_resident_viterbi_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    table,  # ResidentEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
     middle_ptr,  # [2, N, BLOCK_C] fp64
     backpointers_ptr,  # [T, N, BLOCK_C] int16
     saved_ptr,  # [T + 1, N, C] int64 for alpha and beta under Log too, or None
-    T,
-    N,
     TRACE: gl.constexpr,
     FORWARD_ONLY: gl.constexpr,
     DEGREE: gl.constexpr,
@@ -114,6 +108,7 @@ def chain_resident_viterbi_kernel(
     With FORWARD_ONLY, scan alpha to the end, in marked chains. With `saved_ptr`, the same steps
     also do the work of `chain_resident_halves_kernel`, which would read the scores once more.
     """
+    scores, table, initial, final, lengths_ptr, T, N = chains
     shape: gl.constexpr = resident_shape(
         DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
     )

@@ -1,11 +1,10 @@
 """The best path of few long chains of few states, parallel in time.
 
 Alpha under Max is known before each segment, see `segments.py`. Each row of a program takes one
-segment and stores a backpointer for each state, the lowest k of the best edge into it. It also
-follows them forwards: the map of a segment has, for each state after it, the state before it on the
-best path to that state. The maps of a group of segments are composed. Then the path is traced from
-its last state through the groups, through the segments of all groups at the same time, and through
-the steps of all segments.
+segment and stores backpointers as `viterbi.py` does. It also follows them forwards: the map of a
+segment has, for each state after it, the state before it on the best path to that state. The maps
+of a group of segments are composed. Then the path is traced from its last state through the groups,
+through the segments of all groups at the same time, and through the steps of all segments.
 
 Scores are sums in fp64. Integers of at most 53 bits stay exact, so ties are broken as in the scan
 of one step after the other. Other scores are added in another order than there, and may choose
@@ -40,21 +39,19 @@ def greater_term(best, x, scores, slot, active, j):
 
 @triton.jit
 def chain_segment_pointers_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     boundaries_ptr,  # [N, segments + 1, C] fp64, alpha under Max
     backpointers_ptr,  # [T, N, C] integers
     maps_ptr,  # [N, segments, C] int32
     segments,
     steps,  # in a segment
-    T,
-    N,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DEGREE: tl.constexpr,
 ):
     """Store the backpointers of the steps of segments, and the maps of the segments."""
+    scores, edges = chains[:2]
+    lengths_ptr, T, N = chains[4:]
     C = edges.C
     row, exists = program_rows(tl.full([], N, tl.int64) * segments, ROWS)
     n, segment, c = row // segments, row % segments, tl.arange(0, BLOCK_C)[None, :]
@@ -131,18 +128,17 @@ def chain_trace_maps_kernel(
 
 @triton.jit
 def chain_trace_steps_kernel(
-    edges,  # ChainEdges
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     backpointers_ptr,  # [T, N, C] integers
     known_ptr,  # [N, segments] int32, the state after each segment; -1 for no path
     paths,  # ChainPaths
     segments,
     steps,  # in a segment
-    T,
-    N,
     LANES: tl.constexpr,
 ):
     """Trace the best path through the steps of one segment in each lane."""
+    edges = chains.edges
+    lengths_ptr, T, N = chains[4:]
     C, K = edges.C, edges.K
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     exists = lane < tl.full([], N, tl.int64) * segments

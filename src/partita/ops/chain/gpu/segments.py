@@ -161,14 +161,10 @@ def program_rows(total, ROWS: tl.constexpr):
 
 @triton.jit
 def chain_segment_operators_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     operators_ptr,  # [N, segments, C, C] fp64
     segments,
     steps,  # in a segment
-    T,
-    N,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DEGREE: tl.constexpr,
@@ -176,6 +172,8 @@ def chain_segment_operators_kernel(
     IS_MAX: tl.constexpr,
 ):
     """Form rows of the operators of segments."""
+    scores, edges = chains[:2]
+    lengths_ptr, T, N = chains[4:]
     C = edges.C
     row, exists = program_rows(tl.full([], N, tl.int64) * segments * C, ROWS)
     n, segment, start = row // C // segments, row // C % segments, row % C
@@ -248,17 +246,12 @@ def chain_group_operators_kernel(
 
 @triton.jit
 def chain_boundaries_kernel(
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     operators_ptr,  # [N, segments, C, C] fp64
     known_ptr,  # [2, N, groups + 1, C] fp64, states between groups, or None for one group
     boundaries_ptr,  # [2, N, segments + 1, C] fp64: alpha, then beta
     totals,  # ChainTotals, with one group
     groups,  # SegmentGroups
-    T,
-    N,
-    C,
     DIRECTIONS: tl.constexpr,  # 2, or 1 for alpha alone
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
@@ -268,6 +261,8 @@ def chain_boundaries_kernel(
 
     The best score comes with the state that ends the best path, the lowest of equal ones.
     """
+    initial, final, lengths_ptr, T, N = chains[2:]
+    C = chains.edges.C
     group, rest = tl.program_id(0) % groups.number, tl.program_id(0) // groups.number
     n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
     is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)

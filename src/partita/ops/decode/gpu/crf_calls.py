@@ -52,7 +52,7 @@ def ctc_crf_base_posteriors_kernel(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def ctc_crf_base_sums_kernel(
-    posteriors_ptr,  # [T, N, P] fp32, of states that end in base p % BASES
+    posteriors_ptr,  # [T, N, P] fp32, of states or sums of states that end in base p % BASES
     lengths_ptr,  # [N]
     by_base_ptr,  # [T, N, BASES] fp64
     T,

@@ -47,8 +47,8 @@ def ctc_crf_path(
 
     Small tables have kernels for the posteriors of states, which never form those of edges.
     """
-    T, N, C = scores.shape[:3]
-    buffers = posterior_buffers(scores, source)
+    T, N, C, A = scores.shape
+    buffers = posterior_buffers(scores, source, A - 1)
     if buffers is None:
         chain = ChainFunctions(chain_viterbi, chain_scan, chain_logz, chain_gradient)
         own = ctc_crf_beam_search, ctc_crf_base_posteriors
@@ -177,7 +177,7 @@ def sum_state_posteriors(
         BLOCK_B=block_b,
         num_warps=1,
     )
-    launch_first(buffers.posteriors[0], (columns, 1, 0), lengths, first, T, bases, True)
+    launch_first(buffers.first, (buffers.first.shape[1], 1, 0), lengths, first, T, bases, True)
 
 
 def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,131 @@
+"""Samples of paths from the posterior of chains: forward filtering, backward sampling.
+
+The kernel gets alpha under Log. It draws the final state in proportion to exp(alpha[length, c] +
+final[c]). Then, from the last step to the first, it draws the edge into the state c in proportion
+to exp(alpha[t, source[c, k]] + scores[t, c, k]). The index drawn is the number of cumulative
+weights that do not exceed uniform * total. One program draws BLOCK_S paths of one chain.
+
+Source: Carter and Kohn, On Gibbs sampling for state space models, 1994.
+"""
+
+import triton
+import triton.language as tl
+
+from .arguments import StridedEdges
+from .steps import final_terms, from_step, load_length
+
+
+@triton.jit
+def edge_terms(alpha_ptr, scores, edges, state, k):
+    """Return alpha + score of the k-th edges into the states, [BLOCK_S, BLOCK_K]."""
+    state, k = state[:, None], k[None, :]
+    source = tl.load(edges.source_ptr + state * edges.K + k, mask=k < edges.K, other=-1)
+    score_ptrs = scores.ptr + state.to(tl.int64) * scores.c + k.to(tl.int64) * scores.k
+    score = tl.load(score_ptrs, mask=source >= 0, other=0.0)
+    alpha = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
+    return alpha + score.to(tl.float64)
+
+
+@triton.jit
+def shifted_weights(terms, maximum):
+    """Return exp(terms - maximum); zeros where the maximum is -inf."""
+    return tl.exp(terms - tl.where(maximum == -float("inf"), 0.0, maximum)[:, None])
+
+
+@triton.jit
+def count_passed(weights, cumulative, threshold, k0):
+    """Count how many weights of a block a draw passes.
+
+    Returns:
+        The count, the index of the last positive weight (-1 if there is none), and the cumulative
+        weight after the block.
+    """
+    total = cumulative[:, None] + tl.cumsum(weights, axis=1)
+    lane = tl.arange(0, weights.shape[1])[None, :]
+    passed = tl.sum((total <= threshold[:, None]).to(tl.int32), axis=1)
+    return (
+        passed,
+        tl.max(tl.where(weights > 0.0, k0 + lane, -1), axis=1),
+        cumulative + tl.sum(weights, axis=1),
+    )
+
+
+@triton.jit
+def sample_edge(alpha_ptr, scores, edges, state, uniform, BLOCK_K: tl.constexpr):
+    """Draw one of the edges into each state, [BLOCK_S]."""
+    zeros, lane = tl.zeros(state.shape, tl.float64), tl.arange(0, BLOCK_K)
+    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
+    for k0 in range(0, edges.K, BLOCK_K):
+        terms = edge_terms(alpha_ptr, scores, edges, state, k0 + lane)
+        maximum = tl.maximum(maximum, tl.max(terms, axis=1))
+    for k0 in range(0, edges.K, BLOCK_K):
+        terms = edge_terms(alpha_ptr, scores, edges, state, k0 + lane)
+        total += tl.sum(shifted_weights(terms, maximum), axis=1)
+    slot, last_positive = tl.zeros(state.shape, tl.int32), tl.zeros(state.shape, tl.int32)
+    for k0 in range(0, edges.K, BLOCK_K):
+        weights = shifted_weights(edge_terms(alpha_ptr, scores, edges, state, k0 + lane), maximum)
+        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, k0)
+        slot, last_positive = slot + passed, tl.maximum(last_positive, block_last)
+    return tl.minimum(slot, last_positive)
+
+
+@triton.jit
+def chain_sample_kernel(
+    chains,  # Chains
+    alpha_ptr,  # [T + 1, N, C] fp64
+    uniforms_ptr,  # [T + 1, samples, N] fp64
+    paths,  # ChainPaths of samples
+    samples,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Draw final states, then edges back to the first step."""
+    scores, edges = chains[:2]
+    final, lengths_ptr, T, N = chains[3:]
+    C = edges.C
+    n = (tl.program_id(0) % N).to(tl.int64)
+    sample = tl.program_id(0) // N * BLOCK_S + tl.arange(0, BLOCK_S)
+    valid = sample < samples
+    length, invalid = load_length(lengths_ptr, n, T)
+    row_stride, step_stride = tl.full([], N, tl.int64) * C, tl.full([], samples, tl.int64) * N
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
+    alpha_ptr += n * C
+    final_ptr = final.ptr + n * final.n
+    uniforms_ptr += sample.to(tl.int64) * N + n
+    path_states_ptr = paths.states_ptr + (sample.to(tl.int64) * (T + 1) * N + n)
+    path_edges_ptr = paths.edges_ptr + (sample.to(tl.int64) * T * N + n)
+    uniform = tl.load(uniforms_ptr + T * step_stride, mask=valid, other=0.0)
+    last_ptr = alpha_ptr + length * row_stride
+    zeros, lane = tl.zeros(uniform.shape, tl.float64), tl.arange(0, BLOCK_K)
+    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
+    for c0 in range(0, C, BLOCK_K):
+        terms = final_terms(last_ptr, final_ptr, c0 + lane, C, final.c)[None, :]
+        maximum = tl.maximum(maximum, tl.max(terms, axis=1))
+    for c0 in range(0, C, BLOCK_K):
+        terms = final_terms(last_ptr, final_ptr, c0 + lane, C, final.c)[None, :]
+        total += tl.sum(shifted_weights(terms, maximum), axis=1)
+    state, last_positive = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
+    for c0 in range(0, C, BLOCK_K):
+        terms = final_terms(last_ptr, final_ptr, c0 + lane, C, final.c)[None, :]
+        weights = shifted_weights(terms, maximum)
+        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, c0)
+        state, last_positive = state + passed, tl.maximum(last_positive, block_last)
+    # If uniform * total rounds up to the total, the draw passes the last positive weight.
+    state = tl.minimum(state, last_positive)
+    possible = (maximum > -float("inf")) & (total + invalid == total)
+    for i in range(0, T + 1):
+        t = tl.full([], T - i, tl.int64)
+        on_path = possible & (t <= length)
+        tl.store(path_states_ptr + t * N, tl.where(on_path, state, -1).to(tl.int64), mask=valid)
+        if t > 0:
+            slot = tl.zeros([BLOCK_S], tl.int32)
+            if t <= length:
+                step_uniform = tl.load(uniforms_ptr + (t - 1) * step_stride, mask=valid, other=0.0)
+                step_alpha_ptr = alpha_ptr + (t - 1) * row_stride
+                step_scores = from_step(scores, t - 1)
+                slot = sample_edge(step_alpha_ptr, step_scores, edges, state, step_uniform, BLOCK_K)
+            edge = state * edges.K + slot
+            path_edge = tl.where(on_path, edge, -1).to(tl.int64)
+            tl.store(path_edges_ptr + (t - 1) * N, path_edge, mask=valid)
+            source = tl.load(edges.source_ptr + edge, mask=on_path, other=0)
+            state = tl.where(on_path, source, state)
