@@ -106,9 +106,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
         ),
         **dict.fromkeys(
             (
-                "chain_boundaries_kernel",
                 "chain_group_operators_kernel",
-                "chain_resident_final_state_kernel",
                 "crf_edge_order_kernel",
                 "ctc_backtrace_kernel",
                 "ctc_beam_search_kernel",
@@ -175,10 +173,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
         **dict.fromkeys(
             (
                 "chain_group_maps_kernel",
-                "chain_resident_segment_maps_kernel",
-                "chain_resident_trace_kernel",
                 "chain_trace_maps_kernel",
-                "chain_trace_steps_kernel",
                 "linear_chain_path_maps_kernel",
                 "linear_chain_trace_kernel",
                 "linear_pack_kernel",
