@@ -103,8 +103,9 @@ class Saved(NamedTuple):
     """The results of the scans that the gradient needs, as views of one fp64 tensor.
 
     Fields:
-        states: `[2, T, N, C]`, alpha and beta; empty without a gradient.
-        scales: `[T, N]`, the exponents or offsets that were taken from alpha.
+        states: `[2, T, N, C]`, alpha and beta. For log Z alone those of middle tokens, `[2, N, C]`.
+        scales: `[T, N]`, the exponents or offsets that were taken out of the step into each token,
+            by alpha, or by beta after the middle.
         maxima: `[T, N]`, the greatest emission of each token.
         span: Span.
     """

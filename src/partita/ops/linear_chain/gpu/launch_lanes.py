@@ -162,9 +162,9 @@ def parallel_scan(
     batch: Batch,
     transitions: Tensor,
     saved: Saved,
+    options: dict[str, Any],
     logz: Tensor,
     rounded: Tensor,
-    options: dict[str, Any],
 ) -> None:
     """Scan alpha and beta from the states at the boundaries of segments, in linear arithmetic."""
     T, N, C, save = batch.T, batch.N, batch.C, options["SAVE"]
@@ -220,8 +220,6 @@ def parallel_scan(
             batch=batch,
             transitions=strided_pairs(transitions),
             saved=saved,
-            logz_ptr=None,
-            rounded_ptr=None,
             SAVE=True,
             **shared,
             **plan.resident_options(C),

@@ -20,9 +20,6 @@ MAX_EXCHANGE_STATES = 512  # whose scan programs hold the transitions between th
 # Programs of that scan which have to be resident together take as many multiprocessors at most.
 MIN_EXCHANGE_MULTIPROCESSORS = 64
 MAX_LOG_STATES = 32  # whose transitions fit into a program in the log domain
-MAX_SHORT_STEPS = 64  # tokens of a sequence whose scan is one launch with all around it
-MAX_SHORT_TOKENS = 256  # of all sequences together
-MAX_SHORT_STATES = 16  # whose steps take one warp, and which are one part of the range
 MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
@@ -48,12 +45,11 @@ def range_parts(transitions: Tensor, T: int, N: int, save: bool, target: Target)
     """Return into how many parts the search for the range of the transitions is divided.
 
     It is 0 for chains that are scanned in the log domain whatever their range is. These are those
-    whose transitions change from step to step, and in Triton's interpreter all that are neither
-    short nor parallel in time, because the linear scans of others choose layouts.
+    whose transitions change from step to step, and in Triton's interpreter all that are not
+    parallel in time, because the linear scans of others choose layouts.
     """
     C = transitions.shape[-1]
-    has_linear_scan = target.runs_ptx or is_short(transitions, T, N, C)
-    has_linear_scan = has_linear_scan or is_parallel(T, N, C, save, target)
+    has_linear_scan = target.runs_ptx or is_parallel(T, N, C, save, target)
     return cdiv(C, RANGE_ROWS) if transitions.ndim == 2 and has_linear_scan else 0
 
 
@@ -82,27 +78,6 @@ def resident_options(C: int) -> dict[str, int]:
     return {"BLOCK_C": block, "AHEAD": ahead, "LANES": lanes, "num_warps": warps}
 
 
-def is_short(transitions: Tensor, T: int, N: int, C: int) -> bool:
-    """Return whether one launch does all for log Z, and another all for its gradient.
-
-    They do more work than the kernels for long sequences, in less time than these take to launch.
-    """
-    return (
-        transitions.ndim == 2
-        and T <= MAX_SHORT_STEPS
-        and 0 < T * N <= MAX_SHORT_TOKENS
-        and 0 < C <= MAX_SHORT_STATES
-    )
-
-
-def short_gradient_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel that computes all gradients."""
-    block = next_power_of_2(C)
-    rows = min(128, 2 * MAX_ROW_ELEMENTS // block)
-    # At most 4 elements for each thread, whose code is unrolled over them.
-    return {"ROWS": rows, "BLOCK_C": block, "num_warps": max(8, rows * block // 128)}
-
-
 def log_scan_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the scan in the log domain through memory."""
     block = min(next_power_of_2(C), 256)
@@ -125,14 +100,14 @@ def exchange_options(C: int) -> dict[str, int]:
     return {"STATES": 16, "WIDTH": max(16, next_power_of_2(C) // 8), "num_warps": 8}
 
 
-def exchange_programs(N: int, C: int, save: bool) -> int:
+def exchange_programs(N: int, C: int) -> int:
     """Return the number of programs of that scan."""
-    return cdiv(C, exchange_options(C)["STATES"]) * cdiv(N, 16) * (2 if save else 1)
+    return 2 * cdiv(C, exchange_options(C)["STATES"]) * cdiv(N, 16)
 
 
-def step_programs(N: int, C: int, save: bool) -> int:
+def step_programs(N: int, C: int) -> int:
     """Return the number of programs of a step."""
-    return cdiv(C, 8) * cdiv(N, 16) * (2 if save else 1)
+    return 2 * cdiv(C, 8) * cdiv(N, 16)
 
 
 def row_options(C: int) -> dict[str, int]:

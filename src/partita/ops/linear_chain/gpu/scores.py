@@ -10,7 +10,6 @@ meant return at once, so the host never waits.
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.memory import checked_length
 
 MAX_SPAN = tl.constexpr(300.0)
@@ -36,6 +35,28 @@ def load_tokens(lengths_ptr, n, T):
     else:
         tokens, invalid = checked_length(lengths_ptr, n, T, 1, 1)
         return tokens, tl.where(invalid, float("nan"), 0.0)
+
+
+@triton.jit
+def scan_steps(tokens, is_alpha, SAVE: tl.constexpr):
+    """Return the number of steps of a scan: all, or half of them if the states are not saved."""
+    if SAVE:
+        return tokens - 1
+    else:
+        return tl.where(is_alpha, tokens // 2, tokens - 1 - tokens // 2)
+
+
+@triton.jit
+def state_offset(direction, t, n, T, N, C, SAVE: tl.constexpr):
+    """Return where the states of a token are saved, and the elements from there to the next token.
+
+    Without `SAVE`, each state of a scan is stored over the one before.
+    """
+    row = tl.cast(N, tl.int64) * C
+    if SAVE:
+        return (direction * T + t) * row + n * C, row
+    else:
+        return direction * row + n * C, row * 0
 
 
 @triton.jit
@@ -103,12 +124,3 @@ def exponent_of(x):
     exponent = ((x.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32) - 1023
     exponent = tl.minimum(tl.maximum(exponent, -1000), 1000)
     return tl.where(x > 0.0, exponent, 0)
-
-
-@triton.jit
-def relative_emission(score, maximum, EXACT: tl.constexpr, IS_LOG: tl.constexpr):
-    """Return the emissions of a token relative to their maximum: exp of the scores, or logs."""
-    if IS_LOG:
-        return score - finite_shift(maximum)
-    else:
-        return exp_split(score - finite_shift(maximum), EXACT)
