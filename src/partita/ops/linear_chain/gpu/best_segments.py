@@ -1,6 +1,6 @@
 """The best path of few long sequences, parallel in time.
 
-In max-plus arithmetic a segment is an operator too, see `lanes.py`. Once the best scores of the
+In max-plus arithmetic a segment is an operator too, see `segments.py`. Once the best scores of the
 states before each segment are known, a lane takes them through the segment and stores the state
 before each state.
 
@@ -21,9 +21,9 @@ The Viterbi algorithm, 1973.
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.memory import load_matrix
 from .arguments import Batch
 from .lanes import (
+    AHEAD,
     MAX_STATES_OF_TABLE,
     lane_emissions,
     lane_index,
@@ -31,7 +31,7 @@ from .lanes import (
     lane_select,
     load_lane,
 )
-from .scores import fold_ends, load_end, load_tokens
+from .scores import load_tokens
 
 ALL_STATES = tl.constexpr(0x1111111111111111)  # times a state is the map of all states to it
 
@@ -111,57 +111,6 @@ def linear_chain_trace_words_kernel(
 
 
 @triton.jit
-def linear_chain_best_boundaries_kernel(
-    batch,  # Batch, with the emissions of first tokens
-    table_ptr,  # [C, C] fp64
-    operators,  # Operators
-    known_ptr,  # [N, groups, C] fp64, states before groups, or None for one group
-    boundaries_ptr,  # [N, segments, C] fp64, states before segments
-    score_ptr,  # [N] the best score, if known is None
-    last_ptr,  # [N] int32, the last state of the best path or -1, if known is None
-    segments,
-    groups,
-    SIZE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Scan the best scores over the operators of a group; find the last state for one group."""
-    batch = Batch(*batch)
-    C, emissions = batch.C, batch.emissions
-    group, n = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
-    c, none = tl.arange(0, BLOCK_C), -float("inf")
-    tokens, invalid = load_tokens(batch.lengths, n, batch.T)
-    first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)
-    if known_ptr is None:
-        at = n * emissions.n + c.to(tl.int64) * emissions.c
-        score = tl.load(emissions.ptr + at, mask=c < C, other=none)
-        start, end = load_end(batch.start, n, c, C), load_end(batch.end, n, c, C)
-        x = fold_ends(score, 0, tokens, start, end)
-    else:
-        x = tl.load(known_ptr + (n * groups + group) * C + c, mask=c < C, other=none)
-    # The first state is NaN too if it has one.
-    is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
-    total = tl.where(is_nan, float("nan"), 0.0).to(tl.float64)
-    at = n * segments + first
-    step = load_matrix(operators.matrices + at * C * C, C, C, 1, BLOCK_C, none)
-    for segment in range(first, last):
-        tl.store(boundaries_ptr + (n * segments + segment) * C + c, x, mask=c < C)
-        total += tl.load(operators.offsets + n * segments + segment)
-        # The next operator is loaded while this one is used.
-        at = n * segments + tl.minimum(segment + 1, last - 1)
-        following = load_matrix(operators.matrices + at * C * C, C, C, 1, BLOCK_C, none)
-        x = tl.max(step + x[:, None], axis=0)
-        step = following
-    if known_ptr is None:
-        weights = load_matrix(table_ptr, C, C, 1, BLOCK_C, 0.0)
-        bad = tl.max(tl.max((weights != weights).to(tl.int32), axis=0), axis=0)
-        total += tl.where((bad > 0) & (tokens > 1), float("nan"), 0.0)
-        best = tl.max(x, axis=0) + total + invalid
-        tl.store(score_ptr + n, best.to(score_ptr.dtype.element_ty))
-        state = tl.min(tl.where(x == tl.max(x, axis=0), c, BLOCK_C), axis=0)
-        tl.store(last_ptr + n, tl.where(best > none, state, -1))
-
-
-@triton.jit
 def best_product(x, table, table_ptr, C: tl.constexpr):
     """Return the best scores that enter each state, and the lowest states before in one word."""
     y, word = (), tl.zeros(x[0].shape, tl.int64)
@@ -185,13 +134,12 @@ def best_product(x, table, table_ptr, C: tl.constexpr):
 def linear_chain_best_words_kernel(
     batch,  # Batch, without start
     table_ptr,  # [C, C] fp64
-    boundaries_ptr,  # [N, segments, C] fp64
+    boundaries_ptr,  # [N, segments + 1, C] fp64
     last_ptr,  # [N] int32
     words_ptr,  # [N, T] int64
     segments,
     C: tl.constexpr,
     STEPS: tl.constexpr,
-    AHEAD: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Store the states at each token given those at the next, for one segment in each lane."""
@@ -204,7 +152,7 @@ def linear_chain_best_words_kernel(
     low = segment * STEPS
     inputs = (batch.emissions.ptr + n * batch.emissions.n, batch.emissions)
     end_at = n * end.n
-    x = load_lane(boundaries_ptr + (n * segments + segment) * C, C)
+    x = load_lane(boundaries_ptr + (n * (segments + 1) + segment) * C, C)
     # From the last token on, each state has the last one before it.
     last = tl.maximum(tl.load(last_ptr + n), 0).to(tl.int64) * ALL_STATES
     table = load_lane(table_ptr, TABLE)

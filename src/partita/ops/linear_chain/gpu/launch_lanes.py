@@ -10,9 +10,7 @@ from torch import Tensor
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import Batch, Operators, Saved, Span, of_first_tokens, strided_pairs
-from .best_operators import linear_chain_best_groups_kernel, linear_chain_best_operators_kernel
 from .best_segments import (
-    linear_chain_best_boundaries_kernel,
     linear_chain_best_words_kernel,
     linear_chain_trace_words_kernel,
     linear_chain_word_maps_kernel,
@@ -83,21 +81,21 @@ def segment_operators(
     batch: Batch,
     transitions: Tensor,
     table: Tensor | None,
-    saved: Saved | None,
-    exact: bool,
+    maxima: Tensor | None,
     sizes: plan.SegmentSizes,
+    options: dict[str, Any],
 ) -> list[Operators]:
     """Return the operators of segments, of groups and so on.
 
     Args:
         batch: the scores of the states.
         transitions: `[C, C]`.
-        table: the transitions that lanes and max-plus arithmetic read; else None.
-        saved: the maxima and the range of the transitions, or None for max-plus arithmetic.
-        exact: whether exponentials have to be right in fp64.
+        table: the transitions that lanes read; else None.
+        maxima: `[T, N]`, the greatest emissions, or None for max-plus arithmetic.
         sizes: how sequences are cut.
+        options: the range of the transitions, and compile-time arguments of all kernels.
     """
-    N, C, max_plus = batch.N, batch.C, saved is None
+    N, C, max_plus = batch.N, batch.C, maxima is None
     levels = [
         Operators(
             transitions.new_empty((N, number, C, C), dtype=torch.float64),
@@ -108,38 +106,24 @@ def segment_operators(
     ]
     number, batch = sizes.counts[0], batch._replace(start=None)
     steps: dict[str, Any] = {"operators": levels[0], "segments": number, "STEPS": sizes.steps}
-    span = Span(None, 0) if saved is None else saved.span
-    shared: dict[str, Any] = {"span": span, "BLOCK_PARTS": plan.parts_block(span.parts)}
+    shared = {name: value for name, value in options.items() if name != "EXACT"}
     # The threads of a program share an operator of more states.
     by_lanes = C <= plan.MAX_LANE_STATES
+    program = {"BLOCK_C": 16, "num_warps": plan.OPERATOR_WARPS if max_plus else 1}
     if by_lanes:
-        shared |= {"C": C, "MAX_PLUS": max_plus}
-        launch_lanes(
-            linear_chain_lane_operators_kernel,
-            N * number * C,
-            batch=batch._replace(C=None),
-            table_ptr=table,
-            EXACT=exact,
-            AHEAD=plan.lane_ahead(C, max_plus),
-            WIDTH=plan.lane_width(batch.emissions.ptr),
-            **steps,
-            **shared,
-        )
-    elif saved is None:
-        shared, kernel = {"num_warps": plan.OPERATOR_WARPS}, linear_chain_best_operators_kernel
-        launch(kernel, N * number, batch=batch, table_ptr=table, AHEAD=4, **steps, **shared)
+        batch, kernel = batch._replace(C=None), linear_chain_lane_operators_kernel
+        launch_lanes(kernel, N * number * C, batch=batch, table_ptr=table, C=C, **steps, **options)
     else:
-        shared |= {"BLOCK_C": 16, "num_warps": 1}
         launch(
             linear_chain_operators_kernel,
             N * number,
             batch=batch,
             transitions=strided_pairs(transitions),
-            maxima_ptr=saved.maxima,
-            EXACT=exact,
+            maxima_ptr=maxima,
             AHEAD=4,
             **steps,
-            **shared,
+            **options,
+            **program,
         )
     for i, groups in enumerate(sizes.counts[1:]):
         members: dict[str, Any] = {
@@ -147,15 +131,59 @@ def segment_operators(
             "segments": sizes.counts[i],
             "SIZE": sizes.size,
         }
-        members |= {"group_operators": levels[i + 1], "groups": groups, **shared}
+        members |= {"group_operators": levels[i + 1], "groups": groups, "C": C, **shared}
         if by_lanes:
             launch_lanes(linear_chain_lane_groups_kernel, N * groups * C, N=N, **members)
         else:
-            kernel = linear_chain_group_operators_kernel
-            if max_plus:
-                kernel = linear_chain_best_groups_kernel
-            launch(kernel, N * groups, C=C, **members)
+            launch(linear_chain_group_operators_kernel, N * groups, **members, **program)
     return levels
+
+
+def scan_boundaries(
+    batch: Batch,
+    transitions: Tensor,
+    table: Tensor | None,
+    maxima: Tensor | None,
+    sizes: plan.SegmentSizes,
+    options: dict[str, Any],
+    directions: int,
+    inner: bool,
+    **results: Tensor | None,
+) -> Tensor:
+    """Return the states at the boundaries of segments, and store what they have at the last token.
+
+    Args:
+        batch, transitions, table, maxima, sizes, options: see `segment_operators`.
+        directions: 2 for alpha and beta, 1 for alpha alone.
+        inner: whether the states inside of the greatest groups are needed.
+        results: what the kernel stores for one group.
+    """
+    N, C = batch.N, batch.C
+    levels = segment_operators(batch, transitions, table, maxima, sizes, options)
+    known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
+    for level in reversed(range(len(levels)) if inner else [len(levels) - 1]):
+        number = sizes.counts[level]
+        boundaries = levels[0].matrices.new_empty((directions, N, number + 1, C))
+        launch(
+            linear_chain_boundaries_kernel,
+            groups * N * directions,
+            batch=of_first_tokens(batch),
+            transitions=strided_pairs(transitions),
+            maxima_ptr=maxima,
+            operators=levels[level],
+            known_ptr=known,
+            boundaries_ptr=boundaries,
+            segments=number,
+            groups=groups,
+            SIZE=size,
+            DIRECTIONS=directions,
+            BLOCK_C=plan.small_block(C),
+            num_warps=1,
+            **results,
+            **options,
+        )
+        known, groups, size = boundaries, number, sizes.size
+    return boundaries
 
 
 def parallel_scan(
@@ -171,52 +199,40 @@ def parallel_scan(
     by_lanes = C <= plan.MAX_LANE_STATES
     sizes = plan.lane_sizes(T, N, C) if by_lanes else plan.segment_sizes(T)
     table = exp_table(transitions, saved.span) if by_lanes else None
-    levels = segment_operators(batch, transitions, table, saved, options["EXACT"], sizes)
     shared = {"EXACT": options["EXACT"], "BLOCK_PARTS": options["BLOCK_PARTS"]}
-    known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
-    for level in reversed(range(len(levels)) if save else [len(levels) - 1]):
-        number = sizes.counts[level]
-        boundaries = logz.new_empty((2, N, number + 1, C))
-        launch(
-            linear_chain_boundaries_kernel,
-            groups * N * (2 if save else 1),
-            batch=of_first_tokens(batch),
-            span=saved.span,
-            maxima_ptr=saved.maxima,
-            operators=levels[level],
-            known_ptr=known,
-            boundaries_ptr=boundaries,
-            logz_ptr=logz,
-            rounded_ptr=rounded,
-            segments=number,
-            groups=groups,
-            SIZE=size,
-            DIRECTIONS=2 if save else 1,
-            BLOCK_C=plan.small_block(C),
-            num_warps=1,
-            **shared,
-        )
-        known, groups, size = boundaries, number, sizes.size
+    boundaries = scan_boundaries(
+        batch,
+        transitions,
+        table,
+        saved.maxima,
+        sizes,
+        {"span": saved.span, "MAX_PLUS": False, **shared},
+        2 if save else 1,
+        save,
+        logz_ptr=logz,
+        rounded_ptr=rounded,
+        last_ptr=None,
+    )
     if not save:
         return
-    shared |= {"boundaries_ptr": known, "segments": groups, "STEPS": sizes.steps}
+    number = sizes.counts[0]
+    shared |= {"boundaries_ptr": boundaries, "segments": number, "STEPS": sizes.steps}
     if by_lanes:
         launch_lanes(
             linear_chain_lane_states_kernel,
-            N * groups,
+            N * number,
             halves=2,
             batch=batch._replace(start=None, C=None),
             table_ptr=table,
             saved=saved._replace(maxima=None),
             C=C,
-            WIDTH=plan.lane_width(batch.emissions.ptr),
+            STORED=plan.lane_stored(C),
             **shared,
-            **plan.lane_state_options(C),
         )
     else:
         launch(
             linear_chain_resident_scan_kernel,
-            groups * 2 * N,
+            number * 2 * N,
             batch=batch,
             transitions=strided_pairs(transitions),
             saved=saved,
@@ -226,46 +242,37 @@ def parallel_scan(
         )
 
 
-def best_path_in_lanes(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
+def best_path_in_segments(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
     """Find the best score `[N]` and the best path `[T, N]` of few states, parallel in time."""
     T, N, C = batch.T, batch.N, batch.C
     sizes, table = plan.lane_sizes(T, N, C), score_table(transitions)
-    levels = segment_operators(batch, transitions, table, None, True, sizes)
     last = torch.empty(N, dtype=torch.int32, device=table.device)
-    known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
-    for level in reversed(range(len(levels))):
-        number = sizes.counts[level]
-        boundaries = table.new_empty((N, number, C))
-        launch(
-            linear_chain_best_boundaries_kernel,
-            groups * N,
-            batch=of_first_tokens(batch),
-            table_ptr=table,
-            operators=levels[level],
-            known_ptr=known,
-            boundaries_ptr=boundaries,
-            score_ptr=score,
-            last_ptr=last,
-            segments=number,
-            groups=groups,
-            SIZE=size,
-            BLOCK_C=plan.small_block(C),
-            num_warps=1,
-        )
-        known, groups, size = boundaries, number, sizes.size
+    options = {"span": Span(None, 0), "EXACT": True, "MAX_PLUS": True, "BLOCK_PARTS": 1}
+    boundaries = scan_boundaries(
+        batch,
+        transitions,
+        table,
+        None,
+        sizes,
+        options,
+        1,
+        True,
+        logz_ptr=None,
+        rounded_ptr=score,
+        last_ptr=last,
+    )
     words = torch.empty((N, T), dtype=torch.int64, device=table.device)
     launch_lanes(
         linear_chain_best_words_kernel,
-        N * groups,
+        N * sizes.counts[0],
         batch=batch._replace(start=None, C=None),
         table_ptr=table,
-        boundaries_ptr=known,
+        boundaries_ptr=boundaries,
         last_ptr=last,
         words_ptr=words,
-        segments=groups,
+        segments=sizes.counts[0],
         C=C,
         STEPS=sizes.steps,
-        AHEAD=plan.lane_ahead(C, True),
     )
     trace_words(words, batch.lengths, score, states, C)
 

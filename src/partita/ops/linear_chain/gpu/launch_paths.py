@@ -27,7 +27,7 @@ from .best_steps import (
     linear_chain_best_trace_kernel,
 )
 from .launch import linear_chain_logz
-from .launch_lanes import best_path_in_lanes, exp_table, launch_lanes, score_table, trace_words
+from .launch_lanes import best_path_in_segments, exp_table, launch_lanes, score_table, trace_words
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
 from .viterbi import (
@@ -53,8 +53,8 @@ def linear_chain_viterbi(
     target = target_of(device)
     # Scores of half types tie often, and what follows a tie is scanned again.
     itemsize = min(emissions.element_size(), transitions.element_size())
-    if constant and plan.is_parallel(T, N, C, True, target):
-        best_path_in_lanes(batch, transitions, score, states)
+    if constant and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+        best_path_in_segments(batch, transitions, score, states)
     elif itemsize >= 4 and plan.meets(T, N, C, constant, target):
         best_path_from_both_ends(batch, transitions, score, states)
     elif not plan.stores_previous(C, constant, target):

@@ -28,8 +28,7 @@ MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
 MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
 MIN_TRACED_PAIRS = 2**21  # of states, of a step of best paths that are traced from the scores
 MEETING_WARPS = 4  # at most for each multiprocessor, of all scans from the start
-MAX_TABLE_STATES = 5  # whose transitions stay in the registers of a lane
-OPERATOR_WARPS = 2  # 2 or 4, of a program whose threads share an operator
+OPERATOR_WARPS = 4  # of a program whose threads share an operator of best paths
 WORD_STEPS = 16  # tokens of a path that one lane traces
 MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
 COUNT_LANES = 128  # tokens that a program counts at once, if the states are few
@@ -233,25 +232,9 @@ def lane_options(lanes: int) -> dict[str, int]:
     return {"LANES": 32 * warps, "num_warps": warps}
 
 
-def lane_ahead(C: int, max_plus: bool) -> int:
-    """Return how many tokens a lane loads at once; each number of steps is a multiple of it."""
-    return 4 if max_plus and C <= MAX_TABLE_STATES else 1
-
-
-def lane_width(emissions: Tensor) -> int:
-    """Return how many states of a token a lane loads at once; tokens start at a multiple of it."""
-    C, (stride_t, stride_n, stride_c) = emissions.shape[2], emissions.stride()
-    for width in (4, 2):
-        aligned = emissions.data_ptr() % (width * emissions.element_size()) == 0
-        if stride_c == 1 and aligned and C % width == stride_t % width == stride_n % width == 0:
-            return width
-    return 1
-
-
-def lane_state_options(C: int) -> dict[str, int]:
-    """Return how many tokens a lane loads at once for its states, and states it stores at once."""
-    stored = 4 if C == 4 else 1 if C % 2 else 2
-    return {"AHEAD": 4 if C <= MAX_TABLE_STATES else 1, "STORED": stored}
+def lane_stored(C: int) -> int:
+    """Return how many states of a token a lane stores at once."""
+    return 4 if C == 4 else 1 if C % 2 else 2
 
 
 def small_block(C: int) -> int:
