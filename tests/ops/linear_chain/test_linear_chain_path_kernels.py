@@ -163,7 +163,8 @@ def way_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if not target.assumed.runs_ptx:
         monkeypatch.setattr(plan, "stores_previous", lambda *args: False)
         monkeypatch.setattr(launch_paths, "scan_best", scan_best_in_torch)
-    monkeypatch.setattr(plan, "MIN_TRACED_PAIRS", 1 if request.param == "traced" else 2**60)
+    if request.param == "traced":
+        monkeypatch.setattr(plan, "MAX_RESIDENT_STATES", 0)
     clear_caches()
     yield
     clear_caches()

@@ -1,9 +1,9 @@
-"""The best path of dense linear chains of many states: one launch for each step.
+"""The best path of dense linear chains from the best scores of all states.
 
-A step stores the best score of each state with and without the emission of its token. When all are
-known, the states before each state follow for all tokens at the same time: the lowest state whose
-sum is the best score. This needs no index in the steps, which run one after the other. Where the
-pairs of states are many, it is done for the states of the best path alone, one after the other.
+A step stores the best score of each state with and without the emission of its token, and no index,
+because steps run one after the other. The state before a state is the lowest one whose sum is the
+best score. Up to 128 states it is found for all states and tokens at the same time. Among more it
+is found for the states of the best path alone, one after the other.
 
 Source: Forney, The Viterbi algorithm, 1973.
 """
@@ -104,7 +104,7 @@ def linear_chain_best_last_kernel(
 
 @triton.jit
 def linear_chain_best_states_kernel(
-    transitions,  # StridedSteps, with MEETS `[2, C, C]` with the same transposed
+    transitions,  # StridedPairs, with MEETS `[2, C, C]` with the same transposed
     states_ptr,  # [2, T + 1, N, C] fp64
     previous_ptr,  # [T, N, C] int16: the best states before each state
     lengths_ptr,  # [N] or None
@@ -112,7 +112,6 @@ def linear_chain_best_states_kernel(
     T,
     N,
     C,
-    CONSTANT: tl.constexpr,
     MEETS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -147,16 +146,13 @@ def linear_chain_best_states_kernel(
         y = tl.load(states_ptr + (rows + N) * C + row * C + c, mask=mask, other=0.0)
         before_ptr = states_ptr + (row - from_row) * C
         step_ptr = transitions_ptr + c.to(tl.int64) * transitions.c
-        if not CONSTANT:
-            step_ptr += (row // N - 1) * transitions.t + row % N * transitions.n
         index = tl.full([ROWS, BLOCK_C], C - 1, tl.int32)
         for first in range(0, C, UNROLL):
             for j in tl.static_range(UNROLL):
                 k = C - 1 - first - j
                 x = tl.load(before_ptr + k, mask=active & (k >= 0), other=float("nan"))
                 at = step_ptr + tl.full([], k, tl.int64) * transitions.k
-                inside = (c < C) & (k >= 0) if CONSTANT else mask & (k >= 0)
-                weight = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+                weight = tl.load(at, mask=(c < C) & (k >= 0), other=0.0).to(tl.float64)
                 index = tl.where(x + weight == y, k, index)
         tl.store(previous_ptr + row * C + c, index, mask=mask)
 

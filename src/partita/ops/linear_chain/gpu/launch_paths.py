@@ -13,6 +13,7 @@ from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import (
     Batch,
+    StridedPairs,
     StridedSteps,
     StridedUniforms,
     batch_of,
@@ -77,27 +78,27 @@ def linear_chain_viterbi(
 
 
 def empty_previous(batch: Batch, device: torch.device) -> Tensor:
-    """Return memory for the best states before each state, `[T, N, C]`.
-
-    Where states are more than 16 bits hold, paths are traced from the scores alone.
-    """
+    """Return memory for the best states before each state, `[T, N, C]`."""
     return torch.empty((batch.T, batch.N, batch.C), dtype=torch.int16, device=device)
 
 
 def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
     """Find the best score `[N]` and path `[T, N]` from the best scores of all states."""
     T, N, C = batch.T, batch.N, batch.C
-    constant, steps = transitions.ndim == 2, strided_steps(transitions)
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=score.device)
     last = torch.empty(N, dtype=torch.int32, device=score.device)
     is_nan = torch.zeros((2, N), dtype=torch.int32, device=score.device)
-    traced = scan_best(batch, transitions, scores, is_nan)
+    steps = scan_best(batch, transitions, scores, is_nan)
     find_last(batch, scores, is_nan, score, last, None, False)
-    if N * C * C >= plan.MIN_TRACED_PAIRS:
+    if plan.resident_best(C, transitions.ndim == 2):
+        previous = empty_previous(batch, score.device)
+        find_previous(batch, strided_pairs(transitions), scores, previous, None, False)
+        trace(batch, previous, None, last, states, False)
+    else:
         launch(
             linear_chain_best_trace_kernel,
             N,
-            transitions=traced,
+            transitions=steps,
             states_ptr=scores,
             lengths_ptr=batch.lengths,
             last_ptr=last,
@@ -105,10 +106,6 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
             **batch.sizes,
             **plan.best_trace_options(C),
         )
-    else:
-        previous = empty_previous(batch, score.device)
-        find_previous(batch, steps, scores, previous, None, constant, False)
-        trace(batch, previous, None, last, states, False)
 
 
 def scan_best(batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor) -> StridedSteps:
@@ -153,7 +150,7 @@ def best_path_from_both_ends(
     device = score.device
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=device)
     table = score_table(transitions, 2)
-    steps = StridedSteps(table, 0, 0, C, 1)
+    pairs = StridedPairs(table, C, 1)
     is_nan, ties, last = torch.empty((4, N), dtype=torch.int32, device=device).split((2, 1, 1))
     previous = empty_previous(batch, device)
     for meets in (True, False):  # then the sequences with ties alone
@@ -170,7 +167,7 @@ def best_path_from_both_ends(
             **plan.resident_options(C),
         )
         find_last(batch, scores, is_nan, score, last, ties, meets)
-        find_previous(batch, steps, scores, previous, redone, True, meets)
+        find_previous(batch, pairs, scores, previous, redone, meets)
         trace(batch, previous, redone, last, states, meets)
         if meets:
             rows = max(1, 1024 // next_power_of_2(C))
@@ -220,15 +217,14 @@ def find_last(
 
 def find_previous(
     batch: Batch,
-    transitions: StridedSteps,
+    transitions: StridedPairs,
     scores: Tensor,
     previous: Tensor,
     ties: Tensor | None,
-    constant: bool,
     meets: bool,
 ) -> None:
     """Find the best states before each state, or with `meets` away from the middle."""
-    options = plan.best_states_options(batch.C, constant)
+    options = plan.best_states_options(batch.C)
     programs = cdiv((batch.T - 1) * batch.N, options["ROWS"]) * cdiv(batch.C, options["BLOCK_C"])
     launch(
         linear_chain_best_states_kernel,
@@ -239,7 +235,6 @@ def find_previous(
         lengths_ptr=batch.lengths,
         ties_ptr=ties,
         **batch.sizes,
-        CONSTANT=constant,
         MEETS=meets,
         **options,
     )

@@ -26,7 +26,6 @@ MAX_PARALLEL_SEQUENCES = 32
 MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
 MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
-MIN_TRACED_PAIRS = 2**21  # of states, of a step of best paths that are traced from the scores
 MEETING_WARPS = 4  # at most for each multiprocessor, of all scans from the start
 OPERATOR_WARPS = 4  # of a program whose threads share an operator of best paths
 WORD_STEPS = 16  # tokens of a path that one lane traces
@@ -119,8 +118,8 @@ def row_options(C: int) -> dict[str, int]:
 def stores_previous(C: int, constant: bool, target: Target) -> bool:
     """Return whether the scan of one program finds the states before each state at once.
 
-    Otherwise the scan stores scores, and the states before follow for all tokens together. Those
-    scans choose layouts, which Triton's interpreter does not have.
+    Otherwise the scan stores scores, and the states before follow from them. Those scans choose
+    layouts, which Triton's interpreter does not have.
     """
     return not target.runs_ptx or (C <= 64 and not constant)
 
@@ -154,10 +153,10 @@ def best_step_programs(N: int, C: int, by_sequence: bool) -> int:
     return cdiv(C, 8) * (N if by_sequence else cdiv(N, 8))
 
 
-def best_states_options(C: int, constant: bool) -> dict[str, int]:
+def best_states_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the kernel that finds the states before each state."""
     block = min(64, next_power_of_2(max(C, 16)))
-    return {"ROWS": 32 if constant else 4, "BLOCK_C": block, "UNROLL": 4, "num_warps": 4}
+    return {"ROWS": 32, "BLOCK_C": block, "UNROLL": 4, "num_warps": 4}
 
 
 def best_trace_options(C: int) -> dict[str, int]:
