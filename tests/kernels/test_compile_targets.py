@@ -130,7 +130,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_chain_marginals_kernel",
                 "linear_chain_operators_kernel",
                 "linear_chain_pair_covariances_kernel",
-                "linear_chain_pairs_kernel",
                 "linear_chain_posteriors_kernel",
                 "linear_chain_resident_best_kernel",
                 "linear_chain_sample_words_kernel",

@@ -55,27 +55,55 @@ def entered_scores(batch, maxima_ptr, row, t, n, tokens, inside, c):
 
 @triton.jit
 def linear_chain_counts_kernel(
+    grad_ptr,  # [N]
+    grad_n,
     batch,  # Batch, without start
+    transitions,  # StridedSteps
     saved,  # Saved, without scales
     factors_ptr,  # [T, N] fp64
-    counts_ptr,  # [groups, splits, C, C] fp64
+    counts_ptr,  # [groups, splits, C, C]
     groups,  # CountGroups
+    SERVES_LINEAR: tl.constexpr,  # whether this kernel takes linear arithmetic too
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Sum the products of a split of tokens for one tile of the transitions."""
+    """Sum the products, or in the log domain the posteriors, of a split of tokens for one tile."""
     batch = Batch(*batch)
     T, N, C = batch.T, batch.N, batch.C
-    if transition_range(saved.span, BLOCK_PARTS)[0]:
-        tiles = tl.cdiv(C, BLOCK)
-        tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
-        split, group = part % groups.splits, part.to(tl.int64) // groups.splits
-        k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
-        c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
-        base, num_tokens = split_tokens(group, split, groups, N)
-        beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
+    is_linear, _ = transition_range(saved.span, BLOCK_PARTS)
+    tiles = tl.cdiv(C, BLOCK)
+    tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
+    split, group = part % groups.splits, part.to(tl.int64) // groups.splits
+    k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
+    c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
+    base, num_tokens = split_tokens(group, split, groups, N)
+    beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
+    pair_mask = (k < C)[:, None] & (c < C)[None, :]
+    at = part.to(tl.int64) * C * C + k[:, None].to(tl.int64) * C + c[None, :]
+    if not is_linear:
+        counts = tl.zeros([BLOCK, BLOCK], tl.float64)
+        from_ptr = transitions.ptr + k[:, None].to(tl.int64) * transitions.k
+        pair_ptr = from_ptr + c[None, :].to(tl.int64) * transitions.c
+        for i in range(0, num_tokens):
+            row = base + tl.full([1], i, tl.int64) * groups.stride
+            t, n, tokens, inside = token_of_rows(batch.lengths, row, row >= 0, T, N)
+            scores = entered_scores(batch, saved.maxima, row, t, n, tokens, inside, c)
+            mask = inside[:, None] & (c < C)[None, :]
+            beta = tl.load(beta_ptr + row[:, None] * C + c, mask=mask, other=-float("inf"))
+            entered = beta + scores
+            entered -= tl.load(factors_ptr + row, mask=inside, other=0.0)[:, None]
+            mask = inside[:, None] & (k < C)[:, None]
+            left_ptr = saved.states + (row - N)[:, None] * C + k[:, None]
+            left = tl.load(left_ptr, mask=mask, other=-float("inf"))
+            step = ((t - 1) * transitions.t + n * transitions.n)[:, None]
+            mask = pair_mask & inside[:, None]
+            scores = tl.load(pair_ptr + step, mask=mask, other=-float("inf")).to(tl.float64)
+            grad = tl.load(grad_ptr + n * grad_n, mask=inside, other=0.0).to(tl.float64)
+            counts += exp_sum_term(left + scores + entered, EXACT) * grad[:, None]
+        tl.store(counts_ptr + at, counts.to(counts_ptr.dtype.element_ty), mask=pair_mask)
+    elif SERVES_LINEAR:
         counts = tl.zeros([BLOCK, BLOCK], tl.float64)
         for first in range(0, num_tokens, ROWS):
             i = first + tl.arange(0, ROWS)
@@ -89,56 +117,7 @@ def linear_chain_counts_kernel(
             left_ptr = saved.states + (row - N)[None, :] * C + k[:, None]
             left = tl.load(left_ptr, mask=inside[None, :] & (k < C)[:, None], other=0.0)
             counts = tl.dot(left, entered, counts, out_dtype=tl.float64)
-        at = part.to(tl.int64) * C * C + k[:, None].to(tl.int64) * C + c[None, :]
-        tl.store(counts_ptr + at, counts, mask=(k < C)[:, None] & (c < C)[None, :])
-
-
-@triton.jit
-def linear_chain_pairs_kernel(
-    grad_ptr,  # [N]
-    grad_n,
-    batch,  # Batch, without start
-    transitions,  # StridedSteps
-    saved,  # Saved, without scales
-    factors_ptr,  # [T, N] fp64
-    counts_ptr,  # [groups, splits, C, C]
-    groups,  # CountGroups
-    EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
-    """Sum the posteriors of a split of tokens for one tile, in the log domain."""
-    batch = Batch(*batch)
-    T, N, C = batch.T, batch.N, batch.C
-    if not transition_range(saved.span, BLOCK_PARTS)[0]:
-        tiles = tl.cdiv(C, BLOCK)
-        tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
-        split, group = part % groups.splits, part.to(tl.int64) // groups.splits
-        k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
-        c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
-        base, num_tokens = split_tokens(group, split, groups, N)
-        beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
-        from_ptr = transitions.ptr + k[:, None].to(tl.int64) * transitions.k
-        pair_ptr = from_ptr + c[None, :].to(tl.int64) * transitions.c
-        pair_mask = (k < C)[:, None] & (c < C)[None, :]
-        counts = tl.zeros([BLOCK, BLOCK], tl.float64)
-        for i in range(0, num_tokens):
-            row = base + tl.full([1], i, tl.int64) * groups.stride
-            t, n, tokens, inside = token_of_rows(batch.lengths, row, row >= 0, T, N)
-            scores = entered_scores(batch, saved.maxima, row, t, n, tokens, inside, c)
-            at = row[:, None] * C
-            mask = inside[:, None] & (c < C)[None, :]
-            entered = tl.load(beta_ptr + at + c[None, :], mask=mask, other=-float("inf")) + scores
-            entered -= tl.load(factors_ptr + row, mask=inside, other=0.0)[:, None]
-            mask = inside[:, None] & (k < C)[:, None]
-            left = tl.load(saved.states + at - N * C + k[:, None], mask=mask, other=-float("inf"))
-            step = ((t - 1) * transitions.t + n * transitions.n)[:, None]
-            mask = pair_mask & inside[:, None]
-            scores = tl.load(pair_ptr + step, mask=mask, other=-float("inf")).to(tl.float64)
-            grad = tl.load(grad_ptr + n * grad_n, mask=inside, other=0.0).to(tl.float64)
-            counts += exp_sum_term(left + scores + entered, EXACT) * grad[:, None]
-        at = part.to(tl.int64) * C * C + k[:, None].to(tl.int64) * C + c[None, :]
-        tl.store(counts_ptr + at, counts.to(counts_ptr.dtype.element_ty), mask=pair_mask)
+        tl.store(counts_ptr + at, counts, mask=pair_mask)
 
 
 @triton.jit

@@ -27,11 +27,7 @@ from .arguments import (
     strided_pairs,
     strided_steps,
 )
-from .counts import (
-    linear_chain_counts_kernel,
-    linear_chain_pairs_kernel,
-    linear_chain_sum_counts_kernel,
-)
+from .counts import linear_chain_counts_kernel, linear_chain_sum_counts_kernel
 from .log_scan import linear_chain_log_scan_kernel, linear_chain_scan_kernel
 from .marginals import linear_chain_marginals_kernel
 from .resident import linear_chain_resident_scan_kernel
@@ -246,17 +242,23 @@ def count_transitions(
         "EXACT": plan.is_exact(batch.emissions.ptr, transitions),
         "BLOCK_PARTS": plan.parts_block(saved.span.parts),
     }
-    if constant and plan.uses_lane_counts(C):
+    in_lanes = constant and plan.uses_lane_counts(C)
+    if in_lanes:
         from .lane_counts import linear_chain_lane_counts_kernel
 
         kernel, tokens = linear_chain_lane_counts_kernel, batch._replace(C=None)
         launch(kernel, programs, batch=tokens, **arguments, **plan.lane_count_options(C))
-    elif constant:
-        kernel = linear_chain_counts_kernel
-        launch(kernel, programs, batch=batch, ROWS=16, **arguments, **options)
-    steps = strided_steps(transitions)
-    kernel = linear_chain_pairs_kernel
-    launch(kernel, programs, batch=batch, transitions=steps, **grad, **arguments, **options)
+    launch(
+        linear_chain_counts_kernel,
+        programs,
+        batch=batch,
+        transitions=strided_steps(transitions),
+        SERVES_LINEAR=constant and not in_lanes,
+        ROWS=16,
+        **grad,
+        **arguments,
+        **options,
+    )
     if constant:
         sum_counts(counts, result, transitions, saved.span)
     return result
