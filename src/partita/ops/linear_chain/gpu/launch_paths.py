@@ -28,14 +28,10 @@ from .best_steps import (
     linear_chain_best_trace_kernel,
 )
 from .launch import linear_chain_logz
-from .launch_lanes import best_path_in_segments, exp_table, launch_lanes, score_table, trace_words
+from .launch_lanes import best_path_in_segments, exp_table, launch_lanes, score_table, trace
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
-from .viterbi import (
-    linear_chain_path_maps_kernel,
-    linear_chain_trace_kernel,
-    linear_chain_viterbi_kernel,
-)
+from .viterbi import linear_chain_viterbi_kernel
 
 
 def linear_chain_viterbi(
@@ -73,7 +69,7 @@ def linear_chain_viterbi(
             last_ptr=last,
             **plan.viterbi_options(C),
         )
-        trace(batch, previous, None, last, states, False)
+        trace(previous, batch.lengths, last, score, states, C)
     return score, states
 
 
@@ -93,7 +89,7 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
     if plan.resident_best(C, transitions.ndim == 2):
         previous = empty_previous(batch, score.device)
         find_previous(batch, strided_pairs(transitions), scores, previous, None, False)
-        trace(batch, previous, None, last, states, False)
+        trace(previous, batch.lengths, last, score, states, C)
     else:
         launch(
             linear_chain_best_trace_kernel,
@@ -168,7 +164,7 @@ def best_path_from_both_ends(
         )
         find_last(batch, scores, is_nan, score, last, ties, meets)
         find_previous(batch, pairs, scores, previous, redone, meets)
-        trace(batch, previous, redone, last, states, meets)
+        trace(previous, lengths, last, score, states, C, redone, meets)
         if meets:
             rows = max(1, 1024 // next_power_of_2(C))
             launch(
@@ -240,34 +236,6 @@ def find_previous(
     )
 
 
-def trace(
-    batch: Batch,
-    previous: Tensor,
-    ties: Tensor | None,
-    last: Tensor,
-    states: Tensor,
-    meets: bool,
-) -> None:
-    """Trace the best paths from their last states, or from the middle in both directions."""
-    T, N, C = batch.T, batch.N, batch.C
-    steps = plan.trace_steps(T)
-    segments = 2 * cdiv(T, 2 * steps) if meets else cdiv(T, steps)
-    arguments = {
-        "previous_ptr": previous,
-        "lengths_ptr": batch.lengths,
-        "ties_ptr": ties,
-        "maps_ptr": torch.empty((N, segments, C), dtype=torch.int32, device=previous.device),
-        "segments": segments,
-        "STEPS": steps,
-        "MEETS": meets,
-        **batch.sizes,
-    }
-    programs = N * segments * cdiv(C, 128)
-    launch(linear_chain_path_maps_kernel, programs, **arguments, BLOCK_C=128, num_warps=4)
-    arguments |= {"last_ptr": last, "states_ptr": states}
-    launch(linear_chain_trace_kernel, N * segments, **arguments, num_warps=1)
-
-
 def linear_chain_sample(
     emissions: Tensor,
     transitions: Tensor,
@@ -298,7 +266,7 @@ def linear_chain_sample(
             table = score_table(transitions) if is_log else exp_table(transitions, alpha.span)
             kernel = linear_chain_sample_words_kernel
             launch_lanes(kernel, words.numel(), table_ptr=table, IS_LOG=is_log, **arguments)
-        trace_words(words, batch.lengths, logz, states, C)
+        trace(words, batch.lengths, None, logz, states, C)
         return states
     launch(
         linear_chain_sample_kernel,
