@@ -16,7 +16,6 @@ import triton.language as tl
 
 from .arguments import Batch
 from .lanes import (
-    AHEAD,
     MAX_STATES_OF_TABLE,
     lane_emissions,
     lane_index,
@@ -64,6 +63,7 @@ def linear_chain_best_words_kernel(
     """Store the states at each token given those at the next, for one segment in each lane."""
     batch = Batch(*batch)
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
+    AHEAD: tl.constexpr = 4 if C <= MAX_STATES_OF_TABLE else 1
     T, end = batch.T, batch.end
     lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments, LANES)
     n, segment = lane // segments, lane % segments

@@ -25,41 +25,6 @@ def middle_token(tokens, MEETS: tl.constexpr):
 
 
 @triton.jit
-def best_emissions(batch, t, n, after, tokens, c):
-    """Return the emissions of token t with start and end scores, `[BLOCK_N, BLOCK_C]` fp64.
-
-    The sequences of a program are those of n that are less than `after`.
-    """
-    emissions, start, end = batch.emissions, batch.start, batch.end
-    mask, c = (n < after)[:, None] & (c < batch.C)[None, :], c.to(tl.int64)[None, :]
-    at = (n * emissions.n)[:, None] + t.to(tl.int64) * emissions.t + c * emissions.c
-    score = tl.load(emissions.ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
-    if start.ptr is not None:
-        at = (n * start.n)[:, None] + c * start.c
-        score += tl.load(start.ptr + at, mask=mask & (t == 0), other=0.0).to(tl.float64)
-    if end.ptr is not None:
-        at, is_last = (n * end.n)[:, None] + c * end.c, mask & (t == tokens - 1)[:, None]
-        score += tl.load(end.ptr + at, mask=is_last, other=0.0).to(tl.float64)
-    return score
-
-
-@triton.jit
-def store_best(batch, states_ptr, is_nan_ptr, rows, y, score, bad, t, n, after, tokens, c):
-    """Store the best scores of a step, and 1 for a sequence that has a NaN in it.
-
-    The best scores without emissions follow after the `rows` of those with them.
-    """
-    active = (n < after) & (t < tokens)
-    mask, x = active[:, None] & (c < batch.C)[None, :], y + score
-    at = ((t.to(tl.int64) * batch.N + n) * batch.C)[:, None] + c[None, :]
-    tl.store(states_ptr + at, x, mask=mask)
-    tl.store(states_ptr + rows * batch.C + at, y, mask=mask)
-    is_nan = ((x != x) | (bad > 0)) & mask
-    # All programs that store here store the same.
-    tl.store(is_nan_ptr + n, 1, mask=tl.max(is_nan.to(tl.int32), axis=1) > 0)
-
-
-@triton.jit
 def linear_chain_best_last_kernel(
     states_ptr,  # [2, T + 1, N, C] fp64
     lengths_ptr,  # [N] or None
@@ -104,7 +69,7 @@ def linear_chain_best_last_kernel(
 
 @triton.jit
 def linear_chain_best_states_kernel(
-    transitions,  # StridedPairs, with MEETS `[2, C, C]` with the same transposed
+    transitions,  # StridedSteps, with MEETS `[2, C, C]` with the same transposed
     states_ptr,  # [2, T + 1, N, C] fp64
     previous_ptr,  # [T, N, C] int16: the best state at a token for each state at the next one
     lengths_ptr,  # [N] or None

@@ -13,7 +13,13 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .scores import exp_split, exp_sum_term, loaded_to_fp64, transition_range
+from .scores import (
+    exp_split,
+    exp_sum_term,
+    token_of_rows,
+    token_scores,
+    transition_range,
+)
 
 
 @triton.jit
@@ -25,30 +31,10 @@ def split_tokens(group, split, groups, N):
 
 
 @triton.jit
-def token_of_rows(lengths_ptr, row, inside, T, N):
-    """Return token, sequence and number of tokens of rows, and which rows count.
-
-    All rows of an invalid length count, since their factors are NaN.
-    """
-    t, n = row // N, row % N
-    if lengths_ptr is None:
-        return t, n, tl.zeros(row.shape, tl.int64) + T, inside
-    else:
-        tokens = tl.load(lengths_ptr + n, mask=inside, other=0).to(tl.int64)
-        return t, n, tokens, inside & ((t < tokens) | (tokens < 1))
-
-
-@triton.jit
 def entered_scores(batch, maxima_ptr, row, t, n, tokens, inside, c):
     """Return emissions and end scores of tokens relative to their maxima, `[ROWS, BLOCK_C]`."""
-    emissions, end = batch.emissions, batch.end
     mask = inside[:, None] & (c < batch.C)[None, :]
-    at = (t * emissions.t + n * emissions.n)[:, None] + (c.to(tl.int64) * emissions.c)[None, :]
-    score = loaded_to_fp64(tl.load(emissions.ptr + at, mask=mask, other=-float("inf")))
-    if end.ptr is not None:
-        at = (n * end.n)[:, None] + (c.to(tl.int64) * end.c)[None, :]
-        last = mask & (t == tokens - 1)[:, None]
-        score += loaded_to_fp64(tl.load(end.ptr + at, mask=last, other=0.0))
+    score = token_scores(batch, t, n, tokens, c, mask, -float("inf"))
     maximum = tl.load(maxima_ptr + row, mask=inside, other=0.0)
     return score - finite_shift(maximum)[:, None]
 
@@ -57,7 +43,7 @@ def entered_scores(batch, maxima_ptr, row, t, n, tokens, inside, c):
 def linear_chain_counts_kernel(
     grad_ptr,  # [N]
     grad_n,
-    batch,  # Batch, without start
+    batch,  # Batch, whose start has no scores
     transitions,  # StridedSteps
     saved,  # Saved, without scales
     factors_ptr,  # [T, N] fp64
@@ -122,7 +108,7 @@ def linear_chain_counts_kernel(
 
 @triton.jit
 def linear_chain_sum_counts_kernel(
-    transitions,  # StridedPairs
+    transitions,  # StridedSteps
     span,  # Span
     parts_ptr,  # [groups, splits, C, C] fp64
     counts_ptr,  # [groups, C, C]

@@ -17,29 +17,9 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .scores import exp_split, load_tokens, power_of_2, transition_range
-from .segments import serving_range
+from .scores import exp_split, load_tokens, power_of_2, serving_range, transition_range
 
 MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers of a lane
-AHEAD = tl.constexpr(4)  # tokens that a lane loads at once; the steps of a segment are a multiple
-
-
-@triton.jit
-def linear_chain_table_kernel(
-    transitions,  # StridedPairs
-    table_ptr,  # [C, C], or [2, C, C] with the same transposed
-    C,
-    number,
-    BLOCK: tl.constexpr,
-):
-    """Store constant transitions side by side, in the dtype of the table."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    pairs = tl.full([], C, tl.int64) * C
-    mask, pair = at < number, at % pairs
-    k = tl.where(at < pairs, pair // C, pair % C)
-    c = tl.where(at < pairs, pair % C, pair // C)
-    scores = tl.load(transitions.ptr + k * transitions.k + c * transitions.c, mask=mask)
-    tl.store(table_ptr + at, scores.to(table_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -186,6 +166,8 @@ def linear_chain_lane_operators_kernel(
     """Form one row of the operator of a segment in each lane."""
     batch = Batch(*batch)
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
+    # The steps of a segment are a multiple of the tokens that are loaded at once.
+    AHEAD: tl.constexpr = 4 if MAX_PLUS and C <= MAX_STATES_OF_TABLE else 1
     serves, shift = serving_range(span, MAX_PLUS, BLOCK_PARTS)
     if serves:
         lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments * C, LANES)
@@ -346,21 +328,19 @@ def linear_chain_lane_states_kernel(
         first = lane_emissions(end, end_at, tokens, loaded, 0, t, C)
         x = enter_lane_tokens(given, first, lane_maximum(first, C), 1.0, C, EXACT, False)
         x = lane_select(is_alpha, given, x, C)
-        scores = lane_scores(*inputs, t + dt, dt, num_steps, C, AHEAD)
-        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1, AHEAD):
-            at, left = t + (i + AHEAD) * dt, num_steps - (i + AHEAD - 1)
-            next_scores = lane_scores(*inputs, at, dt, left, C, AHEAD)
-            for j in tl.static_range(AHEAD):
-                at, active = t + (i + j) * dt, i + j <= num_steps
-                emissions = lane_emissions(end, end_at, tokens, scores, j * C, at, C)
-                removed, y = lane_exponent(x, C), lane_product(x, table, matrix_ptr, C, False)
-                maximum, scale = lane_maximum(emissions, C), power_of_2(-removed)
-                after = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False)
-                stored = lane_select(is_alpha, after, y, C)
-                store_lane(alpha_ptr + at * N * C, stored, active, C, STORED)
-                x = lane_select(active, after, x, C)
-                exponent = tl.where(active, removed, exponent)
-                tl.store(saved.scales + n + at * N, exponent.to(tl.float64), mask=active & is_alpha)
+        scores = lane_scores(*inputs, t + dt, dt, num_steps, C, 1)
+        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1):
+            at, active = t + i * dt, i <= num_steps
+            next_scores = lane_scores(*inputs, at + dt, dt, num_steps - i, C, 1)
+            emissions = lane_emissions(end, end_at, tokens, scores, 0, at, C)
+            removed, y = lane_exponent(x, C), lane_product(x, table, matrix_ptr, C, False)
+            maximum, scale = lane_maximum(emissions, C), power_of_2(-removed)
+            after = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False)
+            stored = lane_select(is_alpha, after, y, C)
+            store_lane(alpha_ptr + at * N * C, stored, active, C, STORED)
+            x = lane_select(active, after, x, C)
+            exponent = tl.where(active, removed, exponent)
+            tl.store(saved.scales + n + at * N, exponent.to(tl.float64), mask=active & is_alpha)
             scores = next_scores
         if is_alpha:
             at, known = (low + num_steps) * N, load_lane(known_ptr + C, C)

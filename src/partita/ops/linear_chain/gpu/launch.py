@@ -24,7 +24,6 @@ from .arguments import (
     Span,
     batch_of,
     split_saved,
-    strided_pairs,
     strided_steps,
 )
 from .counts import linear_chain_counts_kernel, linear_chain_sum_counts_kernel
@@ -59,7 +58,7 @@ def linear_chain_logz(
         linear_chain_prepare_kernel,
         parts.span.parts + cdiv(T * N, prepare_options["TOKENS"]),
         batch=batch,
-        transitions=strided_pairs(transitions),
+        transitions=strided_steps(transitions),
         span=parts.span,
         maxima_ptr=parts.maxima,
         **prepare_options,
@@ -104,7 +103,7 @@ def scan_resident(batch: Batch, transitions: Tensor, saved: Saved, options: dict
         linear_chain_resident_scan_kernel,
         2 * batch.N,
         batch=batch,
-        transitions=strided_pairs(transitions),
+        transitions=strided_steps(transitions),
         saved=saved,
         boundaries_ptr=None,
         segments=1,
@@ -141,10 +140,10 @@ def scan_logs(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str
 def step_states(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
     """Scan alpha and beta of many states in linear arithmetic."""
     from .gluon_steps import linear_chain_exchange_kernel, linear_chain_strided_step_kernel
-    from .launch_lanes import exp_table
+    from .launch_lanes import score_table
 
     T, N, C = batch.T, batch.N, batch.C
-    weights = exp_table(transitions, saved.span)
+    weights = score_table(transitions, 2, saved.span)
     arguments = {"batch": batch, "weights_ptr": weights, "saved": saved, **options}
     if plan.exchanges(C, target_of(weights.device)):
         # One launch takes all steps. Its programs exchange states, whose sign bits hold the parity
@@ -186,7 +185,7 @@ def linear_chain_gradient(
         None if end is None else torch.empty((N, C), dtype=end.dtype, device=device)
         for end in (start, end)
     )
-    batch = batch_of(emissions, start, end, lengths)._replace(start=None)
+    batch = batch_of(emissions, None, end, lengths)  # No step enters a first token.
     states = split_saved(saved, emissions, transitions)
     results = Gradients(d_emissions, d_start, d_end)
     grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
@@ -274,7 +273,7 @@ def sum_counts(parts: Tensor, counts: Tensor, transitions: Tensor, span: Span) -
     launch(
         linear_chain_sum_counts_kernel,
         number * cdiv(C * C, options["BLOCK"]),
-        transitions=strided_pairs(transitions),
+        transitions=strided_steps(transitions),
         span=span,
         parts_ptr=parts,
         counts_ptr=counts,

@@ -9,61 +9,44 @@ from torch import Tensor
 
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
-from .arguments import Batch, Operators, Saved, Span, of_first_tokens, strided_pairs
+from .arguments import Batch, Operators, Saved, Span, strided_steps
 from .best_segments import linear_chain_best_words_kernel
 from .lanes import (
     linear_chain_lane_groups_kernel,
     linear_chain_lane_operators_kernel,
     linear_chain_lane_states_kernel,
-    linear_chain_table_kernel,
 )
 from .resident import linear_chain_resident_scan_kernel
+from .scan import linear_chain_table_kernel
 from .segments import (
     linear_chain_boundaries_kernel,
     linear_chain_group_operators_kernel,
     linear_chain_operators_kernel,
 )
-from .steps import linear_chain_weights_kernel
 from .trace import linear_chain_group_maps_kernel, linear_chain_trace_kernel
 
 
-def score_table(transitions: Tensor, orders: int = 1) -> Tensor:
+def score_table(transitions: Tensor, orders: int = 1, span: Span | None = None) -> Tensor:
     """Return constant transitions in fp64, contiguous, or `[2, C, C]` with the same transposed.
 
-    Two orders keep the dtype, because each element is read many times.
+    With a span it is exp of the transitions relative to the greatest. Two orders without one keep
+    the dtype, because each element is read many times.
     """
     C = transitions.shape[0]
-    shape, dtype = ((C, C), torch.float64) if orders == 1 else ((orders, C, C), transitions.dtype)
+    shape = (C, C) if orders == 1 else (orders, C, C)
+    dtype = transitions.dtype if orders == 2 and span is None else torch.float64
     table = torch.empty(shape, dtype=dtype, device=transitions.device)
     launch(
         linear_chain_table_kernel,
         cdiv(table.numel(), 256),
-        transitions=strided_pairs(transitions),
+        transitions=strided_steps(transitions),
+        span=span,
         table_ptr=table,
         C=C,
         number=table.numel(),
         BLOCK=256,
+        BLOCK_PARTS=plan.parts_block(0 if span is None else span.parts),
         num_warps=4,
-    )
-    return table
-
-
-def exp_table(transitions: Tensor, span: Span) -> Tensor:
-    """Return exp of constant transitions relative to the greatest, and the same transposed.
-
-    Nothing is stored if the transitions need the log domain.
-    """
-    C = transitions.shape[0]
-    table = torch.empty((2, C, C), dtype=torch.float64, device=transitions.device)
-    launch(
-        linear_chain_weights_kernel,
-        cdiv(C, 32) ** 2,
-        transitions=strided_pairs(transitions),
-        span=span,
-        weights_ptr=table,
-        C=C,
-        BLOCK=32,
-        BLOCK_PARTS=plan.parts_block(span.parts),
     )
     return table
 
@@ -115,7 +98,7 @@ def segment_operators(
             linear_chain_operators_kernel,
             N * number,
             batch=batch,
-            transitions=strided_pairs(transitions),
+            transitions=strided_steps(transitions),
             maxima_ptr=maxima,
             AHEAD=4,
             **steps,
@@ -164,8 +147,8 @@ def scan_boundaries(
         launch(
             linear_chain_boundaries_kernel,
             groups * N * directions,
-            batch=of_first_tokens(batch),
-            transitions=strided_pairs(transitions),
+            batch=batch,
+            transitions=strided_steps(transitions),
             maxima_ptr=maxima,
             operators=levels[level],
             known_ptr=known,
@@ -195,7 +178,7 @@ def parallel_scan(
     T, N, C, save = batch.T, batch.N, batch.C, options["SAVE"]
     by_lanes = C <= plan.MAX_LANE_STATES
     sizes = plan.lane_sizes(T, N, C) if by_lanes else plan.segment_sizes(T)
-    table = exp_table(transitions, saved.span) if by_lanes else None
+    table = score_table(transitions, 2, saved.span) if by_lanes else None
     shared = {"EXACT": options["EXACT"], "BLOCK_PARTS": options["BLOCK_PARTS"]}
     boundaries = scan_boundaries(
         batch,
@@ -231,7 +214,7 @@ def parallel_scan(
             linear_chain_resident_scan_kernel,
             number * 2 * N,
             batch=batch,
-            transitions=strided_pairs(transitions),
+            transitions=strided_steps(transitions),
             saved=saved,
             SAVE=True,
             **shared,

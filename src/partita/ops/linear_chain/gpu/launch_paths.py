@@ -13,12 +13,10 @@ from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import (
     Batch,
-    StridedPairs,
     StridedSteps,
     StridedUniforms,
     batch_of,
     split_saved,
-    strided_pairs,
     strided_steps,
 )
 from .best_steps import (
@@ -28,7 +26,7 @@ from .best_steps import (
     linear_chain_best_trace_kernel,
 )
 from .launch import linear_chain_logz
-from .launch_lanes import best_path_in_segments, exp_table, launch_lanes, score_table, trace
+from .launch_lanes import best_path_in_segments, launch_lanes, score_table, trace
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
 from .viterbi import linear_chain_viterbi_kernel
@@ -57,7 +55,7 @@ def linear_chain_viterbi(
     elif not plan.stores_previous(C, constant, target):
         best_path_from_scores(batch, transitions, score, states)
     else:
-        previous = empty_previous(batch, device)
+        previous = torch.empty((T, N, C), dtype=torch.int16, device=device)
         last = torch.empty(N, dtype=torch.int32, device=device)
         launch(
             linear_chain_viterbi_kernel,
@@ -73,11 +71,6 @@ def linear_chain_viterbi(
     return score, states
 
 
-def empty_previous(batch: Batch, device: torch.device) -> Tensor:
-    """Return memory for the best states before each state, `[T, N, C]`."""
-    return torch.empty((batch.T, batch.N, batch.C), dtype=torch.int16, device=device)
-
-
 def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
     """Find the best score `[N]` and path `[T, N]` from the best scores of all states."""
     T, N, C = batch.T, batch.N, batch.C
@@ -87,8 +80,8 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
     steps = scan_best(batch, transitions, scores, is_nan)
     find_last(batch, scores, is_nan, score, last, None, False)
     if plan.resident_best(C, transitions.ndim == 2):
-        previous = empty_previous(batch, score.device)
-        find_previous(batch, strided_pairs(transitions), scores, previous, None, False)
+        previous = torch.empty((T, N, C), dtype=torch.int16, device=score.device)
+        find_previous(batch, strided_steps(transitions), scores, previous, None, False)
         trace(previous, batch.lengths, last, score, states, C)
     else:
         launch(
@@ -116,7 +109,7 @@ def scan_best(batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor)
         launch(
             linear_chain_resident_best_kernel,
             N,
-            transitions=strided_pairs(transitions),
+            transitions=strided_steps(transitions),
             ties_ptr=None,
             MEETS=False,
             **arguments,
@@ -146,16 +139,16 @@ def best_path_from_both_ends(
     device = score.device
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=device)
     table = score_table(transitions, 2)
-    pairs = StridedPairs(table, C, 1)
+    pairs = StridedSteps(table, 0, 0, C, 1)
     is_nan, ties, last = torch.empty((4, N), dtype=torch.int32, device=device).split((2, 1, 1))
-    previous = empty_previous(batch, device)
+    previous = torch.empty((T, N, C), dtype=torch.int16, device=device)
     for meets in (True, False):  # then the sequences with ties alone
         redone = None if meets else ties
         launch(
             linear_chain_resident_best_kernel,
             2 * N if meets else N,
             batch=batch,
-            transitions=strided_pairs(transitions),
+            transitions=strided_steps(transitions),
             states_ptr=scores,
             is_nan_ptr=is_nan if meets else None,
             ties_ptr=redone,
@@ -213,7 +206,7 @@ def find_last(
 
 def find_previous(
     batch: Batch,
-    transitions: StridedPairs,
+    transitions: StridedSteps,
     scores: Tensor,
     previous: Tensor,
     ties: Tensor | None,
@@ -263,7 +256,8 @@ def linear_chain_sample(
         words = torch.empty((samples * N, T), dtype=torch.int64, device=states.device)
         arguments |= {"words_ptr": words, "columns": len(words)}
         for is_log in (False, True):
-            table = score_table(transitions) if is_log else exp_table(transitions, alpha.span)
+            options = (1, None) if is_log else (2, alpha.span)
+            table = score_table(transitions, *options)
             kernel = linear_chain_sample_words_kernel
             launch_lanes(kernel, words.numel(), table_ptr=table, IS_LOG=is_log, **arguments)
         trace(words, batch.lengths, None, logz, states, C)

@@ -89,7 +89,7 @@ def load_vector(end, n, c, C):
 @gluon.jit
 def linear_chain_resident_scan_kernel(
     batch,  # Batch
-    transitions,  # StridedPairs
+    transitions,  # StridedSteps
     saved,  # Saved: states and scales are written
     boundaries_ptr,  # [2, N, segments + 1, C] fp64, or None
     segments,

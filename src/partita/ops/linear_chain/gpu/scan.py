@@ -24,13 +24,20 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .scores import LN2_FP64, load_tokens, transition_range
+from .scores import (
+    LN2_FP64,
+    load_tokens,
+    serving_range,
+    token_of_rows,
+    token_scores,
+    transition_range,
+)
 
 
 @triton.jit
 def linear_chain_prepare_kernel(
     batch,  # Batch
-    transitions,  # StridedPairs, if the span has parts
+    transitions,  # StridedSteps, if the span has parts
     span,  # Span, written
     maxima_ptr,  # [T, N] fp64
     ROWS: tl.constexpr,
@@ -44,11 +51,11 @@ def linear_chain_prepare_kernel(
     """
     batch = Batch(*batch)
     T, N, C = batch.T, batch.N, batch.C
-    program = tl.program_id(0)
+    program, c = tl.program_id(0), tl.arange(0, BLOCK_C)
     if program < span.parts:
-        k, c = program * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
-        pair = k.to(tl.int64) * transitions.k + c.to(tl.int64) * transitions.c
-        is_pair = (k < C) & (c < C)
+        k = program * ROWS + tl.arange(0, ROWS)[:, None]
+        pair = k.to(tl.int64) * transitions.k + c.to(tl.int64)[None, :] * transitions.c
+        is_pair = (k < C) & (c < C)[None, :]
         steps = tl.load(transitions.ptr + pair, mask=is_pair, other=-float("inf")).to(tl.float64)
         tl.store(span.ptr + 2 * program, tl.max(tl.max(steps, axis=1), axis=0))
         steps = tl.where(is_pair, steps, float("inf"))
@@ -56,26 +63,38 @@ def linear_chain_prepare_kernel(
     else:
         row = (program - span.parts).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
         row_inside = row < tl.full([], T, tl.int64) * N
-        t, n = row // N, row % N
-        c = tl.arange(0, BLOCK_C)[None, :]
-        if batch.lengths is None:
-            tokens = tl.full([TOKENS], T, tl.int64)
-        else:
-            tokens = tl.load(batch.lengths + n, mask=row_inside, other=0).to(tl.int64)
-        inside = (row_inside & (t < tokens))[:, None] & (c < C)
-        at = (t * batch.emissions.t + n * batch.emissions.n)[:, None]
-        at += c.to(tl.int64) * batch.emissions.c
-        scores = tl.load(batch.emissions.ptr + at, mask=inside, other=0.0).to(tl.float64)
-        if batch.start.ptr is not None:
-            at = n[:, None] * batch.start.n + c.to(tl.int64) * batch.start.c
-            first = inside & (t == 0)[:, None]
-            scores += tl.load(batch.start.ptr + at, mask=first, other=0.0).to(tl.float64)
-        if batch.end.ptr is not None:
-            at = n[:, None] * batch.end.n + c.to(tl.int64) * batch.end.c
-            last = inside & (t == tokens - 1)[:, None]
-            scores += tl.load(batch.end.ptr + at, mask=last, other=0.0).to(tl.float64)
-        maximum = tl.max(tl.where(c < C, scores, -float("inf")), axis=1)
+        t, n, tokens, _ = token_of_rows(batch.lengths, row, row_inside, T, N)
+        inside = (row_inside & (t < tokens))[:, None] & (c < C)[None, :]
+        scores = token_scores(batch, t, n, tokens, c, inside, 0.0)
+        maximum = tl.max(tl.where((c < C)[None, :], scores, -float("inf")), axis=1)
         tl.store(maxima_ptr + row, maximum, mask=row_inside)
+
+
+@triton.jit
+def linear_chain_table_kernel(
+    transitions,  # StridedSteps
+    span,  # Span, or None for the transitions as they are
+    table_ptr,  # [C, C], or [2, C, C] with the same transposed
+    C,
+    number,  # of elements of the table
+    BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Store transitions side by side, or exp of them relative to the greatest.
+
+    Nothing is stored if the transitions need the log domain.
+    """
+    serves, shift = serving_range(span, span is None, BLOCK_PARTS)
+    if serves:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        pairs = tl.full([], C, tl.int64) * C
+        mask, pair = at < number, at % pairs
+        k = tl.where(at < pairs, pair // C, pair % C)
+        c = tl.where(at < pairs, pair % C, pair // C)
+        scores = tl.load(transitions.ptr + k * transitions.k + c * transitions.c, mask=mask)
+        if span is not None:
+            scores = tl.exp(scores.to(tl.float64) - shift)
+        tl.store(table_ptr + at, scores.to(table_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -28,6 +28,18 @@ def transition_range(span, BLOCK_PARTS: tl.constexpr):
 
 
 @triton.jit
+def serving_range(span, MAX_PLUS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+    """Return whether a kernel serves these transitions, and what is subtracted from them.
+
+    Best paths take all transitions as they are.
+    """
+    if MAX_PLUS:
+        return True, 0.0
+    else:
+        return transition_range(span, BLOCK_PARTS)
+
+
+@triton.jit
 def load_tokens(lengths_ptr, n, T):
     """Return the number of tokens of a sequence, at least 1, and NaN if it is invalid, else 0."""
     if lengths_ptr is None:
@@ -35,6 +47,35 @@ def load_tokens(lengths_ptr, n, T):
     else:
         tokens, invalid = checked_length(lengths_ptr, n, T, 1, 1)
         return tokens, tl.where(invalid, float("nan"), 0.0)
+
+
+@triton.jit
+def token_of_rows(lengths_ptr, row, inside, T, N):
+    """Return token, sequence and number of tokens of rows, and which rows count.
+
+    All rows of an invalid length count, since their factors are NaN.
+    """
+    t, n = row // N, row % N
+    if lengths_ptr is None:
+        return t, n, tl.zeros(row.shape, tl.int64) + T, inside
+    else:
+        tokens = tl.load(lengths_ptr + n, mask=inside, other=0).to(tl.int64)
+        return t, n, tokens, inside & ((t < tokens) | (tokens < 1))
+
+
+@triton.jit
+def token_scores(batch, t, n, tokens, c, mask, OTHER: tl.constexpr):
+    """Return emissions of tokens with their start and end scores, `[ROWS, BLOCK_C]` fp64."""
+    emissions, start, end, c = batch.emissions, batch.start, batch.end, c.to(tl.int64)[None, :]
+    at = (t * emissions.t + n * emissions.n)[:, None] + c * emissions.c
+    score = loaded_to_fp64(tl.load(emissions.ptr + at, mask=mask, other=OTHER))
+    if start.ptr is not None:
+        at, first = (n * start.n)[:, None] + c * start.c, mask & (t == 0)[:, None]
+        score += loaded_to_fp64(tl.load(start.ptr + at, mask=first, other=0.0))
+    if end.ptr is not None:
+        at, last = (n * end.n)[:, None] + c * end.c, mask & (t == tokens - 1)[:, None]
+        score += loaded_to_fp64(tl.load(end.ptr + at, mask=last, other=0.0))
+    return score
 
 
 @triton.jit

@@ -28,20 +28,8 @@ from .scores import (
     load_tokens,
     loaded_to_fp64,
     power_of_2,
-    transition_range,
+    serving_range,
 )
-
-
-@triton.jit
-def serving_range(span, MAX_PLUS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """Return whether scans in segments serve these transitions, and what is subtracted from them.
-
-    Best paths take all transitions as they are.
-    """
-    if MAX_PLUS:
-        return True, 0.0
-    else:
-        return transition_range(span, BLOCK_PARTS)
 
 
 @triton.jit
@@ -56,20 +44,26 @@ def unit_operator(BLOCK_C: tl.constexpr, MAX_PLUS: tl.constexpr):
 
 @triton.jit
 def operator_product(x, matrix, MAX_PLUS: tl.constexpr):
-    """Return the product of two operators."""
+    """Return the product of two operators. In max-plus arithmetic x and the product are transposed.
+
+    So a thread has all terms of a maximum.
+    """
     if MAX_PLUS:
-        return tl.max(x[:, :, None] + matrix[None, :, :], axis=1)
+        return tl.max(x[:, None, :] + matrix[:, :, None], axis=0)
     else:
         return tl.dot(x, matrix, out_dtype=tl.float64)
 
 
 @triton.jit
 def store_operator(operators, at, matrix, exponents, total, C, BLOCK_C: tl.constexpr):
-    """Store an operator, the exponents of its rows, and its offset."""
+    """Store an operator, which has no exponents if it is transposed, and its offset."""
     k, c = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_C)
     mask = (k < C)[:, None] & (c < C)[None, :]
-    tl.store(operators.matrices + at * C * C + k[:, None] * C + c[None, :], matrix, mask=mask)
-    if operators.exponents is not None:
+    matrix_ptr = operators.matrices + at * C * C
+    if operators.exponents is None:
+        tl.store(matrix_ptr + k[:, None] + c[None, :] * C, matrix, mask=mask)
+    else:
+        tl.store(matrix_ptr + k[:, None] * C + c[None, :], matrix, mask=mask)
         tl.store(operators.exponents + at * C + k, exponents, mask=k < C)
     tl.store(operators.offsets + at, total)
 
@@ -97,7 +91,7 @@ def load_operator(operators, at, C, step_k, step_c, BLOCK_C: tl.constexpr):
 @triton.jit
 def linear_chain_operators_kernel(
     batch,  # Batch, without start
-    transitions,  # StridedPairs
+    transitions,  # StridedSteps
     span,  # Span, which counts without MAX_PLUS
     maxima_ptr,  # [T, N] fp64, or None with MAX_PLUS
     operators,  # Operators, written
@@ -127,7 +121,7 @@ def linear_chain_operators_kernel(
         if not MAX_PLUS:
             weights = tl.exp(weights - shift)
         matrix, exponents = unit_operator(BLOCK_C, MAX_PLUS), tl.zeros([BLOCK_C], tl.float64)
-        total = tl.cast(shift, tl.float64) * num_steps
+        total, is_nan = tl.cast(shift, tl.float64) * num_steps, c < 0
         score_ptr = emissions.ptr + n * emissions.n + c.to(tl.int64) * emissions.c
         for first in range(1, num_steps + 1, AHEAD):
             scores, maxima = (), ()
@@ -142,9 +136,8 @@ def linear_chain_operators_kernel(
                 score = fold_ends(loaded_to_fp64(scores[j]), t, tokens, end, end)
                 after = operator_product(matrix, weights, MAX_PLUS)
                 if MAX_PLUS:
-                    after += score[None, :]
-                    is_nan = tl.max((score != score).to(tl.int32), axis=0) > 0
-                    total = tl.where(inside & is_nan, float("nan"), total)
+                    after += score[:, None]
+                    is_nan = is_nan | (inside & (score != score))
                 else:
                     score -= finite_shift(maxima[j])
                     removed = exponent_of(tl.max(matrix, axis=1))
@@ -152,6 +145,8 @@ def linear_chain_operators_kernel(
                     exponents += tl.where(inside, removed.to(tl.float64), 0.0)
                     total += maxima[j]
                 matrix = tl.where(inside, after, matrix)
+        if MAX_PLUS:
+            total = tl.where(tl.max(is_nan.to(tl.int32), axis=0) > 0, float("nan"), total)
         at = n * segments + segment
         store_operator(operators, at, matrix, exponents, total, C, BLOCK_C)
 
@@ -196,8 +191,8 @@ def linear_chain_group_operators_kernel(
 
 @triton.jit
 def linear_chain_boundaries_kernel(
-    batch,  # Batch, with the emissions of first tokens
-    transitions,  # StridedPairs, which are read with MAX_PLUS
+    batch,  # Batch
+    transitions,  # StridedSteps, which are read with MAX_PLUS
     span,  # Span, which counts without MAX_PLUS
     maxima_ptr,  # [T, N] fp64, or None with MAX_PLUS
     operators,  # Operators

@@ -1,6 +1,6 @@
 """What surrounds the steps of dense linear chains of many states; see `gluon_steps.py`.
 
-A table has exp(transitions). A step loads the emissions of a block of sequences and of the states
+A step loads the emissions of a block of sequences and of the states
 that it enters, and stores both alpha and beta. Alpha is stored with the emission of its token and
 beta without it, and the next step reads both from a workspace where they have it. See `scan.py` for
 the recursion.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
-from .scores import exp_split, scan_steps, state_offset, transition_range
+from .scores import exp_split, scan_steps, state_offset
 
 
 class Step(NamedTuple):
@@ -36,29 +36,6 @@ class Step(NamedTuple):
 
 
 @triton.jit
-def linear_chain_weights_kernel(
-    transitions,  # StridedPairs
-    span,  # Span
-    weights_ptr,  # [2, C, C] fp64
-    C,
-    BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
-    """Store exp(transitions) relative to the greatest, and the same transposed."""
-    is_linear, shift = transition_range(span, BLOCK_PARTS)
-    if is_linear:
-        blocks = tl.cdiv(C, BLOCK)
-        k = tl.program_id(0) // blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[:, None]
-        c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[None, :]
-        mask = (k < C) & (c < C)
-        score_ptr = transitions.ptr + k * transitions.k + c * transitions.c
-        scores = tl.load(score_ptr, mask=mask, other=0.0)
-        weights = tl.exp(scores.to(tl.float64) - shift)
-        tl.store(weights_ptr + k * C + c, weights, mask=mask)
-        tl.store(weights_ptr + tl.full([], C, tl.int64) * C + c * C + k, weights, mask=mask)
-
-
-@triton.jit
 def load_tokens_of(lengths_ptr, n, N, T):
     """Return the number of tokens of the sequences n, at least 1."""
     if lengths_ptr is None:
@@ -70,7 +47,7 @@ def load_tokens_of(lengths_ptr, n, N, T):
 
 @triton.jit
 def load_scores(batch, maxima_ptr, step):
-    """Load emissions, start and end scores `[BLOCK_N, BLOCK_C]` and maxima of tokens.
+    """Load emissions, start and end scores `[BLOCK_N, BLOCK_C]`, and maxima if there are some.
 
     Nothing is computed with them yet, so a kernel need not wait for them here.
     """
@@ -86,19 +63,27 @@ def load_scores(batch, maxima_ptr, step):
     if end.ptr is not None:
         at, last = (n * end.n)[:, None] + c * end.c, mask & (t == tokens - 1)[:, None]
         at_end = tl.load(end.ptr + at, mask=last, other=0.0)
-    return score, at_start, at_end, tl.load(maxima_ptr + t * N + n, mask=n < N, other=0.0)
+    maximum = t
+    if maxima_ptr is not None:
+        maximum = tl.load(maxima_ptr + t * N + n, mask=n < N, other=0.0)
+    return score, at_start, at_end, maximum
+
+
+@triton.jit
+def summed_scores(batch, scores):
+    """Return the sums of emissions, start and end scores of `load_scores`."""
+    score = scores[0].to(tl.float64)
+    if batch.start.ptr is not None:
+        score += scores[1].to(tl.float64)
+    if batch.end.ptr is not None:
+        score += scores[2].to(tl.float64)
+    return score
 
 
 @triton.jit
 def relative_scores(batch, scores, EXACT: tl.constexpr):
-    """Return emissions with start and end scores, relative to the maxima, of `load_scores`."""
-    score, start, end, maximum = scores
-    score = score.to(tl.float64)
-    if batch.start.ptr is not None:
-        score += start.to(tl.float64)
-    if batch.end.ptr is not None:
-        score += end.to(tl.float64)
-    return exp_split(score - finite_shift(maximum)[:, None], EXACT)
+    """Return exp of the summed scores relative to the maxima."""
+    return exp_split(summed_scores(batch, scores) - finite_shift(scores[3])[:, None], EXACT)
 
 
 @triton.jit

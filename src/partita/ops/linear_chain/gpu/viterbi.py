@@ -6,16 +6,9 @@ Source: Forney, The Viterbi algorithm, 1973.
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.memory import load_matrix
 from .arguments import Batch
 from .scores import fold_ends, load_end, load_tokens
-
-
-@triton.jit
-def load_scores(ptr, transitions, c, C):
-    """Return the transitions at an address in fp64, with -inf outside of them."""
-    at = c.to(tl.int64)[:, None] * transitions.k + c.to(tl.int64)[None, :] * transitions.c
-    mask = (c < C)[:, None] & (c < C)[None, :]
-    return tl.load(ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
 
 
 @triton.jit
@@ -44,7 +37,8 @@ def linear_chain_viterbi_kernel(
     score = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))
     for t in range(1, tokens):
         step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * transitions.t
-        matrix = load_scores(step_ptr, transitions, lane, C)
+        matrix = load_matrix(step_ptr, C, transitions.k, transitions.c, BLOCK_C, -float("inf"))
+        matrix = matrix.to(tl.float64)
         is_nan = tl.maximum(is_nan, tl.max((matrix != matrix).to(tl.int32), axis=0))
         at = tl.full([], tl.minimum(t + 1, tokens - 1), tl.int64) * emissions.t
         at += lane * emissions.c
