@@ -177,8 +177,6 @@ def call_long_chains(dtype: torch.dtype) -> None:
 
 def call_linear_chains(dtype: torch.dtype) -> None:
     """Call the ops of dense chains, of few and many states and tokens, with each kind of steps."""
-    from partita.ops.linear_chain.gpu import plan
-
     long = ((300, 1, 5), (300, 1, 8), (300, 1, 16), (300, 2, 30), (300, 2, 100))
     few = (
         (3, 2, 5),
@@ -205,8 +203,6 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         emissions, transitions = torch.zeros(3, 2, shape[-1], dtype=dtype), torch.zeros(shape)
         chain = partita.linear_chain(emissions, transitions.to(dtype))
         chain.viterbi()
-        with mock.patch.object(plan, "MIN_TRACED_PAIRS", 1):
-            chain.viterbi()
 
 
 def call_mixture(*dtypes: torch.dtype) -> None:

@@ -1,11 +1,7 @@
 """The GPU kernels of dense linear chains against the reference, interpreted and on a GPU."""
 
-from collections.abc import Iterator
-from unittest import mock
-
 import pytest
 import torch
-from helpers.launches import Launch, recording
 from helpers.linear_chains import KINDS, random_linear_chain
 from helpers.rows import INTERPRETING, kernel_devices
 
@@ -55,21 +51,8 @@ def agree(chain: LinearChain, dtype: torch.dtype = torch.float32) -> None:
     )
     expected = results(rounded, "reference", torch.float64)
     bound = 1e-9 if dtype == torch.float64 else 2e-6
-    for found in of_each_size(chain, dtype):
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(
-                a.double(), b.double(), rtol=bound, atol=bound, equal_nan=True
-            )
-
-
-def of_each_size(chain: LinearChain, dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
-    """Return the results of the kernels for these sizes, and of those for larger batches."""
-    yield results(chain, "triton", dtype)
-    if plan.is_short(chain.transitions, *chain.emissions.shape):
-        with mock.patch.object(plan, "MAX_SHORT_TOKENS", 0):
-            clear_caches()
-            yield results(chain, "triton", dtype)
-        clear_caches()
+    for a, b in zip(results(chain, "triton", dtype), expected, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=bound, atol=bound, equal_nan=True)
 
 
 @kernel_devices
@@ -126,11 +109,11 @@ def test_nan_and_chains_without_a_path_stay_in_their_sequence(kind: str, device:
     chain = random_linear_chain(6, 4, 3, kind=kind, ragged=False, device=device)
     chain.emissions[3, 1, 2] = torch.nan
     chain.emissions[2, 2] = -torch.inf
-    for found in of_each_size(chain, torch.float64):
-        logz, d_emissions = found[0], found[3]
-        assert logz[1].isnan() and logz[2] == -torch.inf and logz[[0, 3]].isfinite().all()
-        assert d_emissions[:, 1].isnan().all() and (d_emissions[:, 2] == 0).all()
-        assert d_emissions[:, [0, 3]].isfinite().all()
+    logz, _, without, d_emissions, *_ = results(chain, "triton", torch.float64)
+    for found in (logz, without):
+        assert found[1].isnan() and found[2] == -torch.inf and found[[0, 3]].isfinite().all()
+    assert d_emissions[:, 1].isnan().all() and (d_emissions[:, 2] == 0).all()
+    assert d_emissions[:, [0, 3]].isfinite().all()
 
 
 @kernel_devices
@@ -139,11 +122,11 @@ def test_invalid_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = random_linear_chain(5, 4, 3, ragged=False, device=device)
     lengths = torch.tensor([5, 0, 9, 2], device=device)
     bad = LinearChain(chain.emissions, chain.transitions, lengths=lengths)
-    for found in of_each_size(bad, torch.float64):
-        assert found[0].isnan().tolist() == [False, True, True, False]
-        assert found[3].isnan().all(2).all(0).tolist() == [False, True, True, False]
-        assert found[3][:, [0, 3]].isfinite().all() and (found[3][2:, 3] == 0).all()
-        assert found[4].isnan().all()
+    found = results(bad, "triton", torch.float64)
+    assert found[0].isnan().tolist() == found[2].isnan().tolist() == [False, True, True, False]
+    assert found[3].isnan().all(2).all(0).tolist() == [False, True, True, False]
+    assert found[3][:, [0, 3]].isfinite().all() and (found[3][2:, 3] == 0).all()
+    assert found[4].isnan().all()
     with partita.backend("triton"):
         path = bad.viterbi()
         assert (path.states[:, 1:3] == -1).all() and path.score[1:3].isnan().all()
@@ -248,34 +231,6 @@ def test_exchanges_on_several_streams() -> None:
     for each in found:
         for a, b in zip(each, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("shape", "number"),
-    [
-        ((50, 4, 10), 2),
-        ((1, 1, 16), 2),
-        ((64, 4, 3), 2),
-        ((64, 8, 3), 7),
-        ((65, 1, 3), 7),
-        ((50, 4, 17), 7),
-    ],
-)
-def test_small_batches_are_two_launches(shape: tuple[int, int, int], number: int) -> None:
-    launched: list[Launch] = []
-    emissions = torch.zeros(shape, requires_grad=True)
-    transitions = torch.zeros(shape[2], shape[2], requires_grad=True)
-    with recording(launched, "12.8"):
-        chain = partita.linear_chain(emissions, transitions)
-        torch.autograd.grad(chain.logz().sum(), (emissions, transitions))
-        assert len(launched) == number
-        torch.autograd.grad(chain.logz().sum(), emissions)
-        chain.expected_counts()
-        with torch.no_grad():
-            assert chain.logz().shape == shape[1:2]
-    names = [launch.kernel.__name__ for launch in launched]
-    assert ("linear_chain_short_scan_kernel" in names) == (number == 2)
-    assert "linear_chain_prepare_kernel" not in names or number > 2
 
 
 def test_segments_cover_all_steps() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import partita
 from partita import LinearChain
 from partita.ops.linear_chain import autograd
-from partita.ops.linear_chain.gpu import launch_paths, plan
+from partita.ops.linear_chain.gpu import launch_lanes, launch_paths, plan
 from partita.ops.linear_chain.gpu.arguments import Batch, StridedSteps, strided_steps
 from partita.primitives.gpu import target
 from partita.runtime.caches import clear_caches
@@ -46,7 +46,7 @@ def cut_small(T: int, N: int, C: int) -> plan.SegmentSizes:
 def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Scan short sequences in segments."""
     monkeypatch.setattr(plan, "MIN_PARALLEL_TOKENS", 2)
-    monkeypatch.setattr(plan, "WORD_STEPS", 4)
+    monkeypatch.setattr(plan, "TRACE_STEPS", 4)
     monkeypatch.setattr(plan, "lane_sizes", cut_small)
     clear_caches()
     yield
@@ -163,7 +163,8 @@ def way_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if not target.assumed.runs_ptx:
         monkeypatch.setattr(plan, "stores_previous", lambda *args: False)
         monkeypatch.setattr(launch_paths, "scan_best", scan_best_in_torch)
-    monkeypatch.setattr(plan, "MIN_TRACED_PAIRS", 1 if request.param == "traced" else 2**60)
+    if request.param == "traced":
+        monkeypatch.setattr(plan, "MAX_RESIDENT_STATES", 0)
     clear_caches()
     yield
     clear_caches()
@@ -281,3 +282,24 @@ def test_levels_cover_all_segments() -> None:
             for number, groups in zip(sizes.counts, sizes.counts[1:], strict=False):
                 assert groups * sizes.size >= number > (groups - 1) * sizes.size
             assert sizes.counts[-1] <= 2 * sizes.size
+
+
+@kernel_devices
+@pytest.mark.parametrize("meets", [False, True])
+def test_traces_from_the_last_and_from_the_middle_token(meets: bool, device: str) -> None:
+    """Trace maps of states backwards from a known one, and forwards after it."""
+    T, N, C = 70, 3, 20
+    maps = torch.randint(C, (T, N, C), dtype=torch.int16, device=device)
+    lengths, last = torch.tensor([70, 1, 41], device=device), torch.tensor([3, 5, 0], device=device)
+    states = torch.empty((T, N), dtype=torch.int64, device=device)
+    score = torch.zeros(N, device=device)
+    launch_lanes.trace(maps, lengths, last.int(), score, states, C, meets=meets)
+    expected = torch.full((T, N), -1)
+    for n, tokens in enumerate(lengths.tolist()):
+        middle = tokens // 2 if meets else tokens - 1
+        expected[middle, n] = last[n]
+        for t in range(middle - 1, -1, -1):
+            expected[t, n] = maps[t, n, expected[t + 1, n]]
+        for t in range(middle + 1, tokens):
+            expected[t, n] = maps[t, n, expected[t - 1, n]]
+    assert torch.equal(states.cpu(), expected)

@@ -32,20 +32,13 @@ class StridedStates(NamedTuple):
 class StridedSteps(NamedTuple):
     """A number for each pair of states at each step, with the strides `t, n, k, c`.
 
-    It is `[T - 1, N, C, C]`. Strides over steps and sequences are 0 where these share numbers.
+    It is `[T - 1, N, C, C]`. Strides over steps and sequences are 0 where these share numbers, and
+    kernels for constant transitions do not read them.
     """
 
     ptr: tl.tensor
     t: tl.tensor
     n: tl.tensor
-    k: tl.tensor
-    c: tl.tensor
-
-
-class StridedPairs(NamedTuple):
-    """A number for each pair of states, `[C, C]` with the strides `k, c`."""
-
-    ptr: tl.tensor
     k: tl.tensor
     c: tl.tensor
 
@@ -66,14 +59,14 @@ class Batch(NamedTuple):
     members of tuples in a tuple are known to be 1.
 
     Fields:
-        emissions: StridedTokens; StridedStates in kernels that read those of first tokens alone.
+        emissions: StridedTokens.
         start: StridedStates, for the first tokens; None in kernels whose steps do not enter these.
         end: StridedStates, for the last tokens.
         lengths: `[N]`, or None if all sequences have T tokens.
         T, N, C: the sizes of the emissions; C is None in kernels that have it as a constexpr.
     """
 
-    emissions: StridedTokens | StridedStates
+    emissions: StridedTokens
     start: StridedStates | None
     end: StridedStates | None
     lengths: tl.tensor
@@ -103,8 +96,9 @@ class Saved(NamedTuple):
     """The results of the scans that the gradient needs, as views of one fp64 tensor.
 
     Fields:
-        states: `[2, T, N, C]`, alpha and beta; empty without a gradient.
-        scales: `[T, N]`, the exponents or offsets that were taken from alpha.
+        states: `[2, T, N, C]`, alpha and beta. For log Z alone those of middle tokens, `[2, N, C]`.
+        scales: `[T, N]`, the exponents or offsets that were taken out of the step into each token,
+            by alpha, or by beta after the middle.
         maxima: `[T, N]`, the greatest emission of each token.
         span: Span.
     """
@@ -156,11 +150,6 @@ def strided_steps(transitions: Tensor) -> StridedSteps:
     return StridedSteps(transitions, step, sequence, *strides[-2:])
 
 
-def strided_pairs(transitions: Tensor) -> StridedPairs:
-    """Return transitions with the strides of both states."""
-    return StridedPairs(transitions, *transitions.stride()[-2:])
-
-
 def batch_of(
     emissions: Tensor, start: Tensor | None, end: Tensor | None, lengths: Tensor | None
 ) -> Batch:
@@ -180,9 +169,3 @@ def split_saved(saved: Tensor, emissions: Tensor, transitions: Tensor, save: boo
     states, scales, maxima, span = saved.split(saved_sizes(T, N, C, save))
     parts = plan.range_parts(transitions, T, N, save, target_of(saved.device))
     return Saved(states, scales, maxima, Span(span, parts))
-
-
-def of_first_tokens(batch: Batch) -> Batch:
-    """Return the batch with the emissions of the first tokens alone."""
-    emissions = batch.emissions
-    return batch._replace(emissions=StridedStates(emissions.ptr, emissions.n, emissions.c))

@@ -1,9 +1,9 @@
-"""The best path of dense linear chains of many states: one launch for each step.
+"""The best path of dense linear chains from the best scores of all states.
 
-A step stores the best score of each state with and without the emission of its token. When all are
-known, the states before each state follow for all tokens at the same time: the lowest state whose
-sum is the best score. This needs no index in the steps, which run one after the other. Where the
-pairs of states are many, it is done for the states of the best path alone, one after the other.
+A step stores the best score of each state with and without the emission of its token, and no index,
+because steps run one after the other. The state before a state is the lowest one whose sum is the
+best score. Up to 128 states it is found for all states and tokens at the same time. Among more it
+is found for the states of the best path alone, one after the other.
 
 Source: Forney, The Viterbi algorithm, 1973.
 """
@@ -22,41 +22,6 @@ def middle_token(tokens, MEETS: tl.constexpr):
         return tokens // 2
     else:
         return tokens - 1
-
-
-@triton.jit
-def best_emissions(batch, t, n, after, tokens, c):
-    """Return the emissions of token t with start and end scores, `[BLOCK_N, BLOCK_C]` fp64.
-
-    The sequences of a program are those of n that are less than `after`.
-    """
-    emissions, start, end = batch.emissions, batch.start, batch.end
-    mask, c = (n < after)[:, None] & (c < batch.C)[None, :], c.to(tl.int64)[None, :]
-    at = (n * emissions.n)[:, None] + t.to(tl.int64) * emissions.t + c * emissions.c
-    score = tl.load(emissions.ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
-    if start.ptr is not None:
-        at = (n * start.n)[:, None] + c * start.c
-        score += tl.load(start.ptr + at, mask=mask & (t == 0), other=0.0).to(tl.float64)
-    if end.ptr is not None:
-        at, is_last = (n * end.n)[:, None] + c * end.c, mask & (t == tokens - 1)[:, None]
-        score += tl.load(end.ptr + at, mask=is_last, other=0.0).to(tl.float64)
-    return score
-
-
-@triton.jit
-def store_best(batch, states_ptr, is_nan_ptr, rows, y, score, bad, t, n, after, tokens, c):
-    """Store the best scores of a step, and 1 for a sequence that has a NaN in it.
-
-    The best scores without emissions follow after the `rows` of those with them.
-    """
-    active = (n < after) & (t < tokens)
-    mask, x = active[:, None] & (c < batch.C)[None, :], y + score
-    at = ((t.to(tl.int64) * batch.N + n) * batch.C)[:, None] + c[None, :]
-    tl.store(states_ptr + at, x, mask=mask)
-    tl.store(states_ptr + rows * batch.C + at, y, mask=mask)
-    is_nan = ((x != x) | (bad > 0)) & mask
-    # All programs that store here store the same.
-    tl.store(is_nan_ptr + n, 1, mask=tl.max(is_nan.to(tl.int32), axis=1) > 0)
 
 
 @triton.jit
@@ -106,13 +71,12 @@ def linear_chain_best_last_kernel(
 def linear_chain_best_states_kernel(
     transitions,  # StridedSteps, with MEETS `[2, C, C]` with the same transposed
     states_ptr,  # [2, T + 1, N, C] fp64
-    previous_ptr,  # [T, N, C] int16: the best states before each state
+    previous_ptr,  # [T, N, C] int16: the best state at a token for each state at the next one
     lengths_ptr,  # [N] or None
     ties_ptr,  # [N] int32, if this is for what follows the middle of sequences with ties
     T,
     N,
     C,
-    CONSTANT: tl.constexpr,
     MEETS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -121,7 +85,8 @@ def linear_chain_best_states_kernel(
     """Find the lowest state before each state of ROWS tokens that attains the best score.
 
     With MEETS, the second half of the programs finds the states at the tokens after the middle
-    given each state before. Where no score is greater than -inf, or past a length, it is any state.
+    given each state before, and stores them at their own tokens. Where no score is greater than
+    -inf, or past a length, it is any state.
     """
     transitions_ptr, blocks = transitions.ptr, tl.cdiv(C, BLOCK_C)
     rows = tl.full([], T, tl.int64) * N
@@ -147,18 +112,16 @@ def linear_chain_best_states_kernel(
         y = tl.load(states_ptr + (rows + N) * C + row * C + c, mask=mask, other=0.0)
         before_ptr = states_ptr + (row - from_row) * C
         step_ptr = transitions_ptr + c.to(tl.int64) * transitions.c
-        if not CONSTANT:
-            step_ptr += (row // N - 1) * transitions.t + row % N * transitions.n
         index = tl.full([ROWS, BLOCK_C], C - 1, tl.int32)
         for first in range(0, C, UNROLL):
             for j in tl.static_range(UNROLL):
                 k = C - 1 - first - j
                 x = tl.load(before_ptr + k, mask=active & (k >= 0), other=float("nan"))
                 at = step_ptr + tl.full([], k, tl.int64) * transitions.k
-                inside = (c < C) & (k >= 0) if CONSTANT else mask & (k >= 0)
-                weight = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+                weight = tl.load(at, mask=(c < C) & (k >= 0), other=0.0).to(tl.float64)
                 index = tl.where(x + weight == y, k, index)
-        tl.store(previous_ptr + row * C + c, index, mask=mask)
+        stored_row = tl.where(forwards, row - N, row)
+        tl.store(previous_ptr + stored_row * C + c, index, mask=mask)
 
 
 @triton.jit

@@ -13,7 +13,13 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .scores import exp_split, exp_sum_term, loaded_to_fp64, transition_range
+from .scores import (
+    exp_split,
+    exp_sum_term,
+    token_of_rows,
+    token_scores,
+    transition_range,
+)
 
 
 @triton.jit
@@ -25,57 +31,65 @@ def split_tokens(group, split, groups, N):
 
 
 @triton.jit
-def token_of_rows(lengths_ptr, row, inside, T, N):
-    """Return token, sequence and number of tokens of rows, and which rows count.
-
-    All rows of an invalid length count, since their factors are NaN.
-    """
-    t, n = row // N, row % N
-    if lengths_ptr is None:
-        return t, n, tl.zeros(row.shape, tl.int64) + T, inside
-    else:
-        tokens = tl.load(lengths_ptr + n, mask=inside, other=0).to(tl.int64)
-        return t, n, tokens, inside & ((t < tokens) | (tokens < 1))
-
-
-@triton.jit
 def entered_scores(batch, maxima_ptr, row, t, n, tokens, inside, c):
     """Return emissions and end scores of tokens relative to their maxima, `[ROWS, BLOCK_C]`."""
-    emissions, end = batch.emissions, batch.end
     mask = inside[:, None] & (c < batch.C)[None, :]
-    at = (t * emissions.t + n * emissions.n)[:, None] + (c.to(tl.int64) * emissions.c)[None, :]
-    score = loaded_to_fp64(tl.load(emissions.ptr + at, mask=mask, other=-float("inf")))
-    if end.ptr is not None:
-        at = (n * end.n)[:, None] + (c.to(tl.int64) * end.c)[None, :]
-        last = mask & (t == tokens - 1)[:, None]
-        score += loaded_to_fp64(tl.load(end.ptr + at, mask=last, other=0.0))
+    score = token_scores(batch, t, n, tokens, c, mask, -float("inf"))
     maximum = tl.load(maxima_ptr + row, mask=inside, other=0.0)
     return score - finite_shift(maximum)[:, None]
 
 
 @triton.jit
 def linear_chain_counts_kernel(
-    batch,  # Batch, without start
+    grad_ptr,  # [N]
+    grad_n,
+    batch,  # Batch, whose start has no scores
+    transitions,  # StridedSteps
     saved,  # Saved, without scales
     factors_ptr,  # [T, N] fp64
-    counts_ptr,  # [groups, splits, C, C] fp64
+    counts_ptr,  # [groups, splits, C, C]
     groups,  # CountGroups
+    SERVES_LINEAR: tl.constexpr,  # whether this kernel takes linear arithmetic too
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Sum the products of a split of tokens for one tile of the transitions."""
+    """Sum the products, or in the log domain the posteriors, of a split of tokens for one tile."""
     batch = Batch(*batch)
     T, N, C = batch.T, batch.N, batch.C
-    if transition_range(saved.span, BLOCK_PARTS)[0]:
-        tiles = tl.cdiv(C, BLOCK)
-        tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
-        split, group = part % groups.splits, part.to(tl.int64) // groups.splits
-        k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
-        c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
-        base, num_tokens = split_tokens(group, split, groups, N)
-        beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
+    is_linear, _ = transition_range(saved.span, BLOCK_PARTS)
+    tiles = tl.cdiv(C, BLOCK)
+    tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
+    split, group = part % groups.splits, part.to(tl.int64) // groups.splits
+    k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
+    c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
+    base, num_tokens = split_tokens(group, split, groups, N)
+    beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
+    pair_mask = (k < C)[:, None] & (c < C)[None, :]
+    at = part.to(tl.int64) * C * C + k[:, None].to(tl.int64) * C + c[None, :]
+    if not is_linear:
+        counts = tl.zeros([BLOCK, BLOCK], tl.float64)
+        from_ptr = transitions.ptr + k[:, None].to(tl.int64) * transitions.k
+        pair_ptr = from_ptr + c[None, :].to(tl.int64) * transitions.c
+        for i in range(0, num_tokens):
+            row = base + tl.full([1], i, tl.int64) * groups.stride
+            t, n, tokens, inside = token_of_rows(batch.lengths, row, row >= 0, T, N)
+            scores = entered_scores(batch, saved.maxima, row, t, n, tokens, inside, c)
+            mask = inside[:, None] & (c < C)[None, :]
+            beta = tl.load(beta_ptr + row[:, None] * C + c, mask=mask, other=-float("inf"))
+            entered = beta + scores
+            entered -= tl.load(factors_ptr + row, mask=inside, other=0.0)[:, None]
+            mask = inside[:, None] & (k < C)[:, None]
+            left_ptr = saved.states + (row - N)[:, None] * C + k[:, None]
+            left = tl.load(left_ptr, mask=mask, other=-float("inf"))
+            step = ((t - 1) * transitions.t + n * transitions.n)[:, None]
+            mask = pair_mask & inside[:, None]
+            scores = tl.load(pair_ptr + step, mask=mask, other=-float("inf")).to(tl.float64)
+            grad = tl.load(grad_ptr + n * grad_n, mask=inside, other=0.0).to(tl.float64)
+            counts += exp_sum_term(left + scores + entered, EXACT) * grad[:, None]
+        tl.store(counts_ptr + at, counts.to(counts_ptr.dtype.element_ty), mask=pair_mask)
+    elif SERVES_LINEAR:
         counts = tl.zeros([BLOCK, BLOCK], tl.float64)
         for first in range(0, num_tokens, ROWS):
             i = first + tl.arange(0, ROWS)
@@ -89,61 +103,12 @@ def linear_chain_counts_kernel(
             left_ptr = saved.states + (row - N)[None, :] * C + k[:, None]
             left = tl.load(left_ptr, mask=inside[None, :] & (k < C)[:, None], other=0.0)
             counts = tl.dot(left, entered, counts, out_dtype=tl.float64)
-        at = part.to(tl.int64) * C * C + k[:, None].to(tl.int64) * C + c[None, :]
-        tl.store(counts_ptr + at, counts, mask=(k < C)[:, None] & (c < C)[None, :])
-
-
-@triton.jit
-def linear_chain_pairs_kernel(
-    grad_ptr,  # [N]
-    grad_n,
-    batch,  # Batch, without start
-    transitions,  # StridedSteps
-    saved,  # Saved, without scales
-    factors_ptr,  # [T, N] fp64
-    counts_ptr,  # [groups, splits, C, C]
-    groups,  # CountGroups
-    EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
-    """Sum the posteriors of a split of tokens for one tile, in the log domain."""
-    batch = Batch(*batch)
-    T, N, C = batch.T, batch.N, batch.C
-    if not transition_range(saved.span, BLOCK_PARTS)[0]:
-        tiles = tl.cdiv(C, BLOCK)
-        tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
-        split, group = part % groups.splits, part.to(tl.int64) // groups.splits
-        k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
-        c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
-        base, num_tokens = split_tokens(group, split, groups, N)
-        beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
-        from_ptr = transitions.ptr + k[:, None].to(tl.int64) * transitions.k
-        pair_ptr = from_ptr + c[None, :].to(tl.int64) * transitions.c
-        pair_mask = (k < C)[:, None] & (c < C)[None, :]
-        counts = tl.zeros([BLOCK, BLOCK], tl.float64)
-        for i in range(0, num_tokens):
-            row = base + tl.full([1], i, tl.int64) * groups.stride
-            t, n, tokens, inside = token_of_rows(batch.lengths, row, row >= 0, T, N)
-            scores = entered_scores(batch, saved.maxima, row, t, n, tokens, inside, c)
-            at = row[:, None] * C
-            mask = inside[:, None] & (c < C)[None, :]
-            entered = tl.load(beta_ptr + at + c[None, :], mask=mask, other=-float("inf")) + scores
-            entered -= tl.load(factors_ptr + row, mask=inside, other=0.0)[:, None]
-            mask = inside[:, None] & (k < C)[:, None]
-            left = tl.load(saved.states + at - N * C + k[:, None], mask=mask, other=-float("inf"))
-            step = ((t - 1) * transitions.t + n * transitions.n)[:, None]
-            mask = pair_mask & inside[:, None]
-            scores = tl.load(pair_ptr + step, mask=mask, other=-float("inf")).to(tl.float64)
-            grad = tl.load(grad_ptr + n * grad_n, mask=inside, other=0.0).to(tl.float64)
-            counts += exp_sum_term(left + scores + entered, EXACT) * grad[:, None]
-        at = part.to(tl.int64) * C * C + k[:, None].to(tl.int64) * C + c[None, :]
-        tl.store(counts_ptr + at, counts.to(counts_ptr.dtype.element_ty), mask=pair_mask)
+        tl.store(counts_ptr + at, counts, mask=pair_mask)
 
 
 @triton.jit
 def linear_chain_sum_counts_kernel(
-    transitions,  # StridedPairs
+    transitions,  # StridedSteps
     span,  # Span
     parts_ptr,  # [groups, splits, C, C] fp64
     counts_ptr,  # [groups, C, C]

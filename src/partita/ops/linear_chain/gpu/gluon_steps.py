@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from .arguments import Batch
 from .resident import linear_range, load_range
 from .scores import exponent_of, power_of_2
-from .steps import Step, enter_tokens, load_scores, load_tokens_of, relative_scores, save_states
+from .steps import Step, load_scores, load_tokens_of, relative_scores, save_states
 
 SIGN = gl.constexpr(0x8000000000000000)
 
@@ -53,7 +53,7 @@ def arrived_states(state_ptr, sign, n0, N, C, WIDTH: gl.constexpr, MMA: gl.const
 def linear_chain_exchange_kernel(
     batch,  # Batch
     weights_ptr,  # [2, C, C] fp64: by [state entered, state left] second
-    saved,  # Saved: states if SAVE and scales are written
+    saved,  # Saved: states and scales are written
     words_ptr,  # [2 * 2 * N * C + 1] int64: two states of alpha and of beta, and a counter
     SAVE: gl.constexpr,
     EXACT: gl.constexpr,
@@ -79,14 +79,14 @@ def linear_chain_exchange_kernel(
     index = gl.atomic_add(words_ptr + 4 * row, 1, sem="relaxed").to(gl.int32) & 0x7FFFFFFF
     blocks_c = gl.cdiv(C, STATES)
     group = index // blocks_c
-    direction = group % 2 if SAVE else group * 0
-    n0 = (group // 2 if SAVE else group) * 16
+    direction, n0 = group % 2, group // 2 * 16
     recent_ptr, c0 = words_ptr + direction * 2 * row, index % blocks_c * STATES
     is_alpha = direction == 0
     n = n0 + gl.arange(0, 16, gl.SliceLayout(1, SUMS)).to(gl.int64)
     c = c0 + gl.arange(0, STATES, gl.SliceLayout(0, SUMS))
     tokens = load_tokens_of(batch.lengths, n, N, T)
-    steps = gl.where(linear_range(*load_range(saved.span, BLOCK_PARTS))[0], T, 0)
+    steps = T if SAVE else T // 2 + 1
+    steps = gl.where(linear_range(*load_range(saved.span, BLOCK_PARTS))[0], steps, 0)
     side_ptr = weights_ptr + (1 - direction) * gl.to_tensor(C).to(gl.int64) * C
     # The weights from each warp's states to those of the program, `[warps, WIDTH, STATES]`.
     warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, BY_WARP))
@@ -100,12 +100,12 @@ def linear_chain_exchange_kernel(
     sign = gl.to_tensor(0).to(gl.uint64)
     sign_before = sign ^ SIGN
     t = gl.where(is_alpha, 0, tokens - 1)
-    scores = load_scores(batch, saved.maxima, Step(0, is_alpha, t, n, tokens, c))
+    scores = load_scores(batch, saved.maxima, Step(0, direction, t, n, tokens, c))
     emission = relative_scores(batch, scores, EXACT)
     for i in range(0, steps):
         # What these loads bring is used in the next step, while it waits for the other programs.
         t_after = gl.minimum(gl.maximum(gl.where(is_alpha, i + 1, tokens - 2 - i), 0), T - 1)
-        after = Step(i + 1, is_alpha, t_after, n, tokens, c)
+        after = Step(i + 1, direction, t_after, n, tokens, c)
         next_scores = load_scores(batch, saved.maxima, after)
         before_ptr, after_ptr = recent_ptr + (i + 1) % 2 * row, recent_ptr + i % 2 * row
         if i > 0:
@@ -117,16 +117,12 @@ def linear_chain_exchange_kernel(
             y *= gl.expand_dims(power_of_2(-exponent), 1)
             scale = exponent.to(gl.float64)
         x = y * emission
-        # The states get the sign of the step. Past its last step a sequence keeps them.
+        # The states get the sign of the step. Past its last step, what a sequence has is not used.
         at = gl.expand_dims(n, 1) * C + gl.expand_dims(c, 0)
         mask = gl.expand_dims(n < N, 1) & gl.expand_dims(c < C, 0)
-        ended = mask & gl.expand_dims(i >= tokens, 1)
-        # This thread stored what it reads here, and has waited for it with all other states.
-        before = gl.load(before_ptr + at, mask=ended, other=0, volatile=True) ^ sign_before
-        words = gl.where(ended, before, x.to(gl.uint64, bitcast=True) & (SIGN - 1)) ^ sign
+        words = x.to(gl.uint64, bitcast=True) & (SIGN - 1) ^ sign
         gl.atomic_xchg(after_ptr + at, words, mask=mask, sem="relaxed")
-        states_ptr, step = saved.states + direction * row * T, Step(i, is_alpha, t, n, tokens, c)
-        save_states(states_ptr, saved.scales, batch, step, x, y, scale, SAVE)
+        save_states(saved, batch, Step(i, direction, t, n, tokens, c), x, y, scale, SAVE)
         emission, t = relative_scores(batch, next_scores, EXACT), t_after
         sign_before, sign = sign, gl.where(i % 2 == 1, sign ^ SIGN, sign)
 
@@ -135,7 +131,7 @@ def linear_chain_exchange_kernel(
 def linear_chain_strided_step_kernel(
     batch,  # Batch
     weights_ptr,  # [2, C, C] fp64
-    saved,  # Saved: states if SAVE and scales are written
+    saved,  # Saved: states and scales are written
     recent_ptr,  # [2, 2, N, C] fp64: the last two states of alpha and beta, with emissions
     i,
     SAVE: gl.constexpr,
@@ -143,7 +139,7 @@ def linear_chain_strided_step_kernel(
     UNROLL: gl.constexpr,
     BLOCK_PARTS: gl.constexpr,
 ):
-    """Take step i of alpha, and of beta with SAVE, for 16 sequences and 8 states."""
+    """Take step i of alpha or beta for 16 sequences and 8 states."""
     batch = Batch(*batch)
     LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4, 1], [1, 1, 32], [4, 2, 1], [2, 1, 0])
     SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
@@ -152,8 +148,7 @@ def linear_chain_strided_step_kernel(
     T, N, C = batch.T, batch.N, batch.C
     blocks_c = gl.cdiv(C, 8)
     c0, rest = gl.program_id(0) % blocks_c * 8, gl.program_id(0) // blocks_c
-    direction = rest % 2 if SAVE else rest * 0
-    n0 = (rest // 2 if SAVE else rest) * 16
+    direction, n0 = rest % 2, rest // 2 * 16
     is_alpha = direction == 0
     row = gl.to_tensor(N).to(gl.int64) * C
     before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
@@ -164,7 +159,7 @@ def linear_chain_strided_step_kernel(
     t = gl.minimum(gl.maximum(gl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
     # What these loads bring is used after the sums, which need not wait for them. A branch on the
     # range would wait, so the sums are taken in any case, and elsewhere no sequence is stored.
-    scores = load_scores(batch, saved.maxima, Step(i, is_alpha, t, n, tokens, c))
+    scores = load_scores(batch, saved.maxima, Step(i, direction, t, n, tokens, c))
     greatest, least = load_range(saved.span, BLOCK_PARTS)
     y = gl.full([16, 8], 1.0, gl.float64, SUMS)
     scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
@@ -194,9 +189,8 @@ def linear_chain_strided_step_kernel(
         y *= gl.expand_dims(power_of_2(-exponent), 1)
         scale = exponent.to(gl.float64)
     emission = relative_scores(batch, scores, EXACT)
-    states_ptr = saved.states + direction * row * T
+    x = y * emission
     n = gl.where(linear_range(greatest, least)[0], n, N)
-    step = Step(i, is_alpha, t, n, tokens, c)
-    enter_tokens(
-        before_ptr, after_ptr, states_ptr, saved.scales, batch, step, y, emission, scale, SAVE
-    )
+    save_states(saved, batch, Step(i, direction, t, n, tokens, c), x, y, scale, SAVE)
+    at = gl.expand_dims(n, 1) * C + gl.expand_dims(c, 0)
+    gl.store(after_ptr + at, x, mask=gl.expand_dims(n < N, 1) & gl.expand_dims(c < C, 0))

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .counts import split_tokens, token_of_rows
+from .counts import split_tokens
 from .lanes import lane_emissions
-from .scores import exp_split, transition_range
+from .scores import exp_split, token_of_rows, transition_range
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def load_row(ptr, at, mask, stride, C: tl.constexpr):
 
 @triton.jit
 def linear_chain_lane_counts_kernel(
-    batch,  # Batch, without start
+    batch,  # Batch, whose start has no scores
     saved,  # Saved, without scales
     factors_ptr,  # [T, N] fp64
     counts_ptr,  # [groups, splits, C, C] fp64

@@ -17,78 +17,24 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .scores import exp_split, load_tokens, power_of_2, transition_range
+from .scores import exp_split, load_tokens, power_of_2, serving_range, transition_range
 
 MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers of a lane
 
 
 @triton.jit
-def linear_chain_table_kernel(
-    transitions,  # StridedPairs
-    table_ptr,  # [C, C], or [2, C, C] with the same transposed
-    C,
-    number,
-    BLOCK: tl.constexpr,
-):
-    """Store constant transitions side by side, in the dtype of the table."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    pairs = tl.full([], C, tl.int64) * C
-    mask, pair = at < number, at % pairs
-    k = tl.where(at < pairs, pair // C, pair % C)
-    c = tl.where(at < pairs, pair % C, pair // C)
-    scores = tl.load(transitions.ptr + k * transitions.k + c * transitions.c, mask=mask)
-    tl.store(table_ptr + at, scores.to(table_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def lane_scores(score_ptr, emissions, t, dt, remaining, C: tl.constexpr, AHEAD: tl.constexpr):
-    """Load the emissions of AHEAD tokens from token t in the direction dt, before they are used.
+def lane_scores(score_ptr, emissions, t, dt, remaining, C: tl.constexpr, NUMBER: tl.constexpr):
+    """Load the emissions of NUMBER tokens from token t in the direction dt, before they are used.
 
     Each state of each token is a vector over lanes, whose sequences have their addresses. A lane
     reads its remaining tokens alone.
     """
     scores = ()
-    for j in tl.static_range(AHEAD):
+    for j in tl.static_range(NUMBER):
         for c in tl.static_range(C):
             at = (t + j * dt) * emissions.t + tl.full([], c, tl.int64) * emissions.c
             scores += (tl.load(score_ptr + at, mask=j < remaining, other=0.0),)
     return scores
-
-
-@triton.jit
-def lane_tokens(
-    score_ptr,
-    emissions,
-    t,
-    dt,
-    remaining,
-    C: tl.constexpr,
-    AHEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Load emissions as `lane_scores` does, WIDTH states at once.
-
-    The states are next to each other, and each token starts at a multiple of WIDTH elements.
-    """
-    if WIDTH == 1:
-        return lane_scores(score_ptr, emissions, t, dt, remaining, C, AHEAD)
-    else:
-        BYTES: tl.constexpr = WIDTH * score_ptr.dtype.element_ty.primitive_bitwidth // 8
-        state, scores = tl.arange(0, WIDTH)[None, :], ()
-        for j in tl.static_range(AHEAD):
-            for c in tl.static_range(0, C, WIDTH):
-                at = score_ptr + (t + j * dt) * emissions.t + c
-                at = tl.max_contiguous(at[:, None] + state, [1, WIDTH])
-                at = tl.multiple_of(at, [1, BYTES])
-                block = tl.load(at, mask=(j < remaining)[:, None], other=0.0)
-                if WIDTH == 2:
-                    scores += tl.split(block)
-                else:
-                    even, odd = tl.split(tl.reshape(block, [block.shape[0], 2, 2]))
-                    first, third = tl.split(even)
-                    second, fourth = tl.split(odd)
-                    scores += (first, second, third, fourth)
-        return scores
 
 
 @triton.jit
@@ -214,17 +160,15 @@ def linear_chain_lane_operators_kernel(
     STEPS: tl.constexpr,
     EXACT: tl.constexpr,
     MAX_PLUS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Form one row of the operator of a segment in each lane."""
     batch = Batch(*batch)
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
-    serves, shift = True, 0.0
-    if not MAX_PLUS:
-        serves, shift = transition_range(span, BLOCK_PARTS)
+    # The steps of a segment are a multiple of the tokens that are loaded at once.
+    AHEAD: tl.constexpr = 4 if MAX_PLUS and C <= MAX_STATES_OF_TABLE else 1
+    serves, shift = serving_range(span, MAX_PLUS, BLOCK_PARTS)
     if serves:
         lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments * C, LANES)
         row, n, segment = lane % C, lane // C // segments, lane // C % segments
@@ -237,10 +181,10 @@ def linear_chain_lane_operators_kernel(
         exponents = tl.zeros([LANES], tl.float64)
         offset = exponents if MAX_PLUS else shift * num_steps
         table = load_lane(table_ptr, TABLE)
-        scores = lane_tokens(*inputs, low + 1, 1, num_steps, C, AHEAD, WIDTH)
+        scores = lane_scores(*inputs, low + 1, 1, num_steps, C, AHEAD)
         for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
             left = num_steps - i - AHEAD
-            next_scores = lane_tokens(*inputs, low + 1 + i + AHEAD, 1, left, C, AHEAD, WIDTH)
+            next_scores = lane_scores(*inputs, low + 1 + i + AHEAD, 1, left, C, AHEAD)
             for j in tl.static_range(AHEAD):
                 t, active, maximum, scale = low + 1 + i + j, i + j < num_steps, offset, offset
                 emissions = lane_emissions(batch.end, end_at, tokens, scores, j * C, t, C)
@@ -281,10 +225,7 @@ def linear_chain_lane_groups_kernel(
 ):
     """Form one row of the product of the operators of a group in each lane."""
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
-    serves = True
-    if not MAX_PLUS:
-        serves = transition_range(span, BLOCK_PARTS)[0]
-    if serves:
+    if serving_range(span, MAX_PLUS, BLOCK_PARTS)[0]:
         lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * groups * C, LANES)
         row, n, group = lane % C, lane // C // groups, lane // C % groups
         x, exponents = lane_unit(row, C, MAX_PLUS), tl.zeros([LANES], tl.float64)
@@ -352,10 +293,8 @@ def linear_chain_lane_states_kernel(
     segments,
     C: tl.constexpr,
     STEPS: tl.constexpr,
-    WIDTH: tl.constexpr,
     STORED: tl.constexpr,
     EXACT: tl.constexpr,
-    AHEAD: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
@@ -385,25 +324,23 @@ def linear_chain_lane_states_kernel(
         given, exponent = load_lane(known_ptr, C), tl.zeros([LANES], tl.int32)
         at, is_end = t * N, tl.where(is_alpha, segment == 0, t == tokens - 1)
         store_lane(alpha_ptr + at * C, given, is_end, C, STORED)
-        loaded = lane_tokens(*inputs, t, dt, num_steps, C, 1, WIDTH)
+        loaded = lane_scores(*inputs, t, dt, num_steps, C, 1)
         first = lane_emissions(end, end_at, tokens, loaded, 0, t, C)
         x = enter_lane_tokens(given, first, lane_maximum(first, C), 1.0, C, EXACT, False)
         x = lane_select(is_alpha, given, x, C)
-        scores = lane_tokens(*inputs, t + dt, dt, num_steps, C, AHEAD, WIDTH)
-        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1, AHEAD):
-            at, left = t + (i + AHEAD) * dt, num_steps - (i + AHEAD - 1)
-            next_scores = lane_tokens(*inputs, at, dt, left, C, AHEAD, WIDTH)
-            for j in tl.static_range(AHEAD):
-                at, active = t + (i + j) * dt, i + j <= num_steps
-                emissions = lane_emissions(end, end_at, tokens, scores, j * C, at, C)
-                removed, y = lane_exponent(x, C), lane_product(x, table, matrix_ptr, C, False)
-                maximum, scale = lane_maximum(emissions, C), power_of_2(-removed)
-                after = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False)
-                stored = lane_select(is_alpha, after, y, C)
-                store_lane(alpha_ptr + at * N * C, stored, active, C, STORED)
-                x = lane_select(active, after, x, C)
-                exponent = tl.where(active, removed, exponent)
-                tl.store(saved.scales + n + at * N, exponent.to(tl.float64), mask=active & is_alpha)
+        scores = lane_scores(*inputs, t + dt, dt, num_steps, C, 1)
+        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1):
+            at, active = t + i * dt, i <= num_steps
+            next_scores = lane_scores(*inputs, at + dt, dt, num_steps - i, C, 1)
+            emissions = lane_emissions(end, end_at, tokens, scores, 0, at, C)
+            removed, y = lane_exponent(x, C), lane_product(x, table, matrix_ptr, C, False)
+            maximum, scale = lane_maximum(emissions, C), power_of_2(-removed)
+            after = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False)
+            stored = lane_select(is_alpha, after, y, C)
+            store_lane(alpha_ptr + at * N * C, stored, active, C, STORED)
+            x = lane_select(active, after, x, C)
+            exponent = tl.where(active, removed, exponent)
+            tl.store(saved.scales + n + at * N, exponent.to(tl.float64), mask=active & is_alpha)
             scores = next_scores
         if is_alpha:
             at, known = (low + num_steps) * N, load_lane(known_ptr + C, C)

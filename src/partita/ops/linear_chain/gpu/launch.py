@@ -24,22 +24,17 @@ from .arguments import (
     Span,
     batch_of,
     split_saved,
-    strided_pairs,
     strided_steps,
 )
-from .counts import (
-    linear_chain_counts_kernel,
-    linear_chain_pairs_kernel,
-    linear_chain_sum_counts_kernel,
-)
+from .counts import linear_chain_counts_kernel, linear_chain_sum_counts_kernel
+from .log_scan import linear_chain_log_scan_kernel, linear_chain_scan_kernel
 from .marginals import linear_chain_marginals_kernel
 from .resident import linear_chain_resident_scan_kernel
-from .scan import linear_chain_prepare_kernel, linear_chain_scan_kernel
+from .scan import linear_chain_prepare_kernel, linear_chain_total_kernel
 
 # A word of a state that no program has stored: its sign bit is set. Both halves are equal, because
 # a recorded program fills memory with 32 bits at a time.
 UNWRITTEN = -0x7FFFFFFF80000000
-NOTHING_SAVED = Saved(None, None, None, Span(None, 1))
 
 
 def linear_chain_logz(
@@ -55,72 +50,62 @@ def linear_chain_logz(
     logz = torch.empty(N, dtype=torch.float64, device=emissions.device)
     rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
     batch = batch_of(emissions, start, end, lengths)
-    is_short = plan.is_short(transitions, T, N, C)
-    size = 0 if is_short and not save else sum(saved_sizes(T, N, C, save))
+    size = sum(saved_sizes(T, N, C, save))
     saved = torch.empty(size, dtype=torch.float64, device=emissions.device)
-    exact = plan.is_exact(emissions, transitions)
-    if is_short:
-        from .short import linear_chain_short_scan_kernel
-
-        launch(
-            linear_chain_short_scan_kernel,
-            2 * N if save else N,
-            batch=batch,
-            transitions=strided_pairs(transitions),
-            saved=split_saved(saved, emissions, transitions) if save else NOTHING_SAVED,
-            logz_ptr=logz,
-            rounded_ptr=rounded,
-            SAVE=save,
-            EXACT=exact,
-            **plan.scan_options(C),
-        )
-        return logz, rounded, saved
     parts = split_saved(saved, emissions, transitions, save)
     prepare_options = plan.prepare_options(C)
     launch(
         linear_chain_prepare_kernel,
         parts.span.parts + cdiv(T * N, prepare_options["TOKENS"]),
         batch=batch,
-        transitions=strided_pairs(transitions),
+        transitions=strided_steps(transitions),
         span=parts.span,
         maxima_ptr=parts.maxima,
         **prepare_options,
     )
+    if not save:
+        parts = parts._replace(states=saved.new_empty((2, N, C)))
     block = plan.parts_block(parts.span.parts)
-    options = {"SAVE": save, "EXACT": exact, "BLOCK_PARTS": block}
-    arguments = (batch, transitions, parts, logz, rounded, options)
+    options = {"SAVE": save, "EXACT": plan.is_exact(emissions, transitions), "BLOCK_PARTS": block}
+    arguments = (batch, transitions, parts, options)
+    is_parallel = plan.is_parallel(T, N, C, save, target_of(logz.device))
     # The device runs the scan in linear arithmetic or that in the log domain.
     if parts.span.parts:
-        if plan.is_parallel(T, N, C, save, target_of(logz.device)):
+        if is_parallel:
             from .launch_lanes import parallel_scan
 
-            parallel_scan(*arguments)
+            parallel_scan(*arguments, logz, rounded)
         elif C <= plan.MAX_RESIDENT_STATES:
             scan_resident(*arguments)
         else:
             step_states(*arguments)
     scan_logs(*arguments)
+    launch(
+        linear_chain_total_kernel,
+        N,
+        lengths_ptr=batch.lengths,
+        saved=parts,
+        logz_ptr=logz,
+        rounded_ptr=rounded,
+        **batch.sizes,
+        SAVE=save,
+        PARALLEL=is_parallel,
+        BLOCK_T=256,
+        BLOCK_C=next_power_of_2(C),
+        BLOCK_PARTS=block,
+    )
     return logz, rounded, saved if save else saved.new_empty(0)
 
 
-def scan_resident(
-    batch: Batch,
-    transitions: Tensor,
-    saved: Saved,
-    logz: Tensor,
-    rounded: Tensor,
-    options: dict[str, Any],
-) -> None:
+def scan_resident(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
     """Scan alpha and beta of each sequence in linear arithmetic by a program."""
     launch(
         linear_chain_resident_scan_kernel,
-        2 * batch.N if options["SAVE"] else batch.N,
+        2 * batch.N,
         batch=batch,
-        transitions=strided_pairs(transitions),
+        transitions=strided_steps(transitions),
         saved=saved,
         boundaries_ptr=None,
-        logz_ptr=logz,
-        rounded_ptr=rounded,
         segments=1,
         STEPS=0,
         **options,
@@ -128,81 +113,50 @@ def scan_resident(
     )
 
 
-def scan_logs(
-    batch: Batch,
-    transitions: Tensor,
-    saved: Saved,
-    logz: Tensor,
-    rounded: Tensor,
-    options: dict[str, Any],
-) -> None:
+def scan_logs(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
     """Scan alpha and beta of each sequence in the log domain by a program."""
     N, C = batch.N, batch.C
-    programs = 2 * N if options["SAVE"] else N
-    arguments = {"batch": batch, "saved": saved, "logz_ptr": logz, "rounded_ptr": rounded}
-    arguments |= {"transitions": strided_steps(transitions), **options}
+    arguments = {"batch": batch, "transitions": strided_steps(transitions), "saved": saved}
     if C <= plan.MAX_LOG_STATES:
         launch(
             linear_chain_scan_kernel,
-            programs,
+            2 * N,
             CONSTANT=transitions.ndim == 2,
             **arguments,
+            **options,
             **plan.scan_options(C),
         )
     else:
-        from .log_scan import linear_chain_log_scan_kernel
-
         launch(
             linear_chain_log_scan_kernel,
-            programs,
-            recent_ptr=logz.new_empty((2, 2, N, C)),
+            2 * N,
+            recent_ptr=saved.states.new_empty((2, 2, N, C)),
             **arguments,
+            **options,
             **plan.log_scan_options(C),
         )
 
 
-def step_states(
-    batch: Batch,
-    transitions: Tensor,
-    saved: Saved,
-    logz: Tensor,
-    rounded: Tensor,
-    options: dict[str, Any],
-) -> None:
+def step_states(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
     """Scan alpha and beta of many states in linear arithmetic."""
     from .gluon_steps import linear_chain_exchange_kernel, linear_chain_strided_step_kernel
-    from .launch_lanes import exp_table
-    from .steps import linear_chain_total_kernel
+    from .launch_lanes import score_table
 
-    T, N, C, save = batch.T, batch.N, batch.C, options["SAVE"]
-    weights = exp_table(transitions, saved.span)
+    T, N, C = batch.T, batch.N, batch.C
+    weights = score_table(transitions, 2, saved.span)
     arguments = {"batch": batch, "weights_ptr": weights, "saved": saved, **options}
-    if plan.exchanges(C, target_of(logz.device)):
+    if plan.exchanges(C, target_of(weights.device)):
         # One launch takes all steps. Its programs exchange states, whose sign bits hold the parity
         # of the step and do not count.
-        words = torch.full((4 * N * C + 1,), UNWRITTEN, dtype=torch.int64, device=logz.device)
+        words = torch.full((4 * N * C + 1,), UNWRITTEN, dtype=torch.int64, device=weights.device)
         arguments |= {"words_ptr": words, **plan.exchange_options(C)}
-        launch(linear_chain_exchange_kernel, plan.exchange_programs(N, C, save), **arguments)
-        recent = words[:-1].view(torch.float64).view(2, 2, N, C)
+        launch(linear_chain_exchange_kernel, plan.exchange_programs(N, C), **arguments)
     else:
-        recent = logz.new_empty((2, 2, N, C))
+        recent = weights.new_empty((2, 2, N, C))
         arguments |= {"recent_ptr": recent, "UNROLL": 8, "num_warps": 8}
-        kernel, programs = linear_chain_strided_step_kernel, plan.step_programs(N, C, save)
-        for i in range(T):
+        kernel, programs = linear_chain_strided_step_kernel, plan.step_programs(N, C)
+        for i in range(T if options["SAVE"] else T // 2 + 1):
             launch(kernel, programs, i=i, **arguments)
-    launch(
-        linear_chain_total_kernel,
-        N,
-        lengths_ptr=batch.lengths,
-        saved=saved._replace(states=None),
-        alpha_ptr=recent[0, (T - 1) % 2],
-        logz_ptr=logz,
-        rounded_ptr=rounded,
-        **batch.sizes,
-        BLOCK_T=256,
-        BLOCK_C=next_power_of_2(C),
-        BLOCK_PARTS=options["BLOCK_PARTS"],
-    )
 
 
 def linear_chain_gradient(
@@ -231,46 +185,27 @@ def linear_chain_gradient(
         None if end is None else torch.empty((N, C), dtype=end.dtype, device=device)
         for end in (start, end)
     )
-    batch = batch_of(emissions, start, end, lengths)._replace(start=None)
+    batch = batch_of(emissions, None, end, lengths)  # No step enters a first token.
     states = split_saved(saved, emissions, transitions)
     results = Gradients(d_emissions, d_start, d_end)
     grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
     d_transitions = transitions.new_empty(0)
-    if need_transitions and not per_sequence and plan.is_short(transitions, T, N, C):
-        from .short import linear_chain_short_gradient_kernel
-
-        d_transitions = torch.empty((C, C), dtype=transitions.dtype, device=device)
-        launch(
-            linear_chain_short_gradient_kernel,
-            C,
-            batch=batch,
-            transitions=strided_pairs(transitions),
-            saved=states,
-            gradients=results,
-            d_transitions_ptr=d_transitions,
-            EXACT=plan.is_exact(emissions, transitions),
-            **grad,
-            **plan.short_gradient_options(C),
-        )
-    else:
-        factors = torch.empty((T, N), dtype=torch.float64, device=device)
-        options = plan.row_options(C)
-        launch(
-            linear_chain_marginals_kernel,
-            cdiv(T * N, options["ROWS"]),
-            lengths_ptr=batch.lengths,
-            saved=states._replace(maxima=None),
-            factors_ptr=factors,
-            gradients=results,
-            **batch.sizes,
-            BLOCK_PARTS=plan.parts_block(states.span.parts),
-            **grad,
-            **options,
-        )
-        if need_transitions:
-            d_transitions = count_transitions(
-                grad, batch, transitions, states, factors, per_sequence
-            )
+    factors = torch.empty((T, N), dtype=torch.float64, device=device)
+    options = plan.row_options(C)
+    launch(
+        linear_chain_marginals_kernel,
+        cdiv(T * N, options["ROWS"]),
+        lengths_ptr=batch.lengths,
+        saved=states._replace(maxima=None),
+        factors_ptr=factors,
+        gradients=results,
+        **batch.sizes,
+        BLOCK_PARTS=plan.parts_block(states.span.parts),
+        **grad,
+        **options,
+    )
+    if need_transitions:
+        d_transitions = count_transitions(grad, batch, transitions, states, factors, per_sequence)
     d_start, d_end = (emissions.new_empty(0) if end is None else end for end in results[1:])
     return d_emissions, d_transitions, d_start, d_end
 
@@ -306,17 +241,23 @@ def count_transitions(
         "EXACT": plan.is_exact(batch.emissions.ptr, transitions),
         "BLOCK_PARTS": plan.parts_block(saved.span.parts),
     }
-    if constant and plan.uses_lane_counts(C):
+    in_lanes = constant and plan.uses_lane_counts(C)
+    if in_lanes:
         from .lane_counts import linear_chain_lane_counts_kernel
 
         kernel, tokens = linear_chain_lane_counts_kernel, batch._replace(C=None)
         launch(kernel, programs, batch=tokens, **arguments, **plan.lane_count_options(C))
-    elif constant:
-        kernel = linear_chain_counts_kernel
-        launch(kernel, programs, batch=batch, ROWS=16, **arguments, **options)
-    steps = strided_steps(transitions)
-    kernel = linear_chain_pairs_kernel
-    launch(kernel, programs, batch=batch, transitions=steps, **grad, **arguments, **options)
+    launch(
+        linear_chain_counts_kernel,
+        programs,
+        batch=batch,
+        transitions=strided_steps(transitions),
+        SERVES_LINEAR=constant and not in_lanes,
+        ROWS=16,
+        **grad,
+        **arguments,
+        **options,
+    )
     if constant:
         sum_counts(counts, result, transitions, saved.span)
     return result
@@ -332,7 +273,7 @@ def sum_counts(parts: Tensor, counts: Tensor, transitions: Tensor, span: Span) -
     launch(
         linear_chain_sum_counts_kernel,
         number * cdiv(C * C, options["BLOCK"]),
-        transitions=strided_pairs(transitions),
+        transitions=strided_steps(transitions),
         span=span,
         parts_ptr=parts,
         counts_ptr=counts,

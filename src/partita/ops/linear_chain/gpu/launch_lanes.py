@@ -9,66 +9,44 @@ from torch import Tensor
 
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
-from .arguments import Batch, Operators, Saved, Span, of_first_tokens, strided_pairs
-from .best_operators import linear_chain_best_groups_kernel, linear_chain_best_operators_kernel
-from .best_segments import (
-    linear_chain_best_boundaries_kernel,
-    linear_chain_best_words_kernel,
-    linear_chain_trace_words_kernel,
-    linear_chain_word_maps_kernel,
-)
+from .arguments import Batch, Operators, Saved, Span, strided_steps
+from .best_segments import linear_chain_best_words_kernel
 from .lanes import (
     linear_chain_lane_groups_kernel,
     linear_chain_lane_operators_kernel,
     linear_chain_lane_states_kernel,
-    linear_chain_table_kernel,
 )
 from .resident import linear_chain_resident_scan_kernel
+from .scan import linear_chain_table_kernel
 from .segments import (
     linear_chain_boundaries_kernel,
     linear_chain_group_operators_kernel,
     linear_chain_operators_kernel,
 )
-from .steps import linear_chain_weights_kernel
+from .trace import linear_chain_group_maps_kernel, linear_chain_trace_kernel
 
 
-def score_table(transitions: Tensor, orders: int = 1) -> Tensor:
+def score_table(transitions: Tensor, orders: int = 1, span: Span | None = None) -> Tensor:
     """Return constant transitions in fp64, contiguous, or `[2, C, C]` with the same transposed.
 
-    Two orders keep the dtype, because each element is read many times.
+    With a span it is exp of the transitions relative to the greatest. Two orders without one keep
+    the dtype, because each element is read many times.
     """
     C = transitions.shape[0]
-    shape, dtype = ((C, C), torch.float64) if orders == 1 else ((orders, C, C), transitions.dtype)
+    shape = (C, C) if orders == 1 else (orders, C, C)
+    dtype = transitions.dtype if orders == 2 and span is None else torch.float64
     table = torch.empty(shape, dtype=dtype, device=transitions.device)
     launch(
         linear_chain_table_kernel,
         cdiv(table.numel(), 256),
-        transitions=strided_pairs(transitions),
+        transitions=strided_steps(transitions),
+        span=span,
         table_ptr=table,
         C=C,
         number=table.numel(),
         BLOCK=256,
+        BLOCK_PARTS=plan.parts_block(0 if span is None else span.parts),
         num_warps=4,
-    )
-    return table
-
-
-def exp_table(transitions: Tensor, span: Span) -> Tensor:
-    """Return exp of constant transitions relative to the greatest, and the same transposed.
-
-    Nothing is stored if the transitions need the log domain.
-    """
-    C = transitions.shape[0]
-    table = torch.empty((2, C, C), dtype=torch.float64, device=transitions.device)
-    launch(
-        linear_chain_weights_kernel,
-        cdiv(C, 32) ** 2,
-        transitions=strided_pairs(transitions),
-        span=span,
-        weights_ptr=table,
-        C=C,
-        BLOCK=32,
-        BLOCK_PARTS=plan.parts_block(span.parts),
     )
     return table
 
@@ -83,21 +61,21 @@ def segment_operators(
     batch: Batch,
     transitions: Tensor,
     table: Tensor | None,
-    saved: Saved | None,
-    exact: bool,
+    maxima: Tensor | None,
     sizes: plan.SegmentSizes,
+    options: dict[str, Any],
 ) -> list[Operators]:
     """Return the operators of segments, of groups and so on.
 
     Args:
         batch: the scores of the states.
         transitions: `[C, C]`.
-        table: the transitions that lanes and max-plus arithmetic read; else None.
-        saved: the maxima and the range of the transitions, or None for max-plus arithmetic.
-        exact: whether exponentials have to be right in fp64.
+        table: the transitions that lanes read; else None.
+        maxima: `[T, N]`, the greatest emissions, or None for max-plus arithmetic.
         sizes: how sequences are cut.
+        options: the range of the transitions, and compile-time arguments of all kernels.
     """
-    N, C, max_plus = batch.N, batch.C, saved is None
+    N, C, max_plus = batch.N, batch.C, maxima is None
     levels = [
         Operators(
             transitions.new_empty((N, number, C, C), dtype=torch.float64),
@@ -108,38 +86,24 @@ def segment_operators(
     ]
     number, batch = sizes.counts[0], batch._replace(start=None)
     steps: dict[str, Any] = {"operators": levels[0], "segments": number, "STEPS": sizes.steps}
-    span = Span(None, 0) if saved is None else saved.span
-    shared: dict[str, Any] = {"span": span, "BLOCK_PARTS": plan.parts_block(span.parts)}
+    shared = {name: value for name, value in options.items() if name != "EXACT"}
     # The threads of a program share an operator of more states.
     by_lanes = C <= plan.MAX_LANE_STATES
+    program = {"BLOCK_C": 16, "num_warps": plan.OPERATOR_WARPS if max_plus else 1}
     if by_lanes:
-        shared |= {"C": C, "MAX_PLUS": max_plus}
-        launch_lanes(
-            linear_chain_lane_operators_kernel,
-            N * number * C,
-            batch=batch._replace(C=None),
-            table_ptr=table,
-            EXACT=exact,
-            AHEAD=plan.lane_ahead(C, max_plus),
-            WIDTH=plan.lane_width(batch.emissions.ptr),
-            **steps,
-            **shared,
-        )
-    elif saved is None:
-        shared, kernel = {"num_warps": plan.OPERATOR_WARPS}, linear_chain_best_operators_kernel
-        launch(kernel, N * number, batch=batch, table_ptr=table, AHEAD=4, **steps, **shared)
+        batch, kernel = batch._replace(C=None), linear_chain_lane_operators_kernel
+        launch_lanes(kernel, N * number * C, batch=batch, table_ptr=table, C=C, **steps, **options)
     else:
-        shared |= {"BLOCK_C": 16, "num_warps": 1}
         launch(
             linear_chain_operators_kernel,
             N * number,
             batch=batch,
-            transitions=strided_pairs(transitions),
-            maxima_ptr=saved.maxima,
-            EXACT=exact,
+            transitions=strided_steps(transitions),
+            maxima_ptr=maxima,
             AHEAD=4,
             **steps,
-            **shared,
+            **options,
+            **program,
         )
     for i, groups in enumerate(sizes.counts[1:]):
         members: dict[str, Any] = {
@@ -147,180 +111,220 @@ def segment_operators(
             "segments": sizes.counts[i],
             "SIZE": sizes.size,
         }
-        members |= {"group_operators": levels[i + 1], "groups": groups, **shared}
+        members |= {"group_operators": levels[i + 1], "groups": groups, "C": C, **shared}
         if by_lanes:
             launch_lanes(linear_chain_lane_groups_kernel, N * groups * C, N=N, **members)
         else:
-            kernel = linear_chain_group_operators_kernel
-            if max_plus:
-                kernel = linear_chain_best_groups_kernel
-            launch(kernel, N * groups, C=C, **members)
+            launch(linear_chain_group_operators_kernel, N * groups, **members, **program)
     return levels
+
+
+def scan_boundaries(
+    batch: Batch,
+    transitions: Tensor,
+    table: Tensor | None,
+    maxima: Tensor | None,
+    sizes: plan.SegmentSizes,
+    options: dict[str, Any],
+    directions: int,
+    inner: bool,
+    **results: Tensor | None,
+) -> Tensor:
+    """Return the states at the boundaries of segments, and store what they have at the last token.
+
+    Args:
+        batch, transitions, table, maxima, sizes, options: see `segment_operators`.
+        directions: 2 for alpha and beta, 1 for alpha alone.
+        inner: whether the states inside of the greatest groups are needed.
+        results: what the kernel stores for one group.
+    """
+    N, C = batch.N, batch.C
+    levels = segment_operators(batch, transitions, table, maxima, sizes, options)
+    known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
+    for level in reversed(range(len(levels)) if inner else [len(levels) - 1]):
+        number = sizes.counts[level]
+        boundaries = levels[0].matrices.new_empty((directions, N, number + 1, C))
+        launch(
+            linear_chain_boundaries_kernel,
+            groups * N * directions,
+            batch=batch,
+            transitions=strided_steps(transitions),
+            maxima_ptr=maxima,
+            operators=levels[level],
+            known_ptr=known,
+            boundaries_ptr=boundaries,
+            segments=number,
+            groups=groups,
+            SIZE=size,
+            DIRECTIONS=directions,
+            BLOCK_C=plan.small_block(C),
+            num_warps=1,
+            **results,
+            **options,
+        )
+        known, groups, size = boundaries, number, sizes.size
+    return boundaries
 
 
 def parallel_scan(
     batch: Batch,
     transitions: Tensor,
     saved: Saved,
+    options: dict[str, Any],
     logz: Tensor,
     rounded: Tensor,
-    options: dict[str, Any],
 ) -> None:
     """Scan alpha and beta from the states at the boundaries of segments, in linear arithmetic."""
     T, N, C, save = batch.T, batch.N, batch.C, options["SAVE"]
     by_lanes = C <= plan.MAX_LANE_STATES
     sizes = plan.lane_sizes(T, N, C) if by_lanes else plan.segment_sizes(T)
-    table = exp_table(transitions, saved.span) if by_lanes else None
-    levels = segment_operators(batch, transitions, table, saved, options["EXACT"], sizes)
+    table = score_table(transitions, 2, saved.span) if by_lanes else None
     shared = {"EXACT": options["EXACT"], "BLOCK_PARTS": options["BLOCK_PARTS"]}
-    known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
-    for level in reversed(range(len(levels)) if save else [len(levels) - 1]):
-        number = sizes.counts[level]
-        boundaries = logz.new_empty((2, N, number + 1, C))
-        launch(
-            linear_chain_boundaries_kernel,
-            groups * N * (2 if save else 1),
-            batch=of_first_tokens(batch),
-            span=saved.span,
-            maxima_ptr=saved.maxima,
-            operators=levels[level],
-            known_ptr=known,
-            boundaries_ptr=boundaries,
-            logz_ptr=logz,
-            rounded_ptr=rounded,
-            segments=number,
-            groups=groups,
-            SIZE=size,
-            DIRECTIONS=2 if save else 1,
-            BLOCK_C=plan.small_block(C),
-            num_warps=1,
-            **shared,
-        )
-        known, groups, size = boundaries, number, sizes.size
+    boundaries = scan_boundaries(
+        batch,
+        transitions,
+        table,
+        saved.maxima,
+        sizes,
+        {"span": saved.span, "MAX_PLUS": False, **shared},
+        2 if save else 1,
+        save,
+        logz_ptr=logz,
+        rounded_ptr=rounded,
+        last_ptr=None,
+    )
     if not save:
         return
-    shared |= {"boundaries_ptr": known, "segments": groups, "STEPS": sizes.steps}
+    number = sizes.counts[0]
+    shared |= {"boundaries_ptr": boundaries, "segments": number, "STEPS": sizes.steps}
     if by_lanes:
         launch_lanes(
             linear_chain_lane_states_kernel,
-            N * groups,
+            N * number,
             halves=2,
             batch=batch._replace(start=None, C=None),
             table_ptr=table,
             saved=saved._replace(maxima=None),
             C=C,
-            WIDTH=plan.lane_width(batch.emissions.ptr),
+            STORED=plan.lane_stored(C),
             **shared,
-            **plan.lane_state_options(C),
         )
     else:
         launch(
             linear_chain_resident_scan_kernel,
-            groups * 2 * N,
+            number * 2 * N,
             batch=batch,
-            transitions=strided_pairs(transitions),
+            transitions=strided_steps(transitions),
             saved=saved,
-            logz_ptr=None,
-            rounded_ptr=None,
             SAVE=True,
             **shared,
             **plan.resident_options(C),
         )
 
 
-def best_path_in_lanes(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
+def best_path_in_segments(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
     """Find the best score `[N]` and the best path `[T, N]` of few states, parallel in time."""
     T, N, C = batch.T, batch.N, batch.C
     sizes, table = plan.lane_sizes(T, N, C), score_table(transitions)
-    levels = segment_operators(batch, transitions, table, None, True, sizes)
     last = torch.empty(N, dtype=torch.int32, device=table.device)
-    known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
-    for level in reversed(range(len(levels))):
-        number = sizes.counts[level]
-        boundaries = table.new_empty((N, number, C))
-        launch(
-            linear_chain_best_boundaries_kernel,
-            groups * N,
-            batch=of_first_tokens(batch),
-            table_ptr=table,
-            operators=levels[level],
-            known_ptr=known,
-            boundaries_ptr=boundaries,
-            score_ptr=score,
-            last_ptr=last,
-            segments=number,
-            groups=groups,
-            SIZE=size,
-            BLOCK_C=plan.small_block(C),
-            num_warps=1,
-        )
-        known, groups, size = boundaries, number, sizes.size
+    options = {"span": Span(None, 0), "EXACT": True, "MAX_PLUS": True, "BLOCK_PARTS": 1}
+    boundaries = scan_boundaries(
+        batch,
+        transitions,
+        table,
+        None,
+        sizes,
+        options,
+        1,
+        True,
+        logz_ptr=None,
+        rounded_ptr=score,
+        last_ptr=last,
+    )
     words = torch.empty((N, T), dtype=torch.int64, device=table.device)
     launch_lanes(
         linear_chain_best_words_kernel,
-        N * groups,
+        N * sizes.counts[0],
         batch=batch._replace(start=None, C=None),
         table_ptr=table,
-        boundaries_ptr=known,
+        boundaries_ptr=boundaries,
         last_ptr=last,
         words_ptr=words,
-        segments=groups,
+        segments=sizes.counts[0],
         C=C,
         STEPS=sizes.steps,
-        AHEAD=plan.lane_ahead(C, True),
     )
-    trace_words(words, batch.lengths, score, states, C)
+    trace(words, batch.lengths, None, score, states, C)
 
 
-def trace_words(
-    words: Tensor, lengths: Tensor | None, score: Tensor, states: Tensor, C: int
+def trace(
+    maps: Tensor,
+    lengths: Tensor | None,
+    last: Tensor | None,
+    score: Tensor,
+    states: Tensor,
+    C: int,
+    ties: Tensor | None = None,
+    meets: bool = False,
 ) -> None:
-    """Trace paths back through words of maps.
+    """Trace paths through the maps of their tokens.
 
     Args:
-        words: `[columns, T]`, for each token the state at it given each state at the next one.
+        maps: words `[columns, T]`, or states `[T, N, C]` with the last states.
         lengths: `[N]` or None.
+        last: `[N]`, the last states, or those in the middle; None for words.
         score: `[N]`; a sequence whose score is -inf or NaN has no path.
-        states: `[columns / N, T, N]`, the result.
+        states: `[columns / N, T, N]` or `[T, N]`, the result.
         C: the number of states.
+        ties: `[N]`, the sequences to trace, or None for all.
+        meets: whether the states after the middle follow from those before.
     """
-    columns, N, steps = len(words), states.shape[-1], plan.WORD_STEPS
-    levels = [words]
-    while levels[-1].shape[1] > 2 * steps:
-        length = levels[-1].shape[1]
-        groups = cdiv(length, steps)
-        maps = torch.empty((columns, groups), dtype=torch.int64, device=words.device)
-        launch_lanes(
-            linear_chain_word_maps_kernel,
-            columns * groups,
-            words_ptr=levels[-1],
-            maps_ptr=maps,
-            columns=columns,
-            length=length,
+    T, N = states.shape[-2:]
+    words, steps = last is None, plan.TRACE_STEPS
+    columns = len(maps) if words else N
+    lines, options = 2 * columns if meets else columns, plan.group_map_options(C)
+    shared: dict[str, Any] = {"columns": columns, "N": N, "C": C, "lengths_ptr": lengths}
+    shared |= {"WORDS": words, "MEETS": meets}
+    levels, numbers = [maps], [T]
+    while numbers[-1] > 2 * steps:
+        groups = cdiv(numbers[-1], steps)
+        group_maps = maps.new_empty((lines, groups) if words else (lines, groups, C))
+        launch(
+            linear_chain_group_maps_kernel,
+            cdiv(lines * groups, options["LANES"]),
+            maps_ptr=levels[-1],
+            group_maps_ptr=group_maps,
+            length=numbers[-1],
             groups=groups,
-            C=C,
             SIZE=steps,
+            OF_TOKENS=len(levels) == 1,
+            **shared,
+            **options,
         )
-        levels.append(maps)
-    known, groups, size = None, 1, next_power_of_2(levels[-1].shape[1])
+        levels.append(group_maps)
+        numbers.append(groups)
+    above, known = None, None
+    size, groups = next_power_of_2(T), 1
+    if len(levels) > 1:
+        above, groups, size = levels.pop(), numbers.pop(), steps
     for level in reversed(range(len(levels))):
-        final, length = level == 0, levels[level].shape[1]
         following = states
-        if not final:
-            following = torch.empty((columns, length), dtype=torch.int32, device=words.device)
+        if level:
+            following = torch.empty((lines, numbers[level]), dtype=torch.int32, device=maps.device)
         launch_lanes(
-            linear_chain_trace_words_kernel,
-            columns * groups,
-            words_ptr=levels[level],
+            linear_chain_trace_kernel,
+            lines * groups,
+            maps_ptr=levels[level],
+            group_maps_ptr=above,
             known_ptr=known,
-            states_ptr=following,
-            lengths_ptr=lengths,
+            last_ptr=last,
             score_ptr=score,
-            columns=columns,
-            N=N,
-            length=length,
+            ties_ptr=ties,
+            states_ptr=following,
+            length=numbers[level],
             groups=groups,
             SIZE=size,
-            FINAL=final,
+            OF_TOKENS=level == 0,
+            **shared,
         )
-        known, groups, size = following, length, steps
+        above, known, groups = None, following, numbers[level]

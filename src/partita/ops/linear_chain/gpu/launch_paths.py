@@ -17,7 +17,6 @@ from .arguments import (
     StridedUniforms,
     batch_of,
     split_saved,
-    strided_pairs,
     strided_steps,
 )
 from .best_steps import (
@@ -27,14 +26,10 @@ from .best_steps import (
     linear_chain_best_trace_kernel,
 )
 from .launch import linear_chain_logz
-from .launch_lanes import best_path_in_lanes, exp_table, launch_lanes, score_table, trace_words
+from .launch_lanes import best_path_in_segments, launch_lanes, score_table, trace
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
-from .viterbi import (
-    linear_chain_path_maps_kernel,
-    linear_chain_trace_kernel,
-    linear_chain_viterbi_kernel,
-)
+from .viterbi import linear_chain_viterbi_kernel
 
 
 def linear_chain_viterbi(
@@ -53,14 +48,14 @@ def linear_chain_viterbi(
     target = target_of(device)
     # Scores of half types tie often, and what follows a tie is scanned again.
     itemsize = min(emissions.element_size(), transitions.element_size())
-    if constant and plan.is_parallel(T, N, C, True, target):
-        best_path_in_lanes(batch, transitions, score, states)
+    if constant and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+        best_path_in_segments(batch, transitions, score, states)
     elif itemsize >= 4 and plan.meets(T, N, C, constant, target):
         best_path_from_both_ends(batch, transitions, score, states)
     elif not plan.stores_previous(C, constant, target):
         best_path_from_scores(batch, transitions, score, states)
     else:
-        previous = empty_previous(batch, device)
+        previous = torch.empty((T, N, C), dtype=torch.int16, device=device)
         last = torch.empty(N, dtype=torch.int32, device=device)
         launch(
             linear_chain_viterbi_kernel,
@@ -72,32 +67,27 @@ def linear_chain_viterbi(
             last_ptr=last,
             **plan.viterbi_options(C),
         )
-        trace(batch, previous, None, last, states, False)
+        trace(previous, batch.lengths, last, score, states, C)
     return score, states
-
-
-def empty_previous(batch: Batch, device: torch.device) -> Tensor:
-    """Return memory for the best states before each state, `[T, N, C]`.
-
-    Where states are more than 16 bits hold, paths are traced from the scores alone.
-    """
-    return torch.empty((batch.T, batch.N, batch.C), dtype=torch.int16, device=device)
 
 
 def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
     """Find the best score `[N]` and path `[T, N]` from the best scores of all states."""
     T, N, C = batch.T, batch.N, batch.C
-    constant, steps = transitions.ndim == 2, strided_steps(transitions)
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=score.device)
     last = torch.empty(N, dtype=torch.int32, device=score.device)
     is_nan = torch.zeros((2, N), dtype=torch.int32, device=score.device)
-    traced = scan_best(batch, transitions, scores, is_nan)
+    steps = scan_best(batch, transitions, scores, is_nan)
     find_last(batch, scores, is_nan, score, last, None, False)
-    if N * C * C >= plan.MIN_TRACED_PAIRS:
+    if plan.resident_best(C, transitions.ndim == 2):
+        previous = torch.empty((T, N, C), dtype=torch.int16, device=score.device)
+        find_previous(batch, strided_steps(transitions), scores, previous, None, False)
+        trace(previous, batch.lengths, last, score, states, C)
+    else:
         launch(
             linear_chain_best_trace_kernel,
             N,
-            transitions=traced,
+            transitions=steps,
             states_ptr=scores,
             lengths_ptr=batch.lengths,
             last_ptr=last,
@@ -105,10 +95,6 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
             **batch.sizes,
             **plan.best_trace_options(C),
         )
-    else:
-        previous = empty_previous(batch, score.device)
-        find_previous(batch, steps, scores, previous, None, constant, False)
-        trace(batch, previous, None, last, states, False)
 
 
 def scan_best(batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor) -> StridedSteps:
@@ -123,7 +109,7 @@ def scan_best(batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor)
         launch(
             linear_chain_resident_best_kernel,
             N,
-            transitions=strided_pairs(transitions),
+            transitions=strided_steps(transitions),
             ties_ptr=None,
             MEETS=False,
             **arguments,
@@ -153,16 +139,16 @@ def best_path_from_both_ends(
     device = score.device
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=device)
     table = score_table(transitions, 2)
-    steps = StridedSteps(table, 0, 0, C, 1)
+    pairs = StridedSteps(table, 0, 0, C, 1)
     is_nan, ties, last = torch.empty((4, N), dtype=torch.int32, device=device).split((2, 1, 1))
-    previous = empty_previous(batch, device)
+    previous = torch.empty((T, N, C), dtype=torch.int16, device=device)
     for meets in (True, False):  # then the sequences with ties alone
         redone = None if meets else ties
         launch(
             linear_chain_resident_best_kernel,
             2 * N if meets else N,
             batch=batch,
-            transitions=strided_pairs(transitions),
+            transitions=strided_steps(transitions),
             states_ptr=scores,
             is_nan_ptr=is_nan if meets else None,
             ties_ptr=redone,
@@ -170,8 +156,8 @@ def best_path_from_both_ends(
             **plan.resident_options(C),
         )
         find_last(batch, scores, is_nan, score, last, ties, meets)
-        find_previous(batch, steps, scores, previous, redone, True, meets)
-        trace(batch, previous, redone, last, states, meets)
+        find_previous(batch, pairs, scores, previous, redone, meets)
+        trace(previous, lengths, last, score, states, C, redone, meets)
         if meets:
             rows = max(1, 1024 // next_power_of_2(C))
             launch(
@@ -224,11 +210,10 @@ def find_previous(
     scores: Tensor,
     previous: Tensor,
     ties: Tensor | None,
-    constant: bool,
     meets: bool,
 ) -> None:
     """Find the best states before each state, or with `meets` away from the middle."""
-    options = plan.best_states_options(batch.C, constant)
+    options = plan.best_states_options(batch.C)
     programs = cdiv((batch.T - 1) * batch.N, options["ROWS"]) * cdiv(batch.C, options["BLOCK_C"])
     launch(
         linear_chain_best_states_kernel,
@@ -239,38 +224,9 @@ def find_previous(
         lengths_ptr=batch.lengths,
         ties_ptr=ties,
         **batch.sizes,
-        CONSTANT=constant,
         MEETS=meets,
         **options,
     )
-
-
-def trace(
-    batch: Batch,
-    previous: Tensor,
-    ties: Tensor | None,
-    last: Tensor,
-    states: Tensor,
-    meets: bool,
-) -> None:
-    """Trace the best paths from their last states, or from the middle in both directions."""
-    T, N, C = batch.T, batch.N, batch.C
-    steps = plan.trace_steps(T)
-    segments = 2 * cdiv(T, 2 * steps) if meets else cdiv(T, steps)
-    arguments = {
-        "previous_ptr": previous,
-        "lengths_ptr": batch.lengths,
-        "ties_ptr": ties,
-        "maps_ptr": torch.empty((N, segments, C), dtype=torch.int32, device=previous.device),
-        "segments": segments,
-        "STEPS": steps,
-        "MEETS": meets,
-        **batch.sizes,
-    }
-    programs = N * segments * cdiv(C, 128)
-    launch(linear_chain_path_maps_kernel, programs, **arguments, BLOCK_C=128, num_warps=4)
-    arguments |= {"last_ptr": last, "states_ptr": states}
-    launch(linear_chain_trace_kernel, N * segments, **arguments, num_warps=1)
 
 
 def linear_chain_sample(
@@ -300,10 +256,11 @@ def linear_chain_sample(
         words = torch.empty((samples * N, T), dtype=torch.int64, device=states.device)
         arguments |= {"words_ptr": words, "columns": len(words)}
         for is_log in (False, True):
-            table = score_table(transitions) if is_log else exp_table(transitions, alpha.span)
+            options = (1, None) if is_log else (2, alpha.span)
+            table = score_table(transitions, *options)
             kernel = linear_chain_sample_words_kernel
             launch_lanes(kernel, words.numel(), table_ptr=table, IS_LOG=is_log, **arguments)
-        trace_words(words, batch.lengths, logz, states, C)
+        trace(words, batch.lengths, None, logz, states, C)
         return states
     launch(
         linear_chain_sample_kernel,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
-from .scores import transition_range
+from .scores import token_of_rows, transition_range
 
 
 @triton.jit
@@ -44,71 +44,6 @@ def state_posteriors(alpha, beta, is_linear):
 
 
 @triton.jit
-def gradient_of_rows(
-    grad_ptr,  # [N]
-    grad_n,
-    lengths_ptr,  # [N] or None
-    saved,  # Saved
-    row,  # [ROWS] of [T * N]
-    T,
-    N,
-    C,
-    is_linear,
-    BLOCK_C: tl.constexpr,
-):
-    """Return the gradient in the emissions of tokens, and the factors of their transitions.
-
-    Returns:
-        The gradient `[ROWS, BLOCK_C]`, the factors `[ROWS]`, the tokens, and the gradient of log Z
-        of each. The tokens are the time, the sequence, its length or 0 if that is invalid, which
-        tokens there are, and which of them count. The results of an invalid length are NaN.
-    """
-    rows = tl.full([], T, tl.int64) * N
-    t, n, inside = row // N, row % N, row < rows
-    if lengths_ptr is None:
-        tokens, invalid = tl.zeros_like(row) + T, tl.zeros_like(row).to(tl.float64)
-    else:
-        tokens = tl.load(lengths_ptr + n, mask=inside, other=0).to(tl.int64)
-        valid = (tokens >= 1) & (tokens <= T)
-        tokens, invalid = tl.where(valid, tokens, 0), tl.where(valid, 0.0, float("nan"))
-    active = inside & (t < tokens)
-    c = tl.arange(0, BLOCK_C)[None, :]
-    at, mask = row[:, None] * C + c, active[:, None] & (c < C)
-    other = tl.where(is_linear, 0.0, -float("inf"))
-    alpha = tl.load(saved.states + at, mask=mask, other=other)
-    beta = tl.load(saved.states + rows * C + at, mask=mask, other=other)
-    grad = tl.load(grad_ptr + n * grad_n, mask=inside, other=0.0).to(tl.float64)
-    posterior, total, shift = state_posteriors(alpha, beta, is_linear)
-    scale = tl.load(saved.scales + row, mask=active & (t > 0), other=0.0)
-    if is_linear:
-        factor = tl.where(total == 0.0, 0.0, grad * tl.exp2(-scale) / total)
-    else:
-        factor = tl.where(total == 0.0, float("inf"), tl.log(total) + shift + scale)
-    token = (t, n, tokens, inside, active)
-    return posterior * grad[:, None] + invalid[:, None], factor + invalid, token, grad
-
-
-@triton.jit
-def store_gradients(
-    gradients,  # Gradients
-    d_emission,  # [ROWS, BLOCK_C]
-    row,  # [ROWS] of [T * N]
-    token,  # of each row, see `gradient_of_rows`
-    C,
-    is_stored,
-    BLOCK_C: tl.constexpr,
-):
-    """Store the gradients in the emissions, start and end of tokens, if `is_stored`."""
-    t, n, tokens, inside, _ = token
-    c, mask = tl.arange(0, BLOCK_C)[None, :], inside & is_stored
-    value = d_emission.to(gradients.emissions.dtype.element_ty)
-    tl.store(gradients.emissions + row[:, None] * C + c, value, mask=mask[:, None] & (c < C))
-    store_end_gradient(gradients.start, d_emission, n, c, C, mask & (t == 0))
-    is_last = t == tl.maximum(tokens - 1, 0)
-    store_end_gradient(gradients.end, d_emission, n, c, C, mask & is_last)
-
-
-@triton.jit
 def linear_chain_marginals_kernel(
     grad_ptr,  # [N]
     grad_n,
@@ -123,11 +58,32 @@ def linear_chain_marginals_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Compute the gradients in the emissions, start and end of ROWS tokens."""
+    """Compute the gradients in the emissions, start and end of ROWS tokens.
+
+    Those of a sequence whose length is invalid are NaN.
+    """
     is_linear, _ = transition_range(saved.span, BLOCK_PARTS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d_emission, factor, token, _ = gradient_of_rows(
-        grad_ptr, grad_n, lengths_ptr, saved, row, T, N, C, is_linear, BLOCK_C
-    )
-    store_gradients(gradients, d_emission, row, token, C, True, BLOCK_C)
-    tl.store(factors_ptr + row, factor, mask=token[3])
+    rows = tl.full([], T, tl.int64) * N
+    t, n, tokens, inside = token_of_rows(lengths_ptr, row, row < rows, T, N)
+    is_valid = (tokens >= 1) & (tokens <= T)
+    active = inside & is_valid & (t < tokens)
+    c = tl.arange(0, BLOCK_C)[None, :]
+    at, mask = row[:, None] * C + c, active[:, None] & (c < C)
+    other = tl.where(is_linear, 0.0, -float("inf"))
+    alpha = tl.load(saved.states + at, mask=mask, other=other)
+    beta = tl.load(saved.states + rows * C + at, mask=mask, other=other)
+    posterior, total, shift = state_posteriors(alpha, beta, is_linear)
+    scale = tl.load(saved.scales + row, mask=active & (t > 0), other=0.0)
+    grad = tl.load(grad_ptr + n * grad_n, mask=row < rows, other=0.0).to(tl.float64)
+    if is_linear:
+        factor = tl.where(total == 0.0, 0.0, grad * tl.exp2(-scale) / total)
+    else:
+        factor = tl.where(total == 0.0, float("inf"), tl.log(total) + shift + scale)
+    tl.store(factors_ptr + row, tl.where(is_valid, factor, float("nan")), mask=row < rows)
+    d_emission = tl.where(is_valid[:, None], posterior * grad[:, None], float("nan"))
+    value = d_emission.to(gradients.emissions.dtype.element_ty)
+    tl.store(gradients.emissions + at, value, mask=(row < rows)[:, None] & (c < C))
+    store_end_gradient(gradients.start, d_emission, n, c, C, (row < rows) & (t == 0))
+    is_last = t == tl.where(is_valid, tokens - 1, 0)
+    store_end_gradient(gradients.end, d_emission, n, c, C, (row < rows) & is_last)

@@ -5,7 +5,6 @@ These are pure functions of sizes. They import no Triton.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +19,15 @@ MAX_EXCHANGE_STATES = 512  # whose scan programs hold the transitions between th
 # Programs of that scan which have to be resident together take as many multiprocessors at most.
 MIN_EXCHANGE_MULTIPROCESSORS = 64
 MAX_LOG_STATES = 32  # whose transitions fit into a program in the log domain
-MAX_SHORT_STEPS = 64  # tokens of a sequence whose scan is one launch with all around it
-MAX_SHORT_TOKENS = 256  # of all sequences together
-MAX_SHORT_STATES = 16  # whose steps take one warp, and which are one part of the range
 MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
 MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
 MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
-MIN_TRACED_PAIRS = 2**21  # of states, of a step of best paths that are traced from the scores
 MEETING_WARPS = 4  # at most for each multiprocessor, of all scans from the start
-MAX_TABLE_STATES = 5  # whose transitions stay in the registers of a lane
-OPERATOR_WARPS = 2  # 2 or 4, of a program whose threads share an operator
-WORD_STEPS = 16  # tokens of a path that one lane traces
+OPERATOR_WARPS = 4  # of a program whose threads share an operator of best paths
+TRACE_STEPS = 16  # tokens of a path that one lane traces
 MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
 COUNT_LANES = 128  # tokens that a program counts at once, if the states are few
 COUNT_PROGRAMS = 2  # for each multiprocessor
@@ -48,12 +42,11 @@ def range_parts(transitions: Tensor, T: int, N: int, save: bool, target: Target)
     """Return into how many parts the search for the range of the transitions is divided.
 
     It is 0 for chains that are scanned in the log domain whatever their range is. These are those
-    whose transitions change from step to step, and in Triton's interpreter all that are neither
-    short nor parallel in time, because the linear scans of others choose layouts.
+    whose transitions change from step to step, and in Triton's interpreter all that are not
+    parallel in time, because the linear scans of others choose layouts.
     """
     C = transitions.shape[-1]
-    has_linear_scan = target.runs_ptx or is_short(transitions, T, N, C)
-    has_linear_scan = has_linear_scan or is_parallel(T, N, C, save, target)
+    has_linear_scan = target.runs_ptx or is_parallel(T, N, C, save, target)
     return cdiv(C, RANGE_ROWS) if transitions.ndim == 2 and has_linear_scan else 0
 
 
@@ -82,27 +75,6 @@ def resident_options(C: int) -> dict[str, int]:
     return {"BLOCK_C": block, "AHEAD": ahead, "LANES": lanes, "num_warps": warps}
 
 
-def is_short(transitions: Tensor, T: int, N: int, C: int) -> bool:
-    """Return whether one launch does all for log Z, and another all for its gradient.
-
-    They do more work than the kernels for long sequences, in less time than these take to launch.
-    """
-    return (
-        transitions.ndim == 2
-        and T <= MAX_SHORT_STEPS
-        and 0 < T * N <= MAX_SHORT_TOKENS
-        and 0 < C <= MAX_SHORT_STATES
-    )
-
-
-def short_gradient_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel that computes all gradients."""
-    block = next_power_of_2(C)
-    rows = min(128, 2 * MAX_ROW_ELEMENTS // block)
-    # At most 4 elements for each thread, whose code is unrolled over them.
-    return {"ROWS": rows, "BLOCK_C": block, "num_warps": max(8, rows * block // 128)}
-
-
 def log_scan_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the scan in the log domain through memory."""
     block = min(next_power_of_2(C), 256)
@@ -125,14 +97,14 @@ def exchange_options(C: int) -> dict[str, int]:
     return {"STATES": 16, "WIDTH": max(16, next_power_of_2(C) // 8), "num_warps": 8}
 
 
-def exchange_programs(N: int, C: int, save: bool) -> int:
+def exchange_programs(N: int, C: int) -> int:
     """Return the number of programs of that scan."""
-    return cdiv(C, exchange_options(C)["STATES"]) * cdiv(N, 16) * (2 if save else 1)
+    return 2 * cdiv(C, exchange_options(C)["STATES"]) * cdiv(N, 16)
 
 
-def step_programs(N: int, C: int, save: bool) -> int:
+def step_programs(N: int, C: int) -> int:
     """Return the number of programs of a step."""
-    return cdiv(C, 8) * cdiv(N, 16) * (2 if save else 1)
+    return 2 * cdiv(C, 8) * cdiv(N, 16)
 
 
 def row_options(C: int) -> dict[str, int]:
@@ -145,8 +117,8 @@ def row_options(C: int) -> dict[str, int]:
 def stores_previous(C: int, constant: bool, target: Target) -> bool:
     """Return whether the scan of one program finds the states before each state at once.
 
-    Otherwise the scan stores scores, and the states before follow for all tokens together. Those
-    scans choose layouts, which Triton's interpreter does not have.
+    Otherwise the scan stores scores, and the states before follow from them. Those scans choose
+    layouts, which Triton's interpreter does not have.
     """
     return not target.runs_ptx or (C <= 64 and not constant)
 
@@ -180,10 +152,10 @@ def best_step_programs(N: int, C: int, by_sequence: bool) -> int:
     return cdiv(C, 8) * (N if by_sequence else cdiv(N, 8))
 
 
-def best_states_options(C: int, constant: bool) -> dict[str, int]:
+def best_states_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the kernel that finds the states before each state."""
     block = min(64, next_power_of_2(max(C, 16)))
-    return {"ROWS": 32 if constant else 4, "BLOCK_C": block, "UNROLL": 4, "num_warps": 4}
+    return {"ROWS": 32, "BLOCK_C": block, "UNROLL": 4, "num_warps": 4}
 
 
 def best_trace_options(C: int) -> dict[str, int]:
@@ -198,9 +170,10 @@ def sample_options(C: int) -> dict[str, int]:
     return {"BLOCK_C": block, "num_warps": max(1, min(8, block // 128))}
 
 
-def trace_steps(T: int) -> int:
-    """Return the number of steps of a path that one program traces, a power of 2."""
-    return max(8, next_power_of_2(round(math.sqrt(T))))
+def group_map_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that composes maps of states."""
+    block = next_power_of_2(max(C, 2))
+    return {"BLOCK_C": block, "LANES": max(1, 128 // block), "num_warps": 1}
 
 
 class SegmentSizes(NamedTuple):
@@ -258,25 +231,9 @@ def lane_options(lanes: int) -> dict[str, int]:
     return {"LANES": 32 * warps, "num_warps": warps}
 
 
-def lane_ahead(C: int, max_plus: bool) -> int:
-    """Return how many tokens a lane loads at once; each number of steps is a multiple of it."""
-    return 4 if max_plus and C <= MAX_TABLE_STATES else 1
-
-
-def lane_width(emissions: Tensor) -> int:
-    """Return how many states of a token a lane loads at once; tokens start at a multiple of it."""
-    C, (stride_t, stride_n, stride_c) = emissions.shape[2], emissions.stride()
-    for width in (4, 2):
-        aligned = emissions.data_ptr() % (width * emissions.element_size()) == 0
-        if stride_c == 1 and aligned and C % width == stride_t % width == stride_n % width == 0:
-            return width
-    return 1
-
-
-def lane_state_options(C: int) -> dict[str, int]:
-    """Return how many tokens a lane loads at once for its states, and states it stores at once."""
-    stored = 4 if C == 4 else 1 if C % 2 else 2
-    return {"AHEAD": 4 if C <= MAX_TABLE_STATES else 1, "STORED": stored}
+def lane_stored(C: int) -> int:
+    """Return how many states of a token a lane stores at once."""
+    return 4 if C == 4 else 1 if C % 2 else 2
 
 
 def small_block(C: int) -> int:

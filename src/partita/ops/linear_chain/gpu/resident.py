@@ -9,7 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .arguments import Batch
-from .scores import LN2_FP64, MAX_SPAN, exp_split, fold_ends, load_tokens, power_of_2
+from .scores import (
+    MAX_SPAN,
+    exp_split,
+    fold_ends,
+    load_tokens,
+    power_of_2,
+    scan_steps,
+    state_offset,
+)
 
 
 @gluon.jit
@@ -81,11 +89,9 @@ def load_vector(end, n, c, C):
 @gluon.jit
 def linear_chain_resident_scan_kernel(
     batch,  # Batch
-    transitions,  # StridedPairs
-    saved,  # Saved: states and scales are written if SAVE
+    transitions,  # StridedSteps
+    saved,  # Saved: states and scales are written
     boundaries_ptr,  # [2, N, segments + 1, C] fp64, or None
-    logz_ptr,  # [N] fp64, or None with boundaries
-    rounded_ptr,  # [N] in the dtype of results, or None with boundaries
     segments,
     SAVE: gl.constexpr,
     EXACT: gl.constexpr,
@@ -95,7 +101,7 @@ def linear_chain_resident_scan_kernel(
     BLOCK_C: gl.constexpr,
     BLOCK_PARTS: gl.constexpr,
 ):
-    """Scan alpha of a sequence and compute log Z, or with SAVE in every other program scan beta.
+    """Scan alpha of a sequence, or beta.
 
     With boundaries, scan a segment between states that are known, and store it.
     """
@@ -110,15 +116,16 @@ def linear_chain_resident_scan_kernel(
     is_linear, shift = linear_range(*load_range(saved.span, BLOCK_PARTS))
     if is_linear:
         segment, rest = gl.program_id(0) % segments, gl.program_id(0) // segments
-        direction = rest % 2 if SAVE else rest * 0
+        direction, n = rest % 2, (rest // 2).to(gl.int64)
         is_alpha = direction == 0
-        n = (rest // 2 if SAVE else rest).to(gl.int64)
-        tokens, invalid = load_tokens(batch.lengths, n, T)
-        low, high = tokens * 0, tokens - 1
+        tokens, _ = load_tokens(batch.lengths, n, T)
+        low, num_steps = tokens * 0, scan_steps(tokens, is_alpha, SAVE)
+        high = tokens - 1
         if boundaries_ptr is not None:
             low = gl.minimum(segment * STEPS, tokens - 1)
             high = gl.minimum(low + STEPS, tokens - 1)
-        t, num_steps = gl.where(is_alpha, low, high).to(gl.int64), high - low
+            num_steps = high - low
+        t = gl.where(is_alpha, low, high).to(gl.int64)
         dt = gl.where(is_alpha, 1, -1).to(gl.int64)
         c = gl.arange(0, BLOCK_C, OUT)
         start = load_vector(batch.start, n, c, C)
@@ -133,24 +140,22 @@ def linear_chain_resident_scan_kernel(
         score_ptr = emissions.ptr + n * emissions.n + t * emissions.t
         score_ptr += c.to(gl.int64) * emissions.c
         token_ptr = saved.maxima + t * N + n
-        row = gl.to_tensor(N).to(gl.int64) * C
-        state_ptr = saved.states + (direction * row * T + t * row + n * C) + c
-        scale_ptr = saved.scales + t * N + n
+        at, row = state_offset(direction, t, n, T, N, C, SAVE)
+        state_ptr = saved.states + at + c
+        # The scale of a step is stored at the later one of its tokens.
+        scale_ptr = saved.scales + (t + direction) * N + n
         next_t, next_m, next_s = dt * emissions.t, dt * N, dt * row
         first, maxima = load_rows(score_ptr, token_ptr, 0, 0, next_t, next_m, c, C, 1)
-        total = maxima[0]
-        score = fold_ends(first[0], t, tokens, start, end) - gl.where(
-            total == -float("inf"), 0.0, total
-        )
+        maximum = gl.where(maxima[0] == -float("inf"), 0.0, maxima[0])
+        score = fold_ends(first[0], t, tokens, start, end) - maximum
         x, y = exp_split(score, EXACT), c.to(gl.float64) * 0.0 + 1.0
         if boundaries_ptr is not None:
             known = (direction * N + n) * (segments + 1) + segment + gl.where(is_alpha, 0, 1)
             y = gl.load(boundaries_ptr + known * C + c, mask=c < C, other=0.0)
             x = gl.where(is_alpha, y, y * x)
-        if SAVE:
-            is_stored = (t == gl.where(is_alpha, 0, tokens - 1)) & (c < C)
-            gl.store(state_ptr, gl.where(is_alpha, x, y), mask=is_stored)
-        exponents, exponent = gl.to_tensor(0), gl.to_tensor(0)
+        is_stored = (t == gl.where(is_alpha, 0, tokens - 1)) & (c < C)
+        gl.store(state_ptr, gl.where(is_alpha, x, y), mask=is_stored)
+        exponent = gl.to_tensor(0)
         scores, maxima = load_rows(score_ptr, token_ptr, 1, num_steps, next_t, next_m, c, C, AHEAD)
         for i in range(1, num_steps + 1, AHEAD):
             next_scores, next_maxima = load_rows(
@@ -162,14 +167,11 @@ def linear_chain_resident_scan_kernel(
                 score = fold_ends(scores[j], t + step * dt, tokens, start, end) - maximum
                 y, removed = resident_step(matrix, x, LANES, OUT, IN)
                 x = gl.where(active, y * exp_split(score, EXACT), x)
-                total += maxima[j]
-                exponents += gl.where(active, removed, 0)
                 exponent = gl.where(active, removed, exponent)
-                if SAVE:
-                    state = gl.where(is_alpha, x, y)
-                    gl.store(state_ptr + step * next_s, state, mask=(c < C) & active)
-                    power = exponent.to(gl.float64)
-                    gl.store(scale_ptr + step * next_m, power, mask=active & is_alpha)
+                state = gl.where(is_alpha, x, y)
+                gl.store(state_ptr + step * next_s, state, mask=(c < C) & active)
+                mask = active & (is_alpha | (not SAVE))
+                gl.store(scale_ptr + step * next_m, removed.to(gl.float64), mask=mask)
             scores, maxima = next_scores, next_maxima
         if boundaries_ptr is not None:
             if is_alpha & (num_steps > 0):
@@ -180,8 +182,3 @@ def linear_chain_resident_scan_kernel(
                 last = num_steps.to(gl.int64)
                 gl.store(state_ptr + last * next_s, given, mask=c < C)
                 gl.store(scale_ptr + last * next_m, exponent.to(gl.float64) + ratio)
-        elif is_alpha:
-            scale = exponents.to(gl.float64) * LN2_FP64 + shift * (tokens - 1)
-            logz = total + scale + gl.log(gl.sum(x, axis=0)) + invalid
-            gl.store(logz_ptr + n, logz)
-            gl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))

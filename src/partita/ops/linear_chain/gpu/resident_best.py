@@ -9,10 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .arguments import Batch
-from .best_steps import best_emissions, middle_token, store_best
+from .best_steps import middle_token
 from .resident import load_vector, row_groups
 from .scores import fold_ends, load_tokens
-from .steps import load_tokens_of
+from .steps import Step, load_scores, load_tokens_of, summed_scores
 
 
 @gluon.jit
@@ -34,7 +34,7 @@ def load_ahead(score_ptr, i, num_steps, stride_t, c, C, AHEAD: gl.constexpr):
 @gluon.jit
 def linear_chain_resident_best_kernel(
     batch,  # Batch
-    transitions,  # StridedPairs
+    transitions,  # StridedSteps
     states_ptr,  # [2, T + 1, N, C] fp64, see best_steps.py
     is_nan_ptr,  # [2, N] int32, or None with ties
     ties_ptr,  # [N] int32: sequences whose scan goes on from the middle to the end, or None
@@ -134,8 +134,10 @@ def linear_chain_strided_best_kernel(
         n0 *= 8
     n = n0 + gl.arange(0, 8, gl.SliceLayout(1, SUMS)).to(gl.int64)
     c = c0 + gl.arange(0, 8, gl.SliceLayout(0, SUMS))
-    tokens = load_tokens_of(batch.lengths, n, after, batch.T)
-    score = best_emissions(batch, t, n, after, tokens, c)
+    n = gl.where(n < after, n, N)
+    tokens = load_tokens_of(batch.lengths, n, N, batch.T)
+    step = Step(t, 0, n * 0 + t, n, tokens, c)
+    scores = load_scores(batch, None, step)
     y = gl.zeros([8, 8], gl.float64, SUMS)
     bad = gl.zeros([8, 8], gl.int32, SUMS)
     if t > 0:
@@ -165,5 +167,11 @@ def linear_chain_strided_best_kernel(
         y = gl.reduce(best, 2, greater)
         entered = gl.convert_layout(gl.max(nan, axis=1), gl.SliceLayout(0, SUMS))
         bad = gl.expand_dims(entered, 0) | gl.zeros([8, 8], gl.int32, SUMS)
-    rows = (gl.to_tensor(batch.T).to(gl.int64) + 1) * N
-    store_best(batch, states_ptr, is_nan_ptr, rows, y, score, bad, t, n, after, tokens, c)
+    mask = gl.expand_dims((n < N) & (t < tokens), 1) & gl.expand_dims(c < C, 0)
+    x, row = y + summed_scores(batch, scores), gl.to_tensor(N).to(gl.int64) * C
+    x_ptr = states_ptr + (t * row + gl.expand_dims(n * C, 1) + gl.expand_dims(c, 0))
+    gl.store(x_ptr, x, mask=mask)
+    gl.store(x_ptr + (batch.T + 1) * row, y, mask=mask)
+    is_nan = ((x != x) | (bad > 0)) & mask
+    # All programs that store here store the same.
+    gl.store(is_nan_ptr + n, 1, mask=gl.max(is_nan.to(gl.int32), axis=1) > 0)

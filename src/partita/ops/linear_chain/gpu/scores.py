@@ -10,7 +10,6 @@ meant return at once, so the host never waits.
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.memory import checked_length
 
 MAX_SPAN = tl.constexpr(300.0)
@@ -29,6 +28,18 @@ def transition_range(span, BLOCK_PARTS: tl.constexpr):
 
 
 @triton.jit
+def serving_range(span, MAX_PLUS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+    """Return whether a kernel serves these transitions, and what is subtracted from them.
+
+    Best paths take all transitions as they are.
+    """
+    if MAX_PLUS:
+        return True, 0.0
+    else:
+        return transition_range(span, BLOCK_PARTS)
+
+
+@triton.jit
 def load_tokens(lengths_ptr, n, T):
     """Return the number of tokens of a sequence, at least 1, and NaN if it is invalid, else 0."""
     if lengths_ptr is None:
@@ -36,6 +47,57 @@ def load_tokens(lengths_ptr, n, T):
     else:
         tokens, invalid = checked_length(lengths_ptr, n, T, 1, 1)
         return tokens, tl.where(invalid, float("nan"), 0.0)
+
+
+@triton.jit
+def token_of_rows(lengths_ptr, row, inside, T, N):
+    """Return token, sequence and number of tokens of rows, and which rows count.
+
+    All rows of an invalid length count, since their factors are NaN.
+    """
+    t, n = row // N, row % N
+    if lengths_ptr is None:
+        return t, n, tl.zeros(row.shape, tl.int64) + T, inside
+    else:
+        tokens = tl.load(lengths_ptr + n, mask=inside, other=0).to(tl.int64)
+        return t, n, tokens, inside & ((t < tokens) | (tokens < 1))
+
+
+@triton.jit
+def token_scores(batch, t, n, tokens, c, mask, OTHER: tl.constexpr):
+    """Return emissions of tokens with their start and end scores, `[ROWS, BLOCK_C]` fp64."""
+    emissions, start, end, c = batch.emissions, batch.start, batch.end, c.to(tl.int64)[None, :]
+    at = (t * emissions.t + n * emissions.n)[:, None] + c * emissions.c
+    score = loaded_to_fp64(tl.load(emissions.ptr + at, mask=mask, other=OTHER))
+    if start.ptr is not None:
+        at, first = (n * start.n)[:, None] + c * start.c, mask & (t == 0)[:, None]
+        score += loaded_to_fp64(tl.load(start.ptr + at, mask=first, other=0.0))
+    if end.ptr is not None:
+        at, last = (n * end.n)[:, None] + c * end.c, mask & (t == tokens - 1)[:, None]
+        score += loaded_to_fp64(tl.load(end.ptr + at, mask=last, other=0.0))
+    return score
+
+
+@triton.jit
+def scan_steps(tokens, is_alpha, SAVE: tl.constexpr):
+    """Return the number of steps of a scan: all, or half of them if the states are not saved."""
+    if SAVE:
+        return tokens - 1
+    else:
+        return tl.where(is_alpha, tokens // 2, tokens - 1 - tokens // 2)
+
+
+@triton.jit
+def state_offset(direction, t, n, T, N, C, SAVE: tl.constexpr):
+    """Return where the states of a token are saved, and the elements from there to the next token.
+
+    Without `SAVE`, each state of a scan is stored over the one before.
+    """
+    row = tl.cast(N, tl.int64) * C
+    if SAVE:
+        return (direction * T + t) * row + n * C, row
+    else:
+        return direction * row + n * C, row * 0
 
 
 @triton.jit
@@ -103,12 +165,3 @@ def exponent_of(x):
     exponent = ((x.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32) - 1023
     exponent = tl.minimum(tl.maximum(exponent, -1000), 1000)
     return tl.where(x > 0.0, exponent, 0)
-
-
-@triton.jit
-def relative_emission(score, maximum, EXACT: tl.constexpr, IS_LOG: tl.constexpr):
-    """Return the emissions of a token relative to their maximum: exp of the scores, or logs."""
-    if IS_LOG:
-        return score - finite_shift(maximum)
-    else:
-        return exp_split(score - finite_shift(maximum), EXACT)

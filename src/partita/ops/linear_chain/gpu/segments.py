@@ -1,10 +1,14 @@
-"""Linear scans of few long sequences, parallel in time.
+"""Scans of few long sequences, parallel in time: sums of paths, or with MAX_PLUS best paths.
 
 The steps of a segment are one operator M on states: alpha after it is alpha before it times M, and
 beta before it is M times beta after it. Each row of M has a power of two of its own, since rows may
-differ by more than fp64 holds. First the operators of all segments are formed at the same time,
-then those of groups of segments. One program scans the groups in either direction, others the
-segments inside of each group, and then all states at the boundaries of segments are known.
+differ by more than fp64 holds. In max-plus arithmetic a sum is a maximum, a product is a sum, and
+no number is scaled, so scores that are integers stay exact.
+
+First the operators of all segments are formed at the same time, then those of groups of segments.
+One program scans the groups in either direction, others the segments inside of each group, and then
+all states at the boundaries of segments are known. Segments of few states are taken by lanes, see
+`lanes.py`, and here are those of 9 to 16 states and what all share.
 
 Source: Särkkä and García-Fernández, Temporal parallelization of Bayesian smoothers, 2021.
 """
@@ -24,24 +28,43 @@ from .scores import (
     load_tokens,
     loaded_to_fp64,
     power_of_2,
-    transition_range,
+    serving_range,
 )
 
 
 @triton.jit
-def identity(BLOCK_C: tl.constexpr):
+def unit_operator(BLOCK_C: tl.constexpr, MAX_PLUS: tl.constexpr):
     """Return the operator of no step."""
     k, c = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
-    return tl.where(k == c, 1.0, 0.0).to(tl.float64)
+    if MAX_PLUS:
+        return tl.where(k == c, 0.0, -float("inf")).to(tl.float64)
+    else:
+        return tl.where(k == c, 1.0, 0.0).to(tl.float64)
+
+
+@triton.jit
+def operator_product(x, matrix, MAX_PLUS: tl.constexpr):
+    """Return the product of two operators. In max-plus arithmetic x and the product are transposed.
+
+    So a thread has all terms of a maximum.
+    """
+    if MAX_PLUS:
+        return tl.max(x[:, None, :] + matrix[:, :, None], axis=0)
+    else:
+        return tl.dot(x, matrix, out_dtype=tl.float64)
 
 
 @triton.jit
 def store_operator(operators, at, matrix, exponents, total, C, BLOCK_C: tl.constexpr):
-    """Store an operator, the exponents of its rows, and its offset."""
+    """Store an operator, which has no exponents if it is transposed, and its offset."""
     k, c = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_C)
     mask = (k < C)[:, None] & (c < C)[None, :]
-    tl.store(operators.matrices + at * C * C + k[:, None] * C + c[None, :], matrix, mask=mask)
-    tl.store(operators.exponents + at * C + k, exponents, mask=k < C)
+    matrix_ptr = operators.matrices + at * C * C
+    if operators.exponents is None:
+        tl.store(matrix_ptr + k[:, None] + c[None, :] * C, matrix, mask=mask)
+    else:
+        tl.store(matrix_ptr + k[:, None] * C + c[None, :], matrix, mask=mask)
+        tl.store(operators.exponents + at * C + k, exponents, mask=k < C)
     tl.store(operators.offsets + at, total)
 
 
@@ -55,22 +78,27 @@ def scaled_exponents(exponents):
 @triton.jit
 def load_operator(operators, at, C, step_k, step_c, BLOCK_C: tl.constexpr):
     """Return an operator [summed state, other state], the exponents of its rows, and its offset."""
-    c = tl.arange(0, BLOCK_C)
-    matrix = load_matrix(operators.matrices + at * C * C, C, step_k, step_c, BLOCK_C, 0.0)
-    exponents = tl.load(operators.exponents + at * C + c, mask=c < C, other=-float("inf"))
+    c, matrix_ptr = tl.arange(0, BLOCK_C), operators.matrices + at * C * C
+    if operators.exponents is None:
+        matrix = load_matrix(matrix_ptr, C, step_k, step_c, BLOCK_C, -float("inf"))
+        exponents = tl.zeros([BLOCK_C], tl.float64)
+    else:
+        matrix = load_matrix(matrix_ptr, C, step_k, step_c, BLOCK_C, 0.0)
+        exponents = tl.load(operators.exponents + at * C + c, mask=c < C, other=-float("inf"))
     return matrix, exponents, tl.load(operators.offsets + at)
 
 
 @triton.jit
 def linear_chain_operators_kernel(
     batch,  # Batch, without start
-    transitions,  # StridedPairs
-    span,  # Span
-    maxima_ptr,  # [T, N] fp64
+    transitions,  # StridedSteps
+    span,  # Span, which counts without MAX_PLUS
+    maxima_ptr,  # [T, N] fp64, or None with MAX_PLUS
     operators,  # Operators, written
     segments,
     STEPS: tl.constexpr,
     EXACT: tl.constexpr,
+    MAX_PLUS: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
@@ -78,8 +106,8 @@ def linear_chain_operators_kernel(
     """Form the operator of a segment."""
     batch = Batch(*batch)
     T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
-    is_linear, shift = transition_range(span, BLOCK_PARTS)
-    if is_linear:
+    serves, shift = serving_range(span, MAX_PLUS, BLOCK_PARTS)
+    if serves:
         n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
         tokens, _ = load_tokens(batch.lengths, n, T)
         c = tl.arange(0, BLOCK_C)
@@ -89,9 +117,11 @@ def linear_chain_operators_kernel(
         weights = load_matrix(
             transitions.ptr, C, transitions.k, transitions.c, BLOCK_C, -float("inf")
         )
-        weights = tl.exp(loaded_to_fp64(weights) - shift)
-        matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
-        total = shift * num_steps
+        weights = loaded_to_fp64(weights)
+        if not MAX_PLUS:
+            weights = tl.exp(weights - shift)
+        matrix, exponents = unit_operator(BLOCK_C, MAX_PLUS), tl.zeros([BLOCK_C], tl.float64)
+        total, is_nan = tl.cast(shift, tl.float64) * num_steps, c < 0
         score_ptr = emissions.ptr + n * emissions.n + c.to(tl.int64) * emissions.c
         for first in range(1, num_steps + 1, AHEAD):
             scores, maxima = (), ()
@@ -99,37 +129,45 @@ def linear_chain_operators_kernel(
                 t, inside = tl.full([], low, tl.int64) + first + j, first + j <= num_steps
                 mask = (c < C) & inside
                 scores += (tl.load(score_ptr + t * emissions.t, mask=mask, other=-float("inf")),)
-                maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
+                if not MAX_PLUS:
+                    maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
             for j in tl.static_range(AHEAD):
                 t, inside = low + first + j, first + j <= num_steps
                 score = fold_ends(loaded_to_fp64(scores[j]), t, tokens, end, end)
-                score -= finite_shift(maxima[j])
-                removed = exponent_of(tl.max(matrix, axis=1))
-                after = tl.dot(matrix, weights, out_dtype=tl.float64)
-                after *= exp_split(score, EXACT)[None, :] * power_of_2(-removed)[:, None]
+                after = operator_product(matrix, weights, MAX_PLUS)
+                if MAX_PLUS:
+                    after += score[:, None]
+                    is_nan = is_nan | (inside & (score != score))
+                else:
+                    score -= finite_shift(maxima[j])
+                    removed = exponent_of(tl.max(matrix, axis=1))
+                    after *= exp_split(score, EXACT)[None, :] * power_of_2(-removed)[:, None]
+                    exponents += tl.where(inside, removed.to(tl.float64), 0.0)
+                    total += maxima[j]
                 matrix = tl.where(inside, after, matrix)
-                exponents += tl.where(inside, removed.to(tl.float64), 0.0)
-                total += maxima[j]
+        if MAX_PLUS:
+            total = tl.where(tl.max(is_nan.to(tl.int32), axis=0) > 0, float("nan"), total)
         at = n * segments + segment
         store_operator(operators, at, matrix, exponents, total, C, BLOCK_C)
 
 
 @triton.jit
 def linear_chain_group_operators_kernel(
-    span,  # Span
+    span,  # Span, which counts without MAX_PLUS
     operators,  # Operators of segments
     group_operators,  # Operators of groups, written
     C,
     segments,
     groups,
     SIZE: tl.constexpr,  # segments in a group
+    MAX_PLUS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Form the operator of a group of segments, the product of theirs."""
-    if transition_range(span, BLOCK_PARTS)[0]:
+    if serving_range(span, MAX_PLUS, BLOCK_PARTS)[0]:
         n, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
-        matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
+        matrix, exponents = unit_operator(BLOCK_C, MAX_PLUS), tl.zeros([BLOCK_C], tl.float64)
         total = tl.full([], 0.0, tl.float64)
         last = tl.minimum((group + 1) * SIZE, segments) - 1
         at = n * segments + group * SIZE
@@ -138,11 +176,13 @@ def linear_chain_group_operators_kernel(
             # The next operator is loaded while this one is used.
             at = n * segments + tl.minimum(segment + 1, last)
             next_step, next_powers, next_offset = load_operator(operators, at, C, C, 1, BLOCK_C)
-            factors, greatest = scaled_exponents(powers)
-            removed = exponent_of(tl.max(matrix, axis=1))
-            after = tl.dot(matrix, step * factors[:, None], out_dtype=tl.float64)
-            matrix = after * power_of_2(-removed)[:, None]
-            exponents += removed.to(tl.float64) + greatest
+            if not MAX_PLUS:
+                factors, greatest = scaled_exponents(powers)
+                removed = exponent_of(tl.max(matrix, axis=1))
+                matrix *= power_of_2(-removed)[:, None]
+                step *= factors[:, None]
+                exponents += removed.to(tl.float64) + greatest
+            matrix = operator_product(matrix, step, MAX_PLUS)
             total += offset
             step, powers, offset = next_step, next_powers, next_offset
         at = n * groups + group
@@ -151,42 +191,52 @@ def linear_chain_group_operators_kernel(
 
 @triton.jit
 def linear_chain_boundaries_kernel(
-    batch,  # Batch, with the emissions of first tokens
-    span,  # Span
-    maxima_ptr,  # [T, N] fp64
+    batch,  # Batch
+    transitions,  # StridedSteps, which are read with MAX_PLUS
+    span,  # Span, which counts without MAX_PLUS
+    maxima_ptr,  # [T, N] fp64, or None with MAX_PLUS
     operators,  # Operators
-    known_ptr,  # [2, N, groups + 1, C] fp64, states between groups, or None for one group
-    boundaries_ptr,  # [2, N, segments + 1, C] fp64
-    logz_ptr,  # [N] fp64, if known is None
-    rounded_ptr,  # [N]
+    known_ptr,  # [DIRECTIONS, N, groups + 1, C] fp64, states between groups, or None for one group
+    boundaries_ptr,  # [DIRECTIONS, N, segments + 1, C] fp64
+    logz_ptr,  # [N] fp64, if known is None; or None with MAX_PLUS
+    rounded_ptr,  # [N] log Z or the best score, if known is None
+    last_ptr,  # [N] int32 with MAX_PLUS, the last state of the best path or -1, if known is None
     segments,
     groups,
     SIZE: tl.constexpr,
     DIRECTIONS: tl.constexpr,  # 2, or 1 for alpha alone
     EXACT: tl.constexpr,
+    MAX_PLUS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Scan alpha or beta over the operators of a group, and compute log Z if there is one group."""
     batch = Batch(*batch)
     T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
-    if transition_range(span, BLOCK_PARTS)[0]:
+    if serving_range(span, MAX_PLUS, BLOCK_PARTS)[0]:
         group, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
         n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
         is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
         tokens, invalid = load_tokens(batch.lengths, n, T)
         first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)
-        maximum = tl.load(maxima_ptr + n)
+        total, powers = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
         if known_ptr is None:
             score_ptr = emissions.ptr + n * emissions.n + c.to(tl.int64) * emissions.c
             score = tl.load(score_ptr, mask=c < C, other=-float("inf"))
             start, end = load_end(batch.start, n, c, C), load_end(batch.end, n, c, C)
-            score = fold_ends(score, 0, tokens, start, end) - finite_shift(maximum)
-            x = tl.where(is_alpha, exp_split(score, EXACT), tl.where(c < C, 1.0, 0.0))
+            x = fold_ends(score, 0, tokens, start, end)
+            if MAX_PLUS:
+                # No comparison finds a NaN of the first state.
+                is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
+                total = tl.where(is_nan, float("nan"), total)
+            else:
+                total = tl.load(maxima_ptr + n)
+                x = exp_split(x - finite_shift(total), EXACT)
+                x = tl.where(is_alpha, x, tl.where(c < C, 1.0, 0.0))
         else:
             state = (direction * N + n) * (groups + 1) + group + direction
-            x = tl.load(known_ptr + state * C + c, mask=c < C, other=0.0)
-        total, powers = maximum, 0.0 * maximum
+            other = -float("inf") if MAX_PLUS else 0.0
+            x = tl.load(known_ptr + state * C + c, mask=c < C, other=other)
         row_ptr = boundaries_ptr + (direction * N + n) * (segments + 1) * C + c
         step_k, step_c = tl.where(is_alpha, C, 1), tl.where(is_alpha, 1, C)
         at = n * segments + tl.where(is_alpha, first, last - 1)
@@ -201,18 +251,32 @@ def linear_chain_boundaries_kernel(
             next_step, next_exponents, next_offset = load_operator(
                 operators, at, C, step_k, step_c, BLOCK_C
             )
-            factors, greatest = scaled_exponents(exponents)
-            removed = exponent_of(tl.max(x, axis=0))
-            x = tl.where(is_alpha, x * factors, x)
-            y = tl.sum(step * x[:, None], axis=0) * power_of_2(-removed)
-            x = tl.where(is_alpha, y, y * factors)
+            if MAX_PLUS:
+                x = tl.max(step + x[:, None], axis=0)
+            else:
+                factors, greatest = scaled_exponents(exponents)
+                removed = exponent_of(tl.max(x, axis=0))
+                x = tl.where(is_alpha, x * factors, x)
+                y = tl.sum(step * x[:, None], axis=0) * power_of_2(-removed)
+                x = tl.where(is_alpha, y, y * factors)
+                powers += removed.to(tl.float64) + greatest
             total += offset
-            powers += removed.to(tl.float64) + greatest
             step, exponents, offset = next_step, next_exponents, next_offset
         is_edge = tl.where(is_alpha, last == segments, first == 0)
         tl.store(row_ptr + tl.where(is_alpha, last, first) * C, x, mask=(c < C) & is_edge)
         if known_ptr is None:
-            if is_alpha:
+            if MAX_PLUS:
+                weights = load_matrix(
+                    transitions.ptr, C, transitions.k, transitions.c, BLOCK_C, 0.0
+                )
+                is_nan = tl.max(tl.max((weights != weights).to(tl.int32), axis=0), axis=0) > 0
+                total += tl.where(is_nan & (tokens > 1), float("nan"), 0.0)
+                greatest = tl.max(x, axis=0)
+                best = greatest + total + invalid
+                state = tl.min(tl.where(x == greatest, c, BLOCK_C), axis=0)
+                tl.store(last_ptr + n, tl.where(best > -float("inf"), state, -1))
+                tl.store(rounded_ptr + n, best.to(rounded_ptr.dtype.element_ty))
+            elif is_alpha:
                 logz = total + powers * LN2_FP64 + tl.log(tl.sum(x, axis=0)) + invalid
                 tl.store(logz_ptr + n, logz)
                 tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))

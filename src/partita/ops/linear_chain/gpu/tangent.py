@@ -15,9 +15,9 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .counts import split_tokens, token_of_rows
+from .counts import split_tokens
 from .marginals import state_posteriors, store_end_gradient
-from .scores import exp_sum_term, load_tokens, transition_range
+from .scores import exp_sum_term, load_tokens, token_of_rows, transition_range
 
 
 @triton.jit
