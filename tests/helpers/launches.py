@@ -68,9 +68,9 @@ class Launch(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Return the dtype of a chain's scores or of the largest floating tensor, else int64."""
         floating = self.floating
-        scores = [tensor for tensor in floating if tensor.dim() == 4][:1]
-        largest = scores or sorted(floating, key=torch.Tensor.numel)[-1:]
-        return largest[0].dtype if largest else torch.int64
+        scores = [tensor for tensor in floating if tensor.dim() == 4]
+        largest = max(scores or floating[::-1], key=torch.Tensor.numel, default=None)
+        return torch.int64 if largest is None else largest.dtype
 
     @property
     def plain(self) -> bool:
