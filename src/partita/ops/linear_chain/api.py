@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...paths.inputs import check_semiring, end_of_chains, lengths_of_chains
 from ...primitives.semiring import Log, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
@@ -16,12 +17,10 @@ from ...runtime.dtypes import acc_dtype
 from ..chain.api import Chain
 from ..chain.edges import dense_source
 from . import autograd, functional
-from .common import end_of_chains, lengths_of_chains
 from .inputs import (
     LinearChainTensors,
     check_linear_chain,
     check_same_lengths,
-    check_semiring,
 )
 from .results import ExpectedCounts, LinearPath, LinearSample
 

@@ -26,7 +26,7 @@ from ...runtime.autograd import (
     sum_of_gradients,
 )
 from ...runtime.constants import scalar
-from . import fakes, reference, reference_tangent
+from . import fakes, reference
 from .common import HAS_KERNELS
 from .paths import path_indicator
 
@@ -58,7 +58,7 @@ def _gpu_paths() -> ModuleType:
 def _gpu_tangent() -> ModuleType:
     from .gpu import launch_tangent
 
-    return launch_tangent if HAS_KERNELS else reference_tangent
+    return launch_tangent if HAS_KERNELS else reference
 
 
 # It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
@@ -103,7 +103,7 @@ sample = register.define(
 # It returns the derivative of log Z in the direction of the values [N], and the derivative in that
 # direction of the gradients of sum(grad_output * log Z), all in fp64.
 tangent = register.define(
-    reference_tangent.linear_chain_tangent,
+    reference.linear_chain_tangent,
     fakes.fake_tangent,
     gpu=_gpu_tangent,
     cpu=_cpu,
@@ -264,9 +264,7 @@ class Expectation(torch.autograd.Function):
         chain, values = tensors[:5], tensors[5:]
         needed = needed_gradients(ctx, *tensors)
         if is_double_backward(grad_output, *tensors):
-            results = double_backward(
-                reference_tangent.expected_value, tensors, needed[:9], grad_output
-            )
+            results = double_backward(reference.expected_value, tensors, needed[:9], grad_output)
             return *results, None
         d_scores: tuple[Tensor | None, ...] = (None,) * 4
         d_values: tuple[Tensor | None, ...] = (None,) * 4

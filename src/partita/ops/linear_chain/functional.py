@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime.autograd import (
     apply,
@@ -18,9 +19,10 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
+from ..chain.reference import best_paths
+from ..chain.reference import log_partition as generic_partition
 from . import autograd, reference
-from .inputs import LinearChainTensors, full_lengths
-from .paths import best_paths, path_score
+from .inputs import LinearChainTensors
 
 
 def _needs_no_derivative(chain: LinearChainTensors) -> bool:
@@ -64,7 +66,8 @@ def partition(chain: LinearChainTensors, semiring: Semiring) -> Tensor:
             return autograd.viterbi(*chain, backend)[0]
         return apply(autograd.BestScore, *chain, backend)[0]
     _refuse_kernels("this semiring")
-    result = reference.generic_partition(*chain, differentiable(semiring))
+    semiring = differentiable(semiring)
+    result = generic_partition(reference.linear_chain_inputs(*chain, semiring), semiring)
     return result.to(acc_dtype(chain.emissions.dtype))
 
 
@@ -135,7 +138,9 @@ def _difference(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def kl(chain: LinearChainTensors, other: LinearChainTensors) -> Tensor:
     """Return KL(chain ‖ other) of the paths in nats, `[N]` fp64; NaN where lengths differ."""
-    same = full_lengths(chain) == full_lengths(other)
+    same = full_lengths(chain.emissions, chain.lengths) == full_lengths(
+        other.emissions, other.lengths
+    )
     if other.transitions.ndim != chain.transitions.ndim:
         chain, other = transitions_of_sequences(chain), transitions_of_sequences(other)
     mean = expectation(
@@ -156,11 +161,11 @@ def log_prob(chain: LinearChainTensors, states: Tensor) -> Tensor:
     """Return the log-probability of the paths with the states `[..., T, N]`, `[..., N]` fp64."""
     logz = log_partition(chain)
     # A path that is given is not a path of a chain that has none.
-    return torch.where(logz == -torch.inf, -torch.inf, path_score(chain, states) - logz)
+    return torch.where(logz == -torch.inf, -torch.inf, reference.path_score(*chain, states) - logz)
 
 
 def nbest(chain: LinearChainTensors, k: int) -> tuple[Tensor, Tensor]:
     """Return the scores and states of the k best paths, as in `best_paths`."""
     _refuse_kernels("nbest")
     autograd.check_values(chain.emissions, chain.lengths)
-    return best_paths(chain, k)
+    return best_paths(reference.linear_chain_inputs(*chain, Max), k)[:2]

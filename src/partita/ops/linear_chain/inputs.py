@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives.semiring import Semiring
+from ...paths.inputs import full_lengths, steps_first
 from ...runtime import checks
 from ...runtime.sizes import same_sizes
-from .common import steps_first
 
 
 class LinearChainTensors(NamedTuple):
@@ -30,14 +29,6 @@ class LinearChainTensors(NamedTuple):
     lengths: Tensor | None
 
 
-def full_lengths(chain: LinearChainTensors) -> Tensor:
-    """Return the lengths `[N]`; T for all sequences if none were given."""
-    if chain.lengths is None:
-        T, N, _ = chain.emissions.shape
-        return torch.full((N,), T, device=chain.emissions.device)
-    return chain.lengths
-
-
 def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool) -> Tensor:
     """Return the emissions as `[T, N, C]`, or raise for a wrong dtype, shape or device."""
     emissions = steps_first(emissions, batch_first)
@@ -53,16 +44,10 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool
     return emissions
 
 
-def check_semiring(semiring: Semiring) -> None:
-    """Raise for an argument that is not a semiring."""
-    if not isinstance(semiring, Semiring):
-        raise TypeError(f"semiring: expected a Semiring, as Log or Max, got {semiring!r}")
-
-
 def check_same_lengths(chain: LinearChainTensors, other: LinearChainTensors) -> None:
     """Raise where another chain has other lengths; the values are read only if checked."""
     if chain.lengths is other.lengths or not checks.should_check_values(chain.emissions.device):
         return
-    lengths = full_lengths(other), full_lengths(chain)
+    lengths = [full_lengths(each.emissions, each.lengths) for each in (other, chain)]
     if all(map(checks.can_check_values, lengths)) and not torch.equal(*lengths):
         raise ValueError("other.lengths: expected the lengths of this chain, got others")

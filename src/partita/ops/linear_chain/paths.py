@@ -1,4 +1,4 @@
-"""Paths of dense linear chains that are given by their states: scores, and indicators of them."""
+"""The gradient of the best score of dense linear chains."""
 
 from __future__ import annotations
 
@@ -7,44 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from .inputs import LinearChainTensors, full_lengths
-
-
-def path_score(chain: LinearChainTensors, states: Tensor) -> Tensor:
-    """Return the score of paths with the states `[..., T, N]`, `[..., N]` fp64.
-
-    States past a length are ignored. The score is -inf for a state that is out of range, and NaN
-    for an invalid length.
-    """
-    emissions, transitions, start, end, _ = chain
-    T, N, C = emissions.shape
-    lengths = full_lengths(chain).long()
-    invalid = (lengths < 1) | (lengths > T)
-    sequence = torch.arange(N, device=states.device)
-    token = torch.arange(T, device=states.device)[:, None]
-    active = token < lengths
-    if not C:
-        return emissions.new_full((*states.shape[:-2], N), -torch.inf, dtype=torch.float64)
-    index = states.clamp(0, C - 1)
-    possible = ((index == states) | ~active).all(-2)
-    scores = torch.where(active, emissions[token, sequence, index].double(), 0.0)
-    total = scores.sum(-2)
-    before, after = index[..., :-1, :], index[..., 1:, :]
-    # The gradient of a shared number is a sum over many steps, so it is formed in fp64.
-    if transitions.ndim == 2:
-        steps = transitions.double()[before, after]
-    elif transitions.ndim == 3:
-        steps = transitions.double()[token[:-1], before, after]
-    else:
-        steps = transitions[token[:-1], sequence, before, after]
-    total = total + torch.where(active[1:], steps.double(), 0.0).sum(-2)
-    if start is not None:
-        total = total + start[sequence, index[..., 0, :]].double()
-    if end is not None:
-        last = (lengths - 1).clamp(0, T - 1).expand(*index.shape[:-2], 1, N)
-        total = total + end[sequence, index.gather(-2, last).squeeze(-2)].double()
-    return torch.where(possible, total, -torch.inf).masked_fill(invalid, torch.nan)
 
 
 def path_indicator(
@@ -92,49 +54,3 @@ def path_indicator(
         None if start is None else d_emissions[0].to(start[1]),
         None if end is None else d_end.to(end[1]),
     )
-
-
-def best_paths(chain: LinearChainTensors, k: int) -> tuple[Tensor, Tensor]:
-    """Return the scores `[k, N]` fp64 of the k best paths, from the best on, and their states.
-
-    The states are `[k, T, N]`, and -1 past the length and for a path that does not exist, whose
-    score is -inf. Of equal paths that with the lowest states, from the last state back, comes
-    first. A step sorts all ways into a state, so the scan takes memory of `[N, C k, C]`.
-
-    Source: Schwartz and Chow, The N-best algorithm, 1990.
-    """
-    emissions, transitions, start, end, _ = chain
-    T, N, C = emissions.shape
-    lengths = full_lengths(chain).long()
-    invalid = (lengths < 1) | (lengths > T)
-    if not (C and k):
-        score = emissions.new_full((k, N), -torch.inf, dtype=torch.float64)
-        return score.masked_fill(invalid, torch.nan), lengths.new_full((k, T, N), -1)
-    # scores[n, c, r] is that of the r-th best path into state c.
-    scores = emissions.new_full((N, C, k), -torch.inf, dtype=torch.float64)
-    scores[..., 0] = emissions[0].double() if start is None else emissions[0].double() + start
-    pointers = []  # for each step, the state before and its rank, as state * k + rank
-    own = torch.arange(C * k, device=emissions.device).reshape(C, k)
-    for t in range(1, T):
-        step = transitions if transitions.ndim == 2 else transitions[t - 1]
-        step = step.double().expand(N, C, C)[:, :, None]
-        ways = (scores[..., None] + step).reshape(N, C * k, C)
-        best, way = (
-            part[:, :k].transpose(1, 2) for part in ways.sort(dim=1, descending=True, stable=True)
-        )
-        active = (t < lengths)[:, None, None]
-        scores = torch.where(active, best + emissions[t].double()[..., None], scores)
-        pointers.append(torch.where(active, way, own))
-    if end is not None:
-        scores = scores + end.double()[..., None]
-    scores, slot = (
-        part[:, :k].T for part in scores.flatten(1).sort(dim=1, descending=True, stable=True)
-    )
-    states, sequence = [slot // k], torch.arange(N, device=slot.device)
-    for pointer in reversed(pointers):
-        slot = pointer.flatten(1)[sequence, slot]
-        states.append(slot // k)
-    token = torch.arange(T, device=slot.device)[:, None]
-    exists = (scores > -torch.inf)[:, None] & (token < lengths) & ~invalid
-    path = torch.where(exists, torch.stack(states[::-1], 1), -1)
-    return scores.masked_fill(invalid, torch.nan), path

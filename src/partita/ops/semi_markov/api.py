@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...paths.inputs import lengths_of_chains
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ..linear_chain.common import lengths_of_chains
 from . import autograd, functional
 from .inputs import SemiMarkovTensors, as_end, check_semi_markov
 from .results import SemiMarkovPath, SemiMarkovSample

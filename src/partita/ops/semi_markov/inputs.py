@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...paths.inputs import end_of_chains, steps_first
 from ...runtime import checks
 from ...runtime.constants import scalar
-from ..linear_chain.common import end_of_chains, steps_first
 
 
 class SemiMarkovTensors(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...primitives.semiring import Log, Max, log_dsum
+from ...primitives.semiring import Log, Max, draw
 from ...runtime.dtypes import acc_dtype
 from .reference import (
     ForwardScores,
@@ -73,16 +73,6 @@ def semi_markov_viterbi(
     return best.to(acc_dtype(emissions.dtype)), states[0], starts[0]
 
 
-def _draw(terms: Tensor, uniform: Tensor) -> Tensor:
-    """Draw an index into each row of `[k, N, C]` with probabilities proportional to exp(terms)."""
-    weights = log_dsum(terms, -1)
-    cumulative = weights.cumsum(-1)
-    index = (cumulative <= uniform[..., None] * cumulative[..., -1:]).sum(-1)
-    # A product that rounds up to the total would pass the last index with a positive weight.
-    possible = (weights > 0) * torch.arange(weights.shape[-1], device=weights.device)
-    return torch.minimum(index, possible.amax(-1))
-
-
 def semi_markov_sample(
     emissions: Tensor,
     transitions: Tensor,
@@ -102,5 +92,5 @@ def semi_markov_sample(
     logz = log_partition(x, scores.alpha)
     k = uniforms.shape[2]
     return trace_back(
-        x, scores, logz, k, lambda terms, t, kind: _draw(terms.expand(k, -1, -1), uniforms[t, kind])
+        x, scores, logz, k, lambda terms, t, kind: draw(terms.expand(k, -1, -1), uniforms[t, kind])
     )

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from .expectation import chain_expectation, chain_expectation_gradient, expected_value
+from .expectation import (
+    Values,
+    chain_expectation,
+    chain_expectation_gradient,
+    covariances,
+    expected_value,
+    mean_value,
+)
 from .logz import (
     ChainInputs,
     backward_scores,
@@ -12,13 +19,16 @@ from .logz import (
     chain_scan,
     forward_scores,
     log_partition,
+    posteriors,
 )
 from .nbest import best_paths
-from .paths import chain_sample, chain_viterbi, path_score
+from .paths import best_path, chain_sample, chain_viterbi, path_score, sample_paths
 
 __all__ = [
     "ChainInputs",
+    "Values",
     "backward_scores",
+    "best_path",
     "best_paths",
     "chain_expectation",
     "chain_expectation_gradient",
@@ -28,8 +38,12 @@ __all__ = [
     "chain_sample",
     "chain_scan",
     "chain_viterbi",
+    "covariances",
     "expected_value",
     "forward_scores",
     "log_partition",
+    "mean_value",
     "path_score",
+    "posteriors",
+    "sample_paths",
 ]

@@ -1,4 +1,4 @@
-"""Log Z of sparse linear chains and its gradient in plain PyTorch.
+"""Log Z of linear chains and its gradient in plain PyTorch.
 
 With ⊕ and ⊗ of a semiring, the scans over time compute
 
@@ -12,6 +12,7 @@ All scans run in fp64, and autograd can differentiate them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ class ChainInputs(NamedTuple):
     No index is out of bounds, and scores of inactive steps and missing edges are not NaN.
 
     Fields:
-        scores: `[T, N, C, K]` fp64; the semiring's one on inactive steps and missing edges.
+        scores: takes a step and returns its scores, `[N, C, K]` fp64; the semiring's one for an
+            inactive step. A dense chain forms them here, so that it takes no memory for all steps.
         source: `[C, K]`; 0 for a missing edge.
         missing: `[C, K]`; True for a missing edge.
         initial, final: `[N, C]` fp64; NaN for an invalid chain.
@@ -35,7 +37,7 @@ class ChainInputs(NamedTuple):
         unused: `[N]` fp64: the gradient past a length, 0, or NaN for an invalid chain.
     """
 
-    scores: Tensor
+    scores: Callable[[int], Tensor]
     source: Tensor
     missing: Tensor
     initial: Tensor
@@ -69,29 +71,28 @@ def chain_inputs(
     source = source.long()  # a narrow type would wrap the bounds
     missing = source < 0
     active, invalid = active_steps(scores, source, lengths)
+    unused = torch.where(invalid, torch.nan, 0.0).double().expand(N)
     initial, final = (
-        end.double().masked_fill(invalid[..., None].expand(N, 1), torch.nan)
-        for end in (initial, final)
+        end.double().masked_fill(unused.isnan()[:, None], torch.nan) for end in (initial, final)
     )
     valid = active[:, :, None, None] & ~missing
     safe_scores = torch.where(valid, scores.double(), semiring.one)
-    unused = torch.where(invalid, torch.nan, 0.0).double().expand(N)
     source = source.clamp(0, max(C - 1, 0))
-    return ChainInputs(safe_scores, source, missing, initial, final, active, unused)
+    return ChainInputs(safe_scores.__getitem__, source, missing, initial, final, active, unused)
 
 
 def edge_terms(x: ChainInputs, t: int, alpha: Tensor, semiring: Semiring) -> Tensor:
     """Return each edge's term in the sum for the state it enters at step t, `[N, C, K]`."""
-    terms = semiring.mul(x.scores[t], alpha[:, x.source])
+    terms = semiring.mul(x.scores(t), alpha[:, x.source])
     return terms.masked_fill(x.missing, semiring.zero)
 
 
 def forward_scores(x: ChainInputs, semiring: Semiring) -> list[Tensor]:
     """Return alpha after 0 to T steps, `[N, C]` each; past a chain's length it does not change."""
     alpha = [x.initial]
-    for t in range(len(x.scores)):
+    for t, active in enumerate(x.active):
         entered = semiring.sum(edge_terms(x, t, alpha[t], semiring), -1)
-        alpha.append(torch.where(x.active[t, :, None], entered, alpha[t]))
+        alpha.append(torch.where(active[:, None], entered, alpha[t]))
     return alpha
 
 
@@ -120,8 +121,8 @@ def backward_scores(x: ChainInputs, semiring: Semiring) -> list[Tensor]:
         no_path = torch.full_like(x.final, semiring.zero)
         return [torch.where(active[:, None], no_path, x.final) for active in x.active] + beta
     edge, valid = outgoing_edges(x)
-    for t in reversed(range(len(x.scores))):
-        terms = semiring.mul(x.scores[t].flatten(1)[:, edge], beta[0][:, edge // K])
+    for t in reversed(range(len(x.active))):
+        terms = semiring.mul(x.scores(t).flatten(1)[:, edge], beta[0][:, edge // K])
         left = semiring.sum(terms.masked_fill(~valid, semiring.zero), -1)
         beta.insert(0, torch.where(x.active[t, :, None], left, beta[0]))
     return beta
@@ -133,6 +134,24 @@ def log_partition(x: ChainInputs, semiring: Semiring) -> Tensor:
     if semiring.zero == -torch.inf:
         return torch.where(logz == -torch.inf, logz.detach(), logz)
     return logz
+
+
+def posteriors(x: ChainInputs, grad_output: Tensor) -> Iterator[Tensor]:
+    """Yield the posteriors times grad_output `[N]`, which are the gradient of log Z.
+
+    The first are those of the last states `[N, C]`, then come those of the edges `[N, C, K]` from
+    the last step to the first, then those of the first states. The posterior of an edge is the
+    posterior of the state that it enters, times the edge's share in the sum that entered it.
+    """
+    alpha = forward_scores(x, Log)
+    state = grad_output.double()[:, None] * log_dsum(alpha[-1] + x.final, -1)
+    yield state
+    for t in reversed(range(len(x.active))):
+        active = x.active[t, :, None]
+        edges = state[..., None] * log_dsum(edge_terms(x, t, alpha[t], Log), -1)
+        yield torch.where(active[..., None], edges, x.unused[:, None, None])
+        state = torch.where(active, sum_by_source(x, edges), state)
+    yield state
 
 
 def chain_logz(
@@ -163,23 +182,15 @@ def chain_gradient(
     saved: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of log Z in scores (in `dtype`), initial and final.
-
-    The posterior of an edge is the posterior of the state that it enters, times the edge's share
-    in the sum that entered that state.
-    """
+    """Return the gradients of log Z in scores (in `dtype`), initial and final."""
     x = chain_inputs(scores, source, initial, final, lengths, Log)
-    alpha = forward_scores(x, Log)
-    d_final = grad_output.double()[:, None] * log_dsum(alpha[-1] + x.final, -1)
-    d_state = d_final  # grad_output times the posterior of each state, [N, C]
-    d_scores: list[Tensor] = []
-    for t in reversed(range(len(x.scores))):
-        active = x.active[t, :, None]
-        d_edge = d_state[..., None] * log_dsum(edge_terms(x, t, alpha[t], Log), -1)
-        d_scores.insert(0, torch.where(active[..., None], d_edge, x.unused[:, None, None]))
-        d_state = torch.where(active, sum_by_source(x, d_edge), d_state)
-    stacked = torch.stack(d_scores) if d_scores else x.scores
-    return stacked.to(dtype), d_state.to(initial.dtype), d_final.to(final.dtype)
+    d_final, *d_edges, d_initial = posteriors(x, grad_output)
+    d_scores = torch.stack(d_edges[::-1]) if d_edges else torch.empty_like(scores)
+    return (
+        d_scores.to(dtype),
+        d_initial.to(initial.dtype, copy=True),
+        d_final.to(final.dtype),
+    )
 
 
 def sum_by_source(x: ChainInputs, edge_values: Tensor) -> Tensor:

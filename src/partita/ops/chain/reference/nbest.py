@@ -1,4 +1,4 @@
-"""The k best paths of sparse linear chains in plain PyTorch."""
+"""The k best paths of linear chains in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def best_paths(x: ChainInputs, k: int) -> tuple[Tensor, Tensor, Tensor]:
     Source: Schwartz and Chow, The N-best algorithm, 1990.
     """
     N, C = x.initial.shape
-    T, K = len(x.scores), x.source.shape[1]
+    T, K = len(x.active), x.source.shape[1]
     if not C:
         none = x.source.new_full((k, T + 1, N), -1)
         return x.initial.new_full((k, N), -torch.inf), none, none[:, 1:]
@@ -27,7 +27,7 @@ def best_paths(x: ChainInputs, k: int) -> tuple[Tensor, Tensor, Tensor]:
     alpha = torch.cat([x.initial[..., None], x.initial.new_full((N, C, k - 1), Max.zero)], 2)
     ways = []  # for each step, the edge into a state and the rank of the path before it
     for t in range(T if K else 0):
-        entered = x.scores[t][..., None] + alpha[:, x.source]
+        entered = x.scores(t)[..., None] + alpha[:, x.source]
         entered = entered.masked_fill(x.missing[..., None], Max.zero).flatten(2)
         best, way = (part[..., :k] for part in entered.sort(dim=2, descending=True, stable=True))
         alpha = torch.where(x.active[t, :, None, None], best, alpha)

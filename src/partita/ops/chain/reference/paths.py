@@ -1,4 +1,4 @@
-"""Paths through sparse linear chains in plain PyTorch: the best one, samples, and path scores."""
+"""Paths through linear chains in plain PyTorch: the best one, samples, and path scores."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....primitives.semiring import Log, Max, log_dsum
+from ....primitives.semiring import Log, Max, draw
 from ....runtime.dtypes import acc_dtype
 from ....runtime.sizes import decide
-from .logz import ChainInputs, active_steps, chain_inputs, edge_terms, forward_scores
+from .logz import (
+    ChainInputs,
+    active_steps,
+    chain_inputs,
+    edge_terms,
+    forward_scores,
+    log_partition,
+)
 
 
 def chain_viterbi(
@@ -28,22 +35,28 @@ def chain_viterbi(
     last state.
     """
     x = chain_inputs(scores, source, initial, final, lengths, Max)
-    alpha = forward_scores(x, Max)
-    end_scores = alpha[-1] + x.final
-    best = Max.sum(end_scores, -1)
-    score = best.to(acc_dtype(scores.dtype))
-    if end_scores.shape[1]:
-        last_state = end_scores.argmax(-1)
+    if trace:
+        best, states, edges = best_path(x)
     else:
-        last_state = torch.full_like(best, -1, dtype=torch.int64)
-    if not trace:
-        return score, last_state.new_empty(0), last_state.new_empty(0)
+        best, states = log_partition(x, Max), x.source.new_empty(0)
+        edges = states.clone()
+    return best.to(acc_dtype(scores.dtype)), states, edges
+
+
+def best_path(x: ChainInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best score `[N]` fp64, and the states and edges of its path."""
+    alpha = forward_scores(x, Max)
+    ends = alpha[-1] + x.final
+    best = Max.sum(ends, -1)
+    last_state = (
+        ends.argmax(-1) if ends.shape[1] else torch.full(best.shape, -1, device=best.device)
+    )
 
     def best_edge(t: int, state: Tensor) -> Tensor:
         return _rows_of_states(edge_terms(x, t, alpha[t], Max), state).argmax(-1)
 
     states, edges = _trace_back(x, best_edge, last_state[None], best > -torch.inf)
-    return score, states[0], edges[0]
+    return best, states[0], edges[0]
 
 
 def chain_sample(
@@ -56,35 +69,31 @@ def chain_sample(
 ) -> tuple[Tensor, Tensor]:
     """Return the states `[S, T + 1, N]` and edges `[S, T, N]` of S paths from the posterior.
 
-    The last state is drawn first, then the edge into each state. The draws use the uniform numbers
-    `[T + 1, S, N]`.
+    The draws use the uniform numbers `[T + 1, S, N]`, the last ones for the last states.
     """
     x = chain_inputs(scores, source, initial, final, lengths, Log)
+    return sample_paths(x, uniforms, uniforms[-1])
+
+
+def sample_paths(x: ChainInputs, uniforms: Tensor, of_last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states and edges of paths from the posterior.
+
+    The last state is drawn first, by `of_last` `[S, N]`, then the edge into each state, by the
+    uniform numbers of its step.
+    """
     alpha = forward_scores(x, Log)
-    end_scores = alpha[-1] + x.final
+    ends = alpha[-1] + x.final
 
     def draw_edge(t: int, state: Tensor) -> Tensor:
-        return _draw(_rows_of_states(edge_terms(x, t, alpha[t], Log), state), uniforms[t])
+        return draw(_rows_of_states(edge_terms(x, t, alpha[t], Log), state), uniforms[t])
 
-    last_state = _draw(end_scores.expand(uniforms.shape[1], -1, -1), uniforms[-1])
-    return _trace_back(x, draw_edge, last_state, Log.sum(end_scores, -1) > -torch.inf)
+    last_state = draw(ends.expand(len(of_last), -1, -1), of_last)
+    return _trace_back(x, draw_edge, last_state, Log.sum(ends, -1) > -torch.inf)
 
 
 def _rows_of_states(terms: Tensor, state: Tensor) -> Tensor:
     """Return the rows `[S, N, K]` of the terms `[N, C, K]` that belong to the states `[S, N]`."""
     return terms[torch.arange(state.shape[1], device=state.device), state]
-
-
-def _draw(terms: Tensor, uniform: Tensor) -> Tensor:
-    """Draw an index into each row of `[S, N, K]` with probabilities proportional to exp(terms)."""
-    weights = log_dsum(terms, -1)
-    cumulative = weights.cumsum(-1)
-    if not terms.shape[-1]:
-        return torch.zeros_like(uniform.expand(terms.shape[:-1]), dtype=torch.int64)
-    index = (cumulative <= uniform[..., None] * cumulative[..., -1:]).sum(-1)
-    # A product that rounds up to the total would pass the last index with a positive weight.
-    possible = (weights > 0) * torch.arange(weights.shape[-1], device=weights.device)
-    return torch.minimum(index, possible.amax(-1))
 
 
 def _trace_back(
@@ -104,7 +113,7 @@ def _trace_back(
     K = x.source.shape[1]
     states = [state]
     edges: list[Tensor] = []
-    for t in reversed(range(len(x.scores))):
+    for t in reversed(range(len(x.active))):
         k = choose_edge(t, state) if x.source.numel() else state
         edges.insert(0, torch.where(x.active[t] & has_path, state * K + k, -1))
         if x.source.numel():
