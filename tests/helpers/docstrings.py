@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from partita.paths.distribution import PathDistribution
+
 MODULES = (
     "partita",
     "partita.nn",
@@ -131,7 +133,9 @@ def kind_of(name: str, value: Any) -> str:
 
 
 def members(name: str, value: type) -> Iterator[Public]:
-    for member, own in vars(value).items():
+    """Yield the methods of a class, and those that it has from `PathDistribution`."""
+    shared = vars(PathDistribution) if issubclass(value, PathDistribution) else {}
+    for member, own in {**shared, **vars(value)}.items():
         if member.startswith("_") or member in fields_of(value):
             continue
         if isinstance(own, property):

@@ -90,7 +90,7 @@ CASES: dict[str, Case] = {
     "logz, fp64": (
         ("chain_logz", "chain_gradient"),
         CHAIN,
-        lambda s, *ends: log_partitions(partita.Chain(s, SOURCE, *ends)._tensors())[0],
+        lambda s, *ends: log_partitions(partita.Chain(s, SOURCE, *ends)._potentials())[0],
     ),
     "linear_chain": (
         ("linear_chain_logz", "linear_chain_gradient"),

@@ -118,3 +118,16 @@ def _other_layout(batch_first: bool, is_meant: bool) -> str:
         f"; emissions is {_layout(batch_first)}, and batch_first={not batch_first} takes"
         f" {_layout(not batch_first)}"
     )
+
+
+def check_equal(name: str, expected: Tensor, given: Tensor) -> Tensor:
+    """Return where the integers of another distribution are the expected ones.
+
+    Others raise where values are checked.
+    """
+    given = given.to(expected.dtype)
+    same = expected == given
+    is_checked = given is not expected and checks.should_check_values(expected.device)
+    if is_checked and checks.can_check_values(same) and not same.all():
+        raise ValueError(f"other.{name}: expected the {name} of this chain, got another")
+    return same

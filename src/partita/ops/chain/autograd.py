@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.semiring import Semiring
+from ...paths.autograd import save_log_partition
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -19,17 +20,13 @@ from ...runtime.autograd import (
     is_vmapped,
     needed_gradients,
     one_by_one,
-    plain_eager,
-    refuse_forward_mode,
     requires_grad,
     saved_tensors,
     skip_unused_gradients,
     sum_of_gradients,
-    without_wrappers,
 )
-from ...runtime.backend import current_backend
 from . import fakes, reference
-from .inputs import ChainTensors, check_states
+from .inputs import check_states
 from .reference import expected_value
 
 
@@ -66,77 +63,26 @@ def _gpu_paths() -> ModuleType:
     return launch_paths
 
 
-logz = register.define(
-    reference.chain_logz,
-    fakes.fake_logz,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
+_define = partial(register.define, cpu=_cpu, vmap=one_by_one, by_identity=("source",))
+logz = _define(reference.chain_logz, fakes.fake_logz, gpu=_gpu, check=check_values)
+logz_gradient = _define(reference.chain_gradient, fakes.fake_logz_gradient, gpu=_gpu)
+scan = _define(reference.chain_scan, fakes.fake_scan, gpu=_gpu, check=check_values)
+viterbi = _define(reference.chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths, check=check_values)
+sample = _define(reference.chain_sample, fakes.fake_sample, gpu=_gpu_paths, check=check_values)
+expectation = _define(
+    reference.chain_expectation, fakes.fake_expectation, gpu=_gpu_expectation, check=check_values
 )
-logz_gradient = register.define(
-    reference.chain_gradient,
-    fakes.fake_logz_gradient,
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-
-scan = register.define(
-    reference.chain_scan,
-    fakes.fake_scan,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-viterbi = register.define(
-    reference.chain_viterbi,
-    fakes.fake_viterbi,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-sample = register.define(
-    reference.chain_sample,
-    fakes.fake_sample,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-expectation = register.define(
-    reference.chain_expectation,
-    fakes.fake_expectation,
-    gpu=_gpu_expectation,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-expectation_gradient = register.define(
-    reference.chain_expectation_gradient,
-    fakes.fake_expectation_gradient,
-    gpu=_gpu_expectation,
-    cpu=_cpu,
-    vmap=one_by_one,
-    by_identity=("source",),
+expectation_gradient = _define(
+    reference.chain_expectation_gradient, fakes.fake_expectation_gradient, gpu=_gpu_expectation
 )
 
 
 def logz_gradients(
-    grad_output: Tensor, saved: tuple[Any, ...], backend: str
+    grad_output: Tensor, tensors: tuple[Any, ...], backend: str
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients in scores, initial and final, which may be differentiated again."""
-    scores, initial, final, source, lengths, *rest = without_wrappers(saved)
-    variables = (scores, initial, final)
-    tensors = (*variables, source, lengths, *rest)
+    scores, _, _, source, lengths, *_ = tensors
+    variables = tensors[:3]
     if not is_double_backward(grad_output, *variables):
         op = for_gradients(logz_gradient, grad_output)
         grads = op(grad_output, *tensors, scores.dtype, backend)
@@ -157,35 +103,20 @@ class LogZ(torch.autograd.Function):
     """Log Z of each chain, `[N]`, in fp64 and in the dtype of results."""
 
     generate_vmap_rule = True
+    setup_context = staticmethod(save_log_partition)
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return logz(scores, source, initial, final, lengths, save, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        scores, source, initial, final, lengths, _, ctx.backend = inputs
-        logz, _, saved = output
-        ctx.mark_non_differentiable(saved)
-        # Zeros for the gradient of `saved` would take as much memory as `saved`.
-        skip_unused_gradients(ctx)
-        ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return logz(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad_output = sum_of_gradients(*grads[:2])
         if grad_output is None:
             return (None,) * 7
-        found = logz_gradients(grad_output, ctx.saved_tensors, ctx.backend)
-        d_scores, d_initial, d_final = found
+        scores, source, initial, final, *rest = saved_tensors(ctx)
+        tensors = (scores, initial, final, source, *rest)
+        d_scores, d_initial, d_final = logz_gradients(grad_output, tensors, ctx.backend)
         return d_scores, None, d_initial, d_final, None, None, None
 
 
@@ -199,8 +130,8 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return logz_gradient(grad_output, *rest)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return logz_gradient(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -238,16 +169,8 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        trace: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return viterbi(scores, source, initial, final, lengths, trace, backend)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return viterbi(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -295,20 +218,8 @@ class Expectation(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        values: Tensor,
-        first_values: Tensor,
-        last_values: Tensor,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chain = (scores, source, initial, final, lengths)
-        return expectation(*chain, values, first_values, last_values, save, backend)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return expectation(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -337,43 +248,3 @@ class Expectation(torch.autograd.Function):
         d_scores, d_initial, d_final = results[:3] if need_score_grads else none
         d_values = results[3:] if need_value_grads else none
         return d_scores, None, d_initial, d_final, None, *d_values, None, None
-
-
-def needs_gradient(a: Tensor, b: Tensor, c: Tensor) -> bool:
-    """Return whether autograd will differentiate a function of the tensors."""
-    return torch.is_grad_enabled() and (requires_grad(a) or requires_grad(b) or requires_grad(c))
-
-
-def chain_needs_gradient(chain: ChainTensors) -> bool:
-    """Return whether autograd will differentiate a function of the chain's scores."""
-    return needs_gradient(chain.scores, chain.initial, chain.final)
-
-
-def calls_op(needs_grad: bool, *tensors: Tensor) -> bool:
-    """Return whether a call may go to its op directly, past the autograd function.
-
-    It may where no gradient is needed and no transform is active. A tangent would be lost, so it
-    raises an error.
-    """
-    if needs_grad or not plain_eager():
-        return False
-    refuse_forward_mode(*tensors)
-    return True
-
-
-def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference.ChainInputs:
-    """Return the inputs of a scan in PyTorch, which serves what no backend has a kernel for.
-
-    Args:
-        chain: the chains.
-        semiring: the semiring of the scan.
-        name: the name of the quantity in the error of a backend that was chosen by name.
-    """
-    backend = current_backend()
-    if backend in ("triton", "numba"):
-        raise RuntimeError(
-            f"backend {backend!r}: {name} has no kernel;"
-            " it runs in PyTorch (backend 'auto' or 'reference')"
-        )
-    check_values(chain.scores, chain.source, chain.lengths)
-    return reference.chain_inputs(*chain, semiring)

@@ -9,56 +9,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...paths.autograd import call, needs_gradient, ones, refuse_kernels
 from ...primitives.semiring import Log, Max, Semiring, differentiable
-from ...runtime.autograd import apply, refuse_forward_mode
+from ...runtime.autograd import refuse_forward_mode
 from ...runtime.backend import current_backend
-from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from . import autograd, reference
-from .autograd import calls_op, chain_needs_gradient, needs_gradient, scan_inputs
-from .inputs import ChainTensors, full_lengths
+from .inputs import ChainPotentials
 
 
-def log_partitions(chain: ChainTensors) -> tuple[Tensor, ...]:
+def log_partitions(chain: ChainPotentials) -> tuple[Tensor, ...]:
     """Return log Z in fp64, of which differences may be formed, and in the dtype of results."""
-    save, backend = chain_needs_gradient(chain), current_backend()
-    if calls_op(save, chain.scores, chain.initial, chain.final):
-        return autograd.logz(*chain, save, backend)[:2]
-    return apply(autograd.LogZ, *chain, save, backend)[:2]
+    args = (*chain, needs_gradient(*chain.variables), current_backend())
+    return call(autograd.logz, autograd.LogZ, chain.variables, *args)[:2]
 
 
-def partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
+def partition(chain: ChainPotentials, semiring: Semiring) -> Tensor:
     """Return the sum over all paths under a semiring in the dtype of results, `[N]`."""
     if semiring == Log:
         return log_partitions(chain)[1]
     if semiring == Max:
-        trace, backend = chain_needs_gradient(chain), current_backend()
-        if calls_op(trace, chain.scores, chain.initial, chain.final):
-            return autograd.viterbi(*chain, trace, backend)[0]
-        return apply(autograd.BestScore, *chain, trace, backend)[0]
+        args = (*chain, needs_gradient(*chain.variables), current_backend())
+        return call(autograd.viterbi, autograd.BestScore, chain.variables, *args)[0]
     inputs = scan_inputs(chain, semiring, "this semiring")
     result = reference.log_partition(inputs, differentiable(semiring))
     return result.to(acc_dtype(chain.scores.dtype))
 
 
-def marginals(chain: ChainTensors) -> Tensor:
+def marginals(chain: ChainPotentials) -> Tensor:
     """Return the posterior of each edge, `[T, N, C, K]`, in the dtype of results."""
     scores, source, initial, final, lengths = chain
     backend, dtype = current_backend(), acc_dtype(scores.dtype)
-    ones = scalar(1.0, torch.float64, scores.device).expand(scores.shape[1])
     logz, _, saved = autograd.logz(*chain, True, backend)
     tensors = (scores, initial, final, source, lengths, logz, saved)
-    return autograd.logz_gradient(ones, *tensors, dtype, backend)[0]
+    return autograd.logz_gradient(ones(scores), *tensors, dtype, backend)[0]
 
 
-def state_scores(chain: ChainTensors, semiring: Semiring, *, reverse: bool) -> Tensor:
+def state_scores(chain: ChainPotentials, semiring: Semiring, *, reverse: bool) -> Tensor:
     """Return alpha, or beta if `reverse`, `[T + 1, N, C]`.
 
     Kernels serve Log and Max without a gradient; a scan in PyTorch serves the rest.
     """
     has_kernel = semiring in (Log, Max)
-    if has_kernel and not chain_needs_gradient(chain):
-        refuse_forward_mode(chain.scores, chain.initial, chain.final)
+    if has_kernel and not needs_gradient(*chain.variables):
+        refuse_forward_mode(*chain.variables)
         return autograd.scan(*chain, semiring == Max, reverse, current_backend())
     name = "a derivative of the scores of states" if has_kernel else "this semiring"
     inputs = scan_inputs(chain, semiring, name)
@@ -66,64 +60,29 @@ def state_scores(chain: ChainTensors, semiring: Semiring, *, reverse: bool) -> T
     return torch.stack(scan(inputs, differentiable(semiring)))
 
 
-def expectation(
-    chain: ChainTensors, values: Tensor, first_values: Tensor, last_values: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the mean of the values along a path and log Z, `[N]`; log Z has no gradient."""
-    numbers = (values, first_values, last_values)
-    save = chain_needs_gradient(chain) or needs_gradient(*numbers)
-    backend = current_backend()
-    if calls_op(save, chain.scores, chain.initial, chain.final, *numbers):
-        return autograd.expectation(*chain, *numbers, save, backend)[:2]
-    return apply(autograd.Expectation, *chain, *numbers, save, backend)[:2]
+def expectation(chain: ChainPotentials, *values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of the values along a path and log Z, `[N]`; log Z has no gradient.
+
+    The values are those of the edges `[T, N, C, K]`, and of the first and the last states `[N, C]`.
+    """
+    variables = (*chain.variables, *values)
+    args = (*chain, *values, needs_gradient(*variables), current_backend())
+    return call(autograd.expectation, autograd.Expectation, variables, *args)[:2]
 
 
-def entropy(chain: ChainTensors) -> Tensor:
-    """Return the entropy of the paths in nats, `[N]`: log Z minus the mean score."""
-    # Each value is a view of its own, because Dynamo refuses a tensor that is two arguments.
-    scores, initial, final = (t.expand(t.shape) for t in (chain.scores, chain.initial, chain.final))
-    mean, logz = expectation(chain, scores, initial, final)
-    if chain_needs_gradient(chain):
-        logz = log_partitions(chain)[0]
-    return torch.where(logz == -torch.inf, 0.0, logz - mean)
+def nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores, states and edges of the k best paths, as in `reference.best_paths`."""
+    return reference.best_paths(scan_inputs(chain, Max, "nbest"), k)
 
 
-def kl(chain: ChainTensors, other: ChainTensors) -> Tensor:
-    """Return KL(chain ‖ other) of the paths in nats, `[N]`; NaN where edges or lengths differ."""
-    mean, logz = expectation(
-        chain,
-        chain.scores.double() - other.scores.double(),
-        chain.initial.double() - other.initial.double(),
-        chain.final.double() - other.final.double(),
-    )
-    if chain_needs_gradient(chain):
-        logz = log_partitions(chain)[0]
-    divergence = mean - logz + log_partitions(other)[0]
-    divergence = torch.where(mean == torch.inf, torch.inf, divergence)
-    divergence = torch.where(logz == -torch.inf, 0.0, divergence)
-    same_source = other.source is chain.source or (chain.source == other.source).all()
-    same = (full_lengths(chain) == full_lengths(other)) & same_source
-    return torch.where(same, divergence, torch.nan)
-
-
-def log_prob(chain: ChainTensors, edges: Tensor, first_state: Tensor | None) -> Tensor:
-    """Return the log-probability of paths in nats, `[..., N]`.
+def scan_inputs(chain: ChainPotentials, semiring: Semiring, name: str) -> reference.ChainInputs:
+    """Return the inputs of a scan in PyTorch, which serves what no backend has a kernel for.
 
     Args:
         chain: the chains.
-        edges: `[..., T, N]`.
-        first_state: `[..., N]`, or None. Without it the path of a chain of no steps is unknown,
-            and its log-probability is 0 if the chain has a path.
+        semiring: the semiring of the scan.
+        name: the name of the quantity in the error of a backend that was chosen by name.
     """
-    score = reference.path_score(*chain, edges, first_state)
-    logz = log_partitions(chain)[0]
-    # A path that is given is not a path of a chain that has none.
-    result = torch.where(logz == -torch.inf, -torch.inf, score - logz)
-    if first_state is not None:
-        return result
-    return torch.where((full_lengths(chain) == 0) & (logz > -torch.inf), 0.0, result)
-
-
-def nbest(chain: ChainTensors, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores, states and edges of the k best paths, as in `reference.best_paths`."""
-    return reference.best_paths(scan_inputs(chain, Max, "nbest"), k)
+    refuse_kernels(name)
+    autograd.check_values(chain.scores, chain.source, chain.lengths)
+    return reference.chain_inputs(*chain, semiring)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...paths.autograd import ones, save_log_partition
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -61,81 +63,24 @@ def _gpu_tangent() -> ModuleType:
     return launch_tangent if HAS_KERNELS else reference
 
 
-# It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
-logz = register.define(
-    reference.linear_chain_logz,
-    fakes.fake_logz,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=check_values,
-    reference_if_empty=True,
-    vmap=one_by_one,
-)
-# It returns the gradients of sum(grad_output * log Z) in emissions, transitions, start and end.
-logz_gradient = register.define(
-    reference.linear_chain_gradient,
-    fakes.fake_gradient,
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-)
-
-# It returns the best score [N] and the states of the best path [T, N].
-viterbi = register.define(
-    reference.linear_chain_viterbi,
-    fakes.fake_viterbi,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    reference_if_empty=True,
-    vmap=one_by_one,
-)
-# It takes uniform numbers [T, k, N] fp64 and returns states [k, T, N].
-sample = register.define(
-    reference.linear_chain_sample,
-    fakes.fake_sample,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    reference_if_empty=True,
-    vmap=one_by_one,
-)
-# It returns the derivative of log Z in the direction of the values [N], and the derivative in that
-# direction of the gradients of sum(grad_output * log Z), all in fp64.
-tangent = register.define(
-    reference.linear_chain_tangent,
-    fakes.fake_tangent,
-    gpu=_gpu_tangent,
-    cpu=_cpu,
-    vmap=one_by_one,
-)
+_define = partial(register.define, cpu=_cpu, vmap=one_by_one)
+_checked = partial(_define, check=check_values, reference_if_empty=True)
+logz = _checked(reference.linear_chain_logz, fakes.fake_logz, gpu=_gpu)
+logz_gradient = _define(reference.linear_chain_gradient, fakes.fake_gradient, gpu=_gpu)
+viterbi = _checked(reference.linear_chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths)
+sample = _checked(reference.linear_chain_sample, fakes.fake_sample, gpu=_gpu_paths)
+tangent = _define(reference.linear_chain_tangent, fakes.fake_tangent, gpu=_gpu_tangent)
 
 
 class LogZ(torch.autograd.Function):
     """Log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
 
     generate_vmap_rule = True
+    setup_context = staticmethod(save_log_partition)
 
     @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return logz(emissions, transitions, start, end, lengths, save, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, _, ctx.backend = inputs
-        fp64, _, saved = output
-        ctx.mark_non_differentiable(saved)
-        # Zeros for the gradient of `saved` would take as much memory as `saved`.
-        skip_unused_gradients(ctx)
-        ctx.save_for_backward(*tensors, fp64, saved)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return logz(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -177,23 +122,8 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        grad_output: Tensor,
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        logz: Tensor,
-        saved: Tensor,
-        need_transitions: bool,
-        per_sequence: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        chain = (emissions, transitions, start, end, lengths)
-        return logz_gradient(
-            grad_output, *chain, logz, saved, need_transitions, per_sequence, backend
-        )
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return logz_gradient(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -237,21 +167,8 @@ class Expectation(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        emission_values: Tensor,
-        transition_values: Tensor,
-        start_values: Tensor | None,
-        end_values: Tensor | None,
-        backend: str,
-    ) -> Tensor:
-        chain = (emissions, transitions, start, end, lengths)
-        values = (emission_values, transition_values, start_values, end_values)
-        return tangent(_ones(emissions), *chain, *values, backend)[0]
+    def forward(emissions: Tensor, *args: Any) -> Tensor:
+        return tangent(ones(emissions), emissions, *args)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -304,10 +221,6 @@ def _gradients(tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None])
     ]
 
 
-def _ones(emissions: Tensor) -> Tensor:
-    return scalar(1.0, torch.float64, emissions.device).expand(emissions.shape[1])
-
-
 def _zeros_like(tensor: Tensor) -> Tensor:
     """Return zeros of the shape of a tensor without memory of that size."""
     return scalar(0.0, tensor.dtype, tensor.device).expand(tensor.shape)
@@ -319,15 +232,8 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        return viterbi(emissions, transitions, start, end, lengths, backend)
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return viterbi(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,6 +1,6 @@
 """Quantities of semi-Markov chains, computed by the registered ops.
 
-Log Z and means stay in fp64, so that differences of them are formed before they are rounded.
+Log Z stays in fp64, so that differences are formed before they are rounded.
 """
 
 from __future__ import annotations
@@ -8,67 +8,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...runtime.autograd import apply, needs_no_derivative, refuse_forward_mode, requires_grad
+from ...paths.autograd import call, needs_gradient, ones
+from ...runtime.autograd import refuse_forward_mode
 from ...runtime.backend import current_backend
-from ...runtime.constants import scalar
 from . import autograd
-from .inputs import SemiMarkovTensors
-from .paths import path_score
+from .inputs import SemiMarkovPotentials
 
 
-def log_partitions(chain: SemiMarkovTensors) -> tuple[Tensor, Tensor]:
+def log_partitions(chain: SemiMarkovPotentials) -> tuple[Tensor, Tensor]:
     """Return log Z in fp64, of which differences may be formed, and in the dtype of results."""
-    backend = current_backend()
-    if needs_no_derivative(*chain[:5]):
-        fp64, rounded, _ = autograd.logz(*chain, False, backend)
-    else:
-        save = torch.is_grad_enabled() and any(map(requires_grad, chain[:5]))
-        fp64, rounded, _ = apply(autograd.LogZ, *chain, save, backend)
+    args = (*chain, needs_gradient(*chain.variables), current_backend())
+    fp64, rounded, _ = call(autograd.logz, autograd.LogZ, chain.variables, *args)
     return fp64, rounded
 
 
-def marginals(chain: SemiMarkovTensors) -> tuple[Tensor, ...]:
+def marginals(chain: SemiMarkovPotentials) -> tuple[Tensor, ...]:
     """Return the gradients of log Z of each sequence, which are differentiable.
 
     They are those in emissions, transitions `[N, C, C]`, durations `[N, D, C]`, start and end.
     """
-    refuse_forward_mode(*chain)
-    emissions, backend = chain.emissions, current_backend()
-    ones = scalar(1.0, torch.float64, emissions.device).expand(emissions.shape[1])
-    with torch.no_grad():
-        fp64, _, saved = autograd.logz(*chain, True, backend)
-    return autograd.differentiable_gradient(ones, *chain, fp64, saved, True, backend)
+    args, backend = _posterior_arguments(chain), current_backend()
+    return autograd.differentiable_gradient(ones(chain.emissions), *args, True, backend)
 
 
-def segment_marginals(chain: SemiMarkovTensors) -> Tensor:
+def segment_marginals(chain: SemiMarkovPotentials) -> Tensor:
     """Return the posterior probabilities of segments, `[T, D, N, C]`, which are differentiable."""
+    return autograd.differentiable_segments(*_posterior_arguments(chain), current_backend())
+
+
+def _posterior_arguments(chain: SemiMarkovPotentials) -> tuple[Tensor | None, ...]:
+    """Return the chain, its log Z, and what that saves for posteriors."""
     refuse_forward_mode(*chain)
-    backend = current_backend()
     with torch.no_grad():
-        fp64, _, saved = autograd.logz(*chain, True, backend)
-    return autograd.differentiable_segments(*chain, fp64, saved, backend)
+        fp64, _, saved = autograd.logz(*chain, True, current_backend())
+    return *chain, fp64, saved
 
 
-def _mean_score(posterior: Tensor, scores: Tensor) -> Tensor:
-    """Return the sum of posteriors times scores, `[N]`; 0 times -inf is 0."""
-    return (posterior * torch.where(posterior == 0, 0.0, scores)).flatten(1).sum(1)
-
-
-def entropy(chain: SemiMarkovTensors) -> Tensor:
-    """Return the entropy of the paths in nats, `[N]` fp64: log Z minus the mean score."""
-    emissions, transitions, durations, start, end = (tensor.double() for tensor in chain[:5])
-    chain = SemiMarkovTensors(emissions, transitions, durations, start, end, chain.lengths)
-    logz = log_partitions(chain)[0]
-    states, transitions, durations, first, last = marginals(chain)
-    mean = _mean_score(states.transpose(0, 1), chain.emissions.transpose(0, 1))
-    mean = mean + _mean_score(transitions, chain.transitions)
-    mean = mean + _mean_score(durations, chain.durations)
-    mean = mean + _mean_score(first, chain.start) + _mean_score(last, chain.end)
-    return torch.where(logz == -torch.inf, 0.0, logz - mean)
-
-
-def log_prob(chain: SemiMarkovTensors, states: Tensor, starts: Tensor) -> Tensor:
-    """Return the log-probability of the paths `[..., T, N]`, `[..., N]` fp64."""
-    logz = log_partitions(chain)[0]
-    # A path that is given is not a path of a chain that has none.
-    return torch.where(logz == -torch.inf, -torch.inf, path_score(chain, states, starts) - logz)
+def expectation(chain: SemiMarkovPotentials, values: tuple[Tensor, ...]) -> Tensor:
+    """Return the mean of the sum of values along a path, `[N]` fp64; 0 times ±inf is 0."""
+    emissions, *counts = marginals(chain)
+    posteriors = (emissions.transpose(0, 1), *counts)  # [N, ...]
+    values = (values[0].transpose(0, 1), *values[1:])
+    means = (
+        (posterior * torch.where(posterior == 0, 0.0, value)).flatten(1).sum(1)
+        for posterior, value in zip(posteriors, values, strict=True)
+    )
+    return torch.stack([*means]).sum(0)
