@@ -50,3 +50,38 @@ def save_log_partition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     # Zeros for the gradient of `saved` would take as much memory as `saved`.
     skip_unused_gradients(ctx)
     ctx.save_for_backward(*tensors, fp64, saved)
+
+
+def on_path(
+    grad_output: Tensor, index: Tensor, elsewhere: Tensor, size: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the best scores in the scores that a path passes, `[..., N, size]`.
+
+    Args:
+        grad_output: the gradient of the best score of each sequence, `[N]`.
+        index: which of the scores the path passes, `[..., N]`; -1 for none.
+        elsewhere: the gradient of the other scores, `[..., N]`, and of all where there is no path.
+        size: the number of scores.
+        dtype: the dtype of the scores.
+    """
+    result = elsewhere.to(dtype)[..., None].expand(*index.shape, size)
+    if not size:
+        return result
+    values = torch.where(index >= 0, grad_output, elsewhere).to(dtype)
+    return result.scatter(-1, index.clamp(min=0)[..., None], values[..., None])
+
+
+def off_path(score: Tensor, lengths: Tensor, T: int, first: int) -> Tensor:
+    """Return the gradient of the best scores in the scores off the path, `[T, N]`.
+
+    It is 0, or NaN for a sequence with NaN, up to its length if that is valid.
+
+    Args:
+        score: the best scores, `[N]`.
+        lengths: `[N]`.
+        T: the number of steps.
+        first: the lowest valid length.
+    """
+    step = torch.arange(T, device=score.device)[:, None]
+    counts = (step < lengths) | (lengths < first) | (lengths > T)
+    return torch.where(counts & score.isnan(), torch.nan, 0.0)

@@ -26,13 +26,16 @@ of SynJax (Stanić and others, 2023).
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..runtime import checks
+from ..runtime.backend import current_backend
 from ..runtime.dtypes import acc_dtype
+from .autograd import call, needs_gradient
 from .inputs import check_equal, full_lengths
 
 Path = TypeVar("Path")  # the records that a family returns
@@ -47,6 +50,8 @@ class PathDistribution(Generic[Path, Sample]):
     has the differentiable tensors.
     """
 
+    _ops: ModuleType  # the family's `autograd.py`, with its ops and autograd functions
+
     def _potentials(self) -> Any:
         """Return the potentials as the family's ops take them."""
         raise NotImplementedError
@@ -55,9 +60,11 @@ class PathDistribution(Generic[Path, Sample]):
         """Return the potentials in dtypes whose gradients are as exact as the results."""
         return self._potentials()
 
-    def _log_partition(self, potentials: Any) -> Tensor:
-        """Return log Z, `[N]` fp64, which is differentiable."""
-        raise NotImplementedError
+    def _log_partitions(self, potentials: Any) -> tuple[Tensor, Tensor]:
+        """Return log Z, `[N]`, in fp64 and in the dtype of results; both are differentiable."""
+        args = (*potentials, needs_gradient(*potentials.variables), current_backend())
+        fp64, rounded, _ = call(self._ops.logz, self._ops.LogZ, potentials.variables, *args)
+        return fp64, rounded
 
     def _mean(self, potentials: Any, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """Return the mean of the sum of values along a path, and log Z, `[N]` fp64.
@@ -87,7 +94,7 @@ class PathDistribution(Generic[Path, Sample]):
 
     def _log_prob(self, score: Tensor) -> Tensor:
         """Return the log-probability of paths with these scores, `[..., N]` fp64."""
-        log_partition = self._log_partition(self._potentials())
+        log_partition = self._log_partitions(self._potentials())[0]
         # A path that is given is not a path of a sequence that has none.
         return torch.where(log_partition == -torch.inf, -torch.inf, score - log_partition)
 
@@ -185,7 +192,7 @@ class PathDistribution(Generic[Path, Sample]):
         p, q, same = self._aligned(p, q)
         differences = map(_difference, p.variables, q.variables)
         mean, log_partition = self._mean(p, tuple(differences))
-        divergence = mean - log_partition + self._log_partition(q)
+        divergence = mean - log_partition + self._log_partitions(q)[0]
         divergence = torch.where(mean == torch.inf, torch.inf, divergence)
         divergence = torch.where(log_partition == -torch.inf, 0.0, divergence)
         return self._rounded(torch.where(same, divergence, torch.nan))

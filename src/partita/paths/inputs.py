@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..primitives.semiring import Semiring
 from ..runtime import checks
+from ..runtime.constants import scalar
 from ..runtime.lengths import Lengths, lengths_on_device
 from ..runtime.sizes import holds, same_sizes
 
@@ -131,3 +132,30 @@ def check_equal(name: str, expected: Tensor, given: Tensor) -> Tensor:
     if is_checked and checks.can_check_values(same) and not same.all():
         raise ValueError(f"other.{name}: expected the {name} of this chain, got another")
     return same
+
+
+def as_values(
+    name: str, values: Tensor | None, scores: Tensor, scores_name: str, device: str
+) -> Tensor:
+    """Return values in the shape of the scores that they belong to, zeros for None.
+
+    A wrong dtype, shape or device raises.
+
+    Args:
+        name: the name of the values.
+        values: what broadcasts to the scores, or None.
+        scores: any scores.
+        scores_name: their name.
+        device: the name of the argument that is on the right device.
+    """
+    if values is None:
+        values = scalar(0.0, scores.dtype, scores.device)
+    checks.floating(name, values)
+    checks.device(name, values, scores, device)
+    try:
+        return values.expand(scores.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: expected what broadcasts to the {scores_name}, {list(scores.shape)},"
+            f" got {list(values.shape)}"
+        ) from None

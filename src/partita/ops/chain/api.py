@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...paths.autograd import needs_gradient
 from ...paths.distribution import PathDistribution
-from ...paths.inputs import check_equal, check_semiring, full_lengths
+from ...paths.inputs import as_values, check_equal, check_semiring, full_lengths
 from ...primitives.semiring import Log, Max, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
@@ -61,6 +61,8 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
         tensor([0, 0, 0, 0])
     """
 
+    _ops = autograd
+
     def __init__(
         self,
         scores: Tensor,
@@ -82,13 +84,10 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
         ends = self.initial, self.final
         return chain_potentials(self.scores, self.source, *ends, self.lengths, semiring)
 
-    def _log_partition(self, potentials: ChainPotentials) -> Tensor:
-        return functional.log_partitions(potentials)[0]
-
     def _mean(self, potentials: ChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
         mean, log_partition = functional.expectation(potentials, *values)
         if needs_gradient(*potentials.variables):
-            log_partition = self._log_partition(potentials)
+            log_partition = self._log_partitions(potentials)[0]
         return mean, log_partition
 
     def _aligned(
@@ -119,7 +118,10 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
             >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).logz(partita.Max)
             tensor([0.])
         """
-        return functional.partition(self._potentials(semiring), semiring)
+        chain = self._potentials(semiring)
+        if semiring == Log:
+            return self._log_partitions(chain)[1]
+        return functional.partition(chain, semiring)
 
     def marginals(self) -> Tensor:
         """Return the posterior probability of each edge, `[T, N, C, K]`, zero past the lengths.
@@ -190,23 +192,12 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
             >>> chain.expectation(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))  # steps that stay
             tensor([3.])
         """
-        checks.floating("values", values)
-        checks.device("values", values, self.scores, "scores")
-        try:
-            edge_values = values.expand(self.scores.shape)
-        except RuntimeError:
-            raise ValueError(
-                "values: expected what broadcasts to the scores,"
-                f" {list(self.scores.shape)}, got {list(values.shape)}"
-            ) from None
-        ends = []
+        edge_values = as_values("values", values, self.scores, "scores", "scores")
         for name, value in (("initial", initial), ("final", final)):
-            if value is None:
-                zero = scalar(0.0, self.scores.dtype, self.scores.device)
-                value = zero.expand(self.scores.shape[1:3])
-            else:
+            if value is not None:
                 check_end(name, value, self.scores)
-            ends.append(value)
+        zero = scalar(0.0, self.scores.dtype, self.scores.device)
+        ends = (zero.expand(self.scores.shape[1:3]) if x is None else x for x in (initial, final))
         mean, _ = functional.expectation(self._potentials(), edge_values, *ends)
         return self._rounded(mean)
 

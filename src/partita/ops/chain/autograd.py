@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import save_log_partition
+from ...paths.autograd import off_path, on_path, save_log_partition
+from ...paths.inputs import full_lengths
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -25,9 +26,9 @@ from ...runtime.autograd import (
     skip_unused_gradients,
     sum_of_gradients,
 )
-from . import fakes, reference
+from . import fakes, reference, reference_means
 from .inputs import check_states
-from .reference import expected_value
+from .reference_means import expected_value
 
 
 def check_values(scores: Tensor, source: Tensor, lengths: Tensor | None) -> None:
@@ -70,10 +71,15 @@ scan = _define(reference.chain_scan, fakes.fake_scan, gpu=_gpu, check=check_valu
 viterbi = _define(reference.chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths, check=check_values)
 sample = _define(reference.chain_sample, fakes.fake_sample, gpu=_gpu_paths, check=check_values)
 expectation = _define(
-    reference.chain_expectation, fakes.fake_expectation, gpu=_gpu_expectation, check=check_values
+    reference_means.chain_expectation,
+    fakes.fake_expectation,
+    gpu=_gpu_expectation,
+    check=check_values,
 )
 expectation_gradient = _define(
-    reference.chain_expectation_gradient, fakes.fake_expectation_gradient, gpu=_gpu_expectation
+    reference_means.chain_expectation_gradient,
+    fakes.fake_expectation_gradient,
+    gpu=_gpu_expectation,
 )
 
 
@@ -187,28 +193,17 @@ class BestScore(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 7
         score, states, edges, lengths = saved_tensors(ctx)
-        T, N, C, K = ctx.shape
-        if lengths is None:
-            lengths = torch.full((N,), T, device=grad_output.device)
-        last, step = lengths.long().clamp(0, T), torch.arange(T, device=grad_output.device)
-        zero = torch.where(score.isnan(), torch.nan, 0.0)  # NaN for a chain with NaN, [N]
-        # Steps past a length have 0 but in an invalid chain.
-        counts = (step[:, None] < lengths) | (last != lengths)
-
-        def indicator(index: Tensor, zero: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-            """Return `[..., N, size]` with the gradient of each chain at its index."""
-            result = zero[..., None].expand(*index.shape, size)
-            if not size:
-                return result.to(dtype)
-            values = torch.where(index >= 0, grad_output, zero)
-            return result.to(dtype).scatter(
-                -1, index.clamp(min=0)[..., None], values.to(dtype)[..., None]
-            )
-
-        of_steps = torch.where(counts, zero, 0.0)
-        d_scores = indicator(edges, of_steps, C * K, ctx.dtypes[0]).reshape(ctx.shape)
-        d_initial = indicator(states[0], zero, C, ctx.dtypes[1])
-        d_final = indicator(states.gather(0, last[None])[0], zero, C, ctx.dtypes[2])
+        T, _, C, K = ctx.shape
+        lengths = full_lengths(states[1:], lengths)
+        elsewhere = torch.where(score.isnan(), torch.nan, 0.0)
+        last_state = states.gather(0, lengths.clamp(0, T)[None])[0]
+        of_scores, *of_ends = ctx.dtypes
+        unused = off_path(score, lengths, T, first=0)
+        d_scores = on_path(grad_output, edges, unused, C * K, of_scores).reshape(ctx.shape)
+        d_initial, d_final = (
+            on_path(grad_output, state, elsewhere, C, dtype)
+            for state, dtype in zip((states[0], last_state), of_ends, strict=True)
+        )
         return d_scores, None, d_initial, d_final, None, None, None
 
 

@@ -18,16 +18,8 @@ from . import autograd, reference
 from .inputs import ChainPotentials
 
 
-def log_partitions(chain: ChainPotentials) -> tuple[Tensor, ...]:
-    """Return log Z in fp64, of which differences may be formed, and in the dtype of results."""
-    args = (*chain, needs_gradient(*chain.variables), current_backend())
-    return call(autograd.logz, autograd.LogZ, chain.variables, *args)[:2]
-
-
 def partition(chain: ChainPotentials, semiring: Semiring) -> Tensor:
-    """Return the sum over all paths under a semiring in the dtype of results, `[N]`."""
-    if semiring == Log:
-        return log_partitions(chain)[1]
+    """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
     if semiring == Max:
         args = (*chain, needs_gradient(*chain.variables), current_backend())
         return call(autograd.viterbi, autograd.BestScore, chain.variables, *args)[0]

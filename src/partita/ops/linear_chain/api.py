@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ...paths.distribution import PathDistribution
-from ...paths.inputs import check_semiring, end_of_chains, lengths_of_chains
+from ...paths.inputs import as_values, check_semiring, end_of_chains, lengths_of_chains
 from ...primitives.semiring import Log, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
-from ...runtime.constants import constant, scalar
+from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ..chain.api import Chain
 from ..chain.edges import dense_source
@@ -67,6 +67,8 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
 
+    _ops = autograd
+
     def __init__(
         self,
         emissions: Tensor,
@@ -97,11 +99,8 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
         scores = map(widened, self._potentials().variables)
         return LinearChainPotentials._make([*scores, self.lengths])
 
-    def _log_partition(self, potentials: LinearChainPotentials) -> Tensor:
-        return functional.log_partitions(potentials)[0]
-
     def _mean(self, potentials: LinearChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
-        return functional.expectation(potentials, *values), self._log_partition(potentials)
+        return functional.expectation(potentials, *values), self._log_partitions(potentials)[0]
 
     def _aligned(
         self, p: LinearChainPotentials, q: LinearChainPotentials
@@ -138,6 +137,8 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
             tensor([3.])
         """
         check_semiring(semiring)
+        if semiring == Log:
+            return self._log_partitions(self._potentials())[1]
         return functional.partition(self._potentials(), semiring)
 
     def state_marginals(self) -> Tensor:
@@ -260,27 +261,15 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
             value if value is None else end_of_chains(name, value, self.emissions)
             for name, value in (("start_values", start_values), ("end_values", end_values))
         )
-        mean = functional.expectation(
-            chain,
-            self._values("emission_values", emission_values, "emissions", self.emissions),
-            self._values("transition_values", transition_values, "transitions", self.transitions),
-            *ends,
+        of_scores = (
+            as_values(name, values, scores, scores_name, "emissions")
+            for name, values, scores, scores_name in (
+                ("emission_values", emission_values, self.emissions, "emissions"),
+                ("transition_values", transition_values, self.transitions, "transitions"),
+            )
         )
+        mean = functional.expectation(chain, *of_scores, *ends)
         return self._rounded(mean)
-
-    def _values(self, name: str, values: Tensor | None, of: str, scores: Tensor) -> Tensor:
-        """Return values in the shape of the scores that they belong to, zeros for None."""
-        if values is None:
-            values = scalar(0.0, scores.dtype, scores.device)
-        checks.floating(name, values)
-        checks.device(name, values, self.emissions, "emissions")
-        try:
-            return values.expand(scores.shape)
-        except RuntimeError:
-            raise ValueError(
-                f"{name}: expected what broadcasts to the {of}, {list(scores.shape)},"
-                f" got {list(values.shape)}"
-            ) from None
 
     def log_prob(self, states: Tensor) -> Tensor:
         """Return the log-probability of paths in nats, `[..., N]`; -inf for states out of range.

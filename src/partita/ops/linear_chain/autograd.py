@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import ones, save_log_partition
+from ...paths.autograd import off_path, on_path, ones, save_log_partition
+from ...paths.inputs import full_lengths
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -30,7 +31,6 @@ from ...runtime.autograd import (
 from ...runtime.constants import scalar
 from . import fakes, reference
 from .common import HAS_KERNELS
-from .paths import path_indicator
 
 
 def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
@@ -252,4 +252,26 @@ class BestScore(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 6
         score, states, lengths = saved_tensors(ctx)
-        return *path_indicator(grad_output, score, states, lengths, ctx.likes), None, None
+        emissions, transitions, start, end = ctx.likes
+        T, _, C = emissions[0]
+        unused = off_path(score, full_lengths(states, lengths), T, first=1).double()
+        d_path = on_path(grad_output.double(), states, unused, C, torch.float64)
+        follows = torch.cat([states[1:], torch.full_like(states[:1], -1)]) >= 0
+        d_end = d_path.masked_fill(follows[..., None], 0.0).sum(0)
+        after = on_path(torch.ones_like(score).double(), states, unused, C, torch.float64)[1:]
+        before = torch.where((states >= 0)[:-1, :, None], d_path[:-1], 0.0)
+        if len(transitions[0]) == 2:
+            # PyTorch's scatter would add in an order that varies on a GPU; a product does not.
+            d_transitions = before.reshape(-1, C).T @ after.reshape(-1, C)
+        elif len(transitions[0]) == 3:
+            d_transitions = before.transpose(1, 2) @ after
+        else:
+            d_transitions = before[..., None] * after[:, :, None]
+        return (
+            d_path.to(emissions[1]),
+            d_transitions.to(transitions[1]),
+            None if start is None else d_path[0].to(start[1]),
+            None if end is None else d_end.to(end[1]),
+            None,
+            None,
+        )

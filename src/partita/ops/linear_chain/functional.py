@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import call, needs_gradient, ones, refuse_kernels
-from ...primitives.semiring import Log, Max, Semiring, differentiable
+from ...paths.autograd import call, ones, refuse_kernels
+from ...primitives.semiring import Max, Semiring, differentiable
 from ...runtime.autograd import apply, refuse_forward_mode
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
@@ -20,17 +20,8 @@ from . import autograd, reference
 from .inputs import LinearChainPotentials
 
 
-def log_partitions(chain: LinearChainPotentials) -> tuple[Tensor, Tensor]:
-    """Return log Z in fp64, of which differences may be formed, and in the dtype of results."""
-    args = (*chain, needs_gradient(*chain.variables), current_backend())
-    fp64, rounded, _ = call(autograd.logz, autograd.LogZ, chain.variables, *args)
-    return fp64, rounded
-
-
 def partition(chain: LinearChainPotentials, semiring: Semiring) -> Tensor:
-    """Return the sum over all paths under a semiring in the dtype of results, `[N]`."""
-    if semiring == Log:
-        return log_partitions(chain)[1]
+    """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
     if semiring == Max:
         args = (*chain, current_backend())
         return call(autograd.viterbi, autograd.BestScore, chain.variables, *args)[0]

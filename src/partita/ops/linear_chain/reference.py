@@ -26,16 +26,8 @@ from torch import Tensor
 from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring
 from ...runtime.dtypes import acc_dtype
-from ..chain.reference import (
-    ChainInputs,
-    Values,
-    best_path,
-    covariances,
-    log_partition,
-    mean_value,
-    posteriors,
-    sample_paths,
-)
+from ..chain.reference import ChainInputs, best_path, log_partition, posteriors, sample_paths
+from ..chain.reference_means import Values, covariances, mean_value
 
 
 def _edges(

@@ -61,6 +61,8 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
         tensor([3.])
     """
 
+    _ops = autograd
+
     def __init__(
         self,
         emissions: Tensor,
@@ -86,11 +88,8 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
         chain = self._potentials()
         return SemiMarkovPotentials._make([*(x.double() for x in chain.variables), chain.lengths])
 
-    def _log_partition(self, potentials: SemiMarkovPotentials) -> Tensor:
-        return functional.log_partitions(potentials)[0]
-
     def _mean(self, potentials: SemiMarkovPotentials, values: Any) -> tuple[Tensor, Tensor]:
-        return functional.expectation(potentials, values), self._log_partition(potentials)
+        return functional.expectation(potentials, values), self._log_partitions(potentials)[0]
 
     def _aligned(
         self, p: SemiMarkovPotentials, q: SemiMarkovPotentials
@@ -120,7 +119,7 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
             >>> partita.SemiMarkovChain(torch.zeros(3, 1, 1), torch.zeros(1, 1), durations).logz()
             tensor([1.3133])
         """
-        return functional.log_partitions(self._potentials())[1]
+        return self._log_partitions(self._potentials())[1]
 
     def state_marginals(self) -> Tensor:
         """Return the posterior probability of each state, `[T, N, C]`, zero past the lengths.

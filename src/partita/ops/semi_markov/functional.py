@@ -8,18 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...paths.autograd import call, needs_gradient, ones
+from ...paths.autograd import ones
 from ...runtime.autograd import refuse_forward_mode
 from ...runtime.backend import current_backend
 from . import autograd
 from .inputs import SemiMarkovPotentials
-
-
-def log_partitions(chain: SemiMarkovPotentials) -> tuple[Tensor, Tensor]:
-    """Return log Z in fp64, of which differences may be formed, and in the dtype of results."""
-    args = (*chain, needs_gradient(*chain.variables), current_backend())
-    fp64, rounded, _ = call(autograd.logz, autograd.LogZ, chain.variables, *args)
-    return fp64, rounded
 
 
 def marginals(chain: SemiMarkovPotentials) -> tuple[Tensor, ...]:

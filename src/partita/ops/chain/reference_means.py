@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....primitives.semiring import Log, log_dsum
-from .logz import ChainInputs, chain_inputs, edge_terms, log_partition, sum_by_source
+from ...primitives.semiring import Log, log_dsum
+from .reference import ChainInputs, chain_inputs, edge_terms, log_partition, sum_by_source
 
 
 class Values(NamedTuple):
