@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import apply, needs_no_derivative, requires_grad, skip_unused_gradients
+from ..runtime.autograd import (
+    apply,
+    for_gradients,
+    is_batched_gradient,
+    is_double_backward,
+    is_vmapped,
+    needs_no_derivative,
+    requires_grad,
+    skip_unused_gradients,
+)
 from ..runtime.backend import current_backend
 from ..runtime.constants import scalar
 
@@ -50,6 +60,35 @@ def save_log_partition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     # Zeros for the gradient of `saved` would take as much memory as `saved`.
     skip_unused_gradients(ctx)
     ctx.save_for_backward(*tensors, fp64, saved)
+
+
+def gradients(
+    op: Any,
+    function: Any,
+    reference: Callable[..., tuple[Tensor, ...]],
+    variables: tuple[Tensor | None, ...],
+    grad_output: Tensor,
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    """Return the gradient of log Z, `op(grad_output, *args)`, which may be differentiated again.
+
+    Args:
+        op: the op of the gradient.
+        function: its autograd function.
+        reference: the op in plain PyTorch, which takes no backend.
+        variables: the tensors in which the gradient is differentiated, beside `grad_output`.
+        grad_output: the gradient of each log Z, `[N]`.
+        args: the other arguments of the op, the last of which is the backend.
+    """
+    results: tuple[Tensor, ...]
+    if not is_double_backward(grad_output, *variables):
+        results = for_gradients(op, grad_output)(grad_output, *args)
+    elif is_vmapped() or is_batched_gradient(grad_output):
+        # PyTorch loses the derivative of a function that is applied to batched gradients.
+        results = reference(grad_output, *args[:-1])
+    else:
+        results = apply(function, grad_output, *args)
+    return results
 
 
 def on_path(

@@ -9,19 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import off_path, on_path, save_log_partition
+from ...paths.autograd import gradients, off_path, on_path, ones, save_log_partition
 from ...paths.inputs import full_lengths
 from ...runtime import checks, register
 from ...runtime.autograd import (
-    apply,
     double_backward,
     for_gradients,
-    is_batched_gradient,
     is_double_backward,
-    is_vmapped,
     needed_gradients,
     one_by_one,
-    requires_grad,
     saved_tensors,
     skip_unused_gradients,
     sum_of_gradients,
@@ -83,28 +79,6 @@ expectation_gradient = _define(
 )
 
 
-def logz_gradients(
-    grad_output: Tensor, tensors: tuple[Any, ...], backend: str
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients in scores, initial and final, which may be differentiated again."""
-    scores, _, _, source, lengths, *_ = tensors
-    variables = tensors[:3]
-    if not is_double_backward(grad_output, *variables):
-        op = for_gradients(logz_gradient, grad_output)
-        grads = op(grad_output, *tensors, scores.dtype, backend)
-    elif is_vmapped() or is_batched_gradient(grad_output):
-        # PyTorch loses the derivative of a function that is applied to batched gradients.
-        grads = double_backward(
-            lambda s, i, f: reference.chain_logz(s, source, i, f, lengths, False)[0],
-            variables,
-            [requires_grad(variable) for variable in variables],
-            grad_output.double(),
-        )
-    else:
-        grads = apply(Marginals, grad_output.double(), *tensors, scores.dtype, backend)
-    return grads
-
-
 class LogZ(torch.autograd.Function):
     """Log Z of each chain, `[N]`, in fp64 and in the dtype of results."""
 
@@ -121,8 +95,10 @@ class LogZ(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 7
         scores, source, initial, final, *rest = saved_tensors(ctx)
-        tensors = (scores, initial, final, source, *rest)
-        d_scores, d_initial, d_final = logz_gradients(grad_output, tensors, ctx.backend)
+        variables = (scores, initial, final)
+        args = (grad_output.double(), *variables, source, *rest, scores.dtype, ctx.backend)
+        results = gradients(logz_gradient, Marginals, reference.chain_gradient, variables, *args)
+        d_scores, d_initial, d_final = results
         return d_scores, None, d_initial, d_final, None, None, None
 
 
@@ -154,10 +130,8 @@ class Marginals(torch.autograd.Function):
             def product(grad_output: Tensor, s: Tensor, i: Tensor, f: Tensor) -> Tensor:
                 return grad_output * expected_value(s, source, i, f, lengths, *values)
 
-            ones = torch.ones_like(grad_output)
-            return *double_backward(product, variables, ctx.needs_input_grad[:4], ones), *(
-                None,
-            ) * 6
+            results = double_backward(product, variables, ctx.needs_input_grad[:4], ones(scores))
+            return *results, *(None,) * 6
         op = for_gradients(expectation, *values)
         d_grad_output, *saved = op(*chain, *values, True, ctx.backend)
         op = for_gradients(expectation_gradient, *values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
@@ -11,19 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import off_path, on_path, ones, save_log_partition
+from ...paths.autograd import gradients, off_path, on_path, ones, save_log_partition
 from ...paths.inputs import full_lengths
 from ...runtime import checks, register
 from ...runtime.autograd import (
-    apply,
     double_backward,
     for_gradients,
-    is_batched_gradient,
     is_double_backward,
-    is_vmapped,
     needed_gradients,
     one_by_one,
-    requires_grad,
     saved_tensors,
     skip_unused_gradients,
     sum_of_gradients,
@@ -89,28 +84,11 @@ class LogZ(torch.autograd.Function):
             return (None,) * 7
         tensors = saved_tensors(ctx)
         needed = needed_gradients(ctx, *tensors[:4])
-        results = _logz_gradients(grad_output, *tensors, needed[1], False, ctx.backend)
+        args = (grad_output, *tensors, needed[1], False, ctx.backend)
+        specification = reference.linear_chain_gradient
+        results = gradients(logz_gradient, Marginals, specification, tensors[:4], *args)
         pairs = zip(results, needed, strict=True)
         return *(grad if need else None for grad, need in pairs), None, None, None
-
-
-def _logz_gradients(grad_output: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """Return the results of `logz_gradient`, which may be differentiated again."""
-    variables, lengths = args[:4], args[4]
-    results: tuple[Tensor | None, ...]
-    if not is_double_backward(grad_output, *variables):
-        results = for_gradients(logz_gradient, grad_output)(grad_output, *args)
-    elif is_vmapped() or is_batched_gradient(grad_output):
-        # PyTorch loses the derivative of a function that is applied to batched gradients.
-        results = double_backward(
-            lambda a, b, c, d: reference.linear_chain_logz(a, b, c, d, lengths, False)[0],
-            variables,
-            [requires_grad(variable) for variable in variables],
-            grad_output.double(),
-        )
-    else:
-        results = apply(Marginals, grad_output, *args)
-    return results
 
 
 class Marginals(torch.autograd.Function):
@@ -127,28 +105,14 @@ class Marginals(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, _, _, ctx.need_transitions, ctx.per_sequence, ctx.backend = inputs
+        *tensors, _, _, ctx.need_transitions, _, ctx.backend = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *values: Tensor) -> tuple[Any, ...]:
         grad_output, *chain = saved_tensors(ctx)
         *scores, lengths = chain
-        _, transitions, start, end = scores
-        variables = (grad_output, *scores)
-        if is_double_backward(*variables, *values):
-            present = (True, ctx.need_transitions, start is not None, end is not None)
-
-            def gradients(*variables: Any) -> list[Tensor]:
-                # The reference reads neither log Z nor what was saved.
-                unread = (variables[0], variables[0])
-                args: Any = (*variables, lengths, *unread, ctx.need_transitions, ctx.per_sequence)
-                found = reference.linear_chain_gradient(*args)
-                return list(itertools.compress(found, present))
-
-            upstream = list(itertools.compress(values, present))
-            results = double_backward(gradients, variables, ctx.needs_input_grad[:5], upstream)
-            return *results, *(None,) * 6
+        emissions, transitions, start, end = scores
         emission_values, transition_values, start_values, end_values = values
         directions = (
             emission_values,
@@ -156,6 +120,15 @@ class Marginals(torch.autograd.Function):
             None if start is None else start_values,
             None if end is None else end_values,
         )
+        variables = (grad_output, *scores)
+        if is_double_backward(*variables, *values):
+
+            def product(grad_output: Tensor, *scores: Any) -> Tensor:
+                mean = reference.expected_value(*scores, lengths, *directions)
+                return grad_output.double() * mean
+
+            needed = ctx.needs_input_grad[:5]
+            return *double_backward(product, variables, needed, ones(emissions)), *(None,) * 6
         op = for_gradients(tangent, *values)
         mean, *results = op(grad_output, *chain, *directions, ctx.backend)
         return mean.to(grad_output.dtype), *_gradients(scores, results), *(None,) * 6
