@@ -32,11 +32,12 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
+from ..primitives.semiring import Log, Semiring
 from ..runtime import checks
 from ..runtime.backend import current_backend
 from ..runtime.dtypes import acc_dtype
 from .autograd import call, needs_gradient
-from .inputs import check_equal, full_lengths
+from .inputs import check_equal, check_semiring, full_lengths
 
 Path = TypeVar("Path")  # the records that a family returns
 Sample = TypeVar("Sample")
@@ -196,6 +197,73 @@ class PathDistribution(Generic[Path, Sample]):
         divergence = torch.where(mean == torch.inf, torch.inf, divergence)
         divergence = torch.where(log_partition == -torch.inf, 0.0, divergence)
         return self._rounded(torch.where(same, divergence, torch.nan))
+
+
+class SemiringDistribution(PathDistribution[Path, Sample]):
+    """A distribution whose scan takes any semiring, and may carry the k best paths."""
+
+    def _sum(self, semiring: Semiring) -> Tensor:
+        """Return the sum over all paths under a semiring but `Log`."""
+        raise NotImplementedError
+
+    def _best_paths(self, k: int) -> Path:
+        """Return the k best paths of each sequence."""
+        raise NotImplementedError
+
+    def logz(self, semiring: Semiring = Log) -> Tensor:
+        """Return the sum over all paths, `[N]`.
+
+        It is log Z in nats under `Log` and the best score under `Max`. A sequence without a path
+        has -inf.
+
+        Args:
+            semiring: as in `partita.logz`. Any but `Log` and `Max` runs in plain PyTorch.
+
+        Raises:
+            TypeError: semiring is not a `Semiring`.
+            RuntimeError: the backend that was chosen by name has no kernel for it.
+
+        Example:
+            >>> import torch, partita
+            >>> partita.LinearChain(torch.ones(3, 1, 2), torch.zeros(2, 2)).logz(partita.Max)
+            tensor([3.])
+        """
+        check_semiring(semiring)
+        if semiring == Log:
+            return self._log_partitions(self._potentials())[1]
+        return self._sum(semiring)
+
+    def nbest(self, k: int) -> Path:
+        """Return the k best paths of each sequence, from the best on.
+
+        Of equal paths that with the lowest edges (states for a `LinearChain`), from the last state
+        back, comes first. The scan runs in PyTorch on every device, and it is not differentiable;
+        `log_prob` of the paths is.
+
+        Args:
+            k: the number of paths.
+
+        Returns:
+            The record that `viterbi` returns, each field with a leading dimension k. A path that
+            does not exist has score -inf, and its states and edges are -1.
+
+        Raises:
+            TypeError, ValueError: k is not an integer, or it is below 1.
+
+        Source: Schwartz and Chow, The N-best algorithm, 1990.
+
+        Example:
+            >>> import torch, partita
+            >>> emissions = torch.tensor([[[2.0, 0.0]], [[0.0, 0.5]]])
+            >>> best = partita.LinearChain(emissions, torch.zeros(2, 2)).nbest(3)
+            >>> best.score[:, 0], best.states[:, :, 0].tolist()
+            (tensor([2.5000, 2.0000, 0.5000]), [[0, 1], [0, 0], [1, 1]])
+        """
+        checks.python_int("k", k)
+        if k < 1:
+            raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
+        with torch.no_grad():
+            return self._best_paths(k)
 
 
 def _difference(a: Tensor | None, b: Tensor | None) -> Tensor | None:

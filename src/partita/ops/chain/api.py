@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...paths.autograd import needs_gradient
-from ...paths.distribution import PathDistribution
+from ...paths.distribution import SemiringDistribution
 from ...paths.inputs import as_values, check_equal, check_semiring, full_lengths
 from ...primitives.semiring import Log, Max, Semiring
 from ...runtime import checks
@@ -17,14 +17,14 @@ from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
 from ...runtime.lengths import lengths_on_device
 from ...runtime.sizes import same_sizes
-from . import autograd, functional
+from . import autograd
 from .edges import edges_from_states
 from .inputs import ChainPotentials, chain_potentials, check_chain, check_end
 from .reference import path_score
 from .results import ChainSample, ViterbiPath
 
 
-class Chain(PathDistribution[ViterbiPath, ChainSample]):
+class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
     """A batch of sparse linear chains: the scores of the steps, and the states that they connect.
 
     `scores[t, n, c, k]` is the score of entering state c at step t of chain n by its k-th edge,
@@ -85,7 +85,7 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
         return chain_potentials(self.scores, self.source, *ends, self.lengths, semiring)
 
     def _mean(self, potentials: ChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
-        mean, log_partition = functional.expectation(potentials, *values)
+        mean, log_partition = autograd.mean_of_values(potentials, *values)
         if needs_gradient(*potentials.variables):
             log_partition = self._log_partitions(potentials)[0]
         return mean, log_partition
@@ -104,24 +104,12 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
         chain, uniforms = self._potentials(), uniform(T + 1, k, N)
         return ChainSample(*autograd.sample(*chain, uniforms, current_backend()))
 
-    def logz(self, semiring: Semiring = Log) -> Tensor:
-        """Return the sum over all paths, `[N]`.
+    def _sum(self, semiring: Semiring) -> Tensor:
+        return autograd.partition(self._potentials(semiring), semiring)
 
-        It is log Z in nats under `Log` and the best score under `Max`. A chain without a path has
-        -inf.
-
-        Args:
-            semiring: as in `partita.logz`.
-
-        Example:
-            >>> import torch, partita
-            >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).logz(partita.Max)
-            tensor([0.])
-        """
-        chain = self._potentials(semiring)
-        if semiring == Log:
-            return self._log_partitions(chain)[1]
-        return functional.partition(chain, semiring)
+    def _best_paths(self, k: int) -> ViterbiPath:
+        score, states, edges = autograd.nbest(self._potentials(Max), k)
+        return ViterbiPath(self._rounded(score), states, edges)
 
     def marginals(self) -> Tensor:
         """Return the posterior probability of each edge, `[T, N, C, K]`, zero past the lengths.
@@ -136,40 +124,7 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
                     [1.]])
         """
         with torch.no_grad():
-            return functional.marginals(self._potentials())
-
-    def nbest(self, k: int) -> ViterbiPath:
-        """Return the k best paths of each chain, from the best on.
-
-        Paths differ in an edge. Of equal paths that with the lowest edges, from the last state
-        back, comes first. The scan runs in PyTorch on every device, and it is not differentiable;
-        `log_prob` of the edges is.
-
-        Args:
-            k: the number of paths.
-
-        Returns:
-            A `ViterbiPath` with scores `[k, N]`, states `[k, T + 1, N]` and edges `[k, T, N]`. A
-            path that does not exist has score -inf, and its states and edges are -1.
-
-        Raises:
-            TypeError, ValueError: k is not an integer, or it is below 1.
-
-        Source: Schwartz and Chow, The N-best algorithm, 1990.
-
-        Example:
-            >>> import torch, partita
-            >>> scores = torch.tensor([[[[2.0, 0.0], [0.5, 0.0]]]])
-            >>> best = partita.Chain(scores, partita.dense_source(2)).nbest(3)
-            >>> best.score[:, 0], best.states[:, :, 0].tolist()
-            (tensor([2.0000, 0.5000, 0.0000]), [[0, 0], [0, 1], [1, 0]])
-        """
-        checks.python_int("k", k)
-        if k < 1:
-            raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
-        with torch.no_grad():
-            score, states, edges = functional.nbest(self._potentials(Max), k)
-            return ViterbiPath(self._rounded(score), states, edges)
+            return autograd.marginals(self._potentials())
 
     def expectation(
         self, values: Tensor, initial: Tensor | None = None, final: Tensor | None = None
@@ -198,7 +153,7 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
                 check_end(name, value, self.scores)
         zero = scalar(0.0, self.scores.dtype, self.scores.device)
         ends = (zero.expand(self.scores.shape[1:3]) if x is None else x for x in (initial, final))
-        mean, _ = functional.expectation(self._potentials(), edge_values, *ends)
+        mean, _ = autograd.mean_of_values(self._potentials(), edge_values, *ends)
         return self._rounded(mean)
 
     def log_prob(self, edges: Tensor | None = None, *, states: Tensor | None = None) -> Tensor:
@@ -261,7 +216,7 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
             >>> chain.forward_scores()[:, 0, 0]
             tensor([0.0000, 0.6931, 1.3863])
         """
-        alpha = functional.state_scores(self._potentials(semiring), semiring, reverse=False)
+        alpha = autograd.state_scores(self._potentials(semiring), semiring, reverse=False)
         return self._rounded(alpha)
 
     def backward_scores(self, semiring: Semiring = Log) -> Tensor:
@@ -278,7 +233,7 @@ class Chain(PathDistribution[ViterbiPath, ChainSample]):
             >>> chain.backward_scores()[:, 0, 0]
             tensor([1.3863, 0.6931, 0.0000])
         """
-        beta = functional.state_scores(self._potentials(semiring), semiring, reverse=True)
+        beta = autograd.state_scores(self._potentials(semiring), semiring, reverse=True)
         return self._rounded(beta)
 
 

@@ -9,8 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import gradients, off_path, on_path, ones, save_log_partition
+from ...paths.autograd import (
+    call,
+    gradients,
+    needs_gradient,
+    off_path,
+    on_path,
+    ones,
+    refuse_kernels,
+    save_log_partition,
+)
 from ...paths.inputs import full_lengths
+from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
     double_backward,
@@ -18,12 +28,15 @@ from ...runtime.autograd import (
     is_double_backward,
     needed_gradients,
     one_by_one,
+    refuse_forward_mode,
     saved_tensors,
     skip_unused_gradients,
     sum_of_gradients,
 )
+from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
 from . import fakes, reference, reference_means
-from .inputs import check_states
+from .inputs import ChainPotentials, check_states
 from .reference_means import expected_value
 
 
@@ -217,3 +230,65 @@ class Expectation(torch.autograd.Function):
         d_scores, d_initial, d_final = results[:3] if need_score_grads else none
         d_values = results[3:] if need_value_grads else none
         return d_scores, None, d_initial, d_final, None, *d_values, None, None
+
+
+def partition(chain: ChainPotentials, semiring: Semiring) -> Tensor:
+    """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
+    if semiring == Max:
+        args = (*chain, needs_gradient(*chain.variables), current_backend())
+        return call(viterbi, BestScore, chain.variables, *args)[0]
+    inputs = scan_inputs(chain, semiring, "this semiring")
+    result = reference.log_partition(inputs, differentiable(semiring))
+    return result.to(acc_dtype(chain.scores.dtype))
+
+
+def marginals(chain: ChainPotentials) -> Tensor:
+    """Return the posterior of each edge, `[T, N, C, K]`, in the dtype of results."""
+    scores, source, initial, final, lengths = chain
+    backend, dtype = current_backend(), acc_dtype(scores.dtype)
+    fp64, _, saved = logz(*chain, True, backend)
+    tensors = (scores, initial, final, source, lengths, fp64, saved)
+    return logz_gradient(ones(scores), *tensors, dtype, backend)[0]
+
+
+def state_scores(chain: ChainPotentials, semiring: Semiring, *, reverse: bool) -> Tensor:
+    """Return alpha, or beta if `reverse`, `[T + 1, N, C]`.
+
+    Kernels serve Log and Max without a gradient; a scan in PyTorch serves the rest.
+    """
+    has_kernel = semiring in (Log, Max)
+    if has_kernel and not needs_gradient(*chain.variables):
+        refuse_forward_mode(*chain.variables)
+        return scan(*chain, semiring == Max, reverse, current_backend())
+    name = "a derivative of the scores of states" if has_kernel else "this semiring"
+    inputs = scan_inputs(chain, semiring, name)
+    scores = reference.backward_scores if reverse else reference.forward_scores
+    return torch.stack(scores(inputs, differentiable(semiring)))
+
+
+def mean_of_values(chain: ChainPotentials, *values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of the values along a path and log Z, `[N]`; log Z has no gradient.
+
+    The values are those of the edges `[T, N, C, K]`, and of the first and the last states `[N, C]`.
+    """
+    variables = (*chain.variables, *values)
+    args = (*chain, *values, needs_gradient(*variables), current_backend())
+    return call(expectation, Expectation, variables, *args)[:2]
+
+
+def nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores, states and edges of the k best paths, as in `reference.best_paths`."""
+    return reference.best_paths(scan_inputs(chain, Max, "nbest"), k)
+
+
+def scan_inputs(chain: ChainPotentials, semiring: Semiring, name: str) -> reference.ChainInputs:
+    """Return the inputs of a scan in PyTorch, which serves what no backend has a kernel for.
+
+    Args:
+        chain: the chains.
+        semiring: the semiring of the scan.
+        name: the name of the quantity in the error of a backend that was chosen by name.
+    """
+    refuse_kernels(name)
+    check_values(chain.scores, chain.source, chain.lengths)
+    return reference.chain_inputs(*chain, semiring)

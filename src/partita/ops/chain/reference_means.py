@@ -143,17 +143,6 @@ def chain_expectation(
     return mean, log_partition(x, Log), scores.new_empty(0, dtype=torch.float64)
 
 
-class ExpectationGradients(NamedTuple):
-    """The gradients in the tensors of these names."""
-
-    scores: Tensor
-    initial: Tensor
-    final: Tensor
-    values: Tensor
-    first_values: Tensor
-    last_values: Tensor
-
-
 def chain_expectation_gradient(
     grad_output: Tensor,
     scores: Tensor,
@@ -169,7 +158,7 @@ def chain_expectation_gradient(
     saved: Tensor,
     need_score_grads: bool,
     need_value_grads: bool,
-) -> ExpectationGradients:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the expectation; one that is not needed is empty."""
     x = chain_inputs(scores, source, initial, final, lengths, Log)
     last, *edges, first = covariances(
@@ -177,12 +166,15 @@ def chain_expectation_gradient(
     )
     of_edges = [torch.stack(each[::-1]) for each in zip(*edges, strict=True)]
     d_values, d_scores = of_edges or (torch.empty_like(values), torch.empty_like(scores))
-    grads = (d_scores, first.d_scores, last.d_scores, d_values, first.d_values, last.d_values)
-    needed = (need_score_grads,) * 3 + (need_value_grads,) * 3
-    tensors = (scores, initial, final, values, first_values, last_values)
-    return ExpectationGradients(
-        *(
-            grad.to(tensor.dtype, copy=True) if need else tensor.new_empty(0)
-            for grad, tensor, need in zip(grads, tensors, needed, strict=True)
-        )
+
+    def needed(need: bool, tensor: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.to(tensor.dtype, copy=True) if need else tensor.new_empty(0)
+
+    return (
+        needed(need_score_grads, scores, d_scores),
+        needed(need_score_grads, initial, first.d_scores),
+        needed(need_score_grads, final, last.d_scores),
+        needed(need_value_grads, values, d_values),
+        needed(need_value_grads, first_values, first.d_values),
+        needed(need_value_grads, last_values, last.d_values),
     )

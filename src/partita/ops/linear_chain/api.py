@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.distribution import PathDistribution
-from ...paths.inputs import as_values, check_semiring, end_of_chains, lengths_of_chains
-from ...primitives.semiring import Log, Semiring
+from ...paths.distribution import SemiringDistribution
+from ...paths.inputs import as_values, end_of_chains, lengths_of_chains
+from ...primitives.semiring import Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ..chain.api import Chain
 from ..chain.edges import dense_source
-from . import autograd, functional
+from . import autograd
 from .inputs import LinearChainPotentials, check_linear_chain
 from .reference import path_score
 from .results import ExpectedCounts, LinearPath, LinearSample
 
 
-class LinearChain(PathDistribution[LinearPath, LinearSample]):
+class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
     """A batch of linear chains in which every state may follow every state.
 
     A path of a sequence of L tokens has the score
@@ -100,7 +100,7 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
         return LinearChainPotentials._make([*scores, self.lengths])
 
     def _mean(self, potentials: LinearChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
-        return functional.expectation(potentials, *values), self._log_partitions(potentials)[0]
+        return autograd.mean_of_values(potentials, *values), self._log_partitions(potentials)[0]
 
     def _aligned(
         self, p: LinearChainPotentials, q: LinearChainPotentials
@@ -118,28 +118,12 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
         uniforms = uniform(T, k, N)
         return LinearSample(autograd.sample(*self._potentials(), uniforms, current_backend()))
 
-    def logz(self, semiring: Semiring = Log) -> Tensor:
-        """Return the sum over all paths, `[N]`.
+    def _sum(self, semiring: Semiring) -> Tensor:
+        return autograd.partition(self._potentials(), semiring)
 
-        It is log Z in nats under `Log` and the best score under `Max`. A sequence without a path
-        has -inf.
-
-        Args:
-            semiring: as in `partita.logz`. Any but `Log` and `Max` runs in plain PyTorch.
-
-        Raises:
-            TypeError: semiring is not a `Semiring`.
-            RuntimeError: the backend that was chosen by name has no kernel for it.
-
-        Example:
-            >>> import torch, partita
-            >>> partita.LinearChain(torch.ones(3, 1, 2), torch.zeros(2, 2)).logz(partita.Max)
-            tensor([3.])
-        """
-        check_semiring(semiring)
-        if semiring == Log:
-            return self._log_partitions(self._potentials())[1]
-        return functional.partition(self._potentials(), semiring)
+    def _best_paths(self, k: int) -> LinearPath:
+        score, states = autograd.nbest(self._potentials(), k)
+        return LinearPath(self._rounded(score), states)
 
     def state_marginals(self) -> Tensor:
         """Return the posterior probability of each state, `[T, N, C]`, zero past the lengths.
@@ -154,7 +138,7 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
                     [0.1192, 0.8808]])
         """
         chain = self._full_precision()
-        return functional.marginals(chain, need_transitions=False, per_sequence=False)[0]
+        return autograd.marginals(chain, need_transitions=False, per_sequence=False)[0]
 
     def marginals(self) -> Tensor:
         """Return the posterior probability of each transition, `[T - 1, N, C, C]`.
@@ -170,7 +154,7 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
                       [0.2500, 0.2500]]]])
         """
         chain = self._full_precision().of_sequences()
-        d_transitions = functional.marginals(chain, need_transitions=True, per_sequence=False)[1]
+        d_transitions = autograd.marginals(chain, need_transitions=True, per_sequence=False)[1]
         return self._rounded(d_transitions.transpose(2, 3))
 
     def expected_counts(self) -> ExpectedCounts:
@@ -188,44 +172,10 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
         chain = self._full_precision().with_ends()
         if self.transitions.ndim != 2:
             chain = chain.of_sequences()
-        _, counts, start, end = functional.marginals(
-            chain, need_transitions=True, per_sequence=True
-        )
+        _, counts, start, end = autograd.marginals(chain, need_transitions=True, per_sequence=True)
         if self.transitions.ndim != 2:
             counts = counts.sum(0)
         return ExpectedCounts(*map(self._rounded, (start, counts, end)))
-
-    def nbest(self, k: int) -> LinearPath:
-        """Return the k best paths of each sequence, from the best on.
-
-        Of equal paths that with the lowest states, from the last state back, comes first. The scan
-        runs in PyTorch on every device, and it is not differentiable; `log_prob` of the states is.
-
-        Args:
-            k: the number of paths.
-
-        Returns:
-            A `LinearPath` with scores `[k, N]` and states `[k, T, N]`. A path that does not exist
-            has score -inf and states -1.
-
-        Raises:
-            TypeError, ValueError: k is not an integer, or it is below 1.
-
-        Source: Schwartz and Chow, The N-best algorithm, 1990.
-
-        Example:
-            >>> import torch, partita
-            >>> emissions = torch.tensor([[[2.0, 0.0]], [[0.0, 0.5]]])
-            >>> best = partita.LinearChain(emissions, torch.zeros(2, 2)).nbest(3)
-            >>> best.score[:, 0], best.states[:, :, 0].tolist()
-            (tensor([2.5000, 2.0000, 0.5000]), [[0, 1], [0, 0], [1, 1]])
-        """
-        checks.python_int("k", k)
-        if k < 1:
-            raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
-        with torch.no_grad():
-            score, states = functional.nbest(self._potentials(), k)
-            return LinearPath(self._rounded(score), states)
 
     def expectation(
         self,
@@ -268,7 +218,7 @@ class LinearChain(PathDistribution[LinearPath, LinearSample]):
                 ("transition_values", transition_values, self.transitions, "transitions"),
             )
         )
-        mean = functional.expectation(chain, *of_scores, *ends)
+        mean = autograd.mean_of_values(chain, *of_scores, *ends)
         return self._rounded(mean)
 
     def log_prob(self, states: Tensor) -> Tensor:

@@ -10,22 +10,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import gradients, off_path, on_path, ones, save_log_partition
+from ...paths.autograd import (
+    call,
+    gradients,
+    off_path,
+    on_path,
+    ones,
+    refuse_kernels,
+    save_log_partition,
+)
 from ...paths.inputs import full_lengths
+from ...primitives.semiring import Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    apply,
     double_backward,
     for_gradients,
     is_double_backward,
     needed_gradients,
     one_by_one,
+    refuse_forward_mode,
     saved_tensors,
     skip_unused_gradients,
     sum_of_gradients,
 )
+from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
+from ...runtime.dtypes import acc_dtype
+from ..chain import reference as sparse
 from . import fakes, reference
 from .common import HAS_KERNELS
+from .inputs import LinearChainPotentials
 
 
 def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
@@ -248,3 +263,46 @@ class BestScore(torch.autograd.Function):
             None,
             None,
         )
+
+
+def partition(chain: LinearChainPotentials, semiring: Semiring) -> Tensor:
+    """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
+    if semiring == Max:
+        args = (*chain, current_backend())
+        return call(viterbi, BestScore, chain.variables, *args)[0]
+    refuse_kernels("this semiring")
+    semiring = differentiable(semiring)
+    result = sparse.log_partition(reference.linear_chain_inputs(*chain, semiring), semiring)
+    return result.to(acc_dtype(chain.emissions.dtype))
+
+
+def marginals(
+    chain: LinearChainPotentials, need_transitions: bool, per_sequence: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of log Z of each sequence, which are differentiable.
+
+    They are those in emissions, transitions (if needed), start and end. With `per_sequence` those
+    in constant transitions are `[N, C, C]`.
+    """
+    backend = current_backend()
+    with torch.no_grad():
+        fp64, _, saved = logz(*chain, True, backend)
+    args = (ones(chain.emissions), *chain, fp64, saved, need_transitions, per_sequence, backend)
+    return call(logz_gradient, Marginals, chain.variables, *args)
+
+
+def mean_of_values(chain: LinearChainPotentials, *values: Any) -> Tensor:
+    """Return the posterior mean of the sum of values along a path, `[N]` fp64.
+
+    The values are those of emissions, transitions, start and end.
+    """
+    refuse_forward_mode(*chain.variables, *values)
+    return apply(Expectation, *chain, *values, current_backend())
+
+
+def nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:
+    """Return the scores and states of the k best paths, as in `best_paths` of sparse chains."""
+    refuse_kernels("nbest")
+    check_values(chain.emissions, chain.lengths)
+    score, states, _ = sparse.best_paths(reference.linear_chain_inputs(*chain, Max), k)
+    return score, states

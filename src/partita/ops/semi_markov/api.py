@@ -12,7 +12,7 @@ from ...paths.distribution import PathDistribution
 from ...paths.inputs import lengths_of_chains
 from ...runtime import checks
 from ...runtime.backend import current_backend
-from . import autograd, functional
+from . import autograd
 from .inputs import SemiMarkovPotentials, as_end, check_semi_markov
 from .reference_paths import path_score
 from .results import SemiMarkovPath, SemiMarkovSample
@@ -89,7 +89,7 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
         return SemiMarkovPotentials._make([*(x.double() for x in chain.variables), chain.lengths])
 
     def _mean(self, potentials: SemiMarkovPotentials, values: Any) -> tuple[Tensor, Tensor]:
-        return functional.expectation(potentials, values), self._log_partitions(potentials)[0]
+        return autograd.mean_of_values(potentials, values), self._log_partitions(potentials)[0]
 
     def _aligned(
         self, p: SemiMarkovPotentials, q: SemiMarkovPotentials
@@ -134,7 +134,7 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
             tensor([[0.3731, 0.6269],
                     [0.1192, 0.8808]])
         """
-        return functional.marginals(self._for_marginals())[0]
+        return autograd.marginals(self._for_marginals())[0]
 
     def segment_marginals(self) -> Tensor:
         """Return the posterior probability of each segment, `[T, D, N, C]`.
@@ -150,7 +150,7 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
             tensor([[0.5000, 0.0000],
                     [0.5000, 0.5000]])
         """
-        return functional.segment_marginals(self._for_marginals())
+        return autograd.segment_marginals(self._for_marginals())
 
     def log_prob(self, states: Tensor, starts: Tensor) -> Tensor:
         """Return the log-probability of paths in nats, `[..., N]`; -inf for what is no path.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import save_log_partition
+from ...paths.autograd import ones, save_log_partition
 from ...runtime import checks, register
 from ...runtime.autograd import (
     first_derivative,
@@ -17,10 +17,13 @@ from ...runtime.autograd import (
     is_double_backward,
     needed_gradients,
     one_by_one,
+    refuse_forward_mode,
     saved_tensors,
     sum_of_gradients,
 )
+from ...runtime.backend import current_backend
 from . import fakes, reference, reference_paths
+from .inputs import SemiMarkovPotentials
 
 
 def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
@@ -114,3 +117,37 @@ def _differentiable(op: Any, specification: Any, variables: int, tensors: tuple[
     if not is_double_backward(*tensors[:variables]):
         return op(*tensors)
     return first_derivative(op, specification, variables, *tensors)
+
+
+def marginals(chain: SemiMarkovPotentials) -> tuple[Tensor, ...]:
+    """Return the gradients of log Z of each sequence, which are differentiable.
+
+    They are those in emissions, transitions `[N, C, C]`, durations `[N, D, C]`, start and end.
+    """
+    args, backend = _posterior_arguments(chain), current_backend()
+    return differentiable_gradient(ones(chain.emissions), *args, True, backend)
+
+
+def segment_marginals(chain: SemiMarkovPotentials) -> Tensor:
+    """Return the posterior probabilities of segments, `[T, D, N, C]`, which are differentiable."""
+    return differentiable_segments(*_posterior_arguments(chain), current_backend())
+
+
+def _posterior_arguments(chain: SemiMarkovPotentials) -> tuple[Tensor | None, ...]:
+    """Return the chain, its log Z, and what that saves for posteriors."""
+    refuse_forward_mode(*chain)
+    with torch.no_grad():
+        fp64, _, saved = logz(*chain, True, current_backend())
+    return *chain, fp64, saved
+
+
+def mean_of_values(chain: SemiMarkovPotentials, values: tuple[Tensor, ...]) -> Tensor:
+    """Return the mean of the sum of values along a path, `[N]` fp64; 0 times ±inf is 0."""
+    emissions, *counts = marginals(chain)
+    posteriors = (emissions.transpose(0, 1), *counts)  # [N, ...]
+    values = (values[0].transpose(0, 1), *values[1:])
+    means = (
+        (posterior * torch.where(posterior == 0, 0.0, value)).flatten(1).sum(1)
+        for posterior, value in zip(posteriors, values, strict=True)
+    )
+    return torch.stack([*means]).sum(0)
