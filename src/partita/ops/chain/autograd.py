@@ -18,6 +18,7 @@ from ...paths.autograd import (
     ones,
     refuse_kernels,
     save_log_partition,
+    takes,
 )
 from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring, differentiable
@@ -99,7 +100,8 @@ class LogZ(torch.autograd.Function):
     setup_context = staticmethod(save_log_partition)
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    @takes(logz)
+    def forward(*args: Any) -> Any:
         return logz(*args)
 
     @staticmethod
@@ -125,7 +127,8 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    @takes(logz_gradient)
+    def forward(*args: Any) -> Any:
         return logz_gradient(*args)
 
     @staticmethod
@@ -162,7 +165,8 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    @takes(viterbi)
+    def forward(*args: Any) -> Any:
         return viterbi(*args)
 
     @staticmethod
@@ -200,7 +204,8 @@ class Expectation(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    @takes(expectation)
+    def forward(*args: Any) -> Any:
         return expectation(*args)
 
     @staticmethod

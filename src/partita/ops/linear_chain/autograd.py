@@ -18,6 +18,7 @@ from ...paths.autograd import (
     ones,
     refuse_kernels,
     save_log_partition,
+    takes,
 )
 from ...paths.inputs import full_lengths
 from ...primitives.semiring import Max, Semiring, differentiable
@@ -89,7 +90,8 @@ class LogZ(torch.autograd.Function):
     setup_context = staticmethod(save_log_partition)
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    @takes(logz)
+    def forward(*args: Any) -> Any:
         return logz(*args)
 
     @staticmethod
@@ -115,7 +117,8 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    @takes(logz_gradient)
+    def forward(*args: Any) -> Any:
         return logz_gradient(*args)
 
     @staticmethod
@@ -155,8 +158,21 @@ class Expectation(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(emissions: Tensor, *args: Any) -> Tensor:
-        return tangent(ones(emissions), emissions, *args)[0]
+    def forward(
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        emission_values: Tensor,
+        transition_values: Tensor,
+        start_values: Tensor | None,
+        end_values: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        chain = (emissions, transitions, start, end, lengths)
+        values = (emission_values, transition_values, start_values, end_values)
+        return tangent(ones(emissions), *chain, *values, backend)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -220,7 +236,8 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    @takes(viterbi)
+    def forward(*args: Any) -> Any:
         return viterbi(*args)
 
     @staticmethod

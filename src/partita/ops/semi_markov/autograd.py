@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import ones, save_log_partition
+from ...paths.autograd import ones, save_log_partition, takes
 from ...runtime import checks, register
 from ...runtime.autograd import (
     first_derivative,
@@ -70,7 +70,8 @@ class LogZ(torch.autograd.Function):
     setup_context = staticmethod(save_log_partition)
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    @takes(logz)
+    def forward(*args: Any) -> Any:
         return logz(*args)
 
     @staticmethod
