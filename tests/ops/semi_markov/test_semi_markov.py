@@ -73,7 +73,9 @@ def test_divergence_is_that_of_the_enumeration(
         scores = all_segment_paths(chain, n).scores
         p, other_scores = posterior(scores), all_segment_paths(other, n).scores
         difference = scores.log_softmax(0) - other_scores.log_softmax(0)
-        assert_close_fp64(kl[n], (p * difference.masked_fill(p == 0, 0.0)).sum())
+        expected = (p * difference.masked_fill(p == 0, 0.0)).sum()
+        # It is a difference of numbers up to a thousand times as large.
+        torch.testing.assert_close(kl[n], expected, rtol=1e-11, atol=1e-11 * max(1, scale))
     with pytest.raises(ValueError, match=r"other\.durations: expected shape"):
         chain.kl(semi_markov_chain(chain.emissions, chain.transitions, chain.durations[:1]))
 
