@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .ops.cross_entropy.api import cross_entropy
+from .ops.cross_entropy.common import check_options
 from .ops.ctc.api import ctc_loss
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_heads.api import linear_cross_entropy
@@ -17,17 +17,6 @@ from .runtime import checks
 from .runtime.lengths import Lengths
 
 RNNTLoss.__module__ = __name__  # users and pickles meet it here
-
-
-def _check_options(
-    reduction: Any, label_smoothing: Any = 0.0, softcap: Any = None, z_loss: Any = 0.0
-) -> None:
-    """Raise for an option of a loss that no call would accept."""
-    checks.choice("reduction", reduction, checks.REDUCTIONS)
-    checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
-    checks.number("z_loss", z_loss, low=0.0)
 
 
 def _loss_repr(module: CrossEntropyLoss | LinearCrossEntropyLoss) -> str:
@@ -74,8 +63,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         inplace: bool = False,
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        _check_options(self.reduction, label_smoothing, softcap, z_loss)
-        checks.python_int("ignore_index", ignore_index)
+        check_options(ignore_index, label_smoothing, softcap, z_loss, self.reduction)
         self.softcap, self.z_loss, self.inplace = softcap, z_loss, inplace
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -154,9 +142,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         memory_budget: int | None = None,
     ) -> None:
         super().__init__()
-        _check_options(reduction, label_smoothing, softcap, z_loss)
-        if ignore_index is not None:
-            checks.python_int("ignore_index", ignore_index)
+        ignored = -100 if ignore_index is None else ignore_index
+        check_options(ignored, label_smoothing, softcap, z_loss, reduction)
         self.num_classes = num_classes
         self.out_features = tuple(out_features)
         self.reduction = reduction
@@ -237,7 +224,7 @@ class CTCLoss(torch.nn.CTCLoss):
         *,
         from_logits: bool = False,
     ) -> None:
-        _check_options(reduction)
+        checks.choice("reduction", reduction, checks.REDUCTIONS)
         checks.python_int("blank", blank)
         if blank < 0:
             raise ValueError(f"blank: expected a class, 0 or more, got {blank}")

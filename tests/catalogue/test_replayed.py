@@ -18,7 +18,7 @@ EXCEPTIONS = {
     "LinearChain.nbest": IN_PYTORCH,
     # The joint of each chunk is a product of matrices.
     "linear_rnnt_loss": "linear_rnnt: it calls aten.copy_.default",
-    "linear_tdt_loss": "linear_tdt: it calls aten.copy_.default",
+    "linear_tdt_loss": "linear_rnnt: it calls aten.copy_.default",
 }
 
 

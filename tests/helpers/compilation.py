@@ -46,8 +46,7 @@ NVIDIA_ONLY = (
     "divergence_mixture",
     "linear_chain_",
     "rnnt_overlap",
-    "tdt_overlap",
-    "tdt_words",
+    "rnnt_words",
 )
 
 

@@ -78,7 +78,8 @@ class Launch(NamedTuple):
 
         Kernels without these options are always plain.
         """
-        return not any(self.options.get(name) for name in OPTIONS)
+        has_softcap = any(getattr(arg, "softcap", None) for arg in self.args)
+        return not has_softcap and not any(self.options.get(name) for name in OPTIONS)
 
     @property
     def demand(self) -> tuple[int, int]:
@@ -408,14 +409,17 @@ def call_parallel(dtype: torch.dtype) -> None:
         autograd.parallel_coefficients(target, *fields[:2], *grads, None, fields[3], *numbers)
     if dtype == torch.float64:
         return
+    from partita.ops.cross_entropy.common import LossOptions
     from partita.ops.vocab_parallel.gpu.launch import parallel_one_pass
 
     words, flag = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     for sizes in ((65_536,) * 2, (25_129, 25_128), (12_565,) * 4):
-        for softcap, z_loss, mean in ((0.0, 0.0, True), (0.0, 0.0, False), (5.0, 0.1, True)):
-            logits = torch.zeros(3, sizes[0], dtype=dtype)
-            options = (1, sizes, 0, -100, softcap, z_loss, mean)
-            parallel_one_pass(logits, target, words, words, words, flag, *options)
+        for numbers in ((0.0, 0.0, "mean"), (0.0, 0.0, "sum"), (5.0, 0.1, "mean")):
+            logits, options = (
+                torch.zeros(3, sizes[0], dtype=dtype),
+                LossOptions(-100, 0.0, *numbers),
+            )
+            parallel_one_pass(logits, target, words, words, words, flag, 1, sizes, 0, options)
 
 
 def call_rows(x: torch.Tensor) -> None:

@@ -27,7 +27,6 @@ SPILLED = {
     "chain_gradient_kernel": 8,
     "chain_logz_kernel": 8,
     "chain_viterbi_kernel": 8,
-    "ctc_narrow_gradient_kernel": 8,
     # A few numbers of the row. With more registers, fewer programs would load at the same time.
     "divergence_mixture_row_kernel": 32,
     "divergence_row_kernel": 8,
@@ -55,7 +54,6 @@ SPILLED_SINCE_3_7 = {
             "linear_chain_resident_scan_kernel",
             "linear_chain_rests_kernel",
             "linear_chain_viterbi_kernel",
-            "rnnt_posterior_kernel",
         ),
         8,
     ),
@@ -67,7 +65,7 @@ SPILLED_SINCE_3_7 = {
     "parallel_row_kernel": 24,
     "token_stats_kernel": 32,
     # In a loop of 435 instructions, 17 of which move spilled values.
-    "tdt_overlap_kernel": 80,
+    "rnnt_overlap_kernel": 80,
     # Once in a row.
     "softmax_row_kernel": 144,
     "softmax_backward_row_kernel": 160,
@@ -92,7 +90,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "ctc_label_gradient_kernel",
                 "ctc_lane_gradient_kernel",
                 "ctc_loss_kernel",
-                "ctc_narrow_gradient_kernel",
                 "ctc_posterior_scan_kernel",
                 "linear_chain_trace_words_kernel",
                 "linear_statistics_kernel",
@@ -102,15 +99,12 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "parallel_fields_kernel",
                 "rnnt_posterior_kernel",
                 "rnnt_predictor_sum_kernel",
-                "tdt_posterior_kernel",
             ),
             torch.float32,
         ),
         **dict.fromkeys(
             (
-                "chain_boundaries_kernel",
                 "chain_group_operators_kernel",
-                "chain_resident_final_state_kernel",
                 "crf_edge_order_kernel",
                 "ctc_backtrace_kernel",
                 "ctc_beam_search_kernel",
@@ -146,7 +140,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_chain_weights_kernel",
                 "rnnt_backtrace_kernel",
                 "rnnt_best_scan_kernel",
-                "rnnt_scan_kernel",
                 "semi_markov_best_scan_kernel",
                 "semi_markov_changes_kernel",
                 "semi_markov_memory_scan_kernel",
@@ -158,7 +151,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "semi_markov_states_kernel",
                 "semi_markov_sum_kernel",
                 "semi_markov_tables_kernel",
-                "semi_markov_viterbi_kernel",
                 "semi_markov_weights_kernel",
             ),
             torch.float64,
@@ -178,17 +170,14 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
         **dict.fromkeys(
             (
                 "chain_group_maps_kernel",
-                "chain_resident_segment_maps_kernel",
-                "chain_resident_trace_kernel",
                 "chain_trace_maps_kernel",
-                "chain_trace_steps_kernel",
                 "linear_chain_path_maps_kernel",
                 "linear_chain_trace_kernel",
                 "linear_pack_kernel",
                 "linear_chain_word_maps_kernel",
                 "semi_markov_trace_kernel",
-                "tdt_scan_kernel",
-                "tdt_words_kernel",
+                "rnnt_scan_kernel",
+                "rnnt_words_kernel",
                 "ctc_crf_beam_trace_kernel",
                 "ctc_label_index_kernel",
             ),
@@ -298,12 +287,13 @@ def test_constants_of_fp64_kernels_have_all_digits() -> None:
 
 def test_aligned_rows_are_read_in_vectors() -> None:
     """Triton forgets the alignment that `tl.multiple_of` gives a scalar."""
-    for kernel in ("rnnt_overlap_kernel", "tdt_overlap_kernel"):
-        launch = next(
-            item
-            for item in launches("13.0")[kernel]
-            if item.dtype == torch.bfloat16 and not item.options["EDGES"]
-        )
+    of_kinds = {
+        item.options["CODE"]: item
+        for item in launches("13.0")["rnnt_overlap_kernel"]
+        if item.dtype == torch.bfloat16 and not item.options["EDGES"]
+    }
+    assert len(of_kinds) == 2
+    for launch in of_kinds.values():
         assert launch.options["VEC"] == 8
         assert "ld.global.v4.b32" in compiled(launch, TARGETS["sm_90"].target).asm["ptx"]
 
@@ -311,8 +301,8 @@ def test_aligned_rows_are_read_in_vectors() -> None:
 def test_scans_that_wait_read_words_by_volatile_loads() -> None:
     """Other loads may find old words in the cache of a multiprocessor forever."""
     # A carry, and the arcs of a block of rows: 2 kinds of 4 rows each, or 9 kinds of 2 rows each.
-    for kernel, words in (("rnnt_overlap_kernel", 1 + 2 * 4), ("tdt_overlap_kernel", 1 + 9 * 2)):
-        launch = launches("13.0")[kernel][0]
+    of_kinds = {item.options["CODE"]: item for item in launches("13.0")["rnnt_overlap_kernel"]}
+    for words, (_, launch) in zip((1 + 2 * 4, 1 + 9 * 2), sorted(of_kinds.items()), strict=True):
         ptx = compiled(launch, TARGETS["sm_90"].target).asm["ptx"]
         # Both in the loop that waits, and before it for the block after.
         assert len(re.findall(r"ld\.volatile\.global", ptx)) >= 2 * words

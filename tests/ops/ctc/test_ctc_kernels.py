@@ -127,10 +127,7 @@ def test_logits_beyond_the_range_of_emissions_use_fp64(device: str) -> None:
 def test_sequences_in_fp64_share_a_batch_with_targets_of_several_chunks(
     C: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scan in fp64 comes first, and clears the words through which other programs wait.
-
-    With 300 classes, the loss computes the posteriors.
-    """
+    """The scan in fp64 comes first, and clears the words through which other programs wait."""
     from partita.ops.ctc.gpu.call import CTCCall
     from partita.runtime.parts import with_views
 

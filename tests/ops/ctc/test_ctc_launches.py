@@ -104,7 +104,7 @@ def test_priors_and_a_star_make_no_copy_of_the_logits(
         launch.ctc_gradient(value, *inputs, *scores[1:])
         launch_align.ctc_align(logits, *targets, S, 0, from_logits, *scores)
     assert set(operations.names) <= REPLAYABLE
-    assert saved.shape == saved_shape((50, 4, C + 1), S, from_logits, True, "gpu")
+    assert saved.shape == saved_shape((50, 4, C + 1), S, True, "gpu")
     sizes = [
         arg.nbytes
         for launch in launched

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from partita.ops.rnnt.gpu.arc_rows import NO_CARRY
 from partita.ops.rnnt.gpu.arc_words import (
     ARC_BIAS,
     LEAST_SCORE,
@@ -29,7 +30,6 @@ from partita.ops.rnnt.gpu.arc_words import (
     state_word,
     sum_of_terms,
 )
-from partita.ops.rnnt.gpu.scan import NO_CARRY
 
 BLOCK = 64
 

@@ -182,9 +182,9 @@ def test_losses_and_gradients_of_tdt(durations: list[int], dtype: torch.dtype, d
 @kernel_devices
 def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of a scan may have more rows than its chunk."""
-    from partita.ops.rnnt.gpu import launch_tdt
+    from partita.ops.rnnt.gpu import call
 
-    T, U, new_scan, found = 8, 31, launch_tdt.new_scan, []
+    T, U, new_scan, found = 8, 31, call.new_scan, []
 
     def unwritten_states(*args: Any) -> Any:
         scan = new_scan(*args)
@@ -192,7 +192,7 @@ def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.Mo
         found.append(scan.states.zero_())
         return scan
 
-    monkeypatch.setattr(launch_tdt, "new_scan", unwritten_states)
+    monkeypatch.setattr(call, "new_scan", unwritten_states)
     plan, x = lattice_plan(1, T, U + 1), batch_of((1, T, U, 5), device, K=5)
     tdt(x, "triton", [0, 1, 2, 3, 4])
     assert plan.rows == T + U + 1  # A row beyond these would be one of the next sequence.
@@ -227,6 +227,19 @@ def test_best_paths(device: str) -> None:
         for one, other in zip(found[:2], found[2:], strict=True):
             assert torch.equal(one.steps, other.steps)
             torch.testing.assert_close(tuple(one[1:]), tuple(other[1:]), rtol=1e-6, atol=1e-6)
+
+
+@kernel_devices
+def test_scores_that_are_no_log_probabilities(device: str) -> None:
+    """Words of arcs hold scores far above 0, as logits of a model without a softmax may be."""
+    x = batch_of((2, 5, 3, 7), device)
+    options: dict[str, Any] = {"fused_log_softmax": False}
+    x = x._replace(tokens=1e4 * x.tokens)
+    expected = rnnt(x, "reference", 0, **options)
+    assert (expected[0] < -1e4).any()
+    torch.testing.assert_close(rnnt(x, "triton", 0, **options), expected, rtol=1e-6, atol=1e-3)
+    x.tokens[0, 2, 1] = 1e7  # above what a word holds
+    assert rnnt(x, "triton", 0, **options)[0].isnan().tolist() == [True, False]
 
 
 @kernel_devices
@@ -322,7 +335,7 @@ def test_chunks_of_the_joint(
 
 def linear(
     name: str,
-    inputs: list[Tensor],
+    inputs: list[Any],
     factor: Tensor,
     activation: str,
     chunk: int,
@@ -332,11 +345,12 @@ def linear(
     """Call the op of a loss from encoder and predictor."""
     from partita.ops.rnnt import linear_autograd
 
-    rest = (chunk, keep_logits, *(True,) * (len(inputs) - 3), backend)
+    options: tuple[Any, ...] = ([0, 1, 2], False, 0.05, 0.0, 0.0)
     if name == "rnnt":
-        return linear_autograd.linear_rnnt(*inputs, factor, activation, 0, False, 0.1, 0.2, *rest)
-    options = (activation, 0, [0, 1, 2], 0.05)
-    return linear_autograd.linear_tdt(*inputs, factor, *options, *rest)
+        inputs, options = [*inputs[:4], None, None, *inputs[4:]], ([], False, 0.0, 0.1, 0.2)
+    wanted = [each is not None for each in inputs[:6]]
+    rest = (activation, 0, *options, chunk, keep_logits, wanted, backend)
+    return linear_autograd.linear_rnnt(*inputs, factor, *rest)
 
 
 def test_the_tiles_of_rows() -> None:
@@ -367,9 +381,9 @@ def test_long_sequences_agree_with_fp64(device: str) -> None:
     logits = 2 * torch.randn(1, 4000, 1001, 8, generator=g, device=device)
     targets = torch.randint(1, 8, (1, 1000), generator=g, device=device)
     lengths = (torch.tensor([4000], device=device), torch.tensor([1000], device=device))
-    options = (0, True, False, 0.0, True)
-    nll, _, posteriors = rnnt_forward(logits, targets, *lengths, *options)
-    exact, _, expected = rnnt_forward(logits.double(), targets, *lengths, *options)
+    rest = (None, targets, *lengths, 0, [], True, False, 0.0, 0.0, True)
+    nll, _, _, posteriors = rnnt_forward(logits, *rest)
+    exact, _, _, expected = rnnt_forward(logits.double(), *rest)
     assert (posteriors - expected).abs().max() < 2e-6
     torch.testing.assert_close(nll.double(), exact, rtol=1e-6, atol=0)
 

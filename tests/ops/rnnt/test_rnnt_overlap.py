@@ -179,14 +179,19 @@ def test_which_sizes_overlap() -> None:
         (1, 20_000, 301, 30, 4, 2): False,  # rows are too short to hide anything
         (0, 2000, 301, 1025, 4, 2): False,
     }
-    assert {size: plan.overlaps(*size) for size in sizes} == sizes
+    kinds = plan.arc_kinds(())
+    assert {size: plan.overlaps(*size, kinds) for size in sizes} == sizes
 
 
 def test_registers_leave_room_for_32_programs_where_rows_do() -> None:
-    assert plan.overlap_registers(plan.row_tile(1025, 4, 4, True), False) == 64
-    assert plan.overlap_registers(plan.row_tile(1025, 2, 2, True), False) == 64
-    assert plan.overlap_registers(plan.row_tile(1025, 2, 2, True), True) == 80
-    assert plan.overlap_registers(plan.row_tile(5000, 4, 16, True), False) == 80
+    kinds = plan.arc_kinds(())
+    for tile, hat, registers in (
+        (plan.row_tile(1025, 4, 4, True), False, 64),
+        (plan.row_tile(1025, 2, 2, True), False, 64),
+        (plan.row_tile(1025, 2, 2, True), True, 80),
+        (plan.row_tile(5000, 4, 16, True), False, 80),
+    ):
+        assert plan.overlap_registers(tile, hat, kinds) == registers
 
 
 LARGE = [(1, 500, 100, 1025), (2, 300, 70, 500), (4, 100, 200, 1025)]
@@ -200,7 +205,7 @@ def test_large_lattices_have_the_same_bits_each_time(
 ) -> None:
     """The scans wait for rows here, and their order changes from run to run."""
     B, T, U, V = shape
-    assert plan.overlaps(B, T, U + 1, V, dtype.itemsize, 2)
+    assert plan.overlaps(B, T, U + 1, V, dtype.itemsize, 2, plan.arc_kinds(()))
     x = batch_of(shape, device, dtype)
     expected = assert_overlap_changes_nothing(x)
     assert_overlap_changes_nothing(x, backward=False)

@@ -34,9 +34,9 @@ gpu_only = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 
 def overlap(wanted: bool) -> AbstractContextManager[mock.Mock]:
     """Let all sizes overlap, or none; the context is the mock of the function that overlaps."""
-    from partita.ops.rnnt.gpu import launch_tdt
+    from partita.ops.rnnt.gpu import launch
 
-    return overlapping(launch_tdt, "scan_durations_beside_rows", wanted)
+    return overlapping(launch, "scan_beside_rows", wanted)
 
 
 def batch_of(
@@ -218,22 +218,21 @@ def test_against_the_reference(device: str) -> None:
 def test_words_before_the_scan(directions: int, device: str) -> None:
     """Only words that the next kernel writes are 0, and those that scans share."""
     from partita.ops.rnnt.gpu.arc_words import IMPOSSIBLE_ARC
-    from partita.ops.rnnt.gpu.call import NodeOptions, lattice_call
-    from partita.ops.rnnt.gpu.durations_launch import scan_words
+    from partita.ops.rnnt.gpu.call import NodeOptions, lattice_call, prepared_words
 
     B, *_ = shape = (2, 9, 33, 6)
     logits, _, targets, steps, labels = batch_of(shape, device)
-    options = NodeOptions(0, True, False, 0.0, 0.0)
+    options = NodeOptions(0, DURATIONS, True, False, 0.0, 0.0)
     call = lattice_call(logits, targets, steps, labels, options, directions == 2)
     sizes = call.plan
     with poisoned_memory():
-        words = scan_words(call, DURATIONS)
-    assert words.carries is not None and words.arcs is not None
-    for zeros in (words.flags, *words.carries):
+        memory, words = prepared_words(call)
+    assert memory.carries is not None
+    for zeros in (memory.flags, *memory.carries):
         assert not zeros.any()
-    assert len(words.carries.words) == directions * sizes.num_chunks * B * sizes.carry_steps
+    assert len(memory.carries.words) == directions * sizes.num_chunks * B * sizes.carry_steps
     impossible = IMPOSSIBLE_ARC.value
-    for k, arcs in enumerate(words.arcs.view(2 * len(DURATIONS), sizes.nodes).cpu()):
+    for k, arcs in enumerate(words.view(2 * len(DURATIONS), sizes.nodes).cpu()):
         margin = arcs[len(arcs) - plan.MARGIN :]
         assert (margin == impossible).all()
         d, is_label = DURATIONS[k % len(DURATIONS)], k >= len(DURATIONS)
@@ -251,13 +250,15 @@ def test_words_before_the_scan(directions: int, device: str) -> None:
 
 
 def test_which_sizes_overlap() -> None:
-    size = (1, 2000, 301, 1025, 2, 2)
-    assert plan.tdt_overlaps(*size, kinds=10, depth=5)
-    assert not plan.tdt_overlaps(*size, kinds=12, depth=5)  # their scores need more registers
-    assert not plan.tdt_overlaps(*size, kinds=10, depth=6)
-    assert not plan.tdt_overlaps(32, 200, 101, 1025, 2, 2, kinds=10, depth=5)
-    assert plan.overlaps(8, 400, 101, 1025, 2, 2)  # Here fewer scans pay than of two kinds of arcs.
-    assert not plan.tdt_overlaps(8, 400, 101, 1025, 2, 2, kinds=10, depth=5)
+    size, kinds = (1, 2000, 301, 1025, 2, 2), plan.arc_kinds(DURATIONS)
+    assert plan.overlaps(*size, kinds)
+    # More arcs, and more states that a lane remembers, need more registers.
+    assert not plan.overlaps(*size, plan.arc_kinds((0, 1, 2, 3, 4, 4)))
+    assert not plan.overlaps(*size, plan.arc_kinds((0, 1, 5)))
+    assert not plan.overlaps(32, 200, 101, 1025, 2, 2, kinds)
+    # Here fewer scans pay than of two kinds of arcs.
+    assert plan.overlaps(8, 400, 101, 1025, 2, 2, plan.arc_kinds(()))
+    assert not plan.overlaps(8, 400, 101, 1025, 2, 2, kinds)
 
 
 LARGE = [(1, 500, 100, 1025), (2, 300, 70, 500), (8, 200, 40, 500)]
@@ -271,7 +272,7 @@ def test_large_lattices_have_the_same_bits_each_time(
 ) -> None:
     """The scans wait for rows here, and their order changes from run to run."""
     B, T, U, V = shape
-    assert plan.tdt_overlaps(B, T, U + 1, V, dtype.itemsize, 2, 10, 5)
+    assert plan.overlaps(B, T, U + 1, V, dtype.itemsize, 2, plan.arc_kinds(DURATIONS))
     x = batch_of(shape, device, dtype)
     expected = assert_overlap_changes_nothing(x)
     assert_overlap_changes_nothing(x, backward=False)
@@ -286,7 +287,7 @@ def test_long_sequences_agree_with_fp64(U: int, V: int, device: str) -> None:
 
     Each path takes one arc of thousands of rows, and nothing normalizes their posteriors.
     """
-    from partita.ops.rnnt.gpu.launch import tdt_forward
+    from partita.ops.rnnt.gpu.launch import rnnt_forward
 
     T, K = 4000, len(DURATIONS)
     g = torch.Generator(device=device).manual_seed(0)
@@ -294,10 +295,10 @@ def test_long_sequences_agree_with_fp64(U: int, V: int, device: str) -> None:
     durations = 2 * torch.randn(1, T, U + 1, K, generator=g, device=device)
     targets = torch.randint(1, V, (1, U), generator=g, device=device)
     lengths = (torch.tensor([T], device=device), torch.tensor([U], device=device))
-    assert plan.tdt_overlaps(1, T, U + 1, V, 4, 2, 2 * K, K) == (U == 200)
-    rest = (targets, *lengths, 0, DURATIONS, 0.05, True)
-    nll, _, _, posteriors = tdt_forward(tokens, durations, *rest)
-    exact, _, _, expected = tdt_forward(tokens.double(), durations.double(), *rest)
+    assert plan.overlaps(1, T, U + 1, V, 4, 2, plan.arc_kinds(DURATIONS)) == (U == 200)
+    rest = (targets, *lengths, 0, DURATIONS, True, False, 0.05, 0.0, True)
+    nll, _, _, posteriors = rnnt_forward(tokens, durations, *rest)
+    exact, _, _, expected = rnnt_forward(tokens.double(), durations.double(), *rest)
     assert (posteriors - expected).abs().max() < 2e-6
     torch.testing.assert_close(nll.double(), exact, rtol=1e-6, atol=0)
 

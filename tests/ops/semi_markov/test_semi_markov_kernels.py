@@ -263,7 +263,6 @@ def test_the_parts_of_sequences_cover_them(T: int, N: int, C: int) -> None:
 def test_each_element_of_a_ring_in_memory_belongs_to_one_warp() -> None:
     """A ring is loaded and stored without a barrier, so a second warp could load what is new."""
     for C in (1, 2, 3, 4, 5, 8, 9, 33, 100, 1000):
-        for D in (1, 5, 1000, 5000):
-            for options in (plan.memory_scan_options(C), plan.viterbi_options(C, D)):
-                elements = options["BLOCK_C"] * options["BLOCK_K"]
-                assert options["num_warps"] == 1 or elements >= 32 * options["num_warps"]
+        options = plan.memory_scan_options(C)
+        elements = options["BLOCK_C"] * options["BLOCK_K"]
+        assert options["num_warps"] == 1 or elements >= 32 * options["num_warps"]

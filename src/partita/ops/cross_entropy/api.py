@@ -22,13 +22,12 @@ from ...runtime.sizes import same_sizes
 from .autograd import (
     CROSS_ENTROPY_ONE_PASS,
     CrossEntropyInPlace,
-    CrossEntropyOptions,
     RowsOnePass,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
     token_stats_op,
 )
-from .common import check_options
+from .common import CrossEntropyOptions, check_options
 from .native import native_cross_entropy
 from .token_stats import TokenStatsFunction
 

@@ -27,7 +27,13 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_one_pass
-from .common import RowLosses, TokenStatsRows, mean_denominators
+from .common import (
+    CrossEntropyOptions,
+    RowLosses,
+    TokenStatsRows,
+    logsumexp_term,
+    mean_denominators,
+)
 
 
 def _check_labels(logits: Tensor, target: Tensor, ignore_index: int) -> None:
@@ -93,19 +99,19 @@ cross_entropy_backward_inplace_op = register.define(
 )
 cross_entropy_reduced_op = register.define(
     reference_one_pass.cross_entropy_reduced,
-    lambda logits, *args: logits.new_empty((), dtype=args[-1]),
+    lambda logits, dtype: logits.new_empty((), dtype=dtype),
     gpu=_gpu,
     check=_check_labels,
 )
 cross_entropy_one_pass_op = register.define(
     reference_one_pass.cross_entropy_one_pass,
-    lambda logits, *args: (logits.new_empty((), dtype=args[-1]), torch.empty_like(logits)),
+    lambda logits, dtype: (logits.new_empty((), dtype=dtype), torch.empty_like(logits)),
     gpu=_gpu,
     check=_check_labels,
 )
 cross_entropy_one_pass_inplace_op = register.define(
     reference_one_pass.cross_entropy_one_pass_,
-    lambda logits, *args: logits.new_empty((), dtype=args[-1]),
+    lambda logits, dtype: logits.new_empty((), dtype=dtype),
     gpu=_gpu,
     mutates="logits",
     check=_check_labels,
@@ -116,28 +122,6 @@ scale_gradient = register.define(
     gpu=_gpu,
     mutates="grad",
 )
-
-
-class CrossEntropyOptions(NamedTuple):
-    """The options of a cross-entropy call.
-
-    Fields:
-        ignore_index: the ignored label.
-        label_smoothing: the share of the target that all classes have evenly.
-        softcap: the soft-cap, or 0 for none.
-        z_loss: the factor of the z-loss.
-        mean: whether the loss is a mean.
-        dtype: the dtype of the loss.
-        backend: the chosen backend.
-    """
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float
-    z_loss: float
-    mean: bool
-    dtype: torch.dtype
-    backend: str
 
 
 class CrossEntropyRows(torch.autograd.Function):
@@ -153,17 +137,14 @@ class CrossEntropyRows(torch.autograd.Function):
         logits: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        ignore_index: int,
-        smoothing: float,
-        softcap: float,
-        backend: str,
+        options: CrossEntropyOptions,
         inplace: bool,
     ) -> tuple[Tensor, ...]:
-        return cross_entropy_op(logits, target, weight, ignore_index, smoothing, softcap, backend)
+        return cross_entropy_op(logits, target, weight, *options[:3], options.backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, target, weight, *ctx.options, ctx.inplace = inputs
+        logits, target, weight, ctx.options, ctx.inplace = inputs
         if plain_eager():  # A zero gradient of the log-sum-exp would cost a launch.
             ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
@@ -175,7 +156,7 @@ class CrossEntropyRows(torch.autograd.Function):
         grad_loss, grad_logsumexp = grads[:2]
         if grad_loss is None:
             grad_loss = torch.zeros_like(statistics[0])
-        *options, backend = ctx.options
+        options, backend = ctx.options[:3], ctx.options.backend
         tensors = (grad_loss, grad_logsumexp, logits, target, weight, *statistics)
         if ctx.inplace:
             if torch.is_grad_enabled():
@@ -185,7 +166,7 @@ class CrossEntropyRows(torch.autograd.Function):
                 )
             cross_entropy_backward_inplace_op(*tensors, *options, backend)
             torch.autograd.graph.increment_version(logits)
-            return logits.detach(), *(None for _ in range(7))
+            return logits.detach(), None, None, None, None
         has_probabilities = target.is_floating_point()
         op = for_gradients(cross_entropy_backward_op, grad_loss, grad_logsumexp)
         if not is_double_backward():
@@ -212,7 +193,7 @@ class CrossEntropyRows(torch.autograd.Function):
                 *others,
             )[1]
             grad_target, grad_weight = (*vjp(grad_loss), None)[:2]
-        return grad_logits, grad_target, grad_weight, None, None, None, None, None
+        return grad_logits, grad_target, grad_weight, None, None
 
 
 class OnePassLoss(NamedTuple):
@@ -353,13 +334,12 @@ def cross_entropy_of_rows(
 
     A compiler or a function transform sees every step but the loss of the rows itself.
     """
-    numbers = options.ignore_index, options.label_smoothing, options.softcap
     if needs_no_derivative(logits, target, weight):
-        fields = cross_entropy_op(logits, target, weight, *numbers, options.backend)
+        fields = cross_entropy_op(logits, target, weight, *options[:3], options.backend)
     else:
-        fields = apply(CrossEntropyRows, logits, target, weight, *numbers, options.backend, inplace)
+        fields = apply(CrossEntropyRows, logits, target, weight, options, inplace)
     loss, logsumexp = fields[:2]
-    z = options.z_loss * logsumexp.square() if options.z_loss else None
+    z = logsumexp_term(options, logsumexp)
     if reduction != "mean":
         loss = loss if z is None else loss + z
         return (loss if reduction == "none" else loss.sum()).to(options.dtype)

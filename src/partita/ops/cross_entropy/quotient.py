@@ -9,8 +9,8 @@ from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from .api import check_inputs, has_one_pass, loss_of_batch
-from .autograd import CROSS_ENTROPY_ONE_PASS, CrossEntropyOptions, RowsOnePass
-from .common import LossOptions
+from .autograd import CROSS_ENTROPY_ONE_PASS, RowsOnePass
+from .common import CrossEntropyOptions, LossOptions
 from .native import native_cross_entropy
 
 
@@ -30,7 +30,7 @@ def cross_entropy_over(
     """
     check_inputs(input, target, None, options.ignore_index)
     backend, dtype = current_backend(), acc_dtype(input.dtype)
-    if input.is_cpu and backend == "auto" and not (options.softcap or options.z_loss):
+    if input.is_cpu and backend == "auto" and options.is_in_torch:
         loss = native_cross_entropy(input, target, None, *options[:2], "sum")
         if loss is not None:
             return loss / denominator

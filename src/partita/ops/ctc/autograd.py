@@ -49,7 +49,6 @@ def check_values(
 def _loss_results(
     logits: Tensor,
     max_target_len: int,
-    from_logits: bool,
     reduction: str,
     save: bool,
     star: int | None,
@@ -58,7 +57,7 @@ def _loss_results(
     """Return empty tensors with the shapes of the reduced loss, the losses and the saved tensor."""
     N, dtype = logits.shape[1], acc_dtype(logits.dtype)
     shape = ScoreOptions(star=star).lattice_shape(logits.shape)
-    saved = saved_shape(shape, max_target_len, from_logits, save, served_by)
+    saved = saved_shape(shape, max_target_len, save, served_by)
     return (
         logits.new_empty(N if reduction == "none" else (), dtype=dtype),
         logits.new_empty(N, dtype=torch.float64),

@@ -21,15 +21,8 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..chain import autograd as _chain
-from ..ctc.common import reduce_over_lengths
 from . import reference
-from .common import (
-    losses_from_logz,
-    pack_targets,
-    target_lattice,
-    unflatten_scores,
-    zero_ends,
-)
+from .common import ChainFunctions, loss_through_chains
 
 
 def check_values(
@@ -112,21 +105,19 @@ def loss_of_chains(
     reduction: str,
     backend: str,
 ) -> Tensor:
-    """Return the reduced loss in fp64 through the ops of chains.
+    """Return the reduced loss through the ops of chains.
 
     The result is differentiable any number of times. The lengths are those that `crf_loss` returns.
     """
-    scores, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
-    packed, n_base = pack_targets(targets, target_lengths), source.shape[1] - 1
-    lattice = target_lattice(packed, len(lattice_source), state_len, n_base, dtype, lattice_source)
-    ends = zero_ends(scores)
-    # The derivative of indexing adds up in a fixed order on a GPU; that of `gather` does not.
-    chain = torch.arange(scores.shape[1], device=scores.device)[:, None, None]
-    edge_scores = scores.flatten(2)[:, chain, lattice.edge_index.clamp(min=0)]
-    logz_den = apply(_chain.LogZ, scores, source, ends, ends, lengths, True, backend)[0]
-    logz_num = apply(_chain.LogZ, edge_scores, *lattice[1:], lengths, True, backend)[0]
-    losses = losses_from_logz(logz_den, logz_num)
-    return reduce_over_lengths(losses, target_lengths, reduction)
+
+    def logz(*chain: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *chain_tensors, _ = chain
+        return apply(_chain.LogZ, *chain_tensors, True, backend)
+
+    chains = ChainFunctions(logz, _chain.logz_gradient)
+    tables = (scores, source, lattice_source)
+    sequences = (targets, target_lengths, lengths)
+    return loss_through_chains(chains, *tables, *sequences, state_len, reduction, False)[0]
 
 
 class CRFLossFunction(torch.autograd.Function):

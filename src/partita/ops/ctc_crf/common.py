@@ -1,6 +1,9 @@
-"""The k-mers, target lattices and fixed-point sums of CTC-CRF, which all backends share.
+"""CTC-CRF as the difference of two chains, on top of the functions for chains of a backend.
 
-The loss and its gradient stand here too, on top of functions for chains that a backend gives.
+The denominator is the chain over all k-mers. The numerator is the target lattice: a chain whose
+states are the k-mers of the target, and whose edges read their scores from those of the first
+chain. The loss is log Z of the denominator minus log Z of the numerator, and its gradient is the
+difference of their marginals.
 """
 
 from __future__ import annotations
@@ -14,11 +17,6 @@ from torch import Tensor
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ..ctc.common import gradient_per_sequence, reduce_over_lengths
-
-# Marginals are summed as integers of this dtype, in units of 2 ** -bits. Such a sum has the same
-# bits in any order, and its differences lose nothing.
-FIXED_POINT = {torch.float32: (torch.int32, 30), torch.float64: (torch.int64, 60)}
-SLAB_SIZE = 2**22  # marginals that are subtracted at a time, which bounds the temporary memory
 
 
 class CRFTargets(NamedTuple):
@@ -159,8 +157,9 @@ def lattice_scores(scores: Tensor, edge_index: Tensor) -> Tensor:
 
     The value where there is no edge is arbitrary, because no path uses it.
     """
-    index = edge_index.flatten(1).long().clamp(min=0).expand(len(scores), -1, -1)
-    return scores.flatten(2).gather(2, index).unflatten(2, edge_index.shape[1:])
+    # The derivative of indexing adds up in a fixed order on a GPU; that of `gather` does not.
+    chain = torch.arange(scores.shape[1], device=scores.device)[:, None, None]
+    return scores.flatten(2)[:, chain, edge_index.clamp(min=0)]
 
 
 def _zero(dtype: torch.dtype, *, device: torch.device) -> Tensor:
@@ -173,43 +172,22 @@ def zero_ends(scores: Tensor) -> Tensor:
     return zero.expand(scores.shape[1:3])
 
 
-def losses_from_logz(logz_den: Tensor, logz_num: Tensor) -> Tensor:
-    """Return the losses from log Z of all paths and of those that spell the targets."""
-    return torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
-
-
-def marginal_scale(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the factor, `[N]`, that turns marginals in fixed-point units into gradients."""
-    return (grad * 2.0 ** -FIXED_POINT[dtype][1]).to(dtype)
-
-
 def subtract_marginals(
-    d_scores: Tensor, marginals: Tensor, edge_index: Tensor, scale: Tensor
+    d_scores: Tensor, marginals: Tensor, edge_index: Tensor, coefficients: Tensor
 ) -> None:
-    """Subtract `scale[n] · marginals[t, n]` from `d_scores[t, n]` in place, at `edge_index[n]`.
+    """Subtract the marginals of edges times `coefficients`, `[N]`, from `d_scores` in place.
 
-    `d_scores` is `[T, N, C, A]` and contiguous. Several edges may share an index, so the indices of
-    a sequence are sorted once. The sum over a run of equal indices is a difference of cumulative
-    sums, and each member of the run writes the same result.
+    `d_scores` is `[T, N, C, A]` and contiguous. Several edges may read one score. Their marginals
+    are added in a fixed order, by `scatter_add_` on a CPU and by `index_put_` elsewhere.
     """
-    dtype = FIXED_POINT[marginals.dtype][0]
-    d_scores, marginals = d_scores.flatten(2), marginals.flatten(2)
     # Where there is no edge, the marginal is 0.
-    index, order = edge_index.flatten(1).long().clamp(min=0).sort(1)
-    # Nothing moves into the first state, so its marginal puts a 0 in front of the cumulative sums.
-    order = torch.nn.functional.pad(order, (1, 0), value=1)
-    first, last = (torch.searchsorted(index, index, right=right) for right in (False, True))
-    T = len(d_scores)
-    slab = max(T if torch.compiler.is_compiling() else SLAB_SIZE // max(edge_index.numel(), 1), 1)
-    for t in range(0, T, slab):
-        part = d_scores[t : t + slab]
-        slab_order, slab_index, slab_first, slab_last = (
-            tensor.expand(len(part), -1, -1) for tensor in (order, index, first, last)
-        )
-        sums = marginals[t : t + slab].gather(2, slab_order).round_().to(dtype)
-        sums = sums.cumsum(2, dtype=dtype)
-        total = sums.gather(2, slab_last).sub_(sums.gather(2, slab_first))
-        part.scatter_(2, slab_index, part.gather(2, slab_index).sub_(total * scale[:, None]))
+    index = edge_index.flatten(1).long().clamp(min=0)
+    change, d_scores = marginals.flatten(2) * -coefficients[:, None], d_scores.flatten(2)
+    if d_scores.is_cpu:
+        d_scores.scatter_add_(2, index.expand(len(change), -1, -1), change)
+    else:
+        t, n = (torch.arange(size, device=index.device) for size in change.shape[:2])
+        d_scores.index_put_((t[:, None, None], n[:, None], index), change, accumulate=True)
 
 
 def loss_through_chains(
@@ -237,10 +215,10 @@ def loss_through_chains(
     logz_num, _, states = chains.logz(edge_scores, *lattice[1:], lengths, save)
     marginals = edge_scores.new_empty(0, dtype=dtype)
     if save:
-        unit = torch.full_like(logz_num, 2.0 ** FIXED_POINT[dtype][1])
         chain = (edge_scores, lattice.initial, lattice.final, lattice_source, lengths)
-        marginals = chains.gradient(unit, *chain, logz_num, states, dtype)[0]
-    losses = losses_from_logz(logz_den, logz_num)
+        one = torch.ones_like(logz_num)
+        marginals = chains.gradient(one, *chain, logz_num, states, dtype)[0]
+    losses = torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
     value = reduce_over_lengths(losses, target_lengths, reduction).to(dtype, copy=True)
     return value, losses, logz_den, saved, marginals, lattice.edge_index.int(), lengths
 
@@ -264,5 +242,5 @@ def gradient_through_chains(
     grad = gradient_per_sequence(grad, target_lengths, reduction)
     grad, ends = torch.where(losses == torch.inf, 0.0, grad), zero_ends(edges)
     result = chains.gradient(grad, edges, ends, ends, source, lengths, logz, saved, dtype)[0]
-    subtract_marginals(result, marginals, edge_index, marginal_scale(grad, dtype))
+    subtract_marginals(result, marginals, edge_index, grad.to(dtype))
     return result.to(scores.dtype).view(scores.shape)

@@ -38,8 +38,7 @@ def crf_loss(
         losses: `[N]` fp64. A loss is inf, with the gradient 0, where no path spells the target.
         logz: log Z of all paths, `[N]` fp64.
         saved: what the gradient of log Z of all paths needs.
-        marginals: those of the target lattice, `[T, N, L, 2]`, in the units of the backend; empty
-            if not `save`.
+        marginals: those of the target lattice, `[T, N, L, 2]`; empty if not `save`.
         edge_index: the index of each lattice edge among the scores of a step, `[N, L, 2]` int32;
             -1 for no edge.
         lengths: the number of steps, `[N]` int64; -1 for an invalid sequence.

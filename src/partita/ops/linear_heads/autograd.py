@@ -27,6 +27,7 @@ from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, scaled_gradient
 from ..cross_entropy.common import LossOptions, valid_targets
 from . import reference
+from .chunked import Wanted
 from .common import RowStatistics
 from .plan import padded_width
 from .rows_linear import rows_linear
@@ -340,8 +341,8 @@ PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: packed_one_pass(*args))
 class LinearOnePass(torch.autograd.Function):
     """A `OnePassLoss` of a head and its gradients, which are not differentiable outputs.
 
-    The first three tensors are the head. The last options say which gradients are wanted and name
-    the backend; `composed` gets the others.
+    The first three tensors are the head. After the tensors come the options, which gradients are
+    wanted, and the backend.
 
     The first backward pass of eager code scales the saved gradients in place, and later ones
     compute them again. A compiler keeps them as tensors of its graph.
@@ -356,29 +357,19 @@ class LinearOnePass(torch.autograd.Function):
         target: Tensor,
         class_weight: Tensor | None,
         denominator: Tensor | None,
-        ignore_index: int,
-        label_smoothing: float,
-        softcap: float,
-        z_loss: float,
-        mean: bool,
-        chunk: int,
-        input_grad: bool,
-        weight_grad: bool,
-        bias_grad: bool,
+        options: tuple[Any, ...],
+        wanted: Wanted,
         backend: str,
     ) -> tuple[Tensor, ...]:
         tensors = (input, weight, bias, target, class_weight, denominator)
-        numbers = (ignore_index, label_smoothing, softcap, z_loss, mean, chunk)
-        return loss.run(*tensors, *numbers, input_grad, weight_grad, bias_grad, backend)
+        return loss.run(*tensors, *options, *wanted, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.loss, num_tensors = inputs[0], inputs[0].num_tensors
-        ctx.options, ctx.wanted = inputs[1 + num_tensors : -4], inputs[-4:-1]
-        ctx.backend = inputs[-1]
+        ctx.loss, *tensors, ctx.options, ctx.wanted, ctx.backend = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[1 : 1 + num_tensors], *output[1:])
+        ctx.save_for_backward(*tensors, *output[1:])
         ctx.is_spent = False
 
     @staticmethod

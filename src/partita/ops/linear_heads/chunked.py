@@ -188,6 +188,28 @@ def gradients_by_token(
     return result
 
 
+def gradients_of_loss(
+    head: Head,
+    wanted: Wanted,
+    target: Tensor,
+    ignore_index: int,
+    write_gradient: Callable[[Tensor, Tensor], None],
+    chunk: int,
+) -> HeadGradients:
+    """Compute the gradients of a head whose tokens have labels, in chunks of tokens.
+
+    `write_gradient` overwrites the logits of a chunk with their gradient, given its labels.
+    """
+
+    def counts(part: slice) -> Tensor:
+        return target[part] != ignore_index
+
+    def write_part(part: slice, logits: Tensor) -> None:
+        write_gradient(logits, target[part])
+
+    return gradients_by_token([head], wanted, counts, write_part, chunk)
+
+
 def accumulate_hidden(
     head: Head,
     target: Tensor,
@@ -306,6 +328,7 @@ def linear_rows_backward(
 
 def linear_one_pass(
     kernels: ChunkKernels,
+    loss_by_token: Callable[..., HeadGradients],
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -324,6 +347,8 @@ def linear_one_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
 
+    `loss_by_token` is `gradients_of_loss`, or another function with its arguments.
+
     Each chunk takes three matrix products: its logits, and two from their gradient. A denominator,
     `[]`, divides a sum before the gradients are rounded.
     """
@@ -333,16 +358,13 @@ def linear_one_pass(
     mean = mean or denominator is not None
     options = (class_weight, ignore_index, label_smoothing, softcap, z_loss, mean, divisors)
 
-    def write_gradient(part: slice, logits: Tensor) -> None:
+    def write_gradient(logits: Tensor, labels: Tensor) -> None:
         nonlocal loss
-        of_part = kernels.one_pass(logits, target[part], *options)
+        of_part = kernels.one_pass(logits, labels, *options)
         loss = of_part if loss is None else loss + of_part
 
-    def counts(part: slice) -> Tensor:
-        return target[part] != ignore_index
-
-    heads, wanted = [Head(input, weight, bias)], (input_grad, weight_grad, bias_grad)
-    gradients = gradients_by_token(heads, wanted, counts, write_gradient, chunk)
+    head, wanted = Head(input, weight, bias), (input_grad, weight_grad, bias_grad)
+    gradients = loss_by_token(head, wanted, target, ignore_index, write_gradient, chunk)
     if loss is None:
         loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
     return loss, *gradients

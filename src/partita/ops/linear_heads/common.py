@@ -18,7 +18,7 @@ from ...runtime.autograd import (
     requires_grad,
 )
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import LossOptions, valid_targets
+from ..cross_entropy.common import LossOptions, logsumexp_term, valid_targets
 from .plan import MemoryPlan, memory_plan, padded_width
 
 
@@ -168,9 +168,7 @@ def loss_terms(
     if smoothing > 0:
         smoothing_loss = torch.where(valid, smoothing_loss, 0.0)
         loss = (1 - smoothing) * loss + smoothing / classes * smoothing_loss
-    if not options.z_loss:
-        return loss, None
-    return loss, options.z_loss * torch.where(valid, logsumexp, 0.0).square()
+    return loss, logsumexp_term(options, torch.where(valid, logsumexp, 0.0))
 
 
 def loss_denominators(

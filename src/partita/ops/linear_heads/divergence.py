@@ -157,5 +157,6 @@ def _planned(
         return reduced(apply(autograd.LinearDivergence, *call)[0], mask, reduction)
     like = input.new_empty(tokens, dtype=acc_dtype(input.dtype))
     factors = row_factors(mask, like, reduction)
-    call = (*head, *teacher, factors, mask, reduction, *numbers, *sizes, *wanted, backend)
-    return apply(autograd.LinearDivergenceOnePass, autograd.ONE_PASS, *call)[0]
+    tensors = (*head, *teacher, factors, mask)
+    rest = ((reduction, *numbers, *sizes), wanted, backend)
+    return apply(autograd.LinearDivergenceOnePass, autograd.ONE_PASS, *tensors, *rest)[0]

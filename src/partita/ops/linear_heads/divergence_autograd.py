@@ -16,6 +16,7 @@ from ..divergence.autograd import divergence_of_rows
 from ..divergence.common import DivergenceRows, reduced
 from . import reference_divergence
 from .autograd import LinearOnePass, gradients_fake, head_backward, one_pass_fake
+from .chunked import Wanted
 from .plan import padded_width
 from .rows_linear import rows_linear
 
@@ -146,19 +147,9 @@ class LinearDivergenceOnePass(LinearOnePass):
         teacher_bias: Tensor | None,
         factors: Tensor,
         mask: Tensor | None,
-        reduction: str,
-        beta: float,
-        temperature: float,
-        softcap: float,
-        tokens: int,
-        saved: int,
-        chunk: int,
-        input_grad: bool,
-        weight_grad: bool,
-        bias_grad: bool,
+        options: tuple[Any, ...],
+        wanted: Wanted,
         backend: str,
     ) -> tuple[Tensor, ...]:
         heads = (input, weight, bias, teacher_input, teacher_weight, teacher_bias)
-        numbers = (reduction, beta, temperature, softcap, tokens, saved, chunk)
-        wanted = (input_grad, weight_grad, bias_grad)
-        return loss.run(*heads, factors, mask, *numbers, *wanted, backend)
+        return loss.run(*heads, factors, mask, *options, *wanted, backend)

@@ -8,19 +8,13 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import (
-    apply,
-    check_inplace,
-    plain_eager,
-    refuse_forward_mode,
-    requires_grad,
-)
+from ...runtime.autograd import check_inplace, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from . import autograd as _rnnt
 from .arguments import clamp_bound, class_index, node_logits, node_options, sequences_of
-from .common import REDUCTIONS, reduce_losses
+from .common import NO_DURATIONS, REDUCTIONS, reduce_losses
 
 
 class RNNTAlignment(NamedTuple):
@@ -109,21 +103,17 @@ def rnnt_loss(
         targets, logit_lengths, target_lengths, logits.shape[:3], logits.device
     )
     hat, fastemit, delay = node_options(fused_log_softmax, hat, fastemit_lambda, delay_penalty)
-    nodes = (blank, bool(fused_log_softmax), hat, delay)
-    backend = current_backend()
-    if (torch.is_grad_enabled() and requires_grad(logits)) or not plain_eager():
-        inplace = inplace and plain_eager() and logits.requires_grad and CAN_WRITE_OVER_LOGITS
-        if inplace:
-            check_inplace(logits)
-            # The version changes before the logits are saved, so that only this backward pass may
-            # read them.
-            torch.autograd.graph.increment_version(logits)
-        options = (*nodes, clamp_bound(clamp), fastemit, inplace, backend)
-        losses = apply(_rnnt.RNNTLossFunction, logits, *sequences, *options)[0]
-    else:
-        clamp_bound(clamp)
-        refuse_forward_mode(logits)
-        losses = _rnnt.forward(logits, *sequences, *nodes, False, backend)[0]
+    inputs = (logits, None, *sequences)
+    nodes = (blank, NO_DURATIONS, bool(fused_log_softmax), hat, 0.0, delay)
+    inplace = inplace and torch.is_grad_enabled() and plain_eager() and logits.requires_grad
+    inplace = inplace and CAN_WRITE_OVER_LOGITS
+    if inplace:
+        check_inplace(logits)
+        # The version changes before the logits are saved, so that only this backward pass may
+        # read them.
+        torch.autograd.graph.increment_version(logits)
+    of_gradient = (clamp_bound(clamp), fastemit, inplace)
+    losses = _rnnt.losses_of(inputs, nodes, of_gradient, current_backend())
     reduction = "mean_batch" if reduction == "mean" else reduction
     return reduce_losses(losses, sequences.target_lengths, reduction)
 
@@ -166,5 +156,5 @@ def rnnt_align(
         sequences = sequences_of(
             targets, logit_lengths, target_lengths, logits.shape[:3], logits.device
         )
-        options = (blank, bool(fused_log_softmax), current_backend())
-        return RNNTAlignment(*_rnnt.align(logits, *sequences, *options))
+        options = (blank, NO_DURATIONS, bool(fused_log_softmax), 0.0, current_backend())
+        return RNNTAlignment(*_rnnt.align(logits, None, *sequences, *options))

@@ -11,15 +11,19 @@ from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    apply,
     first_derivative,
     for_gradients,
     is_double_backward,
     one_by_one,
+    plain_eager,
+    refuse_forward_mode,
+    requires_grad,
     saved_tensors,
     skip_unused_gradients,
 )
 from ...runtime.dtypes import acc_dtype
-from . import reference, reference_tdt
+from . import reference
 
 
 def check_sequences(
@@ -32,40 +36,22 @@ def check_sequences(
     checks.target_labels(targets, target_lengths, 0, V - 1, blank=blank)
 
 
-def _check_rnnt(
+def _check(
     logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> None:
     T, V = logits.shape[1], logits.shape[3]
     check_sequences(targets, logit_lengths, target_lengths, T, V, blank)
 
 
-def _check_tdt(
-    token_logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank: int
-) -> None:
-    _check_rnnt(token_logits, targets, logit_lengths, target_lengths, blank)
-
-
 def _forward_fake(
-    logits: Tensor, fused: bool, need_posteriors: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    nodes, dtype = logits.shape[:3], acc_dtype(logits.dtype)
+    logits: Tensor, durations: Sequence[int], fused: bool, need_posteriors: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    nodes, dtype, K = logits.shape[:3], acc_dtype(logits.dtype), len(durations)
     return (
         logits.new_empty(logits.shape[0], dtype=dtype),
         logits.new_empty(nodes if need_posteriors and fused else (0,), dtype=torch.float64),
-        logits.new_empty((2, *nodes) if need_posteriors else (0,), dtype=dtype),
-    )
-
-
-def _tdt_forward_fake(
-    token_logits: Tensor, durations: Sequence[int], need_posteriors: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    nodes, dtype = token_logits.shape[:3], acc_dtype(token_logits.dtype)
-    shapes = (nodes, (2 + len(durations), *nodes)) if need_posteriors else ((0,),) * 2
-    return (
-        token_logits.new_empty(token_logits.shape[0], dtype=dtype),
-        token_logits.new_empty(shapes[0], dtype=torch.float64),
-        token_logits.new_empty(shapes[0], dtype=torch.float64),
-        token_logits.new_empty(shapes[1], dtype=dtype),
+        logits.new_empty(nodes if need_posteriors and K else (0,), dtype=torch.float64),
+        logits.new_empty((2 + K, *nodes) if need_posteriors else (0,), dtype=dtype),
     )
 
 
@@ -78,8 +64,9 @@ def _align_fake(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-def _contiguous_like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _gradient_fake(logits: Tensor, duration_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    found = logits.new_empty(logits.shape)
+    return found, found.new_empty((0,) if duration_logits is None else duration_logits.shape)
 
 
 def _cpu() -> ModuleType:
@@ -99,71 +86,43 @@ forward = register.define(
     _forward_fake,
     gpu=_gpu,
     cpu=_cpu,
-    check=_check_rnnt,
+    check=_check,
     vmap=one_by_one,
     reference_if_empty=True,
 )
 gradient = register.define(
     reference.rnnt_gradient,
-    lambda logits: _contiguous_like(logits),
+    _gradient_fake,
     gpu=_gpu,
     cpu=_cpu,
     vmap=one_by_one,
     reference_if_empty=True,
 )
 gradient_inplace = register.define(
-    reference.rnnt_gradient,
+    reference.logits_gradient,
     lambda: None,
     gpu=_gpu,
     cpu=_cpu,
+    name="rnnt_gradient",
     overwrites="logits",
     reference_if_empty=True,
 )
 align = register.define(
     reference.rnnt_align,
-    lambda logits, targets: _align_fake(logits, targets),
+    _align_fake,
     gpu=_gpu,
     cpu=_cpu,
-    check=_check_rnnt,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-tdt_forward = register.define(
-    reference_tdt.tdt_forward,
-    _tdt_forward_fake,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check_tdt,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-tdt_gradient = register.define(
-    reference_tdt.tdt_gradient,
-    lambda token_logits, duration_logits: (
-        _contiguous_like(token_logits),
-        _contiguous_like(duration_logits),
-    ),
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-tdt_align = register.define(
-    reference_tdt.tdt_align,
-    lambda token_logits, targets: _align_fake(token_logits, targets),
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check_tdt,
+    check=_check,
     vmap=one_by_one,
     reference_if_empty=True,
 )
 
 
-class RNNTLossFunction(torch.autograd.Function):
-    """The losses of a transducer, `[B]`, with the log-sum-exps and posteriors beside them.
+class LossFunction(torch.autograd.Function):
+    """The losses of a transducer, `[B]`, with what their gradient needs beside them.
 
-    The last two outputs serve the gradient and are not differentiable. With `inplace` the gradient
-    replaces the logits.
+    The outputs after the losses are not differentiable. RNN-T has no durations and no logits of
+    durations. With `inplace` the gradient replaces the logits.
     """
 
     generate_vmap_rule = True
@@ -171,39 +130,41 @@ class RNNTLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         logits: Tensor,
+        duration_logits: Tensor | None,
         targets: Tensor,
         logit_lengths: Tensor,
         target_lengths: Tensor,
         blank: int,
+        durations: list[int],
         fused: bool,
         hat: bool,
+        sigma: float,
         delay_penalty: float,
         clamp: float,
         fastemit_lambda: float,
         inplace: bool,
         backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sequences = (targets, logit_lengths, target_lengths)
-        losses: tuple[Tensor, Tensor, Tensor] = forward(
-            logits, *sequences, blank, fused, hat, delay_penalty, True, backend
-        )
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        inputs = (logits, duration_logits, targets, logit_lengths, target_lengths)
+        options = (blank, durations, fused, hat, sigma, delay_penalty)
+        losses: tuple[Tensor, Tensor, Tensor, Tensor] = forward(*inputs, *options, True, backend)
         return losses
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, *sequences = inputs[:4]
-        *ctx.options, ctx.inplace, ctx.backend = inputs[4:]
+        logits, duration_logits, *sequences = inputs[:5]
+        *ctx.options, ctx.inplace, ctx.backend = inputs[5:]
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(logits, *output[1:], *sequences)
+        ctx.save_for_backward(logits, duration_logits, *output[1:], *sequences)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad = grads[0]
+        grad, backend = grads[0], ctx.backend
         if grad is None:
-            return (None,) * 12
+            return (None,) * 15
         tensors = (grad, *saved_tensors(ctx))
-        blank, fused, hat, delay_penalty, clamp, fastemit_lambda = ctx.options
+        blank, _, fused, hat, _, _, clamp, fastemit_lambda = ctx.options
         options = (blank, fused, hat, clamp, fastemit_lambda)
         if ctx.inplace:
             if torch.is_grad_enabled():
@@ -211,72 +172,44 @@ class RNNTLossFunction(torch.autograd.Function):
                     "inplace=True writes the gradient over the logits, so there is no second"
                     " derivative: use inplace=False"
                 )
-            gradient_inplace(*tensors, *options, ctx.backend)
-            torch.autograd.graph.increment_version(tensors[1])
-            return tensors[1].detach(), *(None,) * 11
-        op, backend = for_gradients(gradient, grad), ctx.backend
-        if not is_double_backward():
-            return op(*tensors, *options, backend), *(None,) * 11
+            logits = tensors[1]
+            gradient_inplace(grad, logits, tensors[3], *tensors[5:], *options, backend)
+            torch.autograd.graph.increment_version(logits)
+            return logits.detach(), *(None,) * 14
+        op = for_gradients(gradient, grad)
 
-        def of_logits(grad: Tensor, logits: Tensor, *others: Any) -> Tensor:
-            numbers: Any = (blank, fused, hat, delay_penalty, clamp, fastemit_lambda)
-            inputs: Any = (grad, logits, *others[2:], *numbers)
+        def kernel(*tensors: Any) -> Any:
+            return op(*tensors, *options, backend)
+
+        def of_logits(grad: Tensor, logits: Tensor, durations: Any, *rest: Any) -> Any:
+            inputs: Any = (grad, logits, durations, *rest[3:], *ctx.options)
             return reference.differentiable_gradient(*inputs)
 
-        result = first_derivative(
-            lambda *tensors: op(*tensors, *options, backend), of_logits, 2, *tensors
-        )
-        return result, *(None,) * 11
+        if is_double_backward():
+            variables = 2 if tensors[2] is None else 3
+            found = first_derivative(kernel, of_logits, variables, *tensors)
+        else:
+            found = kernel(*tensors)
+        return found[0], None if tensors[2] is None else found[1], *(None,) * 13
 
 
-class TDTLossFunction(torch.autograd.Function):
-    """The losses of a token-and-duration transducer, `[B]`, with what their gradient needs.
+def losses_of(
+    inputs: Sequence[Any], nodes: Sequence[Any], of_gradient: Sequence[Any], backend: str
+) -> Tensor:
+    """Return the losses, `[B]`, with what a gradient needs only where one may follow.
 
-    The outputs after the losses are not differentiable.
+    Args:
+        inputs: logits, those of durations or None, targets and lengths.
+        nodes: the options of the op, in its order.
+        of_gradient: the options of the gradient: clamp, FastEmit's factor, and whether it is
+            written over the logits.
+        backend: the name of the backend.
     """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        token_logits: Tensor,
-        duration_logits: Tensor,
-        targets: Tensor,
-        logit_lengths: Tensor,
-        target_lengths: Tensor,
-        blank: int,
-        durations: list[int],
-        sigma: float,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        inputs = (token_logits, duration_logits, targets, logit_lengths, target_lengths)
-        losses: tuple[Tensor, ...] = tdt_forward(*inputs, blank, durations, sigma, True, backend)
-        return losses
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tokens, durations, *sequences = inputs[:5]
-        ctx.blank, ctx.durations, ctx.sigma, ctx.backend = inputs[5:]
-        ctx.mark_non_differentiable(*output[1:])
-        skip_unused_gradients(ctx)
-        ctx.save_for_backward(tokens, durations, *output[1:], *sequences)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad = grads[0]
-        if grad is None:
-            return (None,) * 9
-        tensors = (grad, *saved_tensors(ctx))
-        op, blank, backend = for_gradients(tdt_gradient, grad), ctx.blank, ctx.backend
-        durations, sigma = ctx.durations, ctx.sigma
-        if not is_double_backward():
-            return *op(*tensors, blank, backend), *(None,) * 7
-
-        def of_logits(grad: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-            inputs: Any = (grad, *others[:2], *others[5:], blank, durations, sigma)
-            return reference_tdt.differentiable_gradient(*inputs)
-
-        results = first_derivative(
-            lambda *tensors: op(*tensors, blank, backend), of_logits, 3, *tensors
-        )
-        return *results, *(None,) * 7
+    logits: Sequence[Tensor | None] = inputs[:2]
+    found: Sequence[Tensor]
+    if (torch.is_grad_enabled() and any(map(requires_grad, logits))) or not plain_eager():
+        found = apply(LossFunction, *inputs, *nodes, *of_gradient, backend)
+    else:
+        refuse_forward_mode(*logits)
+        found = forward(*inputs, *nodes, False, backend)
+    return found[0]

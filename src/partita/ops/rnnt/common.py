@@ -1,12 +1,43 @@
-"""Reductions and chunks that the layers of the transducers share."""
+"""Lengths, reductions and chunks that the layers of the transducers share."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 REDUCTIONS = ("none", "mean", "sum", "mean_batch", "mean_volume")
+NO_DURATIONS: list[int] = []  # those of RNN-T, in the form that the ops take
 ACTIVATIONS = ("relu", "tanh", "sigmoid")
+
+
+class SequenceLengths(NamedTuple):
+    """The lengths of a batch.
+
+    Fields:
+        steps: the steps of each sequence, `[B]`; 0 for an invalid one.
+        labels: the labels of each sequence, `[B]`; 0 for an invalid one.
+        invalid: sequences with a label or a length that is out of range, `[B]`.
+    """
+
+    steps: Tensor
+    labels: Tensor
+    invalid: Tensor
+
+
+def valid_lengths(
+    targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, T: int, V: int, blank: int
+) -> SequenceLengths:
+    """Return the lengths, with 0 for the sequences that are invalid."""
+    position = torch.arange(targets.shape[1], device=targets.device)
+    labels = targets.long()
+    wrong_label = (labels < 0) | (labels >= V) | (labels == blank)
+    invalid = (wrong_label & (position < target_lengths[:, None])).any(1)
+    invalid = invalid | (logit_lengths < 0) | (logit_lengths > T)
+    invalid = invalid | (target_lengths < 0) | (target_lengths > targets.shape[1])
+    steps, labels = (torch.where(invalid, 0, length) for length in (logit_lengths, target_lengths))
+    return SequenceLengths(steps, labels, invalid)
 
 
 def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
@@ -29,12 +60,14 @@ def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Ten
     return losses.sum() / target_lengths.sum().clamp(min=1)
 
 
-def token_and_duration_posteriors(posteriors: Tensor, K: int) -> Tensor:
-    """Return what the gradients of a TDT need of the posteriors of its arcs, `[2 * K, ...]`.
+def posteriors_of_kinds(posteriors: Tensor, K: int) -> Tensor:
+    """Return what the gradients need of the posteriors of the arcs, `[A, ...]`, blanks first.
 
-    These are the sums over the blanks, over the labels, and over both of each duration:
-    `[2 + K, ...]`.
+    These are the sums over the blanks, over the labels, and over both of each of the K durations of
+    a TDT: `[2 + K, ...]`.
     """
+    if not K:
+        return posteriors
     of_arcs = posteriors.unflatten(0, (2, K))
     return torch.cat([of_arcs.sum(1), of_arcs.sum(0)])
 

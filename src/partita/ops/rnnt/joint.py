@@ -9,33 +9,32 @@ products are the same on every device; a backend supplies the rest as `JointKern
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
-from .common import chunk_ranges
-
-Head = tuple[Tensor, Tensor | None]  # a matrix [X, D] and its bias [X]
+from .common import SequenceLengths, chunk_ranges, valid_lengths
 
 
 class JointKernels(NamedTuple):
     """The functions of one backend.
 
     Fields:
-        read_nodes: takes the logits of each head for a chunk, `[b, t, U1, X]`, its targets, and the
-            steps and labels of its sequences within the chunk. It returns the log-probabilities of
-            the arcs, `[A, b, t, U1]` fp64, and the log-sum-exp of each head, `[b, t, U1]`.
-        scan: takes the log-probabilities of all arcs, `[A, B, T, U1]`, and whether posteriors are
-            needed. It returns the losses `[B]` and the posteriors, `[..., B, T, U1]`.
-        write_gradient: overwrites the logits of a chunk with their gradient, given the factor of
-            each loss, the logits, their log-sum-exps, the posteriors and the targets.
+        score_arcs: takes the logits of a chunk, `[b, t, U1, V]`, and of its durations or None, its
+            targets, the steps and labels of its sequences within the chunk, and the options blank,
+            durations, fused, hat and sigma. It returns the log-probabilities of the arcs,
+            `[A, b, t, U1]` fp64, and the log-sum-exps of both logits, `[b, t, U1]`.
+        sum_paths: takes the log-probabilities of all arcs, `[A, B, T, U1]`, the lengths, durations
+            and delay penalty, whether posteriors are needed, and their dtype. It returns the losses
+            `[B]` and the posteriors, `[2 + K, B, T, U1]`.
+        gradient: `rnnt_gradient`, which may overwrite the logits.
     """
 
-    read_nodes: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-    scan: Callable[..., tuple[Tensor, Tensor]]
-    write_gradient: Callable[..., None]
+    score_arcs: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    sum_paths: Callable[..., tuple[Tensor, Tensor]]
+    gradient: Callable[..., tuple[Tensor, Tensor]]
 
 
 class Joint(NamedTuple):
@@ -44,39 +43,34 @@ class Joint(NamedTuple):
     Fields:
         encoder: `[B, T, D]`.
         predictor: `[B, U + 1, D]`.
-        heads: the matrices and biases that make logits of hidden states.
-        activation: the name of the function between the sum and the heads.
-        targets: `[B, U]`.
-        steps, labels: the lengths of the sequences, `[B]`; 0 for an invalid sequence.
+        weight, bias: the matrix `[V, D]` and the bias `[V]` that make logits of hidden states.
+        duration_weight, duration_bias: those of the durations; None for RNN-T.
+        activation: the name of the function between the sum and the matrices.
+        lengths: the lengths of the sequences.
     """
 
     encoder: Tensor
     predictor: Tensor
-    heads: Sequence[Head]
+    weight: Tensor
+    bias: Tensor | None
+    duration_weight: Tensor | None
+    duration_bias: Tensor | None
     activation: str
-    targets: Tensor
-    steps: Tensor
-    labels: Tensor
+    lengths: SequenceLengths
 
+    def hidden(self, rows: slice, steps: slice) -> Tensor:
+        """Return the hidden states of a chunk."""
+        encoder, predictor = self.encoder[rows, steps], self.predictor[rows]
+        lengths = (self.lengths.steps[rows], self.lengths.labels[rows])
+        mask = chunk_mask(*lengths, steps.start, encoder.shape[1], predictor.shape[1])
+        return joint_hidden(encoder, predictor, self.activation, mask)
 
-class Wanted(NamedTuple):
-    """The gradients that are wanted.
-
-    Fields:
-        encoder, predictor: those of the inputs.
-        weights, biases: those of each head.
-    """
-
-    encoder: bool
-    predictor: bool
-    weights: Sequence[bool]
-    biases: Sequence[bool]
-
-    def of_hidden(self) -> bool:
-        return self.encoder or self.predictor
-
-    def any(self) -> bool:
-        return self.of_hidden() or any(self.weights) or any(self.biases)
+    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of tokens, and those of durations."""
+        tokens = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        if self.duration_weight is None:
+            return tokens, None
+        return tokens, torch.nn.functional.linear(hidden, self.duration_weight, self.duration_bias)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -107,53 +101,48 @@ def joint_hidden(encoder: Tensor, predictor: Tensor, activation: str, mask: Tens
     return activate(torch.where(mask[..., None], x, 0.0), activation)
 
 
-def _hidden(joint: Joint, rows: slice, steps: slice) -> Tensor:
-    """Return the hidden states of a chunk."""
-    encoder, predictor = joint.encoder[rows, steps], joint.predictor[rows]
-    lengths = (joint.steps[rows], joint.labels[rows])
-    mask = chunk_mask(*lengths, steps.start, encoder.shape[1], predictor.shape[1])
-    return joint_hidden(encoder, predictor, joint.activation, mask)
-
-
-def _logits(joint: Joint, hidden: Tensor) -> list[Tensor]:
-    return [torch.nn.functional.linear(hidden, weight, bias) for weight, bias in joint.heads]
-
-
 class _Sums(NamedTuple):
     """The gradients, which grow chunk by chunk in the accumulator dtype; None if not wanted."""
 
     encoder: Tensor | None
     predictor: Tensor | None
-    weights: list[Tensor | None]
-    biases: list[Tensor | None]
+    weight: Tensor | None
+    bias: Tensor | None
+    duration_weight: Tensor | None
+    duration_bias: Tensor | None
 
 
-def _zero_sums(joint: Joint, wanted: Wanted) -> _Sums:
+def _zero_sums(joint: Joint, wanted: Sequence[bool]) -> _Sums:
     dtype = acc_dtype(joint.encoder.dtype)
-
-    def zeros(tensor: Tensor | None, wants: bool) -> Tensor | None:
-        if tensor is None or not wants:
-            return None
-        return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-
-    heads = list(zip(joint.heads, wanted.weights, wanted.biases, strict=True))
     return _Sums(
-        zeros(joint.encoder, wanted.encoder),
-        zeros(joint.predictor, wanted.predictor),
-        [zeros(weight, wants) for (weight, _), wants, _ in heads],
-        [zeros(bias, wants) for (_, bias), _, wants in heads],
+        *(
+            torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+            if tensor is not None and wants
+            else None
+            for tensor, wants in zip(joint[:6], wanted, strict=True)
+        )
     )
 
 
 def _add_chunk(
-    sums: _Sums, joint: Joint, hidden: Tensor, dlogits: list[Tensor], rows: slice, steps: slice
+    sums: _Sums,
+    joint: Joint,
+    hidden: Tensor,
+    dlogits: Sequence[Tensor],
+    rows: slice,
+    steps: slice,
 ) -> None:
     """Add what a chunk contributes to the gradients."""
     flat_hidden = hidden.flatten(0, 2)
     dhidden: Tensor | None = None
-    for i, (weight, _) in enumerate(joint.heads):
-        flat = dlogits[i].flatten(0, 2)
-        dweight, dbias = sums.weights[i], sums.biases[i]
+    heads = (
+        (joint.weight, sums.weight, sums.bias),
+        (joint.duration_weight, sums.duration_weight, sums.duration_bias),
+    )
+    for (weight, dweight, dbias), each in zip(heads, dlogits, strict=True):
+        if weight is None:
+            continue
+        flat = each.flatten(0, 2)
         if dweight is not None:
             dweight.addmm_(flat.T.to(dweight.dtype), flat_hidden.to(dweight.dtype))
         if dbias is not None:
@@ -172,62 +161,70 @@ def _add_chunk(
         sums.predictor[rows] += dx.sum(1)
 
 
-def linear_transducer(
-    kernels: JointKernels,
-    joint: Joint,
-    factor: Tensor | None,
-    chunk: int,
-    keep_logits: bool,
-    wanted: Wanted,
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the losses `[B]`, and the gradients of the sum of factor * loss.
+def linear_op(kernels: JointKernels) -> Callable[..., Any]:
+    """Return the op of the losses from encoder and predictor, by the functions of a backend."""
 
-    The gradients are those of encoder, predictor, and each head's matrix and bias. Those that are
-    not wanted are empty, and so are all of them without a factor.
-    """
-    B, T, _ = joint.encoder.shape
-    ranges = chunk_ranges(B, T, chunk)
-    needs_gradient = factor is not None and wanted.any()
-    saved: list[list[Tensor]] = []
-    arcs: Tensor | None = None
-    lses: list[Tensor] = []
-    for rows, steps in ranges:
-        logits = _logits(joint, _hidden(joint, rows, steps))
-        within = (joint.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
-        part, part_lses = kernels.read_nodes(
-            logits, joint.targets[rows], within, joint.labels[rows]
-        )
-        if arcs is None:
-            arcs = part.new_empty(len(part), B, T, joint.predictor.shape[1])
-            lses = [lse.new_empty(arcs.shape[1:]) for lse in part_lses]
-        arcs[:, rows, steps] = part
-        for lse, each in zip(lses, part_lses, strict=True):
-            lse[rows, steps] = each
-        if keep_logits and needs_gradient:
-            saved.append(logits)
-    assert arcs is not None
-    losses, posteriors = kernels.scan(arcs, needs_gradient)
-    sums = _zero_sums(joint, wanted if needs_gradient else Wanted(False, False, *_nothing(joint)))
-    if needs_gradient:
-        assert factor is not None
-        for i, (rows, steps) in enumerate(ranges):
-            hidden = _hidden(joint, rows, steps)
-            logits = saved[i] if keep_logits else _logits(joint, hidden)
-            chunk_lses = [lse[rows, steps] for lse in lses]
-            nodes = (logits, chunk_lses, posteriors[..., rows, steps, :])
-            kernels.write_gradient(factor[rows], *nodes, joint.targets[rows])
-            _add_chunk(sums, joint, hidden, logits, rows, steps)
-    return losses, _results(joint, sums)
+    def linear_rnnt(
+        encoder: Tensor,
+        predictor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        duration_weight: Tensor | None,
+        duration_bias: Tensor | None,
+        targets: Tensor,
+        logit_lengths: Tensor,
+        target_lengths: Tensor,
+        factor: Tensor | None,
+        activation: str,
+        blank: int,
+        durations: Sequence[int],
+        hat: bool,
+        sigma: float,
+        delay_penalty: float,
+        fastemit_lambda: float,
+        chunk: int,
+        keep_logits: int,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the losses `[B]`, and the gradients of the sum of factor * loss.
 
+        These are the gradients of encoder, predictor, and matrix and bias of tokens and of
+        durations. Each is empty if it is not `wanted`, and all of them are without a factor.
+        """
+        (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(weight)
+        lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+        heads = (weight, bias, duration_weight, duration_bias)
+        joint = Joint(encoder, predictor, *heads, activation, lengths)
+        ranges, num_arcs = chunk_ranges(B, T, chunk), 2 * max(len(durations), 1)
+        needs_gradient = factor is not None and any(wanted)
+        saved: list[tuple[Tensor, Tensor | None]] = []
+        arcs = encoder.new_empty((num_arcs, B, T, U1), dtype=torch.float64)
+        lses, scores = arcs.new_empty((2, B, T, U1)), (blank, durations, True, hat, sigma)
+        for rows, steps in ranges:
+            logits = joint.logits(joint.hidden(rows, steps))
+            within = (lengths.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
+            nodes = (*logits, targets[rows], within, lengths.labels[rows])
+            arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(*nodes, *scores)
+            for lse, each in zip(lses, chunk_lses, strict=True):
+                if each.numel():
+                    lse[rows, steps] = each
+            if keep_logits and needs_gradient:
+                saved.append(logits)
+        options = (durations, delay_penalty, needs_gradient, acc_dtype(encoder.dtype))
+        losses, posteriors = kernels.sum_paths(arcs, lengths, *options)
+        sums = _zero_sums(joint, wanted if needs_gradient else [False] * len(wanted))
+        if factor is not None and needs_gradient:
+            for i, (rows, steps) in enumerate(ranges):
+                hidden = joint.hidden(rows, steps)
+                logits = saved[i] if keep_logits else joint.logits(hidden)
+                nodes = (*logits, *lses[:, rows, steps], posteriors[:, rows, steps], targets[rows])
+                sizes = (lengths.steps[rows], lengths.labels[rows])
+                numbers = (blank, True, hat, 0.0, fastemit_lambda)
+                dlogits = kernels.gradient(factor[rows], *nodes, *sizes, *numbers)
+                _add_chunk(sums, joint, hidden, dlogits, rows, steps)
+        # Gradients have the dtype of the inputs; those that are not wanted are empty.
+        empty, dtype = encoder.new_empty, encoder.dtype
+        found: Any = (empty(0) if each is None else each.to(dtype) for each in sums)
+        return losses, *found
 
-def _nothing(joint: Joint) -> tuple[list[bool], list[bool]]:
-    return [False] * len(joint.heads), [False] * len(joint.heads)
-
-
-def _results(joint: Joint, sums: _Sums) -> list[Tensor]:
-    """Return the gradients in the dtype of the inputs; those that are not wanted are empty."""
-    found = [sums.encoder, sums.predictor]
-    for pair in zip(sums.weights, sums.biases, strict=True):
-        found += pair
-    empty, dtype = joint.encoder.new_empty, joint.encoder.dtype
-    return [empty(0) if sum is None else sum.to(dtype) for sum in found]
+    return linear_rnnt

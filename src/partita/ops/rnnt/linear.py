@@ -14,13 +14,14 @@ from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
 from ..linear_heads.common import cast_to_autocast
-from .arguments import checked_durations, class_index, node_options, sequences_of
-from .common import ACTIVATIONS, REDUCTIONS, reduce_losses
+from .arguments import Sequences, checked_durations, class_index, node_options, sequences_of
+from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS, reduce_losses
 from .linear_autograd import (
+    INPUTS,
+    TENSORS,
     ReducedLoss,
     UnreducedLosses,
     linear_rnnt,
-    linear_tdt,
     losses_of_joint,
 )
 from .plan import check_budget, joint_chunks
@@ -62,11 +63,33 @@ def _check_inputs(named: dict[str, Any]) -> None:
             checks.shape(f"{name}_bias", bias, weight.shape[:1], f"the rows of {name}_weight")
 
 
+def _prepare(
+    named: dict[str, Any], sequences: tuple[Tensor, Lengths, Lengths], options: Sequence[Any]
+) -> tuple[Sequence[Any], Sequences]:
+    """Return the checked tensors in the dtype of autocast, None for those of no durations.
+
+    With them come the checked targets and lengths. The options are the activation, the reduction
+    and the budget.
+    """
+    activation, reduction, memory_budget = options
+    checks.choice("reduction", reduction, REDUCTIONS)
+    checks.choice("activation", activation, ACTIVATIONS)
+    check_budget(memory_budget)
+    for name, value in named.items():
+        if value is not None or not name.endswith("bias"):
+            checks.tensor(name, value)
+    cast: Sequence[Any] = cast_to_autocast(*named.values())
+    _check_inputs(dict(zip(named, cast, strict=True)))
+    encoder, predictor = cast[:2]
+    shape = (*encoder.shape[:2], predictor.shape[1])
+    found = sequences_of(*sequences, shape, encoder.device)
+    return (*cast, *(None,) * (TENSORS - len(cast))), found
+
+
 def _loss(
     tensors: Sequence[Tensor | None],
     sequences: Sequence[Tensor],
     options: Sequence[Any],
-    durations: int,
     reduction: str,
     memory_budget: int | None,
 ) -> Tensor:
@@ -75,20 +98,18 @@ def _loss(
     Args:
         tensors: encoder, predictor, and matrix and bias of each head.
         sequences: targets and lengths.
-        options: those of the nodes, as the ops take them.
-        durations: the number of durations, 0 for RNN-T.
+        options: those of the nodes, as the op takes them.
         reduction: one of `reduce_losses`.
         memory_budget: bytes of workspace, or None.
     """
-    is_tdt, backend = durations > 0, current_backend()
-    encoder, predictor, weight = tensors[:3]
+    backend, (encoder, predictor, weight) = current_backend(), tensors[:3]
     assert encoder is not None and predictor is not None and weight is not None
     refuse_forward_mode(*tensors)
     grad_enabled = torch.is_grad_enabled()
     wanted = [grad_enabled and requires_grad(x) for x in tensors]
     is_reduced = reduction != "none" and encoder.dtype != torch.float16
     if top_transform() is not None:
-        losses = losses_of_joint(is_tdt, tensors, (*sequences, *options, backend))
+        losses = losses_of_joint(tensors, (*sequences, *options, backend))
         return reduce_losses(losses, sequences[2], reduction)
     B, T, D = encoder.shape
     cut = joint_chunks(
@@ -98,20 +119,19 @@ def _loss(
         D,
         weight.shape[0],
         encoder.dtype,
-        durations=durations,
+        durations=len(options[2]),
         memory_budget=memory_budget,
         gradient=any(wanted),
         reduced=is_reduced,
     )
-    args = (*tensors, *sequences, *options, cut.steps, cut.keeps_logits, *wanted)
+    args = (*tensors, *sequences, *options, cut.steps, cut.keeps_logits, wanted)
     if not any(wanted):
-        op, split = (linear_tdt, 9) if is_tdt else (linear_rnnt, 7)
-        losses = op(*args[:split], None, *args[split:], backend)[0]
+        losses = linear_rnnt(*args[:INPUTS], None, *args[INPUTS:], backend)[0]
     elif is_reduced:
-        loss: Tensor = apply(ReducedLoss, is_tdt, *args, reduction, backend)[0]
+        loss: Tensor = apply(ReducedLoss, *args, reduction, backend)[0]
         return loss
     else:
-        losses = apply(UnreducedLosses, is_tdt, *args, backend)
+        losses = apply(UnreducedLosses, *args, backend)
     return reduce_losses(losses, sequences[2], reduction)
 
 
@@ -165,24 +185,21 @@ def linear_rnnt_loss(
         >>> partita.linear_rnnt_loss(encoder, predictor, weight, targets, [2], [1], blank=0)
         tensor(1.3863)
     """
-    checks.choice("reduction", reduction, REDUCTIONS)
-    checks.choice("activation", activation, ACTIVATIONS)
-    check_budget(memory_budget)
-    tensors = _prepare(
+    tensors, sequences = _prepare(
         {
             "encoder": encoder,
             "predictor": predictor,
             "linear_weight": linear_weight,
             "linear_bias": linear_bias,
-        }
+        },
+        (targets, logit_lengths, target_lengths),
+        (activation, reduction, memory_budget),
     )
-    shape = (*tensors[0].shape[:2], tensors[1].shape[1])
-    sequences = sequences_of(targets, logit_lengths, target_lengths, shape, encoder.device)
     blank = class_index("blank", blank, len(linear_weight))
     hat, fastemit, delay = node_options(True, hat, fastemit_lambda, delay_penalty)
-    options = (activation, blank, hat, delay, fastemit)
+    options = (activation, blank, NO_DURATIONS, hat, 0.0, delay, fastemit)
     reduction = "mean_batch" if reduction == "mean" else reduction
-    return _loss(tensors, sequences, options, 0, reduction, memory_budget)
+    return _loss(tensors, sequences, options, reduction, memory_budget)
 
 
 def linear_tdt_loss(
@@ -241,10 +258,7 @@ def linear_tdt_loss(
         >>> torch.isclose((-loss).exp(), torch.tensor(1 / 16 + 2 / 64))
         tensor(True)
     """
-    checks.choice("reduction", reduction, REDUCTIONS)
-    checks.choice("activation", activation, ACTIVATIONS)
-    check_budget(memory_budget)
-    tensors = _prepare(
+    tensors, sequences = _prepare(
         {
             "encoder": encoder,
             "predictor": predictor,
@@ -252,23 +266,13 @@ def linear_tdt_loss(
             "linear_bias": linear_bias,
             "duration_weight": duration_weight,
             "duration_bias": duration_bias,
-        }
+        },
+        (targets, logit_lengths, target_lengths),
+        (activation, reduction, memory_budget),
     )
-    shape = (*tensors[0].shape[:2], tensors[1].shape[1])
-    sequences = sequences_of(targets, logit_lengths, target_lengths, shape, encoder.device)
     blank = class_index("blank_token_id", blank_token_id, len(linear_weight))
     numbers = checked_durations(durations, len(duration_weight))
     checks.number("sigma", sigma, low=0.0)
-    options = (activation, blank, numbers, float(sigma))
+    options = (activation, blank, numbers, False, float(sigma), 0.0, 0.0)
     reduction = "mean_length" if reduction == "mean" else reduction
-    return _loss(tensors, sequences, options, len(numbers), reduction, memory_budget)
-
-
-def _prepare(named: dict[str, Any]) -> Sequence[Any]:
-    """Return the checked tensors, in the dtype of autocast."""
-    for name, value in named.items():
-        if value is not None or not name.endswith("bias"):
-            checks.tensor(name, value)
-    cast = cast_to_autocast(*named.values())
-    _check_inputs(dict(zip(named, cast, strict=True)))
-    return cast
+    return _loss(tensors, sequences, options, reduction, memory_budget)

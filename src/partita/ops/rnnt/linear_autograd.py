@@ -23,8 +23,8 @@ from ...runtime.autograd import (
     skip_unused_gradients,
 )
 from ...runtime.dtypes import acc_dtype
-from . import reference_linear
-from .autograd import RNNTLossFunction, TDTLossFunction, check_sequences
+from . import reference
+from .autograd import LossFunction, check_sequences
 from .common import loss_factors, reduce_losses
 from .joint import chunk_mask, joint_hidden
 
@@ -42,11 +42,16 @@ def _check(
 
 
 def _fake(
-    tensors: Sequence[Tensor | None], factor: Tensor | None, wanted: Sequence[bool]
+    encoder: Tensor,
+    predictor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    duration_weight: Tensor | None,
+    duration_bias: Tensor | None,
+    factor: Tensor | None,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Return empty tensors with the shapes of the losses and of the gradients."""
-    encoder = tensors[0]
-    assert encoder is not None
+    tensors = (encoder, predictor, weight, bias, duration_weight, duration_bias)
     shapes = (
         tensor.shape if tensor is not None and wants and factor is not None else (0,)
         for tensor, wants in zip(tensors, wanted, strict=True)
@@ -68,17 +73,8 @@ def _gpu() -> ModuleType:
 
 
 linear_rnnt = register.define(
-    reference_linear.linear_rnnt,
-    lambda *args: _fake(args[:4], args[7], args[15:]),
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-linear_tdt = register.define(
-    reference_linear.linear_tdt,
-    lambda *args: _fake(args[:6], args[9], args[16:]),
+    reference.linear_rnnt,
+    _fake,
     gpu=_gpu,
     cpu=_cpu,
     check=_check,
@@ -86,48 +82,41 @@ linear_tdt = register.define(
     reference_if_empty=True,
 )
 
-# The arguments of the functions below, in their order: tensors that may need a gradient (encoder,
-# predictor, matrix, bias; for a TDT also matrix and bias of the durations), targets and lengths,
-# options of the nodes, chunk and whether all logits are saved, which gradients are wanted, the
-# reduction and the backend.
-TENSORS = {False: 4, True: 6}
+# The arguments of the functions below, in their order: 6 tensors that may need a gradient (encoder,
+# predictor, matrix and bias of tokens and of durations), 3 of targets and lengths, options of the
+# nodes, chunk and whether all logits are saved, which gradients are wanted, the reduction and the
+# backend.
+TENSORS, INPUTS = 6, 9
 
 
-def losses_of_joint(is_tdt: bool, tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
+def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
     """Return the losses `[B]` by way of all logits, differentiable any number of times.
 
     Args:
-        is_tdt: whether there are durations.
         tensors: encoder, predictor, and matrix and bias of each head.
-        rest: targets, lengths and the options of the nodes, as the ops take them, and the backend.
+        rest: targets, lengths and the options of the nodes, as the op takes them, and the backend.
     """
     encoder, predictor, *heads = tensors
     targets, logit_lengths, target_lengths, activation, *options, backend = rest
     T, U1 = encoder.shape[1], predictor.shape[1]
     mask = chunk_mask(logit_lengths, target_lengths, 0, T, U1)
     hidden = joint_hidden(encoder, predictor, activation, mask)
-    logits = [
-        torch.nn.functional.linear(hidden, weight, bias)
+    logits, duration_logits = (
+        None if weight is None else torch.nn.functional.linear(hidden, weight, bias)
         for weight, bias in zip(heads[::2], heads[1::2], strict=True)
-    ]
-    sequences = (targets, logit_lengths, target_lengths)
-    losses: Tensor
-    if is_tdt:
-        losses = TDTLossFunction.apply(*logits, *sequences, *options, backend)[0]
-        return losses
-    blank, hat, delay_penalty, fastemit_lambda = options
-    numbers = (blank, True, hat, delay_penalty, 0.0, fastemit_lambda, False)
-    losses = RNNTLossFunction.apply(*logits, *sequences, *numbers, backend)[0]
+    )
+    blank, durations, hat, sigma, delay_penalty, fastemit_lambda = options
+    inputs = (logits, duration_logits, targets, logit_lengths, target_lengths)
+    numbers = (blank, durations, True, hat, sigma, delay_penalty, 0.0, fastemit_lambda, False)
+    losses: Tensor = LossFunction.apply(*inputs, *numbers, backend)[0]
     return losses
 
 
-def _call(
-    op: Any, args: Sequence[Any], num_tensors: int, factor: Tensor | None, wanted: Sequence[bool]
-) -> tuple[Tensor, ...]:
+def _call(args: Sequence[Any], factor: Tensor | None, wanted: Sequence[bool]) -> Sequence[Tensor]:
     """Call the op with `args`: tensors, sequences, options of nodes and chunks, and the backend."""
     *inputs, backend = args
-    split = num_tensors + 3
-    found: tuple[Tensor, ...] = op(*inputs[:split], factor, *inputs[split:], *wanted, backend)
+    op = linear_rnnt if factor is None else for_gradients(linear_rnnt, factor)
+    found: Sequence[Tensor] = op(*inputs[:INPUTS], factor, *inputs[INPUTS:], wanted, backend)
     return found
 
 
@@ -135,12 +124,11 @@ def _differentiable(
     ctx: Any, inputs: Sequence[Any], grad: Tensor, reduction: str
 ) -> tuple[Tensor | None, ...]:
     """Return gradients that can be differentiated again."""
-    num_tensors = TENSORS[ctx.is_tdt]
-    tensors, sequences = inputs[:num_tensors], inputs[num_tensors:]
+    tensors, sequences = inputs[:TENSORS], inputs[TENSORS:]
 
     def loss(*tensors: Any) -> Tensor:
         rest = (*sequences, *ctx.options[:-2], ctx.backend)
-        return reduce_losses(losses_of_joint(ctx.is_tdt, tensors, rest), sequences[2], reduction)
+        return reduce_losses(losses_of_joint(tensors, rest), sequences[2], reduction)
 
     return double_backward(loss, tensors, ctx.wanted, grad)
 
@@ -152,84 +140,66 @@ class ReducedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(is_tdt: bool, *args: Any) -> tuple[Tensor, ...]:
-        num_tensors, op = TENSORS[is_tdt], linear_tdt if is_tdt else linear_rnnt
-        inputs, (reduction, backend) = args[: -2 - num_tensors], args[-2:]
-        wanted, encoder, target_lengths = (
-            args[-2 - num_tensors : -2],
-            args[0],
-            args[num_tensors + 2],
-        )
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, wanted, reduction, backend = args
+        encoder, target_lengths = args[0], args[INPUTS - 1]
         ones = encoder.new_ones(encoder.shape[0], dtype=acc_dtype(encoder.dtype))
         factor = loss_factors(ones, target_lengths, reduction)
-        losses, *gradients = _call(op, (*inputs, backend), num_tensors, factor, wanted)
+        losses, *gradients = _call((*inputs, backend), factor, wanted)
         return reduce_losses(losses, target_lengths, reduction), *gradients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.is_tdt, *args = inputs
-        num_tensors = TENSORS[ctx.is_tdt]
-        ctx.options = tuple(args[num_tensors + 3 : -2 - num_tensors])
-        ctx.wanted, (ctx.reduction, ctx.backend) = tuple(args[-2 - num_tensors : -2]), args[-2:]
+        *ctx.options, ctx.wanted, ctx.reduction, ctx.backend = inputs[INPUTS:]
         ctx.arguments = len(inputs)
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*args[: num_tensors + 3], *output[1:])
+        ctx.save_for_backward(*inputs[:INPUTS], *output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad, num_tensors = grads[0], TENSORS[ctx.is_tdt]
+        grad = grads[0]
         if grad is None:
             return (None,) * ctx.arguments
         tensors = saved_tensors(ctx)
-        inputs, gradients = tensors[: num_tensors + 3], tensors[num_tensors + 3 :]
         if is_double_backward():
-            found = _differentiable(ctx, inputs, grad, ctx.reduction)
+            found = _differentiable(ctx, tensors[:INPUTS], grad, ctx.reduction)
         else:
             found = tuple(
                 (gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None
-                for gradient, wants in zip(gradients, ctx.wanted, strict=True)
+                for gradient, wants in zip(tensors[INPUTS:], ctx.wanted, strict=True)
             )
-        return None, *found, *(None,) * (ctx.arguments - 1 - num_tensors)
+        return *found, *(None,) * (ctx.arguments - TENSORS)
 
 
 class UnreducedLosses(torch.autograd.Function):
     """The losses `[B]`, whose gradients are computed in the backward pass."""
 
     @staticmethod
-    def forward(is_tdt: bool, *args: Any) -> Tensor:
-        num_tensors, op = TENSORS[is_tdt], linear_tdt if is_tdt else linear_rnnt
-        return _call(
-            op,
-            (*args[: -1 - num_tensors], args[-1]),
-            num_tensors,
-            None,
-            args[-1 - num_tensors : -1],
-        )[0]
+    def forward(*args: Any) -> Tensor:
+        *inputs, wanted, backend = args
+        return _call((*inputs, backend), None, wanted)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.is_tdt, *args = inputs
-        num_tensors = TENSORS[ctx.is_tdt]
-        ctx.options, ctx.backend = tuple(args[num_tensors + 3 : -1 - num_tensors]), args[-1]
-        ctx.wanted, ctx.arguments = tuple(args[-1 - num_tensors : -1]), len(inputs)
+        *ctx.options, ctx.wanted, ctx.backend = inputs[INPUTS:]
+        ctx.arguments = len(inputs)
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*args[: num_tensors + 3])
+        ctx.save_for_backward(*inputs[:INPUTS])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad, num_tensors = grads[0], TENSORS[ctx.is_tdt]
+        grad = grads[0]
         if grad is None:
             return (None,) * ctx.arguments
         inputs = saved_tensors(ctx)
         if is_double_backward():
             found = _differentiable(ctx, inputs, grad, "none")
         else:
-            op = for_gradients(linear_tdt if ctx.is_tdt else linear_rnnt, grad)
             args = (*inputs, *ctx.options, ctx.backend)
-            gradients = _call(op, args, num_tensors, grad.contiguous(), ctx.wanted)[1:]
+            gradients = _call(args, grad.contiguous(), ctx.wanted)[1:]
             found = tuple(
                 gradient if wants else None
                 for gradient, wants in zip(gradients, ctx.wanted, strict=True)
             )
-        return None, *found, *(None,) * (ctx.arguments - 1 - num_tensors)
+        return *found, *(None,) * (ctx.arguments - TENSORS)

@@ -1,27 +1,33 @@
-"""The transducer's loss in plain PyTorch: the sum over the paths of a lattice of steps and labels.
+"""The losses of transducers in plain PyTorch: sums over the paths of a lattice of steps and labels.
 
-At the node (t, u) a blank leads to (t + 1, u) and the next label to (t, u + 1). All sums are fp64
-and differentiable.
+At the node (t, u) of RNN-T a blank leads to (t + 1, u), and the next label to (t, u + 1). In a
+token-and-duration transducer (TDT) a blank of duration d >= 1 leads to (t + d, u), and the next
+label of duration d >= 0 to (t + d, u + 1). All sums are fp64 and differentiable.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ...runtime.dtypes import acc_dtype
-from .reference_lattice import (
-    Arc,
-    Lengths,
-    best_paths,
-    log_partition,
-    node_mask,
-    valid_lengths,
-    within_lattice,
-)
+from .common import SequenceLengths, posteriors_of_kinds, valid_lengths
+from .joint import JointKernels, linear_op
+from .reference_lattice import Arc, best_paths, log_partition, node_mask, within_lattice
 
-ARCS = (Arc(steps=1, labels=0), Arc(steps=0, labels=1))
+
+def arcs_of(durations: Sequence[int]) -> tuple[Arc, ...]:
+    """Return the arcs of the blanks and of the labels of a TDT, or of RNN-T without durations.
+
+    A blank of duration 0 is never allowed.
+    """
+    if not durations:
+        return Arc(steps=1, labels=0), Arc(steps=0, labels=1)
+    return tuple(Arc(d, labels) for labels in (0, 1) for d in durations)
 
 
 def label_index(targets: Tensor, U1: int, V: int) -> Tensor:
@@ -41,17 +47,16 @@ def is_label_possible(labels: Tensor) -> Tensor:
     return (labels != -torch.inf).any(-1, keepdim=True)
 
 
-def arc_scores(
-    logits: Tensor, targets: Tensor, lengths: Lengths, blank: int, fused: bool, hat: bool
+def token_scores(
+    logits: Tensor, targets: Tensor, mask: Tensor, blank: int, fused: bool, hat: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of blank and label at each node, and the log-sum-exp.
 
     The first is `[2, B, T, U1]` and the second `[B, T, U1]`, both fp64. With `hat` the log-sum-exp
     is that of the labels; where all of them are impossible, so is the label, and the blank is as
-    probable as elsewhere. Logits at padding are not read.
+    probable as elsewhere. Logits at padding, which is outside of the mask, are not read.
     """
-    _, T, U1, V = logits.shape
-    mask = node_mask(lengths, T, U1)
+    U1, V = logits.shape[2:]
     x = torch.where(mask[..., None], logits, 0.0).double()
     index = label_index(targets, U1, V)
     if not fused:
@@ -69,63 +74,108 @@ def arc_scores(
     return torch.stack(scores), torch.where(possible[..., 0], safe.logsumexp(-1), -torch.inf)
 
 
-def delayed(scores: Tensor, lengths: Lengths, delay_penalty: float) -> Tensor:
-    """Return the scores `[2, B, T, U1]` with what the delay penalty adds to the labels."""
-    if not delay_penalty:
-        return scores
-    t = torch.arange(scores.shape[2], device=scores.device)
-    lead_time = (lengths.steps[:, None] - 1).double() / 2 - t
-    return torch.stack([scores[0], scores[1] + (delay_penalty * lead_time)[..., None]])
-
-
-def rnnt_lattice(
+def score_arcs(
     logits: Tensor,
+    duration_logits: Tensor | None,
     targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
+    steps: Tensor,
+    labels: Tensor,
     blank: int,
+    durations: Sequence[int],
     fused: bool,
     hat: bool,
+    sigma: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of the arcs at each node, and the log-sum-exps of both logits.
+
+    The first is `[A, B, T, U1]` fp64, that of the blanks first.
+    """
+    mask = node_mask(steps, labels, *logits.shape[1:3])
+    tokens, lse = token_scores(logits, targets, mask, blank, fused, hat)
+    if duration_logits is None:
+        return tokens, lse, lse.new_empty(0)
+    x = torch.where(mask[..., None], duration_logits, 0.0).double()
+    log_durations = x.log_softmax(-1).movedim(-1, 0)
+    return (tokens[:, None] - sigma + log_durations).flatten(0, 1), lse, x.logsumexp(-1)
+
+
+def usable_arcs(
+    scores: Tensor, lengths: SequenceLengths, durations: Sequence[int], delay_penalty: float
+) -> tuple[Tensor, tuple[Arc, ...], list[int]]:
+    """Return the scores within the lattice, without the blanks of duration 0, which do not exist.
+
+    With them come the arcs, and their indices in `scores`. The delay penalty is added to labels.
+    """
+    arcs, t = arcs_of(durations), torch.arange(scores.shape[2], device=scores.device)
+    lead_time = (lengths.steps[:, None] - 1).double() / 2 - t
+    extra = (delay_penalty * lead_time)[..., None]
+    chosen = [i for i, arc in enumerate(arcs) if arc.steps + arc.labels > 0]
+    used = tuple(arcs[i] for i in chosen)
+    added = [scores[i] + extra if arcs[i].labels else scores[i] for i in chosen]
+    return within_lattice(torch.stack(added), used, lengths), used, chosen
+
+
+def sum_paths(
+    scores: Tensor,
+    lengths: SequenceLengths,
+    durations: Sequence[int],
     delay_penalty: float,
-) -> tuple[Tensor, Tensor, Lengths]:
-    """Return the scores of the arcs within the lattice, the log-sum-exp and the lengths."""
-    _, T, _, V = logits.shape
-    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    scores, lse = arc_scores(logits, targets, lengths, blank, fused, hat)
-    scores = delayed(scores, lengths, delay_penalty)
-    return within_lattice(scores, ARCS, lengths), lse, lengths
+    need_posteriors: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the losses, `[B]`, and posteriors, `[2 + K, B, T, U1]`, or an empty tensor.
+
+    The posteriors are those of blanks, of labels and of each duration. An invalid sequence has the
+    loss and posteriors NaN.
+    """
+    used, arcs, chosen = usable_arcs(scores, lengths, durations, delay_penalty)
+    logz, posteriors = log_partition(used, arcs, lengths, need_posteriors)
+    losses = torch.where(lengths.invalid, torch.nan, 0.0 - logz).to(dtype)
+    if not need_posteriors:
+        return losses, losses.new_empty(0)
+    of_arc = dict(zip(chosen, posteriors, strict=True))
+    nothing = torch.zeros_like(posteriors[0])
+    found = torch.stack([of_arc.get(i, nothing) for i in range(len(scores))])
+    found = torch.where(lengths.invalid[:, None, None], torch.nan, found)
+    return losses, posteriors_of_kinds(found, len(durations)).to(dtype)
 
 
 def rnnt_forward(
     logits: Tensor,
+    duration_logits: Tensor | None,
     targets: Tensor,
     logit_lengths: Tensor,
     target_lengths: Tensor,
     blank: int,
+    durations: Sequence[int],
     fused: bool,
     hat: bool,
+    sigma: float,
     delay_penalty: float,
     need_posteriors: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return minus the log-probability of each target, and what its gradient needs.
 
+    Without durations and their logits it is that of RNN-T.
+
     Returns:
-        The losses `[B]`, the log-sum-exp of each node `[B, T, U1]` fp64 (empty unless `fused`), and
-        the posterior of the blank and of the label that leave each node, `[2, B, T, U1]`. The last
-        two are empty unless `need_posteriors`. An invalid sequence has the loss and posteriors NaN.
+        The losses `[B]`, the log-sum-exps of logits (empty unless `fused`) and durations (empty
+        for RNN-T), each `[B, T, U1]` fp64, and the posteriors of blanks, of labels and of each
+        duration, `[2 + K, B, T, U1]`. The last three are empty unless `need_posteriors`. An
+        invalid sequence has the loss and posteriors NaN.
     """
-    sequences = (targets, logit_lengths, target_lengths)
-    scores, lse, lengths = rnnt_lattice(logits, *sequences, blank, fused, hat, delay_penalty)
-    logz, posteriors = log_partition(scores, ARCS, lengths, need_posteriors)
-    dtype = acc_dtype(logits.dtype)
-    nll = torch.where(lengths.invalid, torch.nan, 0.0 - logz).to(dtype)
+    T, V = logits.shape[1], logits.shape[3]
+    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+    inputs = (logits, duration_logits, targets, lengths.steps, lengths.labels)
+    scores, *lses = score_arcs(*inputs, blank, durations, fused, hat, sigma)
+    options = (durations, delay_penalty, need_posteriors, acc_dtype(logits.dtype))
+    losses, posteriors = sum_paths(scores, lengths, *options)
     if not need_posteriors:
-        return nll, scores.new_empty(0), nll.new_empty(0)
-    posteriors = torch.where(lengths.invalid[:, None, None], torch.nan, posteriors)
-    return nll, lse, posteriors.to(dtype)
+        lses = [scores.new_empty(0), scores.new_empty(0)]
+    return losses, lses[0], lses[1], posteriors
 
 
-def rnnt_gradient(
+def logits_gradient(
     grad: Tensor,
     logits: Tensor,
     lse: Tensor,
@@ -146,12 +196,12 @@ def rnnt_gradient(
     are not used here; they save a kernel work.
     """
     U1, V = logits.shape[2:]
-    blank_posterior, label_posterior = posteriors.double()
+    blank_posterior, label_posterior = posteriors[:2].double()
     label_posterior = label_posterior * (1 + fastemit_lambda)
     index = torch.arange(V, device=logits.device)
     is_blank = index == blank
     is_label = index == label_index(targets, U1, V)[:, None, :, None]
-    active = ((posteriors != 0).any(0) & (grad != 0)[:, None, None])[..., None]
+    active = ((posteriors[:2] != 0).any(0) & (grad != 0)[:, None, None])[..., None]
     blank_posterior, label_posterior = blank_posterior[..., None], label_posterior[..., None]
     of_label = torch.where(is_label, label_posterior, 0.0)
     of_blank = torch.where(is_blank, blank_posterior, 0.0)
@@ -176,50 +226,93 @@ def rnnt_gradient(
     return result.to(logits.dtype).contiguous()
 
 
-def differentiable_gradient(
+def duration_gradient(
+    grad: Tensor, duration_logits: Tensor, duration_lse: Tensor, posteriors: Tensor
+) -> Tensor:
+    """Return the gradient of the losses in the logits of the durations; see `logits_gradient`."""
+    of_durations = posteriors[2:].double().movedim(0, -1)
+    total = of_durations.sum(-1, keepdim=True)
+    active = (total != 0) & (grad != 0)[:, None, None, None]
+    softmax = torch.where(active, duration_logits, 0.0).double().softmax(-1)
+    result = (total * softmax - of_durations) * grad.double()[:, None, None, None]
+    return torch.where(active, result, 0.0).to(duration_logits.dtype).contiguous()
+
+
+def rnnt_gradient(
     grad: Tensor,
     logits: Tensor,
+    duration_logits: Tensor | None,
+    lse: Tensor,
+    duration_lse: Tensor,
+    posteriors: Tensor,
     targets: Tensor,
     logit_lengths: Tensor,
     target_lengths: Tensor,
     blank: int,
     fused: bool,
     hat: bool,
-    delay_penalty: float,
     clamp: float,
     fastemit_lambda: float,
-) -> Tensor:
-    """Return the gradient of the losses as a function of `grad` and the logits."""
-    sequences = (targets, logit_lengths, target_lengths)
-    _, lse, posteriors = rnnt_forward(logits, *sequences, blank, fused, hat, delay_penalty, True)
-    saved = (lse, posteriors, *sequences)
-    return rnnt_gradient(grad, logits, *saved, blank, fused, hat, clamp, fastemit_lambda)
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the losses in the logits, and in those of durations or empty."""
+    nodes = (lse, posteriors, targets, logit_lengths, target_lengths)
+    result = logits_gradient(grad, logits, *nodes, blank, fused, hat, clamp, fastemit_lambda)
+    if duration_logits is None:
+        return result, result.new_empty(0)
+    return result, duration_gradient(grad, duration_logits, duration_lse, posteriors)
 
 
-def rnnt_align(
+def differentiable_gradient(
+    grad: Tensor,
     logits: Tensor,
+    duration_logits: Tensor | None,
     targets: Tensor,
     logit_lengths: Tensor,
     target_lengths: Tensor,
     blank: int,
+    durations: Sequence[int],
     fused: bool,
+    hat: bool,
+    sigma: float,
+    delay_penalty: float,
+    clamp: float,
+    fastemit_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the losses as functions of `grad` and of both kinds of logits."""
+    inputs, sequences = (logits, duration_logits), (targets, logit_lengths, target_lengths)
+    options: Any = (blank, durations, fused, hat, sigma, delay_penalty, True)
+    saved = rnnt_forward(*inputs, *sequences, *options)[1:]
+    rest: Any = (blank, fused, hat, clamp, fastemit_lambda)
+    return rnnt_gradient(grad, *inputs, *saved, *sequences, *rest)
+
+
+def rnnt_align(
+    logits: Tensor,
+    duration_logits: Tensor | None,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    durations: Sequence[int],
+    fused: bool,
+    sigma: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the step that emits each label on the best path, its log-probability, and the sum.
 
-    These are `[B, U]` int64, `[B, U]` and `[B]`.
+    These are `[B, U]` int64, `[B, U]` and `[B]`. The log-probability of a label is that of the
+    token and of its duration. A sequence that is invalid or has NaN has the score NaN.
     """
-    sequences = (targets, logit_lengths, target_lengths)
-    scores, _, lengths = rnnt_lattice(logits, *sequences, blank, fused, False, 0.0)
-    return finished_paths(scores, ARCS, lengths, acc_dtype(logits.dtype))
-
-
-def finished_paths(
-    scores: Tensor, arcs: tuple[Arc, ...], lengths: Lengths, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best paths in a dtype; a sequence that is invalid or has NaN has the score NaN."""
-    paths = best_paths(scores, arcs, lengths)
-    invalid = lengths.invalid | paths.score.isnan()
+    T, V = logits.shape[1], logits.shape[3]
+    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+    inputs = (logits, duration_logits, targets, lengths.steps, lengths.labels)
+    scores = score_arcs(*inputs, blank, durations, fused, False, sigma)[0]
+    used, arcs, _ = usable_arcs(scores, lengths, durations, 0.0)
+    paths = best_paths(used, arcs, lengths)
+    invalid, dtype = lengths.invalid | paths.score.isnan(), acc_dtype(logits.dtype)
     steps = paths.steps.masked_fill(invalid[:, None], -1)
     label_scores = torch.where(invalid[:, None], torch.nan, paths.scores)
     score = torch.where(invalid, torch.nan, paths.score)
     return steps, label_scores.to(dtype), score.to(dtype)
+
+
+linear_rnnt = linear_op(JointKernels(score_arcs, sum_paths, rnnt_gradient))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...primitives.semiring import Log, Max
+from .common import SequenceLengths
 
 
 class Arc(NamedTuple):
@@ -27,20 +28,6 @@ class Arc(NamedTuple):
 
     steps: int
     labels: int
-
-
-class Lengths(NamedTuple):
-    """The lengths of a batch.
-
-    Fields:
-        steps: the steps of each sequence, `[B]`; 0 for an invalid one.
-        labels: the labels of each sequence, `[B]`; 0 for an invalid one.
-        invalid: sequences with a label or a length that is out of range, `[B]`.
-    """
-
-    steps: Tensor
-    labels: Tensor
-    invalid: Tensor
 
 
 class BestPaths(NamedTuple):
@@ -57,35 +44,20 @@ class BestPaths(NamedTuple):
     score: Tensor
 
 
-def valid_lengths(
-    targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, T: int, V: int, blank: int
-) -> Lengths:
-    """Return the lengths, with 0 for the sequences that are invalid."""
-    position = torch.arange(targets.shape[1], device=targets.device)
-    labels = targets.long()
-    wrong_label = (labels < 0) | (labels >= V) | (labels == blank)
-    invalid = (wrong_label & (position < target_lengths[:, None])).any(1)
-    invalid = invalid | (logit_lengths < 0) | (logit_lengths > T)
-    invalid = invalid | (target_lengths < 0) | (target_lengths > targets.shape[1])
-    steps, labels = (torch.where(invalid, 0, length) for length in (logit_lengths, target_lengths))
-    return Lengths(steps, labels, invalid)
-
-
-def node_mask(lengths: Lengths, T: int, U1: int) -> Tensor:
+def node_mask(steps: Tensor, labels: Tensor, T: int, U1: int) -> Tensor:
     """Return which nodes are within the lengths, `[B, T, U1]`."""
-    t = torch.arange(T, device=lengths.steps.device)
-    u = torch.arange(U1, device=lengths.steps.device)
-    in_steps = t < lengths.steps[:, None]
-    return in_steps[:, :, None] & (u <= lengths.labels[:, None])[:, None]
+    t = torch.arange(T, device=steps.device)
+    u = torch.arange(U1, device=steps.device)
+    return (t < steps[:, None])[:, :, None] & (u <= labels[:, None])[:, None]
 
 
-def within_lattice(scores: Tensor, arcs: Sequence[Arc], lengths: Lengths) -> Tensor:
+def within_lattice(scores: Tensor, arcs: Sequence[Arc], lengths: SequenceLengths) -> Tensor:
     """Return the scores of the arcs, `[A, B, T, U1]`, which are -inf for arcs that leave it.
 
     An arc leads to a node, or as a blank from the last label to the end of the path.
     """
     T, U1 = scores.shape[2:]
-    inside = node_mask(lengths, T, U1)
+    inside = node_mask(lengths.steps, lengths.labels, T, U1)
     t = torch.arange(T, device=scores.device)[:, None]
     u = torch.arange(U1, device=scores.device)
     steps, labels = lengths.steps[:, None, None], lengths.labels[:, None, None]
@@ -165,7 +137,7 @@ def by_diagonals(scores: Tensor) -> Tensor:
     return skewed(pad(scores, (0, 0, 0, 1), value=-torch.inf))
 
 
-def end_nodes(lengths: Lengths, N: int, U1: int) -> Tensor:
+def end_nodes(lengths: SequenceLengths, N: int, U1: int) -> Tensor:
     """Return which node by anti-diagonals is the last of each sequence, `[B, N, U1]`."""
     device = lengths.steps.device
     n, u = torch.arange(N, device=device)[:, None], torch.arange(U1, device=device)
@@ -174,7 +146,7 @@ def end_nodes(lengths: Lengths, N: int, U1: int) -> Tensor:
 
 
 def log_partition(
-    scores: Tensor, arcs: Sequence[Arc], lengths: Lengths, need_posteriors: bool
+    scores: Tensor, arcs: Sequence[Arc], lengths: SequenceLengths, need_posteriors: bool
 ) -> tuple[Tensor, Tensor]:
     """Return log Z, `[B]`, and the posterior of each arc, `[A, B, T, U1]`, if it is needed.
 
@@ -196,10 +168,10 @@ def log_partition(
         after = _previous_label(after[:, arc.steps + arc.labels :], arc.labels)
         posteriors.append((alpha + score + after - shift).exp())
     found = unskewed(torch.stack(posteriors), T + 1)[..., :T, :]
-    return logz, torch.where(node_mask(lengths, T, U1), found, 0.0)
+    return logz, torch.where(node_mask(lengths.steps, lengths.labels, T, U1), found, 0.0)
 
 
-def best_paths(scores: Tensor, arcs: Sequence[Arc], lengths: Lengths) -> BestPaths:
+def best_paths(scores: Tensor, arcs: Sequence[Arc], lengths: SequenceLengths) -> BestPaths:
     """Return the best path of each sequence, traced from its end.
 
     Among equally good arcs into a node, it takes the first in the order of `arcs`.

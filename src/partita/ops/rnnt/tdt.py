@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager, refuse_forward_mode, requires_grad
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import same_sizes
@@ -111,14 +110,9 @@ def tdt_loss(
         durations,
         sigma,
     )
-    inputs, options = (token_logits, duration_logits, *sequences), (blank, numbers, sigma)
-    backend = current_backend()
-    needs_grad = requires_grad(token_logits) or requires_grad(duration_logits)
-    if (torch.is_grad_enabled() and needs_grad) or not plain_eager():
-        losses = apply(_rnnt.TDTLossFunction, *inputs, *options, backend)[0]
-    else:
-        refuse_forward_mode(token_logits, duration_logits)
-        losses = _rnnt.tdt_forward(*inputs, *options, False, backend)[0]
+    inputs = (token_logits, duration_logits.contiguous(), *sequences)
+    nodes = (blank, numbers, True, False, sigma, 0.0)
+    losses = _rnnt.losses_of(inputs, nodes, (0.0, 0.0, False), current_backend())
     reduction = "mean_length" if reduction == "mean" else reduction
     return reduce_losses(losses, sequences.target_lengths, reduction)
 
@@ -170,6 +164,6 @@ def tdt_align(
             durations,
             sigma,
         )
-        inputs = (token_logits, duration_logits, *sequences)
-        found = _rnnt.tdt_align(*inputs, blank, numbers, sigma, current_backend())
-        return RNNTAlignment(*found)
+        inputs = (token_logits, duration_logits.contiguous(), *sequences)
+        options = (blank, numbers, True, sigma, current_backend())
+        return RNNTAlignment(*_rnnt.align(*inputs, *options))

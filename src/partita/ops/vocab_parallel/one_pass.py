@@ -71,10 +71,7 @@ def loss_and_gradient(
         *call,
         shard.sizes,
         shard.rank,
-        options.ignore_index,
-        options.softcap,
-        options.z_loss,
-        options.reduction == "mean",
+        options,
     )
 
 

@@ -1,8 +1,7 @@
 """The tuples that kernels of chains take: tensors with strides, tables of edges, results.
 
 Kernels get these tuples with tensors, and device functions with pointers. A field that a kernel
-does not read is None. No tuple is inside of another, because Triton 3.6 forgets constants of inner
-ones, such as strides of 1, where a branch or a loop begins.
+does not read is None.
 """
 
 from __future__ import annotations
@@ -79,27 +78,26 @@ class ResidentEdges(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """The arguments of kernels that say what chains there are: N of T steps.
+    """What chains there are: N of T steps.
+
+    Kernels take the tuple apart at once, because Triton 3.6 forgets constants of tuples in a tuple,
+    such as strides of 1, where a branch or a loop begins.
 
     Fields:
         scores: the scores of the edges.
-        edges: the edges into each state, and those out of it if they were added.
+        edges: the edges; `ResidentEdges` for the register-resident kernels.
         initial: the scores of the first states.
         final: the scores of the last states.
         lengths_ptr: the number of steps of each chain, `[N]`, or None for T.
     """
 
     scores: StridedEdges
-    edges: ChainEdges
+    edges: ChainEdges | ResidentEdges
     initial: StridedStates
     final: StridedStates
     lengths_ptr: Tensor | None
     T: int
     N: int
-
-    def only(self, *names: str) -> dict[str, Any]:
-        """Return the arguments with these names, and lengths, T and N."""
-        return {name: getattr(self, name) for name in (*names, "lengths_ptr", "T", "N")}
 
 
 class ChainGradients(NamedTuple):
@@ -141,10 +139,10 @@ class ChainPaths(NamedTuple):
 def chains_of(
     scores: Tensor, table: EdgeTable, initial: Tensor, final: Tensor, lengths: Tensor | None
 ) -> Chains:
-    """Return what kernels get of chains, with the edges into each state."""
+    """Return what kernels get of chains."""
     return Chains(
         StridedEdges(scores, *scores.stride()),
-        ChainEdges(table.source, None, None, *scores.shape[2:]),
+        ChainEdges(*table[:3], *table.source.shape),
         StridedStates(initial, *initial.stride()),
         StridedStates(final, *final.stride()),
         None if lengths is None else lengths.contiguous(),
@@ -152,16 +150,12 @@ def chains_of(
     )
 
 
-def all_edges(table: EdgeTable) -> ChainEdges:
-    """Return what kernels get of the edges into each state and out of it."""
-    return ChainEdges(*table[:3], *table.source.shape)
-
-
-def resident_arguments(scores: Tensor, table: EdgeTable) -> dict[str, Any] | None:
+def resident_arguments(chains: Chains, table: EdgeTable) -> dict[str, Any] | None:
     """Return what all register-resident kernels share, or None where they do not serve the call."""
+    scores = chains.scores.ptr
     options = plan.resident_options(scores, table.max_out_degree, target_of(scores.device))
     if options is None:
         return None
     edges = directed_edges(table, options["BLOCK_C"], options["BLOCK_E"])
     lanes = ResidentEdges(*edges[:3], *table.source.shape)
-    return {"table": lanes, "REGULAR": edges.is_regular, **options}
+    return {"chains": chains._replace(edges=lanes), "REGULAR": edges.is_regular, **options}

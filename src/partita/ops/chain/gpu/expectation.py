@@ -40,10 +40,12 @@ from .steps import (
     from_step,
     is_renormalization_step,
     load_length,
+    load_slot,
     load_source,
+    load_state,
     log_normalizer,
-    out_degree,
     shifted_log,
+    slot_count,
     store_boundary_scores,
 )
 
@@ -110,51 +112,48 @@ def weighted(weight, value):
 
 
 @triton.jit
-def alpha_mean_step(states, step, c, ACC_DTYPE: tl.constexpr):
+def mean_step(states, step, c, ACC_DTYPE: tl.constexpr, REVERSE: tl.constexpr):
     """Compute alpha after a step and the mean of the values over the paths into the states c.
 
+    With REVERSE, compute beta before the step and the mean of the values over the paths onward.
     Each is [BLOCK_C] and fp64.
     """
     scores, values, edges = step
     maximum = tl.full(c.shape, -float("inf"), tl.float64)
     total = tl.zeros(c.shape, ACC_DTYPE)
     mean = tl.zeros(c.shape, tl.float64)
-    for k in range(edges.K):
-        source, valid = load_source(edges, c, k)
-        alpha = tl.load(states.ptr + source, mask=valid, other=-float("inf"))
-        maximum = tl.maximum(maximum, alpha + edge_score(scores, c, k, valid))
+    count = slot_count(edges, c, REVERSE)
+    for j in range(count):
+        slot = load_slot(edges, c, j, REVERSE)
+        score = edge_score(scores, slot[1], slot[2], slot[0] >= 0)
+        maximum = tl.maximum(maximum, load_state(states.ptr, slot) + score)
     shift = finite_shift(maximum)
-    for k in range(edges.K):
-        source, valid = load_source(edges, c, k)
-        alpha = tl.load(states.ptr + source, mask=valid, other=-float("inf"))
-        term = alpha + edge_score(scores, c, k, valid)
-        value = edge_value(values, c, k, valid, 0.0)
+    for j in range(count):
+        slot = load_slot(edges, c, j, REVERSE)
+        neighbor, target, k = slot
+        term = load_state(states.ptr, slot) + edge_score(scores, target, k, neighbor >= 0)
+        value = edge_value(values, target, k, neighbor >= 0, 0.0)
         weight = exp((term - shift).to(ACC_DTYPE))
         total += weight
-        mean += weighted(weight, value + load_mean(states, source, valid))
+        mean += weighted(weight, value + load_mean(states, neighbor, neighbor >= 0))
     return shifted_log(shift, total), tl.where(total == 0.0, 0.0, mean / total.to(tl.float64))
 
 
 @triton.jit
 def chain_expectation_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     edge_values,  # StridedEdges [T, N, C, K]
     first_values,  # StridedStates [N, C]
     last_values,  # StridedStates [N, C]
     saved,  # StatesWithMeans [T + 1, N, C] fp64, or [2, N, C]
     mean_ptr,  # [N] fp64
     logz_ptr,  # [N] fp64
-    T,
-    N,
     SAVE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Compute the mean of the values over all paths of a chain, and log Z."""
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     row_stride = tl.full([], N, tl.int64) * C
@@ -176,7 +175,7 @@ def chain_expectation_kernel(
         tl.debug_barrier()
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
-            alpha, state_mean = alpha_mean_step(before, step, c, ACC_DTYPE)
+            alpha, state_mean = mean_step(before, step, c, ACC_DTYPE, False)
             store_states(after, c, alpha, state_mean, c < C)
     tl.debug_barrier()
     last_row = tl.full([], length, tl.int64)
@@ -235,35 +234,6 @@ class GradientPointers(NamedTuple):
 
 
 @triton.jit
-def beta_mean_step(states, step, s, ACC_DTYPE: tl.constexpr):
-    """Compute beta before a step and the mean of the values over the paths onward from s.
-
-    Each is [BLOCK_C] and fp64.
-    """
-    scores, values, edges = step
-    K = edges.K
-    maximum = tl.full(s.shape, -float("inf"), tl.float64)
-    total = tl.zeros(s.shape, ACC_DTYPE)
-    mean = tl.zeros(s.shape, tl.float64)
-    start, degree = out_degree(edges, s)
-    for j in range(tl.max(degree, axis=0)):
-        edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
-        beta = tl.load(states.ptr + edge // K, mask=j < degree, other=-float("inf"))
-        score = edge_score(scores, edge // K, edge % K, j < degree)
-        maximum = tl.maximum(maximum, beta + score)
-    shift = finite_shift(maximum)
-    for j in range(tl.max(degree, axis=0)):
-        edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
-        beta = tl.load(states.ptr + edge // K, mask=j < degree, other=-float("inf"))
-        term = beta + edge_score(scores, edge // K, edge % K, j < degree)
-        value = edge_value(values, edge // K, edge % K, j < degree, 0.0)
-        weight = exp((term - shift).to(ACC_DTYPE))
-        total += weight
-        mean += weighted(weight, value + load_mean(states, edge // K, j < degree))
-    return shifted_log(shift, total), tl.where(total == 0.0, 0.0, mean / total.to(tl.float64))
-
-
-@triton.jit
 def store_gradients(
     gradients,
     offset,
@@ -312,10 +282,7 @@ def store_boundary_gradients(
 @triton.jit
 def chain_expectation_gradient_kernel(
     grad,  # StridedChains [N]
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     edge_values,  # StridedEdges [T, N, C, K]
     last_values,  # StridedStates [N, C]
     mean_ptr,  # [N] fp64
@@ -324,14 +291,14 @@ def chain_expectation_gradient_kernel(
     workspace_ptr,  # [2, 2, N, C] fp64: beta and means onward, two rows of each
     d_scores,  # ChainGradients
     d_values,  # ChainGradients
-    T,
-    N,
     OF_SCORES: tl.constexpr,
     OF_VALUES: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan beta and the mean onward down from the length, and store the gradients of each step."""
+    scores, edges = chains[:2]
+    final, lengths_ptr, T, N = chains[3:]
     n, C, K = tl.program_id(0).to(tl.int64), edges.C, edges.K
     length, invalid = load_length(lengths_ptr, n, T)
     scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
@@ -393,7 +360,7 @@ def chain_expectation_gradient_kernel(
                 posterior = exp((term + (beta - path.logz)).to(ACC_DTYPE)) * path.grad
                 edge_offset, mask = offset + c * K + k, c < C
                 store_gradients(d_edges, edge_offset, posterior, value, mask, OF_SCORES, OF_VALUES)
-            next_beta, next_mean = beta_mean_step(after, step, c, ACC_DTYPE)
+            next_beta, next_mean = mean_step(after, step, c, ACC_DTYPE, True)
             store_states(result, c, next_beta, next_mean, c < C)
     tl.debug_barrier()
     d_first = GradientPointers(d_scores.initial_ptr, d_values.initial_ptr)

@@ -18,29 +18,49 @@ import triton.language as tl
 from ....primitives.gpu.math import exp
 from .arguments import StridedEdges
 from .steps import (
-    alpha_step,
     copy_states,
     from_step,
     load_length,
     lse_add,
     shifted_log,
     state_row,
-    store_alpha_step,
-    store_beta_step,
+    state_step,
     store_boundary_scores,
+    store_step,
 )
 
 
 @triton.jit
+def scan_states(
+    states_ptr,
+    scores,
+    edges,
+    row_stride,
+    first,
+    num_steps,
+    SAVE: tl.constexpr,
+    DEGREE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    IS_MAX: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Store alpha after each of some steps or, with REVERSE, beta, from the states at `first`."""
+    for i in range(0, num_steps):
+        time = first - i if REVERSE else first + i
+        next_time = time - 1 if REVERSE else time + 1
+        step_scores = from_step(scores, tl.full([], next_time if REVERSE else time, tl.int64))
+        state_ptr = states_ptr + state_row(time, REVERSE, SAVE) * row_stride
+        next_ptr = states_ptr + state_row(next_time, REVERSE, SAVE) * row_stride
+        store_step(
+            next_ptr, state_ptr, step_scores, edges, DEGREE, BLOCK_C, ACC_DTYPE, IS_MAX, REVERSE
+        )
+
+
+@triton.jit
 def chain_halves_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     saved_ptr,  # [T + 1, N, C] fp64, or [4, N, C]
-    T,
-    N,
     SAVE: tl.constexpr,
     UNROLL_IN: tl.constexpr,
     UNROLL_OUT: tl.constexpr,
@@ -48,44 +68,31 @@ def chain_halves_kernel(
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan alpha up to the meeting point, or beta down to the state after it."""
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C = (tl.program_id(0) // 2).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     middle = tl.maximum(length - 1, 0) // 2
     states_ptr, row_stride = saved_ptr + n * C, tl.full([], N, tl.int64) * C
     scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
+    inputs = (states_ptr, scores, edges, row_stride)
     if tl.program_id(0) % 2 == 0:
         initial_ptr = initial.ptr + n * initial.n
-        alpha_ptr = states_ptr + state_row(0, 0, SAVE) * row_stride
+        alpha_ptr = states_ptr + state_row(0, False, SAVE) * row_stride
         store_boundary_scores(alpha_ptr, initial_ptr, C, initial.c, invalid, BLOCK_C)
-        for t in range(0, middle):
-            alpha_ptr = states_ptr + state_row(t, 0, SAVE) * row_stride
-            next_ptr = states_ptr + state_row(t + 1, 0, SAVE) * row_stride
-            step_scores = from_step(scores, tl.full([], t, tl.int64))
-            store_alpha_step(next_ptr, alpha_ptr, step_scores, edges, UNROLL_IN, BLOCK_C, ACC_DTYPE)
+        scan_states(*inputs, 0, middle, SAVE, UNROLL_IN, BLOCK_C, ACC_DTYPE, False, False)
     elif length > 0:
-        final_ptr = final.ptr + n * final.n
-        beta_ptr = states_ptr + state_row(length, 1, SAVE) * row_stride
-        store_boundary_scores(beta_ptr, final_ptr, C, final.c, 0.0, BLOCK_C)
-        for i in range(0, length - 1 - middle):
-            t = length - 1 - i
-            beta_ptr = states_ptr + state_row(t + 1, 1, SAVE) * row_stride
-            next_ptr = states_ptr + state_row(t, 1, SAVE) * row_stride
-            step_scores = from_step(scores, tl.full([], t, tl.int64))
-            store_beta_step(next_ptr, beta_ptr, step_scores, edges, UNROLL_OUT, BLOCK_C, ACC_DTYPE)
+        beta_ptr = states_ptr + state_row(length, True, SAVE) * row_stride
+        store_boundary_scores(beta_ptr, final.ptr + n * final.n, C, final.c, 0.0, BLOCK_C)
+        num_steps = length - 1 - middle
+        scan_states(*inputs, length, num_steps, SAVE, UNROLL_OUT, BLOCK_C, ACC_DTYPE, False, True)
 
 
 @triton.jit
 def chain_logz_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     saved_ptr,  # [T + 1, N, C] fp64, or [4, N, C]
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results, or None
-    T,
-    N,
     SAVE: tl.constexpr,
     UNROLL_IN: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -95,21 +102,22 @@ def chain_logz_kernel(
 
     Log Z is stored in fp64 and, if asked for, rounded.
     """
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     middle = tl.maximum(length - 1, 0) // 2
     states_ptr, row_stride = saved_ptr + n * C, tl.full([], N, tl.int64) * C
     lane = tl.arange(0, BLOCK_C)
     maximum, rest = tl.full([BLOCK_C], -float("inf"), tl.float64), tl.zeros([BLOCK_C], ACC_DTYPE)
-    alpha_ptr = states_ptr + state_row(middle, 0, SAVE) * row_stride
-    beta_ptr = states_ptr + state_row(middle + 1, 1, SAVE) * row_stride
+    alpha_ptr = states_ptr + state_row(middle, False, SAVE) * row_stride
+    beta_ptr = states_ptr + state_row(middle + 1, True, SAVE) * row_stride
     scores = from_step(
         StridedEdges(scores.ptr + n * scores.n, *scores[1:]), tl.full([], middle, tl.int64)
     )
     for c0 in range(0, C, BLOCK_C):
         c = c0 + lane
         if length > 0:
-            value = alpha_step(alpha_ptr, scores, edges, c, UNROLL_IN, ACC_DTYPE)
+            value = state_step(alpha_ptr, scores, edges, c, UNROLL_IN, ACC_DTYPE)
             value += tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
         else:
             value = tl.load(
@@ -130,14 +138,8 @@ def chain_logz_kernel(
 
 @triton.jit
 def chain_scan_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     result_ptr,  # [T + 1, N, C] fp64
-    T,
-    N,
     IS_MAX: tl.constexpr,
     REVERSE: tl.constexpr,
     UNROLL_IN: tl.constexpr,
@@ -146,33 +148,22 @@ def chain_scan_kernel(
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan alpha from the first step to the last or, with REVERSE, beta in the other direction."""
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     result_ptr += n * C
     row_stride = tl.full([], N, tl.int64) * C
     scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
+    inputs = (result_ptr, scores, edges, row_stride)
     if REVERSE:
-        final_ptr = final.ptr + n * final.n
         for t in range(length, T + 1):
             row_ptr = result_ptr + tl.full([], t, tl.int64) * row_stride
-            store_boundary_scores(row_ptr, final_ptr, C, final.c, invalid, BLOCK_C)
-        for i in range(0, length):
-            t64 = tl.full([], length - 1 - i, tl.int64)
-            row_ptr = result_ptr + t64 * row_stride
-            beta_ptr, step_scores = result_ptr + (t64 + 1) * row_stride, from_step(scores, t64)
-            store_beta_step(
-                row_ptr, beta_ptr, step_scores, edges, UNROLL_OUT, BLOCK_C, ACC_DTYPE, IS_MAX
-            )
+            store_boundary_scores(row_ptr, final.ptr + n * final.n, C, final.c, invalid, BLOCK_C)
+        scan_states(*inputs, length, length, True, UNROLL_OUT, BLOCK_C, ACC_DTYPE, IS_MAX, True)
     else:
         initial_ptr = initial.ptr + n * initial.n
         store_boundary_scores(result_ptr, initial_ptr, C, initial.c, invalid, BLOCK_C)
-        for t in range(0, length):
-            t64 = tl.full([], t, tl.int64)
-            row_ptr = result_ptr + (t64 + 1) * row_stride
-            alpha_ptr, step_scores = result_ptr + t64 * row_stride, from_step(scores, t64)
-            store_alpha_step(
-                row_ptr, alpha_ptr, step_scores, edges, UNROLL_IN, BLOCK_C, ACC_DTYPE, IS_MAX
-            )
+        scan_states(*inputs, 0, length, True, UNROLL_IN, BLOCK_C, ACC_DTYPE, IS_MAX, False)
         tl.debug_barrier()
         for t in range(length, T):
             row_ptr = result_ptr + tl.full([], t + 1, tl.int64) * row_stride

@@ -14,33 +14,77 @@ import triton.language as tl
 
 from .arguments import StridedEdges
 from .steps import (
-    beta_step,
     copy_states,
     from_step,
     is_renormalization_step,
     load_length,
     log_normalizer,
-    state_row,
-    store_beta_step,
+    state_step,
     store_boundary_marginals,
-    store_marginals,
+    store_boundary_scores,
+    store_slot_marginal,
+    store_step,
 )
+
+
+@triton.jit
+def continue_scan(
+    states_ptr,  # [2, N, C] fp64: two rows that the states alternate between, given those at first
+    saved_ptr,  # [T + 1, N, C] fp64, of the other direction
+    scores,
+    d_scores_ptr,
+    edges,
+    row_stride,
+    first,
+    num_steps,
+    logz,
+    grad,
+    UNROLL_IN: tl.constexpr,
+    UNROLL_OUT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """Continue alpha from the time `first` or, with REVERSE, beta, and store the marginals.
+
+    Returns where the last states are.
+    """
+    C, K = edges.C, edges.K
+    DEGREE: tl.constexpr = UNROLL_OUT if REVERSE else UNROLL_IN
+    for i in range(0, num_steps):
+        time = tl.full([], first - i if REVERSE else first + i, tl.int64)
+        t = time - 1 if REVERSE else time
+        state_ptr = states_ptr + i % 2 * row_stride
+        next_ptr = states_ptr + (i + 1) % 2 * row_stride
+        if is_renormalization_step(i):
+            opposite_ptr = saved_ptr + time * row_stride
+            logz = log_normalizer(state_ptr, opposite_ptr, C, logz, BLOCK_C, ACC_DTYPE)
+        alpha_ptr = saved_ptr + t * row_stride if REVERSE else state_ptr
+        beta_ptr = state_ptr if REVERSE else saved_ptr + (t + 1) * row_stride
+        step_scores, d_step_ptr = from_step(scores, t), d_scores_ptr + t * row_stride * K
+        for c0 in range(0, C, BLOCK_C):
+            c = c0 + tl.arange(0, BLOCK_C)
+            value = state_step(state_ptr, step_scores, edges, c, DEGREE, ACC_DTYPE, False, REVERSE)
+            tl.store(next_ptr + c, value, mask=c < C)
+            log_weight = tl.load(beta_ptr + c, mask=c < C, other=-float("inf")) - logz
+            step = (d_step_ptr, alpha_ptr, step_scores, edges, c)
+            if UNROLL_IN > 0:
+                for k in tl.static_range(UNROLL_IN):
+                    store_slot_marginal(*step, k, log_weight, grad)
+            else:
+                for k in range(K):
+                    store_slot_marginal(*step, k, log_weight, grad)
+    return states_ptr + num_steps % 2 * row_stride
 
 
 @triton.jit
 def chain_gradient_kernel(
     grad,  # StridedChains [N]
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     logz_ptr,  # [N] fp64
     saved_ptr,  # [T + 1, N, C] fp64
     workspace_ptr,  # [4, N, C] fp64
     gradients,  # ChainGradients
-    T,
-    N,
     UNROLL_IN: tl.constexpr,
     UNROLL_OUT: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -50,41 +94,27 @@ def chain_gradient_kernel(
 
     The workspace has alpha after the meeting point and beta before it, two rows for each direction.
     """
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C, K = (tl.program_id(0) // 2).to(tl.int64), edges.C, edges.K
     length, invalid = load_length(lengths_ptr, n, T)
     middle, row_stride = tl.maximum(length - 1, 0) // 2, tl.full([], N, tl.int64) * C
+    middle64 = tl.full([], middle, tl.int64)
     scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
     d_scores_ptr = gradients.edges_ptr + n * C * K
     saved_ptr += n * C
-    workspace_ptr += n * C
-    initial_ptr, initial_c = initial.ptr + n * initial.n, initial.c
-    final_ptr, final_c = final.ptr + n * final.n, final.c
-    d_initial_ptr, d_final_ptr = gradients.initial_ptr + n * C, gradients.final_ptr + n * C
+    states_ptr = workspace_ptr + tl.program_id(0) % 2 * 2 * row_stride + n * C
+    initial_ptr, final_ptr = initial.ptr + n * initial.n, final.ptr + n * final.n
     grad_logz = tl.load(grad.ptr + n * grad.n).to(ACC_DTYPE)
     logz = tl.load(logz_ptr + n)
     # A chain without a path has no marginals.
     logz = tl.where(logz == -float("inf"), float("inf"), logz)
-    step_logz = logz
+    inputs = (states_ptr, saved_ptr, scores, d_scores_ptr, edges, row_stride, middle)
+    weights = (logz, grad_logz)
     if tl.program_id(0) % 2 == 0:
-        first_ptr = workspace_ptr + state_row(middle, 0, False) * row_stride
-        copy_states(first_ptr, saved_ptr + state_row(middle, 0, True) * row_stride, C, BLOCK_C)
-        for i in range(0, length - middle):
-            t = middle + i
-            t64 = tl.full([], t, tl.int64)
-            alpha_ptr = workspace_ptr + state_row(t, 0, False) * row_stride
-            next_ptr = workspace_ptr + state_row(t + 1, 0, False) * row_stride
-            if is_renormalization_step(i):
-                beta_ptr = saved_ptr + t64 * row_stride
-                step_logz = log_normalizer(alpha_ptr, beta_ptr, C, step_logz, BLOCK_C, ACC_DTYPE)
-            step_scores, d_step_ptr = from_step(scores, t64), d_scores_ptr + t64 * row_stride * K
-            for c0 in range(0, C, BLOCK_C):
-                c = c0 + tl.arange(0, BLOCK_C)
-                beta_ptr = saved_ptr + (t64 + 1) * row_stride
-                beta = tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
-                step = (d_step_ptr, alpha_ptr, step_scores, edges, c, beta, step_logz, grad_logz)
-                value = store_marginals(*step, UNROLL_IN, ACC_DTYPE)
-                tl.store(next_ptr + c, value, mask=c < C)
-        last_ptr = workspace_ptr + state_row(length, 0, False) * row_stride
+        copy_states(states_ptr, saved_ptr + middle64 * row_stride, C, BLOCK_C)
+        last_ptr = continue_scan(
+            *inputs, length - middle, *weights, UNROLL_IN, UNROLL_OUT, BLOCK_C, ACC_DTYPE, False
+        )
         # After the length the gradient is 0, or NaN for an invalid length.
         step_stride, width = row_stride * K, C * K
         for t in range(length, T):
@@ -93,41 +123,22 @@ def chain_gradient_kernel(
                 values = tl.full([BLOCK_C], invalid, tl.float64).to(d_scores_ptr.dtype.element_ty)
                 step_ptr = d_scores_ptr + tl.full([], t, tl.int64) * step_stride
                 tl.store(step_ptr + e, values, mask=e < width)
-        if length > 0:
-            store_boundary_marginals(
-                d_final_ptr, final_ptr, final_c, last_ptr, 1, C, logz, grad_logz, BLOCK_C
-            )
-        else:
-            store_boundary_marginals(
-                d_final_ptr, final_ptr, final_c, initial_ptr, initial_c, C, logz, grad_logz, BLOCK_C
-            )
-    elif length > 0:
-        t64 = tl.full([], middle, tl.int64)
-        next_ptr = workspace_ptr + state_row(middle, 1, False) * row_stride
-        beta_ptr, step_scores = saved_ptr + (t64 + 1) * row_stride, from_step(scores, t64)
-        store_beta_step(next_ptr, beta_ptr, step_scores, edges, UNROLL_OUT, BLOCK_C, ACC_DTYPE)
-        for i in range(0, middle):
-            t = middle - 1 - i
-            t64 = tl.full([], t, tl.int64)
-            beta_ptr = workspace_ptr + state_row(t + 1, 1, False) * row_stride
-            next_ptr = workspace_ptr + state_row(t, 1, False) * row_stride
-            if is_renormalization_step(i):
-                alpha_ptr = saved_ptr + (t64 + 1) * row_stride
-                step_logz = log_normalizer(alpha_ptr, beta_ptr, C, step_logz, BLOCK_C, ACC_DTYPE)
-            step_scores, d_step_ptr = from_step(scores, t64), d_scores_ptr + t64 * row_stride * K
-            for c0 in range(0, C, BLOCK_C):
-                c = c0 + tl.arange(0, BLOCK_C)
-                value = beta_step(beta_ptr, step_scores, edges, c, UNROLL_OUT, ACC_DTYPE)
-                tl.store(next_ptr + c, value, mask=c < C)
-                beta = tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
-                alpha_ptr = saved_ptr + t64 * row_stride
-                step = (d_step_ptr, alpha_ptr, step_scores, edges, c, beta, step_logz, grad_logz)
-                store_marginals(*step, UNROLL_IN, ACC_DTYPE)
-        first_ptr = workspace_ptr + state_row(0, 1, False) * row_stride
-        store_boundary_marginals(
-            d_initial_ptr, initial_ptr, initial_c, first_ptr, 1, C, logz, grad_logz, BLOCK_C
-        )
+        d_final_ptr = gradients.final_ptr + n * C
+        store_boundary_marginals(d_final_ptr, final_ptr, final.c, last_ptr, C, *weights, BLOCK_C)
     else:
+        if length > 0:
+            beta_ptr, step_scores = (
+                saved_ptr + (middle64 + 1) * row_stride,
+                from_step(scores, middle64),
+            )
+            step = (states_ptr, beta_ptr, step_scores, edges)
+            store_step(*step, UNROLL_OUT, BLOCK_C, ACC_DTYPE, False, True)
+        else:
+            store_boundary_scores(states_ptr, final_ptr, C, final.c, 0.0, BLOCK_C)
+        first_ptr = continue_scan(
+            *inputs, middle, *weights, UNROLL_IN, UNROLL_OUT, BLOCK_C, ACC_DTYPE, True
+        )
+        d_initial_ptr = gradients.initial_ptr + n * C
         store_boundary_marginals(
-            d_initial_ptr, initial_ptr, initial_c, final_ptr, final_c, C, logz, grad_logz, BLOCK_C
+            d_initial_ptr, initial_ptr, initial.c, first_ptr, C, *weights, BLOCK_C
         )

@@ -19,7 +19,6 @@ from .arguments import (
     ChainGradients,
     ChainTotals,
     StridedChains,
-    all_edges,
     chains_of,
     resident_arguments,
 )
@@ -56,23 +55,22 @@ def chain_logz(
 
         outputs = ChainTotals(logz, rounded, None)
         scan_boundaries(chains, saved if save else None, 2 if save else 1, outputs)
-    elif (resident := resident_arguments(scores, table)) is not None:
+    elif (resident := resident_arguments(chains, table)) is not None:
         options = {"saved_ptr": saved.view(torch.int64), "SAVE": save, **resident}
-        options |= chains.only("scores", "initial", "final")
         launch(chain_resident_halves_kernel, 2 * N, **options, **prefetch_options(resident))
         launch(chain_resident_logz_kernel, N, logz_ptr=logz, rounded_ptr=rounded, **options)
     else:
         from .forward_scan import chain_halves_kernel, chain_logz_kernel
 
         options = {
-            **chains._asdict(),
+            "chains": chains,
             "saved_ptr": saved,
             "SAVE": save,
             "ACC_DTYPE": tl_acc_dtype(scores.dtype),
             **unroll_options(K, table.max_out_degree),
             **block_options(C),
         }
-        launch(chain_halves_kernel, 2 * N, **{**options, "edges": all_edges(table)})
+        launch(chain_halves_kernel, 2 * N, **options)
         del options["UNROLL_OUT"]
         launch(chain_logz_kernel, N, logz_ptr=logz, rounded_ptr=rounded, **options)
     return logz, rounded, saved if save else saved.new_empty(0)
@@ -111,9 +109,8 @@ def chain_gradient(
     elif is_parallel(T, N, C):
         from .launch_segments import parallel_gradient
 
-        chains = chains._replace(edges=all_edges(table))
         parallel_gradient(chains, table.max_out_degree, saved, **inputs)
-    elif (resident := resident_arguments(scores, table)) is not None:
+    elif (resident := resident_arguments(chains, table)) is not None:
         edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
         launch(
             chain_resident_gradient_kernel,
@@ -121,7 +118,6 @@ def chain_gradient(
             edge_positions_ptr=edges.edge_positions,
             logz_ptr=logz,
             saved_ptr=saved.view(torch.int64),
-            **chains.only("scores", "initial", "final"),
             **inputs,
             **prefetch_options(resident),
             **resident,
@@ -136,7 +132,7 @@ def chain_gradient(
             saved_ptr=saved,
             workspace_ptr=torch.empty((4, N, C), dtype=torch.float64, device=scores.device),
             ACC_DTYPE=tl_acc_dtype(scores.dtype),
-            **chains._replace(edges=all_edges(table))._asdict(),
+            chains=chains,
             **inputs,
             **unroll_options(K, table.max_out_degree),
             **block_options(C),
@@ -161,11 +157,10 @@ def chain_scan(
     result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
     if table.has_invalid:
         return result.fill_(torch.nan)
-    chains = chains_of(scores, table, initial, final, lengths)
     launch(
         chain_scan_kernel,
         N,
-        **chains._replace(edges=all_edges(table))._asdict(),
+        chains=chains_of(scores, table, initial, final, lengths),
         result_ptr=result,
         IS_MAX=is_max,
         REVERSE=reverse,

@@ -11,7 +11,6 @@ from .arguments import (
     StridedChains,
     StridedEdges,
     StridedStates,
-    all_edges,
     chains_of,
 )
 from .edge_table import edge_table
@@ -51,7 +50,7 @@ def chain_expectation(
         launch(
             chain_expectation_kernel,
             N,
-            **chains_of(scores, table, initial, final, lengths)._asdict(),
+            chains=chains_of(scores, table, initial, final, lengths),
             edge_values=StridedEdges(values, *values.stride()),
             first_values=StridedStates(first_values, *first_values.stride()),
             last_values=StridedStates(last_values, *last_values.stride()),
@@ -95,12 +94,11 @@ def chain_expectation_gradient(
     )
     if table.has_invalid:
         return tuple(result.fill_(torch.nan) for result in results)
-    chains = chains_of(scores, table, initial, final, lengths)._replace(edges=all_edges(table))
     launch(
         chain_expectation_gradient_kernel,
         N,
         grad=StridedChains(grad, *grad.stride()),
-        **chains.only("scores", "edges", "final"),
+        chains=chains_of(scores, table, initial, final, lengths),
         edge_values=StridedEdges(values, *values.stride()),
         last_values=StridedStates(last_values, *last_values.stride()),
         mean_ptr=mean.contiguous(),

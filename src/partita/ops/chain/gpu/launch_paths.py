@@ -15,7 +15,6 @@ from .arguments import (
     ChainPaths,
     Chains,
     ChainTotals,
-    ResidentEdges,
     chains_of,
     resident_arguments,
 )
@@ -80,14 +79,14 @@ def chain_viterbi(
     chains = chains_of(scores, table, initial, final, lengths)
     if saved is None and is_parallel(T, N, C):
         _parallel_viterbi(chains, trace, paths)
-    elif (resident := resident_arguments(scores, table)) is not None:
-        _resident_viterbi(chains, trace, resident, paths, saved)
+    elif (resident := resident_arguments(chains, table)) is not None:
+        _resident_viterbi(trace, resident, paths, saved)
     else:
         pointers = torch.empty((T, N, C) if trace else 0, dtype=_pointer_dtype(K), device=device)
         launch(
             chain_viterbi_kernel,
             N,
-            **chains._asdict(),
+            chains=chains,
             alpha_ptr=torch.empty((2, N, C), dtype=torch.float64, device=device),
             backpointers_ptr=pointers,
             paths=paths,
@@ -121,7 +120,7 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
     launch(
         chain_segment_pointers_kernel,
         cdiv(N * segments, rows["ROWS"]),
-        **chains.only("scores", "edges"),
+        chains=chains,
         boundaries_ptr=boundaries,
         backpointers_ptr=backpointers,
         maps_ptr=maps,
@@ -160,7 +159,7 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
     launch(
         chain_trace_steps_kernel,
         cdiv(N * segments, SEGMENT_LANES),
-        **chains.only("edges"),
+        chains=chains,
         backpointers_ptr=backpointers,
         known_ptr=after,
         paths=paths._replace(score_ptr=None),
@@ -171,7 +170,6 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
 
 
 def _resident_viterbi(
-    chains: Chains,
     trace: bool,
     resident: dict[str, Any],
     paths: ChainPaths,
@@ -182,9 +180,9 @@ def _resident_viterbi(
     The first round meets in the middle. The second round runs forward only, for chains whose best
     path has a tie, to break ties in the promised order.
     """
+    chains: Chains = resident["chains"]
     T, N, device = chains.T, chains.N, chains.scores.ptr.device
     block, num_warps, degree = resident["BLOCK_C"], resident["num_warps"], resident["DEGREE"]
-    lanes: ResidentEdges = resident["table"]
     half = path_segments(T, False).number
     middle = torch.empty((2, N, block), dtype=torch.float64, device=device)
     backpointers = torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device)
@@ -195,12 +193,11 @@ def _resident_viterbi(
     for forward_only in (False, True) if trace else (False,):
         segment, segments = path_segments(T, forward_only)
         maps = SegmentMaps(segment_maps, segment_starts, segments)
-        options: dict[str, Any] = {"has_tie_ptr": has_tie, "SEGMENT": segment, "BLOCK_C": block}
+        options = {"chains": chains, "SEGMENT": segment, "BLOCK_C": block, "has_tie_ptr": has_tie}
         scans = N if forward_only else 2 * N
         launch(
             chain_resident_viterbi_kernel,
             scans,
-            **chains.only("scores", "initial", "final"),
             has_tie_ptr=has_tie,
             middle_ptr=middle,
             backpointers_ptr=backpointers,
@@ -214,7 +211,6 @@ def _resident_viterbi(
             launch(
                 chain_resident_segment_maps_kernel,
                 scans * segments,
-                **chains.only(),
                 backpointers_ptr=backpointers,
                 maps=maps._replace(starts_ptr=None),
                 FORWARD_ONLY=forward_only,
@@ -225,8 +221,6 @@ def _resident_viterbi(
             launch(
                 chain_resident_final_state_kernel,
                 N,
-                **chains.only("final"),
-                table=lanes._replace(neighbors_ptr=None, edges_ptr=None, C=None, K=None),
                 alpha_ptr=middle,
                 maps=maps,
                 paths=paths._replace(edges_ptr=None),
@@ -237,8 +231,6 @@ def _resident_viterbi(
             launch(
                 chain_resident_middle_kernel,
                 N,
-                **chains.only("scores"),
-                table=lanes._replace(C=None),
                 middle_ptr=middle,
                 maps=maps,
                 paths=paths,
@@ -251,8 +243,6 @@ def _resident_viterbi(
             launch(
                 chain_resident_trace_kernel,
                 scans * segments,
-                **chains.only(),
-                table=lanes._replace(neighbors_ptr=None, C=None, K=None),
                 backpointers_ptr=backpointers,
                 maps=maps._replace(ptr=None),
                 paths=paths._replace(score_ptr=None),
@@ -285,11 +275,10 @@ def chain_sample(
     if table.has_invalid:
         return states.fill_(-1), edges.fill_(-1)
     options = sample_options(K, samples)
-    chains = chains_of(scores, table, initial, final, lengths)
     launch(
         chain_sample_kernel,
         N * cdiv(samples, options["BLOCK_S"]),
-        **chains.only("scores", "edges", "final"),
+        chains=chains_of(scores, table, initial, final, lengths),
         alpha_ptr=chain_scan(scores, source, initial, final, lengths, False, False),
         uniforms_ptr=uniforms.contiguous(),
         paths=ChainPaths(None, states, edges),

@@ -77,10 +77,9 @@ def launch_posteriors(
     """
     N = scores.shape[1]
     table = edge_table(source)
-    resident = resident_arguments(scores, table)
+    resident = resident_arguments(chains_of(scores, table, initial, final, lengths), table)
     assert resident is not None
-    chains = chains_of(scores, table, initial, final, lengths)
-    options = {**chains.only("scores", "initial", "final"), **resident, "saved_ptr": buffers.saved}
+    options = {**resident, "saved_ptr": buffers.saved}
     ahead = prefetch_options(resident)
     if not are_saved:
         launch(chain_resident_halves_kernel, 2 * N, SAVE=True, **options, **ahead)
@@ -102,13 +101,11 @@ def launch_backward_scores(
 ) -> None:
     """Fill in beta at each time, `[T + 1, N, C]` fp64, of which about 48 bits are right."""
     table = edge_table(source)
-    resident = resident_arguments(scores, table)
+    resident = resident_arguments(chains_of(scores, table, final, final, lengths), table)
     assert resident is not None
-    chains = chains_of(scores, table, final, final, lengths)
     launch(
         chain_resident_backward_kernel,
         scores.shape[1],
-        **chains.only("scores", "final"),
         result_ptr=result,
         **prefetch_options(resident),
         **resident,

@@ -49,7 +49,7 @@ def scan_boundaries(
     launch(
         chain_segment_operators_kernel,
         cdiv(N * sizes.segments * C, rows["ROWS"]),
-        **chains.only("scores", "edges"),
+        chains=chains,
         operators_ptr=operators,
         segments=sizes.segments,
         steps=sizes.steps,
@@ -67,7 +67,7 @@ def scan_boundaries(
         groups=groups,
         **dense,
     )
-    ends = {**chains.only("initial", "final"), "C": C, "DIRECTIONS": directions, **dense}
+    ends = {"chains": chains, "DIRECTIONS": directions, **dense}
     launch(
         chain_boundaries_kernel,
         N * directions,
@@ -107,7 +107,7 @@ def parallel_gradient(
         chain_segment_gradient_kernel,
         cdiv(N * sizes.segments, rows["ROWS"]),
         grad=grad,
-        **chains.only("scores", "edges"),
+        chains=chains,
         boundaries_ptr=boundaries,
         alpha_ptr=torch.empty((T, N, C), dtype=torch.float64, device=scores.device),
         gradients=gradients,

@@ -66,7 +66,6 @@ def resident_options(scores: Tensor, max_out_degree: int, target: Target) -> dic
     block, vec = max(next_power_of_2(C), 32), 16 // scores.element_size() if aligned else 1
     return {
         "DEGREE": degree,
-        "PADDED_DEGREE": next_power_of_2(degree),
         "CONTIGUOUS": contiguous,
         "VEC": vec,
         "BLOCK_C": block,

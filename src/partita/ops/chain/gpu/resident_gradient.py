@@ -16,19 +16,21 @@ from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import log_exact
 from .resident_steps import (
-    ResidentShape,
     StepRows,
     concat_blocks,
     gather_scores,
     load_boundary_pair,
     load_edge_table,
+    load_lanes,
     load_logz_pair,
     load_rows,
     log_step,
-    score_offsets,
+    resident_shape,
+    rows_from,
     skip_rows,
     split_blocks,
     state_posterior,
+    store_row,
     tile_index,
     two_sum,
     zero_if_infinite,
@@ -39,19 +41,12 @@ from .steps import load_length
 @gluon.jit
 def chain_resident_gradient_kernel(
     grad,  # StridedChains [N]
-    scores,  # StridedEdges [T, N, C, K]
-    table,  # ResidentEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     edge_positions_ptr,  # [2, BLOCK_E] int32
     logz_ptr,  # [N] fp64
     saved_ptr,  # [T + 1, N, C] int64
     gradients,  # ChainGradients
-    T,
-    N,
     DEGREE: gl.constexpr,
-    PADDED_DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
     CONTIGUOUS: gl.constexpr,
     VEC: gl.constexpr,
@@ -60,33 +55,30 @@ def chain_resident_gradient_kernel(
     BLOCK_E: gl.constexpr,
 ):
     """Continue alpha to the end or beta to the start, and store the marginals."""
-    STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
-    shape: gl.constexpr = ResidentShape(
-        DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
+    scores, table, initial, final, lengths_ptr, T, N = chains
+    shape: gl.constexpr = resident_shape(
+        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
     )
-    C, K = table.C, table.K
+    C, width = table.C, table.C * table.K
     n, direction = (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
     middle = gl.maximum(length - 1, 0) // 2
     sign, start = (1 - 2 * direction).to(gl.int64), (middle + direction).to(gl.int64)
     num_steps = gl.where(length == 0, 0, gl.where(direction == 0, length - middle, middle + 1))
-    step, state_stride, width = start - direction, sign * N * C, C * K
-    c = gl.load(table.state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE))
-    e = gl.arange(0, BLOCK_E, ROW)
+    step, state_stride, e = start - direction, sign * N * C, gl.arange(0, BLOCK_E, shape.ROW)
+    c, first_scores = load_lanes(scores, table, n, shape)
+    first_scores = rows_from(first_scores, step, sign)
     neighbors, edges = load_edge_table(table, direction, shape)
     # Where each score of PREFETCH steps has its marginal among those of the lanes' edges.
+    PADDED_DEGREE: gl.constexpr = shape.PADDED_DEGREE
     LANE_EDGES: gl.constexpr = PADDED_DEGREE * BLOCK_C
     positions = gl.load(edge_positions_ptr + direction * BLOCK_E + e)
-    tiles = tile_index(gl.maximum(positions, 0), LANE_EDGES, PREFETCH, BLOCK_E, ROW)
+    tiles = tile_index(gl.maximum(positions, 0), LANE_EDGES, PREFETCH, BLOCK_E, shape.ROW)
     has_edge = positions >= 0
-    offsets = score_offsets(scores, e, K, CONTIGUOUS)
-    scores_ptr = scores.ptr + (n * scores.n + step * scores.t)
-    first_scores = StepRows(scores_ptr, sign * scores.t, offsets, e < width)
     # The states of the opposite direction after each step.
     first_saved = StepRows(saved_ptr + (start * N + n) * C, state_stride, c, c >= 0)
     d_scores_ptr = gradients.edges_ptr + (step * N + n) * width
-    first_marginals = StepRows(d_scores_ptr, state_stride * K, e, e < width)
+    first_marginals = StepRows(d_scores_ptr, state_stride * table.K, e, e < width)
     grad_logz = gl.load(grad.ptr + n * grad.n).to(gl.float32)
     logz = load_logz_pair(logz_ptr + n)
     first_state = load_boundary_pair(initial.ptr + n * initial.n, c, initial.c, invalid)
@@ -113,15 +105,13 @@ def chain_resident_gradient_kernel(
                 factor = exponentials[k] if k < DEGREE else coefficient
                 lane_marginals = lane_marginals + (factor * coefficient,)
         # Return the marginals to memory order.
-        in_lanes = concat_blocks(lane_marginals, BLOCK_C, PREFETCH * PADDED_DEGREE, STATE)
-        in_rows = split_blocks(gl.gather(in_lanes, tiles, 0), BLOCK_E, PREFETCH, ROW)
+        in_lanes = concat_blocks(lane_marginals, BLOCK_C, PREFETCH * PADDED_DEGREE, shape.STATE)
+        in_rows = split_blocks(gl.gather(in_lanes, tiles, 0), BLOCK_E, PREFETCH, shape.ROW)
         for u in gl.static_range(PREFETCH):
             # The middle step belongs to alpha.
             in_range = (i + u < num_steps) & ((direction == 0) | (i + u > 0))
             row = in_rows[u] if REGULAR else gl.where(has_edge, in_rows[u], 0.0)
-            ptrs = marginals.ptr + marginals.offsets
-            gl.store(ptrs, row.to(ptrs.dtype.element_ty), mask=marginals.mask & in_range)
-            marginals = skip_rows(marginals, 1)
+            marginals = store_row(marginals, row, in_range)
         if (i % 8 == 8 - PREFETCH) & (i + PREFETCH <= num_steps):
             # Log Z takes the rounding errors of alpha and beta, so that they do not accumulate.
             total = gl.sum(posterior, axis=0)
@@ -133,12 +123,9 @@ def chain_resident_gradient_kernel(
         d_final_ptr = gradients.final_ptr + n * C + c
         gl.store(d_final_ptr, d_boundary.to(d_final_ptr.dtype.element_ty), mask=c >= 0)
         # After the length the gradient is 0, or NaN for an invalid length.
-        rest, num_rows = skip_rows(first_marginals, num_steps), T - length
-        ptrs = rest.ptr + rest.offsets
-        fill = (rest.offsets.to(gl.float32) * 0.0 + invalid).to(ptrs.dtype.element_ty)
-        for _ in range(num_rows):
-            gl.store(ptrs, fill, mask=rest.mask)
-            ptrs += rest.stride
+        rest, fill = skip_rows(first_marginals, num_steps), e.to(gl.float32) * 0.0 + invalid
+        for _ in range(T - length):
+            rest = store_row(rest, fill, True)
     else:
         rounded = d_boundary.to(gradients.initial_ptr.dtype.element_ty)
         gl.store(gradients.initial_ptr + n * C + c, rounded, mask=c >= 0)

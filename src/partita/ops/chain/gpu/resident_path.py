@@ -67,12 +67,10 @@ def program_segment(N, FORWARD_ONLY: tl.constexpr):
 
 @triton.jit
 def chain_resident_segment_maps_kernel(
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     backpointers_ptr,  # [T, N, BLOCK_C] int16
     has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
     maps,  # SegmentMaps
-    T,
-    N,
     FORWARD_ONLY: tl.constexpr,
     SEGMENT: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -81,6 +79,7 @@ def chain_resident_segment_maps_kernel(
 
     A partial segment is the last one of its direction and needs no map.
     """
+    lengths_ptr, T, N = chains[4:]
     n, i, direction = program_segment(N, FORWARD_ONLY)
     first, num_steps, sign = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, FORWARD_ONLY)
     if FORWARD_ONLY:
@@ -122,15 +121,11 @@ def store_segment_starts(
 
 @triton.jit
 def chain_resident_middle_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    table,  # ResidentEdges
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     middle_ptr,  # [2, N, BLOCK_C] fp64
     maps,  # SegmentMaps
     has_tie_ptr,  # [N] int32
     paths,  # ChainPaths
-    T,
-    N,
     TRACE: tl.constexpr,
     SEGMENT: tl.constexpr,
     DEGREE: tl.constexpr,
@@ -140,6 +135,8 @@ def chain_resident_middle_kernel(
 
     The states and edges of a chain without a path are -1. A score is NaN if a path has one.
     """
+    scores, table = chains[:2]
+    lengths_ptr, T, N = chains[4:]
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     middle = (tl.maximum(length - 1, 0) // 2).to(tl.int64)
@@ -212,19 +209,17 @@ def chain_resident_middle_kernel(
 
 @triton.jit
 def chain_resident_final_state_kernel(
-    table,  # ResidentEdges
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     has_tie_ptr,  # [N] int32
     alpha_ptr,  # [N, BLOCK_C] fp64
     maps,  # SegmentMaps
     paths,  # ChainPaths
-    T,
-    N,
     SEGMENT: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Find the lowest best final state of a marked chain, and the first lane of each segment."""
+    table = chains.edges
+    final, lengths_ptr, T, N = chains[3:]
     n = tl.program_id(0).to(tl.int64)
     if tl.load(has_tie_ptr + n) != 0:
         length, _ = load_length(lengths_ptr, n, T)
@@ -248,20 +243,19 @@ def chain_resident_final_state_kernel(
 
 @triton.jit
 def chain_resident_trace_kernel(
-    table,  # ResidentEdges
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     backpointers_ptr,  # [T, N, BLOCK_C] int16
     maps,  # SegmentMaps
     has_tie_ptr,  # [N] int32
     paths,  # ChainPaths
-    T,
-    N,
     FORWARD_ONLY: tl.constexpr,
     SEGMENT: tl.constexpr,
     DEGREE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Store the states and edges of a segment, and mark the chain if its path has a tie."""
+    table = chains.edges
+    lengths_ptr, T, N = chains[4:]
     n, i, direction = program_segment(N, FORWARD_ONLY)
     first, num_steps, sign = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, FORWARD_ONLY)
     if FORWARD_ONLY:

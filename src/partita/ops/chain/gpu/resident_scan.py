@@ -18,32 +18,27 @@ from triton.experimental.gluon import language as gl
 from ....primitives.gpu.math import LOG2E, log_exact
 from ....primitives.gpu.sync import unpack_pair
 from .resident_steps import (
-    ResidentShape,
     StepRows,
     gather_scores,
     load_boundary_pair,
     load_edge_table,
+    load_lanes,
     load_rows,
     log_step,
-    score_offsets,
+    resident_shape,
+    rows_from,
     skip_rows,
+    store_row,
 )
 from .steps import load_length
 
 
 @gluon.jit
 def chain_resident_halves_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    table,  # ResidentEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
-    T,
-    N,
     SAVE: gl.constexpr,
     DEGREE: gl.constexpr,
-    PADDED_DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
     CONTIGUOUS: gl.constexpr,
     VEC: gl.constexpr,
@@ -52,32 +47,25 @@ def chain_resident_halves_kernel(
     BLOCK_E: gl.constexpr,
 ):
     """Scan alpha up to the meeting point, or beta down to the state after it."""
-    STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
-    shape: gl.constexpr = ResidentShape(
-        DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
+    scores, table, initial, final, lengths_ptr, T, N = chains
+    shape: gl.constexpr = resident_shape(
+        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
     )
-    C, K = table.C, table.K
-    n = (gl.program_id(0) // 2).to(gl.int64)
-    direction = gl.program_id(0) % 2
+    C, n, direction = table.C, (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
     middle = gl.maximum(length - 1, 0) // 2
     sign = (1 - 2 * direction).to(gl.int64)
     start = gl.where(direction == 0, 0, length).to(gl.int64)
     num_steps = gl.where(direction == 0, middle, gl.maximum(length - 1 - middle, 0))
-    state_stride = sign * N * C
-    scores_ptr = scores.ptr + (n * scores.n + (start - direction) * scores.t)
-    c = gl.load(table.state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE))
-    e = gl.arange(0, BLOCK_E, ROW)
+    c, rows = load_lanes(scores, table, n, shape)
+    rows = rows_from(rows, start - direction, sign)
     neighbors, edges = load_edge_table(table, direction, shape)
-    offsets = score_offsets(scores, e, K, CONTIGUOUS)
-    rows = StepRows(scores_ptr, sign * scores.t, offsets, e < C * K)
     state = load_boundary_pair(initial.ptr + n * initial.n, c, initial.c, invalid)
     if direction == 1:
         state = load_boundary_pair(final.ptr + n * final.n, c, final.c, 0.0)
+    saved = StepRows(saved_ptr + (start * N + n) * C, sign * N * C, c, c >= 0)
     if SAVE:
-        saved_ptr += (start * N + n) * C
-        gl.store(saved_ptr + c, state, mask=(c >= 0) & ((direction == 0) | (length > 0)))
+        saved = store_row(saved, state, (direction == 0) | (length > 0))
     prefetched = load_rows(rows, num_steps, PREFETCH)
     for i in range(0, num_steps, PREFETCH):
         edge_scores = gather_scores(prefetched, edges, shape)
@@ -87,8 +75,7 @@ def chain_resident_halves_kernel(
             next_state, _, _ = log_step(state, edge_scores[u], neighbors, shape)
             state = gl.where(i + u < num_steps, next_state, state)
             if SAVE:
-                saved_ptr += state_stride
-                gl.store(saved_ptr + c, state, mask=(c >= 0) & (i + u < num_steps))
+                saved = store_row(saved, state, i + u < num_steps)
     if not SAVE:
         gl.store(saved_ptr + (direction * N + n) * C + c, state, mask=c >= 0)
 
@@ -125,19 +112,12 @@ def load_middle_states(
 
 @gluon.jit
 def chain_resident_logz_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    table,  # ResidentEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results, or None
-    T,
-    N,
     SAVE: gl.constexpr,
     DEGREE: gl.constexpr,
-    PADDED_DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
     CONTIGUOUS: gl.constexpr,
     VEC: gl.constexpr,
@@ -148,18 +128,11 @@ def chain_resident_logz_kernel(
 
     Log Z is stored in fp64 and, if asked for, rounded.
     """
-    STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
-    shape: gl.constexpr = ResidentShape(
-        DEGREE, PADDED_DEGREE, REGULAR, 1, BLOCK_C, BLOCK_E, STATE, ROW
-    )
-    C, K = table.C, table.K
+    scores, table, initial, final, lengths_ptr, T, N = chains
+    shape: gl.constexpr = resident_shape(DEGREE, REGULAR, CONTIGUOUS, VEC, 1, BLOCK_C, BLOCK_E)
     n = gl.program_id(0).to(gl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
-    c = gl.load(table.state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE))
-    e = gl.arange(0, BLOCK_E, ROW)
-    offsets = score_offsets(scores, e, K, CONTIGUOUS)
-    rows = StepRows(scores.ptr + n * scores.n, scores.t, offsets, e < C * K)
+    c, rows = load_lanes(scores, table, n, shape)
     alpha, beta = load_middle_states(
         rows, table, initial, final, n, N, c, saved_ptr, N * SAVE, length, invalid, shape
     )

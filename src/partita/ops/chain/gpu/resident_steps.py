@@ -18,6 +18,7 @@ floating-point technique for extending the available precision, 1971 (compensate
 
 from typing import Any, NamedTuple
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,12 +28,13 @@ from ....primitives.gpu.sync import unpack_pair
 
 
 class ResidentShape(NamedTuple):
-    """The compile-time shape of a scan.
+    """The compile-time shape of a scan, see `resident_shape`.
 
     Fields:
         DEGREE: edges into a lane.
         PADDED_DEGREE: the power of two above it.
         REGULAR: whether each lane has that many edges.
+        CONTIGUOUS: whether the scores of a step are contiguous.
         PREFETCH: steps whose scores are loaded together.
         BLOCK_C: lanes, one for each state.
         BLOCK_E: scores of a step in memory order.
@@ -43,11 +45,36 @@ class ResidentShape(NamedTuple):
     DEGREE: Any
     PADDED_DEGREE: Any
     REGULAR: Any
+    CONTIGUOUS: Any
     PREFETCH: Any
     BLOCK_C: Any
     BLOCK_E: Any
     STATE: Any
     ROW: Any
+
+
+@triton.constexpr_function
+def resident_shape(
+    DEGREE: int,
+    REGULAR: bool,
+    CONTIGUOUS: bool,
+    VEC: int,
+    PREFETCH: int,
+    BLOCK_C: int,
+    BLOCK_E: int,
+) -> ResidentShape:
+    """Return the shape of a scan whose threads load VEC scores at a time."""
+    layouts = (gl.BlockedLayout([vec], [32], [BLOCK_C // 32], [0]) for vec in (1, VEC))
+    sizes = (
+        DEGREE,
+        triton.next_power_of_2(DEGREE),
+        REGULAR,
+        CONTIGUOUS,
+        PREFETCH,
+        BLOCK_C,
+        BLOCK_E,
+    )
+    return ResidentShape(*map(gl.constexpr, (*sizes, *layouts)))
 
 
 class StepRows(NamedTuple):
@@ -154,12 +181,20 @@ def load_edge_table(edges, direction, shape):
 
 
 @gluon.jit
-def score_offsets(scores, edge, K, CONTIGUOUS: gl.constexpr):
-    """Return the offsets of the scores of edges within a step."""
-    if CONTIGUOUS:
-        return edge
-    else:
-        return edge // K * scores.c + edge % K * scores.k
+def load_lanes(scores, table, n, shape):
+    """Return the state of each lane, -1 for none, and the scores of chain n from its first step."""
+    c = gl.load(table.state_of_lane_ptr + gl.arange(0, shape.BLOCK_C, shape.STATE))
+    e = gl.arange(0, shape.BLOCK_E, shape.ROW)
+    offsets = e
+    if not shape.CONTIGUOUS:
+        offsets = e // table.K * scores.c + e % table.K * scores.k
+    return c, StepRows(scores.ptr + n * scores.n, scores.t, offsets, e < table.C * table.K)
+
+
+@gluon.jit
+def rows_from(rows, step, sign):
+    """Return the rows from a step on, backwards if the sign is -1."""
+    return StepRows(rows.ptr + step * rows.stride, sign * rows.stride, rows.offsets, rows.mask)
 
 
 @gluon.jit
@@ -179,6 +214,14 @@ def load_rows(rows, remaining, PREFETCH: gl.constexpr):
 def skip_rows(rows, steps):
     """Return the rows of the steps that follow some steps."""
     return StepRows(rows.ptr + steps * rows.stride, rows.stride, rows.offsets, rows.mask)
+
+
+@gluon.jit
+def store_row(rows, values, mask):
+    """Store the first of some rows, and return those that follow."""
+    ptrs = rows.ptr + rows.offsets
+    gl.store(ptrs, values.to(ptrs.dtype.element_ty), mask=rows.mask & mask)
+    return skip_rows(rows, 1)
 
 
 @gluon.jit

@@ -18,19 +18,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .resident_steps import (
-    ResidentShape,
     StepRows,
     gather_neighbors,
     gather_scores,
     load_boundary,
     load_edge_table,
+    load_lanes,
     load_rows,
     log_step,
     pack_compensated,
-    score_offsets,
+    resident_shape,
+    rows_from,
     skip_rows,
     split_blocks,
     split_fp64,
+    store_row,
 )
 from .steps import load_length
 
@@ -86,21 +88,14 @@ def num_direction_steps(length, direction, FORWARD_ONLY: tl.constexpr):
 
 @gluon.jit
 def chain_resident_viterbi_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    table,  # ResidentEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains with ResidentEdges
     has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
     middle_ptr,  # [2, N, BLOCK_C] fp64
     backpointers_ptr,  # [T, N, BLOCK_C] int16
     saved_ptr,  # [T + 1, N, C] int64 for alpha and beta under Log too, or None
-    T,
-    N,
     TRACE: gl.constexpr,
     FORWARD_ONLY: gl.constexpr,
     DEGREE: gl.constexpr,
-    PADDED_DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
     CONTIGUOUS: gl.constexpr,
     VEC: gl.constexpr,
@@ -113,12 +108,11 @@ def chain_resident_viterbi_kernel(
     With FORWARD_ONLY, scan alpha to the end, in marked chains. With `saved_ptr`, the same steps
     also do the work of `chain_resident_halves_kernel`, which would read the scores once more.
     """
-    STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
-    shape: gl.constexpr = ResidentShape(
-        DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
+    scores, table, initial, final, lengths_ptr, T, N = chains
+    shape: gl.constexpr = resident_shape(
+        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
     )
-    C, K = table.C, table.K
+    C = table.C
     if FORWARD_ONLY:
         n, direction = gl.program_id(0).to(gl.int64), gl.program_id(0) * 0
     else:
@@ -128,26 +122,22 @@ def chain_resident_viterbi_kernel(
     if FORWARD_ONLY:
         num_steps = gl.where(gl.load(has_tie_ptr + n) != 0, num_steps, 0)
     sign, start = (1 - 2 * direction).to(gl.int64), gl.where(direction == 0, 0, length).to(gl.int64)
-    scores_ptr = scores.ptr + (n * scores.n + (start - direction) * scores.t)
     backpointers_ptr += ((start - direction) * N + n) * BLOCK_C
-    lane, e = gl.arange(0, BLOCK_C, STATE), gl.arange(0, BLOCK_E, ROW)
-    c = gl.load(table.state_of_lane_ptr + lane)
+    lane = gl.arange(0, BLOCK_C, shape.STATE)
+    c, rows = load_lanes(scores, table, n, shape)
+    rows = rows_from(rows, start - direction, sign)
     neighbors, edges = load_edge_table(table, direction, shape)
-    offsets = score_offsets(scores, e, K, CONTIGUOUS)
-    score_stride, in_step = sign * scores.t, e < C * K
     value = load_boundary(initial.ptr + n * initial.n, c, initial.c, invalid)
     if not FORWARD_ONLY:
         if direction == 1:
             value = load_boundary(final.ptr + n * final.n, c, final.c, 0.0)
-    state, rows = value, StepRows(scores_ptr, score_stride, offsets, in_step)
     backpointers = StepRows(backpointers_ptr, sign * N * BLOCK_C, lane, c >= 0)
     LOG: gl.constexpr = saved_ptr is not None
-    saved = rows
+    state, saved = value, rows
     if LOG:
         saved = StepRows(saved_ptr + (start * N + n) * C, sign * N * C, c, c >= 0)
         state = pack_compensated(*split_fp64(value))
-        mask = (c >= 0) & ((direction == 0) | (length > 0))
-        gl.store(saved.ptr + c, state, mask=mask)
+        saved = store_row(saved, state, (direction == 0) | (length > 0))
     prefetched, has_nan = load_rows(rows, num_steps, PREFETCH), (value != value).to(gl.int32)
     for i in range(0, num_steps, PREFETCH):
         edge_scores = gather_scores(prefetched, edges, shape)
@@ -155,7 +145,7 @@ def chain_resident_viterbi_kernel(
         prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
             # Maxima skip NaN, and this test takes no part in the chain of dependent steps.
-            lanes = split_blocks(neighbors, BLOCK_C, PADDED_DEGREE, STATE)
+            lanes = split_blocks(neighbors, BLOCK_C, shape.PADDED_DEGREE, shape.STATE)
             for k in gl.static_range(DEGREE):
                 score = edge_scores[u][k].to(gl.float32)
                 is_nan = score != score
@@ -165,15 +155,10 @@ def chain_resident_viterbi_kernel(
             next_value, backpointer = max_step(value, edge_scores[u], neighbors, shape)
             value = gl.where(i + u < num_steps, next_value, value)
             if TRACE:
-                mask = backpointers.mask & (i + u < num_steps)
-                ptrs = backpointers.ptr + backpointers.offsets
-                gl.store(ptrs, backpointer.to(gl.int16), mask=mask)
-                backpointers = skip_rows(backpointers, 1)
+                backpointers = store_row(backpointers, backpointer, i + u < num_steps)
             if LOG:
                 next_state = log_step(state, edge_scores[u], neighbors, shape)[0]
                 state = gl.where(i + u < num_steps, next_state, state)
-                saved = skip_rows(saved, 1)
-                mask = saved.mask & (i + u < num_steps)
-                gl.store(saved.ptr + saved.offsets, state, mask=mask)
+                saved = store_row(saved, state, i + u < num_steps)
     value = gl.where(has_nan > 0, float("nan"), value)
     gl.store(middle_ptr + (direction * N + n) * BLOCK_C + lane, value)

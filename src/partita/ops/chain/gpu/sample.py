@@ -71,20 +71,17 @@ def sample_edge(alpha_ptr, scores, edges, state, uniform, BLOCK_K: tl.constexpr)
 
 @triton.jit
 def chain_sample_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     alpha_ptr,  # [T + 1, N, C] fp64
     uniforms_ptr,  # [T + 1, samples, N] fp64
     paths,  # ChainPaths of samples
     samples,
-    T,
-    N,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Draw final states, then edges back to the first step."""
+    scores, edges = chains[:2]
+    final, lengths_ptr, T, N = chains[3:]
     C = edges.C
     n = (tl.program_id(0) % N).to(tl.int64)
     sample = tl.program_id(0) // N * BLOCK_S + tl.arange(0, BLOCK_S)

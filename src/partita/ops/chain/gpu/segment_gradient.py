@@ -12,8 +12,6 @@ import triton.language as tl
 from ....primitives.gpu.math import exp
 from .arguments import StridedEdges
 from .segments import (
-    load_slot,
-    load_slots,
     log_of_weights,
     program_rows,
     rows_step,
@@ -26,6 +24,8 @@ from .steps import (
     from_step,
     is_renormalization_step,
     load_length,
+    load_slot,
+    load_slots,
     shifted_log,
     store_marginal,
 )
@@ -47,16 +47,12 @@ def store_row_marginals(d_ptr, term, step):
 @triton.jit
 def chain_segment_gradient_kernel(
     grad,  # StridedChains [N]
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     boundaries_ptr,  # [2, N, segments + 1, C] fp64
     alpha_ptr,  # [T, N, C] fp64, a workspace
     gradients,  # ChainGradients
     segments,
     steps,  # in a segment
-    T,
-    N,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DEGREE_IN: tl.constexpr,
@@ -64,6 +60,8 @@ def chain_segment_gradient_kernel(
     ACC_DTYPE: tl.constexpr,
 ):
     """Store the marginals of the steps of segments, and those of the first and the last states."""
+    scores, edges = chains[:2]
+    lengths_ptr, T, N = chains[4:]
     C, K = edges.C, edges.K
     N64 = tl.full([], N, tl.int64)
     row, exists = program_rows(N64 * segments, ROWS)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from .arguments import StridedEdges
-from .segments import load_slot, load_slots, program_rows, slot_score, slot_value
-from .steps import from_step, load_length
+from .segments import program_rows, slot_score, slot_value
+from .steps import from_step, load_length, load_slot, load_slots
 
 
 @triton.jit
@@ -39,21 +39,19 @@ def greater_term(best, x, scores, slot, active, j):
 
 @triton.jit
 def chain_segment_pointers_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     boundaries_ptr,  # [N, segments + 1, C] fp64, alpha under Max
     backpointers_ptr,  # [T, N, C] integers
     maps_ptr,  # [N, segments, C] int32
     segments,
     steps,  # in a segment
-    T,
-    N,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DEGREE: tl.constexpr,
 ):
     """Store the backpointers of the steps of segments, and the maps of the segments."""
+    scores, edges = chains[:2]
+    lengths_ptr, T, N = chains[4:]
     C = edges.C
     row, exists = program_rows(tl.full([], N, tl.int64) * segments, ROWS)
     n, segment, c = row // segments, row % segments, tl.arange(0, BLOCK_C)[None, :]
@@ -130,18 +128,17 @@ def chain_trace_maps_kernel(
 
 @triton.jit
 def chain_trace_steps_kernel(
-    edges,  # ChainEdges
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     backpointers_ptr,  # [T, N, C] integers
     known_ptr,  # [N, segments] int32, the state after each segment; -1 for no path
     paths,  # ChainPaths
     segments,
     steps,  # in a segment
-    T,
-    N,
     LANES: tl.constexpr,
 ):
     """Trace the best path through the steps of one segment in each lane."""
+    edges = chains.edges
+    lengths_ptr, T, N = chains[4:]
     C, K = edges.C, edges.K
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     exists = lane < tl.full([], N, tl.int64) * segments

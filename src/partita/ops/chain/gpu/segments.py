@@ -18,10 +18,8 @@ A program scans ROWS vectors of states at once, `[ROWS, BLOCK_C]`. They may belo
 chains, or to different segments of a chain. The vectors do not depend on each other, so that
 shuffles inside of a warp exchange all states, and a step needs no barrier.
 
-A slot of a state is one of the edges that a direction of the scan takes into it: for alpha an edge
-that enters the state, for beta one that leaves it. It is a tuple of three blocks `[1, BLOCK_C]`:
-the state at the other end of the edge, or -1 for no edge; the state c that the edge enters; and
-the number k of the edge among those that enter it. See `steps.py` for the recursions.
+See `steps.py` for the recursions and for the slots, here blocks `[1, BLOCK_C]`. Those of all steps
+stay in registers if they are few.
 
 Source: Särkkä and García-Fernández, Temporal parallelization of Bayesian smoothers, 2021.
 """
@@ -35,14 +33,15 @@ from ....primitives.gpu.math import exp, finite_shift
 from ....primitives.gpu.memory import load_matrix
 from .arguments import StridedEdges
 from .steps import (
+    add_term,
     edge_score,
     from_step,
     load_length,
-    load_source,
-    lse_add,
+    load_slot,
+    load_slots,
     lse_value,
     max_add,
-    out_degree,
+    slot_count,
 )
 
 
@@ -58,27 +57,6 @@ class SegmentGroups(NamedTuple):
     segments: tl.tensor
     number: tl.tensor
     size: tl.tensor
-
-
-@triton.jit
-def load_slot(edges, c, j, REVERSE: tl.constexpr):
-    """Load the j-th slot of the states c: an edge into them, or with REVERSE out of them."""
-    if REVERSE:
-        start, degree = out_degree(edges, c)
-        edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
-        return tl.where(j < degree, edge // edges.K, -1), edge // edges.K, edge % edges.K
-    else:
-        source, valid = load_source(edges, c, j)
-        return tl.where(valid, source, -1), c, c * 0 + j
-
-
-@triton.jit
-def load_slots(edges, c, DEGREE: tl.constexpr, REVERSE: tl.constexpr):
-    """Load DEGREE slots, which stay in registers for all steps; none if DEGREE is 0."""
-    slots = ()
-    for j in tl.static_range(DEGREE):
-        slots = slots + (load_slot(edges, c, j, REVERSE),)
-    return slots
 
 
 @triton.jit
@@ -157,16 +135,10 @@ def rows_step(
         value = log_sum_of_terms(terms, DEGREE, ACC_DTYPE, IS_MAX)
     else:
         maximum, rest = tl.full(x.shape, -float("inf"), tl.float64), tl.zeros(x.shape, ACC_DTYPE)
-        number = edges.K
-        if REVERSE:
-            number = tl.max(tl.max(out_degree(edges, c)[1], axis=1), axis=0)
-        for j in range(number):
+        for j in range(slot_count(edges, c, REVERSE)):
             slot = load_slot(edges, c, j, REVERSE)
             term = slot_value(x, slot) + slot_score(scores, slot, active)
-            if IS_MAX:
-                maximum = max_add(maximum, term)
-            else:
-                maximum, rest = lse_add(maximum, rest, term)
+            maximum, rest = add_term(maximum, rest, term, IS_MAX)
         value = maximum if IS_MAX else lse_value(maximum, rest)
     return tl.where(active, value, x)
 
@@ -189,14 +161,10 @@ def program_rows(total, ROWS: tl.constexpr):
 
 @triton.jit
 def chain_segment_operators_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     operators_ptr,  # [N, segments, C, C] fp64
     segments,
     steps,  # in a segment
-    T,
-    N,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     DEGREE: tl.constexpr,
@@ -204,6 +172,8 @@ def chain_segment_operators_kernel(
     IS_MAX: tl.constexpr,
 ):
     """Form rows of the operators of segments."""
+    scores, edges = chains[:2]
+    lengths_ptr, T, N = chains[4:]
     C = edges.C
     row, exists = program_rows(tl.full([], N, tl.int64) * segments * C, ROWS)
     n, segment, start = row // C // segments, row // C % segments, row % C
@@ -276,17 +246,12 @@ def chain_group_operators_kernel(
 
 @triton.jit
 def chain_boundaries_kernel(
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     operators_ptr,  # [N, segments, C, C] fp64
     known_ptr,  # [2, N, groups + 1, C] fp64, states between groups, or None for one group
     boundaries_ptr,  # [2, N, segments + 1, C] fp64: alpha, then beta
     totals,  # ChainTotals, with one group
     groups,  # SegmentGroups
-    T,
-    N,
-    C,
     DIRECTIONS: tl.constexpr,  # 2, or 1 for alpha alone
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
@@ -296,6 +261,8 @@ def chain_boundaries_kernel(
 
     The best score comes with the state that ends the best path, the lowest of equal ones.
     """
+    initial, final, lengths_ptr, T, N = chains[2:]
+    C = chains.edges.C
     group, rest = tl.program_id(0) % groups.number, tl.program_id(0) // groups.number
     n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
     is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)

@@ -19,6 +19,11 @@ greatest, where fp32 has no digits left. Only exponentials and logarithms of dif
 ACC_DTYPE. Alpha and beta pass through global memory, so each step has a barrier of the program
 before it reads them.
 
+A slot of a state is one of the edges that a direction of a scan takes into it: for alpha an edge
+that enters the state, for beta one that leaves it. It is a tuple of three blocks: the state at the
+other end of the edge, or -1 for no edge; the state c that the edge enters; and the number k of the
+edge among those that enter it.
+
 Source: Rabiner, A tutorial on hidden Markov models, 1989 (forward-backward algorithm).
 """
 
@@ -96,127 +101,102 @@ def out_degree(edges, s):
 
 
 @triton.jit
-def alpha_step(
-    alpha_ptr,
+def load_slot(edges, c, j, REVERSE: tl.constexpr):
+    """Load the j-th slot of the states c: an edge into them, or with REVERSE out of them."""
+    if REVERSE:
+        start, degree = out_degree(edges, c)
+        edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
+        return tl.where(j < degree, edge // edges.K, -1), edge // edges.K, edge % edges.K
+    else:
+        source, valid = load_source(edges, c, j)
+        return tl.where(valid, source, -1), c, c * 0 + j
+
+
+@triton.jit
+def load_slots(edges, c, DEGREE: tl.constexpr, REVERSE: tl.constexpr):
+    """Load DEGREE slots; none if DEGREE is 0."""
+    slots = ()
+    for j in tl.static_range(DEGREE):
+        slots = slots + (load_slot(edges, c, j, REVERSE),)
+    return slots
+
+
+@triton.jit
+def slot_count(edges, c, REVERSE: tl.constexpr):
+    """Return how many slots the states c have at most."""
+    if REVERSE:
+        return tl.max(out_degree(edges, c)[1])
+    else:
+        return edges.K
+
+
+@triton.jit
+def load_state(state_ptr, slot):
+    """Load alpha or beta of the state at the other end of a slot; -inf for no edge."""
+    return tl.load(state_ptr + slot[0], mask=slot[0] >= 0, other=-float("inf"))
+
+
+@triton.jit
+def add_term(maximum, rest, term, IS_MAX: tl.constexpr):
+    """Add one term to a log-sum-exp, or to a maximum."""
+    if IS_MAX:
+        return max_add(maximum, term), rest
+    else:
+        return lse_add(maximum, rest, term)
+
+
+@triton.jit
+def state_step(
+    state_ptr,
     scores,
     edges,
     c,
-    UNROLL_IN: tl.constexpr,
+    DEGREE: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     IS_MAX: tl.constexpr = False,
+    REVERSE: tl.constexpr = False,
 ):
-    """Compute alpha of the states c after a step, [BLOCK_C].
+    """Compute alpha of the states c after a step or, with REVERSE, beta before it, [BLOCK_C].
 
-    The scores are loaded before the barrier, which stands where the previous alpha is first read.
+    The scores of DEGREE slots are loaded before the barrier, which stands where the previous states
+    are first read. Slots are loaded one after the other if DEGREE is 0.
     """
     maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, ACC_DTYPE)
-    if UNROLL_IN > 0:
-        source_states, edge_scores = (), ()
-        for k in tl.static_range(UNROLL_IN):
-            source, valid = load_source(edges, c, k)
-            source_states = source_states + (tl.where(valid, source, -1),)
-            edge_scores = edge_scores + (edge_score(scores, c, k, valid),)
+    if DEGREE > 0:
+        slots, edge_scores = load_slots(edges, c, DEGREE, REVERSE), ()
+        for j in tl.static_range(DEGREE):
+            neighbor, target, k = slots[j]
+            edge_scores = edge_scores + (edge_score(scores, target, k, neighbor >= 0),)
         tl.debug_barrier()
-        for k in tl.static_range(UNROLL_IN):
-            source = source_states[k]
-            a = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
-            term = a + edge_scores[k]
-            if IS_MAX:
-                maximum = max_add(maximum, term)
-            else:
-                maximum, rest = lse_add(maximum, rest, term)
+        for j in tl.static_range(DEGREE):
+            term = load_state(state_ptr, slots[j]) + edge_scores[j]
+            maximum, rest = add_term(maximum, rest, term, IS_MAX)
     else:
         tl.debug_barrier()
-        for k in range(edges.K):
-            source, valid = load_source(edges, c, k)
-            a = tl.load(alpha_ptr + source, mask=valid, other=-float("inf"))
-            term = a + edge_score(scores, c, k, valid)
-            if IS_MAX:
-                maximum = max_add(maximum, term)
-            else:
-                maximum, rest = lse_add(maximum, rest, term)
+        for j in range(slot_count(edges, c, REVERSE)):
+            slot = load_slot(edges, c, j, REVERSE)
+            term = load_state(state_ptr, slot) + edge_score(scores, slot[1], slot[2], slot[0] >= 0)
+            maximum, rest = add_term(maximum, rest, term, IS_MAX)
     return maximum if IS_MAX else lse_value(maximum, rest)
 
 
 @triton.jit
-def beta_step(
-    beta_ptr,
-    scores,
-    edges,
-    s,
-    UNROLL_OUT: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    IS_MAX: tl.constexpr = False,
-):
-    """Compute beta of the states s before a step, [BLOCK_C], over the edges that leave them.
-
-    The scores are loaded before the barrier, which stands where the next beta is first read.
-    """
-    K = edges.K
-    maximum, rest = tl.full(s.shape, -float("inf"), tl.float64), tl.zeros(s.shape, ACC_DTYPE)
-    start, degree = out_degree(edges, s)
-    if UNROLL_OUT > 0:
-        target_states, edge_scores = (), ()
-        for j in tl.static_range(UNROLL_OUT):
-            edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
-            target_states = target_states + (tl.where(j < degree, edge // K, -1),)
-            edge_scores = edge_scores + (edge_score(scores, edge // K, edge % K, j < degree),)
-        tl.debug_barrier()
-        for j in tl.static_range(UNROLL_OUT):
-            beta = tl.load(
-                beta_ptr + target_states[j], mask=target_states[j] >= 0, other=-float("inf")
-            )
-            if IS_MAX:
-                maximum = max_add(maximum, beta + edge_scores[j])
-            else:
-                maximum, rest = lse_add(maximum, rest, beta + edge_scores[j])
-    else:
-        tl.debug_barrier()
-        for j in range(tl.max(degree, axis=0)):
-            edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
-            beta = tl.load(beta_ptr + edge // K, mask=j < degree, other=-float("inf"))
-            term = beta + edge_score(scores, edge // K, edge % K, j < degree)
-            if IS_MAX:
-                maximum = max_add(maximum, term)
-            else:
-                maximum, rest = lse_add(maximum, rest, term)
-    return maximum if IS_MAX else lse_value(maximum, rest)
-
-
-@triton.jit
-def store_alpha_step(
+def store_step(
     next_ptr,
-    alpha_ptr,
+    state_ptr,
     scores,
     edges,
-    UNROLL_IN: tl.constexpr,
+    DEGREE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
-    IS_MAX: tl.constexpr = False,
+    IS_MAX: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):
-    """Store alpha of all states after a step."""
+    """Store alpha of all states after a step or, with REVERSE, beta before it."""
     for c0 in range(0, edges.C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
-        value = alpha_step(alpha_ptr, scores, edges, c, UNROLL_IN, ACC_DTYPE, IS_MAX)
+        value = state_step(state_ptr, scores, edges, c, DEGREE, ACC_DTYPE, IS_MAX, REVERSE)
         tl.store(next_ptr + c, value, mask=c < edges.C)
-
-
-@triton.jit
-def store_beta_step(
-    next_ptr,
-    beta_ptr,
-    scores,
-    edges,
-    UNROLL_OUT: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    IS_MAX: tl.constexpr = False,
-):
-    """Store beta of all states before a step."""
-    for c0 in range(0, edges.C, BLOCK_C):
-        s = c0 + tl.arange(0, BLOCK_C)
-        value = beta_step(beta_ptr, scores, edges, s, UNROLL_OUT, ACC_DTYPE, IS_MAX)
-        tl.store(next_ptr + s, value, mask=s < edges.C)
 
 
 @triton.jit
@@ -233,7 +213,7 @@ def load_length(lengths_ptr, n, T):
 
 
 @triton.jit
-def state_row(t, direction, SAVE: tl.constexpr):
+def state_row(t, REVERSE: tl.constexpr, SAVE: tl.constexpr):
     """Return the row of the buffer of states that holds the states at time t.
 
     With SAVE, each time has a row. Without, each direction alternates between two rows.
@@ -241,7 +221,7 @@ def state_row(t, direction, SAVE: tl.constexpr):
     if SAVE:
         return tl.full([], t, tl.int64)
     else:
-        return tl.full([], 2 * direction + t % 2, tl.int64)
+        return tl.full([], 2 * REVERSE + t % 2, tl.int64)
 
 
 @triton.jit
@@ -289,48 +269,11 @@ def log_normalizer(alpha_ptr, beta_ptr, C, shift, BLOCK_C: tl.constexpr, ACC_DTY
 
 
 @triton.jit
-def store_marginals(
-    d_scores_ptr,
-    alpha_ptr,
-    scores,
-    edges,
-    c,
-    beta,
-    logz,
-    grad,
-    UNROLL_IN: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Store marginal * grad of the edges into the states c, and return alpha after the step.
-
-    The scores are loaded before the barrier, which stands where alpha is first read.
-    """
-    maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, ACC_DTYPE)
-    d_ptrs, mask = d_scores_ptr + c * edges.K, c < edges.C
-    if UNROLL_IN > 0:
-        source_states, edge_scores, terms = (), (), ()
-        for k in tl.static_range(UNROLL_IN):
-            source, valid = load_source(edges, c, k)
-            source_states = source_states + (tl.where(valid, source, -1),)
-            edge_scores = edge_scores + (edge_score(scores, c, k, valid),)
-        tl.debug_barrier()
-        for k in tl.static_range(UNROLL_IN):
-            source = source_states[k]
-            a = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
-            terms = terms + (a + edge_scores[k],)
-        for k in tl.static_range(UNROLL_IN):
-            maximum, rest = lse_add(maximum, rest, terms[k])
-        for k in tl.static_range(UNROLL_IN):
-            store_marginal(d_ptrs + k, terms[k] + (beta - logz), grad, mask)
-    else:
-        tl.debug_barrier()
-        for k in range(edges.K):
-            source, valid = load_source(edges, c, k)
-            a = tl.load(alpha_ptr + source, mask=valid, other=-float("inf"))
-            term = a + edge_score(scores, c, k, valid)
-            maximum, rest = lse_add(maximum, rest, term)
-            store_marginal(d_ptrs + k, term + (beta - logz), grad, mask)
-    return lse_value(maximum, rest)
+def store_slot_marginal(d_scores_ptr, alpha_ptr, scores, edges, c, k, log_weight, grad):
+    """Store marginal * grad of the k-th edges into the states c, given beta - log Z."""
+    slot = load_slot(edges, c, k, False)
+    term = load_state(alpha_ptr, slot) + edge_score(scores, c, k, slot[0] >= 0)
+    store_marginal(d_scores_ptr + c * edges.K + k, term + log_weight, grad, c < edges.C)
 
 
 @triton.jit
@@ -345,7 +288,6 @@ def store_boundary_marginals(
     boundary_ptr,
     boundary_c,
     opposite_ptr,
-    opposite_c,
     C,
     logz,
     grad,
@@ -362,7 +304,7 @@ def store_boundary_marginals(
         log_weight = tl.load(boundary_ptr + c * boundary_c, mask=c < C, other=-float("inf")).to(
             tl.float64
         )
-        log_weight += tl.load(opposite_ptr + c * opposite_c, mask=c < C, other=0.0).to(tl.float64)
+        log_weight += tl.load(opposite_ptr + c, mask=c < C, other=0.0)
         store_marginal(result_ptr + c, log_weight - logz, grad, c < C)
 
 

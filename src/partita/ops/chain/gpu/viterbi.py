@@ -26,20 +26,15 @@ from .steps import (
 
 @triton.jit
 def chain_viterbi_kernel(
-    scores,  # StridedEdges [T, N, C, K]
-    edges,  # ChainEdges
-    initial,  # StridedStates [N, C]
-    final,  # StridedStates [N, C]
-    lengths_ptr,  # [N] or None
+    chains,  # Chains
     alpha_ptr,  # [2, N, C] fp64
     backpointers_ptr,  # [T, N, C] integers
     paths,  # ChainPaths
-    T,
-    N,
     TRACE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Scan alpha under Max with backpointers, then follow them back from the best final state."""
+    scores, edges, initial, final, lengths_ptr, T, N = chains
     n, C = tl.program_id(0).to(tl.int64), edges.C
     length, invalid = load_length(lengths_ptr, n, T)
     row_stride, lane = tl.full([], N, tl.int64) * C, tl.arange(0, BLOCK_C)

@@ -234,24 +234,21 @@ class CTCCall(NamedTuple):
     def launch_loss(
         self,
         losses: Tensor,
-        value: Tensor | None = None,
-        mean: bool = False,
-        zero_infinity: bool = False,
+        value: Tensor,
+        mean: bool,
+        zero_infinity: bool,
     ) -> None:
-        """Compute log Z and the losses, and reduce them to `value`.
-
-        Without `value`, only log Z is final, and the losses still lack the log-sum-exps.
-        """
-        (T, N, _), workspace, results = self.logits.shape, self.workspace, self.results
+        """Compute log Z and the losses, and reduce them to `value`."""
+        (T, N, _), workspace = self.logits.shape, self.workspace
         runtime_launch.launch(
             ctc_loss_kernel,
             N,
             targets=self.targets,
             states_ptr=workspace.states,
-            results=results._replace(maxima=None, sums=None) if value is None else results,
+            results=self.results,
             losses_ptr=losses,
             value_ptr=value,
-            finished_ptr=workspace.finished if value is not None and value.ndim == 0 else None,
+            finished_ptr=workspace.finished if value.ndim == 0 else None,
             **self.numbers_of(LOSS_SIZES),
             BLOCK_L=256,
             BLOCK_T=256 if T <= 1024 else 2048,

@@ -3,10 +3,10 @@
 The gradient of a logit is the softmax minus the posterior of its class; the gradient of a
 log-probability is minus the posterior. With a star, the softmax is multiplied by the posterior of
 all classes but the star, which depends on no logit. The posteriors of a step carry a common factor,
-so each step divides by their sum. There are three kernels:
+so each step divides by their sum. There are two kernels:
 
-- `ctc_narrow_gradient_kernel`: the scan summed the posteriors by class.
-- `ctc_lane_gradient_kernel`: posteriors by label; one warp, a class in each lane, up to 64 classes.
+- `ctc_lane_gradient_kernel`: one warp, a class in each lane, up to 64 classes. It sums posteriors
+  by class, unless the scan has done so.
 - `ctc_label_gradient_kernel` in `label_gradient.py`: posteriors by label, any number of classes.
 """
 
@@ -108,66 +108,6 @@ def scaled_softmax(ptr, mask, maximum, scale, ACC_DTYPE: tl.constexpr):
     return exp_for_dtype(x - maximum, ACC_DTYPE) * scale
 
 
-@triton.jit(do_not_specialize=GRADIENT_SIZES)
-def ctc_narrow_gradient_kernel(
-    grad_output_ptr,  # [N], or the gradient of their sum or mean []
-    logits,  # LogitTensors
-    targets,  # TargetTensors
-    results,  # LossResults
-    posteriors,  # PosteriorTensors
-    T,
-    N,
-    C,
-    M,
-    max_target_len,
-    num_chunks,
-    blank,
-    stride_t,
-    stride_n,
-    stride_grad,
-    star,  # the label that is the star, or None
-    MEAN: tl.constexpr,
-    WIDTH: tl.constexpr,  # row length of the posteriors
-    VEC: tl.constexpr,  # classes that are aligned together
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Compute the gradient of some steps from posteriors by class, summed over the chunks."""
-    ACC_DTYPE: tl.constexpr = posteriors.labels.dtype.element_ty
-    n, first = program_steps(N, ROWS)
-    t = first + tl.arange(0, ROWS)
-    length, target_len = load_lengths(targets, n, T, max_target_len, M)[:2]
-    mask, nan_mask = load_status(results, n, t, length, ACC_DTYPE)
-    grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
-    row, v = t * N + n, tl.arange(0, BLOCK_V)
-    class_mask = (v // VEC * VEC < C)[None, :]
-    blanks, posterior = tl.zeros([ROWS], ACC_DTYPE), tl.zeros([ROWS, BLOCK_V], ACC_DTYPE)
-    stars = tl.zeros([ROWS], ACC_DTYPE)
-    for c in range(0, target_len // 32 + 1):
-        chunk_row = (n * num_chunks + c) * T + t
-        ptrs = posteriors.labels + (chunk_row * WIDTH)[:, None] + v[None, :]
-        posterior += tl.load(ptrs, mask=mask[:, None] & class_mask, other=0.0)
-        blanks += tl.load(posteriors.blanks + chunk_row, mask=mask, other=0.0)
-        if star is not None:
-            stars += tl.load(posteriors.labels + chunk_row * WIDTH + C, mask=mask, other=0.0)
-    total = tl.sum(posterior, axis=1) + blanks
-    if star is not None:
-        total += stars
-    posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
-    block_mask = (t < T)[:, None] & class_mask
-    value = -posterior * posterior_scale(total, grad)[:, None] + nan_mask[:, None]
-    if results.maxima is not None:
-        maximum, scale = load_normalizer(results, row, mask, grad, ACC_DTYPE)
-        if star is not None:
-            scale = without_star(scale, stars, total)
-        start = tl.multiple_of(t * stride_t + n * stride_n, VEC)[:, None]
-        x_ptrs = logits.ptr + start + v.to(tl.int64)[None, :] * logits.stride_c
-        x_mask = block_mask & mask[:, None]
-        value += scaled_softmax(x_ptrs, x_mask, maximum[:, None], scale[:, None], ACC_DTYPE)
-    d_ptrs = logits.grad_ptr + tl.multiple_of(row * C, VEC)[:, None] + v[None, :]
-    tl.store(d_ptrs, value.to(d_ptrs.dtype.element_ty), mask=block_mask)
-
-
 @triton.jit
 def store_gradient(values, steps, row, v, inputs, outputs, sizes, star, ACC_DTYPE: tl.constexpr):
     """Store the gradient of the classes v, `[32]`, at one of the steps of a program.
@@ -218,10 +158,15 @@ def ctc_lane_gradient_kernel(
     stride_grad,
     star,  # the label that is the star, or None
     MEAN: tl.constexpr,
+    WIDTH: tl.constexpr,  # row length of the posteriors
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,  # groups of 32 classes, with the star after them
 ):
-    """Compute the gradient of some steps from posteriors by label, with a class in each lane."""
+    """Compute the gradient of some steps with a class in each lane.
+
+    The posteriors are by label if they have an order, otherwise by class.
+    """
+    BY_CLASS: tl.constexpr = posteriors.order is None
     ACC_DTYPE: tl.constexpr = posteriors.labels.dtype.element_ty
     n, first = program_steps(N, ROWS)
     lane, t = tl.arange(0, 32), first + tl.arange(0, 32)
@@ -230,34 +175,54 @@ def ctc_lane_gradient_kernel(
     grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     num_rows = tl.sum((mask & (lane < ROWS)).to(tl.int32), axis=0)
     first_row = n * num_chunks * T + first
-    labels_ptr, blanks_ptr = posteriors.labels + first_row * 32, posteriors.blanks + first_row
-    order_ptr = posteriors.order + n * num_chunks * ((1 + 2 * GROUPS) * 32) + lane
+    labels_ptr, blanks_ptr = posteriors.labels + first_row * WIDTH, posteriors.blanks + first_row
     own_chunks, T64 = target_len // 32 + 1, T.to(tl.int64)
+    columns = C + (0 if star is None else 1)
+    if not BY_CLASS:
+        order_ptr = posteriors.order + n * num_chunks * ((1 + 2 * GROUPS) * 32) + lane
     sums, totals, blanks = (), (), lane.to(ACC_DTYPE) * 0.0
     for _ in tl.static_range(ROWS * GROUPS):
         sums = sums + (lane.to(ACC_DTYPE) * 0.0,)
     for _ in tl.static_range(ROWS):
         totals = totals + (lane.to(ACC_DTYPE) * 0.0,)
     for _ in range(own_chunks):
-        order, ordered, bounds = tl.load(order_ptr), (), ()
-        ptrs, row = labels_ptr + order, lane * 0
-        for _ in tl.static_range(ROWS):
-            ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
-            row += 1
-        for g in tl.static_range(GROUPS):
-            begin_ptr = order_ptr + (1 + 2 * g) * 32
-            bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
-        running, new_sums, new_totals = prefix_sums(ordered, lane), (), ()
-        for u in tl.static_range(ROWS):
-            new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
+        row, new_sums, new_totals = lane * 0, (), ()
+        if BY_CLASS:
+            for u in tl.static_range(ROWS):
+                for g in tl.static_range(GROUPS):
+                    v = g * 32 + lane
+                    exists = (row < num_rows) & (v < columns)
+                    class_sum = tl.load(labels_ptr + row * WIDTH + v, mask=exists, other=0.0)
+                    new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
+                row += 1
+            sums = new_sums
+        else:
+            order, ordered, bounds = tl.load(order_ptr), (), ()
+            ptrs = labels_ptr + order
+            for _ in tl.static_range(ROWS):
+                ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
+                row += 1
             for g in tl.static_range(GROUPS):
-                class_sum = range_sum(running[u], bounds[g][0], bounds[g][1])
-                new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
-        sums, totals = new_sums, new_totals
+                begin_ptr = order_ptr + (1 + 2 * g) * 32
+                bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
+            running = prefix_sums(ordered, lane)
+            for u in tl.static_range(ROWS):
+                new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
+                for g in tl.static_range(GROUPS):
+                    class_sum = range_sum(running[u], bounds[g][0], bounds[g][1])
+                    new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
+            sums, totals = new_sums, new_totals
+            order_ptr += (1 + 2 * GROUPS) * 32
         blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
-        labels_ptr += T64 * 32
+        labels_ptr += T64 * WIDTH
         blanks_ptr += T64
-        order_ptr += (1 + 2 * GROUPS) * 32
+    if BY_CLASS:
+        totals = ()
+        for u in tl.static_range(ROWS):
+            total = lane.to(ACC_DTYPE) * 0.0
+            for g in tl.static_range(GROUPS):
+                total += tl.sum(sums[u * GROUPS + g], axis=0)
+            totals = totals + (total,)
     maximum, scale = load_normalizer(results, t * N + n, mask & (lane < ROWS), grad, ACC_DTYPE)
     steps, row = (blanks, nan_mask, maximum, scale, grad), lane * 0
     inputs, sizes = (), (C, blank, num_rows, T - first)

@@ -18,12 +18,7 @@ from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import SideStream, cdiv, next_power_of_2
 from .call import CTCCall, launch_normalize, row_tile, score_arguments
-from .gradient import (
-    GRADIENT_SIZES,
-    LogitTensors,
-    ctc_lane_gradient_kernel,
-    ctc_narrow_gradient_kernel,
-)
+from .gradient import GRADIENT_SIZES, LogitTensors, ctc_lane_gradient_kernel
 from .lattice import TargetTensors
 from .plan import CHUNK
 from .workspace import PosteriorTensors, scan_memory
@@ -64,8 +59,6 @@ def ctc_loss(
         normalize(workspace.table, plan.table_width, *zeros)
     else:
         workspace.buffer[: workspace.num_zeros].zero_()
-    has_posteriors = workspace.posteriors is not None
-    memory = scan_memory(logits, plan, CHUNK, workspace) if has_posteriors else None
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
     normalizes_first = from_logits and not plan.table_width and star is not None
     normalizes_alongside = from_logits and not plan.table_width and star is None
@@ -75,9 +68,6 @@ def ctc_loss(
     try:
         with side_stream:
             call.launch_forward_scan()
-            if memory is not None:
-                call.launch_loss(losses)
-                call.launch_posterior_scan(memory, CHUNK)
         if normalizes_alongside:
             normalize()
     finally:
@@ -113,16 +103,12 @@ def ctc_gradient(
     call = CTCCall.of(
         logits, targets, max_target_len, blank, from_logits, scores, save=True, saved=saved
     )
-    plan, workspace = call.plan, call.workspace
+    plan = call.plan
     classes = logits.shape[2] + (star is not None)
     width = cdiv(classes, 8) * 8 if plan.sum_by_class else CHUNK
-    if workspace.posteriors is not None and workspace.blank_posteriors is not None:
-        posteriors = PosteriorTensors(workspace.posteriors, workspace.blank_posteriors, None)
-    else:
-        memory = scan_memory(logits, plan, width, workspace)
-        call.launch_posterior_scan(memory, width)
-        posteriors = memory.posteriors
-    _launch_gradient(call, grad_output, posteriors, width, dlogits, mean=reduction == "mean")
+    memory = scan_memory(logits, plan, width)
+    call.launch_posterior_scan(memory, width)
+    _launch_gradient(call, grad_output, memory.posteriors, width, dlogits, mean=reduction == "mean")
     return dlogits
 
 
@@ -146,11 +132,11 @@ def _launch_gradient(
         "stride_grad": grad_output.stride(0) if grad_output.ndim else 0,
         "MEAN": mean,
     }
-    tile = row_tile(call.logits, C)
     if plan.class_groups == 0:
         # This kernel takes time to load, and few classes do not need it.
         from .label_gradient import ctc_label_gradient_kernel, label_index
 
+        tile = row_tile(call.logits, C)
         rows = 4 if tile["BLOCK_V"] <= 512 else 1
         if tile["BLOCK_V"] > 512:
             # With a star, ten pieces and its sums have no room in the registers.
@@ -165,21 +151,12 @@ def _launch_gradient(
             BLOCK_L=min(max(32, next_power_of_2(plan.max_target_len + 1)), 256),
             num_warps=4,
         )
-    elif plan.sum_by_class:
-        del tile["PIECES"]
-        runtime_launch.launch(
-            ctc_narrow_gradient_kernel,
-            N * cdiv(T, tile["ROWS"]),
-            **arguments,
-            WIDTH=width,
-            **tile,
-            num_warps=4,
-        )
     else:
         runtime_launch.launch(
             ctc_lane_gradient_kernel,
             N * cdiv(T, 8),
             **arguments,
+            WIDTH=width,
             ROWS=8,
             GROUPS=plan.class_groups,
             num_warps=1,

@@ -97,9 +97,9 @@ def log2_partition(
 def ctc_loss_kernel(
     targets,  # TargetTensors
     states_ptr,  # [2, num_blocks + 1, N, num_chunks, 2, 32] int64
-    results,  # LossResults; those of the rows are None if they are not ready
+    results,  # LossResults
     losses_ptr,  # [N] fp64
-    value_ptr,  # [N], or their sum or mean []; None if the log-sum-exps are not ready
+    value_ptr,  # [N], or their sum or mean []
     finished_ptr,  # [1] int64, zero; None where losses are not reduced
     T,
     N,
@@ -164,7 +164,7 @@ def ctc_loss_kernel(
                 total += each
             value = tl.sum(total, axis=0) / (N.to(tl.float64) if MEAN else 1.0)
             tl.store(value_ptr, value.to(value_ptr.dtype.element_ty))
-    elif value_ptr is not None:
+    else:
         if ZERO_INFINITY:
             loss = tl.where(loss == float("inf"), 0.0, loss)
         tl.store(value_ptr + n, loss.to(value_ptr.dtype.element_ty))

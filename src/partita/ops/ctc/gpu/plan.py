@@ -52,34 +52,18 @@ def table_width(C: int, max_target_len: int) -> int:
     return choose(C <= smaller(4 * max_target_len, 256), ceil_div(C, 8) * 8, 0)
 
 
-def posterior_words(
-    shape: Sequence[int], max_target_len: int, from_logits: bool, save: bool
-) -> int:
-    """Return the size of the posteriors by label that the loss saves, in 64-bit words.
-
-    With many classes, the scans of the loss finish before all logits have been read for the
-    log-sum-exps, so the loss computes the posteriors. Otherwise the gradient computes them, and the
-    size is 0.
-    """
-    T, N, C = shape
-    num_chunks = max_target_len // CHUNK + 1
-    words = (N * num_chunks * T * (CHUNK + 1) + 1) // 2 if from_logits and save else 0
-    return choose(4 * (CHUNK + 1) * num_chunks <= C, words, 0)
-
-
 def saved_shape(
-    shape: Sequence[int], max_target_len: int, from_logits: bool, save: bool, backend_table: str
+    shape: Sequence[int], max_target_len: int, save: bool, backend_table: str
 ) -> tuple[int, ...]:
     """Return the shape of the fp64 tensor that the loss saves for the gradient.
 
     Args:
         shape: `[T, N, C]` of the logits.
         max_target_len: the greatest target length.
-        from_logits: whether the loss normalizes the logits.
         save: whether a gradient will be computed.
         backend_table: "reference" saves nothing; "cpu" saves α before each step; "gpu" saves the
             workspace: states before each eighth step, carries, log-sum-exps, and the emission table
-            for few classes or the posteriors for many.
+            for few classes.
     """
     T, N, C = shape
     if backend_table == "cpu" and save:
@@ -90,9 +74,8 @@ def saved_shape(
     states = 2 * ((num_blocks if save else 0) + 1) * N * num_chunks * 2 * CHUNK
     carries = 2 * N * num_chunks * num_blocks * SAVE_EVERY
     table = (T + 2 * TABLE_MARGIN) * table_width(C, max_target_len)
-    posteriors = posterior_words(shape, max_target_len, from_logits, save)
     # 16 words leave room for the counters and for the alignment of each part.
-    return (16 + states + carries + (2 + 2 * T + table) * N + posteriors,)
+    return (16 + states + carries + (2 + 2 * T + table) * N,)
 
 
 def ctc_plan(shape: Sequence[int], fp64: bool, max_target_len: int) -> CTCPlan:

@@ -1,6 +1,6 @@
 """The memory of CTC: the workspace that the loss keeps for its gradient, and that of the gradient.
 
-Each is one tensor of fp64, whose parts the launches take.
+The workspace is one tensor of fp64, whose parts the launches take.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from torch import Tensor
 
 from ....runtime.caches import register_cache
 from ....runtime.parts import Part
-from .plan import CHUNK, TABLE_MARGIN, CTCPlan, ceil_div, ctc_plan, posterior_words, saved_shape
-
-ALIGNMENT = 32  # words; rows of posteriors start on whole lines of the cache
+from .plan import CHUNK, TABLE_MARGIN, CTCPlan, ceil_div, ctc_plan, saved_shape
 
 
 class CTCWorkspace(NamedTuple):
@@ -36,8 +34,6 @@ class CTCWorkspace(NamedTuple):
         maxima: `[T, N]`, the maximum of each row; None for log-probabilities.
         sums: `[T, N]`, the sum of exponentials relative to it; None for log-probabilities.
         table: `[N, 24 + T + 24, table_width]`, emissions as words, or None.
-        posteriors: `[N, num_chunks, T, 32]` by label, if the loss computes them, otherwise None.
-        blank_posteriors: `[N, num_chunks, T]`, those of the blank, or None.
     """
 
     buffer: Tensor
@@ -52,8 +48,6 @@ class CTCWorkspace(NamedTuple):
     maxima: Part | None
     sums: Part | None
     table: Part | None
-    posteriors: Part | None
-    blank_posteriors: Part | None
 
 
 class WorkspaceLayout(NamedTuple):
@@ -90,8 +84,6 @@ def workspace_layout(
     normalizers = ceil_div(rows, 2)
     if fp64:
         normalizers, acc_dtype = rows, torch.float64
-    has_posteriors = posterior_words(shape, max_target_len, from_logits, save) > 0
-    posteriors = T * chunks if has_posteriors and not fp64 else 0
     sizes = (
         (plan.num_chunks > 1 and not fp64, 1, torch.int64),  # tile_counter
         (True, 1, torch.int64),  # finished
@@ -102,15 +94,13 @@ def workspace_layout(
         (from_logits, normalizers, acc_dtype),  # maxima
         (from_logits, normalizers, acc_dtype),  # sums
         (plan.table_width > 0, (T + 2 * TABLE_MARGIN) * N * plan.table_width, torch.int64),
-        (posteriors > 0, CHUNK // 2 * posteriors, torch.float32),
-        (posteriors > 0, ceil_div(posteriors, 2), torch.float32),  # blank_posteriors
     )
     parts, starts, start = [], [], 0
     for wanted, words, dtype in sizes:
         parts.append((8 * start, dtype) if wanted else None)
         starts.append(start)
         start += words + words % 2 if wanted else 0
-    (words,) = saved_shape(shape, max_target_len, from_logits, save, "gpu")
+    (words,) = saved_shape(shape, max_target_len, save, "gpu")
     num_zeros = starts[4 if plan.num_chunks > 1 else 3]
     return WorkspaceLayout(plan, words, num_zeros, ((0, torch.int64), *parts))
 
@@ -128,9 +118,9 @@ class PosteriorTensors(NamedTuple):
             and the range of each class; None if it is not used.
     """
 
-    labels: Part
-    blanks: Part
-    order: Part | None
+    labels: Tensor
+    blanks: Tensor
+    order: Tensor | None
 
 
 class ScanMemory(NamedTuple):
@@ -142,43 +132,23 @@ class ScanMemory(NamedTuple):
         posteriors: see `PosteriorTensors`.
     """
 
-    counter: Part | None
-    carries: Part
+    counter: Tensor | None
+    carries: Tensor
     posteriors: PosteriorTensors
 
 
-def scan_memory(logits: Tensor, plan: CTCPlan, width: int, workspace: CTCWorkspace) -> ScanMemory:
-    """Return the memory of the scan; posteriors that the workspace has a part for are there.
-
-    Args:
-        logits: `[T, N, C]`.
-        plan: how the batch is cut.
-        width: the numbers in a row of posteriors.
-        workspace: the parts of the workspace.
-    """
+def scan_memory(logits: Tensor, plan: CTCPlan, width: int) -> ScanMemory:
+    """Return memory for the scan of logits `[T, N, C]`; rows of posteriors have `width` numbers."""
     T, N, _ = logits.shape
-    posteriors, blanks = workspace.posteriors, workspace.blank_posteriors
-    is_saved = posteriors is not None
-    chunks, per_word = N * plan.num_chunks, 1 if plan.fp64 else 2
-    has_order = plan.class_groups > 0 and not plan.sum_by_class and not is_saved
-    starts, size = [], 0
-    for words in (
-        2,  # counter
-        2 * chunks * plan.carry_steps if plan.num_chunks > 1 else 0,
-        0 if is_saved else chunks * T * width // per_word,
-        0 if is_saved else ceil_div(chunks * T, per_word),
-        chunks * (1 + 2 * plan.class_groups) * CHUNK // 2 if has_order else 0,
-    ):
-        starts.append(8 * size)
-        size += -(-words // ALIGNMENT) * ALIGNMENT
-    buffer = torch.empty(size, dtype=torch.float64, device=logits.device)
+    device, chunks = logits.device, plan.num_chunks
     dtype = torch.float64 if plan.fp64 else torch.float32
-    return ScanMemory(
-        None if workspace.tile_counter is None else (buffer, 0, torch.int64),
-        (buffer, starts[1], torch.int64),
-        PosteriorTensors(
-            posteriors or (buffer, starts[2], dtype),
-            blanks or (buffer, starts[3], dtype),
-            (buffer, starts[4], torch.int32) if has_order else None,
-        ),
-    )
+    counter = order = None
+    if chunks > 1 and not plan.fp64:
+        counter = torch.empty(1, dtype=torch.int64, device=device)
+    if plan.class_groups > 0 and not plan.sum_by_class:
+        shape = (N, chunks, 1 + 2 * plan.class_groups, CHUNK)
+        order = torch.empty(shape, dtype=torch.int32, device=device)
+    carries = torch.empty((2, chunks, N, plan.carry_steps), dtype=torch.int64, device=device)
+    labels = torch.empty((N, chunks, T, width), dtype=dtype, device=device)
+    blanks = torch.empty((N, chunks, T), dtype=dtype, device=device)
+    return ScanMemory(counter, carries, PosteriorTensors(labels, blanks, order))

@@ -17,11 +17,22 @@ from ....primitives.cpu.logits import HUGE, logsumexp_row, row_buffers
 from ....primitives.cpu.math import exp
 
 
-class Heads(NamedTuple):
-    """The logits, log-sum-exps or gradients of the two heads of a TDT."""
+class Batch(NamedTuple):
+    """The targets and the lengths of a batch.
 
-    tokens: Any
-    durations: Any
+    Fields:
+        targets: `[B, U]`.
+        steps, labels: the lengths, `[B]`; 0 for an invalid sequence.
+        blank: the class of the blank.
+        T, V: the steps of the nodes, and their classes.
+    """
+
+    targets: Any
+    steps: Any
+    labels: Any
+    blank: int
+    T: int
+    V: int
 
 
 class Upstream(NamedTuple):
@@ -29,8 +40,8 @@ class Upstream(NamedTuple):
 
     Fields:
         grad: the gradient of each loss, `[B]`.
-        posteriors: those of the blank and the label that leave a node, `[2, B, T, U1]`; for a TDT
-            those of its K durations follow.
+        posteriors: those of the blank and the label that leave a node, and of its K durations,
+            `[2 + K, B, T, U1]`.
         targets: `[B, U]`.
         blank: the class of the blank.
         V: the number of classes.
@@ -81,15 +92,17 @@ def log_sum_of_row(row: Any, buffers: Any) -> tuple[float, float]:
 
 
 @jit(nogil=True)
-def read_rnnt_nodes(
-    share: Any, batch: Any, logits: Any, fused: bool, hat: bool, arcs: Any, lse: Any
+def read_nodes(
+    share: Any, batch: Any, logits: Any, fused: bool, hat: bool, sigma: float, arcs: Any, lse: Any
 ) -> None:
-    """Compute the log-probabilities of blank and label, `[2, B, T, U1]`, and the log-sum-exps.
+    """Compute the log-probabilities of blank and label at each node, and the log-sum-exps.
 
-    With `hat` the log-sum-exp is that of the labels. Without `fused` it is not written. Nodes past
-    the lengths are neither read nor written.
+    These are the first of the blanks' arcs and the first of the labels', `[2 K, B, T, U1]`. The
+    log-sum-exps of the logits are written with `fused`; with `hat` they are those of the
+    labels. Nodes past the lengths are neither read nor written.
     """
     buffers, labels_only = row_buffers(logits, batch.V), np.empty(batch.V)
+    first_label = len(arcs) // 2
     for i in share:
         b, t = i // batch.T, i % batch.T
         if t >= batch.steps[b]:
@@ -105,46 +118,39 @@ def read_rnnt_nodes(
                 shift, total = log_sum_of_row(labels_only, buffers)
                 if total != total and labels_only.max() == -np.inf:
                     total = -np.inf
-                arcs[0, b, t, u] = log_sigmoid(blank)
+                arcs[0, b, t, u] = log_sigmoid(blank) - sigma
             else:
                 if fused:
                     shift, total = log_sum_of_row(row, buffers)
-                arcs[0, b, t, u] = blank - shift - total
+                arcs[0, b, t, u] = blank - shift - total - sigma
             if fused:
                 lse[b, t, u] = shift + total
-            arcs[1, b, t, u] = -np.inf
+            arcs[first_label, b, t, u] = -np.inf
             if u < batch.labels[b] and total != -np.inf:
                 apart = log_sigmoid(-blank) if hat else 0.0
-                arcs[1, b, t, u] = row[batch.targets[b, u]] - shift - total + apart
+                label = row[batch.targets[b, u]] - shift - total + apart
+                arcs[first_label, b, t, u] = label - sigma
 
 
 @jit(nogil=True)
-def read_tdt_nodes(
-    share: Any, batch: Any, logits: Any, sigma: float, steps_of: Any, arcs: Any, lse: Any
-) -> None:
-    """Compute the log-probabilities of the arcs, `[2 K, B, T, U1]`, blanks first.
+def add_durations(share: Any, batch: Any, logits: Any, steps_of: Any, arcs: Any, lse: Any) -> None:
+    """Add the log-probabilities of the durations to those of blank and label; see `read_nodes`.
 
     `steps_of` are the steps of the arcs, `[2 K]`; a blank of none has the log-probability -inf.
     """
-    tokens, durations = logits
     K = len(steps_of) // 2
-    buffers, duration_buffers = row_buffers(tokens, batch.V), row_buffers(durations, K)
+    buffers = row_buffers(logits, K)
     for i in share:
         b, t = i // batch.T, i % batch.T
         if t >= batch.steps[b]:
             continue
         for u in range(batch.labels[b] + 1):
-            row = node_row(tokens, b, t, u, buffers.row)
-            row_of_durations = node_row(durations, b, t, u, duration_buffers.row)
+            row = node_row(logits, b, t, u, buffers.row)
             shift, total = log_sum_of_row(row, buffers)
-            duration_shift, duration_total = log_sum_of_row(row_of_durations, duration_buffers)
-            lse.tokens[b, t, u] = shift + total
-            lse.durations[b, t, u] = duration_shift + duration_total
-            blank, label = row[batch.blank] - shift - total - sigma, -np.inf
-            if u < batch.labels[b]:
-                label = row[batch.targets[b, u]] - shift - total - sigma
+            lse[b, t, u] = shift + total
+            blank, label = arcs[0, b, t, u], arcs[K, b, t, u]
             for k in range(K):
-                duration = row_of_durations[k] - duration_shift - duration_total
+                duration = row[k] - shift - total
                 arcs[k, b, t, u] = blank + duration if steps_of[k] > 0 else -np.inf
                 arcs[K + k, b, t, u] = label + duration
 
@@ -182,7 +188,7 @@ def subtract_label(result: Any, targets: Any, b: int, u: int, posterior: float) 
 
 
 @jit(nogil=True)
-def write_rnnt_gradient(
+def write_gradient(
     share: Any,
     upstream: Any,
     logits: Any,
@@ -227,34 +233,25 @@ def write_rnnt_gradient(
 
 
 @jit(nogil=True)
-def write_tdt_gradient(share: Any, upstream: Any, logits: Any, lse: Any, result: Any) -> None:
-    """Write the gradients of some steps, whose logits `result` may replace.
+def write_duration_gradient(share: Any, upstream: Any, logits: Any, lse: Any, result: Any) -> None:
+    """Write the gradient in the logits of the durations, which `result` may replace.
 
     A row whose posteriors are 0 is 0.
     """
-    grad, posteriors, targets, blank_class, V = upstream
-    tokens, durations = logits
+    grad, posteriors = upstream.grad, upstream.posteriors
     K, T, U1 = len(posteriors) - 2, posteriors.shape[2], posteriors.shape[3]
-    buffer, row_result = np.empty(V, tokens.numbers.dtype), np.empty(V)
-    duration_buffer, duration_row = np.empty(K, durations.numbers.dtype), np.empty(K)
+    buffer, row_result = np.empty(K, logits.numbers.dtype), np.empty(K)
     for i in share:
         b, t = i // T, i % T
         for u in range(U1):
-            blank, label = posteriors[0, b, t, u], posteriors[1, b, t, u]
-            row_result[:], duration_row[:] = 0.0, 0.0
-            total = blank + label
+            total = posteriors[0, b, t, u] + posteriors[1, b, t, u]
+            row_result[:] = 0.0
             if grad[b] != 0.0 and total != total:
-                row_result[:], duration_row[:] = np.nan, np.nan
+                row_result[:] = np.nan
             elif grad[b] != 0.0 and total != 0.0:
-                row = node_row(tokens, b, t, u, buffer)
-                softmax_row(row, lse.tokens[b, t, u], total, -1, row_result)
-                row_result[blank_class] -= blank
-                subtract_label(row_result, targets, b, u, label)
-                row = node_row(durations, b, t, u, duration_buffer)
-                softmax_row(row, lse.durations[b, t, u], total, -1, duration_row)
+                row = node_row(logits, b, t, u, buffer)
+                softmax_row(row, lse[b, t, u], total, -1, row_result)
                 for k in range(K):
-                    duration_row[k] -= posteriors[2 + k, b, t, u]
+                    row_result[k] -= posteriors[2 + k, b, t, u]
                 finish_row(row_result, 0.0, grad[b])
-                finish_row(duration_row, 0.0, grad[b])
-            store_node(result.tokens, b, t, u, row_result)
-            store_node(result.durations, b, t, u, duration_row)
+            store_node(result, b, t, u, row_result)

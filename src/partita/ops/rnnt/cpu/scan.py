@@ -7,6 +7,7 @@ Inside of the scans LOWEST stands for -inf, so that no difference of two states 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,26 @@ from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log
 
 IMPOSSIBLE = LOWEST / 2  # a smaller value is the sum of LOWEST and log-probabilities
+
+
+class Arcs(NamedTuple):
+    """The kinds of arcs.
+
+    Fields:
+        steps: the steps by which each advances, `[A]`.
+        labels: the labels by which each advances, `[A]`.
+    """
+
+    steps: Any
+    labels: Any
+
+
+def arcs_of(durations: Sequence[int]) -> Arcs:
+    """Return the blanks and then the labels of all durations, or without these those of RNN-T."""
+    if not durations:
+        return Arcs(np.array([1, 0]), np.array([0, 1]))
+    K = len(durations)
+    return Arcs(np.array([*durations] * 2), np.array([0] * K + [1] * K))
 
 
 class Lattice(NamedTuple):
@@ -65,9 +86,9 @@ def log_sum_rows(terms: Any, first: int, last: int, maxima: Any, totals: Any, re
 
 
 @jit
-def lattice_of(batch: Any, arcs: Any, scores: Any, b: int, delay_penalty: float) -> Lattice:
+def lattice_of(lengths: Any, arcs: Any, scores: Any, b: int, delay_penalty: float) -> Lattice:
     """Return the lattice of a sequence. The delay penalty is added to the labels."""
-    steps, labels = batch.steps[b], batch.labels[b]
+    steps, labels = lengths.steps[b], lengths.labels[b]
     result = np.full((len(scores), steps + labels, labels + 1), -np.inf)
     for a in range(len(scores)):
         for t in range(steps):
@@ -151,7 +172,7 @@ def backward_posteriors(alpha: Any, lattice: Any, logz: float, posteriors: Any, 
 @jit(nogil=True)
 def scan_sequences(
     share: Any,
-    batch: Any,
+    lengths: Any,
     arcs: Any,
     scores: Any,
     delay_penalty: float,
@@ -163,11 +184,11 @@ def scan_sequences(
     An invalid sequence has the loss NaN and posteriors NaN.
     """
     for b in share:
-        posteriors[:, b : b + 1] = np.nan if batch.invalid[b] else 0.0
-        losses[b] = np.nan if batch.invalid[b] else np.inf
-        if batch.invalid[b] or batch.steps[b] == 0:
+        posteriors[:, b : b + 1] = np.nan if lengths.invalid[b] else 0.0
+        losses[b] = np.nan if lengths.invalid[b] else np.inf
+        if lengths.invalid[b] or lengths.steps[b] == 0:
             continue
-        lattice = lattice_of(batch, arcs, scores, b, delay_penalty)
+        lattice = lattice_of(lengths, arcs, scores, b, delay_penalty)
         alpha = forward_states(lattice)
         logz = log_partition(alpha, lattice)
         losses[b] = 0.0 - logz
@@ -178,7 +199,7 @@ def scan_sequences(
 @jit(nogil=True)
 def align_sequences(
     share: Any,
-    batch: Any,
+    lengths: Any,
     arcs: Any,
     scores: Any,
     steps_out: Any,
@@ -191,10 +212,10 @@ def align_sequences(
     """
     steps_of, labels_of = arcs
     for b in share:
-        steps, labels = batch.steps[b], batch.labels[b]
-        steps_out[b], scores_out[b] = -1, np.nan if batch.invalid[b] else 0.0
-        score[b] = np.nan if batch.invalid[b] else -np.inf
-        if batch.invalid[b] or steps == 0:
+        steps, labels = lengths.steps[b], lengths.labels[b]
+        steps_out[b], scores_out[b] = -1, np.nan if lengths.invalid[b] else 0.0
+        score[b] = np.nan if lengths.invalid[b] else -np.inf
+        if lengths.invalid[b] or steps == 0:
             continue
         best = np.full((steps + 1, labels + 1), -np.inf)
         entered_by = np.zeros((steps + 1, labels + 1), np.uint8)

@@ -2,10 +2,17 @@
 
 An arc leads from (t, u) to (t + d, u) by a blank, or to (t + d, u + 1) by a label. The number
 `CODE` encodes the kinds of arcs that a kernel is compiled for: byte i has the duration d of kind i,
-plus 128 for a label. There are no blanks of duration 0, so a byte of 0 is a kind that no arc has.
+plus 128 for a label. The first half of the kinds are blanks and the second half labels. RNN-T has a
+blank of duration 1 and a label of duration 0. Each duration of a TDT makes one kind of both. There
+are no blanks of duration 0, so a byte of 0 is a kind that no arc has.
 
-The chunks, rows, lanes and carries are those of `scan.py`. Here are the parts that the sums over
-paths (`scan_tdt.py`) and the best paths (`scan_best.py`) share.
+Each program scans one chunk of 32 values of u, one per lane of a warp, along the chunk's rows (see
+`plan.py`). At each row a lane has one node. Labels enter the first lane (of α) from the last lane
+of the previous chunk, through words in memory, one for each step. A word of 0 means that the carry
+is not written yet. Programs take their chunks from a counter in the order in which they start, so
+the neighbor that a chunk waits for always started before it.
+
+Here are the parts that the sums over paths (`scan.py`) and the best paths (`scan_best.py`) share.
 """
 
 from __future__ import annotations
@@ -19,7 +26,55 @@ from ....primitives.gpu.math import UNFUSED
 from ...ctc.gpu.lanes import lane_index
 from .arc_words import halves
 from .lattice import load_sequence
-from .scan import Neighbors, carry_pointers, load_carries
+
+# The flags of a sequence with a length or a label out of range, and of one with NaN.
+INVALID, HAS_NAN = tl.constexpr(1), tl.constexpr(2)
+NO_CARRY = tl.constexpr(-(2**52))  # the bits of -inf
+MINUS_ZERO = tl.constexpr(-(2**63))  # the bits of -0.0, which stand for those of 0.0 in carries
+
+
+class Scan(NamedTuple):
+    """The memory that a scan reads and writes.
+
+    Fields:
+        arcs: the arcs of each kind, `[kinds, B, num_chunks, rows, 32]`: words, or scores in fp64.
+        states: α and β, `[2, B, num_chunks, rows, 32]`, or None for the loss alone. The scan of a
+            best path stores the kind of the best arc into each node, `[B, num_chunks, rows, 32]`.
+        flags: `[B]` int64, zero before: which sequences are invalid or have NaN.
+        totals: the sums over all paths, `[2, B]` int64: the bits of their significands, and biased
+            exponents. The scores of the best paths are `[B]` fp64.
+    """
+
+    arcs: tl.tensor
+    states: tl.tensor
+    flags: tl.tensor
+    totals: tl.tensor
+
+
+class Carries(NamedTuple):
+    """The memory that programs which wait for each other share; all of it is zero before.
+
+    Fields:
+        words: what chunks hand to their neighbors, `[directions, num_chunks, B, carry_steps]`.
+        counter: `[1]`, counts the programs that have started.
+    """
+
+    words: tl.tensor
+    counter: tl.tensor
+
+
+class Neighbors(NamedTuple):
+    """The carries between a chunk and its neighbors, one for each step.
+
+    Fields:
+        sent_ptr, received_ptr: the carries that the chunk sends and receives.
+        sends, receives: whether there is a next and a previous chunk in the direction of the scan.
+    """
+
+    sent_ptr: tl.tensor
+    received_ptr: tl.tensor
+    sends: tl.tensor
+    receives: tl.tensor
 
 
 class Turns(NamedTuple):
@@ -57,7 +112,14 @@ class ChunkArcs(NamedTuple):
 
 
 class ArcChunk(NamedTuple):
-    """The chunk that a program scans, by α or β; see `Turns`, `ChunkArcs` and `scan.ScanChunk`."""
+    """The chunk that a program scans, by α or β.
+
+    Fields:
+        turns, arcs, neighbors: see `Turns`, `ChunkArcs` and `Neighbors`.
+        sequence: the sizes of the sequence.
+        lane, u: the lanes, and the value of u of each, `[32]`.
+        end_row: the row of the virtual step T at the last value of u in the chunk.
+    """
 
     turns: tl.tensor
     arcs: tl.tensor
@@ -66,6 +128,53 @@ class ArcChunk(NamedTuple):
     lane: tl.tensor
     u: tl.tensor
     end_row: tl.tensor
+
+
+@triton.constexpr_function
+def num_kinds(code):
+    """Return the number of kinds of arcs, half of which are labels."""
+    return 2 * (code & int("80" * 16, 16)).bit_count()
+
+
+@triton.constexpr_function
+def remembered_states(code):
+    """Return how many states of earlier rows a lane needs, given the kinds of arcs."""
+    kinds = code.to_bytes(16, "little")
+    return max(1, *((kind & 127) + (kind >> 7) for kind in kinds))
+
+
+@triton.jit
+def load_carries(chunk, step, BLOCK: tl.constexpr):
+    """Load the carries of BLOCK steps, one per lane; those not written yet are 0."""
+    neighbors, length = chunk.neighbors, chunk.sequence.length
+    mask = neighbors.receives & (chunk.lane < BLOCK) & (step >= 0) & (step < length)
+    return tl.load(neighbors.received_ptr + step, mask=mask, other=NO_CARRY, volatile=True)
+
+
+@triton.jit
+def carry_pointers(carries, flags_ptr, sizes, b, direction, c):
+    """Return the addresses of the carries that chunk c of a scan sends and receives.
+
+    With one chunk there are none, and any addresses serve.
+    """
+    if carries is None:
+        return flags_ptr, flags_ptr
+    else:
+        steps = sizes.carry_steps
+        stride = sizes.B.to(tl.int64) * steps
+        sent_ptr = carries.words + (direction * sizes.num_chunks + c) * stride + b * steps
+        return sent_ptr, sent_ptr - stride
+
+
+@triton.jit
+def flag_bad_labels(flags_ptr, b, chunk, targets, blank, V, target_stride):
+    """Flag a sequence if its lengths are invalid or a label of this chunk is out of range."""
+    labels_ptr = targets.labels + b * target_stride
+    has_label = chunk.u < chunk.sequence.target_len
+    label = tl.load(labels_ptr + chunk.u, mask=has_label, other=-1)
+    is_bad = has_label & ((label < 0) | (label >= V) | (label == blank))
+    if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | chunk.sequence.invalid:
+        tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
 
 
 @triton.jit
@@ -126,22 +235,6 @@ def row_of(chunk, turn):
 
 
 @triton.jit
-def entering_mask(chunk, row, duration, LABEL: tl.constexpr):
-    """Return whether arcs of a duration that enter the nodes of a row stay in the lattice.
-
-    A label leads to a node of a step; a blank also to the end of the path.
-    """
-    length, target_len = chunk.sequence.length, chunk.sequence.target_len
-    before, after = row - chunk.lane - duration, row - chunk.lane
-    mask = (before >= 0) & (chunk.u <= target_len)
-    if LABEL:
-        return mask & (after < length) & (chunk.u > 0)
-    else:
-        is_end = (after == length) & (chunk.u == target_len)
-        return mask & (before < length) & ((after < length) | is_end)
-
-
-@triton.jit
 def load_volatile_halves(ptr):
     """Load the halves of words that other multiprocessors may have written meanwhile.
 
@@ -161,24 +254,16 @@ def load_volatile_halves(ptr):
 
 
 @triton.jit
-def load_block_arcs(
-    chunk,
-    turn,
-    FILLED: tl.constexpr,
-    WAIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODE: tl.constexpr,
-    ARCS: tl.constexpr,
-):
+def load_block_arcs(chunk, turn, WAIT: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr):
     """Return the arcs into (α) or out of (β) the nodes of BLOCK turns, a tuple for each row.
 
-    Words are two halves. With WAIT, those that are not written yet are 0. With FILLED, each arc
-    that leaves the lattice has the probability 0 in memory, as it does if the arcs are words.
+    Words are two halves. With WAIT, those that are not written yet are 0. Each arc that leaves the
+    lattice has the probability 0 in memory.
     """
     lane, rows = chunk.lane, ()
     for j in tl.static_range(BLOCK):
         row, arcs = row_of(chunk, turn + j), ()
-        for i in tl.static_range(ARCS):
+        for i in tl.static_range(num_kinds(CODE)):
             d = (CODE >> (8 * i)) & 127
             # The sum in brackets is the same in all turns, and the one after it for all kinds.
             ptr = chunk.arcs.ptr + (i * chunk.arcs.nodes - d * chunk.arcs.duration_offset)
@@ -192,11 +277,8 @@ def load_block_arcs(
                 arcs = arcs + (load_volatile_halves(ptr),)
             elif ptr.dtype.element_ty == tl.int64:
                 arcs = arcs + (halves(tl.load(ptr)),)
-            elif FILLED:
-                arcs = arcs + (tl.load(ptr),)
             else:
-                mask = entering_mask(chunk, row, d, ((CODE >> (8 * i)) & 128) > 0)
-                arcs = arcs + (tl.load(ptr, mask=mask, other=-float("inf")),)
+                arcs = arcs + (tl.load(ptr),)
         rows = rows + (arcs,)
     return rows
 
@@ -209,7 +291,7 @@ def load_turn_carries(chunk, turn, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def least_word(before, words, rows, WAIT: tl.constexpr, CODE: tl.constexpr, ARCS: tl.constexpr):
+def least_word(before, words, rows, WAIT: tl.constexpr, CODE: tl.constexpr):
     """Return 0 if a carry, or with WAIT an arc of some rows, is not written yet.
 
     Such a word is 0, and the upper half of the word of an arc that is written is not. `before` is
@@ -219,7 +301,7 @@ def least_word(before, words, rows, WAIT: tl.constexpr, CODE: tl.constexpr, ARCS
     least = lower | upper
     if WAIT:
         for i in tl.static_range(len(rows)):
-            for j in tl.static_range(ARCS):
+            for j in tl.static_range(num_kinds(CODE)):
                 if (CODE >> (8 * j)) & 255:
                     least = tl.minimum(least, rows[i][j][1])
     # Triton 3.6 fails where a result of a loop is not used.
@@ -236,7 +318,6 @@ def await_arcs(
     WAIT: tl.constexpr,
     BLOCK: tl.constexpr,
     CODE: tl.constexpr,
-    ARCS: tl.constexpr,
 ):
     """Return the carries of BLOCK turns and the arcs of the turns after each, once all are written.
 
@@ -246,8 +327,8 @@ def await_arcs(
     while least == 0:
         words = load_turn_carries(chunk, turn, BLOCK)
         if WAIT:
-            rows = load_block_arcs(chunk, turn + 1, True, True, BLOCK, CODE, ARCS)
-        least = least_word(1, words, rows, WAIT, CODE, ARCS)
+            rows = load_block_arcs(chunk, turn + 1, True, BLOCK, CODE)
+        least = least_word(1, words, rows, WAIT, CODE)
     return least, words, rows
 
 

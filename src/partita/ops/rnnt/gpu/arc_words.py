@@ -1,11 +1,11 @@
-"""Probabilities of arcs and sums over paths as 64-bit words, for the scan of a TDT's loss.
+"""Probabilities of arcs and sums over paths as 64-bit words, for the scan of a transducer's loss.
 
 Such a number is m · 2**e, with m in [1, 2) in fp64 and an integer e. Sums of products of these
 numbers need no logarithm, and their error is that of fp64, whatever their range is.
 
 The lower half of a word has the first 32 bits of the fraction of m. So the upper half of m in fp64
 is an exponent of fp64 and the lower half of the word, shifted by 12 together. The upper half of an
-arc's word is e with a bias. It lies between 2**22 and 2**23 for a possible arc, and is -2**30 for
+arc's word is e with a bias. It lies between 2**21 and 2**23 for a possible arc, and is -2**30 for
 one of probability 0. So all terms of a sum are scaled by the greatest, and no upper half is 0, by
 which a scan knows that a word has been written.
 
@@ -15,7 +15,10 @@ exponent become the last of m, which is noise below 2**-40, for which the fracti
 
 The upper half of the word of a state, a sum over paths, has 4 bits of the fraction and an exponent
 of 28 bits. Its bias makes it about 1 for a state that no path reaches, and greater for any other.
-Sums of probabilities below 2**-117,000,000 count as 0.
+
+Scores that are no log-probabilities, or have a delay penalty, may be above 0: those of arcs up to
+2**21 (greater ones count as NaN), and those of paths up to 2**25. Sums of probabilities below
+2**-83,000,000 count as 0.
 """
 
 from __future__ import annotations
@@ -26,14 +29,15 @@ import triton.language as tl
 from ....primitives.gpu.math import LOG2E, finite_shift
 from .lattice import log_sum
 
-ARC_BIAS = tl.constexpr(2**23 - 2**10)
+ARC_BIAS = tl.constexpr(2**23 - 2**21 - 2**11)
 # In both forms, and with equal halves, so that memory is filled with it in units of 32 bits.
 IMPOSSIBLE_ARC = tl.constexpr(0xC0C00000C0C00000 - 2**64)
 LEAST_EXPONENT = tl.constexpr(-(2**22) + 2**11)  # the least of a possible arc
 LEAST_SCORE = tl.constexpr(-(2.0**21) + 2.0**11)  # of a token or a duration; below, it is -inf
+GREATEST_SCORE = tl.constexpr(2.0**21)  # of a token; above, it is NaN
 IMPOSSIBLE = tl.constexpr(-(2**24))  # the exponent of such a factor
 
-STATE_BIAS = tl.constexpr(2**27 - 2**11)
+STATE_BIAS = tl.constexpr(2**27 - 2**25)
 UNREACHED = tl.constexpr(1)  # the least biased exponent of a state, so that no word is 0
 LEAST_STATE = tl.constexpr(2**24)  # the least biased exponent of a state that a path reaches
 NO_TERM = tl.constexpr(-(2**30) - 2**24)  # the exponent of no terms, below that of any other
@@ -57,9 +61,9 @@ def line(x, SLOPE: tl.constexpr, OFFSET: tl.constexpr):
 def exp2_parts(x):
     """Return f between 0.7 and 1.5 and an integer e with 2**x = f * 2**e.
 
-    For x below LEAST_SCORE e is IMPOSSIBLE, and for NaN f is NaN.
+    For x below LEAST_SCORE e is IMPOSSIBLE, and for NaN or x above GREATEST_SCORE f is NaN.
     """
-    clamped = tl.where(x < LEAST_SCORE, LEAST_SCORE, x)
+    clamped = tl.where(x < LEAST_SCORE, LEAST_SCORE, tl.where(x > GREATEST_SCORE, float("nan"), x))
     rounded = clamped + ROUNDER
     exponent = rounded.to(tl.int64, bitcast=True).to(tl.int32)
     y = clamped - (rounded - ROUNDER)
@@ -74,6 +78,13 @@ def exp2_parts(x):
     high = tl.fma(tl.fma(p89, s, p67), s, p45)
     factor = tl.fma(tl.fma(high, s, p23), s, p01)
     return factor, tl.where(x < LEAST_SCORE, IMPOSSIBLE, exponent)
+
+
+@triton.jit
+def log2_of_parts(factor, exponent):
+    """Return the logarithm of what `exp2_parts` returns, -inf for an impossible one."""
+    score = tl.log2(factor) + exponent.to(tl.float64)
+    return tl.where(exponent == IMPOSSIBLE, -float("inf"), score)
 
 
 @triton.jit
@@ -198,7 +209,7 @@ def state_word(significand, exponent):
 def state_of_word(word):
     """Return the significand and the biased exponent of a state.
 
-    The bits of -inf, which `scan.load_carries_of` returns where there is no carry, become a state
+    The bits of -inf, which `arc_rows.load_carries` returns where there is no carry, become a state
     that no path reaches.
     """
     lower, upper = halves(word)

@@ -20,6 +20,9 @@ from .rows import (
     step_offset,
 )
 
+DURATION_NODES = 64  # nodes of a warp, for which no more registers are needed than for rows
+BLOCK = tl.constexpr(DURATION_NODES)
+
 
 class NodeGradient(NamedTuple):
     """The terms of the gradient of a node's row.
@@ -170,10 +173,18 @@ def store_zeros(row, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.cons
 
 
 class Upstream(NamedTuple):
-    """The gradient of the losses, `[B]`, and its stride."""
+    """What the gradients are made of, beside the logits.
+
+    Fields:
+        ptr, stride: the gradient of the losses, `[B]`, and its stride.
+        posteriors_ptr: the posteriors of blank, label and durations, `[2 + K, B, T, U1]`.
+        labels_ptr: the labels, `[B, U]`.
+    """
 
     ptr: tl.tensor
     stride: tl.tensor
+    posteriors_ptr: tl.tensor
+    labels_ptr: tl.tensor
 
 
 class StridedLogits(NamedTuple):
@@ -190,15 +201,12 @@ class GradientSource(NamedTuple):
     """The tensors from which the gradient of nodes is computed, beside their logits.
 
     Fields:
-        grad: the upstream gradient.
-        posteriors_ptr: the posteriors of blank and label, `[2, B, T, U1]`.
-        labels_ptr, target_stride: the labels.
+        grad: the upstream gradient, the posteriors and the labels.
+        target_stride: the offset from a target to the next.
         blank, clamp, fastemit: the options of the loss.
     """
 
     grad: tl.tensor
-    posteriors_ptr: tl.tensor
-    labels_ptr: tl.tensor
     target_stride: tl.tensor
     blank: tl.tensor
     clamp: tl.tensor
@@ -225,7 +233,7 @@ def store_gradients_of_nodes(
     `strides` are those of the logits over B, T and U1, and `sizes` are T, B, U1 and V.
     """
     T, B, U1, V = sizes
-    DTYPE: tl.constexpr = source.posteriors_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = source.grad.posteriors_ptr.dtype.element_ty
     FUSED: tl.constexpr = logits.lse_ptr is not None
     node = program_nodes(first_step, T, U1)
     b, size = node.b.to(tl.int64), B.to(tl.int64) * T * U1
@@ -236,11 +244,11 @@ def store_gradients_of_nodes(
     d_origin = step_offset(node, first_step, dlogits.b, dlogits.t)
     for r in range(0, tl.minimum(ROWS, U1 - node.first_u)):
         u = (node.first_u + r).to(tl.int64)
-        label_ptr = source.labels_ptr + b * source.target_stride + u
+        label_ptr = source.grad.labels_ptr + b * source.target_stride + u
         label_index = tl.load(label_ptr, mask=u < U1 - 1, other=-1).to(tl.int32)
         index = node.index + r
-        blank = tl.load(source.posteriors_ptr + index).to(DTYPE)
-        label = tl.load(source.posteriors_ptr + size + index).to(DTYPE)
+        blank = tl.load(source.grad.posteriors_ptr + index).to(DTYPE)
+        label = tl.load(source.grad.posteriors_ptr + size + index).to(DTYPE)
         active = (blank != 0.0) | (label != 0.0)
         label *= fastemit
         if not CLIP:
@@ -264,14 +272,54 @@ def store_gradients_of_nodes(
             store_zeros(results, V, VEC, EDGES, BLOCK_V)
 
 
+class DurationGradient(NamedTuple):
+    """The logits of the durations and their gradient, `[B, T, U1, K]`, both contiguous.
+
+    Fields:
+        ptr: the logits, or None for RNN-T.
+        lse_ptr: the log-sum-exps of the nodes, `[B, T, U1]`.
+        grad_ptr: the gradient.
+    """
+
+    ptr: tl.tensor
+    lse_ptr: tl.tensor
+    grad_ptr: tl.tensor
+
+
+@triton.jit
+def store_duration_gradients(program, grad, durations, T, B, U1, K: tl.constexpr):
+    """Write the gradient in the logits of the durations of some nodes."""
+    dtype: tl.constexpr = grad.posteriors_ptr.dtype.element_ty
+    blocks = tl.cdiv(T * U1, BLOCK)
+    b, block = (program // blocks).to(tl.int64), program % blocks
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    mask = index < T * U1
+    node, size = b * T * U1 + index, B.to(tl.int64) * T * U1
+    scale = tl.load(grad.ptr + (b + index * 0) * grad.stride).to(dtype)
+    read = mask & (scale != 0.0)
+    arcs, total = (), tl.zeros([BLOCK], dtype)
+    for k in tl.static_range(K):
+        arc = tl.load(grad.posteriors_ptr + (2 + k) * size + node, mask=read, other=0.0)
+        arcs = arcs + (arc,)
+        total += arc
+    active = read & (total != 0.0)
+    lse = tl.load(durations.lse_ptr + node, mask=active, other=0.0).to(tl.float64)
+    for k in tl.static_range(K):
+        x = tl.load(durations.ptr + node * K + k, mask=active, other=0.0).to(tl.float64)
+        softmax = tl.exp(x - lse) if dtype == tl.float64 else tl.exp((x - lse).to(tl.float32))
+        d = tl.where(active, (total * softmax - arcs[k]) * scale, 0.0)
+        grad_ptr = durations.grad_ptr + node * K + k
+        tl.store(grad_ptr, d.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_gradient_kernel(
     grad,  # Upstream
     logits,  # Logits, all of them or those of some steps; without log-sum-exps log-probabilities
+    durations,  # DurationGradient
     dlogits,  # StridedLogits, which may be the logits
-    posteriors_ptr,  # [2, B, T, U1], or more of a TDT
-    labels_ptr,  # [B, U]
     first_step,  # the first step in `logits`, counted over all sequences
+    steps,  # the number of steps
     T,
     B,
     U1,
@@ -283,6 +331,7 @@ def rnnt_gradient_kernel(
     stride_b,
     stride_t,
     stride_u,
+    K: tl.constexpr,  # durations
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
     VEC: tl.constexpr,
@@ -290,9 +339,18 @@ def rnnt_gradient_kernel(
     PIECES: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write the gradient of the rows of some nodes; rows whose gradient is 0 are not read."""
-    options = (blank, clamp, fastemit)
-    source = GradientSource(grad, posteriors_ptr, labels_ptr, target_stride, *options)
-    strides, sizes = (stride_b, stride_t, stride_u), (T, B, U1, V)
-    nodes = (source, logits, strides, dlogits, first_step, sizes)
-    store_gradients_of_nodes(*nodes, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V)
+    """Write the gradient of the rows of some nodes; rows whose gradient is 0 are not read.
+
+    Other programs write that of the durations. They come last and are short, so they run beside the
+    last rows.
+    """
+    programs = steps * tl.cdiv(U1, ROWS)
+    if (durations.ptr is None) or tl.program_id(0) < programs:
+        options = (blank, clamp, fastemit)
+        source = GradientSource(grad, target_stride, *options)
+        strides, sizes = (stride_b, stride_t, stride_u), (T, B, U1, V)
+        nodes = (source, logits, strides, dlogits, first_step, sizes)
+        store_gradients_of_nodes(*nodes, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V)
+    else:
+        program = tl.program_id(0) - programs
+        store_duration_gradients(program, grad, durations, T, B, U1, K)

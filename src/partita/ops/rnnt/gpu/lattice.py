@@ -1,7 +1,6 @@
-"""The lattice of a transducer in kernels: indices of nodes, lengths, and sums of log-probabilities.
+"""The lattice of a transducer in kernels: indices of nodes, sizes, lengths, and log-probabilities.
 
-Scores on the lattice are logarithms to base 2 in fp64. Differences below the maximum of a sum are
-taken in fp64; only their exponentials, and the logarithm of 1 plus such an exponential, are fp32.
+Scores of arcs are logarithms to base 2 in fp64.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LN2, LOG2E, UNFUSED, log1p_tail
 from ....primitives.gpu.memory import checked_length
+from . import plan
 
 LOG2E_FP32 = tl.constexpr(1.4426950216293335)  # log2(e) as fp32 has it
 LN2_FP32 = tl.constexpr(1 / 1.4426950216293335)
-MINUS_ZERO = tl.constexpr(-(2**63))  # the bits of -0.0, which stand for those of 0.0 in messages
+BLOCK_ROWS = tl.constexpr(plan.BLOCK_ROWS)
+MARGIN = tl.constexpr(plan.MARGIN)
 
 # Triton compiles nothing anew for other values of these arguments.
 SIZES = [
@@ -25,18 +26,13 @@ SIZES = [
     "U1",
     "V",
     "num_chunks",
-    "rows",
-    "carry_steps",
     "blank",
     "stride_b",
     "stride_t",
     "stride_u",
-    "duration_stride_b",
-    "duration_stride_t",
-    "duration_stride_u",
     "target_stride",
     "first_step",
-    "nodes",
+    "steps",
 ]
 
 
@@ -82,44 +78,34 @@ def load_sequence(b, lengths, T, U1):
     return Sequence(tl.where(invalid, 0, length), tl.where(invalid, 0, target_len), invalid)
 
 
+class LatticeSizes(NamedTuple):
+    """The sizes of a batch, and of arrays over its nodes; see `plan.LatticePlan` for these."""
+
+    T: tl.tensor
+    B: tl.tensor
+    U1: tl.tensor
+    num_chunks: tl.tensor
+    rows: tl.tensor
+    carry_steps: tl.tensor
+    nodes: tl.tensor
+
+
 @triton.jit
-def node_offset(b, t, u, num_chunks, rows):
+def lattice_sizes(T, B, U1, num_chunks):
+    """Return the sizes of a batch and of arrays over its nodes, as `plan.lattice_plan` does.
+
+    The chunks are an argument: computed from U1, they would make the scans spill 16 registers.
+    """
+    rows = tl.cdiv(T + 32, BLOCK_ROWS) * BLOCK_ROWS
+    nodes = B.to(tl.int64) * num_chunks * rows * 32 + MARGIN
+    return LatticeSizes(T, B, U1, num_chunks, rows, tl.cdiv(T, BLOCK_ROWS) * BLOCK_ROWS, nodes)
+
+
+@triton.jit
+def node_offset(b, t, u, sizes):
     """Return the offset of node (t, u) of sequence b in an array `[B, num_chunks, rows, 32]`."""
-    chunk = (b.to(tl.int64) * num_chunks + u // 32) * rows
+    chunk = (b.to(tl.int64) * sizes.num_chunks + u // 32) * sizes.rows
     return (chunk + t + u % 32) * 32 + u % 32
-
-
-@triton.jit
-def log2_1p(e):
-    """Return log2(1 + e) for e in [0, 1], in fp32 with an error below 6e-8 that vanishes with e."""
-    if UNFUSED:
-        return tl.log2(1.0 + e.to(tl.float64)).to(tl.float32)
-    else:
-        # The polynomial is fitted to log2(1 + e) / e at Chebyshev points. Its terms are paired,
-        # because each of them is on the path from one step to the next.
-        s = e * e
-        q01 = tl.fma(e, -0.7213461399078369, 1.4426950216293335)
-        q23 = tl.fma(e, -0.36001819372177124, 0.48085030913352966)
-        q45 = tl.fma(e, -0.22090348601341248, 0.28389522433280945)
-        q67 = tl.fma(e, -0.082326240837574, 0.15313147008419037)
-        q89 = tl.fma(e, -0.004697961732745171, 0.028719963505864143)
-        fourth = s * s
-        low = tl.fma(q23, s, q01)
-        middle = tl.fma(q67, s, q45)
-        return e * tl.fma(tl.fma(q89, fourth, middle), fourth, low)
-
-
-@triton.jit
-def log2_add(a, b, FP64: tl.constexpr):
-    """Return log2(2**a + 2**b); the part that is added to the maximum is fp32 unless FP64."""
-    greater = tl.where(a > b, a, b)
-    if FP64:
-        distance = tl.where(a == b, 0.0, -tl.abs(a - b))
-        return greater + tl.log2(1.0 + tl.exp2(distance))
-    else:
-        # Two infinities of one sign have no difference.
-        distance = tl.where(a == b, 0.0, -tl.abs((a - b).to(tl.float32)))
-        return greater + log2_1p(tl.exp2(distance)).to(tl.float64)
 
 
 @triton.jit

@@ -20,14 +20,15 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
 from ..common import ACTIVATIONS, chunk_ranges
 from .call import (
+    NO_DURATIONS,
     LatticeCall,
     NodeOptions,
     as_targets,
     launch_gradient,
     launch_nodes,
     scan_lattice,
-    scan_zeros,
 )
+from .gradient import DurationGradient
 from .joint import (
     JointInput,
     rnnt_joint_gradient_kernel,
@@ -35,7 +36,6 @@ from .joint import (
     rnnt_predictor_sum_kernel,
 )
 from .lattice import Targets
-from .launch_tdt import duration_gradient, scan_durations, token_duration_arcs
 
 ROW_ALIGNMENT = 16  # columns of the padded matrix
 # Steps of a program of the joint's gradient, and of one of a chunk that makes few programs. More
@@ -306,69 +306,6 @@ def new_gradients(call: JointCall, wanted: Sequence[bool]) -> Gradients:
     )
 
 
-def linear_transducer(
-    call: JointCall,
-    options: NodeOptions,
-    durations: Sequence[int],
-    fastemit_lambda: float,
-    factor: Tensor | None,
-    chunk: int,
-    keep_logits: bool,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """Return the losses, and the gradients of the sum of factor * loss in the inputs.
-
-    These are encoder, predictor, matrix and bias of the tokens, and then those of the durations.
-    Gradients that are not wanted are empty, and so are all without a factor.
-    """
-    (B, T, U1), head, encoder = call.sizes, call.head, call.encoder
-    needs_gradient = factor is not None and any(wanted)
-    keep_logits = keep_logits and needs_gradient
-    memory = joint_memory(call, chunk, keep_logits)
-    lattice = LatticeCall(
-        call.targets, options, B, T, U1, head.tokens, encoder.dtype, needs_gradient
-    )
-    arcs, lse = lattice.empty_arcs(), lattice.empty_lse()
-    duration_logits = encoder.new_empty((B, T, U1, head.durations))
-    flat_durations = duration_logits.view(B * T * U1, head.durations)
-    columns = slice(head.tokens, head.tokens + head.durations)
-    for part in compute_chunks(call, chunk, memory, False):
-        launch_nodes(lattice, part.tokens(call), lse, arcs, part.first, part.sequences * part.steps)
-        if head.durations:
-            flat_durations[part.nodes] = part.rows[:, columns]
-    if head.durations:
-        zeros = scan_zeros(lattice)
-        words, duration_lse = token_duration_arcs(
-            lattice, arcs, duration_logits, durations, zeros.flags
-        )
-        nll, posteriors = scan_durations(lattice, words, zeros, durations)
-        if factor is not None and needs_gradient:
-            gradient = duration_gradient(factor, duration_logits, duration_lse, posteriors)
-            flat_durations = gradient.view(flat_durations.shape)
-    else:
-        nll, posteriors = scan_lattice(lattice, arcs)
-    found = Gradients(None, None, None, None)
-    if factor is not None and needs_gradient:
-        heads = (any(wanted[2::2]), any(wanted[3::2]))
-        found = new_gradients(call, (*wanted[:2], *heads))
-        dhidden = torch.empty_like(memory.hidden)
-        for part in compute_chunks(call, chunk, memory, keep_logits):
-            logits, steps = part.tokens(call), part.sequences * part.steps
-            inputs = (factor, logits, lse, posteriors, call.targets)
-            scores = (options.blank, options.hat, 0.0, fastemit_lambda)
-            launch_gradient(*inputs, logits, part.first, steps, *scores)
-            if head.durations:
-                part.rows[:, columns] = flat_durations[part.nodes]
-            add_gradients(call, part, dhidden, found)
-    parts = [(found.encoder, slice(None)), (found.predictor, slice(None))]
-    for of_head in (slice(0, head.tokens), columns):
-        parts += [(found.weight, of_head), (found.bias, of_head)]
-    return nll, *(
-        wanted_part(gradient, rows, wants, encoder)
-        for (gradient, rows), wants in zip(parts, wanted, strict=False)
-    )
-
-
 def wanted_part(gradient: Tensor | None, rows: slice, wants: bool, like: Tensor) -> Tensor:
     """Return some rows of a gradient in the dtype of `like`, or an empty tensor.
 
@@ -384,37 +321,7 @@ def linear_rnnt(
     predictor: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    factor: Tensor | None,
-    activation: str,
-    blank: int,
-    hat: bool,
-    delay_penalty: float,
-    fastemit_lambda: float,
-    chunk: int,
-    keep_logits: bool,
-    encoder_grad: bool,
-    predictor_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, ...]:
-    """Return the losses, and the gradients of encoder, predictor, matrix and bias."""
-    head = joint_head(weight, bias, None, None)
-    targets = as_targets(labels, logit_lengths, target_lengths)
-    call = JointCall(encoder, predictor, head, targets, ACTIVATIONS.index(activation))
-    options = NodeOptions(blank, True, hat, 0.0, delay_penalty)
-    wanted = (encoder_grad, predictor_grad, weight_grad, bias_grad)
-    return linear_transducer(call, options, (), fastemit_lambda, factor, chunk, keep_logits, wanted)
-
-
-def linear_tdt(
-    encoder: Tensor,
-    predictor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    duration_weight: Tensor,
+    duration_weight: Tensor | None,
     duration_bias: Tensor | None,
     labels: Tensor,
     logit_lengths: Tensor,
@@ -423,21 +330,59 @@ def linear_tdt(
     activation: str,
     blank: int,
     durations: Sequence[int],
+    hat: bool,
     sigma: float,
+    delay_penalty: float,
+    fastemit_lambda: float,
     chunk: int,
     keep_logits: bool,
-    encoder_grad: bool,
-    predictor_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-    duration_weight_grad: bool,
-    duration_bias_grad: bool,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Return the losses, and the gradients of the inputs in their order."""
+    """Return the losses, and the gradients of the sum of factor * loss in the inputs.
+
+    These are encoder, predictor, and matrix and bias of tokens and of durations. Gradients that are
+    not wanted are empty, and so are all without a factor.
+    """
     head = joint_head(weight, bias, duration_weight, duration_bias)
     targets = as_targets(labels, logit_lengths, target_lengths)
     call = JointCall(encoder, predictor, head, targets, ACTIVATIONS.index(activation))
-    options = NodeOptions(blank, True, False, sigma, 0.0)
-    wanted = (encoder_grad, predictor_grad, weight_grad, bias_grad)
-    wanted += (duration_weight_grad, duration_bias_grad)
-    return linear_transducer(call, options, durations, 0.0, factor, chunk, keep_logits, wanted)
+    options = NodeOptions(blank, durations, True, hat, sigma, delay_penalty)
+    B, T, U1 = call.sizes
+    needs_gradient = factor is not None and any(wanted)
+    keep_logits = keep_logits and needs_gradient
+    memory = joint_memory(call, chunk, keep_logits)
+    lattice = LatticeCall(targets, options, B, T, U1, head.tokens, encoder.dtype, needs_gradient)
+    arcs, lse = lattice.empty_arcs(), lattice.empty_lse()
+    duration_logits: Tensor | None = None
+    if head.durations:
+        duration_logits = encoder.new_empty((B, T, U1, head.durations))
+    columns = slice(head.tokens, head.tokens + head.durations)
+    for part in compute_chunks(call, chunk, memory, False):
+        launch_nodes(lattice, part.tokens(call), lse, arcs, part.first, part.sequences * part.steps)
+        if duration_logits is not None:
+            duration_logits.flatten(0, 2)[part.nodes] = part.rows[:, columns]
+    nll, duration_lse, posteriors = scan_lattice(lattice, arcs, duration_logits)
+    found = Gradients(None, None, None, None)
+    if factor is not None and needs_gradient:
+        heads = (any(wanted[2::2]), any(wanted[3::2]))
+        found = new_gradients(call, (*wanted[:2], *heads))
+        dhidden = torch.empty_like(memory.hidden)
+        of_durations = NO_DURATIONS
+        if duration_logits is not None:
+            d_durations = torch.empty_like(duration_logits)
+            of_durations = DurationGradient(duration_logits, duration_lse, d_durations)
+        for part in compute_chunks(call, chunk, memory, keep_logits):
+            logits, steps = part.tokens(call), part.sequences * part.steps
+            inputs = (factor, logits, lse, posteriors, targets)
+            scores = (blank, hat, 0.0, fastemit_lambda)
+            launch_gradient(*inputs, logits, part.first, steps, *scores, of_durations)
+            if duration_logits is not None:
+                part.rows[:, columns] = d_durations.flatten(0, 2)[part.nodes]
+            add_gradients(call, part, dhidden, found)
+    parts = [(found.encoder, slice(None)), (found.predictor, slice(None))]
+    for of_head in (slice(0, head.tokens), columns):
+        parts += [(found.weight, of_head), (found.bias, of_head)]
+    return nll, *(
+        wanted_part(gradient, rows, wants, encoder)
+        for (gradient, rows), wants in zip(parts, wanted, strict=True)
+    )

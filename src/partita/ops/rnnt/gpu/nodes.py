@@ -11,6 +11,7 @@ from ....primitives.gpu.math import LN2, LOG2E, finite_shift
 from .lattice import (
     LN2_FP32,
     SIZES,
+    lattice_sizes,
     load_sequence,
     log2_units,
     log_sum,
@@ -119,14 +120,14 @@ def score_arcs(
 def rnnt_nodes_kernel(
     logits,  # Logits, all of them or those of some steps
     targets,  # Targets
-    arcs_ptr,  # [2, B, num_chunks, rows, 32] fp64: log2 of the blank's and of the label's
+    blanks_ptr,  # [B, num_chunks, rows, 32] fp64: log2 of the probability of the blank
+    labels_ptr,  # the same of the label
     first_step,  # the first step in `logits`, counted over all sequences
     T,
+    B,
     U1,
     V,
     num_chunks,
-    rows,
-    nodes: tl.int64,  # elements of an array over all nodes
     blank,
     sigma: tl.float64,  # subtracted from both arcs
     delay_penalty: tl.float64,
@@ -158,6 +159,6 @@ def rnnt_nodes_kernel(
     )
     u = node.first_u + tl.arange(0, ROWS)
     mask = u <= sequence.target_len
-    offset = node_offset(node.b, node.t, u, num_chunks, rows)
-    tl.store(arcs_ptr + offset, blank_score, mask=mask)
-    tl.store(arcs_ptr + nodes + offset, label_score, mask=mask)
+    offset = node_offset(node.b, node.t, u, lattice_sizes(T, B, U1, num_chunks))
+    tl.store(blanks_ptr + offset, blank_score, mask=mask)
+    tl.store(labels_ptr + offset, label_score, mask=mask)

@@ -2,17 +2,18 @@
 
 The time of a scan depends on the length of the lattice, not on the work, and one or few sequences
 leave the GPU idle meanwhile. So some programs of this kernel scan, and the others compute arcs for
-them as `nodes.py` does. A program that computes arcs waits for none, so all of them end, and the
-scans with them: `plan.overlaps` allows so few that all scans run at the same time.
+them as `nodes.py` and `arcs.py` do. A program that computes arcs waits for none, so all of them
+end, and the scans with them: `plan.overlaps` allows so few that all scans run at the same time.
 
-An arc is a message by itself. Its score is one 64-bit word, which is 0 before it is written, and a
-score of 0.0 is written as -0.0. No other order of memory accesses matters, so the programs need no
-fence and no counter. α and β never are -0.0, so their sums do not depend on the sign of a zero.
+An arc is a message by itself: one 64-bit word, which is 0 before it is written. Arcs that leave the
+lattice have no program. `arcs.rnnt_words_kernel` has written words of the probability 0 for them,
+and 0 for the others. No other order of memory accesses matters, so the programs need no fence and
+no counter.
 
 α needs the arcs of small t + u first, and β those of large t + u. So the arcs are computed from
 both ends of the lattice towards its middle anti-diagonal. When the last row is read, each scan has
-half of its way left. The arithmetic is that of `scan.py` and `nodes.py`, so all results have the
-bits of one kernel after the other.
+half of its way left. The arithmetic is that of one kernel after the other, so all results have the
+same bits.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import UNFUSED
-from .lattice import MINUS_ZERO, SIZES, load_sequence, node_offset
+from ....primitives.gpu.memory import prefetch_line
+from .arc_rows import HAS_NAN, num_kinds
+from .arc_words import arc_word, exp2_parts, probability_block
+from .arcs import stays
+from .lattice import SIZES, lattice_sizes, load_sequence, node_offset
 from .nodes import NodeSource, score_arcs
-from .rows import ROWS, NodeRows
-from .scan import ScanSizes, scan_program
+from .rows import ROWS, NodeRows, column_offset
+from .scan import scan_program
 
 
 @triton.jit
@@ -76,37 +81,100 @@ def program_roles(scans, nodes):
 
 
 @triton.jit
-def store_words(ptr, scores, mask):
-    """Store scores as words, each of which shows that it has been written.
+def prefetch_rows(source, node, sequence, V):
+    """Ask for the cache lines of the logits of some nodes.
 
-    A word of 0 has not. A score whose upper half is 0 is 0.0, because the least difference of two
-    logits is not tiny; it is stored as -0.0.
+    A program reads one row after the other, so it would wait for memory once for each row. The
+    registers of the scans leave too few programs on a multiprocessor to hide that time.
     """
-    words = scores.to(tl.int64, bitcast=True)
-    tl.store(ptr, tl.where(words >> 32 == 0, MINUS_ZERO, words), mask=mask)
+    if not UNFUSED:
+        logits_ptr, stride_v, _ = source.logits
+        PER_LINE: tl.constexpr = 1024 // logits_ptr.dtype.element_ty.primitive_bitwidth
+        lines, lane = tl.cdiv(V, PER_LINE), tl.arange(0, 32)
+        rows = tl.minimum(ROWS, sequence.target_len + 1 - node.first_u)
+        for first in range(0, rows * lines, 32):
+            line = tl.minimum(first + lane, rows * lines - 1)
+            u, column = node.first_u + line // lines, line % lines * PER_LINE
+            offset = source.origin + u.to(tl.int64) * source.stride_u
+            prefetch_line(logits_ptr + (offset + column_offset(column, stride_v)))
+
+
+@triton.jit
+def store_arc_words(
+    durations,
+    source,
+    node,
+    sequence,
+    sizes,
+    scan,
+    V,
+    CODE: tl.constexpr,
+    HAT: tl.constexpr,
+    VEC: tl.constexpr,
+    EDGES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write the words of all arcs of some nodes, which are computed side by side, one in each lane.
+
+    A sequence in which one is NaN is flagged.
+    """
+    K: tl.constexpr = num_kinds(CODE) // 2
+    WIDTH: tl.constexpr = triton.next_power_of_2(K)
+    b, t, u = node.b.to(tl.int64), node.t, node.first_u + tl.arange(0, ROWS)
+    mask, k = u <= sequence.target_len, tl.arange(0, WIDTH)[None, :]
+    is_kind = mask[:, None] & (k < K)
+    if durations.ptr is not None:
+        ptr = durations.ptr + (node.index + tl.arange(0, ROWS)[:, None]) * K + k
+        values = tl.load(ptr, mask=is_kind, other=-float("inf"))
+        prefetch_rows(source, node, sequence, V)
+    blank_score, label_score = score_arcs(
+        source, node, sequence, V, True, HAT, VEC, EDGES, PIECES, BLOCK_V, tl.float32
+    )
+    factor, exponent = tl.full([ROWS, WIDTH], 1.0, tl.float64), tl.zeros([ROWS, WIDTH], tl.int32)
+    if durations.ptr is not None:
+        factor, exponent, lse = probability_block(values, tl.float32)
+        if durations.lse_ptr is not None:
+            lse_ptr = durations.lse_ptr + node.index + tl.arange(0, ROWS)
+            tl.store(lse_ptr, lse.to(lse_ptr.dtype.element_ty), mask=mask)
+    ptr = scan.arcs + (k.to(tl.int64) * sizes.nodes + node_offset(b, t, u, sizes)[:, None])
+    u, has_nan = u[:, None], is_kind & (k < 0)
+    for label in tl.static_range(2):
+        d = tl.zeros([1, WIDTH], tl.int32)
+        for i in tl.static_range(K):
+            d = tl.where(k == i, (CODE >> (8 * (i + label * K))) & 127, d)
+        token = exp2_parts(label_score if label else blank_score)
+        token = (token[0][:, None], token[1][:, None])
+        valid = is_kind & stays(t, u, d, sequence, label) & (d + label > 0)
+        arc, is_nan = arc_word(token, (factor, exponent), valid, False)
+        tl.store(ptr + label * K * sizes.nodes, arc, mask=valid)
+        has_nan = has_nan | is_nan
+    # The scan, which runs beside this, may have set the other flag.
+    lanes = u * 0 + k * 0
+    tl.atomic_or(scan.flags + b + lanes, lanes + HAS_NAN, mask=has_nan, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_overlap_kernel(
-    logits,  # Logits
+    logits,  # Logits of the tokens
+    durations,  # DurationLogits
     targets,  # Targets
-    scan,  # Scan, of scores whose bits are words that are zero before
+    scan,  # Scan of words, which are prepared
     carries,  # Carries, or None for one chunk
     T,
     B,
     U1,
     V,
     num_chunks,
-    rows,
-    carry_steps,
-    nodes: tl.int64,  # elements of an array over all nodes
     blank,
+    sigma: tl.float64,
     delay_penalty: tl.float64,
     target_stride,
     stride_b,
     stride_t,
     stride_u,
     DIRECTIONS: tl.constexpr,  # 1 for α alone
+    CODE: tl.constexpr,  # the kinds of arcs; see `arc_rows.py`
     HAT: tl.constexpr,
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
@@ -117,24 +185,19 @@ def rnnt_overlap_kernel(
 
     Nodes beyond the lengths are neither read nor written.
     """
-    scans, blocks = DIRECTIONS * B * num_chunks, tl.cdiv(U1, ROWS)
-    index, program = program_roles(scans, T * B * blocks)
+    sizes = lattice_sizes(T, B, U1, num_chunks)
+    scans, programs = DIRECTIONS * B * sizes.num_chunks, T * B * tl.cdiv(U1, ROWS)
+    index, program = program_roles(scans, programs)
     if (index >= 0) & (index < scans):
-        sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
-        inputs = (scan, carries, targets, target_stride, blank, sizes)
-        # It loads only 4 rows together, because the pass over the logits needs the registers.
-        scan_program(index, *inputs, DIRECTIONS, 4, True, False, None)
+        # It loads few rows together, because the pass over the logits needs the registers.
+        BLOCK: tl.constexpr = 4 if num_kinds(CODE) == 2 else 2
+        inputs = (index, scan, carries, targets, target_stride, blank, V, sizes)
+        scan_program(*inputs, DIRECTIONS, True, BLOCK, CODE, False, None)
     else:
         node, sequence, is_node = nodes_of_rank(program, targets.lengths, T, B, U1, DIRECTIONS == 2)
         if is_node:
             origin = node.b.to(tl.int64) * stride_b + node.t.to(tl.int64) * stride_t
-            options = (targets.labels, target_stride, blank, 0.0, delay_penalty)
+            options = (targets.labels, target_stride, blank, sigma, delay_penalty)
             source = NodeSource(logits, origin, stride_u, *options)
-            blank_score, label_score = score_arcs(
-                source, node, sequence, V, True, HAT, VEC, EDGES, PIECES, BLOCK_V, tl.float32
-            )
-            u = node.first_u + tl.arange(0, ROWS)
-            mask = u <= sequence.target_len
-            offset = node_offset(node.b, node.t, u, num_chunks, rows)
-            store_words(scan.arcs + offset, blank_score, mask)
-            store_words(scan.arcs + nodes + offset, label_score, mask)
+            inputs = (source, node, sequence, sizes, scan, V)
+            store_arc_words(durations, *inputs, CODE, HAT, VEC, EDGES, PIECES, BLOCK_V)

@@ -30,10 +30,6 @@ MAX_OVERLAP_SCANS = 64
 MAX_OVERLAP_STEPS = 2**15  # the product of two numbers of steps fits in 32 bits
 MIN_OVERLAP_BYTES = 2**24  # of logits
 MIN_OVERLAP_ROW_BYTES = 512  # of the logits of a node, whose arcs are two words
-# With these and 2 rows that are loaded together, the arcs that a scan waits for and all of its
-# addresses stay in registers. 14 programs of 144 registers run on a multiprocessor.
-TDT_OVERLAP_REGISTERS = 144
-MAX_TDT_OVERLAP_SCANS = 32  # with 64, one kernel after the other takes less time
 MAX_OVERLAP_KINDS = 10  # of arcs
 MAX_OVERLAP_DEPTH = 5  # states that a lane remembers
 MARGIN = (MAX_DURATION + 4) * CHUNK  # elements before each kind of arcs that a scan may read
@@ -54,14 +50,19 @@ class LatticePlan(NamedTuple):
     nodes: int
     carry_steps: int
 
-    @property
-    def layout(self) -> dict[str, int]:
-        """The layout as arguments of kernels."""
-        return {"num_chunks": self.num_chunks, "rows": self.rows, "nodes": self.nodes}
 
-    def scan_sizes(self, T: int, B: int, U1: int, V: int) -> dict[str, int]:
-        """Return the sizes as arguments of kernels with a scan; see `scan.ScanSizes`."""
-        return {"T": T, "B": B, "U1": U1, "V": V, **self.layout, "carry_steps": self.carry_steps}
+class ArcKinds(NamedTuple):
+    """The kinds of arcs that a scan is compiled for.
+
+    Fields:
+        code: the kinds; see `arc_rows.py`.
+        number: the number of kinds, 2 for RNN-T.
+        depth: the states that a lane remembers.
+    """
+
+    code: int
+    number: int
+    depth: int
 
 
 class RowTile(NamedTuple):
@@ -89,45 +90,54 @@ def lattice_plan(B: int, T: int, U1: int) -> LatticePlan:
     return LatticePlan(num_chunks, rows, B * num_chunks * rows * CHUNK + MARGIN, carry_steps)
 
 
-def overlap_registers(tile: RowTile, hat: bool) -> int:
+@functools.lru_cache(maxsize=256)
+def arc_kinds(durations: tuple[int, ...]) -> ArcKinds:
+    """Return the kinds of arcs of a TDT, blanks and then labels, or without durations of RNN-T."""
+    if max(durations, default=0) > MAX_DURATION:
+        raise ValueError(
+            f"durations: expected at most {MAX_DURATION} on a GPU, got {max(durations)}"
+        )
+    blanks, labels = (durations, durations) if durations else ((1,), (0,))
+    bytes_of_kinds = [*blanks, *(d + 128 for d in labels)]
+    code = sum(byte << (8 * i) for i, byte in enumerate(bytes_of_kinds))
+    return ArcKinds(code, len(bytes_of_kinds), max(1, *blanks, *(d + 1 for d in labels)))
+
+
+def overlap_registers(tile: RowTile, hat: bool, kinds: ArcKinds) -> int:
     """Return the registers that a thread may have where a scan runs beside the rows of a tile.
 
     With 64 of them, 32 programs of one warp run on a multiprocessor, and none more could. More
-    elements of a row and the sums of HAT need more, without a scan too.
+    elements of a row and the sums of HAT need more, without a scan too. With many kinds of arcs,
+    those that a scan waits for and all of its addresses stay in 144 registers, with which 14
+    programs run.
     """
+    if kinds.number > 2:
+        return 144
     return 64 if tile.pieces * tile.vector <= 32 and not hat else 80
 
 
-def overlaps(B: int, T: int, U1: int, V: int, itemsize: int, directions: int) -> bool:
+def overlaps(
+    B: int, T: int, U1: int, V: int, itemsize: int, directions: int, kinds: ArcKinds
+) -> bool:
     """Return whether the scan runs beside the pass over the logits.
 
     Args:
         B, T, U1, V: the sizes of the logits.
         itemsize: the bytes of a logit.
         directions: 2 for α and β, 1 for α alone.
+        kinds: the kinds of arcs.
     """
+    # With many kinds of arcs, 64 scans beside the pass take longer than one kernel after the other.
+    max_scans = MAX_OVERLAP_SCANS if kinds.number == 2 else MAX_OVERLAP_SCANS // 2
     return (
-        itemsize < 8
-        and directions * B * cdiv(U1, CHUNK) <= MAX_OVERLAP_SCANS
+        directions * B * cdiv(U1, CHUNK) <= max_scans
+        and kinds.number <= MAX_OVERLAP_KINDS
+        and kinds.depth <= MAX_OVERLAP_DEPTH
+        and itemsize < 8
         and T <= MAX_OVERLAP_STEPS
         and V * itemsize >= MIN_OVERLAP_ROW_BYTES
         and B * T * U1 * V * itemsize >= MIN_OVERLAP_BYTES
     )
-
-
-def tdt_overlaps(
-    B: int, T: int, U1: int, V: int, itemsize: int, directions: int, kinds: int, depth: int
-) -> bool:
-    """Return whether the scan of a token-and-duration transducer runs beside the pass.
-
-    Args:
-        B, T, U1, V, itemsize, directions: see `overlaps`.
-        kinds: the number of kinds of arcs.
-        depth: the states that a lane remembers.
-    """
-    fits = kinds <= MAX_OVERLAP_KINDS and depth <= MAX_OVERLAP_DEPTH
-    few = directions * B * cdiv(U1, CHUNK) <= MAX_TDT_OVERLAP_SCANS
-    return fits and few and overlaps(B, T, U1, V, itemsize, directions)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,5 +165,6 @@ def row_tile(V: int, itemsize: int, alignment: int, has_edges: bool) -> RowTile:
     return RowTile(vector, edges, block, pieces)
 
 
+register_cache("rnnt.gpu.plan.arc_kinds", arc_kinds.cache_clear)
 register_cache("rnnt.gpu.plan.lattice_plans", lattice_plan.cache_clear)
 register_cache("rnnt.gpu.plan.row_tiles", row_tile.cache_clear)

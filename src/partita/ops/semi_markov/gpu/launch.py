@@ -80,26 +80,20 @@ def semi_markov_logz(
             **plan.scan_options(C, D),
         )
     else:
-        launch(
-            semi_markov_memory_scan_kernel,
-            programs,
-            tables_ptr=score_tables(transitions, durations),
-            slots=plan.duration_block(D),
-            ring_ptr=torch.empty((programs, D + 2, C), **fp64),
-            **arguments,
-            **plan.memory_scan_options(C),
-        )
+        launch_memory_scan(programs, transitions, durations, IS_MAX=False, **arguments)
     return logz, rounded, saved
 
 
-def score_tables(transitions: Tensor, durations: Tensor) -> Tensor:
-    """Return transitions and durations as the scans read them, see `tables.py`."""
+def launch_memory_scan(
+    programs: int, transitions: Tensor, durations: Tensor, **arguments: Any
+) -> None:
+    """Launch the scan whose ring is in memory, and before it the tables that it reads."""
     D, C = durations.shape
-    size = plan.tables_size(C, D)
-    tables = torch.empty(size, dtype=torch.float64, device=durations.device)
+    fp64: dict[str, Any] = {"dtype": torch.float64, "device": durations.device}
+    tables = torch.empty(plan.tables_size(C, D), **fp64)
     launch(
         semi_markov_tables_kernel,
-        cdiv(size, 256),
+        cdiv(len(tables), 256),
         transitions=strided(transitions),
         durations=strided(durations),
         tables_ptr=tables,
@@ -109,7 +103,15 @@ def score_tables(transitions: Tensor, durations: Tensor) -> Tensor:
         BLOCK=256,
         num_warps=4,
     )
-    return tables
+    launch(
+        semi_markov_memory_scan_kernel,
+        programs,
+        tables_ptr=tables,
+        slots=plan.duration_block(D),
+        ring_ptr=torch.empty((programs, D + 2, C), **fp64),
+        **arguments,
+        **plan.memory_scan_options(C),
+    )
 
 
 def scan_weights(transitions: Tensor, durations: Tensor) -> Tensor:

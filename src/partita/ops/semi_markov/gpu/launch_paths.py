@@ -8,14 +8,17 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from . import plan
-from .launch import batch_of, scan_weights, scans_of, score_tables, semi_markov_logz, strided
+from .launch import (
+    batch_of,
+    launch_memory_scan,
+    scan_weights,
+    scans_of,
+    semi_markov_logz,
+    strided,
+)
 from .sample import semi_markov_sample_kernel
 from .scores import Emissions
-from .viterbi import (
-    semi_markov_best_scan_kernel,
-    semi_markov_trace_kernel,
-    semi_markov_viterbi_kernel,
-)
+from .viterbi import semi_markov_best_scan_kernel, semi_markov_trace_kernel
 
 
 def semi_markov_viterbi(
@@ -35,26 +38,29 @@ def semi_markov_viterbi(
     choices = torch.empty((2, T, N, C), dtype=torch.int32, device=device)
     last = torch.empty(N, dtype=torch.int32, device=device)
     chains, resident = batch_of(emissions, durations, start, end, lengths), plan.is_resident(C, D)
-    results = {"choices_ptr": choices, "score_ptr": score, "last_ptr": last}
     if resident:
         launch(
             semi_markov_best_scan_kernel,
             N,
             weights_ptr=scan_weights(transitions, durations),
             chains=chains,
-            **results,
+            choices_ptr=choices,
+            score_ptr=score,
+            last_ptr=last,
             **plan.scan_options(C, D),
         )
     else:
-        launch(
-            semi_markov_viterbi_kernel,
+        launch_memory_scan(
             N,
-            tables_ptr=score_tables(transitions, durations),
-            slots=plan.duration_block(D),
-            ring_ptr=torch.empty((N, D + 2, C), dtype=torch.float64, device=device),
+            transitions,
+            durations,
             chains=chains,
-            **results,
-            **plan.viterbi_options(C, D),
+            saved_ptr=choices,
+            logz_ptr=last,
+            rounded_ptr=score,
+            SAVE=True,
+            EXACT=True,
+            IS_MAX=True,
         )
     launch(
         semi_markov_trace_kernel,

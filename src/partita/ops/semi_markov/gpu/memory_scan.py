@@ -1,13 +1,39 @@
-"""Alpha and beta of semi-Markov chains with many states or durations, whose ring is in memory.
+"""Alpha and beta, or best scores, of semi-Markov chains with many states or durations.
 
-The steps are those of `scan.py`. The open segments of a state have a row for each slot in memory,
-and a program takes them a block of states and a block of ages at a time.
+The open segments of a state have a row for each slot of a ring in memory, and a program takes them
+a block of states and a block of ages at a time. The steps are those of `scan.py`. Under Max they
+are those of `viterbi.py`, which add the same numbers in the same order as the reference.
 """
 
 import triton
 import triton.language as tl
 
 from .scores import add_terms, load_end, load_steps, log_of_sum, store_logz
+from .viterbi import better, store_best
+
+
+@triton.jit
+def no_terms(BLOCK: tl.constexpr, IS_MAX: tl.constexpr):
+    """Return the greatest of no terms, and their sum relative to it or, under Max, the choice."""
+    return (
+        tl.full([BLOCK], -float("inf"), tl.float64),
+        tl.zeros([BLOCK], tl.int32 if IS_MAX else tl.float64),
+    )
+
+
+@triton.jit
+def add_block(maximum, rest, terms, index, EXACT: tl.constexpr, IS_MAX: tl.constexpr):
+    """Add the rows of a block, whose columns have an index, to what `no_terms` starts."""
+    if IS_MAX:
+        return better(maximum, rest, terms, index, 1)
+    else:
+        return add_terms(maximum, rest, terms, EXACT)
+
+
+@triton.jit
+def total_of(maximum, rest, EXACT: tl.constexpr, IS_MAX: tl.constexpr):
+    """Return the log-sum-exp, or the maximum, of the terms."""
+    return maximum if IS_MAX else log_of_sum(rest, EXACT) + maximum  # -inf without a term
 
 
 @triton.jit
@@ -16,18 +42,23 @@ def semi_markov_memory_scan_kernel(
     tables_ptr,  # see tables.py
     slots,
     ring_ptr,  # [programs, D + 2, C] fp64: the open segments, and what two steps closed
-    saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans
-    logz_ptr,  # [N] fp64
-    rounded_ptr,  # [N] in the dtype of results
+    saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans; under Max choices, see viterbi.py
+    logz_ptr,  # [N] fp64, or under Max the last state, int32, -1 without a path
+    rounded_ptr,  # [N] in the dtype of results, log Z or the best score
     SAVE: tl.constexpr,
     EXACT: tl.constexpr,
+    IS_MAX: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_ALL: tl.constexpr,  # all states
 ):
-    """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards."""
-    is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
-    n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
+    """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards.
+
+    Under Max, compute the best score and the choices of which it is made.
+    """
+    BOTH: tl.constexpr = SAVE and not IS_MAX
+    is_alpha = tl.program_id(0) % 2 == 0 if BOTH else tl.program_id(0) >= 0
+    n = (tl.program_id(0) // 2 if BOTH else tl.program_id(0)).to(tl.int64)
     # Triton 3.6 loses a stride of 1 in a tuple of a tuple in loops, so the tuples are taken out.
     emissions, starts, ends, lengths_ptr, T, N, C, D = chains
     steps, invalid = load_steps(lengths_ptr, n, T)
@@ -41,26 +72,24 @@ def semi_markov_memory_scan_kernel(
         for block in range(0, C, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
             start, end = load_end(starts, n, c, C), load_end(ends, n, c, C)
-            opened = tl.where(is_alpha, start, end)
-            if k > 0:  # the log-sum-exp of the transitions to the states c
+            opened, state = tl.where(is_alpha, start, end), no_terms(BLOCK_C, IS_MAX)[1]
+            if k > 0:  # the sum over the transitions to the states c
                 table_ptr = tables_ptr + tl.where(is_alpha, 0, pairs)
                 before_ptr = recent_ptr + (k - 1) % 2 * C
-                maximum = tl.full([BLOCK_C], -float("inf"), tl.float64)
-                total = tl.zeros([BLOCK_C], tl.float64)
+                opened, state = no_terms(BLOCK_C, IS_MAX)
                 for first in range(0, C, BLOCK_K):
                     other = first + tl.arange(0, BLOCK_K)[None, :]
                     at = c[:, None].to(tl.int64) * C + other
                     mask = (c[:, None] < C) & (other < C)
                     terms = tl.load(table_ptr + at, mask=mask, other=-float("inf"))
                     terms += tl.load(before_ptr + other, mask=other < C, other=0.0)
-                    maximum, total = add_terms(maximum, total, terms, EXACT)
-                opened = log_of_sum(total, EXACT) + maximum  # -inf without a term
+                    opened, state = add_block(opened, state, terms, other, EXACT, IS_MAX)
+                opened = total_of(opened, state, EXACT, IS_MAX)
             step = n * emissions.n + row * emissions.t + c.to(tl.int64) * emissions.c
             emission = tl.load(emissions.ptr + step, mask=c < C, other=-float("inf")).to(tl.float64)
-            # The emissions are added to the open segments, whose log-sum-exp is what closes.
+            # The emissions are added to the open segments, whose sum is what closes.
             durations_ptr = tables_ptr + 2 * pairs
-            maximum = tl.full([BLOCK_C], -float("inf"), tl.float64)
-            total = tl.zeros([BLOCK_C], tl.float64)
+            closed, size = no_terms(BLOCK_C, IS_MAX)
             for first in range(0, tl.minimum(k + 1, D), BLOCK_K):
                 age = first + tl.arange(0, BLOCK_K)[None, :]
                 mask = (c[:, None] < C) & (age < D) & (age <= k)
@@ -71,14 +100,19 @@ def semi_markov_memory_scan_kernel(
                 tl.store(at, ring, mask=mask)
                 at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
                 durations = tl.load(at, mask=mask, other=-float("inf"))
-                maximum, total = add_terms(maximum, total, ring + durations, EXACT)
-            closed = log_of_sum(total, EXACT) + maximum
+                closed, size = add_block(closed, size, ring + durations, age, EXACT, IS_MAX)
+            closed = total_of(closed, size, EXACT, IS_MAX)
             tl.store(recent_ptr + k % 2 * C + c, closed, mask=c < C)
             if SAVE:
-                tl.store(opened_ptr + row * N * C + c, opened, mask=c < C)
-                tl.store(closed_ptr + row * N * C + c, closed, mask=c < C)
+                at = row * N * C + c
+                tl.store(opened_ptr + at, state if IS_MAX else opened, mask=c < C)
+                tl.store(closed_ptr + at, size if IS_MAX else closed, mask=c < C)
         tl.debug_barrier()  # the next step reads what other threads stored
     if is_alpha:
         c = tl.arange(0, BLOCK_ALL)
         closed = tl.load(recent_ptr + (steps - 1) % 2 * C + c, mask=c < C, other=-float("inf"))
-        store_logz(closed + load_end(ends, n, c, C), n, invalid, logz_ptr, rounded_ptr)
+        scores = closed + load_end(ends, n, c, C)
+        if IS_MAX:
+            store_best(scores, c, n, invalid, rounded_ptr, logz_ptr)
+        else:
+            store_logz(scores, n, invalid, logz_ptr, rounded_ptr)

@@ -99,17 +99,6 @@ def sum_options(rows: int, columns: int) -> dict[str, Any]:
     return {"BLOCK_R": in_rows, "BLOCK": block, "num_warps": 4}
 
 
-def viterbi_options(C: int, D: int) -> dict[str, int]:
-    """Return the compile-time arguments of the scan of best scores."""
-    block_c, block_k = min(64, state_block(C)), min(64, duration_block(D))
-    return {
-        "BLOCK_C": block_c,
-        "BLOCK_K": block_k,
-        "BLOCK_ALL": state_block(C),
-        "num_warps": warps(block_c * block_k),
-    }
-
-
 def sample_options(C: int, D: int) -> dict[str, int]:
     """Return the compile-time arguments of the kernel that draws a path."""
     block_c, block_d = state_block(C), duration_block(D)

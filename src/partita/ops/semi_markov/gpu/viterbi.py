@@ -1,8 +1,8 @@
 """The best path of semi-Markov chains: the scan of best scores, and the trace of the path.
 
 The scan is that of `scan.py` with maxima, so it adds the same numbers in the same order as the
-reference. With its ring in memory it serves all sizes. Where the open segments fit into the
-registers of one program, another kernel has the ring there, [slots, states].
+reference. Its ring of open segments, [slots, states], stays in the registers of one program. Where
+it does not fit, `memory_scan.py` stores the same choices.
 """
 
 import triton
@@ -36,71 +36,6 @@ def store_best(scores, c, n, invalid, score_ptr, last_ptr):
     last = tl.where(best > -float("inf"), tl.sum(last, axis=0), -1)
     tl.store(score_ptr + n, rounded(best, score_ptr.dtype.element_ty))
     tl.store(last_ptr + n, last)
-
-
-@triton.jit
-def semi_markov_viterbi_kernel(
-    chains,  # Chains
-    tables_ptr,  # see tables.py
-    slots,
-    ring_ptr,  # [N, D + 2, C] fp64: the open segments, and what two steps closed
-    choices_ptr,  # [2, T, N, C] int32: the state before an opened segment, its size when closed
-    score_ptr,  # [N]
-    last_ptr,  # [N] int32: the last state, -1 without a path
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_ALL: tl.constexpr,  # all states
-):
-    """Compute the best score of a sequence, and the choices of which it is made."""
-    n = tl.program_id(0).to(tl.int64)
-    # Triton 3.6 loses a stride of 1 in a tuple of a tuple in loops, so the tuples are taken out.
-    emissions, starts, ends, lengths_ptr, T, N, C, D = chains
-    steps, invalid = load_steps(lengths_ptr, n, T)
-    pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
-    ring_ptr += n * (D + 2) * C
-    recent_ptr = ring_ptr + tl.full([], D, tl.int64) * C
-    for t in range(0, steps):
-        row = (tl.full([], t, tl.int64) * N + n) * C
-        for block in range(0, C, BLOCK_C):
-            c = block + tl.arange(0, BLOCK_C)
-            opened = load_end(starts, n, c, C)
-            state = tl.zeros([BLOCK_C], tl.int32)
-            if t > 0:  # the best scores of entering the states c, and the states before
-                before_ptr = recent_ptr + (t - 1) % 2 * C
-                opened = tl.full([BLOCK_C], -float("inf"), tl.float64)
-                for first in range(0, C, BLOCK_K):
-                    other = first + tl.arange(0, BLOCK_K)[None, :]
-                    at = c[:, None].to(tl.int64) * C + other
-                    mask = (c[:, None] < C) & (other < C)
-                    scores = tl.load(tables_ptr + at, mask=mask, other=-float("inf"))
-                    scores += tl.load(before_ptr + other, mask=other < C, other=0.0)
-                    opened, state = better(opened, state, scores, other, 1)
-            step = n * emissions.n + tl.full([], t, tl.int64) * emissions.t
-            step += c.to(tl.int64) * emissions.c
-            emission = tl.load(emissions.ptr + step, mask=c < C, other=-float("inf")).to(tl.float64)
-            # The emissions are added to the open segments, of which the best closes.
-            durations_ptr = tables_ptr + 2 * pairs
-            closed = tl.full([BLOCK_C], -float("inf"), tl.float64)
-            size = tl.zeros([BLOCK_C], tl.int32)
-            for first in range(0, tl.minimum(t + 1, D), BLOCK_K):
-                age = first + tl.arange(0, BLOCK_K)[None, :]
-                mask = (c[:, None] < C) & (age < D) & (age <= t)
-                slot = (t - age + D) % D  # ages above t have no slot
-                at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
-                ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
-                ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
-                tl.store(at, ring, mask=mask)
-                at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
-                scores = ring + tl.load(at, mask=mask, other=-float("inf"))
-                closed, size = better(closed, size, scores, age, 1)
-            tl.store(recent_ptr + t % 2 * C + c, closed, mask=c < C)
-            tl.store(choices_ptr + row + c, state, mask=c < C)
-            tl.store(choices_ptr + part + row + c, size, mask=c < C)
-        tl.debug_barrier()  # the next step reads what other threads stored
-    c = tl.arange(0, BLOCK_ALL)
-    scores = tl.load(recent_ptr + (steps - 1) % 2 * C + c, mask=c < C, other=-float("inf"))
-    scores += load_end(ends, n, c, C)
-    store_best(scores, c, n, invalid, score_ptr, last_ptr)
 
 
 @triton.jit

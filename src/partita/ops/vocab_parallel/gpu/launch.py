@@ -12,8 +12,10 @@ from ....primitives.gpu.row_plan import RowPlan, StridedRows, row_options
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
+from ...cross_entropy.common import LossOptions
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import LossSum, mean_denominators, reduce_losses
+from ...cross_entropy.gpu.row_math import optional_terms
 from ...linear_heads.common import GradientCoefficients
 from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
 from ..common import gradient_in_place, gradient_of_logits, pack_hidden, pack_logits
@@ -143,10 +145,7 @@ def parallel_one_pass(
     max_polls: int,
     sizes: tuple[int, ...],
     rank: int,
-    ignore_index: int,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
+    options: LossOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum or the mean of the losses, and the gradient of this rank's logits.
 
@@ -158,8 +157,9 @@ def parallel_one_pass(
     workspace = torch.empty(SUM_WORDS + 1, dtype=torch.int64, device=logits.device)
     tile_counter = workspace[SUM_WORDS:]
     shares = None
-    if mean:  # this launch also clears the workspace
-        shares = mean_denominators(target, None, ignore_index, sum(sizes), workspace)
+    if options.reduction == "mean":  # this launch also clears the workspace
+        ignored = options.ignore_index
+        shares = mean_denominators(target, None, ignored, sum(sizes), workspace)
     else:
         workspace.zero_()
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -181,13 +181,10 @@ def parallel_one_pass(
         rank=rank,
         splits=splits,
         max_polls=max_polls,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        z_loss=z_loss,
+        ignore_index=options.ignore_index,
+        terms=optional_terms(options),
         zero=0.0,
         WORLD=len(sizes),
-        HAS_SOFTCAP=softcap != 0,
-        HAS_Z_LOSS=z_loss != 0,
         BLOCK_SLOTS=next_power_of_2(len(sizes) + slots_per_row(sizes, itemsize)),
         **_row_options(logits, dlogits, sizes),
     )

@@ -90,12 +90,9 @@ def parallel_row_kernel(
     splits,
     max_polls,
     ignore_index,
-    softcap: tl.float64,
-    z_loss: tl.float64,
+    terms,  # OptionalTerms
     zero,  # 0.0
     WORLD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     VEC: tl.constexpr,
@@ -107,10 +104,8 @@ def parallel_row_kernel(
     classes, or if a rank does not take part in time.
     """
     smoothing = tl.full([], 0.0, tl.float32)
-    softcap = tl.full([], softcap, tl.float32) if HAS_SOFTCAP else None
-    z_loss = tl.full([], z_loss, tl.float32) if HAS_Z_LOSS else None
     targets = Targets(target_ptr, None, None, V, ignore_index)
-    options = LossOptions(targets, smoothing, softcap, z_loss, None)
+    options = LossOptions(targets, smoothing, *terms, None)  # type: ignore[call-arg]
     tile = next_part(tile_counter_ptr, True)
     row, split = tile // splits, (tile % splits).to(tl.int32)
     part = locate_part(split, row * logits.row, V_local, VEC, BLOCK_V)
