@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..runtime.autograd import (
     apply,
+    double_backward,
     for_gradients,
     is_batched_gradient,
     is_double_backward,
@@ -82,27 +83,28 @@ def save_log_partition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def gradients(
     op: Any,
     function: Any,
-    reference: Callable[..., tuple[Tensor, ...]],
+    log_partition: Callable[..., Tensor],
     variables: tuple[Tensor | None, ...],
     grad_output: Tensor,
     *args: Any,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Return the gradient of log Z, `op(grad_output, *args)`, which may be differentiated again.
 
     Args:
         op: the op of the gradient.
         function: its autograd function.
-        reference: the op in plain PyTorch, which takes no backend.
-        variables: the tensors in which the gradient is differentiated, beside `grad_output`.
+        log_partition: log Z of the variables in plain PyTorch.
+        variables: the differentiable tensors.
         grad_output: the gradient of each log Z, `[N]`.
-        args: the other arguments of the op, the last of which is the backend.
+        args: the other arguments of the op.
     """
-    results: tuple[Tensor, ...]
+    results: tuple[Tensor | None, ...]
     if not is_double_backward(grad_output, *variables):
         results = for_gradients(op, grad_output)(grad_output, *args)
     elif is_vmapped() or is_batched_gradient(grad_output):
         # PyTorch loses the derivative of a function that is applied to batched gradients.
-        results = reference(grad_output, *args[:-1])
+        needed = [requires_grad(variable) for variable in variables]
+        results = double_backward(log_partition, variables, needed, grad_output.double())
     else:
         results = apply(function, grad_output, *args)
     return results

@@ -112,7 +112,11 @@ class LogZ(torch.autograd.Function):
         scores, source, initial, final, *rest = saved_tensors(ctx)
         variables = (scores, initial, final)
         args = (grad_output.double(), *variables, source, *rest, scores.dtype, ctx.backend)
-        results = gradients(logz_gradient, Marginals, reference.chain_gradient, variables, *args)
+
+        def log_partition(s: Tensor, i: Tensor, f: Tensor) -> Tensor:
+            return reference.chain_logz(s, source, i, f, rest[0], False)[0]
+
+        results = gradients(logz_gradient, Marginals, log_partition, variables, *args)
         d_scores, d_initial, d_final = results
         return d_scores, None, d_initial, d_final, None, None, None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
@@ -102,8 +103,12 @@ class LogZ(torch.autograd.Function):
         tensors = saved_tensors(ctx)
         needed = needed_gradients(ctx, *tensors[:4])
         args = (grad_output, *tensors, needed[1], False, ctx.backend)
-        specification = reference.linear_chain_gradient
-        results = gradients(logz_gradient, Marginals, specification, tensors[:4], *args)
+
+        def log_partition(*scores: Any) -> Tensor:
+            a, b, c, d = scores
+            return reference.linear_chain_logz(a, b, c, d, tensors[4], False)[0]
+
+        results = gradients(logz_gradient, Marginals, log_partition, tensors[:4], *args)
         pairs = zip(results, needed, strict=True)
         return *(grad if need else None for grad, need in pairs), None, None, None
 
@@ -123,14 +128,14 @@ class Marginals(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, _, _, ctx.need_transitions, _, ctx.backend = inputs
+        *tensors, _, _, ctx.need_transitions, ctx.per_sequence, ctx.backend = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *values: Tensor) -> tuple[Any, ...]:
         grad_output, *chain = saved_tensors(ctx)
         *scores, lengths = chain
-        emissions, transitions, start, end = scores
+        _, transitions, start, end = scores
         emission_values, transition_values, start_values, end_values = values
         directions = (
             emission_values,
@@ -140,13 +145,18 @@ class Marginals(torch.autograd.Function):
         )
         variables = (grad_output, *scores)
         if is_double_backward(*variables, *values):
+            present = (True, ctx.need_transitions, start is not None, end is not None)
 
-            def product(grad_output: Tensor, *scores: Any) -> Tensor:
-                mean = reference.expected_value(*scores, lengths, *directions)
-                return grad_output.double() * mean
+            def specification(*variables: Any) -> list[Tensor]:
+                # The reference reads neither log Z nor what was saved.
+                unread = (variables[0], variables[0])
+                args: Any = (*variables, lengths, *unread, ctx.need_transitions, ctx.per_sequence)
+                found = reference.linear_chain_gradient(*args)
+                return list(itertools.compress(found, present))
 
+            upstream = list(itertools.compress(values, present))
             needed = ctx.needs_input_grad[:5]
-            return *double_backward(product, variables, needed, ones(emissions)), *(None,) * 6
+            return *double_backward(specification, variables, needed, upstream), *(None,) * 6
         op = for_gradients(tangent, *values)
         mean, *results = op(grad_output, *chain, *directions, ctx.backend)
         return mean.to(grad_output.dtype), *_gradients(scores, results), *(None,) * 6
