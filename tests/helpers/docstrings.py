@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from partita.paths.distribution import PathDistribution
+
 MODULES = (
     "partita",
     "partita.nn",
@@ -63,10 +65,6 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
     ("partita.testing.sample_rows", "source"): FOLLOWS_NOTHING,
     ("partita.testing.time_forward_backward", "source"): FOLLOWS_NOTHING,
     ("partita.testing.report", "raises"): "it prints what it is given",
-    (
-        "partita.Chain.logz",
-        "raises",
-    ): "a semiring is not checked; what else is wrong, `Chain` names",
     (
         "partita.Chain.forward_scores",
         "raises",
@@ -131,7 +129,10 @@ def kind_of(name: str, value: Any) -> str:
 
 
 def members(name: str, value: type) -> Iterator[Public]:
-    for member, own in vars(value).items():
+    """Yield the methods of a class, and those that it has from `PathDistribution`."""
+    bases = [base for base in value.__mro__[:0:-1] if issubclass(base, PathDistribution)]
+    shared = {member: own for base in bases for member, own in vars(base).items()}
+    for member, own in {**shared, **vars(value)}.items():
         if member.startswith("_") or member in fields_of(value):
             continue
         if isinstance(own, property):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.ops.chain.functional import log_partitions
 from partita.ops.cross_entropy import quotient
 from partita.ops.cross_entropy.common import checked_options
 
@@ -34,6 +33,10 @@ def crf(scores: Tensor, **options: Any) -> Tensor:
     sizes = {"state_len": 2, "alphabet_size": 3}
     targets, lengths = torch.tensor([[1, 2, 2], [2, 1, 0]]), torch.tensor([3, 2])
     return partita.ctc_crf_loss(scores, targets, lengths, **sizes, **options)
+
+
+def exact_logz(chain: partita.Chain) -> Tensor:
+    return chain._log_partitions(chain._potentials())[0]
 
 
 def over(logits: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ CASES: dict[str, Case] = {
     "logz, fp64": (
         ("chain_logz", "chain_gradient"),
         CHAIN,
-        lambda s, *ends: log_partitions(partita.Chain(s, SOURCE, *ends)._tensors())[0],
+        lambda s, *ends: exact_logz(partita.Chain(s, SOURCE, *ends)),
     ),
     "linear_chain": (
         ("linear_chain_logz", "linear_chain_gradient"),

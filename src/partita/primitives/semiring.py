@@ -66,6 +66,21 @@ def log_dsum(x: Tensor, dim: int) -> Tensor:
     return weights / total.masked_fill(total == 0, 1.0)
 
 
+def draw(terms: Tensor, uniform: Tensor) -> Tensor:
+    """Draw an index into each row of `[S, N, K]` with probabilities proportional to exp(terms).
+
+    Each draw takes a uniform number, `[S, N]`. Rows without an entry give 0.
+    """
+    if not terms.shape[-1]:
+        return torch.zeros_like(uniform, dtype=torch.int64)
+    weights = log_dsum(terms, -1)
+    cumulative = weights.cumsum(-1)
+    index = (cumulative <= uniform[..., None] * cumulative[..., -1:]).sum(-1)
+    # A product that rounds up to the total would pass the last index with a positive weight.
+    possible = (weights > 0) * torch.arange(weights.shape[-1], device=weights.device)
+    return torch.minimum(index, possible.amax(-1))
+
+
 def _max_sum(x: Tensor, dim: int) -> Tensor:
     """Return the maximum; its derivative goes to the first of equal terms."""
     if not x.shape[dim]:

@@ -61,6 +61,27 @@ def test_against_the_enumeration_of_all_paths(
 
 @backends
 @scores
+def test_divergence_is_that_of_the_enumeration(
+    backend: str, forbidden: float, scale: float
+) -> None:
+    chain = random_semi_markov(forbidden=forbidden, scale=scale, seed=3)
+    other = random_semi_markov(seed=4)
+    other.lengths = chain.lengths
+    with partita.backend(backend):
+        kl = chain.kl(other)
+    for n in range(len(kl)):
+        scores = all_segment_paths(chain, n).scores
+        p, other_scores = posterior(scores), all_segment_paths(other, n).scores
+        difference = scores.log_softmax(0) - other_scores.log_softmax(0)
+        expected = (p * difference.masked_fill(p == 0, 0.0)).sum()
+        # It is a difference of numbers up to a thousand times as large.
+        torch.testing.assert_close(kl[n], expected, rtol=1e-11, atol=1e-11 * max(1, scale))
+    with pytest.raises(ValueError, match=r"other\.durations: expected shape"):
+        chain.kl(semi_markov_chain(chain.emissions, chain.transitions, chain.durations[:1]))
+
+
+@backends
+@scores
 def test_gradients_are_those_of_the_enumeration(
     backend: str, forbidden: float, scale: float
 ) -> None:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...paths.autograd import needs_gradient
+from ...paths.distribution import SemiringDistribution
+from ...paths.inputs import as_values, check_equal, check_semiring, full_lengths
 from ...primitives.semiring import Log, Max, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
-from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import lengths_on_device
 from ...runtime.sizes import same_sizes
-from . import autograd, functional
+from . import autograd
 from .edges import edges_from_states
-from .inputs import (
-    ChainTensors,
-    chain_tensors,
-    check_chain,
-    check_end,
-    check_same_paths,
-    check_semiring,
-)
+from .inputs import ChainPotentials, chain_potentials, check_chain, check_end
+from .reference import path_score
 from .results import ChainSample, ViterbiPath
 
 
-class Chain:
+class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
     """A batch of sparse linear chains: the scores of the steps, and the states that they connect.
 
     `scores[t, n, c, k]` is the score of entering state c at step t of chain n by its k-th edge,
@@ -64,6 +61,8 @@ class Chain:
         tensor([0, 0, 0, 0])
     """
 
+    _ops = autograd
+
     def __init__(
         self,
         scores: Tensor,
@@ -80,30 +79,37 @@ class Chain:
             N = scores.shape[1]
             self.lengths = lengths_on_device("lengths", lengths, N, scores.device)[1]
 
-    def _tensors(self, semiring: Semiring = Log) -> ChainTensors:
-        """Return the tensors that the registered ops take."""
+    def _potentials(self, semiring: Semiring = Log) -> ChainPotentials:
         check_semiring(semiring)
         ends = self.initial, self.final
-        return chain_tensors(self.scores, self.source, *ends, self.lengths, semiring)
+        return chain_potentials(self.scores, self.source, *ends, self.lengths, semiring)
 
-    def _to_result_dtype(self, value: Tensor) -> Tensor:
-        return value.to(acc_dtype(self.scores.dtype))
+    def _mean(self, potentials: ChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
+        mean, log_partition = autograd.mean_of_values(potentials, *values)
+        if needs_gradient(*potentials.variables):
+            log_partition = self._log_partitions(potentials)[0]
+        return mean, log_partition
 
-    def logz(self, semiring: Semiring = Log) -> Tensor:
-        """Return the sum over all paths, `[N]`.
+    def _aligned(
+        self, p: ChainPotentials, q: ChainPotentials
+    ) -> tuple[ChainPotentials, ChainPotentials, Tensor]:
+        p, q, same = super()._aligned(p, q)
+        return p, q, same & check_equal("source", p.source, q.source).all()
 
-        It is log Z in nats under `Log` and the best score under `Max`. A chain without a path has
-        -inf.
+    def _best_path(self) -> ViterbiPath:
+        return ViterbiPath(*autograd.viterbi(*self._potentials(), True, current_backend()))
 
-        Args:
-            semiring: as in `partita.logz`.
+    def _draw(self, k: int, uniform: Callable[..., Tensor]) -> ChainSample:
+        T, N = self.scores.shape[:2]
+        chain, uniforms = self._potentials(), uniform(T + 1, k, N)
+        return ChainSample(*autograd.sample(*chain, uniforms, current_backend()))
 
-        Example:
-            >>> import torch, partita
-            >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).logz(partita.Max)
-            tensor([0.])
-        """
-        return functional.partition(self._tensors(semiring), semiring)
+    def _sum(self, semiring: Semiring) -> Tensor:
+        return autograd.partition(self._potentials(semiring), semiring)
+
+    def _best_paths(self, k: int) -> ViterbiPath:
+        score, states, edges = autograd.nbest(self._potentials(Max), k)
+        return ViterbiPath(self._rounded(score), states, edges)
 
     def marginals(self) -> Tensor:
         """Return the posterior probability of each edge, `[T, N, C, K]`, zero past the lengths.
@@ -118,86 +124,7 @@ class Chain:
                     [1.]])
         """
         with torch.no_grad():
-            return functional.marginals(self._tensors())
-
-    def viterbi(self) -> ViterbiPath:
-        """Return the best path of each chain, as in `ViterbiPath`.
-
-        Of equal paths it is the one with the lowest edge into each state, then the lowest last
-        state.
-
-        Example:
-            >>> import torch, partita
-            >>> scores = torch.tensor([[[[0.0, 1.0], [0.0, 0.0]]]])  # edge 1 into state 0 is best
-            >>> partita.Chain(scores, partita.dense_source(2)).viterbi().states.flatten()
-            tensor([1, 0])
-        """
-        with torch.no_grad():
-            return ViterbiPath(*autograd.viterbi(*self._tensors(), True, current_backend()))
-
-    def nbest(self, k: int) -> ViterbiPath:
-        """Return the k best paths of each chain, from the best on.
-
-        Paths differ in an edge. Of equal paths that with the lowest edges, from the last state
-        back, comes first. The scan runs in PyTorch on every device, and it is not differentiable;
-        `log_prob` of the edges is.
-
-        Args:
-            k: the number of paths.
-
-        Returns:
-            A `ViterbiPath` with scores `[k, N]`, states `[k, T + 1, N]` and edges `[k, T, N]`. A
-            path that does not exist has score -inf, and its states and edges are -1.
-
-        Raises:
-            TypeError, ValueError: k is not an integer, or it is below 1.
-
-        Source: Schwartz and Chow, The N-best algorithm, 1990.
-
-        Example:
-            >>> import torch, partita
-            >>> scores = torch.tensor([[[[2.0, 0.0], [0.5, 0.0]]]])
-            >>> best = partita.Chain(scores, partita.dense_source(2)).nbest(3)
-            >>> best.score[:, 0], best.states[:, :, 0].tolist()
-            (tensor([2.0000, 0.5000, 0.0000]), [[0, 0], [0, 1], [1, 0]])
-        """
-        checks.python_int("k", k)
-        if k < 1:
-            raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
-        with torch.no_grad():
-            score, states, edges = functional.nbest(self._tensors(Max), k)
-            return ViterbiPath(self._to_result_dtype(score), states, edges)
-
-    def sample(self, k: int, generator: torch.Generator | None = None) -> ChainSample:
-        """Draw k independent paths from the posterior of each chain.
-
-        Args:
-            k: the number of paths.
-            generator: a generator on the device of the scores; the default one if None. The same
-                state of it gives the same paths.
-
-        Returns:
-            The paths, as in `ChainSample`.
-
-        Raises:
-            TypeError, ValueError: k is not an integer, or it is negative; the generator is none, or
-                on another device.
-
-        Example:
-            >>> import torch, partita
-            >>> chain = partita.Chain(torch.zeros(4, 2, 3, 3), partita.dense_source(3))
-            >>> chain.sample(5).states.shape
-            torch.Size([5, 5, 2])
-        """
-        checks.python_int("k", k)
-        if k < 0:
-            raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
-        checks.generator("generator", generator, self.scores.device)
-        with torch.no_grad():
-            T, N = self.scores.shape[:2]
-            uniforms = self.scores.new_empty((T + 1, k, N), dtype=torch.float64)
-            uniforms = uniforms.uniform_(generator=generator)
-            return ChainSample(*autograd.sample(*self._tensors(), uniforms, current_backend()))
+            return autograd.marginals(self._potentials())
 
     def expectation(
         self, values: Tensor, initial: Tensor | None = None, final: Tensor | None = None
@@ -220,63 +147,14 @@ class Chain:
             >>> chain.expectation(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))  # steps that stay
             tensor([3.])
         """
-        checks.floating("values", values)
-        checks.device("values", values, self.scores, "scores")
-        try:
-            edge_values = values.expand(self.scores.shape)
-        except RuntimeError:
-            raise ValueError(
-                "values: expected what broadcasts to the scores,"
-                f" {list(self.scores.shape)}, got {list(values.shape)}"
-            ) from None
-        ends = []
+        edge_values = as_values("values", values, self.scores, "scores", "scores")
         for name, value in (("initial", initial), ("final", final)):
-            if value is None:
-                zero = scalar(0.0, self.scores.dtype, self.scores.device)
-                value = zero.expand(self.scores.shape[1:3])
-            else:
+            if value is not None:
                 check_end(name, value, self.scores)
-            ends.append(value)
-        mean, _ = functional.expectation(self._tensors(), edge_values, *ends)
-        return self._to_result_dtype(mean)
-
-    def entropy(self) -> Tensor:
-        """Return the entropy of the paths in nats, `[N]`; 0 for a chain without a path.
-
-        Example:
-            >>> import torch, partita
-            >>> chain = partita.Chain(torch.zeros(3, 1, 2, 2), partita.dense_source(2))
-            >>> chain.entropy()  # log 16, of 16 equal paths
-            tensor([2.7726])
-        """
-        return self._to_result_dtype(functional.entropy(self._tensors()))
-
-    def kl(self, other: Chain) -> Tensor:
-        """Return KL(self ‖ other) of the paths in nats, `[N]`.
-
-        It is +inf where the other chain forbids a path of this one.
-
-        Args:
-            other: a chain with the same `[T, N, C, K]`, `source` and lengths.
-
-        Raises:
-            TypeError, ValueError: other is not a chain, or its shape, device, `source` or lengths
-                differ. On a GPU the last two are checked only with `PARTITA_CHECK=1`, and otherwise
-                give NaN.
-
-        Example:
-            >>> import torch, partita
-            >>> chain = partita.Chain(torch.randn(3, 1, 2, 2), partita.dense_source(2))
-            >>> chain.kl(chain)
-            tensor([0.])
-        """
-        if not isinstance(other, Chain):
-            raise TypeError(f"other: expected a Chain, got {type(other).__name__}")
-        checks.shape("other.scores", other.scores, self.scores.shape, "that of this chain")
-        checks.device("other.scores", other.scores, self.scores, "scores")
-        chain, other_chain = self._tensors(), other._tensors()
-        check_same_paths(chain, other_chain)
-        return self._to_result_dtype(functional.kl(chain, other_chain))
+        zero = scalar(0.0, self.scores.dtype, self.scores.device)
+        ends = (zero.expand(self.scores.shape[1:3]) if x is None else x for x in (initial, final))
+        mean, _ = autograd.mean_of_values(self._potentials(), edge_values, *ends)
+        return self._rounded(mean)
 
     def log_prob(self, edges: Tensor | None = None, *, states: Tensor | None = None) -> Tensor:
         """Return the log-probability of paths in nats, `[..., N]`; -inf for edges that form none.
@@ -317,8 +195,12 @@ class Chain:
             edges = edges_from_states(states, self.source)
         assert edges is not None
         first_state = None if states is None else states[..., 0, :].long()
-        log_prob = functional.log_prob(self._tensors(), edges.long(), first_state)
-        return self._to_result_dtype(log_prob)
+        score = path_score(*self._potentials(), edges.long(), first_state)
+        log_prob = self._log_prob(score)
+        if states is None:  # The path of a chain of no steps is not told by its edges.
+            is_empty = full_lengths(self.scores, self.lengths) == 0
+            log_prob = torch.where(is_empty & (log_prob > -torch.inf), 0.0, log_prob)
+        return self._rounded(log_prob)
 
     def forward_scores(self, semiring: Semiring = Log) -> Tensor:
         """Return alpha, `[T + 1, N, C]`, in nats: the sum over all paths into each state.
@@ -334,8 +216,8 @@ class Chain:
             >>> chain.forward_scores()[:, 0, 0]
             tensor([0.0000, 0.6931, 1.3863])
         """
-        alpha = functional.state_scores(self._tensors(semiring), semiring, reverse=False)
-        return self._to_result_dtype(alpha)
+        alpha = autograd.state_scores(self._potentials(semiring), semiring, reverse=False)
+        return self._rounded(alpha)
 
     def backward_scores(self, semiring: Semiring = Log) -> Tensor:
         """Return beta, `[T + 1, N, C]`, in nats: the sum over all paths on from each state.
@@ -351,8 +233,8 @@ class Chain:
             >>> chain.backward_scores()[:, 0, 0]
             tensor([1.3863, 0.6931, 0.0000])
         """
-        beta = functional.state_scores(self._tensors(semiring), semiring, reverse=True)
-        return self._to_result_dtype(beta)
+        beta = autograd.state_scores(self._potentials(semiring), semiring, reverse=True)
+        return self._rounded(beta)
 
 
 def logz(

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.semiring import Semiring
+from ...paths.autograd import (
+    call,
+    gradients,
+    needs_gradient,
+    off_path,
+    on_path,
+    ones,
+    refuse_kernels,
+    save_log_partition,
+    takes,
+)
+from ...paths.inputs import full_lengths
+from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
-    apply,
     double_backward,
     for_gradients,
-    is_batched_gradient,
     is_double_backward,
-    is_vmapped,
     needed_gradients,
     one_by_one,
-    plain_eager,
     refuse_forward_mode,
-    requires_grad,
     saved_tensors,
     skip_unused_gradients,
     sum_of_gradients,
-    without_wrappers,
 )
 from ...runtime.backend import current_backend
-from . import fakes, reference
-from .inputs import ChainTensors, check_states
-from .reference import expected_value
+from ...runtime.dtypes import acc_dtype
+from . import fakes, reference, reference_means
+from .inputs import ChainPotentials, check_states
+from .reference_means import expected_value
 
 
 def check_values(scores: Tensor, source: Tensor, lengths: Tensor | None) -> None:
@@ -66,126 +74,50 @@ def _gpu_paths() -> ModuleType:
     return launch_paths
 
 
-logz = register.define(
-    reference.chain_logz,
-    fakes.fake_logz,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-logz_gradient = register.define(
-    reference.chain_gradient,
-    fakes.fake_logz_gradient,
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-
-scan = register.define(
-    reference.chain_scan,
-    fakes.fake_scan,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-viterbi = register.define(
-    reference.chain_viterbi,
-    fakes.fake_viterbi,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-sample = register.define(
-    reference.chain_sample,
-    fakes.fake_sample,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
-)
-expectation = register.define(
-    reference.chain_expectation,
+_define = partial(register.define, cpu=_cpu, vmap=one_by_one, by_identity=("source",))
+logz = _define(reference.chain_logz, fakes.fake_logz, gpu=_gpu, check=check_values)
+logz_gradient = _define(reference.chain_gradient, fakes.fake_logz_gradient, gpu=_gpu)
+scan = _define(reference.chain_scan, fakes.fake_scan, gpu=_gpu, check=check_values)
+viterbi = _define(reference.chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths, check=check_values)
+sample = _define(reference.chain_sample, fakes.fake_sample, gpu=_gpu_paths, check=check_values)
+expectation = _define(
+    reference_means.chain_expectation,
     fakes.fake_expectation,
     gpu=_gpu_expectation,
-    cpu=_cpu,
     check=check_values,
-    vmap=one_by_one,
-    by_identity=("source",),
 )
-expectation_gradient = register.define(
-    reference.chain_expectation_gradient,
+expectation_gradient = _define(
+    reference_means.chain_expectation_gradient,
     fakes.fake_expectation_gradient,
     gpu=_gpu_expectation,
-    cpu=_cpu,
-    vmap=one_by_one,
-    by_identity=("source",),
 )
-
-
-def logz_gradients(
-    grad_output: Tensor, saved: tuple[Any, ...], backend: str
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients in scores, initial and final, which may be differentiated again."""
-    scores, initial, final, source, lengths, *rest = without_wrappers(saved)
-    variables = (scores, initial, final)
-    tensors = (*variables, source, lengths, *rest)
-    if not is_double_backward(grad_output, *variables):
-        op = for_gradients(logz_gradient, grad_output)
-        grads = op(grad_output, *tensors, scores.dtype, backend)
-    elif is_vmapped() or is_batched_gradient(grad_output):
-        # PyTorch loses the derivative of a function that is applied to batched gradients.
-        grads = double_backward(
-            lambda s, i, f: reference.chain_logz(s, source, i, f, lengths, False)[0],
-            variables,
-            [requires_grad(variable) for variable in variables],
-            grad_output.double(),
-        )
-    else:
-        grads = apply(Marginals, grad_output.double(), *tensors, scores.dtype, backend)
-    return grads
 
 
 class LogZ(torch.autograd.Function):
     """Log Z of each chain, `[N]`, in fp64 and in the dtype of results."""
 
     generate_vmap_rule = True
+    setup_context = staticmethod(save_log_partition)
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return logz(scores, source, initial, final, lengths, save, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        scores, source, initial, final, lengths, _, ctx.backend = inputs
-        logz, _, saved = output
-        ctx.mark_non_differentiable(saved)
-        # Zeros for the gradient of `saved` would take as much memory as `saved`.
-        skip_unused_gradients(ctx)
-        ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
+    @takes(logz)
+    def forward(*args: Any) -> Any:
+        return logz(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad_output = sum_of_gradients(*grads[:2])
         if grad_output is None:
             return (None,) * 7
-        found = logz_gradients(grad_output, ctx.saved_tensors, ctx.backend)
-        d_scores, d_initial, d_final = found
+        scores, source, initial, final, *rest = saved_tensors(ctx)
+        variables = (scores, initial, final)
+        args = (grad_output.double(), *variables, source, *rest, scores.dtype, ctx.backend)
+
+        def log_partition(s: Tensor, i: Tensor, f: Tensor) -> Tensor:
+            return reference.chain_logz(s, source, i, f, rest[0], False)[0]
+
+        results = gradients(logz_gradient, Marginals, log_partition, variables, *args)
+        d_scores, d_initial, d_final = results
         return d_scores, None, d_initial, d_final, None, None, None
 
 
@@ -199,8 +131,9 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return logz_gradient(grad_output, *rest)
+    @takes(logz_gradient)
+    def forward(*args: Any) -> Any:
+        return logz_gradient(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -217,10 +150,8 @@ class Marginals(torch.autograd.Function):
             def product(grad_output: Tensor, s: Tensor, i: Tensor, f: Tensor) -> Tensor:
                 return grad_output * expected_value(s, source, i, f, lengths, *values)
 
-            ones = torch.ones_like(grad_output)
-            return *double_backward(product, variables, ctx.needs_input_grad[:4], ones), *(
-                None,
-            ) * 6
+            results = double_backward(product, variables, ctx.needs_input_grad[:4], ones(scores))
+            return *results, *(None,) * 6
         op = for_gradients(expectation, *values)
         d_grad_output, *saved = op(*chain, *values, True, ctx.backend)
         op = for_gradients(expectation_gradient, *values)
@@ -238,16 +169,9 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        trace: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return viterbi(scores, source, initial, final, lengths, trace, backend)
+    @takes(viterbi)
+    def forward(*args: Any) -> Any:
+        return viterbi(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -264,28 +188,17 @@ class BestScore(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 7
         score, states, edges, lengths = saved_tensors(ctx)
-        T, N, C, K = ctx.shape
-        if lengths is None:
-            lengths = torch.full((N,), T, device=grad_output.device)
-        last, step = lengths.long().clamp(0, T), torch.arange(T, device=grad_output.device)
-        zero = torch.where(score.isnan(), torch.nan, 0.0)  # NaN for a chain with NaN, [N]
-        # Steps past a length have 0 but in an invalid chain.
-        counts = (step[:, None] < lengths) | (last != lengths)
-
-        def indicator(index: Tensor, zero: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-            """Return `[..., N, size]` with the gradient of each chain at its index."""
-            result = zero[..., None].expand(*index.shape, size)
-            if not size:
-                return result.to(dtype)
-            values = torch.where(index >= 0, grad_output, zero)
-            return result.to(dtype).scatter(
-                -1, index.clamp(min=0)[..., None], values.to(dtype)[..., None]
-            )
-
-        of_steps = torch.where(counts, zero, 0.0)
-        d_scores = indicator(edges, of_steps, C * K, ctx.dtypes[0]).reshape(ctx.shape)
-        d_initial = indicator(states[0], zero, C, ctx.dtypes[1])
-        d_final = indicator(states.gather(0, last[None])[0], zero, C, ctx.dtypes[2])
+        T, _, C, K = ctx.shape
+        lengths = full_lengths(states[1:], lengths)
+        elsewhere = torch.where(score.isnan(), torch.nan, 0.0)
+        last_state = states.gather(0, lengths.clamp(0, T)[None])[0]
+        of_scores, *of_ends = ctx.dtypes
+        unused = off_path(score, lengths, T, first=0)
+        d_scores = on_path(grad_output, edges, unused, C * K, of_scores).reshape(ctx.shape)
+        d_initial, d_final = (
+            on_path(grad_output, state, elsewhere, C, dtype)
+            for state, dtype in zip((states[0], last_state), of_ends, strict=True)
+        )
         return d_scores, None, d_initial, d_final, None, None, None
 
 
@@ -295,20 +208,9 @@ class Expectation(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor | None,
-        values: Tensor,
-        first_values: Tensor,
-        last_values: Tensor,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chain = (scores, source, initial, final, lengths)
-        return expectation(*chain, values, first_values, last_values, save, backend)
+    @takes(expectation)
+    def forward(*args: Any) -> Any:
+        return expectation(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -339,29 +241,56 @@ class Expectation(torch.autograd.Function):
         return d_scores, None, d_initial, d_final, None, *d_values, None, None
 
 
-def needs_gradient(a: Tensor, b: Tensor, c: Tensor) -> bool:
-    """Return whether autograd will differentiate a function of the tensors."""
-    return torch.is_grad_enabled() and (requires_grad(a) or requires_grad(b) or requires_grad(c))
+def partition(chain: ChainPotentials, semiring: Semiring) -> Tensor:
+    """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
+    if semiring == Max:
+        args = (*chain, needs_gradient(*chain.variables), current_backend())
+        return call(viterbi, BestScore, chain.variables, *args)[0]
+    inputs = scan_inputs(chain, semiring, "this semiring")
+    result = reference.log_partition(inputs, differentiable(semiring))
+    return result.to(acc_dtype(chain.scores.dtype))
 
 
-def chain_needs_gradient(chain: ChainTensors) -> bool:
-    """Return whether autograd will differentiate a function of the chain's scores."""
-    return needs_gradient(chain.scores, chain.initial, chain.final)
+def marginals(chain: ChainPotentials) -> Tensor:
+    """Return the posterior of each edge, `[T, N, C, K]`, in the dtype of results."""
+    scores, source, initial, final, lengths = chain
+    backend, dtype = current_backend(), acc_dtype(scores.dtype)
+    fp64, _, saved = logz(*chain, True, backend)
+    tensors = (scores, initial, final, source, lengths, fp64, saved)
+    return logz_gradient(ones(scores), *tensors, dtype, backend)[0]
 
 
-def calls_op(needs_grad: bool, *tensors: Tensor) -> bool:
-    """Return whether a call may go to its op directly, past the autograd function.
+def state_scores(chain: ChainPotentials, semiring: Semiring, *, reverse: bool) -> Tensor:
+    """Return alpha, or beta if `reverse`, `[T + 1, N, C]`.
 
-    It may where no gradient is needed and no transform is active. A tangent would be lost, so it
-    raises an error.
+    Kernels serve Log and Max without a gradient; a scan in PyTorch serves the rest.
     """
-    if needs_grad or not plain_eager():
-        return False
-    refuse_forward_mode(*tensors)
-    return True
+    has_kernel = semiring in (Log, Max)
+    if has_kernel and not needs_gradient(*chain.variables):
+        refuse_forward_mode(*chain.variables)
+        return scan(*chain, semiring == Max, reverse, current_backend())
+    name = "a derivative of the scores of states" if has_kernel else "this semiring"
+    inputs = scan_inputs(chain, semiring, name)
+    scores = reference.backward_scores if reverse else reference.forward_scores
+    return torch.stack(scores(inputs, differentiable(semiring)))
 
 
-def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference.ChainInputs:
+def mean_of_values(chain: ChainPotentials, *values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of the values along a path and log Z, `[N]`; log Z has no gradient.
+
+    The values are those of the edges `[T, N, C, K]`, and of the first and the last states `[N, C]`.
+    """
+    variables = (*chain.variables, *values)
+    args = (*chain, *values, needs_gradient(*variables), current_backend())
+    return call(expectation, Expectation, variables, *args)[:2]
+
+
+def nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores, states and edges of the k best paths, as in `reference.best_paths`."""
+    return reference.best_paths(scan_inputs(chain, Max, "nbest"), k)
+
+
+def scan_inputs(chain: ChainPotentials, semiring: Semiring, name: str) -> reference.ChainInputs:
     """Return the inputs of a scan in PyTorch, which serves what no backend has a kernel for.
 
     Args:
@@ -369,11 +298,6 @@ def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference
         semiring: the semiring of the scan.
         name: the name of the quantity in the error of a backend that was chosen by name.
     """
-    backend = current_backend()
-    if backend in ("triton", "numba"):
-        raise RuntimeError(
-            f"backend {backend!r}: {name} has no kernel;"
-            " it runs in PyTorch (backend 'auto' or 'reference')"
-        )
+    refuse_kernels(name)
     check_values(chain.scores, chain.source, chain.lengths)
     return reference.chain_inputs(*chain, semiring)

@@ -1,10 +1,9 @@
-"""The tensors of a batch of chains, and the checks of what users give."""
+"""The potentials of a batch of chains, and the checks of what users give."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...primitives.semiring import Semiring
@@ -13,7 +12,7 @@ from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 
 
-class ChainTensors(NamedTuple):
+class ChainPotentials(NamedTuple):
     """A batch of chains in the order of arguments of the registered ops.
 
     Fields:
@@ -29,6 +28,11 @@ class ChainTensors(NamedTuple):
     initial: Tensor
     final: Tensor
     lengths: Tensor | None
+
+    @property
+    def variables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the differentiable tensors."""
+        return self.scores, self.initial, self.final
 
 
 def check_chain(
@@ -70,45 +74,18 @@ def check_states(name: str, value: Tensor, number: int, missing: str) -> None:
     checks.values(name, value, -1, number - 1, expected)
 
 
-def check_semiring(semiring: Semiring) -> None:
-    """Raise for an argument that is not a semiring."""
-    if not isinstance(semiring, Semiring):
-        raise TypeError(f"semiring: expected a Semiring, as Log or Max, got {semiring!r}")
-
-
-def check_same_paths(chain: ChainTensors, other: ChainTensors) -> None:
-    """Raise where another chain has other edges or lengths; the values are read only if checked."""
-    if not checks.should_check_values(chain.scores.device):
-        return
-    for name, expected, given in (
-        ("source", chain.source, other.source),
-        ("lengths", full_lengths(chain), full_lengths(other)),
-    ):
-        if given is expected or not all(map(checks.can_check_values, (expected, given))):
-            continue
-        if not torch.equal(given, expected.to(given.dtype)):
-            raise ValueError(f"other.{name}: expected the {name} of this chain, got another")
-
-
-def full_lengths(chain: ChainTensors) -> Tensor:
-    """Return the lengths `[N]`; T for all chains if none were given."""
-    if chain.lengths is None:
-        return chain.scores.new_full(chain.scores.shape[1:2], chain.scores.shape[0])
-    return chain.lengths
-
-
-def chain_tensors(
+def chain_potentials(
     scores: Tensor,
     source: Tensor,
     initial: Tensor | None,
     final: Tensor | None,
     lengths: Tensor | None,
     semiring: Semiring,
-) -> ChainTensors:
-    """Return the tensors of a batch of chains; ends that are None are the semiring's one."""
+) -> ChainPotentials:
+    """Return the potentials of a batch of chains; ends that are None are the semiring's one."""
     if initial is None or final is None:
         one = scalar(semiring.one, acc_dtype(scores.dtype), scores.device)
         # Each end is a tensor of its own: compilers refuse one tensor for two arguments.
         N_C = scores.shape[1:3]
         initial, final = (one.expand(N_C) if end is None else end for end in (initial, final))
-    return ChainTensors(scores, source, initial, final, lengths)
+    return ChainPotentials(scores, source, initial, final, lengths)

@@ -10,6 +10,8 @@ from torch import Tensor
 class ViterbiPath(NamedTuple):
     """The best path of each chain.
 
+    Of equal paths it is the one with the lowest edge into each state, then the lowest last state.
+
     Fields:
         score: `[N]`, in nats if the scores are; -inf for a chain without a path.
         states: `[T + 1, N]` int64; row 0 is the initial state. -1 past the length and for a chain

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.semiring import Log, Semiring
+from ...paths.distribution import SemiringDistribution
+from ...paths.inputs import as_values, end_of_chains, lengths_of_chains
+from ...primitives.semiring import Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
-from ...runtime.constants import constant, scalar
+from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ..chain.api import Chain
 from ..chain.edges import dense_source
-from . import autograd, functional
-from .common import end_of_chains, lengths_of_chains
-from .inputs import (
-    LinearChainTensors,
-    check_linear_chain,
-    check_same_lengths,
-    check_semiring,
-)
+from . import autograd
+from .inputs import LinearChainPotentials, check_linear_chain
+from .reference import path_score
 from .results import ExpectedCounts, LinearPath, LinearSample
 
 
-class LinearChain:
+class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
     """A batch of linear chains in which every state may follow every state.
 
     A path of a sequence of L tokens has the score
@@ -70,6 +67,8 @@ class LinearChain:
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
 
+    _ops = autograd
+
     def __init__(
         self,
         emissions: Tensor,
@@ -87,47 +86,44 @@ class LinearChain:
         self.end = None if end is None else end_of_chains("end", end, emissions)
         self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "token")
 
-    def _tensors(self) -> LinearChainTensors:
-        """Return the tensors that the registered ops take."""
+    def _potentials(self) -> LinearChainPotentials:
         ends = self.start, self.end
-        return LinearChainTensors(self.emissions, self.transitions, *ends, self.lengths)
+        return LinearChainPotentials(self.emissions, self.transitions, *ends, self.lengths)
 
-    def _full_precision(self) -> LinearChainTensors:
-        """Return the tensors in the dtype of results or a wider one, which gradients have too."""
-
+    def _full_precision(self) -> LinearChainPotentials:
         def widened(scores: Any) -> Any:
             if scores is None:
                 return None
             return scores.to(torch.promote_types(scores.dtype, acc_dtype(self.emissions.dtype)))
 
-        emissions, transitions, start, end, lengths = self._tensors()
-        return LinearChainTensors(
-            widened(emissions), widened(transitions), widened(start), widened(end), lengths
-        )
+        scores = map(widened, self._potentials().variables)
+        return LinearChainPotentials._make([*scores, self.lengths])
 
-    def _to_result_dtype(self, value: Tensor) -> Tensor:
-        return value.to(acc_dtype(self.emissions.dtype))
+    def _mean(self, potentials: LinearChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
+        return autograd.mean_of_values(potentials, *values), self._log_partitions(potentials)[0]
 
-    def logz(self, semiring: Semiring = Log) -> Tensor:
-        """Return the sum over all paths, `[N]`.
+    def _aligned(
+        self, p: LinearChainPotentials, q: LinearChainPotentials
+    ) -> tuple[LinearChainPotentials, LinearChainPotentials, Tensor]:
+        p, q, same = super()._aligned(p, q)
+        if p.transitions.ndim != q.transitions.ndim:
+            p, q = p.of_sequences(), q.of_sequences()
+        return p, q, same
 
-        It is log Z in nats under `Log` and the best score under `Max`. A sequence without a path
-        has -inf.
+    def _best_path(self) -> LinearPath:
+        return LinearPath(*autograd.viterbi(*self._potentials(), current_backend()))
 
-        Args:
-            semiring: as in `partita.logz`. Any but `Log` and `Max` runs in plain PyTorch.
+    def _draw(self, k: int, uniform: Callable[..., Tensor]) -> LinearSample:
+        T, N, _ = self.emissions.shape
+        uniforms = uniform(T, k, N)
+        return LinearSample(autograd.sample(*self._potentials(), uniforms, current_backend()))
 
-        Raises:
-            TypeError: semiring is not a `Semiring`.
-            RuntimeError: the backend that was chosen by name has no kernel for it.
+    def _sum(self, semiring: Semiring) -> Tensor:
+        return autograd.partition(self._potentials(), semiring)
 
-        Example:
-            >>> import torch, partita
-            >>> partita.LinearChain(torch.ones(3, 1, 2), torch.zeros(2, 2)).logz(partita.Max)
-            tensor([3.])
-        """
-        check_semiring(semiring)
-        return functional.partition(self._tensors(), semiring)
+    def _best_paths(self, k: int) -> LinearPath:
+        score, states = autograd.nbest(self._potentials(), k)
+        return LinearPath(self._rounded(score), states)
 
     def state_marginals(self) -> Tensor:
         """Return the posterior probability of each state, `[T, N, C]`, zero past the lengths.
@@ -142,7 +138,7 @@ class LinearChain:
                     [0.1192, 0.8808]])
         """
         chain = self._full_precision()
-        return functional.marginals(chain, need_transitions=False, per_sequence=False)[0]
+        return autograd.marginals(chain, need_transitions=False, per_sequence=False)[0]
 
     def marginals(self) -> Tensor:
         """Return the posterior probability of each transition, `[T - 1, N, C, C]`.
@@ -157,9 +153,9 @@ class LinearChain:
             tensor([[[[0.2500, 0.2500],
                       [0.2500, 0.2500]]]])
         """
-        chain = functional.transitions_of_sequences(self._full_precision())
-        d_transitions = functional.marginals(chain, need_transitions=True, per_sequence=False)[1]
-        return self._to_result_dtype(d_transitions.transpose(2, 3))
+        chain = self._full_precision().of_sequences()
+        d_transitions = autograd.marginals(chain, need_transitions=True, per_sequence=False)[1]
+        return self._rounded(d_transitions.transpose(2, 3))
 
     def expected_counts(self) -> ExpectedCounts:
         """Return the posteriors of the ends and the expected number of transitions.
@@ -173,91 +169,13 @@ class LinearChain:
             tensor([[[2., 2.],
                      [2., 2.]]])
         """
-        chain = functional.with_ends(self._full_precision())
+        chain = self._full_precision().with_ends()
         if self.transitions.ndim != 2:
-            chain = functional.transitions_of_sequences(chain)
-        _, counts, start, end = functional.marginals(
-            chain, need_transitions=True, per_sequence=True
-        )
+            chain = chain.of_sequences()
+        _, counts, start, end = autograd.marginals(chain, need_transitions=True, per_sequence=True)
         if self.transitions.ndim != 2:
             counts = counts.sum(0)
-        return ExpectedCounts(*map(self._to_result_dtype, (start, counts, end)))
-
-    def viterbi(self) -> LinearPath:
-        """Return the best path of each sequence, as in `LinearPath`.
-
-        Of equal paths it is the one with the lowest state before each state, then the lowest last
-        state.
-
-        Example:
-            >>> import torch, partita
-            >>> emissions = torch.tensor([[[1.0, 0.0]], [[0.0, 0.1]], [[1.0, 0.0]]])
-            >>> partita.LinearChain(emissions, torch.eye(2)).viterbi().states.flatten()
-            tensor([0, 0, 0])
-        """
-        with torch.no_grad():
-            return LinearPath(*autograd.viterbi(*self._tensors(), current_backend()))
-
-    def nbest(self, k: int) -> LinearPath:
-        """Return the k best paths of each sequence, from the best on.
-
-        Of equal paths that with the lowest states, from the last state back, comes first. The scan
-        runs in PyTorch on every device, and it is not differentiable; `log_prob` of the states is.
-
-        Args:
-            k: the number of paths.
-
-        Returns:
-            A `LinearPath` with scores `[k, N]` and states `[k, T, N]`. A path that does not exist
-            has score -inf and states -1.
-
-        Raises:
-            TypeError, ValueError: k is not an integer, or it is below 1.
-
-        Source: Schwartz and Chow, The N-best algorithm, 1990.
-
-        Example:
-            >>> import torch, partita
-            >>> emissions = torch.tensor([[[2.0, 0.0]], [[0.0, 0.5]]])
-            >>> best = partita.LinearChain(emissions, torch.zeros(2, 2)).nbest(3)
-            >>> best.score[:, 0], best.states[:, :, 0].tolist()
-            (tensor([2.5000, 2.0000, 0.5000]), [[0, 1], [0, 0], [1, 1]])
-        """
-        checks.python_int("k", k)
-        if k < 1:
-            raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
-        with torch.no_grad():
-            score, states = functional.nbest(self._tensors(), k)
-            return LinearPath(self._to_result_dtype(score), states)
-
-    def sample(self, k: int, generator: torch.Generator | None = None) -> LinearSample:
-        """Draw k independent paths from the posterior of each sequence.
-
-        Args:
-            k: the number of paths.
-            generator: a generator on the device of the emissions; the default one if None. The same
-                state of it gives the same paths.
-
-        Returns:
-            The paths, as in `LinearSample`.
-
-        Raises:
-            TypeError, ValueError: k is not an integer, or it is negative.
-
-        Example:
-            >>> import torch, partita
-            >>> chain = partita.LinearChain(torch.zeros(4, 2, 3), torch.zeros(3, 3))
-            >>> chain.sample(5).states.shape
-            torch.Size([5, 4, 2])
-        """
-        checks.python_int("k", k)
-        if k < 0:
-            raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
-        with torch.no_grad():
-            T, N, _ = self.emissions.shape
-            uniforms = self.emissions.new_empty((T, k, N), dtype=torch.float64)
-            uniforms = uniforms.uniform_(generator=generator)
-            return LinearSample(autograd.sample(*self._tensors(), uniforms, current_backend()))
+        return ExpectedCounts(*map(self._rounded, (start, counts, end)))
 
     def expectation(
         self,
@@ -293,65 +211,15 @@ class LinearChain:
             value if value is None else end_of_chains(name, value, self.emissions)
             for name, value in (("start_values", start_values), ("end_values", end_values))
         )
-        mean = functional.expectation(
-            chain,
-            self._values("emission_values", emission_values, "emissions", self.emissions),
-            self._values("transition_values", transition_values, "transitions", self.transitions),
-            *ends,
+        of_scores = (
+            as_values(name, values, scores, scores_name, "emissions")
+            for name, values, scores, scores_name in (
+                ("emission_values", emission_values, self.emissions, "emissions"),
+                ("transition_values", transition_values, self.transitions, "transitions"),
+            )
         )
-        return self._to_result_dtype(mean)
-
-    def _values(self, name: str, values: Tensor | None, of: str, scores: Tensor) -> Tensor:
-        """Return values in the shape of the scores that they belong to, zeros for None."""
-        if values is None:
-            values = scalar(0.0, scores.dtype, scores.device)
-        checks.floating(name, values)
-        checks.device(name, values, self.emissions, "emissions")
-        try:
-            return values.expand(scores.shape)
-        except RuntimeError:
-            raise ValueError(
-                f"{name}: expected what broadcasts to the {of}, {list(scores.shape)},"
-                f" got {list(values.shape)}"
-            ) from None
-
-    def entropy(self) -> Tensor:
-        """Return the entropy of the paths in nats, `[N]`; 0 for a sequence without a path.
-
-        Example:
-            >>> import torch, partita
-            >>> partita.LinearChain(torch.zeros(4, 1, 2), torch.zeros(2, 2)).entropy()
-            tensor([2.7726])
-        """
-        return self._to_result_dtype(functional.entropy(self._full_precision()))
-
-    def kl(self, other: LinearChain) -> Tensor:
-        """Return KL(self ‖ other) of the paths in nats, `[N]`.
-
-        It is +inf where the other chain forbids a path of this one.
-
-        Args:
-            other: a chain with the same `[T, N, C]` and lengths.
-
-        Raises:
-            TypeError, ValueError: other is not a `LinearChain`, or its shape, device or lengths
-                differ. On a GPU the lengths are checked only with `PARTITA_CHECK=1`, and otherwise
-                give NaN.
-
-        Example:
-            >>> import torch, partita
-            >>> chain = partita.LinearChain(torch.randn(3, 1, 2), torch.zeros(2, 2))
-            >>> chain.kl(chain)
-            tensor([0.])
-        """
-        if not isinstance(other, LinearChain):
-            raise TypeError(f"other: expected a LinearChain, got {type(other).__name__}")
-        shape = self.emissions.shape
-        checks.shape("other.emissions", other.emissions, shape, "that of this chain")
-        checks.device("other.emissions", other.emissions, self.emissions, "emissions")
-        chain, other_chain = self._full_precision(), other._full_precision()
-        check_same_lengths(chain, other_chain)
-        return self._to_result_dtype(functional.kl(chain, other_chain))
+        mean = autograd.mean_of_values(chain, *of_scores, *ends)
+        return self._rounded(mean)
 
     def log_prob(self, states: Tensor) -> Tensor:
         """Return the log-probability of paths in nats, `[..., N]`; -inf for states out of range.
@@ -373,7 +241,7 @@ class LinearChain:
         checks.integer("states", states)
         checks.device("states", states, self.emissions, "emissions")
         checks.last_sizes("states", states, self.emissions.shape[:2], "T, N")
-        return self._to_result_dtype(functional.log_prob(self._tensors(), states.long()))
+        return self._rounded(self._log_prob(path_score(*self._potentials(), states.long())))
 
     def to_chain(self) -> Chain:
         """Return the sparse `Chain` over `dense_source` with the same paths.

@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...paths.autograd import (
+    call,
+    gradients,
+    off_path,
+    on_path,
+    ones,
+    refuse_kernels,
+    save_log_partition,
+    takes,
+)
+from ...paths.inputs import full_lengths
+from ...primitives.semiring import Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
     double_backward,
     for_gradients,
-    is_batched_gradient,
     is_double_backward,
-    is_vmapped,
     needed_gradients,
     one_by_one,
-    requires_grad,
+    refuse_forward_mode,
     saved_tensors,
     skip_unused_gradients,
     sum_of_gradients,
 )
+from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
-from . import fakes, reference, reference_tangent
+from ...runtime.dtypes import acc_dtype
+from ..chain import reference as sparse
+from . import fakes, reference
 from .common import HAS_KERNELS
-from .paths import path_indicator
+from .inputs import LinearChainPotentials
 
 
 def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
@@ -58,84 +72,28 @@ def _gpu_paths() -> ModuleType:
 def _gpu_tangent() -> ModuleType:
     from .gpu import launch_tangent
 
-    return launch_tangent if HAS_KERNELS else reference_tangent
+    return launch_tangent if HAS_KERNELS else reference
 
 
-# It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
-logz = register.define(
-    reference.linear_chain_logz,
-    fakes.fake_logz,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=check_values,
-    reference_if_empty=True,
-    vmap=one_by_one,
-)
-# It returns the gradients of sum(grad_output * log Z) in emissions, transitions, start and end.
-logz_gradient = register.define(
-    reference.linear_chain_gradient,
-    fakes.fake_gradient,
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-)
-
-# It returns the best score [N] and the states of the best path [T, N].
-viterbi = register.define(
-    reference.linear_chain_viterbi,
-    fakes.fake_viterbi,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    reference_if_empty=True,
-    vmap=one_by_one,
-)
-# It takes uniform numbers [T, k, N] fp64 and returns states [k, T, N].
-sample = register.define(
-    reference.linear_chain_sample,
-    fakes.fake_sample,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    reference_if_empty=True,
-    vmap=one_by_one,
-)
-# It returns the derivative of log Z in the direction of the values [N], and the derivative in that
-# direction of the gradients of sum(grad_output * log Z), all in fp64.
-tangent = register.define(
-    reference_tangent.linear_chain_tangent,
-    fakes.fake_tangent,
-    gpu=_gpu_tangent,
-    cpu=_cpu,
-    vmap=one_by_one,
-)
+_define = partial(register.define, cpu=_cpu, vmap=one_by_one)
+_checked = partial(_define, check=check_values, reference_if_empty=True)
+logz = _checked(reference.linear_chain_logz, fakes.fake_logz, gpu=_gpu)
+logz_gradient = _define(reference.linear_chain_gradient, fakes.fake_gradient, gpu=_gpu)
+viterbi = _checked(reference.linear_chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths)
+sample = _checked(reference.linear_chain_sample, fakes.fake_sample, gpu=_gpu_paths)
+tangent = _define(reference.linear_chain_tangent, fakes.fake_tangent, gpu=_gpu_tangent)
 
 
 class LogZ(torch.autograd.Function):
     """Log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
 
     generate_vmap_rule = True
+    setup_context = staticmethod(save_log_partition)
 
     @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return logz(emissions, transitions, start, end, lengths, save, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, _, ctx.backend = inputs
-        fp64, _, saved = output
-        ctx.mark_non_differentiable(saved)
-        # Zeros for the gradient of `saved` would take as much memory as `saved`.
-        skip_unused_gradients(ctx)
-        ctx.save_for_backward(*tensors, fp64, saved)
+    @takes(logz)
+    def forward(*args: Any) -> Any:
+        return logz(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -144,28 +102,15 @@ class LogZ(torch.autograd.Function):
             return (None,) * 7
         tensors = saved_tensors(ctx)
         needed = needed_gradients(ctx, *tensors[:4])
-        results = _logz_gradients(grad_output, *tensors, needed[1], False, ctx.backend)
+        args = (grad_output, *tensors, needed[1], False, ctx.backend)
+
+        def log_partition(*scores: Any) -> Tensor:
+            a, b, c, d = scores
+            return reference.linear_chain_logz(a, b, c, d, tensors[4], False)[0]
+
+        results = gradients(logz_gradient, Marginals, log_partition, tensors[:4], *args)
         pairs = zip(results, needed, strict=True)
         return *(grad if need else None for grad, need in pairs), None, None, None
-
-
-def _logz_gradients(grad_output: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """Return the results of `logz_gradient`, which may be differentiated again."""
-    variables, lengths = args[:4], args[4]
-    results: tuple[Tensor | None, ...]
-    if not is_double_backward(grad_output, *variables):
-        results = for_gradients(logz_gradient, grad_output)(grad_output, *args)
-    elif is_vmapped() or is_batched_gradient(grad_output):
-        # PyTorch loses the derivative of a function that is applied to batched gradients.
-        results = double_backward(
-            lambda a, b, c, d: reference.linear_chain_logz(a, b, c, d, lengths, False)[0],
-            variables,
-            [requires_grad(variable) for variable in variables],
-            grad_output.double(),
-        )
-    else:
-        results = apply(Marginals, grad_output, *args)
-    return results
 
 
 class Marginals(torch.autograd.Function):
@@ -177,23 +122,9 @@ class Marginals(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        grad_output: Tensor,
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        logz: Tensor,
-        saved: Tensor,
-        need_transitions: bool,
-        per_sequence: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        chain = (emissions, transitions, start, end, lengths)
-        return logz_gradient(
-            grad_output, *chain, logz, saved, need_transitions, per_sequence, backend
-        )
+    @takes(logz_gradient)
+    def forward(*args: Any) -> Any:
+        return logz_gradient(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -205,20 +136,6 @@ class Marginals(torch.autograd.Function):
         grad_output, *chain = saved_tensors(ctx)
         *scores, lengths = chain
         _, transitions, start, end = scores
-        variables = (grad_output, *scores)
-        if is_double_backward(*variables, *values):
-            present = (True, ctx.need_transitions, start is not None, end is not None)
-
-            def gradients(*variables: Any) -> list[Tensor]:
-                # The reference reads neither log Z nor what was saved.
-                unread = (variables[0], variables[0])
-                args: Any = (*variables, lengths, *unread, ctx.need_transitions, ctx.per_sequence)
-                found = reference.linear_chain_gradient(*args)
-                return list(itertools.compress(found, present))
-
-            upstream = list(itertools.compress(values, present))
-            results = double_backward(gradients, variables, ctx.needs_input_grad[:5], upstream)
-            return *results, *(None,) * 6
         emission_values, transition_values, start_values, end_values = values
         directions = (
             emission_values,
@@ -226,6 +143,20 @@ class Marginals(torch.autograd.Function):
             None if start is None else start_values,
             None if end is None else end_values,
         )
+        variables = (grad_output, *scores)
+        if is_double_backward(*variables, *values):
+            present = (True, ctx.need_transitions, start is not None, end is not None)
+
+            def specification(*variables: Any) -> list[Tensor]:
+                # The reference reads neither log Z nor what was saved.
+                unread = (variables[0], variables[0])
+                args: Any = (*variables, lengths, *unread, ctx.need_transitions, ctx.per_sequence)
+                found = reference.linear_chain_gradient(*args)
+                return list(itertools.compress(found, present))
+
+            upstream = list(itertools.compress(values, present))
+            needed = ctx.needs_input_grad[:5]
+            return *double_backward(specification, variables, needed, upstream), *(None,) * 6
         op = for_gradients(tangent, *values)
         mean, *results = op(grad_output, *chain, *directions, ctx.backend)
         return mean.to(grad_output.dtype), *_gradients(scores, results), *(None,) * 6
@@ -251,7 +182,7 @@ class Expectation(torch.autograd.Function):
     ) -> Tensor:
         chain = (emissions, transitions, start, end, lengths)
         values = (emission_values, transition_values, start_values, end_values)
-        return tangent(_ones(emissions), *chain, *values, backend)[0]
+        return tangent(ones(emissions), *chain, *values, backend)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -264,9 +195,7 @@ class Expectation(torch.autograd.Function):
         chain, values = tensors[:5], tensors[5:]
         needed = needed_gradients(ctx, *tensors)
         if is_double_backward(grad_output, *tensors):
-            results = double_backward(
-                reference_tangent.expected_value, tensors, needed[:9], grad_output
-            )
+            results = double_backward(reference.expected_value, tensors, needed[:9], grad_output)
             return *results, None
         d_scores: tuple[Tensor | None, ...] = (None,) * 4
         d_values: tuple[Tensor | None, ...] = (None,) * 4
@@ -306,10 +235,6 @@ def _gradients(tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None])
     ]
 
 
-def _ones(emissions: Tensor) -> Tensor:
-    return scalar(1.0, torch.float64, emissions.device).expand(emissions.shape[1])
-
-
 def _zeros_like(tensor: Tensor) -> Tensor:
     """Return zeros of the shape of a tensor without memory of that size."""
     return scalar(0.0, tensor.dtype, tensor.device).expand(tensor.shape)
@@ -321,15 +246,9 @@ class BestScore(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        return viterbi(emissions, transitions, start, end, lengths, backend)
+    @takes(viterbi)
+    def forward(*args: Any) -> Any:
+        return viterbi(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -348,4 +267,69 @@ class BestScore(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 6
         score, states, lengths = saved_tensors(ctx)
-        return *path_indicator(grad_output, score, states, lengths, ctx.likes), None, None
+        emissions, transitions, start, end = ctx.likes
+        T, _, C = emissions[0]
+        unused = off_path(score, full_lengths(states, lengths), T, first=1).double()
+        d_path = on_path(grad_output.double(), states, unused, C, torch.float64)
+        follows = torch.cat([states[1:], torch.full_like(states[:1], -1)]) >= 0
+        d_end = d_path.masked_fill(follows[..., None], 0.0).sum(0)
+        after = on_path(torch.ones_like(score).double(), states, unused, C, torch.float64)[1:]
+        before = torch.where((states >= 0)[:-1, :, None], d_path[:-1], 0.0)
+        if len(transitions[0]) == 2:
+            # PyTorch's scatter would add in an order that varies on a GPU; a product does not.
+            d_transitions = before.reshape(-1, C).T @ after.reshape(-1, C)
+        elif len(transitions[0]) == 3:
+            d_transitions = before.transpose(1, 2) @ after
+        else:
+            d_transitions = before[..., None] * after[:, :, None]
+        return (
+            d_path.to(emissions[1]),
+            d_transitions.to(transitions[1]),
+            None if start is None else d_path[0].to(start[1]),
+            None if end is None else d_end.to(end[1]),
+            None,
+            None,
+        )
+
+
+def partition(chain: LinearChainPotentials, semiring: Semiring) -> Tensor:
+    """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
+    if semiring == Max:
+        args = (*chain, current_backend())
+        return call(viterbi, BestScore, chain.variables, *args)[0]
+    refuse_kernels("this semiring")
+    semiring = differentiable(semiring)
+    result = sparse.log_partition(reference.linear_chain_inputs(*chain, semiring), semiring)
+    return result.to(acc_dtype(chain.emissions.dtype))
+
+
+def marginals(
+    chain: LinearChainPotentials, need_transitions: bool, per_sequence: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of log Z of each sequence, which are differentiable.
+
+    They are those in emissions, transitions (if needed), start and end. With `per_sequence` those
+    in constant transitions are `[N, C, C]`.
+    """
+    backend = current_backend()
+    with torch.no_grad():
+        fp64, _, saved = logz(*chain, True, backend)
+    args = (ones(chain.emissions), *chain, fp64, saved, need_transitions, per_sequence, backend)
+    return call(logz_gradient, Marginals, chain.variables, *args)
+
+
+def mean_of_values(chain: LinearChainPotentials, *values: Any) -> Tensor:
+    """Return the posterior mean of the sum of values along a path, `[N]` fp64.
+
+    The values are those of emissions, transitions, start and end.
+    """
+    refuse_forward_mode(*chain.variables, *values)
+    return apply(Expectation, *chain, *values, current_backend())
+
+
+def nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:
+    """Return the scores and states of the k best paths, as in `best_paths` of sparse chains."""
+    refuse_kernels("nbest")
+    check_values(chain.emissions, chain.lengths)
+    score, states, _ = sparse.best_paths(reference.linear_chain_inputs(*chain, Max), k)
+    return score, states

@@ -1,17 +1,8 @@
-"""Sizes that the backends of dense linear chains share, and checks for all dense chains."""
+"""Sizes that the backends of dense linear chains share."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from ...primitives.gpu.target import assumed
-from ...runtime import checks
-from ...runtime.lengths import Lengths, lengths_on_device
-from ...runtime.sizes import holds, same_sizes
 
 RANGE_ROWS = 16  # states whose transitions one part of the search for the range reads
 
@@ -36,96 +27,3 @@ def saved_shape(table: str, T: int, N: int, C: int) -> tuple[int, ...]:
 def saved_sizes(T: int, N: int, C: int, save: bool) -> list[int]:
     """Return the sizes of what the GPU saves, see `gpu/launch.py`; without `save`, of its work."""
     return [2 * T * N * C if save else 0, T * N, T * N, 2 * -(-C // RANGE_ROWS)]
-
-
-def steps_first(emissions: Any, batch_first: bool) -> Tensor:
-    """Return emissions as `[T, N, C]`, or raise for a wrong dtype or shape."""
-    checks.floating("emissions", emissions)
-    if emissions.ndim != 3 or not holds(emissions.shape[1 if batch_first else 0] >= 1):
-        raise ValueError(
-            f"emissions: expected shape {_layout(batch_first)} with T of at least 1,"
-            f" got {list(emissions.shape)}"
-        )
-    return emissions.transpose(0, 1) if batch_first else emissions
-
-
-def end_of_chains(name: str, end: Tensor, emissions: Tensor) -> Tensor:
-    """Return numbers of the first or last states, `[C]` or `[N, C]`, as `[N, C]`.
-
-    A wrong dtype, shape or device raises.
-    """
-    checks.floating(name, end)
-    checks.device(name, end, emissions, "emissions")
-    N, C = emissions.shape[1:]
-    if not same_sizes(end.shape, (C,) if end.ndim == 1 else (N, C)):
-        raise ValueError(
-            f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
-        )
-    return end.expand(N, C)
-
-
-def lengths_of_chains(
-    emissions: Tensor, lengths: Lengths | None, mask: Tensor | None, batch_first: bool, unit: str
-) -> Tensor | None:
-    """Return the lengths of sequences, `[N]` on the device of the emissions; None for T of each.
-
-    Args:
-        emissions: `[T, N, C]`.
-        lengths: `[N]`, 1 to T, or None.
-        mask: `[T, N]` bool instead of lengths, True for a prefix of each sequence; or None.
-        batch_first: whether the mask is `[N, T]`, as the user's emissions are `[N, T, C]`.
-        unit: what a sequence consists of, in messages.
-    """
-    T, N, _ = emissions.shape
-    if mask is None:
-        if lengths is None:
-            return None
-        try:
-            found = lengths_on_device("lengths", lengths, N, emissions.device)[1]
-        except ValueError as error:
-            is_other = T != N and isinstance(lengths, Sized) and len(lengths) == T
-            raise ValueError(f"{error}{_other_layout(batch_first, is_other)}") from None
-        checks.within("lengths", found, 1, T, f"{unit}s")
-        return found
-    if lengths is not None:
-        raise TypeError("mask: expected either lengths or a mask, got both")
-    checks.tensor("mask", mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected dtype torch.bool, got {mask.dtype}")
-    shape, meaning = ((N, T), "[N, T]") if batch_first else ((T, N), "[T, N]")
-    try:
-        checks.shape("mask", mask, shape, f"{meaning} of emissions")
-    except ValueError as error:
-        is_other = tuple(mask.shape) == shape[::-1]
-        raise ValueError(f"{error}{_other_layout(batch_first, is_other)}") from None
-    checks.device("mask", mask, emissions, "emissions")
-    steps = mask.mT if batch_first else mask
-    hole = steps[1:] & ~steps[:-1]
-    if checks.can_check_values(mask):
-        if (index := checks.first_index(hole.mT)) is not None:
-            n, t = index[0], index[1] + 1
-            is_other = bool(steps[:, 0].all()) and not bool((steps[:, 1:] & ~steps[:, :-1]).any())
-            raise ValueError(
-                f"mask: expected a prefix of each sequence, got a {unit} at"
-                f" {[n, t] if batch_first else [t, n]} after one that is left out"
-                f"{_other_layout(batch_first, is_other)}"
-            )
-        if (index := checks.first_index(~steps[0])) is not None:
-            raise ValueError(
-                f"mask: expected at least one {unit} in each sequence, got none in {index[0]}"
-            )
-    return torch.where(hole.any(0), -1, steps.sum(0))
-
-
-def _layout(batch_first: bool) -> str:
-    return "[N, T, C]" if batch_first else "[T, N, C]"
-
-
-def _other_layout(batch_first: bool, is_meant: bool) -> str:
-    """Return the end of a message to a user who seems to mean the other layout, or nothing."""
-    if not is_meant:
-        return ""
-    return (
-        f"; emissions is {_layout(batch_first)}, and batch_first={not batch_first} takes"
-        f" {_layout(not batch_first)}"
-    )

@@ -26,11 +26,6 @@ def fake_logz(emissions: Tensor, save: bool, served_by: str) -> tuple[Tensor, Te
     return _fp64(emissions, N), rounded, _fp64(emissions, *saved)
 
 
-def counts_dtype(transitions: Tensor) -> torch.dtype:
-    """Return the dtype of the expected transitions of each sequence."""
-    return acc_dtype(transitions.dtype)
-
-
 def fake_gradient(
     emissions: Tensor,
     transitions: Tensor,
@@ -43,7 +38,7 @@ def fake_gradient(
     if not need_transitions:
         d_transitions = transitions.new_empty(0)
     elif per_sequence and transitions.ndim == 2:
-        d_transitions = transitions.new_empty((N, C, C), dtype=counts_dtype(transitions))
+        d_transitions = transitions.new_empty((N, C, C), dtype=acc_dtype(transitions.dtype))
     else:
         d_transitions = transitions.new_empty(transitions.shape)
     return (

@@ -1,19 +1,19 @@
-"""The tensors of a batch of dense linear chains, and the checks of what users give."""
+"""The potentials of a batch of dense linear chains, and the checks of what users give."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ...primitives.semiring import Semiring
+from ...paths.inputs import steps_first
 from ...runtime import checks
+from ...runtime.constants import scalar
+from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import same_sizes
-from .common import steps_first
 
 
-class LinearChainTensors(NamedTuple):
+class LinearChainPotentials(NamedTuple):
     """A batch of dense linear chains in the order of arguments of the registered ops.
 
     Fields:
@@ -29,13 +29,24 @@ class LinearChainTensors(NamedTuple):
     end: Tensor | None
     lengths: Tensor | None
 
+    @property
+    def variables(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return the differentiable tensors."""
+        return self.emissions, self.transitions, self.start, self.end
 
-def full_lengths(chain: LinearChainTensors) -> Tensor:
-    """Return the lengths `[N]`; T for all sequences if none were given."""
-    if chain.lengths is None:
-        T, N, _ = chain.emissions.shape
-        return torch.full((N,), T, device=chain.emissions.device)
-    return chain.lengths
+    def of_sequences(self) -> LinearChainPotentials:
+        """Return the potentials with transitions `[T - 1, N, C, C]`, a view without such memory."""
+        T, N, C = self.emissions.shape
+        steps = self.transitions.unsqueeze(1) if self.transitions.ndim == 3 else self.transitions
+        return self._replace(transitions=steps.expand(T - 1, N, C, C))
+
+    def with_ends(self) -> LinearChainPotentials:
+        """Return the potentials with zeros for ends that are None."""
+        # Each end is a tensor of its own: compilers refuse one tensor for two arguments.
+        zero = scalar(0.0, acc_dtype(self.emissions.dtype), self.emissions.device)
+        shape = self.emissions.shape[1:]
+        start, end = (zero.expand(shape) if x is None else x for x in (self.start, self.end))
+        return self._replace(start=start, end=end)
 
 
 def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool) -> Tensor:
@@ -51,18 +62,3 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool
             f" [T, N, C] = {[T, N, C]}, got {list(transitions.shape)}"
         )
     return emissions
-
-
-def check_semiring(semiring: Semiring) -> None:
-    """Raise for an argument that is not a semiring."""
-    if not isinstance(semiring, Semiring):
-        raise TypeError(f"semiring: expected a Semiring, as Log or Max, got {semiring!r}")
-
-
-def check_same_lengths(chain: LinearChainTensors, other: LinearChainTensors) -> None:
-    """Raise where another chain has other lengths; the values are read only if checked."""
-    if chain.lengths is other.lengths or not checks.should_check_values(chain.emissions.device):
-        return
-    lengths = full_lengths(other), full_lengths(chain)
-    if all(map(checks.can_check_values, lengths)) and not torch.equal(*lengths):
-        raise ValueError("other.lengths: expected the lengths of this chain, got others")

@@ -5,58 +5,41 @@ A path y of L tokens has the score
     start[y_0] + sum over t < L: emissions[t, y_t]
                + sum over t < L - 1: transitions[y_t, y_{t+1}] + end[y_{L-1}].
 
-With ⊕ of a semiring, the scan over time computes
+That is a sparse chain of L - 1 steps in which every state has an edge from every state,
 
-    alpha[0] = start + emissions[0]
-    alpha[t, j] = (⊕ over i: alpha[t - 1, i] + transitions[i, j]) + emissions[t, j]
-    Z = ⊕ over j: alpha[L - 1, j] + end[j].
+    initial = start + emissions[0]                             final = end
+    scores[t, j, i] = transitions[t, i, j] + emissions[t + 1, j]    source[j, i] = i
 
-All scans run in fp64 in the log domain, and autograd can differentiate them.
+whose reference computes everything here. The scores of a step are formed when it is scanned, so
+they take memory of `[N, C, C]`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.semiring import Log, Max, Semiring, log_dsum
+from ...paths.inputs import full_lengths
+from ...primitives.semiring import Log, Max, Semiring
 from ...runtime.dtypes import acc_dtype
+from ..chain.reference import ChainInputs, best_path, log_partition, posteriors, sample_paths
+from ..chain.reference_means import Values, covariances, mean_value
 
 
-class LinearChainInputs(NamedTuple):
-    """A batch of dense linear chains that is ready to be scanned.
+def _edges(
+    emissions: Tensor, transitions: Tensor, per_step: bool, semiring: Semiring = Log
+) -> Callable[[int], Tensor]:
+    """Return the function from a step to the scores or values of its edges, `[N, to, from]`."""
 
-    Fields:
-        emissions: `[T, N, C]` fp64; 0 past a length.
-        transitions: `[T - 1, 1 or N, C, C]` fp64, a view with a stride of 0 if they are constant.
-        start: `[N, C]` fp64; NaN for an invalid length.
-        end: `[N, C]` fp64.
-        active: `[T, N]`; True for a token before the length.
-        unused: `[N]` fp64: the gradient past a length, 0, or NaN for an invalid length.
-    """
+    def edges(t: int) -> Tensor:
+        step = transitions[t] if per_step else transitions
+        return semiring.mul(step.mT.double(), emissions[t + 1, :, :, None].double())
 
-    emissions: Tensor
-    transitions: Tensor
-    start: Tensor
-    end: Tensor
-    active: Tensor
-    unused: Tensor
-
-    def step(self, t: int) -> Tensor:
-        """Return the transitions from token t - 1 to token t, `[N, C, C]`; 0 past a length."""
-        return torch.where(self.active[t, :, None, None], self.transitions[t - 1], 0.0)
-
-
-def as_steps(transitions: Tensor, T: int) -> Tensor:
-    """Return transitions, or values of them, as `[T - 1, 1 or N, C, C]` fp64."""
-    transitions = transitions.double()
-    if transitions.ndim == 4:
-        return transitions
-    if transitions.ndim == 3:
-        return transitions.unsqueeze(1)
-    return transitions.expand(T - 1, 1, -1, -1)
+    return edges
 
 
 def linear_chain_inputs(
@@ -65,58 +48,44 @@ def linear_chain_inputs(
     start: Tensor | None,
     end: Tensor | None,
     lengths: Tensor | None,
-) -> LinearChainInputs:
+    semiring: Semiring,
+) -> ChainInputs:
     """Return the inputs of a scan."""
-    T, N, C = emissions.shape
-    if lengths is None:
-        lengths = torch.full((N,), T, device=emissions.device)
-    lengths = lengths.long()
-    zeros = torch.zeros(N, C, dtype=torch.float64, device=emissions.device)
+    T, _, C = emissions.shape
+    lengths = full_lengths(emissions, lengths)
     invalid = (lengths < 1) | (lengths > T)
-    active = torch.arange(T, device=emissions.device)[:, None] < lengths
-    return LinearChainInputs(
-        torch.where(active[..., None], emissions.double(), 0.0),
-        as_steps(transitions, T),
-        (zeros if start is None else start.double()).masked_fill(invalid[:, None], torch.nan),
-        zeros if end is None else end.double(),
+    active = torch.arange(1, T, device=emissions.device)[:, None] < lengths
+    edges = _edges(emissions, transitions, transitions.ndim > 2, semiring)
+    initial = emissions[0].double()
+    if start is not None:
+        initial = semiring.mul(start.double(), initial)
+    final = torch.full_like(initial, semiring.one) if end is None else end.double()
+    initial, final = (x.masked_fill(invalid[:, None], torch.nan) for x in (initial, final))
+    return ChainInputs(
+        lambda t: torch.where(active[t, :, None, None], edges(t), semiring.one),
+        torch.arange(C, device=emissions.device).expand(C, C),
+        torch.zeros(C, C, dtype=torch.bool, device=emissions.device),
+        initial,
+        final,
         active,
         torch.where(invalid, torch.nan, 0.0).double(),
     )
 
 
-def forward_scores(x: LinearChainInputs, semiring: Semiring) -> list[Tensor]:
-    """Return alpha of each token, `[N, C]` each; past a length it does not change."""
-    alpha = [x.start + x.emissions[0]]
-    for t in range(1, len(x.emissions)):
-        entered = semiring.sum(alpha[-1][:, :, None] + x.step(t), 1) + x.emissions[t]
-        alpha.append(torch.where(x.active[t, :, None], entered, alpha[-1]))
-    return alpha
-
-
-def log_partition(x: LinearChainInputs, semiring: Semiring = Log) -> Tensor:
-    """Return the ⊕ over all paths, `[N]` fp64; a chain without a path has the gradient 0."""
-    logz = semiring.sum(forward_scores(x, semiring)[-1] + x.end, -1)
-    return torch.where(logz == -torch.inf, logz.detach(), logz)
-
-
-def generic_partition(
-    emissions: Tensor,
+def _values(
     transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    semiring: Semiring,
-) -> Tensor:
-    """Return the sum over all paths under any semiring, `[N]` fp64."""
-    T, N, _ = emissions.shape
-    lengths = torch.full((N,), T, device=emissions.device) if lengths is None else lengths.long()
-    steps, mul = as_steps(transitions, T), semiring.mul
-    alpha = emissions[0].double() if start is None else mul(start.double(), emissions[0].double())
-    for t in range(1, T):
-        entered = mul(semiring.sum(mul(alpha[:, :, None], steps[t - 1]), 1), emissions[t].double())
-        alpha = torch.where((t < lengths)[:, None], entered, alpha)
-    result = semiring.sum(alpha if end is None else mul(alpha, end.double()), -1)
-    return result.masked_fill((lengths < 1) | (lengths > T), torch.nan)
+    emission_values: Tensor,
+    transition_values: Tensor,
+    start_values: Tensor | None,
+    end_values: Tensor | None,
+) -> Values:
+    """Return the values of edges and ends; for constant transitions they may be `[N, C, C]`."""
+    first = emission_values[0].double()
+    return Values(
+        _edges(emission_values, transition_values, transitions.ndim > 2),
+        first if start_values is None else first + start_values.double(),
+        torch.zeros_like(first) if end_values is None else end_values.double(),
+    )
 
 
 def linear_chain_logz(
@@ -128,37 +97,38 @@ def linear_chain_logz(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and an empty tensor: nothing is saved."""
-    logz = log_partition(linear_chain_inputs(emissions, transitions, start, end, lengths))
+    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
+    logz = log_partition(x, Log)
     rounded = logz.to(acc_dtype(emissions.dtype), copy=True)
     return logz, rounded, emissions.new_empty(0, dtype=torch.float64)
 
 
-class StepSum:
-    """The sum over the steps of a gradient `[N, C, C]` in the shape of the transitions, in fp64.
+def _sum_edges(gradients: Iterator[Tensor], T: int, transitions: Tensor) -> list[Tensor]:
+    """Return the gradients in emissions, transitions, start and end in fp64.
 
-    Constant transitions get one sum for each sequence. Steps are added from the last to the first.
+    Those in constant transitions are `[N, C, C]`.
+
+    Args:
+        gradients: those in the last states, in the edges `[N, to, from]` from the last step to the
+            first, and in the first states.
+        T: the number of tokens.
+        transitions: as in the op.
     """
-
-    def __init__(self, transitions: Tensor, d_state: Tensor) -> None:
-        self.transitions = transitions
-        self.steps: list[Tensor] = []
-        # Without a step the sum is empty, which is NaN for an invalid sequence.
-        self.total = 0.0 * d_state[:, :, None].expand(*d_state.shape, d_state.shape[1])
-
-    def add(self, step: Tensor) -> None:
-        """Add the gradient of one step."""
-        if self.transitions.ndim == 2:
-            self.total = self.total + step
+    last = next(gradients)
+    # Without a step the sum is empty, which is NaN for an invalid sequence.
+    total = 0.0 * last[:, :, None].expand(*last.shape, last.shape[1])
+    tokens: list[Tensor] = []
+    steps: list[Tensor] = []
+    for edge in itertools.islice(gradients, T - 1):
+        tokens.insert(0, edge.sum(2))
+        if transitions.ndim == 2:
+            total = total + edge.mT
         else:
-            self.steps.insert(0, step.sum(0) if self.transitions.ndim == 3 else step)
-
-    def result(self, per_sequence: bool) -> Tensor:
-        """Return the sum, of each sequence if transitions are constant and `per_sequence`."""
-        if self.transitions.ndim == 2:
-            return self.total if per_sequence else self.total.sum(0)
-        if self.steps:
-            return torch.stack(self.steps)
-        return torch.zeros_like(self.transitions, dtype=torch.float64)
+            steps.insert(0, edge.mT.sum(0) if transitions.ndim == 3 else edge.mT)
+    if transitions.ndim > 2:
+        total = torch.stack(steps) if steps else torch.zeros_like(transitions).double()
+    first = next(gradients)
+    return [torch.stack([first, *tokens]), total, first, last]
 
 
 def linear_chain_gradient(
@@ -175,52 +145,28 @@ def linear_chain_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments.
 
-    The posterior of a transition is the posterior of the state that it enters, times its share in
-    the sum that entered that state.
+    With `per_sequence` that in constant transitions is `[N, C, C]` in the dtype of results. It is
+    empty if it is not needed.
     """
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths)
-    alpha = forward_scores(x, Log)
-    # d_state is grad_output times the posterior of each state, [N, C].
-    d_state = d_end = grad_output.double()[:, None] * log_dsum(alpha[-1] + x.end, -1)
-    d_emissions: list[Tensor] = []
-    d_steps, unused = StepSum(transitions, d_state), x.unused[:, None]
-    for t in reversed(range(1, len(x.emissions))):
-        active = x.active[t, :, None]
-        d_emissions.insert(0, torch.where(active, d_state, unused))
-        d_step = d_state[:, None] * log_dsum(alpha[t - 1][:, :, None] + x.step(t), 1)
-        d_steps.add(torch.where(active[..., None], d_step, unused[..., None]))
-        d_state = torch.where(active, d_step.sum(2), d_state)
-    stacked = torch.stack([d_state, *d_emissions])
-    d_transitions = transitions.new_empty(0)
-    if need_transitions:
-        of_sequences = per_sequence and transitions.ndim == 2
-        dtype = acc_dtype(transitions.dtype) if of_sequences else transitions.dtype
-        d_transitions = d_steps.result(of_sequences).to(dtype)
+    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
+    gradients = posteriors(x, grad_output)
+    d_emissions, d_transitions, d_start, d_end = _sum_edges(gradients, len(emissions), transitions)
+    dtype = transitions.dtype
+    if transitions.ndim == 2 and per_sequence:
+        dtype = acc_dtype(dtype)
+    elif transitions.ndim == 2:
+        d_transitions = d_transitions.sum(0)
     return (
-        stacked.to(emissions.dtype),
-        d_transitions,
-        *end_gradients(emissions, start, end, d_state, d_end),
+        d_emissions.to(emissions.dtype),
+        d_transitions.to(dtype) if need_transitions else transitions.new_empty(0),
+        _gradient_of(start, d_start, emissions),
+        _gradient_of(end, d_end, emissions),
     )
 
 
-def end_gradients(
-    emissions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    d_start: Tensor,
-    d_end: Tensor,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the ends in their dtypes, or in `dtype`; empty for None."""
-    # An op may not return one tensor as two results.
-    return (
-        emissions.new_empty(0, dtype=dtype)
-        if start is None
-        else d_start.to(dtype or start.dtype, copy=True),
-        emissions.new_empty(0, dtype=dtype)
-        if end is None
-        else d_end.to(dtype or end.dtype, copy=True),
-    )
+def _gradient_of(end: Tensor | None, gradient: Tensor, emissions: Tensor) -> Tensor:
+    """Return the gradient of an end as a tensor of its own, which is empty if there is no end."""
+    return emissions.new_empty(0) if end is None else gradient.to(end.dtype, copy=True)
 
 
 def linear_chain_viterbi(
@@ -235,49 +181,9 @@ def linear_chain_viterbi(
     States are -1 past the length and for a chain without a path. Ties go to the lowest state before
     each state, then to the lowest last state.
     """
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths)
-    alpha = forward_scores(x, Max)
-    ends = alpha[-1] + x.end
-    best = Max.sum(ends, -1)
-    score = best.to(acc_dtype(emissions.dtype))
-    if not ends.shape[1]:
-        return score, torch.full(emissions.shape[:2], -1, device=emissions.device)
-
-    def previous(t: int, state: Tensor) -> Tensor:
-        return _terms_into(x, alpha, t, state).argmax(-1)
-
-    return score, _trace_back(x, previous, ends.argmax(-1)[None], best > -torch.inf)[0]
-
-
-def _terms_into(x: LinearChainInputs, alpha: list[Tensor], t: int, state: Tensor) -> Tensor:
-    """Return the terms of the sums that enter the states `[k, N]` at token t, `[k, N, C]`."""
-    sequence = torch.arange(state.shape[1], device=state.device)
-    return alpha[t - 1] + x.step(t).transpose(1, 2)[sequence, state]
-
-
-def _draw(terms: Tensor, uniform: Tensor) -> Tensor:
-    """Draw an index into each row of `[k, N, C]` with probabilities proportional to exp(terms)."""
-    weights = log_dsum(terms, -1)
-    cumulative = weights.cumsum(-1)
-    index = (cumulative <= uniform[..., None] * cumulative[..., -1:]).sum(-1)
-    # A product that rounds up to the total would pass the last index with a positive weight.
-    possible = (weights > 0) * torch.arange(weights.shape[-1], device=weights.device)
-    return torch.minimum(index, possible.amax(-1))
-
-
-def _trace_back(x: LinearChainInputs, previous: object, state: Tensor, has_path: Tensor) -> Tensor:
-    """Return the states `[k, T, N]` of paths that end in `state` `[k, N]`.
-
-    Args:
-        previous: takes a token t and the states `[k, N]` at it, and returns the states before it.
-        has_path: `[N]`; False for a sequence whose states are all -1.
-    """
-    assert callable(previous)
-    states = [state]
-    for t in reversed(range(1, len(x.emissions))):
-        state = torch.where(x.active[t], previous(t, state), state)
-        states.insert(0, state)
-    return torch.stack(states, 1).masked_fill(~(x.active & has_path), -1)
+    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Max)
+    score, states, _ = best_path(x)
+    return score.to(acc_dtype(emissions.dtype)), states
 
 
 def linear_chain_sample(
@@ -293,18 +199,91 @@ def linear_chain_sample(
     The last state is drawn first, then the state before each state. The state of token t is drawn
     by the uniform number of token t, `[T, k, N]`.
     """
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths)
+    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
+    last = x.active.sum(0).expand(1, *uniforms.shape[1:])
+    return sample_paths(x, uniforms, uniforms.gather(0, last)[0])[0]
+
+
+def expected_value(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    *values: Any,
+) -> Tensor:
+    """Return the posterior mean of the sum of values along a path, `[N]` fp64."""
+    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
+    return mean_value(x, _values(transitions, *values))
+
+
+def linear_chain_tangent(
+    grad_output: Tensor,
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    emission_values: Tensor,
+    transition_values: Tensor,
+    start_values: Tensor | None,
+    end_values: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the mean of the values `[N]`, and its gradients weighted by grad_output, in fp64.
+
+    Each emission, transition, start and end has a value, and a path has the sum of its values. The
+    derivative of log Z in the direction of the values is their posterior mean. The values have the
+    shapes of their arguments. For constant transitions they may also be `[N, C, C]`.
+    """
+    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
+    values = _values(transitions, emission_values, transition_values, start_values, end_values)
+    gradients = (each.d_scores for each in covariances(x, values, grad_output))
+    d_emissions, d_transitions, d_start, d_end = _sum_edges(gradients, len(emissions), transitions)
+    return (
+        mean_value(x, values),
+        d_emissions,
+        d_transitions.sum(0) if transitions.ndim == 2 else d_transitions,
+        d_start.new_empty(0) if start is None else d_start.clone(),
+        d_end.new_empty(0) if end is None else d_end.clone(),
+    )
+
+
+def path_score(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    states: Tensor,
+) -> Tensor:
+    """Return the score of paths with the states `[..., T, N]`, `[..., N]` fp64.
+
+    States past a length are ignored. The score is -inf for a state that is out of range, and NaN
+    for an invalid length.
+    """
     T, N, C = emissions.shape
-    k = uniforms.shape[1]
+    lengths = full_lengths(emissions, lengths)
+    invalid = (lengths < 1) | (lengths > T)
+    sequence = torch.arange(N, device=states.device)
+    token = torch.arange(T, device=states.device)[:, None]
+    active = token < lengths
     if not C:
-        return torch.full((k, T, N), -1, device=emissions.device)
-    alpha = forward_scores(x, Log)
-    ends = alpha[-1] + x.end
-    last = (x.active.sum(0) - 1).clamp(min=0)
-    last_uniform = uniforms.gather(0, last.expand(1, k, N))[0]
-
-    def previous(t: int, state: Tensor) -> Tensor:
-        return _draw(_terms_into(x, alpha, t, state), uniforms[t - 1])
-
-    last_state = _draw(ends.expand(k, N, C), last_uniform)
-    return _trace_back(x, previous, last_state, Log.sum(ends, -1) > -torch.inf)
+        return emissions.new_full((*states.shape[:-2], N), -torch.inf, dtype=torch.float64)
+    index = states.clamp(0, C - 1)
+    possible = ((index == states) | ~active).all(-2)
+    total = torch.where(active, emissions[token, sequence, index].double(), 0.0).sum(-2)
+    before, after = index[..., :-1, :], index[..., 1:, :]
+    # The gradient of a shared number is a sum over many steps, so it is formed in fp64.
+    if transitions.ndim == 2:
+        steps = transitions.double()[before, after]
+    elif transitions.ndim == 3:
+        steps = transitions.double()[token[:-1], before, after]
+    else:
+        steps = transitions[token[:-1], sequence, before, after]
+    total = total + torch.where(active[1:], steps.double(), 0.0).sum(-2)
+    if start is not None:
+        total = total + start[sequence, index[..., 0, :]].double()
+    if end is not None:
+        last = (lengths - 1).clamp(0, T - 1).expand(*index.shape[:-2], 1, N)
+        total = total + end[sequence, index.gather(-2, last).squeeze(-2)].double()
+    return torch.where(possible, total, -torch.inf).masked_fill(invalid, torch.nan)

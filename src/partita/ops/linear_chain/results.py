@@ -10,11 +10,12 @@ from torch import Tensor
 class LinearPath(NamedTuple):
     """The best path of each sequence.
 
+    Of equal paths it is the one with the lowest state before each state, then the lowest last
+    state. The k best paths of `nbest` have a leading dimension k.
+
     Fields:
         score: `[N]`, in nats if the scores are; -inf for a sequence without a path.
         states: `[T, N]` int64; -1 past the length and for a sequence without a path.
-
-    The k best paths of `nbest` have a leading dimension k.
     """
 
     score: Tensor

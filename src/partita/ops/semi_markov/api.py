@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...paths.distribution import PathDistribution
+from ...paths.inputs import lengths_of_chains
 from ...runtime import checks
 from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
-from ..linear_chain.common import lengths_of_chains
-from . import autograd, functional
-from .inputs import SemiMarkovTensors, as_end, check_semi_markov
+from . import autograd
+from .inputs import SemiMarkovPotentials, as_end, check_semi_markov
+from .reference_paths import path_score
 from .results import SemiMarkovPath, SemiMarkovSample
 
 
-class SemiMarkovChain:
+class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
     """A batch of semi-Markov chains, whose paths are sequences of segments.
 
     A segment has one state and 1 to D steps, and the segments of a path cover the sequence. A path
@@ -60,6 +61,8 @@ class SemiMarkovChain:
         tensor([3.])
     """
 
+    _ops = autograd
+
     def __init__(
         self,
         emissions: Tensor,
@@ -77,18 +80,35 @@ class SemiMarkovChain:
         self.start, self.end = as_end("start", start, emissions), as_end("end", end, emissions)
         self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "step")
 
-    def _tensors(self) -> SemiMarkovTensors:
-        """Return the tensors that the registered ops take."""
+    def _potentials(self) -> SemiMarkovPotentials:
         scores = self.emissions, self.transitions, self.durations
-        return SemiMarkovTensors(*scores, self.start, self.end, self.lengths)
+        return SemiMarkovPotentials(*scores, self.start, self.end, self.lengths)
 
-    def _full_precision(self) -> SemiMarkovTensors:
-        """Return the tensors with emissions in the dtype of results, which gradients have too."""
-        chain = self._tensors()
-        return chain._replace(emissions=self._to_result_dtype(self.emissions))
+    def _full_precision(self) -> SemiMarkovPotentials:
+        chain = self._potentials()
+        return SemiMarkovPotentials._make([*(x.double() for x in chain.variables), chain.lengths])
 
-    def _to_result_dtype(self, value: Tensor) -> Tensor:
-        return value.to(acc_dtype(self.emissions.dtype))
+    def _mean(self, potentials: SemiMarkovPotentials, values: Any) -> tuple[Tensor, Tensor]:
+        return autograd.mean_of_values(potentials, values), self._log_partitions(potentials)[0]
+
+    def _aligned(
+        self, p: SemiMarkovPotentials, q: SemiMarkovPotentials
+    ) -> tuple[SemiMarkovPotentials, SemiMarkovPotentials, Tensor]:
+        shape = p.durations.shape
+        checks.shape("other.durations", q.durations, shape, "that of this chain")
+        return super()._aligned(p, q)
+
+    def _best_path(self) -> SemiMarkovPath:
+        return SemiMarkovPath(*autograd.viterbi(*self._potentials(), current_backend()))
+
+    def _draw(self, k: int, uniform: Callable[..., Tensor]) -> SemiMarkovSample:
+        T, N, _ = self.emissions.shape
+        chain, uniforms = self._potentials(), uniform(T, 2, k, N)
+        return SemiMarkovSample(*autograd.sample(*chain, uniforms, current_backend()))
+
+    def _for_marginals(self) -> SemiMarkovPotentials:
+        """Return the potentials with emissions in the dtype of results, as that of gradients."""
+        return self._potentials()._replace(emissions=self._rounded(self.emissions))
 
     def logz(self) -> Tensor:
         """Return log Z in nats, `[N]`; -inf for a sequence without a path.
@@ -99,7 +119,7 @@ class SemiMarkovChain:
             >>> partita.SemiMarkovChain(torch.zeros(3, 1, 1), torch.zeros(1, 1), durations).logz()
             tensor([1.3133])
         """
-        return functional.log_partitions(self._tensors())[1]
+        return self._log_partitions(self._potentials())[1]
 
     def state_marginals(self) -> Tensor:
         """Return the posterior probability of each state, `[T, N, C]`, zero past the lengths.
@@ -114,7 +134,7 @@ class SemiMarkovChain:
             tensor([[0.3731, 0.6269],
                     [0.1192, 0.8808]])
         """
-        return functional.marginals(self._full_precision())[0]
+        return autograd.marginals(self._for_marginals())[0]
 
     def segment_marginals(self) -> Tensor:
         """Return the posterior probability of each segment, `[T, D, N, C]`.
@@ -130,69 +150,7 @@ class SemiMarkovChain:
             tensor([[0.5000, 0.0000],
                     [0.5000, 0.5000]])
         """
-        return functional.segment_marginals(self._full_precision())
-
-    def viterbi(self) -> SemiMarkovPath:
-        """Return the best path of each sequence, as in `SemiMarkovPath`.
-
-        Of equal paths it is the one with the lowest last state, then the shortest last segment,
-        then the lowest state before it, and so on.
-
-        Example:
-            >>> import torch, partita
-            >>> emissions = torch.tensor([[[1.0, 0.0]], [[0.0, 0.1]], [[1.0, 0.0]]])
-            >>> apart = torch.full((2, 2), -0.5)
-            >>> path = partita.SemiMarkovChain(emissions, apart, torch.zeros(3, 2)).viterbi()
-            >>> path.states.flatten(), path.starts.flatten()
-            (tensor([0, 0, 0]), tensor([ True, False, False]))
-        """
-        with torch.no_grad():
-            return SemiMarkovPath(*autograd.viterbi(*self._tensors(), current_backend()))
-
-    def sample(self, k: int, generator: torch.Generator | None = None) -> SemiMarkovSample:
-        """Draw k independent paths from the posterior of each sequence.
-
-        Args:
-            k: the number of paths.
-            generator: a generator on the device of the emissions; the default one if None. The same
-                state of it gives the same paths.
-
-        Returns:
-            The paths, as in `SemiMarkovSample`.
-
-        Raises:
-            TypeError, ValueError: k is not an integer, or it is negative; the generator is none, or
-                on another device.
-
-        Example:
-            >>> import torch, partita
-            >>> durations = torch.zeros(2, 3)
-            >>> chain = partita.SemiMarkovChain(torch.zeros(4, 2, 3), torch.zeros(3, 3), durations)
-            >>> chain.sample(5).states.shape
-            torch.Size([5, 4, 2])
-        """
-        checks.python_int("k", k)
-        if k < 0:
-            raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
-        checks.generator("generator", generator, self.emissions.device)
-        with torch.no_grad():
-            T, N, _ = self.emissions.shape
-            uniforms = self.emissions.new_empty((T, 2, k, N), dtype=torch.float64)
-            uniforms = uniforms.uniform_(generator=generator)
-            results = autograd.sample(*self._tensors(), uniforms, current_backend())
-            return SemiMarkovSample(*results)
-
-    def entropy(self) -> Tensor:
-        """Return the entropy of the paths in nats, `[N]`; 0 for a sequence without a path.
-
-        Example:
-            >>> import torch, partita
-            >>> durations = torch.zeros(2, 1)
-            >>> chain = partita.SemiMarkovChain(torch.zeros(3, 1, 1), torch.zeros(1, 1), durations)
-            >>> chain.entropy().exp()
-            tensor([3.])
-        """
-        return self._to_result_dtype(functional.entropy(self._tensors()))
+        return autograd.segment_marginals(self._for_marginals())
 
     def log_prob(self, states: Tensor, starts: Tensor) -> Tensor:
         """Return the log-probability of paths in nats, `[..., N]`; -inf for what is no path.
@@ -225,7 +183,8 @@ class SemiMarkovChain:
             raise TypeError(f"starts: expected dtype torch.bool, got {starts.dtype}")
         checks.shape("starts", starts, states.shape, "that of states")
         checks.device("starts", starts, self.emissions, "emissions")
-        return self._to_result_dtype(functional.log_prob(self._tensors(), states.long(), starts))
+        score = path_score(*self._potentials(), states.long(), starts)
+        return self._rounded(self._log_prob(score))
 
 
 def semi_markov_chain(

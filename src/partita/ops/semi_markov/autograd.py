@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...paths.autograd import ones, save_log_partition, takes
 from ...runtime import checks, register
 from ...runtime.autograd import (
     first_derivative,
@@ -16,11 +17,13 @@ from ...runtime.autograd import (
     is_double_backward,
     needed_gradients,
     one_by_one,
+    refuse_forward_mode,
     saved_tensors,
-    skip_unused_gradients,
     sum_of_gradients,
 )
+from ...runtime.backend import current_backend
 from . import fakes, reference, reference_paths
+from .inputs import SemiMarkovPotentials
 
 
 def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
@@ -47,55 +50,15 @@ def _gpu_paths() -> ModuleType:
     return launch_paths
 
 
-# It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
-logz = register.define(
-    reference.semi_markov_logz,
-    fakes.fake_logz,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    reference_if_empty=True,
+_define = partial(register.define, cpu=_cpu, vmap=one_by_one)
+_checked = partial(_define, check=check_values, reference_if_empty=True)
+logz = _checked(reference.semi_markov_logz, fakes.fake_logz, gpu=_gpu)
+gradient = _define(reference.semi_markov_gradient, fakes.fake_gradient, gpu=_gpu)
+segments = _define(
+    reference.semi_markov_segments, fakes.fake_segments, gpu=_gpu, reference_if_empty=True
 )
-# It returns the gradients of sum(grad_output * log Z) in emissions, transitions, durations, start
-# and end.
-gradient = register.define(
-    reference.semi_markov_gradient,
-    fakes.fake_gradient,
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-)
-
-# It returns the posterior probabilities of segments, [T, D, N, C].
-segments = register.define(
-    reference.semi_markov_segments,
-    fakes.fake_segments,
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-# It returns the best score [N], and the states and starts of the best path, [T, N].
-viterbi = register.define(
-    reference_paths.semi_markov_viterbi,
-    fakes.fake_viterbi,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-# It takes uniform numbers [T, 2, k, N] fp64 and returns states and starts [k, T, N].
-sample = register.define(
-    reference_paths.semi_markov_sample,
-    fakes.fake_sample,
-    gpu=_gpu_paths,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
+viterbi = _checked(reference_paths.semi_markov_viterbi, fakes.fake_viterbi, gpu=_gpu_paths)
+sample = _checked(reference_paths.semi_markov_sample, fakes.fake_sample, gpu=_gpu_paths)
 
 VARIABLES = 5  # of a chain: all of its tensors but the lengths
 
@@ -104,28 +67,12 @@ class LogZ(torch.autograd.Function):
     """Log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
 
     generate_vmap_rule = True
+    setup_context = staticmethod(save_log_partition)
 
     @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        durations: Tensor,
-        start: Tensor,
-        end: Tensor,
-        lengths: Tensor | None,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chain = (emissions, transitions, durations, start, end, lengths)
-        return logz(*chain, save, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, _, ctx.backend = inputs
-        fp64, _, saved = output
-        ctx.mark_non_differentiable(saved)
-        skip_unused_gradients(ctx)
-        ctx.save_for_backward(*tensors, fp64, saved)
+    @takes(logz)
+    def forward(*args: Any) -> Any:
+        return logz(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -171,3 +118,37 @@ def _differentiable(op: Any, specification: Any, variables: int, tensors: tuple[
     if not is_double_backward(*tensors[:variables]):
         return op(*tensors)
     return first_derivative(op, specification, variables, *tensors)
+
+
+def marginals(chain: SemiMarkovPotentials) -> tuple[Tensor, ...]:
+    """Return the gradients of log Z of each sequence, which are differentiable.
+
+    They are those in emissions, transitions `[N, C, C]`, durations `[N, D, C]`, start and end.
+    """
+    args, backend = _posterior_arguments(chain), current_backend()
+    return differentiable_gradient(ones(chain.emissions), *args, True, backend)
+
+
+def segment_marginals(chain: SemiMarkovPotentials) -> Tensor:
+    """Return the posterior probabilities of segments, `[T, D, N, C]`, which are differentiable."""
+    return differentiable_segments(*_posterior_arguments(chain), current_backend())
+
+
+def _posterior_arguments(chain: SemiMarkovPotentials) -> tuple[Tensor | None, ...]:
+    """Return the chain, its log Z, and what that saves for posteriors."""
+    refuse_forward_mode(*chain)
+    with torch.no_grad():
+        fp64, _, saved = logz(*chain, True, current_backend())
+    return *chain, fp64, saved
+
+
+def mean_of_values(chain: SemiMarkovPotentials, values: tuple[Tensor, ...]) -> Tensor:
+    """Return the mean of the sum of values along a path, `[N]` fp64; 0 times ±inf is 0."""
+    emissions, *counts = marginals(chain)
+    posteriors = (emissions.transpose(0, 1), *counts)  # [N, ...]
+    values = (values[0].transpose(0, 1), *values[1:])
+    means = (
+        (posterior * torch.where(posterior == 0, 0.0, value)).flatten(1).sum(1)
+        for posterior, value in zip(posteriors, values, strict=True)
+    )
+    return torch.stack([*means]).sum(0)

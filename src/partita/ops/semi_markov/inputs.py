@@ -1,18 +1,17 @@
-"""The tensors of a batch of semi-Markov chains, and the checks of what users give."""
+"""The potentials of a batch of semi-Markov chains, and the checks of what users give."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from ...paths.inputs import end_of_chains, steps_first
 from ...runtime import checks
 from ...runtime.constants import scalar
-from ..linear_chain.common import end_of_chains, steps_first
 
 
-class SemiMarkovTensors(NamedTuple):
+class SemiMarkovPotentials(NamedTuple):
     """A batch of semi-Markov chains in the order of arguments of the registered ops.
 
     Fields:
@@ -29,6 +28,11 @@ class SemiMarkovTensors(NamedTuple):
     start: Tensor
     end: Tensor
     lengths: Tensor | None
+
+    @property
+    def variables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the differentiable tensors."""
+        return self.emissions, self.transitions, self.durations, self.start, self.end
 
 
 def check_semi_markov(
@@ -57,11 +61,3 @@ def as_end(name: str, end: Tensor | None, emissions: Tensor) -> Tensor:
     if end is None:
         return scalar(0.0, emissions.dtype, emissions.device).expand(emissions.shape[1:])
     return end_of_chains(name, end, emissions)
-
-
-def full_lengths(chain: SemiMarkovTensors) -> Tensor:
-    """Return the lengths `[N]`; T for all sequences if none were given."""
-    if chain.lengths is None:
-        T, N, _ = chain.emissions.shape
-        return torch.full((N,), T, device=chain.emissions.device)
-    return chain.lengths.long()

@@ -80,18 +80,6 @@ class ForwardScores(NamedTuple):
     alpha: list[Tensor]
 
 
-class BackwardScores(NamedTuple):
-    """The scores of what comes from each step on.
-
-    Fields:
-        begin: for each t, the scores from a segment on that starts at step t, `[N, C]`.
-        beta: for each t, the scores of what follows a segment that ends with step t, `[N, C]`.
-    """
-
-    begin: list[Tensor]
-    beta: list[Tensor]
-
-
 class Posteriors(NamedTuple):
     """The posterior probabilities of a batch, which are the derivatives of log Z.
 
@@ -158,9 +146,14 @@ def forward_scores(x: SemiMarkovInputs, semiring: Semiring) -> ForwardScores:
     return result
 
 
-def backward_scores(x: SemiMarkovInputs, semiring: Semiring) -> BackwardScores:
-    """Return the scores of what comes from each step on; -inf past a length."""
-    result = BackwardScores([], [])
+def backward_scores(x: SemiMarkovInputs, semiring: Semiring) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the scores of what comes from each step on, `[N, C]` each; -inf past a length.
+
+    They are those from a segment on that starts at step t, and those of what follows a segment that
+    ends with step t, which are beta.
+    """
+    begins: list[Tensor] = []
+    betas: list[Tensor] = []
     follows = torch.full_like(x.end, -torch.inf)
     closing = follows.new_full((len(x.durations), *follows.shape), -torch.inf)
     for t in reversed(range(len(x.emissions))):
@@ -168,9 +161,9 @@ def backward_scores(x: SemiMarkovInputs, semiring: Semiring) -> BackwardScores:
         closing = _age(beta, closing) + x.emissions[t]
         begin = semiring.sum(x.closed(closing, t + x.ages() <= x.last), 0)
         follows = semiring.sum(x.step(t) + begin[:, None], 2)
-        result.begin.insert(0, begin)
-        result.beta.insert(0, beta)
-    return result
+        begins.insert(0, begin)
+        betas.insert(0, beta)
+    return begins, betas
 
 
 def at_last_step(x: SemiMarkovInputs, steps: Tensor) -> Tensor:
@@ -186,14 +179,14 @@ def log_partition(x: SemiMarkovInputs, alpha: list[Tensor], semiring: Semiring =
 
 def posteriors(x: SemiMarkovInputs) -> Posteriors:
     """Return the posterior probabilities; 0 past the lengths and for a sequence without a path."""
-    forward, backward = forward_scores(x, Log), backward_scores(x, Log)
+    forward, (begins, betas) = forward_scores(x, Log), backward_scores(x, Log)
     logz = log_partition(x, forward.alpha)
     total = logz.masked_fill(logz == -torch.inf, torch.inf)[:, None]
     covering = torch.zeros_like(forward.opened[0])
     states: list[Tensor] = []
     segments: list[Tensor] = []
     for t in reversed(range(len(x.emissions))):
-        score = forward.opened[t] + (backward.beta[t] - total)
+        score = forward.opened[t] + (betas[t] - total)
         segments.insert(0, x.closed(score, (x.ages() <= t) & (t <= x.last)).exp())
         # A segment that covers step t + 1 at the age d + 1 covers step t at the age d.
         covering = segments[0] + torch.cat([covering[1:], torch.zeros_like(covering[:1])])
@@ -201,7 +194,7 @@ def posteriors(x: SemiMarkovInputs) -> Posteriors:
     unused = x.unused[:, None]
     transitions = unused[..., None].expand(-1, *x.transitions.shape)
     for t in range(1, len(states)):
-        step = forward.alpha[t - 1][:, :, None] + x.step(t) + backward.begin[t][:, None]
+        step = forward.alpha[t - 1][:, :, None] + x.step(t) + begins[t][:, None]
         step = (step - total[:, :, None]).exp()
         transitions = transitions + torch.where((t <= x.last)[:, None, None], step, 0.0)
     stacked = torch.stack(segments) + unused

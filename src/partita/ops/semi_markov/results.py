@@ -10,6 +10,9 @@ from torch import Tensor
 class SemiMarkovPath(NamedTuple):
     """The best path of each sequence.
 
+    Of equal paths it is the one with the lowest last state, then the shortest last segment, then
+    the lowest state before it, and so on.
+
     Fields:
         score: `[N]`, in nats if the scores are; -inf for a sequence without a path.
         states: `[T, N]` int64; -1 past the length and for a sequence without a path.

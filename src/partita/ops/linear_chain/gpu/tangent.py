@@ -4,7 +4,7 @@ Alpha and beta of log Z give the posterior of each state. With them a scan forwa
 of the values over the paths into each state, and one backwards the mean over the rest of the paths
 from each state. The derivatives are then those of all tokens at the same time: the derivative in a
 score is the posterior of what it scores times the difference between the mean over the paths
-through it and that over all paths, see `reference_tangent.py`. Alpha is in the log domain here,
+through it and that over all paths, see `reference.py`. Alpha is in the log domain here,
 relative to any number of its token.
 
 Source: Li and Eisner, First- and second-order expectation semirings, 2009.

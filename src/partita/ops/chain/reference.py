@@ -1,0 +1,418 @@
+"""The specification of sparse linear chains in plain PyTorch: log Z, its gradient, and paths.
+
+With ⊕ and ⊗ of a semiring, the scans over time compute
+
+    alpha[0] = initial      alpha[t + 1, c] = ⊕ over k: scores[t, c, k] ⊗ alpha[t, source[c, k]]
+    beta[T] = final         beta[t, a] = ⊕ over (c, k) with source[c, k] = a:
+                                             scores[t, c, k] ⊗ beta[t + 1, c]
+    Z = ⊕ over c: alpha[T, c] ⊗ final[c]
+
+All scans run in fp64, and autograd can differentiate them. Means over paths are in
+`reference_means.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...primitives.semiring import Log, Max, Semiring, draw, log_dsum
+from ...runtime.dtypes import acc_dtype
+from ...runtime.sizes import decide
+
+
+class ChainInputs(NamedTuple):
+    """A batch of chains that is ready to be scanned.
+
+    No index is out of bounds, and scores of inactive steps and missing edges are not NaN.
+
+    Fields:
+        scores: takes a step and returns its scores, `[N, C, K]` fp64; the semiring's one for an
+            inactive step. A dense chain forms them here, so that it takes no memory for all steps.
+        source: `[C, K]`; 0 for a missing edge.
+        missing: `[C, K]`; True for a missing edge.
+        initial, final: `[N, C]` fp64; NaN for an invalid chain.
+        active: `[T, N]`; True for a step before the chain's length.
+        unused: `[N]` fp64: the gradient past a length, 0, or NaN for an invalid chain.
+    """
+
+    scores: Callable[[int], Tensor]
+    source: Tensor
+    missing: Tensor
+    initial: Tensor
+    final: Tensor
+    active: Tensor
+    unused: Tensor
+
+
+def active_steps(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the mask of active steps, `[T, N]`, and the mask of invalid chains, `[N]` or `[]`.
+
+    A length out of range makes its chain invalid. A source out of range makes all chains invalid.
+    """
+    T, N, C, _ = scores.shape
+    if lengths is None:
+        lengths = torch.full((N,), T, device=scores.device)
+    invalid = ((source < -1) | (source >= C)).any() | (lengths < 0) | (lengths > T)
+    return torch.arange(T, device=scores.device)[:, None] < lengths, invalid
+
+
+def chain_inputs(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    semiring: Semiring,
+) -> ChainInputs:
+    """Return the inputs of a scan; the ends of invalid chains are NaN."""
+    N, C = scores.shape[1:3]
+    source = source.long()  # a narrow type would wrap the bounds
+    missing = source < 0
+    active, invalid = active_steps(scores, source, lengths)
+    unused = torch.where(invalid, torch.nan, 0.0).double().expand(N)
+    initial, final = (
+        end.double().masked_fill(unused.isnan()[:, None], torch.nan) for end in (initial, final)
+    )
+    valid = active[:, :, None, None] & ~missing
+    safe_scores = torch.where(valid, scores.double(), semiring.one)
+    source = source.clamp(0, max(C - 1, 0))
+    return ChainInputs(safe_scores.__getitem__, source, missing, initial, final, active, unused)
+
+
+def edge_terms(x: ChainInputs, t: int, alpha: Tensor, semiring: Semiring) -> Tensor:
+    """Return each edge's term in the sum for the state it enters at step t, `[N, C, K]`."""
+    terms = semiring.mul(x.scores(t), alpha[:, x.source])
+    return terms.masked_fill(x.missing, semiring.zero)
+
+
+def forward_scores(x: ChainInputs, semiring: Semiring) -> list[Tensor]:
+    """Return alpha after 0 to T steps, `[N, C]` each; past a chain's length it does not change."""
+    alpha = [x.initial]
+    for t, active in enumerate(x.active):
+        entered = semiring.sum(edge_terms(x, t, alpha[t], semiring), -1)
+        alpha.append(torch.where(active[:, None], entered, alpha[t]))
+    return alpha
+
+
+def outgoing_edges(x: ChainInputs) -> tuple[Tensor, Tensor]:
+    """Return the edges c·K + k that leave each state, and the mask of the valid ones.
+
+    Both are `[C, D]`, where D is the greatest number of edges that leave a state, at least 1.
+    """
+    C, K = x.source.shape
+    source = x.source.masked_fill(x.missing, C).flatten()
+    order = source.argsort(stable=True)
+    degree = torch.zeros(C + 1, dtype=torch.int64, device=source.device).index_add(
+        0, source, torch.ones_like(source)
+    )[:C]
+    start = degree.cumsum(0) - degree
+    offset = torch.arange(max(int(degree.max()), 1), device=degree.device)
+    index = start[:, None] + offset
+    return order[index.clamp(max=C * K - 1)], offset < degree[:, None]
+
+
+def backward_scores(x: ChainInputs, semiring: Semiring) -> list[Tensor]:
+    """Return beta after 0 to T steps, `[N, C]` each; from a chain's length on it is `final`."""
+    C, K = x.source.shape
+    beta = [x.final]
+    if not C * K:
+        no_path = torch.full_like(x.final, semiring.zero)
+        return [torch.where(active[:, None], no_path, x.final) for active in x.active] + beta
+    edge, valid = outgoing_edges(x)
+    for t in reversed(range(len(x.active))):
+        terms = semiring.mul(x.scores(t).flatten(1)[:, edge], beta[0][:, edge // K])
+        left = semiring.sum(terms.masked_fill(~valid, semiring.zero), -1)
+        beta.insert(0, torch.where(x.active[t, :, None], left, beta[0]))
+    return beta
+
+
+def log_partition(x: ChainInputs, semiring: Semiring) -> Tensor:
+    """Return the ⊕ over all paths, `[N]` fp64; a chain without a path has the gradient 0."""
+    logz = semiring.sum(semiring.mul(forward_scores(x, semiring)[-1], x.final), -1)
+    if semiring.zero == -torch.inf:
+        return torch.where(logz == -torch.inf, logz.detach(), logz)
+    return logz
+
+
+def posteriors(x: ChainInputs, grad_output: Tensor) -> Iterator[Tensor]:
+    """Yield the posteriors times grad_output `[N]`, which are the gradient of log Z.
+
+    The first are those of the last states `[N, C]`, then come those of the edges `[N, C, K]` from
+    the last step to the first, then those of the first states. The posterior of an edge is the
+    posterior of the state that it enters, times the edge's share in the sum that entered it.
+    """
+    alpha = forward_scores(x, Log)
+    state = grad_output.double()[:, None] * log_dsum(alpha[-1] + x.final, -1)
+    yield state
+    for t in reversed(range(len(x.active))):
+        active = x.active[t, :, None]
+        edges = state[..., None] * log_dsum(edge_terms(x, t, alpha[t], Log), -1)
+        yield torch.where(active[..., None], edges, x.unused[:, None, None])
+        state = torch.where(active, sum_by_source(x, edges), state)
+    yield state
+
+
+def chain_logz(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Z, `[N]`, in fp64 and in the dtype of results, and what its gradient needs.
+
+    The reference saves nothing for the gradient.
+    """
+    logz = log_partition(chain_inputs(scores, source, initial, final, lengths, Log), Log)
+    rounded = logz.to(acc_dtype(scores.dtype), copy=True)
+    return logz, rounded, scores.new_empty(0, dtype=torch.float64)
+
+
+def chain_gradient(
+    grad_output: Tensor,
+    scores: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    source: Tensor,
+    lengths: Tensor | None,
+    logz: Tensor,
+    saved: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of log Z in scores (in `dtype`), initial and final."""
+    x = chain_inputs(scores, source, initial, final, lengths, Log)
+    d_final, *d_edges, d_initial = posteriors(x, grad_output)
+    d_scores = torch.stack(d_edges[::-1]) if d_edges else torch.empty_like(scores)
+    return (
+        d_scores.to(dtype),
+        d_initial.to(initial.dtype, copy=True),
+        d_final.to(final.dtype),
+    )
+
+
+def sum_by_source(x: ChainInputs, edge_values: Tensor) -> Tensor:
+    """Return the sum of the edge values `[N, C, K]` over the edges that leave each state.
+
+    It is added up in a fixed order on a GPU too, unlike a sum by `index_add`.
+    """
+    sums = torch.zeros_like(x.initial).T
+    return sums.index_put((x.source.flatten(),), edge_values.flatten(1).T, accumulate=True).T
+
+
+def chain_scan(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    use_max: bool,
+    reverse: bool,
+) -> Tensor:
+    """Return alpha, or beta if `reverse`, under Log or Max, `[T + 1, N, C]` fp64."""
+    semiring = Max if use_max else Log
+    x = chain_inputs(scores, source, initial, final, lengths, semiring)
+    return torch.stack(backward_scores(x, semiring) if reverse else forward_scores(x, semiring))
+
+
+def chain_viterbi(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    trace: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best score `[N]`, and the states `[T + 1, N]` and edges `[T, N]` of its path.
+
+    The score is fp64 for fp64 scores and otherwise fp32. States and edges are -1 where the path has
+    none, and empty without `trace`. Ties go to the lowest edge into a state, then to the lowest
+    last state.
+    """
+    x = chain_inputs(scores, source, initial, final, lengths, Max)
+    if trace:
+        best, states, edges = best_path(x)
+    else:
+        best, states = log_partition(x, Max), x.source.new_empty(0)
+        edges = states.clone()
+    return best.to(acc_dtype(scores.dtype)), states, edges
+
+
+def best_path(x: ChainInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best score `[N]` fp64, and the states and edges of its path."""
+    alpha = forward_scores(x, Max)
+    ends = alpha[-1] + x.final
+    best = Max.sum(ends, -1)
+    last_state = (
+        ends.argmax(-1) if ends.shape[1] else torch.full(best.shape, -1, device=best.device)
+    )
+
+    def best_edge(t: int, state: Tensor) -> Tensor:
+        return _rows_of_states(edge_terms(x, t, alpha[t], Max), state).argmax(-1)
+
+    states, edges = _trace_back(x, best_edge, last_state[None], best > -torch.inf)
+    return best, states[0], edges[0]
+
+
+def chain_sample(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the states `[S, T + 1, N]` and edges `[S, T, N]` of S paths from the posterior.
+
+    The draws use the uniform numbers `[T + 1, S, N]`, the last ones for the last states.
+    """
+    x = chain_inputs(scores, source, initial, final, lengths, Log)
+    return sample_paths(x, uniforms, uniforms[-1])
+
+
+def sample_paths(x: ChainInputs, uniforms: Tensor, of_last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states and edges of paths from the posterior.
+
+    The last state is drawn first, by `of_last` `[S, N]`, then the edge into each state, by the
+    uniform numbers of its step.
+    """
+    alpha = forward_scores(x, Log)
+    ends = alpha[-1] + x.final
+
+    def draw_edge(t: int, state: Tensor) -> Tensor:
+        return draw(_rows_of_states(edge_terms(x, t, alpha[t], Log), state), uniforms[t])
+
+    last_state = draw(ends.expand(len(of_last), -1, -1), of_last)
+    return _trace_back(x, draw_edge, last_state, Log.sum(ends, -1) > -torch.inf)
+
+
+def _rows_of_states(terms: Tensor, state: Tensor) -> Tensor:
+    """Return the rows `[S, N, K]` of the terms `[N, C, K]` that belong to the states `[S, N]`."""
+    return terms[torch.arange(state.shape[1], device=state.device), state]
+
+
+def _trace_back(
+    x: ChainInputs,
+    choose_edge: Callable[[int, Tensor], Tensor],
+    state: Tensor,
+    has_path: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the states `[S, T + 1, N]` and edges `[S, T, N]` of paths that end in `state`.
+
+    Args:
+        choose_edge: takes a step t and the states `[S, N]` after it, and returns the index
+            `[S, N]`, 0 to K - 1, of the edge into each.
+        state: the last states, `[S, N]`.
+        has_path: `[N]`; False for a chain whose states and edges are all -1.
+    """
+    K = x.source.shape[1]
+    states = [state]
+    edges: list[Tensor] = []
+    for t in reversed(range(len(x.active))):
+        k = choose_edge(t, state) if x.source.numel() else state
+        edges.insert(0, torch.where(x.active[t] & has_path, state * K + k, -1))
+        if x.source.numel():
+            state = torch.where(x.active[t], x.source[state, k], state)
+        states.insert(0, state)
+    first = torch.ones_like(x.active[:1]) if len(x.active) else has_path[None]
+    on_path = torch.cat([first, x.active]) & has_path
+    return (
+        torch.stack(states, 1).masked_fill(~on_path, -1),
+        torch.stack(edges, 1) if edges else state[:, None][:, :0],
+    )
+
+
+def path_score(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    edges: Tensor,
+    first_state: Tensor | None = None,
+) -> Tensor:
+    """Return the score of paths with the edges `[..., T, N]`, `[..., N]` fp64.
+
+    The score is -inf for edges that do not form a path. A chain of no steps has the score of its
+    `first_state` `[..., N]`, or 0 if that is None.
+    """
+    T, N, _, K = scores.shape
+    source = source.long()  # a narrow type would wrap the bounds
+    active, invalid = active_steps(scores, source, lengths)
+    invalid_score = torch.where(invalid, torch.nan, 0.0)
+    no_steps = invalid_score.double().expand(*edges.shape[:-2], N)
+    chain = torch.arange(N, device=edges.device)
+    if first_state is not None and initial.shape[1]:
+        state = first_state.clamp(0, initial.shape[1] - 1)
+        ends = initial[chain, state].double() + final[chain, state].double()
+        no_steps = no_steps + torch.where(state == first_state, ends, -torch.inf)
+    if not source.numel() or decide(T == 0, otherwise=False):
+        return no_steps
+    edge = edges.clamp(0, source.numel() - 1)
+    entered, k = edge // K, edge % K
+    left = source[entered, k]
+    connected = (edges == edge) & (left >= 0)
+    follows = connected[..., 1:, :] & (left[..., 1:, :] == entered[..., :-1, :])
+    connected = torch.cat([connected[..., :1, :], follows], -2)
+    step = torch.arange(T, device=edges.device)[:, None]
+    edge_scores = torch.where(connected, scores[step, chain, entered, k].double(), -torch.inf)
+    total = torch.where(active, edge_scores, 0.0).sum(-2) + invalid_score
+    last = (active.sum(0) - 1).clamp(min=0)
+    last_state = entered.gather(-2, last.expand(*edges.shape[:-2], 1, N)).squeeze(-2)
+    start_state = left[..., 0, :].clamp(0, initial.shape[1] - 1)
+    ends = initial[chain, start_state].double() + final[chain, last_state].double()
+    return torch.where(active.any(0), total + ends, no_steps)
+
+
+def best_paths(x: ChainInputs, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores `[k, N]` fp64 of the k best paths, their states and their edges.
+
+    States are `[k, T + 1, N]` and edges `[k, T, N]`, -1 past the length and for a path that does
+    not exist, whose score is -inf. Of equal paths that with the lowest edges, from the last state
+    back, comes first. A step sorts all ways into a state, in memory of `[N, C, K k]`.
+
+    Source: Schwartz and Chow, The N-best algorithm, 1990.
+    """
+    N, C = x.initial.shape
+    T, K = len(x.active), x.source.shape[1]
+    if not C:
+        none = x.source.new_full((k, T + 1, N), -1)
+        return x.initial.new_full((k, N), -torch.inf), none, none[:, 1:]
+    # alpha[n, c, r] is the score of the r-th best path into state c.
+    alpha = torch.cat([x.initial[..., None], x.initial.new_full((N, C, k - 1), Max.zero)], 2)
+    ways = []  # for each step, the edge into a state and the rank of the path before it
+    for t in range(T if K else 0):
+        entered = x.scores(t)[..., None] + alpha[:, x.source]
+        entered = entered.masked_fill(x.missing[..., None], Max.zero).flatten(2)
+        best, way = (part[..., :k] for part in entered.sort(dim=2, descending=True, stable=True))
+        alpha = torch.where(x.active[t, :, None, None], best, alpha)
+        ways.append(way)
+    if not K:  # Only chains of no steps have paths.
+        alpha = alpha.masked_fill(x.active.any(0)[:, None, None], Max.zero)
+    ends = (alpha + x.final[..., None]).flatten(1)
+    score, slot = (part[:, :k].T for part in ends.sort(dim=1, descending=True, stable=True))
+    exists = (score > Max.zero)[:, None]
+    chain = torch.arange(N, device=slot.device)
+    states = [slot // k]
+    edges: list[Tensor] = []
+    for t in reversed(range(len(ways))):
+        state, way = slot // k, ways[t].flatten(1)[chain, slot]
+        before = x.source[state, way // k] * k + way % k
+        slot = torch.where(x.active[t], before, slot)
+        edges.append(state * K + way // k)
+        states.append(slot // k)
+    if not K:
+        states *= T + 1
+        edges = [slot] * T
+    on_path = exists & x.active
+    edge = torch.stack(edges[::-1], 1) if T else slot[:, None][:, :0]
+    entered_on_path = torch.cat([exists, on_path], 1)
+    return (
+        score,
+        torch.stack(states[::-1], 1).masked_fill(~entered_on_path, -1),
+        edge.masked_fill(~on_path, -1),
+    )

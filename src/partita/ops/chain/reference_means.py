@@ -1,0 +1,180 @@
+"""Means over the paths of linear chains, and their gradients, in plain PyTorch.
+
+A value belongs to each edge, first state and last state, and a path has the sum of its values. The
+scan carries pairs: alpha, and the mean of the values over the paths into each state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...primitives.semiring import Log, log_dsum
+from .reference import ChainInputs, chain_inputs, edge_terms, log_partition, sum_by_source
+
+
+class Values(NamedTuple):
+    """Values of the edges and of the ends of paths.
+
+    Fields:
+        edges: takes a step and returns the values of its edges, `[N, C, K]` fp64.
+        first, last: the values of the first and of the last states, `[N, C]` fp64.
+    """
+
+    edges: Callable[[int], Tensor]
+    first: Tensor
+    last: Tensor
+
+
+class Covariance(NamedTuple):
+    """The gradients of a mean, for the last states, the edges of a step, or the first states.
+
+    Fields:
+        d_values: the posteriors times the gradient of the mean.
+        d_scores: these times the difference between the mean over the paths through a state or edge
+            and the mean over all paths.
+    """
+
+    d_values: Tensor
+    d_scores: Tensor
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Return Σ weights · values over the last dimension, with 0 · (±inf) = 0."""
+    return (weights * values.masked_fill(weights == 0, 0.0)).sum(-1)
+
+
+def _forward_means(x: ChainInputs, values: Values) -> tuple[list[Tensor], list[Tensor]]:
+    """Return alpha and the mean over the paths into each state, after 0 to T steps, `[N, C]`."""
+    alpha, mean = [x.initial], [values.first]
+    for t in range(len(x.active)):
+        active, terms = x.active[t, :, None], edge_terms(x, t, alpha[t], Log)
+        # Other values may be NaN, which a second derivative would carry into its result.
+        valid = active[..., None] & ~x.missing
+        valid_values = values.edges(t).masked_fill(~valid, 0.0)
+        entered = _weighted_sum(log_dsum(terms, -1), valid_values + mean[t][:, x.source])
+        alpha.append(torch.where(active, Log.sum(terms, -1), alpha[t]))
+        mean.append(torch.where(active, entered, mean[t]))
+    return alpha, mean
+
+
+def mean_value(x: ChainInputs, values: Values) -> Tensor:
+    """Return the posterior mean of the sum of values along a path, `[N]` fp64."""
+    alpha, mean = _forward_means(x, values)
+    return _weighted_sum(log_dsum(alpha[-1] + x.final, -1), mean[-1] + values.last)
+
+
+def covariances(x: ChainInputs, values: Values, grad_output: Tensor) -> Iterator[Covariance]:
+    """Yield the gradients of the mean times grad_output `[N]`.
+
+    The first belong to the last states, then come those of the edges from the last step to the
+    first, then those of the first states.
+    """
+    alpha, mean_into = _forward_means(x, values)
+    posterior = log_dsum(alpha[-1] + x.final, -1)
+    mean = _weighted_sum(posterior, mean_into[-1] + values.last)[:, None]
+    # d_state is grad_output times the posterior of each state. mean_from is the mean over the
+    # rest of the paths from each state. Both are [N, C].
+    d_state, mean_from = grad_output.double()[:, None] * posterior, values.last
+
+    def weighted(posterior: Tensor, value: Tensor) -> Tensor:
+        return torch.where(posterior == 0, 0.0, posterior * value)
+
+    unused = x.unused[:, None, None]
+    yield Covariance(d_state, weighted(d_state, mean_into[-1] + mean_from - mean))
+    for t in reversed(range(len(x.active))):
+        active = x.active[t, :, None]
+        d_edge = d_state[..., None] * log_dsum(edge_terms(x, t, alpha[t], Log), -1)
+        edge_mean_from = values.edges(t) + mean_from[..., None]
+        edge_mean = mean_into[t][:, x.source] + edge_mean_from
+        d_score = weighted(d_edge, edge_mean - mean[..., None])
+        yield Covariance(
+            torch.where(active[..., None], d_edge, unused),
+            torch.where(active[..., None], d_score, unused),
+        )
+        d_previous = sum_by_source(x, d_edge)
+        previous_mean = sum_by_source(x, weighted(d_edge, edge_mean_from)) / d_previous
+        previous_mean = torch.where(d_previous == 0, 0.0, previous_mean)
+        mean_from = torch.where(active, previous_mean, mean_from)
+        d_state = torch.where(active, d_previous, d_state)
+    yield Covariance(d_state, weighted(d_state, mean_into[0] + mean_from - mean))
+
+
+def edge_values(values: Tensor, first_values: Tensor, last_values: Tensor) -> Values:
+    """Return the values of edges `[T, N, C, K]` and of ends `[N, C]`."""
+    return Values(lambda t: values[t].double(), first_values.double(), last_values.double())
+
+
+def expected_value(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    values: Tensor,
+    first_values: Tensor,
+    last_values: Tensor,
+) -> Tensor:
+    """Return the posterior mean of the sum of values along a path, `[N]` fp64.
+
+    The edges have the values `[T, N, C, K]`, the first and the last states the values `[N, C]`.
+    """
+    x = chain_inputs(scores, source, initial, final, lengths, Log)
+    return mean_value(x, edge_values(values, first_values, last_values))
+
+
+def chain_expectation(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    values: Tensor,
+    first_values: Tensor,
+    last_values: Tensor,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean, log Z and an empty tensor: the reference saves nothing."""
+    x = chain_inputs(scores, source, initial, final, lengths, Log)
+    mean = mean_value(x, edge_values(values, first_values, last_values))
+    return mean, log_partition(x, Log), scores.new_empty(0, dtype=torch.float64)
+
+
+def chain_expectation_gradient(
+    grad_output: Tensor,
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    values: Tensor,
+    first_values: Tensor,
+    last_values: Tensor,
+    mean: Tensor,
+    logz: Tensor,
+    saved: Tensor,
+    need_score_grads: bool,
+    need_value_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the expectation; one that is not needed is empty."""
+    x = chain_inputs(scores, source, initial, final, lengths, Log)
+    last, *edges, first = covariances(
+        x, edge_values(values, first_values, last_values), grad_output
+    )
+    of_edges = [torch.stack(each[::-1]) for each in zip(*edges, strict=True)]
+    d_values, d_scores = of_edges or (torch.empty_like(values), torch.empty_like(scores))
+
+    def needed(need: bool, tensor: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.to(tensor.dtype, copy=True) if need else tensor.new_empty(0)
+
+    return (
+        needed(need_score_grads, scores, d_scores),
+        needed(need_score_grads, initial, first.d_scores),
+        needed(need_score_grads, final, last.d_scores),
+        needed(need_value_grads, values, d_values),
+        needed(need_value_grads, first_values, first.d_values),
+        needed(need_value_grads, last_values, last.d_values),
+    )

@@ -1,0 +1,145 @@
+"""How the ops of path distributions and their autograd functions are called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.autograd import (
+    apply,
+    double_backward,
+    for_gradients,
+    is_batched_gradient,
+    is_double_backward,
+    is_vmapped,
+    needs_no_derivative,
+    requires_grad,
+    skip_unused_gradients,
+)
+from ..runtime.backend import current_backend
+from ..runtime.constants import scalar
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return whether autograd will differentiate a function of the tensors."""
+    return torch.is_grad_enabled() and any(map(requires_grad, tensors))
+
+
+def call(op: Any, function: Any, variables: tuple[Tensor | None, ...], *args: Any) -> Any:
+    """Return what an op returns, by its autograd function where a derivative may be taken."""
+    if needs_no_derivative(*variables):
+        return op(*args)
+    return apply(function, *args)
+
+
+def takes(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give the `forward` of an autograd function, which takes `*args`, the parameters of an op.
+
+    Dynamo counts them to find out whether the first argument is a context.
+    """
+    names = [each.name for each in op.dispatched._schema.arguments]
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    def with_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        return forward
+
+    return with_signature
+
+
+def ones(scores: Tensor) -> Tensor:
+    """Return the gradient of Σ log Z in each sequence's log Z, `[N]` fp64."""
+    return scalar(1.0, torch.float64, scores.device).expand(scores.shape[1])
+
+
+def refuse_kernels(name: str) -> None:
+    """Raise where a backend was chosen by name that has no kernel for a quantity."""
+    backend = current_backend()
+    if backend in ("triton", "numba"):
+        raise RuntimeError(
+            f"backend {backend!r}: {name} has no kernel;"
+            " it runs in PyTorch (backend 'auto' or 'reference')"
+        )
+
+
+def save_log_partition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep the tensors of log Z, the backend, fp64 log Z and what the op saves for its gradient.
+
+    The inputs end with whether the op saves, and with the backend.
+    """
+    *tensors, _, ctx.backend = inputs
+    fp64, _, saved = output
+    ctx.mark_non_differentiable(saved)
+    # Zeros for the gradient of `saved` would take as much memory as `saved`.
+    skip_unused_gradients(ctx)
+    ctx.save_for_backward(*tensors, fp64, saved)
+
+
+def gradients(
+    op: Any,
+    function: Any,
+    log_partition: Callable[..., Tensor],
+    variables: tuple[Tensor | None, ...],
+    grad_output: Tensor,
+    *args: Any,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradient of log Z, `op(grad_output, *args)`, which may be differentiated again.
+
+    Args:
+        op: the op of the gradient.
+        function: its autograd function.
+        log_partition: log Z of the variables in plain PyTorch.
+        variables: the differentiable tensors.
+        grad_output: the gradient of each log Z, `[N]`.
+        args: the other arguments of the op.
+    """
+    results: tuple[Tensor | None, ...]
+    if not is_double_backward(grad_output, *variables):
+        results = for_gradients(op, grad_output)(grad_output, *args)
+    elif is_vmapped() or is_batched_gradient(grad_output):
+        # PyTorch loses the derivative of a function that is applied to batched gradients.
+        needed = [requires_grad(variable) for variable in variables]
+        results = double_backward(log_partition, variables, needed, grad_output.double())
+    else:
+        results = apply(function, grad_output, *args)
+    return results
+
+
+def on_path(
+    grad_output: Tensor, index: Tensor, elsewhere: Tensor, size: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the best scores in the scores that a path passes, `[..., N, size]`.
+
+    Args:
+        grad_output: the gradient of the best score of each sequence, `[N]`.
+        index: which of the scores the path passes, `[..., N]`; -1 for none.
+        elsewhere: the gradient of the other scores, `[..., N]`, and of all where there is no path.
+        size: the number of scores.
+        dtype: the dtype of the scores.
+    """
+    result = elsewhere.to(dtype)[..., None].expand(*index.shape, size)
+    if not size:
+        return result
+    values = torch.where(index >= 0, grad_output, elsewhere).to(dtype)
+    return result.scatter(-1, index.clamp(min=0)[..., None], values[..., None])
+
+
+def off_path(score: Tensor, lengths: Tensor, T: int, first: int) -> Tensor:
+    """Return the gradient of the best scores in the scores off the path, `[T, N]`.
+
+    It is 0, or NaN for a sequence with NaN, up to its length if that is valid.
+
+    Args:
+        score: the best scores, `[N]`.
+        lengths: `[N]`.
+        T: the number of steps.
+        first: the lowest valid length.
+    """
+    step = torch.arange(T, device=score.device)[:, None]
+    counts = (step < lengths) | (lengths < first) | (lengths > T)
+    return torch.where(counts & score.isnan(), torch.nan, 0.0)
