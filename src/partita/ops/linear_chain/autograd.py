@@ -37,10 +37,10 @@ def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
         checks.within("lengths", lengths, 1, emissions.shape[0], "tokens")
 
 
-def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import gradient, logz, paths, tangent
+def _cpu() -> ModuleType:
+    from .cpu import dense
 
-    return gradient, logz, paths, tangent
+    return dense
 
 
 def _gpu() -> ModuleType:
