@@ -24,8 +24,8 @@ from .steps import (
     edge_into,
     edge_terms,
     load_edges,
-    repeat_past_length,
     run,
+    scale_states,
 )
 
 
@@ -95,44 +95,42 @@ def best_over_edges(row: Any, edges: Any, alpha: Any, R: int, best: Any, pointer
 def chain_best_path_kernel(chains: Any, batch: Any, alpha: Any, paths: Any) -> None:
     """Find the R best paths of each chain.
 
-    Alpha under Max is as in `chain_forward_kernel`, with the R best paths into each state,
-    `[rows, N, C * R]`.
+    Alpha under Max, `[T + 1, N, C]`, is as in `chain_forward_kernel`; it may be empty.
 
     Source: Schwartz and Chow, The N-best algorithm, 1990.
     """
-    edges, C, rows, R = batch.edges, batch.initial.shape[1], len(alpha), len(paths.score)
+    edges, C, R = batch.edges, batch.initial.shape[1], len(paths.score)
     for n in chains:
         buffer, length = np.empty(C * edges.K, batch.scores.numbers.dtype), batch.lengths[n]
         flat_terms, zeros, max_term = np.empty(C * edges.K), np.zeros(edges.K), np.empty(C)
         terms = flat_terms.reshape(edges.K, C)
-        score, slots, ranked = np.full(R, -INF), np.zeros(R, np.int64), np.full(C * R, -INF)
+        score, slots = np.full(R, -INF), np.zeros(R, np.int64)
+        # The R best paths into each state.
+        state, next_state = np.full(C * R, -INF), np.empty(C * R)
         for c in range(C):
-            ranked[c * R] = batch.initial[n, c]
-        for i in range(C * R):
-            alpha[0, n, i] = ranked[i]
+            state[c * R] = batch.initial[n, c]
         for t in range(length):
-            now, after = (t, t + 1) if rows > 2 else (t % 2, (t + 1) % 2)
+            if len(alpha):
+                scale_states(state, 1.0, alpha[t, n])
             row = load_edges(batch.scores, t, n, edges.K, buffer)
             pointers = paths.pointers[t if len(paths.states) else 0, n]
-            if R == 1:
-                if edges.dense:
-                    max_over_edges(row, alpha[now, n], alpha[after, n], pointers)
-                else:
-                    next_row = row_at(batch.scores, t + 1, n)
-                    edge_terms(row, False, edges.sources, alpha[now, n], terms, max_term, next_row)
-                    max_over_edges(flat_terms, zeros, alpha[after, n], pointers)
-                if edges.dense:
-                    add_emissions(batch.emissions, t, n, alpha[after, n])
+            if R > 1:
+                best_over_edges(row, edges, state, R, next_state, pointers)
+                for r in range(R if edges.dense else 0):
+                    add_emissions(batch.emissions, t, n, next_state[r::R])
+            elif edges.dense:
+                max_over_edges(row, state, next_state, pointers)
+                add_emissions(batch.emissions, t, n, next_state)
             else:
-                best_over_edges(row, edges, alpha[now, n], R, alpha[after, n], pointers)
-                for r in range(R):
-                    if edges.dense:
-                        add_emissions(batch.emissions, t, n, alpha[after, n, r::R])
+                next_row = row_at(batch.scores, t + 1, n)
+                edge_terms(row, False, edges.sources, state, terms, max_term, next_row)
+                max_over_edges(flat_terms, zeros, next_state, pointers)
+            state, next_state = next_state, state
         for c in range(C):
             for r in range(R):
-                value = alpha[length % rows, n, c * R + r] + batch.final[n, c]
-                insert(value, c * R + r, score, slots)
-        repeat_past_length(alpha, n, length)
+                insert(state[c * R + r] + batch.final[n, c], c * R + r, score, slots)
+        for t in range(length, len(alpha)):
+            scale_states(state, 1.0, alpha[t, n])
         for r in range(R):
             paths.score[r, n] = score[r]
             if len(paths.states) and score[r] > -INF:
@@ -144,22 +142,26 @@ def trace_back(batch: Any, paths: Any, n: int, r: int, slot: int) -> None:
     """Write a path that ends in a state with a rank, `slot` = state * R + rank."""
     edges, C, R = batch.edges, batch.initial.shape[1], len(paths.score)
     length = batch.lengths[n]
-    paths.states[r, length, n] = slot // R
+    state, rank = slot // R, slot % R
+    paths.states[r, length, n] = state
     for t in range(length - 1, -1, -1):
-        way = paths.pointers[t, n, slot]
-        edge = edge_into(edges, C, slot // R, way // R)
-        slot = edges.sources[edge] * R + way % R
-        paths.edges[r, t, n], paths.states[r, t, n] = edge, slot // R
+        way = paths.pointers[t, n, state * R + rank]
+        k, rank = (way // R, way % R) if R > 1 else (way, 0)
+        edge = edge_into(edges, C, state, k)
+        state = edges.sources[edge]
+        paths.edges[r, t, n], paths.states[r, t, n] = edge, state
 
 
 @jit
 def cumulative_exp(terms: Any) -> None:
     """Replace the terms by the cumulative sums of exp(terms - max)."""
-    highest, total = -INF, 0.0
+    highest, total = LOWEST, 0.0
     for i in range(len(terms)):
         highest = terms[i] if terms[i] > highest else highest
     for i in range(len(terms)):
-        total += exp(terms[i] - highest) if terms[i] > -INF else 0.0
+        terms[i] = exp(terms[i] - highest)
+    for i in range(len(terms)):
+        total += terms[i]
         terms[i] = total
 
 
@@ -259,7 +261,7 @@ def best_paths(batch: ChainBatch, T: int, k: int, trace: bool) -> tuple[Tensor, 
     score = torch.empty((k, N), dtype=torch.float64, device="cpu")
     pointers = np.empty((T if trace else 1, N, C * k), np.min_scalar_type(max(K * k - 1, 0)))
     paths = BestPaths(pointers, score.numpy(), states.numpy(), edges.numpy())
-    run(chain_best_path_kernel, batch, np.empty((2, N, C * k)), paths)
+    run(chain_best_path_kernel, batch, np.empty((0, N, C)), paths)
     return score, states, edges
 
 

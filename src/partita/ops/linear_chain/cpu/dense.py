@@ -54,9 +54,11 @@ def is_linear(transitions: Tensor) -> bool:
 
 
 def as_token_steps(transitions: Tensor, T: int, N: int) -> Tensor:
-    """Return transitions, or values of them, as a view `[T - 1, N, C, C]`."""
+    """Return transitions, or values of them, as `[T - 1, N, C, C]` without memory of that size."""
     transitions = transitions.detach()
-    if transitions.ndim == 3:
+    if transitions.ndim == 2:
+        transitions = transitions.double()  # once, and not at each step
+    elif transitions.ndim == 3:
         transitions = transitions.unsqueeze(1)
     return transitions.expand(T - 1, N, *transitions.shape[-2:])
 
