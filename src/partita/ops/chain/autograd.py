@@ -102,6 +102,16 @@ viterbi = register.define(
     vmap=one_by_one,
     by_identity=("source",),
 )
+# It serves the CPU. On a GPU the k best paths are found by the reference.
+best_paths = register.define(
+    reference.chain_nbest,
+    fakes.fake_nbest,
+    gpu=lambda: reference,
+    cpu=_cpu,
+    check=check_values,
+    vmap=one_by_one,
+    by_identity=("source",),
+)
 sample = register.define(
     reference.chain_sample,
     fakes.fake_sample,

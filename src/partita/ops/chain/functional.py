@@ -126,4 +126,7 @@ def log_prob(chain: ChainTensors, edges: Tensor, first_state: Tensor | None) -> 
 
 def nbest(chain: ChainTensors, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores, states and edges of the k best paths, as in `reference.best_paths`."""
+    backend = current_backend()
+    if chain.scores.device.type == "cpu" and backend != "triton":
+        return autograd.best_paths(*chain, k, backend)
     return reference.best_paths(scan_inputs(chain, Max, "nbest"), k)

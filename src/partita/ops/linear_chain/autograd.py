@@ -90,6 +90,16 @@ viterbi = register.define(
     reference_if_empty=True,
     vmap=one_by_one,
 )
+# It serves the CPU. On a GPU the k best paths are found by the reference.
+best_paths = register.define(
+    reference.linear_chain_nbest,
+    fakes.fake_nbest,
+    gpu=lambda: reference,
+    cpu=_cpu,
+    check=check_values,
+    reference_if_empty=True,
+    vmap=one_by_one,
+)
 # It takes uniform numbers [T, k, N] fp64 and returns states [k, T, N].
 sample = register.define(
     reference.linear_chain_sample,

@@ -161,6 +161,9 @@ def log_prob(chain: LinearChainTensors, states: Tensor) -> Tensor:
 
 def nbest(chain: LinearChainTensors, k: int) -> tuple[Tensor, Tensor]:
     """Return the scores and states of the k best paths, as in `best_paths`."""
+    backend = current_backend()
+    if chain.emissions.device.type == "cpu" and backend != "triton":
+        return autograd.best_paths(*chain, k, backend)
     _refuse_kernels("nbest")
     autograd.check_values(chain.emissions, chain.lengths)
     return best_paths(chain, k)

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from ...primitives.semiring import Log, Max, Semiring, log_dsum
 from ...runtime.dtypes import acc_dtype
+from .inputs import LinearChainTensors
+from .paths import best_paths
 
 
 class LinearChainInputs(NamedTuple):
@@ -247,6 +249,18 @@ def linear_chain_viterbi(
         return _terms_into(x, alpha, t, state).argmax(-1)
 
     return score, _trace_back(x, previous, ends.argmax(-1)[None], best > -torch.inf)[0]
+
+
+def linear_chain_nbest(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `best_paths`."""
+    return best_paths(LinearChainTensors(emissions, transitions, start, end, lengths), k)
 
 
 def _terms_into(x: LinearChainInputs, alpha: list[Tensor], t: int, state: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from .logz import (
     forward_scores,
     log_partition,
 )
-from .nbest import best_paths
+from .nbest import best_paths, chain_nbest
 from .paths import chain_sample, chain_viterbi, path_score
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "chain_gradient",
     "chain_inputs",
     "chain_logz",
+    "chain_nbest",
     "chain_sample",
     "chain_scan",
     "chain_viterbi",

@@ -6,7 +6,19 @@ import torch
 from torch import Tensor
 
 from ....primitives.semiring import Max
-from .logz import ChainInputs
+from .logz import ChainInputs, chain_inputs
+
+
+def chain_nbest(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `best_paths`."""
+    return best_paths(chain_inputs(scores, source, initial, final, lengths, Max), k)
 
 
 def best_paths(x: ChainInputs, k: int) -> tuple[Tensor, Tensor, Tensor]:
