@@ -65,30 +65,30 @@ def max_over_edges(terms: Any, values: Any, best: Any, pointers: Any) -> None:
 
 
 @jit
-def insert(term: float, pointer: int, best: Any, pointers: Any) -> None:
-    """Insert a term into a descending list behind its equals; NaN comes first."""
-    r = len(best)
-    while r > 0 and (term > best[r - 1] or (term != term and best[r - 1] == best[r - 1])):
-        if r < len(best):
-            best[r], pointers[r] = best[r - 1], pointers[r - 1]
-        r -= 1
-    if r < len(best):
-        best[r], pointers[r] = term, pointer
+def insert(term: float, pointer: int, best: Any, pointers: Any, first: int, last: int) -> None:
+    """Insert a term into a descending part of a list, behind its equals; NaN comes first."""
+    i = last
+    while i > first and (term > best[i - 1] or (term != term and best[i - 1] == best[i - 1])):
+        if i < last:
+            best[i], pointers[i] = best[i - 1], pointers[i - 1]
+        i -= 1
+    if i < last:
+        best[i], pointers[i] = term, pointer
 
 
 @jit
 def best_over_edges(row: Any, edges: Any, alpha: Any, R: int, best: Any, pointers: Any) -> None:
     """Compute the R best paths into each state, `[C * R]`, from those into the states before."""
-    best[:], pointers[:] = -INF, 0
     C = len(best) // R
+    for i in range(C * R):
+        best[i], pointers[i] = -INF, 0
     for c in range(C):
-        first, last = c * R, (c + 1) * R
         for k in range(edges.K):
             e = edge_into(edges, C, c, k)
             s = edges.sources[e]
             for r in range(R if s >= 0 else 0):
                 term = row[e] + alpha[s * R + r]
-                insert(term, k * R + r, best[first:last], pointers[first:last])
+                insert(term, k * R + r, best, pointers, c * R, (c + 1) * R)
 
 
 @jit(nogil=True)
@@ -103,7 +103,7 @@ def chain_best_path_kernel(chains: Any, batch: Any, alpha: Any, paths: Any) -> N
     for n in chains:
         buffer, length = np.empty(C * edges.K, batch.scores.numbers.dtype), batch.lengths[n]
         flat_terms, zeros, max_term = np.empty(C * edges.K), np.zeros(edges.K), np.empty(C)
-        terms = flat_terms.reshape(edges.K, C)
+        terms, emitted = flat_terms.reshape(edges.K, C), np.empty(C)
         score, slots = np.full(R, -INF), np.zeros(R, np.int64)
         # The R best paths into each state.
         state, next_state = np.full(C * R, -INF), np.empty(C * R)
@@ -116,8 +116,11 @@ def chain_best_path_kernel(chains: Any, batch: Any, alpha: Any, paths: Any) -> N
             pointers = paths.pointers[t if len(paths.states) else 0, n]
             if R > 1:
                 best_over_edges(row, edges, state, R, next_state, pointers)
-                for r in range(R if edges.dense else 0):
-                    add_emissions(batch.emissions, t, n, next_state[r::R])
+                if edges.dense:
+                    scale_states(zeros, 0.0, emitted)
+                    add_emissions(batch.emissions, t, n, emitted)
+                    for i in range(C * R):
+                        next_state[i] += emitted[i // R]
             elif edges.dense:
                 max_over_edges(row, state, next_state, pointers)
                 add_emissions(batch.emissions, t, n, next_state)
@@ -128,7 +131,7 @@ def chain_best_path_kernel(chains: Any, batch: Any, alpha: Any, paths: Any) -> N
             state, next_state = next_state, state
         for c in range(C):
             for r in range(R):
-                insert(state[c * R + r] + batch.final[n, c], c * R + r, score, slots)
+                insert(state[c * R + r] + batch.final[n, c], c * R + r, score, slots, 0, R)
         for t in range(length, len(alpha)):
             scale_states(state, 1.0, alpha[t, n])
         for r in range(R):
