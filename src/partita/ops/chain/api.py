@@ -139,8 +139,8 @@ class Chain:
         """Return the k best paths of each chain, from the best on.
 
         Paths differ in an edge. Of equal paths that with the lowest edges, from the last state
-        back, comes first. The scan runs in PyTorch on every device, and it is not differentiable;
-        `log_prob` of the edges is.
+        back, comes first. The scan runs in Numba on the CPU and in PyTorch elsewhere. It is not
+        differentiable; `log_prob` of the edges is.
 
         Args:
             k: the number of paths.

@@ -202,7 +202,8 @@ class LinearChain:
         """Return the k best paths of each sequence, from the best on.
 
         Of equal paths that with the lowest states, from the last state back, comes first. The scan
-        runs in PyTorch on every device, and it is not differentiable; `log_prob` of the states is.
+        runs in Numba on the CPU and in PyTorch elsewhere. It is not differentiable; `log_prob` of
+        the states is.
 
         Args:
             k: the number of paths.
