@@ -200,8 +200,8 @@ def linear_chain_gradient(
         dtype = acc_dtype(transitions.dtype) if per_sequence else transitions.dtype
         d_transitions = d_transitions.to(dtype)
     # An op may not return one tensor as two results.
-    d_start = d_emissions.new_empty(0) if start is None else d_ends[0].to(start.dtype, copy=True)
-    d_end = d_emissions.new_empty(0) if end is None else d_ends[1].to(end.dtype, copy=True)
+    d_start = emissions.new_empty(0) if start is None else d_ends[0].to(start.dtype, copy=True)
+    d_end = emissions.new_empty(0) if end is None else d_ends[1].to(end.dtype, copy=True)
     return d_emissions.to(emissions.dtype), d_transitions, d_start, d_end
 
 
