@@ -28,6 +28,7 @@ ARROWS = {
     ("vocab_parallel", "cross_entropy"),
     ("vocab_parallel", "linear_heads"),
     ("linear_chain", "chain"),
+    ("semi_markov", "chain"),
     ("ctc", "chain"),
     ("ctc_crf", "chain"),
     ("rnnt", "ctc"),

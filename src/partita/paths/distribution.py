@@ -237,8 +237,8 @@ class SemiringDistribution(PathDistribution[Path, Sample]):
         """Return the k best paths of each sequence, from the best on.
 
         Of equal paths that with the lowest edges (states for a `LinearChain`), from the last state
-        back, comes first. The scan runs in PyTorch on every device, and it is not differentiable;
-        `log_prob` of the paths is.
+        back, comes first. The scan runs in Numba on the CPU and in PyTorch elsewhere. It is not
+        differentiable; `log_prob` of the paths is.
 
         Args:
             k: the number of paths.

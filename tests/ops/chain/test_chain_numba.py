@@ -63,6 +63,8 @@ def all_ops(
     )
     results["viterbi"] = _chain.viterbi(*inputs, True, backend)
     results["best score"] = _chain.viterbi(*inputs, False, backend)
+    for k in (1, 2, 5):
+        results[f"{k} best"] = _chain.best_paths(*inputs, k, backend)
     results["sample"] = _chain.sample(*inputs, uniforms, backend)
     mean, logz, saved = _chain.expectation(*inputs, *value_inputs, True, backend)
     results["expectation"] = mean, logz, *_chain.expectation(*inputs, *value_inputs, False, backend)

@@ -80,7 +80,7 @@ def test_equal_paths_and_invalid_arguments_of_nbest() -> None:
         chain.nbest(0)
     with pytest.raises(TypeError, match=r"^k: "):
         chain.nbest(1.5)  # type: ignore[arg-type]
-    with partita.backend("numba"), pytest.raises(RuntimeError, match="nbest has no kernel"):
+    with partita.backend("triton"), pytest.raises(RuntimeError, match="nbest has no kernel"):
         chain.nbest(2)
 
 

@@ -79,6 +79,10 @@ logz = _define(reference.chain_logz, fakes.fake_logz, gpu=_gpu, check=check_valu
 logz_gradient = _define(reference.chain_gradient, fakes.fake_logz_gradient, gpu=_gpu)
 scan = _define(reference.chain_scan, fakes.fake_scan, gpu=_gpu, check=check_values)
 viterbi = _define(reference.chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths, check=check_values)
+# On a GPU the reference finds the k best paths.
+best_paths = _define(
+    reference.chain_nbest, fakes.fake_nbest, gpu=lambda: reference, check=check_values
+)
 sample = _define(reference.chain_sample, fakes.fake_sample, gpu=_gpu_paths, check=check_values)
 expectation = _define(
     reference_means.chain_expectation,
@@ -287,6 +291,9 @@ def mean_of_values(chain: ChainPotentials, *values: Tensor) -> tuple[Tensor, Ten
 
 def nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores, states and edges of the k best paths, as in `reference.best_paths`."""
+    backend = current_backend()
+    if chain.scores.is_cpu and backend != "triton":
+        return best_paths(*chain, k, backend)
     return reference.best_paths(scan_inputs(chain, Max, "nbest"), k)
 
 

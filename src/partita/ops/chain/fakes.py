@@ -50,6 +50,13 @@ def fake_viterbi(scores: Tensor, trace: bool) -> tuple[Tensor, Tensor, Tensor]:
     return scores.new_empty(N, dtype=acc_dtype(scores.dtype)), states, edges
 
 
+def fake_nbest(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    T, N = scores.shape[:2]
+    states = scores.new_empty((k, T + 1, N), dtype=torch.int64)
+    edges = scores.new_empty((k, T, N), dtype=torch.int64)
+    return scores.new_empty((k, N), dtype=torch.float64), states, edges
+
+
 def fake_sample(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     T, N = scores.shape[:2]
     samples = uniforms.shape[1]

@@ -51,10 +51,10 @@ def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
         checks.within("lengths", lengths, 1, emissions.shape[0], "tokens")
 
 
-def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import gradient, logz, paths, tangent
+def _cpu() -> ModuleType:
+    from .cpu import dense
 
-    return gradient, logz, paths, tangent
+    return dense
 
 
 def _gpu() -> ModuleType:
@@ -80,6 +80,8 @@ _checked = partial(_define, check=check_values, reference_if_empty=True)
 logz = _checked(reference.linear_chain_logz, fakes.fake_logz, gpu=_gpu)
 logz_gradient = _define(reference.linear_chain_gradient, fakes.fake_gradient, gpu=_gpu)
 viterbi = _checked(reference.linear_chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths)
+# On a GPU the reference finds the k best paths.
+best_paths = _checked(reference.linear_chain_nbest, fakes.fake_nbest, gpu=lambda: reference)
 sample = _checked(reference.linear_chain_sample, fakes.fake_sample, gpu=_gpu_paths)
 tangent = _define(reference.linear_chain_tangent, fakes.fake_tangent, gpu=_gpu_tangent)
 
@@ -329,7 +331,9 @@ def mean_of_values(chain: LinearChainPotentials, *values: Any) -> Tensor:
 
 def nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:
     """Return the scores and states of the k best paths, as in `best_paths` of sparse chains."""
+    backend = current_backend()
+    if chain.emissions.is_cpu and backend != "triton":
+        return best_paths(*chain, k, backend)
     refuse_kernels("nbest")
     check_values(chain.emissions, chain.lengths)
-    score, states, _ = sparse.best_paths(reference.linear_chain_inputs(*chain, Max), k)
-    return score, states
+    return reference.linear_chain_nbest(*chain, k)

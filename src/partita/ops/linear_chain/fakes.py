@@ -55,6 +55,11 @@ def fake_viterbi(emissions: Tensor) -> tuple[Tensor, Tensor]:
     return score, emissions.new_empty((T, N), dtype=torch.int64)
 
 
+def fake_nbest(emissions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    T, N, _ = emissions.shape
+    return _fp64(emissions, k, N), emissions.new_empty((k, T, N), dtype=torch.int64)
+
+
 def fake_sample(emissions: Tensor, uniforms: Tensor) -> Tensor:
     T, N, _ = emissions.shape
     return emissions.new_empty((uniforms.shape[1], T, N), dtype=torch.int64)

@@ -26,16 +26,28 @@ from torch import Tensor
 from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring
 from ...runtime.dtypes import acc_dtype
-from ..chain.reference import ChainInputs, best_path, log_partition, posteriors, sample_paths
+from ..chain.reference import (
+    ChainInputs,
+    best_path,
+    best_paths,
+    log_partition,
+    posteriors,
+    sample_paths,
+)
 from ..chain.reference_means import Values, covariances, mean_value
 
 
 def _edges(
     emissions: Tensor, transitions: Tensor, per_step: bool, semiring: Semiring = Log
-) -> Callable[[int], Tensor]:
-    """Return the function from a step to the scores or values of its edges, `[N, to, from]`."""
+) -> Callable[[Any], Tensor]:
+    """Return the function from a step to the scores or values of its edges, `[N, to, from]`.
 
-    def edges(t: int) -> Tensor:
+    It takes some steps `[S]` at once, too.
+    """
+    if per_step and transitions.ndim == 3:
+        transitions = transitions[:, None]
+
+    def edges(t: Any) -> Tensor:
         step = transitions[t] if per_step else transitions
         return semiring.mul(step.mT.double(), emissions[t + 1, :, :, None].double())
 
@@ -184,6 +196,19 @@ def linear_chain_viterbi(
     x = linear_chain_inputs(emissions, transitions, start, end, lengths, Max)
     score, states, _ = best_path(x)
     return score.to(acc_dtype(emissions.dtype)), states
+
+
+def linear_chain_nbest(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the scores and states of the k best paths, as in `best_paths` of sparse chains."""
+    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Max)
+    return best_paths(x, k)[:2]
 
 
 def linear_chain_sample(

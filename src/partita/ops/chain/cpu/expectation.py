@@ -1,4 +1,4 @@
-"""Means over the paths of sparse linear chains and their gradients, in parallel over the batch.
+"""Means over the paths of linear chains and their gradients, in parallel over the batch.
 
 Forwards, alpha is scanned together with the mean of the values over the paths into each state.
 Backwards, the posterior is scanned together with the mean over the rest of the paths from each
@@ -18,6 +18,10 @@ from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, log
 from ....runtime.register import resolved
 from .steps import (
+    NO_COUNTS,
+    Gradients,
+    add_emissions,
+    add_scaled,
     add_source_values,
     add_target_values,
     chain_batch,
@@ -25,9 +29,13 @@ from .steps import (
     edge_terms,
     load_edges,
     logz_at_end,
+    no_emissions,
     posterior_offsets,
     run,
+    scale_states,
+    sequences_of,
     sum_by_source,
+    zero_rows,
 )
 
 
@@ -35,11 +43,12 @@ class ValueArrays(NamedTuple):
     """The values whose sum over a path is averaged.
 
     Fields:
-        edges: `Steps` `[T, N, C, K]`.
+        edges, emissions: as the scores and the emissions of `ChainBatch`.
         first, last: those of the first and last states, `[N, C]` fp64.
     """
 
     edges: Any
+    emissions: Any
     first: Any
     last: Any
 
@@ -80,7 +89,7 @@ def alpha_and_mean_step(
 def chain_expectation_forward_kernel(chains: Any, batch: Any, values: Any, result: Any) -> None:
     """Compute the mean and log Z of each chain, and alpha and the mean into each state."""
     K, C, rows = batch.edges.K, batch.initial.shape[1], result.saved.shape[1]
-    scores, sources = batch.scores, batch.edges.sources
+    scores, dense, sources = batch.scores, batch.edges.dense, batch.edges.sources
     for n in chains:
         buffer = np.empty(C * K, scores.numbers.dtype)
         value_buffer = np.empty(C * K, values.edges.numbers.dtype)
@@ -92,12 +101,15 @@ def chain_expectation_forward_kernel(chains: Any, batch: Any, values: Any, resul
         for t in range(length):
             now, after = (t, t + 1) if rows > 2 else (t % 2, (t + 1) % 2)
             row, next_row = load_edges(scores, t, n, K, buffer), row_at(scores, t + 1, n)
-            edge_terms(row, sources, saved[0, now, n], terms, max_term, next_row)
+            edge_terms(row, dense, sources, saved[0, now, n], terms, max_term, next_row)
             value_row = load_edges(values.edges, t, n, K, value_buffer)
-            next_value_row = row_at(values.edges, t + 1, n)
-            edge_terms(value_row, sources, saved[1, now, n], value_terms, unused, next_value_row)
+            next_row = row_at(values.edges, t + 1, n)
+            edge_terms(value_row, dense, sources, saved[1, now, n], value_terms, unused, next_row)
             alpha, mean = saved[0, after, n], saved[1, after, n]
             alpha_and_mean_step(terms, max_term, value_terms, sum_exp, alpha, mean)
+            if dense:
+                add_emissions(batch.emissions, t, n, alpha)
+                add_emissions(values.emissions, t, n, mean)
         alpha, mean = saved[0, length % rows, n], saved[1, length % rows, n]
         logz, total = logz_at_end(alpha, batch.final[n]), 0.0
         for c in range(C if logz != -INF else 0):
@@ -113,32 +125,34 @@ def covariance(posterior: float, difference: float) -> float:
 
 
 @jit
-def zero_past_length(rows: Any, n: int, length: int) -> None:
-    """Write zeros past the length of a chain into `[T, N, C * K]`."""
-    for t in range(length, len(rows)):
-        for e in range(rows.shape[2]):
-            rows[t, n, e] = 0.0
+def covariances(
+    posterior: Any, grad: float, into: Any, shift: Any, onwards: Any, result: Any
+) -> None:
+    """Write the derivatives of the posteriors of states, from the means of both parts of a path."""
+    for c in range(len(posterior)):
+        result[c] = covariance(posterior[c] * grad, into[c] + shift[c] + onwards[c])
 
 
 @jit(nogil=True)
 def chain_expectation_backward_kernel(
-    chains: Any,
+    groups: Any,
     batch: Any,
     values: Any,
     forward: Any,
     grad_output: Any,
     d_scores: Any,
     d_values: Any,
-    d_ends: Any,
+    gradients: Any,
+    d_value_ends: Any,
 ) -> None:
     """Compute the gradients in scores and values, and in the ends.
 
-    They are `[T, N, C * K]`, or empty where they are not needed. Those in initial, final,
-    first_values and last_values are `d_ends`, `[4, N, C]`.
+    Those in the edges of sparse chains are `[T, N, C * K]`, or empty where they are not needed, and
+    those in first and last values `[2, N, C]`. For the rest see `Gradients`.
     """
-    edges, C = batch.edges, batch.final.shape[1]
-    size, sources = C * edges.K, edges.sources
-    for n in chains:
+    edges, states, counts, C = batch.edges, gradients.states, gradients.counts, batch.final.shape[1]
+    size, count = C * edges.K, counts.shape[1] if len(counts) else len(grad_output)
+    for n in sequences_of(groups, count, len(grad_output)):
         buffer = np.empty(size, batch.scores.numbers.dtype)
         value_buffer = np.empty(size, values.edges.numbers.dtype)
         d_score_row, d_value_row = np.empty(size, d_scores.dtype), np.empty(size, d_values.dtype)
@@ -147,11 +161,15 @@ def chain_expectation_backward_kernel(
         posterior, offset = np.empty(C), np.empty(C)
         shift, grad = np.full(C, -forward.mean[n]), grad_output[n]
         length, logz, saved = batch.lengths[n], forward.logz[n], forward.saved
+        zero_rows(d_scores, n, length)
+        zero_rows(d_values, n, length)
+        zero_rows(states, n, length + 1)
         for c in range(C):
             p = 0.0 if logz == -INF else exp(saved[0, length, n, c] + batch.final[n, c] - logz)
             posterior[c], mean_from[c] = p, values.last[n, c]
-            d_ends[1, n, c] = covariance(p * grad, saved[1, length, n, c] + shift[c] + mean_from[c])
-            d_ends[3, n, c] = p * grad
+        last = states[length if edges.dense else 1, n]
+        covariances(posterior, grad, saved[1, length, n], shift, mean_from, last)
+        scale_states(posterior, grad, d_value_ends[1, n])
         for t in range(length - 1, -1, -1):
             row = load_edges(batch.scores, t, n, edges.K, buffer)
             value_row = load_edges(values.edges, t, n, edges.K, value_buffer)
@@ -160,10 +178,13 @@ def chain_expectation_backward_kernel(
             alpha, next_alpha = saved[0, t, n], saved[0, max(t - 1, 0), n]
             mean_into, next_mean_into = saved[1, t, n], saved[1, max(t - 1, 0), n]
             posterior_offsets(posterior, saved[0, t + 1, n], offset)
-            add_source_values(sources, alpha, offset, edge_posterior, row, next_alpha)
-            edge_posteriors(row, sources, edge_posterior, grad, d_value_row)
-            add_source_values(sources, mean_into, shift, edge_mean_into, value_row, next_mean_into)
-            add_target_values(value_row, mean_from, edge_mean_from)
+            if edges.dense:
+                add_emissions(batch.emissions, t, n, offset)
+                add_emissions(values.emissions, t, n, mean_from)
+            add_source_values(edges, alpha, offset, edge_posterior, row, next_alpha)
+            edge_posteriors(row, edges.sources, edge_posterior, grad, d_value_row)
+            add_source_values(edges, mean_into, shift, edge_mean_into, value_row, next_mean_into)
+            add_target_values(edges, value_row, mean_from, edge_mean_from)
             for e in range(size):
                 p, mean = edge_posterior[e], edge_mean_from[e]
                 d_score_row[e] = covariance(p * grad, edge_mean_into[e] + mean)
@@ -172,13 +193,18 @@ def chain_expectation_backward_kernel(
             sum_by_source(edges, edge_mean_from, mean_from)
             for c in range(C):
                 mean_from[c] = 0.0 if posterior[c] == 0.0 else mean_from[c] / posterior[c]
-        for c in range(C):
-            d_ends[0, n, c] = covariance(
-                posterior[c] * grad, saved[1, 0, n, c] + shift[c] + mean_from[c]
-            )
-            d_ends[2, n, c] = posterior[c] * grad
-        zero_past_length(d_scores, n, length)
-        zero_past_length(d_values, n, length)
+            if edges.dense:
+                covariances(posterior, grad, mean_into, shift, mean_from, states[t, n])
+                if len(counts):
+                    add_scaled(d_score_row, 1.0, counts[min(t, len(counts) - 1), n % count])
+        covariances(posterior, grad, saved[1, 0, n], shift, mean_from, states[0, n])
+        scale_states(posterior, grad, d_value_ends[0, n])
+
+
+def value_arrays(values: Tensor, first_values: Tensor, last_values: Tensor) -> ValueArrays:
+    """Return the values of a sparse chain as arrays."""
+    ends = as_array(first_values), as_array(last_values)
+    return ValueArrays(as_steps(values), no_emissions(values), *ends)
 
 
 def chain_expectation(
@@ -200,7 +226,7 @@ def chain_expectation(
     T, N, C, _ = scores.shape
     saved = empty_batch((2, T + 1 if save else 2, N, C))
     mean, logz = (torch.empty(N, dtype=torch.float64, device="cpu") for _ in range(2))
-    arrays = ValueArrays(as_steps(values), as_array(first_values), as_array(last_values))
+    arrays = value_arrays(values, first_values, last_values)
     result = Expectation(mean.numpy(), logz.numpy(), saved.numpy())
     run(chain_expectation_forward_kernel, batch, arrays, result)
     return (
@@ -237,21 +263,23 @@ def chain_expectation_gradient(
         empty_batch(t.shape if need else (0,) * 4, torch.promote_types(t.dtype, torch.float32))
         for t, need in ((scores, need_score_grads), (values, need_value_grads))
     )
-    d_ends = torch.empty((4, *final.shape), dtype=torch.float64, device="cpu")
+    fp64: Any = {"dtype": torch.float64, "device": "cpu"}
+    d_ends, d_value_ends = (torch.empty((2, *final.shape), **fp64) for _ in range(2))
     run(
         chain_expectation_backward_kernel,
         batch,
-        ValueArrays(as_steps(values), as_array(first_values), as_array(last_values)),
+        value_arrays(values, first_values, last_values),
         Expectation(as_array(mean), as_array(logz), saved.numpy()),
         resolved(grad_output).double().masked_fill(failed, torch.nan).numpy(),
         d_scores.flatten(2).numpy(),
         d_values.flatten(2).numpy(),
-        d_ends.numpy(),
+        Gradients(d_ends.numpy(), NO_COUNTS),
+        d_value_ends.numpy(),
     )
     for gradient in (d_scores, d_values):
         fill_nan(gradient, failed, steps)
     # Results of an op may not share memory.
-    d_initial, d_final, d_first, d_last = (end.clone() for end in d_ends)
+    d_initial, d_final, d_first, d_last = (end.clone() for end in (*d_ends, *d_value_ends))
     grads = (d_scores, d_initial, d_final, d_values, d_first, d_last)
     needed = (need_score_grads,) * 3 + (need_value_grads,) * 3
     tensors = (scores, initial, final, values, first_values, last_values)

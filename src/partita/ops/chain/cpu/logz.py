@@ -1,4 +1,4 @@
-"""Log Z of sparse linear chains and its gradient, in parallel over the batch.
+"""Log Z of linear chains and its gradient, in parallel over the batch.
 
 Alpha runs forwards in fp64, and the posterior runs backwards from it. The posterior of an edge is
 the posterior of the state that it enters, times the edge's share in the sum that entered that
@@ -29,6 +29,10 @@ from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
 from ....runtime.register import resolved
 from .steps import (
+    NO_COUNTS,
+    Gradients,
+    add_emissions,
+    add_scaled,
     add_source_values,
     chain_batch,
     edge_posteriors,
@@ -38,7 +42,10 @@ from .steps import (
     posterior_offsets,
     repeat_past_length,
     run,
+    scale_states,
+    sequences_of,
     sum_by_source,
+    zero_rows,
 )
 
 
@@ -49,7 +56,7 @@ def chain_forward_kernel(chains: Any, batch: Any, alpha: Any, logz: Any) -> None
     R is 2, or the number of steps + 1. Alpha does not change past a length.
     """
     K, C, rows = batch.edges.K, batch.initial.shape[1], len(alpha)
-    scores, sources = batch.scores, batch.edges.sources
+    scores, dense, sources = batch.scores, batch.edges.dense, batch.edges.sources
     for n in chains:
         buffer, length = np.empty(C * K, scores.numbers.dtype), batch.lengths[n]
         terms, max_term, sum_exp = np.empty((K, C)), np.empty(C), np.empty(C)
@@ -58,7 +65,7 @@ def chain_forward_kernel(chains: Any, batch: Any, alpha: Any, logz: Any) -> None
         for t in range(length):
             now, after = (t, t + 1) if rows > 2 else (t % 2, (t + 1) % 2)
             row, next_row = load_edges(scores, t, n, K, buffer), row_at(scores, t + 1, n)
-            edge_terms(row, sources, alpha[now, n], terms, max_term, next_row)
+            edge_terms(row, dense, sources, alpha[now, n], terms, max_term, next_row)
             next_alpha = alpha[after, n]
             for c in range(C):
                 sum_exp[c] = 0.0
@@ -68,47 +75,58 @@ def chain_forward_kernel(chains: Any, batch: Any, alpha: Any, logz: Any) -> None
             for c in range(C):
                 value = max_term[c] + log(sum_exp[c])
                 next_alpha[c] = -INF if value == LOWEST else value
+            if dense:
+                add_emissions(batch.emissions, t, n, next_alpha)
         logz[n] = logz_at_end(alpha[length % rows, n], batch.final[n])
         repeat_past_length(alpha, n, length)
 
 
 @jit(nogil=True)
 def chain_backward_kernel(
-    chains: Any,
+    groups: Any,
     batch: Any,
     grad_output: Any,
     alpha: Any,
     logz: Any,
     d_scores: Any,
-    d_initial: Any,
-    d_final: Any,
+    gradients: Any,
 ) -> None:
-    """Compute the posteriors of edges `[T, N, C * K]` and of first and last states, `[N, C]`.
+    """Compute the posteriors of edges and of states, times the gradient of each chain.
 
-    They are multiplied by the gradient of each chain. Edges past a length have 0.
+    Those of the edges of sparse chains are `Steps` `[T, N, C * K]`, 0 past a length. For the rest
+    see `Gradients`.
     """
-    edges, C = batch.edges, d_final.shape[1]
-    for n in chains:
+    edges, states, counts, C = batch.edges, gradients.states, gradients.counts, batch.final.shape[1]
+    count = counts.shape[1] if len(counts) else len(logz)
+    for n in sequences_of(groups, count, len(logz)):
         buffer = np.empty(C * edges.K, batch.scores.numbers.dtype)
         found, d_buffer = np.empty(C * edges.K), np.empty(C * edges.K, d_scores.numbers.dtype)
-        posterior, offset = np.empty(C), np.empty(C)
-        length = batch.lengths[n]
+        posterior, offset, d_row = np.empty(C), np.empty(C), d_buffer
+        length, grad = batch.lengths[n], grad_output[n]
         for c in range(C):
             p = 0.0 if logz[n] == -INF else exp(alpha[length, n, c] + batch.final[n, c] - logz[n])
             posterior[c] = p
-            d_final[n, c] = p * grad_output[n]
+        scale_states(posterior, grad, states[length if edges.dense else 1, n])
         for t in range(length - 1, -1, -1):
             row = load_edges(batch.scores, t, n, edges.K, buffer)
             posterior_offsets(posterior, alpha[t + 1, n], offset)
+            if edges.dense:
+                add_emissions(batch.emissions, t, n, offset)
             next_alpha = alpha[max(t - 1, 0), n]
-            add_source_values(edges.sources, alpha[t, n], offset, found, row, next_alpha)
-            d_row = row_to_write(d_scores, t, n, d_buffer)
-            edge_posteriors(row, edges.sources, found, grad_output[n], d_row)
-            finish_row(d_scores, t, n, d_row)
+            add_source_values(edges, alpha[t, n], offset, found, row, next_alpha)
+            if not edges.dense:
+                d_row = row_to_write(d_scores, t, n, d_buffer)
+            edge_posteriors(row, edges.sources, found, grad, d_row)
             sum_by_source(edges, found, posterior)
-        for c in range(C):
-            d_initial[n, c] = posterior[c] * grad_output[n]
-        for t in range(length, len(alpha) - 1):
+            if not edges.dense:
+                finish_row(d_scores, t, n, d_row)
+            else:
+                scale_states(posterior, grad, states[t, n])
+                if len(counts):
+                    add_scaled(found, grad, counts[min(t, len(counts) - 1), n % count])
+        scale_states(posterior, grad, states[0, n])
+        zero_rows(states, n, length + 1 if edges.dense else 2)
+        for t in range(length, 0 if edges.dense else len(alpha) - 1):
             d_row = row_to_write(d_scores, t, n, d_buffer)
             d_row[:] = 0.0
             finish_row(d_scores, t, n, d_row)
@@ -147,9 +165,7 @@ def chain_gradient(
     batch, invalid = chain_batch(scores, source, initial, final, lengths)
     failed, d_scores = logz.isnan(), empty_batch(scores.shape, dtype)
     steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(scores))
-    d_initial, d_final = (
-        torch.empty(t.shape, dtype=torch.float64, device="cpu") for t in (initial, final)
-    )
+    d_ends = torch.empty((2, *initial.shape), dtype=torch.float64, device="cpu")
     run(
         chain_backward_kernel,
         batch,
@@ -157,8 +173,10 @@ def chain_gradient(
         saved.numpy(),
         logz.contiguous().numpy(),
         as_steps(d_scores),
-        d_initial.numpy(),
-        d_final.numpy(),
+        Gradients(d_ends.numpy(), NO_COUNTS),
     )
     fill_nan(d_scores, failed, steps)
-    return d_scores, d_initial.to(initial.dtype), d_final.to(final.dtype)
+    # Results of an op may not share memory.
+    return d_scores, *(
+        d.to(end.dtype, copy=True) for d, end in zip(d_ends, (initial, final), strict=True)
+    )

@@ -1,6 +1,6 @@
 """Best paths, samples, and alpha and beta under Log and Max, in parallel over the batch.
 
-The best path follows back-pointers. Samples are drawn backwards from alpha.
+Best paths follow back-pointers. Samples are drawn backwards from alpha.
 """
 
 from __future__ import annotations
@@ -12,27 +12,31 @@ import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, LOWEST, empty_batch, fill_nan, row_at
-from ....primitives.cpu.jit import ZERO, jit
+from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
 from .logz import chain_forward_kernel
 from .steps import (
+    ChainBatch,
+    add_emissions,
     add_target_values,
     chain_batch,
+    edge_into,
     edge_terms,
     load_edges,
-    repeat_past_length,
     run,
+    scale_states,
 )
 
 
 class BestPaths(NamedTuple):
-    """The best path of each chain. Entries that are on no path are not written.
+    """The R best paths of each chain, from the best on. Entries on no path are not written.
 
     Fields:
-        pointers: to the best edges, `[T, N, C]`, or `[1, N, C]` without paths.
-        score: `[N]`.
-        states, edges: `[T + 1, N]` and `[T, N]`, or empty without paths.
+        pointers: to the edge into each state and the rank of the path before it, as edge * R +
+            rank, `[T, N, C * R]`, or `[1, N, C * R]` without paths.
+        score: `[R, N]`.
+        states, edges: `[R, T + 1, N]` and `[R, T, N]`, or empty without paths.
     """
 
     pointers: Any
@@ -42,58 +46,125 @@ class BestPaths(NamedTuple):
 
 
 @jit
-def max_over_edges(terms: Any, best: Any, best_k: Any) -> None:
-    """Compute the greatest term of each state, `[C]`, or NaN, and the first k that has it."""
-    for c in range(len(best)):
+def max_over_edges(terms: Any, values: Any, best: Any, pointers: Any) -> None:
+    """Compute the greatest term + value of each state, or NaN, and the first k that has it.
+
+    The terms are `[K * C]`, and the values `[K]`.
+    """
+    C = len(best)
+    for c in range(C):
         best[c] = -INF
-        best_k[c] = 0
-    for k in range(len(terms)):
-        for c in range(len(best)):
-            term = terms[k, c]
+        pointers[c] = 0
+    for k in range(len(values)):
+        value, into = values[k], terms[k * C : (k + 1) * C]
+        for c in range(C):
+            term = into[c] + value
             better = (term > best[c]) | (term != term)
             best[c] = term if better else best[c]
-            best_k[c] = k if better else best_k[c]
+            pointers[c] = k if better else pointers[c]
+
+
+@jit
+def insert(term: float, pointer: int, best: Any, pointers: Any, first: int, last: int) -> None:
+    """Insert a term into a descending part of a list, behind its equals; NaN comes first."""
+    i = last
+    while i > first and (term > best[i - 1] or (term != term and best[i - 1] == best[i - 1])):
+        if i < last:
+            best[i], pointers[i] = best[i - 1], pointers[i - 1]
+        i -= 1
+    if i < last:
+        best[i], pointers[i] = term, pointer
+
+
+@jit
+def best_over_edges(row: Any, edges: Any, alpha: Any, R: int, best: Any, pointers: Any) -> None:
+    """Compute the R best paths into each state, `[C * R]`, from those into the states before."""
+    C = len(best) // R
+    for i in range(C * R):
+        best[i], pointers[i] = -INF, 0
+    for c in range(C):
+        for k in range(edges.K):
+            e = edge_into(edges, C, c, k)
+            s = edges.sources[e]
+            for r in range(R if s >= 0 else 0):
+                term = row[e] + alpha[s * R + r]
+                insert(term, k * R + r, best, pointers, c * R, (c + 1) * R)
 
 
 @jit(nogil=True)
 def chain_best_path_kernel(chains: Any, batch: Any, alpha: Any, paths: Any) -> None:
-    """Find the best path of each chain. Alpha under Max is as in `chain_forward_kernel`."""
-    K, C, rows = batch.edges.K, batch.initial.shape[1], len(alpha)
-    scores, sources = batch.scores, batch.edges.sources
+    """Find the R best paths of each chain.
+
+    Alpha under Max, `[T + 1, N, C]`, is as in `chain_forward_kernel`; it may be empty.
+
+    Source: Schwartz and Chow, The N-best algorithm, 1990.
+    """
+    edges, C, R = batch.edges, batch.initial.shape[1], len(paths.score)
     for n in chains:
-        buffer, length = np.empty(C * K, scores.numbers.dtype), batch.lengths[n]
-        terms, max_term = np.empty((K, C)), np.empty(C)
+        buffer, length = np.empty(C * edges.K, batch.scores.numbers.dtype), batch.lengths[n]
+        flat_terms, zeros, max_term = np.empty(C * edges.K), np.zeros(edges.K), np.empty(C)
+        terms, emitted = flat_terms.reshape(edges.K, C), np.empty(C)
+        score, slots = np.full(R, -INF), np.zeros(R, np.int64)
+        # The R best paths into each state.
+        state, next_state = np.full(C * R, -INF), np.empty(C * R)
         for c in range(C):
-            alpha[0, n, c] = batch.initial[n, c]
+            state[c * R] = batch.initial[n, c]
         for t in range(length):
-            now, after = (t, t + 1) if rows > 2 else (t % 2, (t + 1) % 2)
-            row, next_row = load_edges(scores, t, n, K, buffer), row_at(scores, t + 1, n)
-            edge_terms(row, sources, alpha[now, n], terms, max_term, next_row)
+            if len(alpha):
+                scale_states(state, 1.0, alpha[t, n])
+            row = load_edges(batch.scores, t, n, edges.K, buffer)
             pointers = paths.pointers[t if len(paths.states) else 0, n]
-            max_over_edges(terms, alpha[after, n], pointers)
-        score, state = -INF, ZERO
+            if R > 1:
+                best_over_edges(row, edges, state, R, next_state, pointers)
+                if edges.dense:
+                    scale_states(zeros, 0.0, emitted)
+                    add_emissions(batch.emissions, t, n, emitted)
+                    for i in range(C * R):
+                        next_state[i] += emitted[i // R]
+            elif edges.dense:
+                max_over_edges(row, state, next_state, pointers)
+                add_emissions(batch.emissions, t, n, next_state)
+            else:
+                next_row = row_at(batch.scores, t + 1, n)
+                edge_terms(row, False, edges.sources, state, terms, max_term, next_row)
+                max_over_edges(flat_terms, zeros, next_state, pointers)
+            state, next_state = next_state, state
         for c in range(C):
-            value = alpha[length % rows, n, c] + batch.final[n, c]
-            if (value > score) | (value != value):
-                score, state = value, c
-        paths.score[n] = score
-        repeat_past_length(alpha, n, length)
-        if len(paths.states) and score > -INF:
-            paths.states[length, n] = state
-            for t in range(length - 1, -1, -1):
-                edge = state * K + paths.pointers[t, n, state]
-                state = sources[edge]
-                paths.edges[t, n], paths.states[t, n] = edge, state
+            for r in range(R):
+                insert(state[c * R + r] + batch.final[n, c], c * R + r, score, slots, 0, R)
+        for t in range(length, len(alpha)):
+            scale_states(state, 1.0, alpha[t, n])
+        for r in range(R):
+            paths.score[r, n] = score[r]
+            if len(paths.states) and score[r] > -INF:
+                trace_back(batch, paths, n, r, slots[r])
+
+
+@jit
+def trace_back(batch: Any, paths: Any, n: int, r: int, slot: int) -> None:
+    """Write a path that ends in a state with a rank, `slot` = state * R + rank."""
+    edges, C, R = batch.edges, batch.initial.shape[1], len(paths.score)
+    length = batch.lengths[n]
+    state, rank = slot // R, slot % R
+    paths.states[r, length, n] = state
+    for t in range(length - 1, -1, -1):
+        way = paths.pointers[t, n, state * R + rank]
+        k, rank = (way // R, way % R) if R > 1 else (way, 0)
+        edge = edge_into(edges, C, state, k)
+        state = edges.sources[edge]
+        paths.edges[r, t, n], paths.states[r, t, n] = edge, state
 
 
 @jit
 def cumulative_exp(terms: Any) -> None:
     """Replace the terms by the cumulative sums of exp(terms - max)."""
-    highest, total = -INF, 0.0
+    highest, total = LOWEST, 0.0
     for i in range(len(terms)):
         highest = terms[i] if terms[i] > highest else highest
     for i in range(len(terms)):
-        total += exp(terms[i] - highest) if terms[i] > -INF else 0.0
+        terms[i] = exp(terms[i] - highest)
+    for i in range(len(terms)):
+        total += terms[i]
         terms[i] = total
 
 
@@ -123,18 +194,19 @@ def chain_sample_kernel(
         for c in range(C):
             ends[c] = alpha[batch.lengths[n], n, c] + batch.final[n, c]
         cumulative_exp(ends)
+        last = batch.lengths[n] if batch.edges.dense else len(uniforms) - 1
         for s in range(samples if logz[n] > -INF else 0):
-            state[s] = draw_index(ends, uniforms[-1, s, n])
+            state[s] = draw_index(ends, uniforms[last, s, n])
             states[s, batch.lengths[n], n] = state[s]
         for t in range(batch.lengths[n] - 1 if logz[n] > -INF else -1, -1, -1):
             row = load_edges(batch.scores, t, n, K, buffer)
             for s in range(samples):
                 for k in range(K):
-                    edge = state[s] * K + k
+                    edge = edge_into(batch.edges, C, state[s], k)
                     left = batch.edges.sources[edge]
                     terms[k] = row[edge] + alpha[t, n, left] if left >= 0 else -INF
                 cumulative_exp(terms)
-                edge = state[s] * K + draw_index(terms, uniforms[t, s, n])
+                edge = edge_into(batch.edges, C, state[s], draw_index(terms, uniforms[t, s, n]))
                 state[s] = batch.edges.sources[edge]
                 edges[s, t, n], states[s, t, n] = edge, state[s]
 
@@ -156,7 +228,7 @@ def chain_backward_scan_kernel(chains: Any, batch: Any, use_max: bool, beta: Any
                 beta[t, n, c] = batch.final[n, c]
         for t in range(batch.lengths[n] - 1, -1, -1):
             row, before = load_edges(batch.scores, t, n, edges.K, buffer), beta[t, n]
-            add_target_values(row, beta[t + 1, n], edge_values)
+            add_target_values(edges, row, beta[t + 1, n], edge_values)
             for c in range(C):
                 highest, greatest = LOWEST, -INF
                 for i in range(starts[c], starts[c + 1]):
@@ -181,9 +253,19 @@ def chain_backward_scan_kernel(chains: Any, batch: Any, use_max: bool, beta: Any
                 before[c] = -INF if value == LOWEST else value
 
 
-def pointer_dtype(K: int) -> Any:
-    """Return the smallest integer type for a pointer to one of K edges."""
-    return np.min_scalar_type(max(K - 1, 0))
+def best_paths(batch: ChainBatch, T: int, k: int, trace: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores `[k, N]`, states `[k, T + 1, N]` and edges `[k, T, N]` of the best paths.
+
+    States and edges are -1 where a path has none, and empty without `trace`.
+    """
+    (N, C), K = batch.initial.shape, batch.edges.K
+    states = torch.full((k, T + 1, N) if trace else (0, 0, N), -1, device="cpu")
+    edges = torch.full((k, T, N) if trace else (0, 0, N), -1, device="cpu")
+    score = torch.empty((k, N), dtype=torch.float64, device="cpu")
+    pointers = np.empty((T if trace else 1, N, C * k), np.min_scalar_type(max(K * k - 1, 0)))
+    paths = BestPaths(pointers, score.numpy(), states.numpy(), edges.numpy())
+    run(chain_best_path_kernel, batch, np.empty((0, N, C)), paths)
+    return score, states, edges
 
 
 def chain_viterbi(
@@ -200,17 +282,25 @@ def chain_viterbi(
     none, and empty without `trace`.
     """
     batch, invalid = chain_batch(scores, source, initial, final, lengths)
-    T, N, C, K = scores.shape
-    states = torch.full((T + 1, N) if trace else (0, N), -1, device="cpu")
-    edges = torch.full((T, N) if trace else (0, N), -1, device="cpu")
-    score = torch.empty(N, dtype=torch.float64, device="cpu")
-    pointers = np.empty((T if trace else 1, N, C), pointer_dtype(K))
-    paths = BestPaths(pointers, score.numpy(), states.numpy(), edges.numpy())
-    run(chain_best_path_kernel, batch, np.empty((2, N, C)), paths)
-    score = score.masked_fill_(invalid, torch.nan).to(acc_dtype(scores.dtype))
+    score, states, edges = best_paths(batch, len(scores), 1, trace)
+    score = score[0].masked_fill(invalid, torch.nan).to(acc_dtype(scores.dtype))
     if not trace:
         return score, states.new_empty(0), edges.new_empty(0)
-    return score, states.masked_fill_(invalid, -1), edges
+    return score, states[0].masked_fill_(invalid, -1), edges[0]
+
+
+def chain_nbest(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores `[k, N]` fp64 of the k best paths, and their states and edges."""
+    batch, invalid = chain_batch(scores, source, initial, final, lengths)
+    score, states, edges = best_paths(batch, len(scores), k, True)
+    return score.masked_fill_(invalid, torch.nan), states.masked_fill_(invalid, -1), edges
 
 
 def chain_sample(
@@ -249,9 +339,9 @@ def chain_scan(
     if reverse:
         run(chain_backward_scan_kernel, batch, use_max, result.numpy())
     elif use_max:
-        no_paths = np.empty((0, 0), np.int64)
-        pointers = np.empty((1, N, C), pointer_dtype(K))
-        paths = BestPaths(pointers, unused, no_paths, no_paths)
+        no_paths = np.empty((0, 0, N), np.int64)
+        pointers = np.empty((1, N, C), np.min_scalar_type(max(K - 1, 0)))
+        paths = BestPaths(pointers, unused[None], no_paths, no_paths)
         run(chain_best_path_kernel, batch, result.numpy(), paths)
     else:
         run(chain_forward_kernel, batch, result.numpy(), unused)

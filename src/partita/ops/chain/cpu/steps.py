@@ -1,8 +1,9 @@
-"""One step of sparse linear chains for the Numba kernels.
+"""One step of linear chains for the Numba kernels, which sparse and dense chains share.
 
-A step is read and written as a whole in rows `[C * K]`. Terms are `[K, C]` where loops over states
-become vector code. Loops that look states up stay scalar code. Loops with a small K are compiled
-for each K, which removes most of the cost of an inner loop.
+A step is read and written as a whole in rows of edges: `[C * K]` of sparse chains, and `[K * C]` of
+dense ones, in which an edge leads from each of K = C states to each state. Terms are `[K, C]` where
+loops over states become vector code. Loops that look states up stay scalar code. Loops with a small
+K are compiled for each K, which removes most of the cost of an inner loop.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ....primitives.cpu.math import exp, exp_floor, log, prefetch
 from ....runtime.register import resolved
 
 SMALLEST = np.finfo(np.float64).tiny
+NO_COUNTS = np.empty((0, 0, 0))
 
 
 class Edges(NamedTuple):
@@ -36,6 +38,7 @@ class Edges(NamedTuple):
 
     Fields:
         K: the number of edges into each state.
+        dense: whether an edge leads from each state to each state.
         sources: the state that each edge leaves, `[C * K]` int32; -1 for a missing edge.
         outgoing: the edges, ordered by the state that they leave, then by their index. The dtype is
             uint32, because an index that may be negative costs time.
@@ -45,6 +48,7 @@ class Edges(NamedTuple):
     """
 
     K: int
+    dense: bool
     sources: Any
     outgoing: Any
     outgoing_start: Any
@@ -57,15 +61,32 @@ class ChainBatch(NamedTuple):
     Fields:
         lengths: the number of steps of each chain, `[N]`; 0 for an invalid chain.
         edges: those of every step.
-        scores: `Steps` `[T, N, C, K]`.
+        scores: `Steps` `[T, N, C, K]`, or `[T, N, K, C]` of dense chains.
+        emissions: `Steps` `[T + 1, N, C]` of dense chains, whose row t + 1 is added to the scores
+            of the edges of step t.
         initial, final: `[N, C]` fp64.
     """
 
     lengths: Any
     edges: Edges
     scores: Steps
+    emissions: Steps
     initial: Any
     final: Any
+
+
+class Gradients(NamedTuple):
+    """What a backward scan writes.
+
+    Fields:
+        states: the gradients in states after 0 to T steps of dense chains, `[T + 1, N, C]`, and of
+            sparse ones in the first and last states, `[2, N, C]`.
+        counts: sums of the gradients in the edges of dense chains, `[T, G, C * C]`, or
+            `[1, G, C * C]` over the steps, or empty. Sequence n adds to group n % G.
+    """
+
+    states: Any
+    counts: Any
 
 
 @jit
@@ -86,6 +107,34 @@ def load_edges(steps: Any, t: int, n: int, K: int, buffer: Any) -> Any:
     return buffer
 
 
+@jit
+def add_emissions(emissions: Any, t: int, n: int, states: Any) -> None:
+    """Add the emissions after step t to the states `[C]` of a dense chain."""
+    first, stride = start_of(emissions, t + 1, n), emissions.strides[2]
+    for c in range(len(states)):
+        states[c] += number_at(emissions, first + c * stride)
+
+
+@jit
+def edge_into(edges: Any, C: int, state: int, k: int) -> int:
+    """Return the index of edge k into a state."""
+    return k * C + state if edges.dense else state * edges.K + k
+
+
+@jit
+def dense_terms(row: Any, alpha: Any, terms: Any, max_term: Any) -> None:
+    """Compute what `edge_terms` does, for dense chains."""
+    K, C = terms.shape
+    for c in range(C):
+        max_term[c] = LOWEST
+    for k in range(K):
+        value, scores, into = alpha[k], row[k * C : (k + 1) * C], terms[k]
+        for c in range(C):
+            term = scores[c] + value
+            into[c] = term
+            max_term[c] = term if term > max_term[c] else max_term[c]
+
+
 @jit(inline="always")
 def _edge_terms(
     row: Any, sources: Any, alpha: Any, terms: Any, max_term: Any, next_row: Any, K: int
@@ -103,14 +152,22 @@ def _edge_terms(
 
 @jit
 def edge_terms(
-    row: Any, sources: Any, alpha: Any, terms: Any, max_term: Any, next_row: Any
+    row: Any,
+    dense: bool,
+    sources: Any,
+    alpha: Any,
+    terms: Any,
+    max_term: Any,
+    next_row: Any,
 ) -> None:
     """Compute row + alpha of each edge, `[K, C]`, and the greatest term of each state, `[C]`.
 
     The row that is read next is prefetched.
     """
     K = len(terms)
-    if K == 2:
+    if dense:
+        dense_terms(row, alpha, terms, max_term)
+    elif K == 2:
         _edge_terms(row, sources, alpha, terms, max_term, next_row, 2)
     elif K == 3:
         _edge_terms(row, sources, alpha, terms, max_term, next_row, 3)
@@ -123,12 +180,17 @@ def edge_terms(
 
 
 @jit
-def add_target_values(row: Any, state_values: Any, edge_values: Any) -> None:
-    """Compute the row `[C * K]` plus the value `[C]` of the state that each edge enters."""
-    K = len(edge_values) // max(len(state_values), 1)
-    for c in range(len(state_values)):
+def add_target_values(edges: Any, row: Any, state_values: Any, edge_values: Any) -> None:
+    """Compute the row plus the value `[C]` of the state that each edge enters."""
+    K, C = edges.K, len(state_values)
+    if edges.dense:
         for k in range(K):
-            edge_values[c * K + k] = row[c * K + k] + state_values[c]
+            for c in range(C):
+                edge_values[k * C + c] = row[k * C + c] + state_values[c]
+    else:
+        for c in range(C):
+            for k in range(K):
+                edge_values[c * K + k] = row[c * K + k] + state_values[c]
 
 
 @jit(inline="always")
@@ -136,7 +198,7 @@ def _add_source_values(
     sources: Any,
     at_source: Any,
     at_target: Any,
-    edges: Any,
+    sums: Any,
     next_row: Any,
     next_states: Any,
     K: int,
@@ -147,28 +209,33 @@ def _add_source_values(
         target_value = at_target[c]
         for k in range(K):
             s = sources[c * K + k]
-            edges[c * K + k] = (at_source[s] if s >= 0 else 0.0) + target_value
+            sums[c * K + k] = (at_source[s] if s >= 0 else 0.0) + target_value
 
 
 @jit
 def add_source_values(
-    sources: Any, at_source: Any, at_target: Any, edges: Any, next_row: Any, next_states: Any
+    edges: Any, at_source: Any, at_target: Any, sums: Any, next_row: Any, next_states: Any
 ) -> None:
-    """Compute the value of each edge's source state plus that of its target state, `[C * K]`.
+    """Compute the value of each edge's source state plus that of its target state.
 
     The rows of edges and of states that are read next are prefetched.
     """
-    K = len(sources) // max(len(at_target), 1)
-    if K == 2:
-        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, 2)
+    K, C, sources = edges.K, len(at_target), edges.sources
+    if edges.dense:
+        for k in range(K):
+            source_value, row = at_source[k], sums[k * C : (k + 1) * C]
+            for c in range(C):
+                row[c] = source_value + at_target[c]
+    elif K == 2:
+        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, 2)
     elif K == 3:
-        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, 3)
+        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, 3)
     elif K == 4:
-        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, 4)
+        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, 4)
     elif K == 5:
-        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, 5)
+        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, 5)
     else:
-        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, K)
+        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, K)
 
 
 @jit(fastmath={"contract", "reassoc"})
@@ -195,7 +262,7 @@ def posterior_offsets(posterior: Any, alpha: Any, offset: Any) -> None:
 
 @jit
 def edge_posteriors(row: Any, sources: Any, edges: Any, factor: float, scaled: Any) -> None:
-    """Replace `edges` by exp(row + edges), the posteriors `[C * K]`, and write them times a factor.
+    """Replace `edges` by exp(row + edges), the posteriors, and write them times a factor.
 
     Missing edges have the posterior 0.
     """
@@ -219,8 +286,12 @@ def _sum_by_source(outgoing: Any, edge_values: Any, result: Any, out_degree: int
 
 @jit
 def sum_by_source(edges: Any, edge_values: Any, result: Any) -> None:
-    """Compute the sum of the edge values `[C * K]` over the edges that leave each state, `[C]`."""
-    if edges.out_degree == 2:
+    """Compute the sum of the edge values over the edges that leave each state, `[C]`."""
+    C = len(result)
+    if edges.dense:
+        for c in range(C):
+            result[c] = sum_in_any_order(edge_values[c * C : (c + 1) * C])
+    elif edges.out_degree == 2:
         _sum_by_source(edges.outgoing, edge_values, result, 2)
     elif edges.out_degree == 3:
         _sum_by_source(edges.outgoing, edge_values, result, 3)
@@ -234,6 +305,39 @@ def sum_by_source(edges: Any, edge_values: Any, result: Any) -> None:
         for e in range(len(edge_values)):
             if edges.sources[e] >= 0:
                 result[edges.sources[e]] += edge_values[e]
+
+
+@jit
+def add_scaled(values: Any, factor: float, result: Any) -> None:
+    """Add values times a factor."""
+    for i in range(len(values)):
+        result[i] += values[i] * factor
+
+
+@jit
+def scale_states(values: Any, factor: float, result: Any) -> None:
+    """Write the values of the states, `[C]`, times a factor."""
+    for c in range(len(values)):
+        result[c] = values[c] * factor
+
+
+@jit
+def zero_rows(rows: Any, n: int, first: int) -> None:
+    """Write zeros into rows `first` and later ones of a sequence, `[T, N, M]`."""
+    for t in range(first, len(rows)):
+        for i in range(rows.shape[2]):
+            rows[t, n, i] = 0.0
+
+
+@jit
+def sequences_of(groups: Any, count: int, N: int) -> Any:
+    """Return the sequences n whose n % count is one of the groups; those of a group in order."""
+    result, size = np.empty(N, np.int64), 0
+    for group in groups:
+        for n in range(group, N, count):
+            result[size] = n
+            size += 1
+    return result[:size]
 
 
 @jit
@@ -258,6 +362,13 @@ def logz_at_end(alpha: Any, final: Any) -> float:
     return -INF if value == LOWEST else value
 
 
+def lengths_of(lengths: Tensor | None, lowest: int, T: int, N: int) -> tuple[Tensor, Tensor]:
+    """Return the lengths `[N]`, `lowest` for those out of range, and the mask of the latter."""
+    steps = torch.full((N,), T, device="cpu") if lengths is None else resolved(lengths).long()
+    invalid = (steps < lowest) | (steps > T)
+    return steps.masked_fill(invalid, lowest), invalid
+
+
 def chain_batch(
     scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None
 ) -> tuple[ChainBatch, Tensor]:
@@ -267,22 +378,38 @@ def chain_batch(
     out of range makes all chains invalid.
     """
     T, N, C, K = scores.shape
-    steps = torch.full((N,), T, device="cpu") if lengths is None else resolved(lengths).long()
+    steps, invalid = lengths_of(lengths, 0, T, N)
     source = resolved(source).long()  # a narrow type would wrap the bounds
     out_of_range = (source < -1) | (source >= C)
-    invalid = (steps < 0) | (steps > T) | out_of_range.any()
+    invalid = invalid | out_of_range.any()
     sources = source.masked_fill(out_of_range, -1).int().flatten().numpy()
     degrees = np.bincount(sources[sources >= 0], minlength=C)
     start = np.concatenate([[0], degrees.cumsum()]).astype(np.int32)
     outgoing = sources.argsort(kind="stable")[len(sources) - start[-1] :].astype(np.uint32)
     mean_degree = int(start[-1]) // max(C, 1)
     out_degree = mean_degree if bool((degrees == mean_degree).all()) else 0
-    edges = Edges(K, sources, outgoing, start, out_degree)
-    safe_lengths = steps.masked_fill(invalid, 0).numpy()
+    edges = Edges(K, False, sources, outgoing, start, out_degree)
     ends = as_array(initial), as_array(final)
-    return ChainBatch(safe_lengths, edges, as_steps(scores), *ends), invalid
+    safe_lengths = steps.masked_fill(invalid, 0).numpy()
+    return ChainBatch(safe_lengths, edges, as_steps(scores), no_emissions(scores), *ends), invalid
 
 
-def run(kernel: Callable[..., Any], batch: ChainBatch, *args: Any) -> None:
-    """Run `kernel(chains, batch, *args)` for all chains, as `run_over_sequences` does."""
-    run_over_sequences(kernel, batch.lengths, len(batch.edges.sources), batch, *args)
+def no_emissions(scores: Tensor) -> Steps:
+    """Return the emissions of a sparse chain, in the type of those of a dense one."""
+    return as_steps(scores[:0].flatten())._replace(strides=np.empty(0, np.int64))
+
+
+def run(kernel: Callable[..., Any], batch: ChainBatch, *args: Any, counts: Any = NO_COUNTS) -> None:
+    """Run `kernel(chains, batch, *args)` for all chains, as `run_over_sequences` does.
+
+    Where the kernel adds to counts, `[S, G, C * C]`, it gets the indices of groups instead.
+    """
+    lengths = batch.lengths
+    if len(counts):
+        lengths = lengths_of_groups(lengths, counts.shape[1])
+    run_over_sequences(kernel, lengths, len(batch.edges.sources), batch, *args)
+
+
+def lengths_of_groups(lengths: Any, count: int) -> Any:
+    """Return the sum of the lengths in each group n % count."""
+    return np.bincount(np.arange(len(lengths)) % count, lengths, count).astype(np.int64)

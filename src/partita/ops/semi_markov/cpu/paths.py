@@ -8,20 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, LOWEST
+from ....primitives.cpu.batch import INF
 from ....primitives.cpu.jit import jit
-from ....primitives.cpu.math import exp
 from ....runtime.dtypes import acc_dtype
+from ...chain.cpu.paths import cumulative_exp, draw_index, max_over_edges
 from .steps import run, scan_buffers, scan_forward, semi_markov_arrays
-
-
-@jit
-def take_better(scores: Any, choice: int, best: Any, choices: Any) -> None:
-    """Replace the best score of each state, and its choice, by a better one; NaN is the best."""
-    for c in range(len(best)):
-        better = (scores[c] > best[c]) | (scores[c] != scores[c])
-        best[c] = scores[c] if better else best[c]
-        choices[c] = choice if better else choices[c]
 
 
 @jit
@@ -32,31 +23,23 @@ def best_scores(chain: Any, n: int, previous: Any, sizes: Any, alpha: Any) -> No
     one that ends there, `[T, C]` each.
     """
     D, C = chain.durations.shape
-    ring, entered, scores = np.empty((D, C)), np.empty(C), np.empty(C)
-    choices = np.empty(C, np.int64)
+    ring, scores, zeros = np.empty((D, C)), np.empty(D * C), np.zeros(D)
+    transitions = chain.transitions[0].ravel()
     for t in range(chain.lengths[n]):
-        emission = chain.emissions[n, t]
-        for c in range(C):
-            entered[c] = chain.start[n, c] if t == 0 else -INF
-            choices[c] = 0
-        for i in range(C if t else 0):
-            row = chain.transitions[0, i]
+        emission, newest, rows = chain.emissions[n, t], ring[t % D], min(t + 1, D)
+        if t == 0:
             for c in range(C):
-                scores[c] = alpha[i] + row[c]
-            take_better(scores, i, entered, choices)
-        newest = ring[t % D]
-        for c in range(C):
-            previous[t, c], choices[c] = choices[c], 0
-            newest[c], alpha[c] = entered[c], -INF
-        for d in range(min(t + 1, D)):
+                newest[c], previous[t, c] = chain.start[n, c], 0
+        else:
+            max_over_edges(transitions, alpha, newest, previous[t])
+        for d in range(rows):
             row, duration = ring[(t - d) % D], chain.durations[d]
+            score = scores[d * C : (d + 1) * C]
             for c in range(C):
                 row[c] += emission[c]
             for c in range(C):
-                scores[c] = row[c] + duration[c]
-            take_better(scores, d, alpha, choices)
-        for c in range(C):
-            sizes[t, c] = choices[c]
+                score[c] = row[c] + duration[c]
+        max_over_edges(scores, zeros[:rows], alpha, sizes[t])
 
 
 @jit(nogil=True)
@@ -85,23 +68,6 @@ def viterbi_kernel(sequences: Any, chain: Any, score: Any, states: Any, starts: 
             t, state = first - 1, previous[first, state]
 
 
-@jit
-def draw(terms: Any, uniform: float) -> int:
-    """Draw an index with probabilities proportional to exp(terms); the terms are overwritten."""
-    highest, total, possible = LOWEST, 0.0, 0
-    for i in range(len(terms)):
-        highest = terms[i] if terms[i] > highest else highest
-    for i in range(len(terms)):
-        weight = exp(terms[i] - highest)
-        possible = i if weight > 0.0 else possible
-        total += weight
-        terms[i] = total
-    for i in range(len(terms)):
-        if terms[i] > uniform * total:
-            return i
-    return possible
-
-
 @jit(nogil=True)
 def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any, starts: Any) -> None:
     """Draw k paths of each sequence, `[k, T, N]`, with uniform numbers `[T, 2, k, N]`.
@@ -119,12 +85,14 @@ def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any, starts
                 for c in range(C):
                     follows = chain.end[n, c] if state < 0 else chain.transitions[0, c, state]
                     terms[c] = alpha[t, c] + follows
-                state = draw(terms[:C], uniforms[t, 0, k, n])
+                cumulative_exp(terms[:C])
+                state = draw_index(terms[:C], uniforms[t, 0, k, n])
                 rows, emitted = min(t + 1, D), 0.0
                 for d in range(rows):
                     emitted += chain.emissions[n, t - d, state]
                     terms[d] = begin[t - d, state] + emitted + chain.durations[d, state]
-                first = t - draw(terms[:rows], uniforms[t, 1, k, n])
+                cumulative_exp(terms[:rows])
+                first = t - draw_index(terms[:rows], uniforms[t, 1, k, n])
                 for s in range(first, t + 1):
                     states[k, s, n], starts[k, s, n] = state, s == first
                 t = first - 1

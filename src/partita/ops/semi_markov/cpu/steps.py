@@ -16,6 +16,7 @@ from torch import Tensor
 from ....primitives.cpu.batch import INF, LOWEST, as_array, run_over_sequences
 from ....primitives.cpu.jit import MINUS_ONE, jit
 from ....primitives.cpu.math import exp, log
+from ...chain.cpu.steps import lengths_of, logz_at_end
 
 
 class SemiMarkovArrays(NamedTuple):
@@ -64,12 +65,11 @@ def semi_markov_arrays(
 ) -> tuple[SemiMarkovArrays, Tensor]:
     """Return the arrays of a batch and the mask of sequences with an invalid length, `[N]`."""
     T, N, _ = emissions.shape
-    lengths = torch.full((N,), T, device="cpu") if lengths is None else lengths.long()
-    invalid = (lengths < 1) | (lengths > T)
+    tokens, invalid = lengths_of(lengths, 1, T, N)
     matrix = transitions.detach()
     # One dtype and one layout compile once. The copy takes little beside D times as many steps.
     arrays = SemiMarkovArrays(
-        lengths.clamp(1, T).contiguous().numpy(),
+        tokens.numpy(),
         as_array(emissions.transpose(0, 1)),
         as_array(torch.stack([matrix, matrix.T])),
         as_array(durations),
@@ -166,10 +166,4 @@ def scan_forward(chain: Any, n: int, buffers: Any, begin: Any, alpha: Any) -> fl
         for c in range(C):
             newest[c] = entered[c]
         add_durations(buffers, chain, n, t, MINUS_ONE, min(t + 1, D), alpha[t % size])
-    last, highest, total = alpha[(length - 1) % size], LOWEST, 0.0
-    for c in range(C):
-        score = last[c] + chain.end[n, c]
-        highest = score if score > highest else highest
-    for c in range(C):
-        total += exp(last[c] + chain.end[n, c] - highest)
-    return -INF if total == 0.0 else highest + log(total)
+    return logz_at_end(alpha[(length - 1) % size], chain.end[n])

@@ -1,0 +1,307 @@
+"""The ops of dense linear chains on the CPU.
+
+Log Z and its gradient run in linear arithmetic where the transitions allow it. The kernels of
+sparse chains serve the rest: for them a sequence of T tokens is a chain of T - 1 steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....primitives.cpu.batch import (
+    as_array,
+    as_steps,
+    empty_batch,
+    fill_nan,
+    run_over_sequences,
+)
+from ....runtime.dtypes import acc_dtype
+from ...chain.cpu.expectation import (
+    Expectation,
+    ValueArrays,
+    chain_expectation_backward_kernel,
+    chain_expectation_forward_kernel,
+)
+from ...chain.cpu.logz import chain_backward_kernel, chain_forward_kernel
+from ...chain.cpu.paths import best_paths, chain_sample_kernel
+from ...chain.cpu.steps import (
+    ChainBatch,
+    Edges,
+    Gradients,
+    lengths_of,
+    lengths_of_groups,
+    no_emissions,
+    run,
+)
+from .scans import dense_arrays, forward_kernel, gradient_kernel, join_kernel
+
+MAX_SPAN = 300.0  # nats; a state that underflows is then improbable by e**-100
+MAX_GROUPS = 64  # sums over the sequences that run side by side
+FP64: Any = {"dtype": torch.float64, "device": "cpu"}
+NO_ROWS = np.empty((0, 0, 0))
+
+
+def is_linear(transitions: Tensor) -> bool:
+    """Return whether the transitions are constant and span few enough nats."""
+    if transitions.ndim > 2 or not transitions.numel():
+        return False
+    low, high = transitions.detach().aminmax()
+    return float(high) - float(low) <= MAX_SPAN  # False for NaN and infinities
+
+
+def as_token_steps(transitions: Tensor, T: int, N: int) -> Tensor:
+    """Return transitions, or values of them, as `[T - 1, N, C, C]` without memory of that size."""
+    transitions = transitions.detach()
+    if transitions.ndim == 2:
+        transitions = transitions.double()  # once, and not at each step
+    elif transitions.ndim == 3:
+        transitions = transitions.unsqueeze(1)
+    return transitions.expand(T - 1, N, *transitions.shape[-2:])
+
+
+def dense_batch(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+) -> tuple[ChainBatch, Tensor, Tensor]:
+    """Return the batch, the numbers of tokens and the mask of invalid lengths, `[N]`."""
+    T, N, C = emissions.shape
+    tokens, invalid = lengths_of(lengths, 1, T, N)
+    first = emissions[0].detach().double()
+    initial = first if start is None else first + start.detach()
+    no_edges, no_starts = np.empty(0, np.uint32), np.empty(0, np.int32)
+    sources = np.arange(C * C, dtype=np.int32) // max(C, 1)
+    batch = ChainBatch(
+        (tokens - 1).numpy(),
+        Edges(C, True, sources, no_edges, no_starts, 0),
+        as_steps(as_token_steps(transitions, T, N)),
+        as_steps(emissions),
+        as_array(initial),
+        np.zeros((N, C)) if end is None else as_array(end),
+    )
+    return batch, tokens, invalid
+
+
+def linear_chain_logz(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Z in fp64 and in the dtype of results, and the states for its gradient."""
+    T, N, C = emissions.shape
+    logz, tokens, invalid = np.empty(N), *lengths_of(lengths, 1, T, N)
+    if is_linear(transitions):
+        saved = empty_batch((T if save else 0, N, C))
+        chain = dense_arrays(emissions, transitions, start, end, tokens)
+        meeting, log_scale = _scan_halves(chain, saved)
+        run_over_sequences(
+            join_kernel, np.ones(N, np.int64), C * C, chain, meeting, log_scale, logz
+        )
+    else:
+        batch = dense_batch(emissions, transitions, start, end, lengths)[0]
+        saved = empty_batch((T if save else 2, N, C))
+        run(chain_forward_kernel, batch, saved.numpy(), logz)
+    result = torch.from_numpy(logz).masked_fill_(invalid, torch.nan)
+    rounded = result.to(acc_dtype(emissions.dtype), copy=True)
+    return result, rounded, saved if save else saved.new_empty(0)
+
+
+def _scan_halves(chain: Any, saved: Tensor) -> tuple[Any, Any]:
+    """Scan alpha and beta up to the middle, and return their states there and the log scales."""
+    N, C = chain.start.shape
+    meeting, log_scale = np.empty((2 * N, chain.weights.shape[2])), np.empty(2 * N)
+    halves = chain.lengths.repeat(2) // 2
+    run_over_sequences(forward_kernel, halves, C * C, chain, saved.numpy(), meeting, log_scale)
+    return meeting, log_scale
+
+
+def _empty_counts(transitions: Tensor, T: int, N: int, C: int, per_sequence: bool) -> Tensor:
+    """Return zeros `[S, G, C, C]` for the sums of the gradients in transitions.
+
+    S is the number of steps in which transitions differ, and G that of sums over sequences. Partial
+    sums take no more memory than the emissions.
+    """
+    if transitions.ndim > 2:
+        return torch.zeros((T - 1, N if transitions.ndim == 4 else 1, C, C), **FP64)
+    groups = N if per_sequence else min(N, MAX_GROUPS, T * N // max(C, 1))
+    return torch.zeros((1, max(groups, 1), C, C), **FP64)
+
+
+def _sum_of_counts(
+    counts: Tensor, transitions: Tensor, failed: Tensor, steps: Tensor, per_sequence: bool
+) -> Tensor:
+    """Return the gradient in the transitions in fp64; NaN where a sequence failed."""
+    if transitions.ndim > 2:
+        fill_nan(counts.expand(-1, len(failed), -1, -1), failed, steps - 1)
+        return counts.reshape(transitions.shape)
+    if per_sequence:
+        return counts[0].masked_fill(failed[:, None, None], torch.nan)
+    return counts[0].sum(0).masked_fill(failed.any(), torch.nan)
+
+
+def linear_chain_gradient(
+    grad_output: Tensor,
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    logz: Tensor,
+    saved: Tensor,
+    need_transitions: bool,
+    per_sequence: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
+    T, N, C = emissions.shape
+    batch, tokens, invalid = dense_batch(emissions, transitions, start, end, lengths)
+    failed, linear = logz.isnan(), is_linear(transitions)
+    upstream = grad_output.detach().double().masked_fill(failed, torch.nan)
+    upstream = upstream.masked_fill(logz == -torch.inf, 0.0).contiguous()
+    per_sequence = per_sequence and transitions.ndim == 2
+    counts = _empty_counts(transitions, T, N, C, per_sequence)
+    groups = counts.shape[1]
+    # The reference, which serves empty batches, saves nothing.
+    states = saved.detach() if saved.numel() else saved.new_empty(emissions.shape)
+    dtype = torch.promote_types(emissions.dtype, torch.float32)
+    d_ends = torch.empty((2, N, C), **FP64)
+    if linear:
+        chain = dense_arrays(emissions, transitions, start, end, tokens)
+        d_emissions, width = empty_batch(emissions.shape, dtype), chain.weights.shape[2]
+        products = torch.zeros((2, groups if need_transitions else 0, width, width), **FP64)
+        arrays = (x.numpy() for x in (upstream, states, d_emissions, d_ends, products))
+        work = lengths_of_groups(chain.lengths, groups) if need_transitions else chain.lengths
+        run_over_sequences(gradient_kernel, work.repeat(2) // 2, C * C, chain, *arrays)
+        if need_transitions:
+            alpha, beta = products[..., :C, :C]
+            counts[0] = (alpha + beta.mT) * torch.from_numpy(chain.weights[0, :, :C])
+    else:
+        d_emissions = empty_batch(emissions.shape)
+        written = counts.flatten(2).numpy() if need_transitions else NO_ROWS
+        gradients = Gradients(d_emissions.numpy(), written)
+        args = (upstream.numpy(), states.numpy(), logz.contiguous().numpy())
+        no_rows = no_emissions(emissions)
+        run(chain_backward_kernel, batch, *args, no_rows, gradients, counts=written)
+        d_ends = _end_gradients(d_emissions, tokens)
+    steps = tokens.masked_fill(invalid, T)
+    fill_nan(d_emissions, failed, steps)
+    d_ends[:, failed] = torch.nan
+    d_transitions = transitions.new_empty(0)
+    if need_transitions:
+        d_transitions = _sum_of_counts(counts, transitions, failed, steps, per_sequence)
+        dtype = acc_dtype(transitions.dtype) if per_sequence else transitions.dtype
+        d_transitions = d_transitions.to(dtype)
+    # An op may not return one tensor as two results.
+    d_start = emissions.new_empty(0) if start is None else d_ends[0].to(start.dtype, copy=True)
+    d_end = emissions.new_empty(0) if end is None else d_ends[1].to(end.dtype, copy=True)
+    return d_emissions.to(emissions.dtype), d_transitions, d_start, d_end
+
+
+def _end_gradients(d_emissions: Tensor, tokens: Tensor) -> Tensor:
+    """Return the gradients of the first and the last emissions of each sequence, `[2, N, C]`."""
+    last = d_emissions[tokens - 1, torch.arange(len(tokens))]
+    return torch.stack([d_emissions[0], last])
+
+
+def linear_chain_viterbi(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the best score `[N]` and the states of the best path `[T, N]`."""
+    score, states = linear_chain_nbest(emissions, transitions, start, end, lengths, 1)
+    return score[0].to(acc_dtype(emissions.dtype), copy=True), states[0]
+
+
+def linear_chain_nbest(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the scores `[k, N]` fp64 of the k best paths, and their states `[k, T, N]`."""
+    batch, _, invalid = dense_batch(emissions, transitions, start, end, lengths)
+    score, states, _ = best_paths(batch, len(emissions) - 1, k, True)
+    return score.masked_fill_(invalid, torch.nan), states.masked_fill_(invalid, -1)
+
+
+def linear_chain_sample(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    uniforms: Tensor,
+) -> Tensor:
+    """Return the states `[k, T, N]` of k paths from the posterior."""
+    T, N, C = emissions.shape
+    batch, tokens, invalid = dense_batch(emissions, transitions, start, end, lengths)
+    alpha, logz, k = empty_batch((T, N, C)), np.empty(N), uniforms.shape[1]
+    if is_linear(transitions):
+        chain = dense_arrays(emissions, transitions, start, end, tokens)
+        # Alpha has the last token's end here. The scale of a token's states changes no draw.
+        _scan_halves(chain._replace(middle=chain.lengths), alpha)
+        batch = batch._replace(final=np.zeros((N, C)))
+        alpha.log_()
+        logz = alpha[tokens - 1, torch.arange(N)].amax(1).numpy()
+    else:
+        run(chain_forward_kernel, batch, alpha.numpy(), logz)
+    states, edges = (torch.full((k, T - i, N), -1, device="cpu") for i in (0, 1))
+    numbers = uniforms.contiguous().numpy()
+    run(chain_sample_kernel, batch, alpha.numpy(), logz, numbers, states.numpy(), edges.numpy())
+    return states.masked_fill_(invalid, -1)
+
+
+def linear_chain_tangent(
+    grad_output: Tensor,
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    emission_values: Tensor,
+    transition_values: Tensor,
+    start_values: Tensor | None,
+    end_values: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the mean of the values `[N]`, and its gradients weighted by grad_output, in fp64."""
+    T, N, C = emissions.shape
+    batch, tokens, invalid = dense_batch(emissions, transitions, start, end, lengths)
+    chain = (emission_values, transition_values, start_values, end_values, lengths)
+    if transition_values.ndim == 3 and transitions.ndim == 2:  # the same for all steps
+        chain = (emission_values, transition_values[None], *chain[2:])
+    of_values = dense_batch(*chain)[0]
+    values = ValueArrays(of_values.scores, of_values.emissions, of_values.initial, of_values.final)
+    found = Expectation(np.empty(N), np.empty(N), np.empty((2, T, N, C)))
+    run(chain_expectation_forward_kernel, batch, values, found)
+    counts, d_emissions = _empty_counts(transitions, T, N, C, False), empty_batch((T, N, C))
+    gradients = Gradients(d_emissions.numpy(), counts.flatten(2).numpy())
+    run(
+        *(chain_expectation_backward_kernel, batch, values, found, as_array(grad_output)),
+        *(NO_ROWS, NO_ROWS, gradients, np.empty((2, N, C))),
+        counts=gradients.counts,
+    )
+    mean = torch.from_numpy(found.mean).masked_fill_(invalid, torch.nan)
+    failed, steps = mean.isnan(), tokens.masked_fill(invalid, T)
+    fill_nan(d_emissions, failed, steps)
+    d_ends = _end_gradients(d_emissions, tokens)
+    d_ends[:, failed] = torch.nan
+    return (
+        mean,
+        d_emissions,
+        _sum_of_counts(counts, transitions, failed, steps, False).reshape(transitions.shape),
+        d_emissions.new_empty(0) if start is None else d_ends[0].clone(),
+        d_emissions.new_empty(0) if end is None else d_ends[1].clone(),
+    )
