@@ -27,12 +27,12 @@ def random_chain(seed: int, integers: bool) -> tuple[tuple[Any, ...], int]:
     lengths = torch.randint(0, T + 1, (N,), generator=g)
     active = torch.arange(T)[:, None] < lengths
     ends = numbers(N, C), numbers(N, C)
-    return (numbers(T, N, C, K), source.clamp(min=0), source < 0, active, *ends), k
+    return (numbers(T, N, C, K), source.clamp(min=0), source < 0, *ends, active), k
 
 
 def enumerated(arguments: tuple[Any, ...], n: int) -> list[tuple[float, list[int], list[int]]]:
     """Return the score, states and edges of all paths of a sequence, best first, ties in order."""
-    scores, source, missing, active, initial, final = arguments
+    scores, source, missing, initial, final, active = arguments
     steps, (C, K) = int(active[:, n].sum()), source.shape
     found = []
     for first, *edges in itertools.product(range(C), *(range(C * K),) * steps):
@@ -60,10 +60,10 @@ def test_best_paths_are_those_of_enumeration(
     compared = 0
     for seed in range(40):
         arguments, k = random_chain(seed, integers)
-        active, (C, K) = arguments[3], arguments[1].shape
+        active, (C, K) = arguments[-1], arguments[1].shape
         if (C * K) ** len(active) * C > 3_000:
             continue
-        score, states, edges = nbest.best_paths(*arguments, k=k)
+        score, states, edges = nbest.best_paths(arguments[0].__getitem__, *arguments[1:], k=k)
         for n in range(active.shape[1]):
             paths, steps = enumerated(arguments, n)[:k], int(active[:, n].sum())
             assert (score[len(paths) :, n] == -torch.inf).all()

@@ -139,9 +139,9 @@ def best_paths(
     scores: Callable[[Tensor], Tensor],
     source: Tensor,
     missing: Tensor,
-    active: Tensor,
     initial: Tensor,
     final: Tensor,
+    active: Tensor,
     k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores `[k, N]` fp64 of the k best paths, their states and their edges.
@@ -153,8 +153,8 @@ def best_paths(
         scores: takes some steps and returns the scores of their edges, `[S, N, C, K]` fp64.
         source: the state that each edge comes from, `[C, K]`, with at least one state.
         missing: the edges that no path takes, `[C, K]`.
-        active: which steps count, `[T, N]`, the first ones of each sequence.
         initial, final: the scores of the ends, `[N, C]` fp64.
+        active: which steps count, `[T, N]`, the first ones of each sequence.
         k: the number of paths.
     """
     (T, N), C = active.shape, len(source)
