@@ -10,6 +10,7 @@ from torch import Tensor
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import Batch, Operators, Saved, Span, strided_steps
+from .best_operators import linear_chain_best_groups_kernel, linear_chain_best_operators_kernel
 from .best_segments import (
     linear_chain_best_words_kernel,
     linear_chain_trace_words_kernel,
@@ -73,7 +74,7 @@ def segment_operators(
     Args:
         batch: the scores of the states.
         transitions: `[C, C]`.
-        table: the transitions that lanes read; else None.
+        table: the transitions that lanes and max-plus arithmetic read; else None.
         maxima: `[T, N]`, the greatest emissions, or None for max-plus arithmetic.
         sizes: how sequences are cut.
         options: the range of the transitions, and compile-time arguments of all kernels.
@@ -92,21 +93,27 @@ def segment_operators(
     shared = {name: value for name, value in options.items() if name != "EXACT"}
     # The threads of a program share an operator of more states.
     by_lanes = C <= plan.MAX_LANE_STATES
-    program = {"BLOCK_C": 16, "num_warps": plan.OPERATOR_WARPS if max_plus else 1}
+    group_kernel = linear_chain_group_operators_kernel
     if by_lanes:
         batch, kernel = batch._replace(C=None), linear_chain_lane_operators_kernel
         launch_lanes(kernel, N * number * C, batch=batch, table_ptr=table, C=C, **steps, **options)
+    elif max_plus:
+        kernel, group_kernel = linear_chain_best_operators_kernel, linear_chain_best_groups_kernel
+        shared = {"num_warps": plan.OPERATOR_WARPS}
+        launch(kernel, N * number, batch=batch, table_ptr=table, AHEAD=4, **steps, **shared)
     else:
+        shared = {"span": options["span"], "BLOCK_PARTS": options["BLOCK_PARTS"]}
+        shared |= {"BLOCK_C": 16, "num_warps": 1}
         launch(
             linear_chain_operators_kernel,
             N * number,
             batch=batch,
             transitions=strided_steps(transitions),
             maxima_ptr=maxima,
+            EXACT=options["EXACT"],
             AHEAD=4,
             **steps,
-            **options,
-            **program,
+            **shared,
         )
     for i, groups in enumerate(sizes.counts[1:]):
         members: dict[str, Any] = {
@@ -118,7 +125,7 @@ def segment_operators(
         if by_lanes:
             launch_lanes(linear_chain_lane_groups_kernel, N * groups * C, N=N, **members)
         else:
-            launch(linear_chain_group_operators_kernel, N * groups, **members, **program)
+            launch(group_kernel, N * groups, **members)
     return levels
 
 

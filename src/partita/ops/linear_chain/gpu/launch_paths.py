@@ -52,7 +52,7 @@ def linear_chain_viterbi(
     target = target_of(device)
     # Scores of half types tie often, and what follows a tie is scanned again.
     itemsize = min(emissions.element_size(), transitions.element_size())
-    if constant and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+    if constant and plan.is_parallel(T, N, C, True, target):
         best_path_in_segments(batch, transitions, score, states)
     elif itemsize >= 4 and plan.meets(T, N, C, constant, target):
         best_path_from_both_ends(batch, transitions, score, states)
