@@ -11,8 +11,8 @@ from torch import Tensor
 import partita
 from partita import LinearChain
 from partita.ops.linear_chain import autograd
-from partita.ops.linear_chain.gpu import launch_lanes, launch_paths, plan
-from partita.ops.linear_chain.gpu.arguments import Batch, StridedSteps, strided_steps
+from partita.ops.linear_chain.gpu import launch_paths, plan
+from partita.ops.linear_chain.gpu.arguments import Batch, StridedSteps, batch_of, strided_steps
 from partita.primitives.gpu import target
 from partita.runtime.caches import clear_caches
 from partita.testing import poisoned_memory
@@ -46,7 +46,7 @@ def cut_small(T: int, N: int, C: int) -> plan.SegmentSizes:
 def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Scan short sequences in segments."""
     monkeypatch.setattr(plan, "MIN_PARALLEL_TOKENS", 2)
-    monkeypatch.setattr(plan, "TRACE_STEPS", 4)
+    monkeypatch.setattr(plan, "WORD_STEPS", 4)
     monkeypatch.setattr(plan, "lane_sizes", cut_small)
     clear_caches()
     yield
@@ -288,18 +288,23 @@ def test_levels_cover_all_segments() -> None:
 @pytest.mark.parametrize("meets", [False, True])
 def test_traces_from_the_last_and_from_the_middle_token(meets: bool, device: str) -> None:
     """Trace maps of states backwards from a known one, and forwards after it."""
-    T, N, C = 70, 3, 20
-    maps = torch.randint(C, (T, N, C), dtype=torch.int16, device=device)
-    lengths, last = torch.tensor([70, 1, 41], device=device), torch.tensor([3, 5, 0], device=device)
-    states = torch.empty((T, N), dtype=torch.int64, device=device)
-    score = torch.zeros(N, device=device)
-    launch_lanes.trace(maps, lengths, last.int(), score, states, C, meets=meets)
+    T, N, C = 70, 4, 20
+    previous = torch.randint(C, (T, N, C), dtype=torch.int16, device=device)
+    lengths = torch.tensor([70, 1, 41, 70], device=device)
+    last, ties = torch.tensor([[3, 5, 0, -1], [1, 1, 1, 1]], dtype=torch.int32, device=device)
+    batch = batch_of(torch.empty((T, N, C), device=device), None, None, lengths)
     expected = torch.full((T, N), -1)
-    for n, tokens in enumerate(lengths.tolist()):
+    for n, tokens in enumerate(lengths.tolist()[:3]):
         middle = tokens // 2 if meets else tokens - 1
         expected[middle, n] = last[n]
-        for t in range(middle - 1, -1, -1):
-            expected[t, n] = maps[t, n, expected[t + 1, n]]
+        for t in range(middle, 0, -1):
+            expected[t - 1, n] = previous[t, n, expected[t, n]]
         for t in range(middle + 1, tokens):
-            expected[t, n] = maps[t, n, expected[t - 1, n]]
+            expected[t, n] = previous[t, n, expected[t - 1, n]]
+    states = torch.empty((T, N), dtype=torch.int64, device=device)
+    launch_paths.trace(batch, previous, None, last, states, meets)
+    assert torch.equal(states.cpu(), expected)
+    states[:], ties[1] = 7, 0
+    expected[:, 1] = 7
+    launch_paths.trace(batch, previous, ties, last, states, meets)
     assert torch.equal(states.cpu(), expected)

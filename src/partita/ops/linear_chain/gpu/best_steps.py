@@ -71,7 +71,7 @@ def linear_chain_best_last_kernel(
 def linear_chain_best_states_kernel(
     transitions,  # StridedSteps, with MEETS `[2, C, C]` with the same transposed
     states_ptr,  # [2, T + 1, N, C] fp64
-    previous_ptr,  # [T, N, C] int16: the best state at a token for each state at the next one
+    previous_ptr,  # [T, N, C] int16: the best states before each state
     lengths_ptr,  # [N] or None
     ties_ptr,  # [N] int32, if this is for what follows the middle of sequences with ties
     T,
@@ -85,8 +85,7 @@ def linear_chain_best_states_kernel(
     """Find the lowest state before each state of ROWS tokens that attains the best score.
 
     With MEETS, the second half of the programs finds the states at the tokens after the middle
-    given each state before, and stores them at their own tokens. Where no score is greater than
-    -inf, or past a length, it is any state.
+    given each state before. Where no score is greater than -inf, or past a length, it is any state.
     """
     transitions_ptr, blocks = transitions.ptr, tl.cdiv(C, BLOCK_C)
     rows = tl.full([], T, tl.int64) * N
@@ -120,8 +119,7 @@ def linear_chain_best_states_kernel(
                 at = step_ptr + tl.full([], k, tl.int64) * transitions.k
                 weight = tl.load(at, mask=(c < C) & (k >= 0), other=0.0).to(tl.float64)
                 index = tl.where(x + weight == y, k, index)
-        stored_row = tl.where(forwards, row - N, row)
-        tl.store(previous_ptr + stored_row * C + c, index, mask=mask)
+        tl.store(previous_ptr + row * C + c, index, mask=mask)
 
 
 @triton.jit

@@ -31,6 +31,18 @@ def split_tokens(group, split, groups, N):
 
 
 @triton.jit
+def tile_of_program(groups, N, C, BLOCK: tl.constexpr):
+    """Return the states of a tile, the number of its matrix, its first row and number of tokens."""
+    tiles = tl.cdiv(C, BLOCK)
+    tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
+    split, group = part % groups.splits, part.to(tl.int64) // groups.splits
+    k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
+    c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
+    base, num_tokens = split_tokens(group, split, groups, N)
+    return k, c, part.to(tl.int64), base, num_tokens
+
+
+@triton.jit
 def entered_scores(batch, maxima_ptr, row, t, n, tokens, inside, c):
     """Return emissions and end scores of tokens relative to their maxima, `[ROWS, BLOCK_C]`."""
     mask = inside[:, None] & (c < batch.C)[None, :]
@@ -59,16 +71,11 @@ def linear_chain_counts_kernel(
     batch = Batch(*batch)
     T, N, C = batch.T, batch.N, batch.C
     is_linear, _ = transition_range(saved.span, BLOCK_PARTS)
-    tiles = tl.cdiv(C, BLOCK)
-    tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))
-    split, group = part % groups.splits, part.to(tl.int64) // groups.splits
-    k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
-    c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
-    base, num_tokens = split_tokens(group, split, groups, N)
     beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
-    pair_mask = (k < C)[:, None] & (c < C)[None, :]
-    at = part.to(tl.int64) * C * C + k[:, None].to(tl.int64) * C + c[None, :]
+    # What both branches compute is computed in each, so that they share no registers.
     if not is_linear:
+        k, c, part, base, num_tokens = tile_of_program(groups, N, C, BLOCK)
+        pair_mask = (k < C)[:, None] & (c < C)[None, :]
         counts = tl.zeros([BLOCK, BLOCK], tl.float64)
         from_ptr = transitions.ptr + k[:, None].to(tl.int64) * transitions.k
         pair_ptr = from_ptr + c[None, :].to(tl.int64) * transitions.c
@@ -88,8 +95,10 @@ def linear_chain_counts_kernel(
             scores = tl.load(pair_ptr + step, mask=mask, other=-float("inf")).to(tl.float64)
             grad = tl.load(grad_ptr + n * grad_n, mask=inside, other=0.0).to(tl.float64)
             counts += exp_sum_term(left + scores + entered, EXACT) * grad[:, None]
+        at = part * C * C + k[:, None].to(tl.int64) * C + c[None, :]
         tl.store(counts_ptr + at, counts.to(counts_ptr.dtype.element_ty), mask=pair_mask)
     elif SERVES_LINEAR:
+        k, c, part, base, num_tokens = tile_of_program(groups, N, C, BLOCK)
         counts = tl.zeros([BLOCK, BLOCK], tl.float64)
         for first in range(0, num_tokens, ROWS):
             i = first + tl.arange(0, ROWS)
@@ -103,7 +112,8 @@ def linear_chain_counts_kernel(
             left_ptr = saved.states + (row - N)[None, :] * C + k[:, None]
             left = tl.load(left_ptr, mask=inside[None, :] & (k < C)[:, None], other=0.0)
             counts = tl.dot(left, entered, counts, out_dtype=tl.float64)
-        tl.store(counts_ptr + at, counts, mask=pair_mask)
+        at = part * C * C + k[:, None].to(tl.int64) * C + c[None, :]
+        tl.store(counts_ptr + at, counts, mask=(k < C)[:, None] & (c < C)[None, :])
 
 
 @triton.jit

@@ -10,7 +10,12 @@ from torch import Tensor
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import Batch, Operators, Saved, Span, strided_steps
-from .best_segments import linear_chain_best_words_kernel
+from .best_operators import linear_chain_best_groups_kernel, linear_chain_best_operators_kernel
+from .best_segments import (
+    linear_chain_best_words_kernel,
+    linear_chain_trace_words_kernel,
+    linear_chain_word_maps_kernel,
+)
 from .lanes import (
     linear_chain_lane_groups_kernel,
     linear_chain_lane_operators_kernel,
@@ -23,7 +28,6 @@ from .segments import (
     linear_chain_group_operators_kernel,
     linear_chain_operators_kernel,
 )
-from .trace import linear_chain_group_maps_kernel, linear_chain_trace_kernel
 
 
 def score_table(transitions: Tensor, orders: int = 1, span: Span | None = None) -> Tensor:
@@ -70,7 +74,7 @@ def segment_operators(
     Args:
         batch: the scores of the states.
         transitions: `[C, C]`.
-        table: the transitions that lanes read; else None.
+        table: the transitions that lanes and max-plus arithmetic read; else None.
         maxima: `[T, N]`, the greatest emissions, or None for max-plus arithmetic.
         sizes: how sequences are cut.
         options: the range of the transitions, and compile-time arguments of all kernels.
@@ -89,21 +93,27 @@ def segment_operators(
     shared = {name: value for name, value in options.items() if name != "EXACT"}
     # The threads of a program share an operator of more states.
     by_lanes = C <= plan.MAX_LANE_STATES
-    program = {"BLOCK_C": 16, "num_warps": plan.OPERATOR_WARPS if max_plus else 1}
+    group_kernel = linear_chain_group_operators_kernel
     if by_lanes:
         batch, kernel = batch._replace(C=None), linear_chain_lane_operators_kernel
         launch_lanes(kernel, N * number * C, batch=batch, table_ptr=table, C=C, **steps, **options)
+    elif max_plus:
+        kernel, group_kernel = linear_chain_best_operators_kernel, linear_chain_best_groups_kernel
+        shared = {"num_warps": plan.OPERATOR_WARPS}
+        launch(kernel, N * number, batch=batch, table_ptr=table, AHEAD=4, **steps, **shared)
     else:
+        shared = {"span": options["span"], "BLOCK_PARTS": options["BLOCK_PARTS"]}
+        shared |= {"BLOCK_C": 16, "num_warps": 1}
         launch(
             linear_chain_operators_kernel,
             N * number,
             batch=batch,
             transitions=strided_steps(transitions),
             maxima_ptr=maxima,
+            EXACT=options["EXACT"],
             AHEAD=4,
             **steps,
-            **options,
-            **program,
+            **shared,
         )
     for i, groups in enumerate(sizes.counts[1:]):
         members: dict[str, Any] = {
@@ -115,7 +125,7 @@ def segment_operators(
         if by_lanes:
             launch_lanes(linear_chain_lane_groups_kernel, N * groups * C, N=N, **members)
         else:
-            launch(linear_chain_group_operators_kernel, N * groups, **members, **program)
+            launch(group_kernel, N * groups, **members)
     return levels
 
 
@@ -254,77 +264,58 @@ def best_path_in_segments(batch: Batch, transitions: Tensor, score: Tensor, stat
         C=C,
         STEPS=sizes.steps,
     )
-    trace(words, batch.lengths, None, score, states, C)
+    trace_words(words, batch.lengths, score, states, C)
 
 
-def trace(
-    maps: Tensor,
-    lengths: Tensor | None,
-    last: Tensor | None,
-    score: Tensor,
-    states: Tensor,
-    C: int,
-    ties: Tensor | None = None,
-    meets: bool = False,
+def trace_words(
+    words: Tensor, lengths: Tensor | None, score: Tensor, states: Tensor, C: int
 ) -> None:
-    """Trace paths through the maps of their tokens.
+    """Trace paths back through words of maps.
 
     Args:
-        maps: words `[columns, T]`, or states `[T, N, C]` with the last states.
+        words: `[columns, T]`, for each token the state at it given each state at the next one.
         lengths: `[N]` or None.
-        last: `[N]`, the last states, or those in the middle; None for words.
         score: `[N]`; a sequence whose score is -inf or NaN has no path.
-        states: `[columns / N, T, N]` or `[T, N]`, the result.
+        states: `[columns / N, T, N]`, the result.
         C: the number of states.
-        ties: `[N]`, the sequences to trace, or None for all.
-        meets: whether the states after the middle follow from those before.
     """
-    T, N = states.shape[-2:]
-    words, steps = last is None, plan.TRACE_STEPS
-    columns = len(maps) if words else N
-    lines, options = 2 * columns if meets else columns, plan.group_map_options(C)
-    shared: dict[str, Any] = {"columns": columns, "N": N, "C": C, "lengths_ptr": lengths}
-    shared |= {"WORDS": words, "MEETS": meets}
-    levels, numbers = [maps], [T]
-    while numbers[-1] > 2 * steps:
-        groups = cdiv(numbers[-1], steps)
-        group_maps = maps.new_empty((lines, groups) if words else (lines, groups, C))
-        launch(
-            linear_chain_group_maps_kernel,
-            cdiv(lines * groups, options["LANES"]),
-            maps_ptr=levels[-1],
-            group_maps_ptr=group_maps,
-            length=numbers[-1],
-            groups=groups,
-            SIZE=steps,
-            OF_TOKENS=len(levels) == 1,
-            **shared,
-            **options,
-        )
-        levels.append(group_maps)
-        numbers.append(groups)
-    above, known = None, None
-    size, groups = next_power_of_2(T), 1
-    if len(levels) > 1:
-        above, groups, size = levels.pop(), numbers.pop(), steps
-    for level in reversed(range(len(levels))):
-        following = states
-        if level:
-            following = torch.empty((lines, numbers[level]), dtype=torch.int32, device=maps.device)
+    columns, N, steps = len(words), states.shape[-1], plan.WORD_STEPS
+    levels = [words]
+    while levels[-1].shape[1] > 2 * steps:
+        length = levels[-1].shape[1]
+        groups = cdiv(length, steps)
+        maps = torch.empty((columns, groups), dtype=torch.int64, device=words.device)
         launch_lanes(
-            linear_chain_trace_kernel,
-            lines * groups,
-            maps_ptr=levels[level],
-            group_maps_ptr=above,
+            linear_chain_word_maps_kernel,
+            columns * groups,
+            words_ptr=levels[-1],
+            maps_ptr=maps,
+            columns=columns,
+            length=length,
+            groups=groups,
+            C=C,
+            SIZE=steps,
+        )
+        levels.append(maps)
+    known, groups, size = None, 1, next_power_of_2(levels[-1].shape[1])
+    for level in reversed(range(len(levels))):
+        final, length = level == 0, levels[level].shape[1]
+        following = states
+        if not final:
+            following = torch.empty((columns, length), dtype=torch.int32, device=words.device)
+        launch_lanes(
+            linear_chain_trace_words_kernel,
+            columns * groups,
+            words_ptr=levels[level],
             known_ptr=known,
-            last_ptr=last,
-            score_ptr=score,
-            ties_ptr=ties,
             states_ptr=following,
-            length=numbers[level],
+            lengths_ptr=lengths,
+            score_ptr=score,
+            columns=columns,
+            N=N,
+            length=length,
             groups=groups,
             SIZE=size,
-            OF_TOKENS=level == 0,
-            **shared,
+            FINAL=final,
         )
-        above, known, groups = None, following, numbers[level]
+        known, groups, size = following, length, steps

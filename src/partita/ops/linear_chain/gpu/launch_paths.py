@@ -26,10 +26,14 @@ from .best_steps import (
     linear_chain_best_trace_kernel,
 )
 from .launch import linear_chain_logz
-from .launch_lanes import best_path_in_segments, launch_lanes, score_table, trace
+from .launch_lanes import best_path_in_segments, launch_lanes, score_table, trace_words
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
-from .viterbi import linear_chain_viterbi_kernel
+from .viterbi import (
+    linear_chain_path_maps_kernel,
+    linear_chain_trace_kernel,
+    linear_chain_viterbi_kernel,
+)
 
 
 def linear_chain_viterbi(
@@ -48,7 +52,7 @@ def linear_chain_viterbi(
     target = target_of(device)
     # Scores of half types tie often, and what follows a tie is scanned again.
     itemsize = min(emissions.element_size(), transitions.element_size())
-    if constant and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+    if constant and plan.is_parallel(T, N, C, True, target):
         best_path_in_segments(batch, transitions, score, states)
     elif itemsize >= 4 and plan.meets(T, N, C, constant, target):
         best_path_from_both_ends(batch, transitions, score, states)
@@ -67,7 +71,7 @@ def linear_chain_viterbi(
             last_ptr=last,
             **plan.viterbi_options(C),
         )
-        trace(previous, batch.lengths, last, score, states, C)
+        trace(batch, previous, None, last, states, False)
     return score, states
 
 
@@ -82,7 +86,7 @@ def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, stat
     if plan.resident_best(C, transitions.ndim == 2):
         previous = torch.empty((T, N, C), dtype=torch.int16, device=score.device)
         find_previous(batch, strided_steps(transitions), scores, previous, None, False)
-        trace(previous, batch.lengths, last, score, states, C)
+        trace(batch, previous, None, last, states, False)
     else:
         launch(
             linear_chain_best_trace_kernel,
@@ -157,7 +161,7 @@ def best_path_from_both_ends(
         )
         find_last(batch, scores, is_nan, score, last, ties, meets)
         find_previous(batch, pairs, scores, previous, redone, meets)
-        trace(previous, lengths, last, score, states, C, redone, meets)
+        trace(batch, previous, redone, last, states, meets)
         if meets:
             rows = max(1, 1024 // next_power_of_2(C))
             launch(
@@ -229,6 +233,34 @@ def find_previous(
     )
 
 
+def trace(
+    batch: Batch,
+    previous: Tensor,
+    ties: Tensor | None,
+    last: Tensor,
+    states: Tensor,
+    meets: bool,
+) -> None:
+    """Trace the best paths from their last states, or from the middle in both directions."""
+    T, N, C = batch.T, batch.N, batch.C
+    steps = plan.trace_steps(T)
+    segments = 2 * cdiv(T, 2 * steps) if meets else cdiv(T, steps)
+    arguments = {
+        "previous_ptr": previous,
+        "lengths_ptr": batch.lengths,
+        "ties_ptr": ties,
+        "maps_ptr": torch.empty((N, segments, C), dtype=torch.int32, device=previous.device),
+        "segments": segments,
+        "STEPS": steps,
+        "MEETS": meets,
+        **batch.sizes,
+    }
+    programs = N * segments * cdiv(C, 128)
+    launch(linear_chain_path_maps_kernel, programs, **arguments, BLOCK_C=128, num_warps=4)
+    arguments |= {"last_ptr": last, "states_ptr": states}
+    launch(linear_chain_trace_kernel, N * segments, **arguments, num_warps=1)
+
+
 def linear_chain_sample(
     emissions: Tensor,
     transitions: Tensor,
@@ -260,7 +292,7 @@ def linear_chain_sample(
             table = score_table(transitions, *options)
             kernel = linear_chain_sample_words_kernel
             launch_lanes(kernel, words.numel(), table_ptr=table, IS_LOG=is_log, **arguments)
-        trace(words, batch.lengths, None, logz, states, C)
+        trace_words(words, batch.lengths, logz, states, C)
         return states
     launch(
         linear_chain_sample_kernel,

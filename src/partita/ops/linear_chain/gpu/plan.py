@@ -5,6 +5,7 @@ These are pure functions of sizes. They import no Triton.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
 MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
 MEETING_WARPS = 4  # at most for each multiprocessor, of all scans from the start
-OPERATOR_WARPS = 4  # of a program whose threads share an operator of best paths
-TRACE_STEPS = 16  # tokens of a path that one lane traces
+OPERATOR_WARPS = 2  # 2 or 4, of a program whose threads share an operator of best paths
+WORD_STEPS = 16  # tokens of a path that one lane traces
 MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
 COUNT_LANES = 128  # tokens that a program counts at once, if the states are few
 COUNT_PROGRAMS = 2  # for each multiprocessor
@@ -170,10 +171,9 @@ def sample_options(C: int) -> dict[str, int]:
     return {"BLOCK_C": block, "num_warps": max(1, min(8, block // 128))}
 
 
-def group_map_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel that composes maps of states."""
-    block = next_power_of_2(max(C, 2))
-    return {"BLOCK_C": block, "LANES": max(1, 128 // block), "num_warps": 1}
+def trace_steps(T: int) -> int:
+    """Return the number of steps of a path that one program traces, a power of 2."""
+    return max(8, next_power_of_2(round(math.sqrt(T))))
 
 
 class SegmentSizes(NamedTuple):

@@ -7,8 +7,9 @@ no number is scaled, so scores that are integers stay exact.
 
 First the operators of all segments are formed at the same time, then those of groups of segments.
 One program scans the groups in either direction, others the segments inside of each group, and then
-all states at the boundaries of segments are known. Segments of few states are taken by lanes, see
-`lanes.py`, and here are those of 9 to 16 states and what all share.
+all states at the boundaries of segments are known. Here are operators of 9 to 16 states, and what
+all scans share. Lanes form those of fewer states, see `lanes.py`, and in max-plus arithmetic those
+of 9 to 16 states are in `best_operators.py`.
 
 Source: Särkkä and García-Fernández, Temporal parallelization of Bayesian smoothers, 2021.
 """
@@ -29,42 +30,24 @@ from .scores import (
     loaded_to_fp64,
     power_of_2,
     serving_range,
+    transition_range,
 )
 
 
 @triton.jit
-def unit_operator(BLOCK_C: tl.constexpr, MAX_PLUS: tl.constexpr):
+def identity(BLOCK_C: tl.constexpr):
     """Return the operator of no step."""
     k, c = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
-    if MAX_PLUS:
-        return tl.where(k == c, 0.0, -float("inf")).to(tl.float64)
-    else:
-        return tl.where(k == c, 1.0, 0.0).to(tl.float64)
-
-
-@triton.jit
-def operator_product(x, matrix, MAX_PLUS: tl.constexpr):
-    """Return the product of two operators. In max-plus arithmetic x and the product are transposed.
-
-    So a thread has all terms of a maximum.
-    """
-    if MAX_PLUS:
-        return tl.max(x[:, None, :] + matrix[:, :, None], axis=0)
-    else:
-        return tl.dot(x, matrix, out_dtype=tl.float64)
+    return tl.where(k == c, 1.0, 0.0).to(tl.float64)
 
 
 @triton.jit
 def store_operator(operators, at, matrix, exponents, total, C, BLOCK_C: tl.constexpr):
-    """Store an operator, which has no exponents if it is transposed, and its offset."""
+    """Store an operator, the exponents of its rows, and its offset."""
     k, c = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_C)
     mask = (k < C)[:, None] & (c < C)[None, :]
-    matrix_ptr = operators.matrices + at * C * C
-    if operators.exponents is None:
-        tl.store(matrix_ptr + k[:, None] + c[None, :] * C, matrix, mask=mask)
-    else:
-        tl.store(matrix_ptr + k[:, None] * C + c[None, :], matrix, mask=mask)
-        tl.store(operators.exponents + at * C + k, exponents, mask=k < C)
+    tl.store(operators.matrices + at * C * C + k[:, None] * C + c[None, :], matrix, mask=mask)
+    tl.store(operators.exponents + at * C + k, exponents, mask=k < C)
     tl.store(operators.offsets + at, total)
 
 
@@ -92,13 +75,12 @@ def load_operator(operators, at, C, step_k, step_c, BLOCK_C: tl.constexpr):
 def linear_chain_operators_kernel(
     batch,  # Batch, without start
     transitions,  # StridedSteps
-    span,  # Span, which counts without MAX_PLUS
-    maxima_ptr,  # [T, N] fp64, or None with MAX_PLUS
+    span,  # Span
+    maxima_ptr,  # [T, N] fp64
     operators,  # Operators, written
     segments,
     STEPS: tl.constexpr,
     EXACT: tl.constexpr,
-    MAX_PLUS: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
@@ -106,8 +88,8 @@ def linear_chain_operators_kernel(
     """Form the operator of a segment."""
     batch = Batch(*batch)
     T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
-    serves, shift = serving_range(span, MAX_PLUS, BLOCK_PARTS)
-    if serves:
+    is_linear, shift = transition_range(span, BLOCK_PARTS)
+    if is_linear:
         n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
         tokens, _ = load_tokens(batch.lengths, n, T)
         c = tl.arange(0, BLOCK_C)
@@ -117,11 +99,9 @@ def linear_chain_operators_kernel(
         weights = load_matrix(
             transitions.ptr, C, transitions.k, transitions.c, BLOCK_C, -float("inf")
         )
-        weights = loaded_to_fp64(weights)
-        if not MAX_PLUS:
-            weights = tl.exp(weights - shift)
-        matrix, exponents = unit_operator(BLOCK_C, MAX_PLUS), tl.zeros([BLOCK_C], tl.float64)
-        total, is_nan = tl.cast(shift, tl.float64) * num_steps, c < 0
+        weights = tl.exp(loaded_to_fp64(weights) - shift)
+        matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
+        total = shift * num_steps
         score_ptr = emissions.ptr + n * emissions.n + c.to(tl.int64) * emissions.c
         for first in range(1, num_steps + 1, AHEAD):
             scores, maxima = (), ()
@@ -129,45 +109,37 @@ def linear_chain_operators_kernel(
                 t, inside = tl.full([], low, tl.int64) + first + j, first + j <= num_steps
                 mask = (c < C) & inside
                 scores += (tl.load(score_ptr + t * emissions.t, mask=mask, other=-float("inf")),)
-                if not MAX_PLUS:
-                    maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
+                maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
             for j in tl.static_range(AHEAD):
                 t, inside = low + first + j, first + j <= num_steps
                 score = fold_ends(loaded_to_fp64(scores[j]), t, tokens, end, end)
-                after = operator_product(matrix, weights, MAX_PLUS)
-                if MAX_PLUS:
-                    after += score[:, None]
-                    is_nan = is_nan | (inside & (score != score))
-                else:
-                    score -= finite_shift(maxima[j])
-                    removed = exponent_of(tl.max(matrix, axis=1))
-                    after *= exp_split(score, EXACT)[None, :] * power_of_2(-removed)[:, None]
-                    exponents += tl.where(inside, removed.to(tl.float64), 0.0)
-                    total += maxima[j]
+                score -= finite_shift(maxima[j])
+                removed = exponent_of(tl.max(matrix, axis=1))
+                after = tl.dot(matrix, weights, out_dtype=tl.float64)
+                after *= exp_split(score, EXACT)[None, :] * power_of_2(-removed)[:, None]
                 matrix = tl.where(inside, after, matrix)
-        if MAX_PLUS:
-            total = tl.where(tl.max(is_nan.to(tl.int32), axis=0) > 0, float("nan"), total)
+                exponents += tl.where(inside, removed.to(tl.float64), 0.0)
+                total += maxima[j]
         at = n * segments + segment
         store_operator(operators, at, matrix, exponents, total, C, BLOCK_C)
 
 
 @triton.jit
 def linear_chain_group_operators_kernel(
-    span,  # Span, which counts without MAX_PLUS
+    span,  # Span
     operators,  # Operators of segments
     group_operators,  # Operators of groups, written
     C,
     segments,
     groups,
     SIZE: tl.constexpr,  # segments in a group
-    MAX_PLUS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Form the operator of a group of segments, the product of theirs."""
-    if serving_range(span, MAX_PLUS, BLOCK_PARTS)[0]:
+    if transition_range(span, BLOCK_PARTS)[0]:
         n, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
-        matrix, exponents = unit_operator(BLOCK_C, MAX_PLUS), tl.zeros([BLOCK_C], tl.float64)
+        matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = tl.full([], 0.0, tl.float64)
         last = tl.minimum((group + 1) * SIZE, segments) - 1
         at = n * segments + group * SIZE
@@ -176,13 +148,11 @@ def linear_chain_group_operators_kernel(
             # The next operator is loaded while this one is used.
             at = n * segments + tl.minimum(segment + 1, last)
             next_step, next_powers, next_offset = load_operator(operators, at, C, C, 1, BLOCK_C)
-            if not MAX_PLUS:
-                factors, greatest = scaled_exponents(powers)
-                removed = exponent_of(tl.max(matrix, axis=1))
-                matrix *= power_of_2(-removed)[:, None]
-                step *= factors[:, None]
-                exponents += removed.to(tl.float64) + greatest
-            matrix = operator_product(matrix, step, MAX_PLUS)
+            factors, greatest = scaled_exponents(powers)
+            removed = exponent_of(tl.max(matrix, axis=1))
+            after = tl.dot(matrix, step * factors[:, None], out_dtype=tl.float64)
+            matrix = after * power_of_2(-removed)[:, None]
+            exponents += removed.to(tl.float64) + greatest
             total += offset
             step, powers, offset = next_step, next_powers, next_offset
         at = n * groups + group
