@@ -41,9 +41,8 @@ def takes(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     Dynamo counts them to find out whether the first argument is a context.
     """
-    names = [each.name for each in op.dispatched._schema.arguments]
     kind = inspect.Parameter.POSITIONAL_ONLY
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in op.parameters])
 
     def with_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
         forward.__signature__ = signature  # type: ignore[attr-defined]

@@ -44,6 +44,7 @@ class Op:
         dispatched: the op as PyTorch's dispatcher knows it.
         by_identity: the positions of tensors whose values decide what the op does. They count by
             identity and version.
+        parameters: the names of all arguments.
 
     `programs` holds the recorded calls by key, and `reasons` says why calls of a key are not
     replayed. `latest` says how the latest call that was not replayed was served; replays leave it
@@ -56,8 +57,10 @@ class Op:
         run: Callable[..., Any],
         dispatched: Callable[..., Any],
         by_identity: Sequence[int] = (),
+        parameters: Sequence[str] = (),
     ) -> None:
         self.name, self.run, self.dispatched, self.by_identity = name, run, dispatched, by_identity
+        self.parameters = parameters
         self.latest = NOT_RECORDED
         self.programs: BoundedCache[bytes, Any] = BoundedCache(MAX_PROGRAMS)
         self.tries: BoundedCache[bytes, int] = BoundedCache(4 * MAX_PROGRAMS)
@@ -268,7 +271,7 @@ def define(
     torch.library.register_fake(qualified, shapes, lib=_library)
     dispatched = getattr(torch.ops.partita, name).default
     positions = [list(parameters).index(tensor) for tensor in by_identity]
-    op = Op(name, run, dispatched, positions)
+    op = Op(name, run, dispatched, positions, [*parameters, "backend"])
     if vmap is not None:
         torch.library.register_vmap(qualified, functools.partial(vmap, op), lib=_library)
     return op
