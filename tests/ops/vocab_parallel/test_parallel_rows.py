@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.rows import KERNEL_DEVICES, kernel_devices
 
+from partita.ops.cross_entropy.common import LossOptions
 from partita.ops.vocab_parallel.gpu.plan import slot_count
 from partita.ops.vocab_parallel.symmetric_memory import raise_if_failed
 from partita.testing import poisoned_memory
@@ -71,20 +72,19 @@ def run_rank(
     x: Batch, rank: int, memory: Memory, max_polls: int, sizes: tuple[int, ...] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the gradient of one rank."""
-    options = (
-        memory.timed_out[rank],
-        memory.failed,
-        max_polls,
-        sizes or x.sizes,
-        rank,
-        IGNORED,
-        x.softcap,
-        x.z_loss,
-        x.mean,
-    )
+    options = LossOptions(IGNORED, 0.0, x.softcap, x.z_loss, "mean" if x.mean else "sum")
     with poisoned_memory():
         return kernels.parallel_one_pass(
-            x.parts[rank], x.target, memory.slots[rank], memory.peers, *options
+            x.parts[rank],
+            x.target,
+            memory.slots[rank],
+            memory.peers,
+            memory.timed_out[rank],
+            memory.failed,
+            max_polls,
+            sizes or x.sizes,
+            rank,
+            options,
         )
 
 
