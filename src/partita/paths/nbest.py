@@ -24,8 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..primitives.rows import chunks
+
 MIN_PARALLEL_STEPS = 512
-MAX_PARALLEL_WAYS = 2**26  # of all steps, whose memory is 4 bytes each
+MAX_PARALLEL_WAYS = 2**26  # that are stored at once, 4 bytes each
 
 
 class Scanned(NamedTuple):
@@ -44,9 +46,9 @@ class Scanned(NamedTuple):
     ways: list[Tensor]
 
 
-def number_of_segments(T: int, N: int, C: int, k: int, device: torch.device) -> int:
+def number_of_segments(T: int, C: int, k: int, device: torch.device) -> int:
     """Return into how many segments the steps are cut. A CPU is as fast with one."""
-    parallel = T >= MIN_PARALLEL_STEPS and T * N * C * C * k <= MAX_PARALLEL_WAYS
+    parallel = T >= MIN_PARALLEL_STEPS and T * C * C * k <= MAX_PARALLEL_WAYS
     return math.isqrt(T) if parallel and device.type != "cpu" else 1
 
 
@@ -158,8 +160,18 @@ def best_paths(
         k: the number of paths.
     """
     (T, N), C = active.shape, len(source)
-    S = number_of_segments(T, N, C, k, source.device)
+    S = number_of_segments(T, C, k, source.device)
     L = -(-T // S)
+    group = max(1, MAX_PARALLEL_WAYS // max(1, T * C * C * k))
+    if S > 1 and group < N:  # How a sequence is cut does not depend on the others.
+        found = [
+            best_paths(
+                lambda steps, part=part: scores(steps)[:, part],  # type: ignore[misc]
+                *(source, missing, initial[part], final[part], active[:, part], k),
+            )
+            for part in chunks(N, group)
+        ]
+        return tuple(torch.cat(each, -1) for each in zip(*found, strict=True))  # type: ignore
     counts = torch.cat([active, active.new_zeros(S * L - T, N)]).view(S, L, N)
     start, first = initial[:, None], initial.new_zeros(N, 1)
     if S > 1:  # Segments start anywhere.
