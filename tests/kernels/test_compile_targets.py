@@ -48,6 +48,7 @@ SPILLED_SINCE_3_7 = {
     **SPILLED,
     **dict.fromkeys(
         (
+            "chain_boundaries_kernel",
             "chain_expectation_gradient_kernel",
             "chain_scan_kernel",
             "ctc_crf_beam_search_kernel",
@@ -62,6 +63,8 @@ SPILLED_SINCE_3_7 = {
     "chain_resident_gradient_kernel": 16,
     "chain_viterbi_kernel": 16,
     "cross_entropy_row_kernel": 16,
+    # In the scan of log Z alone, with the weights of 128 states in registers.
+    "linear_chain_resident_scan_kernel": 24,
     "linear_chain_scan_kernel": 16,
     "parallel_row_kernel": 24,
     "token_stats_kernel": 32,
