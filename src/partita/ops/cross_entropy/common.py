@@ -31,7 +31,7 @@ class LossOptions(NamedTuple):
 
     @property
     def is_in_torch(self) -> bool:
-        """Whether PyTorch's function of the same logits has all of these options."""
+        """Return whether PyTorch's function of the same logits has all of these options."""
         return not (self.softcap or self.z_loss)
 
     def keywords(self) -> dict[str, Any]:

@@ -120,11 +120,6 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "partita")
 
 
-def run_over_batch(kernel: Callable[..., Any], batch: Any, *args: Any) -> None:
-    """Run `kernel(chains, batch, *args)` for all chains, as `run_over_sequences` does."""
-    run_over_sequences(kernel, batch.lengths, len(batch.sources), batch, *args)
-
-
 def run_over_sequences(kernel: Callable[..., Any], lengths: Any, edges: int, *args: Any) -> None:
     """Run `kernel(sequences, *args)` for all sequences, on as many threads as PyTorch has.
 

@@ -76,7 +76,7 @@ class ChainBatch(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward scan writes.
+    """A backward scan writes these arrays.
 
     Fields:
         states: the gradients in states after 0 to T steps of dense chains, `[T + 1, N, C]`, and of

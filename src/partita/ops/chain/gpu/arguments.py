@@ -78,7 +78,7 @@ class ResidentEdges(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """What chains there are: N of T steps.
+    """N chains of T steps, as their kernels take them.
 
     Kernels take the tuple apart at once, because Triton 3.6 forgets constants of tuples in a tuple,
     such as strides of 1, where a branch or a loop begins.

@@ -162,7 +162,7 @@ def linear_chain_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
     T, N, C = emissions.shape
-    batch, tokens, invalid = dense_batch(emissions, transitions, start, end, lengths)
+    tokens, invalid = lengths_of(lengths, 1, T, N)
     failed, linear = logz.isnan(), is_linear(transitions)
     upstream = grad_output.detach().double().masked_fill(failed, torch.nan)
     upstream = upstream.masked_fill(logz == -torch.inf, 0.0).contiguous()
@@ -184,6 +184,7 @@ def linear_chain_gradient(
             alpha, beta = products[..., :C, :C]
             counts[0] = (alpha + beta.mT) * torch.from_numpy(chain.weights[0, :, :C])
     else:
+        batch = dense_batch(emissions, transitions, start, end, lengths)[0]
         d_emissions = empty_batch(emissions.shape)
         written = counts.flatten(2).numpy() if need_transitions else NO_ROWS
         gradients = Gradients(d_emissions.numpy(), written)

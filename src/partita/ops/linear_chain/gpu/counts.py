@@ -72,7 +72,7 @@ def linear_chain_counts_kernel(
     T, N, C = batch.T, batch.N, batch.C
     is_linear, _ = transition_range(saved.span, BLOCK_PARTS)
     beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
-    # What both branches compute is computed in each, so that they share no registers.
+    # Each branch computes what both of them need, so that they share no registers.
     if not is_linear:
         k, c, part, base, num_tokens = tile_of_program(groups, N, C, BLOCK)
         pair_mask = (k < C)[:, None] & (c < C)[None, :]

@@ -1,4 +1,4 @@
-"""What runs before and after all scans of alpha and beta of dense linear chains.
+"""Kernels that run before and after all scans of alpha and beta of dense linear chains.
 
 One program scans alpha of a sequence, and another scans beta at the same time. A state x includes
 the emission of its token, and y does not:

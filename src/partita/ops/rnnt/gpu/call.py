@@ -278,7 +278,7 @@ def launch_arcs(
 
 
 class ScanMemory(NamedTuple):
-    """What a scan finds prepared.
+    """The memory that is prepared for a scan.
 
     Fields:
         flags: `[B]` zeros, which sequences are invalid.

@@ -173,7 +173,7 @@ def store_zeros(row, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.cons
 
 
 class Upstream(NamedTuple):
-    """What the gradients are made of, beside the logits.
+    """The inputs of the gradients beside the logits.
 
     Fields:
         ptr, stride: the gradient of the losses, `[B]`, and its stride.
