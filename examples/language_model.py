@@ -217,10 +217,11 @@ def train(model: LanguageModel, pieces: Iterator[Tensor], steps: int, quiet: boo
 def peak_memory(work: Callable[[], object], device: torch.device) -> float:
     """Return the peak of memory during the work, in MiB above what was allocated before."""
     if device.type == "cuda":
-        before = torch.cuda.memory_allocated()
+        # The bytes of the blocks that the allocator hands out depend on what it has cached.
+        before = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
         torch.cuda.reset_peak_memory_stats()
         work()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return (torch.cuda.memory_stats()["requested_bytes.all.peak"] - before) / 2**20
     # The profiler would log when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
