@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,9 +17,9 @@ from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss
 from ..runtime.backend import backend
 from ..testing.samples.in_torch import total_of_paths as loop_logz
-from .case import Buffers, Case, Function, Functions, Limited, Provider, Settings, Sizes
+from .case import Buffers, Function, Functions, Limited, Provider, Sizes, cases_of
 from .chain import BASES, MAX_STATES, beyond_fp32_kernels, beyond_loop, kmers
-from .paths import BestCase, Gradient, SumCase, Truth, evenly, fewer
+from .paths import BestCase, Gradient, SequencesCase, SumCase, Truth, evenly
 
 # Others carry fp32 states as large as log Z. PyTorch's posteriors are off by 0.3 at 20,000 steps.
 PEER_ROUNDINGS = 64
@@ -29,62 +30,30 @@ MIN_STEPS = 16  # with fewer steps, k-mers get shorter first
 UNREACHED = -1e30
 
 
-class Size(NamedTuple):
-    """The size of a batch whose targets have `shortest` to `longest` labels.
-
-    k-mers have `state_len` bases.
-    """
-
-    steps: int
-    sequences: int
-    classes: int
-    shortest: int
-    longest: int
-    state_len: int = 0
-
-    @property
-    def scores(self) -> int:
-        """Return the number of scores of one step of one sequence."""
-        return self.classes * BASES**self.state_len
-
-    def within(self, elements: int | None) -> Size:
-        """Return a size with at most this number of scores, in which all targets can be aligned."""
-        if elements is None:
-            return self
-        size = self
-        while size.state_len > 1 and size.scores * MIN_STEPS > elements:
-            size = size._replace(state_len=size.state_len - 1)
-        steps, sequences = fewer(size.steps, size.sequences, size.scores, elements, least=1)
-        longest = max(1, size.state_len, min(size.longest, steps // 2))
-        shortest = min(size.shortest, longest)
-        return size._replace(steps=steps, sequences=sequences, longest=longest, shortest=shortest)
-
-
-FULL_SIZES = (
-    Size(500, 128, 20, 80, 100),
-    Size(1000, 64, 32, 100, 200),
-    Size(150, 128, 5000, 15, 30),
-    Size(2000, 16, 500, 100, 300),
-    Size(4000, 256, 5, 400, 500),
-    Size(30000, 1, 32, 2000, 2500),
-    Size(64, 4, 32, 16, 16),
-    Size(256, 16, 64, 48, 48),
-    Size(512, 32, 64, 48, 48),
-    Size(1024, 32, 128, 96, 96),
+FULL_SIZES = (  # steps, sequences, classes, shortest and longest target
+    (500, 128, 20, 80, 100),
+    (1000, 64, 32, 100, 200),
+    (150, 128, 5000, 15, 30),
+    (2000, 16, 500, 100, 300),
+    (4000, 256, 5, 400, 500),
+    (30000, 1, 32, 2000, 2500),
+    (64, 4, 32, 16, 16),
+    (256, 16, 64, 48, 48),
+    (512, 32, 64, 48, 48),
+    (1024, 32, 128, 96, 96),
 )
 SIZES = Sizes(
     FULL_SIZES,
     [FULL_SIZES[0], FULL_SIZES[6]],
-    [Size(500, 32, 20, 80, 100), Size(400, 4, 5000, 40, 40)],
-    [Size(60, 4, 20, 8, 12), Size(64, 4, 32, 16, 16)],
+    [(500, 32, 20, 80, 100), (400, 4, 5000, 40, 40)],
+    [(60, 4, 20, 8, 12), (64, 4, 32, 16, 16)],
 )
-CRF_QUICK = [Size(60, 2, 5, 8, 12, 2)]
-CRF_SIZES = Sizes(
-    [Size(2000, 64, 5, 300, 500, 5)], CRF_QUICK, [Size(400, 4, 5, 60, 100, 3)], CRF_QUICK
-)
-ALIGN_QUICK = [Size(100, 1, 8, 12, 12)]
+# K-mers have their number of bases too.
+CRF_QUICK = [(60, 2, 5, 8, 12, 2)]
+CRF_SIZES = Sizes([(2000, 64, 5, 300, 500, 5)], CRF_QUICK, [(400, 4, 5, 60, 100, 3)], CRF_QUICK)
+ALIGN_QUICK = [(100, 1, 8, 12, 12)]
 ALIGN_SIZES = Sizes(
-    [Size(180000, 1, 32, 20000, 20000)], ALIGN_QUICK, [Size(4000, 1, 32, 500, 500)], ALIGN_QUICK
+    [(180000, 1, 32, 20000, 20000)], ALIGN_QUICK, [(4000, 1, 32, 500, 500)], ALIGN_QUICK
 )
 
 
@@ -238,17 +207,27 @@ PROVIDERS: Functions = {
 
 
 @dataclass(frozen=True)
-class CTCCase(Case):
-    """A batch of inputs, each with a target."""
+class CTCCase(SequencesCase):
+    """A batch of inputs, each with a target of `shortest` to `longest` labels."""
 
-    steps: int
     sequences: int
     classes: int
     shortest: int
     longest: int
+    state_len: int = 0  # the bases of a k-mer; 0 for classes
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
     slow_on_cpu = True
+    least_steps = 1
+
+    def within(self, elements: int) -> Any:
+        """Return the case with shorter k-mers, fewer sequences, fewer steps and shorter targets."""
+        case = self
+        while case.state_len > 1 and math.prod(case.shape[2:]) * MIN_STEPS > elements:
+            case = replace(case, state_len=case.state_len - 1)
+        case = super(CTCCase, case).within(elements)
+        longest = max(1, case.state_len, min(self.longest, case.steps // 2))
+        return replace(case, longest=longest, shortest=min(self.shortest, longest))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -286,6 +265,7 @@ class Loss(LossCase):
     """The summed loss from logits."""
 
     versus = "torch"
+    width, least_width = "classes", 2
     caption = "CTC loss and its gradient"
 
     def standard(self, inputs: CTCInputs) -> Truth:
@@ -304,7 +284,6 @@ class Loss(LossCase):
         return Truth(total, ..., [gradient], float(total) / self.sequences)
 
 
-@dataclass(frozen=True)
 class Crf(LossCase):
     """The mean loss over k-mers: log Z of the chain minus log Z of the target's alignments."""
 
@@ -314,8 +293,6 @@ class Crf(LossCase):
     slow = ("torch",)
     contracts = 2  # its gradient is a difference of two marginals
     sizes = (*("steps", "sequences", "states", "slots", "shortest", "longest"),)
-
-    state_len: int
 
     @property
     def states(self) -> int:
@@ -430,14 +407,7 @@ def best_scores(
     return torch.maximum(blank.gather(1, last), label.gather(1, last - 1)).squeeze(1)
 
 
-def ctc_cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.types():
-        for size in SIZES.chosen(settings, "classes", 2):
-            yield Loss("ctc", dtype, *size.within(settings.elements)[:5])
-        for size in CRF_SIZES.chosen(settings):
-            yield Crf("ctc_crf", dtype, *size.within(settings.elements))
-        for size in ALIGN_SIZES.chosen(settings):
-            yield Align("ctc_align", dtype, *size.within(settings.elements)[:5])
-
-
+ctc_cases = cases_of(
+    {"ctc": (Loss, SIZES), "ctc_crf": (Crf, CRF_SIZES), "ctc_align": (Align, ALIGN_SIZES)}
+)
 OPS = {"ctc": ctc_cases}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -36,6 +37,24 @@ class Truth(NamedTuple):
     which: Any  # the index of these sequences
     gradients: list[Gradient]
     logz: float = 0.0  # the magnitude of that of a sequence, where the bound of peers needs it
+
+
+@dataclass(frozen=True)
+class SequencesCase(Case):
+    """A batch of sequences or chains."""
+
+    batch: ClassVar[str] = "sequences"  # the size that is their number
+    least_steps: ClassVar[int] = 2
+
+    steps: int
+
+    def within(self, elements: int) -> Any:
+        """Return the case with fewer sequences, and then with fewer steps."""
+        steps, sequences = self.steps, getattr(self, self.batch)
+        scores = math.prod(self.shape) // (steps * sequences)  # of a step of a sequence
+        sequences = max(1, min(sequences, elements // (steps * scores)))
+        steps = max(self.least_steps, min(steps, elements // (sequences * scores)))
+        return replace(self, steps=steps, **{self.batch: sequences})
 
 
 @dataclass(frozen=True)
@@ -135,13 +154,3 @@ def evenly(number: int, of: int, device: torch.device) -> Tensor:
 
 def in_fp64(inputs: Any) -> Any:
     return type(inputs)(*(tensor.detach().double() for tensor in inputs))
-
-
-def fewer(
-    steps: int, sequences: int, scores: int, elements: int | None, least: int = 2
-) -> tuple[int, int]:
-    """Return steps and sequences, with `scores` for a step of one, that fit into the limit."""
-    if elements is None:
-        return steps, sequences
-    sequences = max(1, min(sequences, elements // (steps * scores)))
-    return max(least, min(steps, elements // (sequences * scores))), sequences
