@@ -12,17 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.chain.api import Chain
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss
 from ..runtime.backend import backend
 from ..testing.samples.in_torch import total_of_paths as loop_logz
 from .case import Buffers, Function, Functions, Limited, Provider, Sizes, cases_of
 from .chain import BASES, MAX_STATES, beyond_fp32_kernels, beyond_loop, kmers
-from .paths import BestCase, Gradient, SequencesCase, SumCase, Truth, evenly
+from .paths import BestCase, LossCase, SequencesCase, Truth
 
 # Others carry fp32 states as large as log Z. PyTorch's posteriors are off by 0.3 at 20,000 steps.
-PEER_ROUNDINGS = 64
+PEER_ERROR_A_STEP = 2.5e-5
 ELEMENTS_AT_ONCE = 2**25  # elements whose truth is computed in fp64 together
 SEQUENCES_JUDGED = 4  # sequences over k-mers
 MIN_STEPS = 16  # with fewer steps, k-mers get shorter first
@@ -248,7 +247,7 @@ class CTCCase(SequencesCase):
 
 
 @dataclass(frozen=True)
-class LossCase(SumCase, CTCCase):
+class CTCLossCase(LossCase, CTCCase):
     """A loss of CTC."""
 
     contracts = 1  # the bound of Partita, in bounds of one posterior
@@ -257,35 +256,31 @@ class LossCase(SumCase, CTCCase):
         of_gradient, of_result = super().bounds(provider, truth)
         if provider.is_ours:
             return self.contracts * of_gradient, self.contracts * of_result
-        rounding = PEER_ROUNDINGS * torch.finfo(torch.float32).eps * truth.logz
-        return max(of_gradient, rounding), of_result
+        return max(of_gradient, PEER_ERROR_A_STEP * self.steps), of_result
 
 
-class Loss(LossCase):
-    """The summed loss from logits."""
+class Loss(CTCLossCase):
+    """The summed loss from logits, whose truth is PyTorch's in fp64."""
 
     versus = "torch"
     width, least_width = "classes", 2
     caption = "CTC loss and its gradient"
+    dims = (1, 0, 0, 0)
+    judges_all = True
 
-    def standard(self, inputs: CTCInputs) -> Truth:
-        """Compute the loss of PyTorch in fp64, some sequences at a time."""
-        logits, targets, *lengths = inputs
-        each = max(1, ELEMENTS_AT_ONCE // (self.steps * (self.classes + 2 * self.longest + 1)))
-        losses, gradients = [], []
-        for start in range(0, self.sequences, each):
-            these = slice(start, start + each)
-            leaf = logits[:, these].double().requires_grad_()
-            loss = native_loss(leaf, targets[these], *(length[these] for length in lengths))
-            gradients.append(torch.autograd.grad(loss, leaf)[0])
-            losses.append(loss.detach())
-        total = torch.stack(losses).sum()
-        gradient = Gradient(0, ..., torch.cat(gradients, 1))
-        return Truth(total, ..., [gradient], float(total) / self.sequences)
+    @property
+    def at_once(self) -> int:
+        return max(1, ELEMENTS_AT_ONCE // (self.steps * (self.classes + 2 * self.longest + 1)))
+
+    def exact(self, inputs: CTCInputs) -> Tensor:
+        return native_loss(*inputs)
 
 
-class Crf(LossCase):
-    """The mean loss over k-mers: log Z of the chain minus log Z of the target's alignments."""
+class Crf(CTCLossCase):
+    """The mean loss over k-mers: log Z of the chain minus log Z of the target's alignments.
+
+    Its truth is that of the reference.
+    """
 
     caption = "CTC-CRF loss and its gradient"
     scores = "scores"
@@ -293,6 +288,7 @@ class Crf(LossCase):
     slow = ("torch",)
     contracts = 2  # its gradient is a difference of two marginals
     sizes = (*("steps", "sequences", "states", "slots", "shortest", "longest"),)
+    dims = (1, None, 0, 0, None)
 
     @property
     def states(self) -> int:
@@ -313,50 +309,18 @@ class Crf(LossCase):
         scores = buffers.normal("scores", self.shape, self.dtype)
         return CRFInputs(scores, source, targets.masked_fill(past, 0), lengths, self.state_len)
 
-    def standard(self, inputs: CRFInputs) -> Truth:
-        """Compute log Z of all sequences and the marginals of some from two chains in fp64."""
+    @property
+    def at_once(self) -> int:
         number = ELEMENTS_AT_ONCE // (self.steps * self.states * self.slots)
-        which = evenly(min(SEQUENCES_JUDGED, number), self.sequences, inputs.scores.device)
-        everyone = torch.arange(self.sequences, device=which.device)
-        with backend("reference"), torch.no_grad():
-            losses = torch.cat([crf_losses(inputs, n) for n in everyone.split(4 * len(which))])
-            full, aligned, index = crf_chains(inputs, which)
-            posterior, logz = full.marginals().flatten(2), float(full.logz().abs().max())
-            for at, marginals in zip(index, aligned.marginals().unbind(-1), strict=True):
-                posterior.scatter_add_(
-                    2, at.expand(self.steps, -1, -1), -marginals[..., -at.shape[1] :]
-                )
-        lengths = inputs.target_lengths.double()
-        # The mean over lengths and batch makes a gradient of a posterior.
-        unit = 1 / (self.sequences * lengths[which, None, None])
-        truth = posterior.unflatten(2, (self.states, self.slots)) * unit
-        gradient = Gradient(0, (slice(None), which), truth, unit)
-        return Truth((losses / lengths).mean(), ..., [gradient], logz)
+        return max(1, min(SEQUENCES_JUDGED, number))
 
+    def exact(self, inputs: CRFInputs) -> Tensor:
+        with backend("reference"):
+            return _crf_loss(*inputs) * (len(inputs.targets) / self.sequences)
 
-def crf_chains(inputs: CRFInputs, which: Tensor) -> tuple[Chain, Chain, TargetIndex]:
-    """Return two chains in fp64 and the indices of the second one's scores.
-
-    The first chain has all paths of these sequences, the second the paths that emit the target.
-    """
-    scores, targets = inputs.scores[:, which].double(), inputs.targets[which]
-    ends = torch.zeros_like(scores[0, ..., 0])
-    index = target_index(targets, inputs.state_len, BASES)
-    stay, move = (scores.flatten(2).gather(2, at.expand(len(scores), -1, -1)) for at in index)
-    state = torch.arange(stay.shape[2], device=scores.device)
-    last = inputs.target_lengths[which, None] - inputs.state_len
-    aligned = Chain(
-        torch.stack([stay, F.pad(move, (1, 0))], -1),
-        torch.stack([state, state - 1], 1),
-        torch.where(state == 0, 0.0, -torch.inf).double().expand_as(stay[0]),
-        torch.where(state == last, 0.0, -torch.inf).double(),
-    )
-    return Chain(scores, inputs.source, ends, ends), aligned, index
-
-
-def crf_losses(inputs: CRFInputs, which: Tensor) -> Tensor:
-    full, aligned, _ = crf_chains(inputs, which)
-    return full.logz() - aligned.logz()
+    def posterior_unit(self, inputs: CRFInputs) -> Tensor:
+        """Return the gradient of a posterior, by the mean over lengths and batch."""
+        return 1 / (self.sequences * inputs.target_lengths[: self.at_once, None, None].double())
 
 
 @dataclass(frozen=True)

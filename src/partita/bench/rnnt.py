@@ -30,12 +30,11 @@ from .case import (
     cases_of,
     needs_gpu,
 )
-from .paths import Gradient, SumCase, Truth
+from .paths import LossCase, Truth
 
 DURATIONS = (0, 1, 2, 3, 4)
 # Partita's matrix products in half types are judged like those of others: they round the logits.
 HALF_BOUND = 5e-2
-
 
 FULL_SIZES = (  # sequences, steps, labels and classes
     (8, 200, 40, 500),
@@ -182,26 +181,18 @@ class TransducerCase(Case):
 
 
 @dataclass(frozen=True)
-class RNNT(SumCase, TransducerCase):
-    """The summed loss from logits."""
+class RNNT(LossCase, TransducerCase):
+    """The summed loss from logits, whose truth is that of the reference."""
 
     caption = "transducer loss and its gradient"
+    dims: ClassVar[tuple[int | None, ...]] = (0, 0, 0, 1)
 
     def inputs(self, buffers: Buffers) -> Any:
         logits = buffers.normal("logits", self.shape, self.dtype)
         return RNNTInputs(logits, None, *self.targets(buffers.device))
 
-    def standard(self, inputs: Any) -> Truth:
-        """Compute the loss in fp64, one sequence at a time, and the gradient of the first."""
-        losses, gradients = [], []
-        for b in range(self.sequences):
-            leaf, *others = one_sequence(inputs, b)
-            leaf.requires_grad_(b == 0)
-            loss = TORCH[self.op](leaf, *others)
-            if b == 0:
-                gradients = [Gradient(0, 0, torch.autograd.grad(loss, leaf)[0][0])]
-            losses.append(loss.detach())
-        return Truth(torch.stack(losses).sum(), ..., gradients)
+    def exact(self, inputs: Any) -> Tensor:
+        return TORCH[self.op](*inputs)
 
 
 class TDT(RNNT):
@@ -223,6 +214,7 @@ class LinearRNNT(RNNT):
 
     sizes = (*RNNT.sizes, "hidden")
     scores = "hidden states"
+    dims = (0, 0, None, 0, 1)
     caption = "transducer loss and its gradients from hidden states"
     learned = 3
     work: ClassVar[Mapping[str, Moves]] = {}
@@ -237,20 +229,6 @@ class LinearRNNT(RNNT):
     def bounds(self, provider: Provider, truth: Truth) -> tuple[float, float]:
         exact = provider.is_ours and self.dtype.itemsize > 2
         return (1e-4, 1e-5) if exact else (HALF_BOUND, HALF_BOUND)
-
-
-def one_sequence(inputs: Any, b: int) -> list[Any]:
-    """Return the inputs of a sequence in fp64; a matrix and integers have no batch of it."""
-    found: list[Any] = []
-    for name, value in zip(inputs._fields, inputs, strict=True):
-        if value is None or name == "weight":
-            found.append(None if value is None else value.double())
-        elif name == "lengths":
-            found.append(value[:, b : b + 1])
-        else:
-            part = value[b : b + 1].detach()
-            found.append(part.double() if part.is_floating_point() else part)
-    return found
 
 
 from_logits = cases_of({"rnnt": (RNNT, SIZES), "tdt": (TDT, SIZES)})
