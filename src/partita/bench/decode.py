@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.ctc_crf.api import ctc_crf_loss
-from ..ops.decode.api import ctc_beam_search, ctc_greedy_search
+from ..ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from ..ops.decode.basecalls import Basecalls
 from ..ops.decode.common import Hypotheses
-from ..ops.decode.crf import ctc_crf_decode
 from ..runtime.backend import backend
 from .case import (
     Attempt,

@@ -1,4 +1,4 @@
-"""Prefix beam search on a GPU: the sort of each step's classes, the search, and the trace."""
+"""Greedy and prefix beam search of CTC on a GPU: allocation and launches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,61 @@ import torch
 from torch import Tensor
 
 from ....runtime.constants import constant
-from ....runtime.launch import launch, next_power_of_2
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...logprobs.common import topk_fake
 from ...logprobs.gpu.launch_topk import topk_of_rows
 from ..common import Hypotheses, empty_hypotheses
 from .beam import Memory, Sizes, SortedRows, ctc_beam_search_kernel, ctc_beam_trace_kernel
-from .plan import BeamPlan, beam_plan, extension_pairs
+from .greedy import ctc_best_class_kernel, ctc_collapse_kernel
+from .plan import BeamPlan, aligned_classes, beam_plan, extension_pairs, greedy_options
 from .select import Candidates
 
 BLOCK_T = 256
+BLOCK_COLLAPSED = 1024  # steps of greedy search
+
+
+def ctc_greedy_search(
+    logits: Tensor, input_lengths: Tensor, blank: int, from_logits: bool
+) -> Hypotheses:
+    """Decode each sequence by the most probable class of each step."""
+    T, N, C = logits.shape
+    dtype = acc_dtype(logits.dtype)
+    vec = aligned_classes(C, logits.element_size(), logits.stride(), logits.data_ptr())
+    options = greedy_options(C, vec)
+    classes = torch.empty((N, T), dtype=torch.int32, device=logits.device)
+    scores = torch.empty((N, T), dtype=dtype, device=logits.device)
+    found = empty_hypotheses(logits)
+    launch(
+        ctc_best_class_kernel,
+        cdiv(T * N, options["ROWS"]),
+        logits_ptr=logits,
+        input_lengths_ptr=input_lengths,
+        classes_ptr=classes,
+        scores_ptr=scores,
+        T=T,
+        N=N,
+        C=C,
+        stride_t=logits.stride(0),
+        stride_n=logits.stride(1),
+        stride_c=logits.stride(2),
+        FROM_LOGITS=from_logits,
+        ACC_DTYPE=tl_acc_dtype(dtype),
+        **options,
+    )
+    launch(
+        ctc_collapse_kernel,
+        N,
+        classes_ptr=classes,
+        class_scores_ptr=scores,
+        input_lengths_ptr=input_lengths,
+        found=found,
+        T=T,
+        blank=blank,
+        BLOCK_T=BLOCK_COLLAPSED,
+        num_warps=4,
+    )
+    return found
 
 
 def _packed_pairs(width: int, *, device: torch.device) -> Tensor:
@@ -65,7 +111,7 @@ def ctc_beam_search(
     blank_skip_threshold: float,
     from_logits: bool,
 ) -> Hypotheses:
-    """Return the best prefixes of each sequence."""
+    """Return the best prefixes of each sequence, from the sorted classes of each step."""
     (T, N, C), device = logits.shape, logits.device
     plan = beam_plan(T, beam_width)
     rows, row_t, row_n = as_rows(logits)

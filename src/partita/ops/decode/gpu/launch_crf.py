@@ -16,7 +16,7 @@ from ...chain.gpu.launch_posteriors import (
 )
 from ...ctc_crf.common import zero_ends
 from ..basecalls import Basecalls, empty_basecalls
-from ..common import ChainFunctions, empty_posteriors, path_and_posteriors
+from ..common import ChainFunctions, empty_path, empty_posteriors, path_and_posteriors
 from .crf_beam import (
     HASHES,
     INTEGERS,
@@ -94,7 +94,7 @@ def beam_buffers(scores: Tensor, beam_width: int) -> tuple[KmerMemory, Tensor, T
         events=empty(torch.int64, N, T, block),
         parents=empty(torch.int32, N, T, block),
     )
-    return memory, empty(torch.int64, T + 1, N), empty(torch.int64, T, N)
+    return memory, *empty_path(scores)
 
 
 def ctc_crf_beam_search(
