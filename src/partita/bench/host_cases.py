@@ -1,9 +1,17 @@
-"""The calls of `partita bench host`: each op on tiny inputs, by each provider."""
+"""The calls of `partita bench host`: each op on tiny inputs, by each provider.
+
+    python -m partita.bench.host_cases cross_entropy partita cuda
+
+prints the seconds of the first call of this process, as `partita bench host --cold` does.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cli.fresh_process import end_process
 from ..ops.chain.api import Chain, logz
 from ..ops.cross_entropy.api import token_stats
 from ..ops.ctc.api import ctc_align, ctc_loss
@@ -20,6 +29,7 @@ from ..ops.linear_heads.api import linear_cross_entropy
 from ..testing.samples import Draw
 from . import providers
 from .case import Function, Load
+from .measure import wait
 
 Inputs = tuple[Any, ...]
 
@@ -256,3 +266,34 @@ PROVIDERS = tuple(dict.fromkeys(name for case in CASES for name in case.function
 
 def usual_case(op: str) -> HostCase:
     return next(case for case in CASES if case.op == op and not case.variant)
+
+
+def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
+    """Return the seconds of the first and the second forward and backward, waited for.
+
+    The inputs are made before, so the context of the GPU is not counted.
+    """
+    case, draw = usual_case(op), Draw(device=device)
+    inputs = case.inputs(draw, 0)
+    function = case.functions[provider]()
+    times = {}
+    for name in ("first", "second"):
+        wait(device)
+        start = time.perf_counter()
+        step(function, inputs)
+        wait(device)
+        times[name] = time.perf_counter() - start
+    return times
+
+
+def main(argv: Sequence[str]) -> int:
+    op, provider, device = argv
+    chosen = torch.empty(0, device=device).device
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    print(json.dumps(seconds(op, provider, chosen)))
+    return 0
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

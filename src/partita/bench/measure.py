@@ -197,15 +197,6 @@ def time_calls(call: Callable[[], object], calls: int, device: torch.device) -> 
     return 1e3 * (time.perf_counter() - start) / calls
 
 
-def time_host(
-    call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS
-) -> Timing:
-    """Time one call on the host, for work so small that the host never waits for the device."""
-    ahead = warm_up(repetitions)
-    samples = [time_calls(call, calls, device) for _ in range(ahead + repetitions)]
-    return Timing.of(samples[ahead:])
-
-
 def peak_extra_memory(
     steps: Sequence[Step], device: torch.device, *, before: Callable[[], None] = nothing
 ) -> int | None:

@@ -18,7 +18,7 @@ from .case import DTYPE_NAMES
 from .measure import Machine
 from .runner import Row
 
-PARTS = ("inference", "forward", "backward", "total", "replay", "do_bench", "host")
+PARTS = ("inference", "forward", "backward", "total", "replay", "do_bench")
 # The CSV records the versions of these packages.
 PACKAGES = (
     "torch",
