@@ -12,8 +12,16 @@ from pathlib import Path
 
 import torch
 
-from ..cli.arguments import device_named, dtypes, number, numbers, words
-from ..cli.console import Progress, UsageError, first_line
+from ..cli.console import (
+    Progress,
+    UsageError,
+    device_named,
+    dtypes,
+    first_line,
+    number,
+    numbers,
+    words,
+)
 from ..cli.info import no_gpu
 from . import host, picture, report
 from .case import Case, Provider, Settings

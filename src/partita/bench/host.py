@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cli.arguments import device_named, words
-from ..cli.console import Progress, Table, UsageError, first_line
+from ..cli.console import Progress, Table, UsageError, device_named, first_line, words
 from ..cli.fresh_process import run_module
 from ..cli.info import cpu, no_gpu
 from ..runtime.backend import backend

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..cli.arguments import require_writable
-from ..cli.console import Table, UsageError, print_table
+from ..cli.console import Table, UsageError, print_table, require_writable
 from ..cli.info import version
 from .case import DTYPE_NAMES
 from .measure import Machine

@@ -20,8 +20,18 @@ import torch
 from ..runtime.backend import current_backend, has_triton, interpreting, resolve
 from ..testing.samples import CALLS as SAMPLES
 from ..testing.samples import Call, Draw
-from .arguments import device_named, dtype_names, number, numbers
-from .console import DTYPES, Progress, Table, UsageError, first_line, print_table
+from .console import (
+    DTYPES,
+    Progress,
+    Table,
+    UsageError,
+    device_named,
+    dtype_names,
+    first_line,
+    number,
+    numbers,
+    print_table,
+)
 from .fresh_process import end_process, run_module
 from .info import EXTRAS, no_gpu
 
