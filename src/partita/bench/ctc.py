@@ -148,7 +148,7 @@ def _recipe(
     alignments is minus the loss.
     """
     scores, source, targets, lengths, state_len = inputs
-    T, N, C, K = scores.shape
+    (T, N, C, K), lengths = scores.shape, lengths.to(scores.device)
     dtype = torch.promote_types(scores.dtype, torch.float32)
     ends = torch.zeros(N, C, dtype=dtype, device=scores.device)
     normal = scores.flatten(2) - full_logz(scores, source, ends, ends)[:, None] / T
