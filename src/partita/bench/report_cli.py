@@ -124,15 +124,6 @@ COMMON = {"root", "user", "host", "localhost", "cpu", "gpu", "cuda", "torch", "p
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The results of the bench."""
-
-    measured: Measured
-    machine: Machine | None  # None where its bandwidth could not be measured
-    absent: list[str]  # messages for peers that are not installed
-
-
-@dataclass(frozen=True)
 class Report:
     """The content of the page."""
 
@@ -140,13 +131,13 @@ class Report:
     date: str
     lines: list[Line]  # of the check
     left_out: list[str]  # messages for devices that were left out
-    bench: Bench | None
+    bench: Measured | None
+    absent: Sequence[str] = ()  # messages for peers that are not installed
 
     @property
     def code(self) -> int:
-        return (self.bench.measured.code if self.bench else 0) or int(
-            not all(line.passed for line in self.lines)
-        )
+        failed_checks = not all(line.passed for line in self.lines)
+        return (self.bench.code if self.bench else 0) or int(failed_checks)
 
 
 def public(text: str) -> str:
@@ -239,7 +230,7 @@ def verdicts(report: Report) -> list[str]:
     verdict = f"check: {check.verdict(report.lines)}"
     if report.bench is None:
         return [verdict]
-    measured = report.bench.measured
+    measured = report.bench
     failures = len(failed(measured.rows))
     found = "all results of Partita right" if measured.rows else "nothing measured"
     if failures:
@@ -280,8 +271,8 @@ def _check(report: Report) -> str:
     return _section("check", f"<h2>Check</h2>\n{failures}{content}")
 
 
-def _bench(bench: Bench) -> str:
-    rows, machine = bench.measured.rows, bench.machine
+def _bench(bench: Measured, absent: Sequence[str]) -> str:
+    rows, machine = bench.rows, bench.machine
     intro, ops = [READING], ""
     if machine:
         intro += [describe(machine)] + [SMALL] * (machine.device.type == "cpu")
@@ -291,9 +282,9 @@ def _bench(bench: Bench) -> str:
         brings = f"{info.EXTRAS['matplotlib'][1]} brings it"
         intro.append(f"No pictures: matplotlib is not installed; {brings}.")
     problems = [f"{row.case}: {row.provider} {row.note}" for row in failed(rows)]
-    problems += filter(None, [bench.measured.problem])
+    problems += filter(None, [bench.problem])
     about = _paragraphs(problems, bad=True) + _paragraphs(intro)
-    content = f"{about}{_items(bench.absent)}{ops}"
+    content = f"{about}{_items(absent)}{ops}"
     return _section("bench", f"<h2>Bench</h2>\n{content}")
 
 
@@ -311,12 +302,14 @@ def _op(op: str, rows: Sequence[Row], machine: Machine) -> str:
 
 def page(report: Report) -> str:
     """Return the whole file."""
-    ops = _ops(report.bench.measured.rows) if report.bench else []
+    ops = _ops(report.bench.rows) if report.bench else []
     names = ["machine", "check", *(["bench", *ops] if report.bench else [])]
     links = "\n".join(f'<a href="#{_text(name)}">{_text(name)}</a>' for name in names)
     title = f"<title>Partita report: {check.verdict(report.lines)}</title>"
     head = f"{HEAD}{title}\n<style>\n{CSS}</style>\n</head>\n"
-    sections = _machine() + _check(report) + (_bench(report.bench) if report.bench else "")
+    sections = _machine() + _check(report)
+    if report.bench:
+        sections += _bench(report.bench, report.absent)
     body = f"{_header(report)}<nav>\n{links}\n</nav>\n<main>\n{sections}</main>"
     return f"{head}<body>\n{body}\n</body>\n</html>\n"
 
@@ -416,13 +409,13 @@ def _plan(args: argparse.Namespace) -> cli.Plan:
     return cli.make_plan(parser.parse_args([]))
 
 
-def _measured(plan: cli.Plan) -> Bench:
+def _measured(plan: cli.Plan) -> Measured:
     try:
         machine = cli.machine_of(plan)
     # With too little memory, or a GPU that a check has broken, the report matters most.
     except Exception as error:
-        return Bench(cli.Measured([], first_line(error), 1), None, plan.absent)
-    return Bench(cli.measure(plan, machine), machine, plan.absent)
+        return Measured([], None, first_line(error), 1)
+    return cli.measure(plan, machine)
 
 
 def _write(path: Path, text: str) -> None:
@@ -448,7 +441,8 @@ def main(args: argparse.Namespace) -> int:
         return 2
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     lines = check.run_all(served.backends)
-    found = Report(_command(args), date, lines, served.left_out, _measured(plan) if plan else None)
+    bench = (_measured(plan), plan.absent) if plan else (None,)
+    found = Report(_command(args), date, lines, served.left_out, *bench)
     try:
         _write(args.out, page(found))
     except OSError as error:
