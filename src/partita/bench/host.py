@@ -100,7 +100,6 @@ class Trial:
     provider: str
     draw: Draw
     timed: Call | None = None  # the call that is timed; None once the provider has refused
-    counted: Call | None = None  # a call whose device work can be counted
     calls: Calls = CALLS[0]
     ahead: list[float] = field(default_factory=list)  # milliseconds of a call in each round
     waited_for: list[float] = field(default_factory=list)  # and of waiting for the device too
@@ -135,10 +134,11 @@ class Trial:
             if case.variant == NEW_SHAPES:
                 self.calls = Calls(NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
                 a_round = sum(self.calls) + 2 * FIRST_CALLS_OF_ROUND
-                shapes = self._new_shapes(WARM_UP_CALLS + rounds * a_round)
+                numbers = range(1, 1 + WARM_UP_CALLS + rounds * a_round)
+                shapes = iter([case.inputs(self.draw, number) for number in numbers])
                 self.timed = lambda: step(function, next(shapes))
             else:
-                self.timed = self.counted = lambda: step(function, inputs)
+                self.timed = lambda: step(function, inputs)
             for _ in range(WARM_UP_CALLS):
                 self.timed()
             if self.provider == OURS and (problem := disagreement(function, inputs)):
@@ -167,22 +167,21 @@ class Trial:
 
     def count(self) -> None:
         """Count the device work of a call, after all times: a profiler slows later launches."""
+        if self.timed is None or self.case.variant == NEW_SHAPES:
+            return
         try:
-            if self.counted and (work := device_work(self.counted, self.device)):
+            if work := device_work(self.timed, self.device):
                 self.kernels, self.device_us = work
         except Exception as error:
             require_device(self.device, error)
             self.note = f"not profiled: {first_line(error)[:120]}"
-
-    def _new_shapes(self, number: int) -> Iterator[Inputs]:
-        return iter([self.case.inputs(self.draw, 1 + i) for i in range(number)])
 
     def _refuse(self, error: Exception) -> None:
         require_device(self.device, error)
         self._give_up(f"refuses: {first_line(error)[:120]}")
 
     def _give_up(self, note: str) -> None:
-        self.timed, self.counted, self.note = None, None, note
+        self.timed, self.note = None, note
 
 
 def _warm_caches(call: Call) -> None:
@@ -399,10 +398,6 @@ def failures(results: HostResults) -> list[str]:
     ]
 
 
-def machine_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu()
-
-
 def _us(timing: Timing | None) -> str:
     """Return the least microseconds, as other programs of the machine only add to a time."""
     return "" if timing is None else f"{1e3 * timing.least:.0f}"
@@ -550,7 +545,8 @@ def main(args: argparse.Namespace) -> int:
     results = measure(plan, list(absent))
     if results.problem:
         print(f"partita bench: {results.problem}", file=sys.stderr)
-    found, name = (results.measured, results.first_calls), machine_name(plan.device)
+    found = results.measured, results.first_calls
+    name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else cpu()
     bars = bars_of(results.measured)
     plan.files.publish(
         tables(*found),

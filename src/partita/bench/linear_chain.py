@@ -1,7 +1,6 @@
 """Dense linear chains: log Z, its gradients and memory, and the best path.
 
-All functions take emissions `[T, N, C]`, transitions `[C, C]`, start and end `[C]`. torch.compile
-would unroll a loop over the steps, so that provider has no chains.
+All functions take emissions `[T, N, C]`, transitions `[C, C]`, start and end `[C]`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ The page loads nothing and names neither user nor host.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import html
 import importlib.util
@@ -14,7 +15,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,21 +147,14 @@ def public(text: str) -> str:
     if len(home) > 1:
         text = re.sub(rf"{re.escape(home)}(?![\w-])", "~", text)
     text = FOLDERS.sub("…/", HOME.sub("~", text))
-    for name, substitute in _names():
+    host = platform.node()
+    names = [(host, "(host)"), (host.partition(".")[0], "(host)")]
+    with contextlib.suppress(OSError, KeyError):  # an account without a name
+        names.append((getpass.getuser(), "(user)"))
+    for name, substitute in names:
         if len(name) > 2 and name not in COMMON:
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", substitute, text)
     return text
-
-
-def _names() -> Iterator[tuple[str, str]]:
-    """Yield the names of the user and the host with their substitutes."""
-    host = platform.node()
-    yield host, "(host)"
-    yield host.partition(".")[0], "(host)"
-    try:
-        yield getpass.getuser(), "(user)"
-    except (OSError, KeyError):  # an account without a name
-        return
 
 
 def _text(text: str) -> str:
@@ -185,10 +179,6 @@ def _section(name: str, content: str) -> str:
     return f'<section id="{name}">\n{content}</section>\n'
 
 
-def _failed(row: Sequence[str]) -> bool:
-    return "FAIL" in row or (is_ours(row[0]) and row[-1].startswith(("wrong", "refuses")))
-
-
 def _class(**kinds: bool) -> str:
     """Return the class attribute of the kinds that hold, or nothing."""
     names = " ".join(kind for kind, holds in kinds.items() if holds)
@@ -208,9 +198,10 @@ def _table(table: Table) -> str:
         )
 
     head = cells('th scope="col"', table.header)
-    body = "".join(
-        f"<tr{_class(fail=_failed(row))}>{cells('td', row)}</tr>\n" for row in table.rows
-    )
+    body = ""
+    for row in table.rows:
+        has_failed = "FAIL" in row or (is_ours(row[0]) and row[-1].startswith(("wrong", "refuses")))
+        body += f"<tr{_class(fail=has_failed)}>{cells('td', row)}</tr>\n"
     content = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
     summary = f"<summary>{_text(table.title)}</summary>"
     return f'<details open>{summary}\n<div class="scroll">{content}</div></details>\n'
