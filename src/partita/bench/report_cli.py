@@ -422,18 +422,18 @@ def _write(path: Path, text: str) -> None:
 def main(args: argparse.Namespace) -> int:
     """Check, measure and write, and return the exit code."""
     try:
-        served = check.served(args.device)
-        if not served.backends:
-            raise UsageError(f"nothing is left to check: {'; '.join(served.left_out)}")
+        backends, left_out = check.served(args.device)
+        if not backends:
+            raise UsageError(f"nothing is left to check: {'; '.join(left_out)}")
         plan = None if args.no_bench else _plan(args)
         _prepare(args.out, args.force)
     except UsageError as error:
         print(f"partita report: {error}", file=sys.stderr)
         return 2
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    lines = check.run_all(served.backends)
+    lines = check.run_all(backends)
     bench = (_measured(plan), plan.absent) if plan else (None,)
-    found = Report(_command(args), date, lines, served.left_out, *bench)
+    found = Report(_command(args), date, lines, left_out, *bench)
     try:
         _write(args.out, page(found))
     except OSError as error:

@@ -149,16 +149,10 @@ def run_bad_label(backend: Backend, dtype: str) -> Line:
     return replace(line, error="NaN", passed=not rows, note=note)
 
 
-@dataclass(frozen=True)
-class Served:
-    """The backends of the devices."""
-
-    backends: list[Backend]  # one for each device that is served
-    left_out: list[str]  # a message for each device that the chosen backend cannot serve
-
-
-def served(name: str | None) -> Served:
+def served(name: str | None) -> tuple[list[Backend], list[str]]:
     """Return the backends of the named device, or of the CPU and the current GPU.
+
+    Messages follow for devices that the chosen backend cannot serve.
 
     Raises:
         UsageError: the device cannot be used.
@@ -169,15 +163,14 @@ def served(name: str | None) -> Served:
         devices = [torch.device("cpu")]
         if torch.cuda.is_available():
             devices.append(torch.device("cuda", torch.cuda.current_device()))
-    result = Served([], [])
+    backends, left_out = [], []
     for device in devices:
         try:
-            result.backends.append(
-                Backend(BACKEND_NAMES[resolve(current_backend(), device, has_cpu=False)], device)
-            )
+            table = resolve(current_backend(), device, has_cpu=False)
+            backends.append(Backend(BACKEND_NAMES[table], device))
         except (RuntimeError, ValueError) as error:
-            result.left_out.append(f"{device} is left out: {error}")
-    return result
+            left_out.append(f"{device} is left out: {error}")
+    return backends, left_out
 
 
 def run_all(chosen: Sequence[Backend]) -> list[Line]:
@@ -225,16 +218,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run and print the checks, and return the exit code."""
     try:
-        chosen = served(args.device)
+        chosen, left_out = served(args.device)
     except UsageError as error:
         print(f"partita check: {error}", file=sys.stderr)
         return 2
-    for message in chosen.left_out:
+    for message in left_out:
         print(message)
-    if not chosen.backends:
+    if not chosen:
         print("partita check: nothing is left to check", file=sys.stderr)
         return 2
-    lines = run_all(chosen.backends)
+    lines = run_all(chosen)
     for shown in tables(lines):
         print_table(*shown)
     if args.device is None and not torch.cuda.is_available():
