@@ -59,14 +59,9 @@ class Timing:
 
     def each(self, calls: int, note: str = "") -> Timing:
         """Return the time of one call, where a repetition has this number of calls."""
-        return Timing(
-            self.mean / calls,
-            self.median / calls,
-            self.least / calls,
-            self.greatest / calls,
-            self.repetitions,
-            note,
-        )
+        times = (self.mean, self.median, self.least, self.greatest)
+        mean, median, least, greatest = (milliseconds / calls for milliseconds in times)
+        return Timing(mean, median, least, greatest, self.repetitions, note)
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})" + (

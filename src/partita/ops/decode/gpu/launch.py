@@ -15,7 +15,7 @@ from ...logprobs.gpu.launch_topk import topk_of_rows
 from ..common import Hypotheses, empty_hypotheses
 from .beam import Memory, Sizes, SortedRows, ctc_beam_search_kernel, ctc_beam_trace_kernel
 from .greedy import ctc_best_class_kernel, ctc_collapse_kernel
-from .plan import BeamPlan, aligned_classes, beam_plan, extension_pairs, greedy_options
+from .plan import aligned_classes, beam_plan, extension_pairs, greedy_options
 from .select import Candidates
 
 BLOCK_T = 256
@@ -78,29 +78,6 @@ def as_rows(logits: Tensor) -> tuple[Tensor, int, int]:
     return logits.reshape(-1, C), N, 1
 
 
-def beam_memory(N: int, T: int, width: int, plan: BeamPlan, device: torch.device) -> Memory:
-    """Return the memory of N sequences."""
-
-    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty((N, *shape), dtype=dtype, device=device)
-
-    keys, stamps = plan.table_size + plan.block_w, plan.table_size + 1
-    return Memory(
-        numbers=empty(torch.float64, 3, 5, width),
-        integers=empty(torch.int32, 3, 6, width),
-        children=empty(torch.int64, plan.block_w),
-        candidates=Candidates(
-            scores=empty(torch.float64, plan.block_p),
-            ties=empty(torch.int64, plan.block_p),
-            order=empty(torch.int32, plan.block_p),
-        ),
-        chosen=empty(torch.int32, width),
-        keys=torch.zeros((N, keys), dtype=torch.int64, device=device),
-        stamps=torch.zeros((N, stamps), dtype=torch.int32, device=device),
-        events=empty(torch.int64, T, width),
-    )
-
-
 def ctc_beam_search(
     logits: Tensor,
     input_lengths: Tensor,
@@ -118,7 +95,25 @@ def ctc_beam_search(
     K = min(cutoff_top_n + 1, C)
     top = topk_fake(rows, K)
     topk_of_rows(rows, K, 1.0, 0.0, top, False)
-    memory = beam_memory(N, T, beam_width, plan, device)
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty((N, *shape), dtype=dtype, device=device)
+
+    keys, stamps = plan.table_size + plan.block_w, plan.table_size + 1
+    memory = Memory(
+        numbers=empty(torch.float64, 3, 5, beam_width),
+        integers=empty(torch.int32, 3, 6, beam_width),
+        children=empty(torch.int64, plan.block_w),
+        candidates=Candidates(
+            scores=empty(torch.float64, plan.block_p),
+            ties=empty(torch.int64, plan.block_p),
+            order=empty(torch.int32, plan.block_p),
+        ),
+        chosen=empty(torch.int32, beam_width),
+        keys=torch.zeros((N, keys), dtype=torch.int64, device=device),
+        stamps=torch.zeros((N, stamps), dtype=torch.int32, device=device),
+        events=empty(torch.int64, T, beam_width),
+    )
     ends = torch.empty(N, dtype=torch.int32, device=device)
     found = empty_hypotheses(logits, nbest)
     launch(
