@@ -164,6 +164,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_chain_means_kernel",
                 "linear_chain_rests_kernel",
                 "ctc_crf_base_posteriors_kernel",
+                "ctc_crf_base_sums_kernel",
                 "ctc_crf_first_posteriors_kernel",
             ),
             torch.float32,

@@ -13,22 +13,51 @@ import triton.language as tl
 from .greedy import load_length
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "C", "A", "bases"])
 def ctc_crf_base_posteriors_kernel(
-    posteriors,  # StridedEdges [T, N, P, A], of edges; with A = 1 of states or sums of states
+    marginals,  # StridedEdges [T, N, C, A]
+    lengths_ptr,  # [N]
+    by_base_ptr,  # [T, N, bases] fp64
+    T,
+    N,
+    C,
+    A,
+    bases,
+    BLOCK_R: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Sum the posteriors of the edges into the states that end in each base, after one step."""
+    t, n = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
+    length, _ = load_length(lengths_ptr, n, T)
+    b, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
+    rows = tl.where(t < length, C // bases, 0)
+    marginals_ptr = marginals.ptr + t * marginals.t + n * marginals.n
+    total = tl.zeros([BLOCK_R, BLOCK_B], tl.float64)
+    for first in range(0, rows, BLOCK_R):
+        mask = ((first + r) < rows)[:, None] & (b < bases)[None, :]
+        c = ((first + r) * bases)[:, None] + b[None, :]
+        ptrs = marginals_ptr + c.to(tl.int64) * marginals.c
+        for _edge in range(A):
+            total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float64)
+            ptrs += marginals.k
+    row_ptr = by_base_ptr + (t * N + n) * bases
+    tl.store(row_ptr + b, tl.sum(total, axis=0), mask=b < bases)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def ctc_crf_base_sums_kernel(
+    posteriors_ptr,  # [T, N, P] fp32, of states or sums of states that end in base p % BASES
     lengths_ptr,  # [N]
     by_base_ptr,  # [T, N, BASES] fp64
     T,
     N,
     P,
-    A,
     BASES: tl.constexpr,
-    NORMALIZE: tl.constexpr,  # whether the sums are divided by their sum
     ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Sum the posteriors whose states end in each base, p % BASES, for ROWS steps.
+    """Sum the posteriors of states by the last base, and divide them by their sum, for ROWS steps.
 
     The steps of the sequences are in the order of memory.
     """
@@ -38,19 +67,14 @@ def ctc_crf_base_posteriors_kernel(
     # A length out of range has no steps.
     inside = exists & (t < length) & (length <= T)
     r, b = tl.arange(0, BLOCK_R)[None, :, None], tl.arange(0, BLOCK_B)[None, None, :]
-    row_ptrs = posteriors.ptr + (t * posteriors.t + n * posteriors.n)[:, None, None]
+    ptrs = posteriors_ptr + row[:, None, None] * P + (r * BASES + b)
     by_base = tl.zeros([ROWS, BLOCK_B], tl.float64)
     for first in range(0, P // BASES, BLOCK_R):
         mask = inside[:, None, None] & (first + r < P // BASES) & (b < BASES)
-        ptrs = row_ptrs + ((first + r) * BASES + b).to(tl.int64) * posteriors.c
-        total = tl.zeros([ROWS, BLOCK_R, BLOCK_B], tl.float64)
-        for _edge in range(A):
-            total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float64)
-            ptrs += posteriors.k
-        by_base += tl.sum(total, axis=1)
-    if NORMALIZE:
-        whole = tl.sum(by_base, axis=1)[:, None]
-        by_base = by_base / tl.where(whole == 0.0, 1.0, whole)
+        posterior = tl.load(ptrs + first * BASES, mask=mask, other=0.0)
+        by_base += tl.sum(posterior.to(tl.float64), axis=1)
+    whole = tl.sum(by_base, axis=1)[:, None]
+    by_base = by_base / tl.where(whole == 0.0, 1.0, whole)
     b = tl.arange(0, BLOCK_B)[None, :]
     result_ptrs = by_base_ptr + row[:, None] * BASES + b
     tl.store(result_ptrs, by_base, mask=exists[:, None] & (b < BASES))

@@ -28,6 +28,7 @@ from .crf_beam import (
 )
 from .crf_calls import (
     ctc_crf_base_posteriors_kernel,
+    ctc_crf_base_sums_kernel,
     ctc_crf_calls_kernel,
     ctc_crf_first_posteriors_kernel,
 )
@@ -156,57 +157,60 @@ def sum_state_posteriors(
     buffers: PosteriorBuffers, lengths: Tensor, by_base: Tensor, first: Tensor
 ) -> None:
     """Fill in the posteriors for qualities from those of states."""
-    (N, C), P = first.shape, buffers.posteriors.shape[2]
-    by_step = StridedEdges(buffers.posteriors[1:], N * P, P, 1, 0)
-    at_first = StridedEdges(buffers.first, 0, C, 1, 0)
-    launch_base_posteriors(by_step, P, 1, at_first, lengths, by_base, first)
-
-
-def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the posteriors for qualities, given those of edges; see the reference."""
-    (C, A), found = marginals.shape[2:], empty_posteriors(marginals)
-    edges = StridedEdges(marginals, *marginals.stride())
-    launch_base_posteriors(edges, C, A, edges, lengths.contiguous(), *found)
-    return found
-
-
-def launch_base_posteriors(
-    by_step: StridedEdges,
-    columns: int,
-    edges: int,
-    at_first: StridedEdges,
-    lengths: Tensor,
-    by_base: Tensor,
-    first: Tensor,
-) -> None:
-    """Fill in the posteriors for qualities from those of edges, or of states, which have 1 edge.
-
-    The posteriors of the first k-mers come from those of the first edges, or of the first states.
-    """
     T, N, bases = by_base.shape
-    are_states, block_b = edges == 1, next_power_of_2(bases)
-    rows, block = (SUMMED_ROWS, BLOCK_SUMS) if are_states else (1, MAX_BLOCK_BASES)
+    columns, block_b = buffers.posteriors.shape[2], next_power_of_2(bases)
     launch(
-        ctc_crf_base_posteriors_kernel,
-        cdiv(T * N, rows),
-        posteriors=by_step,
+        ctc_crf_base_sums_kernel,
+        cdiv(T * N, SUMMED_ROWS),
+        posteriors_ptr=buffers.posteriors[1:],
         lengths_ptr=lengths,
         by_base_ptr=by_base,
         T=T,
         N=N,
         P=columns,
-        A=edges,
         BASES=bases,
-        NORMALIZE=are_states,
-        ROWS=rows,
-        BLOCK_R=min(next_power_of_2(columns // bases), max(block // block_b, 1)),
+        ROWS=SUMMED_ROWS,
+        BLOCK_R=min(next_power_of_2(columns // bases), BLOCK_SUMS // block_b),
         BLOCK_B=block_b,
         num_warps=1,
     )
+    states = StridedEdges(buffers.first, 0, buffers.first.shape[1], 1, 0)
+    launch_first(states, lengths, first, T, bases, True)
+
+
+def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the posteriors for qualities, given those of edges; see the reference."""
+    T, N, C, A = marginals.shape
+    by_base, first = empty_posteriors(marginals)
+    lengths, edges = lengths.contiguous(), StridedEdges(marginals, *marginals.stride())
+    block_b = next_power_of_2(A - 1)
+    launch(
+        ctc_crf_base_posteriors_kernel,
+        T * N,
+        marginals=edges,
+        lengths_ptr=lengths,
+        by_base_ptr=by_base,
+        T=T,
+        N=N,
+        C=C,
+        A=A,
+        bases=A - 1,
+        BLOCK_R=min(next_power_of_2(C // (A - 1)), max(MAX_BLOCK_BASES // block_b, 1)),
+        BLOCK_B=block_b,
+        num_warps=1,
+    )
+    launch_first(edges, lengths, first, T, A - 1, False)
+    return by_base, first
+
+
+def launch_first(
+    posteriors: StridedEdges, lengths: Tensor, first: Tensor, T: int, bases: int, are_states: bool
+) -> None:
+    """Fill in the posteriors of the first k-mers from those of states, or of the first edges."""
     launch(
         ctc_crf_first_posteriors_kernel,
-        N,
-        marginals=at_first,
+        len(first),
+        marginals=posteriors,
         lengths_ptr=lengths,
         first_ptr=first,
         T=T,
