@@ -119,6 +119,7 @@ class LossCase(SumCase):
         return 1.0
 
     def standard(self, inputs: Any) -> Truth:
+        """Compute the loss in fp64, `at_once` sequences together, and the judged gradients."""
         losses, gradients, dim = [], [], self.dims[0] or 0
         for first in range(0, self.sequences, self.at_once):
             part = []
