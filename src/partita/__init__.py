@@ -13,11 +13,9 @@ from .ops.chain.results import ChainSample, ViterbiPath
 from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss, word_spans
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
-from .ops.decode.api import ctc_beam_search, ctc_greedy_search
-from .ops.decode.basecalls import Basecalls
+from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
+from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
-from .ops.decode.crf import ctc_crf_decode
-from .ops.decode.stitch import stitch
 from .ops.divergence.api import divergence, topk_divergence
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample

@@ -99,7 +99,6 @@ def test_all_ops_with_table_csv_and_picture(
         "torch",
         "naive",
     }
-    assert {name for op, part, _, name in found if part == "host"} == {"partita", "torch"}
     for row in measured:
         assert row["note"] == ""
         assert 0 < float(row["min_ms"]) <= float(row["median_ms"]) <= float(row["max_ms"])
@@ -147,7 +146,6 @@ def test_all_ops_with_table_csv_and_picture(
     for title in (
         "softmax fp32",
         "softmax sweep fp32",
-        "cross_entropy host fp32",
         "viterbi bf16",
     ):
         assert f"\n{title}\n" in printed

@@ -80,7 +80,7 @@ def test_sizes() -> None:
     assert shapes(elements=1) == [(1, 1, 64, 5), (1, 1, 256, 5)]
     cases = list(chain.chain_cases(dataclasses.replace(SETTINGS, columns=())))
     assert [(case.op, case.dtype) for case in cases] == [
-        (op, dtype) for dtype in SETTINGS.dtypes for _ in range(2) for op in ("chain", "viterbi")
+        (op, dtype) for dtype in SETTINGS.dtypes for op in ("chain", "viterbi") for _ in range(2)
     ]
 
 

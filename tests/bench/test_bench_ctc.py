@@ -152,10 +152,9 @@ def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
             and row.note.endswith(f", allowed {allowed}")
         )
     truth = LOSS.standard(LOSS.inputs(Buffers(CPU.device)))
-    longer = truth._replace(logz=10000.0)
-    assert LOSS.bounds(PARTITA, truth) == LOSS.bounds(PARTITA, longer) and LOSS.bounds(
-        TORCH, longer
-    )[0] == pytest.approx(0.076, rel=0.01)
+    longer = dataclasses.replace(LOSS, steps=4000)
+    assert LOSS.bounds(PARTITA, truth) == longer.bounds(PARTITA, truth)
+    assert longer.bounds(TORCH, truth)[0] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("sequence", [0, 3, 5])
@@ -166,7 +165,7 @@ def test_every_sequence_counts(factor: float, sequence: int) -> None:
 
 
 @pytest.mark.parametrize("case", [LOSS, CRF], ids=lambda case: case.op)
-def test_a_wrong_loss_is_not_timed(case: ctc.LossCase) -> None:
+def test_a_wrong_loss_is_not_timed(case: ctc.CTCLossCase) -> None:
     right = TORCH.ops[case.op]()
     (row,) = run(iter([case]), named("another", lambda *inputs: right(*inputs) + 100))
     assert row.timing is None and row.note.startswith("wrong: ")

@@ -16,10 +16,8 @@ from helpers.bench import SETTINGS, devices, run
 
 from partita.__main__ import main
 from partita.bench import (
-    first_call,
     host,
     host_cases,
-    host_trial,
     picture,
     providers,
     rows,
@@ -38,9 +36,9 @@ CPU = torch.device("cpu")
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a run short; the reference compiles nothing."""
     monkeypatch.setenv("PARTITA_BACKEND", "reference")
-    monkeypatch.setattr(host_trial, "CALLS", (host_trial.Calls(1, 1), host_trial.Calls(2, 2)))
-    monkeypatch.setattr(host_trial, "NEW_SHAPE_CALLS", 1)
-    monkeypatch.setattr(host_trial, "WARM_UP_CALLS", 1)
+    monkeypatch.setattr(host, "CALLS", (host.Calls(1, 1), host.Calls(2, 2)))
+    monkeypatch.setattr(host, "NEW_SHAPE_CALLS", 1)
+    monkeypatch.setattr(host, "WARM_UP_CALLS", 1)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -157,7 +155,7 @@ def test_first_calls_use_one_cache_that_starts_empty(
     bytecode: list[Path] = []
 
     def fake(module: str, arguments: list[str], environment: dict[str, str]) -> Any:
-        assert module == "bench.first_call"
+        assert module == "bench.host_cases"
         folder = Path(environment["TRITON_CACHE_DIR"])
         bytecode.append(Path(environment["PYTHONPYCACHEPREFIX"]))
         caches.append((arguments[1], folder, not folder.exists()))
@@ -188,11 +186,11 @@ def test_first_calls_use_one_cache_that_starts_empty(
 
 
 def test_a_first_call_runs_in_a_process_of_its_own() -> None:
-    times = run_module("bench.first_call", ["softmax", "torch", "cpu"])
+    times = run_module("bench.host_cases", ["softmax", "torch", "cpu"])
     assert set(times) == {"first", "second"}
-    assert set(first_call.seconds("softmax", "torch", CPU)) == {"first", "second"}
+    assert set(host_cases.seconds("softmax", "torch", CPU)) == {"first", "second"}
     with pytest.raises(RuntimeError, match="KeyError: 'nobody'"):
-        run_module("bench.first_call", ["softmax", "nobody", "cpu"])
+        run_module("bench.host_cases", ["softmax", "nobody", "cpu"])
 
 
 def test_a_first_call_that_fails_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,14 +251,14 @@ def test_a_peer_may_refuse_or_be_absent(
 def test_an_interrupted_run_writes_what_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    time_round = host_trial.Trial.time_round
+    time_round = host.Trial.time_round
 
-    def interrupted(trial: host_trial.Trial) -> None:
+    def interrupted(trial: host.Trial) -> None:
         if trial.provider == "partita":
             raise KeyboardInterrupt
         time_round(trial)
 
-    monkeypatch.setattr(host_trial.Trial, "time_round", interrupted)
+    monkeypatch.setattr(host.Trial, "time_round", interrupted)
     path = tmp_path / "host.csv"
     command = ["bench", "host", "softmax", "--device", "cpu", "--only-ours", "--csv", str(path)]
     assert main(command) == 130
@@ -312,9 +310,9 @@ def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_of_a_call_are_counted() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.zeros(1000, device=device)
-    work = host_trial.device_work(lambda: (x + 1, x.clone()), device)
+    work = host.device_work(lambda: (x + 1, x.clone()), device)
     assert work is not None and work[0] == 2 and work[1] > 0
 
 
 def test_a_cpu_has_no_kernels_to_count() -> None:
-    assert host_trial.device_work(lambda: None, CPU) is None
+    assert host.device_work(lambda: None, CPU) is None

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from partita.__main__ import main
 from partita.bench import chain, cli, providers
-from partita.bench import page as _page
 from partita.bench import report_cli as _report
 from partita.bench.cli import Measured
 from partita.bench.measure import Machine, Timing
@@ -151,12 +150,13 @@ def test_the_page_is_html_that_stands_alone(whole: Page) -> None:
 
 
 def test_a_failed_check_is_first_and_escaped(whole: Page) -> None:
-    rows = whole.table("op", "backend")
+    rows = whole.table("op", "dtype")
     note = f"RuntimeError: {NOTE} in …/kernel.py"
     dtypes = list(_check_machine.DTYPES)
     failed, passed = rows[: len(dtypes)], rows[len(dtypes) :]
-    assert failed == [["broken", "PyTorch on cpu", d, "", "", "", "FAIL", note] for d in dtypes]
-    assert len(passed) == 2 * len(dtypes) and {row[6] for row in passed} == {"pass"}
+    assert failed == [["broken", d, "", "", "", "FAIL", note] for d in dtypes]
+    assert "PyTorch on cpu, against fp64" in whole.text
+    assert len(passed) == 2 * len(dtypes) and {row[5] for row in passed} == {"pass"}
     assert "<b>" not in whole.source and html.escape(NOTE) in whole.source
     assert f"check: {len(passed)} passed, {len(failed)} failed" in whole.text
     assert '<tr class="fail">' in whole.source
@@ -200,7 +200,7 @@ def test_pictures_share_a_page(tmp_path: Path) -> None:
     ]
     path = tmp_path / "report.html"
     path.write_text(
-        _page.page(_page.Report("", "", [], [], _page.Bench(Measured(rows), machine, []))),
+        _report.page(_report.Report("", "", [], [], Measured(rows, machine))),
         encoding="utf-8",
     )
     page = Page(path)
@@ -273,7 +273,7 @@ def test_nobody_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_folders_are_left_out(text: str, expected: str) -> None:
-    assert _page.public(text) == expected
+    assert _report.public(text) == expected
 
 
 def test_what_is_there_is_not_overwritten_unless_asked(

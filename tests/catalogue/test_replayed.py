@@ -2,7 +2,7 @@
 
 import pytest
 
-from partita.cli import replay
+from partita.cli import info
 from partita.runtime.caches import clear_caches
 from partita.runtime.register import LEFT_TO_PYTHON
 
@@ -27,11 +27,11 @@ EXCEPTIONS = {
 @pytest.mark.long
 def test_each_call_is_replayed_or_known_not_to_be() -> None:
     clear_caches()  # which forgets calls that other tests made while a graph was captured
-    lines = replay.run_all()
+    lines = info.all_replays()
     found = {line.call: line.reason for line in lines if line.replayed != "yes"}
     table = "\n".join(f"{line.call:36}{line.replayed:8}{line.reason}" for line in lines)
     assert found == EXCEPTIONS, f"the list of exceptions and this table differ:\n{table}"
 
 
 def test_the_exceptions_are_calls_of_the_catalogue() -> None:
-    assert set(EXCEPTIONS) <= set(replay.CALLS)
+    assert set(EXCEPTIONS) <= set(info.CALLS)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from partita.__main__ import main
-from partita.cli import replay
-from partita.cli.replay import Line, line_of
+from partita.cli import info
+from partita.cli.info import Line, line_of
 from partita.runtime import launcher
 from partita.runtime.register import RECORDED, REPLAYED
 from partita.testing.samples import CALLS
@@ -50,8 +50,8 @@ def test_a_line_for_each_call(
         raise RuntimeError("no kernel\nat all")
 
     broken = dataclasses.replace(CALLS["logsumexp"], function=fails)
-    monkeypatch.setattr(replay, "CALLS", {"softmax": CALLS["softmax"], "logsumexp": broken})
-    monkeypatch.setattr(replay, "run", functools.partial(replay.run, device="cpu"))
+    monkeypatch.setattr(info, "CALLS", {"softmax": CALLS["softmax"], "logsumexp": broken})
+    monkeypatch.setattr(info, "replay_of", functools.partial(info.replay_of, device="cpu"))
     monkeypatch.setattr(launcher, "module", object)
     monkeypatch.setenv("PARTITA_REPLAY", "0")
     assert main(["info", "--replay"]) == 0

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from partita.__main__ import main
 from partita.cli import info, warm
-from partita.cli.warm import OPS, Warmed, WarmResult
+from partita.cli.warm import OPS, WarmResult
 
 CPU = torch.device("cpu")
 TINY = {
@@ -92,16 +92,17 @@ def test_sizes_that_an_op_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_prints_its_result(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["softmax", "bf16", "cpu"]
     assert warm.main_of_process([*arguments, json.dumps({"rows": [3], "classes": [5]})]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"seconds", "compiled", "cached"}
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == set(WarmResult._fields) and result["note"] == ""
     assert warm.main_of_process([*arguments, json.dumps({"rows": [3], "classes": [-5]})]) == 1
     assert capsys.readouterr().err.startswith("RuntimeError: ")
 
 
 def test_workers_are_processes_whose_failure_is_told() -> None:
     result = warm.warm_in_process("softmax", "fp32", {"rows": (3,), "classes": (5,)}, "cpu")
-    assert result.warmed is not None and result.note == ""
+    assert result.seconds is not None and result.note == ""
     result = warm.warm_in_process("softmax", "fp32", {"rows": (3,), "classes": (5,)}, "nowhere")
-    assert result.warmed is None
+    assert result.seconds is None
     assert result.note.startswith("RuntimeError: Expected one of cpu, cuda, ")
 
 
@@ -113,8 +114,8 @@ def test_the_table_and_the_exit_code(
     def fake(op: str, dtype: str, sizes: Any, device: str) -> WarmResult:
         asked.append((op, dtype, sizes, device))
         if op == "logz" and dtype == "fp32":
-            return WarmResult(op, dtype, None, "OutOfMemoryError: too much")
-        return WarmResult(op, dtype, Warmed(1.25, 7, 2))
+            return WarmResult(op, dtype, None, note="OutOfMemoryError: too much")
+        return WarmResult(op, dtype, 1.25, 7, 2)
 
     monkeypatch.setattr(warm, "warm_in_process", fake)
     monkeypatch.setenv("COLUMNS", "200")  # each row of the table is one line
@@ -136,7 +137,7 @@ def test_the_table_and_the_exit_code(
     }
     assert all(sizes == {"classes": (50, 60)} for _, _, sizes, _ in asked)
     monkeypatch.setattr(
-        warm, "warm_in_process", lambda op, dtype, *_: WarmResult(op, dtype, Warmed(0.5, 0, 1))
+        warm, "warm_in_process", lambda op, dtype, *_: WarmResult(op, dtype, 0.5, 0, 1)
     )
     assert main(["warm"]) == 0
     assert f"{2 * len(OPS)} ready, 0 failed" in capsys.readouterr().out
@@ -147,11 +148,11 @@ def test_only_sizes_of_the_op_reach_its_worker(monkeypatch: pytest.MonkeyPatch) 
 
     def fake(module: str, arguments: list[str]) -> Any:
         sent.append((module, arguments))
-        return {"seconds": 1.0, "compiled": 1, "cached": 0}
+        return WarmResult("logz", "fp16", 1.0, 1)._asdict()
 
     monkeypatch.setattr(warm, "run_module", fake)
     result = warm.warm_in_process("logz", "fp16", {"states": (64,), "classes": (5,)}, "cuda:1")
-    assert result == WarmResult("logz", "fp16", Warmed(1.0, 1, 0))
+    assert result == WarmResult("logz", "fp16", 1.0, 1)
     assert sent == [("cli.warm", ["logz", "fp16", "cuda:1", '{"states": [64]}'])]
 
 

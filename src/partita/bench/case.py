@@ -10,7 +10,7 @@ import importlib.util
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -109,23 +109,12 @@ class Moves(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of the cases of an op, each a NamedTuple: on a GPU and on a CPU, all or few."""
+    """The sizes of the cases of an op, each their fields: on a GPU and on a CPU, all or few."""
 
-    gpu: Sequence[Any]
-    gpu_quick: Sequence[Any]
-    cpu: Sequence[Any]
-    cpu_quick: Sequence[Any]
-
-    def chosen(self, settings: Settings, width: str = "", least: int = 1) -> Sequence[Any]:
-        """Return the sizes for the device, or the first one with the widths that the user names.
-
-        `width` is the field of a size that the widths replace, by `least` at least.
-        """
-        full, quick = self[:2] if settings.device.type == "cuda" else self[2:]
-        sizes = quick if settings.quick else full
-        if settings.columns and width:
-            return [sizes[0]._replace(**{width: max(least, n)}) for n in settings.columns]
-        return sizes
+    gpu: Sequence[tuple[Any, ...]]
+    gpu_quick: Sequence[tuple[Any, ...]]
+    cpu: Sequence[tuple[Any, ...]]
+    cpu_quick: Sequence[tuple[Any, ...]]
 
 
 class Buffers:
@@ -209,6 +198,13 @@ class Case(ABC):
     memory_of: ClassVar[str] = ""  # the part whose memory is measured; empty for none
     slow: ClassVar[tuple[str, ...]] = ()  # providers whose loops are repeated less often
     slow_on_cpu: ClassVar[bool] = False  # whether all of them are slow there
+    # The size that the widths of the user replace, empty for none, and the least that it can be.
+    width: ClassVar[str] = ""
+    least_width: ClassVar[int] = 1
+
+    def within(self, elements: int) -> Any:
+        """Return the case with at most this number of scores."""
+        return self
 
     def size(self, names: Sequence[str]) -> str:
         return " × ".join(f"{getattr(self, name):,}" for name in names)
@@ -319,6 +315,28 @@ class Case(ABC):
 
     def __str__(self) -> str:
         return f"{self.op} {DTYPE_NAMES[self.dtype]} {self.size(self.sizes)}"
+
+
+def cases_of(
+    kinds: Mapping[str, tuple[type[Case], Sizes]], *default: torch.dtype
+) -> Callable[[Settings], Iterator[Case]]:
+    """Return what yields the cases of some ops, by dtype, op and size.
+
+    With widths of the user, these are cases of the first size.
+    """
+
+    def cases(settings: Settings) -> Iterator[Case]:
+        for dtype in settings.types(*default):
+            for op, (kind, sizes) in kinds.items():
+                full, quick = sizes[:2] if settings.device.type == "cuda" else sizes[2:]
+                found = [kind(op, dtype, *size) for size in (quick if settings.quick else full)]
+                if settings.columns and kind.width:
+                    widths: list[Any] = [max(kind.least_width, n) for n in settings.columns]
+                    found = [replace(found[0], **{kind.width: n}) for n in widths]
+                limit = settings.elements
+                yield from found if limit is None else (case.within(limit) for case in found)
+
+    return cases
 
 
 def poison(like: Tensor) -> None:

@@ -24,17 +24,16 @@ from ..testing.samples.in_torch import reachable
 from ..testing.samples.in_torch import total_of_paths as loop_logz
 from .case import (
     Buffers,
-    Case,
     Function,
     Functions,
     Limited,
     Load,
     Provider,
-    Settings,
     Sizes,
     Verdict,
+    cases_of,
 )
-from .paths import PEER_BOUND, BestCase, Gradient, LogZCase, Truth, evenly, fewer, worst
+from .paths import PEER_BOUND, BestCase, Gradient, LogZCase, SequencesCase, Truth, evenly, worst
 
 BASES = 4  # A, C, G and T
 WINDOW = 3  # a label, the blank before it, and the label before that
@@ -65,28 +64,21 @@ def alignment(states: int) -> Tensor:
     return (torch.arange(states)[:, None] - torch.arange(WINDOW)).clamp(min=-1)
 
 
-class Size(NamedTuple):
-    steps: int
-    chains: int
-    states: int
-    table: SourceTable = kmers
-
-
-FULL_SIZES = (
-    Size(800, 64, 64),
-    Size(800, 64, 256),
-    Size(800, 64, 1024),
-    Size(2000, 128, 256),
-    Size(2000, 64, 1024),
-    Size(500, 128, 201, alignment),
-    Size(100_000, 1, 16),
-    Size(1_000_000, 1, 4, dense_source),
+FULL_SIZES = (  # steps, chains, states and table
+    (800, 64, 64, kmers),
+    (800, 64, 256, kmers),
+    (800, 64, 1024, kmers),
+    (2000, 128, 256, kmers),
+    (2000, 64, 1024, kmers),
+    (500, 128, 201, alignment),
+    (100_000, 1, 16, kmers),
+    (1_000_000, 1, 4, dense_source),
 )
 SIZES = Sizes(
     FULL_SIZES,
     FULL_SIZES[:2],
-    [Size(500, 8, 64), Size(200, 4, 1024), Size(500, 8, 201, alignment)],
-    [Size(100, 4, 64), Size(100, 4, 256)],
+    [(500, 8, 64, kmers), (200, 4, 1024, kmers), (500, 8, 201, alignment)],
+    [(100, 4, 64, kmers), (100, 4, 256, kmers)],
 )
 
 
@@ -176,16 +168,18 @@ PROVIDERS: Functions = {
 
 
 @dataclass(frozen=True)
-class ChainCase(Case):
+class ChainCase(SequencesCase):
     """A batch of chains over one table of sources."""
 
-    steps: int
     chains: int
     states: int
     table: SourceTable
 
     sizes = ("steps", "chains", "states", "slots")
     scores = "scores"
+    batch = "chains"
+    least_steps = 1
+    width = "states"
 
     @property
     def slots(self) -> int:
@@ -284,13 +278,5 @@ class Viterbi(BestCase, ChainCase):
         return scores.sum((0, 2), dtype=torch.float64)[standard.chains]
 
 
-def chain_cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.types():
-        for size in SIZES.chosen(settings, "states"):
-            scores = size.table(size.states).numel()
-            limits = fewer(size.steps, size.chains, scores, settings.elements, least=1)
-            yield LogZ("chain", dtype, *limits, *size[2:])
-            yield Viterbi("viterbi", dtype, *limits, *size[2:])
-
-
+chain_cases = cases_of({"chain": (LogZ, SIZES), "viterbi": (Viterbi, SIZES)})
 OPS = {"chain": chain_cases}

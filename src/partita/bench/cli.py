@@ -12,8 +12,16 @@ from pathlib import Path
 
 import torch
 
-from ..cli.arguments import device_named, dtypes, number, numbers, words
-from ..cli.console import Progress, UsageError, first_line
+from ..cli.console import (
+    Progress,
+    UsageError,
+    device_named,
+    dtypes,
+    first_line,
+    number,
+    numbers,
+    words,
+)
 from ..cli.info import no_gpu
 from . import host, picture, report
 from .case import Case, Provider, Settings
@@ -170,7 +178,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Plan:
     """The course of the benchmark."""
 
-    device: torch.device
     settings: Settings
     providers: list[Provider]
     absent: list[str]  # a message for each provider that is not installed
@@ -183,6 +190,7 @@ class Measured:
     """The measurements, and the problem that ended them early."""
 
     rows: list[Row]
+    machine: Machine | None  # None where its bandwidth could not be measured
     problem: str = ""
     code: int = 0
 
@@ -219,16 +227,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
     ops = {case.op for case in cases}
     absent = missing(each for each in providers if not ops.isdisjoint(each.ops))
     present = [each for each in providers if each.name not in absent]
-    return Plan(
-        device, settings, present, list(absent.values()), cases, report.files_of(args, "bench")
-    )
+    files = report.files_of(args, "bench")
+    return Plan(settings, present, list(absent.values()), cases, files)
 
 
 def machine_of(plan: Plan) -> Machine:
     """Make the device of the plan the current one, and measure its bandwidths."""
-    if plan.device.type == "cuda":
-        torch.cuda.set_device(plan.device)
-    return measure_machine(plan.device, plan.settings.logits, plan.settings.repetitions)
+    settings = plan.settings
+    if settings.device.type == "cuda":
+        torch.cuda.set_device(settings.device)
+    return measure_machine(settings.device, settings.logits, settings.repetitions)
 
 
 def measure(plan: Plan, machine: Machine) -> Measured:
@@ -240,12 +248,12 @@ def measure(plan: Plan, machine: Machine) -> Measured:
             for row in run(plan.cases, plan.providers, machine, repetitions, progress):
                 rows.append(row)
     except KeyboardInterrupt:
-        return Measured(rows, "interrupted", 130)
+        return Measured(rows, machine, "interrupted", 130)
     except DeviceLost as error:
-        return Measured(rows, f"the GPU no longer answers after {error}", 1)
+        return Measured(rows, machine, f"the GPU no longer answers after {error}", 1)
     except Exception as error:  # such as too little memory for the inputs of a case
-        return Measured(rows, f"broke off: {first_line(error)}", 1)
-    return Measured(rows, code=int(bool(failed(rows))))
+        return Measured(rows, machine, f"broke off: {first_line(error)}", 1)
+    return Measured(rows, machine, code=int(bool(failed(rows))))
 
 
 def main(args: argparse.Namespace) -> int:

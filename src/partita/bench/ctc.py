@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.chain.api import Chain
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss
 from ..runtime.backend import backend
 from ..testing.samples.in_torch import total_of_paths as loop_logz
-from .case import Buffers, Case, Function, Functions, Limited, Provider, Settings, Sizes
+from .case import Buffers, Function, Functions, Limited, Provider, Sizes, cases_of
 from .chain import BASES, MAX_STATES, beyond_fp32_kernels, beyond_loop, kmers
-from .paths import BestCase, Gradient, SumCase, Truth, evenly, fewer
+from .paths import BestCase, LossCase, SequencesCase, Truth
 
 # Others carry fp32 states as large as log Z. PyTorch's posteriors are off by 0.3 at 20,000 steps.
-PEER_ROUNDINGS = 64
+PEER_ERROR_A_STEP = 2.5e-5
 ELEMENTS_AT_ONCE = 2**25  # elements whose truth is computed in fp64 together
 SEQUENCES_JUDGED = 4  # sequences over k-mers
 MIN_STEPS = 16  # with fewer steps, k-mers get shorter first
@@ -29,62 +29,30 @@ MIN_STEPS = 16  # with fewer steps, k-mers get shorter first
 UNREACHED = -1e30
 
 
-class Size(NamedTuple):
-    """The size of a batch whose targets have `shortest` to `longest` labels.
-
-    k-mers have `state_len` bases.
-    """
-
-    steps: int
-    sequences: int
-    classes: int
-    shortest: int
-    longest: int
-    state_len: int = 0
-
-    @property
-    def scores(self) -> int:
-        """Return the number of scores of one step of one sequence."""
-        return self.classes * BASES**self.state_len
-
-    def within(self, elements: int | None) -> Size:
-        """Return a size with at most this number of scores, in which all targets can be aligned."""
-        if elements is None:
-            return self
-        size = self
-        while size.state_len > 1 and size.scores * MIN_STEPS > elements:
-            size = size._replace(state_len=size.state_len - 1)
-        steps, sequences = fewer(size.steps, size.sequences, size.scores, elements, least=1)
-        longest = max(1, size.state_len, min(size.longest, steps // 2))
-        shortest = min(size.shortest, longest)
-        return size._replace(steps=steps, sequences=sequences, longest=longest, shortest=shortest)
-
-
-FULL_SIZES = (
-    Size(500, 128, 20, 80, 100),
-    Size(1000, 64, 32, 100, 200),
-    Size(150, 128, 5000, 15, 30),
-    Size(2000, 16, 500, 100, 300),
-    Size(4000, 256, 5, 400, 500),
-    Size(30000, 1, 32, 2000, 2500),
-    Size(64, 4, 32, 16, 16),
-    Size(256, 16, 64, 48, 48),
-    Size(512, 32, 64, 48, 48),
-    Size(1024, 32, 128, 96, 96),
+FULL_SIZES = (  # steps, sequences, classes, shortest and longest target
+    (500, 128, 20, 80, 100),
+    (1000, 64, 32, 100, 200),
+    (150, 128, 5000, 15, 30),
+    (2000, 16, 500, 100, 300),
+    (4000, 256, 5, 400, 500),
+    (30000, 1, 32, 2000, 2500),
+    (64, 4, 32, 16, 16),
+    (256, 16, 64, 48, 48),
+    (512, 32, 64, 48, 48),
+    (1024, 32, 128, 96, 96),
 )
 SIZES = Sizes(
     FULL_SIZES,
     [FULL_SIZES[0], FULL_SIZES[6]],
-    [Size(500, 32, 20, 80, 100), Size(400, 4, 5000, 40, 40)],
-    [Size(60, 4, 20, 8, 12), Size(64, 4, 32, 16, 16)],
+    [(500, 32, 20, 80, 100), (400, 4, 5000, 40, 40)],
+    [(60, 4, 20, 8, 12), (64, 4, 32, 16, 16)],
 )
-CRF_QUICK = [Size(60, 2, 5, 8, 12, 2)]
-CRF_SIZES = Sizes(
-    [Size(2000, 64, 5, 300, 500, 5)], CRF_QUICK, [Size(400, 4, 5, 60, 100, 3)], CRF_QUICK
-)
-ALIGN_QUICK = [Size(100, 1, 8, 12, 12)]
+# K-mers have their number of bases too.
+CRF_QUICK = [(60, 2, 5, 8, 12, 2)]
+CRF_SIZES = Sizes([(2000, 64, 5, 300, 500, 5)], CRF_QUICK, [(400, 4, 5, 60, 100, 3)], CRF_QUICK)
+ALIGN_QUICK = [(100, 1, 8, 12, 12)]
 ALIGN_SIZES = Sizes(
-    [Size(180000, 1, 32, 20000, 20000)], ALIGN_QUICK, [Size(4000, 1, 32, 500, 500)], ALIGN_QUICK
+    [(180000, 1, 32, 20000, 20000)], ALIGN_QUICK, [(4000, 1, 32, 500, 500)], ALIGN_QUICK
 )
 
 
@@ -180,7 +148,7 @@ def _recipe(
     alignments is minus the loss.
     """
     scores, source, targets, lengths, state_len = inputs
-    T, N, C, K = scores.shape
+    (T, N, C, K), lengths = scores.shape, lengths.to(scores.device)
     dtype = torch.promote_types(scores.dtype, torch.float32)
     ends = torch.zeros(N, C, dtype=dtype, device=scores.device)
     normal = scores.flatten(2) - full_logz(scores, source, ends, ends)[:, None] / T
@@ -238,17 +206,27 @@ PROVIDERS: Functions = {
 
 
 @dataclass(frozen=True)
-class CTCCase(Case):
-    """A batch of inputs, each with a target."""
+class CTCCase(SequencesCase):
+    """A batch of inputs, each with a target of `shortest` to `longest` labels."""
 
-    steps: int
     sequences: int
     classes: int
     shortest: int
     longest: int
+    state_len: int = 0  # the bases of a k-mer; 0 for classes
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
     slow_on_cpu = True
+    least_steps = 1
+
+    def within(self, elements: int) -> Any:
+        """Return the case with shorter k-mers, fewer sequences, fewer steps and shorter targets."""
+        case = self
+        while case.state_len > 1 and math.prod(case.shape[2:]) * MIN_STEPS > elements:
+            case = replace(case, state_len=case.state_len - 1)
+        case = super(CTCCase, case).within(elements)
+        longest = max(1, case.state_len, min(self.longest, case.steps // 2))
+        return replace(case, longest=longest, shortest=min(self.shortest, longest))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -269,7 +247,7 @@ class CTCCase(Case):
 
 
 @dataclass(frozen=True)
-class LossCase(SumCase, CTCCase):
+class CTCLossCase(LossCase, CTCCase):
     """A loss of CTC."""
 
     contracts = 1  # the bound of Partita, in bounds of one posterior
@@ -278,35 +256,31 @@ class LossCase(SumCase, CTCCase):
         of_gradient, of_result = super().bounds(provider, truth)
         if provider.is_ours:
             return self.contracts * of_gradient, self.contracts * of_result
-        rounding = PEER_ROUNDINGS * torch.finfo(torch.float32).eps * truth.logz
-        return max(of_gradient, rounding), of_result
+        return max(of_gradient, PEER_ERROR_A_STEP * self.steps), of_result
 
 
-class Loss(LossCase):
-    """The summed loss from logits."""
+class Loss(CTCLossCase):
+    """The summed loss from logits, whose truth is PyTorch's in fp64."""
 
     versus = "torch"
+    width, least_width = "classes", 2
     caption = "CTC loss and its gradient"
+    dims = (1, 0, 0, 0)
+    judges_all = True
 
-    def standard(self, inputs: CTCInputs) -> Truth:
-        """Compute the loss of PyTorch in fp64, some sequences at a time."""
-        logits, targets, *lengths = inputs
-        each = max(1, ELEMENTS_AT_ONCE // (self.steps * (self.classes + 2 * self.longest + 1)))
-        losses, gradients = [], []
-        for start in range(0, self.sequences, each):
-            these = slice(start, start + each)
-            leaf = logits[:, these].double().requires_grad_()
-            loss = native_loss(leaf, targets[these], *(length[these] for length in lengths))
-            gradients.append(torch.autograd.grad(loss, leaf)[0])
-            losses.append(loss.detach())
-        total = torch.stack(losses).sum()
-        gradient = Gradient(0, ..., torch.cat(gradients, 1))
-        return Truth(total, ..., [gradient], float(total) / self.sequences)
+    @property
+    def at_once(self) -> int:
+        return max(1, ELEMENTS_AT_ONCE // (self.steps * (self.classes + 2 * self.longest + 1)))
+
+    def exact(self, inputs: CTCInputs) -> Tensor:
+        return native_loss(*inputs)
 
 
-@dataclass(frozen=True)
-class Crf(LossCase):
-    """The mean loss over k-mers: log Z of the chain minus log Z of the target's alignments."""
+class Crf(CTCLossCase):
+    """The mean loss over k-mers: log Z of the chain minus log Z of the target's alignments.
+
+    Its truth is that of the reference.
+    """
 
     caption = "CTC-CRF loss and its gradient"
     scores = "scores"
@@ -314,8 +288,7 @@ class Crf(LossCase):
     slow = ("torch",)
     contracts = 2  # its gradient is a difference of two marginals
     sizes = (*("steps", "sequences", "states", "slots", "shortest", "longest"),)
-
-    state_len: int
+    dims = (1, None, 0, 0, None)
 
     @property
     def states(self) -> int:
@@ -336,50 +309,18 @@ class Crf(LossCase):
         scores = buffers.normal("scores", self.shape, self.dtype)
         return CRFInputs(scores, source, targets.masked_fill(past, 0), lengths, self.state_len)
 
-    def standard(self, inputs: CRFInputs) -> Truth:
-        """Compute log Z of all sequences and the marginals of some from two chains in fp64."""
+    @property
+    def at_once(self) -> int:
         number = ELEMENTS_AT_ONCE // (self.steps * self.states * self.slots)
-        which = evenly(min(SEQUENCES_JUDGED, number), self.sequences, inputs.scores.device)
-        everyone = torch.arange(self.sequences, device=which.device)
-        with backend("reference"), torch.no_grad():
-            losses = torch.cat([crf_losses(inputs, n) for n in everyone.split(4 * len(which))])
-            full, aligned, index = crf_chains(inputs, which)
-            posterior, logz = full.marginals().flatten(2), float(full.logz().abs().max())
-            for at, marginals in zip(index, aligned.marginals().unbind(-1), strict=True):
-                posterior.scatter_add_(
-                    2, at.expand(self.steps, -1, -1), -marginals[..., -at.shape[1] :]
-                )
-        lengths = inputs.target_lengths.double()
-        # The mean over lengths and batch makes a gradient of a posterior.
-        unit = 1 / (self.sequences * lengths[which, None, None])
-        truth = posterior.unflatten(2, (self.states, self.slots)) * unit
-        gradient = Gradient(0, (slice(None), which), truth, unit)
-        return Truth((losses / lengths).mean(), ..., [gradient], logz)
+        return max(1, min(SEQUENCES_JUDGED, number))
 
+    def exact(self, inputs: CRFInputs) -> Tensor:
+        with backend("reference"):
+            return _crf_loss(*inputs) * (len(inputs.targets) / self.sequences)
 
-def crf_chains(inputs: CRFInputs, which: Tensor) -> tuple[Chain, Chain, TargetIndex]:
-    """Return two chains in fp64 and the indices of the second one's scores.
-
-    The first chain has all paths of these sequences, the second the paths that emit the target.
-    """
-    scores, targets = inputs.scores[:, which].double(), inputs.targets[which]
-    ends = torch.zeros_like(scores[0, ..., 0])
-    index = target_index(targets, inputs.state_len, BASES)
-    stay, move = (scores.flatten(2).gather(2, at.expand(len(scores), -1, -1)) for at in index)
-    state = torch.arange(stay.shape[2], device=scores.device)
-    last = inputs.target_lengths[which, None] - inputs.state_len
-    aligned = Chain(
-        torch.stack([stay, F.pad(move, (1, 0))], -1),
-        torch.stack([state, state - 1], 1),
-        torch.where(state == 0, 0.0, -torch.inf).double().expand_as(stay[0]),
-        torch.where(state == last, 0.0, -torch.inf).double(),
-    )
-    return Chain(scores, inputs.source, ends, ends), aligned, index
-
-
-def crf_losses(inputs: CRFInputs, which: Tensor) -> Tensor:
-    full, aligned, _ = crf_chains(inputs, which)
-    return full.logz() - aligned.logz()
+    def posterior_unit(self, inputs: CRFInputs) -> Tensor:
+        """Return the gradient of a posterior, by the mean over lengths and batch."""
+        return 1 / (self.sequences * inputs.target_lengths[: self.at_once, None, None].double())
 
 
 @dataclass(frozen=True)
@@ -430,14 +371,7 @@ def best_scores(
     return torch.maximum(blank.gather(1, last), label.gather(1, last - 1)).squeeze(1)
 
 
-def ctc_cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.types():
-        for size in SIZES.chosen(settings, "classes", 2):
-            yield Loss("ctc", dtype, *size.within(settings.elements)[:5])
-        for size in CRF_SIZES.chosen(settings):
-            yield Crf("ctc_crf", dtype, *size.within(settings.elements))
-        for size in ALIGN_SIZES.chosen(settings):
-            yield Align("ctc_align", dtype, *size.within(settings.elements)[:5])
-
-
+ctc_cases = cases_of(
+    {"ctc": (Loss, SIZES), "ctc_crf": (Crf, CRF_SIZES), "ctc_align": (Align, ALIGN_SIZES)}
+)
 OPS = {"ctc": ctc_cases}

@@ -18,25 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.ctc_crf.api import ctc_crf_loss
-from ..ops.decode.api import ctc_beam_search, ctc_greedy_search
+from ..ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from ..ops.decode.basecalls import Basecalls
 from ..ops.decode.common import Hypotheses
-from ..ops.decode.crf import ctc_crf_decode
 from ..runtime.backend import backend
 from .case import (
     Attempt,
     Buffers,
-    Case,
     Functions,
     Limited,
     Loop,
-    Settings,
     Sizes,
     Verdict,
+    cases_of,
     needs_gpu,
 )
 from .chain import BASES
-from .paths import READ, fewer
+from .paths import READ, SequencesCase
 
 SEQUENCES_JUDGED = 2  # the reference is a loop in Python
 ALLOWED = 1e-4  # nats that may be lost to a rounding that decides between prefixes
@@ -44,30 +42,21 @@ FIRST_CHARACTER = 0x4E00  # of the text of classes; from here on there are 20,00
 BLANK_SCORE = 2.0  # of staying in a k-mer, which koi takes as one number
 KOI_BASES = "NACGT"
 
-
-class Size(NamedTuple):
-    steps: int
-    sequences: int
-    classes: int
-    beam_width: int
-
-
-QUICK, CRF_QUICK = [Size(30, 2, 5, 4)], [Size(20, 2, 16, 4)]
+# Steps, sequences, classes or k-mers, and the width of the beam.
+QUICK, CRF_QUICK = [(30, 2, 5, 4)], [(20, 2, 16, 4)]
 GREEDY_SIZES = Sizes(
-    [Size(150, 128, 5000, 1), Size(1000, 64, 5, 1)],
-    [Size(150, 128, 5000, 1)],
-    [Size(1000, 1, 5, 1)],
+    [(150, 128, 5000, 1), (1000, 64, 5, 1)],
+    [(150, 128, 5000, 1)],
+    [(1000, 1, 5, 1)],
     QUICK,
 )
 BEAM_SIZES = Sizes(
-    [Size(1000, 64, 5, 16), Size(500, 32, 32, 16), Size(150, 128, 5000, 16)],
-    [Size(1000, 64, 5, 16)],
-    [Size(1000, 1, 5, 5), Size(1000, 1, 5, 32), Size(500, 1, 32, 16)],
+    [(1000, 64, 5, 16), (500, 32, 32, 16), (150, 128, 5000, 16)],
+    [(1000, 64, 5, 16)],
+    [(1000, 1, 5, 5), (1000, 1, 5, 32), (500, 1, 32, 16)],
     QUICK,
 )
-CRF_SIZES = Sizes(
-    [Size(2000, 64, 1024, 32)], [Size(2000, 64, 1024, 32)], [Size(400, 2, 256, 32)], CRF_QUICK
-)
+CRF_SIZES = Sizes([(2000, 64, 1024, 32)], [(2000, 64, 1024, 32)], [(400, 2, 256, 32)], CRF_QUICK)
 
 
 class DecodeInputs(NamedTuple):
@@ -243,10 +232,9 @@ class Truth(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecodeCase(Case):
+class DecodeCase(SequencesCase):
     """A batch of sequences of full length."""
 
-    steps: int
     sequences: int
     classes: int
     beam_width: int
@@ -338,18 +326,13 @@ class CrfCase(DecodeCase):
         return -ctc_crf_loss(scores, target, lengths, **sizes, reduction="sum")
 
 
-def decode_cases(settings: Settings) -> Iterator[Case]:
-    kinds: tuple[tuple[str, type[DecodeCase], Sizes], ...] = (
-        ("ctc_greedy", Greedy, GREEDY_SIZES),
-        ("ctc_beam", Beam, BEAM_SIZES),
-        ("ctc_crf_viterbi", CrfCase, CRF_SIZES),
-        ("ctc_crf_beam", CrfCase, CRF_SIZES),
-    )
-    for dtype in settings.types(torch.float32):
-        for op, kind, sizes in kinds:
-            for size in sizes.chosen(settings):
-                limits = fewer(size.steps, size.sequences, size.classes, settings.elements)
-                yield kind(op, dtype, *limits, *size[2:])
-
-
+decode_cases = cases_of(
+    {
+        "ctc_greedy": (Greedy, GREEDY_SIZES),
+        "ctc_beam": (Beam, BEAM_SIZES),
+        "ctc_crf_viterbi": (CrfCase, CRF_SIZES),
+        "ctc_crf_beam": (CrfCase, CRF_SIZES),
+    },
+    torch.float32,
+)
 OPS = {"decode": decode_cases}

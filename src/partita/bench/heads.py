@@ -38,6 +38,7 @@ from .case import (
     Settings,
     Sizes,
     Verdict,
+    cases_of,
     needs_gpu,
 )
 from .paths import evenly, worst
@@ -58,20 +59,13 @@ CHUNK_TOKENS = 1024  # tokens of a chunk of the recomputed loop
 BETAS = (0.0, 0.5, 1.0)
 DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS = (32768, 128256), (128256,)
 
-
-class Size(NamedTuple):
-    tokens: int
-    hidden: int
-    vocabulary: int
-
-
-FULL_SIZES = (
-    Size(8192, 4096, 128256),
-    Size(16384, 2048, 262144),
-    Size(8192, 2048, 32768),
-    Size(4096, 4096, 128256),
+FULL_SIZES = (  # tokens, hidden numbers and classes
+    (8192, 4096, 128256),
+    (16384, 2048, 262144),
+    (8192, 2048, 32768),
+    (4096, 4096, 128256),
 )
-SIZES = Sizes(FULL_SIZES, FULL_SIZES[2:3], [Size(256, 128, 4000)], [Size(128, 64, 1000)])
+SIZES = Sizes(FULL_SIZES, FULL_SIZES[2:3], [(256, 128, 4000)], [(128, 64, 1000)])
 
 
 class LinearInputs(NamedTuple):
@@ -426,10 +420,14 @@ class HeadCase(MeanCase):
     sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary")
     yardstick = "products"
     learned = 2
+    width, least_width = "vocabulary", 2
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.tokens, self.vocabulary
+
+    def within(self, elements: int) -> HeadCase:
+        return replace(self, tokens=max(1, min(self.tokens, elements // self.vocabulary)))
 
     def head(self, buffers: Buffers, name: str = "") -> tuple[Tensor, Tensor]:
         """Return hidden states and a matrix, whose logits have variance 1."""
@@ -484,7 +482,7 @@ class LinearCrossEntropy(HeadCase):
 class LinearDivergence(HeadCase):
     """The mean divergence of two heads, which is bounded by four matrix products."""
 
-    beta: float
+    beta: float = BETAS[0]
 
     sizes = ("tokens", "hidden", "vocabulary", "beta")
 
@@ -553,16 +551,10 @@ class DivergenceRows(MeanCase):
         return torch.cat(parts).mean(), [sample]
 
 
-def _sizes(settings: Settings) -> Iterator[Size]:
-    for size in SIZES.chosen(settings, "vocabulary", 2):
-        limit = settings.elements // size.vocabulary if settings.elements else size.tokens
-        yield size._replace(tokens=max(1, min(size.tokens, limit)))
-
-
-def linear_cross_entropy_cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.types(torch.bfloat16):
-        for size in _sizes(settings):
-            yield LinearCrossEntropy("linear_cross_entropy", dtype, *size)
+linear_cross_entropy_cases = cases_of(
+    {"linear_cross_entropy": (LinearCrossEntropy, SIZES)}, torch.bfloat16
+)
+of_two_heads = cases_of({"linear_divergence": (LinearDivergence, SIZES)}, torch.bfloat16)
 
 
 def divergence_cases(settings: Settings) -> Iterator[Case]:
@@ -571,10 +563,8 @@ def divergence_cases(settings: Settings) -> Iterator[Case]:
         for columns in settings.widths(DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS):
             for beta in BETAS:
                 yield DivergenceRows("divergence", dtype, settings.rows(columns), columns, beta)
-    for dtype in settings.types(torch.bfloat16):
-        for size in _sizes(settings):
-            for beta in BETAS:
-                yield LinearDivergence("linear_divergence", dtype, *size, beta)
+    cases: Iterator[Any] = of_two_heads(settings)
+    yield from (replace(case, beta=beta) for case in cases for beta in BETAS)
 
 
 OPS = {"linear_cross_entropy": linear_cross_entropy_cases, "divergence": divergence_cases}

@@ -2,6 +2,9 @@
 
 The work of the device is tiny, so the time of a loop of calls is that of the host: of Python, of
 autograd, of allocations and of launches.
+
+The host of a shared machine is faster at one moment than at another. So the trials take turns, a
+round each, and what slows the host for a while slows all of them.
 """
 
 from __future__ import annotations
@@ -14,26 +17,38 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..cli.arguments import device_named, words
-from ..cli.console import Progress, Table, UsageError
+from ..cli.console import Progress, Table, UsageError, device_named, first_line, words
 from ..cli.fresh_process import run_module
 from ..cli.info import cpu, no_gpu
+from ..runtime.backend import backend
 from ..runtime.caches import register_cache
 from ..testing.samples import Draw
 from . import picture, providers
-from .host_cases import CASES, OPS, PROVIDERS, HostCase, Unit, usual_case
-from .host_trial import OURS, Trial
-from .measure import Timing
+from .case import Function
+from .host_cases import (
+    CASES,
+    NEW_SHAPES,
+    OPS,
+    PROVIDERS,
+    HostCase,
+    Inputs,
+    Unit,
+    step,
+    usual_case,
+)
+from .measure import Timing, time_calls
 from .report import Files, files_of, write_records
-from .runner import DeviceLost
+from .runner import DeviceLost, require_device
 
+OURS = "partita"
 ALWAYS = ("torch", "partita")
 PEERS = tuple(name for name in PROVIDERS if name not in ALWAYS)
 ROUNDS, QUICK_ROUNDS = 12, 3
@@ -58,6 +73,160 @@ COLUMNS = (
     "filled_cache_s",
     "note",
 )
+
+
+# The calls of a round. A call with a new shape needs inputs of its own.
+NEW_SHAPE_CALLS, WARM_UP_CALLS, FIRST_CALLS_OF_ROUND = 10, 20, 3
+BOUND = 1e-3  # of an error against the reference, over the greatest value or 1
+
+Call = Callable[[], object]
+
+
+class Calls(NamedTuple):
+    """The calls of a round: queued one after another, and each waited for."""
+
+    ahead: int
+    waited: int
+
+
+CALLS = (Calls(10, 10), Calls(50, 20))  # on a CPU, whose calls do the work, and on a GPU
+
+
+@dataclass
+class Trial:
+    """A case that a provider serves, and what was measured of it."""
+
+    case: HostCase
+    provider: str
+    draw: Draw
+    timed: Call | None = None  # the call that is timed; None once the provider has refused
+    calls: Calls = CALLS[0]
+    ahead: list[float] = field(default_factory=list)  # milliseconds of a call in each round
+    waited_for: list[float] = field(default_factory=list)  # and of waiting for the device too
+    kernels: int | None = None  # kernels, copies and fills on the device; None where not counted
+    device_us: float | None = None  # the microseconds that these take
+    note: str = ""  # why the case is not timed
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.draw.device)
+
+    @property
+    def measured(self) -> Unit:
+        """Return what was measured, as a unit of others."""
+        return Unit(self.case.op, self.provider, self.case.variant)
+
+    @property
+    def host(self) -> Timing | None:
+        """Return the time of a call that is not waited for; None where the provider refused."""
+        return Timing.of(self.ahead) if self.timed and self.ahead else None
+
+    @property
+    def waited(self) -> Timing | None:
+        """Return the time of a call and of waiting for the device; None on a CPU."""
+        return Timing.of(self.waited_for) if self.timed and self.waited_for else None
+
+    def prepare(self, rounds: int) -> None:
+        """Draw the inputs of all rounds, warm up, and check our own results."""
+        try:
+            function, case = self.case.functions[self.provider](), self.case
+            inputs, self.calls = case.inputs(self.draw, 0), CALLS[self.device.type == "cuda"]
+            if case.variant == NEW_SHAPES:
+                self.calls = Calls(NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
+                a_round = sum(self.calls) + 2 * FIRST_CALLS_OF_ROUND
+                numbers = range(1, 1 + WARM_UP_CALLS + rounds * a_round)
+                shapes = iter([case.inputs(self.draw, number) for number in numbers])
+                self.timed = lambda: step(function, next(shapes))
+            else:
+                self.timed = lambda: step(function, inputs)
+            for _ in range(WARM_UP_CALLS):
+                self.timed()
+            if self.provider == OURS and (problem := disagreement(function, inputs)):
+                self._give_up(f"wrong: {problem}")
+        except Exception as error:
+            self._refuse(error)
+
+    def time_round(self) -> None:
+        """Time a round of calls, unless the provider has refused."""
+        if (timed := self.timed) is None:
+            return
+        device = self.device
+
+        def waited_for() -> None:
+            timed()
+            torch.cuda.synchronize(device)
+
+        try:
+            _warm_caches(timed)
+            self.ahead.append(time_calls(timed, self.calls.ahead, device))
+            if device.type == "cuda":  # on a CPU nothing is left to wait for
+                _warm_caches(waited_for)
+                self.waited_for.append(time_calls(waited_for, self.calls.waited, device))
+        except Exception as error:
+            self._refuse(error)
+
+    def count(self) -> None:
+        """Count the device work of a call, after all times: a profiler slows later launches."""
+        if self.timed is None or self.case.variant == NEW_SHAPES:
+            return
+        try:
+            if work := device_work(self.timed, self.device):
+                self.kernels, self.device_us = work
+        except Exception as error:
+            require_device(self.device, error)
+            self.note = f"not profiled: {first_line(error)[:120]}"
+
+    def _refuse(self, error: Exception) -> None:
+        require_device(self.device, error)
+        self._give_up(f"refuses: {first_line(error)[:120]}")
+
+    def _give_up(self, note: str) -> None:
+        self.timed, self.note = None, note
+
+
+def _warm_caches(call: Call) -> None:
+    """Bring code and data of a call back into the caches, after the turns of others."""
+    for _ in range(FIRST_CALLS_OF_ROUND):
+        call()
+
+
+def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
+    """Return the number of kernels, copies and fills of a call, and their microseconds.
+
+    Returns None where there is no GPU, or where the profiler sees nothing of it.
+    """
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize(device)
+    events = profiler.events() or []
+    times = [event.device_time for event in events if event.device_type.name == "CUDA"]
+    return (len(times), float(sum(times))) if times else None
+
+
+def _results(function: Function, inputs: Inputs) -> list[Tensor]:
+    """Return the result and the gradients of the inputs that have one."""
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    result = function(*inputs)
+    grads = torch.autograd.grad(result, leaves) if result.requires_grad else ()
+    return [result.detach(), *grads]
+
+
+def disagreement(function: Function, inputs: Inputs) -> str:
+    """Return how the results of warm calls differ from the reference; empty where they do not."""
+    results = _results(function, inputs)
+    with backend("reference"):
+        expected = _results(function, inputs)
+    for index, (got, truth) in enumerate(zip(results, expected, strict=True)):
+        error = float((got - truth).abs().max() / truth.abs().max().clamp(min=1))
+        if not error <= BOUND:
+            return f"{'gradient' if index else 'result'} off by {error:.3g}, allowed {BOUND:g}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -178,7 +347,7 @@ def first_call(op: str, provider: str, device: torch.device) -> FirstCall:
         try:
             for state in states:
                 arguments = [op, provider, str(device)]
-                seconds[state] = run_module("bench.first_call", arguments, environment)["first"]
+                seconds[state] = run_module("bench.host_cases", arguments, environment)["first"]
         except (RuntimeError, ValueError, OSError) as error:
             return FirstCall(op, provider, None, None, f"refuses: {str(error)[:120]}")
     return FirstCall(op, provider, seconds[EMPTY], seconds.get(FILLED), "")
@@ -227,10 +396,6 @@ def failures(results: HostResults) -> list[str]:
         *(f"{row.case.name}: {row.provider} {row.note}" for row in rows),
         *(f"first call of {row.op}: {row.provider} {row.note}" for row in calls),
     ]
-
-
-def machine_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu()
 
 
 def _us(timing: Timing | None) -> str:
@@ -380,7 +545,8 @@ def main(args: argparse.Namespace) -> int:
     results = measure(plan, list(absent))
     if results.problem:
         print(f"partita bench: {results.problem}", file=sys.stderr)
-    found, name = (results.measured, results.first_calls), machine_name(plan.device)
+    found = results.measured, results.first_calls
+    name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else cpu()
     bars = bars_of(results.measured)
     plan.files.publish(
         tables(*found),

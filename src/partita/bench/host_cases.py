@@ -1,9 +1,17 @@
-"""The calls of `partita bench host`: each op on tiny inputs, by each provider."""
+"""The calls of `partita bench host`: each op on tiny inputs, by each provider.
+
+    python -m partita.bench.host_cases cross_entropy partita cuda
+
+prints the seconds of the first call of this process, as `partita bench host --cold` does.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.chain.api import Chain, logz
+from ..cli.fresh_process import end_process
 from ..ops.cross_entropy.api import token_stats
-from ..ops.ctc.api import ctc_align, ctc_loss
-from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from ..ops.ctc_crf.api import debruijn_source
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy
 from ..testing.samples import Draw
 from . import providers
 from .case import Function, Load
+from .measure import wait
 
 Inputs = tuple[Any, ...]
 
@@ -113,10 +121,10 @@ def _log_probs(draw: Draw, shape: int) -> Inputs:
 
 
 def _kmers(draw: Draw, shape: int) -> Inputs:
-    """Return scores, their table in int64 and in int32, and zeros for both ends."""
-    source = debruijn_source(BASES, STATE_LEN).to(draw.device)
+    """Return scores, their table, and zeros for both ends."""
+    source = debruijn_source(BASES, STATE_LEN, device=draw.device).int()
     ends = torch.zeros(SEQUENCES, len(source), device=draw.device)
-    return draw.scores(STEPS, SEQUENCES, *source.shape), source, source.int(), ends
+    return draw.scores(STEPS, SEQUENCES, *source.shape), source, ends, ends
 
 
 def _scores(draw: Draw, shape: int) -> Inputs:
@@ -125,9 +133,9 @@ def _scores(draw: Draw, shape: int) -> Inputs:
 
 
 def _bases(draw: Draw, shape: int) -> Inputs:
-    """Return the inputs of a chain, and targets with their lengths on the host."""
+    """Return scores, their table, and targets with their lengths on the host."""
     targets = draw.labels(1, BASES + 1, SEQUENCES, LABELS)
-    return *_kmers(draw, shape), targets, torch.full((SEQUENCES,), LABELS)
+    return *_kmers(draw, shape)[:2], targets, torch.full((SEQUENCES,), LABELS), STATE_LEN
 
 
 def _tags(draw: Draw, shape: int) -> Inputs:
@@ -145,11 +153,6 @@ def _summed(function: Function) -> Function:
 def _of_a_copy(function: Function) -> Function:
     """Return the function of a copy of the logits, for a peer that overwrites them."""
     return lambda logits, *others: function(logits.clone(), *others)
-
-
-def _of_narrow_source(function: Function) -> Function:
-    """Return the function of a table in int32."""
-    return lambda scores, source, narrow, ends: function(scores, narrow, ends, ends).sum()
 
 
 def _by(names: str, op: str, use: Callable[[Function], Function] = _same) -> dict[str, Load]:
@@ -177,45 +180,15 @@ def _logprob(logits: Tensor, target: Tensor) -> Tensor:
     return token_stats(logits, target).logprob.sum()
 
 
-def _ctc_loss(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
-    return ctc_loss(logits, targets, steps, lengths, from_logits=True)
-
-
-def _ctc_align(log_probs: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
-    return ctc_align(log_probs, targets, steps, lengths).score
-
-
-def _logz(scores: Tensor, source: Tensor, narrow: Tensor, ends: Tensor) -> Tensor:
-    return logz(scores, source, ends, ends).sum()
-
-
-def _viterbi(scores: Tensor, source: Tensor, narrow: Tensor, ends: Tensor) -> Tensor:
-    return Chain(scores, source).viterbi().score
-
-
 def _linear_chain(emissions: Tensor, transitions: Tensor) -> Tensor:
     return linear_chain(emissions, transitions).logz().sum()
 
 
-def _ctc_crf_loss(scores: Tensor, *others: Tensor) -> Tensor:
-    *_, targets, lengths = others
-    return ctc_crf_loss(
-        scores, targets, lengths, state_len=STATE_LEN, alphabet_size=scores.shape[-1]
-    )
-
-
-def _koi_crf_loss(function: Callable[..., Tensor]) -> Function:
-    return lambda scores, source, narrow, ends, targets, lengths: function(
-        scores, narrow, targets, lengths.to(scores.device), STATE_LEN
-    )
-
-
 _CROSS_ENTROPY = {
-    **_by("torch,partita", "cross_entropy"),
+    **_by("torch,partita,quack", "cross_entropy"),
     **_by("liger", "cross_entropy", _of_a_copy),
-    **_by("quack", "cross_entropy"),
 }
-_CTC = {"torch": lambda: _torch_ctc_loss, "partita": lambda: _ctc_loss, **_by("seqdist", "ctc")}
+_CTC = {"torch": lambda: _torch_ctc_loss, **_by("partita,seqdist", "ctc")}
 
 CASES = (
     HostCase("softmax", _logits, _by("torch,partita,liger,quack", "softmax", _summed)),
@@ -225,30 +198,16 @@ CASES = (
     HostCase(
         "linear_cross_entropy",
         _hidden,
-        {
-            **_by("torch", "linear_cross_entropy"),
-            "partita": lambda: linear_cross_entropy,
-            **_by("liger", "linear_cross_entropy"),
-        },
+        {**_by("torch,liger", "linear_cross_entropy"), "partita": lambda: linear_cross_entropy},
     ),
     HostCase("ctc_loss", _sequences, _CTC),
     HostCase("ctc_loss", _sequences_on_device, _CTC, ON_DEVICE),
     HostCase("ctc_loss", _sequences, _CTC, NEW_SHAPES),
-    HostCase("ctc_align", _log_probs, {"partita": lambda: _ctc_align}),
-    HostCase(
-        "logz", _kmers, {"partita": lambda: _logz, **_by("koi,seqdist", "chain", _of_narrow_source)}
-    ),
-    HostCase(
-        "viterbi",
-        _scores,
-        {"partita": lambda: _viterbi, **_by("koi,seqdist", "viterbi", _of_narrow_source)},
-    ),
+    HostCase("ctc_align", _log_probs, _by("partita", "ctc_align")),
+    HostCase("logz", _kmers, _by("partita,koi,seqdist", "chain", _summed)),
+    HostCase("viterbi", _scores, _by("partita,koi,seqdist", "viterbi")),
     HostCase("linear_chain", _tags, {"partita": lambda: _linear_chain}),
-    HostCase(
-        "ctc_crf_loss",
-        _bases,
-        {"partita": lambda: _ctc_crf_loss, **_by("koi", "ctc_crf", _koi_crf_loss)},
-    ),
+    HostCase("ctc_crf_loss", _bases, _by("partita,koi", "ctc_crf")),
 )
 OPS = tuple(dict.fromkeys(case.op for case in CASES))
 PROVIDERS = tuple(dict.fromkeys(name for case in CASES for name in case.functions))
@@ -256,3 +215,34 @@ PROVIDERS = tuple(dict.fromkeys(name for case in CASES for name in case.function
 
 def usual_case(op: str) -> HostCase:
     return next(case for case in CASES if case.op == op and not case.variant)
+
+
+def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
+    """Return the seconds of the first and the second forward and backward, waited for.
+
+    The inputs are made before, so the context of the GPU is not counted.
+    """
+    case, draw = usual_case(op), Draw(device=device)
+    inputs = case.inputs(draw, 0)
+    function = case.functions[provider]()
+    times = {}
+    for name in ("first", "second"):
+        wait(device)
+        start = time.perf_counter()
+        step(function, inputs)
+        wait(device)
+        times[name] = time.perf_counter() - start
+    return times
+
+
+def main(argv: Sequence[str]) -> int:
+    op, provider, device = argv
+    chosen = torch.empty(0, device=device).device
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    print(json.dumps(seconds(op, provider, chosen)))
+    return 0
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

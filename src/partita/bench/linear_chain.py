@@ -1,13 +1,11 @@
 """Dense linear chains: log Z, its gradients and memory, and the best path.
 
-All functions take emissions `[T, N, C]`, transitions `[C, C]`, start and end `[C]`. torch.compile
-would unroll a loop over the steps, so that provider has no chains.
+All functions take emissions `[T, N, C]`, transitions `[C, C]`, start and end `[C]`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,33 +16,27 @@ from ..ops.linear_chain.api import LinearChain
 from ..primitives.semiring import Max
 from ..runtime.dtypes import acc_dtype
 from ..testing.samples.in_torch import linear_chain as loop_logz
-from .case import Buffers, Case, Function, Functions, Limited, Settings, Sizes
+from .case import Buffers, Function, Functions, Limited, Sizes, cases_of
 from .chain import beyond_loop
-from .paths import BestCase, LogZCase, Truth, differentiated, fewer, in_fp64
+from .paths import BestCase, LogZCase, SequencesCase, Truth, differentiated, in_fp64
 
 MAX_POTENTIALS = 2**31  # numbers in the scores of all transitions, of which several copies exist
 
 
-class Size(NamedTuple):
-    steps: int
-    sequences: int
-    states: int
-
-
-FULL_SIZES = (
-    Size(100, 64, 20),
-    Size(500, 32, 50),
-    Size(500, 32, 128),
-    Size(200, 16, 512),
-    Size(10_000, 1, 16),
-    Size(100_000, 1, 16),
-    Size(1_000_000, 1, 4),
+FULL_SIZES = (  # steps, sequences and states
+    (100, 64, 20),
+    (500, 32, 50),
+    (500, 32, 128),
+    (200, 16, 512),
+    (10_000, 1, 16),
+    (100_000, 1, 16),
+    (1_000_000, 1, 4),
 )
 SIZES = Sizes(
     FULL_SIZES,
     FULL_SIZES[:2],
-    [Size(100, 64, 20), Size(500, 32, 50), Size(100_000, 1, 16)],
-    [Size(40, 8, 10), Size(300, 1, 16)],
+    [(100, 64, 20), (500, 32, 50), (100_000, 1, 16)],
+    [(40, 8, 10), (300, 1, 16)],
 )
 
 
@@ -155,10 +147,9 @@ PROVIDERS: Functions = {
 
 
 @dataclass(frozen=True)
-class LinearChainCase(Case):
+class LinearChainCase(SequencesCase):
     """A batch of sequences with the same transitions."""
 
-    steps: int
     sequences: int
     states: int
 
@@ -166,6 +157,7 @@ class LinearChainCase(Case):
     scores = "emissions"
     slow: ClassVar[tuple[str, ...]] = ("torch", "pytorch-crf", "torch-struct")
     slow_on_cpu = True
+    width = "states"
 
     def inputs(self, buffers: Buffers) -> Any:
         dtype, C = acc_dtype(self.dtype), self.states
@@ -205,12 +197,5 @@ class Viterbi(BestCase, LinearChainCase):
         return scores.masked_fill((known != states).any(0), -torch.inf)
 
 
-def linear_chain_cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.types():
-        for size in SIZES.chosen(settings, "states"):
-            limits = fewer(size.steps, size.sequences, size.states, settings.elements)
-            yield LogZ("linear_chain", dtype, *limits, size.states)
-            yield Viterbi("linear_viterbi", dtype, *limits, size.states)
-
-
+linear_chain_cases = cases_of({"linear_chain": (LogZ, SIZES), "linear_viterbi": (Viterbi, SIZES)})
 OPS = {"linear_chain": linear_chain_cases}

@@ -59,14 +59,9 @@ class Timing:
 
     def each(self, calls: int, note: str = "") -> Timing:
         """Return the time of one call, where a repetition has this number of calls."""
-        return Timing(
-            self.mean / calls,
-            self.median / calls,
-            self.least / calls,
-            self.greatest / calls,
-            self.repetitions,
-            note,
-        )
+        times = (self.mean, self.median, self.least, self.greatest)
+        mean, median, least, greatest = (milliseconds / calls for milliseconds in times)
+        return Timing(mean, median, least, greatest, self.repetitions, note)
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})" + (
@@ -195,15 +190,6 @@ def time_calls(call: Callable[[], object], calls: int, device: torch.device) -> 
     for _ in range(calls):
         call()
     return 1e3 * (time.perf_counter() - start) / calls
-
-
-def time_host(
-    call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS
-) -> Timing:
-    """Time one call on the host, for work so small that the host never waits for the device."""
-    ahead = warm_up(repetitions)
-    samples = [time_calls(call, calls, device) for _ in range(ahead + repetitions)]
-    return Timing.of(samples[ahead:])
 
 
 def peak_extra_memory(

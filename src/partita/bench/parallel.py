@@ -92,9 +92,6 @@ def cross_entropies(
     torch.manual_seed(1)
     target = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
 
-    def partita_loss() -> Tensor:
-        return parallel.cross_entropy(local, target, group=group)
-
     def loss_parallel_gradient() -> Tensor:
         with loss_parallel():
             return torch.autograd.grad(
@@ -103,9 +100,6 @@ def cross_entropies(
                 ),
                 local,
             )[0]
-
-    def megatron_loss() -> Tensor:
-        return Megatron.apply(local, target, group).mean()
 
     with torch.no_grad():
         parts = [torch.empty_like(local) for _ in range(world)]
@@ -116,9 +110,15 @@ def cross_entropies(
         is_accurate = (loss - truth).abs().max() < 1e-5 * truth.abs().max()
         assert is_accurate, "the loss of partita is wrong"
         del parts, logits
-    yield "partita", lambda: torch.autograd.grad(partita_loss(), local)
+    yield (
+        "partita",
+        lambda: torch.autograd.grad(parallel.cross_entropy(local, target, group=group), local),
+    )
     yield "loss_parallel", loss_parallel_gradient
-    yield "megatron", lambda: torch.autograd.grad(megatron_loss(), local)
+    yield (
+        "megatron",
+        lambda: torch.autograd.grad(Megatron.apply(local, target, group).mean(), local),
+    )
     labels = target % local.shape[1]
     yield "one shard", lambda: torch.autograd.grad(cross_entropy(local, labels), local)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -35,7 +36,24 @@ class Truth(NamedTuple):
     result: Tensor  # of all sequences or of some
     which: Any  # the index of these sequences
     gradients: list[Gradient]
-    logz: float = 0.0  # the magnitude of that of a sequence, where the bound of peers needs it
+
+
+@dataclass(frozen=True)
+class SequencesCase(Case):
+    """A batch of sequences or chains."""
+
+    batch: ClassVar[str] = "sequences"  # the size that is their number
+    least_steps: ClassVar[int] = 2
+
+    steps: int
+
+    def within(self, elements: int) -> Any:
+        """Return the case with fewer sequences, and then with fewer steps."""
+        steps, sequences = self.steps, getattr(self, self.batch)
+        scores = math.prod(self.shape) // (steps * sequences)  # of a step of a sequence
+        sequences = max(1, min(sequences, elements // (steps * scores)))
+        steps = max(self.least_steps, min(steps, elements // (sequences * scores)))
+        return replace(self, steps=steps, **{self.batch: sequences})
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,47 @@ class LogZCase(SumCase):
 
     def upstream(self, inputs: Any) -> list[Tensor]:
         return [inputs[-1].new_ones(self.shape[1])]
+
+
+class LossCase(SumCase):
+    """A loss that is the sum of what sequences give; the gradients of the first ones are judged."""
+
+    dims: ClassVar[tuple[int | None, ...]]  # the dimension of each input that counts sequences
+    judges_all = False
+
+    sequences: int
+
+    @property
+    def at_once(self) -> int:  # sequences whose truth is computed together
+        return 1
+
+    @abstractmethod
+    def exact(self, inputs: Any) -> Tensor:
+        """Compute what some sequences give to the loss, from their inputs in fp64."""
+
+    def posterior_unit(self, inputs: Any) -> Tensor | float:
+        """Return the gradient of a posterior, for the sequences that are judged."""
+        return 1.0
+
+    def standard(self, inputs: Any) -> Truth:
+        """Compute the loss in fp64, `at_once` sequences together, and the judged gradients."""
+        losses, gradients, dim = [], [], self.dims[0] or 0
+        for first in range(0, self.sequences, self.at_once):
+            part = []
+            for x, d in zip(inputs, self.dims, strict=True):
+                if d is not None and x is not None:
+                    x = x.detach().narrow(d, first, min(self.at_once, self.sequences - first))
+                is_floating = isinstance(x, Tensor) and x.is_floating_point()
+                part.append(x.double() if is_floating else x)
+            leaf = part[0].requires_grad_(self.judges_all or first == 0)
+            loss = self.exact(type(inputs)(*part))
+            if leaf.requires_grad:
+                gradients.append(torch.autograd.grad(loss, leaf)[0])
+            losses.append(loss.detach())
+        gradient = torch.cat(gradients, dim)
+        where = (*[slice(None)] * dim, slice(gradient.shape[dim]))
+        judged = Gradient(0, where, gradient, self.posterior_unit(inputs))
+        return Truth(torch.stack(losses).sum(), ..., [judged])
 
 
 class BestCase(Case):
@@ -135,13 +194,3 @@ def evenly(number: int, of: int, device: torch.device) -> Tensor:
 
 def in_fp64(inputs: Any) -> Any:
     return type(inputs)(*(tensor.detach().double() for tensor in inputs))
-
-
-def fewer(
-    steps: int, sequences: int, scores: int, elements: int | None, least: int = 2
-) -> tuple[int, int]:
-    """Return steps and sequences, with `scores` for a step of one, that fit into the limit."""
-    if elements is None:
-        return steps, sequences
-    sequences = max(1, min(sequences, elements // (steps * scores)))
-    return max(least, min(steps, elements // (sequences * scores))), sequences

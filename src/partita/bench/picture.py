@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,16 +43,7 @@ class Panel:
     """Measurements that are shown together, and the function that draws them on axes."""
 
     rows: list[Row]
-    draw: Callable[[Any, list[Row], Machine], None]
-
-    def on(self, machine: Machine) -> Callable[[Any], None]:
-        return lambda axes: self.draw(axes, self.rows, machine)
-
-    @property
-    def width(self) -> float:
-        """Return the inches that the bars need."""
-        bars = self.rows if self.draw is _bars else []
-        return bars_width(len({row.case for row in bars}), len(bars))
+    draw: Callable[..., None]  # of axes, rows and the machine
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
@@ -66,8 +58,10 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 def render(panels: Sequence[Panel], machine: Machine, format: str) -> bytes:
     """Return the picture as a file of this format; see `render_subplots`."""
-    draw = [panel.on(machine) for panel in panels]
-    return render_subplots(draw, max(panel.width for panel in panels), format)
+    bars = [panel.rows if panel.draw is _bars else [] for panel in panels]
+    width = max(bars_width(len({row.case for row in rows}), len(rows)) for rows in bars)
+    draw = [functools.partial(each.draw, rows=each.rows, machine=machine) for each in panels]
+    return render_subplots(draw, width, format)
 
 
 def bars_width(groups: int, bars: int) -> float:

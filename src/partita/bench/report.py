@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..cli.arguments import require_writable
-from ..cli.console import Table, UsageError, print_table
+from ..cli.console import Table, UsageError, print_table, require_writable
 from ..cli.info import version
 from .case import DTYPE_NAMES
 from .measure import Machine
 from .runner import Row
 
-PARTS = ("inference", "forward", "backward", "total", "replay", "do_bench", "host")
+PARTS = ("inference", "forward", "backward", "total", "replay", "do_bench")
 # The CSV records the versions of these packages.
 PACKAGES = (
     "torch",

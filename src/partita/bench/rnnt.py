@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,45 +27,30 @@ from .case import (
     Provider,
     Settings,
     Sizes,
+    cases_of,
     needs_gpu,
 )
-from .paths import Gradient, SumCase, Truth
+from .paths import LossCase, Truth
 
 DURATIONS = (0, 1, 2, 3, 4)
-HIDDEN = 640
 # Partita's matrix products in half types are judged like those of others: they round the logits.
 HALF_BOUND = 5e-2
 
-
-class Size(NamedTuple):
-    """Sequences of so many steps, with targets of so many labels out of some classes."""
-
-    sequences: int
-    steps: int
-    longest: int
-    classes: int
-
-    def within(self, elements: int | None) -> Size:
-        """Return a size with at most this number of logits."""
-        if elements is None:
-            return self
-        sequences = min(self.sequences, max(1, elements // 2**20))
-        longest = max(1, min(self.longest, elements // (4 * sequences * self.classes)))
-        room = elements // (sequences * (longest + 1) * self.classes)
-        return Size(sequences, max(1, min(self.steps, room)), longest, self.classes)
-
-
-FULL_SIZES = (
-    Size(8, 200, 40, 500),
-    Size(32, 200, 100, 1025),
-    Size(8, 400, 100, 1025),
-    Size(1, 2000, 300, 1025),
+FULL_SIZES = (  # sequences, steps, labels and classes
+    (8, 200, 40, 500),
+    (32, 200, 100, 1025),
+    (8, 400, 100, 1025),
+    (1, 2000, 300, 1025),
 )
 SIZES = Sizes(
     FULL_SIZES,
     FULL_SIZES[:2],
-    [Size(2, 60, 20, 100), Size(1, 150, 40, 256)],
-    [Size(2, 20, 6, 32), Size(1, 12, 4, 64)],
+    [(2, 60, 20, 100), (1, 150, 40, 256)],
+    [(2, 20, 6, 32), (1, 12, 4, 64)],
+)
+HIDDEN = (640, 640, 128, 16)
+LINEAR_SIZES = Sizes(
+    *([(*size, D) for size in sizes] for sizes, D in zip(SIZES, HIDDEN, strict=True))
 )
 
 
@@ -171,12 +156,20 @@ class TransducerCase(Case):
     classes: int
 
     sizes: ClassVar[tuple[str, ...]] = ("sequences", "steps", "longest", "classes")
+    width, least_width = "classes", 2
     versus = "torchaudio"
     slow = ("torch",)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.sequences, self.steps, self.longest + 1, self.classes
+
+    def within(self, elements: int) -> TransducerCase:
+        sequences = min(self.sequences, max(1, elements // 2**20))
+        longest = max(1, min(self.longest, elements // (4 * sequences * self.classes)))
+        room = elements // (sequences * (longest + 1) * self.classes)
+        steps = max(1, min(self.steps, room))
+        return replace(self, sequences=sequences, steps=steps, longest=longest)
 
     def targets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return random targets, the same on all devices, and the lengths."""
@@ -188,26 +181,18 @@ class TransducerCase(Case):
 
 
 @dataclass(frozen=True)
-class RNNT(SumCase, TransducerCase):
-    """The summed loss from logits."""
+class RNNT(LossCase, TransducerCase):
+    """The summed loss from logits, whose truth is that of the reference."""
 
     caption = "transducer loss and its gradient"
+    dims: ClassVar[tuple[int | None, ...]] = (0, 0, 0, 1)
 
     def inputs(self, buffers: Buffers) -> Any:
         logits = buffers.normal("logits", self.shape, self.dtype)
         return RNNTInputs(logits, None, *self.targets(buffers.device))
 
-    def standard(self, inputs: Any) -> Truth:
-        """Compute the loss in fp64, one sequence at a time, and the gradient of the first."""
-        losses, gradients = [], []
-        for b in range(self.sequences):
-            leaf, *others = one_sequence(inputs, b)
-            leaf.requires_grad_(b == 0)
-            loss = TORCH[self.op](leaf, *others)
-            if b == 0:
-                gradients = [Gradient(0, 0, torch.autograd.grad(loss, leaf)[0][0])]
-            losses.append(loss.detach())
-        return Truth(torch.stack(losses).sum(), ..., gradients)
+    def exact(self, inputs: Any) -> Tensor:
+        return TORCH[self.op](*inputs)
 
 
 class TDT(RNNT):
@@ -229,6 +214,7 @@ class LinearRNNT(RNNT):
 
     sizes = (*RNNT.sizes, "hidden")
     scores = "hidden states"
+    dims = (0, 0, None, 0, 1)
     caption = "transducer loss and its gradients from hidden states"
     learned = 3
     work: ClassVar[Mapping[str, Moves]] = {}
@@ -245,32 +231,13 @@ class LinearRNNT(RNNT):
         return (1e-4, 1e-5) if exact else (HALF_BOUND, HALF_BOUND)
 
 
-def one_sequence(inputs: Any, b: int) -> list[Any]:
-    """Return the inputs of a sequence in fp64; a matrix and integers have no batch of it."""
-    found: list[Any] = []
-    for name, value in zip(inputs._fields, inputs, strict=True):
-        if value is None or name == "weight":
-            found.append(None if value is None else value.double())
-        elif name == "lengths":
-            found.append(value[:, b : b + 1])
-        else:
-            part = value[b : b + 1].detach()
-            found.append(part.double() if part.is_floating_point() else part)
-    return found
+from_logits = cases_of({"rnnt": (RNNT, SIZES), "tdt": (TDT, SIZES)})
+from_hidden = cases_of({"linear_rnnt": (LinearRNNT, LINEAR_SIZES)}, torch.bfloat16)
 
 
 def rnnt_cases(settings: Settings) -> Iterator[Case]:
-    sizes: list[Size] = [
-        size.within(settings.elements) for size in SIZES.chosen(settings, "classes", 2)
-    ]
-    for op, kind in (("rnnt", RNNT), ("tdt", TDT)):
-        for dtype in settings.types():
-            for size in sizes:
-                yield kind(op, dtype, *size)
-    hidden = HIDDEN if settings.device.type == "cuda" else 16 if settings.quick else 128
-    for dtype in settings.types(torch.bfloat16):
-        for size in sizes:
-            yield LinearRNNT("linear_rnnt", dtype, *size, hidden)
+    yield from from_logits(settings)
+    yield from from_hidden(settings)
 
 
 OPS = {"rnnt": rnnt_cases}

@@ -32,7 +32,7 @@ from .case import (
     Verdict,
     poison,
 )
-from .measure import Timing, rotation, time_do_bench, time_host, time_replay
+from .measure import Timing, rotation, time_do_bench, time_replay
 
 # A result is wrong when its error is this multiple of the contract: 2 ulp, or two times the error
 # of PyTorch.
@@ -47,7 +47,6 @@ SWEEP_ROWS = 4096
 SWEEP_STEP = 128
 SWEEP_LAST = 6272
 DO_BENCH_LAST = 12672  # of the plot in Triton's tutorial
-HOST_ROWS, HOST_COLUMNS, HOST_CALLS = 4, 10, 100
 CLASSES = 8  # of each row, whose log-probabilities are computed
 
 
@@ -352,24 +351,6 @@ class CrossEntropy(LabelledRows):
         return loops[1:] if attempt.provider.name == "partita-inplace" else loops
 
 
-class Host(CrossEntropy):
-    """Forward and backward of a few logits, whose time is that of the host."""
-
-    without = ("naive", "partita-inplace")
-    label = "host"
-    work: ClassVar[Mapping[str, Moves]] = {}
-    memory_of = ""
-
-    def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
-        function, inputs, provider = attempt
-        (leaf,) = self.leaves(inputs, provider)
-
-        def call() -> object:
-            return torch.autograd.grad(function(leaf, inputs.target), leaf)
-
-        return {"host": time_host(call, device, calls=HOST_CALLS, repetitions=repetitions)}
-
-
 class TokenStats(LabelledRows):
     """The statistics read the logits once; their gradient reads them a second time and writes."""
 
@@ -413,15 +394,17 @@ class Logprobs(LabelledRows):
 
 
 def _of_widths(
-    settings: Settings,
-    kinds: Mapping[str, type[RowsCase]],
-    widths: Sequence[int],
-    quick: Sequence[int],
-) -> Iterator[Case]:
-    for dtype in settings.types():
-        for columns in settings.widths(widths, quick):
-            for op, kind in kinds.items():
-                yield kind(op, dtype, settings.rows(columns), columns)
+    kinds: Mapping[str, type[RowsCase]], widths: Sequence[int], quick: Sequence[int]
+) -> Callable[[Settings], Iterator[Case]]:
+    """Return what yields the cases of some ops at these widths."""
+
+    def cases(settings: Settings) -> Iterator[Case]:
+        for dtype in settings.types():
+            for columns in settings.widths(widths, quick):
+                for op, kind in kinds.items():
+                    yield kind(op, dtype, settings.rows(columns), columns)
+
+    return cases
 
 
 def _sweep(settings: Settings, kind: type[Sweep], last: int) -> Iterator[Case]:
@@ -431,33 +414,24 @@ def _sweep(settings: Settings, kind: type[Sweep], last: int) -> Iterator[Case]:
         yield kind("softmax", torch.float32, rows, columns)
 
 
+softmaxes = _of_widths(
+    {"softmax": Softmax, "log_softmax": LogSoftmax}, SOFTMAX_WIDTHS, SOFTMAX_QUICK_WIDTHS
+)
+cross_entropy_cases = _of_widths({"cross_entropy": CrossEntropy}, LOSS_WIDTHS, LOSS_QUICK_WIDTHS)
+
+
 def softmax_cases(settings: Settings) -> Iterator[Case]:
     if settings.do_bench:
         yield from _sweep(settings, DoBenchSweep, DO_BENCH_LAST)
         return
-    kinds = {"softmax": Softmax, "log_softmax": LogSoftmax}
-    yield from _of_widths(settings, kinds, SOFTMAX_WIDTHS, SOFTMAX_QUICK_WIDTHS)
+    yield from softmaxes(settings)
     if settings.sweep:
         yield from _sweep(settings, Sweep, SWEEP_LAST)
-
-
-def cross_entropy_cases(settings: Settings) -> Iterator[Case]:
-    kinds = {"cross_entropy": CrossEntropy}
-    yield from _of_widths(settings, kinds, LOSS_WIDTHS, LOSS_QUICK_WIDTHS)
-    yield Host("cross_entropy", torch.float32, HOST_ROWS, HOST_COLUMNS)
-
-
-def token_stats_cases(settings: Settings) -> Iterator[Case]:
-    return _of_widths(settings, {"token_stats": TokenStats}, WIDTHS, QUICK_WIDTHS)
-
-
-def logprobs_cases(settings: Settings) -> Iterator[Case]:
-    return _of_widths(settings, {"logprobs": Logprobs}, WIDTHS, QUICK_WIDTHS)
 
 
 OPS = {
     "softmax": softmax_cases,
     "cross_entropy": cross_entropy_cases,
-    "token_stats": token_stats_cases,
-    "logprobs": logprobs_cases,
+    "token_stats": _of_widths({"token_stats": TokenStats}, WIDTHS, QUICK_WIDTHS),
+    "logprobs": _of_widths({"logprobs": Logprobs}, WIDTHS, QUICK_WIDTHS),
 }

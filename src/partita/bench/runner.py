@@ -20,8 +20,8 @@ class Row:
 
     case: Case
     provider: str
-    # `inference` (without gradients), `forward`, `backward`, `total`, `replay` (in a CUDA graph),
-    # `do_bench` or `host`; empty where nothing was timed
+    # `inference` (without gradients), `forward`, `backward`, `total`, `replay` (in a CUDA graph) or
+    # `do_bench`; empty where nothing was timed
     part: str
     timing: Timing | None  # None where the provider refused or was wrong
     error: float  # the greatest against fp64, in the unit of the case; NaN where not known

@@ -7,7 +7,6 @@ All functions take emissions `[T, N, C]`, transitions `[C, C]`, durations `[D, C
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,33 +16,26 @@ from torch import Tensor
 
 from ..ops.semi_markov.api import SemiMarkovChain
 from ..testing.samples.in_torch import semi_markov_chain as loop_logz
-from .case import Buffers, Case, Function, Functions, Limited, Settings, Sizes, needs_gpu
+from .case import Buffers, Function, Functions, Limited, Sizes, cases_of, needs_gpu
 from .chain import beyond_loop
 from .linear_chain import LinearChainCase
-from .paths import BestCase, LogZCase, Truth, differentiated, fewer, in_fp64
+from .paths import BestCase, LogZCase, Truth, differentiated, in_fp64
 
 # Numbers in the chart of torch-struct, which has matrices of (D C)² for each step.
 MAX_CHART = 2**31
 
 
-class Size(NamedTuple):
-    steps: int
-    sequences: int
-    states: int
-    durations: int
-
-
-FULL_SIZES = (
-    Size(1000, 32, 24, 50),
-    Size(200, 64, 10, 16),
-    Size(10_000, 4, 16, 100),
-    Size(1000, 16, 50, 30),
+FULL_SIZES = (  # steps, sequences, states and durations
+    (1000, 32, 24, 50),
+    (200, 64, 10, 16),
+    (10_000, 4, 16, 100),
+    (1000, 16, 50, 30),
 )
 SIZES = Sizes(
     FULL_SIZES,
     FULL_SIZES[:2],
-    [Size(200, 8, 24, 20), Size(200, 16, 10, 16)],
-    [Size(40, 4, 6, 5)],
+    [(200, 8, 24, 20), (200, 16, 10, 16)],
+    [(40, 4, 6, 5)],
 )
 
 
@@ -174,12 +166,7 @@ class Viterbi(BestCase, SemiMarkovCase):
             return chain.log_prob(*found) + chain.logz()
 
 
-def semi_markov_cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.types():
-        for size in SIZES.chosen(settings, "states"):
-            limits = fewer(size.steps, size.sequences, size.states, settings.elements)
-            yield LogZ("semi_markov", dtype, *limits, *size[2:])
-            yield Viterbi("semi_markov_viterbi", dtype, *limits, *size[2:])
-
-
+semi_markov_cases = cases_of(
+    {"semi_markov": (LogZ, SIZES), "semi_markov_viterbi": (Viterbi, SIZES)}
+)
 OPS = {"semi_markov": semi_markov_cases}

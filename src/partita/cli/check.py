@@ -14,8 +14,7 @@ from ..ops.cross_entropy.api import cross_entropy
 from ..runtime.backend import current_backend, resolve
 from ..testing import sample_labels
 from ..testing.samples import CALLS, Call, Draw, Sample
-from .arguments import device_named
-from .console import DTYPES, Progress, Table, UsageError, first_line, print_table
+from .console import DTYPES, Progress, Table, UsageError, device_named, first_line, print_table
 from .info import BACKEND_NAMES, no_gpu
 
 DESCRIPTION = """\
@@ -150,37 +149,28 @@ def run_bad_label(backend: Backend, dtype: str) -> Line:
     return replace(line, error="NaN", passed=not rows, note=note)
 
 
-def devices(name: str | None) -> list[torch.device]:
-    """Return the named device, or the CPU and the current GPU."""
-    if name is not None:
-        return [device_named(name)]
-    gpus = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
-    return [torch.device("cpu"), *gpus]
-
-
-@dataclass(frozen=True)
-class Served:
-    """The backends of the devices."""
-
-    backends: list[Backend]  # one for each device that is served
-    left_out: list[str]  # a message for each device that the chosen backend cannot serve
-
-
-def served(name: str | None) -> Served:
+def served(name: str | None) -> tuple[list[Backend], list[str]]:
     """Return the backends of the named device, or of the CPU and the current GPU.
+
+    Messages follow for devices that the chosen backend cannot serve.
 
     Raises:
         UsageError: the device cannot be used.
     """
-    result = Served([], [])
-    for device in devices(name):
+    if name is not None:
+        devices = [device_named(name)]
+    else:
+        devices = [torch.device("cpu")]
+        if torch.cuda.is_available():
+            devices.append(torch.device("cuda", torch.cuda.current_device()))
+    backends, left_out = [], []
+    for device in devices:
         try:
-            result.backends.append(
-                Backend(BACKEND_NAMES[resolve(current_backend(), device, has_cpu=False)], device)
-            )
+            table = resolve(current_backend(), device, has_cpu=False)
+            backends.append(Backend(BACKEND_NAMES[table], device))
         except (RuntimeError, ValueError) as error:
-            result.left_out.append(f"{device} is left out: {error}")
-    return result
+            left_out.append(f"{device} is left out: {error}")
+    return backends, left_out
 
 
 def run_all(chosen: Sequence[Backend]) -> list[Line]:
@@ -199,22 +189,20 @@ def run_all(chosen: Sequence[Backend]) -> list[Line]:
     return sorted(lines, key=lambda line: (line.backend, line.op))
 
 
-def table(lines: Sequence[Line]) -> Table:
-    header = ["op", "backend", "dtype", "error, ulp", "bound", "torch's", "result", ""]
-    rows = [[x.op, x.backend, *_cells(x)] for x in lines]
-    return Table("Against fp64", header, rows, left=3)
-
-
 def tables(lines: Sequence[Line]) -> Iterator[Table]:
     """Yield a narrow table for each backend and device."""
     header = ["op", "dtype", "error, ulp", "bound", "torch's", "result", ""]
     for backend in dict.fromkeys(line.backend for line in lines):
-        rows = [[x.op, *_cells(x)] for x in lines if x.backend == backend]
+        rows = [
+            [
+                *(x.op, x.dtype, x.error, x.bound, x.torch_error),
+                "pass" if x.passed else "FAIL",
+                x.note,
+            ]
+            for x in lines
+            if x.backend == backend
+        ]
         yield Table(f"{backend}, against fp64", header, rows, left=2)
-
-
-def _cells(x: Line) -> list[str]:
-    return [x.dtype, x.error, x.bound, x.torch_error, "pass" if x.passed else "FAIL", x.note]
 
 
 def verdict(lines: Sequence[Line]) -> str:
@@ -230,16 +218,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run and print the checks, and return the exit code."""
     try:
-        chosen = served(args.device)
+        chosen, left_out = served(args.device)
     except UsageError as error:
         print(f"partita check: {error}", file=sys.stderr)
         return 2
-    for message in chosen.left_out:
+    for message in left_out:
         print(message)
-    if not chosen.backends:
+    if not chosen:
         print("partita check: nothing is left to check", file=sys.stderr)
         return 2
-    lines = run_all(chosen.backends)
+    lines = run_all(chosen)
     for shown in tables(lines):
         print_table(*shown)
     if args.device is None and not torch.cuda.is_available():

@@ -6,16 +6,18 @@ import argparse
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ..runtime import launcher
 from ..runtime.backend import current_backend, has_triton, numba_problem, resolve
-from ..testing.samples import CALLS
-from . import replay
-from .console import Table, print_table
+from ..runtime.register import REPLAYED, watch
+from ..testing.samples import CALLS, Call, Draw
+from .console import Progress, Table, first_line, print_table
 
 # The functions, and the methods of chains, that have sample calls; and whether Numba serves them.
 OPS = {
@@ -23,6 +25,7 @@ OPS = {
     for call in CALLS.values()
     if call.usual and "." not in call.name.removeprefix("Chain.") and "," not in call.name
 }
+ROUNDS = 5  # The second or third of equal calls is recorded, in forward and backward pass.
 BACKEND_NAMES = {"reference": "PyTorch", "gpu": "Triton", "cpu": "Numba"}
 
 # The purpose of each optional package, and the command that installs it.
@@ -210,10 +213,61 @@ def variables() -> list[str]:
     return [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
 
 
+class Line(NamedTuple):
+    """A line of the table of replays."""
+
+    call: str  # its name in the catalogue
+    replayed: str  # `yes`, `no`, or `partly` where some of its ops are
+    reason: str  # why not, with the name of each op that is not replayed
+
+
+def line_of(call: str, ops: Iterable[tuple[str, str]]) -> Line:
+    """Return the line of a call from its ops and how each was served, as `watch` tells it."""
+    ops = list(dict.fromkeys(ops))
+    if not ops:
+        return Line(call, "no", "PyTorch's own functions serve it")
+    reasons = [f"{op}: {served}" for op, served in ops if served != REPLAYED]
+    if not reasons:
+        return Line(call, "yes", "")
+    return Line(call, "partly" if len(reasons) < len(ops) else "no", "; ".join(reasons))
+
+
+def replay_of(call: Call, device: str = "cuda") -> Line:
+    """Make equal calls, forward and backward, and return how the last one was served."""
+    try:
+        sample = call.sample(Draw(device=device))
+        for _ in range(ROUNDS):
+            with watch() as ops:
+                sample.gradients(sample.run())
+    except Exception as error:
+        return Line(call.name, "no", first_line(error))
+    return line_of(call.name, ops)
+
+
+def all_replays() -> list[Line]:
+    lines = []
+    with Progress(len(CALLS)) as progress:
+        for call in CALLS.values():
+            progress.say(call.name)
+            lines.append(replay_of(call))
+            progress.advance()
+    return lines
+
+
+def show_replays() -> None:
+    """Print the table of all calls, or why nothing is replayed here."""
+    if launcher.module() is None:
+        print(f"Nothing is replayed: {launcher.status()}.")
+        return
+    lines = all_replays()
+    print_table(*Table("Replayed", ["call", "replayed", ""], lines, left=2))
+    print(f"\n{sum(line.replayed == 'yes' for line in lines)} of {len(lines)} calls are replayed.")
+
+
 def main(args: argparse.Namespace) -> int:
     """Print all tables, or that of replay, and return the exit code."""
     if args.replay:
-        replay.show()
+        show_replays()
     else:
         for table in tables():
             print_table(*table)

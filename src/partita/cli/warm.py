@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,8 +19,18 @@ import torch
 from ..runtime.backend import current_backend, has_triton, interpreting, resolve
 from ..testing.samples import CALLS as SAMPLES
 from ..testing.samples import Call, Draw
-from .arguments import device_named, dtype_names, number, numbers
-from .console import DTYPES, Progress, Table, UsageError, first_line, print_table
+from .console import (
+    DTYPES,
+    Progress,
+    Table,
+    UsageError,
+    device_named,
+    dtype_names,
+    first_line,
+    number,
+    numbers,
+    print_table,
+)
 from .fresh_process import end_process, run_module
 from .info import EXTRAS, no_gpu
 
@@ -71,21 +80,14 @@ exit codes:
   130  interrupted"""
 
 
-class Warmed(NamedTuple):
-    """The time and the kernels that one op in one dtype took."""
-
-    seconds: float  # of all calls, without starting the process
-    compiled: int  # kernels
-    cached: int  # kernels that Triton's cache had before
-
-
-@dataclass(frozen=True)
-class WarmResult:
+class WarmResult(NamedTuple):
     """An op in a dtype, and what it took or why it failed."""
 
     op: str
     dtype: str
-    warmed: Warmed | None
+    seconds: float | None  # of all calls, without starting the process; None where it failed
+    compiled: int = 0  # kernels
+    cached: int = 0  # kernels that Triton's cache had before
     note: str = ""
 
 
@@ -162,11 +164,10 @@ def warm_in_process(op: str, dtype: str, sizes: Sizes, device: str) -> WarmResul
     """Warm an op in a process of its own, so that a failure leaves the others untouched."""
     own = {name: value for name, value in sizes.items() if name in OPS[op].usual}
     try:
-        result = run_module("cli.warm", [op, dtype, device, json.dumps(own)])
-        return WarmResult(op, dtype, Warmed(**result))
+        return WarmResult(**run_module("cli.warm", [op, dtype, device, json.dumps(own)]))
     except Exception as error:
         message = str(error) if isinstance(error, RuntimeError) else first_line(error)
-        return WarmResult(op, dtype, None, message[:160])
+        return WarmResult(op, dtype, None, note=message[:160])
 
 
 def warm_all(
@@ -227,7 +228,7 @@ def _run(call: Call, draw: Draw, size: Size) -> None:
             sample.gradients(sample.run())
 
 
-def warm_one(op: str, dtype: str, sizes: Sizes, device: torch.device) -> Warmed:
+def warm_one(op: str, dtype: str, sizes: Sizes, device: torch.device) -> WarmResult:
     """Run an op in a dtype at all combinations of the sizes; those not given are the usual ones."""
     draw, call = Draw(DTYPES[dtype], device=device, ragged=False), OPS[op]
     own = {name: sizes.get(name, usual) for name, usual in call.usual.items()}
@@ -237,7 +238,8 @@ def warm_one(op: str, dtype: str, sizes: Sizes, device: torch.device) -> Warmed:
             _run(call, draw, size)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-    return Warmed(time.perf_counter() - start, found.count(False), found.count(True))
+    seconds = time.perf_counter() - start
+    return WarmResult(op, dtype, seconds, found.count(False), found.count(True))
 
 
 def main_of_process(argv: Sequence[str]) -> int:
@@ -261,15 +263,13 @@ def main_of_process(argv: Sequence[str]) -> int:
 
 def table(results: Sequence[WarmResult]) -> Table:
     header = ["op", "dtype", "seconds", "kernels compiled", "cached before", "result", ""]
-    return Table("Triton's cache", header, [_line(result) for result in results], left=2)
-
-
-def _line(result: WarmResult) -> list[str]:
-    if result.warmed is None:
-        return [result.op, result.dtype, "", "", "", "FAIL", result.note]
-    seconds, *kernels = result.warmed
-    numbers = [f"{seconds:.1f}", *map(str, kernels)]
-    return [result.op, result.dtype, *numbers, "ready", result.note]
+    rows = [
+        [op, dtype, "", "", "", "FAIL", note]
+        if seconds is None
+        else [op, dtype, f"{seconds:.1f}", str(compiled), str(cached), "ready", note]
+        for op, dtype, seconds, compiled, cached, note in results
+    ]
+    return Table("Triton's cache", header, rows, left=2)
 
 
 def cache_folder() -> str:
@@ -291,7 +291,7 @@ def main(args: argparse.Namespace) -> int:
         return 2
     results = warm_all(ops, args.dtype, sizes, args.device, args.jobs)
     print_table(*table(results))
-    failures = [result for result in results if result.warmed is None]
+    failures = [result for result in results if result.seconds is None]
     print(f"\n{len(results) - len(failures)} ready, {len(failures)} failed; in {cache_folder()}")
     return int(bool(failures))
 

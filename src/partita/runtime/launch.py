@@ -16,17 +16,8 @@ from .backend import interpreting
 from .caches import BoundedCache, register_cache
 from .parts import first_tensor, tuple_types, with_views
 from .recording import FORK, JOIN, LEAVE
-from .sizes import cdiv, next_power_of_2
-
-__all__ = [
-    "INTERPRETED",
-    "SideStream",
-    "cdiv",
-    "launch",
-    "next_power_of_2",
-    "tl_acc_dtype",
-    "zeroed_words",
-]
+from .sizes import cdiv as cdiv
+from .sizes import next_power_of_2 as next_power_of_2
 
 INTERPRETED = interpreting()
 

@@ -1,4 +1,4 @@
-"""Decoding of CTC: greedy search and prefix beam search."""
+"""Decoding of CTC and of CTC-CRF: the best path, and prefix beam search."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.backend import current_backend
+from ...runtime.constants import constant
+from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import Lengths, as_lengths, on_device
+from ..chain.api import Chain
+from ..ctc_crf.common import kmer_source, unflatten_scores
 from . import registered
+from .basecalls import Basecalls
 from .common import MAX_BEAM_WIDTH, Hypotheses
+
+METHODS = ("viterbi", "posterior", "beam")
+MAX_ALPHABET = 60  # bases of which a word has a bit each
 
 
 def _prepare(log_probs: Tensor, input_lengths: Lengths | None, blank: int) -> tuple[Tensor, Tensor]:
@@ -22,12 +30,17 @@ def _prepare(log_probs: Tensor, input_lengths: Lengths | None, blank: int) -> tu
         )
     if log_probs.ndim == 2:
         log_probs = log_probs[:, None]
-    T, N, C = log_probs.shape
+    C = log_probs.shape[2]
     checks.blank(blank, C)
+    return log_probs, _lengths(log_probs, input_lengths)
+
+
+def _lengths(scores: Tensor, input_lengths: Lengths | None) -> Tensor:
+    """Return the lengths `[N]` of scores `[T, N, ...]` on their device."""
+    T, N = scores.shape[:2]
     if input_lengths is None:
-        return log_probs, log_probs.new_full((N,), T, dtype=torch.int64)
-    lengths = as_lengths("input_lengths", input_lengths, N)
-    return log_probs, on_device(log_probs.device, lengths)[0]
+        return scores.new_full((N,), T, dtype=torch.int64)
+    return on_device(scores.device, as_lengths("input_lengths", input_lengths, N))[0]
 
 
 def _number(name: str, value: int, least: int, greatest: int | None = None) -> None:
@@ -136,3 +149,89 @@ def ctc_beam_search(
         options = (beam_width, nbest, labels, float(blank_skip_threshold or 0.0))
         found = registered.beam_search(*x, blank, *options, bool(from_logits), current_backend())
     return Hypotheses(*found)
+
+
+def ctc_crf_decode(
+    scores: Tensor,
+    *,
+    state_len: int,
+    alphabet_size: int,
+    input_lengths: Lengths | None = None,
+    method: str = "viterbi",
+    beam_width: int = 32,
+) -> Basecalls:
+    """Return the called bases of CTC-CRF scores, with the log-probability of each.
+
+    Args:
+        scores: `[T, N, C * A]` or `[T, N, C, A]` floating, as in `ctc_crf_loss`.
+        state_len: k, the bases of a k-mer.
+        alphabet_size: A, the bases and the blank.
+        input_lengths: `[N]`, the number of valid steps, a tensor on any device, a list or a tuple;
+            all steps if None.
+        method: `viterbi` is the best path; `posterior` the best path over the logs of the posterior
+            probabilities of the edges; `beam` the sequence of bases that is most probable over the
+            paths that a prefix beam search sums.
+        beam_width: the number of prefixes that go on after each step, from 1 to 256.
+
+    Returns:
+        `Basecalls(labels, lengths, log_probs, steps, moves)` with S = T + k, in nats. The
+        log-probability of a base is the log of the mean, over the steps from its move up to the
+        next one, of the posterior probability that the k-mer ends in this base. For the first k
+        bases it is that of the base in the first k-mer. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes, shapes, lengths or numbers. Lengths on a GPU are
+            checked only with `PARTITA_CHECK=1`; otherwise an invalid sequence has no bases.
+
+    Source: Oxford Nanopore's bonito, 2020, for `posterior`; its dorado, 2023, ranks prefixes by the
+        score of all that follows too, as `beam` does.
+
+    Example:
+        >>> import torch, partita
+        >>> scores = torch.zeros(3, 1, 4, 5)  # three steps, single bases
+        >>> scores[1, 0, 2, 1 + 0] = 9.0  # the second step moves from the first to the third base
+        >>> scores[0, 0, 0, 0] = scores[2, 0, 2, 0] = 5.0
+        >>> calls = partita.ctc_crf_decode(scores, state_len=1, alphabet_size=5, method="posterior")
+        >>> calls.labels, calls.steps, calls.moves
+        (tensor([[1, 3, 0, 0]]), tensor([[-1,  1, -1, -1]]), tensor([[False,  True, False]]))
+    """
+    checks.choice("method", method, METHODS)
+    _number("beam_width", beam_width, 1, MAX_BEAM_WIDTH)
+    _check_scores(scores, state_len, alphabet_size)
+    if method == "beam" and alphabet_size > MAX_ALPHABET:
+        raise ValueError(
+            f"alphabet_size: expected at most {MAX_ALPHABET} for a beam, got {alphabet_size}"
+        )
+    with torch.no_grad():
+        source = constant(kmer_source, alphabet_size - 1, state_len, device=scores.device)
+        edges = unflatten_scores(scores, source)
+        lengths = _lengths(scores, input_lengths)
+        checks.within("input_lengths", lengths, 0, len(scores), "steps")
+        backend = current_backend()
+        if method == "posterior":
+            marginals = Chain(edges, source, lengths=lengths).marginals()
+            path = Chain(marginals.log(), source, lengths=lengths).viterbi()[1:]
+            posteriors = registered.crf_base_posteriors(marginals, lengths, backend)
+        else:
+            width = beam_width if method == "beam" else 0
+            *path, by_base, first = registered.crf_path(edges, source, lengths, width, backend)
+            posteriors = by_base, first
+        dtype = acc_dtype(scores.dtype)
+        calls = registered.crf_calls(*posteriors, *path, lengths, state_len, dtype, backend)
+        labels, counts, log_probs, steps, moves = calls
+        # A sequence with NaN has no path, and so no base whose probability could be NaN.
+        unknown = posteriors[1].isnan().any(1, keepdim=True)
+        log_probs = log_probs.masked_fill(unknown, torch.nan)
+        return Basecalls(labels, counts, log_probs, steps, moves)
+
+
+def _check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
+    checks.floating("scores", scores)
+    _number("state_len", state_len, 1)
+    _number("alphabet_size", alphabet_size, 2)
+    C, A = (alphabet_size - 1) ** state_len, alphabet_size
+    if scores.ndim not in (3, 4) or scores.shape[2:] not in ((C * A,), (C, A)):
+        raise ValueError(
+            "scores: expected shape [T, N, C * A] or [T, N, C, A]"
+            f" with C = {A - 1}^{state_len} = {C} and A = {A}, got {list(scores.shape)}"
+        )

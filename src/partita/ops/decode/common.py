@@ -43,6 +43,15 @@ def empty_hypotheses(logits: Tensor, nbest: int = 1) -> Hypotheses:
     )
 
 
+def empty_path(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uninitialized states `[T + 1, N]` and edges `[T, N]` for scores `[T, N, C, A]`."""
+    T, N = scores.shape[:2]
+    return (
+        scores.new_empty((T + 1, N), dtype=torch.int64),
+        scores.new_empty((T, N), dtype=torch.int64),
+    )
+
+
 def empty_posteriors(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return uninitialized posteriors `[T, N, bases]` and `[N, C]` for scores `[T, N, C, A]`."""
     T, N, C, A = scores.shape

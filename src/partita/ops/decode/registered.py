@@ -4,60 +4,35 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import one_by_one
 from . import reference
 from .basecalls import empty_basecalls
-from .common import Hypotheses, empty_hypotheses, empty_posteriors
+from .common import empty_hypotheses, empty_path, empty_posteriors
 
 
 def _check_lengths(logits: Tensor, input_lengths: Tensor) -> None:
     checks.within("input_lengths", input_lengths, 0, len(logits), "steps")
 
 
-def _beam_fake(logits: Tensor, nbest: int) -> Hypotheses:
-    return empty_hypotheses(logits, nbest)
-
-
-def _empty_path(scores: Tensor) -> tuple[Tensor, Tensor]:
-    T, N = scores.shape[:2]
-    return (
-        scores.new_empty((T + 1, N), dtype=torch.int64),
-        scores.new_empty((T, N), dtype=torch.int64),
-    )
-
-
 def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import beam, crf_path, greedy
+    from .cpu import beam, crf
 
-    return beam, crf_path, greedy
-
-
-def _gpu_crf() -> ModuleType:
-    from .gpu import launch_crf
-
-    return launch_crf
+    return beam, crf
 
 
-def _gpu_greedy() -> ModuleType:
-    from .gpu import launch_greedy
+def _gpu() -> tuple[ModuleType, ...]:
+    from .gpu import launch, launch_crf
 
-    return launch_greedy
-
-
-def _gpu_launch() -> ModuleType:
-    from .gpu import launch
-
-    return launch
+    return launch, launch_crf
 
 
 greedy_search = register.define(
     reference.ctc_greedy_search,
     lambda logits: empty_hypotheses(logits),
-    gpu=_gpu_greedy,
+    gpu=_gpu,
     cpu=_cpu,
     check=_check_lengths,
     vmap=one_by_one,
@@ -65,8 +40,8 @@ greedy_search = register.define(
 )
 beam_search = register.define(
     reference.ctc_beam_search,
-    _beam_fake,
-    gpu=_gpu_launch,
+    empty_hypotheses,
+    gpu=_gpu,
     cpu=_cpu,
     check=_check_lengths,
     vmap=one_by_one,
@@ -74,8 +49,8 @@ beam_search = register.define(
 )
 crf_path = register.define(
     reference.ctc_crf_path,
-    lambda scores: (*_empty_path(scores), *empty_posteriors(scores)),
-    gpu=_gpu_crf,
+    lambda scores: (*empty_path(scores), *empty_posteriors(scores)),
+    gpu=_gpu,
     cpu=_cpu,
     vmap=one_by_one,
     reference_if_empty=True,
@@ -84,7 +59,7 @@ crf_path = register.define(
 crf_base_posteriors = register.define(
     reference.ctc_crf_base_posteriors,
     lambda marginals: empty_posteriors(marginals),
-    gpu=_gpu_crf,
+    gpu=_gpu,
     cpu=_cpu,
     vmap=one_by_one,
     reference_if_empty=True,
@@ -92,7 +67,7 @@ crf_base_posteriors = register.define(
 crf_calls = register.define(
     reference.ctc_crf_calls,
     empty_basecalls,
-    gpu=_gpu_crf,
+    gpu=_gpu,
     cpu=_cpu,
     vmap=one_by_one,
     reference_if_empty=True,

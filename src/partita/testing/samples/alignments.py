@@ -10,8 +10,7 @@ import torch
 
 from ...ops.ctc.api import ctc_align, ctc_loss
 from ...ops.ctc_crf.api import ctc_crf_loss
-from ...ops.decode.api import ctc_beam_search, ctc_greedy_search
-from ...ops.decode.crf import ctc_crf_decode
+from ...ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes, past_lengths, together, without
 

@@ -1,4 +1,4 @@
-"""Prefix beam search on the CPU, in Numba, with the sequences of a batch in parallel.
+"""Greedy and prefix beam search of CTC on the CPU, in Numba, with sequences in parallel.
 
 Prefixes are nodes of a trie, which a table finds by the node of the parent and the last label. So a
 prefix that leaves the beam and comes back is the same node, and its extensions in the beam find it.
@@ -7,18 +7,24 @@ An alignment's steps are a chain of events, one for each label that it emits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, contiguous_row
+from ....primitives.cpu.batch import (
+    INF,
+    as_integers,
+    as_steps,
+    contiguous_row,
+    run_over_sequences,
+)
 from ....primitives.cpu.jit import ONE, ZERO, jit
-from ....primitives.cpu.logits import centered_row, logsumexp_row, row_buffers
+from ....primitives.cpu.logits import Logits, centered_row, logsumexp_row, row_buffers
 from ....primitives.cpu.math import exp, log
 from ....runtime.sizes import next_power_of_2
-from ..common import Hypotheses
-from .greedy import run_search
+from ..common import Hypotheses, empty_hypotheses
 
 # The numbers of a prefix: log-probabilities of the alignments that end in a blank and in a label,
 # of the best of each, and of all.
@@ -31,8 +37,64 @@ LABEL_SHIFT, NEW = 16, 1 << 15
 BLOCK = 64  # classes that are compared together
 
 
+def run_search(
+    kernel: Callable[..., None],
+    logits: Tensor,
+    input_lengths: Tensor,
+    from_logits: bool,
+    nbest: int,
+    work: int,
+    *args: Any,
+) -> Hypotheses:
+    """Run `kernel(share, lengths, logits, found, *args)` for all sequences; return what it found.
+
+    Args:
+        kernel: a function that writes to `Hypotheses` of arrays.
+        work: the number of edges of a step.
+    """
+    found, lengths = empty_hypotheses(logits, nbest), as_integers(input_lengths)
+    arrays = Hypotheses._make(x.numpy() for x in found)
+    inputs = Logits(as_steps(logits), logits.shape[0], logits.shape[2], from_logits)
+    run_over_sequences(kernel, lengths, work, lengths, inputs, arrays, *args)
+    return found
+
+
+@jit(nogil=True)
+def greedy_scan(share: Any, lengths: Any, logits: Any, found: Any, blank: int) -> None:
+    """Decode each sequence."""
+    steps, buffers = logits.steps, row_buffers(logits.steps, logits.C)
+    for n in share:
+        valid = 0 <= lengths[n] <= logits.T
+        previous, S, total = blank, 0, 0.0
+        for t in range(lengths[n] if valid else 0):
+            row = contiguous_row(steps, t, n, buffers.row)
+            best = 0
+            for c in range(logits.C):
+                valid = valid and row[c] < INF
+                best = c if row[c] > row[best] else best
+            lse = logsumexp_row(row, buffers) if logits.from_logits else 0.0
+            row, lse = centered_row(row, lse, buffers)
+            valid = valid and lse == lse
+            total += row[best] - lse
+            if best not in (blank, previous):
+                found.tokens[n, 0, S], found.steps[n, 0, S] = best, t
+                S += 1
+            previous = best
+        S, found.scores[n, 0] = (S, total) if valid else (0, np.nan)
+        found.lengths[n, 0] = S
+        found.tokens[n, 0, S:], found.steps[n, 0, S:] = -1, -1
+
+
+def ctc_greedy_search(
+    logits: Tensor, input_lengths: Tensor, blank: int, from_logits: bool
+) -> Hypotheses:
+    """Decode each sequence by the most probable class of each step."""
+    work = logits.shape[2]
+    return run_search(greedy_scan, logits, input_lengths, from_logits, 1, work, blank)
+
+
 class Options(NamedTuple):
-    """The options of a search.
+    """The options of a beam search.
 
     Fields:
         blank: the class of the blank.

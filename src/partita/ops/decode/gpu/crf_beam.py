@@ -318,11 +318,9 @@ def start(
     tl.debug_barrier()
 
 
-@triton.jit(
-    do_not_specialize=["T", "stride_t", "stride_n", "stride_c", "stride_a", "later_t", "hash_mask"]
-)
+@triton.jit(do_not_specialize=["T", "later_t", "hash_mask"])
 def ctc_crf_beam_search_kernel(
-    scores_ptr,  # [T, N, C, A]
+    scores,  # StridedEdges [T, N, C, A]
     later_ptr,  # [T + 1, N, C] fp64
     input_lengths_ptr,  # [N]
     batch,  # KmerMemory of all sequences
@@ -331,10 +329,6 @@ def ctc_crf_beam_search_kernel(
     bases,
     width,
     hash_mask: tl.int64,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_a,
     later_t,
     BLOCK_W: tl.constexpr,  # lanes of the beam
     BLOCK_P: tl.constexpr,  # candidates: an old and a new prefix for each base and lane
@@ -352,13 +346,13 @@ def ctc_crf_beam_search_kernel(
         batch.events + n * T * BLOCK_W,
         batch.parents + n * T * BLOCK_W,
     )
-    scores_ptr += n * stride_n
+    scores_ptr = scores.ptr + n * scores.n
     later_ptr += n * C
     start(memory, size, later_ptr, BLOCK_W, BLOCK_P, BLOCK_J)
     for t in range(0, length):
         t64, buffer = tl.full([], t, tl.int64), t % 2
-        row_ptr, row_later_ptr = scores_ptr + t64 * stride_t, later_ptr + (t64 + 1) * later_t
-        step = KmerStep(tl.full([], t, tl.int32), row_ptr, stride_c, stride_a, row_later_ptr)
+        row_ptr, row_later_ptr = scores_ptr + t64 * scores.t, later_ptr + (t64 + 1) * later_t
+        step = KmerStep(tl.full([], t, tl.int32), row_ptr, scores.c, scores.k, row_later_ptr)
         # The ranks of the extensions.
         lane = tl.arange(0, BLOCK_P)
         slot, base, is_new = lane % BLOCK_W, lane // (2 * BLOCK_W), (lane // BLOCK_W) % 2 == 1

@@ -13,11 +13,9 @@ import triton.language as tl
 from .greedy import load_length
 
 
-@triton.jit(
-    do_not_specialize=["T", "N", "C", "A", "bases", "stride_t", "stride_n", "stride_c", "stride_a"]
-)
+@triton.jit(do_not_specialize=["T", "N", "C", "A", "bases"])
 def ctc_crf_base_posteriors_kernel(
-    marginals_ptr,  # [T, N, C, A]
+    marginals,  # StridedEdges [T, N, C, A]
     lengths_ptr,  # [N]
     by_base_ptr,  # [T, N, bases] fp64
     T,
@@ -25,10 +23,6 @@ def ctc_crf_base_posteriors_kernel(
     C,
     A,
     bases,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_a,
     BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
@@ -37,15 +31,15 @@ def ctc_crf_base_posteriors_kernel(
     length, _ = load_length(lengths_ptr, n, T)
     b, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
     rows = tl.where(t < length, C // bases, 0)
-    marginals_ptr += t * stride_t + n * stride_n
+    marginals_ptr = marginals.ptr + t * marginals.t + n * marginals.n
     total = tl.zeros([BLOCK_R, BLOCK_B], tl.float64)
     for first in range(0, rows, BLOCK_R):
         mask = ((first + r) < rows)[:, None] & (b < bases)[None, :]
         c = ((first + r) * bases)[:, None] + b[None, :]
-        ptrs = marginals_ptr + c.to(tl.int64) * stride_c
+        ptrs = marginals_ptr + c.to(tl.int64) * marginals.c
         for _edge in range(A):
             total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float64)
-            ptrs += stride_a
+            ptrs += marginals.k
     row_ptr = by_base_ptr + (t * N + n) * bases
     tl.store(row_ptr + b, tl.sum(total, axis=0), mask=b < bases)
 
@@ -86,17 +80,14 @@ def ctc_crf_base_sums_kernel(
     tl.store(result_ptrs, by_base, mask=exists[:, None] & (b < BASES))
 
 
-@triton.jit(do_not_specialize=["T", "C", "bases", "stride_n", "stride_c", "stride_a"])
+@triton.jit(do_not_specialize=["T", "C", "bases"])
 def ctc_crf_first_posteriors_kernel(
-    marginals_ptr,  # [N, C, A], those of the first step, or [N, C] of the states before it
+    marginals,  # StridedEdges [T, N, C, A], or of the states before the first step
     lengths_ptr,  # [N]
     first_ptr,  # [N, C] fp64
     T,
     C,
     bases,
-    stride_n,
-    stride_c,
-    stride_a,
     FROM_STATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -106,29 +97,29 @@ def ctc_crf_first_posteriors_kernel(
     """
     n = tl.program_id(0).to(tl.int64)
     length, _ = load_length(lengths_ptr, n, T)
-    marginals_ptr += n * stride_n
+    marginals_ptr = marginals.ptr + n * marginals.n
     first_ptr += n * C
     states = tl.where(length > 0, C, 0)  # those that are loaded
     total = tl.zeros([BLOCK], tl.float64)
     if FROM_STATES:
         for block in range(0, states, BLOCK):
             c = block + tl.arange(0, BLOCK)
-            total += tl.load(marginals_ptr + c.to(tl.int64) * stride_c, mask=c < C, other=0.0)
+            total += tl.load(marginals_ptr + c.to(tl.int64) * marginals.c, mask=c < C, other=0.0)
     whole = tl.sum(total, axis=0)
     scale = 1.0 / tl.where(whole == 0.0, 1.0, whole)
     for block in range(0, C, BLOCK):
         c = block + tl.arange(0, BLOCK)
         mask = c < states
         if FROM_STATES:
-            ptrs = marginals_ptr + c.to(tl.int64) * stride_c
+            ptrs = marginals_ptr + c.to(tl.int64) * marginals.c
             posterior = tl.load(ptrs, mask=mask, other=0.0).to(tl.float64) * scale
         else:
-            stay_ptrs = marginals_ptr + c.to(tl.int64) * stride_c
+            stay_ptrs = marginals_ptr + c.to(tl.int64) * marginals.c
             posterior = tl.load(stay_ptrs, mask=mask, other=0.0).to(tl.float64)
             # The k-mer j x moves to the k-mers x e through their column 1 + j.
-            move_ptrs = marginals_ptr + (1 + c // (C // bases)).to(tl.int64) * stride_a
+            move_ptrs = marginals_ptr + (1 + c // (C // bases)).to(tl.int64) * marginals.k
             for base in range(bases):
-                offset = (c * bases % C + base).to(tl.int64) * stride_c
+                offset = (c * bases % C + base).to(tl.int64) * marginals.c
                 posterior += tl.load(move_ptrs + offset, mask=mask, other=0.0).to(tl.float64)
         posterior = tl.where(length > 0, posterior, 1.0 / tl.full([BLOCK], C, tl.float64))
         tl.store(first_ptr + c, posterior, mask=c < C)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2
+from ...chain.gpu.arguments import StridedEdges
 from ...chain.gpu.launch import chain_gradient, chain_logz, chain_scan
 from ...chain.gpu.launch_paths import chain_viterbi
 from ...chain.gpu.launch_posteriors import (
@@ -16,7 +17,7 @@ from ...chain.gpu.launch_posteriors import (
 )
 from ...ctc_crf.common import zero_ends
 from ..basecalls import Basecalls, empty_basecalls
-from ..common import ChainFunctions, empty_posteriors, path_and_posteriors
+from ..common import ChainFunctions, empty_path, empty_posteriors, path_and_posteriors
 from .crf_beam import (
     HASHES,
     INTEGERS,
@@ -94,7 +95,7 @@ def beam_buffers(scores: Tensor, beam_width: int) -> tuple[KmerMemory, Tensor, T
         events=empty(torch.int64, N, T, block),
         parents=empty(torch.int32, N, T, block),
     )
-    return memory, empty(torch.int64, T + 1, N), empty(torch.int64, T, N)
+    return memory, *empty_path(scores)
 
 
 def ctc_crf_beam_search(
@@ -118,11 +119,11 @@ def launch_beam_search(
 ) -> None:
     """Fill in the path of the best prefix of each sequence."""
     T, N, C, A = scores.shape
-    options, strides = kmer_beam_options(A - 1, beam_width), scores.stride()
+    options = kmer_beam_options(A - 1, beam_width)
     launch(
         ctc_crf_beam_search_kernel,
         N,
-        scores_ptr=scores,
+        scores=StridedEdges(scores, *scores.stride()),
         later_ptr=later,
         input_lengths_ptr=lengths,
         batch=memory,
@@ -131,10 +132,6 @@ def launch_beam_search(
         bases=A - 1,
         width=beam_width,
         hash_mask=HASH_MASK,
-        stride_t=strides[0],
-        stride_n=strides[1],
-        stride_c=strides[2],
-        stride_a=strides[3],
         later_t=later.stride(0),
         **options,
     )
@@ -177,19 +174,20 @@ def sum_state_posteriors(
         BLOCK_B=block_b,
         num_warps=1,
     )
-    launch_first(buffers.first, (buffers.first.shape[1], 1, 0), lengths, first, T, bases, True)
+    states = StridedEdges(buffers.first, 0, buffers.first.shape[1], 1, 0)
+    launch_first(states, lengths, first, T, bases, True)
 
 
 def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return the posteriors for qualities, given those of edges; see the reference."""
     T, N, C, A = marginals.shape
     by_base, first = empty_posteriors(marginals)
-    lengths, strides = lengths.contiguous(), marginals.stride()
+    lengths, edges = lengths.contiguous(), StridedEdges(marginals, *marginals.stride())
     block_b = next_power_of_2(A - 1)
     launch(
         ctc_crf_base_posteriors_kernel,
         T * N,
-        marginals_ptr=marginals,
+        marginals=edges,
         lengths_ptr=lengths,
         by_base_ptr=by_base,
         T=T,
@@ -197,40 +195,27 @@ def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor,
         C=C,
         A=A,
         bases=A - 1,
-        stride_t=strides[0],
-        stride_n=strides[1],
-        stride_c=strides[2],
-        stride_a=strides[3],
         BLOCK_R=min(next_power_of_2(C // (A - 1)), max(MAX_BLOCK_BASES // block_b, 1)),
         BLOCK_B=block_b,
         num_warps=1,
     )
-    launch_first(marginals, strides[1:], lengths, first, T, A - 1, False)
+    launch_first(edges, lengths, first, T, A - 1, False)
     return by_base, first
 
 
 def launch_first(
-    posteriors: Tensor,
-    strides: tuple[int, ...],
-    lengths: Tensor,
-    first: Tensor,
-    T: int,
-    bases: int,
-    are_states: bool,
+    posteriors: StridedEdges, lengths: Tensor, first: Tensor, T: int, bases: int, are_states: bool
 ) -> None:
     """Fill in the posteriors of the first k-mers from those of states, or of the first edges."""
     launch(
         ctc_crf_first_posteriors_kernel,
         len(first),
-        marginals_ptr=posteriors,
+        marginals=posteriors,
         lengths_ptr=lengths,
         first_ptr=first,
         T=T,
         C=first.shape[1],
         bases=bases,
-        stride_n=strides[0],
-        stride_c=strides[1],
-        stride_a=strides[2],
         FROM_STATES=are_states,
         BLOCK=BLOCK_STATES,
         num_warps=4,

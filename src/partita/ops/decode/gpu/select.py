@@ -40,17 +40,30 @@ def ordered_bits(score):
 def score_threshold(keys, finite, width):
     """Return a key that at least `width` finite keys reach, if there are so many.
 
-    A bisection ends at the greatest such key, or at one that exactly `width` keys reach.
+    A search by quarters ends at the greatest such key, or at one that exactly `width` keys reach.
+    The three numbers of keys that reach the limits of the quarters are parts of one word.
     """
     low = tl.min(tl.where(finite, keys, 0x7FFFFFFFFFFFFFFF), axis=0)
     high = tl.max(tl.where(finite, keys, -0x7FFFFFFFFFFFFFFF), axis=0) + 1
     candidates = tl.sum(finite.to(tl.int32), axis=0)
     while (candidates > width) & (low + 1 < high):
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # a difference could overflow
-        reached = tl.sum((finite & (keys >= middle)).to(tl.int32), axis=0)
-        candidates = tl.where(reached >= width, reached, candidates)
-        low = tl.where(reached >= width, middle, low)
-        high = tl.where(reached >= width, high, middle)
+        # Without a sign, the difference cannot overflow.
+        quarter = ((high - low).to(tl.uint64, bitcast=True) >> 2).to(tl.int64, bitcast=True)
+        quarter = tl.maximum(quarter, 1)
+        first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
+        reached = (finite & (keys >= first)).to(tl.int64)
+        reached |= (finite & (keys >= second)).to(tl.int64) << 20
+        reached |= (finite & (keys >= third)).to(tl.int64) << 40
+        total = tl.sum(reached, axis=0)
+        by_first, by_second = (total & 0xFFFFF).to(tl.int32), ((total >> 20) & 0xFFFFF).to(tl.int32)
+        by_third = (total >> 40).to(tl.int32)
+        least = tl.where(by_third >= width, third, tl.where(by_second >= width, second, first))
+        number = tl.where(by_second >= width, by_second, by_first)
+        number = tl.where(by_third >= width, by_third, number)
+        candidates = tl.where(by_first >= width, number, candidates)
+        low = tl.where(by_first >= width, least, low)
+        limit = tl.where(by_second < width, second, tl.where(by_third < width, third, high))
+        high = tl.minimum(high, tl.where(by_first < width, first, limit))
     return low
 
 
@@ -99,36 +112,6 @@ def rank_candidates(
 
 
 @triton.jit
-def score_threshold_by_quarters(keys, finite, width):
-    """Return what `score_threshold` returns, by quarters, so that the program waits half as often.
-
-    The three numbers of keys that reach the limits of the quarters are parts of one word.
-    """
-    low = tl.min(tl.where(finite, keys, 0x7FFFFFFFFFFFFFFF), axis=0)
-    high = tl.max(tl.where(finite, keys, -0x7FFFFFFFFFFFFFFF), axis=0) + 1
-    candidates = tl.sum(finite.to(tl.int32), axis=0)
-    while (candidates > width) & (low + 1 < high):
-        # Without a sign, the difference cannot overflow.
-        quarter = ((high - low).to(tl.uint64, bitcast=True) >> 2).to(tl.int64, bitcast=True)
-        quarter = tl.maximum(quarter, 1)
-        first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
-        reached = (finite & (keys >= first)).to(tl.int64)
-        reached |= (finite & (keys >= second)).to(tl.int64) << 20
-        reached |= (finite & (keys >= third)).to(tl.int64) << 40
-        total = tl.sum(reached, axis=0)
-        by_first, by_second = (total & 0xFFFFF).to(tl.int32), ((total >> 20) & 0xFFFFF).to(tl.int32)
-        by_third = (total >> 40).to(tl.int32)
-        least = tl.where(by_third >= width, third, tl.where(by_second >= width, second, first))
-        number = tl.where(by_second >= width, by_second, by_first)
-        number = tl.where(by_third >= width, by_third, number)
-        candidates = tl.where(by_first >= width, number, candidates)
-        low = tl.where(by_first >= width, least, low)
-        limit = tl.where(by_second < width, second, tl.where(by_third < width, third, high))
-        high = tl.minimum(high, tl.where(by_first < width, first, limit))
-    return low
-
-
-@triton.jit
 def select_in_order(score, width):
     """Return which candidates are the `width` best, their positions among these, and their number.
 
@@ -136,7 +119,7 @@ def select_in_order(score, width):
     and NaN are no candidates.
     """
     finite, keys = score > -float("inf"), ordered_bits(score)
-    threshold = score_threshold_by_quarters(keys, finite, width)
+    threshold = score_threshold(keys, finite, width)
     greater, equal = finite & (keys > threshold), finite & (keys == threshold)
     room = width - tl.sum(greater.to(tl.int32), axis=0)
     # Both numbers are below 2^16, so one sum counts them in two halves of a word.
