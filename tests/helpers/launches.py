@@ -401,7 +401,7 @@ def call_parallel(dtype: torch.dtype) -> None:
         options = (4, 0, 0, 1.0, -100, smoothing, entropy, "triton")
         fields = autograd.parallel_fields(words, target, *options)
         grads = (fields[2] if smoothing else None, fields[3] if entropy else None)
-        numbers = (smoothing, 4, 1.0, -100, "triton")
+        numbers = (4, 1.0, -100, "triton")
         autograd.parallel_coefficients(target, *fields[:2], *grads, None, fields[3], *numbers)
     if dtype == torch.float64:
         return

@@ -14,9 +14,9 @@ from ...runtime.backend import current_backend
 from ..cross_entropy.api import TokenStats, token_stats
 from ..cross_entropy.common import checked_options
 from . import autograd
-from .common import chunk_and_save
+from .common import Head, chunk_and_save
 from .composed import is_plain
-from .inputs import checked_matrix, flat_head, flat_labels, is_usual, needs_logits
+from .inputs import checked_matrix, flat_labels, is_usual, needs_logits
 from .loss import linear_loss
 from .plan import check_budget, is_small
 from .rows_linear import rows_linear
@@ -154,7 +154,7 @@ def linear_token_stats(
     labels = target
     if labels is None:
         labels, ignore_index = input.new_zeros(input.shape[:-1], dtype=torch.int64), -100
-    labels, head = flat_labels(input, labels), flat_head(input, linear_weight, linear_bias)
+    labels, head = flat_labels(input, labels), Head(input, linear_weight, linear_bias).flat
     plan = head.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(linear_weight))
     needs_smoothing, needs_entropy = False, True

@@ -28,7 +28,7 @@ from ..cross_entropy.autograd import OnePassLoss, scaled_gradient
 from ..cross_entropy.common import LossOptions, valid_targets
 from . import reference
 from .chunked import Wanted
-from .common import RowStatistics
+from .common import RowStatistics, empty_statistics
 from .plan import padded_width
 from .rows_linear import rows_linear
 
@@ -41,18 +41,9 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
 def _rows_fake(
     input: Tensor, weight: Tensor, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    M, C, dtype = input.shape[0], weight.shape[0], acc_dtype(input.dtype)
-    entropy_rows = M if needs_entropy else 0
-    statistics = RowStatistics(
-        nll=input.new_empty(M, dtype=dtype),
-        logsumexp=input.new_empty(M, dtype=dtype),
-        smoothing_loss=input.new_empty(M if needs_smoothing else 0, dtype=dtype),
-        entropy=input.new_empty(entropy_rows, dtype=dtype),
-        argmax=input.new_empty(entropy_rows, dtype=torch.int64),
-        maximum=input.new_empty(M, dtype=dtype),
-        sumexp=input.new_empty(M, dtype=dtype),
-    )
-    return *statistics, input.new_empty(M * padded_width(C) if save_logits else 0)
+    M, C = input.shape[0], weight.shape[0]
+    saved = input.new_empty(M * padded_width(C) if save_logits else 0)
+    return *empty_statistics(input, M, needs_smoothing, needs_entropy), saved
 
 
 def gradients_fake(
@@ -283,10 +274,11 @@ class LinearRows(torch.autograd.Function):
             entropy if ctx.needs_entropy else None,
             target,
             class_weight,
-            statistics,
+            statistics.entropy,
             len(head[1]),
             ctx.options[0],
             ctx.ignore_index,
+            statistics.maximum.dtype,
         )
         of_rows = (target, class_weight, statistics.maximum, statistics.sumexp)
         tensors = (*coefficients, *head, *of_rows)

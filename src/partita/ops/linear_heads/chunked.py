@@ -234,8 +234,7 @@ def accumulate_hidden(
     buffer = head.buffer(tokens, min(chunk, C))
     state = first_state(head.input, needs_smoothing, needs_entropy)
     for rows in chunks(M, tokens):
-        fields = (None if field is None else field[rows] for field in state)
-        of_rows, part_state = head.of_tokens(rows), RowState(*fields)  # type: ignore[arg-type]
+        of_rows, part_state = head.of_tokens(rows), state.part(rows)
         for part in chunks(C, chunk):
             weights = None if class_weight is None else class_weight[part]
             options = (weights, part_state, temperature, softcap)

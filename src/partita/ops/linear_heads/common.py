@@ -36,6 +36,11 @@ class Head(NamedTuple):
     bias: Tensor | None
 
     @property
+    def flat(self) -> Head:
+        """The head with hidden states `[M, H]`, of hidden states `[..., H]`."""
+        return self._replace(input=self.input[None].flatten(0, -2))
+
+    @property
     def wanted(self) -> tuple[bool, bool, bool]:
         """Return whether hidden states, matrix and bias need a gradient."""
         if not torch.is_grad_enabled():
@@ -204,6 +209,10 @@ class RowState(NamedTuple):
     sum_x_exp: Tensor | None
     argmax: Tensor | None
 
+    def part(self, rows: slice) -> RowState:
+        """Return views of the state of some rows."""
+        return RowState(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
+
 
 class RowStatistics(NamedTuple):
     """Statistics of the rows of logits / temperature, in nats; NaN where a target is invalid.
@@ -225,6 +234,22 @@ class RowStatistics(NamedTuple):
     argmax: Tensor
     maximum: Tensor
     sumexp: Tensor
+
+
+def empty_statistics(
+    like: Tensor, rows: int, needs_smoothing: bool, needs_entropy: bool
+) -> RowStatistics:
+    """Return memory for the statistics of the rows; those that are not wanted are empty."""
+    dtype, entropy_rows = acc_dtype(like.dtype), rows if needs_entropy else 0
+    return RowStatistics(
+        nll=like.new_empty(rows, dtype=dtype),
+        logsumexp=like.new_empty(rows, dtype=dtype),
+        smoothing_loss=like.new_empty(rows if needs_smoothing else 0, dtype=dtype),
+        entropy=like.new_empty(entropy_rows, dtype=dtype),
+        argmax=like.new_empty(entropy_rows, dtype=torch.int64),
+        maximum=like.new_empty(rows, dtype=dtype),
+        sumexp=like.new_empty(rows, dtype=dtype),
+    )
 
 
 class GradientCoefficients(NamedTuple):

@@ -13,7 +13,7 @@ from ..divergence.common import reduced, row_factors
 from . import divergence_autograd as autograd
 from .common import Head, cast_to_autocast
 from .divergence_plan import divergence_plan
-from .inputs import checked_matrix, flat_head, takes_all_logits
+from .inputs import checked_matrix, takes_all_logits
 from .plan import check_budget
 
 
@@ -84,7 +84,7 @@ def linear_divergence(
         rows = autograd.composed_rows(*head, *teacher, *numbers)
         return reduced(rows, mask, reduction)
     flat_mask = None if mask is None else mask.reshape(-1)
-    heads = flat_head(*head), flat_head(*teacher)
+    heads = head.flat, teacher.flat
     loss = _planned(*heads, numbers, flat_mask, reduction, memory_budget)
     return loss.reshape(input.shape[:-1]) if reduction == "none" else loss
 

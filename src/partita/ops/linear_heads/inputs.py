@@ -107,11 +107,6 @@ def checked_matrix(
     return head
 
 
-def flat_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
-    """Return the head with hidden states `[M, H]`."""
-    return Head(input[None].flatten(0, -2), weight, bias)
-
-
 def flat_labels(input: Tensor, target: Tensor) -> Tensor:
     """Check the labels of hidden states `[..., H]`, and return them as `[M]`."""
     checks.integer("target", target)

@@ -16,7 +16,7 @@ from ..logprobs.common import check_ids, logprobs_fake
 from . import reference
 from .autograd import gradients_fake, head_backward
 from .common import chunk_and_save
-from .inputs import all_logits, checked_matrix, flat_head, takes_all_logits
+from .inputs import all_logits, checked_matrix, takes_all_logits
 from .plan import check_budget, padded_width
 
 
@@ -176,7 +176,7 @@ def linear_logprobs_of(
     ids = ids.long()  # a narrow type would wrap the bounds
     if takes_all_logits([head], ids, memory_budget):
         return composed_logprobs(*head, ids, needs_rest, *numbers)
-    flat, head = ids[None].flatten(0, -2).contiguous(), flat_head(*head)
+    flat, head = ids[None].flatten(0, -2).contiguous(), head.flat
     plan = head.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))
     call = (*head, flat, *numbers, needs_rest, chunk, save_logits, current_backend())

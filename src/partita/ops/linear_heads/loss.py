@@ -19,7 +19,6 @@ from .composed import composed_cross_entropy, is_plain
 from .inputs import (
     all_logits,
     cast_and_check,
-    flat_head,
     flat_labels,
     is_usual,
     needs_logits,
@@ -89,7 +88,7 @@ def linear_loss(
         return loss if denominator is None else loss / denominator
     head, labels = Head(input, linear_weight, linear_bias), target
     if not usual:
-        labels, head = flat_labels(input, target), flat_head(*head)
+        labels, head = flat_labels(input, target), head.flat
     if weight is not None:
         checks.floating("weight", weight)
         checks.device("weight", weight, input, "input")

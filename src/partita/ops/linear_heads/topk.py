@@ -15,7 +15,7 @@ from ..logprobs.autograd import topk_of
 from ..logprobs.common import TopK, TopKRows, check_k, topk_fake
 from . import reference
 from .common import chunk_and_save
-from .inputs import all_logits, checked_matrix, flat_head, takes_all_logits
+from .inputs import all_logits, checked_matrix, takes_all_logits
 from .logprobs import logprobs_gradients
 from .plan import check_budget, padded_width
 
@@ -126,7 +126,7 @@ def linear_topk_logprobs(
     check_budget(memory_budget)
     if takes_all_logits([head], None, memory_budget):
         return topk_of(all_logits(*head), k, *numbers)
-    head, chunk, save_logits = flat_head(*head), classes, False
+    head, chunk, save_logits = head.flat, classes, False
     if any(head.wanted):
         chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
     room = DEFAULT_BYTES if memory_budget is None else memory_budget

@@ -20,8 +20,13 @@ from ..divergence.autograd import (
 )
 from ..divergence.common import DivergenceRows
 from ..linear_heads.common import counted_rows
-from .autograd import ParallelRowOptions, merged_statistics, parallel_gradient, parallel_logits
-from .matmul import matmul_in_acc_dtype
+from .autograd import (
+    ParallelRowOptions,
+    matmul_in_acc_dtype,
+    merged_statistics,
+    parallel_gradient,
+    parallel_logits,
+)
 from .shard import (
     VocabShard,
     gather_ranks,

@@ -16,10 +16,10 @@ from ...cross_entropy.common import LossOptions
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import LossSum, mean_denominators, reduce_losses
 from ...cross_entropy.gpu.row_math import optional_terms
-from ...linear_heads.common import GradientCoefficients
+from ...linear_heads.common import GradientCoefficients, RowStatistics, empty_statistics
 from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
-from ..common import gradient_in_place, gradient_of_logits, pack_hidden, pack_logits
-from .merge import MergedRows, parallel_coefficients_kernel, parallel_fields_kernel
+from ..common import gradient_of_logits, pack_hidden, pack_logits
+from .merge import parallel_coefficients_kernel, parallel_fields_kernel
 from .one_pass import RankMemory, parallel_row_kernel
 from .plan import row_split, slots_per_row
 
@@ -33,7 +33,6 @@ parallel_linear = functools.partial(
     overwrites_state=True,
 )
 parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
-parallel_gradient_ = functools.partial(gradient_in_place, logits_gradient=logits_gradient)
 
 
 def parallel_fields(
@@ -46,27 +45,16 @@ def parallel_fields(
     ignore_index: int,
     smoothing: bool,
     entropy: bool,
-) -> tuple[Tensor, ...]:
+) -> RowStatistics:
     """Return the statistics of the rows from the packed states of all ranks."""
     world, _, M = gathered.shape
-    nll, logsumexp, maximum, sumexp = (gathered.new_empty(M) for _ in range(4))
-    smoothing_losses = gathered.new_empty(M if smoothing else 0)
-    entropies = gathered.new_empty(M if entropy else 0)
-    argmax = target.new_empty(M if entropy else 0, dtype=torch.int64)
+    results = empty_statistics(gathered, M, smoothing, entropy)
     launch(
         parallel_fields_kernel,
         cdiv(M, 128),
         gathered_ptr=gathered.contiguous(),
         target_ptr=target.contiguous(),
-        results=MergedRows(
-            nll,
-            logsumexp,
-            smoothing_losses if smoothing else None,
-            entropies if entropy else None,
-            argmax if entropy else None,
-            maximum,
-            sumexp,
-        ),
+        results=results,
         M=M,
         world=world,
         V=classes,
@@ -80,7 +68,7 @@ def parallel_fields(
         BLOCK=128,
         num_warps=4,
     )
-    return nll, logsumexp, smoothing_losses, entropies, argmax, maximum, sumexp
+    return results
 
 
 def parallel_coefficients(
@@ -91,7 +79,6 @@ def parallel_coefficients(
     grad_entropy: Tensor | None,
     class_weight: Tensor | None,
     entropies: Tensor,
-    smoothing: bool,
     classes: int,
     temperature: float,
     ignore_index: int,
@@ -100,8 +87,6 @@ def parallel_coefficients(
     M = len(target)
     grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
-    grad_smoothing = grad_smoothing if smoothing else None
-    grad_entropy = grad_entropy if entropies.numel() else None
     total_weight = None
     if class_weight is not None and grad_smoothing is not None:
         total_weight = class_weight.sum(dtype=like.dtype)
