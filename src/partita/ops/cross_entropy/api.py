@@ -20,8 +20,8 @@ from ...runtime.backend import current_backend, resolve
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from ...runtime.sizes import same_sizes
 from .autograd import (
+    CROSS_ENTROPY_IN_PLACE,
     CROSS_ENTROPY_ONE_PASS,
-    CrossEntropyInPlace,
     RowsOnePass,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
@@ -263,10 +263,9 @@ def loss_of_batch(
         if others_need_grad:
             raise RuntimeError("inplace: expected targets and class weights that need no gradient")
     is_one_pass = reduction != "none" and logits.dtype != torch.float16 and not others_need_grad
-    if is_one_pass and inplace:
-        return apply(CrossEntropyInPlace, logits, target, weight, options)
-    if is_one_pass and has_one_pass(logits, options):
-        return apply(RowsOnePass, CROSS_ENTROPY_ONE_PASS, logits, target, weight, None, options)
+    if is_one_pass and (inplace or has_one_pass(logits, options)):
+        loss = CROSS_ENTROPY_IN_PLACE if inplace else CROSS_ENTROPY_ONE_PASS
+        return apply(RowsOnePass, loss, logits, target, weight, None, options)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
         # read them.

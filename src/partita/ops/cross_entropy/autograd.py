@@ -201,12 +201,13 @@ class OnePassLoss(NamedTuple):
 
     Fields:
         run: returns the loss and its gradients from tensors and options.
-        composed: returns the loss from the same arguments, differentiable any number of times.
-        num_tensors: the number of tensors among the arguments, which come first.
+        composed: returns the loss from the same arguments, differentiable any number of times; None
+            if the gradient takes the place of the logits, and so serves one backward pass.
+        num_tensors: how many of the first arguments are tensors that a later backward pass needs.
     """
 
     run: Callable[..., tuple[Tensor, ...]]
-    composed: Callable[..., Tensor]
+    composed: Callable[..., Tensor] | None
     num_tensors: int
 
 
@@ -229,7 +230,12 @@ class RowsOnePass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         loss, options, dlogits = ctx.loss, ctx.options, None
         if grads[0] is not None:
-            dlogits, *tensors = ctx.saved_tensors
+            if loss.composed is None and (torch.is_grad_enabled() or ctx.is_spent):
+                raise RuntimeError(
+                    "inplace=True wrote the gradient over the logits: it serves one backward pass"
+                    " and no second derivative"
+                )
+            dlogits, *tensors = ctx.saved_tensors  # It raises if these were written to since.
             if torch.is_grad_enabled():
                 logits, *others = tensors
                 (dlogits,) = double_backward(
@@ -239,7 +245,7 @@ class RowsOnePass(torch.autograd.Function):
                 if ctx.is_spent:
                     dlogits = loss.run(*tensors, options)[1]
                 dlogits = scaled_gradient(ctx, dlogits, grads[0], options.backend)
-        return None, dlogits, *(None,) * loss.num_tensors
+        return None, dlogits, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
 def _loss_and_gradient(*args: Any) -> tuple[Tensor, Tensor]:
@@ -260,43 +266,16 @@ def _composed_loss(
     return loss if denominator is None else loss / denominator
 
 
+def _loss_in_place(*args: Any) -> tuple[Tensor, Tensor]:
+    *tensors, options = args
+    loss = cross_entropy_one_pass_inplace_op(*tensors, *options)
+    torch.autograd.graph.increment_version(tensors[0])
+    return loss, tensors[0].detach()
+
+
 # A denominator, `[]`, divides a sum before the gradient is rounded.
 CROSS_ENTROPY_ONE_PASS = OnePassLoss(_loss_and_gradient, _composed_loss, 4)
-
-
-class CrossEntropyInPlace(torch.autograd.Function):
-    """The reduced loss, with its gradient written over the logits in the forward pass.
-
-    It is for eager code only, and it serves one backward pass.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        options: CrossEntropyOptions,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        loss: Tensor = cross_entropy_one_pass_inplace_op(logits, target, weight, None, *options)
-        torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits)
-        ctx.backend, ctx.is_spent = options.backend, False
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,) = grads
-        if grad is None:
-            return None, None, None, None
-        if torch.is_grad_enabled() or ctx.is_spent:
-            raise RuntimeError(
-                "inplace=True wrote the gradient over the logits: it serves one backward pass and"
-                " no second derivative"
-            )
-        gradient = ctx.saved_tensors[0].detach()  # It raises if that memory was written to since.
-        return scaled_gradient(ctx, gradient, grad, ctx.backend), None, None, None
+CROSS_ENTROPY_IN_PLACE = OnePassLoss(_loss_in_place, None, 0)
 
 
 def scaled_gradient(ctx: Any, gradient: Tensor, upstream: Tensor, backend: str) -> Tensor:
