@@ -27,7 +27,7 @@ from .autograd import (
     cross_entropy_reduced_op,
     token_stats_op,
 )
-from .common import CrossEntropyOptions, check_options
+from .common import CrossEntropyOptions, checked_options
 from .native import native_cross_entropy
 from .token_stats import TokenStatsFunction
 
@@ -90,7 +90,7 @@ def cross_entropy(
         (tensor(1.1269, grad_fn=<...>), tensor([[-0.0596,  0.0596],
                 [-0.4404,  0.4404]]))
     """
-    check_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    checked = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     check_inputs(input, target, weight, ignore_index)
     if weight is not None:
         weight = weight.contiguous()
@@ -102,8 +102,7 @@ def cross_entropy(
     dtype = _loss_dtype(input, target, weight)
     if dtype == torch.float64:
         input = input.to(dtype)  # Probabilities or class weights may be in fp64.
-    factors = float(label_smoothing), float(softcap or 0.0), float(z_loss)
-    options = CrossEntropyOptions(ignore_index, *factors, reduction == "mean", dtype, backend)
+    options = CrossEntropyOptions(*checked[:4], reduction == "mean", dtype, backend)
     if is_batch:
         return loss_of_batch(input, target, weight, options, reduction, inplace)
     loss = loss_of_batch(

@@ -46,7 +46,7 @@ class CrossEntropyOptions(NamedTuple):
         ignore_index, label_smoothing, softcap, z_loss: as in `LossOptions`.
         mean: whether the loss is a mean.
         dtype: the dtype of the loss.
-        backend: the chosen backend.
+        backend: the chosen backend, which the functions of one backend do not get.
     """
 
     ignore_index: int
@@ -55,7 +55,7 @@ class CrossEntropyOptions(NamedTuple):
     z_loss: float
     mean: bool
     dtype: torch.dtype
-    backend: str
+    backend: str = ""
 
 
 def logsumexp_term(options: LossOptions | CrossEntropyOptions, logsumexp: Tensor) -> Tensor | None:
@@ -63,14 +63,14 @@ def logsumexp_term(options: LossOptions | CrossEntropyOptions, logsumexp: Tensor
     return options.z_loss * logsumexp.square() if options.z_loss else None
 
 
-def check_options(
+def checked_options(
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
     z_loss: float,
     reduction: str,
-) -> None:
-    """Raise unless these are options of a loss over labels."""
+) -> LossOptions:
+    """Return the options of a loss over labels that a user gave; raise for bad ones."""
     if type(ignore_index) is not int:
         checks.python_int("ignore_index", ignore_index)
     if reduction not in REDUCTIONS:
@@ -81,17 +81,6 @@ def check_options(
         checks.number("z_loss", z_loss, low=0.0)
     if softcap is not None:
         checks.number("softcap", softcap, low=0.0, open_low=True)
-
-
-def checked_options(
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    reduction: str,
-) -> LossOptions:
-    """Check the options that a user gave, and return them."""
-    check_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
     return LossOptions(ignore_index, *numbers, reduction)
 

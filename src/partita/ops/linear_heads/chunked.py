@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
+from ..cross_entropy.common import CrossEntropyOptions
 from .common import (
     GradientCoefficients,
     Head,
@@ -355,11 +356,11 @@ def linear_one_pass(
     divides = (denominator, ignore_index, len(weight), mean, dtype)
     divisors = kernels.mean_shares(target, class_weight, *divides)
     mean = mean or denominator is not None
-    options = (class_weight, ignore_index, label_smoothing, softcap, z_loss, mean, divisors)
+    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
 
     def write_gradient(logits: Tensor, labels: Tensor) -> None:
         nonlocal loss
-        of_part = kernels.one_pass(logits, labels, *options)
+        of_part = kernels.one_pass(logits, labels, class_weight, options, divisors)
         loss = of_part if loss is None else loss + of_part
 
     head, wanted = Head(input, weight, bias), (input_grad, weight_grad, bias_grad)
