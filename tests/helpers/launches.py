@@ -365,7 +365,7 @@ def call_rnnt_overlap(dtype: torch.dtype) -> None:
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:
-    from partita.ops.linear_heads.gpu import pack
+    from partita.ops.linear_heads.gpu import packed
 
     hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     matrix = torch.zeros(C, 8, dtype=dtype)
@@ -386,9 +386,9 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(loss, hidden)
     found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
     torch.autograd.grad(found.sum(), hidden)
-    packed = pack.pack_rows(target, -100, 2)
-    pack.gather_rows(matrix[:3], packed.index, matrix[:3])
-    pack.scatter_rows(matrix[:3], packed.index, matrix[:3])
+    index = packed.pack_rows(target, -100, 2).index
+    for kernel in (packed.linear_gather_kernel, packed.linear_scatter_kernel):
+        packed.copy_rows(kernel, matrix[:3], index, matrix[:3])
 
 
 def call_parallel(dtype: torch.dtype) -> None:

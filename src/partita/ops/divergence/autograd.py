@@ -62,11 +62,13 @@ divergence_one_pass_op = register.define(
 divergence_state_op = register.define(
     reference_chunks.divergence_state,
     lambda logits: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
+    name="divergence_state",
     gpu=_gpu,
 )
 divergence_mixture_op = register.define(
     reference_chunks.divergence_mixture,
     lambda logits, maximum: maximum.new_empty(2, logits.shape[0]),
+    name="divergence_mixture",
     gpu=_gpu,
 )
 

@@ -15,11 +15,9 @@ from ..cross_entropy.api import TokenStats, token_stats
 from ..cross_entropy.common import checked_options
 from . import autograd
 from .common import Head, chunk_and_save
-from .composed import is_plain
-from .inputs import checked_matrix, flat_labels, is_usual, needs_logits
+from .inputs import checked_matrix, flat_labels, is_plain, is_usual, needs_logits
 from .loss import linear_loss
 from .plan import check_budget, is_small
-from .rows_linear import rows_linear
 
 
 def linear_cross_entropy(
@@ -141,7 +139,7 @@ def linear_token_stats(
         and is_small(input.shape[:-1].numel(), len(linear_weight), input.dtype, memory_budget)
     ):
         return token_stats(
-            rows_linear(input, linear_weight, linear_bias),
+            autograd.rows_linear(input, linear_weight, linear_bias),
             target,
             temperature=temperature,
             softcap=softcap,

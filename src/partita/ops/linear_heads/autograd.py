@@ -7,17 +7,20 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, inert_rows, softcapped
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    apply,
     double_backward,
     for_gradients,
     is_double_backward,
     needed_gradients,
     one_by_one,
     plain_eager,
+    requires_grad,
     saved_tensors,
     skip_unused_gradients,
     spend,
@@ -27,10 +30,9 @@ from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, scaled_gradient
 from ..cross_entropy.common import LossOptions, valid_targets
 from . import reference
-from .chunked import Wanted
-from .common import RowStatistics, empty_statistics
+from .chunked import Wanted, empty_gradients
+from .common import RowStatistics, counted_rows, empty_statistics
 from .plan import padded_width
-from .rows_linear import rows_linear
 
 
 def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
@@ -46,22 +48,6 @@ def _rows_fake(
     return *empty_statistics(input, M, needs_smoothing, needs_entropy), saved
 
 
-def gradients_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, ...]:
-    """Return the shapes of the gradients; those that are not wanted are empty."""
-    tensors = (input, weight, input if bias is None else bias)
-    return tuple(
-        tensor.new_empty(tensor.shape if wants else (0,))
-        for tensor, wants in zip(tensors, (input_grad, weight_grad, bias_grad), strict=True)
-    )
-
-
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     """Return the fake of an op that returns a loss, of all rows or of each, and its gradients."""
 
@@ -75,7 +61,7 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        return loss, *gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+        return loss, *empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
 
     return fake
 
@@ -101,7 +87,7 @@ rows = register.define(
 )
 rows_backward = register.define(
     reference.linear_rows_backward,
-    gradients_fake,
+    empty_gradients,
     gpu=_gpu,
     vmap=one_by_one,
 )
@@ -122,6 +108,47 @@ packed_one_pass = register.define(
     check=_check_labels,
     vmap=one_by_one,
 )
+
+
+class RowsLinear(torch.autograd.Function):
+    """`torch.nn.functional.linear`, in which rows without a gradient do not count.
+
+    Padding often holds NaN. PyTorch's own layer multiplies it by the gradient 0 of its logits, and
+    the gradient of the matrix becomes NaN. The gradients are differentiable again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (input, weight, bias) = grads, saved_tensors(ctx)
+        dinput = dweight = dbias = None
+        of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
+        if of_input:
+            dinput = grad @ weight
+        rows = input.shape[:-1].numel()  # a reshape that batched gradients know
+        grad = grad.reshape(rows, grad.shape[-1])
+        if of_weight:
+            dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
+        if of_bias:
+            dbias = grad.sum(0)
+        return dinput, dweight, dbias
+
+
+def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
+    if requires_grad(weight) and torch.is_grad_enabled():
+        result: Tensor = apply(RowsLinear, input, weight, bias)
+        return result
+    return F.linear(input, weight, bias)
 
 
 def differentiable_statistics(

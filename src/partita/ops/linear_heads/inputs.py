@@ -11,10 +11,20 @@ from ...runtime import checks
 from ...runtime.autograd import autocast_dtype, plain_eager, top_transform
 from ...runtime.checks import FLOATING
 from ...runtime.register import PLAIN
+from .autograd import rows_linear
 from .common import Head, cast_to_autocast
-from .composed import is_plain
 from .plan import is_small
-from .rows_linear import rows_linear
+
+
+def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
+    """Return whether this is a plain eager call on tensors that are no subclasses."""
+    return (
+        type(input) in PLAIN
+        and type(weight) in PLAIN
+        and (target is None or type(target) in PLAIN)
+        and (bias is None or type(bias) in PLAIN)
+        and plain_eager()
+    )
 
 
 def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:

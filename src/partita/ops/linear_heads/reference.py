@@ -14,8 +14,9 @@ from ...primitives.rows import finite_shift, row_chunks, softcap_slope, softcapp
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
+from ..divergence.reference_chunks import DIVERGENCE_KERNELS
 from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
-from . import chunked, chunked_logprobs
+from . import chunked, chunked_divergence, chunked_logprobs
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics
 
@@ -212,3 +213,10 @@ linear_logprobs_backward = functools.partial(
     chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
 )
 linear_topk_logprobs = functools.partial(chunked_logprobs.linear_topk_logprobs, topk_of_rows)
+linear_divergence = functools.partial(chunked_divergence.linear_divergence, DIVERGENCE_KERNELS)
+linear_divergence_backward = functools.partial(
+    chunked_divergence.linear_divergence_backward, DIVERGENCE_KERNELS
+)
+linear_divergence_one_pass = functools.partial(
+    chunked_divergence.linear_divergence_one_pass, DIVERGENCE_KERNELS
+)

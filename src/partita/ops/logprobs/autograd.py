@@ -27,10 +27,10 @@ def _check_ids(logits: Tensor, ids: Tensor, ignore_index: int) -> None:
     checks.labels("ids", ids, logits.shape[-1], ignore_index)
 
 
-def _gpu() -> tuple[ModuleType, ...]:
-    from .gpu import launch, launch_topk
+def _gpu() -> ModuleType:
+    from .gpu import launch
 
-    return launch, launch_topk
+    return launch
 
 
 logprobs_op = register.define(

@@ -228,7 +228,7 @@ def topk_logprobs(logits: Tensor, k: int, temperature: float, softcap: float) ->
 
 
 def topk_of_rows(
-    logits: Tensor, k: int, temperature: float, softcap: float, found: TopKRows, padded: bool
+    logits: Tensor, k: int, temperature: float, softcap: float, found: TopKRows
 ) -> None:
     """Write the k most probable classes of rows `[M, C]` to the results."""
     for rows in row_chunks(logits):

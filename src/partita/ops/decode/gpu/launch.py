@@ -10,7 +10,7 @@ from torch import Tensor
 from ....runtime.constants import constant
 from ....runtime.launch import launch, next_power_of_2
 from ...logprobs.common import topk_fake
-from ...logprobs.gpu.launch_topk import topk_of_rows
+from ...logprobs.gpu.launch import topk_of_rows
 from ..common import Hypotheses, empty_hypotheses
 from .beam import Memory, Sizes, SortedRows, ctc_beam_search_kernel, ctc_beam_trace_kernel
 from .plan import BeamPlan, beam_plan, extension_pairs
@@ -71,7 +71,7 @@ def ctc_beam_search(
     rows, row_t, row_n = as_rows(logits)
     K = min(cutoff_top_n + 1, C)
     top = topk_fake(rows, K)
-    topk_of_rows(rows, K, 1.0, 0.0, top, False)
+    topk_of_rows(rows, K, 1.0, 0.0, top)
     memory = beam_memory(N, T, beam_width, plan, device)
     ends = torch.empty(N, dtype=torch.int32, device=device)
     found = empty_hypotheses(logits, nbest)
