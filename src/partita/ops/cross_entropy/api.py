@@ -23,13 +23,13 @@ from .autograd import (
     CROSS_ENTROPY_IN_PLACE,
     CROSS_ENTROPY_ONE_PASS,
     RowsOnePass,
+    TokenStatsFunction,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
     token_stats_op,
 )
-from .common import CrossEntropyOptions, checked_options
+from .common import CrossEntropyOptions, check_logits, checked_options
 from .native import native_cross_entropy
-from .token_stats import TokenStatsFunction
 
 
 def cross_entropy(
@@ -163,11 +163,7 @@ def token_stats(
         >>> stats.logprob, stats.entropy, stats.argmax
         (tensor([-1.3863]), tensor([1.3863]), tensor([0]))
     """
-    checks.floating("logits", logits)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
-        )
+    check_logits(logits)
     if target is not None:
         checks.integer("target", target)
         checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")

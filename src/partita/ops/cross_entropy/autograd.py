@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...primitives.rows import by_rows
 from ...runtime import checks, register
 from ...runtime.autograd import (
@@ -24,6 +25,7 @@ from ...runtime.autograd import (
     needs_no_derivative,
     plain_eager,
     saved_tensors,
+    without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_one_pass
@@ -32,7 +34,7 @@ from .common import (
     RowLosses,
     TokenStatsRows,
     logsumexp_term,
-    mean_denominators,
+    reduce_losses,
 )
 
 
@@ -319,16 +321,8 @@ def cross_entropy_of_rows(
         fields = apply(CrossEntropyRows, logits, target, weight, options, inplace)
     loss, logsumexp = fields[:2]
     z = logsumexp_term(options, logsumexp)
-    if reduction != "mean":
-        loss = loss if z is None else loss + z
-        return (loss if reduction == "none" else loss.sum()).to(options.dtype)
-    if target.is_floating_point():
-        rows = loss.numel()
-        result = loss.sum() / rows
-        return (result if z is None else result + z.sum() / rows).to(options.dtype)
-    denominators = mean_denominators(target, weight, options.ignore_index, logits.shape[1])
-    result = loss.sum() / denominators[0]
-    return (result if z is None else result + z.sum() / denominators[1]).to(options.dtype)
+    numbers = (logits.shape[1], options.ignore_index, reduction)
+    return reduce_losses(loss, z, target, weight, *numbers).to(options.dtype)
 
 
 def _stats_fake(logits: Tensor) -> tuple[Tensor, ...]:
@@ -358,3 +352,56 @@ token_stats_backward_op = register.define(
     gpu=_gpu,
     vmap=all_at_once,
 )
+
+
+class TokenStatsFunction(torch.autograd.Function):
+    """The fields of `TokenStatsRows`, differentiable in the first three.
+
+    Without a target, the arg-max is the target of the backward pass; then the caller passes an
+    `ignore_index` that is no class.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(token_stats_op)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return token_stats_op(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        logits, target, *ctx.options = inputs
+        _, _, entropy, argmax, maximum, sumexp = output
+        if plain_eager():
+            ctx.set_materialize_grads(False)  # Zeros for unused fields would cost a launch each.
+        ctx.mark_non_differentiable(argmax, maximum, sumexp)
+        target = argmax if target is None else target
+        ctx.save_for_backward(logits, target, maximum, sumexp, entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        dlogits = _token_stats_gradient(grads[:3], ctx.saved_tensors, tuple(ctx.options))
+        return dlogits, None, None, None, None, None
+
+
+def _token_stats_gradient(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], all_options: tuple[Any, ...]
+) -> Tensor:
+    """Return the gradient in the logits, which may be differentiated again."""
+    *options, backend = all_options
+    tensors = without_wrappers(saved)
+    grad_logprob, *others = grads
+    if grad_logprob is None:
+        grad_logprob = torch.zeros_like(tensors[4])
+    op = for_gradients(token_stats_backward_op, grad_logprob, *others)
+    if not is_double_backward():
+        return op(grad_logprob, *others, *tensors, *options, backend)
+    others = [torch.zeros_like(grad_logprob) if grad is None else grad for grad in others]
+    return first_derivative(
+        lambda *tensors: op(*tensors, *options, backend),
+        lambda *tensors: reference.token_stats_gradient(*tensors, *options),
+        4,
+        grad_logprob,
+        *others,
+        *tensors,
+    )

@@ -149,6 +149,18 @@ def row_factors(mask: Tensor | None, like: Tensor, reduction: str) -> Tensor:
     return torch.where(is_valid, factor, 0.0).to(like.dtype)
 
 
+def check_options(
+    beta: float, mask: Tensor | None, reduction: str, rows: Tensor, name: str
+) -> None:
+    """Raise unless these are options of the divergence of rows `[..., D]` of the named tensor."""
+    checks.number("beta", beta, low=0.0, high=1.0)
+    checks.choice("reduction", reduction, checks.REDUCTIONS)
+    if mask is not None:
+        checks.tensor("mask", mask)
+        checks.shape("mask", mask, rows.shape[:-1], f"{name}.shape[:-1]")
+        checks.device("mask", mask, rows, name)
+
+
 def check_teacher(
     teacher: TopK,
     rows: Tensor,
@@ -169,12 +181,7 @@ def check_teacher(
     checks.floating("teacher.logprobs", teacher.logprobs)
     checks.device("teacher.logprobs", teacher.logprobs, rows, name)
     checks.shape("teacher.logprobs", teacher.logprobs, teacher.indices.shape, "teacher.indices")
-    checks.number("beta", beta, low=0.0, high=1.0)
-    checks.choice("reduction", reduction, checks.REDUCTIONS)
-    if mask is not None:
-        checks.tensor("mask", mask)
-        checks.shape("mask", mask, rows.shape[:-1], f"{name}.shape[:-1]")
-        checks.device("mask", mask, rows, name)
+    check_options(beta, mask, reduction, rows, name)
     checks.labels("teacher.indices", ids_of_rows(teacher, mask), classes, IGNORED)
 
 

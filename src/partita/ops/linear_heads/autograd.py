@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...primitives.rows import finite_shift, inert_rows, softcapped
 from ...runtime import checks, register
 from ...runtime.autograd import (
@@ -251,24 +252,9 @@ class LinearRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor | None,
-        class_weight: Tensor | None,
-        temperature: float,
-        softcap: float,
-        ignore_index: int,
-        needs_smoothing: bool,
-        needs_entropy: bool,
-        chunk: int,
-        save_logits: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        head = (input, weight, bias, target, class_weight)
-        options = (temperature, softcap, ignore_index, needs_smoothing, needs_entropy)
-        return rows(*head, *options, chunk, save_logits, backend)
+    @takes(rows)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return rows(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

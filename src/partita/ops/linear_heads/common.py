@@ -18,7 +18,7 @@ from ...runtime.autograd import (
     requires_grad,
 )
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import LossOptions, logsumexp_term, valid_targets
+from ..cross_entropy.common import LossOptions, logsumexp_term
 from .plan import MemoryPlan, memory_plan, padded_width
 
 
@@ -137,23 +137,6 @@ def chunk_and_save(plan: MemoryPlan, classes: int) -> tuple[int, bool]:
     return classes if fast else plan.chunk, fast and plain_eager()
 
 
-def reduce_losses(
-    loss: Tensor,
-    z: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
-    classes: int,
-    options: LossOptions,
-) -> Tensor:
-    """Reduce the losses of the rows and their z-losses `z` to one result."""
-    if options.reduction != "mean":
-        loss = loss if z is None else loss + z
-        return loss if options.reduction == "none" else loss.sum()
-    total_weight, N = loss_denominators(target, weight, classes, options.ignore_index)
-    mean = loss.sum() / total_weight
-    return mean if z is None else mean + z.sum() / N
-
-
 def loss_terms(
     statistics: Sequence[Tensor],
     target: Tensor,
@@ -174,18 +157,6 @@ def loss_terms(
         smoothing_loss = torch.where(valid, smoothing_loss, 0.0)
         loss = (1 - smoothing) * loss + smoothing / classes * smoothing_loss
     return loss, logsumexp_term(options, torch.where(valid, logsumexp, 0.0))
-
-
-def loss_denominators(
-    target: Tensor, weight: Tensor | None, classes: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Return what a mean divides the loss and the z-loss by."""
-    N = (target != ignore_index).sum()
-    if weight is None:
-        return N, N
-    labels, valid, _ = valid_targets(target, classes, ignore_index)
-    total_weight = torch.where(valid, weight[labels], 0).sum(dtype=acc_dtype(weight.dtype))
-    return total_weight, N
 
 
 class RowState(NamedTuple):

@@ -10,7 +10,14 @@ from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..divergence.autograd import divergence_of_classes
-from ..divergence.common import IGNORED, check_teacher, ids_of_rows, reduced, row_factors
+from ..divergence.common import (
+    IGNORED,
+    check_options,
+    check_teacher,
+    ids_of_rows,
+    reduced,
+    row_factors,
+)
 from ..logprobs.common import TopK
 from . import divergence_autograd as autograd
 from .common import Head, cast_to_autocast
@@ -75,14 +82,9 @@ def linear_divergence(
     """
     head = checked_matrix(input, linear_weight, linear_bias)
     teacher = _checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
-    checks.number("beta", beta, low=0.0, high=1.0)
+    check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
-    checks.choice("reduction", reduction, checks.REDUCTIONS)
     check_budget(memory_budget)
-    if mask is not None:
-        checks.tensor("mask", mask)
-        checks.shape("mask", mask, input.shape[:-1], "input without H")
-        checks.device("mask", mask, input, "input")
     if takes_all_logits([head, teacher], mask, memory_budget):
         rows = autograd.composed_rows(*head, *teacher, *numbers)
         return reduced(rows, mask, reduction)

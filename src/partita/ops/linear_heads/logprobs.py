@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...runtime import checks, register
 from ...runtime.autograd import apply, one_by_one
 from ...runtime.backend import current_backend
@@ -83,21 +84,9 @@ class LinearLogprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        temperature: float,
-        softcap: float,
-        ignore_index: int,
-        needs_rest: bool,
-        chunk: int,
-        save_logits: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        numbers = (temperature, softcap, ignore_index, needs_rest, chunk)
-        return logprobs_op(input, weight, bias, ids, *numbers, save_logits, backend)
+    @takes(logprobs_op)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return logprobs_op(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

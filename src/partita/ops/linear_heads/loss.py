@@ -13,9 +13,9 @@ from ...runtime.autograd import apply, plain_eager, refuse_forward_mode, require
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.common import LossOptions
+from ..cross_entropy.common import LossOptions, reduce_losses
 from . import autograd
-from .common import Head, chunk_and_save, loss_terms, reduce_losses
+from .common import Head, chunk_and_save, loss_terms
 from .inputs import (
     all_logits,
     cast_and_check,
@@ -162,7 +162,7 @@ def _planned_loss(call: LossCall) -> Tensor:
     numbers = (1.0, *needs, chunk, save_logits, backend)
     statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
     loss, z = loss_terms(statistics, target, weight, classes, options)
-    loss = reduce_losses(loss, z, target, weight, classes, options)
+    loss = reduce_losses(loss, z, target, weight, classes, options.ignore_index, reduction)
     return loss if denominator is None else loss / denominator
 
 

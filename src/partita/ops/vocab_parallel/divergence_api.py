@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.backend import current_backend
-from ..divergence.common import in_common_precision, reduced
+from ..divergence.common import check_options, in_common_precision, reduced
 from ..logprobs.common import check_ids
 from .divergence import LocalLinear, ParallelDivergence, ParallelLogprobs
 from .local_losses import checked_head
@@ -80,18 +80,12 @@ def _divergence(
     mask: Tensor | None,
     reduction: str,
 ) -> Tensor:
-    checks.number("beta", beta, low=0.0, high=1.0)
+    check_options(beta, mask, reduction, logits, "logits")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
-    checks.choice("reduction", reduction, checks.REDUCTIONS)
-    rows = logits.shape[:-1]
-    if mask is not None:
-        checks.tensor("mask", mask)
-        checks.shape("mask", mask, rows, "the rows of the student")
-        checks.device("mask", mask, logits, "the student")
     logits = in_common_precision(logits, teacher_logits)
     x, t = logits[None].flatten(0, -2), teacher_logits.detach()[None].flatten(0, -2)
     loss = ParallelDivergence.apply(x, t, *numbers, shard, current_backend())[0]
-    return reduced(loss.reshape(rows), mask, reduction)
+    return reduced(loss.reshape(logits.shape[:-1]), mask, reduction)
 
 
 def linear_divergence(

@@ -44,23 +44,7 @@ class RunningStats(NamedTuple):
         maximum: the maximum of x.
         total: the sum of 2**u, fp64.
         sum_x_exp: the sum of u 2**u, fp64.
-        argmax_block: the first block in which the maximum occurs.
-    """
-
-    maximum: Any
-    total: Any
-    sum_x_exp: Any
-    argmax_block: Any
-
-
-class RowStats(NamedTuple):
-    """The statistics of the rows, [ROWS].
-
-    Fields:
-        maximum: the maximum of x.
-        total: the sum of 2**u.
-        sum_x_exp: the sum of u 2**u.
-        argmax: the lowest class with the maximum.
+        argmax: the first block with the maximum; of merged rows, the lowest class with it.
     """
 
     maximum: Any
@@ -140,7 +124,7 @@ def merge_shared_stats(stats, slot_ptr, split, splits, slope, BLOCK_SPLITS: tl.c
     columns = tl.where(is_maximum, columns.to(tl.int32, bitcast=True), NO_COLUMN)
     argmax = tl.min(columns, axis=0)
     zero = tl.zeros_like(stats.maximum)  # [1], as rows that are shared have programs of their own
-    merged = RowStats(
+    merged = RunningStats(
         zero + maximum,
         zero + tl.sum(tl.where(mask, scales * totals, 0.0), axis=0),
         zero + tl.sum(moved, axis=0),

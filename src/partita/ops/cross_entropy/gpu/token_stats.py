@@ -39,7 +39,6 @@ from .running_stats import (
     EDGE_BLOCK,
     NO_COLUMN,
     LogitRows,
-    RowStats,
     RunningStats,
     accumulate_stats,
     first_column_of,
@@ -127,7 +126,7 @@ def token_stats_kernel(
     sum_x_exp = tl.sum(scale * (stats.sum_x_exp - stats.total * moved_by), axis=1)
     total = tl.sum(stats.total * scale, axis=1)
     is_maximum = stats.maximum == maximum[:, None]
-    block = tl.min(tl.where(is_maximum, stats.argmax_block, EDGE_BLOCK), axis=1)
+    block = tl.min(tl.where(is_maximum, stats.argmax, EDGE_BLOCK), axis=1)
     # The first block that has the maximum is read once more, to find the column in it.
     block = tl.sum(block, axis=0) if ROWS == 1 else block[:, None]
     argmax_column = block.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
@@ -141,7 +140,7 @@ def token_stats_kernel(
     if VEC > 1:
         edge = tl.where(is_edge, edge, NO_COLUMN).to(tl.int32)[None, :]
         argmax = tl.minimum(argmax, first_column_of(edge_x, edge, sought))
-    found = RowStats(maximum, total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE), argmax)
+    found = RunningStats(maximum, total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE), argmax)
     mask = row < rows
     if SHARED:
         slot_ptr = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
