@@ -34,10 +34,9 @@ from .reduction import (
     Targets,
     Words,
     equal_shares,
-    mean_denominators,
     reduce_losses,
     row_shape,
-    shares_of_denominator,
+    shares_of_denominators,
 )
 from .two_passes import cross_entropy_backward_kernel, cross_entropy_forward_kernel
 
@@ -336,14 +335,18 @@ def _prepare_workspace(call: _OnePassCall, num_words: int = 0) -> tuple[Tensor, 
     """
     size = SUM_WORDS + num_words
     workspace = torch.empty(size, dtype=torch.int64, device=call.logits.device)
-    if call.denominator is not None:
-        dtype = acc_dtype(call.logits.dtype)
-        return workspace, shares_of_denominator(call.denominator, dtype, workspace)
-    if not call.options.mean or call.is_chunk:
-        return workspace.zero_(), call.shares
-    if call.target.is_floating_point():
-        return workspace.zero_(), equal_shares(call.logits)
-    shares = mean_denominators(
-        call.target, call.weight, call.options.ignore_index, call.logits.shape[1], workspace
+    if call.denominator is None:
+        if not call.options.mean or call.is_chunk:
+            return workspace.zero_(), call.shares
+        if call.target.is_floating_point():
+            return workspace.zero_(), equal_shares(call.logits)
+    shares = shares_of_denominators(
+        call.target,
+        call.weight,
+        call.denominator,
+        call.options.ignore_index,
+        call.logits.shape[1],
+        acc_dtype(call.logits.dtype),
+        workspace,
     )
     return workspace, shares

@@ -13,7 +13,7 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
 from ...cross_entropy.gpu.plan import SUM_WORDS
-from ...cross_entropy.gpu.reduction import mean_denominators, shares_of_denominator
+from ...cross_entropy.gpu.reduction import shares_of_denominators
 from ...divergence.gpu.launch import DIVERGENCE_KERNELS
 from ...divergence.gpu.rows import StridedRows
 from ...logprobs.gpu.launch import ENTRY_KERNELS, topk_of_rows
@@ -170,9 +170,9 @@ def mean_shares(
     if not mean and denominator is None:
         return None
     sums = torch.empty(SUM_WORDS, dtype=torch.int64, device=target.device)
-    if denominator is not None:
-        return shares_of_denominator(denominator, dtype, sums)
-    return mean_denominators(target, class_weight, ignore_index, classes, sums)
+    return shares_of_denominators(
+        target, class_weight, denominator, ignore_index, classes, dtype, sums
+    )
 
 
 CHUNK_KERNELS = ChunkKernels(

@@ -14,7 +14,7 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.common import LossOptions
 from ...cross_entropy.gpu.plan import SUM_WORDS
-from ...cross_entropy.gpu.reduction import LossSum, mean_denominators, reduce_losses
+from ...cross_entropy.gpu.reduction import LossSum, reduce_losses, shares_of_denominators
 from ...cross_entropy.gpu.row_math import optional_terms
 from ...linear_heads.common import GradientCoefficients, RowStatistics, empty_statistics
 from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
@@ -143,8 +143,8 @@ def parallel_one_pass(
     tile_counter = workspace[SUM_WORDS:]
     shares = None
     if options.reduction == "mean":  # this launch also clears the workspace
-        ignored = options.ignore_index
-        shares = mean_denominators(target, None, ignored, sum(sizes), workspace)
+        numbers = (options.ignore_index, sum(sizes), acc_dtype(logits.dtype))
+        shares = shares_of_denominators(target, None, None, *numbers, workspace)
     else:
         workspace.zero_()
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
