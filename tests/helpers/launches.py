@@ -407,15 +407,17 @@ def call_parallel(dtype: torch.dtype) -> None:
         return
     from partita.ops.cross_entropy.common import LossOptions
     from partita.ops.vocab_parallel.gpu.launch import parallel_one_pass
+    from partita.ops.vocab_parallel.gpu.plan import RankMemory
 
-    words, flag = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    words = torch.zeros(64, dtype=torch.int64)
+    memory = RankMemory(words, words, words, torch.zeros(1, dtype=torch.int32))
     for sizes in ((65_536,) * 2, (25_129, 25_128), (12_565,) * 4):
         for numbers in ((0.0, 0.0, "mean"), (0.0, 0.0, "sum"), (5.0, 0.1, "mean")):
             logits, options = (
                 torch.zeros(3, sizes[0], dtype=dtype),
                 LossOptions(-100, 0.0, *numbers),
             )
-            parallel_one_pass(logits, target, words, words, words, flag, 1, sizes, 0, options)
+            parallel_one_pass(logits, target, memory, 1, sizes, 0, options)
 
 
 def call_rows(x: torch.Tensor) -> None:

@@ -101,15 +101,8 @@ def one_pass(
 
     Where the gradient itself holds the intermediate results, all rows are processed together:
     calls of few rows would make threads wait for one another. Otherwise chunks of rows bound the
-    temporary memory.
-
-    Args:
-        logits: the logits.
-        target: labels `[M]`.
-        class_weight: class weights `[C]`, or None.
-        options: the options of the loss.
-        denominators: the denominators of the mean loss and of the mean z-loss, `[2]`.
-        out: memory for the gradient, `[M, C]`; the logits if it is None.
+    temporary memory. `denominators` are those of the mean loss and of the mean z-loss, `[2]`. `out`
+    is memory for a gradient that does not replace the logits.
     """
     out = logits if out is None else out
     has_terms = options.softcap or options.label_smoothing

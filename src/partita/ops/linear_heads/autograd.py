@@ -202,16 +202,10 @@ def gradients_of_rows(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden states, matrix and bias by an op of the backward pass.
 
-    If the logits are saved, the first backward pass overwrites them with their gradient. Later
-    backward passes compute them again.
-
-    Args:
-        ctx: the context, with `options`, `chunk`, `backend` and `is_spent`.
-        op: takes the tensors, the saved logits, the options, the chunk and what is wanted.
-        grads: the gradients of the rows, which may be batched.
-        tensors: what the op takes before the logits.
-        logits: the logits of each head, empty if they were not saved.
-        wanted: which gradients are wanted.
+    The op takes the tensors, the saved logits of each head, the options and the chunk of the
+    context, and which gradients are wanted. If the logits are saved, the first backward pass
+    overwrites them with their gradient. Later backward passes compute them again. The gradients of
+    the rows, `grads`, may be batched.
     """
     saved, call = None, for_gradients(op, *grads)
     if plain_eager() and call is op:

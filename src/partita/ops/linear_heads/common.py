@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime import checks
 from ...runtime.autograd import (
     autocast_dtype,
     is_double_backward,
@@ -102,6 +103,34 @@ def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         else tensor
         for tensor in tensors
     )
+
+
+def checked_head(input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> Head:
+    """Return the head in the dtype of autocast; raise unless its tensors fit each other.
+
+    The matrix may have more dimensions. The prefix stands before the names of the tensors.
+    """
+    names = (f"{prefix}input", f"{prefix or 'linear_'}weight", f"{prefix or 'linear_'}bias")
+    for name, tensor in zip(names, (input, weight, bias), strict=True):
+        if tensor is not None or name != names[2]:
+            checks.floating(name, tensor)
+            checks.device(name, tensor, input, names[0])  # type: ignore[arg-type]
+    head = Head(*cast_to_autocast(input, weight, bias))  # type: ignore[arg-type]
+    for name, tensor in zip(names, head, strict=True):
+        if tensor is not None and tensor.dtype != head.input.dtype:
+            raise TypeError(
+                f"{name}: expected the dtype of {names[0]}, {head.input.dtype}, got {tensor.dtype}"
+            )
+    if weight.ndim < 2:
+        raise ValueError(f"{names[1]}: expected shape [C, H], got {list(weight.shape)}")
+    if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{names[0]}: expected shape [..., H] with H = {weight.shape[-1]},"
+            f" got {list(input.shape)}"
+        )
+    if bias is not None:
+        checks.shape(names[2], bias, weight.shape[:-1], f"{names[1]} without H")
+    return head
 
 
 def counted_rows(rows: Tensor, grad: Tensor) -> Tensor:

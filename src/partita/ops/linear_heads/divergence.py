@@ -20,7 +20,7 @@ from ..divergence.common import (
 )
 from ..logprobs.common import TopK
 from . import divergence_autograd as autograd
-from .common import Head, cast_to_autocast
+from .common import Head, checked_head
 from .divergence_plan import divergence_plan
 from .inputs import checked_matrix, takes_all_logits
 from .logprobs import linear_logprobs_of
@@ -100,17 +100,9 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
     The results have no gradient.
     """
     input, matrix, _ = head
-    for name, tensor in (("input", hidden), ("weight", weight), ("bias", bias)):
-        if name != "bias" or tensor is not None:
-            checks.floating(f"teacher_{name}", tensor)
-            checks.device(f"teacher_{name}", tensor, input, "input")  # type: ignore[arg-type]
-    hidden, weight, bias = cast_to_autocast(hidden, weight, bias)  # type: ignore[assignment]
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype:
-            raise TypeError(
-                f"teacher_{name}: expected the dtype of teacher_input, {hidden.dtype},"
-                f" got {tensor.dtype}"
-            )
+    checks.floating("teacher_input", hidden)
+    checks.device("teacher_input", hidden, input, "input")
+    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_")
     if weight.ndim != 2:
         raise ValueError(f"teacher_weight: expected shape [C, K], got {list(weight.shape)}")
     if len(weight) != len(matrix):
@@ -122,8 +114,6 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
         )
     expected = (*input.shape[:-1], weight.shape[1])
     checks.shape("teacher_input", hidden, expected, "the rows of input and K of teacher_weight")
-    if bias is not None:
-        checks.shape("teacher_bias", bias, weight.shape[:1], "[C]")
     return Head(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
 
 

@@ -41,16 +41,16 @@ class ParallelRowOptions(NamedTuple):
     Fields:
         temperature: the logits are divided by it after the soft-cap.
         softcap: bound of the logits, 0 for none.
-        ignore_index: the label of rows that do not count.
         smoothing: whether the smoothing loss is computed.
         entropy: whether entropy and argmax are computed.
+        ignore_index: the label of rows that do not count.
     """
 
     temperature: float
     softcap: float
-    ignore_index: int
     smoothing: bool
     entropy: bool
+    ignore_index: int
 
 
 def _packed_fake(logits: Tensor, smoothing: bool, entropy: bool) -> Tensor:
@@ -185,13 +185,9 @@ class LogitsStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         packed = parallel_logits(
             logits,
-            target - shard.first_class,
-            shard.local_weight(class_weight),
+            *shard.local(target, class_weight),
             shard.first_class,
-            options.temperature,
-            options.softcap,
-            options.smoothing,
-            options.entropy,
+            *options[:4],
             backend,
         )
         return merged_statistics(packed, target, shard, options, backend)
@@ -216,12 +212,10 @@ class LogitsStatistics(torch.autograd.Function):
         dlogits = parallel_gradient(
             *coefficients,
             logits,
-            target - shard.first_class,
-            shard.local_weight(class_weight),
+            *shard.local(target, class_weight),
             statistics.maximum,
             statistics.sumexp,
-            options.temperature,
-            options.softcap,
+            *options[:2],
             ctx.backend,
         )
         return dlogits, None, None, None, None, None
@@ -255,13 +249,9 @@ class HiddenStatistics(torch.autograd.Function):
             input,
             weight,
             bias,
-            target - shard.first_class,
-            shard.local_weight(class_weight),
+            *shard.local(target, class_weight),
             shard.first_class,
-            options.temperature,
-            options.softcap,
-            options.smoothing,
-            options.entropy,
+            *options[:4],
             chunk,
             save_logits,
             backend,
@@ -338,13 +328,11 @@ def _hidden_gradients(
         input,
         weight,
         bias,
-        target - ctx.shard.first_class,
-        ctx.shard.local_weight(class_weight),
+        *ctx.shard.local(target, class_weight),
         statistics.maximum,
         statistics.sumexp,
         input.new_empty(0) if saved is None else saved[0],
-        ctx.options.temperature,
-        ctx.options.softcap,
+        *ctx.options[:2],
         ctx.chunk,
         *(needed if saved is None else (False, False, False)),
         ctx.backend,

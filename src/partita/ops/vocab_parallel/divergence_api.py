@@ -14,7 +14,7 @@ from ...runtime.backend import current_backend
 from ..divergence.common import check_options, in_common_precision, reduced
 from ..logprobs.common import check_ids
 from .divergence import LocalLinear, ParallelDivergence, ParallelLogprobs
-from .local_losses import checked_head
+from .local_losses import checked_local_head
 from .shard import Classes, VocabShard, vocab_shard
 
 __all__ = ["divergence", "linear_divergence", "linear_logprobs", "logprobs"]
@@ -258,7 +258,7 @@ def _local_logits(
 
     The prefix stands before the names of the tensors in errors.
     """
-    head = checked_head(input, weight, bias, prefix)
+    head = checked_local_head(input, weight, bias, prefix)
     shard = vocab_shard(f"{prefix or 'linear_'}weight", head.weight, 0, group, classes)
     logits = LocalLinear.apply(*head.flat, shard)
     return logits.reshape(*input.shape[:-1], len(weight)), shard

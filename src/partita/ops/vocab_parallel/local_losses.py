@@ -12,7 +12,7 @@ from ...runtime import checks
 from ...runtime.backend import current_backend
 from ..cross_entropy.api import TokenStats
 from ..cross_entropy.common import LossOptions
-from ..linear_heads.common import Head, cast_to_autocast, chunk_and_save, loss_terms
+from ..linear_heads.common import Head, checked_head, chunk_and_save, loss_terms
 from ..linear_heads.plan import linear_cross_entropy_plan
 from .autograd import HiddenStatistics, LogitsStatistics, ParallelRowOptions
 from .shard import Classes, VocabShard, vocab_shard
@@ -38,7 +38,7 @@ class ParallelLossArguments(NamedTuple):
         """The options of the statistics that the loss needs."""
         of_loss = self.options
         smoothing = of_loss.label_smoothing > 0
-        return ParallelRowOptions(1.0, of_loss.softcap, of_loss.ignore_index, smoothing, False)
+        return ParallelRowOptions(1.0, of_loss.softcap, smoothing, False, of_loss.ignore_index)
 
 
 class PreparedRows(NamedTuple):
@@ -71,30 +71,15 @@ class UnreducedLosses(NamedTuple):
     options: LossOptions
 
 
-def checked_head(input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> Head:
-    """Return hidden states and this rank's rows of the matrix in the dtype of autocast.
-
-    The prefix stands before the names of the tensors in errors.
-    """
-    names = (f"{prefix}input", f"{prefix or 'linear_'}weight", f"{prefix or 'linear_'}bias")
-    for name, tensor in zip(names, (input, weight, bias), strict=True):
-        if tensor is not None:
-            checks.floating(name, tensor)
-            checks.device(name, tensor, input, names[0])
-    input, weight, bias = cast_to_autocast(input, weight, bias)  # type: ignore[assignment]
-    for name, tensor in zip(names[1:], (weight, bias), strict=True):
-        if tensor is not None and tensor.dtype != input.dtype:
-            raise TypeError(
-                f"{name}: expected the dtype of {names[0]}, {input.dtype}, got {tensor.dtype}"
-            )
-    if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{names[0]}: expected shape [..., H] for {names[1]} [C_local, H] ="
-            f" {list(weight.shape)}, got {list(input.shape)}"
-        )
-    if bias is not None:
-        checks.shape(names[2], bias, weight.shape[:1], "[C_local]")
-    return Head(input, weight, bias)
+def checked_local_head(
+    input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = ""
+) -> Head:
+    """Return hidden states and this rank's rows of the matrix, as `checked_head` does."""
+    head = checked_head(input, weight, bias, prefix)
+    if weight.ndim != 2:
+        name = f"{prefix or 'linear_'}weight"
+        raise ValueError(f"{name}: expected shape [C_local, H], got {list(weight.shape)}")
+    return head
 
 
 def check_labels(
@@ -163,7 +148,7 @@ def hidden_losses(
     memory_budget: int | None,
 ) -> UnreducedLosses:
     """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
-    head = checked_head(input, linear_weight, linear_bias)
+    head = checked_local_head(input, linear_weight, linear_bias)
     input, linear_weight, _ = head
     shard = vocab_shard("linear_weight", linear_weight, 0, arguments.group, arguments.classes)
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
@@ -216,9 +201,7 @@ def local_token_stats(
     checks.python_int("ignore_index", ignore_index)
     check_labels(logits, target, None, shard, ignore_index)
     checks.shape("target", target, logits.shape[:-1], "logits without its classes")
-    options = ParallelRowOptions(
-        float(temperature), 0.0, ignore_index, smoothing=False, entropy=True
-    )
+    options = ParallelRowOptions(float(temperature), 0.0, False, True, ignore_index)
     nll, logsumexp, _, entropy, argmax, *_ = LogitsStatistics.apply(
         _contiguous_classes(logits[None].flatten(0, -2)),
         target.reshape(-1).long(),

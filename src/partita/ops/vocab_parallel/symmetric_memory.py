@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,28 +23,11 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from ...runtime import private_names
 from ...runtime.autograd import is_capturing, plain_eager
+from .gpu.plan import RankMemory
 
 MIN_SLOTS = 2**17
 POLLS_PER_SECOND = 2 * 10**6  # a lower bound for a program that waits on an H200
 DEFAULT_TIMEOUT_S = 600.0  # where the group has no timeout
-
-
-class CallSlots(NamedTuple):
-    """The slots that the kernel of one call uses: arguments of `parallel_one_pass` in their order.
-
-    Fields:
-        slots: `[slots]` int64, zero.
-        peers: `[world]` int64, the addresses of the slots of every rank.
-        timed_out: `[1]` int64; not 0 once any program of this rank has timed out.
-        failed: `[1]` int32 on the host; the device writes it when a program times out.
-        max_polls: how often a program reads its slots before it times out.
-    """
-
-    slots: Tensor
-    peers: Tensor
-    timed_out: Tensor
-    failed: Tensor
-    max_polls: int
 
 
 @dataclass
@@ -220,8 +203,8 @@ def shared_slots(group: ProcessGroup, device: torch.device, slots: int) -> Share
     return shared
 
 
-def next_call_slots(shared: SharedSlots, device: torch.device) -> CallSlots:
-    """Return the slots of the next call, which all ranks make.
+def memory_of_next_call(shared: SharedSlots, device: torch.device) -> RankMemory:
+    """Return the memory of the next call, which all ranks make.
 
     Raises:
         RuntimeError: an earlier call of this rank timed out.
@@ -236,13 +219,8 @@ def next_call_slots(shared: SharedSlots, device: torch.device) -> CallSlots:
     # The previous call used the other set. Its kernel waited for all that the ranks store there, so
     # nothing reads or writes that set before the next call.
     shared.slots[1 - index].zero_()
-    return CallSlots(
-        shared.slots[index],
-        shared.peers[index],
-        shared.timed_out,
-        shared.failed,
-        shared.max_polls,
-    )
+    slots, peers = shared.slots[index], shared.peers[index]
+    return RankMemory(slots, peers, shared.timed_out, shared.failed)
 
 
 def raise_if_failed(failed: Tensor) -> None:

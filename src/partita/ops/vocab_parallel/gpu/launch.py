@@ -15,13 +15,12 @@ from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.common import LossOptions
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import LossSum, reduce_losses, shares_of_denominators
-from ...cross_entropy.gpu.row_math import optional_terms
 from ...linear_heads.common import GradientCoefficients, RowStatistics, empty_statistics
 from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
 from ..common import gradient_of_logits, pack_hidden, pack_logits
 from .merge import parallel_coefficients_kernel, parallel_fields_kernel
-from .one_pass import RankMemory, parallel_row_kernel
-from .plan import row_split, slots_per_row
+from .one_pass import OptionalTerms, parallel_row_kernel
+from .plan import RankMemory, row_split, slots_per_row
 
 parallel_logits = functools.partial(
     pack_logits, accumulate_logits=accumulate_logits, overwrites_state=True
@@ -123,10 +122,7 @@ def parallel_coefficients(
 def parallel_one_pass(
     logits: Tensor,
     target: Tensor,
-    slots: Tensor,
-    peers: Tensor,
-    timed_out: Tensor,
-    failed: Tensor,
+    memory: RankMemory,
     max_polls: int,
     sizes: tuple[int, ...],
     rank: int,
@@ -135,7 +131,7 @@ def parallel_one_pass(
     """Return the sum or the mean of the losses, and the gradient of this rank's logits.
 
     The classes of a row of `logits` are contiguous; `sizes` are the numbers of classes of all
-    ranks. The five arguments after `target` are a `symmetric_memory.CallSlots`.
+    ranks. A program reads its slots `max_polls` times before it times out.
     """
     M, V_local = logits.shape
     itemsize = logits.element_size()
@@ -156,7 +152,7 @@ def parallel_one_pass(
         logits=StridedRows(logits, 0, *logits.stride()),
         target_ptr=target,
         tile_counter_ptr=tile_counter,
-        memory=RankMemory(slots, peers, timed_out, failed),
+        memory=memory,
         losses=LossSum(losses, shares, None),
         dlogits=StridedRows(dlogits, 0, *dlogits.stride()),
         M=M,
@@ -167,7 +163,7 @@ def parallel_one_pass(
         splits=splits,
         max_polls=max_polls,
         ignore_index=options.ignore_index,
-        terms=optional_terms(options),
+        terms=OptionalTerms(options.softcap or None, options.z_loss or None),
         zero=0.0,
         WORLD=len(sizes),
         BLOCK_SLOTS=next_power_of_2(len(sizes) + slots_per_row(sizes, itemsize)),
