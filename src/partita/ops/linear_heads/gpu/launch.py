@@ -20,8 +20,7 @@ from ...logprobs.gpu.launch import ENTRY_KERNELS, topk_of_rows
 from .. import chunked, chunked_divergence, chunked_logprobs
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
-from .accumulate import linear_accumulate_kernel, linear_statistics_kernel
-from .gradient import linear_gradient_kernel
+from .chunk import linear_accumulate_kernel, linear_gradient_kernel, linear_statistics_kernel
 
 
 def chunk_options(

@@ -30,9 +30,9 @@ from .entries import (
     logprobs_gather_kernel,
     logprobs_gradient_kernel,
     logprobs_kernel,
+    logprobs_rest_kernel,
     logprobs_totals_kernel,
 )
-from .rest import logprobs_rest_kernel
 from .topk import topk_logprobs_kernel
 
 BLOCK = 128  # entries of a program
