@@ -387,8 +387,8 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
     found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
     torch.autograd.grad(found.sum(), hidden)
     index = packed.pack_rows(target, -100, 2).index
-    for kernel in (packed.linear_gather_kernel, packed.linear_scatter_kernel):
-        packed.copy_rows(kernel, matrix[:3], index, matrix[:3])
+    packed.copy_rows(matrix[:3], index, matrix[:3], None)
+    packed.copy_rows(matrix[:3], None, matrix[:3], index)
 
 
 def call_parallel(dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,40 +80,30 @@ def linear_pack_kernel(
 
 
 @triton.jit(do_not_specialize=["width"])
-def linear_gather_kernel(
-    source,  # StridedRows [M, width]
-    index_ptr,  # [positions]
-    result,  # StridedRows [positions, width] of adjacent columns
+def linear_copy_kernel(
+    source,  # StridedRows [M, width] or [positions, width]
+    source_index_ptr,  # [positions], or None for the rows in order
+    result,  # StridedRows [positions, width] or [M, width]
+    result_index_ptr,  # [positions], or None for the rows in order
     width,
     BLOCK: tl.constexpr,
 ):
-    """Copy the row of one packed position, and write zeros past the last one."""
+    """Copy a row from its index to its index.
+
+    Of a source with index -1 the result is 0, and to a result with index -1 nothing is copied.
+    """
     blocks = tl.cdiv(width, BLOCK)
     position = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    row = tl.load(index_ptr + position).to(tl.int64)
+    row, to = position, position
+    if source_index_ptr is not None:
+        row = tl.load(source_index_ptr + position).to(tl.int64)
+    if result_index_ptr is not None:
+        to = tl.load(result_index_ptr + position).to(tl.int64)
     pointers = source.ptr + row * source.m + column * source.c
     values = tl.load(pointers, mask=(row >= 0) & (column < width), other=0.0)
-    tl.store(result.ptr + position * result.m + column, values, mask=column < width)
-
-
-@triton.jit(do_not_specialize=["width"])
-def linear_scatter_kernel(
-    source,  # StridedRows [positions, width] of adjacent columns, like the result
-    index_ptr,  # [positions]
-    result,  # StridedRows [M, width]
-    width,
-    BLOCK: tl.constexpr,
-):
-    """Copy one packed row to the row that it was gathered from."""
-    blocks = tl.cdiv(width, BLOCK)
-    position = (tl.program_id(0) // blocks).to(tl.int64)
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    row = tl.load(index_ptr + position).to(tl.int64)
-    mask = (row >= 0) & (column < width)
-    values = tl.load(source.ptr + position * source.m + column, mask=mask)
     values = values.to(result.ptr.dtype.element_ty)
-    tl.store(result.ptr + row * result.m + column, values, mask=mask)
+    tl.store(result.ptr + to * result.m + column, values, mask=(to >= 0) & (column < width))
 
 
 def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
@@ -138,16 +128,19 @@ def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
     return packed
 
 
-def copy_rows(kernel: Any, source: Tensor, index: Tensor, result: Tensor) -> None:
-    """Launch a kernel that copies rows by their index."""
-    width = source.shape[1]
+def copy_rows(
+    source: Tensor, source_index: Tensor | None, result: Tensor, result_index: Tensor | None
+) -> None:
+    """Copy rows of the source to rows of the result, whose columns are adjacent."""
+    positions, width = min(len(source), len(result)), source.shape[1]
     block = min(next_power_of_2(max(width, 1)), COPY_BLOCK)
     launch(
-        kernel,
-        len(index) * cdiv(width, block),
+        linear_copy_kernel,
+        positions * cdiv(width, block),
         source=StridedRows(source, *source.stride()),
-        index_ptr=index,
+        source_index_ptr=source_index,
         result=StridedRows(result, *result.stride()),
+        result_index_ptr=result_index,
         width=width,
         BLOCK=block,
         num_warps=4,
@@ -182,7 +175,7 @@ def packed_gradients(
     for i, part in enumerate(chunks(M, chunk)):
         index, limit = packed.index[part], packed.limits[i : i + 1]
         hidden = input.new_empty(len(index), H)
-        copy_rows(linear_gather_kernel, input, index, hidden)
+        copy_rows(input, index, hidden, None)
         # Logits past the limit are not written. Their labels are ignored, so their gradient is 0.
         logits = F.grouped_mm(hidden, weight.T[None], offs=limit)
         write_gradient(logits, packed.target[part])
@@ -192,8 +185,7 @@ def packed_gradients(
             add_product(dweight, logits.T, hidden, is_first=i == 0)
         del hidden  # its memory is that of its gradient
         if input_grad:
-            dinput = F.grouped_mm(logits, weight[None], offs=limit)
-            copy_rows(linear_scatter_kernel, dinput, index, result.input)
+            copy_rows(F.grouped_mm(logits, weight[None], offs=limit), None, result.input, index)
         del logits
     return result._replace(weight=dweight.to(weight.dtype))
 
