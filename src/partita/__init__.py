@@ -20,12 +20,10 @@ from .ops.divergence.api import divergence, topk_divergence
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
-from .ops.linear_heads.divergence import linear_divergence
-from .ops.linear_heads.logprobs import linear_logprobs
+from .ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
+from .ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from .ops.linear_heads.plan import MemoryPlan as _MemoryPlan
 from .ops.linear_heads.plan import linear_cross_entropy_plan
-from .ops.linear_heads.topk import linear_topk_logprobs
-from .ops.linear_heads.topk_divergence import linear_topk_divergence
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
 from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss

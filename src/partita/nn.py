@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .ops.cross_entropy.api import cross_entropy
-from .ops.cross_entropy.common import check_options
+from .ops.cross_entropy.common import checked_options
 from .ops.ctc.api import ctc_loss
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_heads.api import linear_cross_entropy
@@ -63,7 +63,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         inplace: bool = False,
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        check_options(ignore_index, label_smoothing, softcap, z_loss, self.reduction)
+        checked_options(ignore_index, label_smoothing, softcap, z_loss, self.reduction)
         self.softcap, self.z_loss, self.inplace = softcap, z_loss, inplace
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     ) -> None:
         super().__init__()
         ignored = -100 if ignore_index is None else ignore_index
-        check_options(ignored, label_smoothing, softcap, z_loss, reduction)
+        checked_options(ignored, label_smoothing, softcap, z_loss, reduction)
         self.num_classes = num_classes
         self.out_features = tuple(out_features)
         self.reduction = reduction

@@ -365,7 +365,7 @@ def call_rnnt_overlap(dtype: torch.dtype) -> None:
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:
-    from partita.ops.linear_heads.gpu import pack
+    from partita.ops.linear_heads.gpu import packed
 
     hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     matrix = torch.zeros(C, 8, dtype=dtype)
@@ -386,9 +386,9 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(loss, hidden)
     found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
     torch.autograd.grad(found.sum(), hidden)
-    packed = pack.pack_rows(target, -100, 2)
-    pack.gather_rows(matrix[:3], packed.index, matrix[:3])
-    pack.scatter_rows(matrix[:3], packed.index, matrix[:3])
+    index = packed.pack_rows(target, -100, 2).index
+    packed.copy_rows(matrix[:3], index, matrix[:3], None)
+    packed.copy_rows(matrix[:3], None, matrix[:3], index)
 
 
 def call_parallel(dtype: torch.dtype) -> None:
@@ -401,21 +401,23 @@ def call_parallel(dtype: torch.dtype) -> None:
         options = (4, 0, 0, 1.0, -100, smoothing, entropy, "triton")
         fields = autograd.parallel_fields(words, target, *options)
         grads = (fields[2] if smoothing else None, fields[3] if entropy else None)
-        numbers = (smoothing, 4, 1.0, -100, "triton")
+        numbers = (4, 1.0, -100, "triton")
         autograd.parallel_coefficients(target, *fields[:2], *grads, None, fields[3], *numbers)
     if dtype == torch.float64:
         return
     from partita.ops.cross_entropy.common import LossOptions
     from partita.ops.vocab_parallel.gpu.launch import parallel_one_pass
+    from partita.ops.vocab_parallel.gpu.plan import RankMemory
 
-    words, flag = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    words = torch.zeros(64, dtype=torch.int64)
+    memory = RankMemory(words, words, words, torch.zeros(1, dtype=torch.int32))
     for sizes in ((65_536,) * 2, (25_129, 25_128), (12_565,) * 4):
         for numbers in ((0.0, 0.0, "mean"), (0.0, 0.0, "sum"), (5.0, 0.1, "mean")):
             logits, options = (
                 torch.zeros(3, sizes[0], dtype=dtype),
                 LossOptions(-100, 0.0, *numbers),
             )
-            parallel_one_pass(logits, target, words, words, words, flag, 1, sizes, 0, options)
+            parallel_one_pass(logits, target, memory, 1, sizes, 0, options)
 
 
 def call_rows(x: torch.Tensor) -> None:

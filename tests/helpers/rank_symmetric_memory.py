@@ -84,5 +84,5 @@ def check_symmetric_memory(device: torch.device) -> None:
     uneven = torch.zeros(4, 5 + dist.get_rank(), device=device, requires_grad=True)
     loss = parallel.cross_entropy(uneven, target[:4].clamp(max=2))
     assert loss.isnan()
-    shared = [group for group in symmetric_memory._group_slots.values() if group.shared is not None]
+    shared = [slots for _, slots in symmetric_memory._group_slots.values() if slots is not None]
     assert bool(shared) == on_gpu, "the GPUs do not share memory"

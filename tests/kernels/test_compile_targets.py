@@ -86,7 +86,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
         **dict.fromkeys(
             (
                 "cross_entropy_reduce_kernel",
-                "cross_entropy_share_kernel",
                 "crf_lattice_kernel",
                 "crf_loss_kernel",
                 "crf_subtract_kernel",

@@ -277,7 +277,11 @@ BAD = {
         r"expected the 5 classes of linear_weight, got 10; pass teacher_weight\[:5\] to compare",
     ),
     "rows": ({"teacher_input": lambda t: t[:1]}, ValueError, "teacher_input: expected shape"),
-    "mask": ({"mask": lambda t: torch.ones(3)}, ValueError, "mask: expected shape input without H"),
+    "mask": (
+        {"mask": lambda t: torch.ones(3)},
+        ValueError,
+        r"mask: expected shape input.shape\[:-1\]",
+    ),
     "beta": ({"beta": lambda t: 2.0}, ValueError, "beta: expected"),
     "budget": ({"memory_budget": lambda t: -1}, ValueError, "memory_budget: expected"),
     "bias": ({"teacher_bias": lambda t: torch.ones(3)}, ValueError, "teacher_bias: expected shape"),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from helpers.rows import KERNEL_DEVICES, kernel_devices
 
 from partita.ops.cross_entropy.common import LossOptions
-from partita.ops.vocab_parallel.gpu.plan import slot_count
+from partita.ops.vocab_parallel.gpu.plan import RankMemory, slot_count
 from partita.ops.vocab_parallel.symmetric_memory import raise_if_failed
 from partita.testing import poisoned_memory
 
@@ -73,19 +73,10 @@ def run_rank(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the gradient of one rank."""
     options = LossOptions(IGNORED, 0.0, x.softcap, x.z_loss, "mean" if x.mean else "sum")
+    tensors = (memory.slots[rank], memory.peers, memory.timed_out[rank], memory.failed)
+    rest = (RankMemory(*tensors), max_polls, sizes or x.sizes, rank, options)
     with poisoned_memory():
-        return kernels.parallel_one_pass(
-            x.parts[rank],
-            x.target,
-            memory.slots[rank],
-            memory.peers,
-            memory.timed_out[rank],
-            memory.failed,
-            max_polls,
-            sizes or x.sizes,
-            rank,
-            options,
-        )
+        return kernels.parallel_one_pass(x.parts[rank], x.target, *rest)
 
 
 def one_after_another(x: Batch, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from partita.ops.vocab_parallel import symmetric_memory
-from partita.ops.vocab_parallel.matmul import matmul_during_collective
+from partita.ops.vocab_parallel.autograd import matmul_during_collective
 
 
 def test_rendezvous_of_ranks_with_other_histories() -> None:

@@ -20,16 +20,16 @@ from ...runtime.backend import current_backend, resolve
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from ...runtime.sizes import same_sizes
 from .autograd import (
+    CROSS_ENTROPY_IN_PLACE,
     CROSS_ENTROPY_ONE_PASS,
-    CrossEntropyInPlace,
     RowsOnePass,
+    TokenStatsFunction,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
     token_stats_op,
 )
-from .common import CrossEntropyOptions, check_options
+from .common import CrossEntropyOptions, check_logits, checked_options
 from .native import native_cross_entropy
-from .token_stats import TokenStatsFunction
 
 
 def cross_entropy(
@@ -90,7 +90,7 @@ def cross_entropy(
         (tensor(1.1269, grad_fn=<...>), tensor([[-0.0596,  0.0596],
                 [-0.4404,  0.4404]]))
     """
-    check_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    checked = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     check_inputs(input, target, weight, ignore_index)
     if weight is not None:
         weight = weight.contiguous()
@@ -102,8 +102,7 @@ def cross_entropy(
     dtype = _loss_dtype(input, target, weight)
     if dtype == torch.float64:
         input = input.to(dtype)  # Probabilities or class weights may be in fp64.
-    factors = float(label_smoothing), float(softcap or 0.0), float(z_loss)
-    options = CrossEntropyOptions(ignore_index, *factors, reduction == "mean", dtype, backend)
+    options = CrossEntropyOptions(*checked[:4], reduction == "mean", dtype, backend)
     if is_batch:
         return loss_of_batch(input, target, weight, options, reduction, inplace)
     loss = loss_of_batch(
@@ -164,11 +163,7 @@ def token_stats(
         >>> stats.logprob, stats.entropy, stats.argmax
         (tensor([-1.3863]), tensor([1.3863]), tensor([0]))
     """
-    checks.floating("logits", logits)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
-        )
+    check_logits(logits)
     if target is not None:
         checks.integer("target", target)
         checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
@@ -263,10 +258,9 @@ def loss_of_batch(
         if others_need_grad:
             raise RuntimeError("inplace: expected targets and class weights that need no gradient")
     is_one_pass = reduction != "none" and logits.dtype != torch.float16 and not others_need_grad
-    if is_one_pass and inplace:
-        return apply(CrossEntropyInPlace, logits, target, weight, options)
-    if is_one_pass and has_one_pass(logits, options):
-        return apply(RowsOnePass, CROSS_ENTROPY_ONE_PASS, logits, target, weight, None, options)
+    if is_one_pass and (inplace or has_one_pass(logits, options)):
+        loss = CROSS_ENTROPY_IN_PLACE if inplace else CROSS_ENTROPY_ONE_PASS
+        return apply(RowsOnePass, loss, logits, target, weight, None, options)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
         # read them.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...primitives.rows import by_rows
 from ...runtime import checks, register
 from ...runtime.autograd import (
@@ -24,6 +25,7 @@ from ...runtime.autograd import (
     needs_no_derivative,
     plain_eager,
     saved_tensors,
+    without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_one_pass
@@ -32,7 +34,7 @@ from .common import (
     RowLosses,
     TokenStatsRows,
     logsumexp_term,
-    mean_denominators,
+    reduce_losses,
 )
 
 
@@ -201,12 +203,13 @@ class OnePassLoss(NamedTuple):
 
     Fields:
         run: returns the loss and its gradients from tensors and options.
-        composed: returns the loss from the same arguments, differentiable any number of times.
-        num_tensors: the number of tensors among the arguments, which come first.
+        composed: returns the loss from the same arguments, differentiable any number of times; None
+            if the gradient takes the place of the logits, and so serves one backward pass.
+        num_tensors: how many of the first arguments are tensors that a later backward pass needs.
     """
 
     run: Callable[..., tuple[Tensor, ...]]
-    composed: Callable[..., Tensor]
+    composed: Callable[..., Tensor] | None
     num_tensors: int
 
 
@@ -229,7 +232,12 @@ class RowsOnePass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         loss, options, dlogits = ctx.loss, ctx.options, None
         if grads[0] is not None:
-            dlogits, *tensors = ctx.saved_tensors
+            if loss.composed is None and (torch.is_grad_enabled() or ctx.is_spent):
+                raise RuntimeError(
+                    "inplace=True wrote the gradient over the logits: it serves one backward pass"
+                    " and no second derivative"
+                )
+            dlogits, *tensors = ctx.saved_tensors  # It raises if these were written to since.
             if torch.is_grad_enabled():
                 logits, *others = tensors
                 (dlogits,) = double_backward(
@@ -239,7 +247,7 @@ class RowsOnePass(torch.autograd.Function):
                 if ctx.is_spent:
                     dlogits = loss.run(*tensors, options)[1]
                 dlogits = scaled_gradient(ctx, dlogits, grads[0], options.backend)
-        return None, dlogits, *(None,) * loss.num_tensors
+        return None, dlogits, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
 def _loss_and_gradient(*args: Any) -> tuple[Tensor, Tensor]:
@@ -260,43 +268,16 @@ def _composed_loss(
     return loss if denominator is None else loss / denominator
 
 
+def _loss_in_place(*args: Any) -> tuple[Tensor, Tensor]:
+    *tensors, options = args
+    loss = cross_entropy_one_pass_inplace_op(*tensors, *options)
+    torch.autograd.graph.increment_version(tensors[0])
+    return loss, tensors[0].detach()
+
+
 # A denominator, `[]`, divides a sum before the gradient is rounded.
 CROSS_ENTROPY_ONE_PASS = OnePassLoss(_loss_and_gradient, _composed_loss, 4)
-
-
-class CrossEntropyInPlace(torch.autograd.Function):
-    """The reduced loss, with its gradient written over the logits in the forward pass.
-
-    It is for eager code only, and it serves one backward pass.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        options: CrossEntropyOptions,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        loss: Tensor = cross_entropy_one_pass_inplace_op(logits, target, weight, None, *options)
-        torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits)
-        ctx.backend, ctx.is_spent = options.backend, False
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,) = grads
-        if grad is None:
-            return None, None, None, None
-        if torch.is_grad_enabled() or ctx.is_spent:
-            raise RuntimeError(
-                "inplace=True wrote the gradient over the logits: it serves one backward pass and"
-                " no second derivative"
-            )
-        gradient = ctx.saved_tensors[0].detach()  # It raises if that memory was written to since.
-        return scaled_gradient(ctx, gradient, grad, ctx.backend), None, None, None
+CROSS_ENTROPY_IN_PLACE = OnePassLoss(_loss_in_place, None, 0)
 
 
 def scaled_gradient(ctx: Any, gradient: Tensor, upstream: Tensor, backend: str) -> Tensor:
@@ -340,16 +321,8 @@ def cross_entropy_of_rows(
         fields = apply(CrossEntropyRows, logits, target, weight, options, inplace)
     loss, logsumexp = fields[:2]
     z = logsumexp_term(options, logsumexp)
-    if reduction != "mean":
-        loss = loss if z is None else loss + z
-        return (loss if reduction == "none" else loss.sum()).to(options.dtype)
-    if target.is_floating_point():
-        rows = loss.numel()
-        result = loss.sum() / rows
-        return (result if z is None else result + z.sum() / rows).to(options.dtype)
-    denominators = mean_denominators(target, weight, options.ignore_index, logits.shape[1])
-    result = loss.sum() / denominators[0]
-    return (result if z is None else result + z.sum() / denominators[1]).to(options.dtype)
+    numbers = (logits.shape[1], options.ignore_index, reduction)
+    return reduce_losses(loss, z, target, weight, *numbers).to(options.dtype)
 
 
 def _stats_fake(logits: Tensor) -> tuple[Tensor, ...]:
@@ -379,3 +352,56 @@ token_stats_backward_op = register.define(
     gpu=_gpu,
     vmap=all_at_once,
 )
+
+
+class TokenStatsFunction(torch.autograd.Function):
+    """The fields of `TokenStatsRows`, differentiable in the first three.
+
+    Without a target, the arg-max is the target of the backward pass; then the caller passes an
+    `ignore_index` that is no class.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(token_stats_op)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return token_stats_op(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        logits, target, *ctx.options = inputs
+        _, _, entropy, argmax, maximum, sumexp = output
+        if plain_eager():
+            ctx.set_materialize_grads(False)  # Zeros for unused fields would cost a launch each.
+        ctx.mark_non_differentiable(argmax, maximum, sumexp)
+        target = argmax if target is None else target
+        ctx.save_for_backward(logits, target, maximum, sumexp, entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        dlogits = _token_stats_gradient(grads[:3], ctx.saved_tensors, tuple(ctx.options))
+        return dlogits, None, None, None, None, None
+
+
+def _token_stats_gradient(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], all_options: tuple[Any, ...]
+) -> Tensor:
+    """Return the gradient in the logits, which may be differentiated again."""
+    *options, backend = all_options
+    tensors = without_wrappers(saved)
+    grad_logprob, *others = grads
+    if grad_logprob is None:
+        grad_logprob = torch.zeros_like(tensors[4])
+    op = for_gradients(token_stats_backward_op, grad_logprob, *others)
+    if not is_double_backward():
+        return op(grad_logprob, *others, *tensors, *options, backend)
+    others = [torch.zeros_like(grad_logprob) if grad is None else grad for grad in others]
+    return first_derivative(
+        lambda *tensors: op(*tensors, *options, backend),
+        lambda *tensors: reference.token_stats_gradient(*tensors, *options),
+        4,
+        grad_logprob,
+        *others,
+        *tensors,
+    )

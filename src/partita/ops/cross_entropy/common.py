@@ -46,7 +46,7 @@ class CrossEntropyOptions(NamedTuple):
         ignore_index, label_smoothing, softcap, z_loss: as in `LossOptions`.
         mean: whether the loss is a mean.
         dtype: the dtype of the loss.
-        backend: the chosen backend.
+        backend: the chosen backend, which the functions of one backend do not get.
     """
 
     ignore_index: int
@@ -55,7 +55,7 @@ class CrossEntropyOptions(NamedTuple):
     z_loss: float
     mean: bool
     dtype: torch.dtype
-    backend: str
+    backend: str = ""
 
 
 def logsumexp_term(options: LossOptions | CrossEntropyOptions, logsumexp: Tensor) -> Tensor | None:
@@ -63,14 +63,14 @@ def logsumexp_term(options: LossOptions | CrossEntropyOptions, logsumexp: Tensor
     return options.z_loss * logsumexp.square() if options.z_loss else None
 
 
-def check_options(
+def checked_options(
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
     z_loss: float,
     reduction: str,
-) -> None:
-    """Raise unless these are options of a loss over labels."""
+) -> LossOptions:
+    """Return the options of a loss over labels that a user gave; raise for bad ones."""
     if type(ignore_index) is not int:
         checks.python_int("ignore_index", ignore_index)
     if reduction not in REDUCTIONS:
@@ -81,19 +81,17 @@ def check_options(
         checks.number("z_loss", z_loss, low=0.0)
     if softcap is not None:
         checks.number("softcap", softcap, low=0.0, open_low=True)
-
-
-def checked_options(
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    reduction: str,
-) -> LossOptions:
-    """Check the options that a user gave, and return them."""
-    check_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
     return LossOptions(ignore_index, *numbers, reduction)
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise unless these are logits `[..., C]`."""
+    checks.floating("logits", logits)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
+        )
 
 
 class OnePass(NamedTuple):
@@ -160,22 +158,39 @@ def valid_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[Tens
 
 
 def mean_denominators(
-    target: Tensor, weight: Tensor | None, ignore_index: int, classes: int
-) -> Tensor:
-    """Return the denominators of the mean loss and of the mean z-loss, `[2]`.
+    target: Tensor, weight: Tensor | None, classes: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Return the denominators of the mean loss and of the mean z-loss over labels, `[]` each.
 
     These are the sum of the class weights of the labels that are not ignored, and the number of
     these labels.
     """
+    num_labels = (target.long() != ignore_index).sum()
+    if weight is None or classes == 0:
+        return num_labels, num_labels
     labels, not_ignored, _ = valid_targets(target, classes, ignore_index)
-    if weight is None:
-        num_labels = not_ignored.sum()
-        return torch.stack([num_labels, num_labels])
-    num_labels = not_ignored.sum(dtype=acc_dtype(weight.dtype))
-    if classes == 0:
-        return torch.stack([num_labels, num_labels])
     label_weights = torch.where(not_ignored, weight[labels], 0)
-    return torch.stack([label_weights.sum(dtype=num_labels.dtype), num_labels])
+    return label_weights.sum(dtype=acc_dtype(weight.dtype)), num_labels
+
+
+def reduce_losses(
+    loss: Tensor,
+    z: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    classes: int,
+    ignore_index: int,
+    reduction: str,
+) -> Tensor:
+    """Reduce the losses of the rows and their z-losses `z` to one result."""
+    if reduction != "mean":
+        loss = loss if z is None else loss + z
+        return loss if reduction == "none" else loss.sum()
+    divisors: tuple[Tensor | int, Tensor | int] = (loss.numel(), loss.numel())
+    if not target.is_floating_point():
+        divisors = mean_denominators(target, weight, classes, ignore_index)
+    mean = loss.sum() / divisors[0]
+    return mean if z is None else mean + z.sum() / divisors[1]
 
 
 def mean_shares(
@@ -195,4 +210,5 @@ def mean_shares(
         return denominator.to(dtype).expand(2)
     if not mean:
         return torch.ones(2, dtype=dtype, device=target.device)
-    return mean_denominators(target, class_weight, ignore_index, classes).to(dtype)
+    divisors = mean_denominators(target, class_weight, classes, ignore_index)
+    return torch.stack([each.to(dtype) for each in divisors])

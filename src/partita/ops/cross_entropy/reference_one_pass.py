@@ -13,7 +13,7 @@ from ...primitives.rows import by_rows, finite_shift, row_chunks
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import resolved
 from . import reference
-from .common import OnePass, mean_shares, valid_targets
+from .common import CrossEntropyOptions, OnePass, mean_shares, valid_targets
 from .reference import capped, label_losses
 
 # A loss is the negative logarithm of a probability that is at least this large. That of a smaller
@@ -93,11 +93,7 @@ def one_pass(
     logits: Tensor,
     target: Tensor,
     class_weight: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
+    options: CrossEntropyOptions,
     denominators: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -105,26 +101,18 @@ def one_pass(
 
     Where the gradient itself holds the intermediate results, all rows are processed together:
     calls of few rows would make threads wait for one another. Otherwise chunks of rows bound the
-    temporary memory.
-
-    Args:
-        logits: the logits.
-        target: labels `[M]`.
-        class_weight: class weights `[C]`, or None.
-        ignore_index: the ignored label.
-        smoothing: the share of the target that all classes have evenly.
-        softcap: the soft-cap, or 0.
-        z_loss: the factor of the z-loss.
-        mean: whether the loss is a mean.
-        denominators: the denominators of the mean loss and of the mean z-loss, `[2]`.
-        out: memory for the gradient, `[M, C]`; the logits if it is None.
+    temporary memory. `denominators` are those of the mean loss and of the mean z-loss, `[2]`. `out`
+    is memory for a gradient that does not replace the logits.
     """
     out = logits if out is None else out
-    options = (class_weight, ignore_index, smoothing, softcap, z_loss, denominators)
-    fits_out = out.dtype == acc_dtype(logits.dtype) and not (softcap or smoothing)
+    has_terms = options.softcap or options.label_smoothing
+    fits_out = out.dtype == acc_dtype(logits.dtype) and not has_terms
     slices = [slice(None)] if fits_out and len(logits) else row_chunks(logits)
     losses = [
-        _one_pass_of_chunk(logits[rows], out[rows], target[rows], *options) for rows in slices
+        _one_pass_of_chunk(
+            logits[rows], out[rows], target[rows], class_weight, options, denominators
+        )
+        for rows in slices
     ]
     if losses:
         loss = torch.stack(losses).sum()
@@ -138,13 +126,11 @@ def _one_pass_of_chunk(
     out: Tensor,
     target: Tensor,
     class_weight: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    softcap: float,
-    z_loss: float,
+    options: CrossEntropyOptions,
     denominators: Tensor,
 ) -> Tensor:
     """Compute the sum of the losses of rows `[M, C]` and write their gradient to `out`."""
+    ignore_index, smoothing, softcap, z_loss = options[:4]
     classes, x, tanh = logits.shape[1], logits.to(acc_dtype(logits.dtype)), None
     if softcap:
         tanh = (x / softcap).tanh_()
@@ -222,8 +208,9 @@ def cross_entropy_one_pass(
     numbers = (ignore_index, label_smoothing, softcap)
     if not target.is_floating_point() and logits.numel():
         grad = torch.empty_like(logits)
-        options = (target, weight, denominator, *numbers, z_loss, mean)
-        return OnePass(_one_pass_of_labels(logits, grad, *options).to(dtype), grad)
+        options = CrossEntropyOptions(*numbers, z_loss, mean, dtype)
+        loss = _one_pass_of_labels(logits, grad, target, weight, denominator, options)
+        return OnePass(loss, grad)
     rows = cross_entropy(logits, target, weight, *numbers)
     scales = mean_scales(rows.loss, logits, target, weight, ignore_index, mean, denominator)
     scale, z_scale = scales.unbind()
@@ -255,13 +242,12 @@ def cross_entropy_one_pass_(
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute the reduced loss, and write its gradient over the logits."""
-    numbers = (ignore_index, label_smoothing, softcap, z_loss, mean)
-    options = (target, weight, denominator, *numbers)
+    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
     if target.is_floating_point() or not logits.numel():
-        loss, grad = cross_entropy_one_pass(logits, *options, dtype)
+        loss, grad = cross_entropy_one_pass(logits, target, weight, denominator, *options[:6])
         logits.copy_(grad)
         return loss
-    return _one_pass_of_labels(logits, logits, *options).to(dtype)
+    return _one_pass_of_labels(logits, logits, target, weight, denominator, options)
 
 
 def _one_pass_of_labels(
@@ -270,23 +256,23 @@ def _one_pass_of_labels(
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
+    options: CrossEntropyOptions,
 ) -> Tensor:
     """Compute the reduced loss over labels, and write the gradient, which may be the logits."""
-    classes, dtype_of_sums = logits.shape[1], acc_dtype(logits.dtype)
     denominators = mean_shares(
-        target, weight, denominator, ignore_index, classes, mean, dtype_of_sums
+        target,
+        weight,
+        denominator,
+        options.ignore_index,
+        logits.shape[1],
+        options.mean,
+        acc_dtype(logits.dtype),
     )
     rows, grad_rows = _rows_of(logits), _rows_of(grad)
     is_view = grad_rows.data_ptr() == grad.data_ptr()
     if not is_view:  # The strides allow no view, so the gradient goes through a copy of the rows.
         grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    numbers = (ignore_index, label_smoothing, softcap, z_loss, mean)
-    loss = one_pass(rows, target.reshape(-1), weight, *numbers, denominators, grad_rows)
+    loss = one_pass(rows, target.reshape(-1), weight, options, denominators, grad_rows)
     if not is_view:
         grad.copy_(grad_rows.reshape(logits.movedim(1, -1).shape).movedim(-1, 1))
-    return loss
+    return loss.to(options.dtype)

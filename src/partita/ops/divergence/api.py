@@ -6,10 +6,11 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.sizes import same_sizes
+from ..cross_entropy.common import check_logits
 from ..logprobs.autograd import logprobs_of
 from ..logprobs.common import TopK
 from .autograd import divergence_of_classes, reduced_divergence
-from .common import IGNORED, check_teacher, ids_of_rows, in_common_precision
+from .common import IGNORED, check_options, check_teacher, ids_of_rows, in_common_precision
 
 
 def divergence(
@@ -56,7 +57,7 @@ def divergence(
         >>> loss, logits.grad
         (tensor(0.1308, grad_fn=<...>), tensor([[-0.2500,  0.2500]]))
     """
-    _check_logits(logits)
+    check_logits(logits)
     if isinstance(teacher_logits, TopK):
         raise TypeError(
             "teacher_logits: expected a Tensor, got a TopK, which topk_divergence takes"
@@ -70,13 +71,8 @@ def divergence(
             f"teacher_logits: expected the shape of logits = {list(logits.shape)},"
             f" got {list(teacher_logits.shape)}{advice}"
         )
-    checks.number("beta", beta, low=0.0, high=1.0)
+    check_options(beta, mask, reduction, logits, "logits")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
-    checks.choice("reduction", reduction, checks.REDUCTIONS)
-    if mask is not None:
-        checks.tensor("mask", mask)
-        checks.shape("mask", mask, logits.shape[:-1], "logits.shape[:-1]")
-        checks.device("mask", mask, logits, "logits")
     logits = in_common_precision(logits, teacher_logits)
     return reduced_divergence(logits, teacher_logits, mask, *numbers, reduction)
 
@@ -123,18 +119,10 @@ def topk_divergence(
         >>> partita.topk_divergence(torch.zeros(1, 4), teacher)
         tensor(0.7142)
     """
-    _check_logits(logits)
+    check_logits(logits)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     classes = logits.shape[-1]
     check_teacher(teacher, logits, "logits", classes, beta, mask, reduction)
     needs_rest = teacher.indices.shape[-1] < classes
     logp = logprobs_of(logits, ids_of_rows(teacher, mask), *numbers, IGNORED, needs_rest)
     return divergence_of_classes(logp, teacher, float(beta), mask, reduction)
-
-
-def _check_logits(logits: Tensor) -> None:
-    checks.floating("logits", logits)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
-        )

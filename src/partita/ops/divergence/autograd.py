@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...primitives.rows import by_rows
 from ...runtime import register
 from ...runtime.autograd import (
@@ -62,11 +63,13 @@ divergence_one_pass_op = register.define(
 divergence_state_op = register.define(
     reference_chunks.divergence_state,
     lambda logits: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
+    name="divergence_state",
     gpu=_gpu,
 )
 divergence_mixture_op = register.define(
     reference_chunks.divergence_mixture,
     lambda logits, maximum: maximum.new_empty(2, logits.shape[0]),
+    name="divergence_mixture",
     gpu=_gpu,
 )
 
@@ -84,15 +87,9 @@ class DivergenceFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        logits: Tensor,
-        teacher_logits: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        return divergence_op(logits, teacher_logits, beta, temperature, softcap, backend)
+    @takes(divergence_op)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return divergence_op(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -72,17 +72,49 @@ class DivergenceKernels(NamedTuple):
     gradient: Callable[..., None]
 
 
-def packed(state: DivergenceState) -> Tensor:
-    """Return what ranks exchange, `[5, M]`: both maxima and sums, and the weighted sum."""
-    rows = state.rows
-    pairs = (rows.maximum, rows.sumexp, rows.teacher_maximum, rows.teacher_sumexp)
-    return torch.stack([*pairs, state.weighted])
+def state_of_classes(
+    kernels: DivergenceKernels,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> Tensor:
+    """Return what ranks exchange of some classes of both rows, `[M, C]` each.
+
+    That is `[5, M]`: both maxima and sums, and the weighted sum of `DivergenceState`.
+    """
+    if not logits.shape[1]:
+        result = logits.new_zeros(5, len(logits), dtype=acc_dtype(logits.dtype))
+        result[:3:2] = -torch.inf
+        return result
+    state = kernels.new_state(logits)
+    kernels.accumulate(logits, teacher_logits, state, 0, beta, temperature, softcap)
+    return torch.stack([*state.rows[2:], state.weighted])
 
 
-def packed_without_classes(logits: Tensor) -> Tensor:
-    """Return the packed state of rows `[M, 0]`."""
-    result = logits.new_zeros(5, len(logits), dtype=acc_dtype(logits.dtype))
-    result[:3:2] = -torch.inf
+def mixture_of_classes(
+    kernels: DivergenceKernels,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    teacher_maximum: Tensor,
+    teacher_sumexp: Tensor,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> Tensor:
+    """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
+
+    The maxima and sums are those of all classes.
+    """
+    result = maximum.new_zeros(2, len(logits))
+    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
+    if logits.shape[1]:
+        rows = DivergenceRows(result[0], result[1], *(each.contiguous() for each in statistics))
+        state = DivergenceState(rows, result[0])
+        kernels.accumulate_mixture(logits, teacher_logits, state, 0, beta, temperature, softcap)
     return result
 
 
@@ -117,6 +149,18 @@ def row_factors(mask: Tensor | None, like: Tensor, reduction: str) -> Tensor:
     return torch.where(is_valid, factor, 0.0).to(like.dtype)
 
 
+def check_options(
+    beta: float, mask: Tensor | None, reduction: str, rows: Tensor, name: str
+) -> None:
+    """Raise unless these are options of the divergence of rows `[..., D]` of the named tensor."""
+    checks.number("beta", beta, low=0.0, high=1.0)
+    checks.choice("reduction", reduction, checks.REDUCTIONS)
+    if mask is not None:
+        checks.tensor("mask", mask)
+        checks.shape("mask", mask, rows.shape[:-1], f"{name}.shape[:-1]")
+        checks.device("mask", mask, rows, name)
+
+
 def check_teacher(
     teacher: TopK,
     rows: Tensor,
@@ -137,12 +181,7 @@ def check_teacher(
     checks.floating("teacher.logprobs", teacher.logprobs)
     checks.device("teacher.logprobs", teacher.logprobs, rows, name)
     checks.shape("teacher.logprobs", teacher.logprobs, teacher.indices.shape, "teacher.indices")
-    checks.number("beta", beta, low=0.0, high=1.0)
-    checks.choice("reduction", reduction, checks.REDUCTIONS)
-    if mask is not None:
-        checks.tensor("mask", mask)
-        checks.shape("mask", mask, rows.shape[:-1], f"{name}.shape[:-1]")
-        checks.device("mask", mask, rows, name)
+    check_options(beta, mask, reduction, rows, name)
     checks.labels("teacher.indices", ids_of_rows(teacher, mask), classes, IGNORED)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from .common import (
     DivergenceKernels,
     DivergenceRows,
     DivergenceState,
-    packed,
-    packed_without_classes,
+    mixture_of_classes,
+    state_of_classes,
 )
 from .reference import expected, log_mixture, log_ratio
 
@@ -164,40 +165,8 @@ def write_gradient(
 
 DIVERGENCE_KERNELS = DivergenceKernels(new_state, accumulate, accumulate_mixture, write_gradient)
 
-
-def divergence_state(
-    logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
-) -> Tensor:
-    """Return the packed state of some classes of both rows, `[M, C]` each."""
-    if not logits.shape[1]:
-        return packed_without_classes(logits)
-    state = new_state(logits)
-    accumulate(logits, teacher_logits, state, 0, beta, temperature, softcap)
-    return packed(state)
-
-
-def divergence_mixture(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    teacher_maximum: Tensor,
-    teacher_sumexp: Tensor,
-    beta: float,
-    temperature: float,
-    softcap: float,
-) -> Tensor:
-    """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
-
-    The maxima and sums are those of all classes.
-    """
-    result = maximum.new_zeros(2, len(logits))
-    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
-    if logits.shape[1]:
-        rows = DivergenceRows(result[0], result[1], *(each.contiguous() for each in statistics))
-        state = DivergenceState(rows, result[0])
-        accumulate_mixture(logits, teacher_logits, state, 0, beta, temperature, softcap)
-    return result
+divergence_state = functools.partial(state_of_classes, DIVERGENCE_KERNELS)
+divergence_mixture = functools.partial(mixture_of_classes, DIVERGENCE_KERNELS)
 
 
 def divergence_local_gradient(

@@ -14,12 +14,10 @@ from ...runtime.backend import current_backend
 from ..cross_entropy.api import TokenStats, token_stats
 from ..cross_entropy.common import checked_options
 from . import autograd
-from .common import chunk_and_save
-from .composed import is_plain
-from .inputs import checked_matrix, flat_head, flat_labels, is_usual, needs_logits
+from .common import Head, chunk_and_save
+from .inputs import checked_matrix, flat_labels, is_plain, is_usual, needs_logits
 from .loss import linear_loss
 from .plan import check_budget, is_small
-from .rows_linear import rows_linear
 
 
 def linear_cross_entropy(
@@ -141,7 +139,7 @@ def linear_token_stats(
         and is_small(input.shape[:-1].numel(), len(linear_weight), input.dtype, memory_budget)
     ):
         return token_stats(
-            rows_linear(input, linear_weight, linear_bias),
+            autograd.rows_linear(input, linear_weight, linear_bias),
             target,
             temperature=temperature,
             softcap=softcap,
@@ -154,7 +152,7 @@ def linear_token_stats(
     labels = target
     if labels is None:
         labels, ignore_index = input.new_zeros(input.shape[:-1], dtype=torch.int64), -100
-    labels, head = flat_labels(input, labels), flat_head(input, linear_weight, linear_bias)
+    labels, head = flat_labels(input, labels), Head(input, linear_weight, linear_bias).flat
     plan = head.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(linear_weight))
     needs_smoothing, needs_entropy = False, True

@@ -7,17 +7,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...primitives.rows import finite_shift, inert_rows, softcapped
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    apply,
     double_backward,
     for_gradients,
     is_double_backward,
     needed_gradients,
     one_by_one,
     plain_eager,
+    requires_grad,
     saved_tensors,
     skip_unused_gradients,
     spend,
@@ -27,10 +31,9 @@ from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, scaled_gradient
 from ..cross_entropy.common import LossOptions, valid_targets
 from . import reference
-from .chunked import Wanted
-from .common import RowStatistics
+from .chunked import Wanted, empty_gradients
+from .common import RowStatistics, counted_rows, empty_statistics
 from .plan import padded_width
-from .rows_linear import rows_linear
 
 
 def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
@@ -41,34 +44,9 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
 def _rows_fake(
     input: Tensor, weight: Tensor, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    M, C, dtype = input.shape[0], weight.shape[0], acc_dtype(input.dtype)
-    entropy_rows = M if needs_entropy else 0
-    statistics = RowStatistics(
-        nll=input.new_empty(M, dtype=dtype),
-        logsumexp=input.new_empty(M, dtype=dtype),
-        smoothing_loss=input.new_empty(M if needs_smoothing else 0, dtype=dtype),
-        entropy=input.new_empty(entropy_rows, dtype=dtype),
-        argmax=input.new_empty(entropy_rows, dtype=torch.int64),
-        maximum=input.new_empty(M, dtype=dtype),
-        sumexp=input.new_empty(M, dtype=dtype),
-    )
-    return *statistics, input.new_empty(M * padded_width(C) if save_logits else 0)
-
-
-def gradients_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, ...]:
-    """Return the shapes of the gradients; those that are not wanted are empty."""
-    tensors = (input, weight, input if bias is None else bias)
-    return tuple(
-        tensor.new_empty(tensor.shape if wants else (0,))
-        for tensor, wants in zip(tensors, (input_grad, weight_grad, bias_grad), strict=True)
-    )
+    M, C = input.shape[0], weight.shape[0]
+    saved = input.new_empty(M * padded_width(C) if save_logits else 0)
+    return *empty_statistics(input, M, needs_smoothing, needs_entropy), saved
 
 
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -84,7 +62,7 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        return loss, *gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+        return loss, *empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
 
     return fake
 
@@ -110,7 +88,7 @@ rows = register.define(
 )
 rows_backward = register.define(
     reference.linear_rows_backward,
-    gradients_fake,
+    empty_gradients,
     gpu=_gpu,
     vmap=one_by_one,
 )
@@ -131,6 +109,47 @@ packed_one_pass = register.define(
     check=_check_labels,
     vmap=one_by_one,
 )
+
+
+class RowsLinear(torch.autograd.Function):
+    """`torch.nn.functional.linear`, in which rows without a gradient do not count.
+
+    Padding often holds NaN. PyTorch's own layer multiplies it by the gradient 0 of its logits, and
+    the gradient of the matrix becomes NaN. The gradients are differentiable again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (input, weight, bias) = grads, saved_tensors(ctx)
+        dinput = dweight = dbias = None
+        of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
+        if of_input:
+            dinput = grad @ weight
+        rows = input.shape[:-1].numel()  # a reshape that batched gradients know
+        grad = grad.reshape(rows, grad.shape[-1])
+        if of_weight:
+            dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
+        if of_bias:
+            dbias = grad.sum(0)
+        return dinput, dweight, dbias
+
+
+def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
+    if requires_grad(weight) and torch.is_grad_enabled():
+        result: Tensor = apply(RowsLinear, input, weight, bias)
+        return result
+    return F.linear(input, weight, bias)
 
 
 def differentiable_statistics(
@@ -183,16 +202,10 @@ def gradients_of_rows(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden states, matrix and bias by an op of the backward pass.
 
-    If the logits are saved, the first backward pass overwrites them with their gradient. Later
-    backward passes compute them again.
-
-    Args:
-        ctx: the context, with `options`, `chunk`, `backend` and `is_spent`.
-        op: takes the tensors, the saved logits, the options, the chunk and what is wanted.
-        grads: the gradients of the rows, which may be batched.
-        tensors: what the op takes before the logits.
-        logits: the logits of each head, empty if they were not saved.
-        wanted: which gradients are wanted.
+    The op takes the tensors, the saved logits of each head, the options and the chunk of the
+    context, and which gradients are wanted. If the logits are saved, the first backward pass
+    overwrites them with their gradient. Later backward passes compute them again. The gradients of
+    the rows, `grads`, may be batched.
     """
     saved, call = None, for_gradients(op, *grads)
     if plain_eager() and call is op:
@@ -233,24 +246,9 @@ class LinearRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor | None,
-        class_weight: Tensor | None,
-        temperature: float,
-        softcap: float,
-        ignore_index: int,
-        needs_smoothing: bool,
-        needs_entropy: bool,
-        chunk: int,
-        save_logits: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        head = (input, weight, bias, target, class_weight)
-        options = (temperature, softcap, ignore_index, needs_smoothing, needs_entropy)
-        return rows(*head, *options, chunk, save_logits, backend)
+    @takes(rows)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return rows(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -283,10 +281,11 @@ class LinearRows(torch.autograd.Function):
             entropy if ctx.needs_entropy else None,
             target,
             class_weight,
-            statistics,
+            statistics.entropy,
             len(head[1]),
             ctx.options[0],
             ctx.ignore_index,
+            statistics.maximum.dtype,
         )
         of_rows = (target, class_weight, statistics.maximum, statistics.sumexp)
         tensors = (*coefficients, *head, *of_rows)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
+from ..cross_entropy.common import CrossEntropyOptions
 from .common import (
     GradientCoefficients,
     Head,
@@ -234,8 +235,7 @@ def accumulate_hidden(
     buffer = head.buffer(tokens, min(chunk, C))
     state = first_state(head.input, needs_smoothing, needs_entropy)
     for rows in chunks(M, tokens):
-        fields = (None if field is None else field[rows] for field in state)
-        of_rows, part_state = head.of_tokens(rows), RowState(*fields)  # type: ignore[arg-type]
+        of_rows, part_state = head.of_tokens(rows), state.part(rows)
         for part in chunks(C, chunk):
             weights = None if class_weight is None else class_weight[part]
             options = (weights, part_state, temperature, softcap)
@@ -356,11 +356,11 @@ def linear_one_pass(
     divides = (denominator, ignore_index, len(weight), mean, dtype)
     divisors = kernels.mean_shares(target, class_weight, *divides)
     mean = mean or denominator is not None
-    options = (class_weight, ignore_index, label_smoothing, softcap, z_loss, mean, divisors)
+    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
 
     def write_gradient(logits: Tensor, labels: Tensor) -> None:
         nonlocal loss
-        of_part = kernels.one_pass(logits, labels, *options)
+        of_part = kernels.one_pass(logits, labels, class_weight, options, divisors)
         loss = of_part if loss is None else loss + of_part
 
     head, wanted = Head(input, weight, bias), (input_grad, weight_grad, bias_grad)

@@ -6,25 +6,15 @@ classes. A backend supplies the functions that read and write a chunk as `Diverg
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from ...primitives.rows import chunks
 from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
-from .chunked import Wanted, gradients_by_class, gradients_by_token
+from .chunked import gradients_by_class, gradients_by_token
 from .common import Head, HeadGradients
 from .plan import padded_width
 
-
-class DivergenceNumbers(NamedTuple):
-    """The options of a divergence; see `divergence`. No soft-capping is 0."""
-
-    beta: float
-    temperature: float
-    softcap: float
-
-
+Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
 Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
 
 
@@ -32,12 +22,12 @@ def _accumulate_rows(
     kernels: DivergenceKernels,
     pairs: list[tuple[int, Tensor, Tensor]],
     state: DivergenceState,
-    numbers: DivergenceNumbers,
+    numbers: Numbers,
 ) -> None:
     """Compute the divergences of rows from their logits, which come in parts of the classes."""
     for first, logits, teacher_logits in pairs:
         kernels.accumulate(logits, teacher_logits, state, first, *numbers)
-    if 0 < numbers.beta < 1:
+    if 0 < numbers[0] < 1:
         for first, logits, teacher_logits in pairs:
             kernels.accumulate_mixture(logits, teacher_logits, state, first, *numbers)
 
@@ -45,7 +35,7 @@ def _accumulate_rows(
 def _accumulate_all(
     kernels: DivergenceKernels,
     heads: tuple[Head, Head],
-    numbers: DivergenceNumbers,
+    numbers: Numbers,
     tokens: int,
     saved: int,
 ) -> tuple[DivergenceState, Buffers]:
@@ -89,7 +79,7 @@ def linear_divergence(
     The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
     """
     heads = Head(input, weight, bias), Head(teacher_input, teacher_weight, teacher_bias)
-    numbers = DivergenceNumbers(beta, temperature, softcap)
+    numbers = (beta, temperature, softcap)
     saved = len(weight) if save_logits else 0
     state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
     return *state.rows, *buffers
@@ -121,31 +111,15 @@ def linear_divergence_backward(
 ) -> HeadGradients:
     """Compute the `HeadGradients` from the gradient of the rows' divergences.
 
-    Saved logits are overwritten. Without them the logits are computed again.
+    Saved logits, which are those of the last classes, are overwritten. Others are computed again.
     """
     heads = Head(input, weight, bias), Head(teacher_input, teacher_weight, teacher_bias)
     statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
     rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
-    numbers = DivergenceNumbers(beta, temperature, softcap)
+    numbers = (beta, temperature, softcap)
     wanted, buffers = (input_grad, weight_grad, bias_grad), (saved, teacher_saved)
-    saved_classes = len(weight) if len(saved) else 0
-    return _gradients_by_class(
-        kernels, grad.contiguous(), heads, wanted, rows, numbers, buffers, saved_classes, chunk
-    )
-
-
-def _gradients_by_class(
-    kernels: DivergenceKernels,
-    grad: Tensor,
-    heads: tuple[Head, Head],
-    wanted: Wanted,
-    rows: DivergenceRows,
-    numbers: DivergenceNumbers,
-    saved: Buffers,
-    saved_classes: int,
-    chunk: int,
-) -> HeadGradients:
-    """Compute the gradients of the student's head, one chunk of classes after another."""
+    saved_classes = min(len(saved) // max(len(input), 1), len(weight))  # without padding
+    grad = grad.contiguous()
 
     def write_gradient(part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
         kernels.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
@@ -153,7 +127,7 @@ def _gradients_by_class(
     def counts() -> Tensor:
         return grad != 0
 
-    return gradients_by_class(heads, wanted, counts, write_gradient, saved, saved_classes, chunk)
+    return gradients_by_class(heads, wanted, counts, write_gradient, buffers, saved_classes, chunk)
 
 
 def linear_divergence_one_pass(
@@ -184,15 +158,22 @@ def linear_divergence_one_pass(
         The others: as in `linear_divergence_backward`.
     """
     heads = Head(input, weight, bias), Head(teacher_input, teacher_weight, teacher_bias)
-    numbers = DivergenceNumbers(beta, temperature, softcap)
+    numbers = (beta, temperature, softcap)
     wanted = (input_grad, weight_grad, bias_grad)
     if chunk:
         state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
-        rows = state.rows
-        gradients = _gradients_by_class(
-            kernels, factors, heads, wanted, rows, numbers, buffers, saved, chunk
+        gradients = linear_divergence_backward(
+            kernels,
+            factors,
+            *heads[0],
+            *heads[1],
+            *state.rows[1:],
+            *buffers,
+            *numbers,
+            chunk,
+            *wanted,
         )
-        return rows.loss, *gradients
+        return state.rows.loss, *gradients
     state = kernels.new_state(input)
 
     def write_gradient(part: slice, logits: Tensor, teacher_logits: Tensor) -> None:

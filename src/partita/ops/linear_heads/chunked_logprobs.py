@@ -151,7 +151,7 @@ def linear_topk_logprobs(
     """Return the `TopKRows` of `input @ weight.T + bias`, and its logits if they are saved.
 
     The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
-    empty otherwise. `topk_of_rows` writes the results of a chunk, whose rows are padded.
+    empty otherwise. `topk_of_rows` writes the results of a chunk.
     """
     head, M, C = Head(input, weight, bias), len(input), len(weight)
     found = topk_fake(input, k)
@@ -160,5 +160,5 @@ def linear_topk_logprobs(
         memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
         logits = head.of_tokens(rows).logits(memory)
         part = TopKRows(*(field[rows] for field in found))
-        topk_of_rows(logits, k, temperature, softcap, part, True)
+        topk_of_rows(logits, k, temperature, softcap, part)
     return *found, buffer if save_logits else buffer.new_empty(0)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime import checks
 from ...runtime.autograd import (
     autocast_dtype,
     is_double_backward,
@@ -18,7 +19,7 @@ from ...runtime.autograd import (
     requires_grad,
 )
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import LossOptions, logsumexp_term, valid_targets
+from ..cross_entropy.common import LossOptions, logsumexp_term
 from .plan import MemoryPlan, memory_plan, padded_width
 
 
@@ -34,6 +35,11 @@ class Head(NamedTuple):
     input: Tensor
     weight: Tensor
     bias: Tensor | None
+
+    @property
+    def flat(self) -> Head:
+        """The head with hidden states `[M, H]`, of hidden states `[..., H]`."""
+        return self._replace(input=self.input[None].flatten(0, -2))
 
     @property
     def wanted(self) -> tuple[bool, bool, bool]:
@@ -99,6 +105,34 @@ def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
+def checked_head(input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> Head:
+    """Return the head in the dtype of autocast; raise unless its tensors fit each other.
+
+    The matrix may have more dimensions. The prefix stands before the names of the tensors.
+    """
+    names = (f"{prefix}input", f"{prefix or 'linear_'}weight", f"{prefix or 'linear_'}bias")
+    for name, tensor in zip(names, (input, weight, bias), strict=True):
+        if tensor is not None or name != names[2]:
+            checks.floating(name, tensor)
+            checks.device(name, tensor, input, names[0])  # type: ignore[arg-type]
+    head = Head(*cast_to_autocast(input, weight, bias))  # type: ignore[arg-type]
+    for name, tensor in zip(names, head, strict=True):
+        if tensor is not None and tensor.dtype != head.input.dtype:
+            raise TypeError(
+                f"{name}: expected the dtype of {names[0]}, {head.input.dtype}, got {tensor.dtype}"
+            )
+    if weight.ndim < 2:
+        raise ValueError(f"{names[1]}: expected shape [C, H], got {list(weight.shape)}")
+    if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{names[0]}: expected shape [..., H] with H = {weight.shape[-1]},"
+            f" got {list(input.shape)}"
+        )
+    if bias is not None:
+        checks.shape(names[2], bias, weight.shape[:-1], f"{names[1]} without H")
+    return head
+
+
 def counted_rows(rows: Tensor, grad: Tensor) -> Tensor:
     """Return hidden states, `[M, H]`, with zeros where the gradient of the logits is 0.
 
@@ -132,23 +166,6 @@ def chunk_and_save(plan: MemoryPlan, classes: int) -> tuple[int, bool]:
     return classes if fast else plan.chunk, fast and plain_eager()
 
 
-def reduce_losses(
-    loss: Tensor,
-    z: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
-    classes: int,
-    options: LossOptions,
-) -> Tensor:
-    """Reduce the losses of the rows and their z-losses `z` to one result."""
-    if options.reduction != "mean":
-        loss = loss if z is None else loss + z
-        return loss if options.reduction == "none" else loss.sum()
-    total_weight, N = loss_denominators(target, weight, classes, options.ignore_index)
-    mean = loss.sum() / total_weight
-    return mean if z is None else mean + z.sum() / N
-
-
 def loss_terms(
     statistics: Sequence[Tensor],
     target: Tensor,
@@ -169,18 +186,6 @@ def loss_terms(
         smoothing_loss = torch.where(valid, smoothing_loss, 0.0)
         loss = (1 - smoothing) * loss + smoothing / classes * smoothing_loss
     return loss, logsumexp_term(options, torch.where(valid, logsumexp, 0.0))
-
-
-def loss_denominators(
-    target: Tensor, weight: Tensor | None, classes: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Return what a mean divides the loss and the z-loss by."""
-    N = (target != ignore_index).sum()
-    if weight is None:
-        return N, N
-    labels, valid, _ = valid_targets(target, classes, ignore_index)
-    total_weight = torch.where(valid, weight[labels], 0).sum(dtype=acc_dtype(weight.dtype))
-    return total_weight, N
 
 
 class RowState(NamedTuple):
@@ -204,6 +209,10 @@ class RowState(NamedTuple):
     sum_x_exp: Tensor | None
     argmax: Tensor | None
 
+    def part(self, rows: slice) -> RowState:
+        """Return views of the state of some rows."""
+        return RowState(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
+
 
 class RowStatistics(NamedTuple):
     """Statistics of the rows of logits / temperature, in nats; NaN where a target is invalid.
@@ -225,6 +234,22 @@ class RowStatistics(NamedTuple):
     argmax: Tensor
     maximum: Tensor
     sumexp: Tensor
+
+
+def empty_statistics(
+    like: Tensor, rows: int, needs_smoothing: bool, needs_entropy: bool
+) -> RowStatistics:
+    """Return memory for the statistics of the rows; those that are not wanted are empty."""
+    dtype, entropy_rows = acc_dtype(like.dtype), rows if needs_entropy else 0
+    return RowStatistics(
+        nll=like.new_empty(rows, dtype=dtype),
+        logsumexp=like.new_empty(rows, dtype=dtype),
+        smoothing_loss=like.new_empty(rows if needs_smoothing else 0, dtype=dtype),
+        entropy=like.new_empty(entropy_rows, dtype=dtype),
+        argmax=like.new_empty(entropy_rows, dtype=torch.int64),
+        maximum=like.new_empty(rows, dtype=dtype),
+        sumexp=like.new_empty(rows, dtype=dtype),
+    )
 
 
 class GradientCoefficients(NamedTuple):

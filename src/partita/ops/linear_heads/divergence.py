@@ -1,4 +1,4 @@
-"""The divergence of two heads, from hidden states and the matrices of the vocabulary."""
+"""The divergence of a head from another, or from a teacher's most probable classes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from ...runtime import checks
 from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ..divergence.common import reduced, row_factors
+from ..divergence.autograd import divergence_of_classes
+from ..divergence.common import (
+    IGNORED,
+    check_options,
+    check_teacher,
+    ids_of_rows,
+    reduced,
+    row_factors,
+)
+from ..logprobs.common import TopK
 from . import divergence_autograd as autograd
-from .common import Head, cast_to_autocast
+from .common import Head, checked_head
 from .divergence_plan import divergence_plan
-from .inputs import checked_matrix, flat_head, takes_all_logits
+from .inputs import checked_matrix, takes_all_logits
+from .logprobs import linear_logprobs_of
 from .plan import check_budget
 
 
@@ -72,19 +82,14 @@ def linear_divergence(
     """
     head = checked_matrix(input, linear_weight, linear_bias)
     teacher = _checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
-    checks.number("beta", beta, low=0.0, high=1.0)
+    check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
-    checks.choice("reduction", reduction, checks.REDUCTIONS)
     check_budget(memory_budget)
-    if mask is not None:
-        checks.tensor("mask", mask)
-        checks.shape("mask", mask, input.shape[:-1], "input without H")
-        checks.device("mask", mask, input, "input")
     if takes_all_logits([head, teacher], mask, memory_budget):
         rows = autograd.composed_rows(*head, *teacher, *numbers)
         return reduced(rows, mask, reduction)
     flat_mask = None if mask is None else mask.reshape(-1)
-    heads = flat_head(*head), flat_head(*teacher)
+    heads = head.flat, teacher.flat
     loss = _planned(*heads, numbers, flat_mask, reduction, memory_budget)
     return loss.reshape(input.shape[:-1]) if reduction == "none" else loss
 
@@ -95,17 +100,9 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
     The results have no gradient.
     """
     input, matrix, _ = head
-    for name, tensor in (("input", hidden), ("weight", weight), ("bias", bias)):
-        if name != "bias" or tensor is not None:
-            checks.floating(f"teacher_{name}", tensor)
-            checks.device(f"teacher_{name}", tensor, input, "input")  # type: ignore[arg-type]
-    hidden, weight, bias = cast_to_autocast(hidden, weight, bias)  # type: ignore[assignment]
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype:
-            raise TypeError(
-                f"teacher_{name}: expected the dtype of teacher_input, {hidden.dtype},"
-                f" got {tensor.dtype}"
-            )
+    checks.floating("teacher_input", hidden)
+    checks.device("teacher_input", hidden, input, "input")
+    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_")
     if weight.ndim != 2:
         raise ValueError(f"teacher_weight: expected shape [C, K], got {list(weight.shape)}")
     if len(weight) != len(matrix):
@@ -117,8 +114,6 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
         )
     expected = (*input.shape[:-1], weight.shape[1])
     checks.shape("teacher_input", hidden, expected, "the rows of input and K of teacher_weight")
-    if bias is not None:
-        checks.shape("teacher_bias", bias, weight.shape[:1], "[C]")
     return Head(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
 
 
@@ -160,3 +155,54 @@ def _planned(
     tensors = (*head, *teacher, factors, mask)
     rest = ((reduction, *numbers, *sizes), wanted, backend)
     return apply(autograd.LinearDivergenceOnePass, autograd.ONE_PASS, *tensors, *rest)[0]
+
+
+def linear_topk_divergence(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher: TopK,
+    *,
+    linear_bias: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    memory_budget: int | None = None,
+) -> Tensor:
+    """Divergence of a student's head from a teacher whose k most probable classes are known.
+
+    It is `topk_divergence(input @ linear_weight.T + linear_bias, teacher, ...)`, without the logits
+    in memory, with the plans of `linear_logprobs`.
+
+    Args:
+        input: the student's hidden states `[..., H]`, floating dtype.
+        linear_weight: `[C, H]` in the same dtype.
+        teacher: a `TopK`, as in `topk_divergence`.
+        linear_bias: `[C]` in the same dtype.
+        beta, temperature, softcap, mask, reduction: as in `topk_divergence`.
+        memory_budget: bytes of workspace, as in `linear_logprobs`.
+
+    Returns:
+        The divergence in nats, a number or `[...]`, fp32 (fp64 for fp64), differentiable in hidden
+        states, matrix and bias. A mean over no rows is NaN.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `topk_divergence` and `linear_logprobs`.
+
+    Source: as `topk_divergence`.
+
+    Example:
+        >>> import torch, partita
+        >>> teacher = partita.topk_logprobs(torch.tensor([[3.0, 1.0, 0.0, 0.0]]), 2)
+        >>> partita.linear_topk_divergence(torch.zeros(1, 2), torch.zeros(4, 2), teacher)
+        tensor(0.7142)
+    """
+    checked_matrix(input, linear_weight, linear_bias)
+    checks.temperature_and_softcap(temperature, softcap)
+    classes = len(linear_weight)
+    check_teacher(teacher, input, "input", classes, beta, mask, reduction)
+    needs_rest = teacher.indices.shape[-1] < classes
+    options = (linear_bias, temperature, softcap, IGNORED, memory_budget, needs_rest)
+    logp = linear_logprobs_of(input, linear_weight, ids_of_rows(teacher, mask), *options)
+    return divergence_of_classes(logp, teacher, float(beta), mask, reduction)

@@ -14,11 +14,10 @@ from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import OnePassLoss
 from ..divergence.autograd import divergence_of_rows
 from ..divergence.common import DivergenceRows, reduced
-from . import reference_divergence
-from .autograd import LinearOnePass, gradients_fake, head_backward, one_pass_fake
-from .chunked import Wanted
+from . import reference
+from .autograd import LinearOnePass, head_backward, one_pass_fake, rows_linear
+from .chunked import Wanted, empty_gradients
 from .plan import padded_width
-from .rows_linear import rows_linear
 
 
 def _rows_fake(
@@ -33,28 +32,28 @@ def _rows_fake(
     )
 
 
-def _gpu_divergence() -> ModuleType:
-    from .gpu import launch_divergence
+def _gpu() -> ModuleType:
+    from .gpu import launch
 
-    return launch_divergence
+    return launch
 
 
 divergence_op = register.define(
-    reference_divergence.linear_divergence,
+    reference.linear_divergence,
     _rows_fake,
-    gpu=_gpu_divergence,
+    gpu=_gpu,
     vmap=one_by_one,
 )
 divergence_backward_op = register.define(
-    reference_divergence.linear_divergence_backward,
-    gradients_fake,
-    gpu=_gpu_divergence,
+    reference.linear_divergence_backward,
+    empty_gradients,
+    gpu=_gpu,
     vmap=one_by_one,
 )
 one_pass_op = register.define(
-    reference_divergence.linear_divergence_one_pass,
+    reference.linear_divergence_one_pass,
     one_pass_fake(has_rows=True),
-    gpu=_gpu_divergence,
+    gpu=_gpu,
     vmap=one_by_one,
 )
 

@@ -11,10 +11,20 @@ from ...runtime import checks
 from ...runtime.autograd import autocast_dtype, plain_eager, top_transform
 from ...runtime.checks import FLOATING
 from ...runtime.register import PLAIN
-from .common import Head, cast_to_autocast
-from .composed import is_plain
+from .autograd import rows_linear
+from .common import Head, checked_head
 from .plan import is_small
-from .rows_linear import rows_linear
+
+
+def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
+    """Return whether this is a plain eager call on tensors that are no subclasses."""
+    return (
+        type(input) in PLAIN
+        and type(weight) in PLAIN
+        and (target is None or type(target) in PLAIN)
+        and (bias is None or type(bias) in PLAIN)
+        and plain_eager()
+    )
 
 
 def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
@@ -56,60 +66,32 @@ def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor)
 
 def cast_and_check(
     input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states, matrix and bias in the dtype of autocast; raise unless they fit."""
-    checks.tensor("input", input)
-    checks.tensor("linear_weight", weight)
-    if bias is not None:
-        checks.tensor("linear_bias", bias)
-    input, weight, bias = cast_to_autocast(input, weight, bias)  # type: ignore[assignment]
-    _check(input, weight, bias, target)
-    return input, weight, bias
-
-
-def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> None:
-    for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
-        if tensor is not None:
-            checks.floating(name, tensor)
-            checks.device(name, tensor, input, "input")
-            if tensor.dtype != input.dtype:
-                raise TypeError(
-                    f"{name}: expected the dtype of input, {input.dtype}, got {tensor.dtype}"
-                )
+) -> Head:
+    """Return the head in the dtype of autocast; raise unless it fits the target."""
+    head = checked_head(input, weight, bias)
     if target is not None:
         checks.tensor("target", target)
         checks.device("target", target, input, "input")
-    if weight.ndim < 2 or len(weight) == 0:
+    if len(weight) == 0:
         raise ValueError(
-            "linear_weight: expected shape [C, H] or [C, d1, ..., H] with at least one class,"
-            f" got {list(weight.shape)}"
-        )
-    if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"input: expected shape [..., H] with H = {weight.shape[-1]}, got {list(input.shape)}"
+            f"linear_weight: expected at least one class, got shape {list(weight.shape)}"
         )
     if weight.ndim > 2 and input.ndim != 2:
         raise ValueError(
             f"input: expected shape [N, H] with a matrix of {weight.ndim} dimensions,"
             f" got {list(input.shape)}"
         )
-    if bias is not None:
-        checks.shape("linear_bias", bias, weight.shape[:-1], "linear_weight without H")
+    return head
 
 
 def checked_matrix(
     input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None = None
 ) -> Head:
     """Return what `cast_and_check` returns; raise unless the matrix has two dimensions."""
-    head = Head(*cast_and_check(input, weight, bias, target))
-    if head.weight.ndim != 2:
-        raise ValueError(f"linear_weight: expected shape [C, H], got {list(head.weight.shape)}")
+    head = cast_and_check(input, weight, bias, target)
+    if weight.ndim != 2:
+        raise ValueError(f"linear_weight: expected shape [C, H], got {list(weight.shape)}")
     return head
-
-
-def flat_head(input: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
-    """Return the head with hidden states `[M, H]`."""
-    return Head(input[None].flatten(0, -2), weight, bias)
 
 
 def flat_labels(input: Tensor, target: Tensor) -> Tensor:

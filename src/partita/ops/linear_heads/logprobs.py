@@ -1,4 +1,4 @@
-"""Log-probabilities of given classes from hidden states: the registered ops and the public call."""
+"""Log-probabilities of given or of the most probable classes from hidden states: ops and calls."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...runtime import checks, register
 from ...runtime.autograd import apply, one_by_one
 from ...runtime.backend import current_backend
-from ..logprobs.autograd import logprobs_of
-from ..logprobs.common import check_ids, logprobs_fake
+from ..logprobs.autograd import logprobs_of, topk_of
+from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
 from . import reference
-from .autograd import gradients_fake, head_backward
+from .autograd import head_backward
+from .chunked import empty_gradients
 from .common import chunk_and_save
-from .inputs import all_logits, checked_matrix, flat_head, takes_all_logits
+from .inputs import all_logits, checked_matrix, takes_all_logits
 from .plan import check_budget, padded_width
+
+DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given
 
 
 def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
@@ -29,6 +33,11 @@ def _fake(
 ) -> tuple[Tensor, ...]:
     saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
     return *logprobs_fake(input, ids, needs_rest), input.new_empty(saved)
+
+
+def _topk_fake(input: Tensor, weight: Tensor, k: int, save_logits: bool) -> tuple[Tensor, ...]:
+    size = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
+    return *topk_fake(input, k), input.new_empty(size)
 
 
 def _gpu() -> ModuleType:
@@ -46,13 +55,20 @@ logprobs_op = register.define(
 )
 logprobs_backward_op = register.define(
     reference.linear_logprobs_backward,
-    gradients_fake,
+    empty_gradients,
+    gpu=_gpu,
+    vmap=one_by_one,
+)
+
+topk_op = register.define(
+    reference.linear_topk_logprobs,
+    _topk_fake,
     gpu=_gpu,
     vmap=one_by_one,
 )
 
 
-def logprobs_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Return the gradients from that of the log-probabilities of saved ids."""
 
     def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
@@ -68,21 +84,9 @@ class LinearLogprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        temperature: float,
-        softcap: float,
-        ignore_index: int,
-        needs_rest: bool,
-        chunk: int,
-        save_logits: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        numbers = (temperature, softcap, ignore_index, needs_rest, chunk)
-        return logprobs_op(input, weight, bias, ids, *numbers, save_logits, backend)
+    @takes(logprobs_op)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return logprobs_op(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -93,7 +97,46 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return logprobs_gradients(ctx, grads[0])
+        return _gradients(ctx, grads[0])
+
+
+class LinearTopK(torch.autograd.Function):
+    """The results of `topk_op`, of which the log-probabilities are differentiable.
+
+    The chunk of the backward pass is the last argument.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        k: int,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        save_logits: bool,
+        backend: str,
+        chunk: int,
+    ) -> tuple[Tensor, ...]:
+        options = (k, temperature, softcap, tokens, save_logits, backend)
+        return topk_op(input, weight, bias, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *head, _, temperature, softcap, _, save_logits, ctx.backend, ctx.chunk = inputs
+        ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
+        ctx.mark_non_differentiable(*output[1:])
+        rows = TopKRows(*output[:-1])
+        of_rows = (rows.entries, rows.maximum, rows.sumexp, rows.entries[:, :0])
+        ctx.save_for_backward(*head, rows.indices, *of_rows, output[-1])
+        ctx.is_spent = not save_logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _gradients(ctx, grads[0])
 
 
 def composed_logprobs(
@@ -176,9 +219,65 @@ def linear_logprobs_of(
     ids = ids.long()  # a narrow type would wrap the bounds
     if takes_all_logits([head], ids, memory_budget):
         return composed_logprobs(*head, ids, needs_rest, *numbers)
-    flat, head = ids[None].flatten(0, -2).contiguous(), flat_head(*head)
+    flat, head = ids[None].flatten(0, -2).contiguous(), head.flat
     plan = head.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))
     call = (*head, flat, *numbers, needs_rest, chunk, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
     return found.reshape(*ids.shape[:-1], found.shape[-1])
+
+
+def linear_topk_logprobs(
+    input: Tensor,
+    linear_weight: Tensor,
+    k: int,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    memory_budget: int | None = None,
+) -> TopK:
+    """Find the k most probable classes from hidden states, without all logits in memory.
+
+    They are `topk_logprobs(input @ linear_weight.T + linear_bias, k, ...)`, and a small call
+    computes just that; see `linear_cross_entropy`.
+
+    Args:
+        input: hidden states `[..., H]`, floating dtype.
+        linear_weight: `[C, H]` in the same dtype.
+        k: how many classes of each row, from 1 to C.
+        linear_bias: `[C]` in the same dtype.
+        temperature, softcap: as in `topk_logprobs`.
+        memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
+            2 GiB with a gradient. The logits of one token are there in any case.
+
+    Returns:
+        `TopK(logprobs, indices, logsumexp)` in nats, as in `topk_logprobs`. The log-probabilities
+        are differentiable in hidden states, matrix and bias.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
+
+    Source: as `topk_logprobs`, over chunks of the tokens.
+
+    Example:
+        >>> import torch, partita
+        >>> found = partita.linear_topk_logprobs(torch.ones(1, 2), torch.eye(3, 2), 2)
+        >>> found.logprobs, found.indices
+        (tensor([[-0.8620, -0.8620]]), tensor([[0, 1]]))
+    """
+    head = checked_matrix(input, linear_weight, linear_bias)
+    rows, classes = head.input.shape[:-1], len(head.weight)
+    check_k(k, classes)
+    numbers = checks.temperature_and_softcap(temperature, softcap)
+    check_budget(memory_budget)
+    if takes_all_logits([head], None, memory_budget):
+        return topk_of(all_logits(*head), k, *numbers)
+    head, chunk, save_logits = head.flat, classes, False
+    if any(head.wanted):
+        chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
+    room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget
+    at_once = max(1, room // (padded_width(classes) * head.input.element_size()))
+    call = (*head, k, *numbers, at_once, save_logits, current_backend(), chunk)
+    found = TopK(*apply(LinearTopK, *call)[:3])
+    return TopK(*(field.reshape(*rows, *field.shape[1:]) for field in found))

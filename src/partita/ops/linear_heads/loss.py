@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager, requires_grad
+from ...runtime.autograd import apply, plain_eager, refuse_forward_mode, requires_grad
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.common import LossOptions
+from ..cross_entropy.common import LossOptions, reduce_losses
 from . import autograd
-from .common import Head, chunk_and_save, loss_terms, reduce_losses
-from .composed import composed_cross_entropy, is_plain
+from .common import Head, chunk_and_save, loss_terms
 from .inputs import (
     all_logits,
     cast_and_check,
-    flat_head,
     flat_labels,
+    is_plain,
     is_usual,
     needs_logits,
 )
@@ -89,7 +89,7 @@ def linear_loss(
         return loss if denominator is None else loss / denominator
     head, labels = Head(input, linear_weight, linear_bias), target
     if not usual:
-        labels, head = flat_labels(input, target), flat_head(*head)
+        labels, head = flat_labels(input, target), head.flat
     if weight is not None:
         checks.floating("weight", weight)
         checks.device("weight", weight, input, "input")
@@ -133,7 +133,7 @@ def _loss(call: LossCall) -> Tensor:
     """Compute the loss of a plain eager call."""
     input, matrix, _ = call.head
     if is_small(input.shape[0], matrix.shape[0], input.dtype, call.memory_budget):
-        loss = composed_cross_entropy(call.head, call.target, call.weight, call.options)
+        loss = _composed_cross_entropy(call.head, call.target, call.weight, call.options)
         return loss if call.denominator is None else loss / call.denominator
     return _planned_loss(call)
 
@@ -162,5 +162,45 @@ def _planned_loss(call: LossCall) -> Tensor:
     numbers = (1.0, *needs, chunk, save_logits, backend)
     statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
     loss, z = loss_terms(statistics, target, weight, classes, options)
-    loss = reduce_losses(loss, z, target, weight, classes, options)
+    loss = reduce_losses(loss, z, target, weight, classes, options.ignore_index, reduction)
     return loss if denominator is None else loss / denominator
+
+
+def _composed_cross_entropy(
+    head: Head, target: Tensor, class_weight: Tensor | None, options: LossOptions
+) -> Tensor:
+    """Compute the loss from all logits at once, in fp32 at least.
+
+    The logits of half types are rounded to their dtype, like those of the other plans. The cast to
+    fp32 keeps their gradient in fp32 until it has its upstream factor.
+
+    On a CPU PyTorch's own function computes the loss, unless the call has an option that it lacks
+    or labels are not checked, for which it raises. It is not exact for ignored rows with logits
+    that are not finite, so the caller leaves out ignored rows there.
+
+    The labels are `[M]`, the class weights `[C]` or None.
+    """
+    input, weight, bias = head
+    ignore_index, softcap = options.ignore_index, options.softcap
+    if not input.is_cpu:  # NaN in ignored rows would reach the gradient of the matrix
+        input = input.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
+    logits = F.linear(input, weight, bias)
+    if logits.dtype.itemsize == 2:
+        logits = logits.float()
+    weighs_smoothing = options.label_smoothing and class_weight is not None
+    is_native = logits.is_cpu and options._replace(softcap=0.0).is_in_torch and not weighs_smoothing
+    if is_native and current_backend() == "auto" and checks.should_check_values(logits.device):
+        refuse_forward_mode(logits)
+        try:
+            return F.cross_entropy(
+                softcap * (logits / softcap).tanh() if softcap else logits,
+                target,
+                None if class_weight is None else class_weight.to(logits.dtype),
+                ignore_index=ignore_index,
+                reduction=options.reduction,
+                label_smoothing=options.label_smoothing,
+            )
+        except IndexError:  # This check names the label and its place.
+            checks.labels("target", target, logits.shape[1], ignore_index)
+            raise
+    return cross_entropy(logits, target, class_weight, **options.keywords())

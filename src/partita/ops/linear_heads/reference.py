@@ -14,8 +14,9 @@ from ...primitives.rows import finite_shift, row_chunks, softcap_slope, softcapp
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
+from ..divergence.reference_chunks import DIVERGENCE_KERNELS
 from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
-from . import chunked, chunked_logprobs
+from . import chunked, chunked_divergence, chunked_logprobs
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics
 
@@ -50,51 +51,33 @@ def accumulate_logits(
     `class_weight` holds the weights of these classes.
     """
     for rows in row_chunks(logits):
-        _accumulate_rows(
-            logits[rows],
-            first,
-            target[rows],
-            class_weight,
-            RowState(*(None if t is None else t[rows] for t in state)),  # type: ignore[arg-type]
-            temperature,
-            softcap,
-        )
-
-
-def _accumulate_rows(
-    logits: Tensor,
-    first: int,
-    target: Tensor,
-    class_weight: Tensor | None,
-    state: RowState,
-    temperature: float,
-    softcap: float,
-) -> None:
-    x = softcapped(logits, softcap)
-    index = target.long() - first
-    in_chunk = (index >= 0) & (index < x.shape[1])
-    label = x.gather(1, torch.where(in_chunk, index, 0)[:, None])[:, 0]
-    state.label.copy_(torch.where(in_chunk, label, state.label))
-    chunk_maximum, chunk_argmax = x.max(1)
-    maximum = torch.maximum(state.maximum, chunk_maximum)
-    shift = finite_shift(maximum)
-    if first == 0 and state.origin is not None:
-        state.origin.copy_(finite_shift(x[:, 0]))
-    if state.origin is not None and state.smoothing_loss is not None:
-        terms = state.origin[:, None] - x
-        if class_weight is not None:
-            terms = torch.where(class_weight == 0, 0.0, class_weight.to(x.dtype) * terms)
-        state.smoothing_loss.add_(terms.sum(1))
-    exponent = (x - shift[:, None]) / temperature
-    e, scale = exponent.exp(), ((state.maximum - shift) / temperature).exp()
-    if state.sum_x_exp is not None and state.argmax is not None:
-        increase = state.sumexp * (shift - finite_shift(state.maximum)) / temperature
-        rescaled = scale * (state.sum_x_exp - increase)
-        state.sum_x_exp.copy_(rescaled + torch.where(e == 0, 0.0, e * exponent).sum(1))
-        argmax = torch.where(chunk_maximum > state.maximum, first + chunk_argmax, state.argmax)
-        state.argmax.copy_(argmax)
-    state.sumexp.mul_(scale).add_(e.sum(1))
-    state.maximum.copy_(maximum)
+        x, index = softcapped(logits[rows], softcap), target[rows].long() - first
+        of_rows = state.part(rows)
+        in_chunk = (index >= 0) & (index < x.shape[1])
+        label = x.gather(1, torch.where(in_chunk, index, 0)[:, None])[:, 0]
+        of_rows.label.copy_(torch.where(in_chunk, label, of_rows.label))
+        chunk_maximum, chunk_argmax = x.max(1)
+        maximum = torch.maximum(of_rows.maximum, chunk_maximum)
+        shift = finite_shift(maximum)
+        if first == 0 and of_rows.origin is not None:
+            of_rows.origin.copy_(finite_shift(x[:, 0]))
+        if of_rows.origin is not None and of_rows.smoothing_loss is not None:
+            terms = of_rows.origin[:, None] - x
+            if class_weight is not None:
+                terms = torch.where(class_weight == 0, 0.0, class_weight.to(x.dtype) * terms)
+            of_rows.smoothing_loss.add_(terms.sum(1))
+        exponent = (x - shift[:, None]) / temperature
+        e, scale = exponent.exp(), ((of_rows.maximum - shift) / temperature).exp()
+        if of_rows.sum_x_exp is not None and of_rows.argmax is not None:
+            increase = of_rows.sumexp * (shift - finite_shift(of_rows.maximum)) / temperature
+            rescaled = scale * (of_rows.sum_x_exp - increase)
+            of_rows.sum_x_exp.copy_(rescaled + torch.where(e == 0, 0.0, e * exponent).sum(1))
+            argmax = torch.where(
+                chunk_maximum > of_rows.maximum, first + chunk_argmax, of_rows.argmax
+            )
+            of_rows.argmax.copy_(argmax)
+        of_rows.sumexp.mul_(scale).add_(e.sum(1))
+        of_rows.maximum.copy_(maximum)
 
 
 def row_statistics(
@@ -136,17 +119,18 @@ def gradient_coefficients(
     entropy: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
-    statistics: RowStatistics,
+    entropies: Tensor,
     classes: int,
     temperature: float,
     ignore_index: int,
+    dtype: torch.dtype,
 ) -> GradientCoefficients:
-    """Return the coefficients of the rows from the gradients of their statistics.
+    """Return the coefficients of the rows, in the dtype, from the gradients of their statistics.
 
-    That of a statistic which is not there is None.
+    That of a statistic which is not there is None. `entropies` is read for that of the entropy.
     """
     _, valid, invalid = valid_targets(target, classes, ignore_index)
-    dlogits_coef = torch.where(invalid, torch.nan, 0.0).to(statistics.maximum.dtype)
+    dlogits_coef = torch.where(invalid, torch.nan, 0.0).to(dtype)
     label_coef, log_coef, smoothing_coef = torch.zeros_like(dlogits_coef), None, None
     if nll is not None:
         label_coef = -torch.where(valid, nll, 0.0)
@@ -154,13 +138,12 @@ def gradient_coefficients(
     if logsumexp is not None:
         dlogits_coef = dlogits_coef + logsumexp
     if smoothing_loss is not None:
-        dtype = dlogits_coef.dtype
         total_weight = classes if class_weight is None else class_weight.to(dtype).sum()
         dlogits_coef = dlogits_coef + smoothing_loss * total_weight
         smoothing_coef = -smoothing_loss / temperature
     if entropy is not None:
         # A row without a gradient has the coefficient 0, whatever its entropy is.
-        of_row = torch.where(entropy == 0, 0, entropy * statistics.entropy)
+        of_row = torch.where(entropy == 0, 0, entropy * entropies)
         dlogits_coef = dlogits_coef - of_row
         log_coef = -entropy / temperature
     return GradientCoefficients(
@@ -185,52 +168,27 @@ def logits_gradient(
     `result` may be the logits themselves. `class_weight` holds the weights of these classes.
     """
     for rows in row_chunks(logits):
-        row_coefficients = (None if t is None else t[rows] for t in coefficients)
-        _write_gradient(
-            logits[rows],
-            first,
-            target[rows],
-            class_weight,
-            GradientCoefficients(*row_coefficients),  # type: ignore[arg-type]
-            maximum[rows],
-            sumexp[rows],
-            temperature,
-            softcap,
-            result[rows],
-        )
-
-
-def _write_gradient(
-    logits: Tensor,
-    first: int,
-    target: Tensor,
-    class_weight: Tensor | None,
-    coefficients: GradientCoefficients,
-    maximum: Tensor,
-    sumexp: Tensor,
-    temperature: float,
-    softcap: float,
-    result: Tensor,
-) -> None:
-    dlogits_coef, label_coef, log_coef, smoothing_coef = coefficients
-    x = softcapped(logits, softcap)
-    exponent = (x - finite_shift(maximum)[:, None]) / temperature
-    p = exponent.exp() / sumexp[:, None]
-    grad = dlogits_coef[:, None] * p
-    active = (dlogits_coef != 0) | (label_coef != 0)
-    if log_coef is not None:
-        p_log_p = torch.where(p == 0, 0.0, p * (exponent - sumexp.log()[:, None]))
-        grad = grad + log_coef[:, None] * p_log_p
-        active = active | (log_coef != 0)
-    if smoothing_coef is not None:
-        weights = 1.0 if class_weight is None else class_weight.to(x.dtype)
-        grad = grad + smoothing_coef[:, None] * weights
-        active = active | (smoothing_coef != 0)
-    classes = torch.arange(first, first + x.shape[1], device=x.device)
-    grad = grad + torch.where(classes == target.long()[:, None], label_coef[:, None], 0.0)
-    if softcap:
-        grad = grad * softcap_slope(logits, softcap)
-    result.copy_(torch.where(active[:, None], grad, 0.0))
+        of_rows = (None if t is None else t[rows] for t in coefficients)
+        dlogits_coef, label_coef, log_coef, smoothing_coef = GradientCoefficients(*of_rows)  # type: ignore[arg-type]
+        x = softcapped(logits[rows], softcap)
+        exponent = (x - finite_shift(maximum[rows])[:, None]) / temperature
+        sums = sumexp[rows, None]
+        p = exponent.exp() / sums
+        grad = dlogits_coef[:, None] * p
+        active = (dlogits_coef != 0) | (label_coef != 0)
+        if log_coef is not None:
+            p_log_p = torch.where(p == 0, 0.0, p * (exponent - sums.log()))
+            grad = grad + log_coef[:, None] * p_log_p
+            active = active | (log_coef != 0)
+        if smoothing_coef is not None:
+            weights = 1.0 if class_weight is None else class_weight.to(x.dtype)
+            grad = grad + smoothing_coef[:, None] * weights
+            active = active | (smoothing_coef != 0)
+        classes = torch.arange(first, first + x.shape[1], device=x.device)
+        grad = grad + torch.where(classes == target[rows, None].long(), label_coef[:, None], 0.0)
+        if softcap:
+            grad = grad * softcap_slope(logits[rows], softcap)
+        result[rows].copy_(torch.where(active[:, None], grad, 0.0))
 
 
 CHUNK_KERNELS = ChunkKernels(
@@ -255,3 +213,10 @@ linear_logprobs_backward = functools.partial(
     chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
 )
 linear_topk_logprobs = functools.partial(chunked_logprobs.linear_topk_logprobs, topk_of_rows)
+linear_divergence = functools.partial(chunked_divergence.linear_divergence, DIVERGENCE_KERNELS)
+linear_divergence_backward = functools.partial(
+    chunked_divergence.linear_divergence_backward, DIVERGENCE_KERNELS
+)
+linear_divergence_one_pass = functools.partial(
+    chunked_divergence.linear_divergence_one_pass, DIVERGENCE_KERNELS
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...runtime import checks
+from ..cross_entropy.common import check_logits
 from .autograd import logprobs_of, topk_of
 from .common import TopK, check_ids, check_k
 
@@ -41,7 +42,7 @@ def logprobs(
         >>> found, logits.grad
         (tensor([[-0.4076, -2.4076]], grad_fn=<...>), tensor([[ 0.8199, -0.4895, -0.3305]]))
     """
-    _check_logits(logits)
+    check_logits(logits)
     check_ids(ids, logits, "logits")
     numbers = *checks.temperature_and_softcap(temperature, softcap), checks.NOTHING_IGNORED
     return logprobs_of(logits, ids.long(), *numbers)  # a narrow type would wrap the bounds
@@ -74,14 +75,6 @@ def topk_logprobs(
         >>> found.logprobs, found.indices
         (tensor([[-0.9176, -0.9176]]), tensor([[1, 3]]))
     """
-    _check_logits(logits)
+    check_logits(logits)
     check_k(k, logits.shape[-1])
     return topk_of(logits, k, *checks.temperature_and_softcap(temperature, softcap))
-
-
-def _check_logits(logits: Tensor) -> None:
-    checks.floating("logits", logits)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
-        )

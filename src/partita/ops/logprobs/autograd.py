@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...primitives.rows import by_rows
 from ...runtime import checks, register
 from ...runtime.autograd import (
@@ -27,10 +28,10 @@ def _check_ids(logits: Tensor, ids: Tensor, ignore_index: int) -> None:
     checks.labels("ids", ids, logits.shape[-1], ignore_index)
 
 
-def _gpu() -> tuple[ModuleType, ...]:
-    from .gpu import launch, launch_topk
+def _gpu() -> ModuleType:
+    from .gpu import launch
 
-    return launch, launch_topk
+    return launch
 
 
 logprobs_op = register.define(
@@ -60,16 +61,9 @@ class LogprobsFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        logits: Tensor,
-        ids: Tensor,
-        temperature: float,
-        softcap: float,
-        ignore_index: int,
-        needs_rest: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        return logprobs_op(logits, ids, temperature, softcap, ignore_index, needs_rest, backend)
+    @takes(logprobs_op)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return logprobs_op(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -89,10 +83,9 @@ class TopKFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        logits: Tensor, k: int, temperature: float, softcap: float, backend: str
-    ) -> tuple[Tensor, ...]:
-        return topk_op(logits, k, temperature, softcap, backend)
+    @takes(topk_op)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return topk_op(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

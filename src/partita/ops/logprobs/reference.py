@@ -169,16 +169,13 @@ def write_entries(
 ) -> Tensor:
     """Write the gradient of the logits of the ids among the classes from `first` on.
 
+    It is written to `dlogits`, `[M, C]`, the gradient of these classes, which is returned.
+
     Args:
-        dlogits: the gradient of these classes' logits, `[M, C]`, written at the ids.
         first, classes, ids: as in `gather_entries`.
         grad: the gradient of the log-probabilities, `[M, K]`.
         totals: its sum over each row's ids, `[M]`.
         entries, maximum, sumexp: the logits of the ids, and the statistics of the rows.
-        temperature, softcap, ignore_index: the options.
-
-    Returns:
-        The gradient: `dlogits` itself.
     """
     in_chunk, columns = chunk_columns(ids, first, dlogits.shape[-1], classes, ignore_index)
     on_class = torch.zeros_like(grad)
@@ -228,7 +225,7 @@ def topk_logprobs(logits: Tensor, k: int, temperature: float, softcap: float) ->
 
 
 def topk_of_rows(
-    logits: Tensor, k: int, temperature: float, softcap: float, found: TopKRows, padded: bool
+    logits: Tensor, k: int, temperature: float, softcap: float, found: TopKRows
 ) -> None:
     """Write the k most probable classes of rows `[M, C]` to the results."""
     for rows in row_chunks(logits):

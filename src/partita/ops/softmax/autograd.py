@@ -15,7 +15,6 @@ from ...runtime.autograd import (
     batch_first,
     first_derivative,
     for_gradients,
-    is_double_backward,
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
@@ -90,12 +89,9 @@ class SoftmaxFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (output,) = ctx.saved_tensors
         dim, log, dtype, backend = ctx.options
-        if not is_double_backward():
-            op = for_gradients(softmax_backward_op, grads[0])
-            grad_input = op(grads[0], output, dim, log, dtype, backend)
-            return grad_input, None, None, None, None
+        op = for_gradients(softmax_backward_op, grads[0])
         grad_input = first_derivative(
-            lambda grad, output: softmax_backward_op(grad, output, dim, log, dtype, backend),
+            lambda grad, output: op(grad, output, dim, log, dtype, backend),
             lambda grad, output: reference.softmax_gradient(grad, output, dim, log, dtype),
             2,
             grads[0],
@@ -124,14 +120,9 @@ class LogSumExpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        backend = ctx.backend
-        if not is_double_backward():
-            op = for_gradients(logsumexp_backward_op, grads[0])
-            return op(grads[0], *ctx.saved_tensors, backend), None, None
+        op, backend = for_gradients(logsumexp_backward_op, grads[0]), ctx.backend
         grad_input = first_derivative(
-            lambda grad, input, maximum, sumexp: logsumexp_backward_op(
-                grad, input, maximum, sumexp, backend
-            ),
+            lambda *tensors: op(*tensors, backend),
             lambda grad, input, *_: reference.logsumexp_gradient(grad, input),
             2,
             grads[0],

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..cross_entropy.api import TokenStats
-from ..cross_entropy.common import checked_options
-from ..linear_heads.common import reduce_losses
+from ..cross_entropy.common import checked_options, reduce_losses
 from . import dtensor
 from .local_losses import (
     ParallelLossArguments,
@@ -202,4 +201,5 @@ def token_stats(
 def _reduce(losses: UnreducedLosses, target: Tensor, weight: Tensor | None) -> Tensor:
     """Return the losses, or their sum or mean."""
     loss, z, shard, options = losses
-    return reduce_losses(loss, z, target.long(), weight, shard.classes, options)
+    rest = (shard.classes, options.ignore_index, options.reduction)
+    return reduce_losses(loss, z, target, weight, *rest)

@@ -16,11 +16,15 @@ from ...runtime import register
 from ...runtime.autograd import spend
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads import autograd as linear_heads
-from ..linear_heads.common import GradientCoefficients, RowStatistics, counted_states
+from ..linear_heads.common import (
+    GradientCoefficients,
+    RowStatistics,
+    counted_states,
+    empty_statistics,
+)
 from ..linear_heads.plan import padded_width
 from . import reference
 from .common import packed_size
-from .matmul import matmul_during_collective, matmul_in_acc_dtype
 from .shard import (
     VocabShard,
     gather_ranks,
@@ -37,25 +41,21 @@ class ParallelRowOptions(NamedTuple):
     Fields:
         temperature: the logits are divided by it after the soft-cap.
         softcap: bound of the logits, 0 for none.
-        ignore_index: the label of rows that do not count.
         smoothing: whether the smoothing loss is computed.
         entropy: whether entropy and argmax are computed.
+        ignore_index: the label of rows that do not count.
     """
 
     temperature: float
     softcap: float
-    ignore_index: int
     smoothing: bool
     entropy: bool
+    ignore_index: int
 
 
-def _packed_fake(like: Tensor, smoothing: bool, entropy: bool) -> Tensor:
-    size = (packed_size(smoothing, entropy), like.shape[0])
-    return like.new_empty(size, dtype=acc_dtype(like.dtype))
-
-
-def _logits_fake(logits: Tensor, smoothing: bool, entropy: bool) -> Tensor:
-    return _packed_fake(logits, smoothing, entropy)
+def _packed_fake(logits: Tensor, smoothing: bool, entropy: bool) -> Tensor:
+    size = (packed_size(smoothing, entropy), logits.shape[0])
+    return logits.new_empty(size, dtype=acc_dtype(logits.dtype))
 
 
 def _linear_fake(
@@ -65,36 +65,18 @@ def _linear_fake(
     return _packed_fake(input, smoothing, entropy), input.new_empty(saved)
 
 
-def _fields_fake(gathered: Tensor, smoothing: bool, entropy: bool) -> tuple[Tensor, ...]:
-    M = gathered.shape[2]
-    per_entropy = M if entropy else 0
-    sizes = (M, M, M if smoothing else 0, per_entropy, per_entropy, M, M)
-    return tuple(
-        gathered.new_empty(size, dtype=torch.int64 if i == 4 else gathered.dtype)
-        for i, size in enumerate(sizes)
-    )
-
-
 def _coefficients_fake(
     target: Tensor,
     grad_nll: Tensor | None,
     grad_logsumexp: Tensor | None,
     grad_smoothing: Tensor | None,
     grad_entropy: Tensor | None,
-    entropies: Tensor,
-    smoothing: bool,
 ) -> tuple[Tensor, ...]:
     grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
     M = target.shape[0]
-    has_log_coef = grad_entropy is not None and entropies.numel() > 0
-    has_smoothing_coef = grad_smoothing is not None and smoothing
-    sizes = (M, M, M if has_log_coef else 0, M if has_smoothing_coef else 0)
-    return tuple(like.new_empty(size) for size in sizes)
-
-
-def _gradient_fake(logits: Tensor) -> Tensor:
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    log_rows, smoothing_rows = (0 if grad is None else M for grad in (grad_entropy, grad_smoothing))
+    return tuple(like.new_empty(size) for size in (M, M, log_rows, smoothing_rows))
 
 
 def _gpu() -> ModuleType:
@@ -105,7 +87,7 @@ def _gpu() -> ModuleType:
 
 parallel_logits = register.define(
     reference.parallel_logits,
-    _logits_fake,
+    _packed_fake,
     name="parallel_logits",
     gpu=_gpu,
 )
@@ -117,7 +99,9 @@ parallel_linear = register.define(
 )
 parallel_fields = register.define(
     reference.parallel_fields,
-    _fields_fake,
+    lambda gathered, smoothing, entropy: empty_statistics(
+        gathered, gathered.shape[2], smoothing, entropy
+    ),
     gpu=_gpu,
 )
 parallel_coefficients = register.define(
@@ -127,16 +111,9 @@ parallel_coefficients = register.define(
 )
 parallel_gradient = register.define(
     reference.parallel_gradient,
-    _gradient_fake,
+    lambda logits: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     name="parallel_gradient",
     gpu=_gpu,
-)
-parallel_gradient_ = register.define(
-    reference.parallel_gradient_,
-    lambda: None,
-    name="parallel_gradient_",
-    gpu=_gpu,
-    mutates="logits",
 )
 
 
@@ -169,12 +146,15 @@ def _coefficients(
     backend: str,
 ) -> GradientCoefficients:
     """Return the coefficients of each row's gradient from the gradients of its statistics."""
+    nll, logsumexp, smoothing_loss, entropy = grads[:4]
     dlogits_coef, label_coef, log_coef, smoothing_coef = parallel_coefficients(
         target,
-        *grads[:4],
+        nll,
+        logsumexp,
+        smoothing_loss if options.smoothing else None,
+        entropy if options.entropy else None,
         class_weight,
         statistics.entropy,
-        options.smoothing,
         shard.classes,
         options.temperature,
         options.ignore_index,
@@ -205,13 +185,9 @@ class LogitsStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         packed = parallel_logits(
             logits,
-            target - shard.first_class,
-            shard.local_weight(class_weight),
+            *shard.local(target, class_weight),
             shard.first_class,
-            options.temperature,
-            options.softcap,
-            options.smoothing,
-            options.entropy,
+            *options[:4],
             backend,
         )
         return merged_statistics(packed, target, shard, options, backend)
@@ -236,12 +212,10 @@ class LogitsStatistics(torch.autograd.Function):
         dlogits = parallel_gradient(
             *coefficients,
             logits,
-            target - shard.first_class,
-            shard.local_weight(class_weight),
+            *shard.local(target, class_weight),
             statistics.maximum,
             statistics.sumexp,
-            options.temperature,
-            options.softcap,
+            *options[:2],
             ctx.backend,
         )
         return dlogits, None, None, None, None, None
@@ -275,13 +249,9 @@ class HiddenStatistics(torch.autograd.Function):
             input,
             weight,
             bias,
-            target - shard.first_class,
-            shard.local_weight(class_weight),
+            *shard.local(target, class_weight),
             shard.first_class,
-            options.temperature,
-            options.softcap,
-            options.smoothing,
-            options.entropy,
+            *options[:4],
             chunk,
             save_logits,
             backend,
@@ -314,84 +284,72 @@ class HiddenStatistics(torch.autograd.Function):
         coefficients = _coefficients(
             grads, target, class_weight, statistics, ctx.shard, ctx.options, ctx.backend
         )
-        saved = spend(ctx, logits)
-        if saved is None:
-            results = _recomputed_gradients(ctx, coefficients, statistics)
-        else:
-            results = _saved_gradients(ctx, saved[0], coefficients, statistics)
+        results = _hidden_gradients(ctx, logits, coefficients, statistics)
         needed = zip(results, ctx.needs_input_grad[:3], strict=True)
         return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 8
 
 
-def _all_hidden(ctx: Any, input: Tensor) -> Tensor:
-    """Return the hidden states of all tokens."""
-    return gather_ranks(input, ctx.shard).flatten(0, 1) if ctx.scattered else input
+def matmul_in_acc_dtype(a: Tensor, b: Tensor) -> Tensor:
+    """Return a b in the accumulator's dtype."""
+    dtype = acc_dtype(a.dtype)
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
 
 
-def _start_hidden_sum(ctx: Any, d_input: Tensor) -> Tensor:
-    """Start the sum of the hidden states' gradient over the ranks."""
-    return (sum_and_scatter if ctx.scattered else sum_over_ranks)(d_input, ctx.shard)
+def matmul_during_collective(a: Tensor, b: Tensor) -> Tensor:
+    """Return a b, computed in two parts so that a collective can start between them.
+
+    A product occupies the whole device. NCCL's kernel is queued after the first part, which is a
+    quarter of the rows, and it starts when that part leaves the device.
+    """
+    first = len(a) // 4 // 128 * 128
+    result = torch.empty((len(a), b.shape[1]), dtype=a.dtype, device=a.device)
+    for part in (slice(0, first), slice(first, None)) if first else (slice(None),):
+        torch.mm(a[part], b, out=result[part])
+    return result
 
 
-def _recomputed_gradients(
-    ctx: Any, coefficients: GradientCoefficients, statistics: RowStatistics
+def _hidden_gradients(
+    ctx: Any, logits: Tensor, coefficients: GradientCoefficients, statistics: RowStatistics
 ) -> tuple[Tensor, ...]:
-    """Compute the logits again, chunk by chunk, and return the gradients of `HiddenStatistics`."""
+    """Return the gradients of `HiddenStatistics`.
+
+    The first backward pass overwrites saved logits by their gradient, and its products follow here.
+    Later passes and those without saved logits compute the logits again, chunk by chunk.
+    """
     input, weight, bias, target, class_weight = ctx.saved_tensors[:5]
-    input = _all_hidden(ctx, input)
+    needed = to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
+    if ctx.scattered:
+        input = gather_ranks(input, ctx.shard).flatten(0, 1)
+    saved = spend(ctx, logits)
     d_input, d_weight, d_bias = linear_heads.rows_backward(
         *coefficients,
         input,
         weight,
         bias,
-        target - ctx.shard.first_class,
-        ctx.shard.local_weight(class_weight),
+        *ctx.shard.local(target, class_weight),
         statistics.maximum,
         statistics.sumexp,
-        input.new_empty(0),  # no saved logits
-        ctx.options.temperature,
-        ctx.options.softcap,
+        input.new_empty(0) if saved is None else saved[0],
+        *ctx.options[:2],
         ctx.chunk,
-        *ctx.needs_input_grad[:3],
+        *(needed if saved is None else (False, False, False)),
         ctx.backend,
     )
-    if ctx.needs_input_grad[0]:
-        summed = _start_hidden_sum(ctx, d_input.to(statistics.nll.dtype))
-        d_input = wait_for(summed).to(input.dtype)
-    return d_input, d_weight, d_bias
-
-
-def _saved_gradients(
-    ctx: Any,
-    saved_logits: Tensor,
-    coefficients: GradientCoefficients,
-    statistics: RowStatistics,
-) -> tuple[Tensor, ...]:
-    """Overwrite the saved logits by their gradient, and return those of `HiddenStatistics`."""
-    input, weight, bias, target, class_weight = ctx.saved_tensors[:5]
-    to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
-    input = _all_hidden(ctx, input)
-    dlogits = saved_logits.view(len(input), padded_width(len(weight)))[:, : len(weight)]
-    parallel_gradient_.eager(
-        dlogits,
-        *coefficients,
-        target - ctx.shard.first_class,
-        ctx.shard.local_weight(class_weight),
-        statistics.maximum,
-        statistics.sumexp,
-        ctx.options.temperature,
-        ctx.options.softcap,
-        ctx.backend,
-    )
-    d_input = d_weight = d_bias = input.new_empty(0)
-    if to_input:
-        d_input = _start_hidden_sum(ctx, matmul_in_acc_dtype(dlogits, weight))
-    if to_weight:  # while the ranks add up the gradient of the hidden states
-        multiply = matmul_during_collective if to_input else torch.mm
-        states = counted_states(input, coefficients.counts(), d_weight)
-        d_weight = multiply(dlogits.T, states)
-    if to_bias and bias is not None:
-        d_bias = dlogits.sum(0, dtype=statistics.nll.dtype).to(bias.dtype)
+    start_sum = sum_and_scatter if ctx.scattered else sum_over_ranks
+    if saved is None:
+        if to_input:
+            d_input = start_sum(d_input.to(statistics.nll.dtype), ctx.shard)
+    else:
+        dlogits = saved[0].view(len(input), padded_width(len(weight)))[:, : len(weight)]
+        if to_input:
+            d_input = start_sum(matmul_in_acc_dtype(dlogits, weight), ctx.shard)
+        if to_weight:  # while the ranks add up the gradient of the hidden states
+            multiply = matmul_during_collective if to_input else torch.mm
+            d_weight = multiply(dlogits.T, counted_states(input, coefficients.counts(), d_weight))
+        if to_bias and bias is not None:
+            d_bias = dlogits.sum(0, dtype=statistics.nll.dtype).to(bias.dtype)
     if to_input:
         d_input = wait_for(d_input).to(input.dtype)
     return d_input, d_weight, d_bias

@@ -176,25 +176,3 @@ def gradient_of_logits(
         of_rows = (target.contiguous(), class_weight, coefficients, maximum, sumexp)
         logits_gradient(logits, 0, *of_rows, temperature, softcap, result)
     return result
-
-
-def gradient_in_place(
-    logits: Tensor,
-    dlogits_coef: Tensor,
-    label_coef: Tensor,
-    log_coef: Tensor | None,
-    smoothing_coef: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    maximum: Tensor,
-    sumexp: Tensor,
-    temperature: float,
-    softcap: float,
-    *,
-    logits_gradient: Callable[..., None],
-) -> None:
-    """Overwrite this rank's logits by their gradient."""
-    if logits.numel():
-        coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
-        of_rows = (target.contiguous(), class_weight, coefficients, maximum, sumexp)
-        logits_gradient(logits, 0, *of_rows, temperature, softcap, logits)

@@ -20,8 +20,13 @@ from ..divergence.autograd import (
 )
 from ..divergence.common import DivergenceRows
 from ..linear_heads.common import counted_rows
-from .autograd import ParallelRowOptions, merged_statistics, parallel_gradient, parallel_logits
-from .matmul import matmul_in_acc_dtype
+from .autograd import (
+    ParallelRowOptions,
+    matmul_in_acc_dtype,
+    merged_statistics,
+    parallel_gradient,
+    parallel_logits,
+)
 from .shard import (
     VocabShard,
     gather_ranks,
@@ -111,10 +116,9 @@ class ParallelLogprobs(torch.autograd.Function):
         shard: VocabShard,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        options = ParallelRowOptions(temperature, softcap, NO_LABEL, False, True)
+        options = ParallelRowOptions(temperature, softcap, False, True, NO_LABEL)
         no_label = ids.new_full((len(ids),), NO_LABEL)
-        numbers = (None, shard.first_class, temperature, softcap, False, True, backend)
-        state = parallel_logits(logits, no_label, *numbers)
+        state = parallel_logits(logits, no_label, None, shard.first_class, *options[:4], backend)
         rows = merged_statistics(state, no_label, shard, options, backend)
         is_local, columns = _local_columns(ids, shard)
         entries = _entries(logits, columns, softcap)

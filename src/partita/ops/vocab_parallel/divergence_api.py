@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ...runtime import checks
 from ...runtime.backend import current_backend
-from ..divergence.common import in_common_precision, reduced
-from ..linear_heads.common import cast_to_autocast
+from ..divergence.common import check_options, in_common_precision, reduced
 from ..logprobs.common import check_ids
 from .divergence import LocalLinear, ParallelDivergence, ParallelLogprobs
+from .local_losses import checked_local_head
 from .shard import Classes, VocabShard, vocab_shard
 
 __all__ = ["divergence", "linear_divergence", "linear_logprobs", "logprobs"]
@@ -62,7 +61,7 @@ def divergence(
         >>> dist.destroy_process_group()
     """
     for name, tensor in (("logits", logits), ("teacher_logits", teacher_logits)):
-        _plain(name, tensor)
+        checks.floating(name, tensor)
     checks.device("teacher_logits", teacher_logits, logits, "logits")
     checks.shape("teacher_logits", teacher_logits, logits.shape, "logits.shape")
     if logits.ndim == 0:
@@ -81,18 +80,12 @@ def _divergence(
     mask: Tensor | None,
     reduction: str,
 ) -> Tensor:
-    checks.number("beta", beta, low=0.0, high=1.0)
+    check_options(beta, mask, reduction, logits, "logits")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
-    checks.choice("reduction", reduction, checks.REDUCTIONS)
-    rows = logits.shape[:-1]
-    if mask is not None:
-        _plain("mask", mask, floating=False)
-        checks.shape("mask", mask, rows, "the rows of the student")
-        checks.device("mask", mask, logits, "the student")
     logits = in_common_precision(logits, teacher_logits)
     x, t = logits[None].flatten(0, -2), teacher_logits.detach()[None].flatten(0, -2)
     loss = ParallelDivergence.apply(x, t, *numbers, shard, current_backend())[0]
-    return reduced(loss.reshape(rows), mask, reduction)
+    return reduced(loss.reshape(logits.shape[:-1]), mask, reduction)
 
 
 def linear_divergence(
@@ -189,7 +182,7 @@ def logprobs(
         tensor([[-1.3863, -1.3863]])
         >>> dist.destroy_process_group()
     """
-    _plain("logits", logits)
+    checks.floating("logits", logits)
     if logits.ndim == 0:
         raise ValueError("logits: expected shape [..., C_local], got []")
     shard = vocab_shard("logits", logits, -1, group, classes)
@@ -253,14 +246,6 @@ def linear_logprobs(
     return _logprobs(logits, ids, shard, temperature, softcap)
 
 
-def _plain(name: str, tensor: Tensor, *, floating: bool = True) -> None:
-    """Raise unless this is a plain tensor, of a floating dtype if that is said."""
-    if isinstance(tensor, DTensor):
-        raise TypeError(f"{name}: expected a plain Tensor, got a DTensor")
-    check = checks.floating if floating else checks.tensor
-    check(name, tensor)
-
-
 def _local_logits(
     input: Tensor,
     weight: Tensor,
@@ -273,24 +258,7 @@ def _local_logits(
 
     The prefix stands before the names of the tensors in errors.
     """
-    names = (f"{prefix}input", f"{prefix or 'linear_'}weight", f"{prefix or 'linear_'}bias")
-    for name, tensor in zip(names, (input, weight, bias), strict=True):
-        if tensor is not None:
-            _plain(name, tensor)
-            checks.device(name, tensor, input, names[0])
-    input, weight, bias = cast_to_autocast(input, weight, bias)  # type: ignore[assignment]
-    for name, tensor in zip(names[1:], (weight, bias), strict=True):
-        if tensor is not None and tensor.dtype != input.dtype:
-            raise TypeError(
-                f"{name}: expected the dtype of {names[0]}, {input.dtype}, got {tensor.dtype}"
-            )
-    if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{names[0]}: expected shape [..., H] for {names[1]} [C_local, H] ="
-            f" {list(weight.shape)}, got {list(input.shape)}"
-        )
-    if bias is not None:
-        checks.shape(names[2], bias, weight.shape[:1], "[C_local]")
-    shard = vocab_shard(names[1], weight, 0, group, classes)
-    logits = LocalLinear.apply(input[None].flatten(0, -2), weight, bias, shard)
+    head = checked_local_head(input, weight, bias, prefix)
+    shard = vocab_shard(f"{prefix or 'linear_'}weight", head.weight, 0, group, classes)
+    logits = LocalLinear.apply(*head.flat, shard)
     return logits.reshape(*input.shape[:-1], len(weight)), shard

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..cross_entropy.api import TokenStats
-from ..linear_heads.common import loss_denominators
+from ..cross_entropy.common import mean_denominators
 from .local_losses import (
     ParallelLossArguments,
     UnreducedLosses,
@@ -206,7 +206,7 @@ def _reduced_dtensor(
 
     if options.reduction == "sum":
         return sum_over_mesh(loss.sum() if z is None else (loss + z).sum())
-    total, rows = loss_denominators(target.long(), weight, shard.classes, options.ignore_index)
+    total, rows = mean_denominators(target, weight, shard.classes, options.ignore_index)
     mean = sum_over_mesh(loss.sum()) / sum_over_mesh(total.to(loss.dtype))
     if z is None:
         return mean

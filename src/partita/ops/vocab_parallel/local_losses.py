@@ -7,13 +7,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ..cross_entropy.api import TokenStats
 from ..cross_entropy.common import LossOptions
-from ..linear_heads.common import cast_to_autocast, chunk_and_save, loss_terms
+from ..linear_heads.common import Head, checked_head, chunk_and_save, loss_terms
 from ..linear_heads.plan import linear_cross_entropy_plan
 from .autograd import HiddenStatistics, LogitsStatistics, ParallelRowOptions
 from .shard import Classes, VocabShard, vocab_shard
@@ -39,7 +38,7 @@ class ParallelLossArguments(NamedTuple):
         """The options of the statistics that the loss needs."""
         of_loss = self.options
         smoothing = of_loss.label_smoothing > 0
-        return ParallelRowOptions(1.0, of_loss.softcap, of_loss.ignore_index, smoothing, False)
+        return ParallelRowOptions(1.0, of_loss.softcap, smoothing, False, of_loss.ignore_index)
 
 
 class PreparedRows(NamedTuple):
@@ -72,13 +71,21 @@ class UnreducedLosses(NamedTuple):
     options: LossOptions
 
 
+def checked_local_head(
+    input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = ""
+) -> Head:
+    """Return hidden states and this rank's rows of the matrix, as `checked_head` does."""
+    head = checked_head(input, weight, bias, prefix)
+    if weight.ndim != 2:
+        name = f"{prefix or 'linear_'}weight"
+        raise ValueError(f"{name}: expected shape [C_local, H], got {list(weight.shape)}")
+    return head
+
+
 def check_labels(
     input: Tensor, target: Tensor, weight: Tensor | None, shard: VocabShard, ignore_index: int
 ) -> None:
     """Raise unless target and class weights fit the shard."""
-    for name, tensor in (("target", target), ("weight", weight)):
-        if isinstance(tensor, DTensor):
-            raise TypeError(f"{name}: expected a plain Tensor here, got a DTensor")
     checks.integer("target", target)
     checks.device("target", target, input, "input")
     checks.labels("target", target, shard.classes, ignore_index)
@@ -141,20 +148,8 @@ def hidden_losses(
     memory_budget: int | None,
 ) -> UnreducedLosses:
     """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
-    checks.floating("input", input)
-    checks.floating("linear_weight", linear_weight)
-    input, linear_weight, linear_bias = cast_to_autocast(  # type: ignore[assignment]
-        input, linear_weight, linear_bias
-    )
-    if linear_weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != linear_weight.shape[1]:
-        raise ValueError(
-            "input: expected shape [..., H] for linear_weight [C_local, H] ="
-            f" {list(linear_weight.shape)}, got {list(input.shape)}"
-        )
-    if linear_weight.dtype != input.dtype:
-        raise TypeError(
-            f"linear_weight: expected the dtype of input, {input.dtype}, got {linear_weight.dtype}"
-        )
+    head = checked_local_head(input, linear_weight, linear_bias)
+    input, linear_weight, _ = head
     shard = vocab_shard("linear_weight", linear_weight, 0, arguments.group, arguments.classes)
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
     tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
@@ -162,35 +157,21 @@ def hidden_losses(
         checks.shape("target", target, [tokens], "all tokens")
     else:
         checks.shape("target", target, input.shape[:-1], "input without H")
-    checks.device("linear_weight", linear_weight, input, "input")
-    if linear_bias is not None:
-        checks.tensor("linear_bias", linear_bias)
-        checks.device("linear_bias", linear_bias, input, "input")
-        checks.shape("linear_bias", linear_bias, [len(linear_weight)], "[C_local]")
-        if linear_bias.dtype != input.dtype:
-            raise TypeError(
-                f"linear_bias: expected the dtype of input, {input.dtype}, got {linear_bias.dtype}"
-            )
-    grad_enabled = torch.is_grad_enabled()
-    to_matrix = linear_weight.requires_grad or (
-        linear_bias is not None and linear_bias.requires_grad
-    )
+    input_grad, weight_grad, bias_grad = head.wanted
     plan = linear_cross_entropy_plan(
         tokens,
         input.shape[-1],
         max(shard.sizes),
         input.dtype,
         memory_budget=memory_budget,
-        input_grad=grad_enabled and input.requires_grad,
-        weight_grad=grad_enabled and to_matrix,
+        input_grad=input_grad,
+        weight_grad=weight_grad or bias_grad,
         parallel=True,
     )
     chunk, save_logits = chunk_and_save(plan, max(len(linear_weight), 1))
     labels = target.reshape(-1).long()
     statistics = HiddenStatistics.apply(
-        input[None].flatten(0, -2),
-        linear_weight,
-        linear_bias,
+        *head.flat,
         labels,
         arguments.weight,
         shard,
@@ -220,9 +201,7 @@ def local_token_stats(
     checks.python_int("ignore_index", ignore_index)
     check_labels(logits, target, None, shard, ignore_index)
     checks.shape("target", target, logits.shape[:-1], "logits without its classes")
-    options = ParallelRowOptions(
-        float(temperature), 0.0, ignore_index, smoothing=False, entropy=True
-    )
+    options = ParallelRowOptions(float(temperature), 0.0, False, True, ignore_index)
     nll, logsumexp, _, entropy, argmax, *_ = LogitsStatistics.apply(
         _contiguous_classes(logits[None].flatten(0, -2)),
         target.reshape(-1).long(),

@@ -6,20 +6,21 @@ them between two passes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime import private_names
+from ...runtime.autograd import apply
 from ...runtime.backend import current_backend, resolve
 from ...runtime.register import PLAIN
-from ..cross_entropy.autograd import scale_by_upstream
+from ..cross_entropy.autograd import OnePassLoss, RowsOnePass
 from ..cross_entropy.common import LossOptions
 from .gpu.plan import slot_count
 from .local_losses import ParallelLossArguments, prepare_rows
 from .shard import VocabShard, refuse_second_derivative
-from .symmetric_memory import may_share_memory, next_call_slots
+from .symmetric_memory import SharedSlots, may_share_memory, memory_of_next_call, shared_slots
 
 
 def one_pass_loss(input: Tensor, target: Tensor, arguments: ParallelLossArguments) -> Tensor | None:
@@ -44,69 +45,46 @@ def one_pass_loss(input: Tensor, target: Tensor, arguments: ParallelLossArgument
     shard, logits, labels = prepare_rows(input, target, arguments)
     if len(shard.sizes) == 1 or not len(logits):
         return None
-    result = loss_and_gradient(logits.detach(), labels, shard, options)
-    if result is None:
+    if group_slots(logits, shard) is None:
         return None
-    return ParallelOnePass.apply(logits, labels, result, shard, options, current_backend())
+    call = OnePassOptions(shard, options, current_backend())
+    return apply(RowsOnePass, ONE_PASS, logits, labels.contiguous(), call)
 
 
-def loss_and_gradient(
-    logits: Tensor, target: Tensor, shard: VocabShard, options: LossOptions
-) -> tuple[Tensor, Tensor] | None:
+def group_slots(logits: Tensor, shard: VocabShard) -> SharedSlots | None:
+    """Return the slots for such a call, or None on all ranks where they share no memory."""
+    group = private_names.resolve_process_group(shard.group)
+    slots = slot_count(len(logits), shard.sizes, logits.element_size())
+    return shared_slots(group, logits.device, slots)
+
+
+class OnePassOptions(NamedTuple):
+    """The options of `parallel_one_pass`, and the backend."""
+
+    shard: VocabShard
+    options: LossOptions
+    backend: str
+
+
+def _loss_and_gradient(
+    logits: Tensor, target: Tensor, call: OnePassOptions
+) -> tuple[Tensor, Tensor]:
     """Return the reduced loss and the gradient of this rank's logits.
 
-    Returns None on all ranks where they do not share memory. There is no reference: GPUs of one
-    host wait for each other inside of the kernel.
+    There is no reference: GPUs of one host wait for each other inside of the kernel.
     """
     from .gpu.launch import parallel_one_pass
 
-    group = private_names.resolve_process_group(shard.group)
-    slots = slot_count(len(logits), shard.sizes, logits.element_size())
-    call = next_call_slots(group, logits.device, slots)
-    if call is None:
-        return None
-    return parallel_one_pass(
-        logits,
-        target.contiguous(),
-        *call,
-        shard.sizes,
-        shard.rank,
-        options,
-    )
+    shared = group_slots(logits, call.shard)
+    assert shared is not None
+    memory = memory_of_next_call(shared, logits.device)
+    rest = (shared.max_polls, call.shard.sizes, call.shard.rank, call.options)
+    return parallel_one_pass(logits, target, memory, *rest)
 
 
-class ParallelOnePass(torch.autograd.Function):
-    """The reduced loss of rows of logits, and the gradient that was computed with it.
+def _composed_loss(*_: Any) -> Tensor:
+    refuse_second_derivative()
+    raise AssertionError("it is called for second derivatives only")
 
-    The first backward pass scales that gradient. Later ones compute it again.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        result: tuple[Tensor, Tensor],
-        shard: VocabShard,
-        options: LossOptions,
-        backend: str,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        loss, dlogits = result
-        ctx.shard, ctx.options, ctx.backend, ctx.is_spent = shard, options, backend, False
-        ctx.save_for_backward(logits, target, dlogits)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        refuse_second_derivative()
-        if grads[0] is None:
-            return (None,) * 6
-        logits, target, dlogits = ctx.saved_tensors
-        if ctx.is_spent:
-            result = loss_and_gradient(logits, target, ctx.shard, ctx.options)
-            assert result is not None
-            dlogits = result[1]
-        ctx.is_spent = True
-        scale_by_upstream(dlogits, grads[0], ctx.backend)
-        return dlogits, None, None, None, None, None
+ONE_PASS = OnePassLoss(_loss_and_gradient, _composed_loss, 2)

@@ -21,7 +21,6 @@ from ..linear_heads.reference import (
     row_statistics,
 )
 from .common import (
-    gradient_in_place,
     gradient_of_logits,
     integer_dtype,
     pack_hidden,
@@ -38,7 +37,6 @@ parallel_linear = functools.partial(
     overwrites_state=False,
 )
 parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
-parallel_gradient_ = functools.partial(gradient_in_place, logits_gradient=logits_gradient)
 
 
 def parallel_fields(
@@ -85,34 +83,25 @@ def parallel_coefficients(
     grad_entropy: Tensor | None,
     class_weight: Tensor | None,
     entropies: Tensor,
-    smoothing: bool,
     classes: int,
     temperature: float,
     ignore_index: int,
 ) -> GradientCoefficients:
     """Return the `GradientCoefficients`, each None as an empty tensor.
 
-    `entropies` is the entropy of each row, or empty, and `smoothing` says whether the forward pass
-    computed a smoothing loss.
+    At least one of the gradients is given. `entropies` is read for that of the entropy.
     """
     grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
-    grads = (*grads[:2], grad_smoothing if smoothing else None, grad_entropy)
-    if not entropies.numel():
-        grads = (*grads[:3], None)
-    empty = like.new_empty(0)
-    # Only the size and the dtype of `maximum` matter here.
-    statistics = RowStatistics(
-        nll=empty,
-        logsumexp=empty,
-        smoothing_loss=empty,
-        entropy=entropies,
-        argmax=empty,
-        maximum=torch.empty_like(like),
-        sumexp=empty,
-    )
     coefficients = gradient_coefficients(
-        *grads, target, class_weight, statistics, classes, temperature, ignore_index
+        *grads,
+        target,
+        class_weight,
+        entropies,
+        classes,
+        temperature,
+        ignore_index,
+        like.dtype,
     )
     return GradientCoefficients(
         *(like.new_empty(0) if tensor is None else tensor for tensor in coefficients)

@@ -41,12 +41,12 @@ class VocabShard(NamedTuple):
         """The number of classes of all ranks."""
         return sum(self.sizes)
 
-    def local_weight(self, class_weight: Tensor | None) -> Tensor | None:
-        """Return the weights of this rank's classes from those of all classes, `[C]`."""
-        if class_weight is None:
-            return None
-        end = self.first_class + self.sizes[self.rank]
-        return class_weight[self.first_class : end].contiguous()
+    def local(self, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return labels and class weights, `[C]`, relative to this rank's classes."""
+        if class_weight is not None:
+            end = self.first_class + self.sizes[self.rank]
+            class_weight = class_weight[self.first_class : end].contiguous()
+        return target - self.first_class, class_weight
 
 
 def vocab_shard(

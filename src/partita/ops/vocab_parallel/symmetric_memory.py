@@ -12,8 +12,9 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,40 +23,26 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from ...runtime import private_names
 from ...runtime.autograd import is_capturing, plain_eager
+from .gpu.plan import RankMemory
 
 MIN_SLOTS = 2**17
 POLLS_PER_SECOND = 2 * 10**6  # a lower bound for a program that waits on an H200
 DEFAULT_TIMEOUT_S = 600.0  # where the group has no timeout
 
 
-class CallSlots(NamedTuple):
-    """The slots that the kernel of one call uses: arguments of `parallel_one_pass` in their order.
-
-    Fields:
-        slots: `[slots]` int64, zero.
-        peers: `[world]` int64, the addresses of the slots of every rank.
-        timed_out: `[1]` int64; not 0 once any program of this rank has timed out.
-        failed: `[1]` int32 on the host; the device writes it when a program times out.
-        max_polls: how often a program reads its slots before it times out.
-    """
-
-    slots: Tensor
-    peers: Tensor
-    timed_out: Tensor
-    failed: Tensor
-    max_polls: int
-
-
-class SharedSlots(NamedTuple):
+@dataclass
+class SharedSlots:
     """The slots of a group on this rank: one set is in use, and one is cleared for the next call.
 
-    Fields:
+    Args:
         slots: two tensors `[slots]`, int64.
         peers: two tensors `[world]`, int64, the addresses of either set on every rank.
         timed_out: `[1]` int64. It stays set, because slots may be written late after a timeout.
         failed: `[1]` int32 on the host; the device writes it when a program times out.
         max_polls: how often a program reads its slots before it times out.
         handle: the object that owns the shared memory.
+        calls: the number of calls that have used the slots.
+        stream: the stream of the latest call.
     """
 
     slots: tuple[Tensor, Tensor]
@@ -64,6 +51,8 @@ class SharedSlots(NamedTuple):
     failed: Tensor
     max_polls: int
     handle: Any
+    calls: int = 0
+    stream: torch.cuda.Stream | None = None
 
 
 class RenumberedStore(Store):
@@ -102,18 +91,11 @@ class RenumberedStore(Store):
         self.store.wait([self._key(key) for key in keys], *(() if timeout is None else (timeout,)))
 
 
-class _GroupSlots:
-    """The slots of one group, the number of calls that used them, and the stream of the latest."""
-
-    def __init__(self, group: ProcessGroup, shared: SharedSlots | None) -> None:
-        self.group = weakref.ref(group)
-        self.shared = shared
-        self.calls = 0
-        self.stream: torch.cuda.Stream | None = None
-
-
-# The ranks of a group make this state together, so it is no cache that one rank may empty.
-_group_slots: dict[tuple[str, torch.device], _GroupSlots] = {}
+# The ranks of a group make this state together, so it is no cache that one rank may empty. It is
+# None for a group whose ranks share no memory.
+_group_slots: dict[
+    tuple[str, torch.device], tuple[weakref.ref[ProcessGroup], SharedSlots | None]
+] = {}
 
 
 def may_share_memory(tensor: Tensor) -> bool:
@@ -210,41 +192,35 @@ def max_polls(group: ProcessGroup, device: torch.device) -> int:
     return int(seconds * POLLS_PER_SECOND)
 
 
-def next_call_slots(group: ProcessGroup, device: torch.device, slots: int) -> CallSlots | None:
-    """Return the slots of the next call, which all ranks make, or None if they share no memory.
+def shared_slots(group: ProcessGroup, device: torch.device, slots: int) -> SharedSlots | None:
+    """Return the slots of a group on this rank, or None on all ranks if they share no memory."""
+    key = (group.group_name, device)
+    known, shared = _group_slots.get(key, (None, None))
+    is_known = known is not None and known() is group
+    if not is_known or (shared is not None and shared.slots[0].shape[0] < slots):
+        shared = allocate(group, device, max(MIN_SLOTS, 1 << (slots - 1).bit_length()))
+        _group_slots[key] = weakref.ref(group), shared
+    return shared
+
+
+def memory_of_next_call(shared: SharedSlots, device: torch.device) -> RankMemory:
+    """Return the memory of the next call, which all ranks make.
 
     Raises:
         RuntimeError: an earlier call of this rank timed out.
     """
-    key = (group.group_name, device)
-    state = _group_slots.get(key)
-    if (
-        state is None
-        or state.group() is not group
-        or (state.shared is not None and state.shared.slots[0].shape[0] < slots)
-    ):
-        shared = allocate(group, device, max(MIN_SLOTS, 1 << (slots - 1).bit_length()))
-        _group_slots[key] = state = _GroupSlots(group, shared)
-    shared = state.shared
-    if shared is None:
-        return None
     raise_if_failed(shared.failed)
     stream = torch.cuda.current_stream(device)
-    if state.stream is not None and state.stream != stream:
-        stream.wait_stream(state.stream)
-    state.stream = stream
-    index = state.calls % 2
-    state.calls += 1
+    if shared.stream is not None and shared.stream != stream:
+        stream.wait_stream(shared.stream)
+    shared.stream = stream
+    index = shared.calls % 2
+    shared.calls += 1
     # The previous call used the other set. Its kernel waited for all that the ranks store there, so
     # nothing reads or writes that set before the next call.
     shared.slots[1 - index].zero_()
-    return CallSlots(
-        shared.slots[index],
-        shared.peers[index],
-        shared.timed_out,
-        shared.failed,
-        shared.max_polls,
-    )
+    slots, peers = shared.slots[index], shared.peers[index]
+    return RankMemory(slots, peers, shared.timed_out, shared.failed)
 
 
 def raise_if_failed(failed: Tensor) -> None:

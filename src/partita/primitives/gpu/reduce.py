@@ -8,7 +8,7 @@ lane, it stands for the whole row.
 import triton
 import triton.language as tl
 
-from .math import exp, finite_shift, sum_for_dtype
+from .math import exp, finite_shift
 from .memory import aligned_start, row_span
 
 
@@ -86,40 +86,6 @@ def lane_sum(x, EXACT: tl.constexpr):
         return tl.sum(x, axis=1)[:, None].to(tl.float64)
     else:
         return tl.sum(tl.sum(x, axis=3), axis=1).to(tl.float64)
-
-
-@triton.jit
-def tile_max(tiles):
-    """Return the maximum of several blocks of one shape, element by element."""
-    highest = tiles[0]
-    for i in tl.static_range(1, len(tiles)):
-        highest = tl.maximum(highest, tiles[i])
-    return highest
-
-
-@triton.jit
-def tile_sum(tiles):
-    """Return the sum of several blocks of one shape, element by element."""
-    total = tiles[0]
-    for i in tl.static_range(1, len(tiles)):
-        total += tiles[i]
-    return total
-
-
-@triton.jit
-def row_sum(terms, LANES: tl.constexpr, dtype: tl.constexpr):
-    """Return the sum of each row, [ROWS], of a block [ROWS, BLOCK], for a result of `dtype`.
-
-    For fp32 the sum is in fp64, after the sum of each thread if a thread has its own part of the
-    row. Larger blocks have enough terms for the rounding errors to average out.
-    """
-    EXACT: tl.constexpr = dtype == tl.float32 and terms.shape[1] <= 4096
-    if EXACT and LANES > 1:
-        return tl.sum(
-            lane_sum(by_lane(terms, LANES, 128 // dtype.primitive_bitwidth), False), axis=1
-        ).to(tl.float32)
-    else:
-        return sum_for_dtype(terms, 1, dtype)
 
 
 @triton.jit

@@ -406,6 +406,22 @@ def merge_slots(view: RowView, splits: int, words: int = 1) -> Tensor | None:
     return zeroed_words(view.tensors[0].device, size)[0]
 
 
+def vector_width(*rows: Tensor) -> int:
+    """Return how many classes of rows `[M, C]` a thread loads at once: those of 16 bytes, or one.
+
+    Threads load whole vectors if all rows start on 16 bytes, and consist of whole vectors or are
+    padded to 16 columns.
+    """
+    classes = rows[0].shape[1]
+    vector = 16 // max(tensor.element_size() for tensor in rows)
+    for tensor in rows:
+        is_aligned = tensor.stride(0) % vector == 0 and tensor.data_ptr() % 16 == 0
+        is_whole = classes % vector == 0 or tensor.stride(0) == cdiv(classes, 16) * 16
+        if tensor.stride(1) != 1 or not (is_aligned and is_whole):
+            return 1
+    return vector
+
+
 def exchange_words(view: RowView, splits: int, words: int = 1) -> int:
     """Return the number of zeroed words with which programs that share rows exchange numbers.
 

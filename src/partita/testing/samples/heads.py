@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from ...ops.linear_heads.api import linear_cross_entropy, linear_token_stats
-from ...ops.linear_heads.divergence import linear_divergence
-from ...ops.linear_heads.logprobs import linear_logprobs
-from ...ops.linear_heads.topk import linear_topk_logprobs
-from ...ops.linear_heads.topk_divergence import linear_topk_divergence
+from ...ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
+from ...ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes, together
 from .rows import (

@@ -26,7 +26,7 @@ from ....primitives.gpu.row_plan import (
 )
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, zeroed_words
-from ..common import OnePass, RowLosses
+from ..common import CrossEntropyOptions, OnePass, RowLosses
 from .one_pass import cross_entropy_row_kernel, cross_entropy_tile_kernel
 from .plan import HARD_LABELS, PROBABILITIES, SUM_WORDS, fused_block, smoothing_mode
 from .reduction import (
@@ -34,23 +34,11 @@ from .reduction import (
     Targets,
     Words,
     equal_shares,
-    mean_denominators,
     reduce_losses,
     row_shape,
-    shares_of_denominator,
+    shares_of_denominators,
 )
 from .two_passes import cross_entropy_backward_kernel, cross_entropy_forward_kernel
-
-
-class _LossOptions(NamedTuple):
-    """The options of a reduced loss in the order of the op; 0 leaves one out."""
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float
-    z_loss: float
-    mean: bool
-    dtype: torch.dtype
 
 
 class _OnePassCall(NamedTuple):
@@ -72,7 +60,7 @@ class _OnePassCall(NamedTuple):
     target: Tensor
     weight: Tensor | None
     denominator: Tensor | None
-    options: _LossOptions
+    options: CrossEntropyOptions
     is_chunk: bool = False
     shares: Tensor | None = None
 
@@ -218,7 +206,7 @@ def cross_entropy_one_pass(
 ) -> OnePass:
     """Compute the reduced loss and its gradient together."""
     dlogits = torch.empty_like(logits)
-    call = _OnePassCall(logits, dlogits, target, weight, denominator, _LossOptions(*options))
+    call = _OnePassCall(logits, dlogits, target, weight, denominator, CrossEntropyOptions(*options))
     return OnePass(_one_pass(call), dlogits)
 
 
@@ -226,7 +214,7 @@ def cross_entropy_one_pass_(
     logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *options: Any
 ) -> Tensor:
     """Compute the reduced loss and write its gradient over the logits."""
-    call = _OnePassCall(logits, logits, target, weight, denominator, _LossOptions(*options))
+    call = _OnePassCall(logits, logits, target, weight, denominator, CrossEntropyOptions(*options))
     return _one_pass(call)
 
 
@@ -234,26 +222,14 @@ def one_pass_of_chunk(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
+    options: CrossEntropyOptions,
     shares: Tensor | None,
 ) -> Tensor:
     """Compute the loss of some of a loss's rows and write its gradient over the logits.
 
-    Args:
-        logits: `[N, C]`, which become their gradient.
-        target, weight: labels `[N]`, and class weights `[C]` or None.
-        ignore_index: the ignored label.
-        label_smoothing: the share of the target that all classes have evenly.
-        softcap, z_loss: the soft-cap and the factor of the z-loss, or 0.
-        mean: whether the loss is a mean over all rows.
-        shares: the shares of the denominators of that mean; None for a sum.
+    The logits are `[N, C]`, and the targets labels. `shares` are the shares of the denominators of
+    a mean over all rows.
     """
-    dtype = acc_dtype(logits.dtype)
-    options = _LossOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
     return _one_pass(_OnePassCall(logits, logits, target, weight, None, options, True, shares))
 
 
@@ -359,14 +335,18 @@ def _prepare_workspace(call: _OnePassCall, num_words: int = 0) -> tuple[Tensor, 
     """
     size = SUM_WORDS + num_words
     workspace = torch.empty(size, dtype=torch.int64, device=call.logits.device)
-    if call.denominator is not None:
-        dtype = acc_dtype(call.logits.dtype)
-        return workspace, shares_of_denominator(call.denominator, dtype, workspace)
-    if not call.options.mean or call.is_chunk:
-        return workspace.zero_(), call.shares
-    if call.target.is_floating_point():
-        return workspace.zero_(), equal_shares(call.logits)
-    shares = mean_denominators(
-        call.target, call.weight, call.options.ignore_index, call.logits.shape[1], workspace
+    if call.denominator is None:
+        if not call.options.mean or call.is_chunk:
+            return workspace.zero_(), call.shares
+        if call.target.is_floating_point():
+            return workspace.zero_(), equal_shares(call.logits)
+    shares = shares_of_denominators(
+        call.target,
+        call.weight,
+        call.denominator,
+        call.options.ignore_index,
+        call.logits.shape[1],
+        acc_dtype(call.logits.dtype),
+        workspace,
     )
     return workspace, shares

@@ -105,6 +105,7 @@ def clear_words(words, BLOCK: tl.constexpr):
 
 @triton.jit
 def cross_entropy_denominators_kernel(
+    denominator_ptr,  # [], or None for those of the mean over the targets
     targets,  # Targets that are labels, [rows]
     shares_ptr,  # [2, SHARES]
     workspace,  # Words, cleared for later kernels
@@ -113,35 +114,22 @@ def cross_entropy_denominators_kernel(
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the denominators of the mean as partial sums.
+    """Compute the denominators of the loss and of the z-loss as partial sums.
 
     Every kernel that needs a denominator adds the partial sums itself, which takes less time than
     letting the last program add them here.
     """
-    weights, num_labels = sum_label_weights(
-        targets, rows, tl.program_id(0), splits, ACC_DTYPE, BLOCK
-    )
+    if denominator_ptr is not None:
+        weights = tl.load(denominator_ptr).to(ACC_DTYPE)
+        num_labels = weights
+    else:
+        weights, num_labels = sum_label_weights(
+            targets, rows, tl.program_id(0), splits, ACC_DTYPE, BLOCK
+        )
     lane = tl.arange(0, NUM_SHARES)
     mask = lane % splits == tl.program_id(0)
     tl.store(shares_ptr + lane, tl.where(lane < splits, weights, 0.0), mask=mask)
     tl.store(shares_ptr + NUM_SHARES + lane, tl.where(lane < splits, num_labels, 0.0), mask=mask)
-    clear_words(workspace, BLOCK)
-
-
-@triton.jit
-def cross_entropy_share_kernel(
-    denominator_ptr,  # []
-    shares_ptr,  # [2, SHARES]
-    workspace,  # Words, cleared for later kernels
-    ACC_DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Make a denominator that the caller gives the first share of the loss and of the z-loss."""
-    lane = tl.arange(0, NUM_SHARES)
-    shares = tl.where(lane == 0, tl.load(denominator_ptr).to(ACC_DTYPE), 0.0)
-    is_first = tl.program_id(0) == 0
-    tl.store(shares_ptr + lane, shares, mask=is_first)
-    tl.store(shares_ptr + NUM_SHARES + lane, shares, mask=is_first)
     clear_words(workspace, BLOCK)
 
 
@@ -248,36 +236,34 @@ def equal_shares(logits: Tensor) -> Tensor:
     )
 
 
-def mean_denominators(
-    target: Tensor, weight: Tensor | None, ignore_index: int, classes: int, workspace: Tensor
+def shares_of_denominators(
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    ignore_index: int,
+    classes: int,
+    dtype: torch.dtype,
+    workspace: Tensor,
 ) -> Tensor:
-    """Return the shares of the mean's denominators, and clear the workspace for later kernels."""
-    dtype = torch.float32 if weight is None else acc_dtype(weight.dtype)
-    shares = target.new_empty((2, SHARES), dtype=dtype)
-    programs, options = reduction_options(target.numel(), dtype)
+    """Return the shares of the mean's denominators, and clear the workspace for later kernels.
+
+    They are shares of the denominator, in the dtype, if the caller gives one.
+    """
+    elements = workspace.numel()
+    if denominator is None:
+        dtype = torch.float32 if weight is None else acc_dtype(weight.dtype)
+        elements = target.numel()
+    programs, options = reduction_options(elements, dtype)
+    shares = workspace.new_empty((2, SHARES), dtype=dtype)
     launch(
         cross_entropy_denominators_kernel,
         programs,
+        denominator_ptr=denominator,
         targets=Targets(target.contiguous(), None, weight, classes, ignore_index),
         shares_ptr=shares,
         workspace=Words(workspace, workspace.numel()),
         rows=target.numel(),
-        splits=programs,
-        **options,
-    )
-    return shares
-
-
-def shares_of_denominator(denominator: Tensor, dtype: torch.dtype, workspace: Tensor) -> Tensor:
-    """Return shares in the dtype that add up to a denominator, and clear the workspace."""
-    shares = denominator.new_empty((2, SHARES), dtype=dtype)
-    programs, options = reduction_options(workspace.numel(), dtype)
-    launch(
-        cross_entropy_share_kernel,
-        programs,
-        denominator_ptr=denominator,
-        shares_ptr=shares,
-        workspace=Words(workspace, workspace.numel()),
+        splits=programs if denominator is None else 1,
         **options,
     )
     return shares

@@ -1,6 +1,11 @@
-"""Kernels of token statistics and of their gradient, and their launches."""
+"""Kernels of token statistics and of their gradient, and their launches.
+
+With `slope` = log2(e) / temperature, the exponentials are 2**u, u = slope (x - maximum).
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +21,14 @@ from ....primitives.gpu.math import (
     reciprocal,
 )
 from ....primitives.gpu.memory import edge_columns
-from ....primitives.gpu.reduce import program_rows, unmasked_end
+from ....primitives.gpu.reduce import (
+    broadcast_lanes,
+    by_lane,
+    lane_max,
+    lane_sum,
+    program_rows,
+    unmasked_end,
+)
 from ....primitives.gpu.row_plan import (
     RowView,
     classes_per_program,
@@ -29,24 +41,94 @@ from ....primitives.gpu.row_plan import (
     tile_options,
     with_output,
 )
-from ....primitives.gpu.sync import slot_base
+from ....primitives.gpu.sync import arrives_last, load_partials, slot_base, store_partial
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ..common import TokenStatsRows
 from .reduction import load_labels
 from .row_math import load_row_gradient
-from .running_stats import (
-    EDGE_BLOCK,
-    NO_COLUMN,
-    LogitRows,
-    RowStats,
-    RunningStats,
-    accumulate_stats,
-    first_column_of,
-    load_block,
-    load_capped,
-    merge_shared_stats,
-)
+
+EDGE_BLOCK = tl.constexpr(0x3FFFFFFF)  # stands for the classes outside of a row's aligned vectors
+NO_COLUMN = tl.constexpr(0x7FFFFFFF)
+
+
+class LogitRows(NamedTuple):
+    """The rows of logits that a program reads.
+
+    Fields:
+        ptrs: the addresses of their aligned vectors, [ROWS, 1].
+        stride: the stride over the classes.
+        mask: which of the rows exist, [ROWS].
+        body: the number of classes in the aligned vectors.
+        softcap: the bound of the logits.
+    """
+
+    ptrs: Any
+    stride: Any
+    mask: Any
+    body: Any
+    softcap: Any
+
+
+class RunningStats(NamedTuple):
+    """The statistics of what was read, [ROWS, LANES] or merged [ROWS].
+
+    Fields:
+        maximum: the maximum of x.
+        total: the sum of 2**u, fp64.
+        sum_x_exp: the sum of u 2**u, fp64.
+        argmax: the first block with the maximum; of merged rows, the lowest class with it.
+    """
+
+    maximum: Any
+    total: Any
+    sum_x_exp: Any
+    argmax: Any
+
+
+@triton.jit
+def load_capped(pointers, mask, softcap, HAS_SOFTCAP: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Load soft-capped logits, -inf outside of the mask."""
+    x = tl.load(pointers, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+    if HAS_SOFTCAP:
+        x = tl.where(mask, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
+    return x
+
+
+@triton.jit
+def accumulate_stats(stats, x, block, slope, VECTOR: tl.constexpr):
+    """Update the statistics of the lanes, `[ROWS, LANES]` each, with a block x, `[ROWS, BLOCK]`."""
+    maximum, total, sum_x_exp, argmax_block = stats
+    x = by_lane(x, maximum.shape[1], VECTOR)
+    block_maximum = lane_max(x)
+    argmax_block = tl.where(block_maximum > maximum, block, argmax_block).to(tl.int32)
+    new_maximum = tl.maximum(maximum, block_maximum)
+    shift = finite_shift(new_maximum)
+    scale = tl.exp2((maximum - shift) * slope).to(tl.float64)
+    moved_by = ((shift - finite_shift(maximum)) * slope).to(tl.float64)
+    sum_x_exp = scale * (sum_x_exp - total * moved_by)
+    exponent = (x - broadcast_lanes(shift)) * slope
+    e = tl.exp2(exponent)
+    # A class of probability 0 adds 0, even if its exponent is -inf.
+    sum_x_exp += lane_sum(e * tl.maximum(exponent, -10000.0), False)
+    total = total * scale + lane_sum(e, False)
+    return RunningStats(new_maximum, total, sum_x_exp, argmax_block)
+
+
+@triton.jit
+def load_block(
+    source, column, HAS_SOFTCAP: tl.constexpr, VEC: tl.constexpr, ACC_DTYPE: tl.constexpr
+):
+    """Load a block of the aligned vectors, -inf past them, for columns counted from `head`."""
+    mask = source.mask[:, None] & (column // VEC * VEC < source.body)
+    ptrs = source.ptrs + column * source.stride
+    return load_capped(ptrs, mask, source.softcap, HAS_SOFTCAP, ACC_DTYPE)
+
+
+@triton.jit
+def first_column_of(x, column, maximum):
+    """Return the lowest column at which x, `[ROWS, BLOCK]`, is its row's maximum, or NO_COLUMN."""
+    return tl.min(tl.where(x == maximum[:, None], column, NO_COLUMN), axis=1)
 
 
 @triton.jit
@@ -127,7 +209,7 @@ def token_stats_kernel(
     sum_x_exp = tl.sum(scale * (stats.sum_x_exp - stats.total * moved_by), axis=1)
     total = tl.sum(stats.total * scale, axis=1)
     is_maximum = stats.maximum == maximum[:, None]
-    block = tl.min(tl.where(is_maximum, stats.argmax_block, EDGE_BLOCK), axis=1)
+    block = tl.min(tl.where(is_maximum, stats.argmax, EDGE_BLOCK), axis=1)
     # The first block that has the maximum is read once more, to find the column in it.
     block = tl.sum(block, axis=0) if ROWS == 1 else block[:, None]
     argmax_column = block.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
@@ -141,12 +223,34 @@ def token_stats_kernel(
     if VEC > 1:
         edge = tl.where(is_edge, edge, NO_COLUMN).to(tl.int32)[None, :]
         argmax = tl.minimum(argmax, first_column_of(edge_x, edge, sought))
-    found = RowStats(maximum, total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE), argmax)
+    found = RunningStats(maximum, total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE), argmax)
     mask = row < rows
     if SHARED:
         slot_ptr = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
-        found, is_last = merge_shared_stats(found, slot_ptr, split, splits, slope, BLOCK_SPLITS)
-        mask &= is_last
+        second_slot = slot_ptr + splits + 1
+        store_partial(
+            second_slot,
+            split,
+            tl.sum(found.sum_x_exp, axis=0),
+            tl.sum(found.argmax, axis=0).to(tl.float32, bitcast=True),
+        )
+        store_partial(slot_ptr, split, tl.sum(found.maximum, axis=0), tl.sum(found.total, axis=0))
+        mask &= arrives_last(slot_ptr, splits)
+        maxima, totals, valid = load_partials(slot_ptr, splits, BLOCK_SPLITS)
+        sums_x_exp, columns, _ = load_partials(second_slot, splits, BLOCK_SPLITS)
+        maximum = tl.max(tl.where(valid, maxima, -float("inf")), axis=0)
+        shift = finite_shift(maximum)
+        scales = tl.where(valid, tl.exp2((maxima - shift) * slope), 0.0)
+        moved = scales * (sums_x_exp - totals * (shift - finite_shift(maxima)) * slope)
+        is_maximum = valid & (maxima == maximum)
+        columns = tl.where(is_maximum, columns.to(tl.int32, bitcast=True), NO_COLUMN)
+        zero = tl.zeros_like(found.maximum)  # [1], as a program has one row that is shared
+        found = RunningStats(
+            zero + maximum,
+            zero + tl.sum(tl.where(valid, scales * totals, 0.0), axis=0),
+            zero + tl.sum(tl.where(valid, moved, 0.0), axis=0),
+            tl.zeros_like(found.argmax) + tl.min(columns, axis=0),
+        )
     # The results are NaN where the label is no class. An ignored label has log-probability 0.
     x = found.maximum if target_ptr is None else label_x
     shift, log_total = finite_shift(found.maximum), log_exact(found.total)

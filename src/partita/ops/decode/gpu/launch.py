@@ -11,7 +11,7 @@ from ....runtime.constants import constant
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...logprobs.common import topk_fake
-from ...logprobs.gpu.launch_topk import topk_of_rows
+from ...logprobs.gpu.launch import topk_of_rows
 from ..common import Hypotheses, empty_hypotheses
 from .beam import Memory, Sizes, SortedRows, ctc_beam_search_kernel, ctc_beam_trace_kernel
 from .greedy import ctc_best_class_kernel, ctc_collapse_kernel
@@ -94,7 +94,7 @@ def ctc_beam_search(
     rows, row_t, row_n = as_rows(logits)
     K = min(cutoff_top_n + 1, C)
     top = topk_fake(rows, K)
-    topk_of_rows(rows, K, 1.0, 0.0, top, False)
+    topk_of_rows(rows, K, 1.0, 0.0, top)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty((N, *shape), dtype=dtype, device=device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.row_plan import vector_width
 from ....primitives.gpu.target import target_of
 from ....primitives.rows import laid_out_like
 from ....runtime.dtypes import acc_dtype
@@ -20,8 +22,8 @@ from ..common import (
     DivergenceKernels,
     DivergenceRows,
     DivergenceState,
-    packed,
-    packed_without_classes,
+    mixture_of_classes,
+    state_of_classes,
 )
 from .mixture import divergence_mixture_row_kernel
 from .one_pass import divergence_row_kernel
@@ -52,32 +54,15 @@ FEW_ROWS = 1024
 ROW_BYTES = 16  # what one thread loads of a row at once
 
 
-def _options(
-    largest: int, warps: int, softcap: float, padded: bool, *rows: Tensor
-) -> dict[str, Any]:
+def _options(largest: int, warps: int, softcap: float, *rows: Tensor) -> dict[str, Any]:
     """Return the compile-time options of a kernel."""
     block = min(next_power_of_2(rows[0].shape[1]), largest)
     return {
         "HAS_SOFTCAP": softcap != 0,
-        "VEC": _vector(padded, *rows),
+        "VEC": vector_width(*rows),
         "BLOCK": block,
         "num_warps": max(warps * block // largest, 1),
     }
-
-
-def _vector(padded: bool, *rows: Tensor) -> int:
-    """Return the number of classes that a thread loads at once.
-
-    It loads whole vectors if all rows start on 16 bytes and consist of whole vectors, or are padded
-    to them.
-    """
-    classes = rows[0].shape[1]
-    vector = ROW_BYTES // max(tensor.element_size() for tensor in rows)
-    for tensor in rows:
-        is_aligned = tensor.stride(0) % vector == 0 and tensor.data_ptr() % ROW_BYTES == 0
-        if tensor.stride(1) != 1 or not is_aligned or not (padded or classes % vector == 0):
-            return 1
-    return vector
 
 
 def _kind(beta: float) -> int:
@@ -103,16 +88,11 @@ def accumulate(
     beta: float,
     temperature: float,
     softcap: float,
-    *,
-    padded: bool = True,
 ) -> None:
-    """Update the state in place with the logits of the classes from `first` on, `[M, C]` each.
-
-    The rows are `padded` to 16 columns, unless that is said.
-    """
+    """Update the state in place with the logits of the classes from `first` on, `[M, C]` each."""
     rows, student_first = state.rows, beta != 0
     sizes = (2 * BLOCK, 8) if len(logits) <= FEW_ROWS else (BLOCK, 4)
-    options = _options(*sizes, softcap, padded, logits, teacher_logits)
+    options = _options(*sizes, softcap, logits, teacher_logits)
     lanes = 32 * options["num_warps"]
     options["LANES"] = lanes if options["BLOCK"] >= lanes * options["VEC"] else 1
     student = StridedRows(logits, *logits.stride())
@@ -146,8 +126,6 @@ def accumulate_mixture(
     beta: float,
     temperature: float,
     softcap: float,
-    *,
-    padded: bool = True,
 ) -> None:
     """Add these classes to the divergences from the mixture, of rows with known statistics."""
     sizes = (4 * MIXTURE_BLOCK, 16) if len(logits) <= FEW_ROWS else (MIXTURE_BLOCK, 4)
@@ -164,7 +142,7 @@ def accumulate_mixture(
         beta=beta,
         temperature=temperature,
         softcap=softcap,
-        **_options(*sizes, softcap, padded, logits, teacher_logits),
+        **_options(*sizes, softcap, logits, teacher_logits),
     )
 
 
@@ -177,15 +155,10 @@ def write_gradient(
     temperature: float,
     softcap: float,
     result: Tensor,
-    *,
-    padded: bool = True,
 ) -> None:
-    """Write the gradient of the student's logits, whose rows are padded like the others.
-
-    The result, `[M, C]`, may be the logits themselves.
-    """
+    """Write the gradient of the student's logits, `[M, C]`; `result` may be the logits."""
     block = GRADIENT_BLOCK // 2 if 0 < beta < 1 else GRADIENT_BLOCK
-    options = _options(block, 4, softcap, padded, logits, teacher_logits, result)
+    options = _options(block, 4, softcap, logits, teacher_logits, result)
     launch(
         divergence_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], options["BLOCK"]),
@@ -216,9 +189,9 @@ def divergence(
     fields = DivergenceRows(*(logits.new_empty(rows, dtype=dtype) for _ in range(6)))
     state = DivergenceState(fields, logits.new_empty(rows, dtype=dtype))
     numbers = (beta, temperature, softcap)
-    accumulate(x, t, state, 0, *numbers, padded=False)
+    accumulate(x, t, state, 0, *numbers)
     if 0 < beta < 1:
-        accumulate_mixture(x, t, state, 0, *numbers, padded=False)
+        accumulate_mixture(x, t, state, 0, *numbers)
     return fields
 
 
@@ -241,7 +214,7 @@ def divergence_backward(
     rows = DivergenceRows(grad, *(row.contiguous() for row in statistics))
     dlogits = x.new_empty(x.shape)
     numbers = (beta, temperature, softcap)
-    write_gradient(grad.contiguous(), x, t, rows, *numbers, dlogits, padded=False)
+    write_gradient(grad.contiguous(), x, t, rows, *numbers, dlogits)
     return laid_out_like(dlogits.view(logits.shape), logits)
 
 
@@ -270,7 +243,7 @@ def divergence_one_pass(
         else:
             loss = torch.where(row_factor == 0, 0, loss)
         numbers = (beta, temperature, softcap)
-        write_gradient(row_factor, x, t, fields, *numbers, dlogits, padded=False)
+        write_gradient(row_factor, x, t, fields, *numbers, dlogits)
         return loss, laid_out_like(dlogits.view(logits.shape), logits)
     kernel: Any = divergence_mixture_row_kernel
     block_splits = next_power_of_2(plan.splits)
@@ -282,7 +255,7 @@ def divergence_one_pass(
             "maxnreg": MIXTURE_REGISTERS,
         }
     else:
-        kernel, vector = divergence_row_kernel, _vector(False, x, t, dlogits)
+        kernel, vector = divergence_row_kernel, vector_width(x, t, dlogits)
         lanes = 32 * plan.num_warps
         options = {
             "BLOCK_SPLITS": block_splits if plan.splits > 1 else 0,
@@ -321,46 +294,11 @@ def _mixture_plan(x: Tensor, t: Tensor, dlogits: Tensor, beta: float) -> Mixture
         return None
     if x.dtype != t.dtype or x.element_size() != 2:
         return None
-    if _vector(False, x, t, dlogits) != ROW_BYTES // x.element_size():
+    if vector_width(x, t, dlogits) != ROW_BYTES // x.element_size():
         return None
     return mixture_plan(x.shape[1])
 
 
-def divergence_state(
-    logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
-) -> Tensor:
-    """Return the packed state of some classes of both rows, `[M, C]` each."""
-    if not logits.shape[1]:
-        return packed_without_classes(logits)
-    state = new_state(logits)
-    accumulate(logits, teacher_logits, state, 0, beta, temperature, softcap, padded=False)
-    return packed(state)
-
-
-def divergence_mixture(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    teacher_maximum: Tensor,
-    teacher_sumexp: Tensor,
-    beta: float,
-    temperature: float,
-    softcap: float,
-) -> Tensor:
-    """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
-
-    The maxima and sums are those of all classes.
-    """
-    result = maximum.new_zeros(2, len(logits))
-    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
-    if logits.shape[1]:
-        rows = DivergenceRows(result[0], result[1], *(each.contiguous() for each in statistics))
-        state = DivergenceState(rows, result[0])
-        accumulate_mixture(
-            logits, teacher_logits, state, 0, beta, temperature, softcap, padded=False
-        )
-    return result
-
-
+divergence_state = functools.partial(state_of_classes, DIVERGENCE_KERNELS)
+divergence_mixture = functools.partial(mixture_of_classes, DIVERGENCE_KERNELS)
 divergence_local_gradient = divergence_backward  # whose statistics are those of all ranks

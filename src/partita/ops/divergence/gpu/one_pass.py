@@ -290,31 +290,6 @@ def merged_shares(shares, KIND: tl.constexpr):
 
 
 @triton.jit
-def exchange_shares(
-    share, slots_ptr, split, splits, KIND: tl.constexpr, BLOCK_SPLITS: tl.constexpr
-):
-    """Return the `PairShare` of a row from those of its parts, which programs exchange."""
-    store_pair(slots_ptr, split, share.shift, share.total)
-    store_pair(slots_ptr + splits, split, share.t_shift, share.t_total)
-    if KIND != MIXTURE:
-        store_pair(slots_ptr + 2 * splits, split, share.weighted, share.weighted)
-    shifts, totals = collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
-    t_shifts, t_totals = collect_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
-    weighted = tl.zeros([BLOCK_SPLITS], tl.float32)
-    if KIND != MIXTURE:
-        weighted, _ = collect_pairs(slots_ptr + 2 * splits, splits, BLOCK_SPLITS)
-    valid = tl.arange(0, BLOCK_SPLITS) < splits
-    parts = PairShare(
-        tl.where(valid, shifts, -float("inf")),
-        tl.where(valid, totals, 0.0),
-        tl.where(valid, t_shifts, -float("inf")),
-        tl.where(valid, t_totals, 0.0),
-        tl.where(valid, weighted, 0.0),
-    )
-    return merged_shares(parts, KIND)
-
-
-@triton.jit
 def at_least(x, bound):
     """Return the greater of x and a bound, and NaN for NaN."""
     return tl.maximum(x, bound, propagate_nan=tl.PropagateNan.ALL)
@@ -404,17 +379,6 @@ def store_block(
 
 
 @triton.jit
-def kl_of_row(share, KIND: tl.constexpr):
-    """Return the forward or the reverse KL of a row in nats, in fp64 before it is rounded."""
-    total, t_total = share.total.to(tl.float64), share.t_total.to(tl.float64)
-    weighted = share.weighted.to(tl.float64) * 0.6931471805599453
-    if KIND == REVERSE:
-        return (weighted / total + tl.log(t_total / total)).to(tl.float32)
-    else:
-        return (weighted / t_total + tl.log(total / t_total)).to(tl.float32)
-
-
-@triton.jit
 def divergence_row_kernel(
     logits,  # StridedRows [M, C] of adjacent classes, like the next two
     teacher,  # StridedRows [M, C]
@@ -482,7 +446,24 @@ def divergence_row_kernel(
             share = scan_part(part, True, KIND, FAST, VEC, LANES, BLOCK)
         share = merged_shares(share, KIND)
         if SHARED:
-            share = exchange_shares(share, slots_ptr, split, splits, KIND, BLOCK_SPLITS)
+            valid = tl.arange(0, BLOCK_SPLITS) < splits
+            store_pair(slots_ptr, split, share.shift, share.total)
+            store_pair(slots_ptr + splits, split, share.t_shift, share.t_total)
+            if KIND != MIXTURE:
+                store_pair(slots_ptr + 2 * splits, split, share.weighted, share.weighted)
+            shifts, totals = collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
+            t_shifts, t_totals = collect_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
+            weighted = tl.zeros([BLOCK_SPLITS], tl.float32)
+            if KIND != MIXTURE:
+                weighted, _ = collect_pairs(slots_ptr + 2 * splits, splits, BLOCK_SPLITS)
+            parts = PairShare(
+                tl.where(valid, shifts, -float("inf")),
+                tl.where(valid, totals, 0.0),
+                tl.where(valid, t_shifts, -float("inf")),
+                tl.where(valid, t_totals, 0.0),
+                tl.where(valid, weighted, 0.0),
+            )
+            share = merged_shares(parts, KIND)
         of_student = 0.0
         last = unmasked_end(part, BLOCK)
         if KIND == MIXTURE:
@@ -502,7 +483,6 @@ def divergence_row_kernel(
                 xs, ts = exchange_pairs(
                     sums_ptr, split, splits, of_student, of_teacher, BLOCK_SPLITS
                 )
-                valid = tl.arange(0, BLOCK_SPLITS) < splits
                 xs, ts = tl.where(valid, xs, 0.0), tl.where(valid, ts, 0.0)
                 of_student, of_teacher = sum_of_both(xs, ts)
             loss = (part.weight * of_teacher + (1.0 - part.weight) * of_student) * LN2
@@ -511,6 +491,12 @@ def divergence_row_kernel(
         for start in range(last, part.last, BLOCK):
             store_block(d_ptr, grad, part, share, of_student, start, False, KIND, FAST, VEC, BLOCK)
         if KIND != MIXTURE:
-            if split == 0:
-                loss = kl_of_row(share, KIND)
+            if split == 0:  # The KL is computed in fp64.
+                total, t_total = share.total.to(tl.float64), share.t_total.to(tl.float64)
+                kl = share.weighted.to(tl.float64) * 0.6931471805599453
+                if KIND == REVERSE:
+                    kl = kl / total + tl.log(t_total / total)
+                else:
+                    kl = kl / t_total + tl.log(total / t_total)
+                loss = kl.to(tl.float32)
     tl.store(loss_ptr + row, loss, mask=split == 0)

@@ -8,38 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.row_plan import vector_width
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
 from ...cross_entropy.gpu.plan import SUM_WORDS
-from ...cross_entropy.gpu.reduction import mean_denominators, shares_of_denominator
+from ...cross_entropy.gpu.reduction import shares_of_denominators
+from ...divergence.gpu.launch import DIVERGENCE_KERNELS
 from ...divergence.gpu.rows import StridedRows
-from ...logprobs.gpu.launch import ENTRY_KERNELS
-from ...logprobs.gpu.launch_topk import topk_of_rows
-from .. import chunked, chunked_logprobs
+from ...logprobs.gpu.launch import ENTRY_KERNELS, topk_of_rows
+from .. import chunked, chunked_divergence, chunked_logprobs
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
-from ..plan import padded_width
-from .accumulate import linear_accumulate_kernel, linear_statistics_kernel
-from .gradient import linear_gradient_kernel
+from .chunk import linear_accumulate_kernel, linear_gradient_kernel, linear_statistics_kernel
 
 
 def chunk_options(
     logits: Tensor, softcap: float, block: int, warps: int, *others: Tensor
 ) -> dict[str, Any]:
-    """Return the compile-time options of a kernel that reads the logits.
+    """Return the compile-time options of a kernel that reads the logits, `[M, C]`.
 
-    Whole vectors are loaded and stored if the rows of the logits and of `others` start on 16 bytes
-    and are padded as those of a buffer, or have a number of classes that needs no padding.
+    `others` are the other tensors of this shape that it reads or writes.
     """
-    block, vector = min(next_power_of_2(logits.shape[1]), block), 16 // logits.element_size()
-    for tensor in (logits, *others):
-        padded = tensor.stride(0) == padded_width(logits.shape[1]) or logits.shape[1] % vector == 0
-        if not padded or tensor.stride(0) % vector or tensor.data_ptr() % 16:
-            vector = 1
+    block = min(next_power_of_2(logits.shape[1]), block)
     return {
         "HAS_SOFTCAP": softcap != 0,
-        "VEC": vector,
+        "VEC": vector_width(logits, *others),
         "BLOCK_V": block,
         "num_warps": warps if block > 1024 else 1,
     }
@@ -175,9 +169,9 @@ def mean_shares(
     if not mean and denominator is None:
         return None
     sums = torch.empty(SUM_WORDS, dtype=torch.int64, device=target.device)
-    if denominator is not None:
-        return shares_of_denominator(denominator, dtype, sums)
-    return mean_denominators(target, class_weight, ignore_index, classes, sums)
+    return shares_of_denominators(
+        target, class_weight, denominator, ignore_index, classes, dtype, sums
+    )
 
 
 CHUNK_KERNELS = ChunkKernels(
@@ -202,3 +196,10 @@ linear_logprobs_backward = functools.partial(
     chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
 )
 linear_topk_logprobs = functools.partial(chunked_logprobs.linear_topk_logprobs, topk_of_rows)
+linear_divergence = functools.partial(chunked_divergence.linear_divergence, DIVERGENCE_KERNELS)
+linear_divergence_backward = functools.partial(
+    chunked_divergence.linear_divergence_backward, DIVERGENCE_KERNELS
+)
+linear_divergence_one_pass = functools.partial(
+    chunked_divergence.linear_divergence_one_pass, DIVERGENCE_KERNELS
+)

@@ -1,24 +1,150 @@
 """The loss and its gradients from the rows whose labels are not ignored.
 
-These rows are gathered, one chunk at a time, and PyTorch's grouped product reads their number on
-the GPU. So ignored rows take little time, and the host waits for nothing.
+These rows are gathered, one chunk at a time. Their number is only known on the device, where
+kernels and PyTorch's grouped product read it. So ignored rows take little time, and the host waits
+for nothing.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import grouped_mm
 
 from ....primitives.rows import chunks
 from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import cdiv, launch, next_power_of_2
+from ...cross_entropy.gpu.reduction import load_labels
+from ...divergence.gpu.rows import StridedRows
 from ..chunked import Wanted, add_product, empty_gradients, linear_one_pass
 from ..common import Head, HeadGradients
 from .launch import CHUNK_KERNELS
-from .pack import gather_rows, pack_rows, scatter_rows
+
+PACK_BLOCK = tl.constexpr(1024)  # labels that the packing kernel reads at a time
+COPY_BLOCK = 2048  # elements of a row that a program copies at a time
+
+
+class PackedRows(NamedTuple):
+    """The rows whose labels are not ignored, in their order.
+
+    Fields:
+        index: the row at each packed position, and -1 past the last one, `[M]` int32.
+        target: the labels in this order, and the ignored label past the last one, `[M]` int64.
+        limits: the packed rows of each chunk of positions, `[chunks]` int32, and 1 where there are
+            none, because products take no empty groups. That row is 0, and its label is ignored.
+    """
+
+    index: Tensor
+    target: Tensor
+    limits: Tensor
+
+
+@triton.jit(do_not_specialize=["rows", "chunk", "chunks", "ignore_index"])
+def linear_pack_kernel(
+    target_ptr,  # [rows] labels
+    packed,  # PackedRows
+    rows,
+    chunk,
+    chunks,
+    ignore_index: tl.int64,
+):
+    """Find the packed position of each row whose label is not ignored, in one program.
+
+    The positions are prefix sums, so they follow the order of the rows.
+    """
+    lane = tl.arange(0, PACK_BLOCK)
+    total = tl.full([], 0, tl.int32)
+    for first in range(0, rows, PACK_BLOCK):
+        row = first + lane
+        label = load_labels(target_ptr, row.to(tl.int64), row < rows, ignore_index)
+        valid = (label != ignore_index).to(tl.int32)
+        position = total + tl.cumsum(valid, 0) - 1
+        tl.store(packed.index + position, row, mask=valid != 0)
+        tl.store(packed.target + position, label, mask=valid != 0)
+        total += tl.sum(valid, axis=0)
+    for first in range(total // PACK_BLOCK * PACK_BLOCK, rows, PACK_BLOCK):
+        row = first + lane
+        mask = (row >= total) & (row < rows)
+        tl.store(packed.index + row, tl.full([PACK_BLOCK], -1, tl.int32), mask=mask)
+        tl.store(packed.target + row, tl.full([PACK_BLOCK], ignore_index, tl.int64), mask=mask)
+    for first in range(0, chunks, PACK_BLOCK):
+        i = first + lane
+        limit = tl.minimum(tl.maximum(total - i * chunk, 1), chunk)
+        tl.store(packed.limits + i, limit, mask=i < chunks)
+
+
+@triton.jit(do_not_specialize=["width"])
+def linear_copy_kernel(
+    source,  # StridedRows [M, width] or [positions, width]
+    source_index_ptr,  # [positions], or None for the rows in order
+    result,  # StridedRows [positions, width] or [M, width]
+    result_index_ptr,  # [positions], or None for the rows in order
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Copy a row from its index to its index.
+
+    Of a source with index -1 the result is 0, and to a result with index -1 nothing is copied.
+    """
+    blocks = tl.cdiv(width, BLOCK)
+    position = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    row, to = position, position
+    if source_index_ptr is not None:
+        row = tl.load(source_index_ptr + position).to(tl.int64)
+    if result_index_ptr is not None:
+        to = tl.load(result_index_ptr + position).to(tl.int64)
+    pointers = source.ptr + row * source.m + column * source.c
+    values = tl.load(pointers, mask=(row >= 0) & (column < width), other=0.0)
+    values = values.to(result.ptr.dtype.element_ty)
+    tl.store(result.ptr + to * result.m + column, values, mask=(to >= 0) & (column < width))
+
+
+def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
+    """Return the rows whose labels are not ignored; chunks have `chunk` positions."""
+    rows, chunks = len(target), cdiv(len(target), chunk)
+    packed = PackedRows(
+        index=target.new_empty(rows, dtype=torch.int32),
+        target=target.new_empty(rows, dtype=torch.int64),
+        limits=target.new_empty(chunks, dtype=torch.int32),
+    )
+    launch(
+        linear_pack_kernel,
+        1,
+        target_ptr=target.contiguous(),
+        packed=packed,
+        rows=rows,
+        chunk=chunk,
+        chunks=chunks,
+        ignore_index=ignore_index,
+        num_warps=8,
+    )
+    return packed
+
+
+def copy_rows(
+    source: Tensor, source_index: Tensor | None, result: Tensor, result_index: Tensor | None
+) -> None:
+    """Copy rows of the source to rows of the result, whose columns are adjacent."""
+    positions, width = min(len(source), len(result)), source.shape[1]
+    block = min(next_power_of_2(max(width, 1)), COPY_BLOCK)
+    launch(
+        linear_copy_kernel,
+        positions * cdiv(width, block),
+        source=StridedRows(source, *source.stride()),
+        source_index_ptr=source_index,
+        result=StridedRows(result, *result.stride()),
+        result_index_ptr=result_index,
+        width=width,
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
 def packed_gradients(
@@ -49,17 +175,17 @@ def packed_gradients(
     for i, part in enumerate(chunks(M, chunk)):
         index, limit = packed.index[part], packed.limits[i : i + 1]
         hidden = input.new_empty(len(index), H)
-        gather_rows(input, index, hidden)
+        copy_rows(input, index, hidden, None)
         # Logits past the limit are not written. Their labels are ignored, so their gradient is 0.
-        logits = grouped_mm(hidden, weight.T[None], offs=limit)
+        logits = F.grouped_mm(hidden, weight.T[None], offs=limit)
         write_gradient(logits, packed.target[part])
         if weight_grad and one_chunk:
-            dweight = grouped_mm(logits.T, hidden, offs=limit)[0]
+            dweight = F.grouped_mm(logits.T, hidden, offs=limit)[0]
         elif weight_grad:
             add_product(dweight, logits.T, hidden, is_first=i == 0)
         del hidden  # its memory is that of its gradient
         if input_grad:
-            scatter_rows(grouped_mm(logits, weight[None], offs=limit), index, result.input)
+            copy_rows(F.grouped_mm(logits, weight[None], offs=limit), None, result.input, index)
         del logits
     return result._replace(weight=dweight.to(weight.dtype))
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of given classes on a GPU: allocation and launches.
+"""Log-probabilities of given or of the most probable classes on a GPU: allocation and launches.
 
 A pass over all logits stands between passes over the logits of the ids: token statistics in the
 forward pass, and their gradient in the backward pass.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import row_view_or_copy
+from ....primitives.gpu.row_plan import StridedRows, row_view_or_copy, vector_width
 from ....runtime import checks
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
@@ -17,8 +17,10 @@ from ...cross_entropy.gpu.token_stats import token_stats, token_stats_backward
 from ..common import (
     EntryKernels,
     LogprobRows,
+    TopKRows,
     new_rest,
     other_classes,
+    topk_fake,
     with_ids,
     with_rest,
 )
@@ -28,15 +30,20 @@ from .entries import (
     logprobs_gather_kernel,
     logprobs_gradient_kernel,
     logprobs_kernel,
+    logprobs_rest_kernel,
     logprobs_totals_kernel,
 )
-from .rest import logprobs_rest_kernel
+from .topk import topk_logprobs_kernel
 
 BLOCK = 128  # entries of a program
 REST_BLOCK = 4096  # classes that a program reads together
 REST_WARPS = 8
 WARP = 32
 ROW_BLOCK = 1024  # entries of a program that sums over rows
+TOPK_VECTORS = 2  # that a lane loads at once
+LANE_BLOCK = 512  # classes of a lane that are read together
+# Classes from which on four and eight warps share a row.
+LONG_ROW, LONGEST_ROW = 4096, 32_768
 
 
 def gather_entries(
@@ -259,6 +266,41 @@ def logprobs_backward(
         softcap,
         ignore_index,
     )
+
+
+def topk_of_rows(
+    logits: Tensor, k: int, temperature: float, softcap: float, found: TopKRows
+) -> None:
+    """Write the k most probable classes of rows `[M, C]` to the results."""
+    classes, vector = logits.shape[1], vector_width(logits)
+    warps = 8 if classes >= LONGEST_ROW else 4 if classes >= LONG_ROW else 1
+    lanes = WARP * warps
+    per_lane = cdiv(classes, lanes)
+    launch(
+        topk_logprobs_kernel,
+        len(logits),
+        logits=StridedRows(logits, 0, *logits.stride()),
+        found=found,
+        classes=classes,
+        K=k,
+        temperature=temperature,
+        softcap=softcap,
+        HAS_SOFTCAP=softcap != 0,
+        ACC_DTYPE=tl_acc_dtype(found.maximum.dtype),
+        VEC=vector,
+        LANES=lanes,
+        BLOCK=lanes * vector * TOPK_VECTORS,
+        LANE_BLOCK=min(max(next_power_of_2(per_lane), vector), LANE_BLOCK),
+        num_warps=warps,
+    )
+
+
+def topk_logprobs(logits: Tensor, k: int, temperature: float, softcap: float) -> TopKRows:
+    """Find the k most probable classes of each row, `[..., C]`, and their log-probabilities."""
+    found = topk_fake(logits, k)
+    rows = logits.reshape(-1, logits.shape[-1])
+    topk_of_rows(rows, k, temperature, softcap, found)
+    return found
 
 
 ENTRY_KERNELS = EntryKernels(

@@ -23,11 +23,9 @@ from ....primitives.gpu.memory import (
 )
 from ....primitives.gpu.reduce import (
     by_lane,
+    lane_sum,
     merge_lanes,
     online_softmax,
-    row_sum,
-    tile_max,
-    tile_sum,
 )
 from ....primitives.gpu.sync import exchange_normalizer, next_part
 
@@ -63,11 +61,23 @@ def softmax_tile_kernel(
         at = input_ptrs + i * BLOCK_V * input.column
         tile_mask = mask if i == PARTS - 1 else row_mask
         x += (tl.load(at, mask=tile_mask, other=-float("inf")).to(ACC_DTYPE),)
-    shift = finite_shift(tl.max(tile_max(x), axis=1))[:, None]
+    maxima = x[0]  # type: ignore[misc]
+    for i in tl.static_range(1, PARTS):
+        maxima = tl.maximum(maxima, x[i])
+    shift = finite_shift(tl.max(maxima, axis=1))[:, None]
     terms = ()
     for i in tl.static_range(PARTS):
         terms += (exp(x[i] - shift) if LOG else exp_for_dtype(x[i] - shift, DTYPE),)
-    total = row_sum(tile_sum(terms), LANES, DTYPE)[:, None]
+    sums = terms[0]  # type: ignore[misc]
+    for i in tl.static_range(1, PARTS):
+        sums += terms[i]
+    # Sums for fp32 are in fp64, after those of each thread if it has a part of the row. Larger
+    # blocks have enough terms for the rounding errors to average out.
+    if DTYPE == tl.float32 and BLOCK_V <= 4096 and LANES > 1:
+        sums = lane_sum(by_lane(sums, LANES, 128 // DTYPE.primitive_bitwidth), False)
+        total = tl.sum(sums, axis=1).to(tl.float32)[:, None]
+    else:
+        total = sum_for_dtype(sums, 1, DTYPE)[:, None]
     scale = log_exact(total) if LOG else reciprocal(total)
     output_rows = output.ptr + batch * output.batch + row[:, None] * output.row
     output_ptrs = output_rows + column.to(tl.int64)[None, :] * output.column

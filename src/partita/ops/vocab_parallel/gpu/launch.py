@@ -14,14 +14,13 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.common import LossOptions
 from ...cross_entropy.gpu.plan import SUM_WORDS
-from ...cross_entropy.gpu.reduction import LossSum, mean_denominators, reduce_losses
-from ...cross_entropy.gpu.row_math import optional_terms
-from ...linear_heads.common import GradientCoefficients
+from ...cross_entropy.gpu.reduction import LossSum, reduce_losses, shares_of_denominators
+from ...linear_heads.common import GradientCoefficients, RowStatistics, empty_statistics
 from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
-from ..common import gradient_in_place, gradient_of_logits, pack_hidden, pack_logits
-from .merge import MergedRows, parallel_coefficients_kernel, parallel_fields_kernel
-from .one_pass import RankMemory, parallel_row_kernel
-from .plan import row_split, slots_per_row
+from ..common import gradient_of_logits, pack_hidden, pack_logits
+from .merge import parallel_coefficients_kernel, parallel_fields_kernel
+from .one_pass import OptionalTerms, parallel_row_kernel
+from .plan import RankMemory, row_split, slots_per_row
 
 parallel_logits = functools.partial(
     pack_logits, accumulate_logits=accumulate_logits, overwrites_state=True
@@ -33,7 +32,6 @@ parallel_linear = functools.partial(
     overwrites_state=True,
 )
 parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
-parallel_gradient_ = functools.partial(gradient_in_place, logits_gradient=logits_gradient)
 
 
 def parallel_fields(
@@ -46,27 +44,16 @@ def parallel_fields(
     ignore_index: int,
     smoothing: bool,
     entropy: bool,
-) -> tuple[Tensor, ...]:
+) -> RowStatistics:
     """Return the statistics of the rows from the packed states of all ranks."""
     world, _, M = gathered.shape
-    nll, logsumexp, maximum, sumexp = (gathered.new_empty(M) for _ in range(4))
-    smoothing_losses = gathered.new_empty(M if smoothing else 0)
-    entropies = gathered.new_empty(M if entropy else 0)
-    argmax = target.new_empty(M if entropy else 0, dtype=torch.int64)
+    results = empty_statistics(gathered, M, smoothing, entropy)
     launch(
         parallel_fields_kernel,
         cdiv(M, 128),
         gathered_ptr=gathered.contiguous(),
         target_ptr=target.contiguous(),
-        results=MergedRows(
-            nll,
-            logsumexp,
-            smoothing_losses if smoothing else None,
-            entropies if entropy else None,
-            argmax if entropy else None,
-            maximum,
-            sumexp,
-        ),
+        results=results,
         M=M,
         world=world,
         V=classes,
@@ -80,7 +67,7 @@ def parallel_fields(
         BLOCK=128,
         num_warps=4,
     )
-    return nll, logsumexp, smoothing_losses, entropies, argmax, maximum, sumexp
+    return results
 
 
 def parallel_coefficients(
@@ -91,7 +78,6 @@ def parallel_coefficients(
     grad_entropy: Tensor | None,
     class_weight: Tensor | None,
     entropies: Tensor,
-    smoothing: bool,
     classes: int,
     temperature: float,
     ignore_index: int,
@@ -100,8 +86,6 @@ def parallel_coefficients(
     M = len(target)
     grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
-    grad_smoothing = grad_smoothing if smoothing else None
-    grad_entropy = grad_entropy if entropies.numel() else None
     total_weight = None
     if class_weight is not None and grad_smoothing is not None:
         total_weight = class_weight.sum(dtype=like.dtype)
@@ -138,10 +122,7 @@ def parallel_coefficients(
 def parallel_one_pass(
     logits: Tensor,
     target: Tensor,
-    slots: Tensor,
-    peers: Tensor,
-    timed_out: Tensor,
-    failed: Tensor,
+    memory: RankMemory,
     max_polls: int,
     sizes: tuple[int, ...],
     rank: int,
@@ -150,7 +131,7 @@ def parallel_one_pass(
     """Return the sum or the mean of the losses, and the gradient of this rank's logits.
 
     The classes of a row of `logits` are contiguous; `sizes` are the numbers of classes of all
-    ranks. The five arguments after `target` are a `symmetric_memory.CallSlots`.
+    ranks. A program reads its slots `max_polls` times before it times out.
     """
     M, V_local = logits.shape
     itemsize = logits.element_size()
@@ -158,8 +139,8 @@ def parallel_one_pass(
     tile_counter = workspace[SUM_WORDS:]
     shares = None
     if options.reduction == "mean":  # this launch also clears the workspace
-        ignored = options.ignore_index
-        shares = mean_denominators(target, None, ignored, sum(sizes), workspace)
+        numbers = (options.ignore_index, sum(sizes), acc_dtype(logits.dtype))
+        shares = shares_of_denominators(target, None, None, *numbers, workspace)
     else:
         workspace.zero_()
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -171,7 +152,7 @@ def parallel_one_pass(
         logits=StridedRows(logits, 0, *logits.stride()),
         target_ptr=target,
         tile_counter_ptr=tile_counter,
-        memory=RankMemory(slots, peers, timed_out, failed),
+        memory=memory,
         losses=LossSum(losses, shares, None),
         dlogits=StridedRows(dlogits, 0, *dlogits.stride()),
         M=M,
@@ -182,7 +163,7 @@ def parallel_one_pass(
         splits=splits,
         max_polls=max_polls,
         ignore_index=options.ignore_index,
-        terms=optional_terms(options),
+        terms=OptionalTerms(options.softcap or None, options.z_loss or None),
         zero=0.0,
         WORLD=len(sizes),
         BLOCK_SLOTS=next_power_of_2(len(sizes) + slots_per_row(sizes, itemsize)),

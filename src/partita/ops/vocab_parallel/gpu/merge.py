@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E, finite_shift, log_exact
-
-
-class MergedRows(NamedTuple):
-    """Memory for the statistics of the rows over the classes of all ranks, [M] each.
-
-    Fields:
-        nll, logsumexp: the loss and the log-sum-exp.
-        smoothing_loss, entropy: the loss of evenly spread targets and the entropy, or None.
-        argmax: the lowest class with the maximum, int64, or None.
-        maximum, sumexp: the maximum, and the sum of exponentials.
-    """
-
-    nll: Any
-    logsumexp: Any
-    smoothing_loss: Any
-    entropy: Any
-    argmax: Any
-    maximum: Any
-    sumexp: Any
 
 
 @triton.jit
@@ -41,7 +20,7 @@ def parallel_fields_kernel(
     # origin, smoothing loss and sum of the class weights; with ENTROPY sum_x_exp and argmax
     gathered_ptr,
     target_ptr,  # [M]
-    results,  # MergedRows
+    results,  # RowStatistics [M]
     M,
     world,
     V,  # classes of all ranks

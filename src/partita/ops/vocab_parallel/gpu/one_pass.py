@@ -6,7 +6,7 @@ other parts, on its own GPU and on the others. The kernel reads and writes the l
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -35,22 +35,11 @@ from ...cross_entropy.gpu.row_part import (
 )
 
 
-class RankMemory(NamedTuple):
-    """The memory in which ranks exchange the statistics of rows.
+class OptionalTerms(NamedTuple):
+    """The soft-cap and the factor of the z-loss in fp32; the kernel has no code for None."""
 
-    Fields:
-        slots_ptr: the slots of this rank, [world + M * (world * splits + 1)] int64, zero: the
-            header of each rank, then for each row the pairs of all ranks' programs and the logit of
-            the label.
-        peers_ptr: the addresses of the slots of all ranks, [world] int64.
-        timed_out_ptr: whether a program of this rank has timed out in any call, [1] int64.
-        failed_ptr: the same for the host, [1] int32 on the host.
-    """
-
-    slots_ptr: Any
-    peers_ptr: Any
-    timed_out_ptr: Any
-    failed_ptr: Any
+    softcap: float | None
+    z_loss: float | None
 
 
 @triton.jit

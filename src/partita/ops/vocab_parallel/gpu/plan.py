@@ -1,8 +1,26 @@
-"""Sizes and launch options of the kernel in which the GPUs of one host share rows."""
+"""Memory and sizes of the kernel in which the GPUs of one host share rows."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+
+class RankMemory(NamedTuple):
+    """The memory in which ranks exchange the statistics of rows.
+
+    Fields:
+        slots_ptr: the slots of this rank, [world + M * (world * splits + 1)] int64, zero: the
+            header of each rank, then for each row the pairs of all ranks' programs and the logit of
+            the label.
+        peers_ptr: the addresses of the slots of all ranks, [world] int64.
+        timed_out_ptr: whether a program of this rank has timed out in any call, [1] int64.
+        failed_ptr: the same for the host, [1] int32 on the host.
+    """
+
+    slots_ptr: Any
+    peers_ptr: Any
+    timed_out_ptr: Any
+    failed_ptr: Any
 
 
 class RowSplit(NamedTuple):
