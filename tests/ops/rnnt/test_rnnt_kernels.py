@@ -9,6 +9,7 @@ from helpers.rows import KERNEL_DEVICES, kernel_devices
 from torch import Tensor
 
 import partita
+from partita.ops.rnnt.autograd import linear_rnnt
 from partita.ops.rnnt.gpu.plan import MARGIN, lattice_plan, row_tile
 from partita.testing import poisoned_memory
 
@@ -343,14 +344,12 @@ def linear(
     backend: str,
 ) -> Any:
     """Call the op of a loss from encoder and predictor."""
-    from partita.ops.rnnt import linear_autograd
-
     options: tuple[Any, ...] = ([0, 1, 2], False, 0.05, 0.0, 0.0)
     if name == "rnnt":
         inputs, options = [*inputs[:4], None, None, *inputs[4:]], ([], False, 0.0, 0.1, 0.2)
     wanted = [each is not None for each in inputs[:6]]
     rest = (activation, 0, *options, chunk, keep_logits, wanted, backend)
-    return linear_autograd.linear_rnnt(*inputs, factor, *rest)
+    return linear_rnnt(*inputs, factor, *rest)
 
 
 def test_the_tiles_of_rows() -> None:

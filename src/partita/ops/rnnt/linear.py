@@ -15,15 +15,8 @@ from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
 from ..linear_heads.common import cast_to_autocast
 from .arguments import Sequences, checked_durations, class_index, node_options, sequences_of
+from .autograd import TENSORS, LinearLoss, losses_of_joint
 from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS, reduce_losses
-from .linear_autograd import (
-    INPUTS,
-    TENSORS,
-    ReducedLoss,
-    UnreducedLosses,
-    linear_rnnt,
-    losses_of_joint,
-)
 from .plan import check_budget, joint_chunks
 
 
@@ -124,15 +117,10 @@ def _loss(
         gradient=any(wanted),
         reduced=is_reduced,
     )
-    args = (*tensors, *sequences, *options, cut.steps, cut.keeps_logits, wanted)
-    if not any(wanted):
-        losses = linear_rnnt(*args[:INPUTS], None, *args[INPUTS:], backend)[0]
-    elif is_reduced:
-        loss: Tensor = apply(ReducedLoss, *args, reduction, backend)[0]
-        return loss
-    else:
-        losses = apply(UnreducedLosses, *args, backend)
-    return reduce_losses(losses, sequences[2], reduction)
+    inside, after = (reduction, "none") if is_reduced and any(wanted) else ("none", reduction)
+    chunks = (cut.steps, cut.keeps_logits, wanted)
+    losses = apply(LinearLoss, *tensors, *sequences, *options, *chunks, inside, backend)[0]
+    return reduce_losses(losses, sequences[2], after)
 
 
 def linear_rnnt_loss(
