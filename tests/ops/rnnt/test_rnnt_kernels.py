@@ -183,9 +183,9 @@ def test_losses_and_gradients_of_tdt(durations: list[int], dtype: torch.dtype, d
 @kernel_devices
 def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of a scan may have more rows than its chunk."""
-    from partita.ops.rnnt.gpu import call
+    from partita.ops.rnnt.gpu import launch
 
-    T, U, new_scan, found = 8, 31, call.new_scan, []
+    T, U, new_scan, found = 8, 31, launch.new_scan, []
 
     def unwritten_states(*args: Any) -> Any:
         scan = new_scan(*args)
@@ -193,7 +193,7 @@ def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.Mo
         found.append(scan.states.zero_())
         return scan
 
-    monkeypatch.setattr(call, "new_scan", unwritten_states)
+    monkeypatch.setattr(launch, "new_scan", unwritten_states)
     plan, x = lattice_plan(1, T, U + 1), batch_of((1, T, U, 5), device, K=5)
     tdt(x, "triton", [0, 1, 2, 3, 4])
     assert plan.rows == T + U + 1  # A row beyond these would be one of the next sequence.

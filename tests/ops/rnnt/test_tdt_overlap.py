@@ -218,7 +218,7 @@ def test_against_the_reference(device: str) -> None:
 def test_words_before_the_scan(directions: int, device: str) -> None:
     """Only words that the next kernel writes are 0, and those that scans share."""
     from partita.ops.rnnt.gpu.arc_words import IMPOSSIBLE_ARC
-    from partita.ops.rnnt.gpu.call import NodeOptions, lattice_call, prepared_words
+    from partita.ops.rnnt.gpu.launch import NodeOptions, lattice_call, prepared_scan
 
     B, *_ = shape = (2, 9, 33, 6)
     logits, _, targets, steps, labels = batch_of(shape, device)
@@ -226,13 +226,12 @@ def test_words_before_the_scan(directions: int, device: str) -> None:
     call = lattice_call(logits, targets, steps, labels, options, directions == 2)
     sizes = call.plan
     with poisoned_memory():
-        memory, words = prepared_words(call)
-    assert memory.carries is not None
-    for zeros in (memory.flags, *memory.carries):
+        scan = prepared_scan(call)
+    for zeros in (scan.flags, scan.carries, scan.counter):
         assert not zeros.any()
-    assert len(memory.carries.words) == directions * sizes.num_chunks * B * sizes.carry_steps
+    assert len(scan.carries) == directions * sizes.num_chunks * B * sizes.carry_steps
     impossible = IMPOSSIBLE_ARC.value
-    for k, arcs in enumerate(words.view(2 * len(DURATIONS), sizes.nodes).cpu()):
+    for k, arcs in enumerate(scan.arcs.view(2 * len(DURATIONS), sizes.nodes).cpu()):
         margin = arcs[len(arcs) - plan.MARGIN :]
         assert (margin == impossible).all()
         d, is_label = DURATIONS[k % len(DURATIONS)], k >= len(DURATIONS)

@@ -112,10 +112,10 @@ def _cpu() -> ModuleType:
     return launch
 
 
-def _gpu() -> ModuleType:
-    from .gpu import launch
+def _gpu() -> tuple[ModuleType, ...]:
+    from .gpu import launch, launch_linear
 
-    return launch
+    return launch, launch_linear
 
 
 forward = register.define(

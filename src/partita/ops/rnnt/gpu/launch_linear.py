@@ -21,7 +21,14 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
 from ..common import ACTIVATIONS, chunk_ranges
 from ..plan import padded_width
-from .call import (
+from .gradient import DurationGradient
+from .joint import (
+    JointInput,
+    rnnt_joint_gradient_kernel,
+    rnnt_joint_kernel,
+    rnnt_predictor_sum_kernel,
+)
+from .launch import (
     NO_DURATIONS,
     LatticeCall,
     NodeOptions,
@@ -29,13 +36,6 @@ from .call import (
     launch_gradient,
     launch_nodes,
     scan_lattice,
-)
-from .gradient import DurationGradient
-from .joint import (
-    JointInput,
-    rnnt_joint_gradient_kernel,
-    rnnt_joint_kernel,
-    rnnt_predictor_sum_kernel,
 )
 
 # Steps of a program of the joint's gradient, and of one of a chunk that makes few programs. More

@@ -53,34 +53,6 @@ def step_of_rank(rank, first_u, sequence, BOTH_ENDS: tl.constexpr):
 
 
 @triton.jit
-def nodes_of_rank(program, lengths, T, B, U1, BOTH_ENDS: tl.constexpr):
-    """Return the nodes of a program, their sequence, and whether any is within its lengths.
-
-    Programs take the nodes of all sequences rank by rank.
-    """
-    blocks = tl.cdiv(U1, ROWS)
-    rank, b, first_u = program // (B * blocks), program // blocks % B, program % blocks * ROWS
-    sequence = load_sequence(b, lengths, T, U1)
-    is_node = (rank < sequence.length) & (first_u <= sequence.target_len)
-    t = step_of_rank(rank, first_u, sequence, BOTH_ENDS)
-    node = NodeRows(b, t, first_u, (b.to(tl.int64) * T + t) * U1 + first_u)
-    return node, sequence, is_node
-
-
-@triton.jit
-def program_roles(scans, nodes):
-    """Return the index of this program among the scans, and that among the programs with nodes.
-
-    One of them is out of range. The scans come first, but in the interpreter, which runs one
-    program after the other, last.
-    """
-    if UNFUSED:
-        return tl.program_id(0) - nodes, tl.program_id(0)
-    else:
-        return tl.program_id(0), tl.program_id(0) - scans
-
-
-@triton.jit
 def prefetch_rows(source, node, sequence, V):
     """Ask for the cache lines of the logits of some nodes.
 
@@ -160,7 +132,6 @@ def rnnt_overlap_kernel(
     durations,  # DurationLogits
     targets,  # Targets
     scan,  # Scan of words, which are prepared
-    carries,  # Carries, or None for one chunk
     T,
     B,
     U1,
@@ -185,18 +156,25 @@ def rnnt_overlap_kernel(
 
     Nodes beyond the lengths are neither read nor written.
     """
-    sizes = lattice_sizes(T, B, U1, num_chunks)
-    scans, programs = DIRECTIONS * B * sizes.num_chunks, T * B * tl.cdiv(U1, ROWS)
-    index, program = program_roles(scans, programs)
+    sizes, blocks = lattice_sizes(T, B, U1, num_chunks), tl.cdiv(U1, ROWS)
+    scans = DIRECTIONS * B * sizes.num_chunks
+    if UNFUSED:  # The interpreter runs one program after the other, so the scans come last.
+        index, program = tl.program_id(0) - T * B * blocks, tl.program_id(0)
+    else:
+        index, program = tl.program_id(0), tl.program_id(0) - scans
     if (index >= 0) & (index < scans):
         # It loads few rows together, because the pass over the logits needs the registers.
         BLOCK: tl.constexpr = 4 if num_kinds(CODE) == 2 else 2
-        inputs = (index, scan, carries, targets, target_stride, blank, V, sizes)
+        inputs = (index, scan, targets, target_stride, blank, V, sizes)
         scan_program(*inputs, DIRECTIONS, True, BLOCK, CODE, False, None)
     else:
-        node, sequence, is_node = nodes_of_rank(program, targets.lengths, T, B, U1, DIRECTIONS == 2)
-        if is_node:
-            origin = node.b.to(tl.int64) * stride_b + node.t.to(tl.int64) * stride_t
+        # Programs take the nodes of all sequences rank by rank.
+        rank, b, first_u = program // (B * blocks), program // blocks % B, program % blocks * ROWS
+        sequence = load_sequence(b, targets.lengths, T, U1)
+        t = step_of_rank(rank, first_u, sequence, DIRECTIONS == 2)
+        if (rank < sequence.length) & (first_u <= sequence.target_len):
+            node = NodeRows(b, t, first_u, (b.to(tl.int64) * T + t) * U1 + first_u)
+            origin = b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t
             options = (targets.labels, target_stride, blank, sigma, delay_penalty)
             source = NodeSource(logits, origin, stride_u, *options)
             inputs = (source, node, sequence, sizes, scan, V)
