@@ -28,8 +28,8 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .common import loss_factors, reduce_losses
-from .joint import chunk_mask, joint_hidden
+from .common import loss_factors, node_mask, reduce_losses
+from .joint import joint_hidden
 
 
 def _check_sequences(
@@ -278,7 +278,7 @@ def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
     encoder, predictor, *heads = tensors
     targets, logit_lengths, target_lengths, activation, *options, backend = rest
     T, U1 = encoder.shape[1], predictor.shape[1]
-    mask = chunk_mask(logit_lengths, target_lengths, 0, T, U1)
+    mask = node_mask(logit_lengths, target_lengths, 0, T, U1)
     hidden = joint_hidden(encoder, predictor, activation, mask)
     logits, duration_logits = (
         None if weight is None else torch.nn.functional.linear(hidden, weight, bias)

@@ -40,6 +40,13 @@ def valid_lengths(
     return SequenceLengths(steps, labels, invalid)
 
 
+def node_mask(steps: Tensor, labels: Tensor, first: int, T: int, U1: int) -> Tensor:
+    """Return which nodes of T steps from `first` on are within the lengths, `[B, T, U1]`."""
+    t = torch.arange(first, first + T, device=steps.device)
+    u = torch.arange(U1, device=steps.device)
+    return (t < steps[:, None])[:, :, None] & (u <= labels[:, None])[:, None]
+
+
 def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
     """Reduce the losses of the sequences, `[B]`.
 

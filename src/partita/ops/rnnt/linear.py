@@ -98,25 +98,14 @@ def _loss(
     backend, (encoder, predictor, weight) = current_backend(), tensors[:3]
     assert encoder is not None and predictor is not None and weight is not None
     refuse_forward_mode(*tensors)
-    grad_enabled = torch.is_grad_enabled()
-    wanted = [grad_enabled and requires_grad(x) for x in tensors]
-    is_reduced = reduction != "none" and encoder.dtype != torch.float16
     if top_transform() is not None:
         losses = losses_of_joint(tensors, (*sequences, *options, backend))
         return reduce_losses(losses, sequences[2], reduction)
-    B, T, D = encoder.shape
-    cut = joint_chunks(
-        B,
-        T,
-        predictor.shape[1] - 1,
-        D,
-        weight.shape[0],
-        encoder.dtype,
-        durations=len(options[2]),
-        memory_budget=memory_budget,
-        gradient=any(wanted),
-        reduced=is_reduced,
-    )
+    wanted = [torch.is_grad_enabled() and requires_grad(x) for x in tensors]
+    is_reduced = reduction != "none" and encoder.dtype != torch.float16
+    (B, T, D), V = encoder.shape, weight.shape[0]
+    sizes = (B, T, predictor.shape[1] - 1, D, V, encoder.dtype, len(options[2]))
+    cut = joint_chunks(*sizes, memory_budget, any(wanted), is_reduced)
     inside, after = (reduction, "none") if is_reduced and any(wanted) else ("none", reduction)
     chunks = (cut.steps, cut.keeps_logits, wanted)
     losses = apply(LinearLoss, *tensors, *sequences, *options, *chunks, inside, backend)[0]

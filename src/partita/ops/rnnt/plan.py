@@ -104,18 +104,8 @@ def linear_rnnt_plan(
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
     rows = batch * steps * (labels + 1)
     product = 2 * rows * hidden * (vocabulary + durations)
-    cut = joint_chunks(
-        batch,
-        steps,
-        labels,
-        hidden,
-        vocabulary,
-        dtype,
-        durations=durations,
-        memory_budget=memory_budget,
-        gradient=gradient,
-        reduced=reduced,
-    )
+    inputs = (batch, steps, labels, hidden, vocabulary, dtype)
+    cut = joint_chunks(*inputs, durations, memory_budget, gradient, reduced)
     if cut.keeps_logits:
         name, products, reason = "fast", 3, ALL_AT_ONCE
     elif not gradient:
@@ -146,7 +136,6 @@ def joint_chunks(
     hidden: int,
     vocabulary: int,
     dtype: torch.dtype,
-    *,
     durations: int,
     memory_budget: int | None,
     gradient: bool,

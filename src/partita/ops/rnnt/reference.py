@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ...runtime.dtypes import acc_dtype
-from .common import SequenceLengths, posteriors_of_kinds, valid_lengths
+from .common import SequenceLengths, node_mask, posteriors_of_kinds, valid_lengths
 from .joint import JointKernels, linear_op
-from .reference_lattice import Arc, best_paths, log_partition, node_mask, within_lattice
+from .reference_lattice import Arc, best_paths, log_partition, within_lattice
 
 
 def arcs_of(durations: Sequence[int]) -> tuple[Arc, ...]:
@@ -90,7 +90,7 @@ def score_arcs(
 
     The first is `[A, B, T, U1]` fp64, that of the blanks first.
     """
-    mask = node_mask(steps, labels, *logits.shape[1:3])
+    mask = node_mask(steps, labels, 0, *logits.shape[1:3])
     tokens, lse = token_scores(logits, targets, mask, blank, fused, hat)
     if duration_logits is None:
         return tokens, lse, lse.new_empty(0)
@@ -307,11 +307,11 @@ def rnnt_align(
     inputs = (logits, duration_logits, targets, lengths.steps, lengths.labels)
     scores = score_arcs(*inputs, blank, durations, fused, False, sigma)[0]
     used, arcs, _ = usable_arcs(scores, lengths, durations, 0.0)
-    paths = best_paths(used, arcs, lengths)
-    invalid, dtype = lengths.invalid | paths.score.isnan(), acc_dtype(logits.dtype)
-    steps = paths.steps.masked_fill(invalid[:, None], -1)
-    label_scores = torch.where(invalid[:, None], torch.nan, paths.scores)
-    score = torch.where(invalid, torch.nan, paths.score)
+    steps, label_scores, score = best_paths(used, arcs, lengths)
+    invalid, dtype = lengths.invalid | score.isnan(), acc_dtype(logits.dtype)
+    steps = steps.masked_fill(invalid[:, None], -1)
+    label_scores = torch.where(invalid[:, None], torch.nan, label_scores)
+    score = torch.where(invalid, torch.nan, score)
     return steps, label_scores.to(dtype), score.to(dtype)
 
 

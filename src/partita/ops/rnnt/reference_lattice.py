@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...primitives.semiring import Log, Max
-from .common import SequenceLengths
+from .common import SequenceLengths, node_mask
 
 
 class Arc(NamedTuple):
@@ -30,34 +30,13 @@ class Arc(NamedTuple):
     labels: int
 
 
-class BestPaths(NamedTuple):
-    """The best path of each sequence.
-
-    Fields:
-        steps: the step that emits each label, `[B, U]`; -1 where there is none.
-        scores: the score of the label's arc, `[B, U]` fp64; 0 where there is none.
-        score: the score of the path, `[B]` fp64.
-    """
-
-    steps: Tensor
-    scores: Tensor
-    score: Tensor
-
-
-def node_mask(steps: Tensor, labels: Tensor, T: int, U1: int) -> Tensor:
-    """Return which nodes are within the lengths, `[B, T, U1]`."""
-    t = torch.arange(T, device=steps.device)
-    u = torch.arange(U1, device=steps.device)
-    return (t < steps[:, None])[:, :, None] & (u <= labels[:, None])[:, None]
-
-
 def within_lattice(scores: Tensor, arcs: Sequence[Arc], lengths: SequenceLengths) -> Tensor:
     """Return the scores of the arcs, `[A, B, T, U1]`, which are -inf for arcs that leave it.
 
     An arc leads to a node, or as a blank from the last label to the end of the path.
     """
     T, U1 = scores.shape[2:]
-    inside = node_mask(lengths.steps, lengths.labels, T, U1)
+    inside = node_mask(lengths.steps, lengths.labels, 0, T, U1)
     t = torch.arange(T, device=scores.device)[:, None]
     u = torch.arange(U1, device=scores.device)
     steps, labels = lengths.steps[:, None, None], lengths.labels[:, None, None]
@@ -168,13 +147,19 @@ def log_partition(
         after = _previous_label(after[:, arc.steps + arc.labels :], arc.labels)
         posteriors.append((alpha + score + after - shift).exp())
     found = unskewed(torch.stack(posteriors), T + 1)[..., :T, :]
-    return logz, torch.where(node_mask(lengths.steps, lengths.labels, T, U1), found, 0.0)
+    return logz, torch.where(node_mask(lengths.steps, lengths.labels, 0, T, U1), found, 0.0)
 
 
-def best_paths(scores: Tensor, arcs: Sequence[Arc], lengths: SequenceLengths) -> BestPaths:
+def best_paths(
+    scores: Tensor, arcs: Sequence[Arc], lengths: SequenceLengths
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the best path of each sequence, traced from its end.
 
     Among equally good arcs into a node, it takes the first in the order of `arcs`.
+
+    Returns:
+        The step that emits each label, `[B, U]`, -1 where there is none; the score of its arc,
+        `[B, U]` fp64, 0 where there is none; and the score of the path, `[B]` fp64.
     """
     _, B, _, U1 = scores.shape
     skew, batch = by_diagonals(scores), torch.arange(B, device=scores.device)
@@ -203,8 +188,5 @@ def best_paths(scores: Tensor, arcs: Sequence[Arc], lengths: SequenceLengths) ->
                 label_scores[batch, column] = skew[i][batch, t + u, u]
     position = torch.arange(U1 - 1, device=scores.device)
     found = (position < lengths.labels[:, None]) & (score > -torch.inf)[:, None]
-    return BestPaths(
-        steps=torch.where(found, steps[:, :-1], -1),
-        scores=torch.where(found, label_scores[:, :-1], 0.0),
-        score=score,
-    )
+    steps = torch.where(found, steps[:, :-1], -1)
+    return steps, torch.where(found, label_scores[:, :-1], 0.0), score

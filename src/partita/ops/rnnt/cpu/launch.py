@@ -160,18 +160,18 @@ def rnnt_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients in logits and durations, or with `inplace` write them over these."""
     labels, options = as_integers(targets), (fused, hat, clamp, 1.0 + fastemit_lambda)
-    result, found = _result(logits, inplace), logits.new_empty(0)
+    result, found = logits, logits.new_empty(0)
+    if not inplace:
+        result = empty_batch(logits.shape, logits.dtype)
     nodes = (grad, logits, lse, posteriors, labels, blank, result)
     _write_gradient(write_gradient, *nodes, *options)
     if duration_logits is not None:
-        found = _result(duration_logits, inplace)
+        found = duration_logits
+        if not inplace:
+            found = empty_batch(found.shape, found.dtype)
         nodes = (grad, duration_logits, duration_lse, posteriors, labels, blank, found)
         _write_gradient(write_duration_gradient, *nodes)
     return result, found
-
-
-def _result(logits: Tensor, inplace: bool) -> Tensor:
-    return logits if inplace else empty_batch(logits.shape, logits.dtype)
 
 
 def rnnt_gradient_(

@@ -180,13 +180,6 @@ def finish_row(result: Any, clamp: float, grad: float) -> None:
             result[c] *= grad
 
 
-@jit
-def subtract_label(result: Any, targets: Any, b: int, u: int, posterior: float) -> None:
-    """Subtract the posterior of the label that leaves a node; it is 0 where there is none."""
-    if posterior != 0.0 and u < targets.shape[1] and 0 <= targets[b, u] < len(result):
-        result[targets[b, u]] -= posterior
-
-
 @jit(nogil=True)
 def write_gradient(
     share: Any,
@@ -227,7 +220,9 @@ def write_gradient(
                     row_result[blank_class] = label * apart - blank * rest
                 else:
                     row_result[blank_class] -= blank
-                subtract_label(row_result, targets, b, u, label)
+                # The posterior of a label is 0 where there is none.
+                if label != 0.0 and u < targets.shape[1] and 0 <= targets[b, u] < V:
+                    row_result[targets[b, u]] -= label
                 finish_row(row_result, clamp, grad[b])
             store_node(result, b, t, u, row_result)
 
