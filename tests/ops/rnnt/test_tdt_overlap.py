@@ -218,7 +218,7 @@ def test_against_the_reference(device: str) -> None:
 def test_words_before_the_scan(directions: int, device: str) -> None:
     """Only words that the next kernel writes are 0, and those that scans share."""
     from partita.ops.rnnt.gpu.arc_words import IMPOSSIBLE_ARC
-    from partita.ops.rnnt.gpu.launch import NodeOptions, lattice_call, prepared_scan
+    from partita.ops.rnnt.gpu.launch import NodeOptions, lattice_call, launch_arcs, word_scan
 
     B, *_ = shape = (2, 9, 33, 6)
     logits, _, targets, steps, labels = batch_of(shape, device)
@@ -226,13 +226,15 @@ def test_words_before_the_scan(directions: int, device: str) -> None:
     call = lattice_call(logits, targets, steps, labels, options, directions == 2)
     sizes = call.plan
     with poisoned_memory():
-        scan = prepared_scan(call)
+        arcs = call.empty_arcs()
+        scan = word_scan(call, arcs)
+        launch_arcs(call, arcs, None, None, awaited=True)
     for zeros in (scan.flags, scan.carries, scan.counter):
         assert not zeros.any()
     assert len(scan.carries) == directions * sizes.num_chunks * B * sizes.carry_steps
     impossible = IMPOSSIBLE_ARC.value
-    for k, arcs in enumerate(scan.arcs.view(2 * len(DURATIONS), sizes.nodes).cpu()):
-        margin = arcs[len(arcs) - plan.MARGIN :]
+    for k, words in enumerate(scan.arcs.view(2 * len(DURATIONS), sizes.nodes).cpu()):
+        margin = words[len(words) - plan.MARGIN :]
         assert (margin == impossible).all()
         d, is_label = DURATIONS[k % len(DURATIONS)], k >= len(DURATIONS)
         if d == 0 and not is_label:
@@ -245,7 +247,7 @@ def test_words_before_the_scan(directions: int, device: str) -> None:
                     ends = t + d == length and u == target_len and not is_label
                     if (t + d < length and (u < target_len or not is_label)) or ends:
                         expected[b, u // 32, t + u % 32, u % 32] = 0
-        assert torch.equal(arcs[: -plan.MARGIN].view(expected.shape), expected)
+        assert torch.equal(words[: -plan.MARGIN].view(expected.shape), expected)
 
 
 def test_which_sizes_overlap() -> None:

@@ -19,7 +19,7 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype, zeroed_words
 from ...ctc.gpu.lanes import launch_lanes
 from .arc_rows import Scan
-from .arcs import DurationLogits, rnnt_arcs_kernel, rnnt_words_kernel
+from .arcs import DurationLogits, rnnt_arcs_kernel
 from .gradient import (
     DURATION_NODES,
     DurationGradient,
@@ -256,12 +256,17 @@ def launch_nodes(
 
 
 def launch_arcs(
-    call: LatticeCall, arcs: Tensor, duration_logits: Tensor | None, flags: Tensor | None
+    call: LatticeCall,
+    arcs: Tensor,
+    duration_logits: Tensor | None,
+    flags: Tensor | None,
+    awaited: bool = False,
 ) -> Tensor:
     """Turn the scores of blank and label into arcs, and return the durations' log-sum-exps.
 
     Without `flags`, the arcs are scores in fp64. Otherwise they are words, and sequences in which
-    one is NaN are flagged. The log-sum-exps are empty if no gradient or no duration needs them.
+    one is NaN are flagged. Where they are `awaited`, all words are prepared for a scan that waits
+    for them. The log-sum-exps are empty if no gradient or no duration needs them.
     """
     lse = call.empty_lse() if duration_logits is not None else arcs.new_empty(0)
     launch(
@@ -273,18 +278,12 @@ def launch_arcs(
         flags_ptr=flags,
         **call.sizes,
         CODE=call.kinds.code,
+        AWAITED=awaited,
         PRECISE=call.dtype == torch.float64,
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
     return lse
-
-
-def empty_states(call: LatticeCall) -> Tensor | None:
-    """Return memory for α and β, or None if no gradient needs them."""
-    if not call.need_posteriors:
-        return None
-    return torch.empty((2, call.plan.nodes), dtype=torch.int64, device=call.device)
 
 
 def new_scan(call: LatticeCall, arcs: Tensor, states: Tensor | None, totals: Tensor) -> Scan:
@@ -294,29 +293,11 @@ def new_scan(call: LatticeCall, arcs: Tensor, states: Tensor | None, totals: Ten
     return Scan(arcs, states, flags, totals, carries, counter)
 
 
-def prepared_scan(call: LatticeCall) -> Scan:
-    """Return a scan that waits for its arcs, whose words are prepared by one launch."""
-    B, carries = call.B, call.carry_words
-    # Rows of words start on 256 bytes.
-    zeros = cdiv(B + carries + 1, CHUNK) * CHUNK
-    size = zeros + MARGIN + call.kinds.number * call.plan.nodes
-    words = torch.empty(size, dtype=torch.int64, device=call.device)
-    launch(
-        rnnt_words_kernel,
-        call.chunk_programs + MARGIN // BLOCK_NODES + cdiv(zeros + MARGIN, BLOCK_NODES),
-        words_ptr=words,
-        lengths=call.targets.lengths,
-        zeros=zeros,
-        **call.sizes,
-        CODE=call.kinds.code,
-        BLOCK=BLOCK_NODES,
-        num_warps=4,
-    )
-    shared: list[Tensor | None] = [None, None]
-    if carries:
-        shared = [words[B : B + carries], words[B + carries : B + carries + 1]]
-    totals = words.new_empty((2, B))
-    return Scan(words[zeros + MARGIN :], empty_states(call), words[:B], totals, *shared)
+def word_scan(call: LatticeCall, arcs: Tensor) -> Scan:
+    """Return a scan of words, with memory for its results."""
+    words = arcs.view(torch.int64)
+    states = words.new_empty((2, call.plan.nodes)) if call.need_posteriors else None
+    return new_scan(call, words, states, words.new_empty((2, call.B)))
 
 
 def scan_block(kinds: int, device: torch.device) -> int:
@@ -336,8 +317,7 @@ def scan_lattice(
 
     `arcs` has the scores of blank and label at all nodes.
     """
-    words = arcs.view(torch.int64)
-    scan = new_scan(call, words, empty_states(call), words.new_empty((2, call.B)))
+    scan = word_scan(call, arcs)
     duration_lse = launch_arcs(call, arcs, duration_logits, scan.flags)
     launch_lanes(
         SCAN,
@@ -369,7 +349,9 @@ def scan_beside_rows(
     B, T, U1 = call.B, call.T, call.U1
     options, tile = call.options, tile_of(logits)
     duration_lse = call.empty_lse() if duration_logits is not None else lse.new_empty(0)
-    scan = prepared_scan(call)
+    arcs = call.empty_arcs()
+    scan = word_scan(call, arcs)
+    launch_arcs(call, arcs, None, None, awaited=True)
     launch(
         rnnt_overlap_kernel,
         call.directions * B * call.plan.num_chunks + B * T * cdiv(U1, NODES_PER_PROGRAM),

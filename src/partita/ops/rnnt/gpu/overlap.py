@@ -6,7 +6,7 @@ them as `nodes.py` and `arcs.py` do. A program that computes arcs waits for none
 end, and the scans with them: `plan.overlaps` allows so few that all scans run at the same time.
 
 An arc is a message by itself: one 64-bit word, which is 0 before it is written. Arcs that leave the
-lattice have no program. `arcs.rnnt_words_kernel` has written words of the probability 0 for them,
+lattice have no program. `arcs.rnnt_arcs_kernel` has written words of the probability 0 for them,
 and 0 for the others. No other order of memory accesses matters, so the programs need no fence and
 no counter.
 
