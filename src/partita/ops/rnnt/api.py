@@ -16,7 +16,6 @@ from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from ...runtime.sizes import same_sizes
 from . import autograd as _rnnt
 from .arguments import (
-    Sequences,
     checked_durations,
     clamp_bound,
     class_index,
@@ -125,7 +124,7 @@ def rnnt_loss(
     of_gradient = (clamp_bound(clamp), fastemit, inplace)
     losses = _rnnt.losses_of(inputs, nodes, of_gradient, current_backend())
     reduction = "mean_batch" if reduction == "mean" else reduction
-    return reduce_losses(losses, sequences.target_lengths, reduction)
+    return reduce_losses(losses, sequences[2], reduction)
 
 
 def rnnt_align(
@@ -179,7 +178,7 @@ def _checked_tdt(
     blank_token_id: int,
     durations: Sequence[int],
     sigma: float,
-) -> tuple[Sequences, int, list[int], float]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], int, list[int], float]:
     """Check the arguments, and return targets and lengths, the blank, the durations and sigma."""
     node_logits("token_logits", token_logits, "V")
     node_logits("duration_logits", duration_logits, "K")
@@ -267,7 +266,7 @@ def tdt_loss(
     nodes = (blank, numbers, True, False, sigma, 0.0)
     losses = _rnnt.losses_of(inputs, nodes, (0.0, 0.0, False), current_backend())
     reduction = "mean_length" if reduction == "mean" else reduction
-    return reduce_losses(losses, sequences.target_lengths, reduction)
+    return reduce_losses(losses, sequences[2], reduction)
 
 
 def tdt_align(

@@ -1,9 +1,9 @@
-"""Transducer losses from encoder and predictor, one chunk of the joint network at a time.
+"""Transducer losses by the functions of a backend: from logits, or from encoder and predictor.
 
 The joint `[B, T, U + 1, V]` need not exist at once. The first pass reduces the logits of each node
 to the log-probabilities of its arcs. The scan turns these into posteriors. The second pass turns
 the logits into their gradient, and this into gradients of the inputs. The loops and the matrix
-products are the same on every device; a backend supplies the rest as `JointKernels`.
+products are the same on every device; a backend supplies the rest as `Kernels`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...runtime.dtypes import acc_dtype
 from .common import SequenceLengths, chunk_ranges, node_mask, valid_lengths
 
 
-class JointKernels(NamedTuple):
+class Kernels(NamedTuple):
     """The functions of one backend.
 
     Fields:
@@ -131,78 +131,108 @@ def _add_chunk(
         d_predictor[rows] += dx.sum(1)
 
 
-def linear_op(kernels: JointKernels) -> Callable[..., Any]:
-    """Return the op of the losses from encoder and predictor, by the functions of a backend."""
+def rnnt_forward(
+    kernels: Kernels,
+    logits: Tensor,
+    duration_logits: Tensor | None,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    durations: Sequence[int],
+    fused: bool,
+    hat: bool,
+    sigma: float,
+    delay_penalty: float,
+    need_posteriors: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return minus the log-probability of each target, and what its gradient needs.
 
-    def linear_rnnt(
-        encoder: Tensor,
-        predictor: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        duration_weight: Tensor | None,
-        duration_bias: Tensor | None,
-        targets: Tensor,
-        logit_lengths: Tensor,
-        target_lengths: Tensor,
-        factor: Tensor | None,
-        activation: str,
-        blank: int,
-        durations: Sequence[int],
-        hat: bool,
-        sigma: float,
-        delay_penalty: float,
-        fastemit_lambda: float,
-        chunk: int,
-        keep_logits: int,
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the losses `[B]`, and the gradients of the sum of factor * loss.
+    Without durations and their logits it is that of RNN-T.
 
-        These are the gradients of encoder, predictor, and matrix and bias of tokens and of
-        durations. Each is empty if it is not `wanted`, and all of them are without a factor.
-        """
-        (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(weight)
-        lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-        heads = (weight, bias, duration_weight, duration_bias)
-        joint = Joint(encoder, predictor, *heads, activation, lengths)
-        ranges, num_arcs = chunk_ranges(B, T, chunk), 2 * max(len(durations), 1)
-        needs_gradient = factor is not None and any(wanted)
-        saved: list[tuple[Tensor, Tensor | None]] = []
-        arcs = encoder.new_empty((num_arcs, B, T, U1), dtype=torch.float64)
-        lses, scores = arcs.new_empty((2, B, T, U1)), (blank, durations, True, hat, sigma)
-        for rows, steps in ranges:
-            logits = joint.logits(joint.hidden(rows, steps))
-            within = (lengths.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
-            nodes = (*logits, targets[rows], within, lengths.labels[rows])
-            arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(*nodes, *scores)
-            for lse, each in zip(lses, chunk_lses, strict=True):
-                if each.numel():
-                    lse[rows, steps] = each
-            if keep_logits and needs_gradient:
-                saved.append(logits)
-        dtype = acc_dtype(encoder.dtype)
-        options = (durations, delay_penalty, needs_gradient, dtype)
-        losses, posteriors = kernels.sum_paths(arcs, lengths, *options)
-        # The gradients grow chunk by chunk.
-        sums = [
-            encoder.new_zeros(tensor.shape, dtype=dtype)
-            if tensor is not None and wants and needs_gradient
-            else None
-            for tensor, wants in zip(joint[:6], wanted, strict=True)
-        ]
-        if factor is not None and needs_gradient:
-            for i, (rows, steps) in enumerate(ranges):
-                hidden = joint.hidden(rows, steps)
-                logits = saved[i] if keep_logits else joint.logits(hidden)
-                nodes = (*logits, *lses[:, rows, steps], posteriors[:, rows, steps], targets[rows])
-                sizes = (lengths.steps[rows], lengths.labels[rows])
-                numbers = (blank, True, hat, 0.0, fastemit_lambda)
-                dlogits = kernels.gradient(factor[rows], *nodes, *sizes, *numbers)
-                _add_chunk(sums, joint, hidden, dlogits, rows, steps)
-        # Gradients have the dtype of the inputs; those that are not wanted are empty.
-        found: Any = (
-            encoder.new_empty(0) if each is None else each.to(encoder.dtype) for each in sums
-        )
-        return losses, *found
+    Returns:
+        The losses `[B]`, the log-sum-exps of logits (empty unless `fused`) and durations (empty
+        for RNN-T), each `[B, T, U1]` fp64, and the posteriors of blanks, of labels and of each
+        duration, `[2 + K, B, T, U1]`. The last three are empty unless `need_posteriors`. An
+        invalid sequence has the loss and posteriors NaN.
+    """
+    T, V = logits.shape[1], logits.shape[3]
+    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+    inputs = (logits, duration_logits, targets, lengths.steps, lengths.labels)
+    scores, *lses = kernels.score_arcs(*inputs, blank, durations, fused, hat, sigma)
+    options = (durations, delay_penalty, need_posteriors, acc_dtype(logits.dtype))
+    losses, posteriors = kernels.sum_paths(scores, lengths, *options)
+    if not need_posteriors:
+        lses = [scores.new_empty(0), scores.new_empty(0)]
+    return losses, lses[0], lses[1], posteriors
 
-    return linear_rnnt
+
+def linear_rnnt(
+    kernels: Kernels,
+    encoder: Tensor,
+    predictor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    duration_weight: Tensor | None,
+    duration_bias: Tensor | None,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    factor: Tensor | None,
+    activation: str,
+    blank: int,
+    durations: Sequence[int],
+    hat: bool,
+    sigma: float,
+    delay_penalty: float,
+    fastemit_lambda: float,
+    chunk: int,
+    keep_logits: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the losses `[B]`, and the gradients of the sum of factor * loss.
+
+    These are the gradients of encoder, predictor, and matrix and bias of tokens and of
+    durations. Each is empty if it is not `wanted`, and all of them are without a factor.
+    """
+    (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(weight)
+    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+    heads = (weight, bias, duration_weight, duration_bias)
+    joint = Joint(encoder, predictor, *heads, activation, lengths)
+    ranges, num_arcs = chunk_ranges(B, T, chunk), 2 * max(len(durations), 1)
+    needs_gradient = factor is not None and any(wanted)
+    saved: list[tuple[Tensor, Tensor | None]] = []
+    arcs = encoder.new_empty((num_arcs, B, T, U1), dtype=torch.float64)
+    lses, scores = arcs.new_empty((2, B, T, U1)), (blank, durations, True, hat, sigma)
+    for rows, steps in ranges:
+        logits = joint.logits(joint.hidden(rows, steps))
+        within = (lengths.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
+        nodes = (*logits, targets[rows], within, lengths.labels[rows])
+        arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(*nodes, *scores)
+        for lse, each in zip(lses, chunk_lses, strict=True):
+            if each.numel():
+                lse[rows, steps] = each
+        if keep_logits and needs_gradient:
+            saved.append(logits)
+    dtype = acc_dtype(encoder.dtype)
+    options = (durations, delay_penalty, needs_gradient, dtype)
+    losses, posteriors = kernels.sum_paths(arcs, lengths, *options)
+    # The gradients grow chunk by chunk.
+    sums = [
+        encoder.new_zeros(tensor.shape, dtype=dtype)
+        if tensor is not None and wants and needs_gradient
+        else None
+        for tensor, wants in zip(joint[:6], wanted, strict=True)
+    ]
+    if factor is not None and needs_gradient:
+        for i, (rows, steps) in enumerate(ranges):
+            hidden = joint.hidden(rows, steps)
+            logits = saved[i] if keep_logits else joint.logits(hidden)
+            nodes = (*logits, *lses[:, rows, steps], posteriors[:, rows, steps], targets[rows])
+            sizes = (lengths.steps[rows], lengths.labels[rows])
+            numbers = (blank, True, hat, 0.0, fastemit_lambda)
+            dlogits = kernels.gradient(factor[rows], *nodes, *sizes, *numbers)
+            _add_chunk(sums, joint, hidden, dlogits, rows, steps)
+    # Gradients have the dtype of the inputs; those that are not wanted are empty.
+    found: Any = (encoder.new_empty(0) if each is None else each.to(encoder.dtype) for each in sums)
+    return losses, *found

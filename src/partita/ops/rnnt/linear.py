@@ -14,7 +14,7 @@ from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
 from ..linear_heads.common import cast_to_autocast
-from .arguments import Sequences, checked_durations, class_index, node_options, sequences_of
+from .arguments import checked_durations, class_index, node_options, sequences_of
 from .autograd import TENSORS, LinearLoss, losses_of_joint
 from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS, reduce_losses
 from .plan import check_budget, joint_chunks
@@ -58,7 +58,7 @@ def _check_inputs(named: dict[str, Any]) -> None:
 
 def _prepare(
     named: dict[str, Any], sequences: tuple[Tensor, Lengths, Lengths], options: Sequence[Any]
-) -> tuple[Sequence[Any], Sequences]:
+) -> tuple[Sequence[Any], Sequence[Tensor]]:
     """Return the checked tensors in the dtype of autocast, None for those of no durations.
 
     With them come the checked targets and lengths. The options are the activation, the reduction

@@ -22,8 +22,8 @@ from ....primitives.cpu.batch import (
     run_over_sequences,
 )
 from ....runtime.dtypes import acc_dtype
+from .. import joint
 from ..common import SequenceLengths, posteriors_of_kinds, valid_lengths
-from ..joint import JointKernels, linear_op
 from .nodes import (
     Batch,
     Upstream,
@@ -64,7 +64,9 @@ def score_arcs(
     if duration_logits is not None:
         args = (batch, as_steps(duration_logits), arcs.steps, scores, duration_lse)
         run_over_sequences(add_durations, work, duration_logits.shape[3], *args)
-    return torch.from_numpy(scores), torch.from_numpy(lse), torch.from_numpy(duration_lse)
+    # Log-sum-exps that are not there are `[0]`.
+    found: Any = (torch.from_numpy(x if x.size else x.ravel()) for x in (scores, lse, duration_lse))
+    return tuple(found)
 
 
 def sum_paths(
@@ -91,33 +93,6 @@ def sum_paths(
 def _arrays_of(lengths: SequenceLengths) -> Any:
     steps, labels = map(as_integers, lengths[:2])
     return SequenceLengths(steps, labels, lengths.invalid.numpy())  # type: ignore[arg-type]
-
-
-def rnnt_forward(
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    hat: bool,
-    sigma: float,
-    delay_penalty: float,
-    need_posteriors: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return losses `[B]`, log-sum-exps `[B, T, U1]` and posteriors `[2 + K, B, T, U1]`."""
-    T, V = logits.shape[1], logits.shape[3]
-    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    nodes = (logits, duration_logits, targets, lengths.steps, lengths.labels)
-    scores, *lses = score_arcs(*nodes, blank, durations, fused, hat, sigma)
-    options = (durations, delay_penalty, need_posteriors, acc_dtype(logits.dtype))
-    losses, posteriors = sum_paths(scores, lengths, *options)
-    lse, duration_lse = (
-        lse if need_posteriors and lse.numel() else scores.new_empty(0) for lse in lses
-    )
-    return losses, lse, duration_lse, posteriors
 
 
 def _write_gradient(
@@ -207,6 +182,6 @@ def rnnt_align(
     return steps, label_scores.to(dtype), score.to(dtype)
 
 
-linear_rnnt = linear_op(
-    JointKernels(score_arcs, sum_paths, functools.partial(rnnt_gradient, inplace=True))
-)
+KERNELS = joint.Kernels(score_arcs, sum_paths, functools.partial(rnnt_gradient, inplace=True))
+rnnt_forward = functools.partial(joint.rnnt_forward, KERNELS)
+linear_rnnt = functools.partial(joint.linear_rnnt, KERNELS)

@@ -72,6 +72,7 @@ class ArcChunk(NamedTuple):
         nodes: offset from the arcs of a kind to those of the next kind.
         label_offset: offset from a row to the arcs of labels of duration 0 into (α) or out of (β)
             each lane, `[32]`. Those into the first lane are in the previous chunk.
+        duration_offset: offset from the arcs of a duration to those of one step less.
         sent_ptr, received_ptr: the carries that the chunk sends and receives, one for each step.
         sends, receives: whether there is a next and a previous chunk in the direction of the scan.
     """
@@ -86,6 +87,7 @@ class ArcChunk(NamedTuple):
     arcs_ptr: tl.tensor
     nodes: tl.tensor
     label_offset: tl.tensor
+    duration_offset: tl.tensor
     sent_ptr: tl.tensor
     received_ptr: tl.tensor
     sends: tl.tensor
@@ -138,16 +140,16 @@ def chunk_of_program(index, scan, lengths, sizes, DIRECTIONS: tl.constexpr, LAYO
     # The first lane of all has no lane before it. It reads its own arcs, by which no path enters.
     before_first = tl.where(c_u > 0, 32 * 32 + 31 - rows * 32, 0)
     before = tl.where(lane > 0, lane - 1, before_first) - 32
+    lanes = (sequence, lane, u, end_row)
+    turns = (forward, tl.where(forward > 0, -1, end_row + 1), 2 * forward - 1)
     label_offset = tl.where(forward > 0, before, lane)
+    arcs = (scan.arcs + offset, sizes.nodes, label_offset, 32 * forward)
     sent_ptr, received_ptr = scan.flags, scan.flags  # any addresses serve one chunk
     if scan.carries is not None:
-        stride = B.to(tl.int64) * sizes.carry_steps
-        sent_ptr = scan.carries + (direction * sizes.num_chunks + c) * stride
-        sent_ptr = sent_ptr + b * sizes.carry_steps
+        steps = sizes.carry_steps
+        stride = B.to(tl.int64) * steps
+        sent_ptr = scan.carries + (direction * sizes.num_chunks + c) * stride + b * steps
         received_ptr = sent_ptr - stride
-    first_row, step = tl.where(forward > 0, -1, end_row + 1), 2 * forward - 1
-    lanes, turns = (sequence, lane, u, end_row), (forward, first_row, step)
-    arcs = (scan.arcs + offset, sizes.nodes, label_offset)
     chunk = ArcChunk(*lanes, *turns, *arcs, sent_ptr, received_ptr, c < last, c > 0)
     return chunk, offset, b, c <= last
 
@@ -208,7 +210,7 @@ def load_block_arcs(chunk, turn, WAIT: tl.constexpr, BLOCK: tl.constexpr, CODE: 
         for i in tl.static_range(num_kinds(CODE)):
             d = (CODE >> (8 * i)) & 127
             # The sum in brackets is the same in all turns, and the one after it for all kinds.
-            ptr = chunk.arcs_ptr + (i * chunk.nodes - d * (32 * chunk.forward))
+            ptr = chunk.arcs_ptr + (i * chunk.nodes - d * chunk.duration_offset)
             if (CODE >> (8 * i)) & 128:
                 ptr = ptr + (row * 32 + chunk.label_offset)
             else:

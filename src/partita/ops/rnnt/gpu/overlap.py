@@ -171,9 +171,10 @@ def rnnt_overlap_kernel(
         # Programs take the nodes of all sequences rank by rank.
         rank, b, first_u = program // (B * blocks), program // blocks % B, program % blocks * ROWS
         sequence = load_sequence(b, targets.lengths, T, U1)
+        is_node = (rank < sequence.length) & (first_u <= sequence.target_len)
         t = step_of_rank(rank, first_u, sequence, DIRECTIONS == 2)
-        if (rank < sequence.length) & (first_u <= sequence.target_len):
-            node = NodeRows(b, t, first_u, (b.to(tl.int64) * T + t) * U1 + first_u)
+        node = NodeRows(b, t, first_u, (b.to(tl.int64) * T + t) * U1 + first_u)
+        if is_node:
             origin = b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t
             options = (targets.labels, target_stride, blank, sigma, delay_penalty)
             source = NodeSource(logits, origin, stride_u, *options)
