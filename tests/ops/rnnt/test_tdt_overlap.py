@@ -218,12 +218,12 @@ def test_against_the_reference(device: str) -> None:
 def test_words_before_the_scan(directions: int, device: str) -> None:
     """Only words that the next kernel writes are 0, and those that scans share."""
     from partita.ops.rnnt.gpu.arc_words import IMPOSSIBLE_ARC
-    from partita.ops.rnnt.gpu.launch import NodeOptions, lattice_call, launch_arcs, word_scan
+    from partita.ops.rnnt.gpu.launch import LatticeCall, as_targets, launch_arcs, word_scan
 
-    B, *_ = shape = (2, 9, 33, 6)
+    B, T, U, V = shape = (2, 9, 33, 6)
     logits, _, targets, steps, labels = batch_of(shape, device)
-    options = NodeOptions(0, DURATIONS, True, False, 0.0, 0.0)
-    call = lattice_call(logits, targets, steps, labels, options, directions == 2)
+    options = (directions == 2, 0, DURATIONS, True, False, 0.0, 0.0)
+    call = LatticeCall(as_targets(targets, steps, labels), B, T, U + 1, V, logits.dtype, *options)
     sizes = call.plan
     with poisoned_memory():
         arcs = call.empty_arcs()

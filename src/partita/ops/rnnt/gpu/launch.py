@@ -52,10 +52,14 @@ from .scan_best import BEST_SCAN, rnnt_backtrace_kernel
 BLOCK_NODES = 128  # nodes of a program
 
 
-class NodeOptions(NamedTuple):
-    """The options of the scores of the arcs.
+class LatticeCall(NamedTuple):
+    """A batch of lattices.
 
     Fields:
+        targets: the targets and the lengths.
+        B, T, U1, V: the sizes of the logits.
+        dtype: their dtype.
+        need_posteriors: whether a gradient follows, which needs β and the log-sum-exps too.
         blank: the class of the blank.
         durations: those of a TDT, or none for RNN-T.
         fused: whether the logits are normalized; otherwise they are log-probabilities.
@@ -64,33 +68,19 @@ class NodeOptions(NamedTuple):
         delay_penalty: added to a label's score, times the steps before the middle.
     """
 
-    blank: int
-    durations: Sequence[int]
-    fused: bool
-    hat: bool
-    sigma: float
-    delay_penalty: float
-
-
-class LatticeCall(NamedTuple):
-    """A batch of lattices.
-
-    Fields:
-        targets: the targets and the lengths.
-        options: the options of the scores of the arcs.
-        B, T, U1, V: the sizes of the logits.
-        dtype: their dtype.
-        need_posteriors: whether a gradient follows, which needs β and the log-sum-exps too.
-    """
-
     targets: Targets
-    options: NodeOptions
     B: int
     T: int
     U1: int
     V: int
     dtype: torch.dtype
     need_posteriors: bool
+    blank: int
+    durations: Sequence[int]
+    fused: bool
+    hat: bool
+    sigma: float
+    delay_penalty: float
 
     @property
     def plan(self) -> LatticePlan:
@@ -100,7 +90,7 @@ class LatticeCall(NamedTuple):
     @property
     def kinds(self) -> ArcKinds:
         """The kinds of arcs."""
-        return arc_kinds(tuple(self.options.durations))
+        return arc_kinds(tuple(self.durations))
 
     @property
     def device(self) -> torch.device:
@@ -124,7 +114,7 @@ class LatticeCall(NamedTuple):
             "targets": self.targets,
             **self.sizes,
             "V": self.V,
-            "blank": self.options.blank,
+            "blank": self.blank,
             "target_stride": self.targets.stride,
             "CODE": self.kinds.code,
         }
@@ -133,14 +123,6 @@ class LatticeCall(NamedTuple):
     def chunk_programs(self) -> int:
         """The programs that have BLOCK_NODES nodes each of all chunks."""
         return self.B * self.plan.num_chunks * cdiv(self.plan.rows * CHUNK, BLOCK_NODES)
-
-    @property
-    def carry_words(self) -> int:
-        """The words that chunks hand to their neighbors; 0 if there is one chunk."""
-        plan = self.plan
-        if plan.num_chunks == 1:
-            return 0
-        return self.directions * plan.num_chunks * self.B * plan.carry_steps
 
     def empty_lse(self) -> Tensor:
         """Return memory for the log-sum-exps of the nodes, empty if no gradient follows."""
@@ -151,20 +133,6 @@ class LatticeCall(NamedTuple):
         """Return memory for the arcs, `[kinds * nodes]` after a margin; see `arcs.py`."""
         size = MARGIN + self.kinds.number * self.plan.nodes
         return torch.empty(size, dtype=torch.float64, device=self.device)[MARGIN:]
-
-
-def lattice_call(
-    logits: Tensor,
-    labels: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    options: NodeOptions,
-    need_posteriors: bool,
-) -> LatticeCall:
-    """Return the call of a batch of logits, `[B, T, U1, V]`."""
-    B, T, U1, V = logits.shape
-    targets = as_targets(labels, logit_lengths, target_lengths)
-    return LatticeCall(targets, options, B, T, U1, V, logits.dtype, need_posteriors)
 
 
 def as_targets(labels: Tensor, logit_lengths: Tensor, target_lengths: Tensor) -> Targets:
@@ -232,7 +200,6 @@ def launch_nodes(
         first_step: the first step, counted over all sequences.
         steps: the number of steps.
     """
-    options = call.options
     launch(
         rnnt_nodes_kernel,
         steps * cdiv(call.U1, NODES_PER_PROGRAM),
@@ -243,13 +210,13 @@ def launch_nodes(
         first_step=first_step,
         **call.sizes,
         V=call.V,
-        blank=options.blank,
-        sigma=options.sigma,
-        delay_penalty=options.delay_penalty,
+        blank=call.blank,
+        sigma=call.sigma,
+        delay_penalty=call.delay_penalty,
         target_stride=call.targets.stride,
         **node_strides(logits, call.T),
-        FUSED=options.fused,
-        HAT=options.hat,
+        FUSED=call.fused,
+        HAT=call.hat,
         DTYPE=tl_acc_dtype(logits.dtype),
         **tile_options(tile_of(logits)),
     )
@@ -288,7 +255,9 @@ def launch_arcs(
 
 def new_scan(call: LatticeCall, arcs: Tensor, states: Tensor | None, totals: Tensor) -> Scan:
     """Return a scan of arcs with the zeroed words that it needs, all of one fill."""
-    size = call.carry_words
+    chunks, size = call.plan.num_chunks, 0
+    if chunks > 1:  # the words that chunks hand to their neighbors
+        size = call.directions * chunks * call.B * call.plan.carry_steps
     counter, flags, carries = zeroed_words(call.device, int(size > 0), max(call.B, 1), size)
     return Scan(arcs, states, flags, totals, carries, counter)
 
@@ -336,7 +305,7 @@ def scan_lattice(
 def may_overlap(call: LatticeCall) -> bool:
     """Return whether the scan runs beside the pass over the logits; see `plan.overlaps`."""
     # Log-probabilities are not read as rows.
-    if not call.options.fused or target_of(call.device).vendor != "nvidia":
+    if not call.fused or target_of(call.device).vendor != "nvidia":
         return False
     itemsize = call.dtype.itemsize
     return overlaps(call.B, call.T, call.U1, call.V, itemsize, call.directions, call.kinds)
@@ -347,7 +316,7 @@ def scan_beside_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `scan_lattice` does, and write the log-sum-exps, by a scan beside their pass."""
     B, T, U1 = call.B, call.T, call.U1
-    options, tile = call.options, tile_of(logits)
+    tile = tile_of(logits)
     duration_lse = call.empty_lse() if duration_logits is not None else lse.new_empty(0)
     arcs = call.empty_arcs()
     scan = word_scan(call, arcs)
@@ -359,12 +328,12 @@ def scan_beside_rows(
         durations=duration_logits_of(duration_logits, duration_lse),
         scan=scan,
         **call.scan_arguments,
-        sigma=options.sigma,
-        delay_penalty=options.delay_penalty,
+        sigma=call.sigma,
+        delay_penalty=call.delay_penalty,
         **node_strides(logits, T),
         DIRECTIONS=call.directions,
-        HAT=options.hat,
-        maxnreg=overlap_registers(tile, options.hat, call.kinds),
+        HAT=call.hat,
+        maxnreg=overlap_registers(tile, call.hat, call.kinds),
         **tile_options(tile),
     )
     nll, posteriors = launch_posteriors(call, scan)
@@ -376,7 +345,7 @@ def launch_posteriors(call: LatticeCall, scan: Scan) -> tuple[Tensor, Tensor]:
 
     These are those of blanks, of labels and of each duration, `[2 + K, B, T, U1]`.
     """
-    dtype, K = acc_dtype(call.dtype), len(call.options.durations)
+    dtype, K = acc_dtype(call.dtype), len(call.durations)
     shape = (2 + K, call.B, call.T, call.U1) if call.need_posteriors else (0,)
     nll = torch.empty(call.B, dtype=dtype, device=call.device)
     posteriors = torch.empty(shape, dtype=dtype, device=call.device)
@@ -464,8 +433,9 @@ def rnnt_forward(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the losses, the log-sum-exps of logits and durations, and the posteriors."""
-    options = NodeOptions(blank, durations, fused, hat, sigma, delay_penalty)
-    call = lattice_call(logits, labels, logit_lengths, target_lengths, options, need_posteriors)
+    (B, T, U1, V), targets = logits.shape, as_targets(labels, logit_lengths, target_lengths)
+    options = (blank, durations, fused, hat, sigma, delay_penalty)
+    call = LatticeCall(targets, B, T, U1, V, logits.dtype, need_posteriors, *options)
     lse = call.empty_lse() if fused else torch.empty(0, dtype=LSE_DTYPE, device=logits.device)
     if may_overlap(call):
         nll, duration_lse, posteriors = scan_beside_rows(call, logits, lse, duration_logits)
@@ -528,12 +498,13 @@ def rnnt_align(
     sigma: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the steps and scores of the labels on the best path, and its score."""
-    options = NodeOptions(blank, durations, fused, False, sigma, 0.0)
-    call = lattice_call(logits, labels, logit_lengths, target_lengths, options, False)
+    (B, T, U1, V), targets = logits.shape, as_targets(labels, logit_lengths, target_lengths)
+    options = (blank, durations, fused, False, sigma, 0.0)
+    call = LatticeCall(targets, B, T, U1, V, logits.dtype, False, *options)
     arcs = call.empty_arcs()
     launch_nodes(call, logits, call.empty_lse(), arcs, 0, call.B * call.T)
     launch_arcs(call, arcs, duration_logits, None)
-    B, U1, device = call.B, call.U1, call.device
+    device = call.device
     pointers = torch.empty(call.plan.nodes, dtype=torch.int8, device=device)
     scan = new_scan(call, arcs, pointers, torch.empty(B, dtype=torch.float64, device=device))
     launch_lanes(

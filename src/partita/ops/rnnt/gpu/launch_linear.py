@@ -31,7 +31,6 @@ from .joint import (
 from .launch import (
     NO_DURATIONS,
     LatticeCall,
-    NodeOptions,
     as_targets,
     launch_gradient,
     launch_nodes,
@@ -130,7 +129,7 @@ def compute_chunks(
         logits: memory for the logits of the greatest chunk, or of all chunks.
         are_kept: whether it has the logits of all chunks.
     """
-    (_, _, B, T, U1, V, *_), D = call.lattice, call.encoder.shape[2]
+    (_, B, T, U1, V, *_), D = call.lattice, call.encoder.shape[2]
     for sequences, steps in ranges:
         number, length = sequences.stop - sequences.start, steps.stop - steps.start
         first = sequences.start * T + steps.start
@@ -261,11 +260,11 @@ def linear_rnnt(
     """
     matrix, biases = joint_head(weight, bias, duration_weight, duration_bias)
     targets = as_targets(labels, logit_lengths, target_lengths)
-    options = NodeOptions(blank, durations, True, hat, sigma, delay_penalty)
+    options = (blank, durations, True, hat, sigma, delay_penalty)
     (B, T, D), U1, V = encoder.shape, predictor.shape[1], len(weight)
     needs_gradient = factor is not None and any(wanted)
     keep_logits = keep_logits and needs_gradient
-    lattice = LatticeCall(targets, options, B, T, U1, V, encoder.dtype, needs_gradient)
+    lattice = LatticeCall(targets, B, T, U1, V, encoder.dtype, needs_gradient, *options)
     index = ACTIVATIONS.index(activation)
     call = JointCall(encoder, predictor, matrix, biases, index, lattice)
     ranges = chunk_ranges(B, T, chunk)
