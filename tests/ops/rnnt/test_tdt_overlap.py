@@ -226,9 +226,8 @@ def test_words_before_the_scan(directions: int, device: str) -> None:
     call = LatticeCall(as_targets(targets, steps, labels), B, T, U + 1, V, logits.dtype, *options)
     sizes = call.plan
     with poisoned_memory():
-        arcs = call.empty_arcs()
-        scan = word_scan(call, arcs)
-        launch_arcs(call, arcs, None, None, awaited=True)
+        scan = word_scan(call, call.empty_arcs())
+        launch_arcs(call, scan.arcs, None, None)
     for zeros in (scan.flags, scan.carries, scan.counter):
         assert not zeros.any()
     assert len(scan.carries) == directions * sizes.num_chunks * B * sizes.carry_steps

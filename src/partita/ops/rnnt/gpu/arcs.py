@@ -12,8 +12,6 @@ do. So each kind ends with a margin of probability 0, and the first one follows 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -28,18 +26,6 @@ from .arc_words import (
     sum_of_terms,
 )
 from .lattice import MARGIN, SIZES, lattice_sizes, load_sequence, log_sum
-
-
-class DurationLogits(NamedTuple):
-    """The logits of the durations, `[B, T, U1, K]`, contiguous.
-
-    Fields:
-        ptr: the logits, or None for RNN-T.
-        lse_ptr: the log-sum-exps of the nodes, `[B, T, U1]`, or None.
-    """
-
-    ptr: tl.tensor
-    lse_ptr: tl.tensor
 
 
 @triton.jit
@@ -82,16 +68,15 @@ def duration_probabilities(durations, node, mask, K: tl.constexpr, DTYPE: tl.con
 
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_arcs_kernel(
-    arcs_ptr,  # [kinds, B, num_chunks, rows, 32] fp64; a margin is before it
-    durations,  # DurationLogits
+    arcs_ptr,  # [kinds, B, num_chunks, rows, 32] fp64, or int64 if awaited; a margin is before it
+    durations,  # Durations
     lengths,  # Lengths
-    flags_ptr,  # [B] int64, zero; or None for scores and for arcs that a scan awaits
+    flags_ptr,  # [B] int64, zero; or None for scores and awaited arcs
     T,
     B,
     U1,
     num_chunks,
     CODE: tl.constexpr,  # the kinds of arcs; see `arc_rows.py`
-    AWAITED: tl.constexpr,  # whether the arcs are written while a scan waits for them
     PRECISE: tl.constexpr,  # see `arc_words.py`
     BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
 ):
@@ -100,21 +85,22 @@ def rnnt_arcs_kernel(
     These are in the first kind of blanks and the first of labels. Arcs that leave the lattice have
     the probability 0, also those of nodes beyond the lengths, and so have the margins, which the
     programs after those of the last sequence write. Words flag a sequence in which an arc is NaN.
-    The words of arcs that a scan awaits become 0.
+    The words of arcs that other programs write while a scan awaits them become 0.
     """
+    AWAITED: tl.constexpr = arcs_ptr.dtype.element_ty == tl.int64
     WORDS: tl.constexpr = flags_ptr is not None
     K: tl.constexpr = num_kinds(CODE) // 2
     sizes = lattice_sizes(T, B, U1, num_chunks)
-    blocks = tl.cdiv(sizes.rows * 32, BLOCK)
-    chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    program, blocks = tl.program_id(0), tl.cdiv(sizes.rows * 32, BLOCK)
+    chunk, block = program // blocks, program % blocks
     index = block * BLOCK + tl.arange(0, BLOCK)
     t, u = index // 32 - index % 32, chunk % num_chunks * 32 + index % 32
     # The programs after those of the last chunk have the margin after it.
     is_margin = index * 0 + chunk >= B * num_chunks
-    b = tl.minimum(chunk // num_chunks, B - 1)
+    b, chunk_offset = tl.minimum(chunk // num_chunks, B - 1), chunk.to(tl.int64) * sizes.rows * 32
     sequence = load_sequence(b, lengths, T, U1)
     mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
-    offset, in_array = chunk.to(tl.int64) * sizes.rows * 32 + index, index < sizes.rows * 32
+    offset, in_array = chunk_offset + index, index < sizes.rows * 32
     if not AWAITED:
         factors = ((t * 0.0 + 1.0, t * 0),)
         if durations.ptr is not None:
@@ -130,7 +116,7 @@ def rnnt_arcs_kernel(
         # No scan reads blanks of duration 0, but the margin after them.
         is_read = in_array if (CODE >> (8 * i)) & 255 else is_margin
         if AWAITED:
-            arc = tl.where(valid, 0, IMPOSSIBLE_ARC).to(tl.float64, bitcast=True)
+            arc = tl.where(valid, 0, IMPOSSIBLE_ARC)
         elif WORDS:
             word, is_nan = arc_word(tokens[i // K], factors[i % K], valid & is_read, PRECISE)
             arc, has_nan = word.to(tl.float64, bitcast=True), has_nan | is_nan

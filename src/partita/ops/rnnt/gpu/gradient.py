@@ -197,20 +197,6 @@ class StridedLogits(NamedTuple):
     v: tl.tensor
 
 
-class DurationGradient(NamedTuple):
-    """The logits of the durations and their gradient, `[B, T, U1, K]`, both contiguous.
-
-    Fields:
-        ptr: the logits, or None for RNN-T.
-        lse_ptr: the log-sum-exps of the nodes, `[B, T, U1]`.
-        grad_ptr: the gradient.
-    """
-
-    ptr: tl.tensor
-    lse_ptr: tl.tensor
-    grad_ptr: tl.tensor
-
-
 @triton.jit
 def store_duration_gradients(program, grad, durations, T, B, U1, K: tl.constexpr):
     """Write the gradient in the logits of the durations of some nodes."""
@@ -241,7 +227,7 @@ def store_duration_gradients(program, grad, durations, T, B, U1, K: tl.constexpr
 def rnnt_gradient_kernel(
     grad,  # Upstream
     logits,  # Logits, all of them or those of some steps; without log-sum-exps log-probabilities
-    durations,  # DurationGradient
+    durations,  # Durations
     dlogits,  # StridedLogits, which may be the logits
     first_step,  # the first step in `logits`, counted over all sequences
     steps,  # the number of steps

@@ -19,15 +19,14 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype, zeroed_words
 from ...ctc.gpu.lanes import launch_lanes
 from .arc_rows import Scan
-from .arcs import DurationLogits, rnnt_arcs_kernel
+from .arcs import rnnt_arcs_kernel
 from .gradient import (
     DURATION_NODES,
-    DurationGradient,
     StridedLogits,
     Upstream,
     rnnt_gradient_kernel,
 )
-from .lattice import Lengths, Targets
+from .lattice import Durations, Lengths, Targets
 from .nodes import rnnt_nodes_kernel
 from .overlap import rnnt_overlap_kernel
 from .plan import (
@@ -142,10 +141,10 @@ def as_targets(labels: Tensor, logit_lengths: Tensor, target_lengths: Tensor) ->
     return Targets(labels, Lengths(logit_lengths, target_lengths))
 
 
-def duration_logits_of(logits: Tensor | None, lse: Tensor) -> DurationLogits:
+def duration_logits_of(logits: Tensor | None, lse: Tensor) -> Durations:
     """Return the logits of the durations, None for RNN-T, as kernels take them."""
     contiguous = None if logits is None else logits.contiguous()
-    return DurationLogits(contiguous, lse if lse.numel() else None)
+    return Durations(contiguous, lse if lse.numel() else None, None)
 
 
 def tile_of(*tensors: Tensor) -> RowTile:
@@ -223,17 +222,14 @@ def launch_nodes(
 
 
 def launch_arcs(
-    call: LatticeCall,
-    arcs: Tensor,
-    duration_logits: Tensor | None,
-    flags: Tensor | None,
-    awaited: bool = False,
+    call: LatticeCall, arcs: Tensor, duration_logits: Tensor | None, flags: Tensor | None
 ) -> Tensor:
     """Turn the scores of blank and label into arcs, and return the durations' log-sum-exps.
 
     Without `flags`, the arcs are scores in fp64. Otherwise they are words, and sequences in which
-    one is NaN are flagged. Where they are `awaited`, all words are prepared for a scan that waits
-    for them. The log-sum-exps are empty if no gradient or no duration needs them.
+    one is NaN are flagged. Where `arcs` are int64, there are no scores, and the words are prepared
+    for a scan that awaits them. The log-sum-exps are empty if no gradient or no duration needs
+    them.
     """
     lse = call.empty_lse() if duration_logits is not None else arcs.new_empty(0)
     launch(
@@ -245,7 +241,6 @@ def launch_arcs(
         flags_ptr=flags,
         **call.sizes,
         CODE=call.kinds.code,
-        AWAITED=awaited,
         PRECISE=call.dtype == torch.float64,
         BLOCK=BLOCK_NODES,
         num_warps=4,
@@ -302,15 +297,6 @@ def scan_lattice(
     return nll, duration_lse, posteriors
 
 
-def may_overlap(call: LatticeCall) -> bool:
-    """Return whether the scan runs beside the pass over the logits; see `plan.overlaps`."""
-    # Log-probabilities are not read as rows.
-    if not call.fused or target_of(call.device).vendor != "nvidia":
-        return False
-    itemsize = call.dtype.itemsize
-    return overlaps(call.B, call.T, call.U1, call.V, itemsize, call.directions, call.kinds)
-
-
 def scan_beside_rows(
     call: LatticeCall, logits: Tensor, lse: Tensor, duration_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,9 +304,8 @@ def scan_beside_rows(
     B, T, U1 = call.B, call.T, call.U1
     tile = tile_of(logits)
     duration_lse = call.empty_lse() if duration_logits is not None else lse.new_empty(0)
-    arcs = call.empty_arcs()
-    scan = word_scan(call, arcs)
-    launch_arcs(call, arcs, None, None, awaited=True)
+    scan = word_scan(call, call.empty_arcs())
+    launch_arcs(call, scan.arcs, None, None)
     launch(
         rnnt_overlap_kernel,
         call.directions * B * call.plan.num_chunks + B * T * cdiv(U1, NODES_PER_PROGRAM),
@@ -366,7 +351,7 @@ def launch_posteriors(call: LatticeCall, scan: Scan) -> tuple[Tensor, Tensor]:
     return nll, posteriors
 
 
-NO_DURATIONS = DurationGradient(None, None, None)
+NO_DURATIONS = Durations(None, None, None)
 
 
 def launch_gradient(
@@ -382,7 +367,7 @@ def launch_gradient(
     hat: bool,
     clamp: float,
     fastemit_lambda: float,
-    durations: DurationGradient = NO_DURATIONS,
+    durations: Durations = NO_DURATIONS,
 ) -> None:
     """Write the gradient of the logits of `steps` steps, which may replace the logits.
 
@@ -437,11 +422,13 @@ def rnnt_forward(
     options = (blank, durations, fused, hat, sigma, delay_penalty)
     call = LatticeCall(targets, B, T, U1, V, logits.dtype, need_posteriors, *options)
     lse = call.empty_lse() if fused else torch.empty(0, dtype=LSE_DTYPE, device=logits.device)
-    if may_overlap(call):
+    sizes = (B, T, U1, V, call.dtype.itemsize, call.directions, call.kinds)
+    # Log-probabilities are not read as rows.
+    if fused and target_of(call.device).vendor == "nvidia" and overlaps(*sizes):
         nll, duration_lse, posteriors = scan_beside_rows(call, logits, lse, duration_logits)
         return nll, lse, duration_lse, posteriors
     arcs = call.empty_arcs()
-    launch_nodes(call, logits, lse, arcs, 0, call.B * call.T)
+    launch_nodes(call, logits, lse, arcs, 0, B * T)
     nll, duration_lse, posteriors = scan_lattice(call, arcs, duration_logits)
     return nll, lse, duration_lse, posteriors
 
@@ -471,7 +458,7 @@ def rnnt_gradient(
     durations = NO_DURATIONS
     if duration_logits is not None:
         ddurations = logits.new_empty(duration_logits.shape)
-        durations = DurationGradient(duration_logits.contiguous(), duration_lse, ddurations)
+        durations = Durations(duration_logits.contiguous(), duration_lse, ddurations)
     targets = as_targets(labels, logit_lengths, target_lengths)
     inputs = (grad, logits, lse if fused else None, posteriors, targets, dlogits)
     steps = logits.shape[0] * logits.shape[1]

@@ -19,15 +19,15 @@ from torch.nn.functional import pad
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
+from ...linear_heads.plan import padded_width
 from ..common import ACTIVATIONS, chunk_ranges
-from ..plan import padded_width
-from .gradient import DurationGradient
 from .joint import (
     JointInput,
     rnnt_joint_gradient_kernel,
     rnnt_joint_kernel,
     rnnt_predictor_sum_kernel,
 )
+from .lattice import Durations
 from .launch import (
     NO_DURATIONS,
     LatticeCall,
@@ -220,17 +220,6 @@ def add_gradients(call: JointCall, chunk: Chunk, dhidden: Tensor, found: Gradien
         )
 
 
-def new_gradients(call: JointCall, wanted: Sequence[bool]) -> Gradients:
-    """Return memory for the gradients of encoder, predictor, matrix and bias that are wanted."""
-    encoder, weight, dtype = call.encoder, call.weight, acc_dtype(call.encoder.dtype)
-    shapes = (call.predictor.shape, weight.shape, weight.shape[:1])
-    sums = (
-        encoder.new_zeros(shape, dtype=dtype) if wants else None
-        for shape, wants in zip(shapes, wanted[1:], strict=True)
-    )
-    return Gradients(encoder.new_empty(encoder.shape) if wanted[0] else None, *sums)
-
-
 def linear_rnnt(
     encoder: Tensor,
     predictor: Tensor,
@@ -283,11 +272,18 @@ def linear_rnnt(
     nll, duration_lse, posteriors = scan_lattice(lattice, arcs, duration_logits)
     found = Gradients(None, None, None, None)
     if factor is not None and needs_gradient:
-        found = new_gradients(call, (*wanted[:2], any(wanted[2::2]), any(wanted[3::2])))
+        shapes = (predictor.shape, matrix.shape, matrix.shape[:1])
+        sums = (
+            encoder.new_zeros(shape, dtype=acc_dtype(encoder.dtype)) if wants else None
+            for shape, wants in zip(
+                shapes, (wanted[1], any(wanted[2::2]), any(wanted[3::2])), strict=True
+            )
+        )
+        found = Gradients(encoder.new_empty(encoder.shape) if wanted[0] else None, *sums)
         dhidden, of_durations = torch.empty_like(hidden), NO_DURATIONS
         if duration_logits is not None:
             d_durations = torch.empty_like(duration_logits)
-            of_durations = DurationGradient(duration_logits, duration_lse, d_durations)
+            of_durations = Durations(duration_logits, duration_lse, d_durations)
         for part in compute_chunks(call, ranges, hidden, logits, keep_logits):
             inputs = (factor, part.tokens, lse, posteriors, targets, part.tokens)
             steps, scores = part.sequences * part.steps, (blank, hat, 0.0, fastemit_lambda)

@@ -53,25 +53,6 @@ def step_of_rank(rank, first_u, sequence, BOTH_ENDS: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(source, node, sequence, V):
-    """Ask for the cache lines of the logits of some nodes.
-
-    A program reads one row after the other, so it would wait for memory once for each row. The
-    registers of the scans leave too few programs on a multiprocessor to hide that time.
-    """
-    if not UNFUSED:
-        logits_ptr, stride_v, _ = source.logits
-        PER_LINE: tl.constexpr = 1024 // logits_ptr.dtype.element_ty.primitive_bitwidth
-        lines, lane = tl.cdiv(V, PER_LINE), tl.arange(0, 32)
-        rows = tl.minimum(ROWS, sequence.target_len + 1 - node.first_u)
-        for first in range(0, rows * lines, 32):
-            line = tl.minimum(first + lane, rows * lines - 1)
-            u, column = node.first_u + line // lines, line % lines * PER_LINE
-            offset = source.origin + u.to(tl.int64) * source.stride_u
-            prefetch_line(logits_ptr + (offset + column_offset(column, stride_v)))
-
-
-@triton.jit
 def store_arc_words(
     durations,
     source,
@@ -99,7 +80,19 @@ def store_arc_words(
     if durations.ptr is not None:
         ptr = durations.ptr + (node.index + tl.arange(0, ROWS)[:, None]) * K + k
         values = tl.load(ptr, mask=is_kind, other=-float("inf"))
-        prefetch_rows(source, node, sequence, V)
+        if not UNFUSED:
+            # Ask for the cache lines of the logits. A program reads one row after the other, so it
+            # would wait for memory once for each row. The registers of the scans leave too few
+            # programs on a multiprocessor to hide that time.
+            logits_ptr, stride_v, _ = source.logits
+            PER_LINE: tl.constexpr = 1024 // logits_ptr.dtype.element_ty.primitive_bitwidth
+            lines, lane = tl.cdiv(V, PER_LINE), tl.arange(0, 32)
+            rows = tl.minimum(ROWS, sequence.target_len + 1 - node.first_u)
+            for first in range(0, rows * lines, 32):
+                line = tl.minimum(first + lane, rows * lines - 1)
+                row, column = node.first_u + line // lines, line % lines * PER_LINE
+                offset = source.origin + row.to(tl.int64) * source.stride_u
+                prefetch_line(logits_ptr + (offset + column_offset(column, stride_v)))
     blank_score, label_score = score_arcs(
         source, node, sequence, V, True, HAT, VEC, EDGES, PIECES, BLOCK_V, tl.float32
     )
@@ -129,7 +122,7 @@ def store_arc_words(
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_overlap_kernel(
     logits,  # Logits of the tokens
-    durations,  # DurationLogits
+    durations,  # Durations
     targets,  # Targets
     scan,  # Scan of words, which are prepared
     T,
