@@ -178,8 +178,8 @@ def _checked_tdt(
     blank_token_id: int,
     durations: Sequence[int],
     sigma: float,
-) -> tuple[tuple[Tensor, Tensor, Tensor], int, list[int], float]:
-    """Check the arguments, and return targets and lengths, the blank, the durations and sigma."""
+) -> tuple[tuple[Tensor, ...], int, list[int], float]:
+    """Return both logits, targets and lengths, the blank, the durations and sigma, all checked."""
     node_logits("token_logits", token_logits, "V")
     node_logits("duration_logits", duration_logits, "K")
     checks.device("duration_logits", duration_logits, token_logits, "token_logits")
@@ -198,7 +198,7 @@ def _checked_tdt(
     sequences = sequences_of(targets, logit_lengths, target_lengths, nodes, token_logits.device)
     blank = class_index("blank_token_id", blank_token_id, token_logits.shape[3])
     numbers = checked_durations(durations, duration_logits.shape[3])
-    return sequences, blank, numbers, float(sigma)
+    return (token_logits, duration_logits.contiguous(), *sequences), blank, numbers, float(sigma)
 
 
 def tdt_loss(
@@ -252,21 +252,14 @@ def tdt_loss(
         tensor(True)
     """
     checks.choice("reduction", reduction, REDUCTIONS)
-    sequences, blank, numbers, sigma = _checked_tdt(
-        token_logits,
-        duration_logits,
-        targets,
-        logit_lengths,
-        target_lengths,
-        blank_token_id,
-        durations,
-        sigma,
+    sequences = (targets, logit_lengths, target_lengths)
+    inputs, blank, numbers, sigma = _checked_tdt(
+        token_logits, duration_logits, *sequences, blank_token_id, durations, sigma
     )
-    inputs = (token_logits, duration_logits.contiguous(), *sequences)
     nodes = (blank, numbers, True, False, sigma, 0.0)
     losses = _rnnt.losses_of(inputs, nodes, (0.0, 0.0, False), current_backend())
     reduction = "mean_length" if reduction == "mean" else reduction
-    return reduce_losses(losses, sequences[2], reduction)
+    return reduce_losses(losses, inputs[-1], reduction)
 
 
 def tdt_align(
@@ -306,16 +299,9 @@ def tdt_align(
         tensor([[1]])
     """
     with torch.no_grad():
-        sequences, blank, numbers, sigma = _checked_tdt(
-            token_logits,
-            duration_logits,
-            targets,
-            logit_lengths,
-            target_lengths,
-            blank_token_id,
-            durations,
-            sigma,
+        sequences = (targets, logit_lengths, target_lengths)
+        inputs, blank, numbers, sigma = _checked_tdt(
+            token_logits, duration_logits, *sequences, blank_token_id, durations, sigma
         )
-        inputs = (token_logits, duration_logits.contiguous(), *sequences)
         options = (blank, numbers, True, sigma, current_backend())
         return RNNTAlignment(*_rnnt.align(*inputs, *options))

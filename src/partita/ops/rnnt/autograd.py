@@ -32,21 +32,13 @@ from .common import loss_factors, node_mask, reduce_losses
 from .joint import joint_hidden
 
 
-def _check_sequences(
-    targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, T: int, V: int, blank: int
-) -> None:
-    """Raise for the first length or label that is out of range, where values are checked."""
-    if not checks.can_check_values(targets):
-        return
-    checks.within("logit_lengths", logit_lengths, 0, T, "steps")
-    checks.target_labels(targets, target_lengths, 0, V - 1, blank=blank)
-
-
 def _check(
     logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> None:
-    T, V = logits.shape[1], logits.shape[3]
-    _check_sequences(targets, logit_lengths, target_lengths, T, V, blank)
+    """Raise for the first length or label that is out of range, where values are checked."""
+    if checks.can_check_values(targets):
+        checks.within("logit_lengths", logit_lengths, 0, logits.shape[1], "steps")
+        checks.target_labels(targets, target_lengths, 0, logits.shape[3] - 1, blank=blank)
 
 
 def _check_joint(
@@ -57,8 +49,9 @@ def _check_joint(
     target_lengths: Tensor,
     blank: int,
 ) -> None:
-    sequences = (targets, logit_lengths, target_lengths)
-    _check_sequences(*sequences, encoder.shape[1], weight.shape[0], blank)
+    if checks.can_check_values(targets):
+        checks.within("logit_lengths", logit_lengths, 0, encoder.shape[1], "steps")
+        checks.target_labels(targets, target_lengths, 0, weight.shape[0] - 1, blank=blank)
 
 
 def _forward_fake(

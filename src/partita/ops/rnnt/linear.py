@@ -14,10 +14,11 @@ from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
 from ..linear_heads.common import cast_to_autocast
+from ..linear_heads.plan import check_budget
 from .arguments import checked_durations, class_index, node_options, sequences_of
 from .autograd import TENSORS, LinearLoss, losses_of_joint
 from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS, reduce_losses
-from .plan import check_budget, joint_chunks
+from .plan import joint_chunks
 
 
 def _check_inputs(named: dict[str, Any]) -> None:

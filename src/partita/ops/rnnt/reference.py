@@ -202,14 +202,6 @@ def by_diagonals(scores: Tensor) -> Tensor:
     return skewed(pad(scores, (0, 0, 0, 1), value=-torch.inf))
 
 
-def end_nodes(lengths: SequenceLengths, N: int, U1: int) -> Tensor:
-    """Return which node by anti-diagonals is the last of each sequence, `[B, N, U1]`."""
-    device = lengths.steps.device
-    n, u = torch.arange(N, device=device)[:, None], torch.arange(U1, device=device)
-    steps, labels = lengths.steps[:, None, None], lengths.labels[:, None, None]
-    return (n == steps + labels) & (u == labels)
-
-
 def log_partition(
     scores: Tensor, arcs: Sequence[Arc], lengths: SequenceLengths, need_posteriors: bool
 ) -> tuple[Tensor, Tensor]:
@@ -220,7 +212,10 @@ def log_partition(
     T, U1 = scores.shape[2:]
     skew = by_diagonals(scores)
     alpha = forward_scores(skew, arcs, Log.sum)
-    is_end = end_nodes(lengths, skew.shape[2], U1)
+    n = torch.arange(skew.shape[2], device=scores.device)[:, None]
+    u = torch.arange(U1, device=scores.device)
+    steps, labels = lengths.steps[:, None, None], lengths.labels[:, None, None]
+    is_end = (n == steps + labels) & (u == labels)  # the last node of each sequence, `[B, N, U1]`
     logz = Log.sum(torch.where(is_end, alpha, -torch.inf).flatten(1), 1)
     logz = torch.where(lengths.steps > 0, logz, -torch.inf)
     if not need_posteriors:

@@ -7,7 +7,7 @@ lattices are scanned. The losses from encoder and predictor take their products 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ from .nodes import (
     Upstream,
     add_durations,
     read_nodes,
-    write_duration_gradient,
     write_gradient,
 )
 from .scan import align_sequences, arcs_of, scan_sequences
@@ -96,7 +95,6 @@ def _arrays_of(lengths: SequenceLengths) -> Any:
 
 
 def _write_gradient(
-    kernel: Callable[..., None],
     grad: Tensor,
     logits: Tensor,
     lse: Tensor,
@@ -112,7 +110,7 @@ def _write_gradient(
         arrays = (as_array(grad), posteriors.contiguous().numpy(), targets)
         norms = lse.contiguous().numpy() if lse.numel() else np.empty((0, 0, 0))
         inputs = (Upstream(*arrays, blank, V), as_steps(logits), norms, *options)
-        run_over_sequences(kernel, np.full(B * T, U1), V, *inputs, as_steps(result))
+        run_over_sequences(write_gradient, np.full(B * T, U1), V, *inputs, as_steps(result))
 
 
 def rnnt_gradient(
@@ -134,18 +132,18 @@ def rnnt_gradient(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients in logits and durations, or with `inplace` write them over these."""
-    labels, options = as_integers(targets), (fused, hat, clamp, 1.0 + fastemit_lambda)
+    labels, options = as_integers(targets), (fused, hat, clamp, 1.0 + fastemit_lambda, False)
     result, found = logits, logits.new_empty(0)
     if not inplace:
         result = empty_batch(logits.shape, logits.dtype)
     nodes = (grad, logits, lse, posteriors, labels, blank, result)
-    _write_gradient(write_gradient, *nodes, *options)
+    _write_gradient(*nodes, *options)
     if duration_logits is not None:
         found = duration_logits
         if not inplace:
             found = empty_batch(found.shape, found.dtype)
         nodes = (grad, duration_logits, duration_lse, posteriors, labels, blank, found)
-        _write_gradient(write_duration_gradient, *nodes)
+        _write_gradient(*nodes, True, False, 0.0, 1.0, True)
     return result, found
 
 
