@@ -1,9 +1,7 @@
 """TDT's scan beside the pass over the logits, against one kernel after the other."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from helpers.overlaps import (
     assert_same_bits,
     assert_same_on_streams,
     bits,
-    overlapping,
+    overlap,
     ragged_batch,
     same_both_ways,
 )
@@ -30,13 +28,6 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, durations, targ
 DURATIONS = (0, 1, 2, 3, 4)
 EXACT: dict[str, float] = {"rtol": 1e-9, "atol": 1e-9}
 gpu_only = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-
-
-def overlap(wanted: bool) -> AbstractContextManager[mock.Mock]:
-    """Let all sizes overlap, or none; the context is the mock of the function that overlaps."""
-    from partita.ops.rnnt.gpu import launch
-
-    return overlapping(launch, "scan_beside_rows", wanted)
 
 
 def batch_of(
@@ -67,7 +58,7 @@ def results(
 
 def assert_overlap_changes_nothing(x: Batch, backward: bool = True, **options: Any) -> list[Tensor]:
     """Compare all bits of both ways; returns the results."""
-    return same_both_ways(overlap, lambda: results(x, backward, **options))
+    return same_both_ways(lambda: results(x, backward, **options))
 
 
 # One chunk of u, two and three; more steps than labels and fewer; rows of one class.
