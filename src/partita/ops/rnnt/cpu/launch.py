@@ -52,8 +52,8 @@ def score_arcs(
     """
     B, T, U1, V = logits.shape
     arrays = (as_integers(targets), as_integers(steps), as_integers(labels))
-    batch, arcs = Batch(*arrays, blank, T, V), arcs_of(durations)
-    scores = np.empty((len(arcs.steps), B, T, U1))
+    batch, (steps_of, _) = Batch(*arrays, blank, T, V), arcs_of(durations)
+    scores = np.empty((len(steps_of), B, T, U1))
     lse = np.empty((B, T, U1) if fused else (0, 0, 0))
     duration_lse = np.empty((0, 0, 0) if duration_logits is None else (B, T, U1))
     inside = np.arange(T) < batch.steps[:, None]
@@ -61,7 +61,7 @@ def score_arcs(
     options = (batch, as_steps(logits), fused, hat, sigma, scores, lse)
     run_over_sequences(read_nodes, work, V, *options)
     if duration_logits is not None:
-        args = (batch, as_steps(duration_logits), arcs.steps, scores, duration_lse)
+        args = (batch, as_steps(duration_logits), steps_of, scores, duration_lse)
         run_over_sequences(add_durations, work, duration_logits.shape[3], *args)
     # Log-sum-exps that are not there are `[0]`.
     found: Any = (torch.from_numpy(x if x.size else x.ravel()) for x in (scores, lse, duration_lse))
@@ -80,7 +80,7 @@ def sum_paths(
     arcs, arrays = arcs_of(durations), _arrays_of(lengths)
     losses = np.empty(scores.shape[1])
     posteriors = np.empty(scores.shape if need_posteriors else (0, 0, 0, 0))
-    work = len(arcs.steps) * (scores.shape[3] + 1) * 8  # a node takes longer than an edge
+    work = len(scores) * (scores.shape[3] + 1) * 8  # a node takes longer than an edge
     args = (arrays, arcs, scores.numpy(), delay_penalty, losses, posteriors)
     run_over_sequences(scan_sequences, arrays.steps, work, *args)
     found = torch.from_numpy(losses).to(dtype)
@@ -173,7 +173,7 @@ def rnnt_align(
     arcs, arrays, dtype = arcs_of(durations), _arrays_of(lengths), acc_dtype(logits.dtype)
     shape = targets.shape
     results = np.empty(shape, np.int64), np.empty(shape), np.empty(shape[0])
-    work = len(arcs.steps) * scores.shape[3] * 8
+    work = len(scores) * scores.shape[3] * 8
     args = (arrays, arcs, scores.numpy(), *results)
     run_over_sequences(align_sequences, arrays.steps, work, *args)
     steps, label_scores, score = map(torch.from_numpy, results)

@@ -62,18 +62,6 @@ class JointCall(NamedTuple):
     lattice: LatticeCall
 
 
-class Gradients(NamedTuple):
-    """The gradients of the inputs; None where one is not wanted.
-
-    That of the encoder has its dtype. The others are sums over chunks in the accumulator dtype.
-    """
-
-    encoder: Tensor | None
-    predictor: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-
 class Chunk(NamedTuple):
     """The steps of some sequences whose logits are computed together.
 
@@ -162,19 +150,22 @@ def compute_chunks(
         yield Chunk(first, number, length, nodes, states, rows, tokens)
 
 
-def add_gradients(call: JointCall, chunk: Chunk, dhidden: Tensor, found: Gradients) -> None:
+def add_gradients(
+    call: JointCall, chunk: Chunk, dhidden: Tensor, found: Sequence[Tensor | None]
+) -> None:
     """Add what a chunk gives to the gradients, when its logits have become their gradient.
 
-    `dhidden` has room for the gradient of the hidden states of a chunk.
+    `dhidden` has room for the gradient of the hidden states of a chunk. The gradients are those of
+    encoder, predictor, matrix and bias; None where one is not wanted.
     """
-    rows, total = chunk.rows, found.weight
+    rows, (dencoder, dpredictor, total, dbias) = chunk.rows, found
     if total is not None and rows.is_cuda and rows.dtype != total.dtype:
         torch.addmm(total, rows.T, chunk.hidden, out_dtype=total.dtype, out=total)
     elif total is not None:
         total.addmm_(rows.T.to(total.dtype), chunk.hidden.to(total.dtype))
-    if found.bias is not None:
-        found.bias.add_(rows.sum(0, dtype=found.bias.dtype))
-    if found.encoder is None and found.predictor is None:
+    if dbias is not None:
+        dbias.add_(rows.sum(0, dtype=dbias.dtype))
+    if dencoder is None and dpredictor is None:
         return
     dhidden = dhidden[: len(rows)]
     torch.mm(rows, call.weight, out=dhidden)
@@ -183,8 +174,8 @@ def add_gradients(call: JointCall, chunk: Chunk, dhidden: Tensor, found: Gradien
     block_steps = FEW_STEPS if few else GRADIENT_STEPS
     blocks = cdiv(chunk.steps, block_steps)
     partials = None
-    if found.predictor is not None:
-        partials = found.predictor.new_empty((chunk.sequences * blocks, U1, D))
+    if dpredictor is not None:
+        partials = dpredictor.new_empty((chunk.sequences * blocks, U1, D))
     launch(
         rnnt_joint_gradient_kernel,
         chunk.sequences * blocks * cdiv(D, 128),
@@ -192,7 +183,7 @@ def add_gradients(call: JointCall, chunk: Chunk, dhidden: Tensor, found: Gradien
         encoder=JointInput(call.encoder, *call.encoder.stride()),
         predictor=JointInput(call.predictor, *call.predictor.stride()),
         lengths=call.lattice.targets.lengths,
-        dencoder_ptr=found.encoder,
+        dencoder_ptr=dencoder,
         partials_ptr=partials,
         first_step=chunk.first,
         steps=chunk.steps,
@@ -211,7 +202,7 @@ def add_gradients(call: JointCall, chunk: Chunk, dhidden: Tensor, found: Gradien
             rnnt_predictor_sum_kernel,
             chunk.sequences * cdiv(U1 * D, 512),
             partials_ptr=partials,
-            dpredictor_ptr=found.predictor,
+            dpredictor_ptr=dpredictor,
             first_sequence=chunk.first // T,
             blocks=blocks,
             size=U1 * D,
@@ -270,16 +261,16 @@ def linear_rnnt(
         if duration_logits is not None:
             duration_logits.flatten(0, 2)[part.nodes] = part.rows[:, columns]
     nll, duration_lse, posteriors = scan_lattice(lattice, arcs, duration_logits)
-    found = Gradients(None, None, None, None)
+    found: list[Tensor | None] = [None] * 4
     if factor is not None and needs_gradient:
+        # The gradient of the encoder is written. The others are sums over chunks.
+        if wanted[0]:
+            found[0] = encoder.new_empty(encoder.shape)
         shapes = (predictor.shape, matrix.shape, matrix.shape[:1])
-        sums = (
-            encoder.new_zeros(shape, dtype=acc_dtype(encoder.dtype)) if wants else None
-            for shape, wants in zip(
-                shapes, (wanted[1], any(wanted[2::2]), any(wanted[3::2])), strict=True
-            )
-        )
-        found = Gradients(encoder.new_empty(encoder.shape) if wanted[0] else None, *sums)
+        of_sums = (wanted[1], any(wanted[2::2]), any(wanted[3::2]))
+        for i, (shape, wants) in enumerate(zip(shapes, of_sums, strict=True)):
+            if wants:
+                found[1 + i] = encoder.new_zeros(shape, dtype=acc_dtype(encoder.dtype))
         dhidden, of_durations = torch.empty_like(hidden), NO_DURATIONS
         if duration_logits is not None:
             d_durations = torch.empty_like(duration_logits)
@@ -291,9 +282,8 @@ def linear_rnnt(
             if duration_logits is not None:
                 part.rows[:, columns] = d_durations.flatten(0, 2)[part.nodes]
             add_gradients(call, part, dhidden, found)
-    parts = [(found.encoder, slice(None)), (found.predictor, slice(None))]
-    for of_head in (slice(0, V), columns):
-        parts += [(found.weight, of_head), (found.bias, of_head)]
+    whole, tokens = slice(None), slice(0, V)
+    parts = zip((*found, *found[2:]), (whole, whole, tokens, tokens, columns, columns), strict=True)
     # Rows after others are copied, because two results of an op may not share memory.
     return nll, *(
         encoder.new_empty(0)
