@@ -26,11 +26,10 @@ from .ops.linear_heads.plan import MemoryPlan as _MemoryPlan
 from .ops.linear_heads.plan import linear_cross_entropy_plan
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
-from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss
+from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss, tdt_align, tdt_loss
 from .ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
 from .ops.rnnt.plan import RNNTPlan as _RNNTPlan
 from .ops.rnnt.plan import linear_rnnt_plan
-from .ops.rnnt.tdt import tdt_align, tdt_loss
 from .ops.semi_markov.api import SemiMarkovChain, semi_markov_chain
 from .ops.semi_markov.results import SemiMarkovPath, SemiMarkovSample
 from .ops.softmax.api import log_softmax, logsumexp, softmax

@@ -46,7 +46,6 @@ NVIDIA_ONLY = (
     "divergence_mixture",
     "linear_chain_",
     "rnnt_overlap",
-    "rnnt_words",
 )
 
 

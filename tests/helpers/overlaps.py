@@ -1,8 +1,7 @@
 """What tests of the scans beside the pass over the logits share: batches, and runs of both ways."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
@@ -15,14 +14,16 @@ Shape = tuple[int, int, int, int]  # B, T, U, V
 
 
 @contextmanager
-def overlapping(module: ModuleType, name: str, wanted: bool) -> Iterator[mock.Mock]:
+def overlap(wanted: bool) -> Iterator[mock.Mock]:
     """Let all sizes overlap, or none; yields the mock of the function that overlaps."""
-    function = mock.Mock(side_effect=getattr(module, name))
+    from partita.ops.rnnt.gpu import launch
+
+    function = mock.Mock(side_effect=launch.scan_beside_rows)
     with (
         mock.patch.object(plan, "MIN_OVERLAP_BYTES", 0),
         mock.patch.object(plan, "MIN_OVERLAP_ROW_BYTES", 0),
         mock.patch.object(plan, "MAX_OVERLAP_SCANS", plan.MAX_OVERLAP_SCANS if wanted else -1),
-        mock.patch.object(module, name, function),
+        mock.patch.object(launch, "scan_beside_rows", function),
     ):
         clear_caches()  # so that no call is replayed as it was recorded without these sizes
         try:
@@ -63,9 +64,7 @@ def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(map(torch.equal, bits(found), bits(expected)))
 
 
-def same_both_ways(
-    overlap: Callable[[bool], AbstractContextManager[object]], run: Callable[[], list[Tensor]]
-) -> list[Tensor]:
+def same_both_ways(run: Callable[[], list[Tensor]]) -> list[Tensor]:
     """Run with and without the overlap, compare all bits, and return the results."""
     with overlap(False):
         expected = run()

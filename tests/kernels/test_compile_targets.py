@@ -178,7 +178,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_chain_word_maps_kernel",
                 "semi_markov_trace_kernel",
                 "rnnt_scan_kernel",
-                "rnnt_words_kernel",
                 "ctc_crf_beam_trace_kernel",
                 "ctc_label_index_kernel",
             ),

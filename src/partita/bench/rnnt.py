@@ -13,9 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.rnnt.api import rnnt_loss
+from ..ops.rnnt.api import rnnt_loss, tdt_loss
 from ..ops.rnnt.linear import linear_rnnt_loss
-from ..ops.rnnt.tdt import tdt_loss
 from ..runtime.backend import backend
 from .case import (
     Buffers,

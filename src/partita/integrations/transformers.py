@@ -16,7 +16,7 @@ from ..ops.cross_entropy.api import cross_entropy
 from ..ops.cross_entropy.common import checked_options
 from ..ops.cross_entropy.quotient import cross_entropy_over
 from ..ops.linear_heads.loss import linear_loss
-from ..ops.rnnt.tdt import tdt_loss
+from ..ops.rnnt.api import tdt_loss
 from ..runtime import checks
 from ..runtime.autograd import autocast_dtype, plain_eager
 from ..runtime.dtypes import acc_dtype, fp32_result

@@ -9,6 +9,7 @@ from helpers.rows import KERNEL_DEVICES, kernel_devices
 from torch import Tensor
 
 import partita
+from partita.ops.rnnt.autograd import linear_rnnt
 from partita.ops.rnnt.gpu.plan import MARGIN, lattice_plan, row_tile
 from partita.testing import poisoned_memory
 
@@ -182,9 +183,9 @@ def test_losses_and_gradients_of_tdt(durations: list[int], dtype: torch.dtype, d
 @kernel_devices
 def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of a scan may have more rows than its chunk."""
-    from partita.ops.rnnt.gpu import call
+    from partita.ops.rnnt.gpu import launch
 
-    T, U, new_scan, found = 8, 31, call.new_scan, []
+    T, U, new_scan, found = 8, 31, launch.new_scan, []
 
     def unwritten_states(*args: Any) -> Any:
         scan = new_scan(*args)
@@ -192,7 +193,7 @@ def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.Mo
         found.append(scan.states.zero_())
         return scan
 
-    monkeypatch.setattr(call, "new_scan", unwritten_states)
+    monkeypatch.setattr(launch, "new_scan", unwritten_states)
     plan, x = lattice_plan(1, T, U + 1), batch_of((1, T, U, 5), device, K=5)
     tdt(x, "triton", [0, 1, 2, 3, 4])
     assert plan.rows == T + U + 1  # A row beyond these would be one of the next sequence.
@@ -343,14 +344,12 @@ def linear(
     backend: str,
 ) -> Any:
     """Call the op of a loss from encoder and predictor."""
-    from partita.ops.rnnt import linear_autograd
-
     options: tuple[Any, ...] = ([0, 1, 2], False, 0.05, 0.0, 0.0)
     if name == "rnnt":
         inputs, options = [*inputs[:4], None, None, *inputs[4:]], ([], False, 0.0, 0.1, 0.2)
     wanted = [each is not None for each in inputs[:6]]
     rest = (activation, 0, *options, chunk, keep_logits, wanted, backend)
-    return linear_autograd.linear_rnnt(*inputs, factor, *rest)
+    return linear_rnnt(*inputs, factor, *rest)
 
 
 def test_the_tiles_of_rows() -> None:

@@ -1,8 +1,6 @@
 """The scan of transducers beside the pass over the logits, against one kernel after the other."""
 
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from helpers.overlaps import (
     assert_same_bits,
     assert_same_on_streams,
     bits,
-    overlapping,
+    overlap,
     ragged_batch,
     same_both_ways,
 )
@@ -34,13 +32,6 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, targets, steps, labels
 gpu_only = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 
 
-def overlap(wanted: bool) -> AbstractContextManager[mock.Mock]:
-    """Let all sizes overlap, or none; the context is the mock of the function that overlaps."""
-    from partita.ops.rnnt.gpu import launch
-
-    return overlapping(launch, "scan_beside_rows", wanted)
-
-
 def batch_of(shape: Shape, device: str, dtype: torch.dtype = torch.float32) -> Batch:
     """Return a ragged batch with NaN beyond the lengths; class 0 is the blank."""
     (logits,), *sequences = ragged_batch(shape, device, dtype, shape[3])
@@ -60,7 +51,7 @@ def results(x: Batch, backward: bool = True, **options: Any) -> list[Tensor]:
 
 def assert_overlap_changes_nothing(x: Batch, backward: bool = True, **options: Any) -> list[Tensor]:
     """Compare all bits of both ways; returns the results."""
-    return same_both_ways(overlap, lambda: results(x, backward, **options))
+    return same_both_ways(lambda: results(x, backward, **options))
 
 
 # One chunk of u, two and three; more steps than labels and fewer; rows of one class.

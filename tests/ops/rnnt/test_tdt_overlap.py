@@ -1,9 +1,7 @@
 """TDT's scan beside the pass over the logits, against one kernel after the other."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from helpers.overlaps import (
     assert_same_bits,
     assert_same_on_streams,
     bits,
-    overlapping,
+    overlap,
     ragged_batch,
     same_both_ways,
 )
@@ -30,13 +28,6 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, durations, targ
 DURATIONS = (0, 1, 2, 3, 4)
 EXACT: dict[str, float] = {"rtol": 1e-9, "atol": 1e-9}
 gpu_only = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-
-
-def overlap(wanted: bool) -> AbstractContextManager[mock.Mock]:
-    """Let all sizes overlap, or none; the context is the mock of the function that overlaps."""
-    from partita.ops.rnnt.gpu import launch
-
-    return overlapping(launch, "scan_beside_rows", wanted)
 
 
 def batch_of(
@@ -67,7 +58,7 @@ def results(
 
 def assert_overlap_changes_nothing(x: Batch, backward: bool = True, **options: Any) -> list[Tensor]:
     """Compare all bits of both ways; returns the results."""
-    return same_both_ways(overlap, lambda: results(x, backward, **options))
+    return same_both_ways(lambda: results(x, backward, **options))
 
 
 # One chunk of u, two and three; more steps than labels and fewer; rows of one class.
@@ -218,22 +209,22 @@ def test_against_the_reference(device: str) -> None:
 def test_words_before_the_scan(directions: int, device: str) -> None:
     """Only words that the next kernel writes are 0, and those that scans share."""
     from partita.ops.rnnt.gpu.arc_words import IMPOSSIBLE_ARC
-    from partita.ops.rnnt.gpu.call import NodeOptions, lattice_call, prepared_words
+    from partita.ops.rnnt.gpu.launch import LatticeCall, as_targets, launch_arcs, word_scan
 
-    B, *_ = shape = (2, 9, 33, 6)
+    B, T, U, V = shape = (2, 9, 33, 6)
     logits, _, targets, steps, labels = batch_of(shape, device)
-    options = NodeOptions(0, DURATIONS, True, False, 0.0, 0.0)
-    call = lattice_call(logits, targets, steps, labels, options, directions == 2)
+    options = (directions == 2, 0, DURATIONS, True, False, 0.0, 0.0)
+    call = LatticeCall(as_targets(targets, steps, labels), B, T, U + 1, V, logits.dtype, *options)
     sizes = call.plan
     with poisoned_memory():
-        memory, words = prepared_words(call)
-    assert memory.carries is not None
-    for zeros in (memory.flags, *memory.carries):
+        scan = word_scan(call, call.empty_arcs())
+        launch_arcs(call, scan.arcs, None, None)
+    for zeros in (scan.flags, scan.carries, scan.counter):
         assert not zeros.any()
-    assert len(memory.carries.words) == directions * sizes.num_chunks * B * sizes.carry_steps
+    assert len(scan.carries) == directions * sizes.num_chunks * B * sizes.carry_steps
     impossible = IMPOSSIBLE_ARC.value
-    for k, arcs in enumerate(words.view(2 * len(DURATIONS), sizes.nodes).cpu()):
-        margin = arcs[len(arcs) - plan.MARGIN :]
+    for k, words in enumerate(scan.arcs.view(2 * len(DURATIONS), sizes.nodes).cpu()):
+        margin = words[len(words) - plan.MARGIN :]
         assert (margin == impossible).all()
         d, is_label = DURATIONS[k % len(DURATIONS)], k >= len(DURATIONS)
         if d == 0 and not is_label:
@@ -246,7 +237,7 @@ def test_words_before_the_scan(directions: int, device: str) -> None:
                     ends = t + d == length and u == target_len and not is_label
                     if (t + d < length and (u < target_len or not is_label)) or ends:
                         expected[b, u // 32, t + u % 32, u % 32] = 0
-        assert torch.equal(arcs[: -plan.MARGIN].view(expected.shape), expected)
+        assert torch.equal(words[: -plan.MARGIN].view(expected.shape), expected)
 
 
 def test_which_sizes_overlap() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,19 +14,6 @@ from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import holds
 
 MAX_DURATIONS = 8
-
-
-class Sequences(NamedTuple):
-    """The targets and the lengths of a batch, in the order in which the ops take them.
-
-    Fields:
-        targets: `[B, U]` int32 or int64, contiguous.
-        logit_lengths, target_lengths: `[B]` int64 on the device of the targets.
-    """
-
-    targets: Tensor
-    logit_lengths: Tensor
-    target_lengths: Tensor
 
 
 def class_index(name: str, value: Any, classes: int) -> int:
@@ -55,8 +42,12 @@ def sequences_of(
     target_lengths: Lengths,
     shape: Sequence[int],
     device: torch.device,
-) -> Sequences:
-    """Check targets and lengths against the shape `[B, T, U + 1]` of the nodes."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return targets and lengths, checked against the shape `[B, T, U + 1]` of the nodes.
+
+    The targets are `[B, U]` int32 or int64 and contiguous, the lengths of logits and targets `[B]`
+    int64 on their device.
+    """
     B, _, U1 = shape[:3]
     checks.integer("targets", targets)
     if targets.device != device:
@@ -67,7 +58,7 @@ def sequences_of(
     steps, labels = on_device(device, steps, labels)
     if targets.dtype not in (torch.int32, torch.int64):
         targets = targets.long()  # comparisons with V or the blank would wrap in a narrow dtype
-    return Sequences(targets.contiguous(), steps, labels)
+    return targets.contiguous(), steps, labels
 
 
 def checked_durations(durations: Any, K: int) -> list[int]:

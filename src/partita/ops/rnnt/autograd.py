@@ -1,4 +1,7 @@
-"""The registered ops of transducers and the autograd functions of their losses."""
+"""The registered ops of transducers and the autograd functions of their losses.
+
+Tensors come from logits, or from encoder and predictor, whose joint is computed in chunks.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
+    double_backward,
     first_derivative,
     for_gradients,
     is_double_backward,
@@ -24,23 +28,30 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-
-
-def check_sequences(
-    targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, T: int, V: int, blank: int
-) -> None:
-    """Raise for the first length or label that is out of range, where values are checked."""
-    if not checks.can_check_values(targets):
-        return
-    checks.within("logit_lengths", logit_lengths, 0, T, "steps")
-    checks.target_labels(targets, target_lengths, 0, V - 1, blank=blank)
+from .common import loss_factors, node_mask, reduce_losses
+from .joint import joint_hidden
 
 
 def _check(
     logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> None:
-    T, V = logits.shape[1], logits.shape[3]
-    check_sequences(targets, logit_lengths, target_lengths, T, V, blank)
+    """Raise for the first length or label that is out of range, where values are checked."""
+    if checks.can_check_values(targets):
+        checks.within("logit_lengths", logit_lengths, 0, logits.shape[1], "steps")
+        checks.target_labels(targets, target_lengths, 0, logits.shape[3] - 1, blank=blank)
+
+
+def _check_joint(
+    encoder: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+) -> None:
+    if checks.can_check_values(targets):
+        checks.within("logit_lengths", logit_lengths, 0, encoder.shape[1], "steps")
+        checks.target_labels(targets, target_lengths, 0, weight.shape[0] - 1, blank=blank)
 
 
 def _forward_fake(
@@ -69,16 +80,35 @@ def _gradient_fake(logits: Tensor, duration_logits: Tensor | None) -> tuple[Tens
     return found, found.new_empty((0,) if duration_logits is None else duration_logits.shape)
 
 
+def _joint_fake(
+    encoder: Tensor,
+    predictor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    duration_weight: Tensor | None,
+    duration_bias: Tensor | None,
+    factor: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    tensors = (encoder, predictor, weight, bias, duration_weight, duration_bias)
+    shapes = (
+        tensor.shape if tensor is not None and wants and factor is not None else (0,)
+        for tensor, wants in zip(tensors, wanted, strict=True)
+    )
+    losses = encoder.new_empty(encoder.shape[0], dtype=acc_dtype(encoder.dtype))
+    return losses, *(encoder.new_empty(shape) for shape in shapes)
+
+
 def _cpu() -> ModuleType:
     from .cpu import launch
 
     return launch
 
 
-def _gpu() -> ModuleType:
-    from .gpu import launch
+def _gpu() -> tuple[ModuleType, ...]:
+    from .gpu import launch, launch_linear
 
-    return launch
+    return launch, launch_linear
 
 
 forward = register.define(
@@ -113,6 +143,15 @@ align = register.define(
     gpu=_gpu,
     cpu=_cpu,
     check=_check,
+    vmap=one_by_one,
+    reference_if_empty=True,
+)
+linear_rnnt = register.define(
+    reference.linear_rnnt,
+    _joint_fake,
+    gpu=_gpu,
+    cpu=_cpu,
+    check=_check_joint,
     vmap=one_by_one,
     reference_if_empty=True,
 )
@@ -213,3 +252,82 @@ def losses_of(
         refuse_forward_mode(*logits)
         found = forward(*inputs, *nodes, False, backend)
     return found[0]
+
+
+# The arguments of `LinearLoss`, in their order: 6 tensors that may need a gradient (encoder,
+# predictor, matrix and bias of tokens and of durations), 3 of targets and lengths, options of the
+# nodes, chunk and whether all logits are saved, which gradients are wanted, the reduction and the
+# backend.
+TENSORS, INPUTS = 6, 9
+
+
+def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
+    """Return the losses `[B]` by way of all logits, differentiable any number of times.
+
+    Args:
+        tensors: encoder, predictor, and matrix and bias of each head.
+        rest: targets, lengths and the options of the nodes, as the op takes them, and the backend.
+    """
+    encoder, predictor, *heads = tensors
+    targets, logit_lengths, target_lengths, activation, *options, backend = rest
+    T, U1 = encoder.shape[1], predictor.shape[1]
+    mask = node_mask(logit_lengths, target_lengths, 0, T, U1)
+    hidden = joint_hidden(encoder, predictor, activation, mask)
+    logits, duration_logits = (
+        None if weight is None else torch.nn.functional.linear(hidden, weight, bias)
+        for weight, bias in zip(heads[::2], heads[1::2], strict=True)
+    )
+    blank, durations, hat, sigma, delay_penalty, fastemit_lambda = options
+    inputs = (logits, duration_logits, targets, logit_lengths, target_lengths)
+    numbers = (blank, durations, True, hat, sigma, delay_penalty, 0.0, fastemit_lambda, False)
+    losses: Tensor = LossFunction.apply(*inputs, *numbers, backend)[0]
+    return losses
+
+
+class LinearLoss(torch.autograd.Function):
+    """The loss from encoder and predictor, reduced, or `[B]` with the reduction `none`.
+
+    A reduced loss computes its gradients in the forward pass, because the factor of each sequence
+    is known then. They are the outputs after the loss, and not differentiable. Losses that are not
+    reduced compute them in the backward pass.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, wanted, reduction, backend = args
+        encoder, target_lengths, factor = args[0], args[INPUTS - 1], None
+        if reduction != "none":
+            ones = encoder.new_ones(encoder.shape[0], dtype=acc_dtype(encoder.dtype))
+            factor = loss_factors(ones, target_lengths, reduction)
+        found = linear_rnnt(*inputs[:INPUTS], factor, *inputs[INPUTS:], wanted, backend)
+        return reduce_losses(found[0], target_lengths, reduction), *found[1:]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *ctx.options, ctx.wanted, ctx.reduction, ctx.backend = inputs[INPUTS:]
+        ctx.mark_non_differentiable(*output[1:])
+        skip_unused_gradients(ctx)
+        ctx.save_for_backward(*inputs[:INPUTS], *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad, tensors = grads[0], saved_tensors(ctx)
+        inputs, gradients = tensors[:INPUTS], tensors[INPUTS:]
+        sequences = inputs[TENSORS:]
+        rest = (None,) * (len(sequences) + len(ctx.options) + 3)
+        if grad is None:
+            return (None,) * TENSORS + rest
+
+        def loss(*variables: Any) -> Tensor:
+            options = (*sequences, *ctx.options[:-2], ctx.backend)
+            return reduce_losses(losses_of_joint(variables, options), sequences[2], ctx.reduction)
+
+        if is_double_backward():
+            return *double_backward(loss, inputs[:TENSORS], ctx.wanted, grad), *rest
+        if ctx.reduction == "none":
+            op, options = for_gradients(linear_rnnt, grad), (*ctx.options, ctx.wanted, ctx.backend)
+            gradients = op(*inputs, grad.contiguous(), *options)[1:]
+        else:
+            gradients = tuple((each.to(grad.dtype) * grad).to(each.dtype) for each in gradients)
+        found = (each if wants else None for each, wants in zip(gradients, ctx.wanted, strict=True))
+        return *found, *rest

@@ -40,6 +40,13 @@ def valid_lengths(
     return SequenceLengths(steps, labels, invalid)
 
 
+def node_mask(steps: Tensor, labels: Tensor, first: int, T: int, U1: int) -> Tensor:
+    """Return which nodes of T steps from `first` on are within the lengths, `[B, T, U1]`."""
+    t = torch.arange(first, first + T, device=steps.device)
+    u = torch.arange(U1, device=steps.device)
+    return (t < steps[:, None])[:, :, None] & (u <= labels[:, None])[:, None]
+
+
 def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
     """Reduce the losses of the sequences, `[B]`.
 
@@ -72,15 +79,14 @@ def posteriors_of_kinds(posteriors: Tensor, K: int) -> Tensor:
     return torch.cat([of_arcs.sum(1), of_arcs.sum(0)])
 
 
-def loss_factors(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
-    """Return the factor of each loss in the reduced loss, `[B]`."""
-    ones = torch.ones_like(losses)
+def loss_factors(ones: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    """Return the factor of each loss in the reduced loss, `[B]`, in the dtype of as many ones."""
     if reduction == "sum":
         return ones
     if reduction == "mean_batch":
-        return ones / losses.shape[0]
+        return ones / ones.shape[0]
     if reduction == "mean_length":
-        return ones / target_lengths.clamp(min=1) / losses.shape[0]
+        return ones / target_lengths.clamp(min=1) / ones.shape[0]
     return ones / target_lengths.sum().clamp(min=1)
 
 

@@ -1,9 +1,9 @@
-"""Transducer losses from encoder and predictor, one chunk of the joint network at a time.
+"""Transducer losses by the functions of a backend: from logits, or from encoder and predictor.
 
 The joint `[B, T, U + 1, V]` need not exist at once. The first pass reduces the logits of each node
 to the log-probabilities of its arcs. The scan turns these into posteriors. The second pass turns
 the logits into their gradient, and this into gradients of the inputs. The loops and the matrix
-products are the same on every device; a backend supplies the rest as `JointKernels`.
+products are the same on every device; a backend supplies the rest as `Kernels`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
-from .common import SequenceLengths, chunk_ranges, valid_lengths
+from .common import SequenceLengths, chunk_ranges, node_mask, valid_lengths
 
 
-class JointKernels(NamedTuple):
+class Kernels(NamedTuple):
     """The functions of one backend.
 
     Fields:
@@ -62,7 +62,7 @@ class Joint(NamedTuple):
         """Return the hidden states of a chunk."""
         encoder, predictor = self.encoder[rows, steps], self.predictor[rows]
         lengths = (self.lengths.steps[rows], self.lengths.labels[rows])
-        mask = chunk_mask(*lengths, steps.start, encoder.shape[1], predictor.shape[1])
+        mask = node_mask(*lengths, steps.start, encoder.shape[1], predictor.shape[1])
         return joint_hidden(encoder, predictor, self.activation, mask)
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -87,13 +87,6 @@ def activation_gradient(hidden: Tensor, activation: str) -> Tensor:
     return 1 - hidden * hidden if activation == "tanh" else hidden * (1 - hidden)
 
 
-def chunk_mask(steps: Tensor, labels: Tensor, first: int, T: int, U1: int) -> Tensor:
-    """Return which nodes from step `first` on are within the lengths, `[B, T, U1]`."""
-    t = torch.arange(first, first + T, device=steps.device)
-    u = torch.arange(U1, device=steps.device)
-    return (t < steps[:, None])[:, :, None] & (u <= labels[:, None])[:, None]
-
-
 def joint_hidden(encoder: Tensor, predictor: Tensor, activation: str, mask: Tensor) -> Tensor:
     """Return the hidden states of the joint, `[B, T, U + 1, D]`; NaN at padding is not read."""
     x = encoder[:, :, None] + predictor[:, None]
@@ -101,45 +94,22 @@ def joint_hidden(encoder: Tensor, predictor: Tensor, activation: str, mask: Tens
     return activate(torch.where(mask[..., None], x, 0.0), activation)
 
 
-class _Sums(NamedTuple):
-    """The gradients, which grow chunk by chunk in the accumulator dtype; None if not wanted."""
-
-    encoder: Tensor | None
-    predictor: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    duration_weight: Tensor | None
-    duration_bias: Tensor | None
-
-
-def _zero_sums(joint: Joint, wanted: Sequence[bool]) -> _Sums:
-    dtype = acc_dtype(joint.encoder.dtype)
-    return _Sums(
-        *(
-            torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-            if tensor is not None and wants
-            else None
-            for tensor, wants in zip(joint[:6], wanted, strict=True)
-        )
-    )
-
-
 def _add_chunk(
-    sums: _Sums,
+    sums: Sequence[Tensor | None],
     joint: Joint,
     hidden: Tensor,
     dlogits: Sequence[Tensor],
     rows: slice,
     steps: slice,
 ) -> None:
-    """Add what a chunk contributes to the gradients."""
+    """Add what a chunk contributes to the gradients, each of which is None if it is not wanted."""
     flat_hidden = hidden.flatten(0, 2)
     dhidden: Tensor | None = None
-    heads = (
-        (joint.weight, sums.weight, sums.bias),
-        (joint.duration_weight, sums.duration_weight, sums.duration_bias),
-    )
-    for (weight, dweight, dbias), each in zip(heads, dlogits, strict=True):
+    d_encoder, d_predictor, *d_heads = sums
+    weights = (joint.weight, joint.duration_weight)
+    for weight, dweight, dbias, each in zip(
+        weights, d_heads[::2], d_heads[1::2], dlogits, strict=True
+    ):
         if weight is None:
             continue
         flat = each.flatten(0, 2)
@@ -147,7 +117,7 @@ def _add_chunk(
             dweight.addmm_(flat.T.to(dweight.dtype), flat_hidden.to(dweight.dtype))
         if dbias is not None:
             dbias += flat.sum(0, dtype=dbias.dtype)
-        if sums.encoder is not None or sums.predictor is not None:
+        if d_encoder is not None or d_predictor is not None:
             part = flat @ weight
             dhidden = part if dhidden is None else dhidden + part
     if dhidden is None:
@@ -155,76 +125,114 @@ def _add_chunk(
     dtype = acc_dtype(hidden.dtype)
     dx = dhidden.view(hidden.shape).to(dtype)
     dx = dx * activation_gradient(hidden.to(dtype), joint.activation)
-    if sums.encoder is not None:
-        sums.encoder[rows, steps] += dx.sum(2)
-    if sums.predictor is not None:
-        sums.predictor[rows] += dx.sum(1)
+    if d_encoder is not None:
+        d_encoder[rows, steps] += dx.sum(2)
+    if d_predictor is not None:
+        d_predictor[rows] += dx.sum(1)
 
 
-def linear_op(kernels: JointKernels) -> Callable[..., Any]:
-    """Return the op of the losses from encoder and predictor, by the functions of a backend."""
+def rnnt_forward(
+    kernels: Kernels,
+    logits: Tensor,
+    duration_logits: Tensor | None,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    durations: Sequence[int],
+    fused: bool,
+    hat: bool,
+    sigma: float,
+    delay_penalty: float,
+    need_posteriors: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return minus the log-probability of each target, and what its gradient needs.
 
-    def linear_rnnt(
-        encoder: Tensor,
-        predictor: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        duration_weight: Tensor | None,
-        duration_bias: Tensor | None,
-        targets: Tensor,
-        logit_lengths: Tensor,
-        target_lengths: Tensor,
-        factor: Tensor | None,
-        activation: str,
-        blank: int,
-        durations: Sequence[int],
-        hat: bool,
-        sigma: float,
-        delay_penalty: float,
-        fastemit_lambda: float,
-        chunk: int,
-        keep_logits: int,
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the losses `[B]`, and the gradients of the sum of factor * loss.
+    Without durations and their logits it is that of RNN-T.
 
-        These are the gradients of encoder, predictor, and matrix and bias of tokens and of
-        durations. Each is empty if it is not `wanted`, and all of them are without a factor.
-        """
-        (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(weight)
-        lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-        heads = (weight, bias, duration_weight, duration_bias)
-        joint = Joint(encoder, predictor, *heads, activation, lengths)
-        ranges, num_arcs = chunk_ranges(B, T, chunk), 2 * max(len(durations), 1)
-        needs_gradient = factor is not None and any(wanted)
-        saved: list[tuple[Tensor, Tensor | None]] = []
-        arcs = encoder.new_empty((num_arcs, B, T, U1), dtype=torch.float64)
-        lses, scores = arcs.new_empty((2, B, T, U1)), (blank, durations, True, hat, sigma)
-        for rows, steps in ranges:
-            logits = joint.logits(joint.hidden(rows, steps))
-            within = (lengths.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
-            nodes = (*logits, targets[rows], within, lengths.labels[rows])
-            arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(*nodes, *scores)
-            for lse, each in zip(lses, chunk_lses, strict=True):
-                if each.numel():
-                    lse[rows, steps] = each
-            if keep_logits and needs_gradient:
-                saved.append(logits)
-        options = (durations, delay_penalty, needs_gradient, acc_dtype(encoder.dtype))
-        losses, posteriors = kernels.sum_paths(arcs, lengths, *options)
-        sums = _zero_sums(joint, wanted if needs_gradient else [False] * len(wanted))
-        if factor is not None and needs_gradient:
-            for i, (rows, steps) in enumerate(ranges):
-                hidden = joint.hidden(rows, steps)
-                logits = saved[i] if keep_logits else joint.logits(hidden)
-                nodes = (*logits, *lses[:, rows, steps], posteriors[:, rows, steps], targets[rows])
-                sizes = (lengths.steps[rows], lengths.labels[rows])
-                numbers = (blank, True, hat, 0.0, fastemit_lambda)
-                dlogits = kernels.gradient(factor[rows], *nodes, *sizes, *numbers)
-                _add_chunk(sums, joint, hidden, dlogits, rows, steps)
-        # Gradients have the dtype of the inputs; those that are not wanted are empty.
-        empty, dtype = encoder.new_empty, encoder.dtype
-        found: Any = (empty(0) if each is None else each.to(dtype) for each in sums)
-        return losses, *found
+    Returns:
+        The losses `[B]`, the log-sum-exps of logits (empty unless `fused`) and durations (empty
+        for RNN-T), each `[B, T, U1]` fp64, and the posteriors of blanks, of labels and of each
+        duration, `[2 + K, B, T, U1]`. The last three are empty unless `need_posteriors`. An
+        invalid sequence has the loss and posteriors NaN.
+    """
+    T, V = logits.shape[1], logits.shape[3]
+    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+    inputs = (logits, duration_logits, targets, lengths.steps, lengths.labels)
+    scores, *lses = kernels.score_arcs(*inputs, blank, durations, fused, hat, sigma)
+    options = (durations, delay_penalty, need_posteriors, acc_dtype(logits.dtype))
+    losses, posteriors = kernels.sum_paths(scores, lengths, *options)
+    if not need_posteriors:
+        lses = [scores.new_empty(0), scores.new_empty(0)]
+    return losses, lses[0], lses[1], posteriors
 
-    return linear_rnnt
+
+def linear_rnnt(
+    kernels: Kernels,
+    encoder: Tensor,
+    predictor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    duration_weight: Tensor | None,
+    duration_bias: Tensor | None,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    factor: Tensor | None,
+    activation: str,
+    blank: int,
+    durations: Sequence[int],
+    hat: bool,
+    sigma: float,
+    delay_penalty: float,
+    fastemit_lambda: float,
+    chunk: int,
+    keep_logits: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the losses `[B]`, and the gradients of the sum of factor * loss.
+
+    These are the gradients of encoder, predictor, and matrix and bias of tokens and of
+    durations. Each is empty if it is not `wanted`, and all of them are without a factor.
+    """
+    (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(weight)
+    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+    heads = (weight, bias, duration_weight, duration_bias)
+    joint = Joint(encoder, predictor, *heads, activation, lengths)
+    ranges, num_arcs = chunk_ranges(B, T, chunk), 2 * max(len(durations), 1)
+    needs_gradient = factor is not None and any(wanted)
+    saved: list[tuple[Tensor, Tensor | None]] = []
+    arcs = encoder.new_empty((num_arcs, B, T, U1), dtype=torch.float64)
+    lses, scores = arcs.new_empty((2, B, T, U1)), (blank, durations, True, hat, sigma)
+    for rows, steps in ranges:
+        logits = joint.logits(joint.hidden(rows, steps))
+        within = (lengths.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
+        nodes = (*logits, targets[rows], within, lengths.labels[rows])
+        arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(*nodes, *scores)
+        for lse, each in zip(lses, chunk_lses, strict=True):
+            if each.numel():
+                lse[rows, steps] = each
+        if keep_logits and needs_gradient:
+            saved.append(logits)
+    dtype = acc_dtype(encoder.dtype)
+    options = (durations, delay_penalty, needs_gradient, dtype)
+    losses, posteriors = kernels.sum_paths(arcs, lengths, *options)
+    # The gradients grow chunk by chunk.
+    sums = [
+        encoder.new_zeros(tensor.shape, dtype=dtype)
+        if tensor is not None and wants and needs_gradient
+        else None
+        for tensor, wants in zip(joint[:6], wanted, strict=True)
+    ]
+    if factor is not None and needs_gradient:
+        for i, (rows, steps) in enumerate(ranges):
+            hidden = joint.hidden(rows, steps)
+            logits = saved[i] if keep_logits else joint.logits(hidden)
+            nodes = (*logits, *lses[:, rows, steps], posteriors[:, rows, steps], targets[rows])
+            sizes = (lengths.steps[rows], lengths.labels[rows])
+            numbers = (blank, True, hat, 0.0, fastemit_lambda)
+            dlogits = kernels.gradient(factor[rows], *nodes, *sizes, *numbers)
+            _add_chunk(sums, joint, hidden, dlogits, rows, steps)
+    # Gradients have the dtype of the inputs; those that are not wanted are empty.
+    found: Any = (encoder.new_empty(0) if each is None else each.to(encoder.dtype) for each in sums)
+    return losses, *found

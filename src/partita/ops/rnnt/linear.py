@@ -14,17 +14,11 @@ from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
 from ..linear_heads.common import cast_to_autocast
-from .arguments import Sequences, checked_durations, class_index, node_options, sequences_of
+from ..linear_heads.plan import check_budget
+from .arguments import checked_durations, class_index, node_options, sequences_of
+from .autograd import TENSORS, LinearLoss, losses_of_joint
 from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS, reduce_losses
-from .linear_autograd import (
-    INPUTS,
-    TENSORS,
-    ReducedLoss,
-    UnreducedLosses,
-    linear_rnnt,
-    losses_of_joint,
-)
-from .plan import check_budget, joint_chunks
+from .plan import joint_chunks
 
 
 def _check_inputs(named: dict[str, Any]) -> None:
@@ -63,76 +57,58 @@ def _check_inputs(named: dict[str, Any]) -> None:
             checks.shape(f"{name}_bias", bias, weight.shape[:1], f"the rows of {name}_weight")
 
 
-def _prepare(
-    named: dict[str, Any], sequences: tuple[Tensor, Lengths, Lengths], options: Sequence[Any]
-) -> tuple[Sequence[Any], Sequences]:
-    """Return the checked tensors in the dtype of autocast, None for those of no durations.
+def _loss(
+    named: dict[str, Any],
+    sequences: tuple[Tensor, Lengths, Lengths],
+    activation: str,
+    blank: tuple[str, int],
+    durations: Any,
+    numbers: tuple[bool, float, float, float],
+    reduction: str,
+    memory_budget: int | None,
+) -> Tensor:
+    """Check the arguments, and return the reduced loss by the path that suits the call.
 
-    With them come the checked targets and lengths. The options are the activation, the reduction
-    and the budget.
+    Args:
+        named: encoder, predictor, and matrix and bias of each head, by the names of the arguments.
+        sequences: targets and lengths.
+        activation: the name of the function between the sum and the matrices.
+        blank: the name and the value of the argument.
+        durations: those of a TDT, or None.
+        numbers: whether blanks are apart, sigma, the delay penalty and the factor of FastEmit.
+        reduction: that of the loss.
+        memory_budget: bytes of workspace, or None.
     """
-    activation, reduction, memory_budget = options
     checks.choice("reduction", reduction, REDUCTIONS)
     checks.choice("activation", activation, ACTIVATIONS)
     check_budget(memory_budget)
     for name, value in named.items():
         if value is not None or not name.endswith("bias"):
             checks.tensor(name, value)
-    cast: Sequence[Any] = cast_to_autocast(*named.values())
+    cast: Sequence[Any] = cast_to_autocast(*named.values())  # in the dtype of autocast
     _check_inputs(dict(zip(named, cast, strict=True)))
-    encoder, predictor = cast[:2]
-    shape = (*encoder.shape[:2], predictor.shape[1])
-    found = sequences_of(*sequences, shape, encoder.device)
-    return (*cast, *(None,) * (TENSORS - len(cast))), found
-
-
-def _loss(
-    tensors: Sequence[Tensor | None],
-    sequences: Sequence[Tensor],
-    options: Sequence[Any],
-    reduction: str,
-    memory_budget: int | None,
-) -> Tensor:
-    """Return the reduced loss by the path that suits the call.
-
-    Args:
-        tensors: encoder, predictor, and matrix and bias of each head.
-        sequences: targets and lengths.
-        options: those of the nodes, as the op takes them.
-        reduction: one of `reduce_losses`.
-        memory_budget: bytes of workspace, or None.
-    """
-    backend, (encoder, predictor, weight) = current_backend(), tensors[:3]
-    assert encoder is not None and predictor is not None and weight is not None
+    encoder, predictor, weight = cast[:3]
+    (B, T, D), U1, V = encoder.shape, predictor.shape[1], weight.shape[0]
+    sequences = sequences_of(*sequences, (B, T, U1), encoder.device)
+    chosen = NO_DURATIONS
+    if durations is not None:
+        chosen = checked_durations(durations, len(named["duration_weight"]))
+    options = (activation, class_index(*blank, V), chosen, *numbers)
+    if reduction == "mean":
+        reduction = "mean_batch" if durations is None else "mean_length"
+    backend, tensors = current_backend(), (*cast, *(None,) * (TENSORS - len(cast)))
     refuse_forward_mode(*tensors)
-    grad_enabled = torch.is_grad_enabled()
-    wanted = [grad_enabled and requires_grad(x) for x in tensors]
-    is_reduced = reduction != "none" and encoder.dtype != torch.float16
     if top_transform() is not None:
         losses = losses_of_joint(tensors, (*sequences, *options, backend))
         return reduce_losses(losses, sequences[2], reduction)
-    B, T, D = encoder.shape
-    cut = joint_chunks(
-        B,
-        T,
-        predictor.shape[1] - 1,
-        D,
-        weight.shape[0],
-        encoder.dtype,
-        durations=len(options[2]),
-        memory_budget=memory_budget,
-        gradient=any(wanted),
-        reduced=is_reduced,
-    )
-    args = (*tensors, *sequences, *options, cut.steps, cut.keeps_logits, wanted)
-    if not any(wanted):
-        losses = linear_rnnt(*args[:INPUTS], None, *args[INPUTS:], backend)[0]
-    elif is_reduced:
-        loss: Tensor = apply(ReducedLoss, *args, reduction, backend)[0]
-        return loss
-    else:
-        losses = apply(UnreducedLosses, *args, backend)
-    return reduce_losses(losses, sequences[2], reduction)
+    wanted = [torch.is_grad_enabled() and requires_grad(x) for x in tensors]
+    is_reduced = reduction != "none" and encoder.dtype != torch.float16
+    sizes = (B, T, U1 - 1, D, V, encoder.dtype, len(chosen))
+    cut = joint_chunks(*sizes, memory_budget, any(wanted), is_reduced)
+    inside, after = (reduction, "none") if is_reduced and any(wanted) else ("none", reduction)
+    chunks = (cut.steps, cut.keeps_logits, wanted)
+    losses = apply(LinearLoss, *tensors, *sequences, *options, *chunks, inside, backend)[0]
+    return reduce_losses(losses, sequences[2], after)
 
 
 def linear_rnnt_loss(
@@ -185,21 +161,16 @@ def linear_rnnt_loss(
         >>> partita.linear_rnnt_loss(encoder, predictor, weight, targets, [2], [1], blank=0)
         tensor(1.3863)
     """
-    tensors, sequences = _prepare(
-        {
-            "encoder": encoder,
-            "predictor": predictor,
-            "linear_weight": linear_weight,
-            "linear_bias": linear_bias,
-        },
-        (targets, logit_lengths, target_lengths),
-        (activation, reduction, memory_budget),
-    )
-    blank = class_index("blank", blank, len(linear_weight))
+    named = {
+        "encoder": encoder,
+        "predictor": predictor,
+        "linear_weight": linear_weight,
+        "linear_bias": linear_bias,
+    }
+    sequences = (targets, logit_lengths, target_lengths)
     hat, fastemit, delay = node_options(True, hat, fastemit_lambda, delay_penalty)
-    options = (activation, blank, NO_DURATIONS, hat, 0.0, delay, fastemit)
-    reduction = "mean_batch" if reduction == "mean" else reduction
-    return _loss(tensors, sequences, options, reduction, memory_budget)
+    options = (activation, ("blank", blank), None, (hat, 0.0, delay, fastemit))
+    return _loss(named, sequences, *options, reduction, memory_budget)
 
 
 def linear_tdt_loss(
@@ -258,21 +229,16 @@ def linear_tdt_loss(
         >>> torch.isclose((-loss).exp(), torch.tensor(1 / 16 + 2 / 64))
         tensor(True)
     """
-    tensors, sequences = _prepare(
-        {
-            "encoder": encoder,
-            "predictor": predictor,
-            "linear_weight": linear_weight,
-            "linear_bias": linear_bias,
-            "duration_weight": duration_weight,
-            "duration_bias": duration_bias,
-        },
-        (targets, logit_lengths, target_lengths),
-        (activation, reduction, memory_budget),
-    )
-    blank = class_index("blank_token_id", blank_token_id, len(linear_weight))
-    numbers = checked_durations(durations, len(duration_weight))
+    named = {
+        "encoder": encoder,
+        "predictor": predictor,
+        "linear_weight": linear_weight,
+        "linear_bias": linear_bias,
+        "duration_weight": duration_weight,
+        "duration_bias": duration_bias,
+    }
+    sequences = (targets, logit_lengths, target_lengths)
     checks.number("sigma", sigma, low=0.0)
-    options = (activation, blank, numbers, False, float(sigma), 0.0, 0.0)
-    reduction = "mean_length" if reduction == "mean" else reduction
-    return _loss(tensors, sequences, options, reduction, memory_budget)
+    numbers = (False, float(sigma), 0.0, 0.0)
+    options = (activation, ("blank_token_id", blank_token_id), durations, numbers)
+    return _loss(named, sequences, *options, reduction, memory_budget)

@@ -9,11 +9,11 @@ import torch
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import choose, decide, larger, smaller
+from ..linear_heads.plan import check_budget, padded_width
 
 DEFAULT_BUDGET = 2**30  # bytes of workspace if no budget is given
 # Bytes of logits in a chunk beyond which the products do not become faster.
 CHUNK_BYTES = 2**28
-ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
 # Bytes of a node beside its logits: two log-probabilities, alpha and beta in fp64, padded to whole
 # chunks on a GPU, the log-sum-exp in fp64, and two posteriors in fp32.
 NODE_BYTES = 64
@@ -104,18 +104,8 @@ def linear_rnnt_plan(
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
     rows = batch * steps * (labels + 1)
     product = 2 * rows * hidden * (vocabulary + durations)
-    cut = joint_chunks(
-        batch,
-        steps,
-        labels,
-        hidden,
-        vocabulary,
-        dtype,
-        durations=durations,
-        memory_budget=memory_budget,
-        gradient=gradient,
-        reduced=reduced,
-    )
+    inputs = (batch, steps, labels, hidden, vocabulary, dtype)
+    cut = joint_chunks(*inputs, durations, memory_budget, gradient, reduced)
     if cut.keeps_logits:
         name, products, reason = "fast", 3, ALL_AT_ONCE
     elif not gradient:
@@ -146,7 +136,6 @@ def joint_chunks(
     hidden: int,
     vocabulary: int,
     dtype: torch.dtype,
-    *,
     durations: int,
     memory_budget: int | None,
     gradient: bool,
@@ -182,18 +171,3 @@ def joint_chunks(
     room = (budget - fixed) // larger(step_bytes, 1)
     chunk = smaller(smaller(larger(room, 1), limit), total_steps)
     return JointChunks(chunk, keeps_logits, fixed + chunk * step_bytes)
-
-
-def check_budget(memory_budget: int | None) -> None:
-    """Raise unless the budget is a number of bytes or None."""
-    if memory_budget is not None and (
-        isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0
-    ):
-        raise ValueError(
-            f"memory_budget: expected a number of bytes or None, got {memory_budget!r}"
-        )
-
-
-def padded_width(classes: int) -> int:
-    """Return the columns of a buffer for this number of classes."""
-    return -(-classes // ROW_ALIGNMENT) * ROW_ALIGNMENT

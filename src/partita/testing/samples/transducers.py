@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.rnnt.api import rnnt_align, rnnt_loss
+from ...ops.rnnt.api import rnnt_align, rnnt_loss, tdt_align, tdt_loss
 from ...ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
-from ...ops.rnnt.tdt import tdt_align, tdt_loss
 from . import in_torch
 from .alignments import of_paths, sequences
 from .call import Bound, Draw, Inputs, Sizes, without

@@ -7,7 +7,7 @@ lattices are scanned. The losses from encoder and predictor take their products 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,13 @@ from ....primitives.cpu.batch import (
     run_over_sequences,
 )
 from ....runtime.dtypes import acc_dtype
+from .. import joint
 from ..common import SequenceLengths, posteriors_of_kinds, valid_lengths
-from ..joint import JointKernels, linear_op
 from .nodes import (
     Batch,
     Upstream,
     add_durations,
     read_nodes,
-    write_duration_gradient,
     write_gradient,
 )
 from .scan import align_sequences, arcs_of, scan_sequences
@@ -53,8 +52,8 @@ def score_arcs(
     """
     B, T, U1, V = logits.shape
     arrays = (as_integers(targets), as_integers(steps), as_integers(labels))
-    batch, arcs = Batch(*arrays, blank, T, V), arcs_of(durations)
-    scores = np.empty((len(arcs.steps), B, T, U1))
+    batch, (steps_of, _) = Batch(*arrays, blank, T, V), arcs_of(durations)
+    scores = np.empty((len(steps_of), B, T, U1))
     lse = np.empty((B, T, U1) if fused else (0, 0, 0))
     duration_lse = np.empty((0, 0, 0) if duration_logits is None else (B, T, U1))
     inside = np.arange(T) < batch.steps[:, None]
@@ -62,9 +61,11 @@ def score_arcs(
     options = (batch, as_steps(logits), fused, hat, sigma, scores, lse)
     run_over_sequences(read_nodes, work, V, *options)
     if duration_logits is not None:
-        args = (batch, as_steps(duration_logits), arcs.steps, scores, duration_lse)
+        args = (batch, as_steps(duration_logits), steps_of, scores, duration_lse)
         run_over_sequences(add_durations, work, duration_logits.shape[3], *args)
-    return torch.from_numpy(scores), torch.from_numpy(lse), torch.from_numpy(duration_lse)
+    # Log-sum-exps that are not there are `[0]`.
+    found: Any = (torch.from_numpy(x if x.size else x.ravel()) for x in (scores, lse, duration_lse))
+    return tuple(found)
 
 
 def sum_paths(
@@ -79,7 +80,7 @@ def sum_paths(
     arcs, arrays = arcs_of(durations), _arrays_of(lengths)
     losses = np.empty(scores.shape[1])
     posteriors = np.empty(scores.shape if need_posteriors else (0, 0, 0, 0))
-    work = len(arcs.steps) * (scores.shape[3] + 1) * 8  # a node takes longer than an edge
+    work = len(scores) * (scores.shape[3] + 1) * 8  # a node takes longer than an edge
     args = (arrays, arcs, scores.numpy(), delay_penalty, losses, posteriors)
     run_over_sequences(scan_sequences, arrays.steps, work, *args)
     found = torch.from_numpy(losses).to(dtype)
@@ -93,35 +94,7 @@ def _arrays_of(lengths: SequenceLengths) -> Any:
     return SequenceLengths(steps, labels, lengths.invalid.numpy())  # type: ignore[arg-type]
 
 
-def rnnt_forward(
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    hat: bool,
-    sigma: float,
-    delay_penalty: float,
-    need_posteriors: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return losses `[B]`, log-sum-exps `[B, T, U1]` and posteriors `[2 + K, B, T, U1]`."""
-    T, V = logits.shape[1], logits.shape[3]
-    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    nodes = (logits, duration_logits, targets, lengths.steps, lengths.labels)
-    scores, *lses = score_arcs(*nodes, blank, durations, fused, hat, sigma)
-    options = (durations, delay_penalty, need_posteriors, acc_dtype(logits.dtype))
-    losses, posteriors = sum_paths(scores, lengths, *options)
-    lse, duration_lse = (
-        lse if need_posteriors and lse.numel() else scores.new_empty(0) for lse in lses
-    )
-    return losses, lse, duration_lse, posteriors
-
-
 def _write_gradient(
-    kernel: Callable[..., None],
     grad: Tensor,
     logits: Tensor,
     lse: Tensor,
@@ -137,7 +110,7 @@ def _write_gradient(
         arrays = (as_array(grad), posteriors.contiguous().numpy(), targets)
         norms = lse.contiguous().numpy() if lse.numel() else np.empty((0, 0, 0))
         inputs = (Upstream(*arrays, blank, V), as_steps(logits), norms, *options)
-        run_over_sequences(kernel, np.full(B * T, U1), V, *inputs, as_steps(result))
+        run_over_sequences(write_gradient, np.full(B * T, U1), V, *inputs, as_steps(result))
 
 
 def rnnt_gradient(
@@ -159,19 +132,19 @@ def rnnt_gradient(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients in logits and durations, or with `inplace` write them over these."""
-    labels, options = as_integers(targets), (fused, hat, clamp, 1.0 + fastemit_lambda)
-    result, found = _result(logits, inplace), logits.new_empty(0)
+    labels, options = as_integers(targets), (fused, hat, clamp, 1.0 + fastemit_lambda, False)
+    result, found = logits, logits.new_empty(0)
+    if not inplace:
+        result = empty_batch(logits.shape, logits.dtype)
     nodes = (grad, logits, lse, posteriors, labels, blank, result)
-    _write_gradient(write_gradient, *nodes, *options)
+    _write_gradient(*nodes, *options)
     if duration_logits is not None:
-        found = _result(duration_logits, inplace)
+        found = duration_logits
+        if not inplace:
+            found = empty_batch(found.shape, found.dtype)
         nodes = (grad, duration_logits, duration_lse, posteriors, labels, blank, found)
-        _write_gradient(write_duration_gradient, *nodes)
+        _write_gradient(*nodes, True, False, 0.0, 1.0, True)
     return result, found
-
-
-def _result(logits: Tensor, inplace: bool) -> Tensor:
-    return logits if inplace else empty_batch(logits.shape, logits.dtype)
 
 
 def rnnt_gradient_(
@@ -200,13 +173,13 @@ def rnnt_align(
     arcs, arrays, dtype = arcs_of(durations), _arrays_of(lengths), acc_dtype(logits.dtype)
     shape = targets.shape
     results = np.empty(shape, np.int64), np.empty(shape), np.empty(shape[0])
-    work = len(arcs.steps) * scores.shape[3] * 8
+    work = len(scores) * scores.shape[3] * 8
     args = (arrays, arcs, scores.numpy(), *results)
     run_over_sequences(align_sequences, arrays.steps, work, *args)
     steps, label_scores, score = map(torch.from_numpy, results)
     return steps, label_scores.to(dtype), score.to(dtype)
 
 
-linear_rnnt = linear_op(
-    JointKernels(score_arcs, sum_paths, functools.partial(rnnt_gradient, inplace=True))
-)
+KERNELS = joint.Kernels(score_arcs, sum_paths, functools.partial(rnnt_gradient, inplace=True))
+rnnt_forward = functools.partial(joint.rnnt_forward, KERNELS)
+linear_rnnt = functools.partial(joint.linear_rnnt, KERNELS)

@@ -44,7 +44,7 @@ class Upstream(NamedTuple):
             `[2 + K, B, T, U1]`.
         targets: `[B, U]`.
         blank: the class of the blank.
-        V: the number of classes.
+        V: the number of classes, or of durations.
     """
 
     grad: Any
@@ -180,13 +180,6 @@ def finish_row(result: Any, clamp: float, grad: float) -> None:
             result[c] *= grad
 
 
-@jit
-def subtract_label(result: Any, targets: Any, b: int, u: int, posterior: float) -> None:
-    """Subtract the posterior of the label that leaves a node; it is 0 where there is none."""
-    if posterior != 0.0 and u < targets.shape[1] and 0 <= targets[b, u] < len(result):
-        result[targets[b, u]] -= posterior
-
-
 @jit(nogil=True)
 def write_gradient(
     share: Any,
@@ -197,11 +190,13 @@ def write_gradient(
     hat: bool,
     clamp: float,
     label_factor: float,
+    of_durations: bool,
     result: Any,
 ) -> None:
-    """Write the gradient of some steps, whose logits `result` may replace.
+    """Write the gradient of some steps in the logits of tokens or of durations.
 
-    A row whose posteriors are 0 is 0. `label_factor` scales the posteriors of labels.
+    `result` may replace the logits. A row whose posteriors are 0 is 0. `label_factor` scales the
+    posteriors of labels.
     """
     grad, posteriors, targets, blank_class, V = upstream
     buffer, row_result = np.empty(V, logits.numbers.dtype), np.empty(V)
@@ -218,40 +213,22 @@ def write_gradient(
                 if fused:
                     row = node_row(logits, b, t, u, buffer)
                     factor = label if hat else blank + label
+                    if of_durations:  # without a factor of labels, in the dtype of the posteriors
+                        factor = posteriors[0, b, t, u] + posteriors[1, b, t, u]
                     if lse[b, t, u] != -np.inf:  # as it is where all labels are impossible
                         excluded = blank_class if hat else -1
                         softmax_row(row, lse[b, t, u], factor, excluded, row_result)
-                if hat:  # The probability of the blank minus 1 would cancel.
+                if of_durations:
+                    for k in range(V):
+                        row_result[k] -= posteriors[2 + k, b, t, u]
+                elif hat:  # The probability of the blank minus 1 would cancel.
                     x = float(row[blank_class])
                     apart, rest = 1.0 / (1.0 + np.exp(-x)), 1.0 / (1.0 + np.exp(x))
                     row_result[blank_class] = label * apart - blank * rest
                 else:
                     row_result[blank_class] -= blank
-                subtract_label(row_result, targets, b, u, label)
+                has_label = label != 0.0 and u < targets.shape[1] and not of_durations
+                if has_label and 0 <= targets[b, u] < V:
+                    row_result[targets[b, u]] -= label
                 finish_row(row_result, clamp, grad[b])
-            store_node(result, b, t, u, row_result)
-
-
-@jit(nogil=True)
-def write_duration_gradient(share: Any, upstream: Any, logits: Any, lse: Any, result: Any) -> None:
-    """Write the gradient in the logits of the durations, which `result` may replace.
-
-    A row whose posteriors are 0 is 0.
-    """
-    grad, posteriors = upstream.grad, upstream.posteriors
-    K, T, U1 = len(posteriors) - 2, posteriors.shape[2], posteriors.shape[3]
-    buffer, row_result = np.empty(K, logits.numbers.dtype), np.empty(K)
-    for i in share:
-        b, t = i // T, i % T
-        for u in range(U1):
-            total = posteriors[0, b, t, u] + posteriors[1, b, t, u]
-            row_result[:] = 0.0
-            if grad[b] != 0.0 and total != total:
-                row_result[:] = np.nan
-            elif grad[b] != 0.0 and total != 0.0:
-                row = node_row(logits, b, t, u, buffer)
-                softmax_row(row, lse[b, t, u], total, -1, row_result)
-                for k in range(K):
-                    row_result[k] -= posteriors[2 + k, b, t, u]
-                finish_row(row_result, 0.0, grad[b])
             store_node(result, b, t, u, row_result)

@@ -19,24 +19,15 @@ from ....primitives.cpu.math import exp, exp_floor, log
 IMPOSSIBLE = LOWEST / 2  # a smaller value is the sum of LOWEST and log-probabilities
 
 
-class Arcs(NamedTuple):
-    """The kinds of arcs.
+def arcs_of(durations: Sequence[int]) -> tuple[Any, Any]:
+    """Return the steps and the labels by which the kinds of arcs advance, each `[A]`.
 
-    Fields:
-        steps: the steps by which each advances, `[A]`.
-        labels: the labels by which each advances, `[A]`.
+    These are the blanks and then the labels of all durations, or without these those of RNN-T.
     """
-
-    steps: Any
-    labels: Any
-
-
-def arcs_of(durations: Sequence[int]) -> Arcs:
-    """Return the blanks and then the labels of all durations, or without these those of RNN-T."""
     if not durations:
-        return Arcs(np.array([1, 0]), np.array([0, 1]))
+        return np.array([1, 0]), np.array([0, 1])
     K = len(durations)
-    return Arcs(np.array([*durations] * 2), np.array([0] * K + [1] * K))
+    return np.array([*durations] * 2), np.array([0] * K + [1] * K)
 
 
 class Lattice(NamedTuple):
@@ -88,14 +79,14 @@ def log_sum_rows(terms: Any, first: int, last: int, maxima: Any, totals: Any, re
 @jit
 def lattice_of(lengths: Any, arcs: Any, scores: Any, b: int, delay_penalty: float) -> Lattice:
     """Return the lattice of a sequence. The delay penalty is added to the labels."""
-    steps, labels = lengths.steps[b], lengths.labels[b]
+    (steps_of, labels_of), steps, labels = arcs, lengths.steps[b], lengths.labels[b]
     result = np.full((len(scores), steps + labels, labels + 1), -np.inf)
     for a in range(len(scores)):
         for t in range(steps):
-            extra = delay_penalty * ((steps - 1) / 2 - t) if arcs.labels[a] else 0.0
+            extra = delay_penalty * ((steps - 1) / 2 - t) if labels_of[a] else 0.0
             for u in range(labels + 1):
                 result[a, t + u, u] = scores[a, b, t, u] + extra
-    return Lattice(result, steps, labels, arcs.steps, arcs.labels)
+    return Lattice(result, steps, labels, steps_of, labels_of)
 
 
 @jit

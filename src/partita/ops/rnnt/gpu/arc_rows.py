@@ -43,91 +43,55 @@ class Scan(NamedTuple):
         flags: `[B]` int64, zero before: which sequences are invalid or have NaN.
         totals: the sums over all paths, `[2, B]` int64: the bits of their significands, and biased
             exponents. The scores of the best paths are `[B]` fp64.
+        carries: what chunks hand to their neighbors, `[directions, num_chunks, B, carry_steps]`
+            int64, zero before; None for one chunk.
+        counter: `[1]`, zero before, counts the programs that have started; None for one chunk.
     """
 
     arcs: tl.tensor
     states: tl.tensor
     flags: tl.tensor
     totals: tl.tensor
-
-
-class Carries(NamedTuple):
-    """The memory that programs which wait for each other share; all of it is zero before.
-
-    Fields:
-        words: what chunks hand to their neighbors, `[directions, num_chunks, B, carry_steps]`.
-        counter: `[1]`, counts the programs that have started.
-    """
-
-    words: tl.tensor
+    carries: tl.tensor
     counter: tl.tensor
-
-
-class Neighbors(NamedTuple):
-    """The carries between a chunk and its neighbors, one for each step.
-
-    Fields:
-        sent_ptr, received_ptr: the carries that the chunk sends and receives.
-        sends, receives: whether there is a next and a previous chunk in the direction of the scan.
-    """
-
-    sent_ptr: tl.tensor
-    received_ptr: tl.tensor
-    sends: tl.tensor
-    receives: tl.tensor
-
-
-class Turns(NamedTuple):
-    """The order in which a scan takes the rows of a chunk.
-
-    Turn 0 is the row before the first one: turn p of α is row p - 1, and that of β is row
-    `end_row` + 1 - p.
-
-    Fields:
-        forward: 1 for α, 0 for β.
-        first_row, step: the row of turn 0, and 1 or -1.
-    """
-
-    forward: tl.tensor
-    first_row: tl.tensor
-    step: tl.tensor
-
-
-class ChunkArcs(NamedTuple):
-    """The arcs of a chunk.
-
-    Fields:
-        ptr: the first kind, `[rows, 32]`: scores in fp64, or words of probabilities; see
-            `arc_words.py`.
-        nodes: offset from the arcs of a kind to those of the next kind.
-        label_offset: offset from a row to the arcs of labels of duration 0 into (α) or out of (β)
-            each lane, `[32]`. Those into the first lane are in the previous chunk.
-        duration_offset: offset from the arcs of a duration to those of one step less.
-    """
-
-    ptr: tl.tensor
-    nodes: tl.tensor
-    label_offset: tl.tensor
-    duration_offset: tl.tensor
 
 
 class ArcChunk(NamedTuple):
     """The chunk that a program scans, by α or β.
 
+    Turn 0 of a scan is the row before the first one: turn p of α is row p - 1, and that of β is row
+    `end_row` + 1 - p.
+
     Fields:
-        turns, arcs, neighbors: see `Turns`, `ChunkArcs` and `Neighbors`.
         sequence: the sizes of the sequence.
         lane, u: the lanes, and the value of u of each, `[32]`.
         end_row: the row of the virtual step T at the last value of u in the chunk.
+        forward: 1 for α, 0 for β.
+        first_row, step: the row of turn 0, and 1 or -1.
+        arcs_ptr: the arcs of the first kind, `[rows, 32]`.
+        nodes: offset from the arcs of a kind to those of the next kind.
+        label_offset: offset from a row to the arcs of labels of duration 0 into (α) or out of (β)
+            each lane, `[32]`. Those into the first lane are in the previous chunk.
+        duration_offset: offset from the arcs of a duration to those of one step less.
+        sent_ptr, received_ptr: the carries that the chunk sends and receives, one for each step.
+        sends, receives: whether there is a next and a previous chunk in the direction of the scan.
     """
 
-    turns: tl.tensor
-    arcs: tl.tensor
-    neighbors: tl.tensor
     sequence: tl.tensor
     lane: tl.tensor
     u: tl.tensor
     end_row: tl.tensor
+    forward: tl.tensor
+    first_row: tl.tensor
+    step: tl.tensor
+    arcs_ptr: tl.tensor
+    nodes: tl.tensor
+    label_offset: tl.tensor
+    duration_offset: tl.tensor
+    sent_ptr: tl.tensor
+    received_ptr: tl.tensor
+    sends: tl.tensor
+    receives: tl.tensor
 
 
 @triton.constexpr_function
@@ -144,29 +108,6 @@ def remembered_states(code):
 
 
 @triton.jit
-def load_carries(chunk, step, BLOCK: tl.constexpr):
-    """Load the carries of BLOCK steps, one per lane; those not written yet are 0."""
-    neighbors, length = chunk.neighbors, chunk.sequence.length
-    mask = neighbors.receives & (chunk.lane < BLOCK) & (step >= 0) & (step < length)
-    return tl.load(neighbors.received_ptr + step, mask=mask, other=NO_CARRY, volatile=True)
-
-
-@triton.jit
-def carry_pointers(carries, flags_ptr, sizes, b, direction, c):
-    """Return the addresses of the carries that chunk c of a scan sends and receives.
-
-    With one chunk there are none, and any addresses serve.
-    """
-    if carries is None:
-        return flags_ptr, flags_ptr
-    else:
-        steps = sizes.carry_steps
-        stride = sizes.B.to(tl.int64) * steps
-        sent_ptr = carries.words + (direction * sizes.num_chunks + c) * stride + b * steps
-        return sent_ptr, sent_ptr - stride
-
-
-@triton.jit
 def flag_bad_labels(flags_ptr, b, chunk, targets, blank, V, target_stride):
     """Flag a sequence if its lengths are invalid or a label of this chunk is out of range."""
     labels_ptr = targets.labels + b * target_stride
@@ -178,17 +119,15 @@ def flag_bad_labels(flags_ptr, b, chunk, targets, blank, V, target_stride):
 
 
 @triton.jit
-def chunk_of_program(
-    index, scan, carries, lengths, sizes, DIRECTIONS: tl.constexpr, LAYOUT: tl.constexpr
-):
+def chunk_of_program(index, scan, lengths, sizes, DIRECTIONS: tl.constexpr, LAYOUT: tl.constexpr):
     """Return the chunk of a program, its offset in arrays over the nodes, and its sequence.
 
     With these comes whether the sequence has the chunk. The chunks of all sequences are counted in
     the order in which they wait for each other.
     """
-    if carries is not None:
+    if scan.counter is not None:
         # Indices of rows and steps of 64 bits would take many more instructions.
-        index = tl.atomic_add(carries.counter, 1, sem="relaxed").to(tl.int32)
+        index = tl.atomic_add(scan.counter, 1, sem="relaxed").to(tl.int32)
     lane, B, rows = lane_index(LAYOUT), sizes.B, sizes.rows
     b, direction = (index // DIRECTIONS % B).to(tl.int64), index % DIRECTIONS
     c, forward = index // (DIRECTIONS * B), 1 - direction
@@ -201,12 +140,17 @@ def chunk_of_program(
     # The first lane of all has no lane before it. It reads its own arcs, by which no path enters.
     before_first = tl.where(c_u > 0, 32 * 32 + 31 - rows * 32, 0)
     before = tl.where(lane > 0, lane - 1, before_first) - 32
-    turns = Turns(forward, tl.where(forward > 0, -1, end_row + 1), 2 * forward - 1)
+    lanes = (sequence, lane, u, end_row)
+    turns = (forward, tl.where(forward > 0, -1, end_row + 1), 2 * forward - 1)
     label_offset = tl.where(forward > 0, before, lane)
-    arcs = ChunkArcs(scan.arcs + offset, sizes.nodes, label_offset, 32 * forward)
-    sent_ptr, received_ptr = carry_pointers(carries, scan.flags, sizes, b, direction, c)
-    neighbors = Neighbors(sent_ptr, received_ptr, c < last, c > 0)
-    chunk = ArcChunk(turns, arcs, neighbors, sequence, lane, u, end_row)
+    arcs = (scan.arcs + offset, sizes.nodes, label_offset, 32 * forward)
+    sent_ptr, received_ptr = scan.flags, scan.flags  # any addresses serve one chunk
+    if scan.carries is not None:
+        steps = sizes.carry_steps
+        stride = B.to(tl.int64) * steps
+        sent_ptr = scan.carries + (direction * sizes.num_chunks + c) * stride + b * steps
+        received_ptr = sent_ptr - stride
+    chunk = ArcChunk(*lanes, *turns, *arcs, sent_ptr, received_ptr, c < last, c > 0)
     return chunk, offset, b, c <= last
 
 
@@ -231,7 +175,7 @@ def prepend(value, values, SIZE: tl.constexpr):
 @triton.jit
 def row_of(chunk, turn):
     """Return the row of a turn of the scan."""
-    return chunk.turns.first_row + chunk.turns.step * turn
+    return chunk.first_row + chunk.step * turn
 
 
 @triton.jit
@@ -266,9 +210,9 @@ def load_block_arcs(chunk, turn, WAIT: tl.constexpr, BLOCK: tl.constexpr, CODE: 
         for i in tl.static_range(num_kinds(CODE)):
             d = (CODE >> (8 * i)) & 127
             # The sum in brackets is the same in all turns, and the one after it for all kinds.
-            ptr = chunk.arcs.ptr + (i * chunk.arcs.nodes - d * chunk.arcs.duration_offset)
+            ptr = chunk.arcs_ptr + (i * chunk.nodes - d * chunk.duration_offset)
             if (CODE >> (8 * i)) & 128:
-                ptr = ptr + (row * 32 + chunk.arcs.label_offset)
+                ptr = ptr + (row * 32 + chunk.label_offset)
             else:
                 ptr = ptr + (row * 32 + lane)
             if ((CODE >> (8 * i)) & 255) == 0:  # Nothing reads the kind that no arc has.
@@ -286,8 +230,10 @@ def load_block_arcs(chunk, turn, WAIT: tl.constexpr, BLOCK: tl.constexpr, CODE: 
 @triton.jit
 def load_turn_carries(chunk, turn, BLOCK: tl.constexpr):
     """Load the carries of the turns from a turn on, one per lane; those not written yet are 0."""
-    step = row_of(chunk, turn + chunk.lane) - 31 * (1 - chunk.turns.forward)
-    return load_carries(chunk, step, BLOCK)
+    step = row_of(chunk, turn + chunk.lane) - 31 * (1 - chunk.forward)
+    length = chunk.sequence.length
+    mask = chunk.receives & (chunk.lane < BLOCK) & (step >= 0) & (step < length)
+    return tl.load(chunk.received_ptr + step, mask=mask, other=NO_CARRY, volatile=True)
 
 
 @triton.jit
@@ -338,6 +284,6 @@ def shift_lanes(chunk, values, carry):
 
     The lane without such a neighbor gets the carry.
     """
-    lane, forward = chunk.lane, chunk.turns.forward
+    lane, forward = chunk.lane, chunk.forward
     values = tl.where(lane == 31 * forward, carry, values)
     return tl.gather(values, (lane + 1 + 30 * forward) & 31, 0)

@@ -12,8 +12,6 @@ do. So each kind ends with a margin of probability 0, and the first one follows 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -30,39 +28,6 @@ from .arc_words import (
 from .lattice import MARGIN, SIZES, lattice_sizes, load_sequence, log_sum
 
 
-class DurationLogits(NamedTuple):
-    """The logits of the durations, `[B, T, U1, K]`, contiguous.
-
-    Fields:
-        ptr: the logits, or None for RNN-T.
-        lse_ptr: the log-sum-exps of the nodes, `[B, T, U1]`, or None.
-    """
-
-    ptr: tl.tensor
-    lse_ptr: tl.tensor
-
-
-@triton.jit
-def duration_probabilities(logits, K: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the durations' probabilities for some nodes as a tuple, and their log-sum-exps.
-
-    A probability is a factor and an exponent of 2; see `arc_words.probability_block`.
-    """
-    maximum = logits[0].to(tl.float64)
-    for k in tl.static_range(1, K):
-        maximum = tl.maximum(maximum, logits[k].to(tl.float64))
-    maximum = finite_shift(maximum)
-    parts, probabilities, total = (), (), (maximum * 0.0).to(tl.int64)
-    for k in tl.static_range(K):
-        factor, exponent, term = exp_parts(logits[k].to(tl.float64) - maximum)
-        parts, total = parts + ((factor, exponent),), total + term
-    total = sum_of_terms(total)
-    inverse = 1.0 / total
-    for k in tl.static_range(K):
-        probabilities = probabilities + ((parts[k][0] * inverse, parts[k][1]),)
-    return probabilities, maximum + log_sum(total, DTYPE)
-
-
 @triton.jit
 def stays(t, u, duration, sequence, LABEL: tl.constexpr):
     """Return whether arcs from nodes stay in the lattice, or lead to the end of the path."""
@@ -75,45 +40,38 @@ def stays(t, u, duration, sequence, LABEL: tl.constexpr):
 
 
 @triton.jit
-def chunk_nodes(program, sizes, BLOCK: tl.constexpr):
-    """Return BLOCK elements of an array over the nodes, `[B, num_chunks, rows, 32]`.
+def duration_probabilities(durations, node, mask, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the durations' probabilities for some nodes as a tuple, and store log-sum-exps.
 
-    These are the sequence, steps and values of u, indices in the chunk, the offset of the chunk and
-    whether they are the margin after the last chunk, which the programs after its own have.
+    A probability is a factor and an exponent of 2; see `arc_words.probability_block`.
     """
-    B, num_chunks, rows = sizes.B, sizes.num_chunks, sizes.rows
-    blocks = tl.cdiv(rows * 32, BLOCK)
-    chunk, block = program // blocks, program % blocks
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    t, u = index // 32 - index % 32, chunk % num_chunks * 32 + index % 32
-    is_margin = index * 0 + chunk >= B * num_chunks
-    b = tl.minimum(chunk // num_chunks, B - 1)
-    return b, t, u, index, chunk.to(tl.int64) * rows * 32, is_margin
-
-
-@triton.jit
-def duration_factors(durations, b, t, u, mask, sizes, K: tl.constexpr, PRECISE: tl.constexpr):
-    """Return the durations' probabilities for some nodes as a tuple, and store log-sum-exps."""
-    if durations.ptr is None:
-        return ((t * 0.0 + 1.0, t * 0),)
-    else:
-        node, logits = (b.to(tl.int64) * sizes.T + t) * sizes.U1 + u, ()
-        for k in tl.static_range(K):
-            logits = logits + (tl.load(durations.ptr + node * K + k, mask=mask, other=0.0),)
-        DTYPE: tl.constexpr = tl.float64 if PRECISE else tl.float32
-        factors, lse = duration_probabilities(logits, K, DTYPE)
-        if durations.lse_ptr is not None:
-            lse = lse.to(durations.lse_ptr.dtype.element_ty)
-            tl.store(durations.lse_ptr + node, lse, mask=mask)
-        return factors
+    logits = ()
+    for k in tl.static_range(K):
+        logits = logits + (tl.load(durations.ptr + node * K + k, mask=mask, other=0.0),)
+    maximum = logits[0].to(tl.float64)  # type: ignore[misc]
+    for k in tl.static_range(1, K):
+        maximum = tl.maximum(maximum, logits[k].to(tl.float64))
+    maximum = finite_shift(maximum)
+    parts, probabilities, total = (), (), (maximum * 0.0).to(tl.int64)
+    for k in tl.static_range(K):
+        factor, exponent, term = exp_parts(logits[k].to(tl.float64) - maximum)
+        parts, total = parts + ((factor, exponent),), total + term
+    total = sum_of_terms(total)
+    inverse = 1.0 / total
+    for k in tl.static_range(K):
+        probabilities = probabilities + ((parts[k][0] * inverse, parts[k][1]),)
+    if durations.lse_ptr is not None:
+        lse = (maximum + log_sum(total, DTYPE)).to(durations.lse_ptr.dtype.element_ty)
+        tl.store(durations.lse_ptr + node, lse, mask=mask)
+    return probabilities
 
 
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_arcs_kernel(
-    arcs_ptr,  # [kinds, B, num_chunks, rows, 32] fp64; a margin is before it
-    durations,  # DurationLogits
+    arcs_ptr,  # [kinds, B, num_chunks, rows, 32] fp64, or int64 if awaited; a margin is before it
+    durations,  # Durations
     lengths,  # Lengths
-    flags_ptr,  # [B] int64, zero; or None for scores
+    flags_ptr,  # [B] int64, zero; or None for scores and awaited arcs
     T,
     B,
     U1,
@@ -127,24 +85,39 @@ def rnnt_arcs_kernel(
     These are in the first kind of blanks and the first of labels. Arcs that leave the lattice have
     the probability 0, also those of nodes beyond the lengths, and so have the margins, which the
     programs after those of the last sequence write. Words flag a sequence in which an arc is NaN.
+    The words of arcs that other programs write while a scan awaits them become 0.
     """
+    AWAITED: tl.constexpr = arcs_ptr.dtype.element_ty == tl.int64
     WORDS: tl.constexpr = flags_ptr is not None
     K: tl.constexpr = num_kinds(CODE) // 2
     sizes = lattice_sizes(T, B, U1, num_chunks)
-    b, t, u, index, chunk_offset, is_margin = chunk_nodes(tl.program_id(0), sizes, BLOCK)
+    program, blocks = tl.program_id(0), tl.cdiv(sizes.rows * 32, BLOCK)
+    chunk, block = program // blocks, program % blocks
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    t, u = index // 32 - index % 32, chunk % num_chunks * 32 + index % 32
+    # The programs after those of the last chunk have the margin after it.
+    is_margin = index * 0 + chunk >= B * num_chunks
+    b, chunk_offset = tl.minimum(chunk // num_chunks, B - 1), chunk.to(tl.int64) * sizes.rows * 32
     sequence = load_sequence(b, lengths, T, U1)
     mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
     offset, in_array = chunk_offset + index, index < sizes.rows * 32
-    factors = duration_factors(durations, b, t, u, mask, sizes, K, PRECISE)
-    blank = tl.load(arcs_ptr + offset, mask=mask, other=0.0)
-    label = tl.load(arcs_ptr + K * sizes.nodes + offset, mask=mask, other=0.0)
-    tokens = (exp2_parts(blank), exp2_parts(label)) if WORDS else (blank, label)
+    if not AWAITED:
+        factors = ((t * 0.0 + 1.0, t * 0),)
+        if durations.ptr is not None:
+            DTYPE: tl.constexpr = tl.float64 if PRECISE else tl.float32
+            node = (b.to(tl.int64) * T + t) * U1 + u
+            factors = duration_probabilities(durations, node, mask, K, DTYPE)
+        blank = tl.load(arcs_ptr + offset, mask=mask, other=0.0)
+        label = tl.load(arcs_ptr + K * sizes.nodes + offset, mask=mask, other=0.0)
+        tokens = (exp2_parts(blank), exp2_parts(label)) if WORDS else (blank, label)
     has_nan = mask & is_margin
     for i in tl.static_range(2 * K):
         valid = mask & stays(t, u, (CODE >> (8 * i)) & 127, sequence, i >= K)
         # No scan reads blanks of duration 0, but the margin after them.
         is_read = in_array if (CODE >> (8 * i)) & 255 else is_margin
-        if WORDS:
+        if AWAITED:
+            arc = tl.where(valid, 0, IMPOSSIBLE_ARC)
+        elif WORDS:
             word, is_nan = arc_word(tokens[i // K], factors[i % K], valid & is_read, PRECISE)
             arc, has_nan = word.to(tl.float64, bitcast=True), has_nan | is_nan
         else:
@@ -158,40 +131,3 @@ def rnnt_arcs_kernel(
     if WORDS:
         flag = index * 0 + HAS_NAN
         tl.atomic_or(flags_ptr + b + index * 0, flag, mask=has_nan, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=SIZES)
-def rnnt_words_kernel(
-    words_ptr,  # int64: `zeros` words, a margin, and [kinds, B, num_chunks, rows, 32]
-    lengths,  # Lengths
-    zeros: tl.int64,
-    T,
-    B,
-    U1,
-    num_chunks,
-    CODE: tl.constexpr,
-    BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
-):
-    """Prepare the words of a scan that waits for its arcs.
-
-    The words of arcs that the kernel with the scan writes become 0. Those of arcs that leave the
-    lattice and of all margins get the probability 0. The words before the first margin become 0.
-    """
-    KINDS: tl.constexpr = num_kinds(CODE)
-    sizes = lattice_sizes(T, B, U1, num_chunks)
-    programs = B * sizes.num_chunks * tl.cdiv(sizes.rows * 32, BLOCK) + MARGIN // BLOCK
-    first = tl.program_id(0).to(tl.int64) - programs
-    if first >= 0:
-        word_index = first * BLOCK + tl.arange(0, BLOCK)
-        word = tl.where(word_index < zeros, 0, IMPOSSIBLE_ARC)
-        tl.store(words_ptr + word_index, word, mask=word_index < zeros + MARGIN)
-    else:
-        b, t, u, index, chunk_offset, is_margin = chunk_nodes(tl.program_id(0), sizes, BLOCK)
-        sequence = load_sequence(b, lengths, T, U1)
-        mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
-        ptr, in_array = words_ptr + zeros + MARGIN + chunk_offset + index, index < sizes.rows * 32
-        for i in tl.static_range(KINDS):
-            d = (CODE >> (8 * i)) & 127
-            word = tl.where(mask & stays(t, u, d, sequence, i >= KINDS // 2), 0, IMPOSSIBLE_ARC)
-            is_written = in_array if (CODE >> (8 * i)) & 255 else is_margin
-            tl.store(ptr + i * sizes.nodes, word, mask=is_written)

@@ -197,95 +197,6 @@ class StridedLogits(NamedTuple):
     v: tl.tensor
 
 
-class GradientSource(NamedTuple):
-    """The tensors from which the gradient of nodes is computed, beside their logits.
-
-    Fields:
-        grad: the upstream gradient, the posteriors and the labels.
-        target_stride: the offset from a target to the next.
-        blank, clamp, fastemit: the options of the loss.
-    """
-
-    grad: tl.tensor
-    target_stride: tl.tensor
-    blank: tl.tensor
-    clamp: tl.tensor
-    fastemit: tl.tensor
-
-
-@triton.jit
-def store_gradients_of_nodes(
-    source,
-    logits,
-    strides,
-    dlogits,
-    first_step,
-    sizes,
-    HAT: tl.constexpr,
-    CLIP: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Write the gradient of the rows of this program's nodes; rows of gradient 0 are not read.
-
-    `strides` are those of the logits over B, T and U1, and `sizes` are T, B, U1 and V.
-    """
-    T, B, U1, V = sizes
-    DTYPE: tl.constexpr = source.grad.posteriors_ptr.dtype.element_ty
-    FUSED: tl.constexpr = logits.lse_ptr is not None
-    node = program_nodes(first_step, T, U1)
-    b, size = node.b.to(tl.int64), B.to(tl.int64) * T * U1
-    scale = tl.load(source.grad.ptr + b * source.grad.stride).to(DTYPE)
-    limit = tl.full([], source.clamp, DTYPE)
-    fastemit = tl.full([], source.fastemit, DTYPE)
-    origin = step_offset(node, first_step, strides[0], strides[1])
-    d_origin = step_offset(node, first_step, dlogits.b, dlogits.t)
-    for r in range(0, tl.minimum(ROWS, U1 - node.first_u)):
-        u = (node.first_u + r).to(tl.int64)
-        label_ptr = source.grad.labels_ptr + b * source.target_stride + u
-        label_index = tl.load(label_ptr, mask=u < U1 - 1, other=-1).to(tl.int32)
-        index = node.index + r
-        blank = tl.load(source.grad.posteriors_ptr + index).to(DTYPE)
-        label = tl.load(source.grad.posteriors_ptr + size + index).to(DTYPE)
-        active = (blank != 0.0) | (label != 0.0)
-        label *= fastemit
-        if not CLIP:
-            blank, label = blank * scale, label * scale
-        factor, lse = label if HAT else blank + label, tl.zeros([], DTYPE)
-        if FUSED:
-            exact = tl.load(logits.lse_ptr + index).to(tl.float64)
-            if HAT:  # It is -inf where all labels are impossible, whose posterior is 0 there.
-                exact = tl.where(exact == -float("inf"), 0.0, exact)
-            lse, correction = round_lse(exact, dlogits.ptr.dtype.element_ty, DTYPE)
-            factor *= correction
-        gradient = NodeGradient(factor, blank, label, label_index, lse, scale, limit)
-        start = origin + u * strides[2]
-        values = locate_row(logits.ptr, start, logits.stride_v, V, VEC, EDGES)
-        start = d_origin + u * dlogits.u
-        results = locate_row(dlogits.ptr, start, dlogits.v, V, VEC, EDGES)
-        if active & (scale != 0.0):
-            row = (values, results, gradient, source.blank, V)
-            store_gradient(*row, FUSED, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V, DTYPE)
-        else:
-            store_zeros(results, V, VEC, EDGES, BLOCK_V)
-
-
-class DurationGradient(NamedTuple):
-    """The logits of the durations and their gradient, `[B, T, U1, K]`, both contiguous.
-
-    Fields:
-        ptr: the logits, or None for RNN-T.
-        lse_ptr: the log-sum-exps of the nodes, `[B, T, U1]`.
-        grad_ptr: the gradient.
-    """
-
-    ptr: tl.tensor
-    lse_ptr: tl.tensor
-    grad_ptr: tl.tensor
-
-
 @triton.jit
 def store_duration_gradients(program, grad, durations, T, B, U1, K: tl.constexpr):
     """Write the gradient in the logits of the durations of some nodes."""
@@ -316,7 +227,7 @@ def store_duration_gradients(program, grad, durations, T, B, U1, K: tl.constexpr
 def rnnt_gradient_kernel(
     grad,  # Upstream
     logits,  # Logits, all of them or those of some steps; without log-sum-exps log-probabilities
-    durations,  # DurationGradient
+    durations,  # Durations
     dlogits,  # StridedLogits, which may be the logits
     first_step,  # the first step in `logits`, counted over all sequences
     steps,  # the number of steps
@@ -344,13 +255,45 @@ def rnnt_gradient_kernel(
     Other programs write that of the durations. They come last and are short, so they run beside the
     last rows.
     """
+    DTYPE: tl.constexpr = grad.posteriors_ptr.dtype.element_ty
+    FUSED: tl.constexpr = logits.lse_ptr is not None
     programs = steps * tl.cdiv(U1, ROWS)
     if (durations.ptr is None) or tl.program_id(0) < programs:
-        options = (blank, clamp, fastemit)
-        source = GradientSource(grad, target_stride, *options)
-        strides, sizes = (stride_b, stride_t, stride_u), (T, B, U1, V)
-        nodes = (source, logits, strides, dlogits, first_step, sizes)
-        store_gradients_of_nodes(*nodes, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V)
+        node = program_nodes(first_step, T, U1)
+        b, size = node.b.to(tl.int64), B.to(tl.int64) * T * U1
+        scale = tl.load(grad.ptr + b * grad.stride).to(DTYPE)
+        limit = tl.full([], clamp, DTYPE)
+        label_factor = tl.full([], fastemit, DTYPE)
+        origin = step_offset(node, first_step, stride_b, stride_t)
+        d_origin = step_offset(node, first_step, dlogits.b, dlogits.t)
+        for r in range(0, tl.minimum(ROWS, U1 - node.first_u)):
+            u = (node.first_u + r).to(tl.int64)
+            label_ptr = grad.labels_ptr + b * target_stride + u
+            label_index = tl.load(label_ptr, mask=u < U1 - 1, other=-1).to(tl.int32)
+            index = node.index + r
+            of_blank = tl.load(grad.posteriors_ptr + index).to(DTYPE)
+            of_label = tl.load(grad.posteriors_ptr + size + index).to(DTYPE)
+            active = (of_blank != 0.0) | (of_label != 0.0)
+            of_label *= label_factor
+            if not CLIP:
+                of_blank, of_label = of_blank * scale, of_label * scale
+            factor, lse = of_label if HAT else of_blank + of_label, tl.zeros([], DTYPE)
+            if FUSED:
+                exact = tl.load(logits.lse_ptr + index).to(tl.float64)
+                if HAT:  # It is -inf where all labels are impossible, whose posterior is 0 there.
+                    exact = tl.where(exact == -float("inf"), 0.0, exact)
+                lse, correction = round_lse(exact, dlogits.ptr.dtype.element_ty, DTYPE)
+                factor *= correction
+            gradient = NodeGradient(factor, of_blank, of_label, label_index, lse, scale, limit)
+            start = origin + u * stride_u
+            values = locate_row(logits.ptr, start, logits.stride_v, V, VEC, EDGES)
+            start = d_origin + u * dlogits.u
+            results = locate_row(dlogits.ptr, start, dlogits.v, V, VEC, EDGES)
+            if active & (scale != 0.0):
+                row = (values, results, gradient, blank, V)
+                store_gradient(*row, FUSED, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V, DTYPE)
+            else:
+                store_zeros(results, V, VEC, EDGES, BLOCK_V)
     else:
         program = tl.program_id(0) - programs
         store_duration_gradients(program, grad, durations, T, B, U1, K)

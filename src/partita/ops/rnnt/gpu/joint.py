@@ -57,7 +57,6 @@ def rnnt_joint_kernel(
     lengths,  # Lengths
     hidden_ptr,  # [steps, U1, D]
     first_step,  # the first step, counted over all sequences
-    steps,
     T,
     U1,
     D,

@@ -55,6 +55,20 @@ class Targets(NamedTuple):
         return self.labels.stride(0) if self.labels.shape[1] else 0
 
 
+class Durations(NamedTuple):
+    """The logits of the durations and their gradient, `[B, T, U1, K]`, both contiguous.
+
+    Fields:
+        ptr: the logits, or None for RNN-T.
+        lse_ptr: the log-sum-exps of the nodes, `[B, T, U1]`, or None.
+        grad_ptr: the gradient, or None.
+    """
+
+    ptr: tl.tensor
+    lse_ptr: tl.tensor
+    grad_ptr: tl.tensor
+
+
 class Sequence(NamedTuple):
     """The sizes of one sequence.
 

@@ -15,29 +15,28 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
+from ...linear_heads.plan import padded_width
 from ..common import ACTIVATIONS, chunk_ranges
-from .call import (
-    NO_DURATIONS,
-    LatticeCall,
-    NodeOptions,
-    as_targets,
-    launch_gradient,
-    launch_nodes,
-    scan_lattice,
-)
-from .gradient import DurationGradient
 from .joint import (
     JointInput,
     rnnt_joint_gradient_kernel,
     rnnt_joint_kernel,
     rnnt_predictor_sum_kernel,
 )
-from .lattice import Targets
+from .lattice import Durations
+from .launch import (
+    NO_DURATIONS,
+    LatticeCall,
+    as_targets,
+    launch_gradient,
+    launch_nodes,
+    scan_lattice,
+)
 
-ROW_ALIGNMENT = 16  # columns of the padded matrix
 # Steps of a program of the joint's gradient, and of one of a chunk that makes few programs. More
 # steps mean fewer partial sums.
 GRADIENT_STEPS, FEW_STEPS = 16, 4
@@ -45,145 +44,149 @@ FEW_PROGRAMS = 1024
 JOINT_ROWS = 32  # values of u of a program of the joint
 
 
-class Head(NamedTuple):
-    """The matrix and the bias that make logits of hidden states.
-
-    Fields:
-        weight: `[X, D]`, tokens, then durations, then zeros.
-        bias: `[X]` or None.
-        tokens, durations: the numbers V and K of columns.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    tokens: int
-    durations: int
-
-
 class JointCall(NamedTuple):
-    """The inputs of a joint network.
+    """A joint network.
 
     Fields:
-        encoder: `[B, T, D]`.
-        predictor: `[B, U1, D]`.
-        head: the matrix.
-        targets: the targets and the lengths.
+        encoder, predictor: `[B, T, D]` and `[B, U1, D]`.
+        weight, bias: `[X, D]`, and `[X]` or None: tokens, then durations, then zeros.
         activation: the index of the activation.
+        lattice: the batch of lattices, whose nodes have hidden states.
     """
 
     encoder: Tensor
     predictor: Tensor
-    head: Head
-    targets: Targets
+    weight: Tensor
+    bias: Tensor | None
     activation: int
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """B, T and U1."""
-        B, T, _ = self.encoder.shape
-        return B, T, self.predictor.shape[1]
+    lattice: LatticeCall
 
 
-class Gradients(NamedTuple):
-    """The gradients in the order of the inputs; None where one is not wanted.
+class Chunk(NamedTuple):
+    """The steps of some sequences whose logits are computed together.
 
     Fields:
-        encoder: `[B, T, D]` in its dtype.
-        predictor: `[B, U1, D]` in the accumulator dtype.
-        weight: `[X, D]` in the accumulator dtype.
-        bias: `[X]` in the accumulator dtype.
+        first: the first step, counted over all sequences.
+        sequences, steps: the sequences, and the steps of each of them.
+        nodes: its nodes among those of the batch.
+        hidden: the hidden states, `[nodes, D]`.
+        rows: the logits of tokens and durations, `[nodes, X]`.
+        tokens: those of tokens, as the logits of one sequence, `[1, steps, U1, V]`.
     """
 
-    encoder: Tensor | None
-    predictor: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+    first: int
+    sequences: int
+    steps: int
+    nodes: slice
+    hidden: Tensor
+    rows: Tensor
+    tokens: Tensor
 
 
 def joint_head(
     weight: Tensor, bias: Tensor | None, extra_weight: Tensor | None, extra_bias: Tensor | None
-) -> Head:
-    """Return the padded head of tokens and durations."""
-    (V, D), K = weight.shape, 0 if extra_weight is None else len(extra_weight)
-    if K == 0 and V % 8 == 0:
-        return Head(weight, bias, V, 0)
-    X = cdiv(V + K, ROW_ALIGNMENT) * ROW_ALIGNMENT
-    padded = weight.new_zeros(X, D)
-    padded[:V] = weight
-    padded_bias = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the padded matrix and bias of tokens and durations together."""
+    if extra_weight is None and len(weight) % 8 == 0:
+        return weight, bias
+    heads = [(weight, bias)]
     if extra_weight is not None:
-        padded[V : V + K] = extra_weight
-    if bias is not None or extra_bias is not None:
-        padded_bias = weight.new_zeros(X)
-        if bias is not None:
-            padded_bias[:V] = bias
-        if extra_bias is not None:
-            padded_bias[V : V + K] = extra_bias
-    return Head(padded, padded_bias, V, K)
+        heads.append((extra_weight, extra_bias))
+    columns = sum(len(each) for each, _ in heads)
+    rest = padded_width(columns) - columns
+    padded = pad(torch.cat([each for each, _ in heads]), (0, 0, 0, rest))
+    if bias is None and extra_bias is None:
+        return padded, None
+    biases = [each.new_zeros(len(each)) if of is None else of for each, of in heads]
+    return padded, pad(torch.cat(biases), (0, rest))
 
 
-def compute_hidden(call: JointCall, first: int, steps: int, hidden: Tensor) -> None:
-    """Compute the hidden states of the nodes of some steps, `[steps * U1, D]`."""
-    (_, T, U1), D = call.sizes, call.encoder.shape[2]
-    launch(
-        rnnt_joint_kernel,
-        steps * cdiv(U1, JOINT_ROWS) * cdiv(D, 128),
-        encoder=JointInput(call.encoder, *call.encoder.stride()),
-        predictor=JointInput(call.predictor, *call.predictor.stride()),
-        lengths=call.targets.lengths,
-        hidden_ptr=hidden,
-        first_step=first,
-        steps=steps,
-        T=T,
-        U1=U1,
-        D=D,
-        ACTIVATION=call.activation,
-        ROWS=JOINT_ROWS,
-        BLOCK_D=128,
-        DTYPE=tl_acc_dtype(hidden.dtype),
-        num_warps=4,
-    )
+def compute_chunks(
+    call: JointCall,
+    ranges: Sequence[tuple[slice, slice]],
+    hidden: Tensor,
+    logits: Tensor,
+    are_kept: bool,
+) -> Iterator[Chunk]:
+    """Compute the hidden states of one chunk after another, and the logits if none are kept.
+
+    Args:
+        call: the joint network.
+        ranges: the sequences and the steps of each chunk.
+        hidden: memory for the hidden states of the greatest chunk.
+        logits: memory for the logits of the greatest chunk, or of all chunks.
+        are_kept: whether it has the logits of all chunks.
+    """
+    (_, B, T, U1, V, *_), D = call.lattice, call.encoder.shape[2]
+    for sequences, steps in ranges:
+        number, length = sequences.stop - sequences.start, steps.stop - steps.start
+        first = sequences.start * T + steps.start
+        nodes = slice(first * U1, (first + number * length) * U1)
+        launch(
+            rnnt_joint_kernel,
+            number * length * cdiv(U1, JOINT_ROWS) * cdiv(D, 128),
+            encoder=JointInput(call.encoder, *call.encoder.stride()),
+            predictor=JointInput(call.predictor, *call.predictor.stride()),
+            lengths=call.lattice.targets.lengths,
+            hidden_ptr=hidden,
+            first_step=first,
+            T=T,
+            U1=U1,
+            D=D,
+            ACTIVATION=call.activation,
+            ROWS=JOINT_ROWS,
+            BLOCK_D=128,
+            DTYPE=tl_acc_dtype(hidden.dtype),
+            num_warps=4,
+        )
+        size = nodes.stop - nodes.start
+        states, rows = hidden[:size], logits[nodes if len(logits) == B * T * U1 else slice(size)]
+        if not are_kept:
+            if call.bias is None:
+                torch.mm(states, call.weight.T, out=rows)
+            else:
+                torch.addmm(call.bias, states, call.weight.T, out=rows)
+        tokens = rows.view(1, -1, U1, len(call.weight))[..., :V]
+        yield Chunk(first, number, length, nodes, states, rows, tokens)
 
 
-def compute_logits(head: Head, hidden: Tensor, logits: Tensor) -> None:
-    """Compute the logits of hidden states, `[rows, X]`."""
-    if head.bias is None:
-        torch.mm(hidden, head.weight.T, out=logits)
-    else:
-        torch.addmm(head.bias, hidden, head.weight.T, out=logits)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total`, with sums in the dtype of `total`."""
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def add_joint_gradient(
-    call: JointCall, dhidden: Tensor, first: int, sequences: int, steps: int, found: Gradients
+def add_gradients(
+    call: JointCall, chunk: Chunk, dhidden: Tensor, found: Sequence[Tensor | None]
 ) -> None:
-    """Write or add the gradients of encoder and predictor, given that of hidden states."""
-    (_, T, U1), D = call.sizes, call.encoder.shape[2]
-    few = sequences * cdiv(steps, GRADIENT_STEPS) * cdiv(D, 128) < FEW_PROGRAMS
+    """Add what a chunk gives to the gradients, when its logits have become their gradient.
+
+    `dhidden` has room for the gradient of the hidden states of a chunk. The gradients are those of
+    encoder, predictor, matrix and bias; None where one is not wanted.
+    """
+    rows, (dencoder, dpredictor, total, dbias) = chunk.rows, found
+    if total is not None and rows.is_cuda and rows.dtype != total.dtype:
+        torch.addmm(total, rows.T, chunk.hidden, out_dtype=total.dtype, out=total)
+    elif total is not None:
+        total.addmm_(rows.T.to(total.dtype), chunk.hidden.to(total.dtype))
+    if dbias is not None:
+        dbias.add_(rows.sum(0, dtype=dbias.dtype))
+    if dencoder is None and dpredictor is None:
+        return
+    dhidden = dhidden[: len(rows)]
+    torch.mm(rows, call.weight, out=dhidden)
+    T, U1, D = call.lattice.T, call.lattice.U1, call.encoder.shape[2]
+    few = chunk.sequences * cdiv(chunk.steps, GRADIENT_STEPS) * cdiv(D, 128) < FEW_PROGRAMS
     block_steps = FEW_STEPS if few else GRADIENT_STEPS
-    blocks = cdiv(steps, block_steps)
-    dtype = acc_dtype(call.encoder.dtype)
+    blocks = cdiv(chunk.steps, block_steps)
     partials = None
-    if found.predictor is not None:
-        partials = dhidden.new_empty((sequences * blocks, U1, D), dtype=dtype)
+    if dpredictor is not None:
+        partials = dpredictor.new_empty((chunk.sequences * blocks, U1, D))
     launch(
         rnnt_joint_gradient_kernel,
-        sequences * blocks * cdiv(D, 128),
+        chunk.sequences * blocks * cdiv(D, 128),
         dhidden_ptr=dhidden,
         encoder=JointInput(call.encoder, *call.encoder.stride()),
         predictor=JointInput(call.predictor, *call.predictor.stride()),
-        lengths=call.targets.lengths,
-        dencoder_ptr=found.encoder,
+        lengths=call.lattice.targets.lengths,
+        dencoder_ptr=dencoder,
         partials_ptr=partials,
-        first_step=first,
-        steps=steps,
+        first_step=chunk.first,
+        steps=chunk.steps,
         T=T,
         U1=U1,
         D=D,
@@ -197,123 +200,15 @@ def add_joint_gradient(
     if partials is not None:
         launch(
             rnnt_predictor_sum_kernel,
-            sequences * cdiv(U1 * D, 512),
+            chunk.sequences * cdiv(U1 * D, 512),
             partials_ptr=partials,
-            dpredictor_ptr=found.predictor,
-            first_sequence=first // T,
+            dpredictor_ptr=dpredictor,
+            first_sequence=chunk.first // T,
             blocks=blocks,
             size=U1 * D,
             BLOCK=512,
             num_warps=4,
         )
-
-
-class Chunk(NamedTuple):
-    """The steps of some sequences whose logits are computed together.
-
-    Fields:
-        first: the first step, counted over all sequences.
-        sequences, steps: the sequences, and the steps of each of them.
-        nodes: its nodes among those of the batch.
-        hidden: the hidden states, `[nodes, D]`.
-        rows: the logits of tokens and durations, `[nodes, X]`.
-    """
-
-    first: int
-    sequences: int
-    steps: int
-    nodes: slice
-    hidden: Tensor
-    rows: Tensor
-
-    def tokens(self, call: JointCall) -> Tensor:
-        """Return the logits of the tokens as those of one sequence, `[1, steps, U1, V]`."""
-        return self.rows.view(1, -1, call.sizes[2], self.rows.shape[1])[..., : call.head.tokens]
-
-
-class JointMemory(NamedTuple):
-    """The memory for one chunk after another.
-
-    Fields:
-        hidden: the hidden states of the greatest chunk.
-        logits: the logits of the greatest chunk, or of all chunks if they are kept.
-        keeps_logits: whether they are.
-    """
-
-    hidden: Tensor
-    logits: Tensor
-    keeps_logits: bool
-
-
-def joint_memory(call: JointCall, chunk: int, keep_logits: bool) -> JointMemory:
-    """Return the memory for chunks of a batch."""
-    (B, T, U1), encoder = call.sizes, call.encoder
-    sizes = [
-        (rows.stop - rows.start) * (steps.stop - steps.start)
-        for rows, steps in chunk_ranges(B, T, chunk)
-    ]
-    max_steps = max(sizes, default=0)
-    hidden = encoder.new_empty((max_steps * U1, encoder.shape[2]))
-    kept = (B * T if keep_logits else max_steps) * U1
-    return JointMemory(hidden, encoder.new_empty((kept, len(call.head.weight))), keep_logits)
-
-
-def compute_chunks(
-    call: JointCall, chunk: int, memory: JointMemory, are_kept: bool
-) -> Iterator[Chunk]:
-    """Compute the hidden states of one chunk after another, and the logits if none are kept."""
-    B, T, U1 = call.sizes
-    for sequences, steps in chunk_ranges(B, T, chunk):
-        first, number = sequences.start * T + steps.start, sequences.stop - sequences.start
-        size = number * (steps.stop - steps.start)
-        nodes = slice(first * U1, (first + size) * U1)
-        hidden = memory.hidden[: size * U1]
-        compute_hidden(call, first, size, memory.hidden)
-        rows = memory.logits[nodes] if memory.keeps_logits else memory.logits[: size * U1]
-        if not are_kept:
-            compute_logits(call.head, hidden, rows)
-        yield Chunk(first, number, steps.stop - steps.start, nodes, hidden, rows)
-
-
-def add_gradients(call: JointCall, chunk: Chunk, dhidden: Tensor, found: Gradients) -> None:
-    """Add what a chunk gives to the gradients, when its logits have become their gradient.
-
-    `dhidden` has room for the gradient of the hidden states of a chunk.
-    """
-    rows = chunk.rows
-    if found.weight is not None:
-        add_product(found.weight, rows.T, chunk.hidden)
-    if found.bias is not None:
-        found.bias.add_(rows.sum(0, dtype=found.bias.dtype))
-    if found.encoder is not None or found.predictor is not None:
-        part_dhidden = dhidden[: len(rows)]
-        torch.mm(rows, call.head.weight, out=part_dhidden)
-        add_joint_gradient(call, part_dhidden, chunk.first, chunk.sequences, chunk.steps, found)
-
-
-def new_gradients(call: JointCall, wanted: Sequence[bool]) -> Gradients:
-    """Return memory for the gradients of encoder, predictor, matrix and bias that are wanted."""
-    encoder, weight = call.encoder, call.head.weight
-    dtype, device = acc_dtype(encoder.dtype), encoder.device
-    d_encoder = torch.empty(encoder.shape, dtype=encoder.dtype, device=device)
-    shapes = (call.predictor.shape, weight.shape, weight.shape[:1])
-    return Gradients(
-        d_encoder if wanted[0] else None,
-        *(
-            torch.zeros(shape, dtype=dtype, device=device) if wants else None
-            for shape, wants in zip(shapes, wanted[1:], strict=True)
-        ),
-    )
-
-
-def wanted_part(gradient: Tensor | None, rows: slice, wants: bool, like: Tensor) -> Tensor:
-    """Return some rows of a gradient in the dtype of `like`, or an empty tensor.
-
-    Rows after others are copied, because two results of an op may not share memory.
-    """
-    if gradient is None or not wants:
-        return like.new_empty(0)
-    return gradient[rows].to(like.dtype, copy=bool(rows.start))
 
 
 def linear_rnnt(
@@ -343,46 +238,56 @@ def linear_rnnt(
     These are encoder, predictor, and matrix and bias of tokens and of durations. Gradients that are
     not wanted are empty, and so are all without a factor.
     """
-    head = joint_head(weight, bias, duration_weight, duration_bias)
+    matrix, biases = joint_head(weight, bias, duration_weight, duration_bias)
     targets = as_targets(labels, logit_lengths, target_lengths)
-    call = JointCall(encoder, predictor, head, targets, ACTIVATIONS.index(activation))
-    options = NodeOptions(blank, durations, True, hat, sigma, delay_penalty)
-    B, T, U1 = call.sizes
+    options = (blank, durations, True, hat, sigma, delay_penalty)
+    (B, T, D), U1, V = encoder.shape, predictor.shape[1], len(weight)
     needs_gradient = factor is not None and any(wanted)
     keep_logits = keep_logits and needs_gradient
-    memory = joint_memory(call, chunk, keep_logits)
-    lattice = LatticeCall(targets, options, B, T, U1, head.tokens, encoder.dtype, needs_gradient)
+    lattice = LatticeCall(targets, B, T, U1, V, encoder.dtype, needs_gradient, *options)
+    index = ACTIVATIONS.index(activation)
+    call = JointCall(encoder, predictor, matrix, biases, index, lattice)
+    ranges = chunk_ranges(B, T, chunk)
+    most_nodes = max((n.stop - n.start) * (t.stop - t.start) for n, t in ranges) * U1
+    hidden = encoder.new_empty((most_nodes, D))
+    logits = encoder.new_empty((B * T * U1 if keep_logits else most_nodes, len(matrix)))
     arcs, lse = lattice.empty_arcs(), lattice.empty_lse()
     duration_logits: Tensor | None = None
-    if head.durations:
-        duration_logits = encoder.new_empty((B, T, U1, head.durations))
-    columns = slice(head.tokens, head.tokens + head.durations)
-    for part in compute_chunks(call, chunk, memory, False):
-        launch_nodes(lattice, part.tokens(call), lse, arcs, part.first, part.sequences * part.steps)
+    columns = slice(V, V + len(durations))
+    if durations:
+        duration_logits = encoder.new_empty((B, T, U1, len(durations)))
+    for part in compute_chunks(call, ranges, hidden, logits, False):
+        launch_nodes(lattice, part.tokens, lse, arcs, part.first, part.sequences * part.steps)
         if duration_logits is not None:
             duration_logits.flatten(0, 2)[part.nodes] = part.rows[:, columns]
     nll, duration_lse, posteriors = scan_lattice(lattice, arcs, duration_logits)
-    found = Gradients(None, None, None, None)
+    found: list[Tensor | None] = [None] * 4
     if factor is not None and needs_gradient:
-        heads = (any(wanted[2::2]), any(wanted[3::2]))
-        found = new_gradients(call, (*wanted[:2], *heads))
-        dhidden = torch.empty_like(memory.hidden)
-        of_durations = NO_DURATIONS
+        # The gradient of the encoder is written. The others are sums over chunks.
+        if wanted[0]:
+            found[0] = encoder.new_empty(encoder.shape)
+        shapes = (predictor.shape, matrix.shape, matrix.shape[:1])
+        of_sums = (wanted[1], any(wanted[2::2]), any(wanted[3::2]))
+        for i, (shape, wants) in enumerate(zip(shapes, of_sums, strict=True)):
+            if wants:
+                found[1 + i] = encoder.new_zeros(shape, dtype=acc_dtype(encoder.dtype))
+        dhidden, of_durations = torch.empty_like(hidden), NO_DURATIONS
         if duration_logits is not None:
             d_durations = torch.empty_like(duration_logits)
-            of_durations = DurationGradient(duration_logits, duration_lse, d_durations)
-        for part in compute_chunks(call, chunk, memory, keep_logits):
-            logits, steps = part.tokens(call), part.sequences * part.steps
-            inputs = (factor, logits, lse, posteriors, targets)
-            scores = (blank, hat, 0.0, fastemit_lambda)
-            launch_gradient(*inputs, logits, part.first, steps, *scores, of_durations)
+            of_durations = Durations(duration_logits, duration_lse, d_durations)
+        for part in compute_chunks(call, ranges, hidden, logits, keep_logits):
+            inputs = (factor, part.tokens, lse, posteriors, targets, part.tokens)
+            steps, scores = part.sequences * part.steps, (blank, hat, 0.0, fastemit_lambda)
+            launch_gradient(*inputs, part.first, steps, *scores, of_durations)
             if duration_logits is not None:
                 part.rows[:, columns] = d_durations.flatten(0, 2)[part.nodes]
             add_gradients(call, part, dhidden, found)
-    parts = [(found.encoder, slice(None)), (found.predictor, slice(None))]
-    for of_head in (slice(0, head.tokens), columns):
-        parts += [(found.weight, of_head), (found.bias, of_head)]
+    whole, tokens = slice(None), slice(0, V)
+    parts = zip((*found, *found[2:]), (whole, whole, tokens, tokens, columns, columns), strict=True)
+    # Rows after others are copied, because two results of an op may not share memory.
     return nll, *(
-        wanted_part(gradient, rows, wants, encoder)
+        encoder.new_empty(0)
+        if gradient is None or not wants
+        else gradient[rows].to(encoder.dtype, copy=bool(rows.start))
         for (gradient, rows), wants in zip(parts, wanted, strict=True)
     )

@@ -28,7 +28,7 @@ class NodeSource(NamedTuple):
         origin, stride_u: the offset of the step in these, and their stride over u.
         labels_ptr, target_stride: the labels, `[B, U]`.
         blank: the class of the blank.
-        sigma, delay_penalty: see `call.NodeOptions`.
+        sigma, delay_penalty: see `launch.LatticeCall`.
     """
 
     logits: tl.tensor

@@ -6,7 +6,7 @@ them as `nodes.py` and `arcs.py` do. A program that computes arcs waits for none
 end, and the scans with them: `plan.overlaps` allows so few that all scans run at the same time.
 
 An arc is a message by itself: one 64-bit word, which is 0 before it is written. Arcs that leave the
-lattice have no program. `arcs.rnnt_words_kernel` has written words of the probability 0 for them,
+lattice have no program. `arcs.rnnt_arcs_kernel` has written words of the probability 0 for them,
 and 0 for the others. No other order of memory accesses matters, so the programs need no fence and
 no counter.
 
@@ -53,53 +53,6 @@ def step_of_rank(rank, first_u, sequence, BOTH_ENDS: tl.constexpr):
 
 
 @triton.jit
-def nodes_of_rank(program, lengths, T, B, U1, BOTH_ENDS: tl.constexpr):
-    """Return the nodes of a program, their sequence, and whether any is within its lengths.
-
-    Programs take the nodes of all sequences rank by rank.
-    """
-    blocks = tl.cdiv(U1, ROWS)
-    rank, b, first_u = program // (B * blocks), program // blocks % B, program % blocks * ROWS
-    sequence = load_sequence(b, lengths, T, U1)
-    is_node = (rank < sequence.length) & (first_u <= sequence.target_len)
-    t = step_of_rank(rank, first_u, sequence, BOTH_ENDS)
-    node = NodeRows(b, t, first_u, (b.to(tl.int64) * T + t) * U1 + first_u)
-    return node, sequence, is_node
-
-
-@triton.jit
-def program_roles(scans, nodes):
-    """Return the index of this program among the scans, and that among the programs with nodes.
-
-    One of them is out of range. The scans come first, but in the interpreter, which runs one
-    program after the other, last.
-    """
-    if UNFUSED:
-        return tl.program_id(0) - nodes, tl.program_id(0)
-    else:
-        return tl.program_id(0), tl.program_id(0) - scans
-
-
-@triton.jit
-def prefetch_rows(source, node, sequence, V):
-    """Ask for the cache lines of the logits of some nodes.
-
-    A program reads one row after the other, so it would wait for memory once for each row. The
-    registers of the scans leave too few programs on a multiprocessor to hide that time.
-    """
-    if not UNFUSED:
-        logits_ptr, stride_v, _ = source.logits
-        PER_LINE: tl.constexpr = 1024 // logits_ptr.dtype.element_ty.primitive_bitwidth
-        lines, lane = tl.cdiv(V, PER_LINE), tl.arange(0, 32)
-        rows = tl.minimum(ROWS, sequence.target_len + 1 - node.first_u)
-        for first in range(0, rows * lines, 32):
-            line = tl.minimum(first + lane, rows * lines - 1)
-            u, column = node.first_u + line // lines, line % lines * PER_LINE
-            offset = source.origin + u.to(tl.int64) * source.stride_u
-            prefetch_line(logits_ptr + (offset + column_offset(column, stride_v)))
-
-
-@triton.jit
 def store_arc_words(
     durations,
     source,
@@ -127,7 +80,19 @@ def store_arc_words(
     if durations.ptr is not None:
         ptr = durations.ptr + (node.index + tl.arange(0, ROWS)[:, None]) * K + k
         values = tl.load(ptr, mask=is_kind, other=-float("inf"))
-        prefetch_rows(source, node, sequence, V)
+        if not UNFUSED:
+            # Ask for the cache lines of the logits. A program reads one row after the other, so it
+            # would wait for memory once for each row. The registers of the scans leave too few
+            # programs on a multiprocessor to hide that time.
+            logits_ptr, stride_v, _ = source.logits
+            PER_LINE: tl.constexpr = 1024 // logits_ptr.dtype.element_ty.primitive_bitwidth
+            lines, lane = tl.cdiv(V, PER_LINE), tl.arange(0, 32)
+            rows = tl.minimum(ROWS, sequence.target_len + 1 - node.first_u)
+            for first in range(0, rows * lines, 32):
+                line = tl.minimum(first + lane, rows * lines - 1)
+                row, column = node.first_u + line // lines, line % lines * PER_LINE
+                offset = source.origin + row.to(tl.int64) * source.stride_u
+                prefetch_line(logits_ptr + (offset + column_offset(column, stride_v)))
     blank_score, label_score = score_arcs(
         source, node, sequence, V, True, HAT, VEC, EDGES, PIECES, BLOCK_V, tl.float32
     )
@@ -157,10 +122,9 @@ def store_arc_words(
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_overlap_kernel(
     logits,  # Logits of the tokens
-    durations,  # DurationLogits
+    durations,  # Durations
     targets,  # Targets
     scan,  # Scan of words, which are prepared
-    carries,  # Carries, or None for one chunk
     T,
     B,
     U1,
@@ -185,18 +149,26 @@ def rnnt_overlap_kernel(
 
     Nodes beyond the lengths are neither read nor written.
     """
-    sizes = lattice_sizes(T, B, U1, num_chunks)
-    scans, programs = DIRECTIONS * B * sizes.num_chunks, T * B * tl.cdiv(U1, ROWS)
-    index, program = program_roles(scans, programs)
+    sizes, blocks = lattice_sizes(T, B, U1, num_chunks), tl.cdiv(U1, ROWS)
+    scans = DIRECTIONS * B * sizes.num_chunks
+    if UNFUSED:  # The interpreter runs one program after the other, so the scans come last.
+        index, program = tl.program_id(0) - T * B * blocks, tl.program_id(0)
+    else:
+        index, program = tl.program_id(0), tl.program_id(0) - scans
     if (index >= 0) & (index < scans):
         # It loads few rows together, because the pass over the logits needs the registers.
         BLOCK: tl.constexpr = 4 if num_kinds(CODE) == 2 else 2
-        inputs = (index, scan, carries, targets, target_stride, blank, V, sizes)
+        inputs = (index, scan, targets, target_stride, blank, V, sizes)
         scan_program(*inputs, DIRECTIONS, True, BLOCK, CODE, False, None)
     else:
-        node, sequence, is_node = nodes_of_rank(program, targets.lengths, T, B, U1, DIRECTIONS == 2)
+        # Programs take the nodes of all sequences rank by rank.
+        rank, b, first_u = program // (B * blocks), program // blocks % B, program % blocks * ROWS
+        sequence = load_sequence(b, targets.lengths, T, U1)
+        is_node = (rank < sequence.length) & (first_u <= sequence.target_len)
+        t = step_of_rank(rank, first_u, sequence, DIRECTIONS == 2)
+        node = NodeRows(b, t, first_u, (b.to(tl.int64) * T + t) * U1 + first_u)
         if is_node:
-            origin = node.b.to(tl.int64) * stride_b + node.t.to(tl.int64) * stride_t
+            origin = b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t
             options = (targets.labels, target_stride, blank, sigma, delay_penalty)
             source = NodeSource(logits, origin, stride_u, *options)
             inputs = (source, node, sequence, sizes, scan, V)

@@ -122,7 +122,6 @@ def add_late(row, own, other, CODE: tl.constexpr, PRECISE: tl.constexpr):
 def scan_program(
     index,
     scan,
-    carries,
     targets,
     target_stride,
     blank,
@@ -141,10 +140,10 @@ def scan_program(
     Triton's compiler grows with its square.
     """
     chunk, offset, b, exists = chunk_of_program(
-        index, scan, carries, targets.lengths, sizes, DIRECTIONS, LAYOUT
+        index, scan, targets.lengths, sizes, DIRECTIONS, LAYOUT
     )
     if exists:
-        lane, forward, end_row = chunk.lane, chunk.turns.forward, chunk.end_row
+        lane, forward, end_row = chunk.lane, chunk.forward, chunk.end_row
         length, target_len = chunk.sequence.length, chunk.sequence.target_len
         states_ptr = scan.states
         if states_ptr is not None:
@@ -177,7 +176,7 @@ def scan_program(
                     row = row_of(chunk, turn + PREFETCHED_ROWS + (line >> 1) % BLOCK)
                     row = tl.minimum(tl.maximum(row, 0), end_row)
                     line_offset = row * 32 + (line & 1) * 16
-                    prefetch_line(chunk.arcs.ptr + kind * chunk.arcs.nodes + line_offset)
+                    prefetch_line(chunk.arcs_ptr + kind * chunk.nodes + line_offset)
             after = turn + BLOCK
             words = load_turn_carries(chunk, after, BLOCK)
             arcs = load_block_arcs(chunk, after + 1, WAIT, BLOCK, CODE)
@@ -200,8 +199,8 @@ def scan_program(
                 edge = 31 * forward
                 step = row - edge
                 is_step = step.to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
-                sends = chunk.neighbors.sends & (lane == edge) & is_step
-                tl.store(chunk.neighbors.sent_ptr + step + lane * 0, word, mask=sends)
+                sends = chunk.sends & (lane == edge) & is_step
+                tl.store(chunk.sent_ptr + step + lane * 0, word, mask=sends)
                 own = prepend(state, own, HISTORY)
                 shifted = prepend(state, other, DEPTH)
                 ahead = sum_ahead(next_arcs[i], own, shifted, lane, CODE, PRECISE)
@@ -225,7 +224,6 @@ def scan_program(
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_scan_kernel(
     scan,  # Scan of words
-    carries,  # Carries, or None for one chunk
     targets,  # Targets
     T,
     B,
@@ -241,7 +239,7 @@ def rnnt_scan_kernel(
     LAYOUT: tl.constexpr,
 ):
     """Scan α or β of a chunk. α also stores the sum over all paths and flags bad labels."""
-    inputs = (scan, carries, targets, target_stride, blank, V, lattice_sizes(T, B, U1, num_chunks))
+    inputs = (scan, targets, target_stride, blank, V, lattice_sizes(T, B, U1, num_chunks))
     scan_program(tl.program_id(0), *inputs, DIRECTIONS, False, BLOCK, CODE, PRECISE, LAYOUT)
 
 

@@ -53,7 +53,6 @@ def best_term(scores, own, other, lane, CODE: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_best_scan_kernel(
     scan,  # Scan of scores; its states are the kinds of the best arcs into the nodes, int8
-    carries,  # Carries, or None for one chunk
     targets,  # Targets
     T,
     B,
@@ -70,7 +69,7 @@ def rnnt_best_scan_kernel(
     DEPTH: tl.constexpr = remembered_states(CODE)
     sizes = lattice_sizes(T, B, U1, num_chunks)
     chunk, offset, b, exists = chunk_of_program(
-        tl.program_id(0), scan, carries, targets.lengths, sizes, 1, LAYOUT
+        tl.program_id(0), scan, targets.lengths, sizes, 1, LAYOUT
     )
     if exists:
         flag_bad_labels(scan.flags, b, chunk, targets, blank, V, target_stride)
@@ -104,8 +103,8 @@ def rnnt_best_scan_kernel(
                 step = row - 31
                 word = state.to(tl.int64, bitcast=True)
                 word = tl.where(word == 0, MINUS_ZERO, word)
-                sends = chunk.neighbors.sends & (lane == 31) & (step >= 0) & (step < length)
-                tl.store(chunk.neighbors.sent_ptr + step + lane * 0, word, mask=sends)
+                sends = chunk.sends & (lane == 31) & (step >= 0) & (step < length)
+                tl.store(chunk.sent_ptr + step + lane * 0, word, mask=sends)
                 own = prepend(state, own, DEPTH)
                 scores = next_arcs[i]
             least = least_word(least, words, arcs, False, CODE)
