@@ -65,22 +65,6 @@ def test_against_the_specification(shape: tuple[int, int, int, int], device: str
     assert_alignment_matches(x)
 
 
-@shapes_for([(12, 2, 6, 5), (36, 1, 60, 33)], [(30, 2, 6, 10), (60, 2, 60, 40)])
-def test_classes_that_the_scan_sums(
-    shape: tuple[int, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scan sums posteriors by class if there are many programs."""
-    from partita.ops.ctc.gpu import plan, workspace
-
-    monkeypatch.setattr(plan, "FULL_GPU", 0)
-    workspace.workspace_layout.cache_clear()
-    try:
-        for dtype in (torch.float32, torch.float64)[: 1 + (device != "cpu")]:
-            assert_matches_reference(batch_of(*shape, device=device), dtype)
-    finally:
-        workspace.workspace_layout.cache_clear()
-
-
 @kernel_devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(dtype: torch.dtype, device: str) -> None:
@@ -134,7 +118,7 @@ def test_sequences_in_fp64_share_a_batch_with_targets_of_several_chunks(
     run, cleared = CTCCall._launch_posterior_scan, []
 
     def checked_run(call: CTCCall, *args: Any) -> None:
-        memory, _, fp64, _ = args
+        memory, fp64, _ = args
         N, plan = call.logits.shape[1], call.plan
         counter, carries, flags = with_views((*memory[:2], call.workspace.flags))
         carries = carries[: 2 * plan.num_chunks * N * plan.carry_steps]

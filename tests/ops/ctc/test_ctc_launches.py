@@ -46,9 +46,7 @@ def names(launches: list[Launch]) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("from_logits", [False, True])
-@pytest.mark.parametrize(
-    ("N", "C", "S"), [(4, 20, 10), (3, 60, 40), (600, 20, 40), (4, 5000, 10), (3, 500, 300)]
-)
+@pytest.mark.parametrize(("N", "C", "S"), [(4, 20, 10), (3, 60, 40), (4, 5000, 10), (3, 500, 300)])
 def test_a_call_is_launches_alone(
     N: int, C: int, S: int, from_logits: bool, dtype: torch.dtype, launched: list[Launch]
 ) -> None:

@@ -258,8 +258,8 @@ class CTCCall(NamedTuple):
             num_warps=4,
         )
 
-    def launch_posterior_scan(self, memory: ScanMemory, width: int) -> None:
-        """Scan α and β through each other's half and store the posteriors in rows of `width`.
+    def launch_posterior_scan(self, memory: ScanMemory) -> None:
+        """Scan α and β through each other's half and store the posteriors.
 
         A run in fp64 serves the sequences that are flagged NEEDS_FP64. It comes first, stores the
         order of the labels, and clears the words of the other run. The two are kernels of their
@@ -269,11 +269,9 @@ class CTCCall(NamedTuple):
         prepares = memory.posteriors.order is not None or memory.counter is not None
         for fp64 in (True,) if plan.fp64 else (True, False):
             chunks = plan.num_chunks if prepares or not fp64 else 1
-            self._launch_posterior_scan(memory, width, fp64, chunks)
+            self._launch_posterior_scan(memory, fp64, chunks)
 
-    def _launch_posterior_scan(
-        self, memory: ScanMemory, width: int, fp64: bool, chunks: int
-    ) -> None:
+    def _launch_posterior_scan(self, memory: ScanMemory, fp64: bool, chunks: int) -> None:
         """Launch a run of the posterior scan; see `launch_posterior_scan`."""
         plan, workspace, programs = self.plan, self.workspace, 2 * self.logits.shape[1] * chunks
         options: dict[str, Any] = {}
@@ -283,7 +281,6 @@ class CTCCall(NamedTuple):
             options["maxnreg"] = 168 if programs > planning.FULL_GPU else 255
         if not fp64:
             memory = memory._replace(posteriors=memory.posteriors._replace(order=None))
-        has_groups = plan.sum_by_class or memory.posteriors.order is not None
         launch_lanes(
             POSTERIOR_SCAN,
             programs,
@@ -296,7 +293,6 @@ class CTCCall(NamedTuple):
             FP64=fp64,
             ALL_FP64=plan.fp64,
             TABLE_WIDTH=0 if fp64 else plan.table_width,
-            GROUPS=plan.class_groups if has_groups else 0,
-            WIDTH=width,
+            GROUPS=plan.class_groups if fp64 else 0,
             **options,
         )

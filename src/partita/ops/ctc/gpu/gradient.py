@@ -6,7 +6,7 @@ all classes but the star, which depends on no logit. The posteriors of a step ca
 so each step divides by their sum. There are two kernels:
 
 - `ctc_lane_gradient_kernel`: one warp, a class in each lane, up to 64 classes. It sums posteriors
-  by class, unless the scan has done so.
+  by class, in the order that the scan has stored.
 - `ctc_label_gradient_kernel` in `label_gradient.py`: posteriors by label, any number of classes.
 """
 
@@ -158,15 +158,10 @@ def ctc_lane_gradient_kernel(
     stride_grad,
     star,  # the label that is the star, or None
     MEAN: tl.constexpr,
-    WIDTH: tl.constexpr,  # row length of the posteriors
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,  # groups of 32 classes, with the star after them
 ):
-    """Compute the gradient of some steps with a class in each lane.
-
-    The posteriors are by label if they have an order, otherwise by class.
-    """
-    BY_CLASS: tl.constexpr = posteriors.order is None
+    """Compute the gradient of some steps with a class in each lane."""
     ACC_DTYPE: tl.constexpr = posteriors.labels.dtype.element_ty
     n, first = program_steps(N, ROWS)
     lane, t = tl.arange(0, 32), first + tl.arange(0, 32)
@@ -175,11 +170,9 @@ def ctc_lane_gradient_kernel(
     grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     num_rows = tl.sum((mask & (lane < ROWS)).to(tl.int32), axis=0)
     first_row = n * num_chunks * T + first
-    labels_ptr, blanks_ptr = posteriors.labels + first_row * WIDTH, posteriors.blanks + first_row
+    labels_ptr, blanks_ptr = posteriors.labels + first_row * 32, posteriors.blanks + first_row
     own_chunks, T64 = target_len // 32 + 1, T.to(tl.int64)
-    columns = C + (0 if star is None else 1)
-    if not BY_CLASS:
-        order_ptr = posteriors.order + n * num_chunks * ((1 + 2 * GROUPS) * 32) + lane
+    order_ptr = posteriors.order + n * num_chunks * ((1 + 2 * GROUPS) * 32) + lane
     sums, totals, blanks = (), (), lane.to(ACC_DTYPE) * 0.0
     for _ in tl.static_range(ROWS * GROUPS):
         sums = sums + (lane.to(ACC_DTYPE) * 0.0,)
@@ -187,42 +180,25 @@ def ctc_lane_gradient_kernel(
         totals = totals + (lane.to(ACC_DTYPE) * 0.0,)
     for _ in range(own_chunks):
         row, new_sums, new_totals = lane * 0, (), ()
-        if BY_CLASS:
-            for u in tl.static_range(ROWS):
-                for g in tl.static_range(GROUPS):
-                    v = g * 32 + lane
-                    exists = (row < num_rows) & (v < columns)
-                    class_sum = tl.load(labels_ptr + row * WIDTH + v, mask=exists, other=0.0)
-                    new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
-                row += 1
-            sums = new_sums
-        else:
-            order, ordered, bounds = tl.load(order_ptr), (), ()
-            ptrs = labels_ptr + order
-            for _ in tl.static_range(ROWS):
-                ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
-                row += 1
-            for g in tl.static_range(GROUPS):
-                begin_ptr = order_ptr + (1 + 2 * g) * 32
-                bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
-            running = prefix_sums(ordered, lane)
-            for u in tl.static_range(ROWS):
-                new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
-                for g in tl.static_range(GROUPS):
-                    class_sum = range_sum(running[u], bounds[g][0], bounds[g][1])
-                    new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
-            sums, totals = new_sums, new_totals
-            order_ptr += (1 + 2 * GROUPS) * 32
-        blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
-        labels_ptr += T64 * WIDTH
-        blanks_ptr += T64
-    if BY_CLASS:
-        totals = ()
+        order, ordered, bounds = tl.load(order_ptr), (), ()
+        ptrs = labels_ptr + order
+        for _ in tl.static_range(ROWS):
+            ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
+            row += 1
+        for g in tl.static_range(GROUPS):
+            begin_ptr = order_ptr + (1 + 2 * g) * 32
+            bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
+        running = prefix_sums(ordered, lane)
         for u in tl.static_range(ROWS):
-            total = lane.to(ACC_DTYPE) * 0.0
+            new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
             for g in tl.static_range(GROUPS):
-                total += tl.sum(sums[u * GROUPS + g], axis=0)
-            totals = totals + (total,)
+                class_sum = range_sum(running[u], bounds[g][0], bounds[g][1])
+                new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
+        sums, totals = new_sums, new_totals
+        order_ptr += (1 + 2 * GROUPS) * 32
+        blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
+        labels_ptr += T64 * 32
+        blanks_ptr += T64
     maximum, scale = load_normalizer(results, t * N + n, mask & (lane < ROWS), grad, ACC_DTYPE)
     steps, row = (blanks, nan_mask, maximum, scale, grad), lane * 0
     inputs, sizes = (), (C, blank, num_rows, T - first)

@@ -64,10 +64,8 @@ def sort_by_class(label, has_label, lane, GROUPS: tl.constexpr):
     """Sort the lanes by label, and find the range of each class in that order.
 
     Lanes without a label come last. Returns the order `[32]`, and for each of GROUPS groups of 32
-    classes a pair (begin, end) with one class per lane. Without groups, nothing is sorted.
+    classes a pair (begin, end) with one class per lane.
     """
-    if GROUPS == 0:
-        return lane, ()
     rank, order = lane * 0, lane * 0
     key, bounds = tl.where(has_label, label, 2147483647), ()
     for j in range(32):

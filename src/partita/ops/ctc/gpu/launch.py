@@ -20,7 +20,6 @@ from ....runtime.launch import SideStream, cdiv, next_power_of_2
 from .call import CTCCall, launch_normalize, row_tile, score_arguments
 from .gradient import GRADIENT_SIZES, LogitTensors, ctc_lane_gradient_kernel
 from .lattice import TargetTensors
-from .plan import CHUNK
 from .workspace import PosteriorTensors, scan_memory
 
 
@@ -103,12 +102,9 @@ def ctc_gradient(
     call = CTCCall.of(
         logits, targets, max_target_len, blank, from_logits, scores, save=True, saved=saved
     )
-    plan = call.plan
-    classes = logits.shape[2] + (star is not None)
-    width = cdiv(classes, 8) * 8 if plan.sum_by_class else CHUNK
-    memory = scan_memory(logits, plan, width)
-    call.launch_posterior_scan(memory, width)
-    _launch_gradient(call, grad_output, memory.posteriors, width, dlogits, mean=reduction == "mean")
+    memory = scan_memory(logits, call.plan)
+    call.launch_posterior_scan(memory)
+    _launch_gradient(call, grad_output, memory.posteriors, dlogits, mean=reduction == "mean")
     return dlogits
 
 
@@ -116,7 +112,6 @@ def _launch_gradient(
     call: CTCCall,
     grad_output: Tensor,
     posteriors: PosteriorTensors,
-    width: int,
     dlogits: Tensor,
     mean: bool,
 ) -> None:
@@ -156,7 +151,6 @@ def _launch_gradient(
             ctc_lane_gradient_kernel,
             N * cdiv(T, 8),
             **arguments,
-            WIDTH=width,
             ROWS=8,
             GROUPS=plan.class_groups,
             num_warps=1,

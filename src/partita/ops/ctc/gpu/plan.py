@@ -26,8 +26,6 @@ class CTCPlan(NamedTuple):
         table_width: row length of the emission table of all classes, 0 if there is none.
         num_chunks: chunks of 32 target positions; each is a program in each direction.
         class_groups: groups of 32 classes if there are few classes, otherwise 0.
-        sum_by_class: whether the scan sums posteriors by class. This needs less memory, and is no
-            slower if there are enough programs to hide each other's latency.
         num_blocks: blocks of SAVE_EVERY steps in a half.
         carry_steps: steps in these blocks, which is the number of carries of a chunk.
     """
@@ -37,7 +35,6 @@ class CTCPlan(NamedTuple):
     table_width: int
     num_chunks: int
     class_groups: int
-    sum_by_class: bool
     num_blocks: int
     carry_steps: int
 
@@ -80,7 +77,7 @@ def saved_shape(
 
 def ctc_plan(shape: Sequence[int], fp64: bool, max_target_len: int) -> CTCPlan:
     """Return the plan for logits of shape `[T, N, C]`."""
-    T, N, C = shape
+    T, _, C = shape
     num_blocks = ceil_div(T + 1, 2 * SAVE_EVERY)
     num_chunks = max_target_len // CHUNK + 1
     class_groups = ceil_div(C, 32) if C <= 64 else 0
@@ -90,7 +87,6 @@ def ctc_plan(shape: Sequence[int], fp64: bool, max_target_len: int) -> CTCPlan:
         table_width=0 if fp64 else table_width(C, max_target_len),
         num_chunks=num_chunks,
         class_groups=class_groups,
-        sum_by_class=class_groups > 0 and 2 * N * num_chunks > FULL_GPU,
         num_blocks=num_blocks,
         carry_steps=num_blocks * SAVE_EVERY,
     )

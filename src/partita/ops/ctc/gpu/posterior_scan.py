@@ -13,7 +13,7 @@ that no further launch has to.
 
 A label's posterior is the product of what enters the label in one direction and its state in the
 other. The products of a step carry a common factor, which the gradient divides out. They are stored
-by label, `[32]` for each step and chunk, or summed by class if there are few classes.
+by label, `[32]` for each step and chunk.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from .lanes import (
-    LaneKernel,
-    lane_index,
-    prefix_sums,
-    range_sum,
-    sort_by_class,
-    sum_over_lanes,
-)
+from .lanes import LaneKernel, lane_index, sort_by_class, sum_over_lanes
 from .lattice import (
     NEEDS_FP64,
     SIZES,
@@ -113,26 +106,6 @@ class LoadedBlock(NamedTuple):
     carries: tl.tensor
 
 
-class PosteriorRows(NamedTuple):
-    """The memory for a chunk's posteriors, and the order in which they are summed.
-
-    Fields:
-        label_ptr: the posteriors of the first step, `[WIDTH]` for each step.
-        blank_ptr: the blank's posterior of the first step.
-        last_step: the last step of the sequence.
-        order: the lanes sorted by class, `[32]`.
-        bounds: the range of each class in that order, for each group of 32 classes.
-        num_columns: number of columns by class: the classes, and the star if there is one.
-    """
-
-    label_ptr: tl.tensor
-    blank_ptr: tl.tensor
-    last_step: tl.tensor
-    order: tl.tensor
-    bounds: tuple[tl.tensor, ...]
-    num_columns: tl.tensor
-
-
 @triton.jit
 def prefetch_block(
     recomputed,
@@ -188,7 +161,6 @@ def decode_block(
 def store_posteriors(
     label_ptr,
     blank_ptr,
-    rows,
     labels,
     blanks,
     p,
@@ -196,39 +168,20 @@ def store_posteriors(
     lane,
     FORWARD: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    """Store the posteriors of a block of steps, by label or by class, and those of the blanks.
+    """Store the posteriors of a block of steps by label, and those of the blanks.
 
     The pointers lead to the row of the first step in the order of the scan that is FORWARD.
     The sums of the blanks have one step in every 32 / BLOCK_T lanes.
     """
-    GROUPS: tl.constexpr = len(rows.bounds)
     sign: tl.constexpr = 1 if FORWARD else -1
     step = p - padding + lane * BLOCK_T // 32
     total = sum_over_lanes(blanks, lane).to(blank_ptr.dtype.element_ty)
     tl.store(blank_ptr + step * sign, total, mask=(lane % (32 // BLOCK_T) == 0) & (step >= 0))
-    row_ptr = label_ptr + (p - padding).to(tl.int64) * (sign * WIDTH) + lane
-    if GROUPS == 0:
-        for u in tl.static_range(BLOCK_T):
-            tl.store(
-                row_ptr + u * sign * WIDTH,
-                labels[u].to(label_ptr.dtype.element_ty),
-                mask=p + u >= padding,
-            )
-    else:
-        ordered = ()
-        for u in tl.static_range(BLOCK_T):
-            ordered = ordered + (tl.gather(labels[u], rows.order, 0),)
-        sums = prefix_sums(ordered, lane)
-        for g in tl.static_range(GROUPS):
-            for u in tl.static_range(BLOCK_T):
-                valid = (p + u >= padding) & (g * 32 + lane < rows.num_columns)
-                tl.store(
-                    row_ptr + (u * sign * WIDTH + g * 32),
-                    range_sum(sums[u], rows.bounds[g][0], rows.bounds[g][1]),
-                    mask=valid,
-                )
+    row_ptr = label_ptr + (p - padding).to(tl.int64) * (sign * 32) + lane
+    for u in tl.static_range(BLOCK_T):
+        posterior = labels[u].to(label_ptr.dtype.element_ty)
+        tl.store(row_ptr + u * sign * 32, posterior, mask=p + u >= padding)
 
 
 @triton.jit
@@ -236,7 +189,8 @@ def scan_other_half(
     target,
     memory,
     source,
-    rows,
+    label_ptr,  # the chunk's posteriors of labels, [T, 32]
+    blank_ptr,  # its posteriors of the blank, [T]
     state,
     logz,
     c,
@@ -244,7 +198,6 @@ def scan_other_half(
     FORWARD: tl.constexpr,
     FP64: tl.constexpr,
     TABLE_WIDTH: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """Scan the half of the other direction for one chunk, and store the posteriors of its steps.
 
@@ -270,10 +223,10 @@ def scan_other_half(
         had_previous = memory.chunk < last
     other = RecomputedHalf(source, half, states_ptr, memory.block_stride, carries_ptr, had_previous)
     links = carry_links(memory.sent_ptr, chunk_stride, c, last, FORWARD)
-    label_ptr, blank_ptr = rows.label_ptr, rows.blank_ptr
     if FORWARD:
-        label_ptr += rows.last_step.to(tl.int64) * WIDTH
-        blank_ptr += rows.last_step
+        last_step = tl.maximum(target.length - 1, 0)
+        label_ptr += last_step.to(tl.int64) * 32
+        blank_ptr += last_step
     steps, padding, can_skip = half.steps, half.padding, source.lattice.can_skip
     is_sent = (lane == (31 if FORWARD else 0)) & links.has_next
     last_block, has_carries = steps + padding - BLOCK_T, links.has_previous & (steps > 0)
@@ -315,9 +268,7 @@ def scan_other_half(
             blank_posteriors = (through_blank,) + blank_posteriors
             next_states, index = next_states + (other_state,), index - 1
         posteriors = (label_posteriors, blank_posteriors)
-        store_posteriors(
-            label_ptr, blank_ptr, rows, *posteriors, p, padding, lane, BACK, BLOCK_T, WIDTH
-        )
+        store_posteriors(label_ptr, blank_ptr, *posteriors, p, padding, lane, BACK, BLOCK_T)
         emissions, other_states = next_emissions, next_states
 
 
@@ -326,7 +277,7 @@ def ctc_posterior_scan_kernel(
     scores,  # ScoreTensors; the normalizers are those of a star
     targets,  # TargetTensors
     saved,  # SavedScan
-    memory,  # ScanMemory; the posteriors are by label, or by class with GROUPS and without an order
+    memory,  # ScanMemory
     T,
     N,
     C,
@@ -344,8 +295,7 @@ def ctc_posterior_scan_kernel(
     FP64: tl.constexpr,  # whether this run has states in fp64
     ALL_FP64: tl.constexpr,  # whether all sequences have; otherwise those flagged NEEDS_FP64
     TABLE_WIDTH: tl.constexpr,  # row length of the table, 0 for logits
-    GROUPS: tl.constexpr,  # groups of 32 classes that the order has, or posteriors by class; or 0
-    WIDTH: tl.constexpr,  # row length of the posteriors
+    GROUPS: tl.constexpr,  # groups of 32 classes that the order has, or 0
     LAYOUT: tl.constexpr,
 ):
     """Scan α and β through each other's half, and store the posteriors of labels and blanks.
@@ -362,7 +312,7 @@ def ctc_posterior_scan_kernel(
     saved_carries_ptr, carries_ptr = saved.carries + carry_start, memory.carries + carry_start
     chunk_stride, states_ptr = N64 * carry_steps, saved.states + first_chunk * 64
     block_stride = (N64 * num_chunks) * 64
-    labels_ptr = posteriors.labels + first_chunk * T * WIDTH
+    labels_ptr = posteriors.labels + first_chunk * T * 32
     blanks_ptr = posteriors.blanks + first_chunk * T
     target = TargetScan(targets.labels + offset, length, target_len, C, blank, scores.limit, star)
     rows = sequence_rows(scores, stride_t, stride_n, stride_c, prior_scale, n, N)
@@ -397,29 +347,23 @@ def ctc_posterior_scan_kernel(
         logz = truncated - (truncated.to(logz.dtype) > logz).to(tl.int32)
         begin, end = index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)
     for c in range(begin, end):
-        last_step = tl.maximum(length - 1, 0)
         chunk = tl.where(direction == 0, c, target_len // 32 - c)
         sent_ptr = carries_ptr + (direction * num_chunks + chunk) * chunk_stride
         lattice = load_chunk(target, chunk, lane)[0]
-        num_columns = C + (0 if star is None else 1)
         source = chunk_source(rows, lattice, target, FP64, TABLE_WIDTH)
-        sum_groups: tl.constexpr = GROUPS if posteriors.order is None else 0
-        order, bounds = sort_by_class(lattice.label, lattice.has_label, lane, sum_groups)
         row = chunk.to(tl.int64) * T
-        stored = PosteriorRows(
-            labels_ptr + row * WIDTH, blanks_ptr + row, last_step, order, bounds, num_columns
-        )
+        label_ptr, blank_ptr = labels_ptr + row * 32, blanks_ptr + row
         middle = num_blocks + direction * (num_blocks + 1)
         chunk_states_ptr = states_ptr + chunk * 64
         state = load_states(chunk_states_ptr + middle * block_stride, lane, FP64)
         states = (chunk_states_ptr, block_stride, num_blocks)
         carries = (saved_carries_ptr, sent_ptr, chunk_stride, num_chunks)
         links = ChunkMemory(chunk, *states, *carries)
-        inputs = (target, links, source, stored, state, logz, c, lane)
+        inputs = (target, links, source, label_ptr, blank_ptr, state, logz, c, lane)
         if direction == 0:
-            scan_other_half(*inputs, True, FP64, TABLE_WIDTH, WIDTH)
+            scan_other_half(*inputs, True, FP64, TABLE_WIDTH)
         else:
-            scan_other_half(*inputs, False, FP64, TABLE_WIDTH, WIDTH)
+            scan_other_half(*inputs, False, FP64, TABLE_WIDTH)
         if FP64:
             # The next chunk of this program reads carries that other threads have just stored.
             tl.debug_barrier()

@@ -112,10 +112,10 @@ class PosteriorTensors(NamedTuple):
     """The posteriors of a batch.
 
     Fields:
-        labels: `[N, num_chunks, T, width]` by label or by class.
+        labels: `[N, num_chunks, T, 32]`, those of the labels.
         blanks: `[N, num_chunks, T]`, those of the blank.
         order: `[N, num_chunks, 1 + 2 * class_groups, 32]` int32, the order of the labels by class
-            and the range of each class; None if it is not used.
+            and the range of each class; None for many classes.
     """
 
     labels: Tensor
@@ -137,18 +137,18 @@ class ScanMemory(NamedTuple):
     posteriors: PosteriorTensors
 
 
-def scan_memory(logits: Tensor, plan: CTCPlan, width: int) -> ScanMemory:
-    """Return memory for the scan of logits `[T, N, C]`; rows of posteriors have `width` numbers."""
+def scan_memory(logits: Tensor, plan: CTCPlan) -> ScanMemory:
+    """Return memory for the scan of logits `[T, N, C]`."""
     T, N, _ = logits.shape
     device, chunks = logits.device, plan.num_chunks
     dtype = torch.float64 if plan.fp64 else torch.float32
     counter = order = None
     if chunks > 1 and not plan.fp64:
         counter = torch.empty(1, dtype=torch.int64, device=device)
-    if plan.class_groups > 0 and not plan.sum_by_class:
+    if plan.class_groups > 0:
         shape = (N, chunks, 1 + 2 * plan.class_groups, CHUNK)
         order = torch.empty(shape, dtype=torch.int32, device=device)
     carries = torch.empty((2, chunks, N, plan.carry_steps), dtype=torch.int64, device=device)
-    labels = torch.empty((N, chunks, T, width), dtype=dtype, device=device)
+    labels = torch.empty((N, chunks, T, CHUNK), dtype=dtype, device=device)
     blanks = torch.empty((N, chunks, T), dtype=dtype, device=device)
     return ScanMemory(counter, carries, PosteriorTensors(labels, blanks, order))
