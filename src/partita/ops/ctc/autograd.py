@@ -78,9 +78,9 @@ def _gpu() -> ModuleType:
 
 
 def _gpu_align() -> ModuleType:
-    from .gpu import launch_align
+    from .gpu import align
 
-    return launch_align
+    return align
 
 
 loss = register.define(

@@ -49,14 +49,14 @@ class LogitTensors(NamedTuple):
 
 
 @triton.jit
-def load_status(results, n, t, length, ACC_DTYPE: tl.constexpr):
+def load_status(saved, n, t, length, ACC_DTYPE: tl.constexpr):
     """Return which steps of a sequence have posteriors, and a term that is NaN or 0 for each step.
 
     All steps of an invalid sequence are NaN; if log Z is NaN, those within the length are.
     """
-    logz = tl.load(results.logz + n)
+    logz = tl.load(saved.logz + n)
     nan_mask = tl.where(
-        tl.load(results.flags + n) >= 2,
+        tl.load(saved.flags + n) >= 2,
         float("nan"),
         tl.where(t < length, tl.where(logz != logz, float("nan"), 0.0), 0.0),
     )
@@ -91,13 +91,13 @@ def without_star(scale, star_total, total):
 
 
 @triton.jit
-def load_normalizer(results, row, mask, grad, ACC_DTYPE: tl.constexpr):
+def load_normalizer(saved, row, mask, grad, ACC_DTYPE: tl.constexpr):
     """Return the maximum of each row, and the gradient over the sum of exponentials."""
-    if results.maxima is None:
+    if saved.maxima is None:
         return tl.zeros(row.shape, ACC_DTYPE), tl.zeros(row.shape, ACC_DTYPE)
     else:
-        maximum = finite_shift(tl.load(results.maxima + row, mask=mask, other=0.0))
-        sum_exp = tl.load(results.sums + row, mask=mask, other=1.0)
+        maximum = finite_shift(tl.load(saved.maxima + row, mask=mask, other=0.0))
+        sum_exp = tl.load(saved.sums + row, mask=mask, other=1.0)
         return maximum, tl.where(mask, grad / sum_exp, 0.0)
 
 
@@ -144,8 +144,8 @@ def ctc_lane_gradient_kernel(
     grad_output_ptr,  # [N], or the gradient of their sum or mean []
     logits,  # LogitTensors
     targets,  # TargetTensors
-    results,  # LossResults
-    posteriors,  # PosteriorTensors
+    saved,  # SavedScan
+    posteriors,  # ScanMemory without counter and carries
     T,
     N,
     C,
@@ -166,7 +166,7 @@ def ctc_lane_gradient_kernel(
     n, first = program_steps(N, ROWS)
     lane, t = tl.arange(0, 32), first + tl.arange(0, 32)
     length, target_len = load_lengths(targets, n, T, max_target_len, M)[:2]
-    mask, nan_mask = load_status(results, n, t, length, ACC_DTYPE)
+    mask, nan_mask = load_status(saved, n, t, length, ACC_DTYPE)
     grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     num_rows = tl.sum((mask & (lane < ROWS)).to(tl.int32), axis=0)
     first_row = n * num_chunks * T + first
@@ -199,10 +199,10 @@ def ctc_lane_gradient_kernel(
         blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
         labels_ptr += T64 * 32
         blanks_ptr += T64
-    maximum, scale = load_normalizer(results, t * N + n, mask & (lane < ROWS), grad, ACC_DTYPE)
+    maximum, scale = load_normalizer(saved, t * N + n, mask & (lane < ROWS), grad, ACC_DTYPE)
     steps, row = (blanks, nan_mask, maximum, scale, grad), lane * 0
     inputs, sizes = (), (C, blank, num_rows, T - first)
-    if results.maxima is not None:
+    if saved.maxima is not None:
         inputs = (logits.ptr + first * stride_t + n * stride_n, stride_t, logits.stride_c)
     outputs = (logits.grad_ptr + (first * N + n) * C, N.to(tl.int64) * C)
     for u in tl.static_range(ROWS):

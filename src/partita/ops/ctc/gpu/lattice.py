@@ -64,24 +64,6 @@ class TargetTensors(NamedTuple):
     target_lengths: tl.tensor
 
 
-class SavedScan(NamedTuple):
-    """The results of the loss that the scan of the posteriors reads.
-
-    Fields:
-        states: words `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step
-            of their halves, and at the middle.
-        carries: words `[2, num_chunks, N, carry_steps]`, zero before the first scan, what chunks
-            hand to their neighbors.
-        flags: `[N]` int64, zero before the first scan, see `NEEDS_FP64` and `INVALID`.
-        logz: `[N]` fp64, log2 of the partition function; None in the first scan.
-    """
-
-    states: tl.tensor
-    carries: tl.tensor
-    flags: tl.tensor
-    logz: tl.tensor | None
-
-
 class ChunkLattice(NamedTuple):
     """The part of a target's lattice that one warp scans; each field is `[32]`, by lane.
 

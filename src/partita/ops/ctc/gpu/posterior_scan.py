@@ -34,7 +34,7 @@ from .lattice import (
     program_chunk,
     store_carry,
 )
-from .scores import EmissionRows, sequence_rows
+from .scores import sequence_rows
 from .state import posterior_of, unpack_state
 from .steps import (
     advance,
@@ -49,27 +49,27 @@ from .steps import (
 
 
 class ChunkMemory(NamedTuple):
-    """The memory of a chunk in both scans.
+    """The memory of a chunk: what the other direction saved in the first scan, and its carries.
 
     Fields:
-        chunk: the chunk of the target.
-        states_ptr: saved states of α before the first step, words `[2, 32]`; those of β follow.
-        block_stride: offset from the states of a block of eight steps to those of the next one.
-        num_blocks: blocks in a half.
-        saved_carries_ptr: carries of the first scan, `[2, num_chunks, N, carry_steps]`.
-        sent_ptr: the carries that this chunk sends in this scan.
-        chunk_stride: offset from the carries of a chunk to those of the next chunk.
-        num_chunks: chunks of all targets.
+        states_ptr: the states before the first step, words `[2, 32]`.
+        block_stride: offset from them to those of the next block of eight steps.
+        carries_ptr: the carries that the chunk received in the first scan, one for each step.
+        has_carries: whether there was a neighbor that sent them.
+        sent_ptr: the carries that the chunk sends in this scan.
+        chunk_stride: offset from them to those of the next chunk.
+        label_ptr: its posteriors of labels, `[T, 32]`.
+        blank_ptr: its posteriors of the blank, `[T]`.
     """
 
-    chunk: tl.tensor
     states_ptr: tl.tensor
     block_stride: tl.tensor
-    num_blocks: tl.tensor
-    saved_carries_ptr: tl.tensor
+    carries_ptr: tl.tensor
+    has_carries: tl.tensor
     sent_ptr: tl.tensor
     chunk_stride: tl.tensor
-    num_chunks: tl.tensor
+    label_ptr: tl.tensor
+    blank_ptr: tl.tensor
 
 
 class RecomputedHalf(NamedTuple):
@@ -189,8 +189,6 @@ def scan_other_half(
     target,
     memory,
     source,
-    label_ptr,  # the chunk's posteriors of labels, [T, 32]
-    blank_ptr,  # its posteriors of the blank, [T]
     state,
     logz,
     c,
@@ -207,22 +205,11 @@ def scan_other_half(
     """
     BLOCK_T: tl.constexpr = 1 if FP64 else 8
     BACK: tl.constexpr = not FORWARD
-    # In the first scan, a chunk of α received the carries of the chunk before it, and one of β
-    # those of the next one.
     half = first_scan_half(target.length, source.stride_t, BACK, BLOCK_T)
-    states_ptr, chunk_stride = memory.states_ptr, memory.chunk_stride
-    carries_ptr, last = (
-        memory.saved_carries_ptr + memory.chunk * chunk_stride,
-        target.target_len // 32,
-    )
-    if BACK:
-        carries_ptr, had_previous = carries_ptr - chunk_stride, memory.chunk > 0
-    else:
-        states_ptr += (memory.num_blocks + 1) * memory.block_stride
-        carries_ptr += (memory.num_chunks + 1) * chunk_stride
-        had_previous = memory.chunk < last
-    other = RecomputedHalf(source, half, states_ptr, memory.block_stride, carries_ptr, had_previous)
-    links = carry_links(memory.sent_ptr, chunk_stride, c, last, FORWARD)
+    states_ptr, block_stride, carries_ptr, had_previous = memory[:4]
+    sent_ptr, chunk_stride, label_ptr, blank_ptr = memory[4:]
+    other = RecomputedHalf(source, half, states_ptr, block_stride, carries_ptr, had_previous)
+    links = carry_links(sent_ptr, chunk_stride, c, target.target_len // 32, FORWARD)
     if FORWARD:
         last_step = tl.maximum(target.length - 1, 0)
         label_ptr += last_step.to(tl.int64) * 32
@@ -307,13 +294,13 @@ def ctc_posterior_scan_kernel(
     flags, logz = tl.load(saved.flags + n), tl.load(saved.logz + n)
     length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
     lane, last, has_path = lane_index(LAYOUT), target_len // 32, logz > -float("inf")
-    posteriors, first_chunk, carry_start = memory.posteriors, n * num_chunks, n * carry_steps
+    first_chunk, carry_start = n * num_chunks, n * carry_steps
     N64 = N.to(tl.int64)
     saved_carries_ptr, carries_ptr = saved.carries + carry_start, memory.carries + carry_start
     chunk_stride, states_ptr = N64 * carry_steps, saved.states + first_chunk * 64
     block_stride = (N64 * num_chunks) * 64
-    labels_ptr = posteriors.labels + first_chunk * T * 32
-    blanks_ptr = posteriors.blanks + first_chunk * T
+    labels_ptr = memory.labels + first_chunk * T * 32
+    blanks_ptr = memory.blanks + first_chunk * T
     target = TargetScan(targets.labels + offset, length, target_len, C, blank, scores.limit, star)
     rows = sequence_rows(scores, stride_t, stride_n, stride_c, prior_scale, n, N)
     if FP64:
@@ -324,13 +311,13 @@ def ctc_posterior_scan_kernel(
             # The carries of a sequence in fp64 are in use, and the next run waits for none of them.
             for p in range(0, tl.where(flags == NEEDS_FP64, 0, carry_steps), 32):
                 tl.store(ptrs + p, zero, mask=p + lane < carry_steps)
-        if posteriors.order is not None:
+        if memory.order is not None:
             if direction == 0:
                 row, stride = n * num_chunks + index, (1 + 2 * GROUPS) * 32
                 lattice = load_chunk(target, index, lane)[0]
                 label = lattice.label.to(tl.int32)
                 order, bounds = sort_by_class(label, lattice.has_label, lane, GROUPS)
-                order_ptr = posteriors.order + (row * stride + lane)
+                order_ptr = memory.order + (row * stride + lane)
                 tl.store(order_ptr, order)
                 for g in tl.static_range(GROUPS):
                     tl.store(order_ptr + (1 + 2 * g) * 32, bounds[g][0])
@@ -338,9 +325,6 @@ def ctc_posterior_scan_kernel(
         is_scanned = has_path & (index == 0) & (ALL_FP64 | (flags == NEEDS_FP64))
         begin, end = 0, tl.where(is_scanned, target_len // 32 + 1, 0)
     else:
-        if TABLE_WIDTH:
-            table_ptr = scores.table + (n * (T + 48) + 24) * TABLE_WIDTH
-            rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1, (), ())
         # Triton's floor is a function of a library, which would take time to link.
         logz = tl.where(has_path, logz, 0.0)
         truncated = logz.to(tl.int32)
@@ -352,14 +336,23 @@ def ctc_posterior_scan_kernel(
         lattice = load_chunk(target, chunk, lane)[0]
         source = chunk_source(rows, lattice, target, FP64, TABLE_WIDTH)
         row = chunk.to(tl.int64) * T
-        label_ptr, blank_ptr = labels_ptr + row * 32, blanks_ptr + row
         middle = num_blocks + direction * (num_blocks + 1)
         chunk_states_ptr = states_ptr + chunk * 64
         state = load_states(chunk_states_ptr + middle * block_stride, lane, FP64)
-        states = (chunk_states_ptr, block_stride, num_blocks)
-        carries = (saved_carries_ptr, sent_ptr, chunk_stride, num_chunks)
-        links = ChunkMemory(chunk, *states, *carries)
-        inputs = (target, links, source, label_ptr, blank_ptr, state, logz, c, lane)
+        # In the first scan, a chunk of α received the carries of the chunk before it, and one of β
+        # those of the next one.
+        own = ChunkMemory(
+            chunk_states_ptr + (1 - direction) * (num_blocks + 1) * block_stride,
+            block_stride,
+            saved_carries_ptr
+            + tl.where(direction == 0, num_chunks + chunk + 1, chunk - 1) * chunk_stride,
+            tl.where(direction == 0, chunk < last, chunk > 0),
+            sent_ptr,
+            chunk_stride,
+            labels_ptr + row * 32,
+            blanks_ptr + row,
+        )
+        inputs = (target, own, source, state, logz, c, lane)
         if direction == 0:
             scan_other_half(*inputs, True, FP64, TABLE_WIDTH)
         else:

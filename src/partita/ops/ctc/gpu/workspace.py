@@ -16,23 +16,40 @@ from ....runtime.parts import Part
 from .plan import CHUNK, TABLE_MARGIN, CTCPlan, ceil_div, ctc_plan, saved_shape
 
 
+class SavedScan(NamedTuple):
+    """The parts of the workspace that kernels of the loss and of its gradient share.
+
+    Fields:
+        flags: `[N]` int64, zero before the first scan, see `lattice.NEEDS_FP64` and
+            `lattice.INVALID`.
+        carries: words `[2, num_chunks, N, carry_steps]`, zero before the first scan, what chunks
+            hand to their neighbors.
+        states: words `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step
+            of their halves, and at the middle.
+        logz: `[N]` fp64, log2 of the partition function.
+        maxima: `[T, N]`, the maximum of each row; None for log-probabilities, and in scans.
+        sums: `[T, N]`, the sum of exponentials relative to it; None likewise.
+    """
+
+    flags: Part
+    carries: Part
+    states: Part
+    logz: Part
+    maxima: Part | None
+    sums: Part | None
+
+
 class CTCWorkspace(NamedTuple):
     """The parts of the workspace, which is one buffer; see `workspace_layout`.
 
     Fields:
         buffer: the whole buffer.
         num_zeros: the words from the start that must be 0 before the scan: `tile_counter`,
-            `finished`, `flags`, and `carries` if a target has several chunks.
+            `finished`, the flags, and the carries if a target has several chunks.
         zeros: these words.
         tile_counter: `[1]`, counts the programs that have started; None if no program waits.
         finished: `[1]`, counts the programs of the loss kernel that have stored their loss.
-        flags: `[N]`, see `lattice.NEEDS_FP64` and `lattice.INVALID`.
-        carries: `[2, num_chunks, N, carry_steps]`, what chunks hand to their neighbors.
-        states: `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step of
-            their halves, and at the middle.
-        logz: `[N]` fp64, log2 of the partition function.
-        maxima: `[T, N]`, the maximum of each row; None for log-probabilities.
-        sums: `[T, N]`, the sum of exponentials relative to it; None for log-probabilities.
+        saved: see `SavedScan`.
         table: `[N, 24 + T + 24, table_width]`, emissions as words, or None.
     """
 
@@ -41,12 +58,7 @@ class CTCWorkspace(NamedTuple):
     zeros: Part
     tile_counter: Part | None
     finished: Part
-    flags: Part
-    carries: Part
-    states: Part
-    logz: Part
-    maxima: Part | None
-    sums: Part | None
+    saved: SavedScan
     table: Part | None
 
 
@@ -57,7 +69,8 @@ class WorkspaceLayout(NamedTuple):
         plan: how the batch is cut.
         words: the size of the buffer in 64-bit words.
         num_zeros: see `CTCWorkspace`.
-        parts: for each further field of `CTCWorkspace` its offset in bytes and its dtype, or None.
+        parts: the offset in bytes and the dtype, or None, of the zeros, the counters, the fields of
+            `SavedScan` and the table.
     """
 
     plan: CTCPlan
@@ -67,8 +80,10 @@ class WorkspaceLayout(NamedTuple):
 
     def of(self, buffer: Tensor) -> CTCWorkspace:
         """Return the parts of a buffer."""
-        parts: list[Any] = [part and (buffer, part[0], part[1]) for part in self.parts]
-        return CTCWorkspace(buffer, self.num_zeros, *parts)
+        parts: list[Any] = [part and (buffer, *part) for part in self.parts]
+        zeros, tile_counter, finished, *saved, table = parts
+        counters = (tile_counter, finished)
+        return CTCWorkspace(buffer, self.num_zeros, zeros, *counters, SavedScan(*saved), table)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -108,33 +123,23 @@ def workspace_layout(
 register_cache("ctc.gpu.workspace.layouts", workspace_layout.cache_clear)
 
 
-class PosteriorTensors(NamedTuple):
-    """The posteriors of a batch.
-
-    Fields:
-        labels: `[N, num_chunks, T, 32]`, those of the labels.
-        blanks: `[N, num_chunks, T]`, those of the blank.
-        order: `[N, num_chunks, 1 + 2 * class_groups, 32]` int32, the order of the labels by class
-            and the range of each class; None for many classes.
-    """
-
-    labels: Tensor
-    blanks: Tensor
-    order: Tensor | None
-
-
 class ScanMemory(NamedTuple):
     """The memory that the scan of the posteriors writes.
 
     Fields:
         counter: `[1]`, counts the programs that have started; None if no program waits.
         carries: `[2, num_chunks, N, carry_steps]`, what chunks hand to their neighbors.
-        posteriors: see `PosteriorTensors`.
+        labels: `[N, num_chunks, T, 32]`, the posteriors of the labels.
+        blanks: `[N, num_chunks, T]`, those of the blank.
+        order: `[N, num_chunks, 1 + 2 * class_groups, 32]` int32, the order of the labels by class
+            and the range of each class; None for many classes.
     """
 
     counter: Tensor | None
-    carries: Tensor
-    posteriors: PosteriorTensors
+    carries: Tensor | None
+    labels: Tensor
+    blanks: Tensor
+    order: Tensor | None
 
 
 def scan_memory(logits: Tensor, plan: CTCPlan) -> ScanMemory:
@@ -151,4 +156,4 @@ def scan_memory(logits: Tensor, plan: CTCPlan) -> ScanMemory:
     carries = torch.empty((2, chunks, N, plan.carry_steps), dtype=torch.int64, device=device)
     labels = torch.empty((N, chunks, T, CHUNK), dtype=dtype, device=device)
     blanks = torch.empty((N, chunks, T), dtype=dtype, device=device)
-    return ScanMemory(counter, carries, PosteriorTensors(labels, blanks, order))
+    return ScanMemory(counter, carries, labels, blanks, order)
