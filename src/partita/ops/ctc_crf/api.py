@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -94,35 +92,24 @@ def _check_targets(targets: Tensor, scores: Tensor) -> None:
         )
 
 
-class CRFLengths(NamedTuple):
-    """The lengths of a batch on the device of the scores.
-
-    Fields:
-        targets: the lengths of the targets, `[N]` int64.
-        inputs: the number of valid steps, `[N]` int64, or None for all.
-        longest: an upper bound of the lengths of targets. It comes from the shape of the targets,
-            and from the lengths where they are on the host, but never from the device.
-    """
-
-    targets: Tensor
-    inputs: Tensor | None
-    longest: int
-
-
 def _lengths(
     scores: Tensor, targets: Tensor, input_lengths: Lengths | None, target_lengths: Lengths
-) -> CRFLengths:
-    """Return the lengths of checked scores and targets."""
+) -> tuple[Tensor, Tensor | None, int]:
+    """Return the lengths of targets, those of inputs, and an upper bound of those of targets.
+
+    The bound comes from the shape of the targets, and from the lengths where they are on the host,
+    but never from the device.
+    """
     N, device, longest = scores.shape[1], scores.device, targets.shape[-1]
     lengths = as_lengths("target_lengths", target_lengths, N)
     is_known = lengths.is_cpu and not is_traced() and not is_batched(lengths)
     if is_known and lengths.numel():
         longest = min(longest, int(lengths.max()))
     if input_lengths is None:
-        return CRFLengths(on_device(device, lengths)[0], None, longest)
+        return on_device(device, lengths)[0], None, longest
     steps = as_lengths("input_lengths", input_lengths, N)
     lengths, steps = on_device(device, lengths, steps)
-    return CRFLengths(lengths, steps, longest)
+    return lengths, steps, longest
 
 
 def _lattice_states(longest: int, targets: Tensor, T: int, state_len: int) -> int:
@@ -182,14 +169,14 @@ def ctc_crf_loss(
     checks.choice("reduction", reduction, checks.REDUCTIONS)
     _check_scores(scores, state_len, alphabet_size)
     _check_targets(targets, scores)
-    lengths = _lengths(scores, targets, input_lengths, target_lengths)
-    states = _lattice_states(lengths.longest, targets, scores.shape[0], state_len)
+    lengths, steps, longest = _lengths(scores, targets, input_lengths, target_lengths)
+    states = _lattice_states(longest, targets, scores.shape[0], state_len)
     device = scores.device
     tables = (
         constant(kmer_source, alphabet_size - 1, state_len, device=device),
         constant(lattice_source, states, device=device),
     )
-    sequences = (targets, lengths.targets, lengths.inputs)
+    sequences = (targets, lengths, steps)
     save = torch.is_grad_enabled() and requires_grad(scores)
     options = (state_len, reduction, save, current_backend())
     if not save and plain_eager():

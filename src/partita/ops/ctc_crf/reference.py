@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..chain.reference import chain_gradient, chain_logz
-from .common import ChainFunctions, gradient_through_chains, loss_through_chains
-
-CHAINS = ChainFunctions(chain_logz, chain_gradient)
+from .common import gradient_through_chains, in_torch, loss_through_chains
 
 
 def crf_loss(
@@ -43,8 +41,9 @@ def crf_loss(
             -1 for no edge.
         lengths: the number of steps, `[N]` int64; -1 for an invalid sequence.
     """
+    functions = in_torch(chain_logz, chain_gradient)
     tensors = (scores, source, lattice_source, targets, target_lengths, input_lengths)
-    return loss_through_chains(CHAINS, *tensors, state_len, reduction, save)
+    return loss_through_chains(functions, *tensors, state_len, reduction, save)
 
 
 def crf_gradient(
@@ -67,4 +66,4 @@ def crf_gradient(
     """
     results = (losses, logz, saved, marginals, edge_index, lengths)
     tensors = (grad, scores, source, target_lengths, *results)
-    return gradient_through_chains(CHAINS, *tensors, reduction)
+    return gradient_through_chains(chain_gradient, *tensors, reduction)
