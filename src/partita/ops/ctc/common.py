@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.autograd import is_batched, is_traced
+from ...runtime.sizes import decide
+
 
 class PackedTargets(NamedTuple):
     """The targets of a batch, as slices of one tensor of labels.
@@ -53,6 +56,19 @@ def padded_targets(targets: PackedTargets) -> tuple[Tensor, Tensor]:
         return mask.long(), mask
     index = (targets.offsets[:, None] + position).clamp(0, targets.labels.numel() - 1)
     return targets.labels.reshape(-1)[index].long(), mask
+
+
+def longest_target(lengths: Tensor, targets: Tensor) -> int:
+    """Return the greatest target length, or a bound of it where the lengths cannot be read."""
+    # The length of a tensor by `len` is a function in Python.
+    size, N = targets.shape[-1], lengths.shape[0]
+    if decide(N == 0, otherwise=False):
+        return 0
+    if not lengths.is_cpu or is_traced() or is_batched(lengths):
+        return size
+    # Python finds the greatest of a few numbers in less time than PyTorch.
+    longest = max(lengths.tolist()) if N <= 64 else int(lengths.max())
+    return max(min(longest, size), 0)
 
 
 def reduce_over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
