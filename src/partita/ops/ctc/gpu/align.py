@@ -19,7 +19,7 @@ from triton.experimental import gluon
 
 from ....primitives.gpu.math import log_exact
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch
+from ....runtime.launch import cdiv, launch, zeroed_words
 from .lanes import LaneKernel, lane_index, launch_lanes
 from .lattice import (
     INVALID,
@@ -325,10 +325,10 @@ def ctc_align(
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
     num_chunks, num_blocks = max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
     carry_steps = num_blocks * SAVE_EVERY
-    words = N + N % 2  # Each part of the zeros starts on 16 bytes.
-    carry_words = num_chunks * N * carry_steps if num_chunks > 1 else 0
-    zeros = torch.zeros(2 + 2 * words + carry_words, dtype=torch.int64, device=device)
-    tile_counter, flags, finished, carries = zeros.split([2, words, words, carry_words])
+    has_carries = num_chunks > 1
+    tile_counter, flags, finished, carries = zeroed_words(
+        device, int(has_carries), N, N, num_chunks * N * carry_steps if has_carries else 1
+    )
     pointers = torch.empty((N, num_chunks, num_blocks, 32), dtype=torch.int32, device=device)
     block_sums = torch.empty((N, cdiv(T, ALIGNMENT_STEPS)), dtype=torch.float64, device=device)
     ends = torch.empty((N, 2), dtype=torch.float64, device=device)
@@ -362,7 +362,7 @@ def ctc_align(
         targets=targets,
         paths=paths,
         carries_ptr=carries,
-        tile_counter_ptr=tile_counter if num_chunks > 1 else None,
+        tile_counter_ptr=tile_counter,
         C=C,
         carry_steps=carry_steps,
         **sizes,

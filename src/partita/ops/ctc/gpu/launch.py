@@ -19,17 +19,23 @@ from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2, tl_acc_dtype
 from ....runtime.parts import Part
-from . import plan as planning
 from .forward_scan import FORWARD_SCAN
 from .gradient import GRADIENT_SIZES, LogitTensors, ctc_lane_gradient_kernel
 from .lanes import launch_lanes
 from .lattice import SIZES, TargetTensors
 from .loss import LOSS_SIZES, ctc_loss_kernel
 from .normalize import ctc_normalize_kernel
-from .plan import TABLE_MARGIN, CTCPlan
+from .plan import (
+    FULL_GPU,
+    TABLE_MARGIN,
+    CTCPlan,
+    CTCWorkspace,
+    ScanMemory,
+    ctc_plan,
+    scan_memory,
+)
 from .posterior_scan import POSTERIOR_SCAN
 from .scores import ScoreTensors
-from .workspace import CTCWorkspace, ScanMemory, scan_memory, workspace_layout
 
 
 class ScoreArguments(NamedTuple):
@@ -167,14 +173,14 @@ class CTCCall(NamedTuple):
         """
         T, N, C = logits.shape
         shape, fp64 = (T, N, C + (scores.star is not None)), logits.dtype == torch.float64
-        layout = workspace_layout(shape, fp64, max_target_len, from_logits, save)
+        plan = ctc_plan(shape, fp64, max_target_len, from_logits, save)
         if saved is None:
-            saved = torch.empty(layout.words, dtype=torch.float64, device=logits.device)
-        plan, num_blocks = layout.plan, layout.plan.num_blocks if save else 0
+            saved = torch.empty(plan.words, dtype=torch.float64, device=logits.device)
+        num_blocks = plan.num_blocks if save else 0
         sizes = (T, N, C, targets.labels.numel(), max_target_len, plan.num_chunks, num_blocks)
         options = (plan.carry_steps, blank, *logits.stride(), scores.scale, scores.star)
         numbers = dict(zip(SIZES, (*sizes, *options), strict=True))
-        return cls(logits, targets, scores, plan, layout.of(saved), numbers)
+        return cls(logits, targets, scores, plan, plan.workspace(saved), numbers)
 
     def numbers_of(self, names: list[str]) -> dict[str, int | None]:
         """Return the numbers that a kernel takes."""
@@ -238,7 +244,7 @@ class CTCCall(NamedTuple):
             programs = 2 * self.logits.shape[1] * chunks
             if target_of(self.logits.device).runs_ptx:
                 # With many programs, fewer registers let more of them run at once.
-                options["maxnreg"] = 168 if programs > planning.FULL_GPU else 255
+                options["maxnreg"] = 168 if programs > FULL_GPU else 255
             launch_lanes(
                 POSTERIOR_SCAN,
                 programs,
@@ -280,10 +286,9 @@ def ctc_loss(
         launch_normalize, logits, input_lengths, *workspace.saved[4:], scores
     )
     if plan.table_width:
-        zeros = (workspace.zeros, workspace.num_zeros)
-        normalize(workspace.table, plan.table_width, *zeros)
+        normalize(workspace.table, plan.table_width, workspace.zeros, plan.num_zeros)
     else:
-        workspace.buffer[: workspace.num_zeros].zero_()
+        workspace.buffer[: plan.num_zeros].zero_()
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
     normalizes_first = from_logits and not plan.table_width and star is not None
     normalizes_alongside = from_logits and not plan.table_width and star is None
