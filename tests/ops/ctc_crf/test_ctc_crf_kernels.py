@@ -15,8 +15,9 @@ from helpers.launches import Launch, recording
 
 from partita.ops.ctc_crf.gpu import launch
 
-# What the replay of a call may see besides launches: allocations, fills with zeros, and views.
-RECORDABLE = {"empty", "new_empty", "zeros", "view", "_unsafe_view", "expand", "detach"}
+# What the replay of a call may see besides launches: allocations, fills and views. Zeros and the
+# ones that `full` makes are constants, which the CPU makes anew and a GPU keeps.
+RECORDABLE = {"empty", "new_empty", "zeros", "full", "view", "_unsafe_view", "expand", "detach"}
 
 
 def target_forms(device: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -21,7 +21,6 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .common import ScoreOptions
 from .gpu.plan import saved_shape
 
 
@@ -57,8 +56,8 @@ def _loss_results(
     served_by: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors with the shapes of the reduced loss, the losses and the saved tensor."""
-    N, dtype = logits.shape[1], acc_dtype(logits.dtype)
-    shape = ScoreOptions(star=star).lattice_shape(logits.shape)
+    (T, N, C), dtype = logits.shape, acc_dtype(logits.dtype)
+    shape = (T, N, C if star is None else C + 1)
     saved = saved_shape(shape, max_target_len, save, served_by)
     return (
         logits.new_empty(N if reduction == "none" else (), dtype=dtype),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,11 +40,6 @@ class ScoreOptions(NamedTuple):
     label_priors: Tensor | None = None
     prior_scale: float = 1.0
     star: int | None = None
-
-    def lattice_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Return the number of steps, sequences and classes of the lattice, given `[T, N, C]`."""
-        T, N, C = shape
-        return T, N, C if self.star is None else C + 1
 
 
 def padded_targets(targets: PackedTargets) -> tuple[Tensor, Tensor]:

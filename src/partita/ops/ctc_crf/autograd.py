@@ -22,8 +22,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..chain import autograd as _chain
-from . import reference
-from .common import in_torch, loss_through_chains
+from . import common, reference
 
 
 def check_values(
@@ -143,8 +142,9 @@ def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[int, str
             return apply(_chain.LogZ, *tensors, True, backend)
 
         def loss(scores: Tensor) -> Tensor:
-            functions, options = in_torch(logz, _chain.logz_gradient), (state_len, reduction, False)
-            return loss_through_chains(functions, scores, *sequences, *options)[0].to(grad.dtype)
+            functions = common.in_torch(logz, _chain.logz_gradient)
+            results = common.crf_loss(functions, scores, *sequences, state_len, reduction, False)
+            return results[0].to(grad.dtype)
 
         (result,) = double_backward(loss, [scores], [True], grad)
         assert result is not None

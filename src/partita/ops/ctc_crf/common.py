@@ -180,7 +180,7 @@ def in_torch(logz: Callable[..., Any], gradient: Callable[..., Any]) -> CRFFunct
     return CRFFunctions(logz, gradient, target_lattice, lattice_scores, reduced_losses)
 
 
-def loss_through_chains(
+def crf_loss(
     functions: CRFFunctions,
     scores: Tensor,
     source: Tensor,
@@ -192,7 +192,29 @@ def loss_through_chains(
     reduction: str,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of the op `crf_loss`; see `reference.py`."""
+    """Return the reduced loss, and what its gradient needs.
+
+    Args:
+        functions: those of the backend.
+        scores: `[T, N, C * A]` or `[T, N, C, A]`.
+        source: the k-mer that each edge comes from, `[C, A]`, of `kmer_source`.
+        lattice_source: the table of a target lattice with L states, `[L, 2]`, of `lattice_source`.
+        targets: `[N, S]`, or all targets concatenated; integers of any dtype.
+        target_lengths, input_lengths: `[N]` int64; all steps if None.
+        state_len: bases of a k-mer.
+        reduction: `mean`, `sum` or `none`.
+        save: whether a gradient follows.
+
+    Returns:
+        value: the reduced loss, `[]`, or the losses `[N]`; fp32, or fp64 for fp64 scores.
+        losses: `[N]` fp64. A loss is inf, with the gradient 0, where no path spells the target.
+        logz: log Z of all paths, `[N]` fp64.
+        saved: what the gradient of log Z of all paths needs.
+        marginals: those of the target lattice, `[T, N, L, 2]`; empty if not `save`.
+        edge_index: the index of each lattice edge among the scores of a step, `[N, L, 2]` int32;
+            -1 for no edge.
+        lengths: the number of steps, `[N]` int64; -1 for an invalid sequence.
+    """
     scores, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
     sizes = (len(scores), state_len, source.shape[1] - 1)
     sequences = (targets, target_lengths, input_lengths)
@@ -210,7 +232,7 @@ def loss_through_chains(
     return value, losses, logz_den, saved, marginals, edge_index, lengths
 
 
-def gradient_through_chains(
+def crf_gradient(
     gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
     grad: Tensor,
     scores: Tensor,
@@ -224,7 +246,12 @@ def gradient_through_chains(
     lengths: Tensor,
     reduction: str,
 ) -> Tensor:
-    """Return the result of the op `crf_gradient`, see `reference.py`, given that of chains."""
+    """Return the gradient of the reduced loss with respect to the scores.
+
+    It is the marginals of all paths minus those of the paths that spell the target, times the
+    gradient of the sequence's loss, given the function for the gradient of chains. Half types are
+    rounded once.
+    """
     edges, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
     grad = gradient_per_sequence(grad, target_lengths, reduction)
     grad, ends = torch.where(losses == torch.inf, 0.0, grad), zero_ends(edges)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..chain.cpu.logz import chain_gradient, chain_logz
-from .common import gradient_through_chains, in_torch, loss_through_chains
+from . import common
 
-crf_loss = partial(loss_through_chains, in_torch(chain_logz, chain_gradient))
-crf_gradient = partial(gradient_through_chains, chain_gradient)
+crf_loss = partial(common.crf_loss, common.in_torch(chain_logz, chain_gradient))
+crf_gradient = partial(common.crf_gradient, chain_gradient)

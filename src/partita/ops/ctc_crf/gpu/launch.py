@@ -15,13 +15,8 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...chain.gpu.launch import chain_gradient, chain_logz
-from ..common import (
-    CRFFunctions,
-    CRFLattice,
-    loss_through_chains,
-    unflatten_scores,
-    zero_ends,
-)
+from .. import common
+from ..common import CRFFunctions, CRFLattice, unflatten_scores, zero_ends
 from .kernels import (
     EdgeOrder,
     crf_edge_order_kernel,
@@ -134,7 +129,7 @@ def reduced_losses(
 
 
 FUNCTIONS = CRFFunctions(chain_logz, chain_gradient, build_lattice, gather_scores, reduced_losses)
-crf_loss = partial(loss_through_chains, FUNCTIONS)
+crf_loss = partial(common.crf_loss, FUNCTIONS)
 
 
 def sort_edges(
