@@ -104,13 +104,13 @@ def ctc_loss_kernel(
     length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
     alpha_ptr = saved.states + (num_blocks.to(tl.int64) * N + n) * num_chunks * 64
     beta_ptr = alpha_ptr + (num_blocks.to(tl.int64) + 1) * N * num_chunks * 64
-    inputs = (alpha_ptr, beta_ptr, targets.labels + offset, target_len, BLOCK_L)
+    inputs = (alpha_ptr, beta_ptr, targets.labels + offset, target_len)
     if ALL_FP64:
-        logz = log2_partition(*inputs, True)
+        logz = log2_partition(*inputs, BLOCK_L, True)
     elif flags == 1:
-        logz = log2_partition(*inputs, True)
+        logz = log2_partition(*inputs, BLOCK_L, True)
     else:
-        logz = log2_partition(*inputs, False)
+        logz = log2_partition(*inputs, BLOCK_L, False)
     logz = tl.where(length > 0, logz, tl.where(target_len == 0, 0.0, -float("inf")))
     loss = 0.0 - logz * LN2
     if saved.maxima is not None:
