@@ -70,7 +70,7 @@ def total_of(maximum, rest, EXACT: tl.constexpr, IS_MAX: tl.constexpr):
 @triton.jit
 def semi_markov_memory_scan_kernel(
     chains,  # Chains
-    tables_ptr,  # see the kernel above
+    tables_ptr,  # see `semi_markov_tables_kernel`
     slots,
     ring_ptr,  # [programs, D + 2, C] fp64: the open segments, and what two steps closed
     saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans; under Max choices, see paths.py

@@ -370,7 +370,7 @@ def linear_step(
 @triton.jit
 def semi_markov_scan_kernel(
     chains,  # Chains
-    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see the kernel above
+    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, as stored above
     ring_ptr,  # [programs, SLOTS + 1, BLOCK_C + 1] fp64: what each slot opened, what closed last
     saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans
     logz_ptr,  # [N] fp64
