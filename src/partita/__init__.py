@@ -30,8 +30,12 @@ from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss, tdt_align, tdt_l
 from .ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
 from .ops.rnnt.plan import RNNTPlan as _RNNTPlan
 from .ops.rnnt.plan import linear_rnnt_plan
-from .ops.semi_markov.api import SemiMarkovChain, semi_markov_chain
-from .ops.semi_markov.results import SemiMarkovPath, SemiMarkovSample
+from .ops.semi_markov.api import (
+    SemiMarkovChain,
+    SemiMarkovPath,
+    SemiMarkovSample,
+    semi_markov_chain,
+)
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend

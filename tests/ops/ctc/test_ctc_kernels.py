@@ -65,22 +65,6 @@ def test_against_the_specification(shape: tuple[int, int, int, int], device: str
     assert_alignment_matches(x)
 
 
-@shapes_for([(12, 2, 6, 5), (36, 1, 60, 33)], [(30, 2, 6, 10), (60, 2, 60, 40)])
-def test_classes_that_the_scan_sums(
-    shape: tuple[int, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scan sums posteriors by class if there are many programs."""
-    from partita.ops.ctc.gpu import plan, workspace
-
-    monkeypatch.setattr(plan, "FULL_GPU", 0)
-    workspace.workspace_layout.cache_clear()
-    try:
-        for dtype in (torch.float32, torch.float64)[: 1 + (device != "cpu")]:
-            assert_matches_reference(batch_of(*shape, device=device), dtype)
-    finally:
-        workspace.workspace_layout.cache_clear()
-
-
 @kernel_devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(dtype: torch.dtype, device: str) -> None:
@@ -128,27 +112,25 @@ def test_sequences_in_fp64_share_a_batch_with_targets_of_several_chunks(
     C: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scan in fp64 comes first, and clears the words through which other programs wait."""
-    from partita.ops.ctc.gpu.call import CTCCall
+    from partita.ops.ctc.gpu import launch
     from partita.runtime.parts import with_views
 
-    run, cleared = CTCCall._launch_posterior_scan, []
+    run, cleared = launch.launch_lanes, []
 
-    def checked_run(call: CTCCall, *args: Any) -> None:
-        memory, _, fp64, _ = args
-        N, plan = call.logits.shape[1], call.plan
-        counter, carries, flags = with_views((*memory[:2], call.workspace.flags))
-        carries = carries[: 2 * plan.num_chunks * N * plan.carry_steps]
-        if fp64:
+    def checked_run(kernel: Any, programs: int, **options: Any) -> None:
+        is_first = kernel is launch.POSTERIOR_SCAN and options["FP64"]
+        if is_first:
+            counter, carries = options["memory"][:2]
             counter[0] = 1
             carries.fill_(1)
-        run(call, *args)
-        if fp64:
-            shape = (2, plan.num_chunks, N, plan.carry_steps)
+        run(kernel, programs, **options)
+        if is_first:
+            (flags,) = with_views(options["saved"][:1])
             in_fp32 = flags[:N] == 0
-            cleared.append(counter[0].item() == 0 and not carries.view(shape)[:, :, in_fp32].any())
+            cleared.append(counter[0].item() == 0 and not carries[:, :, in_fp32].any())
             assert in_fp32.tolist() == [True, False] + [True] * (N - 2)
 
-    monkeypatch.setattr(CTCCall, "_launch_posterior_scan", checked_run)
+    monkeypatch.setattr(launch, "launch_lanes", checked_run)
     steps, N = (36, 3) if device == "cpu" else (90, 5)
     x = batch_of(steps, N, C, 33, device=device)
     x.input_lengths[:], x.target_lengths[:] = steps, 33
@@ -202,9 +184,9 @@ def test_scores_of_alignments_are_sums_over_blocks_of_steps(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One target is empty, one cannot be aligned, and one sequence has a step of NaN."""
-    from partita.ops.ctc.gpu import launch_align
+    from partita.ops.ctc.gpu import align
 
-    monkeypatch.setattr(launch_align, "ALIGNMENT_STEPS", 16)
+    monkeypatch.setattr(align, "ALIGNMENT_STEPS", 16)
     x = batch_of(36, 4, 6, 4, device=device)
     x.target_lengths[0], x.input_lengths[1], x.target_lengths[1] = 0, 1, 4
     x.input_lengths[2:] = 36

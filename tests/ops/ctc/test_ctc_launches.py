@@ -46,13 +46,11 @@ def names(launches: list[Launch]) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("from_logits", [False, True])
-@pytest.mark.parametrize(
-    ("N", "C", "S"), [(4, 20, 10), (3, 60, 40), (600, 20, 40), (4, 5000, 10), (3, 500, 300)]
-)
+@pytest.mark.parametrize(("N", "C", "S"), [(4, 20, 10), (3, 60, 40), (4, 5000, 10), (3, 500, 300)])
 def test_a_call_is_launches_alone(
     N: int, C: int, S: int, from_logits: bool, dtype: torch.dtype, launched: list[Launch]
 ) -> None:
-    from partita.ops.ctc.gpu import launch, launch_align
+    from partita.ops.ctc.gpu import align, launch
 
     logits = torch.zeros(50, N, C, dtype=dtype)
     targets = (torch.ones(N * S).long(), torch.arange(N) * S, torch.ones(N).long() * 50)
@@ -63,14 +61,14 @@ def test_a_call_is_launches_alone(
         inputs = (logits, *targets, lengths, losses, saved)
         launch.ctc_gradient(value, *inputs, None, S, 0, from_logits, "mean")
         launch.ctc_loss(logits, *targets, lengths, *options, False)
-        launch_align.ctc_align(logits, *targets, lengths, S, 0, from_logits)
+        align.ctc_align(logits, *targets, lengths, S, 0, from_logits)
     assert set(operations.names) <= REPLAYABLE
     assert len(launched) > 8
 
 
 def test_the_launches_of_a_small_batch(launched: list[Launch]) -> None:
     """Each pass over the steps is two launches, of which one is in fp64."""
-    from partita.ops.ctc.gpu import launch, launch_align
+    from partita.ops.ctc.gpu import align, launch
 
     logits, ones = torch.zeros(50, 4, 20), torch.ones(4).long()
     targets = (torch.ones(40).long(), torch.arange(4) * 10, ones * 50, ones * 10)
@@ -81,7 +79,7 @@ def test_the_launches_of_a_small_batch(launched: list[Launch]) -> None:
     launch.ctc_gradient(value, logits, *targets, losses, saved, None, 10, 0, True, "mean")
     assert names(launched) == ["ctc_posterior_scan", "ctc_posterior_scan", "ctc_lane_gradient"]
     launched.clear()
-    launch_align.ctc_align(logits, *targets, 10, 0, True)
+    align.ctc_align(logits, *targets, 10, 0, True)
     assert names(launched) == ["ctc_normalize", "ctc_viterbi", "ctc_backtrace", "ctc_alignment"]
 
 
@@ -91,7 +89,7 @@ def test_priors_and_a_star_make_no_copy_of_the_logits(
     C: int, S: int, from_logits: bool, launched: list[Launch]
 ) -> None:
     """The calls are launches alone, and save no more than for one more class."""
-    from partita.ops.ctc.gpu import launch, launch_align
+    from partita.ops.ctc.gpu import align, launch
     from partita.ops.ctc.gpu.plan import saved_shape
 
     logits, ones = torch.zeros(50, 4, C), torch.ones(4).long()
@@ -102,7 +100,7 @@ def test_priors_and_a_star_make_no_copy_of_the_logits(
         value, losses, saved = launch.ctc_loss(logits, *targets, *options, *scores)
         inputs = (logits, *targets, losses, saved, scores[0], S, 0, from_logits, "mean")
         launch.ctc_gradient(value, *inputs, *scores[1:])
-        launch_align.ctc_align(logits, *targets, S, 0, from_logits, *scores)
+        align.ctc_align(logits, *targets, S, 0, from_logits, *scores)
     assert set(operations.names) <= REPLAYABLE
     assert saved.shape == saved_shape((50, 4, C + 1), S, True, "gpu")
     sizes = [

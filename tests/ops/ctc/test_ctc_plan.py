@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from partita.ops.ctc.gpu.plan import saved_shape
-from partita.ops.ctc.gpu.workspace import CTCWorkspace, workspace_layout
+from partita.ops.ctc.gpu.plan import CTCWorkspace, SavedScan, ctc_plan, saved_shape
 
 SHAPES = [(1, 1, 2), (17, 3, 5), (100, 2, 33), (64, 4, 200), (50, 2, 5000)]
 
@@ -16,10 +15,8 @@ def test_the_parts_of_the_workspace_fit_into_it(shape: tuple[int, int, int]) -> 
     for max_target_len, fp64, from_logits, save in itertools.product(
         (0, 1, 31, 32, 100), (False, True), (False, True), (False, True)
     ):
-        plan, words, num_zeros, parts = workspace_layout(
-            shape, fp64, max_target_len, from_logits, save
-        )
-        assert (words,) == saved_shape(shape, max_target_len, save, "gpu")
+        plan = ctc_plan(shape, fp64, max_target_len, from_logits, save)
+        assert (plan.words,) == saved_shape(shape, max_target_len, save, "gpu")
         (T, N, _), chunks = shape, plan.num_chunks
         elements = {
             "zeros": 0,
@@ -33,15 +30,17 @@ def test_the_parts_of_the_workspace_fit_into_it(shape: tuple[int, int, int]) -> 
             "sums": T * N,
             "table": N * (24 + T + 24) * plan.table_width,
         }
-        assert tuple(elements) == CTCWorkspace._fields[2:]
+        names = [*CTCWorkspace._fields[1:]]
+        names[3:4] = SavedScan._fields
+        assert [*elements] == names
         end, zeroed = 0, ("tile_counter", "finished", "flags", "carries")[: 3 + (chunks > 1)]
-        for (name, number), part in zip(elements.items(), parts, strict=True):
+        for (name, number), part in zip(elements.items(), plan.parts, strict=True):
             if part is not None:
                 offset, dtype = part
                 assert offset >= end and offset % 16 == 0
                 end = offset + number * dtype.itemsize
-                assert (end <= 8 * num_zeros) == (name in (*zeroed, "zeros"))
-        assert end <= 8 * words
+                assert (end <= 8 * plan.num_zeros) == (name in (*zeroed, "zeros"))
+        assert end <= 8 * plan.words
 
 
 def test_saved_shapes_of_other_backends() -> None:

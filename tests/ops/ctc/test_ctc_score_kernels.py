@@ -66,19 +66,6 @@ def test_several_chunks_of_targets(C: int, device: str) -> None:
 
 
 @kernel_devices
-@pytest.mark.parametrize("C", [6, 32])
-def test_classes_that_the_scan_sums(C: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from partita.ops.ctc.gpu import plan, workspace
-
-    monkeypatch.setattr(plan, "FULL_GPU", 0)
-    workspace.workspace_layout.cache_clear()
-    try:
-        assert_matches_reference(starred(12, 2, C, 5, device=device), **options_of(C, device))
-    finally:
-        workspace.workspace_layout.cache_clear()
-
-
-@kernel_devices
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(dtype: torch.dtype, from_logits: bool, device: str) -> None:

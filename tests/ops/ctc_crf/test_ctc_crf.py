@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import partita
 from partita import Chain
-from partita.ops.ctc_crf import common
 from partita.testing import all_paths
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -239,40 +238,6 @@ def test_on_the_kernels_of_chains(
     tolerance = {"rtol": 1e-6, "atol": 1e-5} if dtype == torch.float32 else EXACT
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, **tolerance, equal_nan=True)
-
-
-@devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_subtraction_at_equal_indices(dtype: torch.dtype, device: str) -> None:
-    g = torch.Generator().manual_seed(0)
-    edge_index = torch.randint(0, 12, (3, 8, 2), generator=g)
-    marginals = (
-        torch.rand(7, 3, 8, 2, generator=g, dtype=torch.float64)
-        .flatten(2)
-        .softmax(2)
-        .unflatten(2, (8, 2))
-    )
-    marginals[:, :, 0, 1] = 0.0  # Nothing moves into the first state.
-    dense, factor = (
-        torch.randn(7, 3, 4, 3, generator=g, dtype=torch.float64),
-        torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64),
-    )
-    expected = dense.flatten(2).scatter_add(
-        2, edge_index.flatten(1).expand(7, -1, -1), -(marginals * factor[:, None, None]).flatten(2)
-    )
-    ours = dense.to(dtype).to(device)
-    common.subtract_marginals(
-        ours,
-        marginals.to(dtype).to(device),
-        edge_index.to(device),
-        factor.to(dtype).to(device),
-    )
-    torch.testing.assert_close(
-        ours.double().cpu(),
-        expected.reshape(ours.shape),
-        rtol=0,
-        atol=1e-6 if dtype == torch.float32 else 1e-14,
-    )
 
 
 @devices

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks, private_names
-from ...runtime.autograd import is_batched, is_traced, plain_eager
+from ...runtime.autograd import plain_eager
 from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.lengths import Lengths, as_lengths, on_device
-from ...runtime.sizes import decide, holds
-from .common import ScoreOptions
-
-FEW = 64  # lengths of which Python finds the greatest in less time than PyTorch
+from ...runtime.sizes import holds
+from .common import ScoreOptions, longest_target
 
 # The offsets of padded targets by N, S, device and stream. An entry costs less than two launches.
 _cached_offsets: BoundedCache[tuple[int, int, int, int], Tensor] = BoundedCache(256)
@@ -61,7 +59,7 @@ def prepare(
         lengths = _lengths("target_lengths", target_lengths, N)
     except ValueError as error:
         raise ValueError(f"{error}{_order_hint(name, input_lengths, T)}") from None
-    longest = _longest(lengths, targets)
+    longest = longest_target(lengths, targets)
     if targets.ndim == 2:
         offsets = _row_offsets(N, targets.shape[1], logits.device)
         steps, lengths = on_device(logits.device, steps, lengths)
@@ -136,14 +134,8 @@ def _row_offsets(N: int, size: int, device: torch.device) -> Tensor:
     On a GPU it is made once for each stream, whose launches come after it. A captured graph gets
     its own, which nothing else frees.
     """
-    if device.type != "cuda" or not plain_eager():
-        return torch.arange(N, device=device) * size
-    return _cached_row_offsets(N, size, device)
-
-
-def _cached_row_offsets(N: int, size: int, device: torch.device) -> Tensor:
-    """Return where each row starts, in plain eager mode on a GPU."""
-    if torch.cuda.is_current_stream_capturing():
+    is_cached = device.type == "cuda" and plain_eager()
+    if not is_cached or torch.cuda.is_current_stream_capturing():
         return torch.arange(N, device=device) * size
     index = device.index
     key = N, size, index, private_names.current_raw_stream(index)
@@ -167,15 +159,3 @@ def _lengths(name: str, value: Lengths, N: int) -> Tensor:
     ):
         return value
     return as_lengths(name, value, N)
-
-
-def _longest(lengths: Tensor, targets: Tensor) -> int:
-    """Return the greatest target length, or a bound of it where the lengths cannot be read."""
-    # The length of a tensor by `len` is a function in Python.
-    size, N = targets.shape[-1], lengths.shape[0]
-    if decide(N == 0, otherwise=False):
-        return 0
-    if not lengths.is_cpu or is_traced() or is_batched(lengths):
-        return size
-    longest = max(lengths.tolist()) if N <= FEW else int(lengths.max())
-    return max(min(longest, size), 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...runtime import checks, register
 from ...runtime.autograd import (
     first_derivative,
@@ -19,7 +21,6 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .common import ScoreOptions
 from .gpu.plan import saved_shape
 
 
@@ -55,8 +56,8 @@ def _loss_results(
     served_by: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors with the shapes of the reduced loss, the losses and the saved tensor."""
-    N, dtype = logits.shape[1], acc_dtype(logits.dtype)
-    shape = ScoreOptions(star=star).lattice_shape(logits.shape)
+    (T, N, C), dtype = logits.shape, acc_dtype(logits.dtype)
+    shape = (T, N, C if star is None else C + 1)
     saved = saved_shape(shape, max_target_len, save, served_by)
     return (
         logits.new_empty(N if reduction == "none" else (), dtype=dtype),
@@ -65,10 +66,10 @@ def _loss_results(
     )
 
 
-def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import align, loss
+def _cpu() -> ModuleType:
+    from . import cpu
 
-    return align, loss
+    return cpu
 
 
 def _gpu() -> ModuleType:
@@ -78,30 +79,19 @@ def _gpu() -> ModuleType:
 
 
 def _gpu_align() -> ModuleType:
-    from .gpu import launch_align
+    from .gpu import align
 
-    return launch_align
+    return align
 
 
-loss = register.define(
-    reference.ctc_loss,
-    _loss_results,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=check_values,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-gradient = register.define(
+_define = partial(register.define, cpu=_cpu, vmap=one_by_one, reference_if_empty=True)
+loss = _define(reference.ctc_loss, _loss_results, gpu=_gpu, check=check_values)
+gradient = _define(
     reference.ctc_gradient,
     lambda logits: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-    reference_if_empty=True,
 )
-
-align = register.define(
+align = _define(
     reference.ctc_align,
     lambda logits: (
         *(
@@ -111,10 +101,7 @@ align = register.define(
         logits.new_empty(logits.shape[1], dtype=acc_dtype(logits.dtype)),
     ),
     gpu=_gpu_align,
-    cpu=_cpu,
     check=check_values,
-    vmap=one_by_one,
-    reference_if_empty=True,
 )
 
 
@@ -127,26 +114,9 @@ class CTCLossFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        logits: Tensor,
-        labels: Tensor,
-        offsets: Tensor,
-        input_lengths: Tensor,
-        target_lengths: Tensor,
-        max_target_len: int,
-        blank: int,
-        from_logits: bool,
-        reduction: str,
-        zero_infinity: bool,
-        save: bool,
-        label_priors: Tensor | None,
-        prior_scale: float,
-        star: int | None,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = (logits, labels, offsets, input_lengths, target_lengths)
-        options = (max_target_len, blank, from_logits, reduction, zero_infinity, save)
-        return loss(*tensors, *options, label_priors, prior_scale, star, backend)
+    @takes(loss)
+    def forward(*args: Any) -> Any:
+        return loss(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...runtime.autograd import is_batched, is_traced
+from ...runtime.sizes import decide
 
 
 class PackedTargets(NamedTuple):
@@ -39,11 +41,6 @@ class ScoreOptions(NamedTuple):
     prior_scale: float = 1.0
     star: int | None = None
 
-    def lattice_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Return the number of steps, sequences and classes of the lattice, given `[T, N, C]`."""
-        T, N, C = shape
-        return T, N, C if self.star is None else C + 1
-
 
 def padded_targets(targets: PackedTargets) -> tuple[Tensor, Tensor]:
     """Return the padded labels, `[N, max_target_len]`, and the mask of those within a length."""
@@ -53,6 +50,19 @@ def padded_targets(targets: PackedTargets) -> tuple[Tensor, Tensor]:
         return mask.long(), mask
     index = (targets.offsets[:, None] + position).clamp(0, targets.labels.numel() - 1)
     return targets.labels.reshape(-1)[index].long(), mask
+
+
+def longest_target(lengths: Tensor, targets: Tensor) -> int:
+    """Return the greatest target length, or a bound of it where the lengths cannot be read."""
+    # The length of a tensor by `len` is a function in Python.
+    size, N = targets.shape[-1], lengths.shape[0]
+    if decide(N == 0, otherwise=False):
+        return 0
+    if not lengths.is_cpu or is_traced() or is_batched(lengths):
+        return size
+    # Python finds the greatest of a few numbers in less time than PyTorch.
+    longest = max(lengths.tolist()) if N <= 64 else int(lengths.max())
+    return max(min(longest, size), 0)
 
 
 def reduce_over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:

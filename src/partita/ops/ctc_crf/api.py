@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.autograd import (
     apply,
-    is_batched,
-    is_traced,
     plain_eager,
     refuse_forward_mode,
     requires_grad,
@@ -20,6 +16,7 @@ from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import holds
+from ..ctc.common import longest_target
 from . import autograd as _crf
 from .common import kmer_source, lattice_source
 
@@ -94,37 +91,6 @@ def _check_targets(targets: Tensor, scores: Tensor) -> None:
         )
 
 
-class CRFLengths(NamedTuple):
-    """The lengths of a batch on the device of the scores.
-
-    Fields:
-        targets: the lengths of the targets, `[N]` int64.
-        inputs: the number of valid steps, `[N]` int64, or None for all.
-        longest: an upper bound of the lengths of targets. It comes from the shape of the targets,
-            and from the lengths where they are on the host, but never from the device.
-    """
-
-    targets: Tensor
-    inputs: Tensor | None
-    longest: int
-
-
-def _lengths(
-    scores: Tensor, targets: Tensor, input_lengths: Lengths | None, target_lengths: Lengths
-) -> CRFLengths:
-    """Return the lengths of checked scores and targets."""
-    N, device, longest = scores.shape[1], scores.device, targets.shape[-1]
-    lengths = as_lengths("target_lengths", target_lengths, N)
-    is_known = lengths.is_cpu and not is_traced() and not is_batched(lengths)
-    if is_known and lengths.numel():
-        longest = min(longest, int(lengths.max()))
-    if input_lengths is None:
-        return CRFLengths(on_device(device, lengths)[0], None, longest)
-    steps = as_lengths("input_lengths", input_lengths, N)
-    lengths, steps = on_device(device, lengths, steps)
-    return CRFLengths(lengths, steps, longest)
-
-
 def _lattice_states(longest: int, targets: Tensor, T: int, state_len: int) -> int:
     """Return an upper bound of the number of k-mers of a target that has a path."""
     states = max(min(longest - state_len, T) + 1, 1)
@@ -182,14 +148,16 @@ def ctc_crf_loss(
     checks.choice("reduction", reduction, checks.REDUCTIONS)
     _check_scores(scores, state_len, alphabet_size)
     _check_targets(targets, scores)
-    lengths = _lengths(scores, targets, input_lengths, target_lengths)
-    states = _lattice_states(lengths.longest, targets, scores.shape[0], state_len)
-    device = scores.device
+    (T, N), device = scores.shape[:2], scores.device
+    given = [as_lengths("target_lengths", target_lengths, N)]
+    states = _lattice_states(longest_target(given[0], targets), targets, T, state_len)
+    if input_lengths is not None:
+        given.append(as_lengths("input_lengths", input_lengths, N))
+    sequences = (targets, *on_device(device, *given), None)[:3]
     tables = (
         constant(kmer_source, alphabet_size - 1, state_len, device=device),
         constant(lattice_source, states, device=device),
     )
-    sequences = (targets, lengths.targets, lengths.inputs)
     save = torch.is_grad_enabled() and requires_grad(scores)
     options = (state_len, reduction, save, current_backend())
     if not save and plain_eager():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -21,8 +22,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..chain import autograd as _chain
-from . import reference
-from .common import ChainFunctions, loss_through_chains
+from . import common, reference
 
 
 def check_values(
@@ -94,32 +94,6 @@ gradient = register.define(
 )
 
 
-def loss_of_chains(
-    scores: Tensor,
-    source: Tensor,
-    lattice_source: Tensor,
-    targets: Tensor,
-    target_lengths: Tensor,
-    lengths: Tensor,
-    state_len: int,
-    reduction: str,
-    backend: str,
-) -> Tensor:
-    """Return the reduced loss through the ops of chains.
-
-    The result is differentiable any number of times. The lengths are those that `crf_loss` returns.
-    """
-
-    def logz(*chain: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *chain_tensors, _ = chain
-        return apply(_chain.LogZ, *chain_tensors, True, backend)
-
-    chains = ChainFunctions(logz, _chain.logz_gradient)
-    tables = (scores, source, lattice_source)
-    sequences = (targets, target_lengths, lengths)
-    return loss_through_chains(chains, *tables, *sequences, state_len, reduction, False)[0]
-
-
 class CRFLossFunction(torch.autograd.Function):
     """The CTC-CRF loss after its reduction.
 
@@ -129,21 +103,9 @@ class CRFLossFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        scores: Tensor,
-        source: Tensor,
-        lattice_source: Tensor,
-        targets: Tensor,
-        target_lengths: Tensor,
-        input_lengths: Tensor | None,
-        state_len: int,
-        reduction: str,
-        save: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        tables = (source, lattice_source)
-        sequences = (targets, target_lengths, input_lengths)
-        return loss(scores, *tables, *sequences, state_len, reduction, save, backend)
+    @takes(loss)
+    def forward(*args: Any) -> Any:
+        return loss(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -163,7 +125,7 @@ class CRFLossFunction(torch.autograd.Function):
 
 def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[int, str, str]) -> Tensor:
     """Return the gradient in the scores, which may be differentiated again."""
-    op, (_, reduction, backend) = for_gradients(gradient, grad), options
+    op, (state_len, reduction, backend) = for_gradients(gradient, grad), options
     scores, *others = without_wrappers(saved)
 
     # All tensors are arguments, because a transform may end before the second derivative.
@@ -175,8 +137,14 @@ def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[int, str
         source, target_lengths, *_, lengths, lattice_source, targets = others
         sequences = (source, lattice_source, targets, target_lengths, lengths)
 
+        def logz(*chain: Any) -> tuple[Tensor, Tensor, Tensor]:
+            *tensors, _ = chain
+            return apply(_chain.LogZ, *tensors, True, backend)
+
         def loss(scores: Tensor) -> Tensor:
-            return loss_of_chains(scores, *sequences, *options).to(grad.dtype)
+            functions = common.in_torch(logz, _chain.logz_gradient)
+            results = common.crf_loss(functions, scores, *sequences, state_len, reduction, False)
+            return results[0].to(grad.dtype)
 
         (result,) = double_backward(loss, [scores], [True], grad)
         assert result is not None

@@ -9,30 +9,15 @@ difference of their marginals.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...paths.autograd import ones
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ..ctc.common import gradient_per_sequence, reduce_over_lengths
-
-
-class CRFTargets(NamedTuple):
-    """The targets of a batch, as slices of one tensor of labels.
-
-    Fields:
-        labels: all labels, counted from 1, `[num_labels]`.
-        offsets: index of each sequence's first label, `[N]`.
-        lengths: number of labels of each sequence, `[N]`.
-        max_lengths: the greatest valid value of each length, `[N]` or `[]`.
-    """
-
-    labels: Tensor
-    offsets: Tensor
-    lengths: Tensor
-    max_lengths: Tensor
 
 
 class CRFLattice(NamedTuple):
@@ -53,15 +38,20 @@ class CRFLattice(NamedTuple):
     final: Tensor
 
 
-class ChainFunctions(NamedTuple):
-    """The functions of one backend that compute log Z of chains and its gradient.
+class CRFFunctions(NamedTuple):
+    """The functions of one backend from which the loss is made.
 
     Fields:
         logz, gradient: the functions that serve the ops `chain_logz` and `chain_gradient`.
+        lattice, gather, reduce: those that have the signatures and results of `target_lattice`,
+            `lattice_scores` and `reduced_losses`.
     """
 
     logz: Callable[..., tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    lattice: Callable[..., tuple[CRFLattice, Tensor]]
+    gather: Callable[..., Tensor]
+    reduce: Callable[..., tuple[Tensor, Tensor]]
 
 
 def kmer_source(n_base: int, state_len: int, device: torch.device | str | None = None) -> Tensor:
@@ -88,37 +78,40 @@ def unflatten_scores(scores: Tensor, source: Tensor) -> Tensor:
     return scores if scores.ndim == 4 else scores.view(*scores.shape[:2], *source.shape)
 
 
-def pack_targets(targets: Tensor, lengths: Tensor) -> CRFTargets:
-    """Pack targets, `[N, S]`, or all targets concatenated, `[M]`."""
-    if targets.ndim == 2:
-        N, S = targets.shape
-        offsets = torch.arange(N, device=targets.device) * S
-        return CRFTargets(targets.reshape(-1), offsets, lengths, torch.full_like(offsets, S))
-    # The clamp bounds how far an invalid length can shift the targets after it.
-    clamped = lengths.clamp(0, len(targets) + 1)
-    offsets = clamped.cumsum(0) - clamped
-    return CRFTargets(targets, offsets, lengths, len(targets) - offsets)
+def target_lattice(
+    source: Tensor,
+    targets: Tensor,
+    target_lengths: Tensor,
+    input_lengths: Tensor | None,
+    T: int,
+    state_len: int,
+    n_base: int,
+    dtype: torch.dtype,
+) -> tuple[CRFLattice, Tensor]:
+    """Build the lattice of the first L k-mers of each target, and check its length and labels.
 
+    A target without a k-mer, or with more than L of them, has no final state and so no path.
 
-def invalid_targets(targets: CRFTargets, n_base: int) -> Tensor:
-    """Return the mask of sequences with a label or a length that is out of range, `[N]`."""
-    labels, offsets, lengths, max_lengths = targets
-    labels = labels.long()  # comparisons with the bounds would wrap in a narrow dtype
-    bad_labels = ((labels < 1) | (labels > n_base)).cumsum(0)
-    bad_labels = torch.nn.functional.pad(bad_labels, (1, 0))
-    ends = offsets + lengths
-    first, last = (bad_labels[index.clamp(0, len(labels))] for index in (offsets, ends))
-    return (last > first) | (lengths < 0) | (lengths > max_lengths)
-
-
-def lattice_edge_index(targets: CRFTargets, states: int, state_len: int, n_base: int) -> Tensor:
-    """Return the index of each edge's score for the first L k-mers of each target, `[N, L, 2]`.
-
-    It is -1 past a target's end and for the move into the first k-mer, which does not exist.
+    Returns:
+        The lattices, and the number of steps of each sequence, -1 for one that is invalid.
     """
-    position = torch.arange(states + state_len - 1, device=targets.offsets.device)
-    position = targets.offsets[:, None] + position
-    labels = torch.nn.functional.pad(targets.labels.long(), (0, 1), value=1)
+    states, device, labels = len(source), targets.device, targets.reshape(-1).long()
+    if targets.ndim == 2:
+        offsets = torch.arange(len(targets), device=device) * targets.shape[1]
+        max_lengths = torch.full_like(offsets, targets.shape[1])
+    else:
+        # The clamp bounds how far an invalid length can shift the targets after it.
+        clamped = target_lengths.clamp(0, len(labels) + 1)
+        offsets = clamped.cumsum(0) - clamped
+        max_lengths = len(labels) - offsets
+    bad_labels = torch.nn.functional.pad(((labels < 1) | (labels > n_base)).cumsum(0), (1, 0))
+    ends = (offsets, offsets + target_lengths)
+    first, last = (bad_labels[index.clamp(0, len(labels))] for index in ends)
+    invalid = (last > first) | (target_lengths < 0) | (target_lengths > max_lengths)
+    if input_lengths is None:
+        input_lengths = torch.full_like(target_lengths, T)
+    position = offsets[:, None] + torch.arange(states + state_len - 1, device=device)
+    labels = torch.nn.functional.pad(labels, (0, 1), value=1)
     bases = (labels[position.clamp(0, len(labels) - 1)] - 1).clamp(0, n_base - 1)
     kmer = torch.zeros_like(position[:, :states])
     for i in range(state_len):
@@ -126,40 +119,24 @@ def lattice_edge_index(targets: CRFTargets, states: int, state_len: int, n_base:
     stay = kmer * (n_base + 1)
     # The move into a k-mer is numbered by the base that it drops, the first of the k-mer before it.
     move = stay + torch.nn.functional.pad(bases[:, : states - 1] + 1, (1, 0))
-    state = torch.arange(states, device=position.device)
-    within = (state <= (targets.lengths - state_len)[:, None])[..., None]
-    has_source = state[:, None] >= torch.arange(2, device=position.device)
-    return torch.where(within & has_source, torch.stack([stay, move], -1), -1)
-
-
-def target_lattice(
-    targets: CRFTargets,
-    states: int,
-    state_len: int,
-    n_base: int,
-    dtype: torch.dtype,
-    source: Tensor,
-) -> CRFLattice:
-    """Build the lattice of the first L k-mers of each target.
-
-    A target without a k-mer, or with more than L of them, has no final state and so no path.
-    """
-    state = torch.arange(states, device=targets.offsets.device)
-    initial = torch.where(state == 0, 0.0, -torch.inf).to(dtype).expand(len(targets.offsets), -1)
-    last = (targets.lengths - state_len)[:, None]
+    state, last = torch.arange(states, device=device), (target_lengths - state_len)[:, None]
+    has_source = state[:, None] >= torch.arange(2, device=device)
+    is_edge = (state <= last)[..., None] & has_source
+    edge_index = torch.where(is_edge, torch.stack([stay, move], -1), -1)
+    initial = torch.where(state == 0, 0.0, -torch.inf).to(dtype).expand(len(offsets), -1)
     final = torch.where(state == last, 0.0, -torch.inf).to(dtype)
-    edge_index = lattice_edge_index(targets, states, state_len, n_base)
-    return CRFLattice(edge_index, source, initial, final)
+    lengths = torch.where(invalid, -1, input_lengths)
+    return CRFLattice(edge_index.int(), source, initial, final), lengths
 
 
-def lattice_scores(scores: Tensor, edge_index: Tensor) -> Tensor:
+def lattice_scores(scores: Tensor, edge_index: Tensor, lengths: Tensor) -> Tensor:
     """Gather the scores of the lattice's edges, `[T, N, L, 2]`, from `[T, N, C, A]`.
 
-    The value where there is no edge is arbitrary, because no path uses it.
+    The value is arbitrary where there is no edge and past the lengths, because no path uses it.
     """
     # The derivative of indexing adds up in a fixed order on a GPU; that of `gather` does not.
     chain = torch.arange(scores.shape[1], device=scores.device)[:, None, None]
-    return scores.flatten(2)[:, chain, edge_index.clamp(min=0)]
+    return scores.flatten(2)[:, chain, edge_index.long().clamp(min=0)]
 
 
 def _zero(dtype: torch.dtype, *, device: torch.device) -> Tensor:
@@ -190,8 +167,21 @@ def subtract_marginals(
         d_scores.index_put_((t[:, None, None], n[:, None], index), change, accumulate=True)
 
 
-def loss_through_chains(
-    chains: ChainFunctions,
+def reduced_losses(
+    logz_den: Tensor, logz_num: Tensor, target_lengths: Tensor, reduction: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the reduced loss in `dtype` and the losses `[N]` fp64, from log Z of both chains."""
+    losses = torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
+    return reduce_over_lengths(losses, target_lengths, reduction).to(dtype, copy=True), losses
+
+
+def in_torch(logz: Callable[..., Any], gradient: Callable[..., Any]) -> CRFFunctions:
+    """Return the functions of a backend that has kernels for chains alone, given those."""
+    return CRFFunctions(logz, gradient, target_lattice, lattice_scores, reduced_losses)
+
+
+def crf_loss(
+    functions: CRFFunctions,
     scores: Tensor,
     source: Tensor,
     lattice_source: Tensor,
@@ -202,29 +192,48 @@ def loss_through_chains(
     reduction: str,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of the op `crf_loss`; see `reference.py`."""
+    """Return the reduced loss, and what its gradient needs.
+
+    Args:
+        functions: those of the backend.
+        scores: `[T, N, C * A]` or `[T, N, C, A]`.
+        source: the k-mer that each edge comes from, `[C, A]`, of `kmer_source`.
+        lattice_source: the table of a target lattice with L states, `[L, 2]`, of `lattice_source`.
+        targets: `[N, S]`, or all targets concatenated; integers of any dtype.
+        target_lengths, input_lengths: `[N]` int64; all steps if None.
+        state_len: bases of a k-mer.
+        reduction: `mean`, `sum` or `none`.
+        save: whether a gradient follows.
+
+    Returns:
+        value: the reduced loss, `[]`, or the losses `[N]`; fp32, or fp64 for fp64 scores.
+        losses: `[N]` fp64. A loss is inf, with the gradient 0, where no path spells the target.
+        logz: log Z of all paths, `[N]` fp64.
+        saved: what the gradient of log Z of all paths needs.
+        marginals: those of the target lattice, `[T, N, L, 2]`; empty if not `save`.
+        edge_index: the index of each lattice edge among the scores of a step, `[N, L, 2]` int32;
+            -1 for no edge.
+        lengths: the number of steps, `[N]` int64; -1 for an invalid sequence.
+    """
     scores, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
-    packed, n_base = pack_targets(targets, target_lengths), source.shape[1] - 1
-    if input_lengths is None:
-        input_lengths = torch.full_like(target_lengths, len(scores))
+    sizes = (len(scores), state_len, source.shape[1] - 1)
+    sequences = (targets, target_lengths, input_lengths)
     # The length -1 makes the chains of an invalid sequence, and so its results, NaN.
-    lengths = torch.where(invalid_targets(packed, n_base), -1, input_lengths)
-    lattice = target_lattice(packed, len(lattice_source), state_len, n_base, dtype, lattice_source)
-    ends, edge_scores = zero_ends(scores), lattice_scores(scores, lattice.edge_index)
-    logz_den, _, saved = chains.logz(scores, source, ends, ends, lengths, save)
-    logz_num, _, states = chains.logz(edge_scores, *lattice[1:], lengths, save)
+    lattice, lengths = functions.lattice(lattice_source, *sequences, *sizes, dtype)
+    edge_index, _, initial, final = lattice
+    ends, edge_scores = zero_ends(scores), functions.gather(scores, edge_index, lengths)
+    logz_den, _, saved = functions.logz(scores, source, ends, ends, lengths, save)
+    logz_num, _, states = functions.logz(edge_scores, *lattice[1:], lengths, save)
     marginals = edge_scores.new_empty(0, dtype=dtype)
     if save:
-        chain = (edge_scores, lattice.initial, lattice.final, lattice_source, lengths)
-        one = torch.ones_like(logz_num)
-        marginals = chains.gradient(one, *chain, logz_num, states, dtype)[0]
-    losses = torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
-    value = reduce_over_lengths(losses, target_lengths, reduction).to(dtype, copy=True)
-    return value, losses, logz_den, saved, marginals, lattice.edge_index.int(), lengths
+        chain = (edge_scores, initial, final, lattice_source, lengths, logz_num, states)
+        marginals = functions.gradient(ones(scores), *chain, dtype)[0]
+    value, losses = functions.reduce(logz_den, logz_num, target_lengths, reduction, dtype)
+    return value, losses, logz_den, saved, marginals, edge_index, lengths
 
 
-def gradient_through_chains(
-    chains: ChainFunctions,
+def crf_gradient(
+    gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
     grad: Tensor,
     scores: Tensor,
     source: Tensor,
@@ -237,10 +246,15 @@ def gradient_through_chains(
     lengths: Tensor,
     reduction: str,
 ) -> Tensor:
-    """Return the result of the op `crf_gradient`; see `reference.py`."""
+    """Return the gradient of the reduced loss with respect to the scores.
+
+    It is the marginals of all paths minus those of the paths that spell the target, times the
+    gradient of the sequence's loss, given the function for the gradient of chains. Half types are
+    rounded once.
+    """
     edges, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
     grad = gradient_per_sequence(grad, target_lengths, reduction)
     grad, ends = torch.where(losses == torch.inf, 0.0, grad), zero_ends(edges)
-    result = chains.gradient(grad, edges, ends, ends, source, lengths, logz, saved, dtype)[0]
+    result = gradient(grad, edges, ends, ends, source, lengths, logz, saved, dtype)[0]
     subtract_marginals(result, marginals, edge_index, grad.to(dtype))
     return result.to(scores.dtype).view(scores.shape)

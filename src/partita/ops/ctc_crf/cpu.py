@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..chain.cpu.logz import chain_gradient, chain_logz
-from .common import ChainFunctions, gradient_through_chains, loss_through_chains
+from . import common
 
-CHAINS = ChainFunctions(chain_logz, chain_gradient)
-
-crf_loss = partial(loss_through_chains, CHAINS)
-crf_gradient = partial(gradient_through_chains, CHAINS)
+crf_loss = partial(common.crf_loss, common.in_torch(chain_logz, chain_gradient))
+crf_gradient = partial(common.crf_gradient, chain_gradient)

@@ -3,19 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...paths.distribution import PathDistribution
-from ...paths.inputs import lengths_of_chains
+from ...paths.inputs import end_of_chains, lengths_of_chains, steps_first
 from ...runtime import checks
 from ...runtime.backend import current_backend
+from ...runtime.constants import scalar
 from . import autograd
-from .inputs import SemiMarkovPotentials, as_end, check_semi_markov
-from .reference_paths import path_score
-from .results import SemiMarkovPath, SemiMarkovSample
+from .common import SemiMarkovPotentials
+from .reference import path_score
+
+
+class SemiMarkovPath(NamedTuple):
+    """The best path of each sequence.
+
+    Of equal paths it is the one with the lowest last state, then the shortest last segment, then
+    the lowest state before it, and so on.
+
+    Fields:
+        score: `[N]`, in nats if the scores are; -inf for a sequence without a path.
+        states: `[T, N]` int64; -1 past the length and for a sequence without a path.
+        starts: `[T, N]` bool; True where a segment starts.
+    """
+
+    score: Tensor
+    states: Tensor
+    starts: Tensor
+
+
+class SemiMarkovSample(NamedTuple):
+    """Paths that are drawn from the posterior.
+
+    Fields:
+        states: `[k, T, N]` int64, as in `SemiMarkovPath`.
+        starts: `[k, T, N]` bool, as in `SemiMarkovPath`.
+    """
+
+    states: Tensor
+    starts: Tensor
+
+
+def _checked_emissions(
+    emissions: Tensor, transitions: Tensor, durations: Tensor, batch_first: bool
+) -> Tensor:
+    """Return the emissions as `[T, N, C]`, or raise for a wrong dtype, shape or device."""
+    emissions = steps_first(emissions, batch_first)
+    C = emissions.shape[2]
+    for name, scores in (("transitions", transitions), ("durations", durations)):
+        checks.floating(name, scores)
+        checks.device(name, scores, emissions, "emissions")
+    if tuple(transitions.shape) != (C, C):
+        raise ValueError(
+            f"transitions: expected shape [C, C] with C = {C}, got {list(transitions.shape)}"
+        )
+    if durations.ndim != 2 or durations.shape[0] < 1 or durations.shape[1] != C:
+        raise ValueError(
+            f"durations: expected shape [D, C] with D of at least 1 and C = {C},"
+            f" got {list(durations.shape)}"
+        )
+    return emissions
+
+
+def _as_end(name: str, end: Tensor | None, emissions: Tensor) -> Tensor:
+    """Return the scores of the first or last states as `[N, C]`, or raise for a wrong argument."""
+    if end is None:
+        return scalar(0.0, emissions.dtype, emissions.device).expand(emissions.shape[1:])
+    return end_of_chains(name, end, emissions)
 
 
 class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
@@ -75,9 +132,9 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
         mask: Tensor | None = None,
         batch_first: bool = False,
     ) -> None:
-        emissions = check_semi_markov(emissions, transitions, durations, batch_first)
+        emissions = _checked_emissions(emissions, transitions, durations, batch_first)
         self.emissions, self.transitions, self.durations = emissions, transitions, durations
-        self.start, self.end = as_end("start", start, emissions), as_end("end", end, emissions)
+        self.start, self.end = _as_end("start", start, emissions), _as_end("end", end, emissions)
         self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "step")
 
     def _potentials(self) -> SemiMarkovPotentials:
@@ -183,7 +240,7 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
             raise TypeError(f"starts: expected dtype torch.bool, got {starts.dtype}")
         checks.shape("starts", starts, states.shape, "that of states")
         checks.device("starts", starts, self.emissions, "emissions")
-        score = path_score(*self._potentials(), states.long(), starts)
+        score = path_score(self._potentials(), states.long(), starts)
         return self._rounded(self._log_prob(score))
 
 

@@ -22,8 +22,9 @@ from ...runtime.autograd import (
     sum_of_gradients,
 )
 from ...runtime.backend import current_backend
-from . import fakes, reference, reference_paths
-from .inputs import SemiMarkovPotentials
+from ...runtime.dtypes import acc_dtype
+from . import reference
+from .common import SemiMarkovPotentials
 
 
 def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
@@ -32,10 +33,10 @@ def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
         checks.within("lengths", lengths, 1, emissions.shape[0], "steps")
 
 
-def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import logz, paths
+def _cpu() -> ModuleType:
+    from . import cpu
 
-    return logz, paths
+    return cpu
 
 
 def _gpu() -> ModuleType:
@@ -44,21 +45,61 @@ def _gpu() -> ModuleType:
     return launch
 
 
-def _gpu_paths() -> ModuleType:
-    from .gpu import launch_paths
+def _logz_results(emissions: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
+    T, N, C = emissions.shape
+    tensors = {"reference": 0, "gpu": 4, "cpu": 2}[served_by] if save else 0
+    return (
+        emissions.new_empty(N, dtype=torch.float64),
+        emissions.new_empty(N, dtype=acc_dtype(emissions.dtype)),
+        emissions.new_empty((tensors, T, N, C) if tensors else (0,), dtype=torch.float64),
+    )
 
-    return launch_paths
+
+def _gradient_results(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor,
+    end: Tensor,
+    per_sequence: bool,
+) -> tuple[Tensor, ...]:
+    N, dtype = emissions.shape[1], acc_dtype(emissions.dtype)
+    shared = (
+        emissions.new_empty((N, *scores.shape), dtype=dtype)
+        if per_sequence
+        else scores.new_empty(scores.shape)
+        for scores in (transitions, durations)
+    )
+    emissions, start, end = (x.new_empty(x.shape) for x in (emissions, start, end))
+    return emissions, *shared, start, end
 
 
-_define = partial(register.define, cpu=_cpu, vmap=one_by_one)
+_define = partial(register.define, gpu=_gpu, cpu=_cpu, vmap=one_by_one)
 _checked = partial(_define, check=check_values, reference_if_empty=True)
-logz = _checked(reference.semi_markov_logz, fakes.fake_logz, gpu=_gpu)
-gradient = _define(reference.semi_markov_gradient, fakes.fake_gradient, gpu=_gpu)
+logz = _checked(reference.semi_markov_logz, _logz_results)
+gradient = _define(reference.semi_markov_gradient, _gradient_results)
 segments = _define(
-    reference.semi_markov_segments, fakes.fake_segments, gpu=_gpu, reference_if_empty=True
+    reference.semi_markov_segments,
+    lambda emissions, durations: emissions.new_empty(
+        (len(emissions), len(durations), *emissions.shape[1:]), dtype=acc_dtype(emissions.dtype)
+    ),
+    reference_if_empty=True,
 )
-viterbi = _checked(reference_paths.semi_markov_viterbi, fakes.fake_viterbi, gpu=_gpu_paths)
-sample = _checked(reference_paths.semi_markov_sample, fakes.fake_sample, gpu=_gpu_paths)
+viterbi = _checked(
+    reference.semi_markov_viterbi,
+    lambda emissions: (
+        emissions.new_empty(emissions.shape[1], dtype=acc_dtype(emissions.dtype)),
+        emissions.new_empty(emissions.shape[:2], dtype=torch.int64),
+        emissions.new_empty(emissions.shape[:2], dtype=torch.bool),
+    ),
+)
+sample = _checked(
+    reference.semi_markov_sample,
+    lambda emissions, uniforms: tuple(
+        emissions.new_empty((uniforms.shape[2], *emissions.shape[:2]), dtype=dtype)
+        for dtype in (torch.int64, torch.bool)
+    ),
+)
 
 VARIABLES = 5  # of a chain: all of its tensors but the lengths
 

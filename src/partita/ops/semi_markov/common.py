@@ -1,16 +1,31 @@
-"""What the backends of semi-Markov chains agree on."""
+"""The potentials of a batch of semi-Markov chains."""
 
 from __future__ import annotations
 
-# What each backend saves for the gradient: tensors [T, N, C] in fp64.
-SAVED = {"reference": 0, "gpu": 4, "cpu": 2}
+from typing import NamedTuple
+
+from torch import Tensor
 
 
-def saved_shape(table: str, T: int, N: int, C: int) -> tuple[int, ...]:
-    """Return the shape of the fp64 tensor that log Z saves for its gradient.
+class SemiMarkovPotentials(NamedTuple):
+    """A batch of semi-Markov chains in the order of arguments of the registered ops.
 
-    Args:
-        table: the backend that serves the call, `reference`, `gpu` or `cpu`.
-        T, N, C: the sizes of the emissions.
+    Fields:
+        emissions: `[T, N, C]` floating, any strides, T at least 1.
+        transitions: `[C, C]`, from and to, between segments, any strides.
+        durations: `[D, C]`, the score of a segment by its number of steps minus 1, any strides.
+        start, end: the scores of the first and of the last state, `[N, C]`.
+        lengths: the number of steps of each sequence, `[N]` integers; None for T.
     """
-    return (SAVED[table], T, N, C) if SAVED[table] else (0,)
+
+    emissions: Tensor
+    transitions: Tensor
+    durations: Tensor
+    start: Tensor
+    end: Tensor
+    lengths: Tensor | None
+
+    @property
+    def variables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the differentiable tensors."""
+        return self.emissions, self.transitions, self.durations, self.start, self.end

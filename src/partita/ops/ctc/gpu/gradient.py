@@ -6,7 +6,7 @@ all classes but the star, which depends on no logit. The posteriors of a step ca
 so each step divides by their sum. There are two kernels:
 
 - `ctc_lane_gradient_kernel`: one warp, a class in each lane, up to 64 classes. It sums posteriors
-  by class, unless the scan has done so.
+  by class, in the order that the scan has stored.
 - `ctc_label_gradient_kernel` in `label_gradient.py`: posteriors by label, any number of classes.
 """
 
@@ -49,24 +49,18 @@ class LogitTensors(NamedTuple):
 
 
 @triton.jit
-def load_status(results, n, t, length, ACC_DTYPE: tl.constexpr):
+def load_status(saved, n, t, length, ACC_DTYPE: tl.constexpr):
     """Return which steps of a sequence have posteriors, and a term that is NaN or 0 for each step.
 
     All steps of an invalid sequence are NaN; if log Z is NaN, those within the length are.
     """
-    logz = tl.load(results.logz + n)
+    logz = tl.load(saved.logz + n)
     nan_mask = tl.where(
-        tl.load(results.flags + n) >= 2,
+        tl.load(saved.flags + n) >= 2,
         float("nan"),
         tl.where(t < length, tl.where(logz != logz, float("nan"), 0.0), 0.0),
     )
     return t < tl.where(logz > -float("inf"), length, 0), nan_mask.to(ACC_DTYPE)
-
-
-@triton.jit
-def program_steps(N, ROWS: tl.constexpr):
-    """Return the sequence of this program and its first step; it has ROWS steps."""
-    return (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64) * ROWS
 
 
 @triton.jit
@@ -79,25 +73,19 @@ def load_loss_gradient(ptr, target_len, N, MEAN: tl.constexpr, ACC_DTYPE: tl.con
 
 
 @triton.jit
-def posterior_scale(total, grad):
-    """Return what posteriors are multiplied by, given their sum over a step, which may be 0."""
-    return tl.where(total > 0.0, grad / total, 0.0)
-
-
-@triton.jit
 def without_star(scale, star_total, total):
     """Return the factor of the softmax of a step that has the star's posterior in its total."""
     return scale * tl.where(total > 0.0, (total - star_total) / total, 1.0)
 
 
 @triton.jit
-def load_normalizer(results, row, mask, grad, ACC_DTYPE: tl.constexpr):
+def load_normalizer(saved, row, mask, grad, ACC_DTYPE: tl.constexpr):
     """Return the maximum of each row, and the gradient over the sum of exponentials."""
-    if results.maxima is None:
+    if saved.maxima is None:
         return tl.zeros(row.shape, ACC_DTYPE), tl.zeros(row.shape, ACC_DTYPE)
     else:
-        maximum = finite_shift(tl.load(results.maxima + row, mask=mask, other=0.0))
-        sum_exp = tl.load(results.sums + row, mask=mask, other=1.0)
+        maximum = finite_shift(tl.load(saved.maxima + row, mask=mask, other=0.0))
+        sum_exp = tl.load(saved.sums + row, mask=mask, other=1.0)
         return maximum, tl.where(mask, grad / sum_exp, 0.0)
 
 
@@ -123,7 +111,8 @@ def store_gradient(values, steps, row, v, inputs, outputs, sizes, star, ACC_DTYP
     row_blank = tl.gather(blanks, row, 0)
     total = label_total + row_blank
     posterior += tl.where(v == blank, row_blank, 0.0)
-    value = tl.gather(nan_mask, row, 0) - posterior * posterior_scale(total, grad)
+    scale_of_posterior = tl.where(total > 0.0, grad / total, 0.0)
+    value = tl.gather(nan_mask, row, 0) - posterior * scale_of_posterior
     if len(inputs) > 0:
         shift, factor = tl.gather(maximum, row, 0), tl.gather(scale, row, 0)
         if star is not None:
@@ -144,8 +133,8 @@ def ctc_lane_gradient_kernel(
     grad_output_ptr,  # [N], or the gradient of their sum or mean []
     logits,  # LogitTensors
     targets,  # TargetTensors
-    results,  # LossResults
-    posteriors,  # PosteriorTensors
+    saved,  # SavedScan
+    posteriors,  # ScanMemory without counter and carries
     T,
     N,
     C,
@@ -158,28 +147,21 @@ def ctc_lane_gradient_kernel(
     stride_grad,
     star,  # the label that is the star, or None
     MEAN: tl.constexpr,
-    WIDTH: tl.constexpr,  # row length of the posteriors
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,  # groups of 32 classes, with the star after them
 ):
-    """Compute the gradient of some steps with a class in each lane.
-
-    The posteriors are by label if they have an order, otherwise by class.
-    """
-    BY_CLASS: tl.constexpr = posteriors.order is None
+    """Compute the gradient of some steps with a class in each lane."""
     ACC_DTYPE: tl.constexpr = posteriors.labels.dtype.element_ty
-    n, first = program_steps(N, ROWS)
+    n, first = (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64) * ROWS
     lane, t = tl.arange(0, 32), first + tl.arange(0, 32)
     length, target_len = load_lengths(targets, n, T, max_target_len, M)[:2]
-    mask, nan_mask = load_status(results, n, t, length, ACC_DTYPE)
+    mask, nan_mask = load_status(saved, n, t, length, ACC_DTYPE)
     grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     num_rows = tl.sum((mask & (lane < ROWS)).to(tl.int32), axis=0)
     first_row = n * num_chunks * T + first
-    labels_ptr, blanks_ptr = posteriors.labels + first_row * WIDTH, posteriors.blanks + first_row
+    labels_ptr, blanks_ptr = posteriors.labels + first_row * 32, posteriors.blanks + first_row
     own_chunks, T64 = target_len // 32 + 1, T.to(tl.int64)
-    columns = C + (0 if star is None else 1)
-    if not BY_CLASS:
-        order_ptr = posteriors.order + n * num_chunks * ((1 + 2 * GROUPS) * 32) + lane
+    order_ptr = posteriors.order + n * num_chunks * ((1 + 2 * GROUPS) * 32) + lane
     sums, totals, blanks = (), (), lane.to(ACC_DTYPE) * 0.0
     for _ in tl.static_range(ROWS * GROUPS):
         sums = sums + (lane.to(ACC_DTYPE) * 0.0,)
@@ -187,46 +169,29 @@ def ctc_lane_gradient_kernel(
         totals = totals + (lane.to(ACC_DTYPE) * 0.0,)
     for _ in range(own_chunks):
         row, new_sums, new_totals = lane * 0, (), ()
-        if BY_CLASS:
-            for u in tl.static_range(ROWS):
-                for g in tl.static_range(GROUPS):
-                    v = g * 32 + lane
-                    exists = (row < num_rows) & (v < columns)
-                    class_sum = tl.load(labels_ptr + row * WIDTH + v, mask=exists, other=0.0)
-                    new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
-                row += 1
-            sums = new_sums
-        else:
-            order, ordered, bounds = tl.load(order_ptr), (), ()
-            ptrs = labels_ptr + order
-            for _ in tl.static_range(ROWS):
-                ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
-                row += 1
-            for g in tl.static_range(GROUPS):
-                begin_ptr = order_ptr + (1 + 2 * g) * 32
-                bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
-            running = prefix_sums(ordered, lane)
-            for u in tl.static_range(ROWS):
-                new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
-                for g in tl.static_range(GROUPS):
-                    class_sum = range_sum(running[u], bounds[g][0], bounds[g][1])
-                    new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
-            sums, totals = new_sums, new_totals
-            order_ptr += (1 + 2 * GROUPS) * 32
-        blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
-        labels_ptr += T64 * WIDTH
-        blanks_ptr += T64
-    if BY_CLASS:
-        totals = ()
+        order, ordered, bounds = tl.load(order_ptr), (), ()
+        ptrs = labels_ptr + order
+        for _ in tl.static_range(ROWS):
+            ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
+            row += 1
+        for g in tl.static_range(GROUPS):
+            begin_ptr = order_ptr + (1 + 2 * g) * 32
+            bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
+        running = prefix_sums(ordered, lane)
         for u in tl.static_range(ROWS):
-            total = lane.to(ACC_DTYPE) * 0.0
+            new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
             for g in tl.static_range(GROUPS):
-                total += tl.sum(sums[u * GROUPS + g], axis=0)
-            totals = totals + (total,)
-    maximum, scale = load_normalizer(results, t * N + n, mask & (lane < ROWS), grad, ACC_DTYPE)
+                class_sum = range_sum(running[u], bounds[g][0], bounds[g][1])
+                new_sums = new_sums + (sums[u * GROUPS + g] + class_sum,)
+        sums, totals = new_sums, new_totals
+        order_ptr += (1 + 2 * GROUPS) * 32
+        blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
+        labels_ptr += T64 * 32
+        blanks_ptr += T64
+    maximum, scale = load_normalizer(saved, t * N + n, mask & (lane < ROWS), grad, ACC_DTYPE)
     steps, row = (blanks, nan_mask, maximum, scale, grad), lane * 0
     inputs, sizes = (), (C, blank, num_rows, T - first)
-    if results.maxima is not None:
+    if saved.maxima is not None:
         inputs = (logits.ptr + first * stride_t + n * stride_n, stride_t, logits.stride_c)
     outputs = (logits.grad_ptr + (first * N + n) * C, N.to(tl.int64) * C)
     for u in tl.static_range(ROWS):

@@ -21,8 +21,6 @@ from .gradient import (
     load_loss_gradient,
     load_normalizer,
     load_status,
-    posterior_scale,
-    program_steps,
     scaled_softmax,
     without_star,
 )
@@ -151,8 +149,8 @@ def ctc_label_gradient_kernel(
     grad_output_ptr,  # [N], or the gradient of their sum or mean []
     logits,  # LogitTensors
     targets,  # TargetTensors
-    results,  # LossResults
-    posteriors,  # PosteriorTensors; those of labels are [N, num_chunks, T, 32]
+    saved,  # SavedScan
+    posteriors,  # ScanMemory without counter and carries
     index,  # LabelIndex
     T,
     N,
@@ -174,12 +172,12 @@ def ctc_label_gradient_kernel(
 ):
     """Compute the gradient of some steps: first the softmax, then the classes of the target."""
     ACC_DTYPE: tl.constexpr = posteriors.labels.dtype.element_ty
-    n, first = program_steps(N, ROWS)
+    n, first = (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64) * ROWS
     t = first + tl.arange(0, ROWS)
     length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
-    mask, nan_mask = load_status(results, n, t, length, ACC_DTYPE)
+    mask, nan_mask = load_status(saved, n, t, length, ACC_DTYPE)
     grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
-    maximum, scale = load_normalizer(results, t * N + n, mask, grad, ACC_DTYPE)
+    maximum, scale = load_normalizer(saved, t * N + n, mask, grad, ACC_DTYPE)
     row_ptrs = logits.ptr + tl.multiple_of(t * stride_t + n * stride_n, VEC)
     d_row_ptrs = logits.grad_ptr + tl.multiple_of((t * N + n) * C, VEC)
     exists = t < T
@@ -190,13 +188,14 @@ def ctc_label_gradient_kernel(
     )
     if star is not None:
         scale = without_star(scale, star_total, total)
-    coef, max_repeats = posterior_scale(total, grad), tl.load(index.max_repeats + n)
+    coef = tl.where(total > 0.0, grad / total, 0.0)
+    max_repeats = tl.load(index.max_repeats + n)
     for first_class in range(0, C, PIECES * BLOCK_V):
         pieces = ()  # all are loaded before the first is stored
         for i in tl.static_range(PIECES):
             v = first_class + i * BLOCK_V + tl.arange(0, BLOCK_V)
             value = tl.zeros([ROWS, BLOCK_V], ACC_DTYPE) + nan_mask[:, None]
-            if results.maxima is not None:
+            if saved.maxima is not None:
                 piece_mask = mask[:, None] & (v // VEC * VEC < C)[None, :]
                 ptrs = row_ptrs[:, None] + (v.to(tl.int64) * logits.stride_c)[None, :]
                 value += scaled_softmax(
@@ -230,7 +229,7 @@ def ctc_label_gradient_kernel(
         posterior += tl.where((j == target_len)[None, :], blank_total[:, None], 0.0)
         block_mask = mask[:, None] & ((position >= 0) | (j == target_len))[None, :]
         value = nan_mask[:, None] - posterior * coef[:, None]
-        if results.maxima is not None:
+        if saved.maxima is not None:
             ptrs = row_ptrs[:, None] + (label.to(tl.int64) * logits.stride_c)[None, :]
             value += scaled_softmax(ptrs, block_mask, maximum[:, None], scale[:, None], ACC_DTYPE)
         d_ptrs = d_row_ptrs[:, None] + label[None, :]

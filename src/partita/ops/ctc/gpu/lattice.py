@@ -21,8 +21,6 @@ from .state import (
     constant_state,
     pack_state,
     select,
-    shift_lanes,
-    unpack_state,
 )
 
 # Bits of a sequence's flags.
@@ -62,24 +60,6 @@ class TargetTensors(NamedTuple):
     offsets: tl.tensor
     input_lengths: tl.tensor
     target_lengths: tl.tensor
-
-
-class SavedScan(NamedTuple):
-    """The results of the loss that the scan of the posteriors reads.
-
-    Fields:
-        states: words `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step
-            of their halves, and at the middle.
-        carries: words `[2, num_chunks, N, carry_steps]`, zero before the first scan, what chunks
-            hand to their neighbors.
-        flags: `[N]` int64, zero before the first scan, see `NEEDS_FP64` and `INVALID`.
-        logz: `[N]` fp64, log2 of the partition function; None in the first scan.
-    """
-
-    states: tl.tensor
-    carries: tl.tensor
-    flags: tl.tensor
-    logz: tl.tensor | None
 
 
 class ChunkLattice(NamedTuple):
@@ -201,23 +181,6 @@ def boundary_states(position, end, lane, FP64: tl.constexpr):
 
 
 @triton.jit
-def sum_predecessors(state, can_skip, carry, lane, FORWARD: tl.constexpr, FP64: tl.constexpr):
-    """Sum what enters each blank and label: α from the states before a step, β from those after it.
-
-    The carry comes from the neighboring chunk (see `store_carry`). For α it is the label before
-    the first position; for β, the part that the position after the last one sends to its label.
-    """
-    blank, label = state
-    if FORWARD:
-        into_blank = add(blank, shift_lanes(label, carry, lane, -1, FP64), FP64)
-        return LaneStates(into_blank, add(label, select(can_skip, into_blank, blank, FP64), FP64))
-    else:
-        into_blank = add(blank, label, FP64)
-        sent = select(can_skip, into_blank, blank, FP64)
-        return LaneStates(into_blank, add(label, shift_lanes(sent, carry, lane, 1, FP64), FP64))
-
-
-@triton.jit
 def store_carry(ptrs, state, can_skip, is_sent, FORWARD: tl.constexpr, FP64: tl.constexpr):
     """Store the carry for the next chunk from the last lane (α) or the first (β), if `is_sent`."""
     blank, label = state
@@ -233,12 +196,3 @@ def store_states(saved_ptr, state, lane, FP64: tl.constexpr):
     """Store the states of a chunk as words `[2, 32]`."""
     tl.store(saved_ptr + lane, pack_state(state.blank, FP64))
     tl.store(saved_ptr + 32 + lane, pack_state(state.label, FP64))
-
-
-@triton.jit
-def load_states(saved_ptr, lane, FP64: tl.constexpr):
-    """Load the states of a chunk that `store_states` stored."""
-    return LaneStates(
-        unpack_state(tl.load(saved_ptr + lane), FP64),
-        unpack_state(tl.load(saved_ptr + 32 + lane), FP64),
-    )

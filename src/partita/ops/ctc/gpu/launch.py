@@ -9,19 +9,250 @@ halves (`posterior_scan.py`) and writes softmax minus posterior (`gradient.py`,
 from __future__ import annotations
 
 import functools
-from typing import Any
+import struct
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....runtime import launch as runtime_launch
+from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import SideStream, cdiv, next_power_of_2
-from .call import CTCCall, launch_normalize, row_tile, score_arguments
+from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2, tl_acc_dtype
+from ....runtime.parts import Part
+from .forward_scan import FORWARD_SCAN
 from .gradient import GRADIENT_SIZES, LogitTensors, ctc_lane_gradient_kernel
-from .lattice import TargetTensors
-from .plan import CHUNK
-from .workspace import PosteriorTensors, scan_memory
+from .lanes import launch_lanes
+from .lattice import SIZES, TargetTensors
+from .loss import LOSS_SIZES, ctc_loss_kernel
+from .normalize import ctc_normalize_kernel
+from .plan import (
+    FULL_GPU,
+    TABLE_MARGIN,
+    CTCPlan,
+    CTCWorkspace,
+    ScanMemory,
+    ctc_plan,
+    scan_memory,
+)
+from .posterior_scan import POSTERIOR_SCAN
+from .scores import ScoreTensors
+
+
+class ScoreArguments(NamedTuple):
+    """The options of the scores as kernels take them; None without priors and without a star.
+
+    Fields:
+        priors: `[C]`, contiguous.
+        scale: the bits of the factor of the priors in fp64. As a number it would become fp32.
+        star: the label that is the star.
+    """
+
+    priors: Tensor | None
+    scale: int | None
+    star: int | None
+
+
+def score_arguments(priors: Tensor | None, scale: float, star: int | None) -> ScoreArguments:
+    """Return the options of the scores as kernels take them; see `ScoreOptions`."""
+    if priors is None:
+        return ScoreArguments(None, None, star)
+    (bits,) = struct.unpack("q", struct.pack("d", scale))
+    return ScoreArguments(priors.contiguous(), bits, star)
+
+
+def logit_limit(T: int, scores: ScoreArguments) -> float:
+    """Return the greatest absolute value of a logit that has an emission.
+
+    It keeps the exponents of paths below 2**27 and those of emissions below 2**21. With priors or
+    a star, the emission of a label is a product of two factors within half of that range.
+    """
+    limit = min(2.0**27 / (T + 2), 2.0**21) * 0.69
+    return limit if scores.priors is None and scores.star is None else limit / 2
+
+
+def row_tile(logits: Tensor, width: int) -> dict[str, int]:
+    """Return how kernels read rows.
+
+    ROWS rows are read together, in PIECES blocks of BLOCK_V classes, and groups of VEC classes are
+    aligned.
+    """
+    block = min(next_power_of_2(width), 1024)
+    stride_t, stride_n, stride_c = logits.stride()
+    is_aligned = stride_c == 1 and not (logits.shape[2] | stride_t | stride_n) & 3
+    return {
+        "VEC": 4 if is_aligned and logits.data_ptr() & 15 == 0 else 1,
+        "PIECES": min(cdiv(width, block), 8),
+        "ROWS": max(1, 1024 // block),
+        "BLOCK_V": block,
+    }
+
+
+def launch_normalize(
+    logits: Tensor,
+    input_lengths: Tensor,
+    maxima: Tensor | Part | None,
+    sums: Tensor | Part | None,
+    scores: ScoreArguments,
+    table: Part | None = None,
+    table_width: int = 0,
+    zeros: Part | None = None,
+    num_zeros: int = 0,
+    flags: Tensor | None = None,
+) -> None:
+    """Compute each row's log-sum-exp and the emission table, and zero words of `zeros`.
+
+    The flags `[N]` mark sequences with a row that has no log-sum-exp.
+    """
+    T, N, C = logits.shape
+    tile = row_tile(logits, max(C, table_width))
+    has_priors = table is not None and scores.priors is not None
+    rows = (T + 2 * TABLE_MARGIN * (table_width > 0)) * N
+    stride_t, stride_n, stride_c = logits.stride()
+    launch(
+        ctc_normalize_kernel,
+        cdiv(rows, tile["ROWS"]),
+        logits_ptr=logits,
+        input_lengths_ptr=input_lengths,
+        maxima_ptr=maxima,
+        sums_ptr=sums,
+        table_ptr=table,
+        zeros_ptr=zeros,
+        flags_ptr=flags,
+        priors_ptr=scores.priors if has_priors else None,
+        num_zeros=num_zeros,
+        T=T,
+        N=N,
+        C=C,
+        limit=logit_limit(T, scores),
+        stride_t=stride_t,
+        stride_n=stride_n,
+        stride_c=stride_c,
+        prior_scale=scores.scale if has_priors else None,
+        ACC_DTYPE=tl_acc_dtype(logits.dtype),
+        TABLE_WIDTH=table_width,
+        STAR=table is not None and scores.star is not None,
+        **tile,
+        num_warps=4,
+    )
+
+
+class CTCCall(NamedTuple):
+    """The values that the launches of one call share.
+
+    Fields:
+        logits: `[T, N, C]`.
+        targets: the targets and the lengths.
+        scores: the priors and the star.
+        plan: how the batch is cut.
+        workspace: the parts of the workspace.
+        numbers: the sizes, strides and options of the kernels by name; see `lattice.SIZES`.
+    """
+
+    logits: Tensor
+    targets: TargetTensors
+    scores: ScoreArguments
+    plan: CTCPlan
+    workspace: CTCWorkspace
+    numbers: dict[str, int | None]
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        targets: TargetTensors,
+        max_target_len: int,
+        blank: int,
+        from_logits: bool,
+        scores: ScoreArguments,
+        save: bool,
+        saved: Tensor | None = None,
+    ) -> CTCCall:
+        """Return a call with the saved workspace, or with a new one that has room for its steps.
+
+        With `save`, states are saved before each block of steps, because a gradient follows.
+        """
+        T, N, C = logits.shape
+        shape, fp64 = (T, N, C + (scores.star is not None)), logits.dtype == torch.float64
+        plan = ctc_plan(shape, fp64, max_target_len, from_logits, save)
+        if saved is None:
+            saved = torch.empty(plan.words, dtype=torch.float64, device=logits.device)
+        num_blocks = plan.num_blocks if save else 0
+        sizes = (T, N, C, targets.labels.numel(), max_target_len, plan.num_chunks, num_blocks)
+        options = (plan.carry_steps, blank, *logits.stride(), scores.scale, scores.star)
+        numbers = dict(zip(SIZES, (*sizes, *options), strict=True))
+        return cls(logits, targets, scores, plan, plan.workspace(saved), numbers)
+
+    def numbers_of(self, names: list[str]) -> dict[str, int | None]:
+        """Return the numbers that a kernel takes."""
+        return {name: self.numbers[name] for name in names if name in self.numbers}
+
+    def scan_arguments(self, fp64: bool) -> dict[str, Any]:
+        """Return the arguments that both scans share.
+
+        A run in fp32 reads the table of emissions if there is one, which has the priors and the
+        star. Other runs read the logits.
+        """
+        T, saved, table = self.logits.shape[0], self.workspace.saved, self.workspace.table
+        maxima, sums = (None, None) if self.scores.star is None else (saved.maxima, saved.sums)
+        limit = logit_limit(T, self.scores)
+        scores = ScoreTensors(self.logits, self.scores.priors, maxima, sums, limit)
+        numbers, width = self.numbers, 0
+        if table is not None and not fp64:
+            width = self.plan.table_width
+            buffer, start, dtype = table
+            rows = buffer, start + 8 * TABLE_MARGIN * width, dtype
+            scores = ScoreTensors(rows, None, None, None, limit)
+            strides = {"stride_t": width, "stride_n": (T + 2 * TABLE_MARGIN) * width, "stride_c": 1}
+            numbers = numbers | strides | {"prior_scale": None}
+        return {
+            "device": self.logits.device,
+            "scores": scores,
+            "targets": self.targets,
+            "saved": saved._replace(maxima=None, sums=None),
+            **numbers,
+            "FP64": fp64,
+            "ALL_FP64": self.plan.fp64,
+            "TABLE_WIDTH": width,
+        }
+
+    def launch_forward_scan(self) -> None:
+        """Scan α and β to the middle, and save states before each block if a gradient follows.
+
+        A second run in fp64 serves the sequences that the first one flagged NEEDS_FP64.
+        """
+        for fp64 in (True,) if self.plan.fp64 else (False, True):
+            launch_lanes(
+                FORWARD_SCAN,
+                2 * self.logits.shape[1] * (1 if fp64 else self.plan.num_chunks),
+                tile_counter_ptr=None if fp64 else self.workspace.tile_counter,
+                SAVE=self.numbers["num_blocks"] != 0,
+                **self.scan_arguments(fp64),
+            )
+
+    def launch_posterior_scan(self, memory: ScanMemory) -> None:
+        """Scan α and β through each other's half and store the posteriors.
+
+        A run in fp64 serves the sequences that are flagged NEEDS_FP64. It comes first, stores the
+        order of the labels, and clears the words of the other run. The two are kernels of their
+        own.
+        """
+        plan = self.plan
+        options: dict[str, Any] = {}
+        prepares = memory.order is not None or memory.counter is not None
+        for fp64 in (True,) if plan.fp64 else (True, False):
+            chunks = plan.num_chunks if prepares or not fp64 else 1
+            programs = 2 * self.logits.shape[1] * chunks
+            if target_of(self.logits.device).runs_ptx:
+                # With many programs, fewer registers let more of them run at once.
+                options["maxnreg"] = 168 if programs > FULL_GPU else 255
+            launch_lanes(
+                POSTERIOR_SCAN,
+                programs,
+                memory=memory if fp64 else memory._replace(order=None),
+                GROUPS=plan.class_groups if fp64 else 0,
+                **self.scan_arguments(fp64),
+                **options,
+            )
 
 
 def ctc_loss(
@@ -52,13 +283,12 @@ def ctc_loss(
         device=logits.device,
     )
     normalize = functools.partial(
-        launch_normalize, logits, input_lengths, workspace.maxima, workspace.sums, scores
+        launch_normalize, logits, input_lengths, *workspace.saved[4:], scores
     )
     if plan.table_width:
-        zeros = (workspace.zeros, workspace.num_zeros)
-        normalize(workspace.table, plan.table_width, *zeros)
+        normalize(workspace.table, plan.table_width, workspace.zeros, plan.num_zeros)
     else:
-        workspace.buffer[: workspace.num_zeros].zero_()
+        workspace.buffer[: plan.num_zeros].zero_()
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
     normalizes_first = from_logits and not plan.table_width and star is not None
     normalizes_alongside = from_logits and not plan.table_width and star is None
@@ -73,7 +303,22 @@ def ctc_loss(
     finally:
         # The streams join after an error too, because the memory belongs to the current stream.
         side_stream.join()
-    call.launch_loss(losses, value, reduction == "mean", zero_infinity)
+    launch(
+        ctc_loss_kernel,
+        len(losses),
+        targets=targets,
+        saved=workspace.saved,
+        losses_ptr=losses,
+        value_ptr=value,
+        finished_ptr=workspace.finished if value.ndim == 0 else None,
+        **call.numbers_of(LOSS_SIZES),
+        BLOCK_L=256,
+        BLOCK_T=256 if logits.shape[0] <= 1024 else 2048,
+        ALL_FP64=plan.fp64,
+        MEAN=reduction == "mean",
+        ZERO_INFINITY=zero_infinity,
+        num_warps=4,
+    )
     return value, losses, workspace.buffer
 
 
@@ -103,61 +348,38 @@ def ctc_gradient(
     call = CTCCall.of(
         logits, targets, max_target_len, blank, from_logits, scores, save=True, saved=saved
     )
-    plan = call.plan
-    classes = logits.shape[2] + (star is not None)
-    width = cdiv(classes, 8) * 8 if plan.sum_by_class else CHUNK
-    memory = scan_memory(logits, plan, width)
-    call.launch_posterior_scan(memory, width)
-    _launch_gradient(call, grad_output, memory.posteriors, width, dlogits, mean=reduction == "mean")
-    return dlogits
-
-
-def _launch_gradient(
-    call: CTCCall,
-    grad_output: Tensor,
-    posteriors: PosteriorTensors,
-    width: int,
-    dlogits: Tensor,
-    mean: bool,
-) -> None:
-    """Write the gradient with the kernel that suits the number of classes; see `gradient.py`."""
-    (T, N, C), plan, targets = call.logits.shape, call.plan, call.targets
+    (T, N, C), plan = logits.shape, call.plan
+    memory = scan_memory(logits, plan)
+    call.launch_posterior_scan(memory)
     arguments: dict[str, Any] = {
         "grad_output_ptr": grad_output,
-        "logits": LogitTensors(call.logits, call.logits.stride(2), dlogits),
+        "logits": LogitTensors(logits, logits.stride(2), dlogits),
         "targets": targets,
-        "results": call.results,
-        "posteriors": posteriors,
+        "saved": call.workspace.saved,
+        "posteriors": memory._replace(counter=None, carries=None),
         **call.numbers_of(GRADIENT_SIZES),
         "stride_grad": grad_output.stride(0) if grad_output.ndim else 0,
-        "MEAN": mean,
+        "MEAN": reduction == "mean",
     }
-    if plan.class_groups == 0:
-        # This kernel takes time to load, and few classes do not need it.
-        from .label_gradient import ctc_label_gradient_kernel, label_index
+    if plan.class_groups > 0:
+        options = {"ROWS": 8, "GROUPS": plan.class_groups, "num_warps": 1}
+        launch(ctc_lane_gradient_kernel, N * cdiv(T, 8), **arguments, **options)
+        return dlogits
+    # This kernel takes time to load, and few classes do not need it.
+    from .label_gradient import ctc_label_gradient_kernel, label_index
 
-        tile = row_tile(call.logits, C)
-        rows = 4 if tile["BLOCK_V"] <= 512 else 1
-        if tile["BLOCK_V"] > 512:
-            # With a star, ten pieces and its sums have no room in the registers.
-            pieces = 10 if call.scores.star is None else 8
-            tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(C, 512), pieces)}
-        runtime_launch.launch(
-            ctc_label_gradient_kernel,
-            N * cdiv(T, rows),
-            **arguments,
-            index=label_index(targets, plan.max_target_len, C, call.blank),
-            **tile | {"ROWS": rows},
-            BLOCK_L=min(max(32, next_power_of_2(plan.max_target_len + 1)), 256),
-            num_warps=4,
-        )
-    else:
-        runtime_launch.launch(
-            ctc_lane_gradient_kernel,
-            N * cdiv(T, 8),
-            **arguments,
-            WIDTH=width,
-            ROWS=8,
-            GROUPS=plan.class_groups,
-            num_warps=1,
-        )
+    tile = row_tile(logits, C)
+    rows = 4 if tile["BLOCK_V"] <= 512 else 1
+    if tile["BLOCK_V"] > 512:
+        # With a star, ten pieces and its sums have no room in the registers.
+        tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(C, 512), 10 if star is None else 8)}
+    launch(
+        ctc_label_gradient_kernel,
+        N * cdiv(T, rows),
+        **arguments,
+        index=label_index(targets, max_target_len, C, blank),
+        **tile | {"ROWS": rows},
+        BLOCK_L=min(max(32, next_power_of_2(max_target_len + 1)), 256),
+        num_warps=4,
+    )
+    return dlogits

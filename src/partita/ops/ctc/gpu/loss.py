@@ -1,7 +1,5 @@
 """CTC's partition function and loss, from α and β at the middle step."""
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -19,22 +17,6 @@ from .state import (
 )
 
 LOSS_SIZES = ["T", "N", "M", "max_target_len", "num_chunks", "num_blocks"]
-
-
-class LossResults(NamedTuple):
-    """The results of the loss that its gradient needs.
-
-    Fields:
-        flags: `[N]` int64, see `lattice.NEEDS_FP64` and `lattice.INVALID`.
-        logz: `[N]` fp64, log2 of the partition function.
-        maxima: `[T, N]`, the maximum of each row; None for log-probabilities.
-        sums: `[T, N]`, the sum of exponentials relative to it; None for log-probabilities.
-    """
-
-    flags: tl.tensor
-    logz: tl.tensor
-    maxima: tl.tensor | None
-    sums: tl.tensor | None
 
 
 @triton.jit
@@ -96,8 +78,7 @@ def log2_partition(
 @triton.jit(do_not_specialize=LOSS_SIZES)
 def ctc_loss_kernel(
     targets,  # TargetTensors
-    states_ptr,  # [2, num_blocks + 1, N, num_chunks, 2, 32] int64
-    results,  # LossResults
+    saved,  # SavedScan
     losses_ptr,  # [N] fp64
     value_ptr,  # [N], or their sum or mean []
     finished_ptr,  # [1] int64, zero; None where losses are not reduced
@@ -119,34 +100,29 @@ def ctc_loss_kernel(
     reduces the losses in a fixed order, to their sum or to the mean of loss / target length.
     """
     n = tl.program_id(0).to(tl.int64)
-    flags = tl.load(results.flags + n)
+    flags = tl.load(saved.flags + n)
     length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
-    alpha_ptr = states_ptr + (num_blocks.to(tl.int64) * N + n) * num_chunks * 64
+    alpha_ptr = saved.states + (num_blocks.to(tl.int64) * N + n) * num_chunks * 64
     beta_ptr = alpha_ptr + (num_blocks.to(tl.int64) + 1) * N * num_chunks * 64
+    inputs = (alpha_ptr, beta_ptr, targets.labels + offset, target_len)
     if ALL_FP64:
-        logz = log2_partition(
-            alpha_ptr, beta_ptr, targets.labels + offset, target_len, BLOCK_L, True
-        )
+        logz = log2_partition(*inputs, BLOCK_L, True)
     elif flags == 1:
-        logz = log2_partition(
-            alpha_ptr, beta_ptr, targets.labels + offset, target_len, BLOCK_L, True
-        )
+        logz = log2_partition(*inputs, BLOCK_L, True)
     else:
-        logz = log2_partition(
-            alpha_ptr, beta_ptr, targets.labels + offset, target_len, BLOCK_L, False
-        )
+        logz = log2_partition(*inputs, BLOCK_L, False)
     logz = tl.where(length > 0, logz, tl.where(target_len == 0, 0.0, -float("inf")))
     loss = 0.0 - logz * LN2
-    if results.maxima is not None:
+    if saved.maxima is not None:
         lse = tl.zeros([BLOCK_T], tl.float64)
         for first in range(0, length, BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
             row = t.to(tl.int64) * N + n
-            maximum = tl.load(results.maxima + row, mask=t < length, other=0.0)
-            sum_exp = tl.load(results.sums + row, mask=t < length, other=1.0)
+            maximum = tl.load(saved.maxima + row, mask=t < length, other=0.0)
+            sum_exp = tl.load(saved.sums + row, mask=t < length, other=1.0)
             lse += maximum.to(tl.float64) + log_exact(sum_exp).to(tl.float64)
         loss += tl.sum(lse, axis=0)
-    tl.store(results.logz + n, tl.where(loss == loss, logz, loss))
+    tl.store(saved.logz + n, tl.where(loss == loss, logz, loss))
     loss = tl.where(flags >= 2, float("nan"), loss)
     tl.store(losses_ptr + n, loss)
     if finished_ptr is not None:

@@ -1,15 +1,22 @@
-"""CTC on a GPU: how a batch is cut into programs, and the layout of the workspace.
+"""CTC on a GPU: how a batch is cut into programs, and the memory of its launches.
 
-These are pure functions of sizes. They import no Triton, so that the fakes of the registered ops
-can use them.
+The loss keeps a workspace for its gradient. It is one tensor of fp64, whose parts the launches
+take. Plans are pure functions of sizes. Nothing here imports Triton, so that the fakes of the
+registered ops can use it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ....runtime.sizes import choose, smaller
+import torch
+from torch import Tensor
+
+from ....runtime.caches import register_cache
+from ....runtime.parts import Part
+from ....runtime.sizes import cdiv, choose, smaller
 
 CHUNK = 32  # positions of a target in a chunk, one per lane of a warp
 SAVE_EVERY = 8  # steps from one saved state to the next
@@ -17,39 +24,86 @@ TABLE_MARGIN = 24  # rows of the emission table before and after its steps
 FULL_GPU = 2048  # programs beyond which a GPU is full
 
 
-class CTCPlan(NamedTuple):
-    """The sizes of the programs into which a batch is cut.
+class SavedScan(NamedTuple):
+    """The parts of the workspace that kernels of the loss and of its gradient share.
 
     Fields:
-        max_target_len: the greatest target length.
+        flags: `[N]` int64, zero before the first scan, see `lattice.NEEDS_FP64` and
+            `lattice.INVALID`.
+        carries: words `[2, num_chunks, N, carry_steps]`, zero before the first scan, what chunks
+            hand to their neighbors.
+        states: words `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step
+            of their halves, and at the middle.
+        logz: `[N]` fp64, log2 of the partition function.
+        maxima: `[T, N]`, the maximum of each row; None for log-probabilities, and in scans.
+        sums: `[T, N]`, the sum of exponentials relative to it; None likewise.
+    """
+
+    flags: Part
+    carries: Part
+    states: Part
+    logz: Part
+    maxima: Part | None
+    sums: Part | None
+
+
+class CTCWorkspace(NamedTuple):
+    """The parts of the workspace, which is one buffer; see `ctc_plan`.
+
+    Fields:
+        buffer: the whole buffer.
+        zeros: the words from its start that must be 0 before the scan, see `CTCPlan.num_zeros`.
+        tile_counter: `[1]`, counts the programs that have started; None if no program waits.
+        finished: `[1]`, counts the programs of the loss kernel that have stored their loss.
+        saved: see `SavedScan`.
+        table: `[N, 24 + T + 24, table_width]`, emissions as words, or None.
+    """
+
+    buffer: Tensor
+    zeros: Part
+    tile_counter: Part | None
+    finished: Part
+    saved: SavedScan
+    table: Part | None
+
+
+class CTCPlan(NamedTuple):
+    """The sizes of the programs into which a batch is cut, and the layout of the workspace.
+
+    Fields:
         fp64: whether the states of all sequences are in fp64.
         table_width: row length of the emission table of all classes, 0 if there is none.
         num_chunks: chunks of 32 target positions; each is a program in each direction.
         class_groups: groups of 32 classes if there are few classes, otherwise 0.
-        sum_by_class: whether the scan sums posteriors by class. This needs less memory, and is no
-            slower if there are enough programs to hide each other's latency.
         num_blocks: blocks of SAVE_EVERY steps in a half.
         carry_steps: steps in these blocks, which is the number of carries of a chunk.
+        words: the size of the workspace in 64-bit words.
+        num_zeros: how many of them must be 0 before the scan: the counters, the flags, and the
+            carries if a target has several chunks.
+        parts: the offset in bytes and the dtype, or None, of the zeros, the counters, the fields of
+            `SavedScan` and the table.
     """
 
-    max_target_len: int
     fp64: bool
     table_width: int
     num_chunks: int
     class_groups: int
-    sum_by_class: bool
     num_blocks: int
     carry_steps: int
+    words: int
+    num_zeros: int
+    parts: tuple[tuple[int, torch.dtype] | None, ...]
 
-
-def ceil_div(number: int, by: int) -> int:
-    """Return the quotient rounded up."""
-    return -(-number // by)
+    def workspace(self, buffer: Tensor) -> CTCWorkspace:
+        """Return the parts of a buffer."""
+        parts: list[Any] = [part and (buffer, *part) for part in self.parts]
+        zeros, tile_counter, finished, *saved, table = parts
+        return CTCWorkspace(buffer, zeros, tile_counter, finished, SavedScan(*saved), table)
 
 
 def table_width(C: int, max_target_len: int) -> int:
     """Return the row length of the emission table: C rounded up to 8 for few classes, else 0."""
-    return choose(C <= smaller(4 * max_target_len, 256), ceil_div(C, 8) * 8, 0)
+    return choose(C <= smaller(4 * max_target_len, 256), cdiv(C, 8) * 8, 0)
 
 
 def saved_shape(
@@ -78,19 +132,84 @@ def saved_shape(
     return (16 + states + carries + (2 + 2 * T + table) * N,)
 
 
-def ctc_plan(shape: Sequence[int], fp64: bool, max_target_len: int) -> CTCPlan:
-    """Return the plan for logits of shape `[T, N, C]`."""
+@functools.lru_cache(maxsize=4096)
+def ctc_plan(
+    shape: tuple[int, int, int], fp64: bool, max_target_len: int, from_logits: bool, save: bool
+) -> CTCPlan:
+    """Return the plan for logits of shape `[T, N, C]`.
+
+    Each part of the workspace starts on 16 bytes, because Triton compiles another kernel for
+    unaligned pointers.
+    """
     T, N, C = shape
-    num_blocks = ceil_div(T + 1, 2 * SAVE_EVERY)
-    num_chunks = max_target_len // CHUNK + 1
-    class_groups = ceil_div(C, 32) if C <= 64 else 0
-    return CTCPlan(
-        max_target_len=max_target_len,
-        fp64=fp64,
-        table_width=0 if fp64 else table_width(C, max_target_len),
-        num_chunks=num_chunks,
-        class_groups=class_groups,
-        sum_by_class=class_groups > 0 and 2 * N * num_chunks > FULL_GPU,
-        num_blocks=num_blocks,
-        carry_steps=num_blocks * SAVE_EVERY,
+    width = 0 if fp64 else table_width(C, max_target_len)
+    num_blocks, num_chunks = cdiv(T + 1, 2 * SAVE_EVERY), max_target_len // CHUNK + 1
+    carry_steps, chunks = num_blocks * SAVE_EVERY, N * num_chunks
+    acc_dtype = torch.float64 if fp64 else torch.float32
+    normalizers = T * N if fp64 else cdiv(T * N, 2)
+    sizes = (
+        (num_chunks > 1 and not fp64, 1, torch.int64),  # tile_counter
+        (True, 1, torch.int64),  # finished
+        (True, N, torch.int64),  # flags
+        (True, 2 * chunks * carry_steps, torch.int64),  # carries
+        (True, 2 * (num_blocks * save + 1) * chunks * 2 * CHUNK, torch.int64),  # states
+        (True, N, torch.float64),  # logz
+        (from_logits, normalizers, acc_dtype),  # maxima
+        (from_logits, normalizers, acc_dtype),  # sums
+        (width > 0, (T + 2 * TABLE_MARGIN) * N * width, torch.int64),  # table
     )
+    parts, starts, start = [], [], 0
+    for wanted, words, dtype in sizes:
+        parts.append((8 * start, dtype) if wanted else None)
+        starts.append(start)
+        start += words + words % 2 if wanted else 0
+    return CTCPlan(
+        fp64=fp64,
+        table_width=width,
+        num_chunks=num_chunks,
+        class_groups=cdiv(C, 32) if C <= 64 else 0,
+        num_blocks=num_blocks,
+        carry_steps=carry_steps,
+        words=saved_shape(shape, max_target_len, save, "gpu")[0],
+        num_zeros=starts[4 if num_chunks > 1 else 3],
+        parts=((0, torch.int64), *parts),
+    )
+
+
+register_cache("ctc.gpu.plan", ctc_plan.cache_clear)
+
+
+class ScanMemory(NamedTuple):
+    """The memory that the scan of the posteriors writes.
+
+    Fields:
+        counter: `[1]`, counts the programs that have started; None if no program waits.
+        carries: `[2, num_chunks, N, carry_steps]`, what chunks hand to their neighbors.
+        labels: `[N, num_chunks, T, 32]`, the posteriors of the labels.
+        blanks: `[N, num_chunks, T]`, those of the blank.
+        order: `[N, num_chunks, 1 + 2 * class_groups, 32]` int32, the order of the labels by class
+            and the range of each class; None for many classes.
+    """
+
+    counter: Tensor | None
+    carries: Tensor | None
+    labels: Tensor
+    blanks: Tensor
+    order: Tensor | None
+
+
+def scan_memory(logits: Tensor, plan: CTCPlan) -> ScanMemory:
+    """Return memory for the scan of logits `[T, N, C]`."""
+    T, N, _ = logits.shape
+    device, chunks = logits.device, plan.num_chunks
+    dtype = torch.float64 if plan.fp64 else torch.float32
+    counter = order = None
+    if chunks > 1 and not plan.fp64:
+        counter = torch.empty(1, dtype=torch.int64, device=device)
+    if plan.class_groups > 0:
+        shape = (N, chunks, 1 + 2 * plan.class_groups, CHUNK)
+        order = torch.empty(shape, dtype=torch.int32, device=device)
+    carries = torch.empty((2, chunks, N, plan.carry_steps), dtype=torch.int64, device=device)
+    labels = torch.empty((N, chunks, T, CHUNK), dtype=dtype, device=device)
+    blanks = torch.empty((N, chunks, T), dtype=dtype, device=device)
+    return ScanMemory(counter, carries, labels, blanks, order)

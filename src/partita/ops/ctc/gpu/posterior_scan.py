@@ -13,7 +13,7 @@ that no further launch has to.
 
 A label's posterior is the product of what enters the label in one direction and its state in the
 other. The products of a step carry a common factor, which the gradient divides out. They are stored
-by label, `[32]` for each step and chunk, or summed by class if there are few classes.
+by label, `[32]` for each step and chunk.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from .lanes import (
-    LaneKernel,
-    lane_index,
-    prefix_sums,
-    range_sum,
-    sort_by_class,
-    sum_over_lanes,
-)
+from .lanes import LaneKernel, lane_index, sum_over_lanes
 from .lattice import (
     NEEDS_FP64,
     SIZES,
@@ -37,16 +30,15 @@ from .lattice import (
     TargetScan,
     load_chunk,
     load_lengths,
-    load_states,
     program_chunk,
     store_carry,
 )
-from .scores import EmissionRows, sequence_rows
+from .scores import sequence_rows
 from .state import posterior_of, unpack_state
 from .steps import (
+    CarryLinks,
     advance,
     await_carries,
-    carry_links,
     chunk_source,
     decode_emissions,
     first_scan_half,
@@ -56,86 +48,54 @@ from .steps import (
 
 
 class ChunkMemory(NamedTuple):
-    """The memory of a chunk in both scans.
+    """The memory of a chunk: what the other direction saved in the first scan, and posteriors.
 
     Fields:
-        chunk: the chunk of the target.
-        states_ptr: saved states of α before the first step, words `[2, 32]`; those of β follow.
-        block_stride: offset from the states of a block of eight steps to those of the next one.
-        num_blocks: blocks in a half.
-        saved_carries_ptr: carries of the first scan, `[2, num_chunks, N, carry_steps]`.
-        sent_ptr: the carries that this chunk sends in this scan.
-        chunk_stride: offset from the carries of a chunk to those of the next chunk.
-        num_chunks: chunks of all targets.
-    """
-
-    chunk: tl.tensor
-    states_ptr: tl.tensor
-    block_stride: tl.tensor
-    num_blocks: tl.tensor
-    saved_carries_ptr: tl.tensor
-    sent_ptr: tl.tensor
-    chunk_stride: tl.tensor
-    num_chunks: tl.tensor
-
-
-class RecomputedHalf(NamedTuple):
-    """The half of the first scan whose states a chunk recomputes, in the order of that scan.
-
-    Fields:
-        source: where the chunk finds its emissions; see `EmissionSource`.
-        half: the steps; see `HalfSteps`.
         states_ptr: the states before the first step, words `[2, 32]`.
         block_stride: offset from them to those of the next block of eight steps.
-        carries_ptr: the carries that the chunk received, one for each step.
+        carries_ptr: the carries that the chunk received in the first scan, one for each step.
         has_carries: whether there was a neighbor that sent them.
+        label_ptr: its posteriors of labels, `[T, 32]`.
+        blank_ptr: its posteriors of the blank, `[T]`.
     """
 
-    source: tuple[tl.tensor, ...]
-    half: tuple[tl.tensor, ...]
     states_ptr: tl.tensor
     block_stride: tl.tensor
     carries_ptr: tl.tensor
     has_carries: tl.tensor
-
-
-class LoadedBlock(NamedTuple):
-    """The loaded values from which the states of a block are recomputed.
-
-    Fields:
-        rows: the values from which the emissions are computed; see `Emissions`.
-        states: the words of blanks and of labels before the block, `[32]` each.
-        carries: the words that the chunk received, `[32]` with a step in each lane.
-    """
-
-    rows: tuple[tl.tensor, ...]
-    states: tuple[tl.tensor, ...]
-    carries: tl.tensor
-
-
-class PosteriorRows(NamedTuple):
-    """The memory for a chunk's posteriors, and the order in which they are summed.
-
-    Fields:
-        label_ptr: the posteriors of the first step, `[WIDTH]` for each step.
-        blank_ptr: the blank's posterior of the first step.
-        last_step: the last step of the sequence.
-        order: the lanes sorted by class, `[32]`.
-        bounds: the range of each class in that order, for each group of 32 classes.
-        num_columns: number of columns by class: the classes, and the star if there is one.
-    """
-
     label_ptr: tl.tensor
     blank_ptr: tl.tensor
-    last_step: tl.tensor
-    order: tl.tensor
-    bounds: tuple[tl.tensor, ...]
-    num_columns: tl.tensor
+
+
+@triton.jit
+def store_class_order(order_ptr, label, has_label, lane, GROUPS: tl.constexpr):
+    """Sort the lanes by label, and store the order and the range of each class in it.
+
+    Lanes without a label come last. The order is followed by a begin and an end for each of GROUPS
+    groups of 32 classes, with one class per lane.
+    """
+    rank, order, key = lane * 0, lane * 0, tl.where(has_label, label, 2147483647)
+    for j in range(32):
+        other = tl.gather(key, lane * 0 + j, 0)
+        rank += ((other < key) | ((other == key) & (j < lane))).to(tl.int32)
+    for j in range(32):
+        order = tl.where(tl.gather(rank, lane * 0 + j, 0) == lane, j, order)
+    tl.store(order_ptr + lane, order)
+    for g in tl.static_range(GROUPS):
+        begin, end = lane * 0, lane * 0
+        for j in range(32):
+            other = tl.gather(key, lane * 0 + j, 0)
+            begin += (other < g * 32 + lane).to(tl.int32)
+            end += (other <= g * 32 + lane).to(tl.int32)
+        tl.store(order_ptr + (1 + 2 * g) * 32 + lane, begin)
+        tl.store(order_ptr + (2 + 2 * g) * 32 + lane, end)
 
 
 @triton.jit
 def prefetch_block(
-    recomputed,
+    source,
+    half,
+    memory,
     p,
     lane,
     FORWARD: tl.constexpr,
@@ -143,22 +103,28 @@ def prefetch_block(
     FP64: tl.constexpr,
     TABLE_WIDTH: tl.constexpr,
 ):
-    """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0."""
-    source, half, states_ptr, block_stride, carries_ptr, has_carries = recomputed
+    """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0.
+
+    Returns the rows of emissions, see `Emissions`, the words of blanks and of labels before the
+    block, `[32]` each, and the words that the chunk received, `[32]` with a step in each lane.
+    """
     rows = prefetch_emissions(source, half, p, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
-    ptr = states_ptr + tl.maximum(p, 0) // 8 * block_stride + lane
+    ptr = memory.states_ptr + tl.maximum(p, 0) // 8 * memory.block_stride + lane
     states = (
         tl.load(ptr, mask=(lane >= 0) & (p >= 0), other=0),
         tl.load(ptr + 32, mask=(lane >= 0) & (p >= 0), other=0),
     )
-    words = prefetch_carries(carries_ptr, p, has_carries & (p >= 0), lane, BLOCK_T, FP64)
-    return LoadedBlock(rows, states, words)
+    has_carries = memory.has_carries & (p >= 0)
+    return rows, states, prefetch_carries(memory.carries_ptr, p, has_carries, lane, BLOCK_T, FP64)
 
 
 @triton.jit
 def decode_block(
-    loaded,
-    recomputed,
+    rows,
+    states,
+    source,
+    half,
+    memory,
     p,
     lane,
     FORWARD: tl.constexpr,
@@ -167,18 +133,15 @@ def decode_block(
     TABLE_WIDTH: tl.constexpr,
 ):
     """Return a block's emissions and the states before it."""
-    source, half, _, _, carries_ptr, has_carries = recomputed
-    emissions = decode_emissions(
-        loaded.rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
-    )[0]
-    state = LaneStates(unpack_state(loaded.states[0], FP64), unpack_state(loaded.states[1], FP64))
+    emissions = decode_emissions(rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH)[0]
+    state = LaneStates(unpack_state(states[0], FP64), unpack_state(states[1], FP64))
     if FP64:
         # Advance to step p. The steps are a loop, because unrolled they would take long to compile.
         p = tl.maximum(p, 0)
         for q in range(p // 8 * 8, p):
             rows = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
             step = decode_emissions(rows, source, q, 0, lane, 1, True, 0)[0]
-            words = prefetch_carries(carries_ptr, q, has_carries, lane, 1, True)
+            words = prefetch_carries(memory.carries_ptr, q, memory.has_carries, lane, 1, True)
             inputs = (words, step.blank, step.label[0], lane * 0, source.lattice.can_skip, lane)
             state = advance(state, *inputs, FORWARD, True)[1]
     return emissions, state
@@ -188,7 +151,6 @@ def decode_block(
 def store_posteriors(
     label_ptr,
     blank_ptr,
-    rows,
     labels,
     blanks,
     p,
@@ -196,110 +158,81 @@ def store_posteriors(
     lane,
     FORWARD: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    """Store the posteriors of a block of steps, by label or by class, and those of the blanks.
+    """Store the posteriors of a block of steps by label, and those of the blanks.
 
     The pointers lead to the row of the first step in the order of the scan that is FORWARD.
     The sums of the blanks have one step in every 32 / BLOCK_T lanes.
     """
-    GROUPS: tl.constexpr = len(rows.bounds)
     sign: tl.constexpr = 1 if FORWARD else -1
     step = p - padding + lane * BLOCK_T // 32
     total = sum_over_lanes(blanks, lane).to(blank_ptr.dtype.element_ty)
     tl.store(blank_ptr + step * sign, total, mask=(lane % (32 // BLOCK_T) == 0) & (step >= 0))
-    row_ptr = label_ptr + (p - padding).to(tl.int64) * (sign * WIDTH) + lane
-    if GROUPS == 0:
-        for u in tl.static_range(BLOCK_T):
-            tl.store(
-                row_ptr + u * sign * WIDTH,
-                labels[u].to(label_ptr.dtype.element_ty),
-                mask=p + u >= padding,
-            )
-    else:
-        ordered = ()
-        for u in tl.static_range(BLOCK_T):
-            ordered = ordered + (tl.gather(labels[u], rows.order, 0),)
-        sums = prefix_sums(ordered, lane)
-        for g in tl.static_range(GROUPS):
-            for u in tl.static_range(BLOCK_T):
-                valid = (p + u >= padding) & (g * 32 + lane < rows.num_columns)
-                tl.store(
-                    row_ptr + (u * sign * WIDTH + g * 32),
-                    range_sum(sums[u], rows.bounds[g][0], rows.bounds[g][1]),
-                    mask=valid,
-                )
+    row_ptr = label_ptr + (p - padding).to(tl.int64) * (sign * 32) + lane
+    for u in tl.static_range(BLOCK_T):
+        posterior = labels[u].to(label_ptr.dtype.element_ty)
+        tl.store(row_ptr + u * sign * 32, posterior, mask=p + u >= padding)
 
 
 @triton.jit
 def scan_other_half(
-    target,
-    memory,
-    source,
-    rows,
-    state,
+    target,  # TargetScan
+    memory,  # ChunkMemory
+    links,  # CarryLinks
+    source,  # EmissionSource
+    state,  # LaneStates
     logz,
-    c,
     lane,
     FORWARD: tl.constexpr,
     FP64: tl.constexpr,
     TABLE_WIDTH: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """Scan the half of the other direction for one chunk, and store the posteriors of its steps.
 
-    The chunk is the c-th of the scan. The half is in the order of the other direction, so this scan
-    visits the blocks from last to first, and the steps of each block in reverse. Each block
-    recomputes the states of the other direction for the next one.
+    The half is in the order of the other direction, so this scan visits the blocks from last to
+    first, and the steps of each block in reverse. Each block recomputes the states of the other
+    direction for the next one.
     """
     BLOCK_T: tl.constexpr = 1 if FP64 else 8
     BACK: tl.constexpr = not FORWARD
-    # In the first scan, a chunk of α received the carries of the chunk before it, and one of β
-    # those of the next one.
     half = first_scan_half(target.length, source.stride_t, BACK, BLOCK_T)
-    states_ptr, chunk_stride = memory.states_ptr, memory.chunk_stride
-    carries_ptr, last = (
-        memory.saved_carries_ptr + memory.chunk * chunk_stride,
-        target.target_len // 32,
-    )
-    if BACK:
-        carries_ptr, had_previous = carries_ptr - chunk_stride, memory.chunk > 0
-    else:
-        states_ptr += (memory.num_blocks + 1) * memory.block_stride
-        carries_ptr += (memory.num_chunks + 1) * chunk_stride
-        had_previous = memory.chunk < last
-    other = RecomputedHalf(source, half, states_ptr, memory.block_stride, carries_ptr, had_previous)
-    links = carry_links(memory.sent_ptr, chunk_stride, c, last, FORWARD)
-    label_ptr, blank_ptr = rows.label_ptr, rows.blank_ptr
+    label_ptr, blank_ptr, other = memory.label_ptr, memory.blank_ptr, (source, half, memory)
     if FORWARD:
-        label_ptr += rows.last_step.to(tl.int64) * WIDTH
-        blank_ptr += rows.last_step
+        last_step = tl.maximum(target.length - 1, 0)
+        label_ptr += last_step.to(tl.int64) * 32
+        blank_ptr += last_step
     steps, padding, can_skip = half.steps, half.padding, source.lattice.can_skip
     is_sent = (lane == (31 if FORWARD else 0)) & links.has_next
     last_block, has_carries = steps + padding - BLOCK_T, links.has_previous & (steps > 0)
     words = prefetch_carries(links.received_ptr, last_block, has_carries, lane, BLOCK_T, FP64)
-    loaded = prefetch_block(other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
+    rows, states, other_carries = prefetch_block(
+        *other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+    )
     emissions, before = decode_block(
-        loaded, other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+        rows, states, *other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
     )
     other_states = ()
     for u in tl.static_range(BLOCK_T):
         blanks, label = emissions.blank, emissions.label[u]
         before = advance(
-            before, loaded.carries, blanks, label, lane * 0 + u, can_skip, lane, BACK, FP64
+            before, other_carries, blanks, label, lane * 0 + u, can_skip, lane, BACK, FP64
         )[1]
         other_states = other_states + (before,)
-    loaded = prefetch_block(other, last_block - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
+    rows, states, next_carries = prefetch_block(
+        *other, last_block - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+    )
     for p in range(last_block, -1, -BLOCK_T):
         if not FP64:
             words = await_carries(words, links, p, lane, BLOCK_T, FP64)
-        carries, other_carries = words, loaded.carries
+        carries, other_carries = words, next_carries
         next_emissions, other_state = decode_block(
-            loaded, other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+            rows, states, *other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
         )
         has_more = links.has_previous & (p > 0)
         words = prefetch_carries(links.received_ptr, p - BLOCK_T, has_more, lane, BLOCK_T, FP64)
-        loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
+        rows, states, next_carries = prefetch_block(
+            *other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+        )
         next_states, label_posteriors, blank_posteriors = (), (), ()
         index = lane * 0 + (BLOCK_T - 1)
         for v in tl.static_range(BLOCK_T - 1, -1, -1):
@@ -315,9 +248,7 @@ def scan_other_half(
             blank_posteriors = (through_blank,) + blank_posteriors
             next_states, index = next_states + (other_state,), index - 1
         posteriors = (label_posteriors, blank_posteriors)
-        store_posteriors(
-            label_ptr, blank_ptr, rows, *posteriors, p, padding, lane, BACK, BLOCK_T, WIDTH
-        )
+        store_posteriors(label_ptr, blank_ptr, *posteriors, p, padding, lane, BACK, BLOCK_T)
         emissions, other_states = next_emissions, next_states
 
 
@@ -326,7 +257,7 @@ def ctc_posterior_scan_kernel(
     scores,  # ScoreTensors; the normalizers are those of a star
     targets,  # TargetTensors
     saved,  # SavedScan
-    memory,  # ScanMemory; the posteriors are by label, or by class with GROUPS and without an order
+    memory,  # ScanMemory
     T,
     N,
     C,
@@ -344,8 +275,7 @@ def ctc_posterior_scan_kernel(
     FP64: tl.constexpr,  # whether this run has states in fp64
     ALL_FP64: tl.constexpr,  # whether all sequences have; otherwise those flagged NEEDS_FP64
     TABLE_WIDTH: tl.constexpr,  # row length of the table, 0 for logits
-    GROUPS: tl.constexpr,  # groups of 32 classes that the order has, or posteriors by class; or 0
-    WIDTH: tl.constexpr,  # row length of the posteriors
+    GROUPS: tl.constexpr,  # groups of 32 classes that the order has, or 0
     LAYOUT: tl.constexpr,
 ):
     """Scan α and β through each other's half, and store the posteriors of labels and blanks.
@@ -357,13 +287,13 @@ def ctc_posterior_scan_kernel(
     flags, logz = tl.load(saved.flags + n), tl.load(saved.logz + n)
     length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
     lane, last, has_path = lane_index(LAYOUT), target_len // 32, logz > -float("inf")
-    posteriors, first_chunk, carry_start = memory.posteriors, n * num_chunks, n * carry_steps
+    first_chunk, carry_start = n * num_chunks, n * carry_steps
     N64 = N.to(tl.int64)
     saved_carries_ptr, carries_ptr = saved.carries + carry_start, memory.carries + carry_start
     chunk_stride, states_ptr = N64 * carry_steps, saved.states + first_chunk * 64
     block_stride = (N64 * num_chunks) * 64
-    labels_ptr = posteriors.labels + first_chunk * T * WIDTH
-    blanks_ptr = posteriors.blanks + first_chunk * T
+    labels_ptr = memory.labels + first_chunk * T * 32
+    blanks_ptr = memory.blanks + first_chunk * T
     target = TargetScan(targets.labels + offset, length, target_len, C, blank, scores.limit, star)
     rows = sequence_rows(scores, stride_t, stride_n, stride_c, prior_scale, n, N)
     if FP64:
@@ -374,52 +304,50 @@ def ctc_posterior_scan_kernel(
             # The carries of a sequence in fp64 are in use, and the next run waits for none of them.
             for p in range(0, tl.where(flags == NEEDS_FP64, 0, carry_steps), 32):
                 tl.store(ptrs + p, zero, mask=p + lane < carry_steps)
-        if posteriors.order is not None:
+        if memory.order is not None:
             if direction == 0:
-                row, stride = n * num_chunks + index, (1 + 2 * GROUPS) * 32
                 lattice = load_chunk(target, index, lane)[0]
+                order_ptr = memory.order + (n * num_chunks + index) * ((1 + 2 * GROUPS) * 32)
                 label = lattice.label.to(tl.int32)
-                order, bounds = sort_by_class(label, lattice.has_label, lane, GROUPS)
-                order_ptr = posteriors.order + (row * stride + lane)
-                tl.store(order_ptr, order)
-                for g in tl.static_range(GROUPS):
-                    tl.store(order_ptr + (1 + 2 * g) * 32, bounds[g][0])
-                    tl.store(order_ptr + (2 + 2 * g) * 32, bounds[g][1])
+                store_class_order(order_ptr, label, lattice.has_label, lane, GROUPS)
         is_scanned = has_path & (index == 0) & (ALL_FP64 | (flags == NEEDS_FP64))
         begin, end = 0, tl.where(is_scanned, target_len // 32 + 1, 0)
     else:
-        if TABLE_WIDTH:
-            table_ptr = scores.table + (n * (T + 48) + 24) * TABLE_WIDTH
-            rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1, (), ())
         # Triton's floor is a function of a library, which would take time to link.
         logz = tl.where(has_path, logz, 0.0)
         truncated = logz.to(tl.int32)
         logz = truncated - (truncated.to(logz.dtype) > logz).to(tl.int32)
         begin, end = index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)
     for c in range(begin, end):
-        last_step = tl.maximum(length - 1, 0)
         chunk = tl.where(direction == 0, c, target_len // 32 - c)
         sent_ptr = carries_ptr + (direction * num_chunks + chunk) * chunk_stride
         lattice = load_chunk(target, chunk, lane)[0]
-        num_columns = C + (0 if star is None else 1)
         source = chunk_source(rows, lattice, target, FP64, TABLE_WIDTH)
-        sum_groups: tl.constexpr = GROUPS if posteriors.order is None else 0
-        order, bounds = sort_by_class(lattice.label, lattice.has_label, lane, sum_groups)
         row = chunk.to(tl.int64) * T
-        stored = PosteriorRows(
-            labels_ptr + row * WIDTH, blanks_ptr + row, last_step, order, bounds, num_columns
-        )
         middle = num_blocks + direction * (num_blocks + 1)
         chunk_states_ptr = states_ptr + chunk * 64
-        state = load_states(chunk_states_ptr + middle * block_stride, lane, FP64)
-        states = (chunk_states_ptr, block_stride, num_blocks)
-        carries = (saved_carries_ptr, sent_ptr, chunk_stride, num_chunks)
-        links = ChunkMemory(chunk, *states, *carries)
-        inputs = (target, links, source, stored, state, logz, c, lane)
+        middle_ptr = chunk_states_ptr + middle * block_stride + lane
+        state = LaneStates(
+            unpack_state(tl.load(middle_ptr), FP64), unpack_state(tl.load(middle_ptr + 32), FP64)
+        )
+        # In the first scan, a chunk of α received the carries of the chunk before it, and one of β
+        # those of the next one.
+        own = ChunkMemory(
+            chunk_states_ptr + (1 - direction) * (num_blocks + 1) * block_stride,
+            block_stride,
+            saved_carries_ptr
+            + tl.where(direction == 0, num_chunks + chunk + 1, chunk - 1) * chunk_stride,
+            tl.where(direction == 0, chunk < last, chunk > 0),
+            labels_ptr + row * 32,
+            blanks_ptr + row,
+        )
+        received_ptr = sent_ptr + tl.where(direction == 0, -chunk_stride, chunk_stride)
+        links = CarryLinks(sent_ptr, received_ptr, c < last, c > 0)
+        inputs = (target, own, links, source, state, logz, lane)
         if direction == 0:
-            scan_other_half(*inputs, True, FP64, TABLE_WIDTH, WIDTH)
+            scan_other_half(*inputs, True, FP64, TABLE_WIDTH)
         else:
-            scan_other_half(*inputs, False, FP64, TABLE_WIDTH, WIDTH)
+            scan_other_half(*inputs, False, FP64, TABLE_WIDTH)
         if FP64:
             # The next chunk of this program reads carries that other threads have just stored.
             tl.debug_barrier()

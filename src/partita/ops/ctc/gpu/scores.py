@@ -21,8 +21,7 @@ class ScoreTensors(NamedTuple):
     """The tensors that scores are computed from; those that a kernel does not need are None.
 
     Fields:
-        rows: `[T, N, C]` logits; the forward scan gets the table instead, if there is one.
-        table: `[N, 24 + T + 24, TABLE_WIDTH]`, emissions as words.
+        rows: `[T, N, C]` logits, or the table of emissions as words, `[N, T, TABLE_WIDTH]`.
         priors: `[C]`, contiguous; None without priors, and for a table, which has them.
         maxima: `[T, N]`, the maximum of each row; None for log-probabilities.
         sums: `[T, N]`, the sum of exponentials relative to it; None likewise.
@@ -30,7 +29,6 @@ class ScoreTensors(NamedTuple):
     """
 
     rows: tl.tensor
-    table: tl.tensor | None
     priors: tl.tensor | None
     maxima: tl.tensor | None
     sums: tl.tensor | None

@@ -7,15 +7,24 @@ target's marginals are subtracted in place.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...chain.gpu.launch import chain_gradient, chain_logz
-from ..common import CRFLattice, unflatten_scores, zero_ends
-from .lattice import crf_gather_kernel, crf_lattice_kernel
-from .loss import EdgeOrder, crf_edge_order_kernel, crf_loss_kernel, crf_subtract_kernel
+from .. import common
+from ..common import CRFFunctions, CRFLattice, unflatten_scores, zero_ends
+from .kernels import (
+    EdgeOrder,
+    crf_edge_order_kernel,
+    crf_gather_kernel,
+    crf_lattice_kernel,
+    crf_loss_kernel,
+    crf_subtract_kernel,
+)
 
 ROWS = 4  # steps of one sequence that a program gathers or subtracts
 ORDER_BLOCK = 64  # edges of a sequence that a program sorts
@@ -30,7 +39,7 @@ def tile_options(E: int) -> dict[str, int]:
 
 
 def build_lattice(
-    lattice_source: Tensor,
+    source: Tensor,
     targets: Tensor,
     target_lengths: Tensor,
     input_lengths: Tensor | None,
@@ -38,14 +47,13 @@ def build_lattice(
     state_len: int,
     n_base: int,
     dtype: torch.dtype,
-) -> tuple[CRFLattice, Tensor, Tensor]:
-    """Return the lattices, the number of steps, -1 for an invalid sequence, and ones `[N]`."""
-    N, L, device = len(target_lengths), len(lattice_source), targets.device
+) -> tuple[CRFLattice, Tensor]:
+    """Return the lattices, and the number of steps, -1 for an invalid sequence."""
+    N, L, device = len(target_lengths), len(source), targets.device
     edge_index = torch.empty((N, L, 2), dtype=torch.int32, device=device)
     initial = torch.empty((N, L), dtype=dtype, device=device)
     final = torch.empty((N, L), dtype=dtype, device=device)
     lengths = torch.empty(N, dtype=torch.int64, device=device)
-    unit = torch.empty(N, dtype=torch.float64, device=device)
     packed = targets.ndim == 1
     launch(
         crf_lattice_kernel,
@@ -59,7 +67,6 @@ def build_lattice(
         initial_ptr=initial,
         final_ptr=final,
         lengths_ptr=lengths,
-        unit_ptr=unit,
         T=T,
         S=targets.shape[-1],
         L=L,
@@ -69,7 +76,7 @@ def build_lattice(
         BLOCK=LATTICE_BLOCK,
         num_warps=4,
     )
-    return CRFLattice(edge_index, lattice_source, initial, final), lengths, unit
+    return CRFLattice(edge_index, source, initial, final), lengths
 
 
 def gather_scores(scores: Tensor, edge_index: Tensor, lengths: Tensor) -> Tensor:
@@ -97,31 +104,11 @@ def gather_scores(scores: Tensor, edge_index: Tensor, lengths: Tensor) -> Tensor
     return edge_scores
 
 
-def crf_loss(
-    scores: Tensor,
-    source: Tensor,
-    lattice_source: Tensor,
-    targets: Tensor,
-    target_lengths: Tensor,
-    input_lengths: Tensor | None,
-    state_len: int,
-    reduction: str,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    """Return the reduced loss, and what its gradient needs; see `reference.py`."""
-    scores = unflatten_scores(scores, source)
-    (T, N), A, device = scores.shape[:2], source.shape[1], scores.device
-    dtype, ends = acc_dtype(scores.dtype), zero_ends(scores)
-    sequences = (targets, target_lengths, input_lengths)
-    lattice, lengths, unit = build_lattice(lattice_source, *sequences, T, state_len, A - 1, dtype)
-    edge_scores = gather_scores(scores, lattice.edge_index, lengths)
-    logz_den, _, saved = chain_logz(scores, source, ends, ends, lengths, save)
-    logz_num, _, states = chain_logz(edge_scores, *lattice[1:], lengths, save)
-    if save:
-        chain = (edge_scores, lattice.initial, lattice.final, lattice_source, lengths)
-        marginals = chain_gradient(unit, *chain, logz_num, states, dtype)[0]
-    else:
-        marginals = torch.empty(0, dtype=dtype, device=device)
+def reduced_losses(
+    logz_den: Tensor, logz_num: Tensor, target_lengths: Tensor, reduction: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the reduced loss and the losses `[N]` fp64, from log Z of both chains."""
+    N, device = len(logz_den), logz_den.device
     losses = torch.empty(N, dtype=torch.float64, device=device)
     value = torch.empty((N,) if reduction == "none" else (), dtype=dtype, device=device)
     launch(
@@ -138,7 +125,11 @@ def crf_loss(
         BLOCK=LOSS_BLOCK,
         num_warps=4,
     )
-    return value, losses, logz_den, saved, marginals, lattice.edge_index, lengths
+    return value, losses
+
+
+FUNCTIONS = CRFFunctions(chain_logz, chain_gradient, build_lattice, gather_scores, reduced_losses)
+crf_loss = partial(common.crf_loss, FUNCTIONS)
 
 
 def sort_edges(

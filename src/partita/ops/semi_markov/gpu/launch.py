@@ -1,4 +1,4 @@
-"""Allocate results and launch the kernels for log Z of semi-Markov chains and its gradient."""
+"""Allocate results and launch the kernels of semi-Markov chains."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch
-from ..common import saved_shape
+from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .gradient import (
     Splits,
@@ -19,10 +18,14 @@ from .gradient import (
     semi_markov_states_kernel,
     semi_markov_sum_kernel,
 )
-from .memory_scan import semi_markov_memory_scan_kernel
-from .scan import semi_markov_scan_kernel
+from .memory_scan import semi_markov_memory_scan_kernel, semi_markov_tables_kernel
+from .paths import (
+    semi_markov_best_scan_kernel,
+    semi_markov_sample_kernel,
+    semi_markov_trace_kernel,
+)
+from .scan import semi_markov_scan_kernel, semi_markov_weights_kernel
 from .scores import Chains, Emissions, Matrix, Scans
-from .tables import semi_markov_tables_kernel, semi_markov_weights_kernel
 
 
 def is_exact(*tensors: Tensor) -> bool:
@@ -59,7 +62,7 @@ def semi_markov_logz(
     fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
     logz = torch.empty(N, **fp64)
     rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
-    saved = torch.empty(saved_shape("gpu", T, N, C) if save else (0,), **fp64)
+    saved = torch.empty((4, T, N, C) if save else (0,), **fp64)
     D, programs = len(durations), 2 * N if save else N
     arguments: dict[str, Any] = {
         "chains": batch_of(emissions, durations, start, end, lengths),
@@ -90,7 +93,8 @@ def launch_memory_scan(
     """Launch the scan whose ring is in memory, and before it the tables that it reads."""
     D, C = durations.shape
     fp64: dict[str, Any] = {"dtype": torch.float64, "device": durations.device}
-    tables = torch.empty(plan.tables_size(C, D), **fp64)
+    slots = plan.duration_block(D)
+    tables = torch.empty(2 * C * (C + slots), **fp64)
     launch(
         semi_markov_tables_kernel,
         cdiv(len(tables), 256),
@@ -99,7 +103,7 @@ def launch_memory_scan(
         tables_ptr=tables,
         C=C,
         D=D,
-        slots=plan.duration_block(D),
+        slots=slots,
         BLOCK=256,
         num_warps=4,
     )
@@ -107,7 +111,7 @@ def launch_memory_scan(
         semi_markov_memory_scan_kernel,
         programs,
         tables_ptr=tables,
-        slots=plan.duration_block(D),
+        slots=slots,
         ring_ptr=torch.empty((programs, D + 2, C), **fp64),
         **arguments,
         **plan.memory_scan_options(C),
@@ -115,7 +119,7 @@ def launch_memory_scan(
 
 
 def scan_weights(transitions: Tensor, durations: Tensor) -> Tensor:
-    """Return transitions and durations as the scans in registers read them, see `tables.py`."""
+    """Return transitions and durations as the scans in registers read them, see `scan.py`."""
     D, C = durations.shape
     slots = plan.duration_block(D)
     block = plan.state_block(C)
@@ -166,7 +170,8 @@ def semi_markov_gradient(
         "EXACT": is_exact(emissions, transitions, durations),
     }
     changes = torch.empty((N, splits.number, C), dtype=torch.float64, device=device)
-    programs, options = N * splits.number if C else 0, plan.state_options(C)
+    programs, block = N * splits.number if C else 0, plan.state_block(C)
+    options = {"ROWS": max(1, min(plan.ROWS, 1024 // block)), "BLOCK_C": block, "num_warps": 4}
     launch(semi_markov_changes_kernel, programs, changes_ptr=changes, **common, **options)
     launch(
         semi_markov_states_kernel,
@@ -181,26 +186,30 @@ def semi_markov_gradient(
         **common,
         **options,
     )
+    block = plan.posterior_block(C)
     pairs = torch.empty((N, splits.number, C * C), dtype=torch.float64, device=device)
     launch(
         semi_markov_pairs_kernel,
-        N * splits.number * cdiv(C, plan.posterior_block(C)) ** 2,
+        N * splits.number * cdiv(C, block) ** 2,
         transitions=strided(transitions),
         pairs_ptr=pairs,
         **common,
-        **plan.pair_options(C),
+        BLOCK=block,
+        num_warps=max(1, min(8, block * block // 256)),
     )
     counts = torch.empty((N, splits.number, D * C), dtype=torch.float64, device=device)
     launch(
         semi_markov_segments_kernel,
-        N * splits.number * cdiv(C, plan.posterior_block(C)),
+        N * splits.number * cdiv(C, block),
         emissions=Emissions(emissions, *emissions.stride()),
         durations=strided(durations),
         result_ptr=counts,
         D=D,
         SEGMENTS=False,
         **common,
-        **plan.segment_options(C),
+        ROWS=plan.ROWS,
+        BLOCK_C=block,
+        num_warps=4,
     )
     d_transitions, d_durations = (
         add_parts(grad_output, parts, scores, per_sequence, acc_dtype(emissions.dtype))
@@ -223,10 +232,11 @@ def add_parts(
     result = torch.empty(shape, dtype=dtype if per_sequence else scores.dtype, device=parts.device)
     if not parts.numel():
         return result.zero_()
-    options = plan.sum_options(N * splits // groups, columns)
+    block = max(8, min(64, next_power_of_2(max(columns // 128, 1))))
+    rows = next_power_of_2(max(N * splits // groups, 1))
     launch(
         semi_markov_sum_kernel,
-        groups * cdiv(columns, options["BLOCK"]),
+        groups * cdiv(columns, block),
         grad_ptr=grad_output,
         grad_n=grad_output.stride(0),
         parts_ptr=parts,
@@ -235,7 +245,9 @@ def add_parts(
         splits=splits,
         columns=columns,
         groups=groups,
-        **options,
+        BLOCK_R=min(2048 // block, rows),
+        BLOCK=block,
+        num_warps=4,
     )
     return result
 
@@ -252,12 +264,12 @@ def semi_markov_segments(
 ) -> Tensor:
     """Return the posteriors of segments, `[T, D, N, C]` in the dtype of results."""
     T, N, C = emissions.shape
-    D, dtype = len(durations), acc_dtype(emissions.dtype)
+    D, dtype, block = len(durations), acc_dtype(emissions.dtype), plan.posterior_block(C)
     result = torch.empty((T, D, N, C), dtype=dtype, device=emissions.device)
     splits = Splits(*plan.splits(T, N, C))
     launch(
         semi_markov_segments_kernel,
-        N * splits.number * cdiv(C, plan.posterior_block(C)),
+        N * splits.number * cdiv(C, block),
         emissions=Emissions(emissions, *emissions.stride()),
         durations=strided(durations),
         scans=scans_of(lengths, logz, saved, emissions),
@@ -266,6 +278,104 @@ def semi_markov_segments(
         D=D,
         SEGMENTS=True,
         EXACT=is_exact(emissions, transitions, durations),
-        **plan.segment_options(C),
+        ROWS=plan.ROWS,
+        BLOCK_C=block,
+        num_warps=4,
     )
     return result
+
+
+def semi_markov_viterbi(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor,
+    end: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best score `[N]`, and the states and starts of the best path `[T, N]`."""
+    T, N, C = emissions.shape
+    D, device = len(durations), emissions.device
+    score = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=device)
+    states = torch.empty((T, N), dtype=torch.int64, device=device)
+    starts = torch.empty((T, N), dtype=torch.bool, device=device)
+    choices = torch.empty((2, T, N, C), dtype=torch.int32, device=device)
+    last = torch.empty(N, dtype=torch.int32, device=device)
+    chains, resident = batch_of(emissions, durations, start, end, lengths), plan.is_resident(C, D)
+    if resident:
+        launch(
+            semi_markov_best_scan_kernel,
+            N,
+            weights_ptr=scan_weights(transitions, durations),
+            chains=chains,
+            choices_ptr=choices,
+            score_ptr=score,
+            last_ptr=last,
+            **plan.scan_options(C, D),
+        )
+    else:
+        launch_memory_scan(
+            N,
+            transitions,
+            durations,
+            chains=chains,
+            saved_ptr=choices,
+            logz_ptr=last,
+            rounded_ptr=score,
+            SAVE=True,
+            EXACT=True,
+            IS_MAX=True,
+        )
+    launch(
+        semi_markov_trace_kernel,
+        N,
+        choices_ptr=choices,
+        last_ptr=last,
+        states_ptr=states,
+        starts_ptr=starts,
+        lengths_ptr=chains.lengths,
+        T=T,
+        N=N,
+        C=C,
+        BY_END=resident,
+        BLOCK=32,
+        num_warps=1,
+    )
+    return score, states, starts
+
+
+def semi_markov_sample(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor,
+    end: Tensor,
+    lengths: Tensor | None,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the states and starts `[k, T, N]` of k paths from the posterior."""
+    chain = (emissions, transitions, durations, start, end, lengths)
+    logz, _, saved = semi_markov_logz(*chain, True)
+    T, N, C = emissions.shape
+    D, k, device = len(durations), uniforms.shape[2], emissions.device
+    block_c, block_d = plan.state_block(C), plan.duration_block(D)
+    states = torch.empty((k, T, N), dtype=torch.int64, device=device)
+    starts = torch.empty((k, T, N), dtype=torch.bool, device=device)
+    launch(
+        semi_markov_sample_kernel,
+        k * N,
+        emissions=Emissions(emissions, *emissions.stride()),
+        transitions=strided(transitions),
+        durations=strided(durations),
+        end=strided(end),
+        scans=scans_of(lengths, logz, saved, emissions),
+        uniforms_ptr=uniforms.contiguous(),
+        states_ptr=states,
+        starts_ptr=starts,
+        D=D,
+        samples=k,
+        BLOCK_C=block_c,
+        BLOCK_D=block_d,
+        num_warps=max(1, min(8, max(block_c, block_d) // 128)),
+    )
+    return states, starts

@@ -2,14 +2,45 @@
 
 The open segments of a state have a row for each slot of a ring in memory, and a program takes them
 a block of states and a block of ages at a time. The steps are those of `scan.py`. Under Max they
-are those of `viterbi.py`, which add the same numbers in the same order as the reference.
+are those of `paths.py`, which add the same numbers in the same order as the reference.
 """
 
 import triton
 import triton.language as tl
 
+from .paths import better, store_best
 from .scores import add_terms, load_end, load_steps, log_of_sum, store_logz
-from .viterbi import better, store_best
+
+
+@triton.jit
+def semi_markov_tables_kernel(
+    transitions,  # Matrix
+    durations,  # Matrix
+    tables_ptr,  # fp64: [C, C] to and from, [C, C] from and to, [C, 2 * slots] durations
+    C,
+    D,
+    slots,  # a power of 2, at least D
+    BLOCK: tl.constexpr,
+):
+    """Copy the scores of transitions and durations to the tables.
+
+    Entry j of a state's durations is that of the age -j mod slots, minus 1, and -inf past D. A step
+    of a scan reads consecutive entries for the slots of its ring, wherever its newest slot is.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    pairs = tl.full([], C, tl.int64) * C
+    row, column = i % pairs // C, i % C
+    is_alpha = i < pairs
+    source, target = tl.where(is_alpha, column, row), tl.where(is_alpha, row, column)
+    at = source * transitions.row + target * transitions.column
+    is_pair = i < 2 * pairs
+    score = tl.load(transitions.ptr + at, mask=is_pair, other=0.0).to(tl.float64)
+    c, d = (i - 2 * pairs) // (2 * slots), (2 * slots - (i - 2 * pairs) % (2 * slots)) % slots
+    is_duration = (i >= 2 * pairs) & (c < C)
+    at = d * durations.row + c * durations.column
+    duration = tl.load(durations.ptr + at, mask=is_duration & (d < D), other=-float("inf"))
+    score = tl.where(is_pair, score, duration.to(tl.float64))
+    tl.store(tables_ptr + i, score, mask=is_pair | is_duration)
 
 
 @triton.jit
@@ -39,10 +70,10 @@ def total_of(maximum, rest, EXACT: tl.constexpr, IS_MAX: tl.constexpr):
 @triton.jit
 def semi_markov_memory_scan_kernel(
     chains,  # Chains
-    tables_ptr,  # see tables.py
+    tables_ptr,  # see `semi_markov_tables_kernel`
     slots,
     ring_ptr,  # [programs, D + 2, C] fp64: the open segments, and what two steps closed
-    saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans; under Max choices, see viterbi.py
+    saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans; under Max choices, see paths.py
     logz_ptr,  # [N] fp64, or under Max the last state, int32, -1 without a path
     rounded_ptr,  # [N] in the dtype of results, log Z or the best score
     SAVE: tl.constexpr,

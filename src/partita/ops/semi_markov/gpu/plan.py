@@ -5,8 +5,6 @@ These are pure functions of sizes. They import no Triton.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....runtime.sizes import cdiv, next_power_of_2
 
 MAX_RING = 4096  # elements of a ring in the registers of a program
@@ -28,16 +26,6 @@ def state_block(C: int) -> int:
 def duration_block(D: int) -> int:
     """Return the number of slots of a ring."""
     return next_power_of_2(max(D, 2))
-
-
-def warps(elements: int) -> int:
-    """Return how many warps, 1 to 8, have 8 elements or fewer of a block in each thread."""
-    return max(1, min(8, elements // 256))
-
-
-def tables_size(C: int, D: int) -> int:
-    """Return the number of fp64 numbers of the tables, see `tables.py`."""
-    return 2 * C * (C + duration_block(D))
 
 
 def scan_options(C: int, D: int) -> dict[str, int]:
@@ -67,40 +55,9 @@ def posterior_block(C: int) -> int:
     return min(32, state_block(C))
 
 
-def state_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel of the posteriors of states."""
-    block = state_block(C)
-    return {"ROWS": max(1, min(ROWS, 1024 // block)), "BLOCK_C": block, "num_warps": 4}
-
-
-def segment_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel of the posteriors of segments."""
-    return {"ROWS": ROWS, "BLOCK_C": posterior_block(C), "num_warps": 4}
-
-
 def splits(T: int, N: int, C: int) -> tuple[int, int]:
     """Return into how many parts a sequence is cut for sums of posteriors, and their steps."""
     programs = max(N * cdiv(C, posterior_block(C)), 1)
     parts = max(1, min(cdiv(T, ROWS), PROGRAMS // programs))
     per_part = cdiv(cdiv(T, parts), ROWS) * ROWS
     return cdiv(T, per_part), per_part
-
-
-def pair_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel of the posteriors of transitions."""
-    block = posterior_block(C)
-    return {"BLOCK": block, "num_warps": warps(block * block)}
-
-
-def sum_options(rows: int, columns: int) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel that adds the parts of sums."""
-    block = max(8, min(64, next_power_of_2(max(columns // 128, 1))))
-    in_rows = min(2048 // block, next_power_of_2(max(rows, 1)))
-    return {"BLOCK_R": in_rows, "BLOCK": block, "num_warps": 4}
-
-
-def sample_options(C: int, D: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel that draws a path."""
-    block_c, block_d = state_block(C), duration_block(D)
-    threads = max(1, min(8, max(block_c, block_d) // 128))
-    return {"BLOCK_C": block_c, "BLOCK_D": block_d, "num_warps": threads}

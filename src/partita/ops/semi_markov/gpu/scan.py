@@ -38,7 +38,6 @@ from .scores import (
     load_steps,
     log_of_number,
     log_of_sum,
-    power_of_2,
     store_logz,
     weight_term,
 )
@@ -107,6 +106,53 @@ class SavedRows(NamedTuple):
 
 
 @triton.jit
+def semi_markov_weights_kernel(
+    transitions,  # Matrix
+    durations,  # Matrix
+    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see below
+    C,
+    D,
+    BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,  # a power of 2, at least D
+):
+    """Write what the scans in registers read: weights of durations, and scores.
+
+    The rows are 2 * SLOTS of weights relative to the greatest of each state, 2 * SLOTS of scores,
+    the weights of the duration 1, the greatest scores, and the scores of transitions from the
+    states of rows and to them. Row j of the first two has the age -j mod SLOTS, minus 1, so that a
+    step reads consecutive rows wherever its newest slot is; the weights of the duration 1 are 0
+    there, because a new segment is not in the ring yet.
+
+    Past the states are weights of 0 and scores of -inf, so that reading a row needs no mask. A row
+    has an odd number of elements: from aligned rows a thread would load several states at once,
+    which costs the sums over slots more than it saves.
+    """
+    c, j = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
+    age = (SLOTS - j) % SLOTS
+    at = age.to(tl.int64) * durations.row + c * durations.column
+    scores = tl.load(durations.ptr + at, mask=(age < D) & (c < C), other=-float("inf"))
+    scores = scores.to(tl.float64)
+    greatest = finite_shift(tl.max(scores, axis=0))[None, :]
+    weights = tl.exp(scores - greatest)
+    part: tl.constexpr = 2 * SLOTS
+    for copy in tl.static_range(2):
+        to = weights_ptr + (copy * SLOTS + j) * (BLOCK_C + 1) + c
+        tl.store(to, tl.where(age == 0, 0.0, weights))
+        tl.store(to + part * (BLOCK_C + 1), scores)
+    to = weights_ptr + 2 * part * (BLOCK_C + 1) + c + 0 * j
+    tl.store(to, weights, mask=age == 0)
+    tl.store(to + BLOCK_C + 1, greatest + 0.0 * j, mask=age == 0)
+    to = weights_ptr + (2 * part + 2) * (BLOCK_C + 1)
+    row, column = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    mask = (row < C) & (column < C)
+    for is_beta in tl.static_range(2):
+        source, target = (column, row) if is_beta else (row, column)
+        at = source.to(tl.int64) * transitions.row + target.to(tl.int64) * transitions.column
+        scores = tl.load(transitions.ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
+        tl.store(to + (is_beta * BLOCK_C + row) * (BLOCK_C + 1) + column, scores)
+
+
+@triton.jit
 def load_emission(sequence, k, BLOCK_C: tl.constexpr):
     """Load the emissions of step k of a scan, -inf past its steps."""
     c = tl.arange(0, BLOCK_C)
@@ -146,21 +192,36 @@ def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl
 
 
 @triton.jit
+def scores_of(numbers, EXACT: tl.constexpr):
+    """Return the scores of numbers relative to an offset."""
+    number, offset = numbers
+    return log_of_number(number, EXACT) + offset
+
+
+@triton.jit
 def exact_step(
     k,  # the number of the step in the scan
     sequence,  # Sequence
     transitions_ptr,  # scores, see load_matrix
     durations_ptr,  # scores
     ring_ptr,
+    opened_at,  # [BLOCK_C], see ScanState
+    level,
     D,
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Take a step with logarithms, the first with the scores that stand in the row of the last.
+    """Take a step with logarithms, and choose what numbers are relative to after it.
+
+    The first step takes the scores that stand in the row of the last. What is closed is relative to
+    the level and to the opened scores, which are smoother from step to step. A state that is not
+    opened takes the score at which it would have been opened.
 
     Returns:
-        The numbers and offsets of what is opened and closed, and the scores of the open segments.
+        The numbers and offsets of what is opened and closed, the `ScanState`, the transitions, the
+        level, the references of what is closed and of what will be opened, and the numbers of what
+        is closed.
     """
     C = sequence.C
     c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
@@ -183,20 +244,8 @@ def exact_step(
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
     tl.debug_barrier()  # the next step stores to what was read
-    return (number, offset), (total, shift), scores
-
-
-@triton.jit
-def choose_references(opened, closed, level, transitions_ptr, EXACT: tl.constexpr, C: tl.constexpr):
-    """Choose what numbers are relative to after a step with scores [C] of opened and closed.
-
-    What is closed is relative to the level and to the opened scores, which are smoother from step
-    to step. A state that is not opened takes the score at which it would have been opened.
-
-    Returns:
-        The transitions, the level, the references of what is closed and of what will be opened,
-        and the numbers of what is closed.
-    """
+    numbers = (number, offset), (total, shift)
+    opened, closed = scores_of(numbers[0], EXACT), scores_of(numbers[1], EXACT)
     follows = (opened > -float("inf")) & (closed > -float("inf"))
     gain = finite_shift(tl.max(tl.where(follows, closed - opened, -float("inf")), axis=0))
     score = tl.where(opened > -float("inf"), opened, closed - gain)
@@ -205,26 +254,19 @@ def choose_references(opened, closed, level, transitions_ptr, EXACT: tl.constexp
     highest = tl.max(closed - source, axis=0)
     level = tl.where(highest > -float("inf"), highest, level)
     weight = weight_term(closed - source - level, EXACT)
-    matrix = load_matrix(transitions_ptr, C) + source[:, None]
+    matrix = load_matrix(transitions_ptr, BLOCK_C) + source[:, None]
     target = finite_shift(tl.max(matrix, axis=0))
-    return weight_term(matrix - target[None, :], EXACT), level, source, target, weight
-
-
-@triton.jit
-def ring_of(k, scores, opened, opened_at, otherwise, EXACT: tl.constexpr, SLOTS: tl.constexpr):
-    """Return the `ScanState` after an exact step.
-
-    The bases of states without an open segment are `otherwise`.
-    """
+    matrix = weight_term(matrix - target[None, :], EXACT)
     base = tl.max(scores, axis=0)
     is_empty = base == -float("inf")
-    base = tl.where(is_empty, otherwise, base)
+    base = tl.where(is_empty, level + target, base)
     ring = exp_term(scores - base[None, :], EXACT)
     is_rounded = tl.max(((ring < SMALL) & (scores > -float("inf"))).to(tl.int32), axis=0) > 0
     opened_at = tl.where(opened > -float("inf"), k, opened_at)
     opened_at = tl.where(is_empty, k - SLOTS, opened_at)
     rounded_at = tl.where(is_rounded, k, k - SLOTS)
-    return ScanState(ring, base, opened_at, rounded_at)
+    state = ScanState(ring, base, opened_at, rounded_at)
+    return numbers, state, matrix, level, source, target, weight
 
 
 @triton.jit
@@ -242,13 +284,6 @@ def two_sums(ring, weights, matrix, weight, BLOCK_C: tl.constexpr, SLOTS: tl.con
         return tl.reduce((products, matrix * weight[:, None]), 0, add_both)
     else:
         return tl.sum(products, axis=0), tl.sum(matrix * weight[:, None], axis=0)
-
-
-@triton.jit
-def scores_of(numbers, EXACT: tl.constexpr):
-    """Return the scores of numbers relative to an offset."""
-    number, offset = numbers
-    return log_of_number(number, EXACT) + offset
 
 
 @triton.jit
@@ -313,7 +348,8 @@ def linear_step(
     bound = tl.where(total > 0.0, exponent_bits(total) - 1023 + MAX_LOSS, bits)
     bits = tl.minimum(bits, bound)
     bits = tl.where((bits > MAX_BITS) & (begun <= RING_HIGH), bits, 0)
-    scale = tl.where(is_dead, 0.0, power_of_2(-bits))
+    power = ((-bits + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)  # 2**-bits
+    scale = tl.where(is_dead, 0.0, power)
     ring = tl.where(slot == (k & (SLOTS - 1)), begun[None, :], ring) * scale[None, :]
     opened_at = tl.where(is_dead, k - SLOTS, tl.where(entered > 0.0, k, opened_at))
     is_rounded = (bits > 0) | ((begun < SMALL) & (entered > 0.0))
@@ -334,7 +370,7 @@ def linear_step(
 @triton.jit
 def semi_markov_scan_kernel(
     chains,  # Chains
-    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see tables.py
+    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, as stored above
     ring_ptr,  # [programs, SLOTS + 1, BLOCK_C + 1] fp64: what each slot opened, what closed last
     saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans
     logz_ptr,  # [N] fp64
@@ -394,16 +430,11 @@ def semi_markov_scan_kernel(
         # 3.6 does not compile a branch for AMD.
         is_wrong = tl.max((~is_right & (c < C)).to(tl.int32), axis=0)
         for _ in range(0, tl.where(k == 0, 1, is_wrong)):
-            opened, closed, scores = exact_step(
-                k, sequence, transitions_ptr, durations_ptr, ring_ptr, D, EXACT, BLOCK_C, SLOTS
+            inputs = (sequence, transitions_ptr, durations_ptr, ring_ptr, state.opened_at, level)
+            numbers, next_state, matrix, level, source, target, weight = exact_step(
+                k, *inputs, D, EXACT, BLOCK_C, SLOTS
             )
-            opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
-            matrix, level, source, target, weight = choose_references(
-                opened_scores, closed_scores, level, transitions_ptr, EXACT, BLOCK_C
-            )
-            next_state = ring_of(
-                k, scores, opened_scores, state.opened_at, level + target, EXACT, SLOTS
-            )
+            opened, closed = numbers
         # Triton 3.6 removes a carried value that only sets the trip count of an inner loop, such as
         # the step of the last rounding. This use prevents that; `is_wrong` is 0 or 1.
         level = tl.where(is_wrong > 1, 0.0, level)

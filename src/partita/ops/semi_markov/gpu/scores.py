@@ -118,12 +118,6 @@ def log_of_sum(total, EXACT: tl.constexpr):
 
 
 @triton.jit
-def power_of_2(n):
-    """Return 2**n in fp64 for -1022 <= n <= 1023."""
-    return ((n + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-
-
-@triton.jit
 def exponent_bits(x):
     """Return the biased exponents of numbers that are not negative, 0 to 2047."""
     return (x.to(tl.int64, bitcast=True) >> 52).to(tl.int32)
