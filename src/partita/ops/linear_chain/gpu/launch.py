@@ -190,24 +190,32 @@ def linear_chain_gradient(
     results = Gradients(d_emissions, d_start, d_end)
     grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
     d_transitions = transitions.new_empty(0)
-    factors = torch.empty((T, N), dtype=torch.float64, device=device)
-    options = plan.row_options(C)
-    launch(
-        linear_chain_marginals_kernel,
-        cdiv(T * N, options["ROWS"]),
-        lengths_ptr=batch.lengths,
-        saved=states._replace(maxima=None),
-        factors_ptr=factors,
-        gradients=results,
-        **batch.sizes,
-        BLOCK_PARTS=plan.parts_block(states.span.parts),
-        **grad,
-        **options,
-    )
+    factors = state_gradients(grad, batch, states, results)
     if need_transitions:
         d_transitions = count_transitions(grad, batch, transitions, states, factors, per_sequence)
     d_start, d_end = (emissions.new_empty(0) if end is None else end for end in results[1:])
     return d_emissions, d_transitions, d_start, d_end
+
+
+def state_gradients(
+    grad: dict[str, Any], batch: Batch, saved: Saved, gradients: Gradients
+) -> Tensor:
+    """Compute the gradients in the scores of states, and return factors of transitions `[T, N]`."""
+    factors = saved.states.new_empty((batch.T, batch.N))
+    options = plan.row_options(batch.C)
+    launch(
+        linear_chain_marginals_kernel,
+        cdiv(batch.T * batch.N, options["ROWS"]),
+        lengths_ptr=batch.lengths,
+        saved=saved._replace(maxima=None),
+        factors_ptr=factors,
+        gradients=gradients,
+        **batch.sizes,
+        BLOCK_PARTS=plan.parts_block(saved.span.parts),
+        **grad,
+        **options,
+    )
+    return factors
 
 
 def count_transitions(

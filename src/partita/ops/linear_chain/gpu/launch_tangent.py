@@ -11,12 +11,10 @@ from ....primitives.gpu.target import target_of
 from ....runtime.launch import cdiv, launch
 from . import plan
 from .arguments import Gradients, Span, StridedSteps, batch_of, split_saved, strided_steps
-from .launch import linear_chain_logz, sum_counts
+from .launch import linear_chain_logz, state_gradients, sum_counts
 from .tangent import (
     linear_chain_means_kernel,
     linear_chain_pair_covariances_kernel,
-    linear_chain_posteriors_kernel,
-    linear_chain_rests_kernel,
     linear_chain_state_covariances_kernel,
 )
 
@@ -43,60 +41,49 @@ def linear_chain_tangent(
     mean = torch.zeros(N, **fp64)
     if N and C:
         _, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
+        batch = batch_of(emissions, None, end, lengths)
         states = split_saved(saved, emissions, transitions)
         values = batch_of(emission_values, start_values, end_values, lengths)
-        logs, posteriors, sums, means, rests = torch.empty((5, T, N, C), **fp64).unbind()
-        row_options = plan.row_options(C)
-        programs = cdiv(T * N, row_options["ROWS"])
-        launch(
-            linear_chain_posteriors_kernel,
-            programs,
-            states_ptr=states.states,
-            lengths_ptr=values.lengths,
-            span=states.span,
-            logs_ptr=logs,
-            posteriors_ptr=posteriors,
-            **values.sizes,
-            BLOCK_PARTS=plan.parts_block(states.span.parts),
-            **row_options,
-        )
+        posteriors, sums, *_ = buffers = torch.empty((4, T, N, C), **fp64)
+        ones = {"grad_ptr": torch.ones(1, **fp64), "grad_n": 0}
+        state_gradients(ones, batch, states, Gradients(posteriors, None, None))
         pair_values = strided_steps(transition_values)
         if transition_values.ndim == 3 and transitions.ndim == 2:  # of each sequence
             pair_values = StridedSteps(transition_values, 0, *transition_values.stride())
         arguments = {
             "transitions": strided_steps(transitions),
             "transition_values": pair_values,
-            "logs_ptr": logs,
+            "states_ptr": states.states,
             "posteriors_ptr": posteriors,
             "sums_ptr": sums,
+            "means_ptr": buffers[2:],
+            "mean_ptr": mean,
             "EXACT": plan.is_exact(emissions, transitions),
         }
-        options = plan.tangent_options(C)
         launch(
             linear_chain_means_kernel,
-            N,
+            2 * N,
+            batch=batch,
+            span=states.span,
             values=values,
-            means_ptr=means,
-            mean_ptr=mean,
             **arguments,
-            **options,
+            **plan.tangent_options(C),
+            BLOCK_PARTS=plan.parts_block(states.span.parts),
         )
-        values = values._replace(start=None)
-        launch(linear_chain_rests_kernel, N, values=values, rests_ptr=rests, **arguments, **options)
         grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
+        row_options = plan.row_options(C)
         launch(
             linear_chain_state_covariances_kernel,
-            programs,
-            values=values._replace(end=None),
+            cdiv(T * N, row_options["ROWS"]),
+            values=values._replace(start=None, end=None),
             posteriors_ptr=posteriors,
-            means_ptr=means,
-            rests_ptr=rests,
+            means_ptr=buffers[2:],
             mean_ptr=mean,
             gradients=Gradients(d_emissions, d_start, d_end),
             **grad,
             **row_options,
         )
-        number, groups = plan.count_groups(transitions, T, N, False, target_of(means.device))
+        number, groups = plan.count_groups(transitions, T, N, False, target_of(mean.device))
         constant = transitions.ndim == 2
         if groups.total and d_transitions.numel():
             parts = d_transitions
@@ -106,13 +93,10 @@ def linear_chain_tangent(
             launch(
                 linear_chain_pair_covariances_kernel,
                 number * groups.splits * cdiv(C, options["BLOCK"]) ** 2,
-                lengths_ptr=values.lengths,
-                means_ptr=means,
-                rests_ptr=rests,
-                mean_ptr=mean,
+                lengths_ptr=batch.lengths,
                 result_ptr=parts,
                 groups=groups,
-                **values.sizes,
+                **batch.sizes,
                 **grad,
                 **arguments,
                 **options,

@@ -313,4 +313,4 @@ def sum_options(splits: int, C: int) -> dict[str, Any]:
 def tangent_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the scans of means."""
     block = min(32, next_power_of_2(max(C, 2)))
-    return {"BLOCK_C": block, "BLOCK_K": block, "num_warps": warps(block * block // 8)}
+    return {"BLOCK": block, "num_warps": warps(block * block // 8)}
