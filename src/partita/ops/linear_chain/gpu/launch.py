@@ -118,22 +118,28 @@ def scan_logs(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str
     N, C = batch.N, batch.C
     arguments = {"batch": batch, "transitions": strided_steps(transitions), "saved": saved}
     if C <= plan.MAX_LOG_STATES:
+        block = next_power_of_2(max(C, 2))
         launch(
             linear_chain_scan_kernel,
             2 * N,
             CONSTANT=transitions.ndim == 2,
             **arguments,
             **options,
-            **plan.scan_options(C),
+            AHEAD=2,
+            BLOCK_C=block,
+            num_warps=plan.warps(block * block // 8),
         )
     else:
+        block = min(next_power_of_2(C), 256)
         launch(
             linear_chain_log_scan_kernel,
             2 * N,
             recent_ptr=saved.states.new_empty((2, 2, N, C)),
             **arguments,
             **options,
-            **plan.log_scan_options(C),
+            BLOCK_K=max(4, 4096 // block),
+            BLOCK_C=block,
+            num_warps=8,
         )
 
 
@@ -150,11 +156,12 @@ def step_states(batch: Batch, transitions: Tensor, saved: Saved, options: dict[s
         # of the step and do not count.
         words = torch.full((4 * N * C + 1,), UNWRITTEN, dtype=torch.int64, device=weights.device)
         arguments |= {"words_ptr": words, **plan.exchange_options(C)}
-        launch(linear_chain_exchange_kernel, plan.exchange_programs(N, C), **arguments)
+        programs = 2 * cdiv(C, arguments["STATES"]) * cdiv(N, 16)
+        launch(linear_chain_exchange_kernel, programs, **arguments)
     else:
         recent = weights.new_empty((2, 2, N, C))
         arguments |= {"recent_ptr": recent, "UNROLL": 8, "num_warps": 8}
-        kernel, programs = linear_chain_strided_step_kernel, plan.step_programs(N, C)
+        kernel, programs = linear_chain_strided_step_kernel, 2 * cdiv(C, 8) * cdiv(N, 16)
         for i in range(T if options["SAVE"] else T // 2 + 1):
             launch(kernel, programs, i=i, **arguments)
 
@@ -249,12 +256,13 @@ def count_transitions(
         "EXACT": plan.is_exact(batch.emissions.ptr, transitions),
         "BLOCK_PARTS": plan.parts_block(saved.span.parts),
     }
-    in_lanes = constant and plan.uses_lane_counts(C)
+    in_lanes = constant and C <= plan.MAX_LANE_STATES
     if in_lanes:
         from .lane_counts import linear_chain_lane_counts_kernel
 
         kernel, tokens = linear_chain_lane_counts_kernel, batch._replace(C=None)
-        launch(kernel, programs, batch=tokens, **arguments, **plan.lane_count_options(C))
+        lanes = {"C": C, "LANES": plan.COUNT_LANES, "num_warps": plan.COUNT_LANES // 32}
+        launch(kernel, programs, batch=tokens, **arguments, **lanes)
     launch(
         linear_chain_counts_kernel,
         programs,

@@ -167,7 +167,7 @@ def scan_boundaries(
             groups=groups,
             SIZE=size,
             DIRECTIONS=directions,
-            BLOCK_C=plan.small_block(C),
+            BLOCK_C=next_power_of_2(max(C, 2)),
             num_warps=1,
             **results,
             **options,
@@ -216,7 +216,7 @@ def parallel_scan(
             table_ptr=table,
             saved=saved._replace(maxima=None),
             C=C,
-            STORED=plan.lane_stored(C),
+            STORED=4 if C == 4 else 1 if C % 2 else 2,
             **shared,
         )
     else:

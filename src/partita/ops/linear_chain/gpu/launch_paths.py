@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,7 @@ def linear_chain_viterbi(
     elif plan.stores_previous(C, constant, target):
         previous = torch.empty((T, N, C), dtype=torch.int16, device=device)
         last = torch.empty(N, dtype=torch.int32, device=device)
+        block = next_power_of_2(max(C, 2))
         launch(
             linear_chain_viterbi_kernel,
             N,
@@ -61,7 +64,8 @@ def linear_chain_viterbi(
             previous_ptr=previous,
             score_ptr=score,
             last_ptr=last,
-            **plan.viterbi_options(C),
+            BLOCK_C=block,
+            num_warps=plan.warps(block * block // 16),
         )
         trace(batch, previous, None, last, states, False)
     else:
@@ -85,8 +89,8 @@ def best_path_from_scores(
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=device)
     resident = plan.resident_best(C, transitions.ndim == 2)
     # The steps of many states store that there is a NaN, and not that there is none.
-    numbers = (torch.empty if resident else torch.zeros)((4, N), dtype=torch.int32, device=device)
-    is_nan, last, tied = numbers.split((2, 1, 1))
+    is_nan = (torch.empty if resident else torch.zeros)((2, N), dtype=torch.int32, device=device)
+    last, tied = torch.empty((2, N), dtype=torch.int32, device=device).unbind()
     previous = torch.empty((T, N, C) if resident else 0, dtype=torch.int16, device=device)
     table = score_table(transitions, 2) if meets else None
     shared = {"states_ptr": scores, "lengths_ptr": batch.lengths, **batch.sizes}
@@ -106,6 +110,7 @@ def best_path_from_scores(
             num_warps=plan.warps(C // 4),
         )
         if not resident:
+            block = next_power_of_2(max(C, 32))
             launch(
                 linear_chain_best_trace_kernel,
                 N,
@@ -113,11 +118,12 @@ def best_path_from_scores(
                 last_ptr=last,
                 path_ptr=states,
                 **shared,
-                **plan.best_trace_options(C),
+                BLOCK_C=block,
+                num_warps=plan.warps(block // 4),
             )
             return
-        options = plan.best_states_options(C)
-        programs = cdiv((T - 1) * N, options["ROWS"]) * cdiv(C, options["BLOCK_C"])
+        block = min(64, next_power_of_2(max(C, 16)))
+        programs = cdiv((T - 1) * N, 32) * cdiv(C, block)
         launch(
             linear_chain_best_states_kernel,
             2 * programs if both else programs,
@@ -126,7 +132,10 @@ def best_path_from_scores(
             ties_ptr=ties,
             **shared,
             MEETS=both,
-            **options,
+            ROWS=32,
+            BLOCK_C=block,
+            UNROLL=4,
+            num_warps=4,
         )
         trace(batch, previous, ties, last, states, both)
         if both:
@@ -175,10 +184,19 @@ def scan_best(
         # The states that a step leaves are side by side for each state that it enters.
         steps = StridedSteps(score_table(transitions.T), 0, 0, 1, C)
     by_sequence = transitions.ndim == 4
-    kernel, programs = linear_chain_strided_best_kernel, plan.best_step_programs(N, C, by_sequence)
-    options = {"is_nan_ptr": is_nan, **plan.best_step_options(C, by_sequence)}
+    programs = cdiv(C, 8) * (N if by_sequence else cdiv(N, 8))
     for t in range(batch.T):
-        launch(kernel, programs, transitions=steps, t=t, **arguments, **options)
+        launch(
+            linear_chain_strided_best_kernel,
+            programs,
+            transitions=steps,
+            is_nan_ptr=is_nan,
+            t=t,
+            BY_SEQUENCE=by_sequence,
+            UNROLL=16 if C > 256 else 8,
+            num_warps=8,
+            **arguments,
+        )
     return steps
 
 
@@ -192,7 +210,7 @@ def trace(
 ) -> None:
     """Trace the best paths from their last states, or from the middle in both directions."""
     T, N, C = batch.T, batch.N, batch.C
-    steps = plan.trace_steps(T)
+    steps = max(8, next_power_of_2(round(math.sqrt(T))))
     segments = 2 * cdiv(T, 2 * steps) if meets else cdiv(T, steps)
     arguments = {
         "previous_ptr": previous,
@@ -243,6 +261,7 @@ def linear_chain_sample(
             launch_lanes(kernel, words.numel(), table_ptr=table, IS_LOG=is_log, **arguments)
         trace_words(words, batch.lengths, logz, states, C)
         return states
+    block = next_power_of_2(max(C, 2))
     launch(
         linear_chain_sample_kernel,
         N * samples,
@@ -251,6 +270,7 @@ def linear_chain_sample(
         states_ptr=states,
         samples=samples,
         **arguments,
-        **plan.sample_options(C),
+        BLOCK_C=block,
+        num_warps=plan.warps(block // 4),
     )
     return states

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
-from ....runtime.launch import cdiv, launch
+from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import Gradients, Span, StridedSteps, batch_of, split_saved, strided_steps
 from .launch import linear_chain_logz, state_gradients, sum_counts
@@ -60,6 +60,7 @@ def linear_chain_tangent(
             "mean_ptr": mean,
             "EXACT": plan.is_exact(emissions, transitions),
         }
+        block = min(32, next_power_of_2(max(C, 2)))
         launch(
             linear_chain_means_kernel,
             2 * N,
@@ -67,7 +68,8 @@ def linear_chain_tangent(
             span=states.span,
             values=values,
             **arguments,
-            **plan.tangent_options(C),
+            BLOCK=block,
+            num_warps=plan.warps(block * block // 8),
             BLOCK_PARTS=plan.parts_block(states.span.parts),
         )
         grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
