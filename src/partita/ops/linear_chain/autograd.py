@@ -39,8 +39,7 @@ from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from ..chain import reference as sparse
-from . import fakes, reference
-from .common import HAS_KERNELS
+from . import common, reference
 from .inputs import LinearChainPotentials
 
 
@@ -59,30 +58,30 @@ def _cpu() -> ModuleType:
 def _gpu() -> ModuleType:
     from .gpu import launch
 
-    return launch if HAS_KERNELS else reference
+    return launch if common.HAS_KERNELS else reference
 
 
 def _gpu_paths() -> ModuleType:
     from .gpu import launch_paths
 
-    return launch_paths if HAS_KERNELS else reference
+    return launch_paths if common.HAS_KERNELS else reference
 
 
 def _gpu_tangent() -> ModuleType:
     from .gpu import launch_tangent
 
-    return launch_tangent if HAS_KERNELS else reference
+    return launch_tangent if common.HAS_KERNELS else reference
 
 
 _define = partial(register.define, cpu=_cpu, vmap=one_by_one)
 _checked = partial(_define, check=check_values, reference_if_empty=True)
-logz = _checked(reference.linear_chain_logz, fakes.fake_logz, gpu=_gpu)
-logz_gradient = _define(reference.linear_chain_gradient, fakes.fake_gradient, gpu=_gpu)
-viterbi = _checked(reference.linear_chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths)
+logz = _checked(reference.linear_chain_logz, common.fake_logz, gpu=_gpu)
+logz_gradient = _define(reference.linear_chain_gradient, common.fake_gradient, gpu=_gpu)
+viterbi = _checked(reference.linear_chain_viterbi, common.fake_viterbi, gpu=_gpu_paths)
 # On a GPU the reference finds the k best paths.
-best_paths = _checked(reference.linear_chain_nbest, fakes.fake_nbest, gpu=lambda: reference)
-sample = _checked(reference.linear_chain_sample, fakes.fake_sample, gpu=_gpu_paths)
-tangent = _define(reference.linear_chain_tangent, fakes.fake_tangent, gpu=_gpu_tangent)
+best_paths = _checked(reference.linear_chain_nbest, common.fake_nbest, gpu=lambda: reference)
+sample = _checked(reference.linear_chain_sample, common.fake_sample, gpu=_gpu_paths)
+tangent = _define(reference.linear_chain_tangent, common.fake_tangent, gpu=_gpu_tangent)
 
 
 class LogZ(torch.autograd.Function):

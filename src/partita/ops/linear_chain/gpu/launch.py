@@ -14,8 +14,7 @@ from torch import Tensor
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from ..common import saved_sizes
-from ..fakes import fake_gradient
+from ..common import fake_gradient, saved_sizes
 from . import plan
 from .arguments import (
     Batch,
@@ -26,11 +25,18 @@ from .arguments import (
     split_saved,
     strided_steps,
 )
-from .counts import linear_chain_counts_kernel, linear_chain_sum_counts_kernel
-from .log_scan import linear_chain_log_scan_kernel, linear_chain_scan_kernel
-from .marginals import linear_chain_marginals_kernel
+from .gradient import (
+    linear_chain_counts_kernel,
+    linear_chain_marginals_kernel,
+    linear_chain_sum_counts_kernel,
+)
 from .resident import linear_chain_resident_scan_kernel
-from .scan import linear_chain_prepare_kernel, linear_chain_total_kernel
+from .scan import (
+    linear_chain_log_scan_kernel,
+    linear_chain_prepare_kernel,
+    linear_chain_scan_kernel,
+    linear_chain_total_kernel,
+)
 
 # A word of a state that no program has stored: its sign bit is set. Both halves are equal, because
 # a recorded program fills memory with 32 bits at a time.
@@ -145,8 +151,8 @@ def scan_logs(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str
 
 def step_states(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
     """Scan alpha and beta of many states in linear arithmetic."""
-    from .gluon_steps import linear_chain_exchange_kernel, linear_chain_strided_step_kernel
     from .launch_lanes import score_table
+    from .steps import linear_chain_exchange_kernel, linear_chain_strided_step_kernel
 
     T, N, C = batch.T, batch.N, batch.C
     weights = score_table(transitions, 2, saved.span)

@@ -10,8 +10,9 @@ from torch import Tensor
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import Batch, Operators, Saved, Span, strided_steps
-from .best_operators import linear_chain_best_groups_kernel, linear_chain_best_operators_kernel
 from .best_segments import (
+    linear_chain_best_groups_kernel,
+    linear_chain_best_operators_kernel,
     linear_chain_best_words_kernel,
     linear_chain_trace_words_kernel,
     linear_chain_word_maps_kernel,

@@ -170,7 +170,7 @@ def lane_options(lanes: int) -> dict[str, int]:
 
 
 class CountGroups(NamedTuple):
-    """The matrices of counts and the tokens that each one sums over, see `counts.py`.
+    """The matrices of counts and the tokens that each one sums over, see `gradient.py`.
 
     Fields:
         splits: the number of programs that share a tile of a matrix.

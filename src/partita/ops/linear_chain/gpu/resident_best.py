@@ -1,6 +1,6 @@
 """Best scores of dense linear chains on NVIDIA GPUs, with transitions in registers or from memory.
 
-See `best_steps.py` for what is stored. In the scan of one program a thread holds the transitions
+See `viterbi.py` for what is stored. In the scan of one program a thread holds the transitions
 from every LANES-th state to a few states, as in `resident.py`. In the steps of many programs a
 thread takes the maximum over every 32nd state for a few sequences and states.
 """
@@ -9,10 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .arguments import Batch
-from .best_steps import middle_token
 from .resident import load_vector, row_groups
 from .scores import fold_ends, load_tokens
 from .steps import Step, load_scores, load_tokens_of, summed_scores
+from .viterbi import middle_token
 
 
 @gluon.jit
@@ -35,7 +35,7 @@ def load_ahead(score_ptr, i, num_steps, stride_t, c, C, AHEAD: gl.constexpr):
 def linear_chain_resident_best_kernel(
     batch,  # Batch
     transitions,  # StridedSteps
-    states_ptr,  # [2, T + 1, N, C] fp64, see best_steps.py
+    states_ptr,  # [2, T + 1, N, C] fp64, see viterbi.py
     is_nan_ptr,  # [2, N] int32, or None with ties
     ties_ptr,  # [N] int32: sequences whose scan goes on from the middle to the end, or None
     MEETS: gl.constexpr,  # whether other programs scan from the end to the middle

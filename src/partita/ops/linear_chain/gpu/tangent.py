@@ -15,8 +15,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .counts import tile_of_program
-from .marginals import store_end_gradient
+from .gradient import store_end_gradient, tile_of_program
 from .scores import (
     exp_sum_term,
     fold_ends,
