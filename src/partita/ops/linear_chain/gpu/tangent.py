@@ -16,14 +16,7 @@ import triton.language as tl
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
 from .gradient import store_end_gradient, tile_of_program
-from .scores import (
-    exp_sum_term,
-    fold_ends,
-    load_end,
-    load_tokens,
-    token_of_rows,
-    transition_range,
-)
+from .scores import exp_sum_term, load_tokens, token_of_rows, token_scores, transition_range
 
 
 @triton.jit
@@ -43,39 +36,42 @@ def load_values(ptr, at, mask):
 
 @triton.jit
 def mean_into(
-    logs_ptr,  # [C] of the token before
-    means_ptr,  # [C] of the token before
-    scores_ptr,  # of the transitions of the step
-    stride_k,
-    stride_c,
-    values_ptr,  # of the values of the step
-    value_k,
-    value_c,
+    logs_ptr,  # [C] of the token that the step leaves
+    means_ptr,  # [C] of that token
+    step,
+    n,
     c,
     C,
+    transitions,  # StridedSteps
+    transition_values,  # StridedSteps
+    FORWARD: tl.constexpr,  # whether the step enters the later one of its tokens
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return the log-sum-exp that enters the states c, and the mean of the values before them."""
+    AXIS: tl.constexpr = 0 if FORWARD else 1  # of the states that the step leaves
     maximum = tl.full(c.shape, -float("inf"), tl.float64)
     total, sums = tl.zeros(c.shape, tl.float64), tl.zeros(c.shape, tl.float64)
+    scores_ptr = transitions.ptr + step * transitions.t + n * transitions.n
+    values_ptr = transition_values.ptr + step * transition_values.t + n * transition_values.n
     for k0 in range(0, C, BLOCK):
         k = k0 + tl.arange(0, BLOCK)
         state = tl.load(logs_ptr + k, mask=k < C, other=-float("inf"))
         mean = tl.load(means_ptr + k, mask=k < C, other=0.0)
-        mask = (k < C)[:, None] & (c < C)[None, :]
-        before, to = k.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
-        at = scores_ptr + before * stride_k + to * stride_c
+        earlier, later = (k, c) if FORWARD else (c, k)
+        earlier, later = earlier.to(tl.int64)[:, None], later.to(tl.int64)[None, :]
+        mask = (earlier < C) & (later < C)
+        at = scores_ptr + earlier * transitions.k + later * transitions.c
         scores = tl.load(at, mask=mask, other=-float("inf")).to(tl.float64)
-        at = values_ptr + before * value_k + to * value_c
-        values = tl.load(at, mask=mask, other=0.0).to(tl.float64)
-        terms = scores + state[:, None]
-        larger = tl.maximum(maximum, tl.max(terms, axis=0))
+        at = earlier * transition_values.k + later * transition_values.c
+        values = load_values(values_ptr, at, mask) + tl.expand_dims(mean, 1 - AXIS)
+        terms = scores + tl.expand_dims(state, 1 - AXIS)
+        larger = tl.maximum(maximum, tl.max(terms, axis=AXIS))
         shift = finite_shift(larger)
         decay = tl.exp(maximum - shift)
-        weights = exp_sum_term(terms - shift[None, :], EXACT)
-        total = total * decay + tl.sum(weights, axis=0)
-        sums = weighted(decay, sums) + tl.sum(weighted(weights, mean[:, None] + values), axis=0)
+        weights = exp_sum_term(terms - tl.expand_dims(shift, AXIS), EXACT)
+        total = total * decay + tl.sum(weights, axis=AXIS)
+        sums = weighted(decay, sums) + tl.sum(weighted(weights, values), axis=AXIS)
         maximum = larger
     mean = tl.where(total == 0.0, 0.0, sums / total)
     return tl.log(total) + finite_shift(maximum), mean
@@ -102,52 +98,58 @@ def linear_chain_means_kernel(
     Both have the value of the state's emission. The first scan gives the mean over all paths.
     """
     batch, values = Batch(*batch), Batch(*values)
-    is_linear, _ = transition_range(span, BLOCK_PARTS)
+    is_linear = transition_range(span, BLOCK_PARTS)[0]
     direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
     is_alpha, C, row = direction == 0, batch.C, tl.full([], batch.N, tl.int64) * batch.C
     tokens, invalid = load_tokens(batch.lengths, n, batch.T)
     scan = direction * batch.T * row + n * C
-    stride_k = tl.where(is_alpha, transitions.k, transitions.c)
-    stride_c = tl.where(is_alpha, transitions.c, transitions.k)
-    value_k = tl.where(is_alpha, transition_values.k, transition_values.c)
-    value_c = tl.where(is_alpha, transition_values.c, transition_values.k)
+    for first in range(0, tokens, BLOCK):
+        t = first + tl.arange(0, BLOCK).to(tl.int64)
+        for c0 in range(0, C, BLOCK):
+            c = c0 + tl.arange(0, BLOCK)
+            mask = (t < tokens)[:, None] & (c < C)[None, :]
+            state_ptr = states_ptr + scan + (t * row)[:, None] + c[None, :]
+            state = tl.load(state_ptr, mask=mask, other=0.0)
+            if is_linear:
+                state = tl.log(state)
+            # Alpha has the emissions already.
+            of_beta = mask & (direction == 1)
+            state += token_scores(batch, t, t * 0 + n, tokens, c, of_beta, 0.0)
+            tl.store(state_ptr, state, mask=mask)
+    tl.debug_barrier()
+    emissions, start, end = values.emissions, values.start, values.end
     total = tl.full([], 0.0, tl.float64)
     for i in range(0, tokens):
         t = tl.where(is_alpha, tl.full([], i, tl.int64), tokens - 1 - i)
         at, step = scan + t * row, tl.where(is_alpha, t - 1, t)
         before = scan + tl.where(is_alpha, t - 1, t + 1) * row
-        scores_ptr = transitions.ptr + step * transitions.t + n * transitions.n
-        values_ptr = transition_values.ptr
-        values_ptr += step * transition_values.t + n * transition_values.n
-        steps = (scores_ptr, stride_k, stride_c, values_ptr, value_k, value_c)
+        left = (states_ptr + before, means_ptr + before, step, n)
         for c0 in range(0, C, BLOCK):
             c = c0 + tl.arange(0, BLOCK)
-            emissions, c_64, mask = values.emissions, c.to(tl.int64), c < C
+            c_64, mask = c.to(tl.int64), c < C
             value = t * emissions.t + n * emissions.n + c_64 * emissions.c
             mean = load_values(emissions.ptr, value, mask)
-            state = tl.load(states_ptr + at + c, mask=mask, other=0.0)
-            if is_linear:
-                state = tl.log(state)
-            emissions = batch.emissions
-            score = t * emissions.t + n * emissions.n + c_64 * emissions.c
-            score = tl.load(emissions.ptr + score, mask=mask & (direction == 1), other=0.0)
-            score = fold_ends(score, t, tokens, 0.0, load_end(batch.end, n, c, C))
-            state += tl.where(is_alpha, 0.0, score)
-            tl.store(states_ptr + at + c, state, mask=mask)
             if i > 0:
-                known = (states_ptr + before, means_ptr + before)
-                log_sum, entered = mean_into(*known, *steps, c, C, EXACT, BLOCK)
+                # The compiler knows which stride is 1 in either direction.
+                if is_alpha:
+                    log_sum, entered = mean_into(
+                        *left, c, C, transitions, transition_values, True, EXACT, BLOCK
+                    )
+                else:
+                    log_sum, entered = mean_into(
+                        *left, c, C, transitions, transition_values, False, EXACT, BLOCK
+                    )
                 tl.store(sums_ptr + at + c, log_sum, mask=mask & is_alpha)
                 mean += entered
+            elif is_alpha:
+                mean += load_values(start.ptr, n * start.n + c_64 * start.c, mask)
             else:
-                value = n * values.start.n + c_64 * values.start.c
-                mean += load_values(values.start.ptr, value, mask & is_alpha)
-            end = load_values(values.end.ptr, n * values.end.n + c_64 * values.end.c, mask)
-            mean += tl.where((i == 0) & (direction == 1), end, 0.0)
+                mean += load_values(end.ptr, n * end.n + c_64 * end.c, mask)
             tl.store(means_ptr + at + c, mean, mask=mask)
             if i == tokens - 1:
+                mean += load_values(end.ptr, n * end.n + c_64 * end.c, mask)
                 weights = tl.load(posteriors_ptr + t * row + n * C + c, mask=mask, other=0.0)
-                total += tl.sum(weighted(weights, mean + end), axis=0)
+                total += tl.sum(weighted(weights, mean), axis=0)
         # The next token reads what other threads have stored.
         tl.debug_barrier()
     tl.store(mean_ptr + n, total + invalid, mask=is_alpha)
