@@ -73,19 +73,49 @@ def linear_chain_logz(
         parts = parts._replace(states=saved.new_empty((2, N, C)))
     block = plan.parts_block(parts.span.parts)
     options = {"SAVE": save, "EXACT": plan.is_exact(emissions, transitions), "BLOCK_PARTS": block}
-    arguments = (batch, transitions, parts, options)
+    steps = strided_steps(transitions)
+    arguments = {"batch": batch, "transitions": steps, "saved": parts, **options}
     is_parallel = plan.is_parallel(T, N, C, save, target_of(logz.device))
     # The device runs the scan in linear arithmetic or that in the log domain.
     if parts.span.parts:
         if is_parallel:
             from .launch_lanes import parallel_scan
 
-            parallel_scan(*arguments, logz, rounded)
+            parallel_scan(batch, transitions, parts, options, logz, rounded)
         elif C <= plan.MAX_RESIDENT_STATES:
-            scan_resident(*arguments)
+            launch(
+                linear_chain_resident_scan_kernel,
+                2 * N,
+                boundaries_ptr=None,
+                segments=1,
+                STEPS=0,
+                **arguments,
+                **plan.resident_options(C),
+            )
         else:
-            step_states(*arguments)
-    scan_logs(*arguments)
+            step_states(batch, transitions, parts, options)
+    if C <= plan.MAX_LOG_STATES:
+        states = next_power_of_2(max(C, 2))
+        launch(
+            linear_chain_scan_kernel,
+            2 * N,
+            CONSTANT=transitions.ndim == 2,
+            **arguments,
+            AHEAD=2,
+            BLOCK_C=states,
+            num_warps=plan.warps(states * states // 8),
+        )
+    else:
+        states = min(next_power_of_2(C), 256)
+        launch(
+            linear_chain_log_scan_kernel,
+            2 * N,
+            recent_ptr=saved.new_empty((2, 2, N, C)),
+            **arguments,
+            BLOCK_K=max(4, 4096 // states),
+            BLOCK_C=states,
+            num_warps=8,
+        )
     launch(
         linear_chain_total_kernel,
         N,
@@ -101,52 +131,6 @@ def linear_chain_logz(
         BLOCK_PARTS=block,
     )
     return logz, rounded, saved if save else saved.new_empty(0)
-
-
-def scan_resident(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
-    """Scan alpha and beta of each sequence in linear arithmetic by a program."""
-    launch(
-        linear_chain_resident_scan_kernel,
-        2 * batch.N,
-        batch=batch,
-        transitions=strided_steps(transitions),
-        saved=saved,
-        boundaries_ptr=None,
-        segments=1,
-        STEPS=0,
-        **options,
-        **plan.resident_options(batch.C),
-    )
-
-
-def scan_logs(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
-    """Scan alpha and beta of each sequence in the log domain by a program."""
-    N, C = batch.N, batch.C
-    arguments = {"batch": batch, "transitions": strided_steps(transitions), "saved": saved}
-    if C <= plan.MAX_LOG_STATES:
-        block = next_power_of_2(max(C, 2))
-        launch(
-            linear_chain_scan_kernel,
-            2 * N,
-            CONSTANT=transitions.ndim == 2,
-            **arguments,
-            **options,
-            AHEAD=2,
-            BLOCK_C=block,
-            num_warps=plan.warps(block * block // 8),
-        )
-    else:
-        block = min(next_power_of_2(C), 256)
-        launch(
-            linear_chain_log_scan_kernel,
-            2 * N,
-            recent_ptr=saved.states.new_empty((2, 2, N, C)),
-            **arguments,
-            **options,
-            BLOCK_K=max(4, 4096 // block),
-            BLOCK_C=block,
-            num_warps=8,
-        )
 
 
 def step_states(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
@@ -185,29 +169,20 @@ def linear_chain_gradient(
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
-    T, N, C = emissions.shape
-    device = emissions.device
+    gradients = fake_gradient(emissions, transitions, start, end, need_transitions, per_sequence)
     if not emissions.numel():  # The reference has served log Z, and saved nothing.
-        tensors = (emissions, transitions, start, end)
-        gradients = fake_gradient(*tensors, need_transitions, per_sequence)
         for gradient in gradients:
             gradient.zero_()
         return gradients
-    d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
-    d_start, d_end = (
-        None if end is None else torch.empty((N, C), dtype=end.dtype, device=device)
-        for end in (start, end)
-    )
+    d_emissions, d_transitions, d_start, d_end = gradients
     batch = batch_of(emissions, None, end, lengths)  # No step enters a first token.
     states = split_saved(saved, emissions, transitions)
-    results = Gradients(d_emissions, d_start, d_end)
+    ends = (None if start is None else d_start, None if end is None else d_end)
     grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
-    d_transitions = transitions.new_empty(0)
-    factors = state_gradients(grad, batch, states, results)
-    if need_transitions:
-        d_transitions = count_transitions(grad, batch, transitions, states, factors, per_sequence)
-    d_start, d_end = (emissions.new_empty(0) if end is None else end for end in results[1:])
-    return d_emissions, d_transitions, d_start, d_end
+    factors = state_gradients(grad, batch, states, Gradients(d_emissions, *ends))
+    if d_transitions.numel():
+        count_transitions(grad, batch, transitions, states, factors, per_sequence, d_transitions)
+    return gradients
 
 
 def state_gradients(
@@ -238,17 +213,11 @@ def count_transitions(
     saved: Saved,
     factors: Tensor,
     per_sequence: bool,
-) -> Tensor:
-    """Return the gradient in the transitions."""
-    T, N, C = batch.T, batch.N, batch.C
-    device, constant = factors.device, transitions.ndim == 2
-    number, groups = plan.count_groups(transitions, T, N, per_sequence, target_of(device))
-    shape, dtype = transitions.shape, transitions.dtype
-    if per_sequence and constant:
-        shape, dtype = torch.Size((N, C, C)), acc_dtype(dtype)
-    result = torch.empty(shape, dtype=dtype, device=device)
-    if result.numel() == 0:
-        return result
+    result: Tensor,
+) -> None:
+    """Compute the gradient in the transitions."""
+    T, N, C, constant = batch.T, batch.N, batch.C, transitions.ndim == 2
+    number, groups = plan.count_groups(transitions, T, N, per_sequence, target_of(factors.device))
     counts = result
     if constant:
         counts = factors.new_empty((number, groups.splits, C, C))
@@ -282,7 +251,6 @@ def count_transitions(
     )
     if constant:
         sum_counts(counts, result, transitions, saved.span)
-    return result
 
 
 def sum_counts(parts: Tensor, counts: Tensor, transitions: Tensor, span: Span) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
-from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
+from ..common import fake_sample, fake_viterbi
 from . import plan
 from .arguments import (
     Batch,
@@ -44,8 +44,7 @@ def linear_chain_viterbi(
     """Return the best score `[N]` and the states of the best path `[T, N]`."""
     T, N, C = emissions.shape
     device = emissions.device
-    score = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=device)
-    states = torch.empty((T, N), dtype=torch.int64, device=device)
+    score, states = fake_viterbi(emissions)
     batch, constant = batch_of(emissions, start, end, lengths), transitions.ndim == 2
     target = target_of(device)
     if constant and plan.is_parallel(T, N, C, True, target):
@@ -237,7 +236,7 @@ def linear_chain_sample(
     """Return the states `[k, T, N]` of k paths from the posterior."""
     T, N, C = emissions.shape
     samples = uniforms.shape[1]
-    states = torch.empty((samples, T, N), dtype=torch.int64, device=emissions.device)
+    states = fake_sample(emissions, uniforms)
     batch = batch_of(emissions, start, end, lengths)
     logz, _, saved = linear_chain_logz(emissions, transitions, start, end, batch.lengths, True)
     alpha = split_saved(saved, emissions, transitions)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
 from ....runtime.launch import cdiv, launch, next_power_of_2
+from ..common import fake_tangent
 from . import plan
 from .arguments import Gradients, Span, StridedSteps, batch_of, split_saved, strided_steps
 from .launch import linear_chain_logz, state_gradients, sum_counts
@@ -33,19 +31,18 @@ def linear_chain_tangent(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the mean of the values `[N]`, and its gradients weighted by grad_output, in fp64."""
     T, N, C = emissions.shape
-    fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
-    d_emissions, d_transitions = (
-        torch.zeros(tensor.shape, **fp64) for tensor in (emissions, transitions)
-    )
-    d_start, d_end = (None if x is None else torch.zeros((N, C), **fp64) for x in (start, end))
-    mean = torch.zeros(N, **fp64)
-    if N and C:
+    results = fake_tangent(emissions, transitions, start, end)
+    mean, d_emissions, d_transitions, d_start, d_end = results
+    if T == 1 or not emissions.numel():  # without a step, or without a state
+        for result in results:
+            result.zero_()
+    if emissions.numel():
         _, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
         batch = batch_of(emissions, None, end, lengths)
         states = split_saved(saved, emissions, transitions)
         values = batch_of(emission_values, start_values, end_values, lengths)
-        posteriors, sums, *_ = buffers = torch.empty((4, T, N, C), **fp64)
-        ones = {"grad_ptr": torch.ones(1, **fp64), "grad_n": 0}
+        posteriors, sums, *_ = buffers = saved.new_empty((4, T, N, C))
+        ones = {"grad_ptr": saved.new_full((1,), 1.0), "grad_n": 0}
         state_gradients(ones, batch, states, Gradients(posteriors, None, None))
         pair_values = strided_steps(transition_values)
         if transition_values.ndim == 3 and transitions.ndim == 2:  # of each sequence
@@ -73,6 +70,7 @@ def linear_chain_tangent(
             BLOCK_PARTS=plan.parts_block(states.span.parts),
         )
         grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
+        ends = (None if start is None else d_start, None if end is None else d_end)
         row_options = plan.row_options(C)
         launch(
             linear_chain_state_covariances_kernel,
@@ -81,7 +79,7 @@ def linear_chain_tangent(
             posteriors_ptr=posteriors,
             means_ptr=buffers[2:],
             mean_ptr=mean,
-            gradients=Gradients(d_emissions, d_start, d_end),
+            gradients=Gradients(d_emissions, *ends),
             **grad,
             **row_options,
         )
@@ -90,7 +88,7 @@ def linear_chain_tangent(
         if groups.total and d_transitions.numel():
             parts = d_transitions
             if constant:
-                parts = torch.empty((number, groups.splits, C, C), **fp64)
+                parts = saved.new_empty((number, groups.splits, C, C))
             options = plan.count_options(C)
             launch(
                 linear_chain_pair_covariances_kernel,
@@ -105,5 +103,4 @@ def linear_chain_tangent(
             )
             if constant:
                 sum_counts(parts, d_transitions, d_transitions, Span(parts, 0))
-    d_start, d_end = (mean.new_empty(0) if end is None else end for end in (d_start, d_end))
-    return mean, d_emissions, d_transitions, d_start, d_end
+    return results
