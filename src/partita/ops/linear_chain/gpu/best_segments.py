@@ -34,8 +34,8 @@ from .lanes import (
     lane_select,
     load_lane,
 )
-from .resident import load_vector
-from .resident_best import greater, load_ahead
+from .resident import load_rows, load_vector
+from .resident_best import greater
 from .scores import fold_ends, load_tokens
 
 ALL_STATES = tl.constexpr(0x1111111111111111)  # times a state is the map of all states to it
@@ -240,9 +240,9 @@ def linear_chain_best_operators_kernel(
     x, bad = unit_operator(ROWS), c * 0
     score_ptr = emissions.ptr + n * emissions.n + c.to(gl.int64) * emissions.c
     score_ptr += gl.to_tensor(low).to(gl.int64) * emissions.t
-    scores = load_ahead(score_ptr, 1, num_steps, emissions.t, c, C, AHEAD)
+    scores, _ = load_rows(score_ptr, None, 1, num_steps, emissions.t, 0, c, C, AHEAD)
     for i in range(1, num_steps + 1, AHEAD):
-        following = load_ahead(score_ptr, i + AHEAD, num_steps, emissions.t, c, C, AHEAD)
+        following, _ = load_rows(score_ptr, None, i + AHEAD, num_steps, emissions.t, 0, c, C, AHEAD)
         for j in gl.static_range(AHEAD):
             active = i + j <= num_steps
             score = fold_ends(scores[j], low + i + j, tokens, end * 0.0, end)

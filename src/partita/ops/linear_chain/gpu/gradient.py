@@ -40,24 +40,6 @@ def store_end_gradient(ptr, d_emission, n, c, C, mask):
 
 
 @triton.jit
-def state_posteriors(alpha, beta, is_linear):
-    """Return the posteriors `[ROWS, BLOCK_C]`, and Z as a sum and the logarithm of its factor.
-
-    Without a path all posteriors are 0.
-    """
-    if is_linear:
-        shift = tl.zeros([alpha.shape[0]], tl.float64)
-        weights = alpha * beta
-    else:
-        terms = alpha + beta
-        shift = finite_shift(tl.max(terms, axis=1))
-        weights = tl.exp(terms - shift[:, None])
-    total = tl.sum(weights, axis=1)
-    inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
-    return weights * inverse[:, None], total, shift
-
-
-@triton.jit
 def linear_chain_marginals_kernel(
     grad_ptr,  # [N]
     grad_n,
@@ -87,7 +69,16 @@ def linear_chain_marginals_kernel(
     other = tl.where(is_linear, 0.0, -float("inf"))
     alpha = tl.load(saved.states + at, mask=mask, other=other)
     beta = tl.load(saved.states + rows * C + at, mask=mask, other=other)
-    posterior, total, shift = state_posteriors(alpha, beta, is_linear)
+    if is_linear:
+        shift = tl.zeros([ROWS], tl.float64)
+        weights = alpha * beta
+    else:
+        terms = alpha + beta
+        shift = finite_shift(tl.max(terms, axis=1))
+        weights = tl.exp(terms - shift[:, None])
+    # Without a path all posteriors are 0.
+    total = tl.sum(weights, axis=1)
+    posterior = weights * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
     scale = tl.load(saved.scales + row, mask=active & (t > 0), other=0.0)
     grad = tl.load(grad_ptr + n * grad_n, mask=row < rows, other=0.0).to(tl.float64)
     if is_linear:
