@@ -190,6 +190,7 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         transitions = torch.zeros(C, C, dtype=dtype, requires_grad=True)
         chain = partita.linear_chain(emissions, transitions)
         torch.autograd.grad(chain.logz().sum(), (emissions, transitions))
+        torch.autograd.grad(chain.state_marginals().sum(), emissions)
         partita.linear_chain(emissions.detach(), transitions.detach()).viterbi()
         if T <= 70 and C < 50:
             end = torch.zeros(C, dtype=dtype, requires_grad=True)
@@ -198,7 +199,6 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         chain = partita.linear_chain(emissions.detach(), transitions.detach())
         chain.logz()
         chain.sample(2)
-        chain.entropy()
     for shape in ((2, 50, 50), (2, 2, 200, 200)):
         emissions, transitions = torch.zeros(3, 2, shape[-1], dtype=dtype), torch.zeros(shape)
         chain = partita.linear_chain(emissions, transitions.to(dtype))

@@ -1,6 +1,7 @@
 """The GPU kernels for paths of dense linear chains, and those that are parallel in time."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -137,11 +138,12 @@ def test_nan_and_invalid_lengths_stay_in_their_sequence_in_segments(
 
 
 def scan_best_in_torch(
-    batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor
+    batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor, *unused: Any
 ) -> StridedSteps:
     """Store what `launch_paths.scan_best` does, whose kernels Triton's interpreter does not run."""
     T, N = batch.T, batch.N
     lengths = torch.full((N,), T) if batch.lengths is None else batch.lengths
+    is_nan.zero_()
     tokens = torch.where((lengths >= 1) & (lengths <= T), lengths, 1)
     start, end = (0.0 if x.ptr is None else x.ptr.double() for x in (batch.start, batch.end))
     for t, emissions in enumerate(batch.emissions.ptr.double()):

@@ -29,7 +29,7 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
     A path of a sequence of L tokens has the score
     start[y₀] + Σ emissions[t, y_t] + Σ transitions[y_t, y_{t+1}] + end[y_{L-1}].
     The memory that the methods take beside arguments and results is O(T·N·C), unless the docstring
-    of a method says otherwise.
+    of a method says otherwise. `expectation`, `entropy` and `kl` take that of `expected_counts`.
 
     Args:
         emissions: `[T, N, C]` floating, in nats, any strides, T at least 1. A row of zeros stands
@@ -160,7 +160,8 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
     def expected_counts(self) -> ExpectedCounts:
         """Return the posteriors of the ends and the expected number of transitions.
 
-        They are differentiable. Transitions that vary take memory of `[T - 1, N, C, C]`.
+        They are differentiable. They take memory of `[N, C, C]`, or of `[T - 1, N, C, C]` for
+        transitions that vary.
 
         Example:
             >>> import torch, partita
@@ -218,8 +219,7 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
                 ("transition_values", transition_values, self.transitions, "transitions"),
             )
         )
-        mean = autograd.mean_of_values(chain, *of_scores, *ends)
-        return self._rounded(mean)
+        return self._rounded(autograd.mean_of_values(chain, *of_scores, *ends))
 
     def log_prob(self, states: Tensor) -> Tensor:
         """Return the log-probability of paths in nats, `[..., N]`; -inf for states out of range.

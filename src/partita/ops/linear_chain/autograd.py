@@ -25,7 +25,6 @@ from ...paths.inputs import full_lengths
 from ...primitives.semiring import Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
-    apply,
     double_backward,
     for_gradients,
     is_double_backward,
@@ -40,8 +39,7 @@ from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from ..chain import reference as sparse
-from . import fakes, reference
-from .common import HAS_KERNELS
+from . import common, reference
 from .inputs import LinearChainPotentials
 
 
@@ -60,30 +58,30 @@ def _cpu() -> ModuleType:
 def _gpu() -> ModuleType:
     from .gpu import launch
 
-    return launch if HAS_KERNELS else reference
+    return launch if common.HAS_KERNELS else reference
 
 
 def _gpu_paths() -> ModuleType:
     from .gpu import launch_paths
 
-    return launch_paths if HAS_KERNELS else reference
+    return launch_paths if common.HAS_KERNELS else reference
 
 
 def _gpu_tangent() -> ModuleType:
     from .gpu import launch_tangent
 
-    return launch_tangent if HAS_KERNELS else reference
+    return launch_tangent if common.HAS_KERNELS else reference
 
 
 _define = partial(register.define, cpu=_cpu, vmap=one_by_one)
 _checked = partial(_define, check=check_values, reference_if_empty=True)
-logz = _checked(reference.linear_chain_logz, fakes.fake_logz, gpu=_gpu)
-logz_gradient = _define(reference.linear_chain_gradient, fakes.fake_gradient, gpu=_gpu)
-viterbi = _checked(reference.linear_chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths)
+logz = _checked(reference.linear_chain_logz, common.fake_logz, gpu=_gpu)
+logz_gradient = _define(reference.linear_chain_gradient, common.fake_gradient, gpu=_gpu)
+viterbi = _checked(reference.linear_chain_viterbi, common.fake_viterbi, gpu=_gpu_paths)
 # On a GPU the reference finds the k best paths.
-best_paths = _checked(reference.linear_chain_nbest, fakes.fake_nbest, gpu=lambda: reference)
-sample = _checked(reference.linear_chain_sample, fakes.fake_sample, gpu=_gpu_paths)
-tangent = _define(reference.linear_chain_tangent, fakes.fake_tangent, gpu=_gpu_tangent)
+best_paths = _checked(reference.linear_chain_nbest, common.fake_nbest, gpu=lambda: reference)
+sample = _checked(reference.linear_chain_sample, common.fake_sample, gpu=_gpu_paths)
+tangent = _define(reference.linear_chain_tangent, common.fake_tangent, gpu=_gpu_tangent)
 
 
 class LogZ(torch.autograd.Function):
@@ -162,69 +160,6 @@ class Marginals(torch.autograd.Function):
         op = for_gradients(tangent, *values)
         mean, *results = op(grad_output, *chain, *directions, ctx.backend)
         return mean.to(grad_output.dtype), *_gradients(scores, results), *(None,) * 6
-
-
-class Expectation(torch.autograd.Function):
-    """The posterior mean of values along a path, `[N]` fp64."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        emission_values: Tensor,
-        transition_values: Tensor,
-        start_values: Tensor | None,
-        end_values: Tensor | None,
-        backend: str,
-    ) -> Tensor:
-        chain = (emissions, transitions, start, end, lengths)
-        values = (emission_values, transition_values, start_values, end_values)
-        return tangent(ones(emissions), *chain, *values, backend)[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.backend = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad_output, tensors = grads[0], saved_tensors(ctx)
-        chain, values = tensors[:5], tensors[5:]
-        needed = needed_gradients(ctx, *tensors)
-        if is_double_backward(grad_output, *tensors):
-            results = double_backward(reference.expected_value, tensors, needed[:9], grad_output)
-            return *results, None
-        d_scores: tuple[Tensor | None, ...] = (None,) * 4
-        d_values: tuple[Tensor | None, ...] = (None,) * 4
-        if any(needed[:4]):
-            op = for_gradients(tangent, grad_output)
-            d_scores = op(grad_output, *chain, *values, ctx.backend)[1:]
-        if any(needed[5:9]):
-            d_values = _value_gradients(ctx, grad_output, chain, values)
-        return *_gradients(chain[:4], d_scores), None, *_gradients(values, d_values), None
-
-
-def _value_gradients(
-    ctx: Any, grad_output: Tensor, chain: tuple[Any, ...], values: tuple[Any, ...]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the mean in the values, which are those of log Z in the scores."""
-    emissions, transitions, start, end, lengths = chain
-    # A value may belong to an end that has no scores, and to one sequence.
-    zeros = _zeros_like(emissions[0])
-    ends = (zeros if end is None else end for end in (start, end))
-    full = (emissions, transitions, *ends, lengths)
-    per_sequence = values[1].ndim == 3 and transitions.ndim == 2
-    fp64, _, saved = logz(*full, True, ctx.backend)
-    op, need = for_gradients(logz_gradient, grad_output), needed_gradients(ctx, *chain, *values)[6]
-    results: tuple[Tensor, ...] = op(
-        grad_output, *full, fp64, saved, need, per_sequence, ctx.backend
-    )
-    return results
 
 
 def _gradients(tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Any]:
@@ -320,13 +255,25 @@ def marginals(
     return call(logz_gradient, Marginals, chain.variables, *args)
 
 
-def mean_of_values(chain: LinearChainPotentials, *values: Any) -> Tensor:
+def mean_of_values(chain: LinearChainPotentials, *values: Tensor | None) -> Tensor:
     """Return the posterior mean of the sum of values along a path, `[N]` fp64.
 
-    The values are those of emissions, transitions, start and end.
+    The values are those of emissions, transitions, start and end; 0 times ±inf is 0.
     """
     refuse_forward_mode(*chain.variables, *values)
-    return apply(Expectation, *chain, *values, current_backend())
+    scores = (None if x is None else x.double() for x in chain.variables)
+    chain = LinearChainPotentials._make([*scores, chain.lengths]).with_ends()
+    constant = chain.transitions.ndim == 2
+    chain = chain if constant else chain.of_sequences()
+    means = []
+    for i, posterior in enumerate(marginals(chain, need_transitions=True, per_sequence=True)):
+        value = values[i]
+        if value is not None:
+            value = value.unsqueeze(1) if i == 1 and value.ndim == 3 else value  # of each token
+            terms = posterior * torch.where(posterior == 0, 0.0, value)
+            terms = terms.transpose(0, 1) if i == 0 or (i == 1 and not constant) else terms
+            means.append(terms.flatten(1).sum(1))
+    return torch.stack(means).sum(0)
 
 
 def nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:

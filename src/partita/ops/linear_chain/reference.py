@@ -229,19 +229,6 @@ def linear_chain_sample(
     return sample_paths(x, uniforms, uniforms.gather(0, last)[0])[0]
 
 
-def expected_value(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    *values: Any,
-) -> Tensor:
-    """Return the posterior mean of the sum of values along a path, `[N]` fp64."""
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
-    return mean_value(x, _values(transitions, *values))
-
-
 def linear_chain_tangent(
     grad_output: Tensor,
     emissions: Tensor,

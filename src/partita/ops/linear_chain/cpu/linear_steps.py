@@ -75,11 +75,9 @@ def product(states: Any, first: int, weights: Any, C: int, width: int, result: A
     while width - j >= 4 * WIDTH:
         four_columns_of_product(states, first, weights, C, width, j, result)
         j += 4 * WIDTH
-    while width - j >= 2 * WIDTH:
-        two_columns_of_product(states, first, weights, C, width, j, result)
-        j += 2 * WIDTH
-    if j < width:
+    while j < width:
         column_of_product(states, first, weights, C, width, j, result)
+        j += WIDTH
 
 
 @jit
@@ -111,35 +109,6 @@ def four_columns_of_product(
     store(result, first + j + WIDTH, add(b, f))
     store(result, first + j + 2 * WIDTH, add(c, g))
     store(result, first + j + 3 * WIDTH, add(d, h))
-
-
-@jit
-def two_columns_of_product(
-    states: Any, first: int, weights: Any, C: int, width: int, j: int, result: Any
-) -> None:
-    """Write two vectors of a product from column j on, by four partial sums of each."""
-    a, b, c, d = fill(0.0), fill(0.0), fill(0.0), fill(0.0)
-    e, f, g, h = fill(0.0), fill(0.0), fill(0.0), fill(0.0)
-    at, whole = j, first + C - C % 4
-    for i in range(first, whole, 4):
-        x, y = load_one(states, i), load_one(states, i + 1)
-        a = multiply_add(x, load(weights, at), a)
-        b = multiply_add(x, load(weights, at + WIDTH), b)
-        c = multiply_add(y, load(weights, at + width), c)
-        d = multiply_add(y, load(weights, at + width + WIDTH), d)
-        x, y, at = load_one(states, i + 2), load_one(states, i + 3), at + 2 * width
-        e = multiply_add(x, load(weights, at), e)
-        f = multiply_add(x, load(weights, at + WIDTH), f)
-        g = multiply_add(y, load(weights, at + width), g)
-        h = multiply_add(y, load(weights, at + width + WIDTH), h)
-        at += 2 * width
-    for i in range(whole, first + C):
-        x = load_one(states, i)
-        a = multiply_add(x, load(weights, at), a)
-        b = multiply_add(x, load(weights, at + WIDTH), b)
-        at += width
-    store(result, first + j, add(add(a, c), add(e, g)))
-    store(result, first + j + WIDTH, add(add(b, d), add(f, h)))
 
 
 @jit

@@ -1,6 +1,6 @@
 """Expected counts of the transitions among few states, with one lane for each token.
 
-See `counts.py`. A lane sums the products of its tokens for all pairs of states in registers, and
+See `gradient.py`. A lane sums the products of its tokens for all pairs of states in registers, and
 the sums of the lanes of a program are added last, in a fixed order.
 """
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .counts import split_tokens
+from .gradient import split_tokens
 from .lanes import lane_emissions
 from .scores import exp_split, token_of_rows, transition_range
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from ..common import saved_sizes
-from ..fakes import fake_gradient
+from ..common import fake_gradient, saved_sizes
 from . import plan
 from .arguments import (
     Batch,
@@ -26,11 +25,18 @@ from .arguments import (
     split_saved,
     strided_steps,
 )
-from .counts import linear_chain_counts_kernel, linear_chain_sum_counts_kernel
-from .log_scan import linear_chain_log_scan_kernel, linear_chain_scan_kernel
-from .marginals import linear_chain_marginals_kernel
+from .gradient import (
+    linear_chain_counts_kernel,
+    linear_chain_marginals_kernel,
+    linear_chain_sum_counts_kernel,
+)
 from .resident import linear_chain_resident_scan_kernel
-from .scan import linear_chain_prepare_kernel, linear_chain_total_kernel
+from .scan import (
+    linear_chain_log_scan_kernel,
+    linear_chain_prepare_kernel,
+    linear_chain_scan_kernel,
+    linear_chain_total_kernel,
+)
 
 # A word of a state that no program has stored: its sign bit is set. Both halves are equal, because
 # a recorded program fills memory with 32 bits at a time.
@@ -67,19 +73,49 @@ def linear_chain_logz(
         parts = parts._replace(states=saved.new_empty((2, N, C)))
     block = plan.parts_block(parts.span.parts)
     options = {"SAVE": save, "EXACT": plan.is_exact(emissions, transitions), "BLOCK_PARTS": block}
-    arguments = (batch, transitions, parts, options)
+    steps = strided_steps(transitions)
+    arguments = {"batch": batch, "transitions": steps, "saved": parts, **options}
     is_parallel = plan.is_parallel(T, N, C, save, target_of(logz.device))
     # The device runs the scan in linear arithmetic or that in the log domain.
     if parts.span.parts:
         if is_parallel:
             from .launch_lanes import parallel_scan
 
-            parallel_scan(*arguments, logz, rounded)
+            parallel_scan(batch, transitions, parts, options, logz, rounded)
         elif C <= plan.MAX_RESIDENT_STATES:
-            scan_resident(*arguments)
+            launch(
+                linear_chain_resident_scan_kernel,
+                2 * N,
+                boundaries_ptr=None,
+                segments=1,
+                STEPS=0,
+                **arguments,
+                **plan.resident_options(C),
+            )
         else:
-            step_states(*arguments)
-    scan_logs(*arguments)
+            step_states(batch, transitions, parts, options)
+    if C <= plan.MAX_LOG_STATES:
+        states = next_power_of_2(max(C, 2))
+        launch(
+            linear_chain_scan_kernel,
+            2 * N,
+            CONSTANT=transitions.ndim == 2,
+            **arguments,
+            AHEAD=2,
+            BLOCK_C=states,
+            num_warps=plan.warps(states * states // 8),
+        )
+    else:
+        states = min(next_power_of_2(C), 256)
+        launch(
+            linear_chain_log_scan_kernel,
+            2 * N,
+            recent_ptr=saved.new_empty((2, 2, N, C)),
+            **arguments,
+            BLOCK_K=max(4, 4096 // states),
+            BLOCK_C=states,
+            num_warps=8,
+        )
     launch(
         linear_chain_total_kernel,
         N,
@@ -97,50 +133,10 @@ def linear_chain_logz(
     return logz, rounded, saved if save else saved.new_empty(0)
 
 
-def scan_resident(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
-    """Scan alpha and beta of each sequence in linear arithmetic by a program."""
-    launch(
-        linear_chain_resident_scan_kernel,
-        2 * batch.N,
-        batch=batch,
-        transitions=strided_steps(transitions),
-        saved=saved,
-        boundaries_ptr=None,
-        segments=1,
-        STEPS=0,
-        **options,
-        **plan.resident_options(batch.C),
-    )
-
-
-def scan_logs(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
-    """Scan alpha and beta of each sequence in the log domain by a program."""
-    N, C = batch.N, batch.C
-    arguments = {"batch": batch, "transitions": strided_steps(transitions), "saved": saved}
-    if C <= plan.MAX_LOG_STATES:
-        launch(
-            linear_chain_scan_kernel,
-            2 * N,
-            CONSTANT=transitions.ndim == 2,
-            **arguments,
-            **options,
-            **plan.scan_options(C),
-        )
-    else:
-        launch(
-            linear_chain_log_scan_kernel,
-            2 * N,
-            recent_ptr=saved.states.new_empty((2, 2, N, C)),
-            **arguments,
-            **options,
-            **plan.log_scan_options(C),
-        )
-
-
 def step_states(batch: Batch, transitions: Tensor, saved: Saved, options: dict[str, Any]) -> None:
     """Scan alpha and beta of many states in linear arithmetic."""
-    from .gluon_steps import linear_chain_exchange_kernel, linear_chain_strided_step_kernel
     from .launch_lanes import score_table
+    from .steps import linear_chain_exchange_kernel, linear_chain_strided_step_kernel
 
     T, N, C = batch.T, batch.N, batch.C
     weights = score_table(transitions, 2, saved.span)
@@ -150,11 +146,12 @@ def step_states(batch: Batch, transitions: Tensor, saved: Saved, options: dict[s
         # of the step and do not count.
         words = torch.full((4 * N * C + 1,), UNWRITTEN, dtype=torch.int64, device=weights.device)
         arguments |= {"words_ptr": words, **plan.exchange_options(C)}
-        launch(linear_chain_exchange_kernel, plan.exchange_programs(N, C), **arguments)
+        programs = 2 * cdiv(C, arguments["STATES"]) * cdiv(N, 16)
+        launch(linear_chain_exchange_kernel, programs, **arguments)
     else:
         recent = weights.new_empty((2, 2, N, C))
         arguments |= {"recent_ptr": recent, "UNROLL": 8, "num_warps": 8}
-        kernel, programs = linear_chain_strided_step_kernel, plan.step_programs(N, C)
+        kernel, programs = linear_chain_strided_step_kernel, 2 * cdiv(C, 8) * cdiv(N, 16)
         for i in range(T if options["SAVE"] else T // 2 + 1):
             launch(kernel, programs, i=i, **arguments)
 
@@ -172,42 +169,41 @@ def linear_chain_gradient(
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
-    T, N, C = emissions.shape
-    device = emissions.device
+    gradients = fake_gradient(emissions, transitions, start, end, need_transitions, per_sequence)
     if not emissions.numel():  # The reference has served log Z, and saved nothing.
-        tensors = (emissions, transitions, start, end)
-        gradients = fake_gradient(*tensors, need_transitions, per_sequence)
         for gradient in gradients:
             gradient.zero_()
         return gradients
-    d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
-    d_start, d_end = (
-        None if end is None else torch.empty((N, C), dtype=end.dtype, device=device)
-        for end in (start, end)
-    )
+    d_emissions, d_transitions, d_start, d_end = gradients
     batch = batch_of(emissions, None, end, lengths)  # No step enters a first token.
     states = split_saved(saved, emissions, transitions)
-    results = Gradients(d_emissions, d_start, d_end)
+    ends = (None if start is None else d_start, None if end is None else d_end)
     grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
-    d_transitions = transitions.new_empty(0)
-    factors = torch.empty((T, N), dtype=torch.float64, device=device)
-    options = plan.row_options(C)
+    factors = state_gradients(grad, batch, states, Gradients(d_emissions, *ends))
+    if d_transitions.numel():
+        count_transitions(grad, batch, transitions, states, factors, per_sequence, d_transitions)
+    return gradients
+
+
+def state_gradients(
+    grad: dict[str, Any], batch: Batch, saved: Saved, gradients: Gradients
+) -> Tensor:
+    """Compute the gradients in the scores of states, and return factors of transitions `[T, N]`."""
+    factors = saved.states.new_empty((batch.T, batch.N))
+    options = plan.row_options(batch.C)
     launch(
         linear_chain_marginals_kernel,
-        cdiv(T * N, options["ROWS"]),
+        cdiv(batch.T * batch.N, options["ROWS"]),
         lengths_ptr=batch.lengths,
-        saved=states._replace(maxima=None),
+        saved=saved._replace(maxima=None),
         factors_ptr=factors,
-        gradients=results,
+        gradients=gradients,
         **batch.sizes,
-        BLOCK_PARTS=plan.parts_block(states.span.parts),
+        BLOCK_PARTS=plan.parts_block(saved.span.parts),
         **grad,
         **options,
     )
-    if need_transitions:
-        d_transitions = count_transitions(grad, batch, transitions, states, factors, per_sequence)
-    d_start, d_end = (emissions.new_empty(0) if end is None else end for end in results[1:])
-    return d_emissions, d_transitions, d_start, d_end
+    return factors
 
 
 def count_transitions(
@@ -217,17 +213,11 @@ def count_transitions(
     saved: Saved,
     factors: Tensor,
     per_sequence: bool,
-) -> Tensor:
-    """Return the gradient in the transitions."""
-    T, N, C = batch.T, batch.N, batch.C
-    device, constant = factors.device, transitions.ndim == 2
-    number, groups = plan.count_groups(transitions, T, N, per_sequence, target_of(device))
-    shape, dtype = transitions.shape, transitions.dtype
-    if per_sequence and constant:
-        shape, dtype = torch.Size((N, C, C)), acc_dtype(dtype)
-    result = torch.empty(shape, dtype=dtype, device=device)
-    if result.numel() == 0:
-        return result
+    result: Tensor,
+) -> None:
+    """Compute the gradient in the transitions."""
+    T, N, C, constant = batch.T, batch.N, batch.C, transitions.ndim == 2
+    number, groups = plan.count_groups(transitions, T, N, per_sequence, target_of(factors.device))
     counts = result
     if constant:
         counts = factors.new_empty((number, groups.splits, C, C))
@@ -241,12 +231,13 @@ def count_transitions(
         "EXACT": plan.is_exact(batch.emissions.ptr, transitions),
         "BLOCK_PARTS": plan.parts_block(saved.span.parts),
     }
-    in_lanes = constant and plan.uses_lane_counts(C)
+    in_lanes = constant and C <= plan.MAX_LANE_STATES
     if in_lanes:
         from .lane_counts import linear_chain_lane_counts_kernel
 
         kernel, tokens = linear_chain_lane_counts_kernel, batch._replace(C=None)
-        launch(kernel, programs, batch=tokens, **arguments, **plan.lane_count_options(C))
+        lanes = {"C": C, "LANES": plan.COUNT_LANES, "num_warps": plan.COUNT_LANES // 32}
+        launch(kernel, programs, batch=tokens, **arguments, **lanes)
     launch(
         linear_chain_counts_kernel,
         programs,
@@ -260,7 +251,6 @@ def count_transitions(
     )
     if constant:
         sum_counts(counts, result, transitions, saved.span)
-    return result
 
 
 def sum_counts(parts: Tensor, counts: Tensor, transitions: Tensor, span: Span) -> None:

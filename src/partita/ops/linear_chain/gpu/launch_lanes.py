@@ -10,8 +10,9 @@ from torch import Tensor
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
 from .arguments import Batch, Operators, Saved, Span, strided_steps
-from .best_operators import linear_chain_best_groups_kernel, linear_chain_best_operators_kernel
 from .best_segments import (
+    linear_chain_best_groups_kernel,
+    linear_chain_best_operators_kernel,
     linear_chain_best_words_kernel,
     linear_chain_trace_words_kernel,
     linear_chain_word_maps_kernel,
@@ -71,13 +72,8 @@ def segment_operators(
 ) -> list[Operators]:
     """Return the operators of segments, of groups and so on.
 
-    Args:
-        batch: the scores of the states.
-        transitions: `[C, C]`.
-        table: the transitions that lanes and max-plus arithmetic read; else None.
-        maxima: `[T, N]`, the greatest emissions, or None for max-plus arithmetic.
-        sizes: how sequences are cut.
-        options: the range of the transitions, and compile-time arguments of all kernels.
+    Lanes and max-plus arithmetic read the transitions from the table, and max-plus arithmetic has
+    no maxima. The options have the range of the transitions.
     """
     N, C, max_plus = batch.N, batch.C, maxima is None
     levels = [
@@ -140,13 +136,9 @@ def scan_boundaries(
     inner: bool,
     **results: Tensor | None,
 ) -> Tensor:
-    """Return the states at the boundaries of segments, and store what they have at the last token.
+    """Return the states at the boundaries of segments, and store the results of the last token.
 
-    Args:
-        batch, transitions, table, maxima, sizes, options: see `segment_operators`.
-        directions: 2 for alpha and beta, 1 for alpha alone.
-        inner: whether the states inside of the greatest groups are needed.
-        results: what the kernel stores for one group.
+    Two directions are alpha and beta. Without `inner` those between the greatest groups are enough.
     """
     N, C = batch.N, batch.C
     levels = segment_operators(batch, transitions, table, maxima, sizes, options)
@@ -167,7 +159,7 @@ def scan_boundaries(
             groups=groups,
             SIZE=size,
             DIRECTIONS=directions,
-            BLOCK_C=plan.small_block(C),
+            BLOCK_C=next_power_of_2(max(C, 2)),
             num_warps=1,
             **results,
             **options,
@@ -216,7 +208,7 @@ def parallel_scan(
             table_ptr=table,
             saved=saved._replace(maxima=None),
             C=C,
-            STORED=plan.lane_stored(C),
+            STORED=4 if C == 4 else 1 if C % 2 else 2,
             **shared,
         )
     else:
@@ -270,14 +262,9 @@ def best_path_in_segments(batch: Batch, transitions: Tensor, score: Tensor, stat
 def trace_words(
     words: Tensor, lengths: Tensor | None, score: Tensor, states: Tensor, C: int
 ) -> None:
-    """Trace paths back through words of maps.
+    """Trace paths back through words of maps `[columns, T]` to states `[columns / N, T, N]`.
 
-    Args:
-        words: `[columns, T]`, for each token the state at it given each state at the next one.
-        lengths: `[N]` or None.
-        score: `[N]`; a sequence whose score is -inf or NaN has no path.
-        states: `[columns / N, T, N]`, the result.
-        C: the number of states.
+    A sequence whose score is -inf or NaN has no path.
     """
     columns, N, steps = len(words), states.shape[-1], plan.WORD_STEPS
     levels = [words]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
-from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
+from ..common import fake_sample, fake_viterbi
 from . import plan
 from .arguments import (
     Batch,
@@ -19,17 +19,15 @@ from .arguments import (
     split_saved,
     strided_steps,
 )
-from .best_steps import (
-    linear_chain_best_last_kernel,
-    linear_chain_best_states_kernel,
-    linear_chain_best_ties_kernel,
-    linear_chain_best_trace_kernel,
-)
 from .launch import linear_chain_logz
 from .launch_lanes import best_path_in_segments, launch_lanes, score_table, trace_words
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
 from .viterbi import (
+    linear_chain_best_last_kernel,
+    linear_chain_best_states_kernel,
+    linear_chain_best_ties_kernel,
+    linear_chain_best_trace_kernel,
     linear_chain_path_maps_kernel,
     linear_chain_trace_kernel,
     linear_chain_viterbi_kernel,
@@ -46,21 +44,15 @@ def linear_chain_viterbi(
     """Return the best score `[N]` and the states of the best path `[T, N]`."""
     T, N, C = emissions.shape
     device = emissions.device
-    score = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=device)
-    states = torch.empty((T, N), dtype=torch.int64, device=device)
+    score, states = fake_viterbi(emissions)
     batch, constant = batch_of(emissions, start, end, lengths), transitions.ndim == 2
     target = target_of(device)
-    # Scores of half types tie often, and what follows a tie is scanned again.
-    itemsize = min(emissions.element_size(), transitions.element_size())
     if constant and plan.is_parallel(T, N, C, True, target):
         best_path_in_segments(batch, transitions, score, states)
-    elif itemsize >= 4 and plan.meets(T, N, C, constant, target):
-        best_path_from_both_ends(batch, transitions, score, states)
-    elif not plan.stores_previous(C, constant, target):
-        best_path_from_scores(batch, transitions, score, states)
-    else:
+    elif plan.stores_previous(C, constant, target):
         previous = torch.empty((T, N, C), dtype=torch.int16, device=device)
         last = torch.empty(N, dtype=torch.int32, device=device)
+        block = next_power_of_2(max(C, 2))
         launch(
             linear_chain_viterbi_kernel,
             N,
@@ -69,53 +61,118 @@ def linear_chain_viterbi(
             previous_ptr=previous,
             score_ptr=score,
             last_ptr=last,
-            **plan.viterbi_options(C),
+            BLOCK_C=block,
+            num_warps=plan.warps(block * block // 16),
         )
         trace(batch, previous, None, last, states, False)
+    else:
+        # Scores of half types tie often, and what follows a tie is scanned again.
+        itemsize = min(emissions.element_size(), transitions.element_size())
+        meets = itemsize >= 4 and plan.meets(T, N, C, constant, target)
+        best_path_from_scores(batch, transitions, score, states, meets)
     return score, states
 
 
-def best_path_from_scores(batch: Batch, transitions: Tensor, score: Tensor, states: Tensor) -> None:
-    """Find the best score `[N]` and path `[T, N]` from the best scores of all states."""
-    T, N, C = batch.T, batch.N, batch.C
-    scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=score.device)
-    last = torch.empty(N, dtype=torch.int32, device=score.device)
-    is_nan = torch.zeros((2, N), dtype=torch.int32, device=score.device)
-    steps = scan_best(batch, transitions, scores, is_nan)
-    find_last(batch, scores, is_nan, score, last, None, False)
-    if plan.resident_best(C, transitions.ndim == 2):
-        previous = torch.empty((T, N, C), dtype=torch.int16, device=score.device)
-        find_previous(batch, strided_steps(transitions), scores, previous, None, False)
-        trace(batch, previous, None, last, states, False)
-    else:
+def best_path_from_scores(
+    batch: Batch, transitions: Tensor, score: Tensor, states: Tensor, meets: bool
+) -> None:
+    """Find the best score `[N]` and path `[T, N]` from the best scores of all states.
+
+    With `meets` the scans from both ends meet in the middle. Where the path after the middle has a
+    tie, the sequence is scanned from its middle to its end as well, because the order of ties is
+    that of a scan from the start.
+    """
+    T, N, C, device = batch.T, batch.N, batch.C, score.device
+    scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=device)
+    resident = plan.resident_best(C, transitions.ndim == 2)
+    # The steps of many states store that there is a NaN, and not that there is none.
+    is_nan = (torch.empty if resident else torch.zeros)((2, N), dtype=torch.int32, device=device)
+    last, tied = torch.empty((2, N), dtype=torch.int32, device=device).unbind()
+    previous = torch.empty((T, N, C) if resident else 0, dtype=torch.int16, device=device)
+    table = score_table(transitions, 2) if meets else None
+    shared = {"states_ptr": scores, "lengths_ptr": batch.lengths, **batch.sizes}
+    for ties in (None, tied) if meets else (None,):  # then the sequences with ties alone
+        both = meets and ties is None
+        steps = scan_best(batch, transitions, scores, is_nan, meets, ties)
         launch(
-            linear_chain_best_trace_kernel,
+            linear_chain_best_last_kernel,
             N,
-            transitions=steps,
-            states_ptr=scores,
-            lengths_ptr=batch.lengths,
+            is_nan_ptr=is_nan,
+            score_ptr=score,
             last_ptr=last,
-            path_ptr=states,
-            **batch.sizes,
-            **plan.best_trace_options(C),
+            ties_ptr=tied if meets else None,
+            **shared,
+            MEETS=both,
+            BLOCK_C=next_power_of_2(C),
+            num_warps=plan.warps(C // 4),
         )
+        if not resident:
+            block = next_power_of_2(max(C, 32))
+            launch(
+                linear_chain_best_trace_kernel,
+                N,
+                transitions=steps,
+                last_ptr=last,
+                path_ptr=states,
+                **shared,
+                BLOCK_C=block,
+                num_warps=plan.warps(block // 4),
+            )
+            return
+        block = min(64, next_power_of_2(max(C, 16)))
+        programs = cdiv((T - 1) * N, 32) * cdiv(C, block)
+        launch(
+            linear_chain_best_states_kernel,
+            2 * programs if both else programs,
+            transitions=steps if table is None else StridedSteps(table, 0, 0, C, 1),
+            previous_ptr=previous,
+            ties_ptr=ties,
+            **shared,
+            MEETS=both,
+            ROWS=32,
+            BLOCK_C=block,
+            UNROLL=4,
+            num_warps=4,
+        )
+        trace(batch, previous, ties, last, states, both)
+        if both:
+            rows = max(1, 1024 // next_power_of_2(C))
+            launch(
+                linear_chain_best_ties_kernel,
+                cdiv((T - 1) * N, rows),
+                table_ptr=table,
+                path_ptr=states,
+                ties_ptr=tied,
+                **shared,
+                ROWS=rows,
+                BLOCK_C=next_power_of_2(C),
+                num_warps=4,
+            )
 
 
-def scan_best(batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor) -> StridedSteps:
+def scan_best(
+    batch: Batch,
+    transitions: Tensor,
+    scores: Tensor,
+    is_nan: Tensor,
+    meets: bool,
+    ties: Tensor | None,
+) -> StridedSteps:
     """Store the best scores `[2, T + 1, N, C]` of all states and which sequences have a NaN.
 
+    With `meets` they are scanned from both ends, or if there are ties, from the middle to the end.
     The transitions that paths are traced through are returned.
     """
     N, C, constant = batch.N, batch.C, transitions.ndim == 2
-    steps = strided_steps(transitions)
-    arguments: dict[str, Any] = {"batch": batch, "states_ptr": scores, "is_nan_ptr": is_nan}
+    steps, arguments = strided_steps(transitions), {"batch": batch, "states_ptr": scores}
     if plan.resident_best(C, constant):
         launch(
             linear_chain_resident_best_kernel,
-            N,
-            transitions=strided_steps(transitions),
-            ties_ptr=None,
-            MEETS=False,
+            2 * N if meets and ties is None else N,
+            transitions=steps,
+            is_nan_ptr=is_nan if ties is None else None,
+            ties_ptr=ties,
+            MEETS=meets,
             **arguments,
             **plan.resident_options(C),
         )
@@ -124,113 +181,20 @@ def scan_best(batch: Batch, transitions: Tensor, scores: Tensor, is_nan: Tensor)
         # The states that a step leaves are side by side for each state that it enters.
         steps = StridedSteps(score_table(transitions.T), 0, 0, 1, C)
     by_sequence = transitions.ndim == 4
-    kernel, programs = linear_chain_strided_best_kernel, plan.best_step_programs(N, C, by_sequence)
-    options = plan.best_step_options(C, by_sequence)
+    programs = cdiv(C, 8) * (N if by_sequence else cdiv(N, 8))
     for t in range(batch.T):
-        launch(kernel, programs, transitions=steps, t=t, **arguments, **options)
-    return steps
-
-
-def best_path_from_both_ends(
-    batch: Batch, transitions: Tensor, score: Tensor, states: Tensor
-) -> None:
-    """Find the best score `[N]` and path `[T, N]` by scans that meet in the middle.
-
-    Where the path after the middle has a tie, the sequence is scanned from its middle to its end as
-    well, because the order of ties is that of a scan from the start.
-    """
-    T, N, C, lengths = batch.T, batch.N, batch.C, batch.lengths
-    device = score.device
-    scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=device)
-    table = score_table(transitions, 2)
-    pairs = StridedSteps(table, 0, 0, C, 1)
-    is_nan, ties, last = torch.empty((4, N), dtype=torch.int32, device=device).split((2, 1, 1))
-    previous = torch.empty((T, N, C), dtype=torch.int16, device=device)
-    for meets in (True, False):  # then the sequences with ties alone
-        redone = None if meets else ties
         launch(
-            linear_chain_resident_best_kernel,
-            2 * N if meets else N,
-            batch=batch,
-            transitions=strided_steps(transitions),
-            states_ptr=scores,
-            is_nan_ptr=is_nan if meets else None,
-            ties_ptr=redone,
-            MEETS=True,
-            **plan.resident_options(C),
+            linear_chain_strided_best_kernel,
+            programs,
+            transitions=steps,
+            is_nan_ptr=is_nan,
+            t=t,
+            BY_SEQUENCE=by_sequence,
+            UNROLL=16 if C > 256 else 8,
+            num_warps=8,
+            **arguments,
         )
-        find_last(batch, scores, is_nan, score, last, ties, meets)
-        find_previous(batch, pairs, scores, previous, redone, meets)
-        trace(batch, previous, redone, last, states, meets)
-        if meets:
-            rows = max(1, 1024 // next_power_of_2(C))
-            launch(
-                linear_chain_best_ties_kernel,
-                cdiv((T - 1) * N, rows),
-                table_ptr=table,
-                states_ptr=scores,
-                path_ptr=states,
-                lengths_ptr=lengths,
-                ties_ptr=ties,
-                **batch.sizes,
-                ROWS=rows,
-                BLOCK_C=next_power_of_2(C),
-                num_warps=4,
-            )
-
-
-def find_last(
-    batch: Batch,
-    scores: Tensor,
-    is_nan: Tensor,
-    score: Tensor,
-    last: Tensor,
-    ties: Tensor | None,
-    meets: bool,
-) -> None:
-    """Find the best scores, and the last states of the best paths or those in the middle.
-
-    With `meets` the ties in the middle are found too. Without it, ties choose the sequences.
-    """
-    launch(
-        linear_chain_best_last_kernel,
-        batch.N,
-        states_ptr=scores,
-        lengths_ptr=batch.lengths,
-        is_nan_ptr=is_nan,
-        score_ptr=score,
-        last_ptr=last,
-        ties_ptr=ties,
-        **batch.sizes,
-        MEETS=meets,
-        BLOCK_C=next_power_of_2(batch.C),
-        num_warps=plan.warps(batch.C // 4),
-    )
-
-
-def find_previous(
-    batch: Batch,
-    transitions: StridedSteps,
-    scores: Tensor,
-    previous: Tensor,
-    ties: Tensor | None,
-    meets: bool,
-) -> None:
-    """Find the best states before each state, or with `meets` away from the middle."""
-    options = plan.best_states_options(batch.C)
-    programs = cdiv((batch.T - 1) * batch.N, options["ROWS"]) * cdiv(batch.C, options["BLOCK_C"])
-    launch(
-        linear_chain_best_states_kernel,
-        2 * programs if meets else programs,
-        transitions=transitions,
-        states_ptr=scores,
-        previous_ptr=previous,
-        lengths_ptr=batch.lengths,
-        ties_ptr=ties,
-        **batch.sizes,
-        MEETS=meets,
-        **options,
-    )
+    return steps
 
 
 def trace(
@@ -243,7 +207,7 @@ def trace(
 ) -> None:
     """Trace the best paths from their last states, or from the middle in both directions."""
     T, N, C = batch.T, batch.N, batch.C
-    steps = plan.trace_steps(T)
+    steps = max(8, next_power_of_2(round(math.sqrt(T))))
     segments = 2 * cdiv(T, 2 * steps) if meets else cdiv(T, steps)
     arguments = {
         "previous_ptr": previous,
@@ -272,7 +236,7 @@ def linear_chain_sample(
     """Return the states `[k, T, N]` of k paths from the posterior."""
     T, N, C = emissions.shape
     samples = uniforms.shape[1]
-    states = torch.empty((samples, T, N), dtype=torch.int64, device=emissions.device)
+    states = fake_sample(emissions, uniforms)
     batch = batch_of(emissions, start, end, lengths)
     logz, _, saved = linear_chain_logz(emissions, transitions, start, end, batch.lengths, True)
     alpha = split_saved(saved, emissions, transitions)
@@ -294,6 +258,7 @@ def linear_chain_sample(
             launch_lanes(kernel, words.numel(), table_ptr=table, IS_LOG=is_log, **arguments)
         trace_words(words, batch.lengths, logz, states, C)
         return states
+    block = next_power_of_2(max(C, 2))
     launch(
         linear_chain_sample_kernel,
         N * samples,
@@ -302,6 +267,7 @@ def linear_chain_sample(
         states_ptr=states,
         samples=samples,
         **arguments,
-        **plan.sample_options(C),
+        BLOCK_C=block,
+        num_warps=plan.warps(block // 4),
     )
     return states

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
-from ....runtime.launch import cdiv, launch
+from ....runtime.launch import cdiv, launch, next_power_of_2
+from ..common import fake_tangent
 from . import plan
 from .arguments import Gradients, Span, StridedSteps, batch_of, split_saved, strided_steps
-from .launch import linear_chain_logz, sum_counts
+from .launch import linear_chain_logz, state_gradients, sum_counts
 from .tangent import (
     linear_chain_means_kernel,
     linear_chain_pair_covariances_kernel,
-    linear_chain_posteriors_kernel,
-    linear_chain_rests_kernel,
     linear_chain_state_covariances_kernel,
 )
 
@@ -35,89 +31,76 @@ def linear_chain_tangent(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the mean of the values `[N]`, and its gradients weighted by grad_output, in fp64."""
     T, N, C = emissions.shape
-    fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
-    d_emissions, d_transitions = (
-        torch.zeros(tensor.shape, **fp64) for tensor in (emissions, transitions)
-    )
-    d_start, d_end = (None if x is None else torch.zeros((N, C), **fp64) for x in (start, end))
-    mean = torch.zeros(N, **fp64)
-    if N and C:
+    results = fake_tangent(emissions, transitions, start, end)
+    mean, d_emissions, d_transitions, d_start, d_end = results
+    if T == 1 or not emissions.numel():  # without a step, or without a state
+        for result in results:
+            result.zero_()
+    if emissions.numel():
         _, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
+        batch = batch_of(emissions, None, end, lengths)
         states = split_saved(saved, emissions, transitions)
         values = batch_of(emission_values, start_values, end_values, lengths)
-        logs, posteriors, sums, means, rests = torch.empty((5, T, N, C), **fp64).unbind()
-        row_options = plan.row_options(C)
-        programs = cdiv(T * N, row_options["ROWS"])
-        launch(
-            linear_chain_posteriors_kernel,
-            programs,
-            states_ptr=states.states,
-            lengths_ptr=values.lengths,
-            span=states.span,
-            logs_ptr=logs,
-            posteriors_ptr=posteriors,
-            **values.sizes,
-            BLOCK_PARTS=plan.parts_block(states.span.parts),
-            **row_options,
-        )
+        posteriors, sums, *_ = buffers = saved.new_empty((4, T, N, C))
+        ones = {"grad_ptr": saved.new_full((1,), 1.0), "grad_n": 0}
+        state_gradients(ones, batch, states, Gradients(posteriors, None, None))
         pair_values = strided_steps(transition_values)
         if transition_values.ndim == 3 and transitions.ndim == 2:  # of each sequence
             pair_values = StridedSteps(transition_values, 0, *transition_values.stride())
         arguments = {
             "transitions": strided_steps(transitions),
             "transition_values": pair_values,
-            "logs_ptr": logs,
+            "states_ptr": states.states,
             "posteriors_ptr": posteriors,
             "sums_ptr": sums,
+            "means_ptr": buffers[2:],
+            "mean_ptr": mean,
             "EXACT": plan.is_exact(emissions, transitions),
         }
-        options = plan.tangent_options(C)
+        block = min(32, next_power_of_2(max(C, 2)))
         launch(
             linear_chain_means_kernel,
-            N,
+            2 * N,
+            batch=batch,
+            span=states.span,
             values=values,
-            means_ptr=means,
-            mean_ptr=mean,
             **arguments,
-            **options,
+            BLOCK=block,
+            num_warps=plan.warps(block * block // 8),
+            BLOCK_PARTS=plan.parts_block(states.span.parts),
         )
-        values = values._replace(start=None)
-        launch(linear_chain_rests_kernel, N, values=values, rests_ptr=rests, **arguments, **options)
         grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
+        ends = (None if start is None else d_start, None if end is None else d_end)
+        row_options = plan.row_options(C)
         launch(
             linear_chain_state_covariances_kernel,
-            programs,
-            values=values._replace(end=None),
+            cdiv(T * N, row_options["ROWS"]),
+            values=values._replace(start=None, end=None),
             posteriors_ptr=posteriors,
-            means_ptr=means,
-            rests_ptr=rests,
+            means_ptr=buffers[2:],
             mean_ptr=mean,
-            gradients=Gradients(d_emissions, d_start, d_end),
+            gradients=Gradients(d_emissions, *ends),
             **grad,
             **row_options,
         )
-        number, groups = plan.count_groups(transitions, T, N, False, target_of(means.device))
+        number, groups = plan.count_groups(transitions, T, N, False, target_of(mean.device))
         constant = transitions.ndim == 2
         if groups.total and d_transitions.numel():
             parts = d_transitions
             if constant:
-                parts = torch.empty((number, groups.splits, C, C), **fp64)
+                parts = saved.new_empty((number, groups.splits, C, C))
             options = plan.count_options(C)
             launch(
                 linear_chain_pair_covariances_kernel,
                 number * groups.splits * cdiv(C, options["BLOCK"]) ** 2,
-                lengths_ptr=values.lengths,
-                means_ptr=means,
-                rests_ptr=rests,
-                mean_ptr=mean,
+                lengths_ptr=batch.lengths,
                 result_ptr=parts,
                 groups=groups,
-                **values.sizes,
+                **batch.sizes,
                 **grad,
                 **arguments,
                 **options,
             )
             if constant:
                 sum_counts(parts, d_transitions, d_transitions, Span(parts, 0))
-    d_start, d_end = (mean.new_empty(0) if end is None else end for end in (d_start, d_end))
-    return mean, d_emissions, d_transitions, d_start, d_end
+    return results

@@ -5,7 +5,6 @@ These are pure functions of sizes. They import no Triton.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
 MAX_PARALLEL_STATES = 16
-MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
+MAX_LANE_STATES = 8  # of linear scans whose segments, and counts whose tokens, have a lane each
 MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
 MEETING_WARPS = 4  # at most for each multiprocessor, of all scans from the start
 OPERATOR_WARPS = 2  # 2 or 4, of a program whose threads share an operator of best paths
@@ -76,18 +75,6 @@ def resident_options(C: int) -> dict[str, int]:
     return {"BLOCK_C": block, "AHEAD": ahead, "LANES": lanes, "num_warps": warps}
 
 
-def log_scan_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the scan in the log domain through memory."""
-    block = min(next_power_of_2(C), 256)
-    return {"BLOCK_C": block, "BLOCK_K": max(4, 4096 // block), "num_warps": 8}
-
-
-def scan_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the scans of few states in the log domain."""
-    block = next_power_of_2(max(C, 2))
-    return {"BLOCK_C": block, "AHEAD": 2, "num_warps": max(1, min(8, block * block // 256))}
-
-
 def exchanges(C: int, target: Target) -> bool:
     """Return whether programs exchange the states of each step, instead of a launch for each."""
     return C <= MAX_EXCHANGE_STATES and target.multiprocessors >= MIN_EXCHANGE_MULTIPROCESSORS
@@ -96,16 +83,6 @@ def exchanges(C: int, target: Target) -> bool:
 def exchange_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the scan whose programs exchange states."""
     return {"STATES": 16, "WIDTH": max(16, next_power_of_2(C) // 8), "num_warps": 8}
-
-
-def exchange_programs(N: int, C: int) -> int:
-    """Return the number of programs of that scan."""
-    return 2 * cdiv(C, exchange_options(C)["STATES"]) * cdiv(N, 16)
-
-
-def step_programs(N: int, C: int) -> int:
-    """Return the number of programs of a step."""
-    return 2 * cdiv(C, 8) * cdiv(N, 16)
 
 
 def row_options(C: int) -> dict[str, int]:
@@ -124,12 +101,6 @@ def stores_previous(C: int, constant: bool, target: Target) -> bool:
     return not target.runs_ptx or (C <= 64 and not constant)
 
 
-def viterbi_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the Viterbi scan of one program."""
-    block = next_power_of_2(max(C, 2))
-    return {"BLOCK_C": block, "num_warps": max(1, min(8, block * block // 512))}
-
-
 def resident_best(C: int, constant: bool) -> bool:
     """Return whether the best scores are scanned with the transitions in registers."""
     return constant and C <= MAX_RESIDENT_STATES
@@ -141,39 +112,6 @@ def meets(T: int, N: int, C: int, constant: bool, target: Target) -> bool:
         return False
     most = MEETING_WARPS * target.multiprocessors
     return 0 < N * resident_options(C)["num_warps"] <= most
-
-
-def best_step_options(C: int, by_sequence: bool) -> dict[str, Any]:
-    """Return the compile-time arguments of one step of best scores."""
-    return {"BY_SEQUENCE": by_sequence, "UNROLL": 16 if C > 256 else 8, "num_warps": 8}
-
-
-def best_step_programs(N: int, C: int, by_sequence: bool) -> int:
-    """Return the number of programs of one step of best scores."""
-    return cdiv(C, 8) * (N if by_sequence else cdiv(N, 8))
-
-
-def best_states_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel that finds the states before each state."""
-    block = min(64, next_power_of_2(max(C, 16)))
-    return {"ROWS": 32, "BLOCK_C": block, "UNROLL": 4, "num_warps": 4}
-
-
-def best_trace_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel that traces a path from the scores."""
-    block = next_power_of_2(max(C, 32))
-    return {"BLOCK_C": block, "num_warps": warps(block // 4)}
-
-
-def sample_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel that draws a path."""
-    block = next_power_of_2(max(C, 2))
-    return {"BLOCK_C": block, "num_warps": max(1, min(8, block // 128))}
-
-
-def trace_steps(T: int) -> int:
-    """Return the number of steps of a path that one program traces, a power of 2."""
-    return max(8, next_power_of_2(round(math.sqrt(T))))
 
 
 class SegmentSizes(NamedTuple):
@@ -231,18 +169,8 @@ def lane_options(lanes: int) -> dict[str, int]:
     return {"LANES": 32 * warps, "num_warps": warps}
 
 
-def lane_stored(C: int) -> int:
-    """Return how many states of a token a lane stores at once."""
-    return 4 if C == 4 else 1 if C % 2 else 2
-
-
-def small_block(C: int) -> int:
-    """Return the block of the states of a program that has an operator of few states."""
-    return next_power_of_2(max(C, 2))
-
-
 class CountGroups(NamedTuple):
-    """The matrices of counts and the tokens that each one sums over, see `counts.py`.
+    """The matrices of counts and the tokens that each one sums over, see `gradient.py`.
 
     Fields:
         splits: the number of programs that share a tile of a matrix.
@@ -271,23 +199,13 @@ def count_groups(
     groups, total = (N, T - 1) if per_sequence else (1, (T - 1) * N)
     tiles = cdiv(C, tile_block(C)) ** 2
     programs, tokens = COUNT_PROGRAMS * target.multiprocessors, 32
-    if uses_lane_counts(C):
+    if C <= MAX_LANE_STATES:
         programs, tokens = 4 * programs, 4 * COUNT_LANES
     splits = max(1, min(programs // max(tiles * groups, 1), cdiv(total, tokens)))
     per_split = max(cdiv(total, splits), 1)
     splits = max(cdiv(total, per_split), 1)
     strides = (1, N) if per_sequence else (0, 1)
     return groups, CountGroups(splits, *strides, total, per_split)
-
-
-def uses_lane_counts(C: int) -> bool:
-    """Return whether the counts of all pairs of states fit into the registers of a lane."""
-    return C <= MAX_LANE_STATES
-
-
-def lane_count_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the kernel that counts with a lane for each token."""
-    return {"C": C, "LANES": COUNT_LANES, "num_warps": COUNT_LANES // 32}
 
 
 def tile_block(C: int) -> int:
@@ -305,12 +223,6 @@ def sum_options(splits: int, C: int) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that adds the parts of the counts."""
     pairs = next_power_of_2(max(C * C, 1))
     # Few pairs have few programs, and more splits, so each program loads more of these at once.
-    block, elements = min(32, pairs), 8192 if uses_lane_counts(C) else 2048
+    block, elements = min(32, pairs), 8192 if C <= MAX_LANE_STATES else 2048
     block_s = min(elements // block, next_power_of_2(max(splits, 1)))
     return {"BLOCK_S": block_s, "BLOCK": block, "num_warps": warps(block_s * block // 16)}
-
-
-def tangent_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the scans of means."""
-    block = min(32, next_power_of_2(max(C, 2)))
-    return {"BLOCK_C": block, "BLOCK_K": block, "num_warps": warps(block * block // 8)}

@@ -66,13 +66,14 @@ def resident_step(matrix, x, LANES: gl.constexpr, OUT: gl.constexpr, IN: gl.cons
 
 @gluon.jit
 def load_rows(score_ptr, maxima_ptr, i, num_steps, stride_t, stride_m, c, C, AHEAD: gl.constexpr):
-    """Load emissions and maxima of the AHEAD steps from step i, before the first is used."""
+    """Load emissions, and maxima if there are some, of the AHEAD steps from step i, before use."""
     scores, maxima = (), ()
     for j in gl.static_range(AHEAD):
         row = gl.to_tensor(i + j).to(gl.int64)
         at = score_ptr + row * stride_t
         scores += (gl.load(at, mask=(c < C) & (i + j <= num_steps), other=-float("inf")),)
-        maxima += (gl.load(maxima_ptr + row * stride_m, mask=i + j <= num_steps, other=0.0),)
+        if maxima_ptr is not None:
+            maxima += (gl.load(maxima_ptr + row * stride_m, mask=i + j <= num_steps, other=0.0),)
     return scores, maxima
 
 

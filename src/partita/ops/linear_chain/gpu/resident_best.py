@@ -1,6 +1,6 @@
 """Best scores of dense linear chains on NVIDIA GPUs, with transitions in registers or from memory.
 
-See `best_steps.py` for what is stored. In the scan of one program a thread holds the transitions
+See `viterbi.py` for what is stored. In the scan of one program a thread holds the transitions
 from every LANES-th state to a few states, as in `resident.py`. In the steps of many programs a
 thread takes the maximum over every 32nd state for a few sequences and states.
 """
@@ -9,10 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .arguments import Batch
-from .best_steps import middle_token
-from .resident import load_vector, row_groups
+from .resident import load_rows, load_vector, row_groups
 from .scores import fold_ends, load_tokens
 from .steps import Step, load_scores, load_tokens_of, summed_scores
+from .viterbi import middle_token
 
 
 @gluon.jit
@@ -22,20 +22,10 @@ def greater(a, b):
 
 
 @gluon.jit
-def load_ahead(score_ptr, i, num_steps, stride_t, c, C, AHEAD: gl.constexpr):
-    """Load the emissions of the AHEAD steps from step i, before the first is used."""
-    scores = ()
-    for j in gl.static_range(AHEAD):
-        at = score_ptr + gl.to_tensor(i + j).to(gl.int64) * stride_t
-        scores += (gl.load(at, mask=(c < C) & (i + j <= num_steps), other=-float("inf")),)
-    return scores
-
-
-@gluon.jit
 def linear_chain_resident_best_kernel(
     batch,  # Batch
     transitions,  # StridedSteps
-    states_ptr,  # [2, T + 1, N, C] fp64, see best_steps.py
+    states_ptr,  # [2, T + 1, N, C] fp64, see viterbi.py
     is_nan_ptr,  # [2, N] int32, or None with ties
     ties_ptr,  # [N] int32: sequences whose scan goes on from the middle to the end, or None
     MEETS: gl.constexpr,  # whether other programs scan from the end to the middle
@@ -87,9 +77,11 @@ def linear_chain_resident_best_kernel(
         # No step enters the first token.
         last_step, next_row = gl.where(forwards, tokens - 1 - t.to(gl.int32), -1), dt * row
         is_nan = (x != x).to(gl.int32)
-        scores = load_ahead(score_ptr, 1, num_steps, next_score, c, C, AHEAD)
+        scores, _ = load_rows(score_ptr, None, 1, num_steps, next_score, 0, c, C, AHEAD)
         for i in range(1, num_steps + 1, AHEAD):
-            following = load_ahead(score_ptr, i + AHEAD, num_steps, next_score, c, C, AHEAD)
+            following, _ = load_rows(
+                score_ptr, None, i + AHEAD, num_steps, next_score, 0, c, C, AHEAD
+            )
             for j in gl.static_range(AHEAD):
                 terms = matrix + gl.expand_dims(gl.convert_layout(x, IN), 1)
                 y = gl.reduce(gl.reduce(row_groups(terms, LANES), 1, greater), 0, greater)

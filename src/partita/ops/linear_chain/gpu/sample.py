@@ -18,16 +18,6 @@ from .scores import load_tokens, transition_range
 
 
 @triton.jit
-def draw(weights, uniform, k):
-    """Return an index drawn in proportion to the weights."""
-    cumulative = tl.cumsum(weights, axis=0)
-    total = tl.max(cumulative, axis=0)
-    index = tl.sum((cumulative <= uniform * total).to(tl.int32), axis=0)
-    # A product that rounds up to the total would pass the last index with a positive weight.
-    return tl.minimum(index, tl.max(tl.where(weights > 0.0, k, 0), axis=0))
-
-
-@triton.jit
 def linear_chain_sample_kernel(
     transitions,  # StridedSteps
     lengths_ptr,  # [N] or None
@@ -69,29 +59,19 @@ def linear_chain_sample_kernel(
         else:
             weights += scores
             weights = tl.exp(weights - finite_shift(tl.max(weights, axis=0)))
-        state = tl.where(active, draw(weights, uniform, k), state)
+        cumulative = tl.cumsum(weights, axis=0)
+        total = tl.max(cumulative, axis=0)
+        index = tl.sum((cumulative <= uniform * total).to(tl.int32), axis=0)
+        # A product that rounds up to the total would pass the last index with a positive weight.
+        index = tl.minimum(index, tl.max(tl.where(weights > 0.0, k, 0), axis=0))
+        state = tl.where(active, index, state)
         value = tl.where(active & has_path, state, -1).to(tl.int64)
         tl.store(states_ptr + t * N, value)
 
 
 @triton.jit
-def lane_draw(weights, uniform, C: tl.constexpr):
-    """Return the index that each lane draws in proportion to its weights."""
-    total, cumulative = weights[0], (weights[0],)
-    for k in tl.static_range(1, C):
-        total += weights[k]
-        cumulative += (total,)
-    index, last = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
-    for k in tl.static_range(C):
-        index += (cumulative[k] <= uniform * total).to(tl.int32)
-        last = tl.where(weights[k] > 0.0, k, last)
-    # A product that rounds up to the total would pass the last index with a positive weight.
-    return tl.minimum(index, last)
-
-
-@triton.jit
-def weights_before(alpha, table_ptr, c, is_last, C: tl.constexpr, IS_LOG: tl.constexpr):
-    """Return the weights of the states before a state c, or of the states of the last token."""
+def lane_draw(alpha, table_ptr, c, is_last, uniform, C: tl.constexpr, IS_LOG: tl.constexpr):
+    """Draw the state before a state c, or the state of the last token, in each lane."""
     terms, weights = (), ()
     for k in tl.static_range(C):
         step = tl.load(table_ptr + k * C + c)
@@ -105,7 +85,16 @@ def weights_before(alpha, table_ptr, c, is_last, C: tl.constexpr, IS_LOG: tl.con
             maximum = tl.maximum(maximum, terms[k])
         for k in tl.static_range(C):
             weights += (tl.exp(terms[k] - finite_shift(maximum)),)
-    return weights
+    total, cumulative = weights[0], (weights[0],)
+    for k in tl.static_range(1, C):
+        total += weights[k]
+        cumulative += (total,)
+    index, last = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
+    for k in tl.static_range(C):
+        index += (cumulative[k] <= uniform * total).to(tl.int32)
+        last = tl.where(weights[k] > 0.0, k, last)
+    # A product that rounds up to the total would pass the last index with a positive weight.
+    return tl.minimum(index, last)
 
 
 @triton.jit
@@ -139,6 +128,6 @@ def linear_chain_sample_words_kernel(
             alpha += (tl.load(alpha_ptr + at, mask=t < tokens, other=0.0),)
         word = tl.zeros([LANES], tl.int64)
         for c in range(0, C):
-            index = lane_draw(weights_before(alpha, table_ptr, c, is_last, C, IS_LOG), uniform, C)
+            index = lane_draw(alpha, table_ptr, c, is_last, uniform, C, IS_LOG)
             word = word | (index.to(tl.int64) << (4 * c))
         tl.store(words_ptr + lane, word)

@@ -9,7 +9,7 @@ First the operators of all segments are formed at the same time, then those of g
 One program scans the groups in either direction, others the segments inside of each group, and then
 all states at the boundaries of segments are known. Here are operators of 9 to 16 states, and what
 all scans share. Lanes form those of fewer states, see `lanes.py`, and in max-plus arithmetic those
-of 9 to 16 states are in `best_operators.py`.
+of 9 to 16 states are in `best_segments.py`.
 
 Source: Särkkä and García-Fernández, Temporal parallelization of Bayesian smoothers, 2021.
 """

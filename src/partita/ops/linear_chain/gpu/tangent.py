@@ -1,11 +1,11 @@
 """Means over the paths of dense linear chains, and their derivatives.
 
-Alpha and beta of log Z give the posterior of each state. With them a scan forwards carries the mean
-of the values over the paths into each state, and one backwards the mean over the rest of the paths
-from each state. The derivatives are then those of all tokens at the same time: the derivative in a
-score is the posterior of what it scores times the difference between the mean over the paths
-through it and that over all paths, see `reference.py`. Alpha is in the log domain here,
-relative to any number of its token.
+Alpha and beta of log Z give the posterior of each state. With alpha a scan forwards carries the
+mean of the values over the paths into each state, and with beta one backwards the mean over the
+rest of the paths from each state. The derivatives are then those of all tokens at the same time:
+the derivative in a score is the posterior of what it scores times the difference between the mean
+over the paths through it and that over all paths, see `reference.py`. Alpha and beta are in the log
+domain here, relative to any number of their token.
 
 Source: Li and Eisner, First- and second-order expectation semirings, 2009.
 """
@@ -15,9 +15,8 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .counts import split_tokens
-from .marginals import state_posteriors, store_end_gradient
-from .scores import exp_sum_term, load_tokens, token_of_rows, transition_range
+from .gradient import store_end_gradient, tile_of_program
+from .scores import exp_sum_term, load_tokens, token_of_rows, token_scores, transition_range
 
 
 @triton.jit
@@ -36,72 +35,43 @@ def load_values(ptr, at, mask):
 
 
 @triton.jit
-def linear_chain_posteriors_kernel(
-    states_ptr,  # [2, T, N, C] fp64
-    lengths_ptr,  # [N] or None
-    span,  # Span
-    logs_ptr,  # [T, N, C] fp64, the logarithms of alpha
-    posteriors_ptr,  # [T, N, C] fp64, NaN for an invalid length
-    T,
-    N,
-    C,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
-    """Store alpha in the log domain and the posteriors of ROWS tokens."""
-    is_linear, _ = transition_range(span, BLOCK_PARTS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    rows = tl.full([], T, tl.int64) * N
-    _, _, tokens, inside = token_of_rows(lengths_ptr, row, row < rows, T, N)
-    valid = (tokens >= 1) & (tokens <= T)
-    c = tl.arange(0, BLOCK_C)[None, :]
-    at, mask = row[:, None] * C + c, (inside & valid)[:, None] & (c < C)
-    other = tl.where(is_linear, 0.0, -float("inf"))
-    alpha = tl.load(states_ptr + at, mask=mask, other=other)
-    beta = tl.load(states_ptr + rows * C + at, mask=mask, other=other)
-    posterior, _, _ = state_posteriors(alpha, beta, is_linear)
-    if is_linear:
-        alpha = tl.log(alpha)
-    posterior = tl.where(valid[:, None], posterior, float("nan"))
-    mask = (row < rows)[:, None] & (c < C)
-    tl.store(logs_ptr + at, alpha, mask=mask)
-    tl.store(posteriors_ptr + at, posterior, mask=mask)
-
-
-@triton.jit
 def mean_into(
-    logs_ptr,  # [C] of the token before
-    means_ptr,  # [C] of the token before
-    scores_ptr,  # of the transitions of the step
-    transitions,  # StridedSteps
-    values_ptr,  # of the values of the step
-    transition_values,  # StridedSteps
+    logs_ptr,  # [C] of the token that the step leaves
+    means_ptr,  # [C] of that token
+    step,
+    n,
     c,
     C,
+    transitions,  # StridedSteps
+    transition_values,  # StridedSteps
+    FORWARD: tl.constexpr,  # whether the step enters the later one of its tokens
     EXACT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Return the log-sum-exp that enters the states c, and the mean of the values before them."""
+    AXIS: tl.constexpr = 0 if FORWARD else 1  # of the states that the step leaves
     maximum = tl.full(c.shape, -float("inf"), tl.float64)
     total, sums = tl.zeros(c.shape, tl.float64), tl.zeros(c.shape, tl.float64)
-    for k0 in range(0, C, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
+    scores_ptr = transitions.ptr + step * transitions.t + n * transitions.n
+    values_ptr = transition_values.ptr + step * transition_values.t + n * transition_values.n
+    for k0 in range(0, C, BLOCK):
+        k = k0 + tl.arange(0, BLOCK)
         state = tl.load(logs_ptr + k, mask=k < C, other=-float("inf"))
         mean = tl.load(means_ptr + k, mask=k < C, other=0.0)
-        mask = (k < C)[:, None] & (c < C)[None, :]
-        at = k.to(tl.int64)[:, None] * transitions.k + c.to(tl.int64)[None, :] * transitions.c
-        scores = tl.load(scores_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
-        at = k.to(tl.int64)[:, None] * transition_values.k
-        at += c.to(tl.int64)[None, :] * transition_values.c
-        values = tl.load(values_ptr + at, mask=mask, other=0.0).to(tl.float64)
-        terms = scores + state[:, None]
-        larger = tl.maximum(maximum, tl.max(terms, axis=0))
+        earlier, later = (k, c) if FORWARD else (c, k)
+        earlier, later = earlier.to(tl.int64)[:, None], later.to(tl.int64)[None, :]
+        mask = (earlier < C) & (later < C)
+        at = scores_ptr + earlier * transitions.k + later * transitions.c
+        scores = tl.load(at, mask=mask, other=-float("inf")).to(tl.float64)
+        at = earlier * transition_values.k + later * transition_values.c
+        values = load_values(values_ptr, at, mask) + tl.expand_dims(mean, 1 - AXIS)
+        terms = scores + tl.expand_dims(state, 1 - AXIS)
+        larger = tl.maximum(maximum, tl.max(terms, axis=AXIS))
         shift = finite_shift(larger)
         decay = tl.exp(maximum - shift)
-        weights = exp_sum_term(terms - shift[None, :], EXACT)
-        total = total * decay + tl.sum(weights, axis=0)
-        sums = weighted(decay, sums) + tl.sum(weighted(weights, mean[:, None] + values), axis=0)
+        weights = exp_sum_term(terms - tl.expand_dims(shift, AXIS), EXACT)
+        total = total * decay + tl.sum(weights, axis=AXIS)
+        sums = weighted(decay, sums) + tl.sum(weighted(weights, values), axis=AXIS)
         maximum = larger
     mean = tl.where(total == 0.0, 0.0, sums / total)
     return tl.log(total) + finite_shift(maximum), mean
@@ -109,107 +79,80 @@ def mean_into(
 
 @triton.jit
 def linear_chain_means_kernel(
+    batch,  # Batch, without start
     transitions,  # StridedSteps
-    transition_values,  # StridedSteps
+    span,  # Span
+    states_ptr,  # [2, T, N, C] fp64: alpha and beta, replaced by their logarithms with emissions
     values,  # Batch
-    logs_ptr,  # [T, N, C] fp64
+    transition_values,  # StridedSteps
     posteriors_ptr,  # [T, N, C] fp64
     sums_ptr,  # [T, N, C] fp64, the log-sum-exp that enters each state
-    means_ptr,  # [T, N, C] fp64, the mean over the paths into each state
+    means_ptr,  # [2, T, N, C] fp64, the means over the paths into each state and from it on
     mean_ptr,  # [N] fp64
     EXACT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):
-    """Scan the means over the paths into each state, and compute that over all paths."""
-    values = Batch(*values)
-    C, emissions, start, end = values.C, values.emissions, values.start, values.end
-    n, row = tl.program_id(0).to(tl.int64), tl.full([], values.N, tl.int64) * C
-    tokens, invalid = load_tokens(values.lengths, n, values.T)
+    """Scan the means over the paths into each state, or in every other program from it on.
+
+    Both have the value of the state's emission. The first scan gives the mean over all paths.
+    """
+    batch, values = Batch(*batch), Batch(*values)
+    is_linear = transition_range(span, BLOCK_PARTS)[0]
+    direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
+    is_alpha, C, row = direction == 0, batch.C, tl.full([], batch.N, tl.int64) * batch.C
+    tokens, invalid = load_tokens(batch.lengths, n, batch.T)
+    scan = direction * batch.T * row + n * C
+    for first in range(0, tokens, BLOCK):
+        t = first + tl.arange(0, BLOCK).to(tl.int64)
+        for c0 in range(0, C, BLOCK):
+            c = c0 + tl.arange(0, BLOCK)
+            mask = (t < tokens)[:, None] & (c < C)[None, :]
+            state_ptr = states_ptr + scan + (t * row)[:, None] + c[None, :]
+            state = tl.load(state_ptr, mask=mask, other=0.0)
+            if is_linear:
+                state = tl.log(state)
+            # Alpha has the emissions already.
+            of_beta = mask & (direction == 1)
+            state += token_scores(batch, t, t * 0 + n, tokens, c, of_beta, 0.0)
+            tl.store(state_ptr, state, mask=mask)
+    tl.debug_barrier()
+    emissions, start, end = values.emissions, values.start, values.end
     total = tl.full([], 0.0, tl.float64)
     for i in range(0, tokens):
-        t = tl.full([], i, tl.int64)
-        at = t * row + n * C
-        before = (logs_ptr + at - row, means_ptr + at - row)
-        scores_ptr = transitions.ptr + (t - 1) * transitions.t + n * transitions.n
-        values_ptr = transition_values.ptr + (t - 1) * transition_values.t
-        values_ptr += n * transition_values.n
-        steps = (scores_ptr, transitions, values_ptr, transition_values)
-        for c0 in range(0, C, BLOCK_C):
-            c = c0 + tl.arange(0, BLOCK_C)
-            value = t * emissions.t + n * emissions.n + c.to(tl.int64) * emissions.c
-            mean = load_values(emissions.ptr, value, c < C)
+        t = tl.where(is_alpha, tl.full([], i, tl.int64), tokens - 1 - i)
+        at, step = scan + t * row, tl.where(is_alpha, t - 1, t)
+        before = scan + tl.where(is_alpha, t - 1, t + 1) * row
+        left = (states_ptr + before, means_ptr + before, step, n)
+        for c0 in range(0, C, BLOCK):
+            c = c0 + tl.arange(0, BLOCK)
+            c_64, mask = c.to(tl.int64), c < C
+            value = t * emissions.t + n * emissions.n + c_64 * emissions.c
+            mean = load_values(emissions.ptr, value, mask)
             if i > 0:
-                log_sum, entered = mean_into(*before, *steps, c, C, EXACT, BLOCK_K)
-                tl.store(sums_ptr + at + c, log_sum, mask=c < C)
+                # The compiler knows which stride is 1 in either direction.
+                if is_alpha:
+                    log_sum, entered = mean_into(
+                        *left, c, C, transitions, transition_values, True, EXACT, BLOCK
+                    )
+                else:
+                    log_sum, entered = mean_into(
+                        *left, c, C, transitions, transition_values, False, EXACT, BLOCK
+                    )
+                tl.store(sums_ptr + at + c, log_sum, mask=mask & is_alpha)
                 mean += entered
+            elif is_alpha:
+                mean += load_values(start.ptr, n * start.n + c_64 * start.c, mask)
             else:
-                value = n * start.n + c.to(tl.int64) * start.c
-                mean += load_values(start.ptr, value, c < C)
-            tl.store(means_ptr + at + c, mean, mask=c < C)
+                mean += load_values(end.ptr, n * end.n + c_64 * end.c, mask)
+            tl.store(means_ptr + at + c, mean, mask=mask)
             if i == tokens - 1:
-                value = n * end.n + c.to(tl.int64) * end.c
-                mean += load_values(end.ptr, value, c < C)
-                weights = tl.load(posteriors_ptr + at + c, mask=c < C, other=0.0)
+                mean += load_values(end.ptr, n * end.n + c_64 * end.c, mask)
+                weights = tl.load(posteriors_ptr + t * row + n * C + c, mask=mask, other=0.0)
                 total += tl.sum(weighted(weights, mean), axis=0)
         # The next token reads what other threads have stored.
         tl.debug_barrier()
-    tl.store(mean_ptr + n, total + invalid)
-
-
-@triton.jit
-def linear_chain_rests_kernel(
-    transitions,  # StridedSteps
-    transition_values,  # StridedSteps
-    values,  # Batch, without start
-    logs_ptr,  # [T, N, C] fp64
-    posteriors_ptr,  # [T, N, C] fp64
-    sums_ptr,  # [T, N, C] fp64
-    rests_ptr,  # [T, N, C] fp64, the mean over the rest of the paths with the token's emission
-    EXACT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Scan the means over the rest of the paths from each state."""
-    values = Batch(*values)
-    C, emissions, end = values.C, values.emissions, values.end
-    n, row = tl.program_id(0).to(tl.int64), tl.full([], values.N, tl.int64) * C
-    tokens, _ = load_tokens(values.lengths, n, values.T)
-    for i in range(0, tokens):
-        t = tl.full([], 1, tl.int64) * (tokens - 1 - i)
-        at = t * row + n * C
-        for k0 in range(0, C, BLOCK_K):
-            k = k0 + tl.arange(0, BLOCK_K)
-            value = t * emissions.t + n * emissions.n + k.to(tl.int64) * emissions.c
-            rest = load_values(emissions.ptr, value, k < C)
-            if i == 0:
-                value = n * end.n + k.to(tl.int64) * end.c
-                rest += load_values(end.ptr, value, k < C)
-            else:
-                total, sums = tl.zeros([BLOCK_K], tl.float64), tl.zeros([BLOCK_K], tl.float64)
-                state = tl.load(logs_ptr + at + k, mask=k < C, other=-float("inf"))
-                for c0 in range(0, C, BLOCK_C):
-                    c = c0 + tl.arange(0, BLOCK_C)
-                    after = at + row + c
-                    weights = tl.load(posteriors_ptr + after, mask=c < C, other=0.0)
-                    shift = tl.load(sums_ptr + after, mask=c < C, other=0.0)
-                    mean = tl.load(rests_ptr + after, mask=c < C, other=0.0)
-                    mask = (c < C)[:, None] & (k < C)[None, :]
-                    to, before = c.to(tl.int64)[:, None], k.to(tl.int64)[None, :]
-                    pair = to * transitions.c + before * transitions.k
-                    pair += t * transitions.t + n * transitions.n
-                    terms = tl.load(transitions.ptr + pair, mask=mask, other=-float("inf"))
-                    terms = terms.to(tl.float64) + (state[None, :] - finite_shift(shift)[:, None])
-                    shares = exp_sum_term(terms, EXACT) * weights[:, None]
-                    pair = to * transition_values.c + before * transition_values.k
-                    pair += t * transition_values.t + n * transition_values.n
-                    steps = load_values(transition_values.ptr, pair, mask)
-                    total += tl.sum(shares, axis=0)
-                    sums += tl.sum(weighted(shares, mean[:, None] + steps), axis=0)
-                rest += tl.where(total == 0.0, 0.0, sums / total)
-            tl.store(rests_ptr + at + k, rest, mask=k < C)
-        # The token before reads what other threads have stored.
-        tl.debug_barrier()
+    tl.store(mean_ptr + n, total + invalid, mask=is_alpha)
 
 
 @triton.jit
@@ -218,8 +161,7 @@ def linear_chain_state_covariances_kernel(
     grad_n,
     values,  # Batch, without start and end
     posteriors_ptr,  # [T, N, C] fp64
-    means_ptr,  # [T, N, C] fp64
-    rests_ptr,  # [T, N, C] fp64
+    means_ptr,  # [2, T, N, C] fp64
     mean_ptr,  # [N] fp64
     gradients,  # Gradients in fp64
     ROWS: tl.constexpr,
@@ -238,7 +180,7 @@ def linear_chain_state_covariances_kernel(
     # Both means have the value of the emission.
     difference = tl.load(means_ptr + at, mask=mask, other=0.0)
     difference -= load_values(emissions.ptr, value, mask)
-    difference += tl.load(rests_ptr + at, mask=mask, other=0.0)
+    difference += tl.load(means_ptr + rows * C + at, mask=mask, other=0.0)
     difference -= tl.load(mean_ptr + n, mask=row < rows, other=0.0)[:, None]
     grad = tl.load(grad_ptr + n * grad_n, mask=row < rows, other=0.0).to(tl.float64)
     posterior = tl.load(posteriors_ptr + at, mask=mask, other=0.0) * grad[:, None]
@@ -256,11 +198,10 @@ def linear_chain_pair_covariances_kernel(
     transitions,  # StridedSteps
     transition_values,  # StridedSteps
     lengths_ptr,  # [N] or None
-    logs_ptr,  # [T, N, C] fp64
+    states_ptr,  # [2, T, N, C] fp64, logarithms
     posteriors_ptr,  # [T, N, C] fp64
     sums_ptr,  # [T, N, C] fp64
-    means_ptr,  # [T, N, C] fp64
-    rests_ptr,  # [T, N, C] fp64
+    means_ptr,  # [2, T, N, C] fp64
     mean_ptr,  # [N] fp64
     result_ptr,  # [groups, splits, C, C] fp64
     T,
@@ -271,20 +212,16 @@ def linear_chain_pair_covariances_kernel(
     BLOCK: tl.constexpr,
 ):
     """Sum the derivatives in the transitions of a split of tokens, for one tile of them."""
-    tiles = tl.cdiv(C, BLOCK)
-    tile, part = tl.program_id(0) % (tiles * tiles), tl.program_id(0) // (tiles * tiles)
-    split, group = part % groups.splits, part.to(tl.int64) // groups.splits
-    k = (tile // tiles * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    c = (tile % tiles * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
-    base, num_tokens = split_tokens(group, split, groups, N)
-    pairs = (k < C) & (c < C)
+    k, c, part, base, num_tokens = tile_of_program(groups, N, C, BLOCK)
+    k, c = k.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
+    pairs, rests_ptr = (k < C) & (c < C), means_ptr + tl.full([], T, tl.int64) * N * C
     sums = tl.zeros([BLOCK, BLOCK], tl.float64)
     for i in range(0, num_tokens):
         row = base + tl.full([1, 1], i, tl.int64) * groups.stride
         t, n, tokens, inside = token_of_rows(lengths_ptr, row, row >= 0, T, N)
         valid = (tokens >= 1) & (tokens <= T)
         mask, at = inside & valid & (k < C), (row - N) * C + k
-        state = tl.load(logs_ptr + at, mask=mask, other=-float("inf"))
+        state = tl.load(states_ptr + at, mask=mask, other=-float("inf"))
         before = tl.load(means_ptr + at, mask=mask, other=0.0)
         mask, at = inside & valid & (c < C), row * C + c
         shift = finite_shift(tl.load(sums_ptr + at, mask=mask, other=0.0))
@@ -300,5 +237,5 @@ def linear_chain_pair_covariances_kernel(
         values = load_values(transition_values.ptr, at, mask) + before + after
         shares = exp_sum_term(scores + state - shift, EXACT) * weights
         sums += tl.where(valid, weighted(shares, values), float("nan"))
-    at = part.to(tl.int64) * C * C + k * C + c
+    at = part * C * C + k * C + c
     tl.store(result_ptr + at, sums, mask=pairs)

@@ -1,8 +1,14 @@
 """The best path of dense linear chains: a scan in max-plus arithmetic, then the way back.
 
-The scan stores the best state before each state. A path is then traced in segments: for each state
-at the end of a segment, one program finds the state at its start, and with these maps every segment
-is traced at the same time.
+The scan of few states stores the best state before each state. Other scans store the best score of
+each state with and without the emission of its token, and no index, because steps run one after the
+other. The state before a state is then the lowest one whose sum is the best score. Up to 128 states
+it is found for all states and tokens at the same time. Among more it is found for the states of the
+best path alone, one after the other.
+
+With the state before each state a path is traced in segments: for each state at the end of a
+segment, one program finds the state at its start, and with these maps every segment is traced at
+the same time.
 
 Source: Forney, The Viterbi algorithm, 1973.
 """
@@ -12,8 +18,184 @@ import triton.language as tl
 
 from ....primitives.gpu.memory import load_matrix
 from .arguments import Batch
-from .best_steps import middle_token
 from .scores import fold_ends, load_end, load_tokens
+from .steps import load_tokens_of
+
+
+@triton.jit
+def middle_token(tokens, MEETS: tl.constexpr):
+    """Return the token at which the scans from both ends meet, or else the last one."""
+    if MEETS:
+        return tokens // 2
+    else:
+        return tokens - 1
+
+
+@triton.jit
+def linear_chain_best_last_kernel(
+    states_ptr,  # [2, T + 1, N, C] fp64
+    lengths_ptr,  # [N] or None
+    is_nan_ptr,  # [2, N] int32
+    score_ptr,  # [N]
+    last_ptr,  # [N] int32: the last state of the best path, or that in the middle, or -1
+    ties_ptr,  # [N] int32: whether several states have the best score, or None
+    T,
+    N,
+    C,
+    MEETS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Find the best score of a sequence and the lowest state that has it.
+
+    With MEETS the ties are written, otherwise this is done for the sequences with ties alone.
+    """
+    n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
+    runs = True
+    if ties_ptr is not None and not MEETS:
+        runs = tl.load(ties_ptr + n) > 0
+    if runs:
+        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        middle = middle_token(tokens, MEETS)
+        at = (tl.full([], 1, tl.int64) * middle * N + n) * C + c
+        x = tl.load(states_ptr + at, mask=c < C, other=-float("inf"))
+        is_nan = tl.load(is_nan_ptr + n)
+        if MEETS:
+            rows = (tl.full([], T, tl.int64) + 1) * N
+            inside = (c < C) & (middle < tokens - 1)
+            x += tl.load(states_ptr + (rows + N) * C + at, mask=inside, other=0.0)
+            is_nan = tl.maximum(is_nan, tl.load(is_nan_ptr + N + n))
+        best = tl.max(x, axis=0)
+        last = tl.min(tl.where(x == best, c, BLOCK_C), axis=0)
+        number = tl.sum(((x == best) & (c < C)).to(tl.int32), axis=0)
+        best = tl.where(is_nan > 0, float("nan"), best) + invalid
+        tl.store(score_ptr + n, best.to(score_ptr.dtype.element_ty))
+        tl.store(last_ptr + n, tl.where(best > -float("inf"), last, -1))
+        if MEETS:
+            tl.store(ties_ptr + n, ((number > 1) & (best > -float("inf"))).to(tl.int32))
+
+
+@triton.jit
+def linear_chain_best_states_kernel(
+    transitions,  # StridedSteps, with MEETS `[2, C, C]` with the same transposed
+    states_ptr,  # [2, T + 1, N, C] fp64
+    previous_ptr,  # [T, N, C] int16: the best states before each state
+    lengths_ptr,  # [N] or None
+    ties_ptr,  # [N] int32, if this is for what follows the middle of sequences with ties
+    T,
+    N,
+    C,
+    MEETS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Find the lowest state before each state of ROWS tokens that attains the best score.
+
+    With MEETS, the second half of the programs finds the states at the tokens after the middle
+    given each state before. Where no score is greater than -inf, or past a length, it is any state.
+    """
+    transitions_ptr, blocks = transitions.ptr, tl.cdiv(C, BLOCK_C)
+    rows = tl.full([], T, tl.int64) * N
+    program = tl.program_id(0)
+    forwards, from_row = True, tl.full([], N, tl.int64)
+    if MEETS:
+        forwards = program < tl.num_programs(0) // 2
+        program = program % (tl.num_programs(0) // 2)
+        from_row = tl.where(forwards, from_row, -from_row)
+        transitions_ptr += tl.where(forwards, 0, C * C)
+    c = (program % blocks * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    row = (program.to(tl.int64) // blocks * ROWS + N + tl.arange(0, ROWS))[:, None]
+    active = row < rows
+    if MEETS or ties_ptr is not None:
+        tokens = load_tokens_of(lengths_ptr, row % N, N, T)
+        after, active = row // N > middle_token(tokens, True), active & (row // N < tokens)
+        if ties_ptr is not None:
+            active = active & after & (tl.load(ties_ptr + row % N) > 0)
+        else:
+            active = active & (after != forwards)
+    if tl.max(tl.max(active.to(tl.int32), axis=1), axis=0) > 0:
+        mask = active & (c < C)
+        y = tl.load(states_ptr + (rows + N) * C + row * C + c, mask=mask, other=0.0)
+        before_ptr = states_ptr + (row - from_row) * C
+        step_ptr = transitions_ptr + c.to(tl.int64) * transitions.c
+        index = tl.full([ROWS, BLOCK_C], C - 1, tl.int32)
+        for first in range(0, C, UNROLL):
+            for j in tl.static_range(UNROLL):
+                k = C - 1 - first - j
+                x = tl.load(before_ptr + k, mask=active & (k >= 0), other=float("nan"))
+                at = step_ptr + tl.full([], k, tl.int64) * transitions.k
+                weight = tl.load(at, mask=(c < C) & (k >= 0), other=0.0).to(tl.float64)
+                index = tl.where(x + weight == y, k, index)
+        tl.store(previous_ptr + row * C + c, index, mask=mask)
+
+
+@triton.jit
+def linear_chain_best_trace_kernel(
+    transitions,  # StridedSteps
+    states_ptr,  # [2, T + 1, N, C] fp64
+    lengths_ptr,  # [N] or None
+    last_ptr,  # [N] int32: the last state of the best path, or -1
+    path_ptr,  # [T, N] int64
+    T,
+    N,
+    C,
+    BLOCK_C: tl.constexpr,
+):
+    """Trace the best path of a sequence: before each state, the lowest that attains its score."""
+    n, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
+    tokens, _ = load_tokens(lengths_ptr, n, T)
+    state = tl.load(last_ptr + n)
+    # Without a path, no token has a state.
+    known = tl.where(state >= 0, tokens, 0)
+    for first in range(0, T, BLOCK_C):
+        t = first + k
+        tl.store(path_ptr + t.to(tl.int64) * N + n, -1, mask=(t >= known) & (t < T))
+    row = tl.full([], N, tl.int64) * C
+    states_ptr += n * C
+    from_ptr = transitions.ptr + (n * transitions.n + k.to(tl.int64) * transitions.k)
+    x = tl.load(states_ptr + (tokens - 2) * row + k, mask=(k < C) & (known > 1), other=0.0)
+    for i in range(0, known):
+        t = tokens - 1 - i
+        tl.store(path_ptr + tl.full([], t, tl.int64) * N + n, state.to(tl.int64))
+        # The scores of the token before the last one do not depend on the state.
+        ahead = tl.load(states_ptr + (t - 2) * row + k, mask=(k < C) & (t > 1), other=0.0)
+        y = tl.load(states_ptr + (row + T * row) + t * row + state)
+        step_ptr = from_ptr + tl.full([], t - 1, tl.int64) * transitions.t
+        at = step_ptr + state.to(tl.int64) * transitions.c
+        weight = tl.load(at, mask=(k < C) & (t > 0), other=0.0).to(tl.float64)
+        state = tl.min(tl.where((x + weight == y) & (k < C), k, C - 1), axis=0)
+        x = ahead
+
+
+@triton.jit
+def linear_chain_best_ties_kernel(
+    table_ptr,  # [2, C, C]
+    states_ptr,  # [2, T + 1, N, C] fp64
+    path_ptr,  # [T, N] int64
+    lengths_ptr,  # [N] or None
+    ties_ptr,  # [N] int32
+    T,
+    N,
+    C,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Store 1 for a sequence whose path after its middle could go on in several best ways."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + N + tl.arange(0, ROWS)
+    rows, c = tl.full([], T, tl.int64) * N, tl.arange(0, BLOCK_C)
+    n, t = row % N, row // N
+    tokens = load_tokens_of(lengths_ptr, n, N, T)
+    active = (row < rows) & (t < tokens) & (t > middle_token(tokens, True))
+    k = tl.load(path_ptr + row - N, mask=active, other=-1)
+    active = active & (k >= 0)
+    mask = active[:, None] & (c < C)[None, :]
+    y = tl.load(states_ptr + (rows + N + row) * C + k, mask=active, other=0.0)
+    x = tl.load(states_ptr + ((row + N) * C)[:, None] + c[None, :], mask=mask, other=0.0)
+    weight = tl.load(table_ptr + (k * C)[:, None] + c[None, :], mask=mask, other=0.0)
+    is_best = (x + weight.to(tl.float64) == y[:, None]) & mask
+    number = tl.sum(is_best.to(tl.int32), axis=1)
+    # All programs that store here store the same.
+    tl.store(ties_ptr + n, 1, mask=number > 1)
 
 
 @triton.jit
