@@ -18,8 +18,8 @@ from ...runtime.constants import scalar
 from ...runtime.lengths import lengths_on_device
 from ...runtime.sizes import same_sizes
 from . import autograd
+from .common import ChainPotentials, chain_potentials, check_chain, check_end
 from .edges import edges_from_states
-from .inputs import ChainPotentials, chain_potentials, check_chain, check_end
 from .reference import path_score
 from .results import ChainSample, ViterbiPath
 
@@ -195,7 +195,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
             edges = edges_from_states(states, self.source)
         assert edges is not None
         first_state = None if states is None else states[..., 0, :].long()
-        score = path_score(*self._potentials(), edges.long(), first_state)
+        score = path_score(self._potentials(), edges.long(), first_state)
         log_prob = self._log_prob(score)
         if states is None:  # The path of a chain of no steps is not told by its edges.
             is_empty = full_lengths(self.scores, self.lengths) == 0

@@ -21,6 +21,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..chain import autograd as _chain
+from ..chain.common import ChainPotentials
 from . import reference
 from .common import ChainFunctions, loss_through_chains
 
@@ -110,9 +111,8 @@ def loss_of_chains(
     The result is differentiable any number of times. The lengths are those that `crf_loss` returns.
     """
 
-    def logz(*chain: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *chain_tensors, _ = chain
-        return apply(_chain.LogZ, *chain_tensors, True, backend)
+    def logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return apply(_chain.LogZ, *chain, True, backend)
 
     chains = ChainFunctions(logz, _chain.logz_gradient)
     tables = (scores, source, lattice_source)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
+from ..chain.common import ChainPotentials
 from ..ctc.common import gradient_per_sequence, reduce_over_lengths
 
 
@@ -211,13 +212,14 @@ def loss_through_chains(
     lengths = torch.where(invalid_targets(packed, n_base), -1, input_lengths)
     lattice = target_lattice(packed, len(lattice_source), state_len, n_base, dtype, lattice_source)
     ends, edge_scores = zero_ends(scores), lattice_scores(scores, lattice.edge_index)
-    logz_den, _, saved = chains.logz(scores, source, ends, ends, lengths, save)
-    logz_num, _, states = chains.logz(edge_scores, *lattice[1:], lengths, save)
+    of_target = ChainPotentials(edge_scores, *lattice[1:], lengths)
+    all_paths = ChainPotentials(scores, source, ends, ends, lengths)
+    logz_den, _, saved = chains.logz(all_paths, save)
+    logz_num, _, states = chains.logz(of_target, save)
     marginals = edge_scores.new_empty(0, dtype=dtype)
     if save:
-        chain = (edge_scores, lattice.initial, lattice.final, lattice_source, lengths)
         one = torch.ones_like(logz_num)
-        marginals = chains.gradient(one, *chain, logz_num, states, dtype)[0]
+        marginals = chains.gradient(one, of_target, logz_num, states, dtype)[0]
     losses = torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
     value = reduce_over_lengths(losses, target_lengths, reduction).to(dtype, copy=True)
     return value, losses, logz_den, saved, marginals, lattice.edge_index.int(), lengths
@@ -241,6 +243,7 @@ def gradient_through_chains(
     edges, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
     grad = gradient_per_sequence(grad, target_lengths, reduction)
     grad, ends = torch.where(losses == torch.inf, 0.0, grad), zero_ends(edges)
-    result = chains.gradient(grad, edges, ends, ends, source, lengths, logz, saved, dtype)[0]
+    chain = ChainPotentials(edges, source, ends, ends, lengths)
+    result = chains.gradient(grad, chain, logz, saved, dtype)[0]
     subtract_marginals(result, marginals, edge_index, grad.to(dtype))
     return result.to(scores.dtype).view(scores.shape)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
+from ..common import ChainPotentials
 from . import plan
 from .edge_table import EdgeTable, directed_edges
 
@@ -136,10 +137,9 @@ class ChainPaths(NamedTuple):
     edges_ptr: tl.tensor
 
 
-def chains_of(
-    scores: Tensor, table: EdgeTable, initial: Tensor, final: Tensor, lengths: Tensor | None
-) -> Chains:
+def chains_of(chain: ChainPotentials, table: EdgeTable) -> Chains:
     """Return what kernels get of chains."""
+    scores, _, initial, final, lengths = chain
     return Chains(
         StridedEdges(scores, *scores.stride()),
         ChainEdges(*table[:3], *table.source.shape),

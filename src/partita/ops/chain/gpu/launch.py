@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
+from ..common import ChainPotentials
 from .arguments import (
     ChainGradients,
     ChainTotals,
@@ -28,25 +29,15 @@ from .resident_gradient import chain_resident_gradient_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
 
 
-def chain_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z in fp64 and in the dtype of results, and the states that the gradient needs.
-
-    The third tensor is empty if not `save`.
-    """
+def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Z in fp64 and in the dtype of results, and the states that the gradient needs."""
+    scores, table = chain.scores, edge_table(chain.source)
     T, N, C, K = scores.shape
-    table = edge_table(source)
     saved_shape = (T + 1 if save else 4, N, C)
     saved = torch.empty(saved_shape, dtype=torch.float64, device=scores.device)
     logz = torch.empty(N, dtype=torch.float64, device=scores.device)
     rounded = torch.empty(N, dtype=acc_dtype(scores.dtype), device=scores.device)
-    chains = chains_of(scores, table, initial, final, lengths)
+    chains = chains_of(chain, table)
     if table.has_invalid:
         logz.fill_(torch.nan)
         rounded.fill_(torch.nan)
@@ -78,27 +69,20 @@ def chain_logz(
 
 def chain_gradient(
     grad: Tensor,
-    scores: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    source: Tensor,
-    lengths: Tensor | None,
+    chain: ChainPotentials,
     logz: Tensor,
     saved: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of scores (in `dtype`), initial and final from the gradient of log Z.
-
-    The gradient of log Z may have any floating dtype and any stride.
-    """
+    """Return the gradients of log Z; that of log Z may have any floating dtype and any stride."""
+    scores, table = chain.scores, edge_table(chain.source)
     T, N, C, K = scores.shape
-    table = edge_table(source)
     d_scores = torch.empty(scores.shape, dtype=dtype, device=scores.device)
     d_initial, d_final = (
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (initial, final)
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (chain.initial, chain.final)
     )
     results = d_scores, d_initial, d_final
-    chains = chains_of(scores, table, initial, final, lengths)
+    chains = chains_of(chain, table)
     inputs: dict[str, Any] = {
         "grad": StridedChains(grad, *grad.stride()),
         "gradients": ChainGradients(*results),
@@ -140,29 +124,21 @@ def chain_gradient(
     return results
 
 
-def chain_scan(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    is_max: bool,
-    reverse: bool,
-) -> Tensor:
-    """Return alpha, or with `reverse` beta, under Log or Max at each time, `[T + 1, N, C]` fp64."""
+def chain_scan(chain: ChainPotentials, use_max: bool, reverse: bool) -> Tensor:
+    """Return alpha, or beta if `reverse`, at each time."""
     from .forward_scan import chain_scan_kernel
 
+    scores, table = chain.scores, edge_table(chain.source)
     T, N, C, K = scores.shape
-    table = edge_table(source)
     result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
     if table.has_invalid:
         return result.fill_(torch.nan)
     launch(
         chain_scan_kernel,
         N,
-        chains=chains_of(scores, table, initial, final, lengths),
+        chains=chains_of(chain, table),
         result_ptr=result,
-        IS_MAX=is_max,
+        IS_MAX=use_max,
         REVERSE=reverse,
         ACC_DTYPE=tl_acc_dtype(scores.dtype),
         **unroll_options(K, table.max_out_degree),

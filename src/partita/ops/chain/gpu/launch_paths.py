@@ -11,6 +11,7 @@ from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from ....runtime.sizes import cdiv
+from ..common import ChainPotentials
 from .arguments import (
     ChainPaths,
     Chains,
@@ -52,31 +53,22 @@ from .viterbi import chain_viterbi_kernel
 
 
 def chain_viterbi(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    trace: bool,
-    saved: Tensor | None = None,
+    chain: ChainPotentials, trace: bool, saved: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the score of the best path, its states and its edges.
-
-    The score is fp64 for fp64 scores and otherwise fp32. Without a trace, states and edges are
-    empty. With it, they are -1 after the length and where there is no path.
+    """Return the best score of each chain, and the states and edges of its path.
 
     Register-resident kernels also fill in `saved`, `[T + 1, N, C]` int64, with alpha and beta under
     Log up to the meeting point, for `launch_posteriors`.
     """
-    T, N, C, K = scores.shape
-    table, device = edge_table(source), scores.device
+    scores, table = chain.scores, edge_table(chain.source)
+    (T, N, C, K), device = scores.shape, scores.device
     score = torch.empty(N, dtype=acc_dtype(scores.dtype), device=device)
     states = torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device)
     edges = torch.empty((T, N) if trace else 0, dtype=torch.int64, device=device)
     if table.has_invalid:
         return score.fill_(torch.nan), states.fill_(-1), edges.fill_(-1)
     paths = ChainPaths(score, states, edges)
-    chains = chains_of(scores, table, initial, final, lengths)
+    chains = chains_of(chain, table)
     if saved is None and is_parallel(T, N, C):
         _parallel_viterbi(chains, trace, paths)
     elif (resident := resident_arguments(chains, table)) is not None:
@@ -253,23 +245,11 @@ def _resident_viterbi(
             )
 
 
-def chain_sample(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Draw paths from the posterior, given `uniforms`, `[T + 1, samples, N]` fp64.
-
-    Returns:
-        The states `[samples, T + 1, N]` and the edges `[samples, T, N]`; -1 for a chain without a
-        path.
-    """
+def chain_sample(chain: ChainPotentials, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states and edges of paths from the posterior."""
+    scores, table = chain.scores, edge_table(chain.source)
     T, N, _, K = scores.shape
     samples = uniforms.shape[1]
-    table = edge_table(source)
     states = torch.empty((samples, T + 1, N), dtype=torch.int64, device=scores.device)
     edges = torch.empty((samples, T, N), dtype=torch.int64, device=scores.device)
     if table.has_invalid:
@@ -278,8 +258,8 @@ def chain_sample(
     launch(
         chain_sample_kernel,
         N * cdiv(samples, options["BLOCK_S"]),
-        chains=chains_of(scores, table, initial, final, lengths),
-        alpha_ptr=chain_scan(scores, source, initial, final, lengths, False, False),
+        chains=chains_of(chain, table),
+        alpha_ptr=chain_scan(chain, False, False),
         uniforms_ptr=uniforms.contiguous(),
         paths=ChainPaths(None, states, edges),
         samples=samples,

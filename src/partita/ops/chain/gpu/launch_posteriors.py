@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....primitives.gpu.target import target_of
 from ....runtime.launch import launch
+from ..common import ChainPotentials
 from .arguments import chains_of, resident_arguments
 from .edge_table import edge_table
 from .plan import prefetch_options, resident_options
@@ -61,23 +62,16 @@ def posterior_buffers(scores: Tensor, source: Tensor, modulus: int) -> Posterior
 
 
 def launch_posteriors(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    buffers: PosteriorBuffers,
-    *,
-    are_saved: bool,
+    chain: ChainPotentials, buffers: PosteriorBuffers, *, are_saved: bool
 ) -> None:
     """Fill in the posteriors of the states at each time.
 
     Args:
         are_saved: whether `buffers.saved` is filled in, as `chain_viterbi` does.
     """
+    scores, table = chain.scores, edge_table(chain.source)
     N = scores.shape[1]
-    table = edge_table(source)
-    resident = resident_arguments(chains_of(scores, table, initial, final, lengths), table)
+    resident = resident_arguments(chains_of(chain, table), table)
     assert resident is not None
     options = {**resident, "saved_ptr": buffers.saved}
     ahead = prefetch_options(resident)
@@ -96,16 +90,14 @@ def launch_posteriors(
     )
 
 
-def launch_backward_scores(
-    scores: Tensor, source: Tensor, final: Tensor, lengths: Tensor | None, result: Tensor
-) -> None:
+def launch_backward_scores(chain: ChainPotentials, result: Tensor) -> None:
     """Fill in beta at each time, `[T + 1, N, C]` fp64, of which about 48 bits are right."""
-    table = edge_table(source)
-    resident = resident_arguments(chains_of(scores, table, final, final, lengths), table)
+    table = edge_table(chain.source)
+    resident = resident_arguments(chains_of(chain, table), table)
     assert resident is not None
     launch(
         chain_resident_backward_kernel,
-        scores.shape[1],
+        chain.scores.shape[1],
         result_ptr=result,
         **prefetch_options(resident),
         **resident,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
+from ...chain.common import ChainPotentials
 from ...chain.gpu.launch import chain_gradient, chain_logz
 from ..common import CRFLattice, unflatten_scores, zero_ends
 from .lattice import crf_gather_kernel, crf_lattice_kernel
@@ -115,11 +116,11 @@ def crf_loss(
     sequences = (targets, target_lengths, input_lengths)
     lattice, lengths, unit = build_lattice(lattice_source, *sequences, T, state_len, A - 1, dtype)
     edge_scores = gather_scores(scores, lattice.edge_index, lengths)
-    logz_den, _, saved = chain_logz(scores, source, ends, ends, lengths, save)
-    logz_num, _, states = chain_logz(edge_scores, *lattice[1:], lengths, save)
+    of_target = ChainPotentials(edge_scores, *lattice[1:], lengths)
+    logz_den, _, saved = chain_logz(ChainPotentials(scores, source, ends, ends, lengths), save)
+    logz_num, _, states = chain_logz(of_target, save)
     if save:
-        chain = (edge_scores, lattice.initial, lattice.final, lattice_source, lengths)
-        marginals = chain_gradient(unit, *chain, logz_num, states, dtype)[0]
+        marginals = chain_gradient(unit, of_target, logz_num, states, dtype)[0]
     else:
         marginals = torch.empty(0, dtype=dtype, device=device)
     losses = torch.empty(N, dtype=torch.float64, device=device)
@@ -221,8 +222,8 @@ def crf_gradient(
     if not scores.numel():
         return torch.empty(shape, dtype=scores.dtype, device=scores.device)
     coefficients, order = sort_edges(grad, losses, target_lengths, edge_index, reduction)
-    chain = (scores, ends, ends, source, lengths, logz, saved)
-    d_scores = chain_gradient(coefficients, *chain, dtype)[0]
+    chain = ChainPotentials(scores, source, ends, ends, lengths)
+    d_scores = chain_gradient(coefficients, chain, logz, saved, dtype)[0]
     if scores.dtype != dtype:
         rounded = torch.empty(shape, dtype=scores.dtype, device=scores.device)
     subtract_marginals(d_scores, rounded, coefficients, marginals, edge_index, order, lengths)

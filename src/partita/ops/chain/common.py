@@ -1,4 +1,4 @@
-"""The potentials of a batch of chains, and the checks of what users give."""
+"""The arguments of the ops of chains, and the checks of what users give."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ class ChainPotentials(NamedTuple):
     def variables(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the differentiable tensors."""
         return self.scores, self.initial, self.final
+
+
+class ChainValues(NamedTuple):
+    """The values whose sum over a path is averaged.
+
+    Fields:
+        values: the values of the edges, `[T, N, C, K]`.
+        first_values, last_values: the values of the first and of the last states, `[N, C]`.
+    """
+
+    values: Tensor
+    first_values: Tensor
+    last_values: Tensor
 
 
 def check_chain(
