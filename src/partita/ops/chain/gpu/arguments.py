@@ -15,6 +15,7 @@ from ....primitives.gpu.target import target_of
 from ..common import ChainPotentials
 from . import plan
 from .edge_table import EdgeTable, directed_edges
+from .resident_steps import resident_shape
 
 
 class StridedEdges(NamedTuple):
@@ -67,6 +68,7 @@ class ResidentEdges(NamedTuple):
         state_of_lane_ptr: `[BLOCK_C]` int32.
         neighbors_ptr: `[2, DEGREE, BLOCK_C]` int32.
         edges_ptr: `[2, DEGREE, BLOCK_C]` int32.
+        edge_positions_ptr: `[2, BLOCK_E]` int32.
         C: number of states.
         K: number of edges into a state.
     """
@@ -74,6 +76,7 @@ class ResidentEdges(NamedTuple):
     state_of_lane_ptr: tl.tensor
     neighbors_ptr: tl.tensor
     edges_ptr: tl.tensor
+    edge_positions_ptr: tl.tensor
     C: tl.tensor
     K: tl.tensor
 
@@ -150,12 +153,18 @@ def chains_of(chain: ChainPotentials, table: EdgeTable) -> Chains:
     )
 
 
-def resident_arguments(chains: Chains, table: EdgeTable) -> dict[str, Any] | None:
-    """Return what all register-resident kernels share, or None where they do not serve the call."""
-    scores = chains.scores.ptr
+def resident_arguments(chain: ChainPotentials, table: EdgeTable) -> dict[str, Any] | None:
+    """Return what register-resident kernels share, or None where they do not serve the call."""
+    scores = chain.scores
     options = plan.resident_options(scores, table.max_out_degree, target_of(scores.device))
     if options is None:
         return None
-    edges = directed_edges(table, options["BLOCK_C"], options["BLOCK_E"])
-    lanes = ResidentEdges(*edges[:3], *table.source.shape)
-    return {"chains": chains._replace(edges=lanes), "REGULAR": edges.is_regular, **options}
+    edges, block = directed_edges(table, options["BLOCK_C"], options["BLOCK_E"]), options["BLOCK_C"]
+    lanes = ResidentEdges(*edges[:4], *table.source.shape)
+    return {
+        "chains": chains_of(chain, table)._replace(edges=lanes),
+        "shape": resident_shape(REGULAR=edges.is_regular, **options),
+        "num_warps": block // 32,
+        # With 8 warps, two programs fit on a multiprocessor.
+        "maxnreg": 128 if block == 256 else None,
+    }

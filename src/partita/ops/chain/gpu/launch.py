@@ -23,8 +23,8 @@ from .arguments import (
     chains_of,
     resident_arguments,
 )
-from .edge_table import directed_edges, edge_table
-from .plan import block_options, is_parallel, prefetch_options, unroll_options
+from .edge_table import edge_table
+from .plan import block_options, is_parallel, unroll_options
 from .resident_gradient import chain_resident_gradient_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
 
@@ -46,9 +46,10 @@ def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tens
 
         outputs = ChainTotals(logz, rounded, None)
         scan_boundaries(chains, saved if save else None, 2 if save else 1, outputs)
-    elif (resident := resident_arguments(chains, table)) is not None:
+    elif (resident := resident_arguments(chain, table)) is not None:
         options = {"saved_ptr": saved.view(torch.int64), "SAVE": save, **resident}
-        launch(chain_resident_halves_kernel, 2 * N, **options, **prefetch_options(resident))
+        launch(chain_resident_halves_kernel, 2 * N, **options)
+        options["maxnreg"] = None
         launch(chain_resident_logz_kernel, N, logz_ptr=logz, rounded_ptr=rounded, **options)
     else:
         from .forward_scan import chain_halves_kernel, chain_logz_kernel
@@ -94,16 +95,13 @@ def chain_gradient(
         from .launch_segments import parallel_gradient
 
         parallel_gradient(chains, table.max_out_degree, saved, **inputs)
-    elif (resident := resident_arguments(chains, table)) is not None:
-        edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
+    elif (resident := resident_arguments(chain, table)) is not None:
         launch(
             chain_resident_gradient_kernel,
             2 * N,
-            edge_positions_ptr=edges.edge_positions,
             logz_ptr=logz,
             saved_ptr=saved.view(torch.int64),
             **inputs,
-            **prefetch_options(resident),
             **resident,
         )
     else:

@@ -27,7 +27,6 @@ from .plan import (
     block_options,
     is_parallel,
     path_segments,
-    prefetch_options,
     sample_options,
     segment_options,
     segment_sizes,
@@ -71,7 +70,7 @@ def chain_viterbi(
     chains = chains_of(chain, table)
     if saved is None and is_parallel(T, N, C):
         _parallel_viterbi(chains, trace, paths)
-    elif (resident := resident_arguments(chains, table)) is not None:
+    elif (resident := resident_arguments(chain, table)) is not None:
         _resident_viterbi(trace, resident, paths, saved)
     else:
         pointers = torch.empty((T, N, C) if trace else 0, dtype=_pointer_dtype(K), device=device)
@@ -174,7 +173,8 @@ def _resident_viterbi(
     """
     chains: Chains = resident["chains"]
     T, N, device = chains.T, chains.N, chains.scores.ptr.device
-    block, num_warps, degree = resident["BLOCK_C"], resident["num_warps"], resident["DEGREE"]
+    shape, num_warps = resident["shape"], resident["num_warps"]
+    block, degree = shape.BLOCK_C.value, shape.DEGREE.value
     half = path_segments(T, False).number
     middle = torch.empty((2, N, block), dtype=torch.float64, device=device)
     backpointers = torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device)
@@ -196,7 +196,6 @@ def _resident_viterbi(
             saved_ptr=None if forward_only else saved,
             TRACE=trace,
             FORWARD_ONLY=forward_only,
-            **prefetch_options(resident),
             **resident,
         )
         if trace and segments > 1:

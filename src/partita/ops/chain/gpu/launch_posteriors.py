@@ -10,9 +10,9 @@ from torch import Tensor
 from ....primitives.gpu.target import target_of
 from ....runtime.launch import launch
 from ..common import ChainPotentials
-from .arguments import chains_of, resident_arguments
+from .arguments import resident_arguments
 from .edge_table import edge_table
-from .plan import prefetch_options, resident_options
+from .plan import resident_options
 from .resident_posteriors import (
     chain_resident_backward_kernel,
     chain_resident_posteriors_kernel,
@@ -71,14 +71,14 @@ def launch_posteriors(
     """
     scores, table = chain.scores, edge_table(chain.source)
     N = scores.shape[1]
-    resident = resident_arguments(chains_of(chain, table), table)
+    resident = resident_arguments(chain, table)
     assert resident is not None
     options = {**resident, "saved_ptr": buffers.saved}
-    ahead = prefetch_options(resident)
     if not are_saved:
-        launch(chain_resident_halves_kernel, 2 * N, SAVE=True, **options, **ahead)
+        launch(chain_resident_halves_kernel, 2 * N, SAVE=True, **options)
     options["logz_ptr"] = buffers.logz
-    launch(chain_resident_logz_kernel, N, rounded_ptr=None, SAVE=True, **options)
+    unlimited = options | {"maxnreg": None}
+    launch(chain_resident_logz_kernel, N, rounded_ptr=None, SAVE=True, **unlimited)
     launch(
         chain_resident_posteriors_kernel,
         2 * N,
@@ -86,19 +86,17 @@ def launch_posteriors(
         first_ptr=buffers.first,
         SUM=buffers.posteriors.shape[2] < scores.shape[2],
         **options,
-        **ahead,
     )
 
 
 def launch_backward_scores(chain: ChainPotentials, result: Tensor) -> None:
     """Fill in beta at each time, `[T + 1, N, C]` fp64, of which about 48 bits are right."""
     table = edge_table(chain.source)
-    resident = resident_arguments(chains_of(chain, table), table)
+    resident = resident_arguments(chain, table)
     assert resident is not None
     launch(
         chain_resident_backward_kernel,
         chain.scores.shape[1],
         result_ptr=result,
-        **prefetch_options(resident),
         **resident,
     )

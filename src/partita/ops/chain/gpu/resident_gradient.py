@@ -25,7 +25,6 @@ from .resident_steps import (
     load_logz_pair,
     load_rows,
     log_step,
-    resident_shape,
     rows_from,
     skip_rows,
     split_blocks,
@@ -42,37 +41,30 @@ from .steps import load_length
 def chain_resident_gradient_kernel(
     grad,  # StridedChains [N]
     chains,  # Chains with ResidentEdges
-    edge_positions_ptr,  # [2, BLOCK_E] int32
     logz_ptr,  # [N] fp64
     saved_ptr,  # [T + 1, N, C] int64
     gradients,  # ChainGradients
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    CONTIGUOUS: gl.constexpr,
-    VEC: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    BLOCK_E: gl.constexpr,
+    shape: gl.constexpr,  # ResidentShape
 ):
     """Continue alpha to the end or beta to the start, and store the marginals."""
     scores, table, initial, final, lengths_ptr, T, N = chains
-    shape: gl.constexpr = resident_shape(
-        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
-    )
+    PREFETCH: gl.constexpr = shape.PREFETCH
     C, width = table.C, table.C * table.K
     n, direction = (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
     middle = gl.maximum(length - 1, 0) // 2
     sign, start = (1 - 2 * direction).to(gl.int64), (middle + direction).to(gl.int64)
     num_steps = gl.where(length == 0, 0, gl.where(direction == 0, length - middle, middle + 1))
-    step, state_stride, e = start - direction, sign * N * C, gl.arange(0, BLOCK_E, shape.ROW)
+    step, state_stride, e = start - direction, sign * N * C, gl.arange(0, shape.BLOCK_E, shape.ROW)
     c, first_scores = load_lanes(scores, table, n, shape)
     first_scores = rows_from(first_scores, step, sign)
     neighbors, edges = load_edge_table(table, direction, shape)
     # Where each score of PREFETCH steps has its marginal among those of the lanes' edges.
     PADDED_DEGREE: gl.constexpr = shape.PADDED_DEGREE
+    BLOCK_C: gl.constexpr = shape.BLOCK_C
+    BLOCK_E: gl.constexpr = shape.BLOCK_E
     LANE_EDGES: gl.constexpr = PADDED_DEGREE * BLOCK_C
-    positions = gl.load(edge_positions_ptr + direction * BLOCK_E + e)
+    positions = gl.load(table.edge_positions_ptr + direction * BLOCK_E + e)
     tiles = tile_index(gl.maximum(positions, 0), LANE_EDGES, PREFETCH, BLOCK_E, shape.ROW)
     has_edge = positions >= 0
     # The states of the opposite direction after each step.
@@ -102,7 +94,7 @@ def chain_resident_gradient_kernel(
             posterior = state_posterior(next_state, opposite[u], logz_high, logz_low)
             coefficient = posterior * inverse * grad_logz
             for k in gl.static_range(PADDED_DEGREE):
-                factor = exponentials[k] if k < DEGREE else coefficient
+                factor = exponentials[k] if k < shape.DEGREE else coefficient
                 lane_marginals = lane_marginals + (factor * coefficient,)
         # Return the marginals to memory order.
         in_lanes = concat_blocks(lane_marginals, BLOCK_C, PREFETCH * PADDED_DEGREE, shape.STATE)
@@ -110,7 +102,7 @@ def chain_resident_gradient_kernel(
         for u in gl.static_range(PREFETCH):
             # The middle step belongs to alpha.
             in_range = (i + u < num_steps) & ((direction == 0) | (i + u > 0))
-            row = in_rows[u] if REGULAR else gl.where(has_edge, in_rows[u], 0.0)
+            row = in_rows[u] if shape.REGULAR else gl.where(has_edge, in_rows[u], 0.0)
             marginals = store_row(marginals, row, in_range)
         if (i % 8 == 8 - PREFETCH) & (i + PREFETCH <= num_steps):
             # Log Z takes the rounding errors of alpha and beta, so that they do not accumulate.

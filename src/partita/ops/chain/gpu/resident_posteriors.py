@@ -35,7 +35,6 @@ from .resident_steps import (
     load_rows,
     log_step,
     pack_compensated,
-    resident_shape,
     rows_from,
     skip_rows,
     state_posterior,
@@ -94,13 +93,7 @@ def chain_resident_posteriors_kernel(
     posteriors_ptr,  # [T + 1, N, C] fp32, or [T + 1, N, BLOCK_C / 4]; not written past the length
     first_ptr,  # [N, C] fp32
     SUM: gl.constexpr,
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    CONTIGUOUS: gl.constexpr,
-    VEC: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    BLOCK_E: gl.constexpr,
+    shape: gl.constexpr,  # ResidentShape
 ):
     """Store the posterior of each state at each time, from the meeting point to one end.
 
@@ -108,16 +101,13 @@ def chain_resident_posteriors_kernel(
     equal the column of the sum modulo 4. The posteriors at time 0 are also stored one by one.
     """
     scores, table, initial, final, lengths_ptr, T, N = chains
-    shape: gl.constexpr = resident_shape(
-        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
-    )
+    PREFETCH: gl.constexpr = shape.PREFETCH
     C = table.C
     n, direction = (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
     c, first_rows = load_lanes(scores, table, n, shape)
-    ONE_STEP: gl.constexpr = resident_shape(DEGREE, REGULAR, CONTIGUOUS, VEC, 1, BLOCK_C, BLOCK_E)
     alpha, beta = load_middle_states(
-        first_rows, table, initial, final, n, N, c, saved_ptr, N, length, invalid, ONE_STEP
+        first_rows, table, initial, final, n, N, c, saved_ptr, N, length, invalid, shape
     )
     logz_high, logz_low = load_logz_pair(logz_ptr + n)
     posterior = gl.where(c >= 0, state_posterior(alpha, beta, logz_high, logz_low), 0.0)
@@ -127,10 +117,10 @@ def chain_resident_posteriors_kernel(
     sign, start = (1 - 2 * direction).to(gl.int64), time.to(gl.int64)
     row, column = start * N + n, c
     if SUM:
-        column = gl.arange(0, BLOCK_C, shape.STATE) // 16 * 4 + c % 4
+        column = gl.arange(0, shape.BLOCK_C, shape.STATE) // 16 * 4 + c % 4
         # Those of the four lanes of a sum are equal.
-        column = gl.max(gl.reshape(column, [BLOCK_C // 16, 4, 4]), axis=1)
-    size = BLOCK_C // 4 if SUM else C
+        column = gl.max(gl.reshape(column, [shape.BLOCK_C // 16, 4, 4]), axis=1)
+    size = shape.BLOCK_C // 4 if SUM else C
     results = StepRows(posteriors_ptr + row * size, sign * N * size, column, column >= 0)
     results = store_results(results, posterior, direction == 0, shape, SUM)
     neighbors, edges = load_edge_table(table, direction, shape)
@@ -168,20 +158,12 @@ def store_states(rows, state, mask):
 def chain_resident_backward_kernel(
     chains,  # Chains with ResidentEdges
     result_ptr,  # [T + 1, N, C] fp64
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    CONTIGUOUS: gl.constexpr,
-    VEC: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    BLOCK_E: gl.constexpr,
+    shape: gl.constexpr,  # ResidentShape
 ):
     """Scan beta from the last step to the first. After the length it is the final scores."""
     scores, table = chains[:2]
     final, lengths_ptr, T, N = chains[3:]
-    shape: gl.constexpr = resident_shape(
-        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
-    )
+    PREFETCH: gl.constexpr = shape.PREFETCH
     C, n = table.C, gl.program_id(0).to(gl.int64)
     N64 = n * 0 + N
     length, invalid = load_length(lengths_ptr, n, T)

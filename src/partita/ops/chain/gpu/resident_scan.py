@@ -25,10 +25,10 @@ from .resident_steps import (
     load_lanes,
     load_rows,
     log_step,
-    resident_shape,
     rows_from,
     skip_rows,
     store_row,
+    without_prefetch,
 )
 from .steps import load_length
 
@@ -38,19 +38,11 @@ def chain_resident_halves_kernel(
     chains,  # Chains with ResidentEdges
     saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
     SAVE: gl.constexpr,
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    CONTIGUOUS: gl.constexpr,
-    VEC: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    BLOCK_E: gl.constexpr,
+    shape: gl.constexpr,  # ResidentShape
 ):
     """Scan alpha up to the meeting point, or beta down to the state after it."""
     scores, table, initial, final, lengths_ptr, T, N = chains
-    shape: gl.constexpr = resident_shape(
-        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
-    )
+    PREFETCH: gl.constexpr = shape.PREFETCH
     C, n, direction = table.C, (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
     middle = gl.maximum(length - 1, 0) // 2
@@ -91,18 +83,18 @@ def load_middle_states(
         c: the state of each lane.
         saved_ptr: the states of the first chain at time 0.
         saved_n: N if all states are saved, or 0 if `saved_ptr` has alpha and then beta.
-        shape: that of a scan that prefetches no steps.
     """
     C = table.C
+    ONE_STEP: gl.constexpr = without_prefetch(shape)
     initial_ptr, final_ptr = initial.ptr + n * initial.n, final.ptr + n * final.n
     saved_ptr += n * C
     middle = (gl.maximum(length - 1, 0) // 2).to(gl.int64)
     alpha = load_boundary_pair(initial_ptr, c, initial.c, invalid)
     beta = load_boundary_pair(final_ptr, c, final.c, 0.0)
     if length > 0:
-        neighbors, edges = load_edge_table(table, 0, shape)
+        neighbors, edges = load_edge_table(table, 0, ONE_STEP)
         row = load_rows(skip_rows(rows, middle), 1, 1)
-        edge_scores = gather_scores(row, edges, shape)
+        edge_scores = gather_scores(row, edges, ONE_STEP)
         saved_ptr += middle * saved_n * C
         middle_alpha = gl.load(saved_ptr + c, mask=c >= 0, other=0)
         alpha, _, _ = log_step(middle_alpha, edge_scores[0], neighbors, shape)
@@ -117,19 +109,13 @@ def chain_resident_logz_kernel(
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results, or None
     SAVE: gl.constexpr,
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    CONTIGUOUS: gl.constexpr,
-    VEC: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    BLOCK_E: gl.constexpr,
+    shape: gl.constexpr,  # ResidentShape
 ):
     """Compute log Z of a chain from alpha before its middle step and beta after it.
 
     Log Z is stored in fp64 and, if asked for, rounded.
     """
     scores, table, initial, final, lengths_ptr, T, N = chains
-    shape: gl.constexpr = resident_shape(DEGREE, REGULAR, CONTIGUOUS, VEC, 1, BLOCK_C, BLOCK_E)
     n = gl.program_id(0).to(gl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     c, rows = load_lanes(scores, table, n, shape)

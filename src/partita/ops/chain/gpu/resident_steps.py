@@ -16,6 +16,7 @@ Sources: Knuth, The Art of Computer Programming, volume 2, section 4.2.2 (two_su
 floating-point technique for extending the available precision, 1971 (compensated pairs).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import triton
@@ -25,10 +26,11 @@ from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import LOG2E, log1p_pair
 from ....primitives.gpu.sync import unpack_pair
+from ....runtime.sizes import next_power_of_2
 
 
 class ResidentShape(NamedTuple):
-    """The compile-time shape of a scan, see `resident_shape`.
+    """The compile-time shape of a scan.
 
     Fields:
         DEGREE: edges into a lane.
@@ -53,7 +55,8 @@ class ResidentShape(NamedTuple):
     ROW: Any
 
 
-@triton.constexpr_function
+# A launch knows a shape by its identity.
+@functools.lru_cache(maxsize=256)
 def resident_shape(
     DEGREE: int,
     REGULAR: bool,
@@ -64,17 +67,16 @@ def resident_shape(
     BLOCK_E: int,
 ) -> ResidentShape:
     """Return the shape of a scan whose threads load VEC scores at a time."""
-    layouts = (gl.BlockedLayout([vec], [32], [BLOCK_C // 32], [0]) for vec in (1, VEC))
-    sizes = (
-        DEGREE,
-        triton.next_power_of_2(DEGREE),
-        REGULAR,
-        CONTIGUOUS,
-        PREFETCH,
-        BLOCK_C,
-        BLOCK_E,
-    )
-    return ResidentShape(*map(gl.constexpr, (*sizes, *layouts)))
+    state, row = (gl.BlockedLayout([vec], [32], [BLOCK_C // 32], [0]) for vec in (1, VEC))
+    padded = next_power_of_2(DEGREE)
+    fields = (DEGREE, padded, REGULAR, CONTIGUOUS, PREFETCH, BLOCK_C, BLOCK_E, state, row)
+    return ResidentShape(*map(gl.constexpr, fields))
+
+
+@triton.constexpr_function
+def without_prefetch(shape: ResidentShape) -> ResidentShape:
+    """Return the shape of a scan that loads the scores of one step."""
+    return shape._replace(PREFETCH=gl.constexpr(1))
 
 
 class StepRows(NamedTuple):

@@ -27,7 +27,6 @@ from .resident_steps import (
     load_rows,
     log_step,
     pack_compensated,
-    resident_shape,
     rows_from,
     skip_rows,
     split_blocks,
@@ -95,13 +94,7 @@ def chain_resident_viterbi_kernel(
     saved_ptr,  # [T + 1, N, C] int64 for alpha and beta under Log too, or None
     TRACE: gl.constexpr,
     FORWARD_ONLY: gl.constexpr,
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    CONTIGUOUS: gl.constexpr,
-    VEC: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    BLOCK_E: gl.constexpr,
+    shape: gl.constexpr,  # ResidentShape
 ):
     """Scan alpha or beta to the meeting point under Max and store backpointers.
 
@@ -109,9 +102,8 @@ def chain_resident_viterbi_kernel(
     also do the work of `chain_resident_halves_kernel`, which would read the scores once more.
     """
     scores, table, initial, final, lengths_ptr, T, N = chains
-    shape: gl.constexpr = resident_shape(
-        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
-    )
+    PREFETCH: gl.constexpr = shape.PREFETCH
+    BLOCK_C: gl.constexpr = shape.BLOCK_C
     C = table.C
     if FORWARD_ONLY:
         n, direction = gl.program_id(0).to(gl.int64), gl.program_id(0) * 0
@@ -146,10 +138,10 @@ def chain_resident_viterbi_kernel(
         for u in gl.static_range(PREFETCH):
             # Maxima skip NaN, and this test takes no part in the chain of dependent steps.
             lanes = split_blocks(neighbors, BLOCK_C, shape.PADDED_DEGREE, shape.STATE)
-            for k in gl.static_range(DEGREE):
+            for k in gl.static_range(shape.DEGREE):
                 score = edge_scores[u][k].to(gl.float32)
                 is_nan = score != score
-                if not REGULAR:
+                if not shape.REGULAR:
                     is_nan = is_nan & (lanes[k] >= 0)
                 has_nan = has_nan | is_nan.to(gl.int32)
             next_value, backpointer = max_step(value, edge_scores[u], neighbors, shape)
