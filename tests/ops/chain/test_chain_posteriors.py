@@ -17,8 +17,11 @@ def stored_posteriors(
 
     Sums of four states are possible if 4 is a multiple of the modulus.
     """
-    from partita.ops.chain.gpu.launch_paths import chain_viterbi
-    from partita.ops.chain.gpu.launch_posteriors import launch_posteriors, posterior_buffers
+    from partita.ops.chain.gpu.launch_paths import (
+        chain_viterbi,
+        launch_posteriors,
+        posterior_buffers,
+    )
 
     inputs = chain._potentials()
     buffers = posterior_buffers(chain.scores, chain.source, modulus)

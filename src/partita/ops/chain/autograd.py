@@ -62,12 +62,6 @@ def _gpu() -> ModuleType:
     return launch
 
 
-def _gpu_expectation() -> ModuleType:
-    from .gpu import launch_expectation
-
-    return launch_expectation
-
-
 def _gpu_paths() -> ModuleType:
     from .gpu import launch_paths
 
@@ -87,13 +81,13 @@ sample = _define(reference.chain_sample, fakes.fake_sample, gpu=_gpu_paths, chec
 expectation = _define(
     reference_means.chain_expectation,
     fakes.fake_expectation,
-    gpu=_gpu_expectation,
+    gpu=_gpu,
     check=check_values,
 )
 expectation_gradient = _define(
     reference_means.chain_expectation_gradient,
     fakes.fake_expectation_gradient,
-    gpu=_gpu_expectation,
+    gpu=_gpu,
 )
 
 

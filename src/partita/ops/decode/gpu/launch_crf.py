@@ -8,9 +8,9 @@ from torch import Tensor
 from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2
 from ...chain.common import ChainPotentials
 from ...chain.gpu.launch import chain_gradient, chain_logz, chain_scan
-from ...chain.gpu.launch_paths import chain_viterbi
-from ...chain.gpu.launch_posteriors import (
+from ...chain.gpu.launch_paths import (
     PosteriorBuffers,
+    chain_viterbi,
     launch_backward_scores,
     launch_posteriors,
     posterior_buffers,
