@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,35 @@ from . import autograd
 from .common import ChainPotentials, chain_potentials, check_chain, check_end
 from .edges import edges_from_states
 from .reference import path_score
-from .results import ChainSample, ViterbiPath
+
+
+class ViterbiPath(NamedTuple):
+    """The best path of each chain.
+
+    Of equal paths it is the one with the lowest edge into each state, then the lowest last state.
+
+    Fields:
+        score: `[N]`, in nats if the scores are; -inf for a chain without a path.
+        states: `[T + 1, N]` int64; row 0 is the initial state. -1 past the length and for a chain
+            without a path.
+        edges: `[T, N]` int64, c·K + k for the k-th edge into state c; -1 as in states.
+    """
+
+    score: Tensor
+    states: Tensor
+    edges: Tensor
+
+
+class ChainSample(NamedTuple):
+    """Paths that are drawn from the posterior.
+
+    Fields:
+        states: `[k, T + 1, N]` int64, as in `ViterbiPath`.
+        edges: `[k, T, N]` int64, as in `ViterbiPath`.
+    """
+
+    states: Tensor
+    edges: Tensor
 
 
 class Chain(SemiringDistribution[ViterbiPath, ChainSample]):

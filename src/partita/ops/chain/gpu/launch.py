@@ -37,8 +37,11 @@ from .plan import (
     segment_sizes,
     unroll_options,
 )
-from .resident_gradient import chain_resident_gradient_kernel
-from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
+from .resident_logz import (
+    chain_resident_gradient_kernel,
+    chain_resident_halves_kernel,
+    chain_resident_logz_kernel,
+)
 
 
 def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +65,7 @@ def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tens
         options["maxnreg"] = None
         launch(chain_resident_logz_kernel, N, logz_ptr=logz, rounded_ptr=rounded, **options)
     else:
-        from .forward_scan import chain_halves_kernel, chain_logz_kernel
+        from .logz import chain_halves_kernel, chain_logz_kernel
 
         options = {
             "chains": chains,
@@ -102,7 +105,7 @@ def chain_gradient(
         for result in results:
             result.fill_(torch.nan)
     elif is_parallel(T, N, C):
-        from .segment_gradient import chain_segment_gradient_kernel
+        from .segments import chain_segment_gradient_kernel
 
         sizes, rows = segment_sizes(T, N, C, target_of(scores.device)), segment_options(C)
         degrees = unroll_options(K, table.max_out_degree)
@@ -130,7 +133,7 @@ def chain_gradient(
             **resident,
         )
     else:
-        from .gradient import chain_gradient_kernel
+        from .logz import chain_gradient_kernel
 
         launch(
             chain_gradient_kernel,
@@ -149,7 +152,7 @@ def chain_gradient(
 
 def chain_scan(chain: ChainPotentials, use_max: bool, reverse: bool) -> Tensor:
     """Return alpha, or beta if `reverse`, at each time."""
-    from .forward_scan import chain_scan_kernel
+    from .logz import chain_scan_kernel
 
     scores, table = chain.scores, edge_table(chain.source)
     T, N, C, K = scores.shape

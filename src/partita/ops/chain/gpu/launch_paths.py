@@ -21,6 +21,7 @@ from .arguments import (
 )
 from .edge_table import edge_table
 from .launch import chain_scan, scan_boundaries
+from .paths import chain_sample_kernel, chain_viterbi_kernel
 from .plan import (
     SEGMENT_LANES,
     block_options,
@@ -32,20 +33,19 @@ from .plan import (
     segment_sizes,
     unroll_options,
 )
-from .resident_path import (
+from .resident_logz import chain_resident_halves_kernel, chain_resident_logz_kernel
+from .resident_posteriors import (
+    chain_resident_backward_kernel,
+    chain_resident_posteriors_kernel,
+)
+from .resident_viterbi import (
     SegmentMaps,
     chain_resident_final_state_kernel,
     chain_resident_middle_kernel,
     chain_resident_segment_maps_kernel,
     chain_resident_trace_kernel,
+    chain_resident_viterbi_kernel,
 )
-from .resident_posteriors import (
-    chain_resident_backward_kernel,
-    chain_resident_posteriors_kernel,
-)
-from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
-from .resident_viterbi import chain_resident_viterbi_kernel
-from .sample import chain_sample_kernel
 from .segment_paths import (
     chain_group_maps_kernel,
     chain_segment_pointers_kernel,
@@ -53,7 +53,6 @@ from .segment_paths import (
     chain_trace_steps_kernel,
 )
 from .segments import SegmentGroups
-from .viterbi import chain_viterbi_kernel
 
 SUMMED_STATES = 4  # of which one kernel stores the sum
 

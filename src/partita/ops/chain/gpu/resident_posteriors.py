@@ -15,7 +15,7 @@ Where only sums over states are asked for, each sum of four lanes is stored inst
 which takes a fifth less memory of a decoding. Such lanes are in one warp, so the sum costs two
 shuffles and no barrier.
 
-`chain_resident_backward_kernel` scans beta as `resident_scan.py` does, and stores it at all times.
+`chain_resident_backward_kernel` scans beta as `resident_logz.py` does, and stores it at all times.
 """
 
 from triton.experimental import gluon
@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import LOG2E
 from ....primitives.gpu.sync import unpack_pair
-from .resident_scan import load_middle_states
+from .resident_logz import load_middle_states
 from .resident_steps import (
     StepRows,
     gather_neighbors,
@@ -36,7 +36,6 @@ from .resident_steps import (
     log_step,
     pack_compensated,
     rows_from,
-    skip_rows,
     state_posterior,
     store_row,
     tree_sum,
@@ -124,14 +123,14 @@ def chain_resident_posteriors_kernel(
     results = StepRows(posteriors_ptr + row * size, sign * N * size, column, column >= 0)
     results = store_results(results, posterior, direction == 0, shape, SUM)
     neighbors, edges = load_edge_table(table, direction, shape)
-    saved = skip_rows(StepRows(saved_ptr + row * C, sign * N * C, c, c >= 0), 1)
+    saved = rows_from(StepRows(saved_ptr + row * C, sign * N * C, c, c >= 0), 1)
     state = gl.where(direction == 0, beta, alpha)
     rows = rows_from(first_rows, start - direction, sign)
     prefetched = load_rows(rows, num_steps, PREFETCH)
     prefetched_states = load_rows(saved, num_steps, PREFETCH)
     for i in range(0, num_steps, PREFETCH):
         edge_scores, states = gather_scores(prefetched, edges, shape), prefetched_states
-        rows, saved = skip_rows(rows, PREFETCH), skip_rows(saved, PREFETCH)
+        rows, saved = rows_from(rows, PREFETCH), rows_from(saved, PREFETCH)
         prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         prefetched_states = load_rows(saved, num_steps - i - PREFETCH, PREFETCH)
         if i % 8 == 0:
@@ -177,7 +176,7 @@ def chain_resident_backward_kernel(
     prefetched = load_rows(rows, length, PREFETCH)
     for i in range(0, length, PREFETCH):
         edge_scores = gather_scores(prefetched, edges, shape)
-        rows = skip_rows(rows, PREFETCH)
+        rows = rows_from(rows, PREFETCH)
         prefetched = load_rows(rows, length - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
             next_state = log_step(state, edge_scores[u], neighbors, shape)[0]

@@ -194,7 +194,7 @@ def load_lanes(scores, table, n, shape):
 
 
 @gluon.jit
-def rows_from(rows, step, sign):
+def rows_from(rows, step, sign=1):
     """Return the rows from a step on, backwards if the sign is -1."""
     return StepRows(rows.ptr + step * rows.stride, sign * rows.stride, rows.offsets, rows.mask)
 
@@ -213,17 +213,11 @@ def load_rows(rows, remaining, PREFETCH: gl.constexpr):
 
 
 @gluon.jit
-def skip_rows(rows, steps):
-    """Return the rows of the steps that follow some steps."""
-    return StepRows(rows.ptr + steps * rows.stride, rows.stride, rows.offsets, rows.mask)
-
-
-@gluon.jit
 def store_row(rows, values, mask):
     """Store the first of some rows, and return those that follow."""
     ptrs = rows.ptr + rows.offsets
     gl.store(ptrs, values.to(ptrs.dtype.element_ty), mask=rows.mask & mask)
-    return skip_rows(rows, 1)
+    return rows_from(rows, 1)
 
 
 @gluon.jit
