@@ -20,7 +20,7 @@ algorithm, 1967; Carter and Kohn, On Gibbs sampling for state space models, 1994
 import triton
 import triton.language as tl
 
-from .arguments import StridedEdges
+from .arguments import StridedEdges, StridedStates
 from .steps import (
     edge_score,
     final_terms,
@@ -115,46 +115,39 @@ def edge_terms(alpha_ptr, scores, edges, state, k):
 
 
 @triton.jit
-def shifted_weights(terms, maximum):
-    """Return exp(terms - maximum); zeros where the maximum is -inf."""
-    return tl.exp(terms - tl.where(maximum == -float("inf"), 0.0, maximum)[:, None])
+def last_terms(alpha_ptr, final, edges, state, c):
+    """Return alpha + final of the last states c, [1, BLOCK_K]; no state follows them."""
+    return final_terms(alpha_ptr, final.ptr, c, edges.C, final.c)[None, :]
 
 
 @triton.jit
-def count_passed(weights, cumulative, threshold, k0):
-    """Count how many weights of a block a draw passes.
+def draw(
+    terms_of: tl.constexpr, alpha_ptr, scores, edges, state, count, uniform, BLOCK_K: tl.constexpr
+):
+    """Draw one of some indices in proportion to exp(terms_of(..., index)), [BLOCK_S].
 
     Returns:
-        The count, the index of the last positive weight (-1 if there is none), and the cumulative
-        weight after the block.
+        The index drawn, the greatest term, and the sum of the weights exp(term - greatest term).
     """
-    total = cumulative[:, None] + tl.cumsum(weights, axis=1)
-    lane = tl.arange(0, weights.shape[1])[None, :]
-    passed = tl.sum((total <= threshold[:, None]).to(tl.int32), axis=1)
-    return (
-        passed,
-        tl.max(tl.where(weights > 0.0, k0 + lane, -1), axis=1),
-        cumulative + tl.sum(weights, axis=1),
-    )
-
-
-@triton.jit
-def sample_edge(alpha_ptr, scores, edges, state, uniform, BLOCK_K: tl.constexpr):
-    """Draw one of the edges into each state, [BLOCK_S]."""
-    zeros, lane = tl.zeros(state.shape, tl.float64), tl.arange(0, BLOCK_K)
+    zeros, lane = tl.zeros(uniform.shape, tl.float64), tl.arange(0, BLOCK_K)
     maximum, total, cumulative = zeros - float("inf"), zeros, zeros
-    for k0 in range(0, edges.K, BLOCK_K):
-        terms = edge_terms(alpha_ptr, scores, edges, state, k0 + lane)
+    for k0 in range(0, count, BLOCK_K):
+        terms = terms_of(alpha_ptr, scores, edges, state, k0 + lane)
         maximum = tl.maximum(maximum, tl.max(terms, axis=1))
-    for k0 in range(0, edges.K, BLOCK_K):
-        terms = edge_terms(alpha_ptr, scores, edges, state, k0 + lane)
-        total += tl.sum(shifted_weights(terms, maximum), axis=1)
-    slot, last_positive = tl.zeros(state.shape, tl.int32), tl.zeros(state.shape, tl.int32)
-    for k0 in range(0, edges.K, BLOCK_K):
-        weights = shifted_weights(edge_terms(alpha_ptr, scores, edges, state, k0 + lane), maximum)
-        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, k0)
-        slot, last_positive = slot + passed, tl.maximum(last_positive, block_last)
-    return tl.minimum(slot, last_positive)
+    shift = tl.where(maximum == -float("inf"), 0.0, maximum)[:, None]
+    for k0 in range(0, count, BLOCK_K):
+        terms = terms_of(alpha_ptr, scores, edges, state, k0 + lane)
+        total += tl.sum(tl.exp(terms - shift), axis=1)
+    index, last_positive = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
+    for k0 in range(0, count, BLOCK_K):
+        weights = tl.exp(terms_of(alpha_ptr, scores, edges, state, k0 + lane) - shift)
+        passed = cumulative[:, None] + tl.cumsum(weights, axis=1) <= (uniform * total)[:, None]
+        block_last = tl.max(tl.where(weights > 0.0, k0 + lane[None, :], -1), axis=1)
+        index += tl.sum(passed.to(tl.int32), axis=1)
+        last_positive = tl.maximum(last_positive, block_last)
+        cumulative += tl.sum(weights, axis=1)
+    # If uniform * total rounds up to the total, the draw passes the last positive weight.
+    return tl.minimum(index, last_positive), maximum, total
 
 
 @triton.jit
@@ -178,28 +171,13 @@ def chain_sample_kernel(
     row_stride, step_stride = tl.full([], N, tl.int64) * C, tl.full([], samples, tl.int64) * N
     scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
     alpha_ptr += n * C
-    final_ptr = final.ptr + n * final.n
     uniforms_ptr += sample.to(tl.int64) * N + n
     path_states_ptr = paths.states_ptr + (sample.to(tl.int64) * (T + 1) * N + n)
     path_edges_ptr = paths.edges_ptr + (sample.to(tl.int64) * T * N + n)
     uniform = tl.load(uniforms_ptr + T * step_stride, mask=valid, other=0.0)
     last_ptr = alpha_ptr + length * row_stride
-    zeros, lane = tl.zeros(uniform.shape, tl.float64), tl.arange(0, BLOCK_K)
-    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
-    for c0 in range(0, C, BLOCK_K):
-        terms = final_terms(last_ptr, final_ptr, c0 + lane, C, final.c)[None, :]
-        maximum = tl.maximum(maximum, tl.max(terms, axis=1))
-    for c0 in range(0, C, BLOCK_K):
-        terms = final_terms(last_ptr, final_ptr, c0 + lane, C, final.c)[None, :]
-        total += tl.sum(shifted_weights(terms, maximum), axis=1)
-    state, last_positive = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
-    for c0 in range(0, C, BLOCK_K):
-        terms = final_terms(last_ptr, final_ptr, c0 + lane, C, final.c)[None, :]
-        weights = shifted_weights(terms, maximum)
-        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, c0)
-        state, last_positive = state + passed, tl.maximum(last_positive, block_last)
-    # If uniform * total rounds up to the total, the draw passes the last positive weight.
-    state = tl.minimum(state, last_positive)
+    final = StridedStates(final.ptr + n * final.n, *final[1:])
+    state, maximum, total = draw(last_terms, last_ptr, final, edges, uniform, C, uniform, BLOCK_K)
     possible = (maximum > -float("inf")) & (total + invalid == total)
     for i in range(0, T + 1):
         t = tl.full([], T - i, tl.int64)
@@ -211,7 +189,8 @@ def chain_sample_kernel(
                 step_uniform = tl.load(uniforms_ptr + (t - 1) * step_stride, mask=valid, other=0.0)
                 step_alpha_ptr = alpha_ptr + (t - 1) * row_stride
                 step_scores = from_step(scores, t - 1)
-                slot = sample_edge(step_alpha_ptr, step_scores, edges, state, step_uniform, BLOCK_K)
+                inputs = (step_alpha_ptr, step_scores, edges, state)
+                slot = draw(edge_terms, *inputs, edges.K, step_uniform, BLOCK_K)[0]
             edge = state * edges.K + slot
             path_edge = tl.where(on_path, edge, -1).to(tl.int64)
             tl.store(path_edges_ptr + (t - 1) * N, path_edge, mask=valid)
