@@ -61,7 +61,7 @@ def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tens
         scan_boundaries(chains, saved if save else None, 2 if save else 1, outputs)
     elif (resident := resident_arguments(chain, table)) is not None:
         options = {"saved_ptr": saved.view(torch.int64), "SAVE": save, **resident}
-        launch(chain_resident_halves_kernel, 2 * N, **options)
+        launch(chain_resident_halves_kernel, 2 * N, BETA=False, **options)
         options["maxnreg"] = None
         launch(chain_resident_logz_kernel, N, logz_ptr=logz, rounded_ptr=rounded, **options)
     else:

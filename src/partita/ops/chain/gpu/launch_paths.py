@@ -34,10 +34,7 @@ from .plan import (
     unroll_options,
 )
 from .resident_logz import chain_resident_halves_kernel, chain_resident_logz_kernel
-from .resident_posteriors import (
-    chain_resident_backward_kernel,
-    chain_resident_posteriors_kernel,
-)
+from .resident_posteriors import chain_resident_posteriors_kernel
 from .resident_viterbi import (
     SegmentMaps,
     chain_resident_final_state_kernel,
@@ -326,7 +323,7 @@ def launch_posteriors(
     assert resident is not None
     options = {**resident, "saved_ptr": buffers.saved}
     if not are_saved:
-        launch(chain_resident_halves_kernel, 2 * N, SAVE=True, **options)
+        launch(chain_resident_halves_kernel, 2 * N, SAVE=True, BETA=False, **options)
     options["logz_ptr"] = buffers.logz
     unlimited = options | {"maxnreg": None}
     launch(chain_resident_logz_kernel, N, rounded_ptr=None, SAVE=True, **unlimited)
@@ -345,9 +342,5 @@ def launch_backward_scores(chain: ChainPotentials, result: Tensor) -> None:
     table = edge_table(chain.source)
     resident = resident_arguments(chain, table)
     assert resident is not None
-    launch(
-        chain_resident_backward_kernel,
-        chain.scores.shape[1],
-        result_ptr=result,
-        **resident,
-    )
+    options = {"saved_ptr": result, "SAVE": True, "BETA": True, **resident}
+    launch(chain_resident_halves_kernel, chain.scores.shape[1], **options)

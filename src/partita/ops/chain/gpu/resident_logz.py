@@ -49,30 +49,52 @@ from .steps import load_length
 
 
 @gluon.jit
+def store_states(rows, state, mask, FP64: gl.constexpr):
+    """Store packed states, or with FP64 their values, and return the rows that follow."""
+    if FP64:
+        high, low = unpack_pair(state)
+        state = high.to(gl.float64) + low.to(gl.float64)
+    return store_row(rows, state, mask)
+
+
+@gluon.jit
 def chain_resident_halves_kernel(
     chains,  # Chains with ResidentEdges
-    saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
+    saved_ptr,  # [T + 1, N, C] int64, or [2, N, C], or with BETA [T + 1, N, C] fp64
     SAVE: gl.constexpr,
+    BETA: gl.constexpr,
     shape: gl.constexpr,  # ResidentShape
 ):
-    """Scan alpha up to the meeting point, or beta down to the state after it."""
+    """Scan alpha up to the meeting point, or beta down to the state after it.
+
+    With BETA, scan beta to the first step and store it at all times; after the length it is the
+    final scores.
+    """
     scores, table, initial, final, lengths_ptr, T, N = chains
     PREFETCH: gl.constexpr = shape.PREFETCH
     C, n, direction = table.C, (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
+    if BETA:
+        n, direction = gl.program_id(0).to(gl.int64), gl.program_id(0) * 0 + 1
     length, invalid = load_length(lengths_ptr, n, T)
     middle = gl.maximum(length - 1, 0) // 2
     sign = (1 - 2 * direction).to(gl.int64)
     start = gl.where(direction == 0, 0, length).to(gl.int64)
     num_steps = gl.where(direction == 0, middle, gl.maximum(length - 1 - middle, 0))
+    if BETA:
+        num_steps = length
     c, rows = load_lanes(scores, table, n, shape)
     rows = rows_from(rows, start - direction, sign)
     neighbors, edges = load_edge_table(table, direction, shape)
     state = load_boundary_pair(initial.ptr + n * initial.n, c, initial.c, invalid)
     if direction == 1:
-        state = load_boundary_pair(final.ptr + n * final.n, c, final.c, 0.0)
+        state = load_boundary_pair(final.ptr + n * final.n, c, final.c, invalid if BETA else 0.0)
     saved = StepRows(saved_ptr + (start * N + n) * C, sign * N * C, c, c >= 0)
-    if SAVE:
-        saved = store_row(saved, state, (direction == 0) | (length > 0))
+    if BETA:
+        saved = rows_from(saved, sign * (T - length))  # from the last time
+        for _ in range(0, T - length + 1):
+            saved = store_states(saved, state, True, True)
+    elif SAVE:
+        saved = store_states(saved, state, (direction == 0) | (length > 0), False)
     prefetched = load_rows(rows, num_steps, PREFETCH)
     for i in range(0, num_steps, PREFETCH):
         edge_scores = gather_scores(prefetched, edges, shape)
@@ -82,7 +104,7 @@ def chain_resident_halves_kernel(
             next_state, _, _ = log_step(state, edge_scores[u], neighbors, shape)
             state = gl.where(i + u < num_steps, next_state, state)
             if SAVE:
-                saved = store_row(saved, state, i + u < num_steps)
+                saved = store_states(saved, state, i + u < num_steps, BETA)
     if not SAVE:
         gl.store(saved_ptr + (direction * N + n) * C + c, state, mask=c >= 0)
 

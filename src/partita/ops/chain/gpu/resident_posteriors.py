@@ -14,8 +14,6 @@ probabilities in fp32, and they are divided by their sum from time to time.
 Where only sums over states are asked for, each sum of four lanes is stored instead of four numbers,
 which takes a fifth less memory of a decoding. Such lanes are in one warp, so the sum costs two
 shuffles and no barrier.
-
-`chain_resident_backward_kernel` scans beta as `resident_logz.py` does, and stores it at all times.
 """
 
 from triton.experimental import gluon
@@ -28,12 +26,10 @@ from .resident_steps import (
     StepRows,
     gather_neighbors,
     gather_scores,
-    load_boundary_pair,
     load_edge_table,
     load_lanes,
     load_logz_pair,
     load_rows,
-    log_step,
     pack_compensated,
     rows_from,
     state_posterior,
@@ -144,41 +140,3 @@ def chain_resident_posteriors_kernel(
             state = states[u]
             results = store_results(results, posterior, i + u < num_steps, shape, SUM)
     gl.store(first_ptr + n * C + c, posterior, mask=(c >= 0) & (direction == 1))
-
-
-@gluon.jit
-def store_states(rows, state, mask):
-    """Store packed states in fp64, and return the rows that follow."""
-    high, low = unpack_pair(state)
-    return store_row(rows, high.to(gl.float64) + low.to(gl.float64), mask)
-
-
-@gluon.jit
-def chain_resident_backward_kernel(
-    chains,  # Chains with ResidentEdges
-    result_ptr,  # [T + 1, N, C] fp64
-    shape: gl.constexpr,  # ResidentShape
-):
-    """Scan beta from the last step to the first. After the length it is the final scores."""
-    scores, table = chains[:2]
-    final, lengths_ptr, T, N = chains[3:]
-    PREFETCH: gl.constexpr = shape.PREFETCH
-    C, n = table.C, gl.program_id(0).to(gl.int64)
-    N64 = n * 0 + N
-    length, invalid = load_length(lengths_ptr, n, T)
-    c, rows = load_lanes(scores, table, n, shape)
-    rows = rows_from(rows, N64 * 0 + length - 1, N64 * 0 - 1)
-    neighbors, edges = load_edge_table(table, 1, shape)
-    state = load_boundary_pair(final.ptr + n * final.n, c, final.c, invalid)
-    results = StepRows(result_ptr + (T * N64 + n) * C, -N64 * C, c, c >= 0)
-    for _ in range(0, T - length + 1):
-        results = store_states(results, state, True)
-    prefetched = load_rows(rows, length, PREFETCH)
-    for i in range(0, length, PREFETCH):
-        edge_scores = gather_scores(prefetched, edges, shape)
-        rows = rows_from(rows, PREFETCH)
-        prefetched = load_rows(rows, length - i - PREFETCH, PREFETCH)
-        for u in gl.static_range(PREFETCH):
-            next_state = log_step(state, edge_scores[u], neighbors, shape)[0]
-            state = gl.where(i + u < length, next_state, state)
-            results = store_states(results, state, i + u < length)
