@@ -15,10 +15,11 @@ from ...primitives.semiring import Log, Max, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
+from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import lengths_on_device
 from ...runtime.sizes import same_sizes
 from . import autograd
-from .common import ChainPotentials, chain_potentials, check_chain, check_end
+from .common import ChainPotentials, check_end
 from .edges import edges_from_states
 from .reference import path_score
 
@@ -100,7 +101,15 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
         *,
         lengths: Tensor | Sequence[int] | None = None,
     ) -> None:
-        check_chain(scores, source, initial, final)
+        checks.floating("scores", scores)
+        if scores.ndim != 4:
+            raise ValueError(f"scores: expected shape [T, N, C, K], got {list(scores.shape)}")
+        checks.integer("source", source)
+        checks.device("source", source, scores, "scores")
+        checks.shape("source", source, scores.shape[2:], "[C, K] of scores")
+        for name, end in (("initial", initial), ("final", final)):
+            if end is not None:
+                check_end(name, end, scores)
         self.scores, self.source, self.initial, self.final = scores, source, initial, final
         self.lengths: Tensor | None = None
         if lengths is not None:
@@ -109,8 +118,13 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
 
     def _potentials(self, semiring: Semiring = Log) -> ChainPotentials:
         check_semiring(semiring)
-        ends = self.initial, self.final
-        return chain_potentials(self.scores, self.source, *ends, self.lengths, semiring)
+        scores, initial, final = self.scores, self.initial, self.final
+        if initial is None or final is None:
+            one = scalar(semiring.one, acc_dtype(scores.dtype), scores.device)
+            # Each end is a tensor of its own: compilers refuse one tensor for two arguments.
+            shape = scores.shape[1:3]
+            initial, final = (one.expand(shape) if x is None else x for x in (initial, final))
+        return ChainPotentials(scores, self.source, initial, final, self.lengths)
 
     def _mean(self, potentials: ChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
         mean, log_partition = autograd.mean_of_values(potentials, *values)

@@ -6,10 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...primitives.semiring import Semiring
 from ...runtime import checks
-from ...runtime.constants import scalar
-from ...runtime.dtypes import acc_dtype
 
 
 class ChainPotentials(NamedTuple):
@@ -48,22 +45,6 @@ class ChainValues(NamedTuple):
     last_values: Tensor
 
 
-def check_chain(
-    scores: Tensor, source: Tensor, initial: Tensor | None, final: Tensor | None
-) -> None:
-    """Raise for a wrong dtype, shape or device."""
-    checks.floating("scores", scores)
-    if scores.ndim != 4:
-        raise ValueError(f"scores: expected shape [T, N, C, K], got {list(scores.shape)}")
-    checks.integer("source", source)
-    checks.device("source", source, scores, "scores")
-    checks.shape("source", source, scores.shape[2:], "[C, K] of scores")
-    if initial is not None:
-        check_end("initial", initial, scores)
-    if final is not None:
-        check_end("final", final, scores)
-
-
 def check_end(name: str, end: Tensor, scores: Tensor) -> None:
     """Raise where numbers of the first or last states have a wrong dtype, shape or device."""
     checks.floating(name, end)
@@ -85,20 +66,3 @@ def check_states(name: str, value: Tensor, number: int, missing: str) -> None:
         return f"a state from 0 to {number - 1}, or -1 {missing}" if number else "-1"
 
     checks.values(name, value, -1, number - 1, expected)
-
-
-def chain_potentials(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor | None,
-    final: Tensor | None,
-    lengths: Tensor | None,
-    semiring: Semiring,
-) -> ChainPotentials:
-    """Return the potentials of a batch of chains; ends that are None are the semiring's one."""
-    if initial is None or final is None:
-        one = scalar(semiring.one, acc_dtype(scores.dtype), scores.device)
-        # Each end is a tensor of its own: compilers refuse one tensor for two arguments.
-        N_C = scores.shape[1:3]
-        initial, final = (one.expand(N_C) if end is None else end for end in (initial, final))
-    return ChainPotentials(scores, source, initial, final, lengths)
