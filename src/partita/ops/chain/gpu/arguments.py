@@ -14,7 +14,7 @@ from torch import Tensor
 from ....primitives.gpu.target import target_of
 from ..common import ChainPotentials
 from . import plan
-from .edge_table import EdgeTable, directed_edges
+from .edge_table import ChainEdges, EdgeTable, ResidentEdges, resident_edges
 from .resident_steps import resident_shape
 
 
@@ -41,44 +41,6 @@ class StridedChains(NamedTuple):
 
     ptr: tl.tensor
     n: tl.tensor
-
-
-class ChainEdges(NamedTuple):
-    """The edges of a chain, by the state that they enter and by the state that they leave.
-
-    Fields:
-        source_ptr: the state that the k-th edge into c leaves, `[C, K]`, or -1.
-        out_offsets_ptr: offset of each state's edges in `out_edges`, `[C + 1]`.
-        out_edges_ptr: the edges c * K + k that leave each state, `[C * K]`.
-        C: number of states.
-        K: number of edges into a state.
-    """
-
-    source_ptr: tl.tensor
-    out_offsets_ptr: tl.tensor
-    out_edges_ptr: tl.tensor
-    C: tl.tensor
-    K: tl.tensor
-
-
-class ResidentEdges(NamedTuple):
-    """The edges of a chain for the register-resident kernels, see `DirectedEdges`.
-
-    Fields:
-        state_of_lane_ptr: `[BLOCK_C]` int32.
-        neighbors_ptr: `[2, DEGREE, BLOCK_C]` int32.
-        edges_ptr: `[2, DEGREE, BLOCK_C]` int32.
-        edge_positions_ptr: `[2, BLOCK_E]` int32.
-        C: number of states.
-        K: number of edges into a state.
-    """
-
-    state_of_lane_ptr: tl.tensor
-    neighbors_ptr: tl.tensor
-    edges_ptr: tl.tensor
-    edge_positions_ptr: tl.tensor
-    C: tl.tensor
-    K: tl.tensor
 
 
 class Chains(NamedTuple):
@@ -145,7 +107,7 @@ def chains_of(chain: ChainPotentials, table: EdgeTable) -> Chains:
     scores, _, initial, final, lengths = chain
     return Chains(
         StridedEdges(scores, *scores.stride()),
-        ChainEdges(*table[:3], *table.source.shape),
+        table.edges,
         StridedStates(initial, *initial.stride()),
         StridedStates(final, *final.stride()),
         None if lengths is None else lengths.contiguous(),
@@ -159,11 +121,13 @@ def resident_arguments(chain: ChainPotentials, table: EdgeTable) -> dict[str, An
     options = plan.resident_options(scores, table.max_out_degree, target_of(scores.device))
     if options is None:
         return None
-    edges, block = directed_edges(table, options["BLOCK_C"], options["BLOCK_E"]), options["BLOCK_C"]
-    lanes = ResidentEdges(*edges[:4], *table.source.shape)
+    block = options["BLOCK_C"]
+    edges = resident_edges(table, block, options["BLOCK_E"])
+    # Every lane has a state, and every entry of both directions an edge.
+    is_regular = not table.has_missing and (edges.C, edges.K) == (block, table.max_out_degree)
     return {
-        "chains": chains_of(chain, table)._replace(edges=lanes),
-        "shape": resident_shape(REGULAR=edges.is_regular, **options),
+        "chains": chains_of(chain, table)._replace(edges=edges),
+        "shape": resident_shape(REGULAR=is_regular, **options),
         "num_warps": block // 32,
         # With 8 warps, two programs fit on a multiprocessor.
         "maxnreg": 128 if block == 256 else None,

@@ -4,7 +4,7 @@ Each thread keeps one state, as a compensated pair of fp32 numbers (high, low) w
 + low: about 48 bits, at a fraction of the cost of fp64. A pair is packed into one 64-bit word, so
 that one gather through shared memory brings both parts.
 
-A lane is a position in the block of states. `DirectedEdges` lists, for the direction of a scan, the
+A lane is a position in the block of states. `ResidentEdges` lists, for the direction of a scan, the
 neighbors that each lane reads and the edges to them. A step
 
 1. gathers the states of the neighbors and the scores of the edges,
