@@ -298,10 +298,7 @@ def nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def scan_inputs(chain: ChainPotentials, semiring: Semiring, name: str) -> reference.ChainInputs:
     """Return the inputs of a scan in PyTorch, which serves what no backend has a kernel for.
 
-    Args:
-        chain: the chains.
-        semiring: the semiring of the scan.
-        name: the name of the quantity in the error of a backend that was chosen by name.
+    The error of a backend that was chosen by name has the name of the quantity.
     """
     refuse_kernels(name)
     check_values(chain.scores, chain.source, chain.lengths)

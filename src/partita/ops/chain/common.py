@@ -55,11 +55,7 @@ def check_end(name: str, end: Tensor, scores: Tensor) -> None:
 def check_states(name: str, value: Tensor, number: int, missing: str) -> None:
     """Raise `ValueError` with the first state that is neither one of the number nor -1.
 
-    Args:
-        name: the name of the argument.
-        value: the states.
-        number: the number of states.
-        missing: the meaning of -1.
+    The message has the meaning of -1, `missing`.
     """
 
     def expected() -> str:

@@ -179,11 +179,9 @@ def scan_boundaries(
     """Scan the operators of segments, and fill in the results of whole chains.
 
     Args:
-        chains: the chains, with the edges into each state.
         boundaries: memory of at least `[directions, N, segments + 1, C]` fp64 for the states at the
             boundaries of segments, or None if they have no use.
         directions: 2 for alpha and beta under Log, 1 for alpha alone; Max if there is a last state.
-        totals: the results.
     """
     from .segments import (
         SegmentGroups,

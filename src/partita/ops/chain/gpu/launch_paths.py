@@ -178,7 +178,7 @@ def _resident_viterbi(
     T, N, device = chains.T, chains.N, chains.scores.ptr.device
     shape, num_warps = resident["shape"], resident["num_warps"]
     block, degree = shape.BLOCK_C.value, shape.DEGREE.value
-    half = path_segments(T, False).number
+    half = path_segments(T, False)[1]
     middle = torch.empty((2, N, block), dtype=torch.float64, device=device)
     backpointers = torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device)
     maps_shape = (2, half, N, block) if trace and half > 1 else 0
@@ -290,9 +290,8 @@ class PosteriorBuffers(NamedTuple):
 def posterior_buffers(scores: Tensor, source: Tensor, modulus: int) -> PosteriorBuffers | None:
     """Allocate for `launch_posteriors`, or return None where its kernels do not serve the call.
 
-    Args:
-        modulus: the caller adds the posteriors of the states that are equal modulo this number.
-            Where they can, the kernels add four of them at a time.
+    The caller adds the posteriors of the states that are equal modulo `modulus`. Where they can,
+    the kernels add four of them at a time.
     """
     T, N, C, _ = scores.shape
     table = edge_table(source)
@@ -314,8 +313,7 @@ def launch_posteriors(
 ) -> None:
     """Fill in the posteriors of the states at each time.
 
-    Args:
-        are_saved: whether `buffers.saved` is filled in, as `chain_viterbi` does.
+    `chain_viterbi` has filled in `buffers.saved` if they `are_saved`.
     """
     scores, table = chain.scores, edge_table(chain.source)
     N = scores.shape[1]

@@ -71,29 +71,18 @@ def resident_options(scores: Tensor, max_out_degree: int, target: Target) -> dic
     }
 
 
-class PathSegments(NamedTuple):
-    """The segments into which each direction of a path is cut; they are traced at the same time.
+def path_segments(T: int, forward_only: bool) -> tuple[int, int]:
+    """Return the steps of a segment, a power of 2, and the number of segments of each direction.
 
-    Fields:
-        size: the number of steps in a segment, a power of 2.
-        number: the number of segments.
-    """
-
-    size: int
-    number: int
-
-
-def path_segments(T: int, forward_only: bool) -> PathSegments:
-    """Return the segments of T steps, or of their half in each of two directions.
-
-    A long path has about as many segments as a segment has steps.
+    A direction has T steps, or half of them. Its segments are traced at the same time. A long path
+    has about as many segments as a segment has steps.
     """
     steps = T if forward_only else cdiv(T, 2)
     if T <= MAX_SINGLE_SEGMENT:
         size = next_power_of_2(max(steps, 16))
     else:
         size = min(max(16, 2 ** round(math.log2(T + 2) / 2 - 0.5)), 256)
-    return PathSegments(size, cdiv(steps, size))
+    return size, cdiv(steps, size)
 
 
 class SegmentSizes(NamedTuple):
