@@ -101,7 +101,7 @@ def chain_resident_halves_kernel(
         rows = rows_from(rows, PREFETCH)
         prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
-            next_state, _, _ = log_step(state, edge_scores[u], neighbors, shape)
+            next_state = log_step(state, edge_scores[u], neighbors, shape)[0]
             state = gl.where(i + u < num_steps, next_state, state)
             if SAVE:
                 saved = store_states(saved, state, i + u < num_steps, BETA)
