@@ -26,6 +26,7 @@ from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import LOG2E, log1p_pair
 from ....primitives.gpu.sync import unpack_pair
+from ....runtime.caches import register_cache
 from ....runtime.sizes import next_power_of_2
 
 
@@ -71,6 +72,9 @@ def resident_shape(
     padded = next_power_of_2(DEGREE)
     fields = (DEGREE, padded, REGULAR, CONTIGUOUS, PREFETCH, BLOCK_C, BLOCK_E, state, row)
     return ResidentShape(*map(gl.constexpr, fields))
+
+
+register_cache("chain.gpu.resident_steps.shapes", resident_shape.cache_clear)
 
 
 @triton.constexpr_function
