@@ -7,9 +7,8 @@ from types import ModuleType
 
 from torch.serialization import add_safe_globals as _add_safe_globals
 
-from .ops.chain.api import Chain, logz
+from .ops.chain.api import Chain, ChainSample, ViterbiPath, logz
 from .ops.chain.edges import dense_source, edges_from_states
-from .ops.chain.results import ChainSample, ViterbiPath
 from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss, word_spans
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source

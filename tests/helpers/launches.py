@@ -86,7 +86,7 @@ class Launch(NamedTuple):
         """Return the number of elements of a program and the number of its branches."""
         sizes = [value for name, value in self.options.items() if name in ("ROWS", "BLOCK_V")]
         elements = functools.reduce(lambda a, b: a * b, sizes, 1)
-        return elements, sum(bool(value) for value in self.options.values())
+        return elements, sum(map(bool, members(tuple(self.options.values()))))
 
     @property
     def variant(self) -> str:

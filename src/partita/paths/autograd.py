@@ -90,8 +90,7 @@ def gradients(
     """Return the gradient of log Z, `op(grad_output, *args)`, which may be differentiated again.
 
     Args:
-        op: the op of the gradient.
-        function: its autograd function.
+        op, function: the op of the gradient, and its autograd function.
         log_partition: log Z of the variables in plain PyTorch.
         variables: the differentiable tensors.
         grad_output: the gradient of each log Z, `[N]`.
@@ -118,8 +117,7 @@ def on_path(
         grad_output: the gradient of the best score of each sequence, `[N]`.
         index: which of the scores the path passes, `[..., N]`; -1 for none.
         elsewhere: the gradient of the other scores, `[..., N]`, and of all where there is no path.
-        size: the number of scores.
-        dtype: the dtype of the scores.
+        size, dtype: those of the scores.
     """
     result = elsewhere.to(dtype)[..., None].expand(*index.shape, size)
     if not size:
@@ -131,13 +129,8 @@ def on_path(
 def off_path(score: Tensor, lengths: Tensor, T: int, first: int) -> Tensor:
     """Return the gradient of the best scores in the scores off the path, `[T, N]`.
 
-    It is 0, or NaN for a sequence with NaN, up to its length if that is valid.
-
-    Args:
-        score: the best scores, `[N]`.
-        lengths: `[N]`.
-        T: the number of steps.
-        first: the lowest valid length.
+    It is 0, or NaN for a sequence whose best score `[N]` is NaN, up to its length if that is valid,
+    which is `first` at least.
     """
     step = torch.arange(T, device=score.device)[:, None]
     counts = (step < lengths) | (lengths < first) | (lengths > T)

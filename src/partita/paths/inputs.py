@@ -141,12 +141,7 @@ def as_values(
 
     A wrong dtype, shape or device raises.
 
-    Args:
-        name: the name of the values.
-        values: what broadcasts to the scores, or None.
-        scores: any scores.
-        scores_name: their name.
-        device: the name of the argument that is on the right device.
+    The argument that is called `device` is on the right one.
     """
     if values is None:
         values = scalar(0.0, scores.dtype, scores.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -196,7 +197,8 @@ def define(
 
     The reference declares the op: its name, its arguments in their order, the first of which is a
     tensor, their types and those of the results. A call has the name of the backend as one more
-    argument, the last. The functions that serve the op have its name on every backend.
+    argument, the last. The functions that serve the op have its name on every backend. They may
+    take named tuples, whose fields are arguments of the op one by one.
 
     `fake` and `check` get the arguments that they name, or all if they take `*args`. Where the
     shapes of the results depend on the backend, `fake` names `served_by` too: `reference`, `gpu` or
@@ -217,7 +219,9 @@ def define(
         by_identity: the names of tensors whose values decide what the op does, such as a table of
             edges. A replay serves the same tensor in the same version only.
     """
-    parameters, results = signature(reference)
+    kinds, results = signature(reference)
+    parameters = flattened(kinds)
+    has_tuples = len(parameters) > len(kinds)
     name = name or unwrapped(reference).__name__
     if overwrites is not None:
         reference = writing_over(reference, list(parameters).index(overwrites))
@@ -241,7 +245,8 @@ def define(
         if check is not None:
             check(first, *args)
         empty = reference_if_empty and not first.numel()
-        result = implementation(backend, first.device, empty)(first, *args)
+        serve = implementation(backend, first.device, empty)
+        result = serve(*grouped(kinds, (first, *args))) if has_tuples else serve(first, *args)
         return like(shapes(first, *rest), result) if empty and fake_by_backend else result
 
     def shapes(first: torch.Tensor, *rest: Any) -> Any:
@@ -317,6 +322,22 @@ def signature(reference: Callable[..., Any]) -> tuple[dict[str, Any], Any]:
     if fields := getattr(results, "_fields", None):
         results = tuple[(torch.Tensor,) * len(fields)]  # type: ignore[misc]
     return {name: types[name] for name in positional}, results
+
+
+def flattened(kinds: dict[str, Any]) -> dict[str, Any]:
+    """Return the types of parameters with those of the fields for each named tuple."""
+    found: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        found |= get_type_hints(kind) if hasattr(kind, "_fields") else {name: kind}
+    return found
+
+
+def grouped(kinds: dict[str, Any], args: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield arguments of an op as its reference takes them, the fields of a tuple as one."""
+    rest = iter(args)
+    for kind in kinds.values():
+        fields = getattr(kind, "_fields", None)
+        yield next(rest) if fields is None else kind._make(itertools.islice(rest, len(fields)))
 
 
 def schema(parameters: dict[str, Any], results: Any, mutates: str | None) -> str:

@@ -49,7 +49,7 @@ def all_ops(
     first, last = torch.randn(2, N, C, generator=g, dtype=torch.float64)
     grad_output = torch.randn(N, generator=g).double()
     uniforms = torch.rand(T + 1, 4, N, generator=g, dtype=torch.float64)
-    scores, source, *ends, lengths = inputs = chain._potentials()
+    inputs = chain._potentials()
     value_inputs = (values, first, last)
     results = {}
     for use_max in (False, True):
@@ -59,7 +59,7 @@ def all_ops(
     logz, _, saved = _chain.logz(*inputs, True, backend)
     results["logz"] = logz, _chain.logz(*inputs, False, backend)[0]
     results["gradient"] = _chain.logz_gradient(
-        grad_output, scores, *ends, source, lengths, logz, saved, torch.float64, backend
+        grad_output, *inputs, logz, saved, torch.float64, backend
     )
     results["viterbi"] = _chain.viterbi(*inputs, True, backend)
     results["best score"] = _chain.viterbi(*inputs, False, backend)
@@ -297,18 +297,7 @@ def test_long_chains(source: torch.Tensor) -> None:
         results.append(
             (
                 logz,
-                _chain.logz_gradient(
-                    grad,
-                    inputs[0],
-                    inputs[2],
-                    inputs[3],
-                    source,
-                    None,
-                    logz,
-                    saved,
-                    torch.float64,
-                    backend,
-                )[0],
+                _chain.logz_gradient(grad, *inputs, logz, saved, torch.float64, backend)[0],
             )
         )
     (logz, marginals), (true_logz, truth) = results

@@ -16,14 +16,14 @@ def test_plans_import_no_triton() -> None:
 @pytest.mark.parametrize("T", [0, 1, 2, 31, 32, 33, 63, 64, 65, 66, 127, 1000, 20_001, 200_000])
 def test_segments_cover_a_path(T: int) -> None:
     """Both rounds cover their steps, and the second round fits the workspace of the first."""
-    half, whole = plan.path_segments(T, False), plan.path_segments(T, True)
+    (half_size, halves), (size, number) = plan.path_segments(T, False), plan.path_segments(T, True)
     middle = max(T - 1, 0) // 2
-    assert half.size * half.number >= max(middle, T - 1 - middle)
-    assert whole.size * whole.number >= T
-    assert whole.number <= 2 * half.number
-    assert half.size in (16, 32, 64, 128, 256) and whole.size in (16, 32, 64, 128, 256)
+    assert half_size * halves >= max(middle, T - 1 - middle)
+    assert size * number >= T
+    assert number <= 2 * halves
+    assert half_size in (16, 32, 64, 128, 256) and size in (16, 32, 64, 128, 256)
     if 0 < T <= plan.MAX_SINGLE_SEGMENT:
-        assert half.number == whole.number == 1
+        assert halves == number == 1
 
 
 def test_the_degree_decides_the_kernels() -> None:

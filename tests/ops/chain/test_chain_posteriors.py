@@ -17,20 +17,23 @@ def stored_posteriors(
 
     Sums of four states are possible if 4 is a multiple of the modulus.
     """
-    from partita.ops.chain.gpu.launch_paths import chain_viterbi
-    from partita.ops.chain.gpu.launch_posteriors import launch_posteriors, posterior_buffers
+    from partita.ops.chain.gpu.launch_paths import (
+        chain_viterbi,
+        launch_posteriors,
+        posterior_buffers,
+    )
 
-    inputs = (chain.scores, chain.source, chain.initial, chain.final, chain.lengths)
+    inputs = chain._potentials()
     buffers = posterior_buffers(chain.scores, chain.source, modulus)
     assert buffers is not None
     for buffer in buffers:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN
     if with_viterbi:
-        expected = chain_viterbi(*inputs, True)
-        found = chain_viterbi(*inputs, True, buffers.saved)
+        expected = chain_viterbi(inputs, True)
+        found = chain_viterbi(inputs, True, buffers.saved)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
-    launch_posteriors(*inputs, buffers, are_saved=with_viterbi)
+    launch_posteriors(inputs, buffers, are_saved=with_viterbi)
     return buffers.posteriors, buffers.first
 
 

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.ops.chain.gpu.edge_table import DirectedEdges, directed_edges, edge_table
+from partita.ops.chain.gpu.edge_table import ResidentEdges, edge_table, resident_edges
 from partita.runtime.sizes import next_power_of_2
 
 BANKS = 32
 
 
-def directed(source: Tensor) -> DirectedEdges:
+def directed(source: Tensor) -> ResidentEdges:
     C, K = source.shape
     block = max(next_power_of_2(C), 32)
-    return directed_edges(edge_table(source), block, next_power_of_2(max(C * K, 4 * block)))
+    return resident_edges(edge_table(source), block, next_power_of_2(max(C * K, 4 * block)))
 
 
 def random_source(C: int, K: int) -> Tensor:
@@ -54,12 +54,12 @@ def test_each_direction_has_all_edges(source: Tensor) -> None:
     """Each lane has the edges into its state, or out of it, and no other lane has them."""
     C, K = source.shape
     table = directed(source)
-    state = table.state_of_lane
+    state = table.state_of_lane_ptr
     assert sorted(state[state >= 0].tolist()) == list(range(C))
     existing = (source >= 0).flatten().nonzero().flatten().tolist()
     for direction in (0, 1):
-        neighbor = table.neighbors[direction].view(-1, len(state))
-        edge = table.edges[direction].view(-1, len(state))
+        neighbor = table.neighbors_ptr[direction].view(-1, len(state))
+        edge = table.edges_ptr[direction].view(-1, len(state))
         has_edge = neighbor >= 0
         assert sorted(edge[has_edge].tolist()) == existing
         ends = torch.stack([state.expand_as(edge), state[neighbor.clamp(min=0).long()]])
@@ -67,7 +67,7 @@ def test_each_direction_has_all_edges(source: Tensor) -> None:
         index = edge[has_edge].long()
         assert torch.equal(to[has_edge].long(), index // K)
         assert torch.equal(come_from[has_edge].long(), source.flatten()[index])
-        position = table.edge_positions[direction]
+        position = table.edge_positions_ptr[direction]
         assert torch.equal(edge.flatten()[position[existing].long()], torch.tensor(existing).int())
         assert (position >= 0).sum() == len(existing)
 
@@ -77,7 +77,9 @@ def test_lanes_of_k_mers_read_different_banks(k: int) -> None:
     """The lanes of a warp have no conflicts where they read states, nor scores of large tables."""
     table = directed(partita.debruijn_source(4, k))
     for direction in (0, 1):
-        edges, neighbors = (t[direction].view(5, -1) for t in (table.edges, table.neighbors))
+        edges, neighbors = (
+            t[direction].view(5, -1) for t in (table.edges_ptr, table.neighbors_ptr)
+        )
         assert sum(wavefronts(row, 8) for row in neighbors) == 10  # two for 32 pairs
         if k > 3 or direction == 0:
             assert sum(wavefronts(row, 4) for row in edges) == 5
@@ -86,7 +88,7 @@ def test_lanes_of_k_mers_read_different_banks(k: int) -> None:
 @pytest.mark.parametrize(("bases", "k"), [(2, 6), (2, 7), (2, 10), (4, 3), (4, 4), (4, 5)])
 def test_lanes_that_are_summed_have_the_same_last_base(bases: int, k: int) -> None:
     """Sums of the lanes that differ in bits 2 and 3 are sums over states with one last base."""
-    state = directed(partita.debruijn_source(bases, k)).state_of_lane.view(-1, 4, 4)
+    state = directed(partita.debruijn_source(bases, k)).state_of_lane_ptr.view(-1, 4, 4)
     assert torch.equal(state % 4, (state[:, :1] % 4).expand_as(state))
 
 
@@ -112,4 +114,4 @@ def test_a_table_that_changed_is_laid_out_anew(change: Callable[[Tensor], None])
     table = edge_table(source)
     assert edge_table(source) is table
     change(source)
-    assert torch.equal(edge_table(source).source, source.int())
+    assert torch.equal(edge_table(source).edges.source_ptr, source.int())

@@ -147,7 +147,7 @@ def test_sums_of_posteriors_by_base(
     T: int, N: int, bases: int, C: int, columns: int, device: str
 ) -> None:
     """Ragged and invalid lengths, posteriors of 0, and NaN in what is not read."""
-    from partita.ops.chain.gpu.launch_posteriors import PosteriorBuffers
+    from partita.ops.chain.gpu.launch_paths import PosteriorBuffers
     from partita.ops.decode.gpu.launch_crf import sum_state_posteriors
 
     g = torch.Generator().manual_seed(T)

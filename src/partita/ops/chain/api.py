@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,42 @@ from ...primitives.semiring import Log, Max, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
+from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import lengths_on_device
 from ...runtime.sizes import same_sizes
 from . import autograd
+from .common import ChainPotentials, check_end
 from .edges import edges_from_states
-from .inputs import ChainPotentials, chain_potentials, check_chain, check_end
 from .reference import path_score
-from .results import ChainSample, ViterbiPath
+
+
+class ViterbiPath(NamedTuple):
+    """The best path of each chain.
+
+    Of equal paths it is the one with the lowest edge into each state, then the lowest last state.
+
+    Fields:
+        score: `[N]`, in nats if the scores are; -inf for a chain without a path.
+        states: `[T + 1, N]` int64; row 0 is the initial state. -1 past the length and for a chain
+            without a path.
+        edges: `[T, N]` int64, c·K + k for the k-th edge into state c; -1 as in states.
+    """
+
+    score: Tensor
+    states: Tensor
+    edges: Tensor
+
+
+class ChainSample(NamedTuple):
+    """Paths that are drawn from the posterior.
+
+    Fields:
+        states: `[k, T + 1, N]` int64, as in `ViterbiPath`.
+        edges: `[k, T, N]` int64, as in `ViterbiPath`.
+    """
+
+    states: Tensor
+    edges: Tensor
 
 
 class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
@@ -72,7 +101,15 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
         *,
         lengths: Tensor | Sequence[int] | None = None,
     ) -> None:
-        check_chain(scores, source, initial, final)
+        checks.floating("scores", scores)
+        if scores.ndim != 4:
+            raise ValueError(f"scores: expected shape [T, N, C, K], got {list(scores.shape)}")
+        checks.integer("source", source)
+        checks.device("source", source, scores, "scores")
+        checks.shape("source", source, scores.shape[2:], "[C, K] of scores")
+        for name, end in (("initial", initial), ("final", final)):
+            if end is not None:
+                check_end(name, end, scores)
         self.scores, self.source, self.initial, self.final = scores, source, initial, final
         self.lengths: Tensor | None = None
         if lengths is not None:
@@ -81,8 +118,13 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
 
     def _potentials(self, semiring: Semiring = Log) -> ChainPotentials:
         check_semiring(semiring)
-        ends = self.initial, self.final
-        return chain_potentials(self.scores, self.source, *ends, self.lengths, semiring)
+        scores, initial, final = self.scores, self.initial, self.final
+        if initial is None or final is None:
+            one = scalar(semiring.one, acc_dtype(scores.dtype), scores.device)
+            # Each end is a tensor of its own: compilers refuse one tensor for two arguments.
+            shape = scores.shape[1:3]
+            initial, final = (one.expand(shape) if x is None else x for x in (initial, final))
+        return ChainPotentials(scores, self.source, initial, final, self.lengths)
 
     def _mean(self, potentials: ChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
         mean, log_partition = autograd.mean_of_values(potentials, *values)
@@ -195,7 +237,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
             edges = edges_from_states(states, self.source)
         assert edges is not None
         first_state = None if states is None else states[..., 0, :].long()
-        score = path_score(*self._potentials(), edges.long(), first_state)
+        score = path_score(self._potentials(), edges.long(), first_state)
         log_prob = self._log_prob(score)
         if states is None:  # The path of a chain of no steps is not told by its edges.
             is_empty = full_lengths(self.scores, self.lengths) == 0

@@ -37,8 +37,8 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from . import fakes, reference, reference_means
-from .inputs import ChainPotentials, check_states
-from .reference_means import expected_value
+from .common import ChainPotentials, ChainValues, check_states
+from .reference_means import as_values, mean_value
 
 
 def check_values(scores: Tensor, source: Tensor, lengths: Tensor | None) -> None:
@@ -62,12 +62,6 @@ def _gpu() -> ModuleType:
     return launch
 
 
-def _gpu_expectation() -> ModuleType:
-    from .gpu import launch_expectation
-
-    return launch_expectation
-
-
 def _gpu_paths() -> ModuleType:
     from .gpu import launch_paths
 
@@ -87,13 +81,13 @@ sample = _define(reference.chain_sample, fakes.fake_sample, gpu=_gpu_paths, chec
 expectation = _define(
     reference_means.chain_expectation,
     fakes.fake_expectation,
-    gpu=_gpu_expectation,
+    gpu=_gpu,
     check=check_values,
 )
 expectation_gradient = _define(
     reference_means.chain_expectation_gradient,
     fakes.fake_expectation_gradient,
-    gpu=_gpu_expectation,
+    gpu=_gpu,
 )
 
 
@@ -113,16 +107,23 @@ class LogZ(torch.autograd.Function):
         grad_output = sum_of_gradients(*grads[:2])
         if grad_output is None:
             return (None,) * 7
-        scores, source, initial, final, *rest = saved_tensors(ctx)
-        variables = (scores, initial, final)
-        args = (grad_output.double(), *variables, source, *rest, scores.dtype, ctx.backend)
+        *tensors, fp64, saved = saved_tensors(ctx)
+        chain = ChainPotentials(*tensors)
+        args = (grad_output.double(), *chain, fp64, saved, chain.scores.dtype, ctx.backend)
 
-        def log_partition(s: Tensor, i: Tensor, f: Tensor) -> Tensor:
-            return reference.chain_logz(s, source, i, f, rest[0], False)[0]
+        def log_partition(scores: Tensor, initial: Tensor, final: Tensor) -> Tensor:
+            variables = {"scores": scores, "initial": initial, "final": final}
+            return reference.chain_logz(chain._replace(**variables), False)[0]
 
-        results = gradients(logz_gradient, Marginals, log_partition, variables, *args)
+        results = gradients(logz_gradient, Marginals, log_partition, chain.variables, *args)
         d_scores, d_initial, d_final = results
         return d_scores, None, d_initial, d_final, None, None, None
+
+
+def expected_value(*tensors: Any) -> Tensor:
+    """Return the posterior mean of values, `[N]`, given the tensors of potentials and of values."""
+    chain, values = ChainPotentials(*tensors[:5]), ChainValues(*tensors[5:])
+    return mean_value(reference.chain_inputs(chain, Log), as_values(values))
 
 
 class Marginals(torch.autograd.Function):
@@ -141,27 +142,26 @@ class Marginals(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        grad_output, scores, initial, final, source, lengths, *_, ctx.backend = inputs
-        ctx.save_for_backward(grad_output, scores, initial, final, source, lengths)
+        *_, ctx.backend = inputs
+        ctx.save_for_backward(*inputs[:6])
 
     @staticmethod
     def backward(ctx: Any, *values: Tensor) -> tuple[Any, ...]:
-        grad_output, scores, initial, final, source, lengths = saved_tensors(ctx)
-        chain = (scores, source, initial, final, lengths)
-        variables = (grad_output, scores, initial, final)
-        if is_double_backward(*variables, *values):
+        tensors = saved_tensors(ctx)
+        if is_double_backward(*tensors, *values):
 
-            def product(grad_output: Tensor, s: Tensor, i: Tensor, f: Tensor) -> Tensor:
-                return grad_output * expected_value(s, source, i, f, lengths, *values)
+            def product(grad_output: Tensor, *chain: Any) -> Tensor:
+                return grad_output * expected_value(*chain, *values)
 
-            results = double_backward(product, variables, ctx.needs_input_grad[:4], ones(scores))
-            return *results, *(None,) * 6
+            needed = ctx.needs_input_grad[:6]
+            results = double_backward(product, tensors, needed, ones(tensors[1]))
+            return *results, *(None,) * 4
         op = for_gradients(expectation, *values)
-        d_grad_output, *saved = op(*chain, *values, True, ctx.backend)
+        d_grad_output, *saved = op(*tensors[1:], *values, True, ctx.backend)
         op = for_gradients(expectation_gradient, *values)
-        tensors = (grad_output, *chain, *values, d_grad_output, *saved)
-        grads = op(*tensors, True, False, ctx.backend)[:3]
-        return d_grad_output, *grads, *(None,) * 6
+        args = (*tensors, *values, d_grad_output, *saved, True, False, ctx.backend)
+        d_scores, d_initial, d_final, *_ = op(*args)
+        return d_grad_output, d_scores, None, d_initial, d_final, *(None,) * 5
 
 
 class BestScore(torch.autograd.Function):
@@ -257,11 +257,9 @@ def partition(chain: ChainPotentials, semiring: Semiring) -> Tensor:
 
 def marginals(chain: ChainPotentials) -> Tensor:
     """Return the posterior of each edge, `[T, N, C, K]`, in the dtype of results."""
-    scores, source, initial, final, lengths = chain
-    backend, dtype = current_backend(), acc_dtype(scores.dtype)
+    backend, dtype = current_backend(), acc_dtype(chain.scores.dtype)
     fp64, _, saved = logz(*chain, True, backend)
-    tensors = (scores, initial, final, source, lengths, fp64, saved)
-    return logz_gradient(ones(scores), *tensors, dtype, backend)[0]
+    return logz_gradient(ones(chain.scores), *chain, fp64, saved, dtype, backend)[0]
 
 
 def state_scores(chain: ChainPotentials, semiring: Semiring, *, reverse: bool) -> Tensor:
@@ -300,11 +298,8 @@ def nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def scan_inputs(chain: ChainPotentials, semiring: Semiring, name: str) -> reference.ChainInputs:
     """Return the inputs of a scan in PyTorch, which serves what no backend has a kernel for.
 
-    Args:
-        chain: the chains.
-        semiring: the semiring of the scan.
-        name: the name of the quantity in the error of a backend that was chosen by name.
+    The error of a backend that was chosen by name has the name of the quantity.
     """
     refuse_kernels(name)
     check_values(chain.scores, chain.source, chain.lengths)
-    return reference.chain_inputs(*chain, semiring)
+    return reference.chain_inputs(chain, semiring)

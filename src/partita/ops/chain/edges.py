@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.sizes import holds
-from .inputs import check_states
+from .common import check_states
 
 
 def dense_source(C: int, *, device: torch.device | str | None = None) -> Tensor:

@@ -8,17 +8,8 @@ from torch import Tensor
 from ...runtime.dtypes import acc_dtype
 
 
-def _fake_per_chain(scores: Tensor) -> Tensor:
-    return scores.new_empty(scores.shape[1], dtype=torch.float64)
-
-
-def _fake_state_scores(scores: Tensor, *leading: int) -> Tensor:
-    T, N, C, _ = scores.shape
-    return scores.new_empty((*leading, T + 1, N, C), dtype=torch.float64)
-
-
-def _fake_nothing(scores: Tensor) -> Tensor:
-    return scores.new_empty(0, dtype=torch.float64)
+def _fake_fp64(scores: Tensor, *shape: int) -> Tensor:
+    return scores.new_empty(shape, dtype=torch.float64)
 
 
 def _fake_gradient(tensor: Tensor, dtype: torch.dtype | None = None, needed: bool = True) -> Tensor:
@@ -27,14 +18,15 @@ def _fake_gradient(tensor: Tensor, dtype: torch.dtype | None = None, needed: boo
 
 
 def fake_logz(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
-    rounded = scores.new_empty(scores.shape[1], dtype=acc_dtype(scores.dtype))
-    saves = save and served_by != "reference"
-    saved = _fake_state_scores(scores) if saves else _fake_nothing(scores)
-    return _fake_per_chain(scores), rounded, saved
+    T, N, C, _ = scores.shape
+    saved_shape = (T + 1, N, C) if save and served_by != "reference" else (0,)
+    rounded = scores.new_empty(N, dtype=acc_dtype(scores.dtype))
+    return _fake_fp64(scores, N), rounded, _fake_fp64(scores, *saved_shape)
 
 
 def fake_scan(scores: Tensor) -> Tensor:
-    return _fake_state_scores(scores)
+    T, N, C, _ = scores.shape
+    return _fake_fp64(scores, T + 1, N, C)
 
 
 def fake_logz_gradient(
@@ -54,7 +46,7 @@ def fake_nbest(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     T, N = scores.shape[:2]
     states = scores.new_empty((k, T + 1, N), dtype=torch.int64)
     edges = scores.new_empty((k, T, N), dtype=torch.int64)
-    return scores.new_empty((k, N), dtype=torch.float64), states, edges
+    return _fake_fp64(scores, k, N), states, edges
 
 
 def fake_sample(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,9 +57,10 @@ def fake_sample(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fake_expectation(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
-    saves = save and served_by != "reference"
-    saved = _fake_state_scores(scores, 2) if saves else _fake_nothing(scores)
-    return _fake_per_chain(scores), _fake_per_chain(scores), saved
+    T, N, C, _ = scores.shape
+    saved_shape = (2, T + 1, N, C) if save and served_by != "reference" else (0,)
+    mean, logz = (_fake_fp64(scores, N) for _ in range(2))
+    return mean, logz, _fake_fp64(scores, *saved_shape)
 
 
 def fake_expectation_gradient(

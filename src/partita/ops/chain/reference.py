@@ -23,6 +23,7 @@ from ...paths import nbest
 from ...primitives.semiring import Log, Max, Semiring, draw, log_dsum
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import decide
+from .common import ChainPotentials
 
 
 class ChainInputs(NamedTuple):
@@ -62,15 +63,9 @@ def active_steps(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tupl
     return torch.arange(T, device=scores.device)[:, None] < lengths, invalid
 
 
-def chain_inputs(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    semiring: Semiring,
-) -> ChainInputs:
+def chain_inputs(chain: ChainPotentials, semiring: Semiring) -> ChainInputs:
     """Return the inputs of a scan; the ends of invalid chains are NaN."""
+    scores, source, initial, final, lengths = chain
     N, C = scores.shape[1:3]
     source = source.long()  # a narrow type would wrap the bounds
     missing = source < 0
@@ -158,42 +153,31 @@ def posteriors(x: ChainInputs, grad_output: Tensor) -> Iterator[Tensor]:
     yield state
 
 
-def chain_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z, `[N]`, in fp64 and in the dtype of results, and what its gradient needs.
 
     The reference saves nothing for the gradient.
     """
-    logz = log_partition(chain_inputs(scores, source, initial, final, lengths, Log), Log)
-    rounded = logz.to(acc_dtype(scores.dtype), copy=True)
-    return logz, rounded, scores.new_empty(0, dtype=torch.float64)
+    logz = log_partition(chain_inputs(chain, Log), Log)
+    rounded = logz.to(acc_dtype(chain.scores.dtype), copy=True)
+    return logz, rounded, logz.new_empty(0)
 
 
 def chain_gradient(
     grad_output: Tensor,
-    scores: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    source: Tensor,
-    lengths: Tensor | None,
+    chain: ChainPotentials,
     logz: Tensor,
     saved: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of log Z in scores (in `dtype`), initial and final."""
-    x = chain_inputs(scores, source, initial, final, lengths, Log)
+    x = chain_inputs(chain, Log)
     d_final, *d_edges, d_initial = posteriors(x, grad_output)
-    d_scores = torch.stack(d_edges[::-1]) if d_edges else torch.empty_like(scores)
+    d_scores = torch.stack(d_edges[::-1]) if d_edges else torch.empty_like(chain.scores)
     return (
         d_scores.to(dtype),
-        d_initial.to(initial.dtype, copy=True),
-        d_final.to(final.dtype),
+        d_initial.to(chain.initial.dtype, copy=True),
+        d_final.to(chain.final.dtype),
     )
 
 
@@ -206,42 +190,27 @@ def sum_by_source(x: ChainInputs, edge_values: Tensor) -> Tensor:
     return sums.index_put((x.source.flatten(),), edge_values.flatten(1).T, accumulate=True).T
 
 
-def chain_scan(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    use_max: bool,
-    reverse: bool,
-) -> Tensor:
+def chain_scan(chain: ChainPotentials, use_max: bool, reverse: bool) -> Tensor:
     """Return alpha, or beta if `reverse`, under Log or Max, `[T + 1, N, C]` fp64."""
     semiring = Max if use_max else Log
-    x = chain_inputs(scores, source, initial, final, lengths, semiring)
+    x = chain_inputs(chain, semiring)
     return torch.stack(backward_scores(x, semiring) if reverse else forward_scores(x, semiring))
 
 
-def chain_viterbi(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    trace: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def chain_viterbi(chain: ChainPotentials, trace: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the best score `[N]`, and the states `[T + 1, N]` and edges `[T, N]` of its path.
 
     The score is fp64 for fp64 scores and otherwise fp32. States and edges are -1 where the path has
     none, and empty without `trace`. Ties go to the lowest edge into a state, then to the lowest
     last state.
     """
-    x = chain_inputs(scores, source, initial, final, lengths, Max)
+    x = chain_inputs(chain, Max)
     if trace:
         best, states, edges = best_path(x)
     else:
         best, states = log_partition(x, Max), x.source.new_empty(0)
         edges = states.clone()
-    return best.to(acc_dtype(scores.dtype)), states, edges
+    return best.to(acc_dtype(chain.scores.dtype)), states, edges
 
 
 def best_path(x: ChainInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,19 +229,12 @@ def best_path(x: ChainInputs) -> tuple[Tensor, Tensor, Tensor]:
     return best, states[0], edges[0]
 
 
-def chain_sample(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
+def chain_sample(chain: ChainPotentials, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states `[S, T + 1, N]` and edges `[S, T, N]` of S paths from the posterior.
 
     The draws use the uniform numbers `[T + 1, S, N]`, the last ones for the last states.
     """
-    x = chain_inputs(scores, source, initial, final, lengths, Log)
+    x = chain_inputs(chain, Log)
     return sample_paths(x, uniforms, uniforms[-1])
 
 
@@ -328,29 +290,22 @@ def _trace_back(
     )
 
 
-def path_score(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    edges: Tensor,
-    first_state: Tensor | None = None,
-) -> Tensor:
+def path_score(chain: ChainPotentials, edges: Tensor, first_state: Tensor | None = None) -> Tensor:
     """Return the score of paths with the edges `[..., T, N]`, `[..., N]` fp64.
 
     The score is -inf for edges that do not form a path. A chain of no steps has the score of its
     `first_state` `[..., N]`, or 0 if that is None.
     """
+    scores, source, initial, final, lengths = chain
     T, N, _, K = scores.shape
     source = source.long()  # a narrow type would wrap the bounds
     active, invalid = active_steps(scores, source, lengths)
     invalid_score = torch.where(invalid, torch.nan, 0.0)
     no_steps = invalid_score.double().expand(*edges.shape[:-2], N)
-    chain = torch.arange(N, device=edges.device)
+    n = torch.arange(N, device=edges.device)
     if first_state is not None and initial.shape[1]:
         state = first_state.clamp(0, initial.shape[1] - 1)
-        ends = initial[chain, state].double() + final[chain, state].double()
+        ends = initial[n, state].double() + final[n, state].double()
         no_steps = no_steps + torch.where(state == first_state, ends, -torch.inf)
     if not source.numel() or decide(T == 0, otherwise=False):
         return no_steps
@@ -361,12 +316,12 @@ def path_score(
     follows = connected[..., 1:, :] & (left[..., 1:, :] == entered[..., :-1, :])
     connected = torch.cat([connected[..., :1, :], follows], -2)
     step = torch.arange(T, device=edges.device)[:, None]
-    edge_scores = torch.where(connected, scores[step, chain, entered, k].double(), -torch.inf)
+    edge_scores = torch.where(connected, scores[step, n, entered, k].double(), -torch.inf)
     total = torch.where(active, edge_scores, 0.0).sum(-2) + invalid_score
     last = (active.sum(0) - 1).clamp(min=0)
     last_state = entered.gather(-2, last.expand(*edges.shape[:-2], 1, N)).squeeze(-2)
     start_state = left[..., 0, :].clamp(0, initial.shape[1] - 1)
-    ends = initial[chain, start_state].double() + final[chain, last_state].double()
+    ends = initial[n, start_state].double() + final[n, last_state].double()
     return torch.where(active.any(0), total + ends, no_steps)
 
 
@@ -393,13 +348,6 @@ def best_paths(x: ChainInputs, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return score, states.masked_fill(~on_path, -1), edges.masked_fill(~on_path[:, 1:], -1)
 
 
-def chain_nbest(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    k: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def chain_nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `best_paths`."""
-    return best_paths(chain_inputs(scores, source, initial, final, lengths, Max), k)
+    return best_paths(chain_inputs(chain, Max), k)

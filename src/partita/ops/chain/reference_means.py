@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.semiring import Log, log_dsum
+from .common import ChainPotentials, ChainValues
 from .reference import ChainInputs, chain_inputs, edge_terms, log_partition, sum_by_source
 
 
@@ -103,56 +104,24 @@ def covariances(x: ChainInputs, values: Values, grad_output: Tensor) -> Iterator
     yield Covariance(d_state, weighted(d_state, mean_into[0] + mean_from - mean))
 
 
-def edge_values(values: Tensor, first_values: Tensor, last_values: Tensor) -> Values:
-    """Return the values of edges `[T, N, C, K]` and of ends `[N, C]`."""
-    return Values(lambda t: values[t].double(), first_values.double(), last_values.double())
-
-
-def expected_value(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    values: Tensor,
-    first_values: Tensor,
-    last_values: Tensor,
-) -> Tensor:
-    """Return the posterior mean of the sum of values along a path, `[N]` fp64.
-
-    The edges have the values `[T, N, C, K]`, the first and the last states the values `[N, C]`.
-    """
-    x = chain_inputs(scores, source, initial, final, lengths, Log)
-    return mean_value(x, edge_values(values, first_values, last_values))
+def as_values(values: ChainValues) -> Values:
+    """Return the values as the scans take them."""
+    return Values(lambda t: values[0][t].double(), *(ends.double() for ends in values[1:]))
 
 
 def chain_expectation(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    values: Tensor,
-    first_values: Tensor,
-    last_values: Tensor,
-    save: bool,
+    chain: ChainPotentials, values: ChainValues, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean, log Z and an empty tensor: the reference saves nothing."""
-    x = chain_inputs(scores, source, initial, final, lengths, Log)
-    mean = mean_value(x, edge_values(values, first_values, last_values))
-    return mean, log_partition(x, Log), scores.new_empty(0, dtype=torch.float64)
+    x = chain_inputs(chain, Log)
+    mean = mean_value(x, as_values(values))
+    return mean, log_partition(x, Log), mean.new_empty(0)
 
 
 def chain_expectation_gradient(
     grad_output: Tensor,
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    values: Tensor,
-    first_values: Tensor,
-    last_values: Tensor,
+    chain: ChainPotentials,
+    values: ChainValues,
     mean: Tensor,
     logz: Tensor,
     saved: Tensor,
@@ -160,21 +129,19 @@ def chain_expectation_gradient(
     need_value_grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the expectation; one that is not needed is empty."""
-    x = chain_inputs(scores, source, initial, final, lengths, Log)
-    last, *edges, first = covariances(
-        x, edge_values(values, first_values, last_values), grad_output
-    )
+    x = chain_inputs(chain, Log)
+    last, *edges, first = covariances(x, as_values(values), grad_output)
     of_edges = [torch.stack(each[::-1]) for each in zip(*edges, strict=True)]
-    d_values, d_scores = of_edges or (torch.empty_like(values), torch.empty_like(scores))
+    d_values, d_scores = of_edges or map(torch.empty_like, (values.values, chain.scores))
 
     def needed(need: bool, tensor: Tensor, gradient: Tensor) -> Tensor:
         return gradient.to(tensor.dtype, copy=True) if need else tensor.new_empty(0)
 
     return (
-        needed(need_score_grads, scores, d_scores),
-        needed(need_score_grads, initial, first.d_scores),
-        needed(need_score_grads, final, last.d_scores),
-        needed(need_value_grads, values, d_values),
-        needed(need_value_grads, first_values, first.d_values),
-        needed(need_value_grads, last_values, last.d_values),
+        needed(need_score_grads, chain.scores, d_scores),
+        needed(need_score_grads, chain.initial, first.d_scores),
+        needed(need_score_grads, chain.final, last.d_scores),
+        needed(need_value_grads, values.values, d_values),
+        needed(need_value_grads, values.first_values, first.d_values),
+        needed(need_value_grads, values.last_values, last.d_values),
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...primitives.semiring import Log
 from ...runtime.dtypes import acc_dtype
+from ..chain.common import ChainPotentials
 from ..chain.reference import chain_gradient, chain_inputs, chain_viterbi, log_partition
 from .common import (
     PackedTargets,
@@ -110,8 +111,9 @@ def losses_of(
     """
     scores = scores_of(as_log_probs(logits, input_lengths, from_logits), options)
     x = ctc_lattice(scores, targets, input_lengths, blank, options.star)
-    chain = chain_inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log)
-    return torch.where(x.invalid, torch.nan, 0.0 - log_partition(chain, Log))
+    chain = ChainPotentials(x.scores, x.source, x.initial, x.final, input_lengths)
+    logz = log_partition(chain_inputs(chain, Log), Log)
+    return torch.where(x.invalid, torch.nan, 0.0 - logz)
 
 
 def ctc_loss(
@@ -169,8 +171,9 @@ def ctc_gradient(
     targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
     scores = scores_of(log_probs, ScoreOptions(label_priors, prior_scale, star))
     x = ctc_lattice(scores, targets, input_lengths, blank, star)
-    chain = (x.scores, x.initial, x.final, x.source, input_lengths, losses, saved, torch.float64)
-    posterior = chain_gradient(torch.ones_like(losses), *chain)[0].sum(-1)
+    chain = ChainPotentials(x.scores, x.source, x.initial, x.final, input_lengths)
+    one = torch.ones_like(losses)
+    posterior = chain_gradient(one, chain, losses, saved, torch.float64)[0].sum(-1)
     T, N, C = log_probs.shape
     index = (torch.arange(N, device=logits.device)[:, None], x.labels)
     result = log_probs.new_zeros(N, scores.shape[2], T)
@@ -216,7 +219,8 @@ def ctc_align(
     )
     targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
     x = ctc_lattice(label_scores, targets, input_lengths, blank, star)
-    score, states, _ = chain_viterbi(x.scores, x.source, x.initial, x.final, input_lengths, True)
+    chain = ChainPotentials(x.scores, x.source, x.initial, x.final, input_lengths)
+    score, states, _ = chain_viterbi(chain, True)
     score = torch.where(x.invalid, torch.nan, score)
     state = states[1:].T.contiguous()
     mask = (state >= 0) & ~score.isnan()[:, None]

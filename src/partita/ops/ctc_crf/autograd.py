@@ -22,6 +22,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..chain import autograd as _chain
+from ..chain.common import ChainPotentials
 from . import common, reference
 
 
@@ -137,9 +138,8 @@ def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[int, str
         source, target_lengths, *_, lengths, lattice_source, targets = others
         sequences = (source, lattice_source, targets, target_lengths, lengths)
 
-        def logz(*chain: Any) -> tuple[Tensor, Tensor, Tensor]:
-            *tensors, _ = chain
-            return apply(_chain.LogZ, *tensors, True, backend)
+        def logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+            return apply(_chain.LogZ, *chain, True, backend)
 
         def loss(scores: Tensor) -> Tensor:
             functions = common.in_torch(logz, _chain.logz_gradient)

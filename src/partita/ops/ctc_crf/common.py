@@ -17,6 +17,7 @@ from torch import Tensor
 from ...paths.autograd import ones
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
+from ..chain.common import ChainPotentials
 from ..ctc.common import gradient_per_sequence, reduce_over_lengths
 
 
@@ -220,16 +221,16 @@ def crf_loss(
     sequences = (targets, target_lengths, input_lengths)
     # The length -1 makes the chains of an invalid sequence, and so its results, NaN.
     lattice, lengths = functions.lattice(lattice_source, *sequences, *sizes, dtype)
-    edge_index, _, initial, final = lattice
-    ends, edge_scores = zero_ends(scores), functions.gather(scores, edge_index, lengths)
-    logz_den, _, saved = functions.logz(scores, source, ends, ends, lengths, save)
-    logz_num, _, states = functions.logz(edge_scores, *lattice[1:], lengths, save)
+    ends, edge_scores = zero_ends(scores), functions.gather(scores, lattice.edge_index, lengths)
+    all_paths = ChainPotentials(scores, source, ends, ends, lengths)
+    of_target = ChainPotentials(edge_scores, *lattice[1:], lengths)
+    logz_den, _, saved = functions.logz(all_paths, save)
+    logz_num, _, states = functions.logz(of_target, save)
     marginals = edge_scores.new_empty(0, dtype=dtype)
     if save:
-        chain = (edge_scores, initial, final, lattice_source, lengths, logz_num, states)
-        marginals = functions.gradient(ones(scores), *chain, dtype)[0]
+        marginals = functions.gradient(ones(scores), of_target, logz_num, states, dtype)[0]
     value, losses = functions.reduce(logz_den, logz_num, target_lengths, reduction, dtype)
-    return value, losses, logz_den, saved, marginals, edge_index, lengths
+    return value, losses, logz_den, saved, marginals, lattice.edge_index, lengths
 
 
 def crf_gradient(
@@ -255,6 +256,7 @@ def crf_gradient(
     edges, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
     grad = gradient_per_sequence(grad, target_lengths, reduction)
     grad, ends = torch.where(losses == torch.inf, 0.0, grad), zero_ends(edges)
-    result = gradient(grad, edges, ends, ends, source, lengths, logz, saved, dtype)[0]
+    chain = ChainPotentials(edges, source, ends, ends, lengths)
+    result = gradient(grad, chain, logz, saved, dtype)[0]
     subtract_marginals(result, marginals, edge_index, grad.to(dtype))
     return result.to(scores.dtype).view(scores.shape)

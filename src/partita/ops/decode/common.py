@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
+from ..chain.common import ChainPotentials
 from ..ctc_crf.common import zero_ends
 
 MAX_BEAM_WIDTH = 256
@@ -81,15 +82,14 @@ def path_and_posteriors(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what `ctc_crf_path` returns, by way of the posteriors of all edges."""
     ends = zero_ends(scores)
-    inputs = (scores, source, ends, ends, input_lengths)
+    potentials = ChainPotentials(scores, source, ends, ends, input_lengths)
     if beam_width:
         # In fp64, because rounded scores of long chains would decide between prefixes.
-        later = chain.scan(*inputs, False, True)
+        later = chain.scan(potentials, False, True)
         states, edges = beam_search(scores, later, input_lengths, beam_width)
     else:
-        _, states, edges = chain.viterbi(*inputs, True)
-    logz, _, saved = chain.logz(*inputs, True)
+        _, states, edges = chain.viterbi(potentials, True)
+    logz, _, saved = chain.logz(potentials, True)
     ones, dtype = torch.ones_like(logz), acc_dtype(scores.dtype)
-    given = (ones, scores, ends, ends, source, input_lengths, logz, saved)
-    marginals = chain.gradient(*given, dtype)[0]
+    marginals = chain.gradient(ones, potentials, logz, saved, dtype)[0]
     return states, edges, *base_posteriors(marginals, input_lengths)

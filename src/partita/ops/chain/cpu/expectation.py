@@ -17,6 +17,7 @@ from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps, empty_batc
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, log
 from ....runtime.register import resolved
+from ..common import ChainPotentials, ChainValues
 from .steps import (
     NO_COUNTS,
     Gradients,
@@ -201,32 +202,21 @@ def chain_expectation_backward_kernel(
         scale_states(posterior, grad, d_value_ends[0, n])
 
 
-def value_arrays(values: Tensor, first_values: Tensor, last_values: Tensor) -> ValueArrays:
+def value_arrays(values: ChainValues) -> ValueArrays:
     """Return the values of a sparse chain as arrays."""
-    ends = as_array(first_values), as_array(last_values)
-    return ValueArrays(as_steps(values), no_emissions(values), *ends)
+    edges, *ends = values
+    return ValueArrays(as_steps(edges), no_emissions(edges), *map(as_array, ends))
 
 
 def chain_expectation(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    values: Tensor,
-    first_values: Tensor,
-    last_values: Tensor,
-    save: bool,
+    chain: ChainPotentials, values: ChainValues, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean and log Z, `[N]` fp64, and what the gradient needs, empty without `save`.
-
-    The last is alpha and the mean into each state, `[2, T + 1, N, C]`.
-    """
-    batch, invalid = chain_batch(scores, source, initial, final, lengths)
-    T, N, C, _ = scores.shape
+    """Return the mean and log Z, and alpha and the mean into each state, `[2, T + 1, N, C]`."""
+    batch, invalid = chain_batch(chain)
+    T, N, C, _ = chain.scores.shape
     saved = empty_batch((2, T + 1 if save else 2, N, C))
     mean, logz = (torch.empty(N, dtype=torch.float64, device="cpu") for _ in range(2))
-    arrays = value_arrays(values, first_values, last_values)
+    arrays = value_arrays(values)
     result = Expectation(mean.numpy(), logz.numpy(), saved.numpy())
     run(chain_expectation_forward_kernel, batch, arrays, result)
     return (
@@ -238,37 +228,28 @@ def chain_expectation(
 
 def chain_expectation_gradient(
     grad_output: Tensor,
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    values: Tensor,
-    first_values: Tensor,
-    last_values: Tensor,
+    chain: ChainPotentials,
+    values: ChainValues,
     mean: Tensor,
     logz: Tensor,
     saved: Tensor,
     need_score_grads: bool,
     need_value_grads: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients in scores, initial, final, values, first_values and last_values.
-
-    A gradient that is not needed is empty.
-    """
-    batch, invalid = chain_batch(scores, source, initial, final, lengths)
+    """Return the gradients of the mean; one that is not needed is empty."""
+    batch, invalid = chain_batch(chain)
     failed = logz.isnan()
-    steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(scores))
+    steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(chain.scores))
     d_scores, d_values = (
         empty_batch(t.shape if need else (0,) * 4, torch.promote_types(t.dtype, torch.float32))
-        for t, need in ((scores, need_score_grads), (values, need_value_grads))
+        for t, need in ((chain.scores, need_score_grads), (values[0], need_value_grads))
     )
     fp64: Any = {"dtype": torch.float64, "device": "cpu"}
-    d_ends, d_value_ends = (torch.empty((2, *final.shape), **fp64) for _ in range(2))
+    d_ends, d_value_ends = (torch.empty((2, *chain.final.shape), **fp64) for _ in range(2))
     run(
         chain_expectation_backward_kernel,
         batch,
-        value_arrays(values, first_values, last_values),
+        value_arrays(values),
         Expectation(as_array(mean), as_array(logz), saved.numpy()),
         resolved(grad_output).double().masked_fill(failed, torch.nan).numpy(),
         d_scores.flatten(2).numpy(),
@@ -282,8 +263,7 @@ def chain_expectation_gradient(
     d_initial, d_final, d_first, d_last = (end.clone() for end in (*d_ends, *d_value_ends))
     grads = (d_scores, d_initial, d_final, d_values, d_first, d_last)
     needed = (need_score_grads,) * 3 + (need_value_grads,) * 3
-    tensors = (scores, initial, final, values, first_values, last_values)
     return tuple(
         grad.to(tensor.dtype) if need else tensor.new_empty(0)
-        for grad, tensor, need in zip(grads, tensors, needed, strict=True)
+        for grad, tensor, need in zip(grads, (*chain.variables, *values), needed, strict=True)
     )

@@ -28,6 +28,7 @@ from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
 from ....runtime.register import resolved
+from ..common import ChainPotentials
 from .steps import (
     NO_COUNTS,
     Gradients,
@@ -132,40 +133,30 @@ def chain_backward_kernel(
             finish_row(d_scores, t, n, d_row)
 
 
-def chain_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and alpha `[T + 1, N, C]` to `save`."""
-    batch, invalid = chain_batch(scores, source, initial, final, lengths)
-    alpha = empty_batch((scores.shape[0] + 1 if save else 2, *scores.shape[1:3]))
-    logz = torch.empty(len(initial), dtype=torch.float64, device="cpu")
+    batch, invalid = chain_batch(chain)
+    T, N, C, _ = chain.scores.shape
+    alpha = empty_batch((T + 1 if save else 2, N, C))
+    logz = torch.empty(N, dtype=torch.float64, device="cpu")
     run(chain_forward_kernel, batch, alpha.numpy(), logz.numpy())
     logz = logz.masked_fill_(invalid, torch.nan)
-    rounded = logz.to(acc_dtype(scores.dtype), copy=True)
+    rounded = logz.to(acc_dtype(chain.scores.dtype), copy=True)
     return logz, rounded, alpha if save else alpha.new_empty(0)
 
 
 def chain_gradient(
     grad_output: Tensor,
-    scores: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    source: Tensor,
-    lengths: Tensor | None,
+    chain: ChainPotentials,
     logz: Tensor,
     saved: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of log Z in scores (in `dtype`), initial and final."""
-    batch, invalid = chain_batch(scores, source, initial, final, lengths)
-    failed, d_scores = logz.isnan(), empty_batch(scores.shape, dtype)
-    steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(scores))
-    d_ends = torch.empty((2, *initial.shape), dtype=torch.float64, device="cpu")
+    batch, invalid = chain_batch(chain)
+    failed, d_scores = logz.isnan(), empty_batch(chain.scores.shape, dtype)
+    steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(chain.scores))
+    d_ends = torch.empty((2, *chain.initial.shape), dtype=torch.float64, device="cpu")
     run(
         chain_backward_kernel,
         batch,
@@ -177,6 +168,9 @@ def chain_gradient(
     )
     fill_nan(d_scores, failed, steps)
     # Results of an op may not share memory.
-    return d_scores, *(
-        d.to(end.dtype, copy=True) for d, end in zip(d_ends, (initial, final), strict=True)
+    d_initial, d_final = d_ends
+    return (
+        d_scores,
+        d_initial.to(chain.initial.dtype, copy=True),
+        d_final.to(chain.final.dtype, copy=True),
     )

@@ -15,6 +15,7 @@ from ....primitives.cpu.batch import INF, LOWEST, empty_batch, fill_nan, row_at
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
+from ..common import ChainPotentials
 from .logz import chain_forward_kernel
 from .steps import (
     ChainBatch,
@@ -268,52 +269,27 @@ def best_paths(batch: ChainBatch, T: int, k: int, trace: bool) -> tuple[Tensor, 
     return score, states, edges
 
 
-def chain_viterbi(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    trace: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best score `[N]`, and the states `[T + 1, N]` and edges `[T, N]` of its path.
-
-    The score is fp64 for fp64 scores and otherwise fp32. States and edges are -1 where the path has
-    none, and empty without `trace`.
-    """
-    batch, invalid = chain_batch(scores, source, initial, final, lengths)
-    score, states, edges = best_paths(batch, len(scores), 1, trace)
-    score = score[0].masked_fill(invalid, torch.nan).to(acc_dtype(scores.dtype))
+def chain_viterbi(chain: ChainPotentials, trace: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best score of each chain, and the states and edges of its path."""
+    batch, invalid = chain_batch(chain)
+    score, states, edges = best_paths(batch, len(chain.scores), 1, trace)
+    score = score[0].masked_fill(invalid, torch.nan).to(acc_dtype(chain.scores.dtype))
     if not trace:
         return score, states.new_empty(0), edges.new_empty(0)
     return score, states[0].masked_fill_(invalid, -1), edges[0]
 
 
-def chain_nbest(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    k: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores `[k, N]` fp64 of the k best paths, and their states and edges."""
-    batch, invalid = chain_batch(scores, source, initial, final, lengths)
-    score, states, edges = best_paths(batch, len(scores), k, True)
+def chain_nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores of the k best paths of each chain, their states and their edges."""
+    batch, invalid = chain_batch(chain)
+    score, states, edges = best_paths(batch, len(chain.scores), k, True)
     return score.masked_fill_(invalid, torch.nan), states.masked_fill_(invalid, -1), edges
 
 
-def chain_sample(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the states `[S, T + 1, N]` and edges `[S, T, N]` of S paths from the posterior."""
-    batch, invalid = chain_batch(scores, source, initial, final, lengths)
-    T, N, C, _ = scores.shape
+def chain_sample(chain: ChainPotentials, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states and edges of paths from the posterior."""
+    batch, invalid = chain_batch(chain)
+    T, N, C, _ = chain.scores.shape
     samples = uniforms.shape[1]
     alpha, logz, numbers = np.empty((T + 1, N, C)), np.empty(N), uniforms.contiguous().numpy()
     states = torch.full((samples, T + 1, N), -1, device="cpu")
@@ -323,18 +299,10 @@ def chain_sample(
     return states.masked_fill_(invalid, -1), edges
 
 
-def chain_scan(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    use_max: bool,
-    reverse: bool,
-) -> Tensor:
-    """Return alpha, or beta if `reverse`, under Log or Max, `[T + 1, N, C]` fp64."""
-    batch, invalid = chain_batch(scores, source, initial, final, lengths)
-    T, N, C, K = scores.shape
+def chain_scan(chain: ChainPotentials, use_max: bool, reverse: bool) -> Tensor:
+    """Return alpha, or beta if `reverse`, at each time."""
+    batch, invalid = chain_batch(chain)
+    T, N, C, K = chain.scores.shape
     result, unused = empty_batch((T + 1, N, C)), np.empty(N)
     if reverse:
         run(chain_backward_scan_kernel, batch, use_max, result.numpy())

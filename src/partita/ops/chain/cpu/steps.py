@@ -28,6 +28,7 @@ from ....primitives.cpu.half import load_row, number_at
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log, prefetch
 from ....runtime.register import resolved
+from ..common import ChainPotentials
 
 SMALLEST = np.finfo(np.float64).tiny
 NO_COUNTS = np.empty((0, 0, 0))
@@ -369,17 +370,16 @@ def lengths_of(lengths: Tensor | None, lowest: int, T: int, N: int) -> tuple[Ten
     return steps.masked_fill(invalid, lowest), invalid
 
 
-def chain_batch(
-    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None
-) -> tuple[ChainBatch, Tensor]:
+def chain_batch(chain: ChainPotentials) -> tuple[ChainBatch, Tensor]:
     """Return the batch for the kernels, and the mask of invalid chains, `[N]`.
 
     No index of the batch is out of bounds. A length out of range makes its chain invalid. A source
     out of range makes all chains invalid.
     """
+    scores = chain.scores
     T, N, C, K = scores.shape
-    steps, invalid = lengths_of(lengths, 0, T, N)
-    source = resolved(source).long()  # a narrow type would wrap the bounds
+    steps, invalid = lengths_of(chain.lengths, 0, T, N)
+    source = resolved(chain.source).long()  # a narrow type would wrap the bounds
     out_of_range = (source < -1) | (source >= C)
     invalid = invalid | out_of_range.any()
     sources = source.masked_fill(out_of_range, -1).int().flatten().numpy()
@@ -389,7 +389,7 @@ def chain_batch(
     mean_degree = int(start[-1]) // max(C, 1)
     out_degree = mean_degree if bool((degrees == mean_degree).all()) else 0
     edges = Edges(K, False, sources, outgoing, start, out_degree)
-    ends = as_array(initial), as_array(final)
+    ends = as_array(chain.initial), as_array(chain.final)
     safe_lengths = steps.masked_fill(invalid, 0).numpy()
     return ChainBatch(safe_lengths, edges, as_steps(scores), no_emissions(scores), *ends), invalid
 

@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
+from ..common import ChainPotentials
 from . import plan
-from .edge_table import EdgeTable, directed_edges
+from .edge_table import ChainEdges, EdgeTable, ResidentEdges, resident_edges
+from .resident_steps import resident_shape
 
 
 class StridedEdges(NamedTuple):
@@ -39,42 +41,6 @@ class StridedChains(NamedTuple):
 
     ptr: tl.tensor
     n: tl.tensor
-
-
-class ChainEdges(NamedTuple):
-    """The edges of a chain, by the state that they enter and by the state that they leave.
-
-    Fields:
-        source_ptr: the state that the k-th edge into c leaves, `[C, K]`, or -1.
-        out_offsets_ptr: offset of each state's edges in `out_edges`, `[C + 1]`.
-        out_edges_ptr: the edges c * K + k that leave each state, `[C * K]`.
-        C: number of states.
-        K: number of edges into a state.
-    """
-
-    source_ptr: tl.tensor
-    out_offsets_ptr: tl.tensor
-    out_edges_ptr: tl.tensor
-    C: tl.tensor
-    K: tl.tensor
-
-
-class ResidentEdges(NamedTuple):
-    """The edges of a chain for the register-resident kernels, see `DirectedEdges`.
-
-    Fields:
-        state_of_lane_ptr: `[BLOCK_C]` int32.
-        neighbors_ptr: `[2, DEGREE, BLOCK_C]` int32.
-        edges_ptr: `[2, DEGREE, BLOCK_C]` int32.
-        C: number of states.
-        K: number of edges into a state.
-    """
-
-    state_of_lane_ptr: tl.tensor
-    neighbors_ptr: tl.tensor
-    edges_ptr: tl.tensor
-    C: tl.tensor
-    K: tl.tensor
 
 
 class Chains(NamedTuple):
@@ -136,13 +102,12 @@ class ChainPaths(NamedTuple):
     edges_ptr: tl.tensor
 
 
-def chains_of(
-    scores: Tensor, table: EdgeTable, initial: Tensor, final: Tensor, lengths: Tensor | None
-) -> Chains:
+def chains_of(chain: ChainPotentials, table: EdgeTable) -> Chains:
     """Return what kernels get of chains."""
+    scores, _, initial, final, lengths = chain
     return Chains(
         StridedEdges(scores, *scores.stride()),
-        ChainEdges(*table[:3], *table.source.shape),
+        table.edges,
         StridedStates(initial, *initial.stride()),
         StridedStates(final, *final.stride()),
         None if lengths is None else lengths.contiguous(),
@@ -150,12 +115,20 @@ def chains_of(
     )
 
 
-def resident_arguments(chains: Chains, table: EdgeTable) -> dict[str, Any] | None:
-    """Return what all register-resident kernels share, or None where they do not serve the call."""
-    scores = chains.scores.ptr
+def resident_arguments(chain: ChainPotentials, table: EdgeTable) -> dict[str, Any] | None:
+    """Return what register-resident kernels share, or None where they do not serve the call."""
+    scores = chain.scores
     options = plan.resident_options(scores, table.max_out_degree, target_of(scores.device))
     if options is None:
         return None
-    edges = directed_edges(table, options["BLOCK_C"], options["BLOCK_E"])
-    lanes = ResidentEdges(*edges[:3], *table.source.shape)
-    return {"chains": chains._replace(edges=lanes), "REGULAR": edges.is_regular, **options}
+    block = options["BLOCK_C"]
+    edges = resident_edges(table, block, options["BLOCK_E"])
+    # Every lane has a state, and every entry of both directions an edge.
+    is_regular = not table.has_missing and (edges.C, edges.K) == (block, table.max_out_degree)
+    return {
+        "chains": chains_of(chain, table)._replace(edges=edges),
+        "shape": resident_shape(REGULAR=is_regular, **options),
+        "num_warps": block // 32,
+        # With 8 warps, two programs fit on a multiprocessor.
+        "maxnreg": 128 if block == 256 else None,
+    }

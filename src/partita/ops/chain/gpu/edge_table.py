@@ -1,8 +1,8 @@
 """Layouts of a table of edges for the scans, built once for each table.
 
 `source[c, k]` lists the edges into each state, which alpha needs. Beta needs the edges out of
-each state. So the table is transposed: first to compressed rows (`EdgeTable`, for tables of any
-size), then to a padded layout for each direction (`DirectedEdges`, for the register-resident
+each state. So the table is transposed: first to compressed rows (`ChainEdges`, for tables of any
+size), then to a padded layout for each direction (`ResidentEdges`, for the register-resident
 kernels).
 
 Tables are cached by tensor object, because the transposition waits for the device.
@@ -19,50 +19,67 @@ from ....runtime import recording
 from ....runtime.caches import TableCache
 
 
-class EdgeTable(NamedTuple):
-    """A table `[C, K]` of edges, by the states that they enter and by the states that they leave.
+class ChainEdges(NamedTuple):
+    """A table of edges, by the states that they enter and by the states that they leave.
+
+    Kernels get this tuple with tensors, and device functions with pointers.
 
     Fields:
-        source: `[C, K]` int32, the state that each edge leaves; -1 for no edge.
-        out_offsets: `[C + 1]` int32, where the edges that leave each state begin in `out_edges`.
-        out_edges: `[C * K]` int32, c·K + k, sorted by the state that they leave; missing last.
-        max_out_degree: the greatest number of edges that leave a state.
-        has_missing: whether the table has entries without an edge.
-        has_invalid: whether a source is out of range.
-        directed: the `DirectedEdges` of this table, by block sizes.
+        source_ptr: `[C, K]` int32, the state that the k-th edge into c leaves; -1 for no edge.
+        out_offsets_ptr: `[C + 1]` int32, where the edges that leave each state start.
+        out_edges_ptr: `[C * K]` int32, c·K + k, sorted by the state that they leave; missing last.
+        C: the number of states.
+        K: the number of edges into a state.
     """
 
-    source: Tensor
-    out_offsets: Tensor
-    out_edges: Tensor
-    max_out_degree: int
-    has_missing: bool
-    has_invalid: bool
-    directed: dict[tuple[int, int], DirectedEdges]
+    source_ptr: Any
+    out_offsets_ptr: Any
+    out_edges_ptr: Any
+    C: int
+    K: int
 
 
-class DirectedEdges(NamedTuple):
+class ResidentEdges(NamedTuple):
     """A table of edges in the lanes of a block, for alpha (direction 0) and for beta (direction 1).
 
     Alpha takes the edges into a state and beta the edges out of it. `degree` is the greatest number
     of either.
 
     Fields:
-        state_of_lane: `[block]` int32, the state of each lane, -1 for none.
-        neighbors: `[2, degree, block]` int32, the lane of the state at the other end; -1 for none.
-        edges: `[2, degree, block]` int32, c·K + k.
-        edge_positions: `[2, edge_block]` int32, the index of each edge in a row of `edges`; or -1.
-        is_regular: whether every entry of both directions has an edge.
+        state_of_lane_ptr: `[block]` int32, the state of each lane, -1 for none.
+        neighbors_ptr: `[2, degree, block]` int32, the lane of the state at the other end, or -1.
+        edges_ptr: `[2, degree, block]` int32, c·K + k.
+        edge_positions_ptr: `[2, edge_block]` int32, the index of each edge in a row, or -1.
+        C, K: as in `ChainEdges`.
     """
 
-    state_of_lane: Tensor
-    neighbors: Tensor
-    edges: Tensor
-    edge_positions: Tensor
-    is_regular: bool
+    state_of_lane_ptr: Any
+    neighbors_ptr: Any
+    edges_ptr: Any
+    edge_positions_ptr: Any
+    C: int
+    K: int
 
 
-Layout = TypeVar("Layout", EdgeTable, DirectedEdges)
+class EdgeTable(NamedTuple):
+    """What is known of a table `[C, K]` of edges.
+
+    Fields:
+        edges: the edges by their states.
+        max_out_degree: the greatest number of edges that leave a state.
+        has_missing: whether the table has entries without an edge.
+        has_invalid: whether a source is out of range.
+        resident: the edges in lanes, by block sizes.
+    """
+
+    edges: ChainEdges
+    max_out_degree: int
+    has_missing: bool
+    has_invalid: bool
+    resident: dict[tuple[int, int], ResidentEdges]
+
+
+Layout = TypeVar("Layout", ChainEdges, ResidentEdges)
 
 # Edges up to which tables are laid out on the CPU. On a GPU the first call would load some thirty
 # kernels of PyTorch, which takes longer.
@@ -79,27 +96,28 @@ def edge_table(source: Tensor) -> EdgeTable:
     found: EdgeTable | None = _edge_tables.get(source)
     if found is not None:
         recording.depend_on(source)
-        recording.keep(*found[:3])
+        recording.keep(*found.edges[:3])
         return found
     _refuse_capture(source)
-    table = _on_device(_build_edge_table(source.to(_builder(source))), source.device)
+    table = _build_edge_table(source.to(_builder(source)))
+    table = table._replace(edges=_on_device(table.edges, source.device))
     _synchronize(source)
     _edge_tables.store(source, table)
     return table
 
 
-def directed_edges(table: EdgeTable, block: int, edge_block: int) -> DirectedEdges:
+def resident_edges(table: EdgeTable, block: int, edge_block: int) -> ResidentEdges:
     """Return both directions of a table, padded to blocks of lanes and of edges."""
-    directed = table.directed.get((block, edge_block))
-    if directed is None:
-        _refuse_capture(table.source)
-        device = table.source.device
-        builder = _on_device(table, _builder(table.source))
-        directed = _on_device(_build_directed_edges(builder, block, edge_block), device)
-        _synchronize(table.source)
-        table.directed[block, edge_block] = directed
-    recording.keep(*directed[:4])
-    return directed
+    found = table.resident.get((block, edge_block))
+    if found is None:
+        source = table.edges.source_ptr
+        _refuse_capture(source)
+        edges = _on_device(table.edges, _builder(source))
+        built = _build_resident_edges(edges, table.max_out_degree, block, edge_block)
+        found = table.resident[block, edge_block] = _on_device(built, source.device)
+        _synchronize(source)
+    recording.keep(*found[:4])
+    return found
 
 
 def _builder(source: Tensor) -> torch.device:
@@ -128,7 +146,7 @@ def _synchronize(source: Tensor) -> None:
 
 
 def _build_edge_table(source: Tensor) -> EdgeTable:
-    C = source.shape[0]
+    C, K = source.shape
     source = source.long()  # A narrow integer type would wrap the bounds.
     leaves = torch.where((source < 0) | (source >= C), C, source).flatten()
     invalid = (source < -1) | (source >= C)
@@ -140,15 +158,9 @@ def _build_edge_table(source: Tensor) -> EdgeTable:
         if source.numel()
         else (0, 0, 0)
     )
-    return EdgeTable(
-        source=source.clamp(-2, C).int().contiguous(),
-        out_offsets=out_offsets,
-        out_edges=out_edges,
-        max_out_degree=max_out_degree,
-        has_missing=bool(num_missing),
-        has_invalid=bool(num_invalid),
-        directed={},
-    )
+    source = source.clamp(-2, C).int().contiguous()
+    edges = ChainEdges(source, out_offsets, out_edges, C, K)
+    return EdgeTable(edges, max_out_degree, bool(num_missing), bool(num_invalid), {})
 
 
 def _state_of_lane(C: int, block: int, device: torch.device) -> Tensor:
@@ -177,9 +189,11 @@ def _state_of_lane(C: int, block: int, device: torch.device) -> Tensor:
     return state_of_lane.masked_fill(state_of_lane >= C, -1)
 
 
-def _build_directed_edges(table: EdgeTable, block: int, edge_block: int) -> DirectedEdges:
-    C, K = table.source.shape
-    degree, device = max(K, table.max_out_degree), table.source.device
+def _build_resident_edges(
+    table: ChainEdges, max_out_degree: int, block: int, edge_block: int
+) -> ResidentEdges:
+    source, out_offsets, _, C, K = table
+    degree, device = max(K, max_out_degree), source.device
     state_of_lane = _state_of_lane(C, block, device)
     has_state = state_of_lane >= 0
     lane_of_state = torch.empty(block, dtype=torch.int32, device=device)
@@ -187,13 +201,13 @@ def _build_directed_edges(table: EdgeTable, block: int, edge_block: int) -> Dire
     lane_of_state[state_of_lane[has_state].long()] = lanes[has_state]
 
     edge = torch.arange(C * K, dtype=torch.int32, device=device)
-    source = table.source.flatten()
+    source = source.flatten()
     valid = (source >= 0) & (source < C)
     # The index of each edge among those that leave the same state, by column, then by target. So
     # the edges of one index that leave neighboring k-mers are all stays, or moves by the same base.
     rank, leaves = torch.empty_like(edge), torch.where(valid, source, C)
     by_source = (leaves * K + edge % K).argsort(stable=True)
-    rank[by_source] = edge - table.out_offsets[leaves[by_source].long()]
+    rank[by_source] = edge - out_offsets[leaves[by_source].long()]
     source_lane = lane_of_state[source.clamp(0, C - 1).long()]
     target_lane = lane_of_state[(edge // K).long()]
 
@@ -208,5 +222,4 @@ def _build_directed_edges(table: EdgeTable, block: int, edge_block: int) -> Dire
             padded = torch.nn.functional.pad(row, (0, 1))
             row.copy_(padded.scatter(0, index, values)[:unused])
         edge_positions[direction, : len(edge)] = torch.where(valid, position, -1).int()
-    is_regular = not table.has_missing and table.max_out_degree == K and block == C
-    return DirectedEdges(state_of_lane, neighbors, edges.clamp(min=0), edge_positions, is_regular)
+    return ResidentEdges(state_of_lane, neighbors, edges.clamp(min=0), edge_positions, C, K)

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift
-from .arguments import ChainEdges, StridedEdges
+from .arguments import StridedEdges
 from .steps import (
     edge_score,
     edge_value,
@@ -48,20 +48,6 @@ from .steps import (
     slot_count,
     store_boundary_scores,
 )
-
-
-class StepInputs(NamedTuple):
-    """A chain with values, from some step on.
-
-    Fields:
-        edge_scores: the scores of the edges.
-        edge_values: the values of the edges.
-        edges: see `ChainEdges`.
-    """
-
-    edge_scores: StridedEdges
-    edge_values: StridedEdges
-    edges: ChainEdges
 
 
 class StatesWithMeans(NamedTuple):
@@ -112,13 +98,12 @@ def weighted(weight, value):
 
 
 @triton.jit
-def mean_step(states, step, c, ACC_DTYPE: tl.constexpr, REVERSE: tl.constexpr):
+def mean_step(states, scores, values, edges, c, ACC_DTYPE: tl.constexpr, REVERSE: tl.constexpr):
     """Compute alpha after a step and the mean of the values over the paths into the states c.
 
     With REVERSE, compute beta before the step and the mean of the values over the paths onward.
     Each is [BLOCK_C] and fp64.
     """
-    scores, values, edges = step
     maximum = tl.full(c.shape, -float("inf"), tl.float64)
     total = tl.zeros(c.shape, ACC_DTYPE)
     mean = tl.zeros(c.shape, tl.float64)
@@ -167,7 +152,7 @@ def chain_expectation_kernel(
     )
     for t in range(0, length):
         row, next_row = tl.full([], t, tl.int64), tl.full([], t + 1, tl.int64)
-        step = StepInputs(from_step(scores, row), from_step(edge_values, row), edges)
+        step = (from_step(scores, row), from_step(edge_values, row), edges)
         if not SAVE:
             row, next_row = row % 2, next_row % 2
         before = states_at(states, row * row_stride)
@@ -175,7 +160,7 @@ def chain_expectation_kernel(
         tl.debug_barrier()
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
-            alpha, state_mean = mean_step(before, step, c, ACC_DTYPE, False)
+            alpha, state_mean = mean_step(before, *step, c, ACC_DTYPE, False)
             store_states(after, c, alpha, state_mean, c < C)
     tl.debug_barrier()
     last_row = tl.full([], length, tl.int64)
@@ -207,32 +192,6 @@ def chain_expectation_kernel(
     tl.store(logz_ptr + n, logz + invalid)
 
 
-class PathMean(NamedTuple):
-    """The numbers of a whole chain that its gradient needs.
-
-    Fields:
-        logz: log Z.
-        mean: the mean of the values over all paths.
-        grad: the gradient of that mean.
-    """
-
-    logz: tl.tensor
-    mean: tl.tensor
-    grad: tl.tensor
-
-
-class GradientPointers(NamedTuple):
-    """The memory for the gradients of edges, or of the first or last states, of a chain.
-
-    Fields:
-        scores_ptr: the gradient of their scores.
-        values_ptr: the gradient of their values.
-    """
-
-    scores_ptr: tl.tensor
-    values_ptr: tl.tensor
-
-
 @triton.jit
 def store_gradients(
     gradients,
@@ -243,7 +202,7 @@ def store_gradients(
     OF_SCORES: tl.constexpr,
     OF_VALUES: tl.constexpr,
 ):
-    """Store the gradients of edges or states.
+    """Store the gradients of edges or states, in their scores and in their values.
 
     The gradient of a value is the posterior. The gradient of a score is the posterior times
     `value`, which is the mean of the paths through the edge or state minus the mean of all paths.
@@ -263,7 +222,9 @@ def store_boundary_gradients(
     alpha,
     beta,
     C,
-    path,
+    logz,
+    mean,
+    grad,
     OF_SCORES: tl.constexpr,
     OF_VALUES: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -274,8 +235,8 @@ def store_boundary_gradients(
         c = c0 + tl.arange(0, BLOCK_C)
         log_weight = tl.load(alpha.ptr + c, mask=c < C, other=-float("inf"))
         log_weight += tl.load(beta.ptr + c, mask=c < C, other=0.0)
-        value = load_mean(alpha, c, c < C) + load_mean(beta, c, c < C) - path.mean
-        posterior = exp((log_weight - path.logz).to(ACC_DTYPE)) * path.grad
+        value = load_mean(alpha, c, c < C) + load_mean(beta, c, c < C) - mean
+        posterior = exp((log_weight - logz).to(ACC_DTYPE)) * grad
         store_gradients(gradients, offset + c, posterior, value, c < C, OF_SCORES, OF_VALUES)
 
 
@@ -303,16 +264,14 @@ def chain_expectation_gradient_kernel(
     length, invalid = load_length(lengths_ptr, n, T)
     scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
     edge_values = StridedEdges(edge_values.ptr + n * edge_values.n, *edge_values[1:])
-    logz_ptr += n
-    mean_ptr += n
     grad_mean = tl.load(grad.ptr + n * grad.n).to(tl.float64)
-    mean, logz = tl.load(mean_ptr), tl.load(logz_ptr)
+    mean, logz = tl.load(mean_ptr + n), tl.load(logz_ptr + n)
     # A chain without a path has no posterior.
-    path = PathMean(tl.where(logz == -float("inf"), float("inf"), logz), mean, grad_mean)
+    logz = tl.where(logz == -float("inf"), float("inf"), logz)
     row_stride = tl.full([], N, tl.int64) * C
     alphas = states_at(saved, n * C)
     betas = StatesWithMeans(workspace_ptr + n * C, 2 * row_stride)
-    d_edges = GradientPointers(d_scores.edges_ptr, d_values.edges_ptr)
+    d_edges = (d_scores.edges_ptr, d_values.edges_ptr)
     # After the length the gradients are 0, or NaN for an invalid length.
     width = C * K
     for t in range(length, T):
@@ -329,15 +288,13 @@ def chain_expectation_gradient_kernel(
         last_beta, final_ptr, final.c, last_values_ptr, last_values.c, C, 0.0, BLOCK_C
     )
     tl.debug_barrier()
-    d_last = GradientPointers(d_scores.final_ptr, d_values.final_ptr)
-    store_boundary_gradients(
-        d_last, n * C, last_alpha, last_beta, C, path, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE
-    )
+    ends = (n * C, last_alpha, last_beta, C, logz, mean, grad_mean)
+    d_last = (d_scores.final_ptr, d_values.final_ptr)
+    store_boundary_gradients(d_last, *ends, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE)
     for i in range(0, length):
         t = length - 1 - i
         t64 = tl.full([], t, tl.int64)
         step_scores, step_values = from_step(scores, t64), from_step(edge_values, t64)
-        step = StepInputs(step_scores, step_values, edges)
         offset = (t64 * N + n) * C * K
         before = states_at(alphas, t64 * row_stride)
         after = states_at(betas, (t + 1) % 2 * row_stride)
@@ -345,25 +302,25 @@ def chain_expectation_gradient_kernel(
         tl.debug_barrier()
         if is_renormalization_step(i):
             next_alpha_ptr = before.ptr + row_stride
-            logz = log_normalizer(next_alpha_ptr, after.ptr, C, path.logz, BLOCK_C, ACC_DTYPE)
-            path = PathMean(logz, path.mean, path.grad)
+            logz = log_normalizer(next_alpha_ptr, after.ptr, C, logz, BLOCK_C, ACC_DTYPE)
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
             beta = tl.load(after.ptr + c, mask=c < C, other=-float("inf"))
-            beta_mean = load_mean(after, c, c < C) - path.mean
+            beta_mean = load_mean(after, c, c < C) - mean
             for k in range(K):
                 source, valid = load_source(edges, c, k)
                 alpha = tl.load(before.ptr + source, mask=valid, other=-float("inf"))
                 term = alpha + edge_score(step_scores, c, k, valid)
                 value = edge_value(step_values, c, k, valid, 0.0)
                 value += load_mean(before, source, valid) + beta_mean
-                posterior = exp((term + (beta - path.logz)).to(ACC_DTYPE)) * path.grad
+                posterior = exp((term + (beta - logz)).to(ACC_DTYPE)) * grad_mean
                 edge_offset, mask = offset + c * K + k, c < C
                 store_gradients(d_edges, edge_offset, posterior, value, mask, OF_SCORES, OF_VALUES)
-            next_beta, next_mean = mean_step(after, step, c, ACC_DTYPE, True)
+            next_beta, next_mean = mean_step(
+                after, step_scores, step_values, edges, c, ACC_DTYPE, True
+            )
             store_states(result, c, next_beta, next_mean, c < C)
     tl.debug_barrier()
-    d_first = GradientPointers(d_scores.initial_ptr, d_values.initial_ptr)
-    store_boundary_gradients(
-        d_first, n * C, alphas, betas, C, path, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE
-    )
+    ends = (n * C, alphas, betas, C, logz, mean, grad_mean)
+    d_first = (d_scores.initial_ptr, d_values.initial_ptr)
+    store_boundary_gradients(d_first, *ends, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE)

@@ -1,8 +1,8 @@
-"""Allocate results and launch the kernels for the best paths of chains and for samples."""
+"""Allocate results and launch the kernels for best paths, samples and posteriors of states."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from ....runtime.sizes import cdiv
+from ..common import ChainPotentials
 from .arguments import (
     ChainPaths,
     Chains,
@@ -19,28 +20,29 @@ from .arguments import (
     resident_arguments,
 )
 from .edge_table import edge_table
-from .launch import chain_scan
-from .launch_segments import scan_boundaries
+from .launch import chain_scan, scan_boundaries
+from .paths import chain_sample_kernel, chain_viterbi_kernel
 from .plan import (
     SEGMENT_LANES,
     block_options,
     is_parallel,
     path_segments,
-    prefetch_options,
+    resident_options,
     sample_options,
     segment_options,
     segment_sizes,
     unroll_options,
 )
-from .resident_path import (
+from .resident_logz import chain_resident_halves_kernel, chain_resident_logz_kernel
+from .resident_posteriors import chain_resident_posteriors_kernel
+from .resident_viterbi import (
     SegmentMaps,
     chain_resident_final_state_kernel,
     chain_resident_middle_kernel,
     chain_resident_segment_maps_kernel,
     chain_resident_trace_kernel,
+    chain_resident_viterbi_kernel,
 )
-from .resident_viterbi import chain_resident_viterbi_kernel
-from .sample import chain_sample_kernel
 from .segment_paths import (
     chain_group_maps_kernel,
     chain_segment_pointers_kernel,
@@ -48,38 +50,30 @@ from .segment_paths import (
     chain_trace_steps_kernel,
 )
 from .segments import SegmentGroups
-from .viterbi import chain_viterbi_kernel
+
+SUMMED_STATES = 4  # of which one kernel stores the sum
 
 
 def chain_viterbi(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    trace: bool,
-    saved: Tensor | None = None,
+    chain: ChainPotentials, trace: bool, saved: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the score of the best path, its states and its edges.
-
-    The score is fp64 for fp64 scores and otherwise fp32. Without a trace, states and edges are
-    empty. With it, they are -1 after the length and where there is no path.
+    """Return the best score of each chain, and the states and edges of its path.
 
     Register-resident kernels also fill in `saved`, `[T + 1, N, C]` int64, with alpha and beta under
     Log up to the meeting point, for `launch_posteriors`.
     """
-    T, N, C, K = scores.shape
-    table, device = edge_table(source), scores.device
+    scores, table = chain.scores, edge_table(chain.source)
+    (T, N, C, K), device = scores.shape, scores.device
     score = torch.empty(N, dtype=acc_dtype(scores.dtype), device=device)
     states = torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device)
     edges = torch.empty((T, N) if trace else 0, dtype=torch.int64, device=device)
     if table.has_invalid:
         return score.fill_(torch.nan), states.fill_(-1), edges.fill_(-1)
     paths = ChainPaths(score, states, edges)
-    chains = chains_of(scores, table, initial, final, lengths)
+    chains = chains_of(chain, table)
     if saved is None and is_parallel(T, N, C):
         _parallel_viterbi(chains, trace, paths)
-    elif (resident := resident_arguments(chains, table)) is not None:
+    elif (resident := resident_arguments(chain, table)) is not None:
         _resident_viterbi(trace, resident, paths, saved)
     else:
         pointers = torch.empty((T, N, C) if trace else 0, dtype=_pointer_dtype(K), device=device)
@@ -182,8 +176,9 @@ def _resident_viterbi(
     """
     chains: Chains = resident["chains"]
     T, N, device = chains.T, chains.N, chains.scores.ptr.device
-    block, num_warps, degree = resident["BLOCK_C"], resident["num_warps"], resident["DEGREE"]
-    half = path_segments(T, False).number
+    shape, num_warps = resident["shape"], resident["num_warps"]
+    block, degree = shape.BLOCK_C.value, shape.DEGREE.value
+    half = path_segments(T, False)[1]
     middle = torch.empty((2, N, block), dtype=torch.float64, device=device)
     backpointers = torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device)
     maps_shape = (2, half, N, block) if trace and half > 1 else 0
@@ -204,7 +199,6 @@ def _resident_viterbi(
             saved_ptr=None if forward_only else saved,
             TRACE=trace,
             FORWARD_ONLY=forward_only,
-            **prefetch_options(resident),
             **resident,
         )
         if trace and segments > 1:
@@ -253,23 +247,11 @@ def _resident_viterbi(
             )
 
 
-def chain_sample(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Draw paths from the posterior, given `uniforms`, `[T + 1, samples, N]` fp64.
-
-    Returns:
-        The states `[samples, T + 1, N]` and the edges `[samples, T, N]`; -1 for a chain without a
-        path.
-    """
+def chain_sample(chain: ChainPotentials, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states and edges of paths from the posterior."""
+    scores, table = chain.scores, edge_table(chain.source)
     T, N, _, K = scores.shape
     samples = uniforms.shape[1]
-    table = edge_table(source)
     states = torch.empty((samples, T + 1, N), dtype=torch.int64, device=scores.device)
     edges = torch.empty((samples, T, N), dtype=torch.int64, device=scores.device)
     if table.has_invalid:
@@ -278,11 +260,85 @@ def chain_sample(
     launch(
         chain_sample_kernel,
         N * cdiv(samples, options["BLOCK_S"]),
-        chains=chains_of(scores, table, initial, final, lengths),
-        alpha_ptr=chain_scan(scores, source, initial, final, lengths, False, False),
+        chains=chains_of(chain, table),
+        alpha_ptr=chain_scan(chain, False, False),
         uniforms_ptr=uniforms.contiguous(),
         paths=ChainPaths(None, states, edges),
         samples=samples,
         **options,
     )
     return states, edges
+
+
+class PosteriorBuffers(NamedTuple):
+    """The memory for posteriors of states.
+
+    Fields:
+        saved: `[T + 1, N, C]` int64, alpha up to the meeting point and beta after it.
+        logz: `[N]` fp64.
+        posteriors: `[T + 1, N, C]` fp32, or `[T + 1, N, C / 4]` if each is a sum over four states,
+            which equal its column modulo 4. Not written past the length.
+        first: `[N, C]` fp32, the posteriors of the states at time 0.
+    """
+
+    saved: Tensor
+    logz: Tensor
+    posteriors: Tensor
+    first: Tensor
+
+
+def posterior_buffers(scores: Tensor, source: Tensor, modulus: int) -> PosteriorBuffers | None:
+    """Allocate for `launch_posteriors`, or return None where its kernels do not serve the call.
+
+    The caller adds the posteriors of the states that are equal modulo `modulus`. Where they can,
+    the kernels add four of them at a time.
+    """
+    T, N, C, _ = scores.shape
+    table = edge_table(source)
+    resident = resident_options(scores, table.max_out_degree, target_of(scores.device))
+    if table.has_invalid or resident is None:
+        return None
+    can_sum = SUMMED_STATES % modulus == 0 and C == resident["BLOCK_C"]
+    columns = C // SUMMED_STATES if can_sum else C
+    return PosteriorBuffers(
+        torch.empty((T + 1, N, C), dtype=torch.int64, device=scores.device),
+        torch.empty(N, dtype=torch.float64, device=scores.device),
+        torch.empty((T + 1, N, columns), dtype=torch.float32, device=scores.device),
+        torch.empty((N, C), dtype=torch.float32, device=scores.device),
+    )
+
+
+def launch_posteriors(
+    chain: ChainPotentials, buffers: PosteriorBuffers, *, are_saved: bool
+) -> None:
+    """Fill in the posteriors of the states at each time.
+
+    `chain_viterbi` has filled in `buffers.saved` if they `are_saved`.
+    """
+    scores, table = chain.scores, edge_table(chain.source)
+    N = scores.shape[1]
+    resident = resident_arguments(chain, table)
+    assert resident is not None
+    options = {**resident, "saved_ptr": buffers.saved}
+    if not are_saved:
+        launch(chain_resident_halves_kernel, 2 * N, SAVE=True, BETA=False, **options)
+    options["logz_ptr"] = buffers.logz
+    unlimited = options | {"maxnreg": None}
+    launch(chain_resident_logz_kernel, N, rounded_ptr=None, SAVE=True, **unlimited)
+    launch(
+        chain_resident_posteriors_kernel,
+        2 * N,
+        posteriors_ptr=buffers.posteriors,
+        first_ptr=buffers.first,
+        SUM=buffers.posteriors.shape[2] < scores.shape[2],
+        **options,
+    )
+
+
+def launch_backward_scores(chain: ChainPotentials, result: Tensor) -> None:
+    """Fill in beta at each time, `[T + 1, N, C]` fp64, of which about 48 bits are right."""
+    table = edge_table(chain.source)
+    resident = resident_arguments(chain, table)
+    assert resident is not None
+    options = {"saved_ptr": result, "SAVE": True, "BETA": True, **resident}
+    launch(chain_resident_halves_kernel, chain.scores.shape[1], **options)

@@ -10,7 +10,7 @@ These are pure functions of sizes. They import no Triton.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,11 +45,8 @@ def unroll_options(K: int, max_out_degree: int) -> dict[str, int]:
     }
 
 
-def resident_options(scores: Tensor, max_out_degree: int, target: Target) -> dict[str, Any] | None:
-    """Return the compile-time arguments of the register-resident kernels.
-
-    Returns None where these kernels do not serve the call.
-    """
+def resident_options(scores: Tensor, max_out_degree: int, target: Target) -> dict[str, int] | None:
+    """Return the arguments of `resident_shape` but REGULAR, or None where no such kernel serves."""
     C, K = scores.shape[2:]
     degree = max(K, max_out_degree)
     last_offset = (C - 1) * scores.stride(2) + (K - 1) * scores.stride(3)
@@ -68,44 +65,24 @@ def resident_options(scores: Tensor, max_out_degree: int, target: Target) -> dic
         "DEGREE": degree,
         "CONTIGUOUS": contiguous,
         "VEC": vec,
+        "PREFETCH": 4 if block <= 512 else 1,  # as far as registers allow
         "BLOCK_C": block,
         "BLOCK_E": max(next_power_of_2(C * K), block * vec),  # at least a vector for each thread
-        "num_warps": block // 32,
     }
 
 
-def prefetch_options(resident: dict[str, Any]) -> dict[str, int]:
-    """Return how many steps the scores are loaded ahead of their use, as far as registers allow."""
-    num_warps = resident["num_warps"]
-    options = {"PREFETCH": 4 if num_warps <= 16 else 1}
-    if num_warps == 8:
-        options["maxnreg"] = 128  # so that two programs fit on a multiprocessor
-    return options
+def path_segments(T: int, forward_only: bool) -> tuple[int, int]:
+    """Return the steps of a segment, a power of 2, and the number of segments of each direction.
 
-
-class PathSegments(NamedTuple):
-    """The segments into which each direction of a path is cut; they are traced at the same time.
-
-    Fields:
-        size: the number of steps in a segment, a power of 2.
-        number: the number of segments.
-    """
-
-    size: int
-    number: int
-
-
-def path_segments(T: int, forward_only: bool) -> PathSegments:
-    """Return the segments of T steps, or of their half in each of two directions.
-
-    A long path has about as many segments as a segment has steps.
+    A direction has T steps, or half of them. Its segments are traced at the same time. A long path
+    has about as many segments as a segment has steps.
     """
     steps = T if forward_only else cdiv(T, 2)
     if T <= MAX_SINGLE_SEGMENT:
         size = next_power_of_2(max(steps, 16))
     else:
         size = min(max(16, 2 ** round(math.log2(T + 2) / 2 - 0.5)), 256)
-    return PathSegments(size, cdiv(steps, size))
+    return size, cdiv(steps, size)
 
 
 class SegmentSizes(NamedTuple):

@@ -14,8 +14,6 @@ probabilities in fp32, and they are divided by their sum from time to time.
 Where only sums over states are asked for, each sum of four lanes is stored instead of four numbers,
 which takes a fifth less memory of a decoding. Such lanes are in one warp, so the sum costs two
 shuffles and no barrier.
-
-`chain_resident_backward_kernel` scans beta as `resident_scan.py` does, and stores it at all times.
 """
 
 from triton.experimental import gluon
@@ -23,21 +21,17 @@ from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import LOG2E
 from ....primitives.gpu.sync import unpack_pair
-from .resident_scan import load_middle_states
+from .resident_logz import load_middle_states
 from .resident_steps import (
     StepRows,
     gather_neighbors,
     gather_scores,
-    load_boundary_pair,
     load_edge_table,
     load_lanes,
     load_logz_pair,
     load_rows,
-    log_step,
     pack_compensated,
-    resident_shape,
     rows_from,
-    skip_rows,
     state_posterior,
     store_row,
     tree_sum,
@@ -94,13 +88,7 @@ def chain_resident_posteriors_kernel(
     posteriors_ptr,  # [T + 1, N, C] fp32, or [T + 1, N, BLOCK_C / 4]; not written past the length
     first_ptr,  # [N, C] fp32
     SUM: gl.constexpr,
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    CONTIGUOUS: gl.constexpr,
-    VEC: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    BLOCK_E: gl.constexpr,
+    shape: gl.constexpr,  # ResidentShape
 ):
     """Store the posterior of each state at each time, from the meeting point to one end.
 
@@ -108,16 +96,13 @@ def chain_resident_posteriors_kernel(
     equal the column of the sum modulo 4. The posteriors at time 0 are also stored one by one.
     """
     scores, table, initial, final, lengths_ptr, T, N = chains
-    shape: gl.constexpr = resident_shape(
-        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
-    )
+    PREFETCH: gl.constexpr = shape.PREFETCH
     C = table.C
     n, direction = (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
     c, first_rows = load_lanes(scores, table, n, shape)
-    ONE_STEP: gl.constexpr = resident_shape(DEGREE, REGULAR, CONTIGUOUS, VEC, 1, BLOCK_C, BLOCK_E)
     alpha, beta = load_middle_states(
-        first_rows, table, initial, final, n, N, c, saved_ptr, N, length, invalid, ONE_STEP
+        first_rows, table, initial, final, n, N, c, saved_ptr, N, length, invalid, shape
     )
     logz_high, logz_low = load_logz_pair(logz_ptr + n)
     posterior = gl.where(c >= 0, state_posterior(alpha, beta, logz_high, logz_low), 0.0)
@@ -127,21 +112,21 @@ def chain_resident_posteriors_kernel(
     sign, start = (1 - 2 * direction).to(gl.int64), time.to(gl.int64)
     row, column = start * N + n, c
     if SUM:
-        column = gl.arange(0, BLOCK_C, shape.STATE) // 16 * 4 + c % 4
+        column = gl.arange(0, shape.BLOCK_C, shape.STATE) // 16 * 4 + c % 4
         # Those of the four lanes of a sum are equal.
-        column = gl.max(gl.reshape(column, [BLOCK_C // 16, 4, 4]), axis=1)
-    size = BLOCK_C // 4 if SUM else C
+        column = gl.max(gl.reshape(column, [shape.BLOCK_C // 16, 4, 4]), axis=1)
+    size = shape.BLOCK_C // 4 if SUM else C
     results = StepRows(posteriors_ptr + row * size, sign * N * size, column, column >= 0)
     results = store_results(results, posterior, direction == 0, shape, SUM)
     neighbors, edges = load_edge_table(table, direction, shape)
-    saved = skip_rows(StepRows(saved_ptr + row * C, sign * N * C, c, c >= 0), 1)
+    saved = rows_from(StepRows(saved_ptr + row * C, sign * N * C, c, c >= 0), 1)
     state = gl.where(direction == 0, beta, alpha)
     rows = rows_from(first_rows, start - direction, sign)
     prefetched = load_rows(rows, num_steps, PREFETCH)
     prefetched_states = load_rows(saved, num_steps, PREFETCH)
     for i in range(0, num_steps, PREFETCH):
         edge_scores, states = gather_scores(prefetched, edges, shape), prefetched_states
-        rows, saved = skip_rows(rows, PREFETCH), skip_rows(saved, PREFETCH)
+        rows, saved = rows_from(rows, PREFETCH), rows_from(saved, PREFETCH)
         prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         prefetched_states = load_rows(saved, num_steps - i - PREFETCH, PREFETCH)
         if i % 8 == 0:
@@ -155,49 +140,3 @@ def chain_resident_posteriors_kernel(
             state = states[u]
             results = store_results(results, posterior, i + u < num_steps, shape, SUM)
     gl.store(first_ptr + n * C + c, posterior, mask=(c >= 0) & (direction == 1))
-
-
-@gluon.jit
-def store_states(rows, state, mask):
-    """Store packed states in fp64, and return the rows that follow."""
-    high, low = unpack_pair(state)
-    return store_row(rows, high.to(gl.float64) + low.to(gl.float64), mask)
-
-
-@gluon.jit
-def chain_resident_backward_kernel(
-    chains,  # Chains with ResidentEdges
-    result_ptr,  # [T + 1, N, C] fp64
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    CONTIGUOUS: gl.constexpr,
-    VEC: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    BLOCK_E: gl.constexpr,
-):
-    """Scan beta from the last step to the first. After the length it is the final scores."""
-    scores, table = chains[:2]
-    final, lengths_ptr, T, N = chains[3:]
-    shape: gl.constexpr = resident_shape(
-        DEGREE, REGULAR, CONTIGUOUS, VEC, PREFETCH, BLOCK_C, BLOCK_E
-    )
-    C, n = table.C, gl.program_id(0).to(gl.int64)
-    N64 = n * 0 + N
-    length, invalid = load_length(lengths_ptr, n, T)
-    c, rows = load_lanes(scores, table, n, shape)
-    rows = rows_from(rows, N64 * 0 + length - 1, N64 * 0 - 1)
-    neighbors, edges = load_edge_table(table, 1, shape)
-    state = load_boundary_pair(final.ptr + n * final.n, c, final.c, invalid)
-    results = StepRows(result_ptr + (T * N64 + n) * C, -N64 * C, c, c >= 0)
-    for _ in range(0, T - length + 1):
-        results = store_states(results, state, True)
-    prefetched = load_rows(rows, length, PREFETCH)
-    for i in range(0, length, PREFETCH):
-        edge_scores = gather_scores(prefetched, edges, shape)
-        rows = skip_rows(rows, PREFETCH)
-        prefetched = load_rows(rows, length - i - PREFETCH, PREFETCH)
-        for u in gl.static_range(PREFETCH):
-            next_state = log_step(state, edge_scores[u], neighbors, shape)[0]
-            state = gl.where(i + u < length, next_state, state)
-            results = store_states(results, state, i + u < length)

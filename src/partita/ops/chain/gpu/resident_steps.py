@@ -4,7 +4,7 @@ Each thread keeps one state, as a compensated pair of fp32 numbers (high, low) w
 + low: about 48 bits, at a fraction of the cost of fp64. A pair is packed into one 64-bit word, so
 that one gather through shared memory brings both parts.
 
-A lane is a position in the block of states. `DirectedEdges` lists, for the direction of a scan, the
+A lane is a position in the block of states. `ResidentEdges` lists, for the direction of a scan, the
 neighbors that each lane reads and the edges to them. A step
 
 1. gathers the states of the neighbors and the scores of the edges,
@@ -16,6 +16,7 @@ Sources: Knuth, The Art of Computer Programming, volume 2, section 4.2.2 (two_su
 floating-point technique for extending the available precision, 1971 (compensated pairs).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import triton
@@ -25,10 +26,12 @@ from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import LOG2E, log1p_pair
 from ....primitives.gpu.sync import unpack_pair
+from ....runtime.caches import register_cache
+from ....runtime.sizes import next_power_of_2
 
 
 class ResidentShape(NamedTuple):
-    """The compile-time shape of a scan, see `resident_shape`.
+    """The compile-time shape of a scan.
 
     Fields:
         DEGREE: edges into a lane.
@@ -53,7 +56,8 @@ class ResidentShape(NamedTuple):
     ROW: Any
 
 
-@triton.constexpr_function
+# A launch knows a shape by its identity.
+@functools.lru_cache(maxsize=256)
 def resident_shape(
     DEGREE: int,
     REGULAR: bool,
@@ -64,17 +68,19 @@ def resident_shape(
     BLOCK_E: int,
 ) -> ResidentShape:
     """Return the shape of a scan whose threads load VEC scores at a time."""
-    layouts = (gl.BlockedLayout([vec], [32], [BLOCK_C // 32], [0]) for vec in (1, VEC))
-    sizes = (
-        DEGREE,
-        triton.next_power_of_2(DEGREE),
-        REGULAR,
-        CONTIGUOUS,
-        PREFETCH,
-        BLOCK_C,
-        BLOCK_E,
-    )
-    return ResidentShape(*map(gl.constexpr, (*sizes, *layouts)))
+    state, row = (gl.BlockedLayout([vec], [32], [BLOCK_C // 32], [0]) for vec in (1, VEC))
+    padded = next_power_of_2(DEGREE)
+    fields = (DEGREE, padded, REGULAR, CONTIGUOUS, PREFETCH, BLOCK_C, BLOCK_E, state, row)
+    return ResidentShape(*map(gl.constexpr, fields))
+
+
+register_cache("chain.gpu.resident_steps.shapes", resident_shape.cache_clear)
+
+
+@triton.constexpr_function
+def without_prefetch(shape: ResidentShape) -> ResidentShape:
+    """Return the shape of a scan that loads the scores of one step."""
+    return shape._replace(PREFETCH=gl.constexpr(1))
 
 
 class StepRows(NamedTuple):
@@ -192,7 +198,7 @@ def load_lanes(scores, table, n, shape):
 
 
 @gluon.jit
-def rows_from(rows, step, sign):
+def rows_from(rows, step, sign=1):
     """Return the rows from a step on, backwards if the sign is -1."""
     return StepRows(rows.ptr + step * rows.stride, sign * rows.stride, rows.offsets, rows.mask)
 
@@ -211,17 +217,11 @@ def load_rows(rows, remaining, PREFETCH: gl.constexpr):
 
 
 @gluon.jit
-def skip_rows(rows, steps):
-    """Return the rows of the steps that follow some steps."""
-    return StepRows(rows.ptr + steps * rows.stride, rows.stride, rows.offsets, rows.mask)
-
-
-@gluon.jit
 def store_row(rows, values, mask):
     """Store the first of some rows, and return those that follow."""
     ptrs = rows.ptr + rows.offsets
     gl.store(ptrs, values.to(ptrs.dtype.element_ty), mask=rows.mask & mask)
-    return skip_rows(rows, 1)
+    return rows_from(rows, 1)
 
 
 @gluon.jit

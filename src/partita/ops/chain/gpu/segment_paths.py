@@ -1,7 +1,7 @@
 """The best path of few long chains of few states, parallel in time.
 
 Alpha under Max is known before each segment, see `segments.py`. Each row of a program takes one
-segment and stores backpointers as `viterbi.py` does. It also follows them forwards: the map of a
+segment and stores backpointers as `paths.py` does. It also follows them forwards: the map of a
 segment has, for each state after it, the state before it on the best path to that state. The maps
 of a group of segments are composed. Then the path is traced from its last state through the groups,
 through the segments of all groups at the same time, and through the steps of all segments.

@@ -18,6 +18,10 @@ A program scans ROWS vectors of states at once, `[ROWS, BLOCK_C]`. They may belo
 chains, or to different segments of a chain. The vectors do not depend on each other, so that
 shuffles inside of a warp exchange all states, and a step needs no barrier.
 
+For the gradient each row takes one segment: alpha runs through it and is stored, then beta comes
+back and each step stores marginal * grad for its edges. The marginals are divided by sums over the
+states of the same segment, so that only the differences between its states matter.
+
 See `steps.py` for the recursions and for the slots, here blocks `[1, BLOCK_C]`. Those of all steps
 stay in registers if they are few.
 
@@ -36,12 +40,15 @@ from .steps import (
     add_term,
     edge_score,
     from_step,
+    is_renormalization_step,
     load_length,
     load_slot,
     load_slots,
     lse_value,
     max_add,
+    shifted_log,
     slot_count,
+    store_marginal,
 )
 
 
@@ -94,24 +101,6 @@ def log_of_weights(maximum, total, ACC_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def log_sum_of_terms(terms, DEGREE: tl.constexpr, ACC_DTYPE: tl.constexpr, IS_MAX: tl.constexpr):
-    """Return the log-sum-exp of DEGREE terms, or their maximum; NaN if a term is NaN."""
-    maximum = terms[0]
-    for j in tl.static_range(1, DEGREE):
-        if IS_MAX:
-            maximum = max_add(maximum, terms[j])
-        else:
-            maximum = tl.maximum(maximum, terms[j])
-    if IS_MAX:
-        return maximum
-    else:
-        total = tl.zeros(maximum.shape, tl.float64)
-        for j in tl.static_range(DEGREE):
-            total += weight_in_sum(terms[j], maximum, ACC_DTYPE)
-        return log_of_weights(maximum, total, ACC_DTYPE)
-
-
-@triton.jit
 def rows_step(
     x,
     scores,
@@ -132,7 +121,14 @@ def rows_step(
         terms = ()
         for j in tl.static_range(DEGREE):
             terms = terms + (slot_value(x, slots[j]) + slot_score(scores, slots[j], active),)
-        value = log_sum_of_terms(terms, DEGREE, ACC_DTYPE, IS_MAX)
+        value = terms[0]  # type: ignore[misc]
+        for j in tl.static_range(1, DEGREE):
+            value = max_add(value, terms[j]) if IS_MAX else tl.maximum(value, terms[j])
+        if not IS_MAX:
+            total = tl.zeros(x.shape, tl.float64)
+            for j in tl.static_range(DEGREE):
+                total += weight_in_sum(terms[j], value, ACC_DTYPE)
+            value = log_of_weights(value, total, ACC_DTYPE)
     else:
         maximum, rest = tl.full(x.shape, -float("inf"), tl.float64), tl.zeros(x.shape, ACC_DTYPE)
         for j in range(slot_count(edges, c, REVERSE)):
@@ -316,3 +312,94 @@ def chain_boundaries_kernel(
                 tl.store(totals.logz_ptr + n, result)
             if totals.rounded_ptr is not None:
                 tl.store(totals.rounded_ptr + n, result.to(totals.rounded_ptr.dtype.element_ty))
+
+
+@triton.jit
+def store_row_marginals(d_ptr, term, step):
+    """Store the marginals of an edge into each state, given alpha plus score.
+
+    `step` has, for the rows of a program, whether the step is active, beta - log Z, the gradient of
+    log Z, the value after a length, which is 0 or NaN, and the mask of what is stored.
+    """
+    active, log_weight, grad, inactive_value, mask = step
+    marginal = exp((term + log_weight).to(grad.dtype)) * grad
+    marginal = tl.where(active, marginal, inactive_value)
+    tl.store(d_ptr, marginal.to(d_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def chain_segment_gradient_kernel(
+    grad,  # StridedChains [N]
+    chains,  # Chains
+    boundaries_ptr,  # [2, N, segments + 1, C] fp64
+    alpha_ptr,  # [T, N, C] fp64, a workspace
+    gradients,  # ChainGradients
+    segments,
+    steps,  # in a segment
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    DEGREE_IN: tl.constexpr,
+    DEGREE_OUT: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Store the marginals of the steps of segments, and those of the first and the last states."""
+    scores, edges = chains[:2]
+    lengths_ptr, T, N = chains[4:]
+    C, K = edges.C, edges.K
+    N64 = tl.full([], N, tl.int64)
+    row, exists = program_rows(N64 * segments, ROWS)
+    n, segment, c = row // segments, row % segments, tl.arange(0, BLOCK_C)[None, :]
+    mask, first = exists & (c < C), segment * steps
+    length, invalid = load_length(lengths_ptr, n, T)
+    scores = StridedEdges(scores.ptr + n * scores.n, *scores[1:])
+    known_ptr = boundaries_ptr + (n * (segments + 1) + segment) * C + c
+    alpha = tl.load(known_ptr, mask=c < C, other=-float("inf"))
+    known_ptr += N64 * (segments + 1) * C + C
+    beta = tl.load(known_ptr, mask=c < C, other=-float("inf"))
+    alpha, beta = without_offset(alpha, 1), without_offset(beta, 1)
+    alpha_ptr += n * C + c
+    row_stride = N64 * C
+    slots = load_slots(edges, c, DEGREE_IN, False)
+    for i in range(0, steps):
+        t = first + i
+        active = t < length
+        tl.store(alpha_ptr + t * row_stride, alpha, mask=mask & active)
+        step_scores = from_step(scores, t)
+        alpha = rows_step(alpha, step_scores, edges, c, slots, active, DEGREE_IN, ACC_DTYPE)
+    tl.debug_barrier()
+    grad_logz = tl.load(grad.ptr + n * grad.n).to(ACC_DTYPE)
+    log_weight = alpha + beta
+    maximum = tl.max(log_weight, axis=1)[:, None]
+    total = tl.sum(weight_in_sum(log_weight, maximum, ACC_DTYPE), axis=1)[:, None]
+    logz = log_of_weights(maximum, total, ACC_DTYPE)
+    # A chain without a path has no marginals.
+    logz = tl.where(logz == -float("inf"), float("inf"), logz)
+    is_last = mask & (segment == segments - 1)
+    store_marginal(gradients.final_ptr + n * C + c, log_weight - logz, grad_logz, is_last)
+    slots = load_slots(edges, c, DEGREE_IN, False)
+    out_slots = load_slots(edges, c, DEGREE_OUT, True)
+    for i in range(0, steps):
+        t = first + steps - 1 - i
+        active, step_scores = t < length, from_step(scores, t)
+        if is_renormalization_step(i):
+            weights = exp((alpha + beta - logz).to(ACC_DTYPE))
+            sum_exp = tl.sum(weights, axis=1)[:, None]
+            logz = tl.where(sum_exp > 0.0, shifted_log(logz, sum_exp), logz)
+        stored = tl.load(alpha_ptr + t * row_stride, mask=mask & active, other=-float("inf"))
+        alpha = tl.where(active, stored, alpha)
+        step = (active, beta - logz, grad_logz, invalid, mask & (t < T))
+        d_ptr = gradients.edges_ptr + (t * N + n) * C * K + c * K
+        if DEGREE_IN > 0:
+            for k in tl.static_range(DEGREE_IN):
+                term = slot_value(alpha, slots[k]) + slot_score(step_scores, slots[k], active)
+                store_row_marginals(d_ptr + k, term, step)
+        else:
+            for k in range(K):
+                slot = load_slot(edges, c, k, False)
+                term = slot_value(alpha, slot) + slot_score(step_scores, slot, active)
+                store_row_marginals(d_ptr + k, term, step)
+        beta = rows_step(
+            beta, step_scores, edges, c, out_slots, active, DEGREE_OUT, ACC_DTYPE, REVERSE=True
+        )
+    is_first = mask & (segment == 0)
+    store_marginal(gradients.initial_ptr + n * C + c, alpha + beta - logz, grad_logz, is_first)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
+from ...chain.common import ChainPotentials
 from ...chain.gpu.launch import chain_gradient, chain_logz
 from .. import common
 from ..common import CRFFunctions, CRFLattice, unflatten_scores, zero_ends
@@ -212,8 +213,8 @@ def crf_gradient(
     if not scores.numel():
         return torch.empty(shape, dtype=scores.dtype, device=scores.device)
     coefficients, order = sort_edges(grad, losses, target_lengths, edge_index, reduction)
-    chain = (scores, ends, ends, source, lengths, logz, saved)
-    d_scores = chain_gradient(coefficients, *chain, dtype)[0]
+    chain = ChainPotentials(scores, source, ends, ends, lengths)
+    d_scores = chain_gradient(coefficients, chain, logz, saved, dtype)[0]
     if scores.dtype != dtype:
         rounded = torch.empty(shape, dtype=scores.dtype, device=scores.device)
     subtract_marginals(d_scores, rounded, coefficients, marginals, edge_index, order, lengths)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2
+from ...chain.common import ChainPotentials
 from ...chain.gpu.arguments import StridedEdges
 from ...chain.gpu.launch import chain_gradient, chain_logz, chain_scan
-from ...chain.gpu.launch_paths import chain_viterbi
-from ...chain.gpu.launch_posteriors import (
+from ...chain.gpu.launch_paths import (
     PosteriorBuffers,
+    chain_viterbi,
     launch_backward_scores,
     launch_posteriors,
     posterior_buffers,
@@ -56,7 +57,7 @@ def ctc_crf_path(
         return path_and_posteriors(chain, *own, scores, source, input_lengths, beam_width)
     lengths, ends = input_lengths.contiguous(), zero_ends(scores)
     by_base, first = empty_posteriors(scores)
-    chain_inputs = (scores, source, ends, ends, lengths)
+    chain_inputs = ChainPotentials(scores, source, ends, ends, lengths)
     if beam_width:
         # The search has few programs, so it runs next to the scans for the posteriors. All memory
         # belongs to the current stream.
@@ -65,16 +66,16 @@ def ctc_crf_path(
         side_stream = SideStream(scores, True)
         try:
             with side_stream:
-                launch_backward_scores(scores, source, ends, lengths, later)
+                launch_backward_scores(chain_inputs, later)
                 launch_beam_search(scores, later, lengths, beam_width, memory, states, edges)
-            launch_posteriors(*chain_inputs, buffers, are_saved=False)
+            launch_posteriors(chain_inputs, buffers, are_saved=False)
             sum_state_posteriors(buffers, lengths, by_base, first)
         finally:
             # The streams join after an error too, because the memory is freed afterwards.
             side_stream.join()
         return states, edges, by_base, first
-    _, states, edges = chain_viterbi(*chain_inputs, True, buffers.saved)
-    launch_posteriors(*chain_inputs, buffers, are_saved=True)
+    _, states, edges = chain_viterbi(chain_inputs, True, buffers.saved)
+    launch_posteriors(chain_inputs, buffers, are_saved=True)
     sum_state_posteriors(buffers, lengths, by_base, first)
     return states, edges, by_base, first
 
