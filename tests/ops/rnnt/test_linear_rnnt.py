@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ctc import backends
+from helpers.errors import raises
 from helpers.rnnt import DURATIONS, sample
 from torch import Tensor
 
@@ -153,34 +154,20 @@ def test_autocast_and_unused_gradients() -> None:
 
 def test_bad_input() -> None:
     encoder, predictor, weight, bias, *_ = (t.detach() for t in joint_tensors())
-    for arguments, options, error, message in (
-        ((encoder[0], predictor, weight), {}, ValueError, r"encoder: expected shape \[B, T, D\]"),
-        (
-            (encoder, predictor[:2], weight),
-            {},
-            ValueError,
-            r"predictor: expected shape \[B, U \+ 1",
-        ),
-        ((encoder, predictor, weight[:, :2]), {}, ValueError, "linear_weight: expected shape"),
-        ((encoder, predictor.float(), weight), {}, TypeError, "predictor: expected the dtype"),
-        (
-            (encoder, predictor, weight),
-            {"linear_bias": bias[:2]},
-            ValueError,
-            "linear_bias: expected shape the rows of linear_weight",
-        ),
-        (
-            (encoder, predictor, weight),
-            {"activation": "gelu"},
-            ValueError,
-            "activation: expected one of 'relu', 'tanh', 'sigmoid', got 'gelu'",
-        ),
-        (
-            (encoder, predictor, weight),
-            {"memory_budget": 10},
-            ValueError,
-            "memory_budget: expected at least",
-        ),
-    ):
-        with pytest.raises(error, match=f"^{message}"):
-            partita.linear_rnnt_loss(*arguments, *SEQUENCES, blank=0, **options)
+    good = {"encoder": encoder, "predictor": predictor, "linear_weight": weight}
+    good |= zip(("targets", "logit_lengths", "target_lengths"), SEQUENCES, strict=True)
+    for error, changes in {
+        r"ValueError: encoder: expected shape \[B, T, D\]": {"encoder": encoder[0]},
+        r"ValueError: predictor: expected shape \[B, U \+ 1": {"predictor": predictor[:2]},
+        "ValueError: linear_weight: expected shape": {"linear_weight": weight[:, :2]},
+        "TypeError: predictor: expected the dtype": {"predictor": predictor.float()},
+        "ValueError: linear_bias: expected shape the rows of linear_weight": {
+            "linear_bias": bias[:2]
+        },
+        "ValueError: activation: expected one of 'relu', 'tanh', 'sigmoid', got 'gelu'": {
+            "activation": "gelu"
+        },
+        "ValueError: memory_budget: expected at least": {"memory_budget": 10},
+    }.items():
+        with raises(error):
+            partita.linear_rnnt_loss(**{**good, "blank": 0, **changes})
