@@ -231,14 +231,12 @@ def test_results_are_rounded_once(dtype: torch.dtype, backend: str, device: str)
 
 
 @kernel_devices
-def test_invalid_lengths_and_sources_make_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_source_makes_all_chains_nan(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
     chain = random_chain(5, 3, ragged=False, forbidden=0.0, device=device)
-    chain.lengths = torch.tensor([1, -2, 9], device=device)
-    z, without_grad, d_scores, *_ = results(chain, "triton", torch.float32)
-    assert z.isnan().tolist() == without_grad.isnan().tolist() == [False, True, True]
-    assert d_scores[:, 1:].isnan().all() and d_scores[:, 0].isfinite().all()
-    chain.lengths, chain.source = None, chain.source + 2
+    chain.source = chain.source + 2
     assert results(chain, "triton", torch.float32)[0].isnan().all()
 
 

@@ -204,22 +204,6 @@ def test_ties(seed: int) -> None:
         assert torch.equal(a, b)
 
 
-def test_invalid_lengths_change_no_other_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    chain = random_chain(5, 3, 4, 2, ragged=False, forbidden=0.0)
-    values = torch.randn(chain.scores.shape, dtype=torch.float64)
-    expected = all_ops(chain, values, "numba")
-    chain.lengths = torch.tensor([5, -2, 2**40])
-    for name, results in all_ops(chain, values, "numba").items():
-        for a, b in zip(results, expected[name], strict=True):
-            chains = next((i for i, size in enumerate(a.shape) if size == 3), None)
-            if chains is None:
-                continue
-            assert torch.equal(a.select(chains, 0), b.select(chains, 0))
-            invalid = a.narrow(chains, 1, 2)
-            assert (invalid.isnan() if a.is_floating_point() else invalid == -1).all(), name
-
-
 @pytest.mark.parametrize("bad", [4, -2, 2**40])
 def test_an_invalid_source_makes_all_chains_nan(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")

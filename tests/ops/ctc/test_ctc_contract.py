@@ -43,29 +43,6 @@ def test_forms_of_the_arguments(reduction: str, backend: str) -> None:
             )
 
 
-@backends
-def test_unchecked_values_make_nan_of_their_sequence(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    x = torch.zeros(4, 5, 3, requires_grad=True)
-    targets = torch.tensor([[1, 2], [1, 9], [-3, 1], [1, 2], [1, 2]])
-    with partita.backend(backend):
-        losses = partita.ctc_loss(
-            x, targets, [4, 4, 4, 5, 4], [2, 2, 2, 2, -1], reduction="none", from_logits=True
-        )
-        assert losses.isnan().tolist() == [False, True, True, True, True]
-        (grad,) = torch.autograd.grad(losses.sum(), x)
-        assert grad[:, 0].isfinite().all() and grad[:, 1:].isnan().all()
-        assert partita.ctc_align(x, targets, [4] * 5, [2] * 5).score.isnan().tolist() == [
-            False,
-            True,
-            True,
-            False,
-            False,
-        ]
-
-
 BAD = {
     "TypeError: log_probs: expected a floating dtype": {"log_probs": torch.zeros(3, 2, 4).long()},
     r"ValueError: log_probs: expected shape \[T, N, C\] or \[T, C\], got \[4\]": {

@@ -15,59 +15,6 @@ backends = pytest.mark.parametrize("backend", ["reference", "numba"])
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def results(chain: LinearChain) -> list[torch.Tensor]:
-    """Return results whose last dimension is that of the sequences."""
-    logz = chain.logz()
-    counts = chain.expected_counts()
-    return [
-        logz,
-        chain.state_marginals().movedim(1, -1),
-        counts.transitions.movedim(0, -1),
-        counts.end.movedim(0, -1),
-        chain.viterbi().score,
-        chain.entropy(),
-        chain.log_prob(torch.zeros(chain.emissions.shape[:2], dtype=torch.int64)),
-    ]
-
-
-@backends
-@kinds
-@pytest.mark.parametrize("length", [0, -3, 6])
-def test_an_invalid_length_spoils_no_other_sequence(
-    backend: str, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    valid = random_linear_chain(kind=kind, seed=1)
-    valid.emissions = valid.emissions.nan_to_num(0.0)
-    valid.transitions = valid.transitions.nan_to_num(0.0)
-    lengths = valid.lengths.clone()
-    lengths[1] = length
-    tensors = valid.emissions, valid.transitions, valid.start, valid.end
-    with partita.backend(backend):
-        found, expected = results(LinearChain(*tensors, lengths=lengths)), results(valid)
-        states = LinearChain(*tensors, lengths=lengths).viterbi().states
-        drawn = LinearChain(*tensors, lengths=lengths).sample(2).states
-    others = [0, 2, 3]
-    for a, b in zip(found, expected, strict=True):
-        assert a[..., 1].isnan().all()
-        torch.testing.assert_close(a[..., others], b[..., others])
-    assert (states[:, 1] == -1).all() and (drawn[:, :, 1] == -1).all()
-
-
-@backends
-@kinds
-def test_nan_stays_in_its_sequence(backend: str, kind: str) -> None:
-    chain = random_linear_chain(kind=kind, ragged=False)
-    with partita.backend(backend):
-        expected = results(chain)
-        chain.emissions[2, 1, 0] = torch.nan
-        found = results(chain)
-    for a, b in zip(found, expected, strict=True):
-        assert a[..., 1].isnan().any() and not a[..., [0, 2, 3]].isnan().any()
-        torch.testing.assert_close(a[..., [0, 2, 3]], b[..., [0, 2, 3]])
-    assert found[0][1].isnan() and found[1][..., 1].isnan().all()
-
-
 @backends
 @kinds
 def test_a_chain_without_a_path(backend: str, kind: str) -> None:

@@ -69,32 +69,21 @@ def test_padding_is_not_read_and_has_no_gradient(name: str, backend: str) -> Non
 
 @backends
 @losses
-def test_unchecked_values_make_nan_of_their_sequence(
+def test_an_unchecked_blank_in_a_target_makes_nan_of_its_sequence(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
-    cases = [
-        (TARGETS.clone().fill_(1), STEPS, LABELS),
-        (TARGETS.clone().index_fill_(1, torch.tensor(0), 0), STEPS, LABELS.clamp(min=1)),
-        (TARGETS.clone().fill_(5), STEPS, LABELS.clamp(min=1)),
-        (TARGETS.clone().fill_(-(2**40)), STEPS, LABELS.clamp(min=1)),
-        (TARGETS, STEPS + 5, LABELS),
-        (TARGETS, STEPS, LABELS + 2**40),
-        (TARGETS, STEPS, LABELS - 3),
-        (TARGETS, STEPS - 2**40, LABELS),
-    ]
-    good = (TARGETS[:1].clone(), STEPS[:1], LABELS[:1])
+    targets = TARGETS.clone()
+    targets[1, 0] = 0
+    x = X.clone().requires_grad_()
     with partita.backend(backend):
-        for i, case in enumerate(cases):
-            sequences = [torch.cat([a, b[:1]]) for a, b in zip(good, case, strict=True)]
-            x = X[:1].repeat(2, 1, 1, 1).requires_grad_()
-            found = LOSSES[name](x, *sequences)
-            (grad,) = torch.autograd.grad(found.sum(), x)
-            assert found.isnan().tolist() == [False, i > 0]
-            assert grad[0].isfinite().all() and grad[1].isnan().all().item() == (i > 0)
-            best = partita.rnnt_align(x, *sequences, 0)
-            assert best.score.isnan().tolist() == [False, i > 0]
-            assert i == 0 or (best.steps[1] == -1).all()
+        found = LOSSES[name](x, targets, STEPS, LABELS)
+        (grad,) = torch.autograd.grad(found.sum(), x)
+        best = partita.rnnt_align(x, targets, STEPS, LABELS, 0)
+    invalid = [False, True, False, False]
+    assert found.isnan().tolist() == best.score.isnan().tolist() == invalid
+    assert grad[1].isnan().all() and grad[[0, 2, 3]].isfinite().all()
+    assert (best.steps[1] == -1).all()
 
 
 @backends
