@@ -171,16 +171,14 @@ def is_valid(name: str, part: str, x: Tensor) -> bool:
     return bool(x.any()) if x.dtype == torch.bool else bool((x != -1).any())
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.interpreted
 @places
 @pytest.mark.parametrize(
     "name", [name for name, call in CALLS.items() if call.rows and CHECKED & set(call.batch)]
 )
-def test_an_integer_out_of_range_stays_in_its_row(
-    name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_integer_out_of_range_stays_in_its_row(name: str, backend: str, device: str) -> None:
     """Where nothing is checked, results and gradients of its row are NaN, or there is no path."""
-    monkeypatch.setenv("PARTITA_CHECK", "0")
     row, wrong = 0, []
     with partita.backend(backend), poisoned_memory():
         for sample in samples_of_rows(name, device):

@@ -13,8 +13,8 @@ from partita import Chain, Max, edges_from_states
 from partita.runtime import backend as _backend
 
 
-def test_kl_of_another_table_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+@pytest.mark.usefixtures("unchecked")
+def test_kl_of_another_table_unchecked() -> None:
     source, scores = partita.dense_source(2), torch.randn(3, 2, 2, 2)
     assert Chain(scores, source).kl(Chain(scores, source.flip(1))).isnan().all()
     assert Chain(scores, source, lengths=[3, 2]).kl(Chain(scores, source)).isnan().tolist() == [
@@ -86,8 +86,8 @@ def test_bad_arguments_of_methods() -> None:
         CHAIN.logz(NUMBER_OF_PATHS)
 
 
-def test_an_invalid_source_makes_all_chains_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+@pytest.mark.usefixtures("unchecked")
+def test_an_invalid_source_makes_all_chains_nan() -> None:
     chain = random_chain(ragged=False, forbidden=0.0)
     with partita.backend("reference"):
         assert Chain(chain.scores, chain.source + 3).logz().isnan().all()

@@ -230,11 +230,9 @@ def test_results_are_rounded_once(dtype: torch.dtype, backend: str, device: str)
         assert torch.equal(best, live.logz(partita.Max))
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
-def test_an_invalid_source_makes_all_chains_nan(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_an_invalid_source_makes_all_chains_nan(device: str) -> None:
     chain = random_chain(5, 3, ragged=False, forbidden=0.0, device=device)
     chain.source = chain.source + 2
     assert results(chain, "triton", torch.float32)[0].isnan().all()

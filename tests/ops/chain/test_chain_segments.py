@@ -136,10 +136,10 @@ def test_chains_without_a_path(device: str) -> None:
     assert_matches_reference(chain, torch.float32)
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
 @pytest.mark.usefixtures("short_segments")
-def test_invalid_lengths_make_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_invalid_lengths_make_nan(device: str) -> None:
     chain = random_chain(9, 4, ragged=False, forbidden=0.0, device=device)
     chain.lengths = torch.tensor([1, -2, 10, 0], device=device)
     z, without_grad, *grads = results(chain, "triton", torch.float32)
@@ -285,12 +285,10 @@ def test_ties_are_broken_as_promised(shape: tuple[int, ...], kind: str, device: 
         )
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
 @pytest.mark.usefixtures("short_segments")
-def test_best_path_of_invalid_and_impossible_chains(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_best_path_of_invalid_and_impossible_chains(device: str) -> None:
     chain = random_chain(9, 5, ragged=False, forbidden=0.0, device=device)
     chain.lengths = torch.tensor([1, -2, 10, 0, 9], device=device)
     chain.scores[5, 4] = -torch.inf

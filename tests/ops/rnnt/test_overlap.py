@@ -261,12 +261,10 @@ def test_log_probabilities_beyond_the_range_of_words_count_as_impossible(device:
         torch.testing.assert_close(found[::2], other[::2], rtol=2e-6, atol=8e-6)
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
 @both
-def test_invalid_sequences_and_no_steps(
-    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_invalid_sequences_and_no_steps(kind: str, device: str) -> None:
     x = batch_of(kind, (5, 3, 2, 6), device)
     x.targets[0, 0], x.targets[1, 0] = 0, 6
     x.steps[2], x.labels[3], x.steps[4] = 4, 3, 0
@@ -469,9 +467,9 @@ def test_a_graph_prepares_the_words_in_each_replay(kind: str, device: str) -> No
         assert_same_bits([losses.detach(), *gradients], expected[i])
 
 
+@pytest.mark.usefixtures("unchecked")
 @gpu_only
-def test_compiled_code(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_compiled_code(device: str) -> None:
     x = batch_of("rnnt", LARGEST, device, torch.bfloat16)
     expected = results(x)
     logits = x.logits[0].detach().requires_grad_()
