@@ -168,11 +168,3 @@ def test_another_default_device() -> None:
     with torch.device("meta"):
         chain = Chain(scores, source, lengths=[2, 3])
         assert torch.equal(chain.logz(), logz) and torch.equal(chain.viterbi().states, best.states)
-
-
-def test_calls_without_a_gradient_keep_no_graph() -> None:
-    scores = torch.zeros(2, 1, 2, 2, requires_grad=True)
-    with torch.no_grad():
-        assert Chain(scores, partita.dense_source(2)).logz().grad_fn is None
-    assert Chain(scores.detach(), partita.dense_source(2)).entropy().grad_fn is None
-    assert Chain(scores, partita.dense_source(2)).logz().grad_fn is not None

@@ -246,29 +246,6 @@ def test_the_same_bits_on_any_number_of_threads() -> None:
             ), name
 
 
-@pytest.mark.parametrize("kind", TABLES)
-def test_gradients_of_expectations(kind: str) -> None:
-    """Gradients in scores, ends and values agree with the reference."""
-    chain = random_chain(6, 3, 4, 3, kind=kind, seed=5)
-    values = torch.randn(
-        chain.scores.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-    results = []
-    for backend in ("numba", "reference"):
-        tensors = [
-            t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final, values)
-        ]
-        with partita.backend(backend):
-            whole = Chain(tensors[0], chain.source, *tensors[1:3], lengths=chain.lengths)
-            results.append(
-                torch.autograd.grad(
-                    (whole.expectation(tensors[3]) + whole.entropy()).sum(), tensors
-                )
-            )
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-
-
 @pytest.mark.parametrize("source", [RING, debruijn_source(4, 2)], ids=["ring", "k-mers"])
 def test_long_chains(source: torch.Tensor) -> None:
     """Log Z and marginals of 2,000 steps of fp32 scores agree with the reference in fp64."""

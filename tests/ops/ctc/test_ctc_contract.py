@@ -122,24 +122,3 @@ def test_logits_of_a_subclass_reach_it() -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(logits.detach())
     for result, truth in zip(value_and_gradient(fake.requires_grad_()), expected, strict=True):
         assert type(result) is type(fake) and result.shape == truth.shape
-
-
-class WithoutGradient(torch.autograd.Function):
-    """The identity, whose backward pass gives no gradient."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> None:
-        return None
-
-
-def test_a_loss_without_a_gradient_gives_none_to_the_logits() -> None:
-    logits, targets, inputs, lengths = sample()
-    x = logits.detach().requires_grad_()
-    WithoutGradient.apply(
-        partita.ctc_loss(x, targets, inputs, lengths, from_logits=True)
-    ).backward()
-    assert x.grad is None

@@ -77,13 +77,6 @@ def test_any_strides_dtypes_and_ends(backend: str) -> None:
             torch.testing.assert_close(LinearChain(*others).logz(), expected)
 
 
-def test_a_mask_is_the_same_as_its_lengths() -> None:
-    chain = random_linear_chain()
-    mask = torch.arange(5)[:, None] < chain.lengths
-    masked = LinearChain(chain.emissions, chain.transitions, chain.start, chain.end, mask=mask)
-    assert torch.equal(masked.logz(), chain.logz())
-
-
 def test_a_mask_with_a_hole_is_nan_where_values_are_not_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

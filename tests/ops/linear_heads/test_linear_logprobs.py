@@ -83,23 +83,6 @@ def test_values_and_gradients(
 
 
 @devices
-@pytest.mark.parametrize("plan", PLANS)
-def test_several_backward_passes(plan: str, device: str) -> None:
-    x = leaves_of(batch_of(bias=True, device=device))
-    ids = ids_of(x)
-    found = partita.linear_logprobs(
-        x.input, x.weight, ids, linear_bias=x.bias, memory_budget=budgets(x)[plan]
-    )
-    upstream = torch.rand(found.shape, device=device)
-    first, second = (
-        torch.autograd.grad(found, (x.input, x.weight, x.bias), upstream, retain_graph=True)
-        for _ in range(2)
-    )
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@devices
 def test_plans_agree_with_one_id_of_token_stats(device: str) -> None:
     x = batch_of(device=device)
     labels = x.target.clamp(min=0)
