@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ctc import BACKENDS, backends
-from helpers.ctc_crf import crf_loss, crf_sample
+from helpers.ctc import BACKENDS, backends, crf_loss, crf_sample
 from helpers.rows import devices, kernel_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st

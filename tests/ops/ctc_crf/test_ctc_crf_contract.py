@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from helpers.ctc import backends
-from helpers.ctc_crf import CRF_SIZES, crf_loss
+from helpers.ctc import CRF_SIZES, backends, crf_loss
 from helpers.errors import raises
 
 import partita
