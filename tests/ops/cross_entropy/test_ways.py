@@ -169,10 +169,6 @@ def test_fused_and_separate_reductions_agree(device: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
-
-
-
-
 @pytest.mark.interpreted
 @devices
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
