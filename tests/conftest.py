@@ -68,6 +68,12 @@ def small_softmax_by_kernels(
         monkeypatch.setattr("partita.ops.softmax.api.SMALL_ELEMENTS", -1)
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls look at no values of labels and lengths."""
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+
+
 @pytest.fixture(autouse=True)
 def gpu_memory() -> Iterator[None]:
     """Give cached memory of a GPU back, of which other test processes have need."""

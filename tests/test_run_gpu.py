@@ -1,9 +1,12 @@
-"""The runner of `make test-gpu`, on tests that need no GPU."""
+"""The runner of `make test-gpu`, on tests that need no GPU, and the choice of versions."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from run_versions import SUPPORTED, Pair, pair_of
 
 TESTS = """
 import os, pytest
@@ -62,3 +65,21 @@ def test_a_run_and_its_continuation(tmp_path: Path) -> None:
     code, lines, _ = run(tmp_path, "--resume")
     assert code == 1
     assert lines[-1].startswith("test-gpu: 1 passed, 2 failed, 1 skipped, 11 passed before in ")
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"),
+    [
+        ("oldest", Pair(*SUPPORTED[0].split("+"))),
+        ("newest", Pair(*SUPPORTED[-1].split("+"))),
+        ("2.11+3.6", Pair("2.11.0", "3.6.0")),
+        ("2.1+3.6", Pair("2.1", "3.6")),  # no beginning of 2.11
+    ],
+)
+def test_a_pair_is_named_by_its_place_or_the_first_numbers(text: str, pair: Pair) -> None:
+    assert pair_of(text) == pair
+
+
+def test_a_version_alone_is_no_pair() -> None:
+    with pytest.raises(SystemExit, match=r"expected pairs like"):
+        pair_of("2.11")

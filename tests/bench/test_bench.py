@@ -5,16 +5,14 @@ No test depends on a measured time.
 
 import dataclasses
 import math
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.bench import CPU, SETTINGS, devices, read, run
+from helpers.bench import CPU, SETTINGS, bench, devices, read, run, run_as, texts_of
 from torch import Tensor
 
-from partita.__main__ import main
 from partita.bench import chain, cli, providers, rows, runner
 from partita.bench.case import Case, Provider
 from partita.bench.measure import Timing
@@ -27,7 +25,8 @@ PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,koi,seqdist,"
     "torch-struct,flash-semicrf,pytorch-crf,torchaudio,warprnnt,fast-ctc-decode,pyctcdecode"
 )
-TINY = ["--elements", "2048", "--columns", "16,33", "--repetitions", "2"]
+TINY = "--elements 2048 --columns 16,33 --repetitions 2"
+SOFTMAX = f"softmax {TINY} --no-sweep --device cpu"
 
 
 @pytest.fixture
@@ -44,22 +43,8 @@ def test_all_ops_with_table_csv_and_picture(
     naive = next(peer for peer in providers.PEERS if peer.name == "naive")
     peers(naive)
     out = tmp_path / "new folder"
-    assert (
-        main(
-            [
-                "bench",
-                *TINY,
-                "--quick",
-                "--peers",
-                "torch,naive",
-                "--device",
-                device,
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    command = f"{TINY} --quick --peers torch,naive --device {device}"
+    assert bench(command, "--out", str(out)) == 0
     machine, measured = read(out / "bench.csv")
     found = {(row["op"], row["part"], row["dtype"], row["provider"]) for row in measured}
     for dtype in ("fp32", "bf16"):
@@ -128,12 +113,8 @@ def test_all_ops_with_table_csv_and_picture(
         if row["op"] in ("chain", "viterbi")
     }
     assert sizes == {("25", "1", "16", "5"), ("12", "1", "33", "5")}
-    texts = [
-        element.text
-        for element in ElementTree.parse(out / "bench.svg").iter()
-        if element.tag.endswith("text")
-    ]
-    assert {"partita", "torch", "naive", "copy", "columns", "25 × 1 ×", "12 × 1 ×"} <= set(texts)
+    texts = texts_of(out / "bench.svg")
+    assert {"partita", "torch", "naive", "copy", "columns", "25 × 1 ×", "12 × 1 ×"} <= texts
     for dtype in ("fp32", "bf16"):
         for caption in (
             "log Z and its gradient, {} scores",
@@ -167,11 +148,9 @@ def test_an_absent_peer_gets_one_line(
             install="pip install no-such-package",
         )
     )
-    assert (
-        main(["bench", "softmax", *TINY, "--no-sweep", "--device", "cpu", "--peers", "absent"]) == 0
-    )
+    assert bench(f"{SOFTMAX} --peers absent") == 0
     assert "absent: not installed (pip install no-such-package)\n" in capsys.readouterr().out
-    assert main(["bench", "cross_entropy", *TINY, "--device", "cpu", "--peers", "absent"]) == 0
+    assert bench(f"cross_entropy {TINY} --device cpu --peers absent") == 0
     assert "absent" not in capsys.readouterr().out  # it has no such op
 
 
@@ -214,10 +193,8 @@ def test_the_wrong_are_not_timed(op: str) -> None:
         "wrong", {name: lambda function=function: function for name, function in BROKEN.items()}
     )
     found = run(cli.OPS[op](SETTINGS), broken)
-    assert found
-    for row in found:
-        assert row.timing is None
-        assert row.note.startswith("wrong: ")
+    assert found and all(row.timing is None for row in found)
+    assert all(row.note.startswith("wrong: ") for row in found)
 
 
 def test_unwritten_memory_is_wrong() -> None:
@@ -226,37 +203,19 @@ def test_unwritten_memory_is_wrong() -> None:
         result[1:] = torch.softmax(x, -1)[1:]
         return result
 
-    (row,) = run(
-        iter([rows.Softmax("softmax", torch.float32, 4, 8)]),
-        Provider("unwritten", {"softmax": lambda: unwritten}),
-    )
+    (row,) = run_as("unwritten", rows.Softmax("softmax", torch.float32, 4, 8), unwritten)
     assert row.timing is None and math.isinf(row.error)
 
 
 def test_ours_must_be_right(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        providers,
-        "OURS",
-        (dataclasses.replace(PARTITA, ops={"softmax": lambda: BROKEN["softmax"]}),),
-    )
-    arguments = [
-        "bench",
-        "softmax",
-        *TINY,
-        "--no-sweep",
-        "--device",
-        "cpu",
-        "--dtype",
-        "fp32",
-        "--only-ours",
-        "--csv",
-        str(tmp_path / "times.csv"),
-    ]
-    assert main(arguments) == 1
+    broken = dataclasses.replace(PARTITA, ops={"softmax": lambda: BROKEN["softmax"]})
+    monkeypatch.setattr(providers, "OURS", (broken,))
+    path = tmp_path / "times.csv"
+    assert bench(f"{SOFTMAX} --dtype fp32 --only-ours", "--csv", str(path)) == 1
     assert capsys.readouterr().err.count("partita wrong: ") == 2
-    assert [row["note"][:6] for row in read(tmp_path / "times.csv")[1]] == ["wrong:"] * 2
+    assert [row["note"][:6] for row in read(path)[1]] == ["wrong:"] * 2
 
 
 def test_a_peer_may_refuse(peers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,23 +228,7 @@ def test_a_peer_may_refuse(peers: Callable[..., None], capsys: pytest.CaptureFix
         Provider("narrow", {"softmax": lambda: narrow}),
         Provider("broken", {"softmax": lambda: __import__("no_such_module")}),
     )
-    assert (
-        main(
-            [
-                "bench",
-                "softmax",
-                *TINY,
-                "--no-sweep",
-                "--device",
-                "cpu",
-                "--dtype",
-                "fp32",
-                "--peers",
-                "narrow,broken",
-            ]
-        )
-        == 0
-    )
+    assert bench(f"{SOFTMAX} --dtype fp32 --peers narrow,broken") == 0
     printed = capsys.readouterr().out
     assert printed.count("refuses: ValueError: too wide\n") == 1
     assert printed.count("refuses: ModuleNotFoundError: No module named 'no_such_module'\n") == 2
@@ -304,25 +247,7 @@ def test_an_interrupted_run_writes_what_it_has(
 
     monkeypatch.setattr(rows.LogSoftmax, "times", times)
     path = tmp_path / "times.csv"
-    assert (
-        main(
-            [
-                "bench",
-                "softmax",
-                *TINY,
-                "--no-sweep",
-                "--device",
-                "cpu",
-                "--dtype",
-                "fp32",
-                "--peers",
-                "",
-                "--csv",
-                str(path),
-            ]
-        )
-        == 130
-    )
+    assert bench(f"{SOFTMAX} --dtype fp32", "--peers", "", "--csv", str(path)) == 130
     assert {row["columns"] for row in read(path)[1]} == {"16", "33"}
 
 
@@ -339,26 +264,23 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "expected"),
     [
         (
-            ["chess"],
+            "chess",
             "expected some of softmax, cross_entropy, token_stats, logprobs, linear_cross_entropy,"
             " divergence, chain, linear_chain, semi_markov, ctc, rnnt, decode, got 'chess'",
         ),
         (
-            ["--peers", "nobody"],
+            "--peers nobody",
             f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'",
         ),
-        (["--dtype", "fp8"], "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
-        (["--columns", "8,-1"], "expected positive whole numbers, got '8,-1'"),
-        (["--elements", "1,2"], "expected one positive whole number, got '1,2'"),
-        (["--device", "nowhere"], "--device: cannot use 'nowhere'"),
+        ("--dtype fp8", "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
+        ("--columns 8,-1", "expected positive whole numbers, got '8,-1'"),
+        ("--elements 1,2", "expected one positive whole number, got '1,2'"),
+        ("--device nowhere", "--device: cannot use 'nowhere'"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_arguments(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code = main(["bench", *arguments])
+        code = bench(arguments)
     except SystemExit as stop:
         code = stop.code
     error = capsys.readouterr().err
@@ -376,7 +298,7 @@ def test_a_picture_needs_matplotlib(
         "find_spec",
         lambda name: None if name == "matplotlib" else find_spec(name),
     )
-    assert main(["bench", "softmax", "--svg", str(tmp_path / "x.svg")]) == 2
+    assert bench("softmax", "--svg", str(tmp_path / "x.svg")) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -415,13 +337,8 @@ def test_bytes_that_must_be_moved(dtype: torch.dtype) -> None:
 def test_shares_of_the_bandwidth() -> None:
     case = rows.CrossEntropy("cross_entropy", torch.float32, 1000, 1000)  # 4 MB
     slow = Timing.of([8.0, 4.0, 6.0])
-    assert (slow.mean, slow.median, slow.least, slow.greatest, slow.repetitions) == (
-        6.0,
-        6.0,
-        4.0,
-        8.0,
-        3,
-    )
+    assert (slow.mean, slow.median, slow.repetitions) == (6.0, 6.0, 3)
+    assert (slow.least, slow.greatest) == (4.0, 8.0)
     assert str(slow) == "6.000 (4.000–8.000)"
     gpu = dataclasses.replace(CPU, device=torch.device("cuda"))
     shares = {

@@ -1,36 +1,48 @@
-"""The benchmark of CTC: its sizes, how results are judged, and what the peers are called with."""
+"""The benchmark of CTC and transducers: sizes, verdicts, and the calls of the peers."""
 
 import dataclasses
-import sys
-import types
 from pathlib import Path
-from xml.etree import ElementTree
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.bench import CPU, SETTINGS, devices, read, run
+from helpers.bench import (
+    CPU,
+    SETTINGS,
+    bench,
+    devices,
+    machine_with,
+    note_of_wrong,
+    print_tables,
+    read,
+    run,
+    run_as,
+    settings_with,
+    shapes,
+    stand_in,
+    texts_of,
+)
 from torch import Tensor
 
 import partita
-from partita.__main__ import main
-from partita.bench import chain, ctc, picture, providers, report
-from partita.bench.case import Buffers, Provider
+from partita.bench import chain, ctc, picture, providers, report, rnnt
+from partita.bench.case import Buffers
 from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH
 from partita.bench.runner import Row
-from partita.cli.console import print_table
 
 LOSS = ctc.Loss("ctc", torch.float32, 40, 6, 8, 5, 12)
 CRF = ctc.Crf("ctc_crf", torch.float32, 40, 3, 5, 6, 12, 2)
 ALIGN = ctc.Align("ctc_align", torch.float32, 40, 3, 8, 5, 12)
-needs_crf = pytest.mark.skipif(
-    not hasattr(partita, "ctc_crf_loss"), reason="there is no ctc_crf_loss"
+TRANSDUCERS = (
+    rnnt.RNNT("rnnt", torch.float32, 2, 8, 3, 5),
+    rnnt.TDT("tdt", torch.float32, 2, 8, 3, 5),
+    rnnt.LinearRNNT("linear_rnnt", torch.float32, 2, 8, 3, 5, 4),
 )
-
-
-def named(name: str, function: object) -> Provider:
-    return Provider(name, {op: lambda: function for op in ("ctc", "ctc_crf", "ctc_align")})
+GPU = torch.device("cuda")
+QUICK = "--quick --repetitions 2 --device cpu"
 
 
 def off_by(factor: float, sequences: slice = slice(None)) -> object:
@@ -46,37 +58,43 @@ def off_by(factor: float, sequences: slice = slice(None)) -> object:
 
 
 def test_sizes() -> None:
-    def shapes(op: str, **changes: object) -> list[tuple[int, ...]]:
-        settings = dataclasses.replace(
-            SETTINGS, **{"columns": (), "elements": None, "dtypes": (torch.float32,), **changes}
-        )
+    def sized(op: str, **changes: Any) -> list[tuple[int, ...]]:
+        settings = settings_with(**changes)
         cases = [case for case in ctc.ctc_cases(settings) if case.op == op]
         return [(*case.shape, case.shortest, case.longest) for case in cases]
 
-    gpu = torch.device("cuda")
-    full = shapes("ctc", device=gpu, quick=False)
-    assert [shape[:3] for shape in full[:3]] == [
-        (500, 128, 20),
-        (1000, 64, 32),
-        (150, 128, 5000),
-    ] and len(full) == 10
-    assert full[5] == (30000, 1, 32, 2000, 2500)
-    assert shapes("ctc", device=gpu) == [full[0], full[6]]
-    assert shapes("ctc", quick=False) == [(500, 32, 20, 80, 100), (400, 4, 5000, 40, 40)]
-    assert shapes("ctc") == [(60, 4, 20, 8, 12), (64, 4, 32, 16, 16)]
-    assert shapes("ctc", device=gpu, columns=(1, 100)) == [
+    full = sized("ctc", device=GPU, quick=False)
+    assert [shape[:3] for shape in full[:3]] == [(500, 128, 20), (1000, 64, 32), (150, 128, 5000)]
+    assert len(full) == 10 and full[5] == (30000, 1, 32, 2000, 2500)
+    assert sized("ctc", device=GPU) == [full[0], full[6]]
+    assert sized("ctc", quick=False) == [(500, 32, 20, 80, 100), (400, 4, 5000, 40, 40)]
+    assert sized("ctc") == [(60, 4, 20, 8, 12), (64, 4, 32, 16, 16)]
+    assert sized("ctc", device=GPU, columns=(1, 100)) == [
         (500, 128, 2, 80, 100),
         (500, 128, 100, 80, 100),
     ]
-    assert shapes("ctc", elements=2 * 60 * 20)[0] == (60, 2, 20, 8, 12)
-    assert shapes("ctc", elements=200)[0] == (10, 1, 20, 5, 5)
-    assert shapes("ctc_crf", device=gpu, quick=False) == [(2000, 64, 1024, 5, 300, 500)]
-    assert shapes("ctc_crf", elements=320) == [(16, 1, 4, 5, 8, 8)]
-    assert shapes("ctc_align", device=gpu, quick=False) == [(180000, 1, 32, 20000, 20000)]
+    assert sized("ctc", elements=2 * 60 * 20)[0] == (60, 2, 20, 8, 12)
+    assert sized("ctc", elements=200)[0] == (10, 1, 20, 5, 5)
+    assert sized("ctc_crf", device=GPU, quick=False) == [(2000, 64, 1024, 5, 300, 500)]
+    assert sized("ctc_crf", elements=320) == [(16, 1, 4, 5, 8, 8)]
+    assert sized("ctc_align", device=GPU, quick=False) == [(180000, 1, 32, 20000, 20000)]
     cases = list(ctc.ctc_cases(dataclasses.replace(SETTINGS, columns=())))
     assert [(case.op, case.dtype) for case in cases] == [
         (op, dtype) for dtype in SETTINGS.dtypes for op in ("ctc", "ctc", "ctc_crf", "ctc_align")
     ]
+
+
+def test_sizes_of_transducers() -> None:
+    def sized(op: str, **changes: Any) -> list[tuple[int, ...]]:
+        return shapes(rnnt.rnnt_cases, op, **changes)
+
+    full = sized("rnnt", device=GPU, quick=False)
+    assert full[0] == (8, 200, 41, 500) and len(full) == 4
+    assert sized("rnnt", device=GPU) == full[:2]
+    assert sized("tdt") == [(2, 20, 7, 32), (1, 12, 5, 64)]
+    assert sized("linear_rnnt", quick=False) == [(2, 60, 21, 100), (1, 150, 41, 256)]
+    assert sized("rnnt", device=GPU, columns=(1, 100)) == [(8, 200, 41, 2), (8, 200, 41, 100)]
+    assert sized("rnnt", elements=2048)[0] == (1, 9, 7, 32)
 
 
 def test_inputs() -> None:
@@ -106,51 +124,56 @@ def test_bytes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @devices
 def test_ours_and_pytorch_are_right(device: str, dtype: torch.dtype) -> None:
-    here = dataclasses.replace(CPU, device=torch.empty(0, device=device).device)
-    rows = run(
-        iter([dataclasses.replace(case, dtype=dtype) for case in (LOSS, ALIGN)]),
-        PARTITA,
-        TORCH,
-        machine=here,
-    )
-    parts = ("inference", "forward", "backward", "total")
-    expected = [("ctc", name, part) for name in ("partita", "torch") for part in parts] + [
-        ("ctc_align", "partita", "inference")
+    cases = [dataclasses.replace(case, dtype=dtype) for case in (LOSS, ALIGN)]
+    rows = run(cases, PARTITA, TORCH, machine=machine_with(device))
+    assert [(row.case.op, row.provider, row.part) for row in rows if row.timing] == [
+        *(("ctc", name, part) for name in ("partita", "torch") for part in report.PARTS[:4]),
+        ("ctc_align", "partita", "inference"),
     ]
-    assert [(row.case.op, row.provider, row.part) for row in rows if row.timing] == expected
     assert all(row.error <= (1e-6 if row.provider == "partita" else 1e-3) for row in rows)
+
+
+@pytest.mark.parametrize("case", TRANSDUCERS, ids=lambda case: case.op)
+def test_ours_and_pytorch_are_right_for_transducers(case: rnnt.RNNT) -> None:
+    rows = run([case], PARTITA, TORCH)
+    assert [row.provider for row in rows if row.part == "total"] == ["partita", "torch"]
+    assert all(row.error < 1e-6 for row in rows)
+
+
+def test_a_wrong_gradient_of_a_transducer_is_found() -> None:
+    def function(logits: Tensor, *others: Tensor) -> Tensor:
+        scaled = logits.detach() + 1.1 * (logits - logits.detach())
+        return PARTITA.ops["rnnt"]()(scaled, *others)
+
+    note_of_wrong(TRANSDUCERS[0], function)
+
+
+def test_what_libraries_of_transducers_cannot_take() -> None:
+    peers = {peer.name: peer for peer in providers.PEERS}
+    inputs = TRANSDUCERS[0].inputs(Buffers(CPU.device))
+    assert peers["warprnnt"].refusal("rnnt", inputs) == "needs a GPU"
+    assert peers["torchaudio"].refusal("rnnt", inputs) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @devices
 def test_the_recipe_of_basecallers_is_right(device: str, dtype: torch.dtype) -> None:
-    here = dataclasses.replace(CPU, device=torch.empty(0, device=device).device)
-    rows = run(iter([dataclasses.replace(CRF, dtype=dtype)]), TORCH, machine=here)
+    rows = run([dataclasses.replace(CRF, dtype=dtype)], TORCH, machine=machine_with(device))
     assert [row.part for row in rows if row.timing] == ["inference", "forward", "backward", "total"]
     assert all(row.error <= (1e-4 if dtype == torch.float32 else 1e-11) for row in rows)
 
 
-@needs_crf
 @devices
 def test_ours_over_kmers_is_right(device: str) -> None:
-    rows = run(
-        iter([CRF]),
-        PARTITA,
-        machine=dataclasses.replace(CPU, device=torch.empty(0, device=device).device),
-    )
+    rows = run([CRF], PARTITA, machine=machine_with(device))
     assert len(rows) == 4 and all(row.timing and row.error <= 1e-6 for row in rows)
 
 
 def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
     slightly, badly = off_by(1.001), off_by(1.05)
-    assert all(row.timing for row in run(iter([LOSS]), named("another", slightly)))
-    for name, function, allowed in (("partita", slightly, "2e-06"), ("another", badly, "0.01")):
-        (row,) = run(iter([LOSS]), named(name, function))
-        assert (
-            row.timing is None
-            and row.note.startswith("wrong: ")
-            and row.note.endswith(f", allowed {allowed}")
-        )
+    assert all(row.timing for row in run_as("another", LOSS, slightly))
+    assert note_of_wrong(LOSS, slightly, "partita").endswith(", allowed 2e-06")
+    assert note_of_wrong(LOSS, badly).endswith(", allowed 0.01")
     truth = LOSS.standard(LOSS.inputs(Buffers(CPU.device)))
     longer = dataclasses.replace(LOSS, steps=4000)
     assert LOSS.bounds(PARTITA, truth) == longer.bounds(PARTITA, truth)
@@ -160,17 +183,16 @@ def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
 @pytest.mark.parametrize("sequence", [0, 3, 5])
 @pytest.mark.parametrize("factor", [0.5, torch.nan])
 def test_every_sequence_counts(factor: float, sequence: int) -> None:
-    (row,) = run(iter([LOSS]), named("another", off_by(factor, slice(sequence, sequence + 1))))
-    assert row.timing is None and row.note.startswith("wrong: ") and f", {sequence}, " in row.note
+    only = off_by(factor, slice(sequence, sequence + 1))
+    assert f", {sequence}, " in note_of_wrong(LOSS, only)
 
 
 @pytest.mark.parametrize("case", [LOSS, CRF], ids=lambda case: case.op)
 def test_a_wrong_loss_is_not_timed(case: ctc.CTCLossCase) -> None:
     right = TORCH.ops[case.op]()
-    (row,) = run(iter([case]), named("another", lambda *inputs: right(*inputs) + 100))
-    assert row.timing is None and row.note.startswith("wrong: ")
-    (row,) = run(iter([case]), named("another", lambda *inputs: right(*inputs) * torch.nan))
-    assert row.timing is None and row.note.startswith("wrong: inf")
+    note_of_wrong(case, lambda *inputs: right(*inputs) + 100)
+    note = note_of_wrong(case, lambda *inputs: right(*inputs) * torch.nan)
+    assert note.startswith("wrong: inf")
 
 
 @pytest.mark.parametrize("step", [0, 20, 39])
@@ -181,16 +203,11 @@ def test_an_alignment_that_does_not_emit_the_target_is_wrong(label: int | str, s
         labels[1, step] = (labels[1, step] + 3) % 8 if label == "another" else label
         return labels
 
-    (row,) = run(iter([ALIGN]), named("another", broken))
-    assert row.timing is None and row.note.startswith("wrong: ") and "at [1]" in row.note
+    assert "at [1]" in note_of_wrong(ALIGN, broken)
 
 
 def test_an_alignment_that_is_not_the_best_is_wrong() -> None:
-    (row,) = run(
-        iter([ALIGN]),
-        named("another", lambda log_probs, *others: partita.ctc_align(-log_probs, *others).labels),
-    )
-    assert row.timing is None and row.note.startswith("wrong: ")
+    note_of_wrong(ALIGN, lambda x, *others: partita.ctc_align(-x, *others).labels)
 
 
 def test_the_best_score() -> None:
@@ -224,10 +241,10 @@ def test_koi_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return ctc._loop_aligned(stay, move, lengths)
 
-    module = types.SimpleNamespace(logZ_cu_sparse=logz_of_kmers, logZ_cu=logz_of_targets, Log="Log")
-    monkeypatch.setitem(sys.modules, "koi.ctc", module)
+    members = {"logZ_cu_sparse": logz_of_kmers, "logZ_cu": logz_of_targets, "Log": "Log"}
+    stand_in(monkeypatch, "koi.ctc", **members)
     koi = dataclasses.replace(providers.choose(["koi"])[-1], packages=(), beyond={})
-    rows = run(iter([LOSS, CRF]), koi)
+    rows = run([LOSS, CRF], koi)
     assert [(row.case.op, bool(row.timing)) for row in rows] == [("ctc_crf", True)] * 4
 
 
@@ -245,15 +262,10 @@ def test_seqdist_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> No
         assert rest[2:] == ("kernel", "Log")
         return -F.ctc_loss(log_probs, targets, *rest[:2], reduction="none")
 
-    module = types.SimpleNamespace(
-        prepare_inputs=prepare,
-        _Logz=types.SimpleNamespace(apply=apply),
-        _fwd_bwd_cupy="kernel",
-        Log="Log",
-    )
-    monkeypatch.setitem(sys.modules, "seqdist.ctc", module)
+    members = {"_Logz": SimpleNamespace(apply=apply), "_fwd_bwd_cupy": "kernel", "Log": "Log"}
+    stand_in(monkeypatch, "seqdist.ctc", prepare_inputs=prepare, **members)
     seqdist = dataclasses.replace(providers.choose(["seqdist"])[-1], packages=(), beyond={})
-    rows = run(iter([LOSS, CRF]), seqdist)
+    rows = run([LOSS, CRF], seqdist)
     assert [(row.case.op, bool(row.timing)) for row in rows] == [("ctc", True)] * 4
 
 
@@ -264,11 +276,9 @@ def test_torchaudio_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) ->
         assert log_probs.shape == (1, 40, 8) and log_probs.is_contiguous()
         return forced_align(log_probs, targets, *lengths)
 
-    monkeypatch.setitem(
-        sys.modules, "torchaudio.functional", types.SimpleNamespace(forced_align=align)
-    )
+    stand_in(monkeypatch, "torchaudio.functional", forced_align=align)
     torchaudio = dataclasses.replace(providers.choose(["torchaudio"])[-1], packages=())
-    one, several = run(iter([dataclasses.replace(ALIGN, sequences=1), ALIGN]), torchaudio)
+    one, several = run([dataclasses.replace(ALIGN, sequences=1), ALIGN], torchaudio)
     assert one.timing and several.note == "refuses: takes one sequence only"
 
 
@@ -277,7 +287,7 @@ def test_what_the_libraries_cannot_take() -> None:
         longest: int, device: str = "cuda", dtype: torch.dtype = torch.float32
     ) -> str | None:
         inputs = LOSS.inputs(Buffers(CPU.device))
-        logits = types.SimpleNamespace(device=torch.device(device), dtype=dtype)
+        logits = SimpleNamespace(device=torch.device(device), dtype=dtype)
         return ctc.beyond_seqdist(inputs._replace(logits=logits, targets=torch.ones(2, longest)))
 
     assert reason(511) is reason(511, dtype=torch.float64) is None
@@ -287,13 +297,8 @@ def test_what_the_libraries_cannot_take() -> None:
     (koi,) = providers.choose(["koi"])[-1:]
     for case in (CRF, chain.LogZ("chain", torch.float32, 2, 2, 4, chain.kmers)):
         assert koi.refusal(case.op, case.inputs(Buffers(CPU.device))) == "needs a GPU"
-    rows = run(iter([LOSS, CRF]), *providers.choose(["koi", "seqdist"])[-2:])
+    rows = run([LOSS, CRF], *providers.choose(["koi", "seqdist"])[-2:])
     assert [row.note for row in rows] == ["refuses: needs a GPU"] * 2
-
-
-def print_summary(rows: list[Row]) -> None:
-    for table in report.summary(rows, CPU):
-        print_table(*table)
 
 
 def test_times_faster(capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,12 +322,12 @@ def test_times_faster(capsys: pytest.CaptureFixture[str]) -> None:
         row(longer, "partita", 1.0),
         row(longer, "torch", None),
     ]
-    print_summary(rows)
+    print_tables(rows)
     printed = capsys.readouterr().out
     table = printed.partition("ctc fp32, total: times faster than torch\n")[2].splitlines()
     assert [line.split()[-3:] for line in table[2:3]] == [["2.50", "1.00", "1.25"]]
     assert table[3].split()[-1] == "refuses" and "." not in table[3]
-    print_summary([row(LOSS, "partita", 2.0)])
+    print_tables([row(LOSS, "partita", 2.0)])
     assert "faster" not in capsys.readouterr().out
 
 
@@ -339,22 +344,8 @@ def test_a_panel_for_each_loss_and_dtype() -> None:
     ]
 
 
-@needs_crf
 def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "--quick",
-        "--dtype",
-        "fp32",
-        "--repetitions",
-        "2",
-        "--peers",
-        "torch",
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path),
-    ]
-    assert main(["bench", "ctc", *arguments]) == 0
+    assert bench(f"ctc {QUICK} --dtype fp32 --peers torch", "--out", str(tmp_path)) == 0
     measured = read(tmp_path / "bench.csv")[1]
     parts = {(row["op"], row["provider"], row["part"]) for row in measured}
     assert parts == {
@@ -375,18 +366,9 @@ def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(
         float(row["error"]) <= (4e-6 if row["provider"] == "partita" else 1e-2) for row in measured
     )
-    texts = [
-        element.text
-        for element in ElementTree.parse(tmp_path / "bench.svg").iter()
-        if element.tag.endswith("text")
-    ]
-    assert {
-        "partita",
-        "torch",
-        "copy",
-        "60 × 4 ×",
-        "CTC loss and its gradient, fp32 logits, CPU",
-    } <= set(texts)
+    texts = texts_of(tmp_path / "bench.svg")
+    caption = "CTC loss and its gradient, fp32 logits, CPU"
+    assert {"partita", "torch", "copy", "60 × 4 ×", caption} <= texts
     printed = capsys.readouterr().out
     for title in (
         "ctc fp32",
@@ -406,19 +388,8 @@ def test_ours_must_be_right(
         "ctc_align": PARTITA.ops["ctc_align"],
     }
     monkeypatch.setattr(providers, "OURS", (dataclasses.replace(PARTITA, ops=broken),))
-    arguments = [
-        "--quick",
-        "--dtype",
-        "fp64",
-        "--repetitions",
-        "2",
-        "--device",
-        "cpu",
-        "--only-ours",
-        "--csv",
-        str(tmp_path / "times.csv"),
-    ]
-    assert main(["bench", "ctc", *arguments]) == 1
+    command = f"ctc {QUICK} --dtype fp64 --only-ours"
+    assert bench(command, "--csv", str(tmp_path / "times.csv")) == 1
     assert capsys.readouterr().err.count("partita wrong: ") == 2
     rows = read(tmp_path / "times.csv")[1]
     assert [row["op"] for row in rows if row["note"].startswith("wrong:")] == ["ctc"] * 2

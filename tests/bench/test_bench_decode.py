@@ -1,18 +1,15 @@
 """The benchmark of decoding: verdicts, sizes, and the calls of the peers."""
 
-import dataclasses
-import sys
-import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.bench import CPU, SETTINGS, run
+from helpers.bench import CPU, run, run_as, settings_with, stand_in
 
 import partita
 from partita.bench import decode
-from partita.bench.case import Buffers, Provider, needs_gpu
+from partita.bench.case import Buffers, needs_gpu
 from partita.bench.providers import PARTITA
 
 GREEDY = decode.Greedy("ctc_greedy", torch.float32, 12, 2, 5, 4)
@@ -21,15 +18,9 @@ VITERBI = decode.CrfCase("ctc_crf_viterbi", torch.float32, 12, 2, 16, 4)
 CRF_BEAM = decode.CrfCase("ctc_crf_beam", torch.float32, 12, 2, 16, 4)
 
 
-def named(name: str, op: str, function: object) -> Provider:
-    return Provider(name, {op: lambda: function})
-
-
 def test_sizes() -> None:
-    def shapes(**changes: object) -> list[tuple[int, ...]]:
-        settings = dataclasses.replace(
-            SETTINGS, **{"columns": (), "elements": None, "dtypes": (), **changes}
-        )
+    def shapes(**changes: Any) -> list[tuple[int, ...]]:
+        settings = settings_with(dtypes=(), **changes)
         return [case.shape for case in decode.decode_cases(settings)]
 
     gpu = shapes(device=torch.device("cuda"), quick=False)
@@ -39,7 +30,7 @@ def test_sizes() -> None:
 
 
 def test_ours_loses_nothing() -> None:
-    rows = run(iter([GREEDY, BEAM, VITERBI, CRF_BEAM]), PARTITA)
+    rows = run([GREEDY, BEAM, VITERBI, CRF_BEAM], PARTITA)
     assert all(row.timing and row.error <= 1e-9 for row in rows) and len(rows) == 4
 
 
@@ -50,9 +41,9 @@ def test_tokens_that_are_less_probable_are_found() -> None:
         found = partita.ctc_beam_search(inputs.scores, beam_width=4)
         return found._replace(lengths=found.lengths - 1)
 
-    (row,) = run(iter([BEAM]), named("partita", "ctc_beam", shorter))
+    (row,) = run_as("partita", BEAM, shorter)
     assert row.timing is None and "nats" in row.note
-    (row,) = run(iter([BEAM]), named("fast-ctc-decode", "ctc_beam", shorter))
+    (row,) = run_as("fast-ctc-decode", BEAM, shorter)
     assert row.timing is not None and row.error > 0.01
 
 
@@ -78,9 +69,8 @@ def test_fast_ctc_decode_gets_probabilities(monkeypatch: pytest.MonkeyPatch) -> 
         found = partita.ctc_greedy_search(torch.from_numpy(x).log())
         return "".join(alphabet[c] for c in found.tokens[0, 0, : int(found.lengths[0, 0])]), []
 
-    module = types.ModuleType("fast_ctc_decode")
-    module.beam_search, module.viterbi_search = beam_search, viterbi_search
-    monkeypatch.setitem(sys.modules, "fast_ctc_decode", module)
+    members = {"beam_search": beam_search, "viterbi_search": viterbi_search}
+    stand_in(monkeypatch, "fast_ctc_decode", **members)
     inputs = BEAM.inputs(Buffers(CPU.device))
     found = decode.fast_ctc_decode_beam()(inputs)
     assert decode.tokens_of(found, [1]) == [found_by_ours(inputs)[1]]
@@ -99,9 +89,7 @@ def test_pyctcdecode_gets_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> 
         def decode(self, x: np.ndarray, beam_width: int) -> str:
             return stand_in_text(x, self.labels, beam_width)
 
-    module = types.ModuleType("pyctcdecode")
-    module.build_ctcdecoder = Decoder
-    monkeypatch.setitem(sys.modules, "pyctcdecode", module)
+    stand_in(monkeypatch, "pyctcdecode", build_ctcdecoder=Decoder)
     inputs = BEAM.inputs(Buffers(CPU.device))
     found = decode.pyctcdecode_beam()(inputs)
     assert decode.tokens_of(found, range(2)) == found_by_ours(inputs)
@@ -111,9 +99,7 @@ def test_torchaudio_gets_the_batch_first(monkeypatch: pytest.MonkeyPatch) -> Non
     """Our class of the same interface stands in for torchaudio's CUDA decoder."""
     from partita.integrations.torchaudio import CUCTCDecoder
 
-    module = types.ModuleType("torchaudio.models.decoder")
-    module.CUCTCDecoder = CUCTCDecoder
-    monkeypatch.setitem(sys.modules, "torchaudio.models.decoder", module)
+    stand_in(monkeypatch, "torchaudio.models.decoder", CUCTCDecoder=CUCTCDecoder)
     inputs = BEAM.inputs(Buffers(CPU.device))
     found = decode.torchaudio_beam()(inputs)
     assert decode.tokens_of(found, range(2)) == found_by_ours(inputs)
@@ -132,9 +118,7 @@ def test_koi_gets_moves_without_the_blank(monkeypatch: pytest.MonkeyPatch) -> No
         letters = torch.tensor([0, *b"ACGT"], dtype=torch.uint8)[calls.labels]
         return letters, letters, calls.moves
 
-    module = types.ModuleType("koi.decode")
-    module.beam_search = beam_search
-    monkeypatch.setitem(sys.modules, "koi.decode", module)
+    stand_in(monkeypatch, "koi.decode", beam_search=beam_search)
     inputs = CRF_BEAM.inputs(Buffers(CPU.device))
     rounded = inputs._replace(scores=inputs.scores.half().float())
     expected = decode.tokens_of(PARTITA.ops["ctc_crf_beam"]()(rounded), range(2))

@@ -5,16 +5,14 @@ No test depends on a measured time.
 
 import csv
 import dataclasses
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.bench import SETTINGS, devices, run
+from helpers.bench import SETTINGS, bench, devices, run, texts_of
 
-from partita.__main__ import main
 from partita.bench import (
     host,
     host_cases,
@@ -109,9 +107,8 @@ def test_table_csv_and_picture(
     few_calls: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new folder"
-    ops = ["softmax", "ctc_loss", "ctc_align"]
-    command = ["bench", "host", *ops, "--quick", "--only-ours", "--device", "cpu"]
-    assert main([*command, "--out", str(out)]) == 0
+    command = "host softmax ctc_loss ctc_align --quick --only-ours --device cpu"
+    assert bench(command, "--out", str(out)) == 0
     rows = read(out / "host.csv")
     assert [(row["op"], row["variant"], row["provider"]) for row in rows] == [
         *(("softmax", SAME, name) for name in ("torch", "partita")),
@@ -138,7 +135,7 @@ def test_table_csv_and_picture(
     assert f"\n{title}\n" in printed
     assert "waited for  ratio" in printed
     assert printed.count("a new shape at every call") == 2
-    texts = {e.text for e in ElementTree.parse(out / "host.svg").iter() if e.tag.endswith("text")}
+    texts = texts_of(out / "host.svg")
     assert {"partita", "torch", "softmax", "lengths", "on the device"} <= texts
     machine, bars = host.bars_of_csv(out / "host.csv")
     assert machine and len(bars) == len(rows)
@@ -164,8 +161,8 @@ def test_first_calls_use_one_cache_that_starts_empty(
 
     monkeypatch.setattr(host, "run_module", fake)
     path = tmp_path / "host.csv"
-    command = ["bench", "host", "softmax", "--quick", "--cold", "--only-ours", "--device", "cpu"]
-    assert main([*command, "--csv", str(path)]) == 0
+    command = "host softmax --quick --cold --only-ours --device cpu"
+    assert bench(command, "--csv", str(path)) == 0
     assert [(name, empty) for name, _, empty in caches] == [
         ("torch", True),
         ("partita", True),
@@ -223,7 +220,7 @@ def test_ours_must_be_right(
         return torch.softmax(logits, -1).sum() + 0.1 * (len(calls) % 2)
 
     _replaced(monkeypatch, partita=lambda: drifts)
-    assert main(["bench", "host", "softmax", "--quick", "--only-ours", "--device", "cpu"]) == 1
+    assert bench("host softmax --quick --only-ours --device cpu") == 1
     printed = capsys.readouterr()
     assert "partita bench: softmax: partita wrong: result off by " in printed.err
     assert "wrong: result off by " in printed.out
@@ -241,8 +238,8 @@ def test_a_peer_may_refuse_or_be_absent(
     gone = dataclasses.replace(quack, packages=("no_such_package",))
     monkeypatch.setattr(providers, "PEERS", (TORCH, here, gone))
     _replaced(monkeypatch, liger=lambda: refuses)
-    command = ["bench", "host", "softmax", "--quick", "--peers", "liger,quack", "--device", "cpu"]
-    assert main(command) == 0
+    command = "host softmax --quick --peers liger,quack --device cpu"
+    assert bench(command) == 0
     printed = capsys.readouterr().out
     assert "quack: not installed (pip install quack-kernels)\n" in printed
     assert "refuses: ValueError: too narrow\n" in printed
@@ -260,29 +257,25 @@ def test_an_interrupted_run_writes_what_it_has(
 
     monkeypatch.setattr(host.Trial, "time_round", interrupted)
     path = tmp_path / "host.csv"
-    command = ["bench", "host", "softmax", "--device", "cpu", "--only-ours", "--csv", str(path)]
-    assert main(command) == 130
+    assert bench("host softmax --device cpu --only-ours", "--csv", str(path)) == 130
     assert [row["provider"] for row in read(path)] == ["torch"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["host", "chess"], "host: expected some of softmax, cross_entropy, "),
-        (["host", "--columns", "8"], "--columns: host has inputs of its own"),
-        (["host", "--peers", "nobody"], "--peers: expected some of torch, "),
-        (["host", "--device", "nowhere"], "--device: cannot use 'nowhere'"),
-        (["softmax", "host"], "got 'host'; it comes first"),
-        (["softmax", "--cold"], "--cold: belongs to `partita bench host`"),
-        (["ctc", "--do-bench"], "--do-bench: times softmax"),
-        (["softmax", "--do-bench", "--device", "cpu"], "--do-bench: needs a GPU and Triton"),
+        ("host chess", "host: expected some of softmax, cross_entropy, "),
+        ("host --columns 8", "--columns: host has inputs of its own"),
+        ("host --peers nobody", "--peers: expected some of torch, "),
+        ("host --device nowhere", "--device: cannot use 'nowhere'"),
+        ("softmax host", "got 'host'; it comes first"),
+        ("softmax --cold", "--cold: belongs to `partita bench host`"),
+        ("ctc --do-bench", "--do-bench: times softmax"),
+        ("softmax --do-bench --device cpu", "--do-bench: needs a GPU and Triton"),
     ],
-    ids=" ".join,
 )
-def test_wrong_arguments(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == 2
+def test_wrong_arguments(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(arguments) == 2
     error = capsys.readouterr().err
     assert expected in error
     assert error.count("\n") == 1
@@ -300,7 +293,7 @@ def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rows, "time_do_bench", fake)
     small = rows.DoBenchSweep("softmax", torch.float32, 8, 256)
-    (row,) = run(iter([small]), TORCH)
+    (row,) = run([small], TORCH)
     assert (row.part, row.timing, row.moved) == ("do_bench", Timing.of([2.0]), 2 * 4 * 8 * 256)
     assert calls[0].shape == (8, 256)
     assert [panel.draw for panel in picture.panels([row])] == [picture._sweep]

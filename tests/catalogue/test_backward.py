@@ -19,10 +19,10 @@ pytestmark = pytest.mark.interpreted
 
 
 def samples(name: str, draw: Draw) -> list[Sample]:
-    """Return a call without a reduction and one with it."""
+    """Return a plain call, one with a reduction, and one in chunks of classes."""
     call = CALLS[name]
-    reduced = ["mean"] if "mean" in call.options and not INTERPRETING else []
-    return [call.sample(draw), *(call.sample(draw, option) for option in reduced)]
+    options = [option for option in ("mean", "lean") if option in call.options and not INTERPRETING]
+    return [call.sample(draw), *(call.sample(draw, option) for option in options)]
 
 
 def total_of(results: tuple[Tensor, ...]) -> Tensor:

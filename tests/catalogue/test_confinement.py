@@ -1,6 +1,8 @@
 """What does not count contributes nothing, and what is wrong with a row stays in that row."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from helpers.catalogue import (
     DIFFERENTIABLE,
     EVERY,
     all_samples,
+    is_score,
     one_rank,
     outcome,
     places,
@@ -17,6 +20,7 @@ from helpers.rows import INTERPRETING
 from torch import Tensor
 
 import partita
+from partita.testing import poisoned_memory
 from partita.testing.samples import CALLS, Draw, Sample
 
 FILLS = (torch.nan, torch.inf, -torch.inf, 1e38)
@@ -29,7 +33,7 @@ def filled(sample: Sample, masks: dict[str, Tensor], value: float) -> Sample:
         x = inputs[name]
         value = min(value, torch.finfo(x.dtype).max)
         inputs[name] = x.detach().masked_fill(mask, value).requires_grad_(x.requires_grad)
-    return Sample(sample.call, sample.name, inputs, sample.dtype)
+    return replace(sample, inputs=inputs)
 
 
 def second_derivatives(sample: Sample) -> dict[str, Tensor]:
@@ -91,27 +95,105 @@ def others(x: Tensor, dim: int, row: int) -> Tensor:
     return torch.cat([x.narrow(dim, 0, row), x.narrow(dim, row + 1, x.shape[dim] - row - 1)], dim)
 
 
+# Options under which rows stay rows.
+OPTIONS = ("by token", "by sequence", "priors", "star", "hat", "all options", "posterior", "beam")
+
+
+def samples_of_rows(name: str, device: str) -> list[Sample]:
+    call, draw = CALLS[name], Draw(device=device)
+    options = [option for option in OPTIONS if option in call.options and not INTERPRETING]
+    return [call.sample(draw), *(call.sample(draw, option) for option in options)]
+
+
+def reached(
+    sample: Sample, found: dict[str, Tensor], expected: dict[str, Tensor], row: int
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield what a change of a row reaches in others, then each result and gradient of the row."""
+    dims = {f"result {i}": dim for i, dim in enumerate(sample.call.rows)}
+    dims |= {part: dim for part, dim in sample.call.batch.items() if part in found}
+    for part, dim in dims.items():
+        if not same_bits(others(found[part], dim, row), others(expected[part], dim, row)):
+            yield part, None
+        yield part, found[part].select(dim, row)
+
+
 @pytest.mark.interpreted
 @places
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.rows])
 def test_a_nan_stays_in_its_row(name: str, backend: str, device: str) -> None:
     """It makes results of its row NaN, and reaches no bit of another row."""
-    call, row = CALLS[name], 0
-    sample = call.sample(Draw(device=device))
-    wrong = []
+    row, wrong = 0, []
     with partita.backend(backend):
-        expected = outcome(sample)
-        results = {f"result {i}": dim for i, dim in enumerate(call.rows)}
-        for part, dim in call.batch.items():
-            x = sample.inputs[part]
-            if not (isinstance(x, Tensor) and x.is_floating_point()):
-                continue
-            found = outcome(filled(sample, {part: row_mask(x, dim, row)}, torch.nan))
-            gradients = {name: of for name, of in call.batch.items() if name in found}
-            for other, of in {**results, **gradients}.items():
-                if not same_bits(others(found[other], of, row), others(expected[other], of, row)):
-                    wrong.append(f"{part} reaches {other} of another row")
-                own = found[other].select(of, row)
-                if other in results and own.is_floating_point() and not own.isnan().any():
-                    wrong.append(f"{part} does not reach {other}")
+        for sample in samples_of_rows(name, device):
+            expected = outcome(sample)
+            for part, dim in sample.call.batch.items():
+                if not is_score(sample.inputs[part]):
+                    continue
+                mask = row_mask(sample.inputs[part], dim, row)
+                found = outcome(filled(sample, {part: mask}, torch.nan))
+                for other, own in reached(sample, found, expected, row):
+                    if own is None:
+                        wrong.append(f"{sample}: {part} reaches {other} of another row")
+                    elif other.startswith("result") and is_score(own) and not own.isnan().any():
+                        wrong.append(f"{sample}: {part} does not reach {other}")
+    assert not wrong
+
+
+# Chains of one token or more.
+OF_TOKENS = ("linear_chain", "LinearChain", "semi_markov", "SemiMarkov")
+# Inputs whose values are checked; others name paths, in which -1 is allowed.
+CHECKED = {
+    *("lengths", "input_lengths", "logit_lengths", "target_lengths"),
+    *("targets", "target", "ids"),
+}
+
+
+def outcome_of_all(sample: Sample) -> dict[str, Tensor]:
+    """Return the results, and the gradients of the sum of all of their elements, NaN or not."""
+    results = sample.run()
+    found = {f"result {i}": result.detach() for i, result in enumerate(results)}
+    if wanted := [result for result in results if result.requires_grad]:
+        ones, leaves = list(map(torch.ones_like, wanted)), list(sample.leaves.values())
+        grads = torch.autograd.grad(wanted, leaves, ones, materialize_grads=True)
+        found |= zip(sample.leaves, grads, strict=True)
+    return found
+
+
+def is_valid(name: str, part: str, x: Tensor) -> bool:
+    """Return whether a result or gradient of a row does not say that the row is invalid."""
+    if name == "ctc_crf_decode":  # which finds no base there
+        return False
+    if is_score(x):
+        # Gradients of other methods are sums of several.
+        return ("." not in name or part.startswith("result")) and not x.isnan().all()
+    if not name.endswith(("viterbi", "sample", "align", "nbest")):
+        return False
+    return bool(x.any()) if x.dtype == torch.bool else bool((x != -1).any())
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.interpreted
+@places
+@pytest.mark.parametrize(
+    "name", [name for name, call in CALLS.items() if call.rows and CHECKED & set(call.batch)]
+)
+def test_an_integer_out_of_range_stays_in_its_row(name: str, backend: str, device: str) -> None:
+    """Where nothing is checked, results and gradients of its row are NaN, or there is no path."""
+    row, wrong = 0, []
+    with partita.backend(backend), poisoned_memory():
+        for sample in samples_of_rows(name, device):
+            expected = outcome_of_all(sample)
+            for part in CHECKED & set(sample.call.batch):
+                x = sample.inputs[part]
+                lowest = (0, -(2**40)) if name.startswith(OF_TOKENS) else (-(2**40),)
+                for value in (int(x.max()) + 1, *lowest):
+                    invalid = x.clone()
+                    invalid[row] = value
+                    inputs = {**sample.inputs, part: invalid}
+                    found = outcome_of_all(replace(sample, inputs=inputs))
+                    for other, own in reached(sample, found, expected, row):
+                        if own is None:
+                            wrong.append(f"{sample}: {part} {value} reaches {other} of another row")
+                        elif is_valid(name, other, own):
+                            wrong.append(f"{sample}: {part} {value} does not reach {other}")
     assert not wrong

@@ -1,17 +1,23 @@
 """Settings and runs that the tests of the benchmark share."""
 
 import csv
+import dataclasses
 import importlib.metadata
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from partita.__main__ import main
 from partita.bench import report, runner
 from partita.bench.case import Case, Provider, Settings
 from partita.bench.measure import Machine
-from partita.cli.console import Progress
+from partita.cli.console import Progress, print_table
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -27,9 +33,59 @@ SETTINGS = Settings(
 )
 
 
-def run(cases: Iterator[Case], *who: Provider, machine: Machine = CPU) -> list[runner.Row]:
+def bench(command: str, *arguments: str) -> int:
+    """Run the benchmark with the words of a command and other arguments."""
+    return main(["bench", *command.split(), *arguments])
+
+
+def machine_with(device: str) -> Machine:
+    return dataclasses.replace(CPU, device=torch.empty(0, device=device).device)
+
+
+def run(cases: Iterable[Case], *who: Provider, machine: Machine = CPU) -> list[runner.Row]:
     progress = Progress(0, quiet=True)
     return list(runner.run(list(cases), who, machine, SETTINGS.repetitions, progress))
+
+
+def run_as(name: str, case: Case, function: Callable[..., Any]) -> list[runner.Row]:
+    """Run a case with a function as the provider of this name."""
+    return run([case], Provider(name, {case.op: lambda: function}))
+
+
+def note_of_wrong(case: Case, function: Callable[..., Any], name: str = "another") -> str:
+    """Return what is said of a function whose result is wrong, which is not timed."""
+    (row,) = run_as(name, case, function)
+    assert row.timing is None and row.note.startswith("wrong: ")
+    return row.note
+
+
+def settings_with(**changes: Any) -> Settings:
+    """Return settings of a quick run of the usual sizes in fp32, with these changes."""
+    usual = {"columns": (), "elements": None, "dtypes": (torch.float32,)}
+    return dataclasses.replace(SETTINGS, **{**usual, **changes})
+
+
+def shapes(
+    cases: Callable[[Settings], Iterator[Case]], op: str, **changes: Any
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the cases of an op."""
+    return [case.shape for case in cases(settings_with(**changes)) if case.op == op]
+
+
+def print_tables(rows: list[runner.Row]) -> None:
+    for table in report.summary(rows, CPU):
+        print_table(*table)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """Let a module with these members be there, for a package that is not installed."""
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+
+
+def texts_of(path: Path) -> set[str]:
+    """Return the texts in a picture."""
+    elements = ElementTree.parse(path).iter()
+    return {element.text or "" for element in elements if element.tag.endswith("text")}
 
 
 def read(path: Path) -> tuple[dict[str, float], list[dict[str, str]]]:

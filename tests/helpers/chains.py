@@ -3,7 +3,9 @@
 import torch
 from hypothesis import strategies as st
 
+import partita
 from partita import Chain, Semiring
+from partita.testing import poisoned_memory
 
 TABLES = ("any", "dense", "missing", "repeated")
 NUMBER_OF_PATHS = Semiring(0.0, 1.0, torch.mul, torch.sum)
@@ -80,3 +82,30 @@ def small_chains(draw: st.DrawFn) -> Chain:
         forbidden=draw(st.sampled_from([0.0, 0.3, 0.9])),
         ends=draw(st.booleans()),
     )
+
+
+def logz_and_gradients(chain: Chain, backend: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return log Z with and without gradients, then the gradients of what the chain has."""
+    parts = (chain.scores, chain.initial, chain.final)
+    parts = [None if t is None else t.to(dtype).requires_grad_() for t in parts]
+    leaves = [t for t in parts if t is not None]
+    with partita.backend(backend), poisoned_memory():
+        z = Chain(parts[0], chain.source, *parts[1:], lengths=chain.lengths).logz()
+        grad = torch.linspace(0.5, 2, len(z), device=z.device).to(z.dtype)
+        grads = torch.autograd.grad(z, leaves, grad)
+        with torch.no_grad():
+            alone = Chain(parts[0], chain.source, *parts[1:], lengths=chain.lengths).logz()
+    return z, alone, *grads
+
+
+def assert_logz_matches_reference(chain: Chain, dtype: torch.dtype) -> None:
+    """Assert that log Z of the kernels and its gradients match the reference.
+
+    The tolerance is 2e-6 (1e-12 for fp64), or two units of rounding of the stored dtype.
+    """
+    found, expected = (logz_and_gradients(chain, name, dtype) for name in ("triton", "reference"))
+    tolerance = 2e-6 if dtype.itemsize < 8 else 1e-12
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        rtol = max(tolerance, 2 * torch.finfo(a.dtype).eps)
+        torch.testing.assert_close(a, b, rtol=rtol, atol=2 * tolerance, equal_nan=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from partita.paths.distribution import PathDistribution
 
 MODULES = (
@@ -50,7 +52,7 @@ NEEDS = {
 }
 TENSOR = re.compile(r"\b(Tensor|Lengths)\b")
 SHAPE = re.compile(r"`\[[^`]*\]`|[Aa] number\b|as in `|\bas `")
-STANDS_BY_ITS_CLASS = "the example of its class calls it"
+NAMED_BY_CHAIN = "a semiring is not checked; what else is wrong, `Chain` names"
 FOLLOWS_NOTHING = "it computes nothing that has a source"
 SUBCLASS_DEFINES = "without a body: a subclass defines it, as in the example of its class"
 EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is needed
@@ -65,28 +67,8 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
     ("partita.testing.sample_rows", "source"): FOLLOWS_NOTHING,
     ("partita.testing.time_forward_backward", "source"): FOLLOWS_NOTHING,
     ("partita.testing.report", "raises"): "it prints what it is given",
-    (
-        "partita.Chain.forward_scores",
-        "raises",
-    ): "a semiring is not checked; what else is wrong, `Chain` names",
-    (
-        "partita.Chain.backward_scores",
-        "raises",
-    ): "a semiring is not checked; what else is wrong, `Chain` names",
-    ("partita.nn.CTCLoss.forward", "example"): STANDS_BY_ITS_CLASS,
-    ("partita.nn.RNNTLoss.forward", "example"): STANDS_BY_ITS_CLASS,
-    ("partita.nn.CRF.forward", "example"): STANDS_BY_ITS_CLASS,
-    ("partita.nn.CRF.decode", "example"): STANDS_BY_ITS_CLASS,
-    ("partita.nn.CrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
-    ("partita.nn.LinearCrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
-    ("partita.nn.CTCLoss.extra_repr", "example"): "torch calls it, to print the module",
-    ("partita.nn.CRF.extra_repr", "example"): "torch calls it, to print the module",
-    ("partita.nn.RNNTLoss.extra_repr", "example"): "torch calls it, to print the module",
-    ("partita.nn.CrossEntropyLoss.extra_repr", "example"): "torch calls it, to print the module",
-    (
-        "partita.nn.LinearCrossEntropyLoss.extra_repr",
-        "example",
-    ): "torch calls it, to print the module",
+    ("partita.Chain.forward_scores", "raises"): NAMED_BY_CHAIN,
+    ("partita.Chain.backward_scores", "raises"): NAMED_BY_CHAIN,
     ("partita.integrations.koi.SequenceDist.ctc_loss", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.logZ", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.viterbi", "example"): SUBCLASS_DEFINES,
@@ -138,7 +120,8 @@ def members(name: str, value: type) -> Iterator[Public]:
         if isinstance(own, property):
             yield Public(f"{name}.{member}", own, "property")
         elif inspect.isroutine(own):
-            yield Public(f"{name}.{member}", own, "method")
+            kind = "method of a module" if issubclass(value, nn.Module) else "method"
+            yield Public(f"{name}.{member}", own, kind)
 
 
 def found() -> Iterator[Public]:
@@ -270,7 +253,7 @@ def returns(public: Public) -> Iterator[str]:
             yield "Returns: nothing is returned"
         return
     text = doc.get("Returns", "")
-    if public.kind == "method" and not text:
+    if public.kind.startswith("method") and not text:
         text = doc[""].partition("\n")[0]
     if not text.strip():
         yield "expected Returns"
@@ -332,6 +315,8 @@ RULES: dict[str, tuple[Callable[[Public], Iterator[str]], ...]] = {
     "constant": (purpose, shown),
     "function": (*CALLABLE, source),
     "method": CALLABLE,  # its source is among those of its class
+    # PyTorch calls it, or the example of its class.
+    "method of a module": tuple(rule for rule in CALLABLE if rule is not example),
     "module": (purpose, exemplified),
     "property": (purpose,),
     # Its errors, source and example are those of what returns it.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import partita
+from partita.testing.samples import CALLS, Draw
 
 DEVICE = "cuda"
 
@@ -27,116 +27,59 @@ def gradients(function: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
     return [result.detach(), *torch.autograd.grad(result.sum(), leaves)]
 
 
+KMERS = {"states": 64, "bases": 4}
+# Calls of the catalogue by name: the call, its option, and sizes for which there is a path.
+CASES: dict[str, tuple[str, str, dict[str, int]]] = {
+    "softmax": ("softmax", "", {"rows": 8, "classes": 1000}),
+    "softmax, bf16": ("softmax", "", {"rows": 16, "classes": 50257}),
+    "logsumexp": ("logsumexp", "", {"rows": 8, "classes": 1000}),
+    "cross_entropy": ("cross_entropy", "mean", {"rows": 8, "classes": 1000}),
+    "cross_entropy, none": ("cross_entropy", "", {"rows": 8, "classes": 1000}),
+    "cross_entropy, all": ("cross_entropy", "all options, mean", {"rows": 8, "classes": 1000}),
+    "cross_entropy, bf16": ("cross_entropy", "mean", {"rows": 16, "classes": 50257}),
+    "token_stats": ("token_stats", "", {"rows": 8, "classes": 1000}),
+    "ctc_loss": ("ctc_loss", "mean", {"steps": 50, "batch": 4, "classes": 20, "labels": 10}),
+    "ctc_loss, none": ("ctc_loss", "", {"steps": 50, "batch": 4, "classes": 20, "labels": 10}),
+    "ctc_loss, wide": ("ctc_loss", "mean", {"steps": 40, "classes": 3000, "labels": 20}),
+    "ctc_align": ("ctc_align", "", {"steps": 50, "batch": 4, "classes": 20, "labels": 10}),
+    "logz": ("logz", "", {"steps": 50, "batch": 4, "states": 64, "edges": 5}),
+    "viterbi": ("Chain.viterbi", "no ends", {"steps": 50, "batch": 4, "states": 64, "edges": 5}),
+    "linear_chain": ("linear_chain", "no ends", {"steps": 50, "batch": 4, "states": 10}),
+    "linear_chain, ends": ("linear_chain", "", {"steps": 50, "batch": 4, "states": 10}),
+    "linear_chain, more tokens": ("linear_chain", "", {"steps": 70, "batch": 9, "states": 10}),
+    "linear_chain, many states": ("linear_chain", "", {"steps": 9, "batch": 4, "states": 150}),
+    "ctc_crf_decode, viterbi": ("ctc_crf_decode", "", {"steps": 50, "batch": 4, **KMERS}),
+    "ctc_crf_decode, beam": ("ctc_crf_decode", "beam", {"steps": 50, "batch": 4, **KMERS}),
+    "ctc_crf": ("ctc_crf_loss", "", {"steps": 50, "batch": 4, "labels": 10, **KMERS}),
+    "rnnt_loss": ("rnnt_loss", "mean", {"steps": 12, "classes": 9, "labels": 5}),
+    "rnnt_loss, one": ("rnnt_loss", "mean", {"batch": 1, "steps": 12, "classes": 9, "labels": 5}),
+    "rnnt_loss, overlap": (
+        "rnnt_loss",
+        "mean",
+        {"batch": 1, "steps": 100, "classes": 1025, "labels": 40},
+    ),
+    "tdt_loss": ("tdt_loss", "mean", {"steps": 12, "classes": 9, "labels": 5}),
+    "rnnt_align": ("rnnt_align", "", {"steps": 12, "classes": 9, "labels": 5}),
+    "tdt_align": ("tdt_align", "", {"steps": 12, "classes": 9, "labels": 5}),
+}
+
+
 def make_calls() -> dict[str, Callable[[], list[Tensor]]]:
-    x, targets = numbers(8, 1000), labels(0, 1000, 8)
-    long_rows, long_targets = numbers(16, 50257, dtype=torch.bfloat16), labels(0, 50257, 16)
-    frames, words = numbers(50, 4, 20), labels(1, 20, 4, 10)
-    broad, broad_words = numbers(40, 3, 3000), labels(1, 3000, 3, 20)
-    lengths, word_lengths = torch.full((4,), 50), torch.full((4,), 10)
-    tag_lengths = torch.tensor([50, 1, 17, 30], device=DEVICE)
-    source = partita.debruijn_source(4, 3).to(DEVICE)
-    scores, ends = numbers(50, 4, 64, 5), torch.zeros(4, 64, device=DEVICE)
+    """Return functions that make a call, and return its results and gradients."""
 
-    def ctc(logits: Tensor, words: Tensor, **options: Any) -> Tensor:
-        T, N, _ = logits.shape
-        S = words.shape[1]
-        sizes = (torch.full((N,), T, device=DEVICE), torch.full((N,), S, device=DEVICE))
-        return partita.ctc_loss(logits, words, *sizes, from_logits=True, **options)
+    def call_of(name: str) -> Callable[[], list[Tensor]]:
+        call, option, sizes = CASES[name]
+        draw = Draw(torch.bfloat16 if name.endswith("bf16") else torch.float32, device=DEVICE)
+        sample = CALLS[call].sample(draw, option, sizes)
 
-    smooth = {"label_smoothing": 0.1, "softcap": 30.0}
-    return {
-        "softmax": lambda: gradients(lambda x: partita.softmax(x) * 1.5, x),
-        "softmax, bf16": lambda: gradients(lambda x: partita.softmax(x) * 2.0, long_rows),
-        "softmax, sum": lambda: gradients(partita.softmax, x),
-        "logsumexp": lambda: gradients(partita.logsumexp, x),
-        "cross_entropy": lambda: gradients(lambda x: partita.cross_entropy(x, targets), x),
-        "cross_entropy, none": lambda: gradients(
-            lambda x: partita.cross_entropy(x, targets, reduction="none"), x
-        ),
-        "cross_entropy, smooth": lambda: gradients(
-            lambda x: partita.cross_entropy(x, targets, **smooth), x
-        ),
-        "cross_entropy, bf16": lambda: gradients(
-            lambda x: partita.cross_entropy(x, long_targets), long_rows
-        ),
-        "token_stats": lambda: gradients(
-            lambda x: torch.stack(partita.token_stats(x, targets)[:3]), x
-        ),
-        "token_stats, entropy": lambda: gradients(
-            lambda x: partita.token_stats(x, targets).entropy, x
-        ),
-        "ctc_loss": lambda: gradients(lambda x: ctc(x, words), frames),
-        "ctc_loss, sum": lambda: gradients(lambda x: ctc(x, words, reduction="sum"), frames),
-        "ctc_loss, wide": lambda: gradients(lambda x: ctc(x, broad_words), broad),
-        "ctc_align": lambda: list(
-            partita.ctc_align(frames.log_softmax(-1), words, lengths, word_lengths)[:3]
-        ),
-        "logz": lambda: gradients(lambda x: partita.logz(x, source, ends, ends), scores),
-        "linear_chain": lambda: gradients(
-            lambda *x: partita.linear_chain(*x).logz(), numbers(50, 4, 10), numbers(10, 10)
-        ),
-        "linear_chain, ends": lambda: gradients(
-            lambda *x: partita.linear_chain(*x, lengths=tag_lengths).logz(),
-            *(numbers(50, 4, 10), numbers(10, 10), numbers(10), numbers(4, 10)),
-        ),
-        "linear_chain, more tokens": lambda: gradients(
-            lambda *x: partita.linear_chain(*x).logz(), numbers(70, 9, 10), numbers(10, 10)
-        ),
-        "linear_chain, many states": lambda: gradients(
-            lambda *x: partita.linear_chain(*x).logz(), numbers(9, 4, 150), numbers(150, 150)
-        ),
-        "viterbi": lambda: list(partita.Chain(scores, source).viterbi()),
-        **{
-            f"ctc_crf_decode, {method}": lambda method=method: list(
-                partita.ctc_crf_decode(scores, state_len=3, alphabet_size=5, method=method)
-            )
-            for method in ("viterbi", "beam")
-        },
-        "ctc_crf": lambda: gradients(
-            lambda x: partita.ctc_crf_loss(
-                x, labels(1, 5, 4, 10), word_lengths, state_len=3, alphabet_size=5
-            ),
-            scores,
-        ),
-        **transducer_calls(),
-    }
+        def run() -> list[Tensor]:
+            results = sample.run()
+            gradients = sample.gradients(results).values()
+            return [*(result.detach() for result in results), *gradients]
 
+        return run
 
-def transducer_calls() -> dict[str, Callable[[], list[Tensor]]]:
-    B, T, U, V = 3, 12, 5, 9
-    logits, durations = numbers(B, T, U + 1, V), numbers(B, T, U + 1, 3)
-    targets = labels(1, V, B, U)
-    lengths = torch.full((B,), T, device=DEVICE), torch.full((B,), U, device=DEVICE)
-    tdt = (targets, *lengths, 0, (0, 1, 2))
-    large, large_targets = numbers(1, 100, 41, 1025), labels(1, 1025, 1, 40)
-    large_lengths = torch.full((1,), 100, device=DEVICE), torch.full((1,), 40, device=DEVICE)
-    return {
-        "rnnt_loss": lambda: gradients(
-            lambda x: partita.rnnt_loss(x, targets, *lengths, blank=0), logits
-        ),
-        "rnnt_loss, one": lambda: gradients(
-            lambda x: partita.rnnt_loss(x, targets[:1], *(n[:1] for n in lengths), blank=0),
-            logits[:1],
-        ),
-        "rnnt_loss, overlap": lambda: gradients(
-            lambda x: partita.rnnt_loss(x, large_targets, *large_lengths, blank=0), large
-        ),
-        "tdt_loss": lambda: gradients(lambda *x: partita.tdt_loss(*x, *tdt), logits, durations),
-        "rnnt_align": lambda: list(partita.rnnt_align(logits, targets, *lengths, blank=0)),
-        "tdt_align": lambda: list(partita.tdt_align(logits, durations, *tdt)),
-    }
-
-
-NAMES = [
-    *("softmax", "softmax, bf16", "softmax, sum", "logsumexp", "cross_entropy"),
-    *("cross_entropy, none", "cross_entropy, smooth", "cross_entropy, bf16", "token_stats"),
-    "token_stats, entropy",
-    *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz"),
-    *("linear_chain", "linear_chain, ends", "linear_chain, more tokens"),
-    *("linear_chain, many states", "viterbi"),
-    *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam", "ctc_crf"),
-    *("rnnt_loss", "rnnt_loss, one", "rnnt_loss, overlap", "tdt_loss", "rnnt_align", "tdt_align"),
-]
+    return {name: call_of(name) for name in CASES}
 
 
 def poison() -> None:

@@ -17,7 +17,6 @@ from helpers.rank_dtensors import (
     check_uneven_batch,
     check_wrappers,
 )
-from helpers.rank_fused import check_fused_models
 from helpers.rank_losses import (
     check_bad_arguments,
     check_compile,
@@ -28,8 +27,8 @@ from helpers.rank_losses import (
     check_token_stats,
     check_unfinished_collective,
 )
+from helpers.rank_models import check_fused_models, check_transducers
 from helpers.rank_symmetric_memory import check_symmetric_memory
-from helpers.rank_transducers import check_transducers
 from helpers.rows import INTERPRETING
 
 import partita

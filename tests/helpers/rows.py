@@ -281,3 +281,14 @@ def leaf(
 ) -> Tensor:
     """Return sample rows that need a gradient."""
     return sample_rows(rows, columns, dtype=dtype, device=device, seed=seed).requires_grad_()
+
+
+def bits(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors as integers, so that NaN equals any NaN and 0.0 is not -0.0."""
+    words = {2: torch.int16, 4: torch.int32}
+    one_nan = (each.masked_fill(each.isnan(), torch.nan).contiguous() for each in tensors)
+    return [each.view(words[each.element_size()]) for each in one_nan]
+
+
+def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(map(torch.equal, bits(found), bits(expected)))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.fresh import run_fresh
 from helpers.rows import devices
 from torch import Tensor
@@ -249,25 +250,16 @@ def test_lattices_that_are_refused_and_lengths_in_a_list() -> None:
     stay, move = torch.randn(5, 2, 3), torch.randn(5, 2, 2)
     listed = koi.logZ_cu(stay, move, [3, 2])  # type: ignore[arg-type]
     assert torch.equal(listed, koi.logZ_cu(stay, move, torch.tensor([3, 2])))
-    for arguments, error, message in (
-        (
-            (stay[0], move, torch.tensor([3, 2])),
-            ValueError,
-            r"stay_scores: expected shape \[T, N, L\], got \[2, 3\]",
-        ),
-        (
-            (stay.long(), move, torch.tensor([3, 2])),
-            TypeError,
-            "stay_scores: expected a floating dtype",
-        ),
-        (
-            (stay, move, torch.tensor([3, 2, 1])),
-            ValueError,
-            r"target_lengths: expected shape \[N\] = \[2\], got \[3\]",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            koi.logZ_cu(*arguments)
+    for error, changes in {
+        r"ValueError: stay_scores: expected shape \[T, N, L\], got \[2, 3\]": {"stay": stay[0]},
+        "TypeError: stay_scores: expected a floating dtype": {"stay": stay.long()},
+        r"ValueError: target_lengths: expected shape \[N\] = \[2\], got \[3\]": {
+            "lengths": torch.tensor([3, 2, 1])
+        },
+    }.items():
+        given = {"stay": stay, "move": move, "lengths": torch.tensor([3, 2]), **changes}
+        with raises(error):
+            koi.logZ_cu(*given.values())
 
 
 def test_messages_name_the_arguments_of_koi() -> None:

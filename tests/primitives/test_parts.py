@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.divergence import truth
-from helpers.overlaps import assert_same_bits
-from helpers.rows import KERNEL_DEVICES
+from helpers.rows import KERNEL_DEVICES, assert_same_bits
 from torch import Tensor
 
 pytest.importorskip("triton")

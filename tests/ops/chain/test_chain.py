@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers.chains import (
     NUMBER_OF_PATHS,
-    TABLES,
     assert_close_fp64,
     chain_indices,
     random_chain,
@@ -153,28 +152,6 @@ def test_long_chains_stay_exact() -> None:
     total = double.logz()
     assert (single.logz() - total).abs() <= 1e-6 * total.abs() + 2e-5
     assert (single.marginals() - double.marginals()).abs().max() <= 2e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", TABLES)
-def test_numba_against_the_specification(kind: str, dtype: torch.dtype) -> None:
-    pytest.importorskip("numba")
-    chain = random_chain(9, 4, 6, 3, kind=kind, dtype=dtype, seed=8)
-    results = []
-    for backend in ("numba", "reference"):
-        tensors = [t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final)]
-        with partita.backend(backend):
-            z = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
-            with torch.no_grad():
-                alone = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
-        assert torch.equal(z.detach(), alone)
-        results.append(
-            (z.detach(), *torch.autograd.grad(z, tensors, torch.linspace(0.5, 2, 4).to(z.dtype)))
-        )
-    for a, b in zip(*results, strict=True):
-        assert a.dtype == b.dtype
-        eps = torch.finfo(a.dtype).eps
-        torch.testing.assert_close(a, b, rtol=4 * eps, atol=4 * eps)
 
 
 def test_values_that_are_not_read() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chains import TABLES, random_chain
+from helpers.chains import TABLES, assert_logz_matches_reference, logz_and_gradients, random_chain
 from helpers.rows import KERNEL_DEVICES, kernel_devices
 from torch import Tensor
 
@@ -43,29 +43,10 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     clear_caches()
 
 
-def results(chain: Chain, backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return log Z with and without gradients, then the gradients of what the chain has."""
-    parts = (chain.scores, chain.initial, chain.final)
-    parts = [None if t is None else t.to(dtype).requires_grad_() for t in parts]
-    leaves = [t for t in parts if t is not None]
-    with partita.backend(backend), poisoned_memory():
-        z = Chain(parts[0], chain.source, *parts[1:], lengths=chain.lengths).logz()
-        grad = torch.linspace(0.5, 2, len(z), device=z.device).to(z.dtype)
-        grads = torch.autograd.grad(z, leaves, grad)
-        with torch.no_grad():
-            alone = Chain(parts[0], chain.source, *parts[1:], lengths=chain.lengths).logz()
-    return z, alone, *grads
-
-
 def assert_matches_reference(chain: Chain, dtype: torch.dtype) -> None:
     """Assert that log Z and its gradients match the reference, in segments."""
     assert plan.is_parallel(*chain.scores.shape[:3])
-    actual, expected = results(chain, "triton", dtype), results(chain, "reference", dtype)
-    tolerance = 2e-6 if dtype.itemsize < 8 else 1e-12
-    for a, b in zip(actual, expected, strict=True):
-        assert a.dtype == b.dtype
-        rtol = max(tolerance, 2 * torch.finfo(a.dtype).eps)
-        torch.testing.assert_close(a, b, rtol=rtol, atol=2 * tolerance, equal_nan=True)
+    assert_logz_matches_reference(chain, dtype)
 
 
 @kernel_devices
@@ -113,9 +94,9 @@ def test_values_that_are_not_finite_stay_in_their_chain(value: float, device: st
     """One score is NaN or +inf; log Z is not finite, and the other chains do not see it."""
     chain = random_chain(11, 3, 3, 3, ragged=False, forbidden=0.0, device=device)
     chain.source = torch.arange(3, device=device).repeat(3, 1)
-    plain = results(chain, "triton", torch.float32)
+    plain = logz_and_gradients(chain, "triton", torch.float32)
     chain.scores[6, 1, 2, 1] = value
-    z, alone, d_scores, *_ = results(chain, "triton", torch.float32)
+    z, alone, d_scores, *_ = logz_and_gradients(chain, "triton", torch.float32)
     for total in (z, alone):
         assert torch.equal(total[::2], plain[0][::2])
         assert not total[1].isfinite()
@@ -129,20 +110,20 @@ def test_chains_without_a_path(device: str) -> None:
     """A chain in which no step or no end is possible has no marginals."""
     chain = random_chain(11, 4, 3, 2, ragged=False, forbidden=0.0, device=device)
     chain.scores[5, 0], chain.initial[1], chain.final[2] = (-torch.inf,) * 3
-    z, _, *grads = results(chain, "triton", torch.float32)
+    z, _, *grads = logz_and_gradients(chain, "triton", torch.float32)
     assert z.isneginf().tolist() == [True, True, True, False]
     assert all((grad[:3] == 0.0).all() for grad in grads[1:])
     assert (grads[0][:, :3] == 0.0).all()
     assert_matches_reference(chain, torch.float32)
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
 @pytest.mark.usefixtures("short_segments")
-def test_invalid_lengths_make_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_invalid_lengths_make_nan(device: str) -> None:
     chain = random_chain(9, 4, ragged=False, forbidden=0.0, device=device)
     chain.lengths = torch.tensor([1, -2, 10, 0], device=device)
-    z, without_grad, *grads = results(chain, "triton", torch.float32)
+    z, without_grad, *grads = logz_and_gradients(chain, "triton", torch.float32)
     assert z.isnan().tolist() == without_grad.isnan().tolist() == [False, True, True, False]
     for grad, axis in zip(grads, (1, 0, 0), strict=True):
         chains = grad.movedim(axis, 0)
@@ -222,7 +203,7 @@ def test_long_chains(shape: tuple[int, ...], device: str) -> None:
     ends = torch.zeros(shape[1:3], device=device)
     chain = Chain(torch.randn(shape, generator=g).to(device), source, ends, ends)
     assert_exact(chain)
-    first, *others = (results(chain, "triton", torch.float32) for _ in range(3))
+    first, *others = (logz_and_gradients(chain, "triton", torch.float32) for _ in range(3))
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -234,7 +215,7 @@ def test_lanes_do_not_change_results(device: str, monkeypatch: pytest.MonkeyPatc
     chain, found = random_chain(30, 2, 5, 3, forbidden=0.0, device=device), []
     for lanes in (8, 32, 512):
         monkeypatch.setattr(plan, "SEGMENT_LANES", lanes)
-        found.append(results(chain, "triton", torch.float32))
+        found.append(logz_and_gradients(chain, "triton", torch.float32))
     for first, *others in zip(*found, strict=True):
         for other in others:
             assert torch.equal(first.nan_to_num(-1.0), other.nan_to_num(-1.0))
@@ -285,12 +266,10 @@ def test_ties_are_broken_as_promised(shape: tuple[int, ...], kind: str, device: 
         )
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
 @pytest.mark.usefixtures("short_segments")
-def test_best_path_of_invalid_and_impossible_chains(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_best_path_of_invalid_and_impossible_chains(device: str) -> None:
     chain = random_chain(9, 5, ragged=False, forbidden=0.0, device=device)
     chain.lengths = torch.tensor([1, -2, 10, 0, 9], device=device)
     chain.scores[5, 4] = -torch.inf

@@ -49,14 +49,14 @@ def run(
     return result, torch.autograd.grad(result, x, torch.full_like(result, 1.5))[0]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.interpreted
 @devices
 @pytest.mark.parametrize("label", OUT_OF_RANGE)
 @calls
 def test_an_unchecked_label_affects_its_own_row_only(
-    call: Callable, label: int, device: str, monkeypatch: pytest.MonkeyPatch
+    call: Callable, label: int, device: str
 ) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
     logits, labels = sample(device)
     expected, expected_grad = run(call, logits, labels)
     invalid_labels = labels.clone()
@@ -72,12 +72,10 @@ def test_an_unchecked_label_affects_its_own_row_only(
         assert result.isnan()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.interpreted
 @devices
-def test_the_argmax_of_an_unchecked_label_is_as_usual(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_the_argmax_of_an_unchecked_label_is_as_usual(device: str) -> None:
     logits, labels = sample(device)
     labels[2] = CLASSES
     assert torch.equal(partita.token_stats(logits, labels).argmax, logits.argmax(-1))

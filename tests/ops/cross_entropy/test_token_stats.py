@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.rows import devices, devices_and_dtypes, dtypes, leaf, targets_for
 from helpers.stats import check_stats, plain_token_stats
 
@@ -163,66 +164,27 @@ def test_argmax_is_not_differentiable() -> None:
     assert not stats.argmax.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda x, t: partita.token_stats(None, t),
-            TypeError,
-            "logits: expected a Tensor, got NoneType",
-        ),
-        (
-            lambda x, t: partita.token_stats(t, t),
-            TypeError,
-            "logits: expected a floating dtype, got torch.int64",
-        ),
-        (
-            lambda x, t: partita.token_stats(x, x),
-            TypeError,
-            "target: expected an integer dtype, got torch.float32",
-        ),
-        (
-            lambda x, t: partita.token_stats(x[0, 0], t),
-            ValueError,
-            r"logits: expected shape \[..., C\] with at least one class, got \[\]",
-        ),
-        (
-            lambda x, t: partita.token_stats(x[:, :0], t),
-            ValueError,
-            r"logits: expected shape \[..., C\] with at least one class, got \[4, 0\]",
-        ),
-        (
-            lambda x, t: partita.token_stats(x, t[1:]),
-            ValueError,
-            r"target: expected shape logits.shape\[:-1\] = \[4\], got \[3\]",
-        ),
-        (
-            lambda x, t: partita.token_stats(x, t.to("meta")),
-            ValueError,
-            "target: expected the device of logits, cpu, got meta",
-        ),
-        (
-            lambda x, t: partita.token_stats(x, t, temperature=0.0),
-            ValueError,
-            "temperature: expected a number above 0.0, got 0.0",
-        ),
-        (
-            lambda x, t: partita.token_stats(x, t, temperature=float("inf")),
-            ValueError,
-            "temperature: expected a number above 0.0, got inf",
-        ),
-        (
-            lambda x, t: partita.token_stats(x, t, temperature=torch.ones(())),
-            TypeError,
-            "temperature: expected a number, got Tensor",
-        ),
-        (
-            lambda x, t: partita.token_stats(x, t, softcap=0.0),
-            ValueError,
-            "softcap: expected a number above 0.0, got 0.0",
-        ),
-    ],
-)
-def test_refuses(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{message}$"):
-        call(*sample_labels(4, 7))
+X, T = sample_labels(4, 7)
+BAD = {
+    "TypeError: logits: expected a Tensor, got NoneType": {"logits": None},
+    "TypeError: logits: expected a floating dtype, got torch.int64": {"logits": T},
+    "TypeError: target: expected an integer dtype, got torch.float32": {"target": X},
+    r"ValueError: logits: expected shape \[..., C\] with at least one class, got \[\]": {
+        "logits": X[0, 0]
+    },
+    r"ValueError: logits: expected shape \[..., C\] with at least one class, got \[4, 0\]": {
+        "logits": X[:, :0]
+    },
+    r"ValueError: target: expected shape logits.shape\[:-1\] = \[4\], got \[3\]": {"target": T[1:]},
+    "ValueError: target: expected the device of logits, cpu, got meta": {"target": T.to("meta")},
+    "ValueError: temperature: expected a number above 0.0, got 0.0": {"temperature": 0.0},
+    "ValueError: temperature: expected a number above 0.0, got inf": {"temperature": float("inf")},
+    "TypeError: temperature: expected a number, got Tensor": {"temperature": torch.ones(())},
+    "ValueError: softcap: expected a number above 0.0, got 0.0": {"softcap": 0.0},
+}
+
+
+@pytest.mark.parametrize("error", BAD)
+def test_refuses(error: str) -> None:
+    with raises(f"{error}$"):
+        partita.token_stats(**{"logits": X, "target": T, **BAD[error]})

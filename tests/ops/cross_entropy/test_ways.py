@@ -171,29 +171,6 @@ def test_fused_and_separate_reductions_agree(device: str, monkeypatch: pytest.Mo
 
 @pytest.mark.interpreted
 @devices
-@pytest.mark.parametrize("name", ["logprob", "logsumexp", "entropy"])
-def test_the_gradient_of_one_statistic(name: str, device: str) -> None:
-    """The others have no gradient, and that of a sum is one number for all rows."""
-    logits, target = sample_labels(6, CLASSES, device=device)
-    x = logits.double().requires_grad_()
-    (expected,) = torch.autograd.grad(plain_statistics(x, target)[name].sum(), x)
-    y = logits.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(getattr(partita.token_stats(y, target), name).sum(), y)
-    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-7)
-
-
-def plain_statistics(logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the differentiable statistics of rows in plain PyTorch."""
-    logp = logits.log_softmax(-1)
-    return {
-        "logprob": logp.gather(-1, target[:, None])[:, 0],
-        "logsumexp": logits.logsumexp(-1),
-        "entropy": -(logp.exp() * logp).sum(-1),
-    }
-
-
-@pytest.mark.interpreted
-@devices
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_row_gradients_that_rows_share(z_loss: float, device: str) -> None:
     x = leaf(6, CLASSES, device=device)

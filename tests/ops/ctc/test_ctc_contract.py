@@ -1,14 +1,20 @@
 """The contract of CTC: forms of the arguments, invalid values, errors and compiled code."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ctc import backends, sample
+from helpers.errors import raises
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import partita
+from partita.ops.ctc import arguments, autograd
+from partita.ops.ctc.arguments import prepare
+from partita.runtime.lengths import copy_together
 
 
 @backends
@@ -42,102 +48,48 @@ def test_forms_of_the_arguments(reduction: str, backend: str) -> None:
             )
 
 
-@backends
-def test_unchecked_values_make_nan_of_their_sequence(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    x = torch.zeros(4, 5, 3, requires_grad=True)
-    targets = torch.tensor([[1, 2], [1, 9], [-3, 1], [1, 2], [1, 2]])
-    with partita.backend(backend):
-        losses = partita.ctc_loss(
-            x, targets, [4, 4, 4, 5, 4], [2, 2, 2, 2, -1], reduction="none", from_logits=True
-        )
-        assert losses.isnan().tolist() == [False, True, True, True, True]
-        (grad,) = torch.autograd.grad(losses.sum(), x)
-        assert grad[:, 0].isfinite().all() and grad[:, 1:].isnan().all()
-        assert partita.ctc_align(x, targets, [4] * 5, [2] * 5).score.isnan().tolist() == [
-            False,
-            True,
-            True,
-            False,
-            False,
-        ]
-
-
 BAD = {
-    "dtype": (
-        {"log_probs": torch.zeros(3, 2, 4).long()},
-        TypeError,
-        "log_probs: expected a floating dtype",
-    ),
-    "rank": (
-        {"log_probs": torch.zeros(4)},
-        ValueError,
-        r"log_probs: expected shape \[T, N, C\] or \[T, C\], got \[4\]",
-    ),
-    "targets dtype": (
-        {"targets": torch.zeros(2, 2)},
-        TypeError,
-        "targets: expected an integer dtype",
-    ),
-    "targets shape": (
-        {"targets": torch.ones(3, 2).long()},
-        ValueError,
-        r"targets: expected shape \[N, S\] with N = 2",
-    ),
-    "label": (
-        {"targets": torch.tensor([[1, 2], [3, 4]])},
-        IndexError,
-        r"targets: expected labels from 0 to 3, got 4 at \[1, 1\]",
-    ),
-    "blank": ({"blank": 4}, ValueError, "blank: expected a class from 0 to 3, got 4"),
-    "input length": (
-        {"input_lengths": [3, 4]},
-        ValueError,
-        r"input_lengths: expected steps from 0 to 3, got 4 at \[1\]",
-    ),
-    "target length": (
-        {"target_lengths": [-1, 2]},
-        ValueError,
-        r"target_lengths: expected labels from 0 to 2, got -1 at \[0\]",
-    ),
-    "number of lengths": (
-        {"target_lengths": [1]},
-        ValueError,
-        r"target_lengths: expected shape \[N\] = \[2\], got \[1\]",
-    ),
-    "sum of lengths": (
-        {"targets": torch.ones(5).long()},
-        ValueError,
-        "targets: expected as many labels as the sum of target_lengths, 4, got 5",
-    ),
-    "reduction": (
-        {"reduction": "max"},
-        ValueError,
-        "reduction: expected one of 'none', 'mean', 'sum', got 'max'",
-    ),
+    "TypeError: log_probs: expected a floating dtype": {"log_probs": torch.zeros(3, 2, 4).long()},
+    r"ValueError: log_probs: expected shape \[T, N, C\] or \[T, C\], got \[4\]": {
+        "log_probs": torch.zeros(4)
+    },
+    "TypeError: targets: expected an integer dtype": {"targets": torch.zeros(2, 2)},
+    r"ValueError: targets: expected shape \[N, S\] with N = 2": {
+        "targets": torch.ones(3, 2).long()
+    },
+    r"IndexError: targets: expected labels from 0 to 3, got 4 at \[1, 1\]": {
+        "targets": torch.tensor([[1, 2], [3, 4]])
+    },
+    "ValueError: blank: expected a class from 0 to 3, got 4": {"blank": 4},
+    r"ValueError: input_lengths: expected steps from 0 to 3, got 4 at \[1\]": {
+        "input_lengths": [3, 4]
+    },
+    r"ValueError: target_lengths: expected labels from 0 to 2, got -1 at \[0\]": {
+        "target_lengths": [-1, 2]
+    },
+    r"ValueError: target_lengths: expected shape \[N\] = \[2\], got \[1\]": {"target_lengths": [1]},
+    "ValueError: targets: expected as many labels as the sum of target_lengths, 4, got 5": {
+        "targets": torch.ones(5).long()
+    },
+    "ValueError: reduction: expected one of 'none', 'mean', 'sum', got 'max'": {"reduction": "max"},
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
-    changes, error, message = BAD[name]
+@pytest.mark.parametrize("error", BAD)
+def test_bad_input(error: str) -> None:
     good = {
         "log_probs": torch.zeros(3, 2, 4),
         "targets": torch.ones(2, 2).long(),
         "input_lengths": [3, 3],
         "target_lengths": [2, 2],
     }
-    with pytest.raises(error, match=message):
-        partita.ctc_loss(**{**good, **changes})
+    with raises(error):
+        partita.ctc_loss(**{**good, **BAD[error]})
 
 
+@pytest.mark.usefixtures("unchecked")
 @backends
-def test_lengths_that_overflow_read_nothing_outside(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_lengths_that_overflow_read_nothing_outside(backend: str) -> None:
     log_probs, joined = torch.zeros(6, 3, 5).log_softmax(-1), torch.tensor([1, 2, 3])
     for lengths in (
         [2**62, 2**62, 2],
@@ -177,22 +129,60 @@ def test_logits_of_a_subclass_reach_it() -> None:
         assert type(result) is type(fake) and result.shape == truth.shape
 
 
-class WithoutGradient(torch.autograd.Function):
-    """The identity, whose backward pass gives no gradient."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> None:
-        return None
+@pytest.mark.parametrize("N", [0, 1, 4, 5])
+@pytest.mark.parametrize("pinned", [False, torch.cuda.is_available()])
+def test_lengths_are_copied_together(N: int, pinned: bool) -> None:
+    rows = [torch.arange(N) + 10 * i for i in range(3)]
+    copies = copy_together(rows, torch.device("cpu"), pinned)
+    for copy, row in zip(copies, rows, strict=True):
+        assert torch.equal(copy, row) and copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
 
 
-def test_a_loss_without_a_gradient_gives_none_to_the_logits() -> None:
-    logits, targets, inputs, lengths = sample()
-    x = logits.detach().requires_grad_()
-    WithoutGradient.apply(
-        partita.ctc_loss(x, targets, inputs, lengths, from_logits=True)
-    ).backward()
-    assert x.grad is None
+def test_the_usual_forms_reach_the_ops_as_they_are() -> None:
+    """Nothing copies int64 targets and lengths; other forms give the same values."""
+    x, targets = torch.zeros(7, 2, 5), torch.tensor([[1, 2, 3], [4, 1, 1]])
+    steps, lengths = torch.tensor([7, 6]), torch.tensor([2, 1])
+    usual = prepare("log_probs", x, targets, steps, lengths, 0)
+    assert usual.logits is x and usual.input_lengths is steps and usual.target_lengths is lengths
+    assert usual.labels.data_ptr() == targets.data_ptr()
+    assert usual.offsets.tolist() == [0, 3] and usual.max_target_len == 2
+    for form in (torch.Tensor.tolist, torch.Tensor.int, lambda t: t[:, None].expand(-1, 2)[:, 0]):
+        other = prepare("log_probs", x, targets.short(), form(steps), form(lengths), 0)
+        for tensor, expected in zip(other[1:5], usual[1:5], strict=True):
+            assert torch.equal(tensor, expected) and tensor.is_contiguous()
+    joined = prepare("log_probs", x, torch.tensor([1, 2, 4]), steps, lengths, 0)
+    assert joined.offsets.tolist() == [0, 2] and joined.max_target_len == 2
+
+
+def test_lengths_on_the_device_of_the_logits_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The width of padded targets bounds the lengths where reading them would wait for a device."""
+    x, targets = torch.zeros(7, 2, 5, device="meta"), torch.zeros(2, 3, device="meta").long()
+    lengths = torch.zeros(2, dtype=torch.int64, device="meta")
+    assert prepare("log_probs", x, targets, lengths, lengths, 0).max_target_len == 3
+    empty = torch.zeros(7, 0, 5, device="meta"), targets[:0], lengths[:0], lengths[:0]
+    assert prepare("log_probs", *empty, 0).max_target_len == 0
+
+
+def test_a_loss_without_a_gradient_calls_the_op_directly() -> None:
+    x = torch.zeros(4, 1, 3, requires_grad=True)
+    rest = torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
+    expected = partita.ctc_loss(x, *rest, from_logits=True)
+    with mock.patch.object(autograd.CTCLossFunction, "forward", side_effect=AssertionError):
+        assert torch.equal(partita.ctc_loss(x.detach(), *rest, from_logits=True), expected)
+        with torch.no_grad():
+            assert torch.equal(partita.ctc_loss(x, *rest, from_logits=True), expected)
+        with pytest.raises(AssertionError):
+            partita.ctc_loss(x, *rest, from_logits=True)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_offsets_are_made_once_for_each_stream(device: str) -> None:
+    arguments._cached_offsets.clear()
+    where = torch.device(device, 0)
+    first = arguments._row_offsets(3, 5, where)
+    assert first.tolist() == [0, 5, 10] and arguments._row_offsets(3, 5, where) is first
+    with torch.cuda.stream(torch.cuda.Stream()):
+        other = arguments._row_offsets(3, 5, where)
+    torch.cuda.synchronize()
+    assert other is not first and torch.equal(other, first)

@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from helpers.ctc_batches import (
     Batch,
-    assert_alignment_matches,
-    assert_matches_reference,
     batch_of,
     reduced_loss,
     results,
@@ -205,53 +203,3 @@ def test_another_number_of_steps_compiles_nothing(device: str) -> None:
     for steps in (66, 67, 80, 100, 128, 333, 512):
         results(batch_of(steps, steps % 7 + 1, 20, steps // 3 + 2, device=device), "triton")
     assert compiled() == before and sum(before.values()) > 0
-
-
-@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-def test_derivatives(device: str) -> None:
-    x = batch_of(7, 2, 4, 3, device=device)
-    logits = x.logits.double().requires_grad_()
-
-    def loss(t: torch.Tensor) -> torch.Tensor:
-        return partita.ctc_loss(t, *x[1:], "sum", True, from_logits=True)
-
-    assert torch.autograd.gradcheck(loss, logits)
-    assert torch.autograd.gradgradcheck(
-        loss, logits, nondet_tol=1e-12
-    )  # the reference's scatter is not deterministic on a GPU
-
-
-@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-def test_concatenated_targets_with_lengths_on_the_device(device: str) -> None:
-    x = batch_of(50, 4, 9, 12, device=device)
-    flat = torch.cat(
-        [row[:length] for row, length in zip(x.targets, x.target_lengths.tolist(), strict=True)]
-    )
-    a, b = results(x, "triton"), results(x._replace(targets=flat), "triton")
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-@pytest.mark.parametrize("shape", [(50, 4, 20, 10), (50, 3, 500, 40), (80, 600, 20, 12)], ids=str)
-def test_calls_are_replayed(shape: tuple[int, int, int, int], device: str) -> None:
-    """The third call of a shape replays the second, with lengths on the host and on the device."""
-    from partita.ops.ctc import autograd
-    from partita.runtime import launcher
-
-    if launcher.module() is None:
-        pytest.skip("needs the C module of launches")
-    ops = (autograd.loss, autograd.gradient, autograd.align)
-    for on_host in (False, True):
-        for cache in (cache for op in ops for cache in (op.programs, op.tries, op.reasons)):
-            cache.clear()
-        for seed in range(4):
-            x = batch_of(*shape, device=device, seed=seed)
-            x.target_lengths[0] = shape[3]  # the greatest length is a part of the key
-            if on_host:
-                x = x._replace(
-                    input_lengths=x.input_lengths.cpu(), target_lengths=x.target_lengths.cpu()
-                )
-            assert_matches_reference(x)
-            assert_alignment_matches(x)
-        assert [list(op.reasons.values()) for op in ops] == [[], [], []]
-        assert all(op.programs for op in ops)

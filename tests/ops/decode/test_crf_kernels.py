@@ -205,23 +205,19 @@ PATHS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.interpreted
 @kernel_devices
 @PATHS
-def test_bases_of_paths(
-    bases: int, k: int, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bases_of_paths(bases: int, k: int, seed: int, device: str) -> None:
     """Ragged, empty, invalid and impossible sequences, and marginals in another order."""
-    monkeypatch.setenv("PARTITA_CHECK", "0")
     same_calls(bases, k, seed, "triton", device)
 
 
+@pytest.mark.usefixtures("unchecked")
 @NEEDS_NUMBA
 @PATHS
-def test_bases_of_paths_in_numba(
-    bases: int, k: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_bases_of_paths_in_numba(bases: int, k: int, seed: int) -> None:
     same_calls(bases, k, seed, "numba", "cpu")
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises
 from torch import Tensor
 
 import partita
@@ -135,30 +136,26 @@ def test_a_chunk_without_a_path_leaves_no_bases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "overlap", "options", "error", "message"),
-    [
-        (tuple, 2, {}, TypeError, "calls: expected Basecalls, got tuple"),
-        (None, 2.0, {}, TypeError, "overlap: expected an int, got float"),
-        (None, 5, {}, ValueError, "overlap: expected steps from 0 to 4, half of a chunk of 8"),
-        (None, -1, {}, ValueError, "overlap: expected steps from 0 to 4"),
-        (None, 2, {"length": "8"}, TypeError, "length: expected an int, got str"),
-        (None, 2, {"length": 15}, ValueError, "length: expected steps from 8 to 14 for 2 chunks"),
-        (None, 2, {"length": 7}, ValueError, "length: expected steps from 8 to 14"),
-        (
+    ("error", "call"),
+    {
+        "TypeError: calls: expected Basecalls, got tuple": (tuple, 2, {}),
+        "TypeError: overlap: expected an int, got float": (None, 2.0, {}),
+        "ValueError: overlap: expected steps from 0 to 4, half of a chunk of 8": (None, 5, {}),
+        "ValueError: overlap: expected steps from 0 to 4": (None, -1, {}),
+        "TypeError: length: expected an int, got str": (None, 2, {"length": "8"}),
+        "ValueError: length: expected steps from 8 to 14 for 2 chunks": (None, 2, {"length": 15}),
+        "ValueError: length: expected steps from 8 to 14": (None, 2, {"length": 7}),
+        r"ValueError: calls: expected moves \[N, T\] and labels \[N, T \+ k\] of at least one"
+        r" chunk, got \[0, 8\] and \[0, 9\]": (
             lambda calls: Basecalls(*(part[:0] for part in calls)),
             2,
             {},
-            ValueError,
-            r"calls: expected moves \[N, T\] and labels \[N, T \+ k\] of at least one chunk,"
-            r" got \[0, 8\] and \[0, 9\]",
         ),
-    ],
+    }.items(),
 )
-def test_errors_name_the_argument(
-    change: Any, overlap: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    calls = calls_of(8, (1, {2: 2}), (2, {}))
-    with pytest.raises(error, match=message):
+def test_errors_name_the_argument(error: str, call: tuple[Any, Any, dict[str, Any]]) -> None:
+    calls, (change, overlap, options) = calls_of(8, (1, {2: 2}), (2, {})), call
+    with raises(error):
         stitch(change(calls) if change else calls, overlap, **options)
 
 

@@ -1,7 +1,5 @@
 """Dense linear chains against the enumeration of all paths."""
 
-import math
-
 import pytest
 import torch
 from helpers.chains import NUMBER_OF_PATHS, assert_close_fp64
@@ -237,26 +235,15 @@ def test_taggers_in_half_types_add_in_full() -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_compiled_code_samples_and_tags() -> None:
-    """The compiled functions run at several T, with lengths as a tensor."""
+def test_compiled_code_samples() -> None:
+    """The catalogue compiles no samples, as a generator is no argument that a compiler knows."""
     sample = torch.compile(
         lambda x: linear_chain(x, torch.zeros(3, 3)).sample(2).states,
         fullgraph=True,
         backend="aot_eager",
     )
-    tag = torch.compile(
-        lambda x, n: linear_chain(x, torch.zeros(3, 3), lengths=n).logz(),
-        fullgraph=True,
-        backend="aot_eager",
-    )
     for steps in (4, 5, 6):
         assert sample(torch.zeros(steps, 2, 3)).shape == (2, steps, 2)
-        lengths = torch.tensor([steps, 2])
-        emissions = torch.zeros(steps, 2, 3, requires_grad=True)
-        found = tag(emissions, lengths)
-        torch.testing.assert_close(found, lengths * math.log(3))
-        (gradient,) = torch.autograd.grad(found.sum(), emissions)
-        torch.testing.assert_close(gradient.sum((0, 2)), lengths.float())
 
 
 @kinds

@@ -117,23 +117,6 @@ def test_nan_and_chains_without_a_path_stay_in_their_sequence(kind: str, device:
 
 
 @kernel_devices
-def test_invalid_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    chain = random_linear_chain(5, 4, 3, ragged=False, device=device)
-    lengths = torch.tensor([5, 0, 9, 2], device=device)
-    bad = LinearChain(chain.emissions, chain.transitions, lengths=lengths)
-    found = results(bad, "triton", torch.float64)
-    assert found[0].isnan().tolist() == found[2].isnan().tolist() == [False, True, True, False]
-    assert found[3].isnan().all(2).all(0).tolist() == [False, True, True, False]
-    assert found[3][:, [0, 3]].isfinite().all() and (found[3][2:, 3] == 0).all()
-    assert found[4].isnan().all()
-    with partita.backend("triton"):
-        path = bad.viterbi()
-        assert (path.states[:, 1:3] == -1).all() and path.score[1:3].isnan().all()
-        assert (bad.sample(2).states[:, :, 1:3] == -1).all()
-
-
-@kernel_devices
 def test_tokens_past_a_length_do_not_reach_the_transitions(device: str) -> None:
     """Sequences of one token take no transition, whatever its score and their gradient are."""
     chain = random_linear_chain(3, 2, 3, ragged=False, device=device)

@@ -116,12 +116,10 @@ def test_scores_of_any_range_in_segments(scale: float, dtype: torch.dtype, devic
     assert torch.equal(*both(autograd.sample, arguments(chain), uniforms))
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
 @pytest.mark.usefixtures("segments")
-def test_nan_and_invalid_lengths_stay_in_their_sequence_in_segments(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_nan_and_invalid_lengths_stay_in_their_sequence_in_segments(device: str) -> None:
     chain = random_linear_chain(40, 7, 3, ragged=False, device=device)
     chain.emissions[21, 1, 2] = torch.nan
     chain.emissions[12, 2] = -torch.inf
@@ -186,13 +184,11 @@ def test_paths_of_many_states(kind: str, shape: tuple[int, int, int], device: st
     assert_equally_good_path(chain, torch.float32)
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
 @pytest.mark.usefixtures("way_back")
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_stays_in_its_sequence_of_many_states(
-    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_nan_stays_in_its_sequence_of_many_states(kind: str, device: str) -> None:
     chain = random_linear_chain(3, 6, 66, kind=kind, ragged=False, device=device)
     chain.emissions[0, 0, 65] = torch.nan
     chain.emissions[2, 1, 0] = torch.nan
@@ -235,13 +231,11 @@ def test_paths_from_both_ends(shape: tuple[int, int, int], forbidden: float, dev
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
 @pytest.mark.usefixtures("from_both_ends")
 @chooses_layouts
-def test_nan_and_ties_stay_in_their_sequence_from_both_ends(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_nan_and_ties_stay_in_their_sequence_from_both_ends(device: str) -> None:
     chain = random_linear_chain(40, 8, 30, ragged=False, device=device)
     chain.emissions[:, 7] = 0.0
     chain.emissions[31, 1, 2] = chain.emissions[2, 2, 29] = torch.nan

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.linear import (
     PLANS,
     Batch,
@@ -42,27 +41,6 @@ def test_frozen_parts(wanted: tuple[bool, ...], plan: str, device: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.interpreted
-@devices
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_several_backward_passes(reduction: str, plan: str, device: str) -> None:
-    """Passes under retain_graph give the same and add up; two runs give the same bits."""
-    x = batch_of(bias=True, device=device)
-    leaves = [t.clone().requires_grad_() for t in x[:3]]
-    losses = [ours(Batch(*leaves, *x[3:]), budgets(x)[plan], reduction=reduction) for _ in range(2)]
-    first = torch.autograd.grad(losses[0].sum(), leaves, retain_graph=True)
-    second = torch.autograd.grad(3 * losses[0].sum(), leaves, retain_graph=True)
-    other = torch.autograd.grad(losses[1].sum(), leaves)
-    assert torch.equal(*losses)
-    for a, b, c in zip(first, second, other, strict=True):
-        assert torch.equal(a, c)
-        torch.testing.assert_close(3 * a, b)
-    losses[0].sum().backward()
-    for leaf, a in zip(leaves, first, strict=True):
-        torch.testing.assert_close(leaf.grad, a)
-
-
 @devices
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("plan", PLANS)
@@ -79,16 +57,6 @@ def test_compile(plan: str, reduction: str, device: str) -> None:
         compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
         for a, b in zip(results(compiled, x), results(f, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_function_transforms() -> None:
-    x = batch_of(6, 9)
-    f = lambda hidden, matrix: partita.linear_cross_entropy(hidden, matrix, x.target)  # noqa: E731
-    g = lambda hidden, matrix: F.cross_entropy(hidden @ matrix.T, x.target)  # noqa: E731
-    for a, b in zip(
-        torch.func.grad(f, (0, 1))(*x[:2]), torch.func.grad(g, (0, 1))(*x[:2]), strict=True
-    ):
-        torch.testing.assert_close(a, b)
 
 
 @devices

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ctc import backends
+from helpers.errors import raises
 from helpers.rnnt import DURATIONS, sample
 from torch import Tensor
 
@@ -66,34 +67,21 @@ def test_padding_is_not_read_and_has_no_gradient(name: str, backend: str) -> Non
     assert poisoned_grad.isfinite().all()
 
 
+@pytest.mark.usefixtures("unchecked")
 @backends
 @losses
-def test_unchecked_values_make_nan_of_their_sequence(
-    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    cases = [
-        (TARGETS.clone().fill_(1), STEPS, LABELS),
-        (TARGETS.clone().index_fill_(1, torch.tensor(0), 0), STEPS, LABELS.clamp(min=1)),
-        (TARGETS.clone().fill_(5), STEPS, LABELS.clamp(min=1)),
-        (TARGETS.clone().fill_(-(2**40)), STEPS, LABELS.clamp(min=1)),
-        (TARGETS, STEPS + 5, LABELS),
-        (TARGETS, STEPS, LABELS + 2**40),
-        (TARGETS, STEPS, LABELS - 3),
-        (TARGETS, STEPS - 2**40, LABELS),
-    ]
-    good = (TARGETS[:1].clone(), STEPS[:1], LABELS[:1])
+def test_an_unchecked_blank_in_a_target_makes_nan_of_its_sequence(name: str, backend: str) -> None:
+    targets = TARGETS.clone()
+    targets[1, 0] = 0
+    x = X.clone().requires_grad_()
     with partita.backend(backend):
-        for i, case in enumerate(cases):
-            sequences = [torch.cat([a, b[:1]]) for a, b in zip(good, case, strict=True)]
-            x = X[:1].repeat(2, 1, 1, 1).requires_grad_()
-            found = LOSSES[name](x, *sequences)
-            (grad,) = torch.autograd.grad(found.sum(), x)
-            assert found.isnan().tolist() == [False, i > 0]
-            assert grad[0].isfinite().all() and grad[1].isnan().all().item() == (i > 0)
-            best = partita.rnnt_align(x, *sequences, 0)
-            assert best.score.isnan().tolist() == [False, i > 0]
-            assert i == 0 or (best.steps[1] == -1).all()
+        found = LOSSES[name](x, targets, STEPS, LABELS)
+        (grad,) = torch.autograd.grad(found.sum(), x)
+        best = partita.rnnt_align(x, targets, STEPS, LABELS, 0)
+    invalid = [False, True, False, False]
+    assert found.isnan().tolist() == best.score.isnan().tolist() == invalid
+    assert grad[1].isnan().all() and grad[[0, 2, 3]].isfinite().all()
+    assert (best.steps[1] == -1).all()
 
 
 @backends
@@ -145,81 +133,43 @@ def test_inplace_writes_the_gradient_over_the_logits(backend: str) -> None:
         assert torch.equal(before, X)
 
 
-def test_results_are_the_same_from_run_to_run() -> None:
-    for name in LOSSES:
-        x = X.clone().requires_grad_()
-        grads = [
-            torch.autograd.grad(LOSSES[name](x, TARGETS, STEPS, LABELS).sum(), x)[0]
-            for _ in range(2)
-        ]
-        assert torch.equal(*grads)
-
-
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "dtype": ({"logits": X.long()}, TypeError, "logits: expected a floating dtype"),
-    "rank": (
-        {"logits": X[0]},
-        ValueError,
-        r"logits: expected shape \[B, T, U \+ 1, V\] with U >= 0 and V >= 1, got \[4, 3, 5\]",
-    ),
-    "targets dtype": (
-        {"targets": TARGETS.double()},
-        TypeError,
-        "targets: expected an integer dtype",
-    ),
-    "targets shape": (
-        {"targets": TARGETS[:, :1]},
-        ValueError,
-        r"targets: expected shape \[B, U\] = \[4, 2\], got \[4, 1\]",
-    ),
-    "label": (
-        {"targets": TARGETS.clone().fill_(5)},
-        IndexError,
-        r"targets: expected labels from 0 to 4 other than the blank 0, got 5 at \[0, 0\]",
-    ),
-    "blank in a target": (
-        {"targets": TARGETS.clone().fill_(0)},
-        IndexError,
-        r"targets: expected labels from 0 to 4 other than the blank 0, got 0 at \[0, 0\]",
-    ),
-    "blank": ({"blank": 5}, ValueError, "blank: expected a class from -5 to 4, got 5"),
-    "steps": (
-        {"logit_lengths": [4, 5, 1, 1]},
-        ValueError,
-        r"logit_lengths: expected steps from 0 to 4, got 5 at \[1\]",
-    ),
-    "labels": (
-        {"target_lengths": [-1, 2, 1, 1]},
-        ValueError,
-        r"target_lengths: expected labels from 0 to 2, got -1 at \[0\]",
-    ),
-    "number of lengths": (
-        {"target_lengths": [1]},
-        ValueError,
-        r"target_lengths: expected shape \[N\] = \[4\], got \[1\]",
-    ),
-    "reduction": (
-        {"reduction": "max"},
-        ValueError,
-        "reduction: expected one of 'none', 'mean', 'sum', 'mean_batch', 'mean_volume', got 'max'",
-    ),
-    "hat": (
-        {"hat": True, "fused_log_softmax": False},
-        ValueError,
-        "hat: expected logits, which is fused_log_softmax=True, got log-probabilities",
-    ),
-    "clamp": ({"clamp": "1"}, TypeError, "clamp: expected a number, got '1'"),
-    "fastemit": (
-        {"fastemit_lambda": -1.0},
-        ValueError,
-        "fastemit_lambda: expected a number of at least 0.0, got -1.0",
-    ),
+BAD: dict[str, dict[str, Any]] = {
+    "TypeError: logits: expected a floating dtype": {"logits": X.long()},
+    r"ValueError: logits: expected shape \[B, T, U \+ 1, V\] with U >= 0 and V >= 1, got"
+    r" \[4, 3, 5\]": {"logits": X[0]},
+    "TypeError: targets: expected an integer dtype": {"targets": TARGETS.double()},
+    r"ValueError: targets: expected shape \[B, U\] = \[4, 2\], got \[4, 1\]": {
+        "targets": TARGETS[:, :1]
+    },
+    r"IndexError: targets: expected labels from 0 to 4 other than the blank 0, got 5 at \[0, 0\]": {
+        "targets": TARGETS.clone().fill_(5)
+    },
+    r"IndexError: targets: expected labels from 0 to 4 other than the blank 0, got 0 at \[0, 0\]": {
+        "targets": TARGETS.clone().fill_(0)
+    },
+    "ValueError: blank: expected a class from -5 to 4, got 5": {"blank": 5},
+    r"ValueError: logit_lengths: expected steps from 0 to 4, got 5 at \[1\]": {
+        "logit_lengths": [4, 5, 1, 1]
+    },
+    r"ValueError: target_lengths: expected labels from 0 to 2, got -1 at \[0\]": {
+        "target_lengths": [-1, 2, 1, 1]
+    },
+    r"ValueError: target_lengths: expected shape \[N\] = \[4\], got \[1\]": {"target_lengths": [1]},
+    "ValueError: reduction: expected one of 'none', 'mean', 'sum', 'mean_batch', 'mean_volume',"
+    " got 'max'": {"reduction": "max"},
+    "ValueError: hat: expected logits, which is fused_log_softmax=True, got log-probabilities": {
+        "hat": True,
+        "fused_log_softmax": False,
+    },
+    "TypeError: clamp: expected a number, got '1'": {"clamp": "1"},
+    "ValueError: fastemit_lambda: expected a number of at least 0.0, got -1.0": {
+        "fastemit_lambda": -1.0
+    },
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
-    changes, error, message = BAD[name]
+@pytest.mark.parametrize("error", BAD)
+def test_bad_input(error: str) -> None:
     good = {
         "logits": X,
         "targets": TARGETS,
@@ -227,44 +177,29 @@ def test_bad_input(name: str) -> None:
         "target_lengths": LABELS,
         "blank": 0,
     }
-    with pytest.raises(error, match=f"^{message}"):
-        partita.rnnt_loss(**{**good, **changes})
+    with raises(error):
+        partita.rnnt_loss(**{**good, **BAD[error]})
 
 
-BAD_TDT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "shape": (
-        {"duration_logits": Y[:, :2]},
-        ValueError,
-        r"duration_logits: expected shape \[B, T, U \+ 1, K\] = \[4, 4, 3, 'K'\],",
-    ),
-    "dtype": (
-        {"duration_logits": Y.float()},
-        TypeError,
-        "duration_logits: expected the dtype of token_logits, torch.float64, got torch.float32",
-    ),
-    "blank": (
-        {"blank_token_id": 7},
-        ValueError,
-        "blank_token_id: expected a class from -5 to 4, got 7",
-    ),
-    "durations": (
-        {"durations": [0, 1, -2]},
-        ValueError,
-        r"durations: expected 1 to 8 numbers, 0 or more, of which one is above 0, got \[0, 1, -2\]",
-    ),
-    "no time": ({"durations": [0, 0, 0]}, ValueError, "durations: expected 1 to 8 numbers"),
-    "number of durations": (
-        {"durations": [0, 1]},
-        ValueError,
-        "durations: expected 3 numbers, one for each entry of the duration logits, got 2",
-    ),
-    "sigma": ({"sigma": -0.1}, ValueError, "sigma: expected a number of at least 0.0, got -0.1"),
+BAD_TDT: dict[str, dict[str, Any]] = {
+    r"ValueError: duration_logits: expected shape \[B, T, U \+ 1, K\] = \[4, 4, 3, 'K'\],": {
+        "duration_logits": Y[:, :2]
+    },
+    "TypeError: duration_logits: expected the dtype of token_logits, torch.float64, got"
+    " torch.float32": {"duration_logits": Y.float()},
+    "ValueError: blank_token_id: expected a class from -5 to 4, got 7": {"blank_token_id": 7},
+    r"ValueError: durations: expected 1 to 8 numbers, 0 or more, of which one is above 0, got"
+    r" \[0, 1, -2\]": {"durations": [0, 1, -2]},
+    "ValueError: durations: expected 1 to 8 numbers": {"durations": [0, 0, 0]},
+    "ValueError: durations: expected 3 numbers, one for each entry of the duration logits, got 2": {
+        "durations": [0, 1]
+    },
+    "ValueError: sigma: expected a number of at least 0.0, got -0.1": {"sigma": -0.1},
 }
 
 
-@pytest.mark.parametrize("name", BAD_TDT)
-def test_bad_input_of_tdt(name: str) -> None:
-    changes, error, message = BAD_TDT[name]
+@pytest.mark.parametrize("error", BAD_TDT)
+def test_bad_input_of_tdt(error: str) -> None:
     good = {
         "token_logits": X,
         "duration_logits": Y,
@@ -274,5 +209,5 @@ def test_bad_input_of_tdt(name: str) -> None:
         "blank_token_id": 0,
         "durations": DURATIONS,
     }
-    with pytest.raises(error, match=f"^{message}"):
-        partita.tdt_loss(**{**good, **changes})
+    with raises(error):
+        partita.tdt_loss(**{**good, **BAD_TDT[error]})

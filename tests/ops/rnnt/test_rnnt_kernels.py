@@ -292,9 +292,9 @@ def test_nan_in_any_node_reaches_the_score_of_the_best_path(device: str) -> None
                 assert (found.steps == -1).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 @kernel_devices
-def test_invalid_sequences_and_no_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
+def test_invalid_sequences_and_no_steps(device: str) -> None:
     x = batch_of((5, 3, 2, 6), device)
     x.targets[0, 0], x.targets[1, 0] = 0, 6
     x.steps[2], x.labels[3], x.steps[4] = 4, 3, 0

@@ -14,54 +14,6 @@ def scores_of(chain: SemiMarkovChain) -> list[torch.Tensor]:
     return [chain.emissions, chain.transitions, chain.durations, chain.start, chain.end]
 
 
-def results(chain: SemiMarkovChain) -> list[torch.Tensor]:
-    """Return results whose last dimension is that of the sequences."""
-    zeros = torch.zeros(chain.emissions.shape[:2], dtype=torch.int64)
-    return [
-        chain.logz(),
-        chain.state_marginals().movedim(1, -1),
-        chain.segment_marginals().movedim(2, -1),
-        chain.viterbi().score,
-        chain.entropy(),
-        chain.log_prob(zeros, torch.ones_like(zeros, dtype=torch.bool)),
-    ]
-
-
-@backends
-def test_an_invalid_length_leaves_other_sequences(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    valid = random_semi_markov(N=4, seed=1)
-    valid.emissions = valid.emissions.nan_to_num(0.0)
-    for length in (0, -3, 6):
-        lengths = valid.lengths.clone()
-        lengths[1] = length
-        invalid = SemiMarkovChain(*scores_of(valid), lengths=lengths)
-        with partita.backend(backend):
-            found, expected = results(invalid), results(valid)
-            path, drawn = invalid.viterbi(), invalid.sample(2)
-        others = [0, 2, 3]
-        for a, b in zip(found, expected, strict=True):
-            assert a[..., 1].isnan().all()
-            torch.testing.assert_close(a[..., others], b[..., others])
-        assert (path.states[:, 1] == -1).all() and (drawn.states[:, :, 1] == -1).all()
-        assert not path.starts[:, 1].any() and not drawn.starts[:, :, 1].any()
-
-
-@backends
-def test_nan_stays_in_its_sequence(backend: str) -> None:
-    chain = random_semi_markov(N=4, ragged=False)
-    with partita.backend(backend):
-        expected = results(chain)
-        chain.emissions[2, 1, 0] = torch.nan
-        found = results(chain)
-    for a, b in zip(found, expected, strict=True):
-        assert not a[..., [0, 2, 3]].isnan().any()
-        torch.testing.assert_close(a[..., [0, 2, 3]], b[..., [0, 2, 3]])
-    assert found[0][1].isnan() and found[1][..., 1].isnan().any()
-
-
 @backends
 def test_a_chain_without_a_path(backend: str) -> None:
     chain = random_semi_markov(ragged=False)

@@ -1,0 +1,531 @@
+"""The benchmark of losses from hidden states: sizes, verdicts, calls of the peers, and tables."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.bench import (
+    CPU,
+    SETTINGS,
+    bench,
+    devices,
+    machine_with,
+    note_of_wrong,
+    print_tables,
+    read,
+    run,
+    run_as,
+    settings_with,
+    stand_in,
+    texts_of,
+)
+from torch import Tensor
+
+import partita
+from partita.bench import heads, picture, providers, report, rows
+from partita.bench.case import Attempt, Buffers, Function, Provider
+from partita.bench.measure import Timing
+from partita.bench.providers import PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH
+from partita.bench.runner import Row
+from partita.ops.linear_heads.plan import MemoryPlan
+
+CASE = heads.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 300)
+DIVERGENCE = heads.LinearDivergence("linear_divergence", torch.float32, 96, 16, 300, 0.5)
+PARTS = report.PARTS[:4]
+QUICK = "linear_cross_entropy --quick --repetitions 2 --device cpu"
+
+
+def test_sizes() -> None:
+    def sized(**changes: Any) -> list[tuple[int, ...]]:
+        cases = list(heads.linear_cross_entropy_cases(settings_with(dtypes=(), **changes)))
+        assert {case.dtype for case in cases} == {torch.bfloat16}
+        return [(case.tokens, case.hidden, case.vocabulary) for case in cases]
+
+    gpu = torch.device("cuda")
+    full = [(8192, 4096, 128256), (16384, 2048, 262144), (8192, 2048, 32768), (4096, 4096, 128256)]
+    assert sized(device=gpu, quick=False) == full
+    assert sized(device=gpu) == full[2:3]
+    assert sized(quick=False) == [(256, 128, 4000)]
+    assert sized() == [(128, 64, 1000)]
+    assert sized(columns=(1, 50)) == [(128, 64, 2), (128, 64, 50)]
+    assert sized(elements=5000) == [(5, 64, 1000)]
+    assert sized(elements=10) == [(1, 64, 1000)]
+    cases = heads.linear_cross_entropy_cases(dataclasses.replace(SETTINGS, columns=()))
+    assert [case.dtype for case in cases] == list(SETTINGS.dtypes)
+
+
+def test_inputs() -> None:
+    hidden, matrix, target = inputs = CASE.inputs(Buffers(CPU.device))
+    assert (hidden.shape, matrix.shape, target.shape) == ((96, 16), (300, 16), (96,))
+    assert float((hidden @ matrix.T).std()) == pytest.approx(1, rel=0.1)
+    assert int(target.min()) >= 0 and int(target.max()) < 300
+    assert all(
+        torch.equal(a, b) for a, b in zip(inputs, CASE.inputs(Buffers(CPU.device)), strict=True)
+    )
+    assert CASE.bytes == 4 * 96 * 300 and not CASE.moves
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [*heads.FULL_SIZES, *heads.SIZES.cpu, *heads.SIZES.cpu_quick])
+def test_plans_of_ours(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    def plan(budget: int) -> MemoryPlan:
+        return partita.linear_cross_entropy_plan(*size, dtype, memory_budget=budget)
+
+    fast = plan(heads.fast_budget())
+    assert (fast.name, fast.chunk) == ("fast", size[0])
+    budget = heads._lean_budget(*size, dtype)
+    assert plan(budget).name == "lean"
+    assert budget == 7 * 2**26 or plan(2 * budget).name == "fast"
+    if dtype == torch.bfloat16 and size[2] > 100000:
+        assert budget == 7 * 2**26
+
+
+def test_a_vocabulary_too_small_for_a_lean_plan() -> None:
+    for size in ((128, 64, 2), (1, 64, 16), (5, 3, 128)):
+        budget = heads._lean_budget(*size, torch.bfloat16)
+        assert (
+            partita.linear_cross_entropy_plan(*size, torch.bfloat16, memory_budget=budget).name
+            == "fast"
+        )
+        case = heads.LinearCrossEntropy("linear_cross_entropy", torch.bfloat16, *size)
+        assert [row.part for row in run([case], PARTITA_LEAN) if row.timing] == list(PARTS)
+
+
+def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "ELEMENTS_AT_ONCE", 7 * 300)
+    inputs = CASE.inputs(Buffers(CPU.device))
+    leaves = [tensor.double().requires_grad_() for tensor in inputs[:2]]
+    expected = heads.composed_loss(*leaves, inputs.target)
+    gradients = torch.autograd.grad(expected, leaves)
+    loss, samples = CASE.truth(inputs)
+    torch.testing.assert_close(loss, expected.detach())
+    for sample in samples:
+        torch.testing.assert_close(sample.gradient, gradients[sample.leaf][sample.rows])
+    tokens, labels, others = samples
+    assert (tokens.leaf, labels.leaf, others.leaf) == (0, 1, 1)
+    assert (len(tokens.rows), len(labels.rows), len(others.rows)) == (64, 32, 32)
+    assert (int(tokens.rows[0]), int(tokens.rows[-1])) == (0, 95)
+    assert (
+        torch.isin(labels.rows, inputs.target).all()
+        and not torch.isin(others.rows, inputs.target).any()
+    )
+
+
+def test_truth_where_every_class_is_a_label() -> None:
+    _, samples = dataclasses.replace(CASE, vocabulary=2).truth(
+        dataclasses.replace(CASE, vocabulary=2).inputs(Buffers(CPU.device))
+    )
+    assert [(sample.leaf, len(sample.rows)) for sample in samples] == [(0, 64), (1, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@devices
+def test_ours_and_pytorch_are_right(device: str, dtype: torch.dtype) -> None:
+    rows = run(
+        [dataclasses.replace(CASE, dtype=dtype)],
+        PARTITA_FAST,
+        PARTITA_LEAN,
+        PRODUCTS,
+        TORCH,
+        machine=machine_with(device),
+    )
+    assert [(row.provider, row.part) for row in rows if row.timing] == [
+        (name, part)
+        for name in ("partita-fast", "partita-lean", "products", "torch")
+        for part in PARTS
+    ]
+    for row in rows:
+        assert (
+            math.isnan(row.error)
+            if row.provider == "products"
+            else row.error <= 16 * torch.finfo(dtype).eps
+        )
+        assert (row.extra_memory is not None) == (device == "cuda")
+
+
+def test_the_products() -> None:
+    hidden, matrix, target = CASE.inputs(Buffers(CPU.device))
+    leaves = [hidden.requires_grad_(), matrix.requires_grad_()]
+    function = heads.products()
+    for _ in range(2):
+        gradients = torch.autograd.grad(function(*leaves, target), leaves)
+        logits = (hidden @ matrix.T).detach()
+        torch.testing.assert_close(gradients[0], logits @ matrix)
+        torch.testing.assert_close(gradients[1], logits.T @ hidden)
+
+
+def bent(
+    loss: float = 1.0, leaf: int = 0, rows: slice = slice(None), factor: float = 1.0
+) -> Callable[..., Tensor]:
+    """Return the loss times a factor, with one gradient that is wrong in some rows."""
+
+    def function(*inputs: Tensor) -> Tensor:
+        *leaves, target = inputs
+        scale = torch.ones_like(leaves[leaf])
+        scale[rows] = factor
+        leaves[leaf] = leaves[leaf].detach() + scale * (leaves[leaf] - leaves[leaf].detach())
+        right = heads.composed_loss(*leaves, target)
+        return right + (loss - 1) * right.detach()
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"loss": 1.001}, {"leaf": 0, "factor": 0.999}, {"leaf": 1, "factor": 1.001}],
+    ids=str,
+)
+def test_the_bound_of_peers_is_looser_than_the_error_of_pytorch(
+    changes: dict[str, float],
+) -> None:
+    assert all(row.timing for row in run_as("another", CASE, bent(**changes)))
+    note_of_wrong(CASE, bent(**changes), "partita-fast")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": 1.1},
+        {"loss": math.nan},
+        *({"leaf": leaf, "factor": factor} for leaf in (0, 1) for factor in (0.0, -1.0, math.nan)),
+    ],
+    ids=str,
+)
+def test_the_wrong_are_not_timed(changes: dict[str, float]) -> None:
+    note_of_wrong(CASE, bent(**changes))
+
+
+def test_the_place_of_an_error_is_told() -> None:
+    assert " at [95, " in note_of_wrong(CASE, bent(leaf=0, rows=slice(95, 96), factor=2.0))
+
+
+def test_small_gradients_may_be_left_out_by_others_alone() -> None:
+    _, _, others = CASE.truth(CASE.inputs(Buffers(CPU.device)))[1]
+    without = bent(leaf=1, rows=others.rows, factor=0.0)
+    rows = [*run_as("another", CASE, without), *run_as("partita-lean", CASE, without)]
+    assert [row.error for row in rows] == [pytest.approx(1.0)] * 5
+    assert [bool(row.timing) for row in rows] == [True] * 4 + [False]
+
+
+def test_what_pytorch_has_no_memory_for_is_judged_as_peers_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(*inputs: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setitem(heads.TORCH, "linear_cross_entropy", none)
+    rows = run([CASE], PARTITA_FAST)
+    rows += run_as("partita-lean", CASE, bent(factor=0.8)) + run_as("torch", CASE, none)
+    assert [row.note.partition(":")[0] for row in rows] == [""] * 4 + ["wrong", "refuses"]
+
+
+def row(
+    provider: str,
+    part: str,
+    milliseconds: float | None,
+    memory: int | None = None,
+    case: heads.LinearCrossEntropy = CASE,
+) -> Row:
+    timing = None if milliseconds is None else Timing.of([milliseconds])
+    return Row(
+        case, provider, part if timing else "", timing, 0.0, memory, "" if timing else "refuses: no"
+    )
+
+
+def test_times_the_products_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row("products", "total", 2.0, 2**29),
+        row("partita-fast", "total", 2.1, 2**30),
+        row("torch", "total", 5.0, 3 * 2**30),
+        row("cce", "", None),
+    ]
+    print_tables([*rows, row("torch", "inference", 5.0)])
+    printed = capsys.readouterr().out
+    title = "linear_cross_entropy fp32"
+    times = printed.partition(f"{title}, total: times the products\n")[2].splitlines()
+    assert times[0].split()[-4:] == ["products", "partita-fast", "torch", "cce"]
+    assert times[2].split() == ["96", "×", "16", "×", "300", "1.00", "1.05", "2.50", "refuses"]
+    memory = printed.partition(f"{title}: extra memory, GiB\n")[2].splitlines()
+    assert memory[2].split()[-4:] == ["0.50", "1.00", "3.00", "refuses"]
+    assert (
+        "inference" not in printed and "faster" not in printed and "percent" not in printed
+    )  # products had no such part
+    print_tables([row("torch", "total", 5.0)])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_picture_without_a_limit(tmp_path: Path) -> None:
+    larger = dataclasses.replace(CASE, vocabulary=400)
+    rows = [
+        row(name, "total", 2.0, case=case)
+        for case in (CASE, larger)
+        for name in ("partita-fast", "products", "torch")
+    ]
+    panels = picture.panels(rows)
+    assert [panel.rows for panel in panels] == [rows]
+    (tmp_path / "x.svg").write_bytes(picture.render(panels, CPU, "svg"))
+    texts = texts_of(tmp_path / "x.svg")
+    assert {
+        "partita-fast",
+        "products",
+        "torch",
+        "96 × 16 ×",
+        "400",
+    } <= texts and "copy" not in texts
+
+
+def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(f"{QUICK} --peers torch,cce", "--out", str(tmp_path)) == 0
+    measured = read(tmp_path / "bench.csv")[1]
+    names = ("partita-fast", "partita-lean", "products", "torch")
+    assert [(row["provider"], row["part"]) for row in measured] == [
+        (name, part) for name in names for part in PARTS
+    ]
+    assert {
+        (row["dtype"], row["tokens"], row["hidden"], row["vocabulary"]) for row in measured
+    } == {("bf16", "128", "64", "1000")}
+    for row in measured:
+        assert (
+            row["error"] == "" if row["provider"] == "products" else 0 < float(row["error"]) < 0.05
+        )
+    texts = texts_of(tmp_path / "bench.svg")
+    assert "Cross-entropy from hidden states and its gradients, bf16 logits, CPU" in texts
+    printed = capsys.readouterr().out
+    for part in PARTS:
+        assert (
+            f"\nlinear_cross_entropy bf16, {part}: times the products\n"
+            "tokens × hidden × vocabulary  partita-fast" in printed
+        )
+
+
+def test_ours_must_be_right(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        providers, "OURS", (Provider("partita-lean", {CASE.op: lambda: bent(factor=0.9)}),)
+    )
+    assert bench(f"{QUICK} --dtype fp64 --only-ours") == 1
+    assert capsys.readouterr().err.count("partita-lean wrong: ") == 1
+
+
+def peer(name: str) -> Provider:
+    """Return the peer as if it were installed and took these inputs."""
+    return dataclasses.replace(providers.choose([name])[-1], packages=(), beyond={})
+
+
+has_torch_linear = pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no such op"
+)
+
+
+@has_torch_linear
+def test_the_op_of_pytorch() -> None:
+    torch_linear = providers.choose(["torch-linear"])[-1]
+    assert torch_linear.missing() is None
+    rows = run(
+        [dataclasses.replace(CASE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)],
+        torch_linear,
+    )
+    assert [row.part for row in rows if row.timing] == [*PARTS, *PARTS]
+
+
+def test_liger_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(hidden: Tensor, matrix: Tensor, target: Tensor) -> tuple[Tensor, None, None, None]:
+        assert (hidden.shape, matrix.shape, target.shape) == ((96, 16), (300, 16), (96,))
+        return heads.composed_loss(hidden, matrix, target), None, None, None
+
+    members = {"LigerFusedLinearCrossEntropyFunction": SimpleNamespace(apply=apply)}
+    stand_in(monkeypatch, "liger_kernel.ops.fused_linear_cross_entropy", **members)
+    assert all(row.timing for row in run([CASE], peer("liger")))
+
+
+def test_quack_is_imported_with_a_key_for_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own function keys what it knows and raises for the rest."""
+
+    def strict(value: object, seen: set[object]) -> object:
+        if isinstance(value, tuple):
+            return tuple(identity.semantic_value_key(part, seen) for part in value)
+        if isinstance(value, int):
+            return value
+        raise TypeError("no key")
+
+    identity = SimpleNamespace(semantic_value_key=strict)
+    monkeypatch.setitem(sys.modules, "quack.gemm_runtime.identity", identity)
+    members = {"chunked_linear_cross_entropy": heads.composed_loss}
+    stand_in(monkeypatch, "quack.linear_cross_entropy", **members)
+    for _ in range(2):  # the second import adds no second wrapper
+        assert heads.quack() is heads.composed_loss
+    key = identity.semantic_value_key((3, 4.0), set())
+    assert key == (3, ("type", "builtins", "float"))
+    assert identity.semantic_value_key.__wrapped__ is strict
+    half = dataclasses.replace(CASE, dtype=torch.bfloat16)
+    assert all(row.timing for row in run([half], peer("quack")))
+    assert heads.beyond_quack(CASE.inputs(Buffers(CPU.device))) is not None
+    assert peer("quack").refusal("softmax", (torch.zeros(2),)) is None
+
+
+def test_what_the_kernels_of_liger_in_cute_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+    members = {"liger_fused_linear_cross_entropy_sm90": heads.composed_loss}
+    stand_in(monkeypatch, name, **members)
+    assert heads.liger_cute() is heads.composed_loss
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+
+    def reason(
+        device: str, dtype: torch.dtype = torch.bfloat16, tokens: int = 128, classes: int = 512
+    ) -> str | None:
+        hidden = SimpleNamespace(device=torch.device(device), dtype=dtype)
+        return heads.beyond_liger_cute(
+            heads.LinearInputs(hidden, torch.empty(classes, 1), torch.empty(tokens))
+        )
+
+    assert reason("cuda:0") is None
+    assert reason("cuda:1") == reason("cpu") == "needs a GPU of compute capability 9.0"
+    assert reason("cuda:0", torch.float16) == "takes bf16 only"
+    assert "128 tokens" in str(reason("cuda:0", tokens=120))
+    assert "256 classes" in str(reason("cuda:0", classes=500))
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [(("CCE",), {"filter_eps": None}), (("CCE", "CCE_EXACT"), {"impl": "cce_exact"})],
+    ids=["released", "newer"],
+)
+def test_cut_cross_entropy_is_called_as_it_wants_it(
+    names: tuple[str, ...], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def loss(e: Tensor, c: Tensor, targets: Tensor, **given: object) -> Tensor:
+        told.append(given)
+        return heads.composed_loss(e, c, targets)
+
+    members = {"LinearCrossEntropyImpl": SimpleNamespace(**dict.fromkeys(names))}
+    stand_in(monkeypatch, "cut_cross_entropy", linear_cross_entropy=loss, **members)
+    for name, expected in (("cce", {}), ("cce-exact", options)):
+        told.clear()
+        assert all(row.timing for row in run([CASE], peer(name)))
+        assert told and all(given == expected for given in told)
+
+
+def test_what_cut_cross_entropy_cannot_take() -> None:
+    def reason(device: str, dtype: torch.dtype) -> str | None:
+        hidden = SimpleNamespace(device=torch.device(device), dtype=dtype)
+        return heads.beyond_cut_cross_entropy(
+            CASE.inputs(Buffers(CPU.device))._replace(hidden=hidden)
+        )
+
+    assert reason("cuda", torch.bfloat16) is reason("cuda", torch.float16) is None
+    assert reason("cuda", torch.float32) == "takes fp16 and bf16 only"
+    assert reason("cpu", torch.bfloat16) == "needs a GPU"
+
+
+def verdicts(function: Function, name: str, beta: float) -> list[Any]:
+    case = dataclasses.replace(DIVERGENCE, beta=beta)
+    inputs = case.inputs(Buffers(CPU.device))
+    provider = Provider(name, {case.op: lambda: function})
+    return list(case.verdicts(Attempt(function, inputs, provider), case.standard(inputs)))
+
+
+@pytest.mark.parametrize("beta", heads.BETAS)
+def test_all_divergences_agree(beta: float) -> None:
+    for name, function in (
+        ("partita-fast", heads.partita_divergence(heads.fast_budget)),
+        ("partita-lean", heads.partita_divergence(heads.lean_divergence_budget)),
+        ("torch", heads.composed_divergence),
+        ("chunked", heads.chunked_divergence),
+    ):
+        found = verdicts(function, name, beta)
+        assert len(found) == 3 and not any(verdict.failed for verdict in found)
+
+
+def test_wrong_divergences_are_found() -> None:
+    ours = heads.composed_divergence
+
+    def without_gradient(*inputs: Any) -> Tensor:
+        loss = ours(*inputs)
+        return loss.detach() + 0 * (inputs[0].sum() + inputs[1].sum())
+
+    assert [v.failed for v in verdicts(lambda *x: 1.2 * ours(*x), "peer", 0.0)] == [True] * 3
+    assert [v.failed for v in verdicts(without_gradient, "peer", 0.0)] == [False, False, True]
+    off = [v.failed for v in verdicts(lambda *x: 1.001 * ours(*x), "partita-fast", 0.0)]
+    assert off == [True] * 3
+
+
+def test_liger_computes_divergences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger's function takes labels and beta after the heads, and beta means the same."""
+    called = []
+
+    class Function:
+        @staticmethod
+        def apply(*arguments: Any) -> Tensor:
+            called.append(arguments)
+            return heads.composed_divergence(*arguments[:4], arguments[5])
+
+    stand_in(monkeypatch, "liger_kernel.ops.fused_linear_jsd", LigerFusedLinearJSDFunction=Function)
+    function = heads.liger_divergence()
+    assert not any(verdict.failed for verdict in verdicts(function, "liger", 0.5))
+    assert all(arguments[4] is None for arguments in called)
+
+
+def test_sizes_and_the_yardstick_of_divergences() -> None:
+    found = [
+        case
+        for case in heads.divergence_cases(settings_with(dtypes=()))
+        if case.op == "linear_divergence"
+    ]
+    assert [case.beta for case in found] == list(heads.BETAS)
+    assert {case.dtype for case in found} == {torch.bfloat16}
+    inputs = DIVERGENCE.inputs(Buffers(CPU.device))
+    function = providers.PRODUCTS.ops["linear_divergence"]()
+    assert not list(
+        DIVERGENCE.verdicts(
+            Attempt(function, inputs, providers.PRODUCTS), DIVERGENCE.standard(inputs)
+        )
+    )
+    leaf = inputs.hidden.clone().requires_grad_()
+    loss = function(leaf, *inputs[1:])
+    (grad,) = torch.autograd.grad(loss, leaf)
+    expected = inputs.hidden @ inputs.matrix.T @ inputs.matrix
+    torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_log_probabilities() -> None:
+    case = rows.Logprobs("logprobs", torch.float32, 4, 60)
+    inputs = case.inputs(Buffers(CPU.device))
+    assert inputs.target.shape == (4, rows.CLASSES)
+    own = case.standard(inputs)
+    found = list(case.verdicts(Attempt(partita.logprobs, inputs, providers.PARTITA), own))
+    assert len(found) == 2 and not any(verdict.failed for verdict in found)
+    scaled = list(
+        case.verdicts(Attempt(lambda *x: 1.1 * partita.logprobs(*x), inputs, providers.TORCH), own)
+    )
+    assert all(verdict.failed for verdict in scaled)
+    assert case.moves["total"].bytes == 3 * case.bytes
+
+
+@pytest.mark.parametrize("beta", heads.BETAS)
+def test_divergences_of_logits(beta: float) -> None:
+    case = heads.DivergenceRows("divergence", torch.float32, 5, 60, beta)
+    inputs = case.inputs(Buffers(CPU.device))
+    own = case.standard(inputs)
+    for provider in (providers.PARTITA, providers.TORCH):
+        found = list(case.verdicts(Attempt(provider.ops["divergence"](), inputs, provider), own))
+        assert len(found) == 3 and not any(verdict.failed for verdict in found)
+    ours = providers.PARTITA.ops["divergence"]()
+    scaled = case.verdicts(Attempt(lambda *x: 1.001 * ours(*x), inputs, providers.PARTITA), own)
+    assert all(verdict.failed for verdict in scaled)
+    assert case.bytes == 5 * 60 * 4
+    assert {part: moves.bytes for part, moves in case.moves.items()} == {
+        "inference": 2 * case.bytes,
+        "total": 3 * case.bytes,
+    }
+    first = next(iter(heads.divergence_cases(settings_with(dtypes=()))))
+    assert first.op == "divergence" and first.dtype == torch.bfloat16
