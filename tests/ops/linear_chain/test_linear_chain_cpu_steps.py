@@ -8,7 +8,7 @@ pytest.importorskip("numba")
 import numba
 
 import partita
-from partita.ops.linear_chain.cpu import linear_steps
+from partita.ops.linear_chain.cpu import scans
 from partita.primitives.cpu.vectors import WIDTH, pointer_to
 
 rng = np.random.default_rng(0)
@@ -18,7 +18,7 @@ rng = np.random.default_rng(0)
 def product(states, weights, result):
     C, width = weights.shape
     for k in range(len(states)):
-        linear_steps.product(
+        scans.product(
             pointer_to(states), k * width, pointer_to(weights), C, width, pointer_to(result)
         )
 
@@ -34,7 +34,7 @@ def test_products_and_sums_of_outer_products(C: int) -> None:
     np.testing.assert_allclose(result, states[:, :C] @ weights, rtol=1e-14)
     counts = rng.random((width, width))
     expected = counts + states[1:4].T @ others[1:4]
-    linear_steps.add_outer_products(states, others, 1, 4, counts)
+    scans.add_outer_products(states, others, 1, 4, counts)
     np.testing.assert_allclose(counts, expected, rtol=1e-14)
 
 

@@ -91,12 +91,11 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
         return LinearChainPotentials(self.emissions, self.transitions, *ends, self.lengths)
 
     def _full_precision(self) -> LinearChainPotentials:
-        def widened(scores: Any) -> Any:
-            if scores is None:
-                return None
-            return scores.to(torch.promote_types(scores.dtype, acc_dtype(self.emissions.dtype)))
-
-        scores = map(widened, self._potentials().variables)
+        dtype = acc_dtype(self.emissions.dtype)
+        scores = (
+            None if x is None else x.to(torch.promote_types(x.dtype, dtype))
+            for x in self._potentials().variables
+        )
         return LinearChainPotentials._make([*scores, self.lengths])
 
     def _mean(self, potentials: LinearChainPotentials, values: Any) -> tuple[Tensor, Tensor]:

@@ -53,16 +53,6 @@ def is_linear(transitions: Tensor) -> bool:
     return float(high) - float(low) <= MAX_SPAN  # False for NaN and infinities
 
 
-def as_token_steps(transitions: Tensor, T: int, N: int) -> Tensor:
-    """Return transitions, or values of them, as `[T - 1, N, C, C]` without memory of that size."""
-    transitions = transitions.detach()
-    if transitions.ndim == 2:
-        transitions = transitions.double()  # once, and not at each step
-    elif transitions.ndim == 3:
-        transitions = transitions.unsqueeze(1)
-    return transitions.expand(T - 1, N, *transitions.shape[-2:])
-
-
 def dense_batch(
     emissions: Tensor,
     transitions: Tensor,
@@ -75,12 +65,18 @@ def dense_batch(
     tokens, invalid = lengths_of(lengths, 1, T, N)
     first = emissions[0].detach().double()
     initial = first if start is None else first + start.detach()
+    # Without memory of [T - 1, N, C, C]. Constant transitions are converted once.
+    steps = transitions.detach()
+    if steps.ndim == 2:
+        steps = steps.double()
+    elif steps.ndim == 3:
+        steps = steps.unsqueeze(1)
     no_edges, no_starts = np.empty(0, np.uint32), np.empty(0, np.int32)
     sources = np.arange(C * C, dtype=np.int32) // max(C, 1)
     batch = ChainBatch(
         (tokens - 1).numpy(),
         Edges(C, True, sources, no_edges, no_starts, 0),
-        as_steps(as_token_steps(transitions, T, N)),
+        as_steps(steps.expand(T - 1, N, C, C)),
         as_steps(emissions),
         as_array(initial),
         np.zeros((N, C)) if end is None else as_array(end),

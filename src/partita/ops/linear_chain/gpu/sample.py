@@ -85,7 +85,7 @@ def lane_draw(alpha, table_ptr, c, is_last, uniform, C: tl.constexpr, IS_LOG: tl
             maximum = tl.maximum(maximum, terms[k])
         for k in tl.static_range(C):
             weights += (tl.exp(terms[k] - finite_shift(maximum)),)
-    total, cumulative = weights[0], (weights[0],)
+    total, cumulative = weights[0], (weights[0],)  # type: ignore[misc]
     for k in tl.static_range(1, C):
         total += weights[k]
         cumulative += (total,)
