@@ -24,13 +24,7 @@ from ....primitives.cpu.batch import (
 from ....runtime.dtypes import acc_dtype
 from .. import joint
 from ..common import SequenceLengths, posteriors_of_kinds, valid_lengths
-from .nodes import (
-    Batch,
-    Upstream,
-    add_durations,
-    read_nodes,
-    write_gradient,
-)
+from .nodes import Batch, Upstream, add_durations, read_nodes, write_gradient
 from .scan import align_sequences, arcs_of, scan_sequences
 
 

@@ -17,14 +17,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arc_rows import HAS_NAN, num_kinds
-from .arc_words import (
-    IMPOSSIBLE_ARC,
-    arc_word,
-    exp2_parts,
-    exp_parts,
-    log2_of_parts,
-    sum_of_terms,
-)
+from .arc_words import IMPOSSIBLE_ARC, arc_word, exp2_parts, exp_parts, log2_of_parts, sum_of_terms
 from .lattice import MARGIN, SIZES, lattice_sizes, load_sequence, log_sum
 
 

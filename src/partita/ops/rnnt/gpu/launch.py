@@ -20,12 +20,7 @@ from ....runtime.launch import cdiv, launch, tl_acc_dtype, zeroed_words
 from ...ctc.gpu.lanes import launch_lanes
 from .arc_rows import Scan
 from .arcs import rnnt_arcs_kernel
-from .gradient import (
-    DURATION_NODES,
-    StridedLogits,
-    Upstream,
-    rnnt_gradient_kernel,
-)
+from .gradient import DURATION_NODES, StridedLogits, Upstream, rnnt_gradient_kernel
 from .lattice import Durations, Lengths, Targets
 from .nodes import rnnt_nodes_kernel
 from .overlap import rnnt_overlap_kernel

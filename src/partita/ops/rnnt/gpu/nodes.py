@@ -8,15 +8,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LN2, LOG2E, finite_shift
-from .lattice import (
-    LN2_FP32,
-    SIZES,
-    lattice_sizes,
-    load_sequence,
-    log2_units,
-    log_sum,
-    node_offset,
-)
+from .lattice import LN2_FP32, SIZES, lattice_sizes, load_sequence, log2_units, log_sum, node_offset
 from .rows import ROWS, is_huge, locate_row, program_nodes, row_normalizer, step_offset
 
 
