@@ -192,12 +192,7 @@ def logits_gradient(
 
 
 CHUNK_KERNELS = ChunkKernels(
-    new_state=new_state,
-    accumulate_logits=accumulate_logits,
-    row_statistics=row_statistics,
-    logits_gradient=logits_gradient,
-    one_pass=one_pass,
-    mean_shares=mean_shares,
+    new_state, accumulate_logits, row_statistics, logits_gradient, one_pass, mean_shares
 )
 
 accumulate_hidden = functools.partial(

@@ -175,12 +175,7 @@ def mean_shares(
 
 
 CHUNK_KERNELS = ChunkKernels(
-    new_state=new_state,
-    accumulate_logits=accumulate_logits,
-    row_statistics=row_statistics,
-    logits_gradient=logits_gradient,
-    one_pass=one_pass_of_chunk,
-    mean_shares=mean_shares,
+    new_state, accumulate_logits, row_statistics, logits_gradient, one_pass_of_chunk, mean_shares
 )
 
 accumulate_hidden = functools.partial(
