@@ -206,7 +206,7 @@ def ctc_crf_decode(
         source = constant(kmer_source, alphabet_size - 1, state_len, device=scores.device)
         edges = unflatten_scores(scores, source)
         lengths = _lengths(scores, input_lengths)
-        checks.within("input_lengths", lengths, 0, len(scores), "steps")
+        checks.within("input_lengths", lengths, 0, scores.shape[0], "steps")
         backend = current_backend()
         if method == "posterior":
             marginals = Chain(edges, source, lengths=lengths).marginals()

@@ -20,7 +20,7 @@ from ..cross_entropy.common import LossOptions
 from .gpu.plan import slot_count
 from .local_losses import ParallelLossArguments, prepare_rows
 from .shard import VocabShard, refuse_second_derivative
-from .symmetric_memory import SharedSlots, may_share_memory, memory_of_next_call, shared_slots
+from .symmetric_memory import SharedSlots, may_share_memory, shared_slots
 
 
 def one_pass_loss(input: Tensor, target: Tensor, arguments: ParallelLossArguments) -> Tensor | None:
@@ -77,7 +77,7 @@ def _loss_and_gradient(
 
     shared = group_slots(logits, call.shard)
     assert shared is not None
-    memory = memory_of_next_call(shared, logits.device)
+    memory = shared.memory_of_next_call(logits.device)
     rest = (shared.max_polls, call.shard.sizes, call.shard.rank, call.options)
     return parallel_one_pass(logits, target, memory, *rest)
 

@@ -54,6 +54,24 @@ class SharedSlots:
     calls: int = 0
     stream: torch.cuda.Stream | None = None
 
+    def memory_of_next_call(self, device: torch.device) -> RankMemory:
+        """Return the memory of the next call, which all ranks make.
+
+        Raises:
+            RuntimeError: an earlier call of this rank timed out.
+        """
+        raise_if_failed(self.failed)
+        stream = torch.cuda.current_stream(device)
+        if self.stream is not None and self.stream != stream:
+            stream.wait_stream(self.stream)
+        self.stream = stream
+        index = self.calls % 2
+        self.calls += 1
+        # The previous call used the other set. Its kernel waited for all that the ranks store
+        # there, so nothing reads or writes that set before the next call.
+        self.slots[1 - index].zero_()
+        return RankMemory(self.slots[index], self.peers[index], self.timed_out, self.failed)
+
 
 class RenumberedStore(Store):
     """A store that numbers the keys `name/number/rank` by the exchanges of one rendezvous.
@@ -201,26 +219,6 @@ def shared_slots(group: ProcessGroup, device: torch.device, slots: int) -> Share
         shared = allocate(group, device, max(MIN_SLOTS, 1 << (slots - 1).bit_length()))
         _group_slots[key] = weakref.ref(group), shared
     return shared
-
-
-def memory_of_next_call(shared: SharedSlots, device: torch.device) -> RankMemory:
-    """Return the memory of the next call, which all ranks make.
-
-    Raises:
-        RuntimeError: an earlier call of this rank timed out.
-    """
-    raise_if_failed(shared.failed)
-    stream = torch.cuda.current_stream(device)
-    if shared.stream is not None and shared.stream != stream:
-        stream.wait_stream(shared.stream)
-    shared.stream = stream
-    index = shared.calls % 2
-    shared.calls += 1
-    # The previous call used the other set. Its kernel waited for all that the ranks store there, so
-    # nothing reads or writes that set before the next call.
-    shared.slots[1 - index].zero_()
-    slots, peers = shared.slots[index], shared.peers[index]
-    return RankMemory(slots, peers, shared.timed_out, shared.failed)
 
 
 def raise_if_failed(failed: Tensor) -> None:

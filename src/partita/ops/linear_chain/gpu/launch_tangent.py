@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ....paths.autograd import ones
 from ....primitives.gpu.target import target_of
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ..common import fake_tangent
@@ -42,8 +43,8 @@ def linear_chain_tangent(
         states = split_saved(saved, emissions, transitions)
         values = batch_of(emission_values, start_values, end_values, lengths)
         posteriors, sums, *_ = buffers = saved.new_empty((4, T, N, C))
-        ones = {"grad_ptr": saved.new_full((1,), 1.0), "grad_n": 0}
-        state_gradients(ones, batch, states, Gradients(posteriors, None, None))
+        unit = {"grad_ptr": ones(emissions), "grad_n": 0}
+        state_gradients(unit, batch, states, Gradients(posteriors, None, None))
         pair_values = strided_steps(transition_values)
         if transition_values.ndim == 3 and transitions.ndim == 2:  # of each sequence
             pair_values = StridedSteps(transition_values, 0, *transition_values.stride())
