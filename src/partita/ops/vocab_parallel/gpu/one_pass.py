@@ -6,8 +6,6 @@ other parts, on its own GPU and on the others. The kernel reads and writes the l
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -33,13 +31,6 @@ from ...cross_entropy.gpu.row_part import (
     part_logits,
     store_part_gradient,
 )
-
-
-class OptionalTerms(NamedTuple):
-    """The soft-cap and the factor of the z-loss in fp32; the kernel has no code for None."""
-
-    softcap: float | None
-    z_loss: float | None
 
 
 @triton.jit
