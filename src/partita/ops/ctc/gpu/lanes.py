@@ -1,4 +1,4 @@
-"""Kernels of one warp per program, and sums over its 32 lanes."""
+"""Kernels of one warp per program, and sums and sorting over its 32 lanes."""
 
 from typing import Any, NamedTuple
 
@@ -57,6 +57,30 @@ def sum_over_lanes(values, lane, BIT: tl.constexpr = 16):
             sent = tl.gather(tl.where((lane & BIT) != 0, first, second), lane ^ BIT, 0)
             folded = folded + (tl.where((lane & BIT) != 0, second, first) + sent,)
         return sum_over_lanes(folded, lane, BIT // 2)
+
+
+@triton.jit
+def sort_by_class(label, has_label, lane, GROUPS: tl.constexpr):
+    """Sort the lanes by label, and find the range of each class in that order.
+
+    Lanes without a label come last. Returns the order `[32]`, and for each of GROUPS groups of 32
+    classes a pair (begin, end) with one class per lane.
+    """
+    rank, order = lane * 0, lane * 0
+    key, bounds = tl.where(has_label, label, 2147483647), ()
+    for j in range(32):
+        other = tl.gather(key, lane * 0 + j, 0)
+        rank += ((other < key) | ((other == key) & (j < lane))).to(tl.int32)
+    for j in range(32):
+        order = tl.where(tl.gather(rank, lane * 0 + j, 0) == lane, j, order)
+    for g in tl.static_range(GROUPS):
+        begin, end = lane * 0, lane * 0
+        for j in range(32):
+            other = tl.gather(key, lane * 0 + j, 0)
+            begin += (other < g * 32 + lane).to(tl.int32)
+            end += (other <= g * 32 + lane).to(tl.int32)
+        bounds = bounds + ((begin, end),)
+    return order, bounds
 
 
 @triton.jit

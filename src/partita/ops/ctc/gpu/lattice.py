@@ -21,6 +21,8 @@ from .state import (
     constant_state,
     pack_state,
     select,
+    shift_lanes,
+    unpack_state,
 )
 
 # Bits of a sequence's flags.
@@ -181,6 +183,23 @@ def boundary_states(position, end, lane, FP64: tl.constexpr):
 
 
 @triton.jit
+def sum_predecessors(state, can_skip, carry, lane, FORWARD: tl.constexpr, FP64: tl.constexpr):
+    """Sum what enters each blank and label: α from the states before a step, β from those after it.
+
+    The carry comes from the neighboring chunk (see `store_carry`). For α it is the label before
+    the first position; for β, the part that the position after the last one sends to its label.
+    """
+    blank, label = state
+    if FORWARD:
+        into_blank = add(blank, shift_lanes(label, carry, lane, -1, FP64), FP64)
+        return LaneStates(into_blank, add(label, select(can_skip, into_blank, blank, FP64), FP64))
+    else:
+        into_blank = add(blank, label, FP64)
+        sent = select(can_skip, into_blank, blank, FP64)
+        return LaneStates(into_blank, add(label, shift_lanes(sent, carry, lane, 1, FP64), FP64))
+
+
+@triton.jit
 def store_carry(ptrs, state, can_skip, is_sent, FORWARD: tl.constexpr, FP64: tl.constexpr):
     """Store the carry for the next chunk from the last lane (α) or the first (β), if `is_sent`."""
     blank, label = state
@@ -196,3 +215,12 @@ def store_states(saved_ptr, state, lane, FP64: tl.constexpr):
     """Store the states of a chunk as words `[2, 32]`."""
     tl.store(saved_ptr + lane, pack_state(state.blank, FP64))
     tl.store(saved_ptr + 32 + lane, pack_state(state.label, FP64))
+
+
+@triton.jit
+def load_states(saved_ptr, lane, FP64: tl.constexpr):
+    """Load the states of a chunk that `store_states` stored."""
+    return LaneStates(
+        unpack_state(tl.load(saved_ptr + lane), FP64),
+        unpack_state(tl.load(saved_ptr + 32 + lane), FP64),
+    )

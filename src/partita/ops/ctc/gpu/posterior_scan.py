@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from .lanes import LaneKernel, lane_index, sum_over_lanes
+from .lanes import LaneKernel, lane_index, sort_by_class, sum_over_lanes
 from .lattice import (
     NEEDS_FP64,
     SIZES,
@@ -30,15 +30,16 @@ from .lattice import (
     TargetScan,
     load_chunk,
     load_lengths,
+    load_states,
     program_chunk,
     store_carry,
 )
 from .scores import sequence_rows
 from .state import posterior_of, unpack_state
 from .steps import (
-    CarryLinks,
     advance,
     await_carries,
+    carry_links,
     chunk_source,
     decode_emissions,
     first_scan_half,
@@ -48,13 +49,15 @@ from .steps import (
 
 
 class ChunkMemory(NamedTuple):
-    """The memory of a chunk: what the other direction saved in the first scan, and posteriors.
+    """The memory of a chunk: what the other direction saved in the first scan, and its carries.
 
     Fields:
         states_ptr: the states before the first step, words `[2, 32]`.
         block_stride: offset from them to those of the next block of eight steps.
         carries_ptr: the carries that the chunk received in the first scan, one for each step.
         has_carries: whether there was a neighbor that sent them.
+        sent_ptr: the carries that the chunk sends in this scan.
+        chunk_stride: offset from them to those of the next chunk.
         label_ptr: its posteriors of labels, `[T, 32]`.
         blank_ptr: its posteriors of the blank, `[T]`.
     """
@@ -63,39 +66,49 @@ class ChunkMemory(NamedTuple):
     block_stride: tl.tensor
     carries_ptr: tl.tensor
     has_carries: tl.tensor
+    sent_ptr: tl.tensor
+    chunk_stride: tl.tensor
     label_ptr: tl.tensor
     blank_ptr: tl.tensor
 
 
-@triton.jit
-def store_class_order(order_ptr, label, has_label, lane, GROUPS: tl.constexpr):
-    """Sort the lanes by label, and store the order and the range of each class in it.
+class RecomputedHalf(NamedTuple):
+    """The half of the first scan whose states a chunk recomputes, in the order of that scan.
 
-    Lanes without a label come last. The order is followed by a begin and an end for each of GROUPS
-    groups of 32 classes, with one class per lane.
+    Fields:
+        source: where the chunk finds its emissions; see `EmissionSource`.
+        half: the steps; see `HalfSteps`.
+        states_ptr: the states before the first step, words `[2, 32]`.
+        block_stride: offset from them to those of the next block of eight steps.
+        carries_ptr: the carries that the chunk received, one for each step.
+        has_carries: whether there was a neighbor that sent them.
     """
-    rank, order, key = lane * 0, lane * 0, tl.where(has_label, label, 2147483647)
-    for j in range(32):
-        other = tl.gather(key, lane * 0 + j, 0)
-        rank += ((other < key) | ((other == key) & (j < lane))).to(tl.int32)
-    for j in range(32):
-        order = tl.where(tl.gather(rank, lane * 0 + j, 0) == lane, j, order)
-    tl.store(order_ptr + lane, order)
-    for g in tl.static_range(GROUPS):
-        begin, end = lane * 0, lane * 0
-        for j in range(32):
-            other = tl.gather(key, lane * 0 + j, 0)
-            begin += (other < g * 32 + lane).to(tl.int32)
-            end += (other <= g * 32 + lane).to(tl.int32)
-        tl.store(order_ptr + (1 + 2 * g) * 32 + lane, begin)
-        tl.store(order_ptr + (2 + 2 * g) * 32 + lane, end)
+
+    source: tuple[tl.tensor, ...]
+    half: tuple[tl.tensor, ...]
+    states_ptr: tl.tensor
+    block_stride: tl.tensor
+    carries_ptr: tl.tensor
+    has_carries: tl.tensor
+
+
+class LoadedBlock(NamedTuple):
+    """The loaded values from which the states of a block are recomputed.
+
+    Fields:
+        rows: the values from which the emissions are computed; see `Emissions`.
+        states: the words of blanks and of labels before the block, `[32]` each.
+        carries: the words that the chunk received, `[32]` with a step in each lane.
+    """
+
+    rows: tuple[tl.tensor, ...]
+    states: tuple[tl.tensor, ...]
+    carries: tl.tensor
 
 
 @triton.jit
 def prefetch_block(
-    source,
-    half,
-    memory,
+    recomputed,
     p,
     lane,
     FORWARD: tl.constexpr,
@@ -103,28 +116,22 @@ def prefetch_block(
     FP64: tl.constexpr,
     TABLE_WIDTH: tl.constexpr,
 ):
-    """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0.
-
-    Returns the rows of emissions, see `Emissions`, the words of blanks and of labels before the
-    block, `[32]` each, and the words that the chunk received, `[32]` with a step in each lane.
-    """
+    """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0."""
+    source, half, states_ptr, block_stride, carries_ptr, has_carries = recomputed
     rows = prefetch_emissions(source, half, p, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
-    ptr = memory.states_ptr + tl.maximum(p, 0) // 8 * memory.block_stride + lane
+    ptr = states_ptr + tl.maximum(p, 0) // 8 * block_stride + lane
     states = (
         tl.load(ptr, mask=(lane >= 0) & (p >= 0), other=0),
         tl.load(ptr + 32, mask=(lane >= 0) & (p >= 0), other=0),
     )
-    has_carries = memory.has_carries & (p >= 0)
-    return rows, states, prefetch_carries(memory.carries_ptr, p, has_carries, lane, BLOCK_T, FP64)
+    words = prefetch_carries(carries_ptr, p, has_carries & (p >= 0), lane, BLOCK_T, FP64)
+    return LoadedBlock(rows, states, words)
 
 
 @triton.jit
 def decode_block(
-    rows,
-    states,
-    source,
-    half,
-    memory,
+    loaded,
+    recomputed,
     p,
     lane,
     FORWARD: tl.constexpr,
@@ -133,15 +140,18 @@ def decode_block(
     TABLE_WIDTH: tl.constexpr,
 ):
     """Return a block's emissions and the states before it."""
-    emissions = decode_emissions(rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH)[0]
-    state = LaneStates(unpack_state(states[0], FP64), unpack_state(states[1], FP64))
+    source, half, _, _, carries_ptr, has_carries = recomputed
+    emissions = decode_emissions(
+        loaded.rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
+    )[0]
+    state = LaneStates(unpack_state(loaded.states[0], FP64), unpack_state(loaded.states[1], FP64))
     if FP64:
         # Advance to step p. The steps are a loop, because unrolled they would take long to compile.
         p = tl.maximum(p, 0)
         for q in range(p // 8 * 8, p):
             rows = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
             step = decode_emissions(rows, source, q, 0, lane, 1, True, 0)[0]
-            words = prefetch_carries(memory.carries_ptr, q, memory.has_carries, lane, 1, True)
+            words = prefetch_carries(carries_ptr, q, has_carries, lane, 1, True)
             inputs = (words, step.blank, step.label[0], lane * 0, source.lattice.can_skip, lane)
             state = advance(state, *inputs, FORWARD, True)[1]
     return emissions, state
@@ -176,12 +186,12 @@ def store_posteriors(
 
 @triton.jit
 def scan_other_half(
-    target,  # TargetScan
-    memory,  # ChunkMemory
-    links,  # CarryLinks
-    source,  # EmissionSource
-    state,  # LaneStates
+    target,
+    memory,
+    source,
+    state,
     logz,
+    c,
     lane,
     FORWARD: tl.constexpr,
     FP64: tl.constexpr,
@@ -189,14 +199,17 @@ def scan_other_half(
 ):
     """Scan the half of the other direction for one chunk, and store the posteriors of its steps.
 
-    The half is in the order of the other direction, so this scan visits the blocks from last to
-    first, and the steps of each block in reverse. Each block recomputes the states of the other
-    direction for the next one.
+    The chunk is the c-th of the scan. The half is in the order of the other direction, so this scan
+    visits the blocks from last to first, and the steps of each block in reverse. Each block
+    recomputes the states of the other direction for the next one.
     """
     BLOCK_T: tl.constexpr = 1 if FP64 else 8
     BACK: tl.constexpr = not FORWARD
     half = first_scan_half(target.length, source.stride_t, BACK, BLOCK_T)
-    label_ptr, blank_ptr, other = memory.label_ptr, memory.blank_ptr, (source, half, memory)
+    states_ptr, block_stride, carries_ptr, had_previous = memory[:4]
+    sent_ptr, chunk_stride, label_ptr, blank_ptr = memory[4:]
+    other = RecomputedHalf(source, half, states_ptr, block_stride, carries_ptr, had_previous)
+    links = carry_links(sent_ptr, chunk_stride, c, target.target_len // 32, FORWARD)
     if FORWARD:
         last_step = tl.maximum(target.length - 1, 0)
         label_ptr += last_step.to(tl.int64) * 32
@@ -205,34 +218,28 @@ def scan_other_half(
     is_sent = (lane == (31 if FORWARD else 0)) & links.has_next
     last_block, has_carries = steps + padding - BLOCK_T, links.has_previous & (steps > 0)
     words = prefetch_carries(links.received_ptr, last_block, has_carries, lane, BLOCK_T, FP64)
-    rows, states, other_carries = prefetch_block(
-        *other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
-    )
+    loaded = prefetch_block(other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
     emissions, before = decode_block(
-        rows, states, *other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+        loaded, other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
     )
     other_states = ()
     for u in tl.static_range(BLOCK_T):
         blanks, label = emissions.blank, emissions.label[u]
         before = advance(
-            before, other_carries, blanks, label, lane * 0 + u, can_skip, lane, BACK, FP64
+            before, loaded.carries, blanks, label, lane * 0 + u, can_skip, lane, BACK, FP64
         )[1]
         other_states = other_states + (before,)
-    rows, states, next_carries = prefetch_block(
-        *other, last_block - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
-    )
+    loaded = prefetch_block(other, last_block - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
     for p in range(last_block, -1, -BLOCK_T):
         if not FP64:
             words = await_carries(words, links, p, lane, BLOCK_T, FP64)
-        carries, other_carries = words, next_carries
+        carries, other_carries = words, loaded.carries
         next_emissions, other_state = decode_block(
-            rows, states, *other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+            loaded, other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
         )
         has_more = links.has_previous & (p > 0)
         words = prefetch_carries(links.received_ptr, p - BLOCK_T, has_more, lane, BLOCK_T, FP64)
-        rows, states, next_carries = prefetch_block(
-            *other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
-        )
+        loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
         next_states, label_posteriors, blank_posteriors = (), (), ()
         index = lane * 0 + (BLOCK_T - 1)
         for v in tl.static_range(BLOCK_T - 1, -1, -1):
@@ -306,10 +313,15 @@ def ctc_posterior_scan_kernel(
                 tl.store(ptrs + p, zero, mask=p + lane < carry_steps)
         if memory.order is not None:
             if direction == 0:
+                row, stride = n * num_chunks + index, (1 + 2 * GROUPS) * 32
                 lattice = load_chunk(target, index, lane)[0]
-                order_ptr = memory.order + (n * num_chunks + index) * ((1 + 2 * GROUPS) * 32)
                 label = lattice.label.to(tl.int32)
-                store_class_order(order_ptr, label, lattice.has_label, lane, GROUPS)
+                order, bounds = sort_by_class(label, lattice.has_label, lane, GROUPS)
+                order_ptr = memory.order + (row * stride + lane)
+                tl.store(order_ptr, order)
+                for g in tl.static_range(GROUPS):
+                    tl.store(order_ptr + (1 + 2 * g) * 32, bounds[g][0])
+                    tl.store(order_ptr + (2 + 2 * g) * 32, bounds[g][1])
         is_scanned = has_path & (index == 0) & (ALL_FP64 | (flags == NEEDS_FP64))
         begin, end = 0, tl.where(is_scanned, target_len // 32 + 1, 0)
     else:
@@ -326,10 +338,7 @@ def ctc_posterior_scan_kernel(
         row = chunk.to(tl.int64) * T
         middle = num_blocks + direction * (num_blocks + 1)
         chunk_states_ptr = states_ptr + chunk * 64
-        middle_ptr = chunk_states_ptr + middle * block_stride + lane
-        state = LaneStates(
-            unpack_state(tl.load(middle_ptr), FP64), unpack_state(tl.load(middle_ptr + 32), FP64)
-        )
+        state = load_states(chunk_states_ptr + middle * block_stride, lane, FP64)
         # In the first scan, a chunk of α received the carries of the chunk before it, and one of β
         # those of the next one.
         own = ChunkMemory(
@@ -338,12 +347,12 @@ def ctc_posterior_scan_kernel(
             saved_carries_ptr
             + tl.where(direction == 0, num_chunks + chunk + 1, chunk - 1) * chunk_stride,
             tl.where(direction == 0, chunk < last, chunk > 0),
+            sent_ptr,
+            chunk_stride,
             labels_ptr + row * 32,
             blanks_ptr + row,
         )
-        received_ptr = sent_ptr + tl.where(direction == 0, -chunk_stride, chunk_stride)
-        links = CarryLinks(sent_ptr, received_ptr, c < last, c > 0)
-        inputs = (target, own, links, source, state, logz, lane)
+        inputs = (target, own, source, state, logz, c, lane)
         if direction == 0:
             scan_other_half(*inputs, True, FP64, TABLE_WIDTH)
         else:

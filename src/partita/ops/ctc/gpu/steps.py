@@ -20,19 +20,17 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E
-from .lattice import LaneStates
+from .lattice import LaneStates, sum_predecessors
 from .scores import prior_emission, star_emission
 from .state import (
     ZERO_EXPONENT,
     ZERO_WORD,
     ZERO_WORD_FP64,
-    add,
     broadcast_lane,
     emission_of,
     multiply_emission,
     multiply_emissions,
     select,
-    shift_lanes,
     unpack_state,
 )
 
@@ -153,6 +151,13 @@ def chunk_source(rows, lattice, target, FP64: tl.constexpr, TABLE_WIDTH: tl.cons
         priors,
         rows.normalizers,
     )
+
+
+@triton.jit
+def carry_links(sent_ptr, chunk_stride, c, last, FORWARD: tl.constexpr):
+    """Return the links of the c-th chunk of a scan, whose last one is `last`."""
+    received_ptr = sent_ptr - chunk_stride if FORWARD else sent_ptr + chunk_stride
+    return CarryLinks(sent_ptr, received_ptr, c < last, c > 0)
 
 
 @triton.jit
@@ -299,23 +304,11 @@ def advance(
 ):
     """Take a step: return the sums that enter the states, and the states after it.
 
-    For α, states are entered from those before a step, and for β, from those after it. The carry
-    comes from the neighboring chunk (see `store_carry`). For α it is the label before the first
-    position; for β, the part that the position after the last one sends to its label.
-
     `words` and `blanks` are the carries and the blank's emissions of a block, with a step in each
     lane; `label` are the labels' emissions of the step `index`. The index is a tensor `[32]`, so
     that Triton translates this function once, not for each unrolled step.
     """
     carry = unpack_state(tl.gather(words, index, 0), FP64)
-    if FORWARD:
-        into_blank = add(state.blank, shift_lanes(state.label, carry, lane, -1, FP64), FP64)
-        sent = select(can_skip, into_blank, state.blank, FP64)
-    else:
-        into_blank = add(state.blank, state.label, FP64)
-        sent = select(can_skip, into_blank, state.blank, FP64)
-        sent = shift_lanes(sent, carry, lane, 1, FP64)
-    into_label = add(state.label, sent, FP64)
-    blank = multiply_emission(into_blank, broadcast_lane(blanks, index, FP64), FP64)
-    label = multiply_emission(into_label, label, FP64)
-    return LaneStates(into_blank, into_label), LaneStates(blank, label)
+    incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
+    blank = multiply_emission(incoming.blank, broadcast_lane(blanks, index, FP64), FP64)
+    return incoming, LaneStates(blank, multiply_emission(incoming.label, label, FP64))
