@@ -54,8 +54,8 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
             Otherwise the results of that sequence are NaN.
 
     Source: Rabiner, A tutorial on hidden Markov models, 1989; Lafferty et al., Conditional random
-    fields, 2001; for `expectation`, `entropy` and `kl` Li and Eisner, First- and second-order
-    expectation semirings, 2009.
+    fields, 2001; for derivatives of `expectation`, `entropy` and `kl` Li and Eisner, First- and
+    second-order expectation semirings, 2009.
 
     Example:
         >>> import torch

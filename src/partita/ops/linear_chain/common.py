@@ -15,7 +15,7 @@ HAS_KERNELS = assumed.vendor == "nvidia"
 
 
 def saved_sizes(T: int, N: int, C: int, save: bool) -> list[int]:
-    """Return the sizes of what the GPU saves, see `gpu/launch.py`; without `save`, of its work."""
+    """Return the sizes of the parts of `gpu.arguments.Saved`; without `save`, of its work."""
     return [2 * T * N * C if save else 0, T * N, T * N, 2 * -(-C // RANGE_ROWS)]
 
 

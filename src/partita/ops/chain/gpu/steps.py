@@ -95,7 +95,7 @@ def load_source(edges, c, k):
 
 @triton.jit
 def out_degree(edges, s):
-    """Return where the edges that leave the states s start in `out_edges`, and their number."""
+    """Return where the edges that leave the states s start in `out_edges_ptr`, and their number."""
     start = tl.load(edges.out_offsets_ptr + s, mask=s < edges.C, other=0)
     return start, tl.load(edges.out_offsets_ptr + s + 1, mask=s < edges.C, other=0) - start
 

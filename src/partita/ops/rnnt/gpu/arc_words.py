@@ -209,8 +209,8 @@ def state_word(significand, exponent):
 def state_of_word(word):
     """Return the significand and the biased exponent of a state.
 
-    The bits of -inf, which `arc_rows.load_carries` returns where there is no carry, become a state
-    that no path reaches.
+    The bits of -inf, which `arc_rows.load_turn_carries` returns where there is no carry, become
+    a state that no path reaches.
     """
     lower, upper = halves(word)
     bits = joined((lower << 20) | (upper >> 12), (lower >> 12) | ONE)
