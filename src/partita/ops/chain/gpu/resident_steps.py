@@ -80,7 +80,9 @@ register_cache("chain.gpu.resident_steps.shapes", resident_shape.cache_clear)
 @triton.constexpr_function
 def without_prefetch(shape: ResidentShape) -> ResidentShape:
     """Return the shape of a scan that loads the scores of one step."""
-    return shape._replace(PREFETCH=gl.constexpr(1))
+    edges = (shape.DEGREE, shape.PADDED_DEGREE, shape.REGULAR, shape.CONTIGUOUS)
+    blocks = (shape.BLOCK_C, shape.BLOCK_E, shape.STATE, shape.ROW)
+    return ResidentShape(*edges, gl.constexpr(1), *blocks)
 
 
 class StepRows(NamedTuple):
