@@ -18,7 +18,7 @@ from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import holds
 from ..ctc.common import longest_target
 from . import autograd as _crf
-from .common import kmer_source, lattice_source
+from .common import check_shape, kmer_source, lattice_source
 
 # On a GPU the number of lattice states is rounded up to a multiple of this, because the first call
 # with a table of another size waits for the device.
@@ -69,15 +69,7 @@ def _check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
     checks.floating("scores", scores)
     _at_least("state_len", state_len, 1)
     _at_least("alphabet_size", alphabet_size, 2)
-    C, A, ndim = (alphabet_size - 1) ** state_len, alphabet_size, scores.ndim
-    if ndim == 3 and scores.shape[2] == C * A:
-        return
-    if ndim == 4 and scores.shape[2] == C and scores.shape[3] == A:
-        return
-    raise ValueError(
-        "scores: expected shape [T, N, C * A] or [T, N, C, A]"
-        f" with C = {A - 1}^{state_len} = {C} and A = {A}, got {list(scores.shape)}"
-    )
+    check_shape(scores, state_len, alphabet_size)
 
 
 def _check_targets(targets: Tensor, scores: Tensor) -> None:

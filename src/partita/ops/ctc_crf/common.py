@@ -55,6 +55,19 @@ class CRFFunctions(NamedTuple):
     reduce: Callable[..., tuple[Tensor, Tensor]]
 
 
+def check_shape(scores: Tensor, state_len: int, alphabet_size: int) -> None:
+    """Raise for scores of another shape than k-mers and letters have."""
+    C, A, ndim = (alphabet_size - 1) ** state_len, alphabet_size, scores.ndim
+    if ndim == 3 and scores.shape[2] == C * A:
+        return
+    if ndim == 4 and scores.shape[2] == C and scores.shape[3] == A:
+        return
+    raise ValueError(
+        "scores: expected shape [T, N, C * A] or [T, N, C, A]"
+        f" with C = {A - 1}^{state_len} = {C} and A = {A}, got {list(scores.shape)}"
+    )
+
+
 def kmer_source(n_base: int, state_len: int, device: torch.device | str | None = None) -> Tensor:
     """Return the k-mer that each edge comes from, `[C, n_base + 1]`.
 

@@ -11,7 +11,7 @@ from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import Lengths, as_lengths, on_device
 from ..chain.api import Chain
-from ..ctc_crf.common import kmer_source, unflatten_scores
+from ..ctc_crf.common import check_shape, kmer_source, unflatten_scores
 from . import registered
 from .basecalls import Basecalls
 from .common import MAX_BEAM_WIDTH, Hypotheses
@@ -229,9 +229,4 @@ def _check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
     checks.floating("scores", scores)
     _number("state_len", state_len, 1)
     _number("alphabet_size", alphabet_size, 2)
-    C, A = (alphabet_size - 1) ** state_len, alphabet_size
-    if scores.ndim not in (3, 4) or scores.shape[2:] not in ((C * A,), (C, A)):
-        raise ValueError(
-            "scores: expected shape [T, N, C * A] or [T, N, C, A]"
-            f" with C = {A - 1}^{state_len} = {C} and A = {A}, got {list(scores.shape)}"
-        )
+    check_shape(scores, state_len, alphabet_size)

@@ -43,7 +43,7 @@ from .plan import MIXTURE_WARPS, MIXTURE_WORDS
 LOWEST = gl.constexpr(-1000.0)  # the least exponent that enters a ratio; exp2 of it is 0
 VEC = gl.constexpr(MIXTURE_WORDS)
 THREADS = gl.constexpr(32 * MIXTURE_WARPS)
-# Of the words of a block, [THREADS, VEC].
+# The layout of the words of a block, [THREADS, VEC].
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, MIXTURE_WORDS], [32, 1], [MIXTURE_WARPS, 1], [1, 0]))
 
 
