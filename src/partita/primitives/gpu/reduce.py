@@ -1,25 +1,79 @@
-"""Reductions of rows that are read in blocks, with one running statistic for each lane.
+"""The running statistics of rows that are read in blocks, one for each lane.
 
 A lane is a thread, if `RowPlan.lanes` says that each thread reads its own vectors of a row. Then no
 thread waits for another inside the loop, and the lanes are merged once after it. If there is one
 lane, it stands for the whole row.
+
+With `slope` = log2(e) / temperature, the exponentials are 2**u, u = slope (x - maximum).
 """
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .math import exp, finite_shift
-from .memory import aligned_start, row_span
+from .math import apply_softcap, finite_shift
+from .memory import aligned_start, edge_columns, row_span
+from .sync import arrives_last, load_pairs, store_pair
+
+EDGE_BLOCK = tl.constexpr(0x3FFFFFFF)  # stands for the classes outside of a row's aligned vectors
+
+
+class ProgramRows(NamedTuple):
+    """The rows that a program reads, and its part of their classes.
+
+    Fields:
+        index: the rows among those of all batches, [ROWS].
+        mask: which of them exist, [ROWS].
+        batch: their batch.
+        row: the rows in the batch, [ROWS].
+        ptrs: the addresses of the rows, [ROWS].
+        vectors: the addresses of their aligned vectors, [ROWS, 1].
+        classes: the classes of a row.
+        head, body: the number of classes before the aligned vectors, and inside them.
+        split: the index of the program among those that share its rows.
+        first, last: its part of the classes, counted from `head`.
+    """
+
+    index: Any
+    mask: Any
+    batch: Any
+    row: Any
+    ptrs: Any
+    vectors: Any
+    classes: Any
+    head: Any
+    body: Any
+    split: Any
+    first: Any
+    last: Any
+
+
+class RunningState(NamedTuple):
+    """The statistics of the classes that were read: of lanes, [ROWS, LANES], or of rows, [ROWS].
+
+    Fields:
+        maximum: the maximum of x.
+        total: the sum of 2**u, in fp64.
+        sum_x_exp: the sum of u 2**u, in fp64, or 0 if it is not wanted.
+        argmax: the first block with the maximum.
+        weight: the sum of the weights q of the classes, in fp64, or 0 without weights.
+        loss: the sum of q (maximum - x), in fp64, or 0 without weights.
+    """
+
+    maximum: Any
+    total: Any
+    sum_x_exp: Any
+    argmax: Any
+    weight: Any
+    loss: Any
 
 
 @triton.jit
-def program_rows(x, rows, splits, classes, VEC: tl.constexpr, ROWS: tl.constexpr):
-    """Return which part of `StridedRows` this program reads.
-
-    The results are its split, its batch, its rows [ROWS], the addresses of their aligned vectors
-    [ROWS, 1], the offset of the first row, and the number of classes before and inside the aligned
-    vectors of that row.
-    """
+def program_rows(x, rows, classes, splits, span, VEC: tl.constexpr, ROWS: tl.constexpr):
+    """Return which part of `StridedRows` this program reads, if programs read `span` classes."""
     split = (tl.program_id(0) % splits).to(tl.int64)
     block = tl.program_id(0) // splits
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
@@ -27,20 +81,24 @@ def program_rows(x, rows, splits, classes, VEC: tl.constexpr, ROWS: tl.constexpr
     start = batch * x.batch + first * x.row
     head, body = row_span(start, classes, VEC)
     row = first + tl.arange(0, ROWS)
-    ptrs = x.ptr + aligned_start(start, VEC) + tl.arange(0, ROWS).to(tl.int64)[:, None] * x.row
-    return split, batch, row, ptrs, start, head, body
-
-
-@triton.jit
-def unmasked_end(first, last, body, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
-    """Return the end of the blocks that lie inside the row and so need no mask.
-
-    Blocks of several rows always need a mask.
-    """
-    if LANES == 1:
-        return first
-    else:
-        return first + tl.maximum(tl.minimum(last, body) - first, 0) // BLOCK_V * BLOCK_V
+    ptrs = x.ptr + batch * x.batch + row * x.row
+    steps = tl.arange(0, ROWS).to(tl.int64)[:, None] * x.row
+    vectors = x.ptr + aligned_start(start, VEC) + steps
+    last = tl.minimum((split + 1) * span, classes)
+    return ProgramRows(
+        batch * rows + row,
+        row < rows,
+        batch,
+        row,
+        ptrs,
+        vectors,
+        classes,
+        head,
+        body,
+        split,
+        split * span,
+        last,
+    )
 
 
 @triton.jit
@@ -89,22 +147,208 @@ def lane_sum(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(maximum, total, x, EXACT: tl.constexpr):
-    """Update each lane's maximum and sum of exponentials, [ROWS, LANES], with a block of `by_lane`.
+def empty_state(ROWS: tl.constexpr, LANES: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Return the statistics of no classes."""
+    zeros = tl.zeros([ROWS, LANES], tl.float64)
+    maximum = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE)
+    return RunningState(maximum, zeros, zeros, tl.zeros([ROWS, LANES], tl.int32), zeros, zeros)
 
-    No thread waits for another here, so the loads follow one another. The sum is in fp64, since
+
+@triton.jit
+def rescaled(state, maximum, slope):
+    """Return a state relative to a maximum that is at least its own."""
+    shift, old_shift = finite_shift(maximum), finite_shift(state.maximum)
+    scale = tl.exp2((state.maximum - shift) * slope).to(tl.float64)
+    moved_by = shift - old_shift
+    sum_x_exp = scale * (state.sum_x_exp - state.total * (moved_by * slope).to(tl.float64))
+    loss = state.loss + state.weight * moved_by.to(tl.float64)
+    return RunningState(maximum, state.total * scale, sum_x_exp, state.argmax, state.weight, loss)
+
+
+@triton.jit
+def add_block(
+    state, x, block, q, slope, ENTROPY: tl.constexpr, EXACT: tl.constexpr, VECTOR: tl.constexpr
+):
+    """Add a block of classes, [ROWS, BLOCK], and their weights q or None, to a state of lanes.
+
+    No thread waits for another here, so the loads follow one another. The sums are in fp64, since
     thousands of blocks would accumulate the rounding errors of fp32.
     """
-    higher = tl.maximum(maximum, lane_max(x))
-    shift = finite_shift(higher)
-    return higher, total * exp(maximum - shift).to(tl.float64) + lane_sum(
-        exp(x - broadcast_lanes(shift)), EXACT
+    LANES: tl.constexpr = state.maximum.shape[1]
+    x = by_lane(x, LANES, VECTOR)
+    block_maximum = lane_max(x)
+    argmax = tl.where(block_maximum > state.maximum, block, state.argmax).to(tl.int32)
+    moved = rescaled(state, tl.maximum(state.maximum, block_maximum), slope)
+    shift = broadcast_lanes(finite_shift(moved.maximum))
+    u = (x - shift) * slope
+    e = tl.exp2(u)
+    total = moved.total + lane_sum(e, EXACT)
+    sum_x_exp, weight, loss = state.sum_x_exp, state.weight, state.loss
+    if ENTROPY:  # A class of probability 0 adds 0, even if its exponent is -inf.
+        sum_x_exp = moved.sum_x_exp + lane_sum(e * tl.maximum(u, -10000.0), False)
+    if q is not None:  # A class of weight 0 adds 0, even if its logit is infinite.
+        q = by_lane(q.to(x.dtype), LANES, VECTOR)
+        loss = moved.loss + lane_sum(tl.where(q == 0.0, 0.0, q * (shift - x)), EXACT)
+        weight += lane_sum(q, EXACT)
+    return RunningState(moved.maximum, total, sum_x_exp, argmax, weight, loss)
+
+
+@triton.jit
+def merge_lanes(state, slope):
+    """Return the statistics of rows, [ROWS], from those of their lanes, [ROWS, LANES]."""
+    maximum = tl.max(state.maximum, axis=1)
+    moved = rescaled(state, maximum[:, None], slope)
+    is_maximum = state.maximum == maximum[:, None]
+    return RunningState(
+        maximum,
+        tl.sum(moved.total, axis=1),
+        tl.sum(moved.sum_x_exp, axis=1),
+        tl.min(tl.where(is_maximum, state.argmax, 0x7FFFFFFF), axis=1),
+        tl.sum(moved.weight, axis=1),
+        tl.sum(moved.loss, axis=1),
     )
 
 
 @triton.jit
-def merge_lanes(maximum, total):
-    """Return the maximum and the sum of each row, [ROWS]."""
-    row_max = tl.max(maximum, axis=1)
-    scale = exp(maximum - finite_shift(row_max)[:, None]).to(tl.float64)
-    return row_max, tl.sum(total * scale, axis=1)
+def combined(state, other, slope):
+    """Return the statistics of the classes of two states; the first one's arg-max among equals."""
+    maximum = tl.maximum(state.maximum, other.maximum)
+    a, b = rescaled(state, maximum, slope), rescaled(other, maximum, slope)
+    return RunningState(
+        maximum,
+        a.total + b.total,
+        a.sum_x_exp + b.sum_x_exp,
+        tl.where(other.maximum > state.maximum, other.argmax, state.argmax),
+        a.weight + b.weight,
+        a.loss + b.loss,
+    )
+
+
+@triton.jit
+def merge_programs(
+    state,
+    at,
+    slots_ptr,
+    splits,
+    slope,
+    ENTROPY: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Return the statistics of a row from those of its parts, and whether this program has them.
+
+    The program that arrives last has. Each row has a counter and, for each program, a slot for
+    maximum and total, one for entropy and arg-max and one for the weights, if these are wanted.
+    """
+    SLOTS: tl.constexpr = 1 + ENTROPY + WEIGHTS
+    slots_ptr += tl.sum(at.index, axis=0) * (1 + SLOTS * splits)
+    counter_ptr, slots_ptr, split = slots_ptr, slots_ptr + 1, at.split
+    weights_ptr = slots_ptr + (SLOTS - 1) * splits
+    if ENTROPY:
+        argmax = tl.sum(state.argmax, axis=0).to(tl.float32, bitcast=True)
+        sum_x_exp = tl.sum(state.sum_x_exp, axis=0).to(tl.float32)
+        store_pair(slots_ptr + splits, split, sum_x_exp, argmax)
+    if WEIGHTS:
+        loss = tl.sum(state.loss, axis=0).to(tl.float32)
+        store_pair(weights_ptr, split, tl.sum(state.weight, axis=0).to(tl.float32), loss)
+    maximum, total = tl.sum(state.maximum, axis=0), tl.sum(state.total, axis=0).to(tl.float32)
+    store_pair(slots_ptr, split, maximum, total)
+    is_last = arrives_last(counter_ptr, splits)
+    # The parts are merged as lanes are, [1, BLOCK_SPLITS].
+    valid = tl.arange(0, BLOCK_SPLITS)[None, :] < splits
+    maxima, totals = load_pairs(slots_ptr, splits, BLOCK_SPLITS)
+    sums_x_exp, argmaxima, weights, losses = totals, maxima, totals, totals
+    if ENTROPY:
+        sums_x_exp, argmaxima = load_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
+    if WEIGHTS:
+        weights, losses = load_pairs(weights_ptr, splits, BLOCK_SPLITS)
+    parts = RunningState(
+        tl.where(valid, maxima, -float("inf")),
+        tl.where(valid, totals, 0.0).to(tl.float64),
+        tl.where(valid, sums_x_exp, 0.0).to(tl.float64),
+        argmaxima.to(tl.int32, bitcast=True),
+        tl.where(valid, weights, 0.0).to(tl.float64),
+        tl.where(valid, losses, 0.0).to(tl.float64),
+    )
+    return merge_lanes(parts, slope), is_last
+
+
+@triton.jit
+def load_capped(pointers, mask, softcap, ACC_DTYPE: tl.constexpr):
+    """Load logits, soft-capped if there is a soft-cap, -inf outside of the mask."""
+    x = tl.load(pointers, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+    if softcap is not None:
+        x = tl.where(mask, apply_softcap(x, softcap, True), -float("inf"))
+    return x
+
+
+@triton.jit
+def add_classes(
+    state,
+    x_ptrs,
+    column,
+    mask,
+    block,
+    at,
+    slope,
+    softcap,
+    options,
+    weigh: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    EXACT: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Load a block of classes, with their weights, and add it to the state of the lanes."""
+    x = load_capped(x_ptrs, mask, softcap, state.maximum.dtype)
+    if weigh is None:
+        return add_block(state, x, block, None, slope, ENTROPY, EXACT, VECTOR)
+    else:
+        q = weigh(options, at, column, mask)
+        return add_block(state, x, block, q, slope, ENTROPY, EXACT, VECTOR)
+
+
+@triton.jit
+def scan_rows(
+    x,
+    at,
+    slope,
+    softcap,
+    options,
+    weigh: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Return the statistics of the rows of a program, [ROWS], over its part of their classes.
+
+    The program of the first part also reads the classes around the aligned vectors. Where there are
+    weights, `weigh(options, at, column, mask)` returns those of a block of classes.
+    """
+    BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
+    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // BITS
+    EXACT: tl.constexpr = LANES == 1 and x.ptr.dtype.element_ty == tl.float32
+    state = empty_state(ROWS, LANES, slope.dtype)
+    args = (at, slope, softcap, options)
+    unmasked = at.first
+    if LANES > 1:  # Blocks of several rows always need a mask.
+        whole = tl.maximum(tl.minimum(at.last, at.body) - at.first, 0) // BLOCK_V
+        unmasked += whole * BLOCK_V
+    for first in range(at.first, unmasked, BLOCK_V):
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        ptrs, column = at.vectors + column * x.column, at.head + column
+        mask, block = tl.full([ROWS, BLOCK_V], True, tl.int1), first // BLOCK_V
+        state = add_classes(state, ptrs, column, mask, block, *args, weigh, ENTROPY, EXACT, VECTOR)
+    for first in range(unmasked, at.last, BLOCK_V):
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        mask = at.mask[:, None] & (column // VEC * VEC < at.body)
+        ptrs, column = at.vectors + column * x.column, at.head + column
+        block = first // BLOCK_V
+        state = add_classes(state, ptrs, column, mask, block, *args, weigh, ENTROPY, EXACT, VECTOR)
+    if VEC > 1:
+        column, mask = edge_columns(at.head, at.body, at.classes, VEC, LANES)  # [LANES]
+        column, mask = column[None, :], (mask & (at.split == 0))[None, :]
+        ptrs, block = at.ptrs[:, None] + column, EDGE_BLOCK
+        state = add_classes(state, ptrs, column, mask, block, *args, weigh, ENTROPY, EXACT, 1)
+    return merge_lanes(state, slope)

@@ -1,8 +1,9 @@
 """Views of tensors as rows, and plans of launches over rows.
 
 `row_view` merges all dimensions but one, so that a kernel sees `[batches, rows, classes]`. The
-plans (`row_plan`, `reduce_plan`, `elementwise_plan`) choose block sizes for such a view, and the
-`*_options` functions turn a plan into the constexpr arguments of a kernel.
+plans (`row_plan`, `reduce_plan`) choose block sizes for such a view, and the `*_options` functions
+turn a plan into the constexpr arguments of a kernel. `launch_reduction` and `launch_elementwise`
+launch kernels that only read rows, and those in which no class depends on another.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.caches import register_cache
-from ...runtime.launch import cdiv, next_power_of_2, tl_acc_dtype, zeroed_words
+from ...runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype, zeroed_words
 from .target import Target, target_of
 
 # Programs that may wait for one another: far fewer than any supported GPU keeps resident.
@@ -377,33 +378,48 @@ def patched_programs(view: RowView, plan: RowPlan) -> int:
     return min(parts, resident * target.multiprocessors)
 
 
-def reduce_plan_for(view: RowView, carried: int = 2) -> RowPlan:
-    """Return the plan of a kernel that reads the view once."""
-    return reduce_plan(shape_of(view), carried)
-
-
-def elementwise_plan(view: RowView) -> RowPlan:
-    """Return the plan of a kernel in which no class depends on another."""
+def launch_elementwise(kernel: Any, view: RowView, **arguments: Any) -> None:
+    """Launch a kernel in which no class depends on another; it has a tile of rows and classes."""
     block = next_power_of_2(max(view.classes, 1))
     if view.classes > 1 and any(stride[2] != 1 for stride in view.strides):
-        return RowPlan("tile", 64, min(block, 64), 4)
-    block = min(block, 4096)
-    return RowPlan("tile", max(1, min(64, 2048 // block)), block, 8 if block >= 4096 else 4)
+        plan = RowPlan("tile", 64, min(block, 64), 4)
+    else:
+        block = min(block, 4096)
+        rows, num_warps = max(1, min(64, 2048 // block)), 8 if block >= 4096 else 4
+        plan = RowPlan("tile", rows, block, num_warps)
+    launch(
+        kernel,
+        view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
+        rows=view.rows,
+        **arguments,
+        **tile_options(plan, view.tensors[0].dtype),
+    )
 
 
-def classes_per_program(view: RowView, plan: RowPlan) -> int:
-    """Return the number of classes that each program of a row reads, a multiple of the block."""
-    return cdiv(cdiv(view.classes, plan.splits), plan.block) * plan.block
+def launch_reduction(
+    kernel: Any, view: RowView, slots: int, carried: int = 2, **arguments: Any
+) -> None:
+    """Launch a kernel that only reads, and carries `carried` numbers from block to block.
 
-
-def merge_slots(view: RowView, splits: int, words: int = 1) -> Tensor | None:
-    """Return zeroed memory for the programs of each row, which the last one merges.
-
-    A row has `words` times a counter and a slot for each program. It is None if no row is shared.
+    Programs that share a row get zeroed memory for a counter, and `slots` words for each of them.
     """
-    rows = view.batches * view.rows
-    size = 0 if splits == 1 else words * rows * (splits + 1)
-    return zeroed_words(view.tensors[0].device, size)[0]
+    plan = reduce_plan(shape_of(view), carried)
+    tensor, rows = view.tensors[0], view.batches * view.rows
+    words = 0 if plan.splits == 1 else rows * (1 + slots * plan.splits)
+    launch(
+        kernel,
+        view.batches * cdiv(view.rows, plan.rows) * plan.splits,
+        slots_ptr=zeroed_words(tensor.device, words)[0],
+        rows=view.rows,
+        splits=plan.splits,
+        span=cdiv(cdiv(view.classes, plan.splits), plan.block) * plan.block,
+        SHARED=plan.splits > 1,
+        BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
+        VEC=plan.vector,
+        LANES=plan.lanes(tensor.element_size()),
+        **arguments,
+        **tile_options(plan, tensor.dtype),
+    )
 
 
 def vector_width(*rows: Tensor) -> int:
@@ -444,17 +460,6 @@ def tile_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
         "ROWS": plan.rows,
         "BLOCK_V": plan.block,
         **plan.options,
-    }
-
-
-def reduce_options(plan: RowPlan, view: RowView) -> dict[str, Any]:
-    """Return the constexpr arguments of kernels with a plan of `reduce_plan`."""
-    return {
-        "SHARED": plan.splits > 1,
-        "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
-        "VEC": plan.vector,
-        "LANES": plan.lanes(view.tensors[0].element_size()),
-        **tile_options(plan, view.tensors[0].dtype),
     }
 
 

@@ -1,8 +1,8 @@
 """The exchange between programs that share a row, through 64-bit words in zeroed memory.
 
 In an exchange (`exchange_*`) each program stores a pair of numbers in its slot and waits for all
-the other pairs. In a merge (`store_partial`, `arrives_last`, `load_partials`) no program waits, and
-the last one to arrive reads the pairs of the row.
+the other pairs. In a merge (`store_pair`, `arrives_last`, `load_pairs`) no program waits, and the
+last one to arrive reads the pairs of the row.
 """
 
 import triton
@@ -98,28 +98,13 @@ def merge_normalizers(maxima, sums, valid):
 
 
 @triton.jit
-def slot_base(slots_ptr, row, splits):
-    """Return the address of a row's counter, which the slots of the row's programs follow."""
-    return slots_ptr + row * (splits + 1)
-
-
-@triton.jit
-def store_partial(slots_ptr, split, first, second):
-    """Store a pair for the program of the row that arrives last."""
-    tl.atomic_xchg(slots_ptr + 1 + split, pack_pair(first, second), sem="relaxed")
-
-
-@triton.jit
-def arrives_last(slots_ptr, splits):
+def arrives_last(counter_ptr, splits):
     """Return whether all other programs of the row have stored their pairs. No program waits."""
-    return tl.atomic_add(slots_ptr, 1, sem="acq_rel") == splits - 1
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel") == splits - 1
 
 
 @triton.jit
-def load_partials(slots_ptr, splits, BLOCK_SPLITS: tl.constexpr):
-    """Return the stored pairs, [BLOCK_SPLITS] each, and the mask of the lanes that have one."""
+def load_pairs(slots_ptr, splits, BLOCK_SPLITS: tl.constexpr):
+    """Return the stored pairs of all programs, [BLOCK_SPLITS] each."""
     lane = tl.arange(0, BLOCK_SPLITS)
-    first, second = unpack_pair(
-        tl.load(slots_ptr + 1 + lane, mask=lane < splits, other=1, volatile=True)
-    )
-    return first, second, lane < splits
+    return unpack_pair(tl.load(slots_ptr + lane, mask=lane < splits, other=1, volatile=True))

@@ -10,14 +10,11 @@ from torch import Tensor
 from ....primitives.gpu.row_plan import (
     RowView,
     StridedRows,
-    classes_per_program,
-    elementwise_plan,
     exchange_words,
     flat_rows,
-    merge_slots,
+    launch_elementwise,
+    launch_reduction,
     patched_programs,
-    reduce_options,
-    reduce_plan_for,
     row_options,
     row_plan_for,
     row_view,
@@ -95,26 +92,21 @@ def cross_entropy(
         assert view is not None
     shape, dtype = row_shape(logits), acc_dtype(logits.dtype)
     rows = RowLosses(*(logits.new_empty(shape, dtype=dtype) for _ in RowLosses._fields))
-    plan = reduce_plan_for(view)
-    programs = view.batches * cdiv(view.rows, plan.rows) * plan.splits
-    if programs == 0 and workspace is not None:
+    if view.batches * view.rows == 0 and workspace is not None:
         workspace.zero_()
-    launch(
+    mode = smoothing_mode(target, label_smoothing)
+    launch_reduction(
         cross_entropy_forward_kernel,
-        programs,
+        view,
+        1 if mode == HARD_LABELS else 2,
         logits=view.strided[0],
         targets=targets_of(view, target, weight, ignore_index),
         results=rows,
-        slots_ptr=merge_slots(view, plan.splits, 2),
         workspace=None if workspace is None else Words(workspace, workspace.numel()),
-        rows=view.rows,
-        splits=plan.splits,
-        span=classes_per_program(view, plan),
         smoothing=label_smoothing,
         softcap=softcap,
-        SMOOTHING_MODE=smoothing_mode(target, label_smoothing),
+        SMOOTHING_MODE=mode,
         HAS_SOFTCAP=softcap != 0,
-        **reduce_options(plan, view),
     )
     return rows
 
@@ -157,10 +149,10 @@ def _launch_backward(
     softcap: float,
 ) -> None:
     """Launch the backward kernel on a view of the logits, whose last tensor is their gradient."""
-    plan, (logits, *_, dlogits) = elementwise_plan(view), view.strided
-    launch(
+    logits, *_, dlogits = view.strided
+    launch_elementwise(
         cross_entropy_backward_kernel,
-        view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
+        view,
         grad_loss=flat_rows(grad_loss),
         grad_logsumexp=flat_rows(grad_logsumexp),
         logits=logits,
@@ -169,12 +161,10 @@ def _launch_backward(
         sumexp_ptr=sumexp.contiguous(),
         total_weight_ptr=total_weight.contiguous(),
         dlogits=dlogits,
-        rows=view.rows,
         smoothing=label_smoothing,
         softcap=softcap,
         SMOOTHING_MODE=smoothing_mode(target, label_smoothing),
         HAS_SOFTCAP=softcap != 0,
-        **tile_options(plan, logits.ptr.dtype),
     )
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....primitives.gpu.math import divide
-from ....primitives.gpu.sync import arrives_last, load_partials, store_partial
+from ....primitives.gpu.sync import arrives_last, load_pairs, store_pair
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from .plan import SHARES
@@ -202,9 +202,10 @@ def cross_entropy_reduce_kernel(
     if targets.labels is not None:
         weights, _ = sum_label_weights(targets, rows, tl.program_id(0), splits, ACC_DTYPE, BLOCK)
     if SHARED:
-        store_partial(workspace_ptr, tl.program_id(0), total, weights)
+        store_pair(workspace_ptr + 1, tl.program_id(0), total, weights)
         is_last = arrives_last(workspace_ptr, splits)
-        all_totals, all_weights, mask = load_partials(workspace_ptr, splits, NUM_SHARES)
+        all_totals, all_weights = load_pairs(workspace_ptr + 1, splits, NUM_SHARES)
+        mask = tl.arange(0, NUM_SHARES) < splits
         total = tl.sum(tl.where(mask, all_totals, 0.0), axis=0)
         weights = tl.sum(tl.where(mask, all_weights, 0.0), axis=0)
     if shares_ptr is not None:

@@ -1,200 +1,107 @@
 """Kernels of the statistics and the gradient of rows of logits, which come in chunks of classes.
 
-The rows of a buffer start on 16 bytes and are padded to a multiple of 16 bytes, so that kernels
-load and store whole vectors. Other rows are treated the same way if they happen to be aligned.
+The rows of a buffer start on 16 bytes and are padded to a multiple of 16 bytes, so that gradients
+are stored in whole vectors. Other rows are treated the same way if they happen to be aligned.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LN2, LOG2E, apply_softcap, finite_shift, log_exact, reciprocal
-from ....primitives.gpu.reduce import by_lane, lane_sum, online_softmax
-from ...cross_entropy.gpu.token_stats import RunningStats, accumulate_stats
-
-
-class ChunkOptions(NamedTuple):
-    """The numbers that the blocks of a row have in common.
-
-    Fields:
-        row_ptr: the first logit of the row.
-        weight_ptr: class weights, [classes], or None.
-        classes: the number of classes of the chunk.
-        origin: what x is subtracted from in the smoothing sum; None without that sum.
-        softcap: the bound of the logits, or None.
-        log2_scale: the factor of x in the exponents of 2.
-    """
-
-    row_ptr: Any
-    weight_ptr: Any
-    classes: Any
-    origin: Any
-    softcap: Any
-    log2_scale: Any
-
-
-class LaneState(NamedTuple):
-    """The statistics of the lanes of a row, [1, LANES] each.
-
-    Fields:
-        maximum: the maximum of x.
-        sumexp: the sum of exponentials.
-        sum_x_exp: the sum of e log2(e) over the exponentials e.
-        smoothing_sum: the sum of weight * (origin - x).
-        argmax_block: the first class of the first block with the maximum.
-    """
-
-    maximum: Any
-    sumexp: Any
-    sum_x_exp: Any
-    smoothing_sum: Any
-    argmax_block: Any
+from ....primitives.gpu.reduce import (
+    RunningState,
+    combined,
+    load_capped,
+    merge_programs,
+    program_rows,
+    scan_rows,
+)
+from ...cross_entropy.gpu.token_stats import with_argmax
 
 
 @triton.jit
-def load_logits(options, v, UNMASKED: tl.constexpr, VEC: tl.constexpr):
-    """Load and soft-cap the logits of the classes v, [1, BLOCK_V].
-
-    Logits past the last class are -inf. Rows are padded to whole vectors, so the mask of a load may
-    be constant over a vector.
-    """
-    ACC_DTYPE: tl.constexpr = options.log2_scale.dtype
-    classes, softcap = options.classes, options.softcap
-    HAS_SOFTCAP: tl.constexpr = softcap is not None
-    if UNMASKED:
-        return apply_softcap(tl.load(options.row_ptr + v).to(ACC_DTYPE), softcap, HAS_SOFTCAP)
+def class_weights(weight_ptr, at, column, mask):
+    """Return the weights of a block of classes, 1 for each if there are none."""
+    if weight_ptr is None:
+        return tl.where(mask, 1.0, 0.0)
     else:
-        x = tl.load(options.row_ptr + v, mask=v // VEC * VEC < classes, other=0.0).to(ACC_DTYPE)
-        return tl.where(v < classes, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
-
-
-@triton.jit
-def accumulate_block(
-    state,
-    block_start,
-    options,
-    UNMASKED: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Add one block of classes to the statistics of the lanes.
-
-    The temperature is 1 without an entropy.
-    """
-    maximum, sumexp, sum_x_exp, smoothing_sum, argmax_block = state
-    LANES: tl.constexpr = maximum.shape[1]
-    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
-    v = (block_start + tl.arange(0, BLOCK_V))[None, :]
-    x = load_logits(options, v, UNMASKED, VEC)
-    if HAS_ENTROPY:
-        stats = RunningStats(maximum, sumexp, sum_x_exp, argmax_block)
-        stats = accumulate_stats(stats, x, block_start, options.log2_scale, VECTOR)
-        maximum, sumexp, sum_x_exp, argmax_block = stats
-    else:
-        maximum, sumexp = online_softmax(maximum, sumexp, by_lane(x, LANES, VECTOR), False)
-    if options.origin is not None:
-        weight = tl.full([1, BLOCK_V], 1.0, maximum.dtype)
-        if options.weight_ptr is not None:
-            weight = tl.load(options.weight_ptr + v, mask=v < options.classes, other=0.0)
-            weight = weight.to(maximum.dtype)
-        counts = (v < options.classes) & (weight != 0.0)
-        terms = tl.where(counts, weight * (options.origin - x), 0.0)
-        smoothing_sum += lane_sum(by_lane(terms, LANES, VECTOR), False)
-    return LaneState(maximum, sumexp, sum_x_exp, smoothing_sum, argmax_block)
+        return tl.load(weight_ptr + column, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["classes", "first"])
 def linear_accumulate_kernel(
-    logits,  # StridedRows [rows, classes] of adjacent classes, from the class `first` on
+    logits,  # StridedRows of one batch, from the class `first` on
     target_ptr,  # [rows]
     weight_ptr,  # [classes] or None
     state,  # RowState [rows]
+    slots_ptr,  # int64, zero; see `merge_programs`
+    rows,
     classes,
+    splits,  # programs that share a row
+    span,  # classes that each of them reads
     first,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Update the state of one row with the classes of a chunk.
+    """Update the state of rows with the classes of a chunk.
 
     The first chunk does not read the state. The temperature is 1 without an entropy.
     """
-    ACC_DTYPE: tl.constexpr = state.maximum.dtype.element_ty
-    HAS_ENTROPY: tl.constexpr = state.sum_x_exp is not None
-    HAS_SMOOTHING: tl.constexpr = state.smoothing_loss is not None
+    ENTROPY: tl.constexpr = state.sum_x_exp is not None
+    SMOOTHING: tl.constexpr = state.smoothing_loss is not None
+    weigh: tl.constexpr = class_weights if SMOOTHING else None
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    log2_scale = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits.ptr + row * logits.m
-    label = tl.load(target_ptr + row).to(tl.int64) - first
-    old_maximum = tl.load(state.maximum + row)
-    old_sumexp = tl.load(state.sumexp + row).to(tl.float64)
-    old_maximum = tl.where(first == 0, -float("inf"), old_maximum)
-    old_sumexp = tl.where(first == 0, 0.0, old_sumexp)
-    inside = (label >= 0) & (label < classes)
-    label_x = tl.load(row_ptr + label, mask=inside, other=0.0).to(ACC_DTYPE)
-    label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
-    origin = None
-    if HAS_SMOOTHING:
-        origin = finite_shift(apply_softcap(tl.load(row_ptr).to(ACC_DTYPE), softcap, HAS_SOFTCAP))
-        origin = tl.where(first == 0, origin, tl.load(state.origin + row))
-    options = ChunkOptions(row_ptr, weight_ptr, classes, origin, softcap, log2_scale)
-    zero = tl.zeros([1, LANES], tl.float64)
-    lanes = LaneState(
-        tl.full([1, LANES], -float("inf"), ACC_DTYPE),
-        zero,
-        zero,
-        zero,
-        tl.zeros([1, LANES], tl.int32),
+    slope = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
+    at = program_rows(logits, rows, classes, splits, span, VEC, ROWS)
+    row, mask = at.index, at.mask
+    label = tl.load(target_ptr + row, mask=mask, other=0).to(tl.int64) - first
+    inside = mask & (label >= 0) & (label < classes)
+    label_x = load_capped(at.ptrs + label * logits.column, inside, softcap, ACC_DTYPE)
+    chunk = scan_rows(
+        logits, at, slope, softcap, weight_ptr, weigh, ENTROPY, VEC, LANES, ROWS, BLOCK_V
     )
-    unmasked_end = classes // BLOCK_V * BLOCK_V
-    TAIL: tl.constexpr = BLOCK_V if LANES == 1 else LANES * VEC
-    for start in range(0, unmasked_end, BLOCK_V):
-        lanes = accumulate_block(lanes, start, options, True, HAS_ENTROPY, VEC, BLOCK_V)
-    for start in range(unmasked_end, classes, TAIL):
-        lanes = accumulate_block(lanes, start, options, False, HAS_ENTROPY, VEC, TAIL)
-    chunk_maximum = tl.max(lanes.maximum)
-    maximum = tl.maximum(old_maximum, chunk_maximum)
-    shift = finite_shift(maximum)
-    scale = tl.exp2((lanes.maximum - shift) * log2_scale).to(tl.float64)
-    old_scale = tl.exp2((old_maximum - shift) * log2_scale).to(tl.float64)
-    if HAS_ENTROPY:
-        sum_ptr, argmax_ptr = state.sum_x_exp + row, state.argmax + row
-        old_sum = tl.where(first == 0, 0.0, tl.load(sum_ptr).to(tl.float64))
-        old_argmax = tl.load(argmax_ptr)
-        increase = ((shift - finite_shift(lanes.maximum)) * log2_scale).to(tl.float64)
-        sum_x_exp = tl.sum(scale * (lanes.sum_x_exp - lanes.sumexp * increase) * LN2)
-        old_increase = ((shift - finite_shift(old_maximum)) * log2_scale).to(tl.float64)
-        sum_x_exp += old_scale * (old_sum - old_sumexp * old_increase * LN2)
-        # The first block that holds the maximum is read once more to find the class.
-        is_highest = lanes.maximum == chunk_maximum
-        block_start = tl.min(tl.where(is_highest, lanes.argmax_block, 0x3FFFFFFF))
-        v = (block_start + tl.arange(0, BLOCK_V))[None, :]
-        x = load_logits(options, v, False, VEC)
-        # Another copy of the code may round a hyperbolic tangent in another way.
-        block_maximum = tl.max(x) if HAS_SOFTCAP else chunk_maximum
-        argmax = tl.min(tl.where(x == block_maximum, v, 0x7FFFFFFF))
-        tl.store(sum_ptr, sum_x_exp.to(ACC_DTYPE))
-        is_higher = (first == 0) | (chunk_maximum > old_maximum)
-        argmax = first + tl.minimum(argmax, classes - 1).to(tl.int64)
-        tl.store(argmax_ptr, tl.where(is_higher, argmax, old_argmax))
-    if HAS_SMOOTHING:
-        old_sum = tl.load(state.smoothing_loss + row).to(tl.float64)
-        smoothing_sum = tl.where(first == 0, 0.0, old_sum) + tl.sum(lanes.smoothing_sum)
-        tl.store(state.smoothing_loss + row, smoothing_sum.to(ACC_DTYPE))
-        tl.store(state.origin + row, origin)
-    tl.store(state.maximum + row, maximum)
-    sumexp = old_sumexp * old_scale + tl.sum(lanes.sumexp * scale)
-    tl.store(state.sumexp + row, sumexp.to(ACC_DTYPE))
-    is_known = inside | (first == 0)
-    tl.store(state.label + row, tl.where(inside, label_x, -float("inf")), mask=is_known)
+    if ENTROPY:
+        chunk = with_argmax(logits, at, chunk, softcap, VEC, LANES, BLOCK_V)
+    if SHARED:
+        chunk, is_last = merge_programs(
+            chunk, at, slots_ptr, splits, slope, ENTROPY, SMOOTHING, BLOCK_SPLITS
+        )
+        mask &= is_last
+    seen, zeros = mask & (first > 0), tl.zeros([ROWS], tl.float64)
+    maximum = tl.load(state.maximum + row, mask=seen, other=-float("inf"))
+    total = tl.load(state.sumexp + row, mask=seen, other=0.0).to(tl.float64)
+    sum_x_exp = zeros
+    if ENTROPY:
+        sum_x_exp += tl.load(state.sum_x_exp + row, mask=seen, other=0.0) * LOG2E
+    before = RunningState(maximum, total, sum_x_exp, tl.zeros([ROWS], tl.int32), zeros, zeros)
+    both = combined(before, chunk, slope)
+    tl.store(state.maximum + row, both.maximum, mask=mask)
+    tl.store(state.sumexp + row, both.total.to(ACC_DTYPE), mask=mask)
+    label_mask = mask & (inside | (first == 0))
+    tl.store(state.label + row, tl.where(inside, label_x, -float("inf")), mask=label_mask)
+    if ENTROPY:
+        tl.store(state.sum_x_exp + row, (both.sum_x_exp * LN2).to(ACC_DTYPE), mask=mask)
+        is_higher = mask & ((first == 0) | (chunk.maximum > maximum))
+        argmax = first + tl.minimum(chunk.argmax, classes - 1).to(tl.int64)
+        tl.store(state.argmax + row, argmax, mask=is_higher)
+    if SMOOTHING:
+        origin = finite_shift(load_capped(at.ptrs, mask, softcap, ACC_DTYPE))
+        origin = tl.where(first == 0, origin, tl.load(state.origin + row, mask=seen, other=0.0))
+        moved_by = (origin - finite_shift(chunk.maximum)).to(tl.float64)
+        loss = tl.load(state.smoothing_loss + row, mask=seen, other=0.0).to(tl.float64)
+        loss += chunk.loss + chunk.weight * moved_by
+        tl.store(state.smoothing_loss + row, loss.to(ACC_DTYPE), mask=mask)
+        tl.store(state.origin + row, origin, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "classes", "ignore_index"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import vector_width
+from ....primitives.gpu.row_plan import launch_reduction, row_view_or_copy, vector_width
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
@@ -66,21 +66,22 @@ def accumulate_logits(
     softcap: float,
 ) -> None:
     """Update the state in place with the logits of the classes from `first` on."""
-    options = chunk_options(logits, softcap, 2048, 2)
-    lanes = 32 * options["num_warps"]
-    options["LANES"] = lanes if options["BLOCK_V"] >= lanes * options["VEC"] else 1
-    launch(
+    view = row_view_or_copy(1, logits)
+    slots = 1 + (state.sum_x_exp is not None) + (state.smoothing_loss is not None)
+    launch_reduction(
         linear_accumulate_kernel,
-        len(logits),
-        logits=StridedRows(logits, *logits.stride()),
+        view,
+        slots,
+        carried=4,
+        logits=view.strided[0],
         target_ptr=target,
         weight_ptr=class_weight,
         state=state,
-        classes=logits.shape[1],
+        classes=view.classes,
         first=first,
         temperature=temperature,
         softcap=softcap,
-        **options,
+        HAS_SOFTCAP=softcap != 0,
     )
 
 

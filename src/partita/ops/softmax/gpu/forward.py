@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import (
+    LOG2E,
     divide,
     exp,
     exp_exact,
@@ -21,12 +22,7 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.reduce import (
-    by_lane,
-    lane_sum,
-    merge_lanes,
-    online_softmax,
-)
+from ....primitives.gpu.reduce import add_block, by_lane, empty_state, lane_sum, merge_lanes
 from ....primitives.gpu.sync import exchange_normalizer, next_part
 
 
@@ -186,18 +182,15 @@ def softmax_loop_kernel(
     row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     input_rows = input.ptr + batch * input.batch + row[:, None] * input.row  # [ROWS, 1]
     output_rows = output.ptr + batch * output.batch + row[:, None] * output.row
-    maximum = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE)
-    total = tl.zeros([ROWS, LANES], tl.float64)
+    state, slope = empty_state(ROWS, LANES, ACC_DTYPE), tl.full([], LOG2E, ACC_DTYPE)
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         mask = (row < rows)[:, None] & (column < classes)[None, :]
         x = tl.load(input_rows + column[None, :] * input.column, mask=mask, other=-float("inf"))
         x = x.to(ACC_DTYPE)
-        maximum, total = online_softmax(
-            maximum, total, by_lane(x, LANES, VECTOR), LANES == 1 and EXACT
-        )
-    maximum, total = merge_lanes(maximum, total)
-    shift, total = finite_shift(maximum), total.to(ACC_DTYPE)
+        state = add_block(state, x, 0, None, slope, False, LANES == 1 and EXACT, VECTOR)
+    state = merge_lanes(state, slope)
+    shift, total = finite_shift(state.maximum), state.total.to(ACC_DTYPE)
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         mask = (row < rows)[:, None] & (column < classes)[None, :]

@@ -11,13 +11,10 @@ from torch import Tensor
 from ....primitives.gpu.row_plan import (
     RowPlan,
     RowView,
-    classes_per_program,
-    elementwise_plan,
     exchange_slots,
     flat_rows,
-    merge_slots,
-    reduce_options,
-    reduce_plan_for,
+    launch_elementwise,
+    launch_reduction,
     row_options,
     row_plan_for,
     row_view_or_copy,
@@ -150,18 +147,13 @@ def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
     outputs = LogSumExp(
         input.new_empty(input.shape[:-1], dtype=dtype), maximum, torch.empty_like(maximum)
     )
-    plan = reduce_plan_for(view)
-    launch(
+    launch_reduction(
         logsumexp_kernel,
-        view.batches * cdiv(view.rows, plan.rows) * plan.splits,
+        view,
+        1,
         input=view.strided[0],
         results=outputs,
-        slots_ptr=merge_slots(view, plan.splits),
-        rows=view.rows,
         classes=view.classes,
-        splits=plan.splits,
-        classes_per_split=classes_per_program(view, plan),
-        **reduce_options(plan, view),
     )
     return outputs
 
@@ -176,16 +168,13 @@ def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Ten
 
 def _logsumexp_backward(view: RowView, grad: Tensor, maximum: Tensor, sumexp: Tensor) -> None:
     input, result = view.strided
-    plan = elementwise_plan(view)
-    launch(
+    launch_elementwise(
         logsumexp_backward_kernel,
-        view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
+        view,
         grad=flat_rows(grad),
         input=input,
         maximum_ptr=maximum,
         sumexp_ptr=sumexp,
         result=result,
-        rows=view.rows,
         classes=view.classes,
-        **tile_options(plan, input.ptr.dtype),
     )

@@ -3,33 +3,19 @@
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import divide, exp_for_dtype, finite_shift, log_exact
-from ....primitives.gpu.memory import edge_columns
-from ....primitives.gpu.reduce import (
-    by_lane,
-    merge_lanes,
-    online_softmax,
-    program_rows,
-    unmasked_end,
-)
-from ....primitives.gpu.sync import (
-    arrives_last,
-    load_partials,
-    merge_normalizers,
-    slot_base,
-    store_partial,
-)
+from ....primitives.gpu.math import LOG2E, divide, exp_for_dtype, finite_shift, log_exact
+from ....primitives.gpu.reduce import merge_programs, program_rows, scan_rows
 
 
 @triton.jit
 def logsumexp_kernel(
     input,  # StridedRows
     results,  # LogSumExp, [batches, rows]
-    slots_ptr,  # [batches, rows, 1 + splits] int64, zero: a counter, then a slot for each program
+    slots_ptr,  # int64, zero; see `merge_programs`
     rows,
     classes,
-    splits,
-    classes_per_split,
+    splits,  # programs that share a row
+    span,  # classes that each of them reads
     SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
@@ -42,47 +28,21 @@ def logsumexp_kernel(
 
     The last program of a row merges the parts.
     """
-    EXACT: tl.constexpr = LANES == 1 and input.ptr.dtype.element_ty == tl.float32
-    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input.ptr.dtype.element_ty.primitive_bitwidth
-    split, batch, row, row_ptrs, start, head, body = program_rows(
-        input, rows, splits, classes, VEC, ROWS
-    )
-    maximum = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE)
-    total = tl.zeros([ROWS, LANES], tl.float64)
-    last = tl.minimum((split + 1) * classes_per_split, classes)
-    unmasked = unmasked_end(split * classes_per_split, last, body, BLOCK_V, LANES)
-    for first in range(split * classes_per_split, unmasked, BLOCK_V):
-        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        x = tl.load(row_ptrs + column * input.column).to(ACC_DTYPE)
-        maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
-    for first in range(unmasked, last, BLOCK_V):
-        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        mask = (row < rows)[:, None] & (column // VEC * VEC < body)
-        x = tl.load(row_ptrs + column * input.column, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-        maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
-    if VEC > 1:
-        edge, edge_mask = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
-        edge_mask = (edge_mask & (split == 0))[None, :]
-        edge_x = tl.load(input.ptr + start + edge[None, :], mask=edge_mask, other=-float("inf"))
-        edge_x = edge_x.to(ACC_DTYPE)
-        maximum, total = online_softmax(maximum, total, by_lane(edge_x, LANES, 1), EXACT)
-    maximum, total = merge_lanes(maximum, total)
-    write_mask = row < rows
-    total = total.to(ACC_DTYPE)
+    slope = tl.full([], LOG2E, ACC_DTYPE)
+    at = program_rows(input, rows, classes, splits, span, VEC, ROWS)
+    state = scan_rows(input, at, slope, None, None, None, False, VEC, LANES, ROWS, BLOCK_V)
+    mask = at.mask
     if SHARED:
-        row_slots_ptr = slot_base(slots_ptr, tl.sum(batch * rows + row, axis=0), splits)
-        store_partial(row_slots_ptr, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
-        write_mask &= arrives_last(row_slots_ptr, splits)
-        maxima, sums, valid = load_partials(row_slots_ptr, splits, BLOCK_SPLITS)
-        row_max, row_total = merge_normalizers(maxima, sums, valid)
-        maximum = tl.zeros([ROWS], ACC_DTYPE) + row_max
-        total = tl.zeros([ROWS], ACC_DTYPE) + row_total
-    index = batch * rows + row
+        state, is_last = merge_programs(
+            state, at, slots_ptr, splits, slope, False, False, BLOCK_SPLITS
+        )
+        mask &= is_last
+    maximum, total = state.maximum, state.total.to(ACC_DTYPE)
     result = tl.where(maximum == float("inf"), maximum, maximum + log_exact(total))
-    result_ptrs = results.logsumexp + index
-    tl.store(result_ptrs, result.to(result_ptrs.dtype.element_ty), mask=write_mask)
-    tl.store(results.maximum + index, maximum, mask=write_mask)
-    tl.store(results.sumexp + index, total, mask=write_mask)
+    result_ptrs = results.logsumexp + at.index
+    tl.store(result_ptrs, result.to(result_ptrs.dtype.element_ty), mask=mask)
+    tl.store(results.maximum + at.index, maximum, mask=mask)
+    tl.store(results.sumexp + at.index, total, mask=mask)
 
 
 @triton.jit
