@@ -12,21 +12,19 @@ from ...runtime.autograd import (
     apply,
     autocast_dtype,
     check_inplace,
-    needs_no_derivative,
     plain_eager,
     refuse_forward_mode,
 )
 from ...runtime.backend import current_backend, resolve
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from ...runtime.sizes import same_sizes
+from . import autograd
 from .autograd import (
     CROSS_ENTROPY_IN_PLACE,
     CROSS_ENTROPY_ONE_PASS,
     RowsOnePass,
-    TokenStatsFunction,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
-    token_stats_op,
 )
 from .common import CrossEntropyOptions, check_logits, checked_options
 from .native import native_cross_entropy
@@ -177,11 +175,7 @@ def token_stats(
     if target is None:
         ignore_index = -100  # no row is ignored
     options = float(temperature), float(softcap or 0.0), ignore_index, current_backend()
-    if needs_no_derivative(logits):
-        fields = token_stats_op(logits, target, *options)
-    else:
-        fields = apply(TokenStatsFunction, logits, target, *options)
-    return TokenStats(*fields[:4])
+    return TokenStats(*autograd.token_stats(logits, target, *options)[:4])
 
 
 def check_inputs(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> None:
