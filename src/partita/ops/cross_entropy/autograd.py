@@ -213,7 +213,7 @@ class OnePassLoss(NamedTuple):
 
 
 class RowsOnePass(torch.autograd.Function):
-    """A `OnePassLoss` of rows of logits, the first tensor. Its options are a tuple with a backend.
+    """A `OnePassLoss` of rows of logits, the first tensor. Its options end with the backend.
 
     It is for eager code only: the first backward pass scales the saved gradient in place, and a
     second one computes it again.
@@ -245,7 +245,7 @@ class RowsOnePass(torch.autograd.Function):
             else:
                 if ctx.is_spent:
                     dlogits = loss.run(*tensors, options)[1]
-                dlogits = scaled_gradient(ctx, dlogits, grads[0], options.backend)
+                dlogits = scaled_gradient(ctx, dlogits, grads[0], options[-1])
         return None, dlogits, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,26 +79,12 @@ _divergence = DifferentiableOp(
 )
 
 
-class DivergenceOptions(NamedTuple):
-    """The options of a reduced divergence.
-
-    Fields:
-        beta: as in `divergence`.
-        temperature: what the soft-capped logits are divided by.
-        softcap: the soft-cap, or 0.
-        reduction: `mean` or `sum`.
-        backend: the chosen backend.
-    """
-
-    beta: float
-    temperature: float
-    softcap: float
-    reduction: str
-    backend: str
+# A reduced divergence's beta, temperature, soft-cap or 0, reduction and backend.
+Options = tuple[float, float, float, str, str]
 
 
 def _loss_and_gradient(
-    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: DivergenceOptions
+    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     *numbers, reduction, backend = options
     rows, row_factor = logits.shape[:-1].numel(), None
@@ -113,7 +98,7 @@ def _loss_and_gradient(
 
 
 def _composed_loss(
-    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: DivergenceOptions
+    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: Options
 ) -> Tensor:
     *numbers, reduction, _ = options
     return reduced(divergence_of_rows(logits, teacher_logits, *numbers), mask, reduction)
@@ -144,9 +129,8 @@ def reduced_divergence(
     )
     backend = current_backend()
     if is_one_pass and resolve(backend, logits.device, has_cpu=False) == "gpu":
-        options = DivergenceOptions(beta, temperature, softcap, reduction, backend)
-        tensors = (logits, teacher_logits.detach(), mask)
-        return apply(RowsOnePass, ONE_PASS, *tensors, options)
+        options = (beta, temperature, softcap, reduction, backend)
+        return apply(RowsOnePass, ONE_PASS, logits, teacher_logits.detach(), mask, options)
     loss = divergence_of_rows(logits, teacher_logits, beta, temperature, softcap)
     return reduced(loss, mask, reduction)
 
