@@ -32,22 +32,6 @@ def _rows_of(tensor: Tensor) -> Tensor:
     return tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
 
 
-def mean_scales(
-    loss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    mean: bool,
-    denominator: Tensor | None = None,
-) -> Tensor:
-    """Return the factors of a row's loss and of its z-loss in the reduced loss, `[2]`."""
-    if mean and target.is_floating_point():
-        return loss.new_full((2,), loss.numel()).reciprocal()
-    options = (denominator, ignore_index, logits.shape[1], mean, loss.dtype)
-    return mean_shares(target, weight, *options).reciprocal()
-
-
 def cross_entropy_reduced(
     logits: Tensor,
     target: Tensor,
@@ -64,8 +48,8 @@ def cross_entropy_reduced(
     targets = _rows_of(target) if target.is_floating_point() else target.reshape(-1)
     losses = [_losses(x[rows], targets[rows], *options) for rows in row_chunks(x)]
     loss = torch.cat(losses or [x.new_zeros(0)])
-    scale = mean_scales(loss, logits, target, weight, ignore_index, mean)[0]
-    return (loss.sum() * scale).to(dtype)
+    numbers = (None, ignore_index, logits.shape[1], mean, loss.dtype)
+    return (loss.sum() * mean_shares(target, weight, *numbers)[0].reciprocal()).to(dtype)
 
 
 def _losses(
@@ -212,8 +196,10 @@ def cross_entropy_one_pass(
         loss = _one_pass_of_labels(logits, grad, target, weight, denominator, options)
         return OnePass(loss, grad)
     rows = cross_entropy(logits, target, weight, *numbers)
-    scales = mean_scales(rows.loss, logits, target, weight, ignore_index, mean, denominator)
-    scale, z_scale = scales.unbind()
+    shares = mean_shares(
+        target, weight, denominator, ignore_index, logits.shape[1], mean, rows.loss.dtype
+    )
+    scale, z_scale = shares.reciprocal().unbind()
     grad = cross_entropy_backward(
         torch.ones_like(rows.loss) * scale,
         2 * z_loss * rows.logsumexp * z_scale,
