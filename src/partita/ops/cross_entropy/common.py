@@ -95,18 +95,6 @@ def check_logits(logits: Tensor) -> None:
         )
 
 
-class OnePass(NamedTuple):
-    """A reduced loss and its gradient.
-
-    Fields:
-        loss: the loss, `[]`.
-        grad: the gradient of the logits, `[N, C, ...]`.
-    """
-
-    loss: Tensor
-    grad: Tensor
-
-
 class RowLosses(NamedTuple):
     """The loss and the statistics of each row, fp32 (fp64 for fp64).
 
