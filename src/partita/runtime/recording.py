@@ -61,30 +61,16 @@ thread = _Thread()
 
 
 class Address(NamedTuple):
-    """An address as an offset in bytes from the memory of a slot."""
+    """An address as an offset in bytes from the memory of a slot.
 
-    slot: Any
+    Arguments have the first slots, and while an op is recorded, its buffers have those that follow.
+    """
+
+    slot: int
     offset: int
 
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride and dtype of a tensor
-
-
-class Buffer(NamedTuple):
-    """Memory that the op allocated.
-
-    The recorder does not own it, so memory that the op frees may be allocated again. A later
-    buffer then has the address of an earlier one, which nothing can refer to any more.
-
-    Fields:
-        number: the index among the buffers.
-        spec: that of the tensor that was allocated.
-        nbytes: the bytes of its storage.
-    """
-
-    number: int
-    spec: Spec
-    nbytes: int
 
 
 def _spec(tensor: Tensor) -> Spec:
@@ -135,8 +121,10 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[int, Tensor] = {}
         self.kernels: list[Any] = []
         self._arguments: dict[int, list[int]] = {}  # indices of arguments by address of storage
-        self._buffers: list[Buffer] = []
-        self._at: dict[int, Buffer] = {}  # the latest buffer at each address
+        # The tensors that the op allocated, and the bytes of their storages. They are not owned, so
+        # a later buffer may have the address of one that is freed, which nothing can refer to.
+        self._buffers: list[tuple[Spec, int]] = []
+        self._at: dict[int, int] = {}  # the latest buffer at each address
         self._steps: list[tuple[Any, ...]] = []
         for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
@@ -188,9 +176,8 @@ class Recorder(TorchDispatchMode):
             self.refuse("it makes a tensor on another device")
         elif tensor.numel():
             storage = tensor.untyped_storage()
-            buffer = Buffer(len(self._buffers), _spec(tensor), storage.nbytes())
-            self._buffers.append(buffer)
-            self._at[storage.data_ptr()] = buffer
+            self._at[storage.data_ptr()] = len(self._buffers)
+            self._buffers.append((_spec(tensor), storage.nbytes()))
 
     def _fill(self, tensor: Tensor, value: float) -> None:
         size = tensor.numel() * tensor.element_size()
@@ -241,7 +228,7 @@ class Recorder(TorchDispatchMode):
                 return Address(i, 0)
         storage, address = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
         if (buffer := self._at.get(storage)) is not None:
-            return Address(buffer, address - storage)
+            return Address(len(self.args) + buffer, address - storage)
         if storage in self._arguments:
             number = self._argument_around(tensor, self._arguments[storage])
             if number is not None:
@@ -277,24 +264,24 @@ class Recorder(TorchDispatchMode):
         """
         results = [result] if isinstance(result, Tensor) else list(result or ())
         outputs: list[Spec] = []
-        slots: dict[int, Address] = {}  # of the buffers, by number
-        entries = [self._result(tensor, outputs, slots) for tensor in results]
+        places: dict[int, Address] = {}  # of the buffers in outputs and the workspace
+        entries = [self._result(tensor, outputs, places) for tensor in results]
         if self.reason is not None:
             return None
         workspace, slot = 0, len(self.args) + len(outputs)  # the workspace has the last slot
-        for buffer in self._buffers:
-            if buffer.number not in slots:
-                slots[buffer.number] = Address(slot, workspace)
-                workspace += -(-buffer.nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        for buffer, (_, nbytes) in enumerate(self._buffers):
+            if buffer not in places:
+                places[buffer] = Address(slot, workspace)
+                workspace += -(-nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         if workspace > MAX_WORKSPACE:
             self.refuse(f"it needs {workspace} bytes of temporary memory")
             return None
 
         def cell(address: Address) -> tuple[int, int]:
-            if not isinstance(address.slot, Buffer):
+            if address.slot < len(self.args):
                 return address
-            start = slots[address.slot.number]
-            return start.slot, start.offset + address.offset
+            place = places[address.slot - len(self.args)]
+            return place.slot, place.offset + address.offset
 
         steps = tuple((*step[:-1], tuple(map(cell, step[-1]))) for step in self._steps)
         spec = None if result is None else entries[0] if isinstance(result, Tensor) else entries
@@ -304,7 +291,7 @@ class Recorder(TorchDispatchMode):
         sizes = (tuple(outputs), spec, workspace)
         return module.Program(len(self.args), *sizes, steps, references)
 
-    def _result(self, tensor: Any, outputs: list[Spec], slots: dict[int, Address]) -> Any:
+    def _result(self, tensor: Any, outputs: list[Spec], places: dict[int, Address]) -> Any:
         """Return the entry of a result, the number of an output or a view of one.
 
         The result's memory becomes an output unless it is one already.
@@ -321,14 +308,15 @@ class Recorder(TorchDispatchMode):
         if buffer is None:
             self.refuse("it returns a tensor that it did not make")
             return None
-        if dtype != buffer.spec[2]:
+        spec, _ = self._buffers[buffer]
+        if dtype != spec[2]:
             self.refuse("it returns a view in another dtype")
             return None
-        if buffer.number not in slots:
-            slots[buffer.number] = Address(len(self.args) + len(outputs), 0)
-            outputs.append(buffer.spec)
-        output = slots[buffer.number].slot - len(self.args)
-        if (size, stride) == buffer.spec[:2]:
+        if buffer not in places:
+            places[buffer] = Address(len(self.args) + len(outputs), 0)
+            outputs.append(spec)
+        output = places[buffer].slot - len(self.args)
+        if (size, stride) == spec[:2]:
             return output
         return output, size, stride, (tensor.data_ptr() - storage) // tensor.element_size()
 

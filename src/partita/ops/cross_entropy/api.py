@@ -166,16 +166,12 @@ def token_stats(
         checks.integer("target", target)
         checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
         checks.device("target", target, logits, "logits")
-    if type(temperature) is not float or temperature != 1.0:
-        checks.number("temperature", temperature, low=0.0, open_low=True)
-    if type(ignore_index) is not int:
-        checks.python_int("ignore_index", ignore_index)
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
+    checks.python_int("ignore_index", ignore_index)
+    numbers = checks.temperature_and_softcap(temperature, softcap)
     if target is None:
         ignore_index = -100  # no row is ignored
-    options = float(temperature), float(softcap or 0.0), ignore_index, current_backend()
-    return TokenStats(*autograd.token_stats(logits, target, *options)[:4])
+    fields = autograd.token_stats(logits, target, *numbers, ignore_index, current_backend())
+    return TokenStats(*fields[:4])
 
 
 def check_inputs(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> None:

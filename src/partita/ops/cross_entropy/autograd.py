@@ -288,18 +288,10 @@ def scaled_gradient(ctx: Any, gradient: Tensor, upstream: Tensor, backend: str) 
     if torch.compiler.is_compiling() or is_batched_gradient(upstream):
         return (gradient.to(upstream.dtype) * upstream).to(gradient.dtype)
     ctx.is_spent = True
-    scale_by_upstream(gradient, upstream, backend)
+    if not (gradient.is_cpu and float(upstream) == 1.0):
+        # The write is no new version of a saved tensor, which a later backward pass may ask for.
+        scale_gradient(gradient.data, upstream, backend)
     return gradient
-
-
-def scale_by_upstream(gradient: Tensor, upstream: Tensor, backend: str) -> None:
-    """Multiply the gradient of a loss in place by the gradient that arrives from above.
-
-    The write is no new version of a saved tensor, which a later backward pass may ask for.
-    """
-    if gradient.is_cpu and float(upstream) == 1.0:
-        return
-    scale_gradient(gradient.data, upstream, backend)
 
 
 def cross_entropy_of_rows(
