@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from partita.runtime.caches import BoundedCache, clear_caches
+from partita.runtime import launcher
+from partita.runtime.caches import clear_caches
 from partita.runtime.launch import SideStream, _kernels, compiler_options, launch
 from partita.runtime.parts import first_tensor, members, tuple_types, with_views
 
@@ -55,7 +56,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state.now)
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    monkeypatch.setattr(SideStream, "_streams", BoundedCache(8))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(launcher, "_side", threading.local())
     return state
 
 

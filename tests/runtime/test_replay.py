@@ -313,7 +313,7 @@ def test_patterns_of_fills(dtype: torch.dtype, value: float, pattern: int | None
 
 def forked(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Record an op with a launch on a side stream and two others, and return its argument."""
-    monkeypatch.setattr(launcher._side, "handles", {0: (_Stream(), _Event())}, raising=False)
+    monkeypatch.setattr(launcher._side, "streams", {0: (_Stream(), _Event())}, raising=False)
 
     def op(x: Tensor) -> Tensor:
         result, active = torch.zeros_like(x), recording.recorder()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,21 +33,6 @@ def call(op: Any, function: Any, variables: tuple[Tensor | None, ...], *args: An
     if needs_no_derivative(*variables):
         return op(*args)
     return apply(function, *args)
-
-
-def takes(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give the `forward` of an autograd function, which takes `*args`, the parameters of an op.
-
-    Dynamo counts them to find out whether the first argument is a context.
-    """
-    kind = inspect.Parameter.POSITIONAL_ONLY
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name in op.parameters])
-
-    def with_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
-        forward.__signature__ = signature  # type: ignore[attr-defined]
-        return forward
-
-    return with_signature
 
 
 def ones(scores: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -194,6 +195,94 @@ def first_derivative(
         # PyTorch loses the derivative of a function that is applied to batched gradients.
         return reference(*tensors)
     return _FirstDerivative.apply(kernel, reference, variables, *tensors)
+
+
+def takes(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give the `forward` of an autograd function, which takes `*args`, the parameters of an op.
+
+    Dynamo counts them to find out whether the first argument is a context.
+    """
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in op.parameters])
+
+    def with_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        return forward
+
+    return with_signature
+
+
+class DifferentiableOp:
+    """An op on rows that is differentiable in its first tensor.
+
+    Args:
+        op: the op. Its last argument is the backend.
+        backward: the op of the gradient. It takes the gradients of the differentiable results, the
+            saved tensors and options, and the backend.
+        reference: the same in plain PyTorch, without the backend. It is differentiated again in
+            the gradients and in the first saved tensor.
+        saves: returns tensors and options to save from the op's arguments and its results.
+        results: how many of the results are differentiable, from the first on.
+    """
+
+    def __init__(
+        self,
+        op: Any,
+        backward: Any,
+        reference: Callable[..., Tensor],
+        saves: Callable[[tuple[Any, ...], Any], tuple[Sequence[Tensor], Sequence[Any]]],
+        results: int = 1,
+    ) -> None:
+        self.op, self.backward, self.reference = op, backward, reference
+        self.saves, self.results = saves, results
+
+    def __call__(self, first: Tensor, second: Any, *rest: Any) -> Any:
+        if needs_no_derivative(first):
+            return self.op(first, second, *rest)
+        return apply(RowsFunction, self, first, second, rest)
+
+
+# Dynamo counts the parameters of `forward`, so this one has a fixed number of them.
+class RowsFunction(torch.autograd.Function):
+    """The autograd function of a `DifferentiableOp`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: DifferentiableOp, first: Tensor, second: Any, rest: tuple[Any, ...]) -> Any:
+        return rows.op(first, second, *rest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.rows, first, second, rest = inputs
+        tensors, ctx.options = ctx.rows.saves((first, second, *rest), output)
+        ctx.backend = rest[-1]
+        if plain_eager():  # Zeros for results that nobody uses would cost a launch each.
+            ctx.set_materialize_grads(False)
+        if isinstance(output, tuple):
+            ctx.mark_non_differentiable(*output[ctx.rows.results :])
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        rows, options, backend, tensors = ctx.rows, ctx.options, ctx.backend, saved_tensors(ctx)
+        given = [grad for grad in grads[: rows.results] if grad is not None]
+        if not given:
+            return None, None, None, None
+        first, *others = grads[: rows.results]
+        first = torch.zeros_like(given[0]) if first is None else first
+        if is_double_backward():
+            others = [torch.zeros_like(first) if grad is None else grad for grad in others]
+        op = for_gradients(rows.backward, *given)
+        gradient = first_derivative(
+            lambda *tensors: op(*tensors, *options, backend),
+            lambda *tensors: rows.reference(*tensors, *options),
+            rows.results + 1,
+            first,
+            *others,
+            *tensors,
+        )
+        return None, gradient, None, None
 
 
 def double_backward(

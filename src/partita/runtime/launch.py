@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton
@@ -138,21 +137,13 @@ class SideStream:
         wanted: whether the launches inside the block may overlap with others.
     """
 
-    # Each thread has its own stream, since one may capture a graph while another does not.
-    _streams: ClassVar[BoundedCache[tuple[torch.device, int], torch.cuda.Stream]] = BoundedCache(
-        256
-    )
-
     def __init__(self, tensor: Tensor, wanted: bool) -> None:
         self.context: AbstractContextManager[Any] | None = None
         if not wanted or not tensor.is_cuda:
             return
         self.recorder = recording.recorder()
         self.main = torch.cuda.current_stream(tensor.device)
-        key = tensor.device, threading.get_ident()
-        self.side = self._streams.get(key) or self._streams.store(
-            key, torch.cuda.Stream(tensor.device, priority=-1)
-        )
+        self.side, _ = launcher.side_stream(tensor.device.index)
         self.side.wait_stream(self.main)
         self.context = torch.cuda.stream(self.side)
 
@@ -175,6 +166,3 @@ class SideStream:
     def _note(self, kind: int) -> None:
         if self.recorder is not None:
             self.recorder.change_stream(kind)
-
-
-register_cache("runtime.launch.side_streams", SideStream._streams.clear)

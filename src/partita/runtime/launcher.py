@@ -177,14 +177,22 @@ def exchange_api() -> Any:
     raise RuntimeError("this PyTorch has no C exchange API of DLPack")
 
 
-def side_stream_handles(index: int) -> tuple[int, int]:
-    """Return the handles of this thread's side stream and of an event for its forks and joins."""
-    handles: dict[int, tuple[Any, Any]] = _side.__dict__.setdefault("handles", {})
-    if index not in handles:
+def side_stream(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
+    """Return this thread's side stream on a device, and an event for its forks and joins.
+
+    Threads share none, since one may capture a graph while another does not.
+    """
+    streams: dict[int, tuple[Any, Any]] = _side.__dict__.setdefault("streams", {})
+    if index not in streams:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(index))  # the first record creates the event
-        handles[index] = torch.cuda.Stream(index, priority=-1), event
-    stream, event = handles[index]
+        streams[index] = torch.cuda.Stream(index, priority=-1), event
+    return streams[index]
+
+
+def side_stream_handles(index: int) -> tuple[int, int]:
+    """Return the handles of the side stream and its event, for the C module."""
+    stream, event = side_stream(index)
     return stream.cuda_stream, event.cuda_event
 
 

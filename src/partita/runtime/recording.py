@@ -61,30 +61,19 @@ thread = _Thread()
 
 
 class Address(NamedTuple):
-    """An address as an offset in bytes from the memory of a slot."""
+    """An address as an offset in bytes from the memory of a slot.
 
-    slot: Any
+    Arguments have the first slots, and while an op is recorded, its buffers have those that follow.
+    """
+
+    slot: int
     offset: int
 
 
-class Buffer(NamedTuple):
-    """Memory that the op allocated.
-
-    The recorder does not own it, so memory that the op frees may be allocated again. A later
-    buffer then has the address of an earlier one, which nothing can refer to any more.
-
-    Fields:
-        number: the index among the buffers.
-        spec: size, stride and dtype of the tensor that was allocated.
-        nbytes: the bytes of its storage.
-    """
-
-    number: int
-    spec: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-    nbytes: int
+Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride and dtype of a tensor
 
 
-def _spec(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+def _spec(tensor: Tensor) -> Spec:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -132,8 +121,10 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[int, Tensor] = {}
         self.kernels: list[Any] = []
         self._arguments: dict[int, list[int]] = {}  # indices of arguments by address of storage
-        self._buffers: list[Buffer] = []
-        self._at: dict[int, Buffer] = {}  # the latest buffer at each address
+        # The tensors that the op allocated, and the bytes of their storages. They are not owned, so
+        # a later buffer may have the address of one that is freed, which nothing can refer to.
+        self._buffers: list[tuple[Spec, int]] = []
+        self._at: dict[int, int] = {}  # the latest buffer at each address
         self._steps: list[tuple[Any, ...]] = []
         for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
@@ -185,9 +176,8 @@ class Recorder(TorchDispatchMode):
             self.refuse("it makes a tensor on another device")
         elif tensor.numel():
             storage = tensor.untyped_storage()
-            buffer = Buffer(len(self._buffers), _spec(tensor), storage.nbytes())
-            self._buffers.append(buffer)
-            self._at[storage.data_ptr()] = buffer
+            self._at[storage.data_ptr()] = len(self._buffers)
+            self._buffers.append((_spec(tensor), storage.nbytes()))
 
     def _fill(self, tensor: Tensor, value: float) -> None:
         size = tensor.numel() * tensor.element_size()
@@ -238,7 +228,7 @@ class Recorder(TorchDispatchMode):
                 return Address(i, 0)
         storage, address = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
         if (buffer := self._at.get(storage)) is not None:
-            return Address(buffer, address - storage)
+            return Address(len(self.args) + buffer, address - storage)
         if storage in self._arguments:
             number = self._argument_around(tensor, self._arguments[storage])
             if number is not None:
@@ -273,83 +263,62 @@ class Recorder(TorchDispatchMode):
                 memory, is freed: then other values may get its address.
         """
         results = [result] if isinstance(result, Tensor) else list(result or ())
-        layout = _Layout(len(self.args))
-        entries = [self._result(layout, tensor) for tensor in results]
+        outputs: list[Spec] = []
+        places: dict[int, Address] = {}  # of the buffers in outputs and the workspace
+        entries = [self._result(tensor, outputs, places) for tensor in results]
         if self.reason is not None:
             return None
-        for buffer in self._buffers:
-            layout.add_temporary(buffer)
-        if layout.workspace > MAX_WORKSPACE:
-            self.refuse(f"it needs {layout.workspace} bytes of temporary memory")
+        workspace, slot = 0, len(self.args) + len(outputs)  # the workspace has the last slot
+        for buffer, (_, nbytes) in enumerate(self._buffers):
+            if buffer not in places:
+                places[buffer] = Address(slot, workspace)
+                workspace += -(-nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        if workspace > MAX_WORKSPACE:
+            self.refuse(f"it needs {workspace} bytes of temporary memory")
             return None
-        steps = tuple((*step[:-1], tuple(map(layout.cell, step[-1]))) for step in self._steps)
+
+        def cell(address: Address) -> tuple[int, int]:
+            if address.slot < len(self.args):
+                return address
+            place = places[address.slot - len(self.args)]
+            return place.slot, place.offset + address.offset
+
+        steps = tuple((*step[:-1], tuple(map(cell, step[-1]))) for step in self._steps)
         spec = None if result is None else entries[0] if isinstance(result, Tensor) else entries
         owners = [*self.known, *(tensor.untyped_storage() for tensor in self.known)]
         watches = [weakref.ref(owner, lambda _: drop()) for owner in owners]
         references = (self.kernels, list(self.constants.values()), watches)
-        sizes = (tuple(layout.outputs), spec, layout.workspace)
+        sizes = (tuple(outputs), spec, workspace)
         return module.Program(len(self.args), *sizes, steps, references)
 
-    def _result(self, layout: _Layout, tensor: Any) -> Any:
-        """Return the entry of a result: the number of an output, or a view of one."""
+    def _result(self, tensor: Any, outputs: list[Spec], places: dict[int, Address]) -> Any:
+        """Return the entry of a result, the number of an output or a view of one.
+
+        The result's memory becomes an output unless it is one already.
+        """
         if not isinstance(tensor, Tensor):
             self.refuse(f"it returns {type(tensor).__name__}")
             return None
+        size, stride, dtype = _spec(tensor)
         if tensor.numel() == 0:
-            return layout.add_output(None, _spec(tensor))
+            outputs.append((size, stride, dtype))
+            return len(outputs) - 1
         storage = tensor.untyped_storage().data_ptr()
         buffer = self._at.get(storage)
         if buffer is None:
             self.refuse("it returns a tensor that it did not make")
             return None
-        size, stride, dtype = _spec(tensor)
-        if dtype != buffer.spec[2]:
+        spec, _ = self._buffers[buffer]
+        if dtype != spec[2]:
             self.refuse("it returns a view in another dtype")
             return None
-        output = layout.add_output(buffer, buffer.spec)
-        if (size, stride) == buffer.spec[:2]:
+        if buffer not in places:
+            places[buffer] = Address(len(self.args) + len(outputs), 0)
+            outputs.append(spec)
+        output = places[buffer].slot - len(self.args)
+        if (size, stride) == spec[:2]:
             return output
         return output, size, stride, (tensor.data_ptr() - storage) // tensor.element_size()
-
-
-class _Layout:
-    """The slots of a program: arguments, then outputs, then the workspace.
-
-    Args:
-        args: the number of arguments.
-    """
-
-    def __init__(self, args: int) -> None:
-        self.args = args
-        self.outputs: list[tuple[Any, ...]] = []  # size, stride and dtype
-        self.workspace = 0
-        self._slots_of_buffers: dict[int, tuple[bool, int]] = {}  # by number of the buffer
-
-    def add_output(self, buffer: Buffer | None, spec: tuple[Any, ...]) -> int:
-        """Return the number of the output with the memory of a buffer; None has no memory."""
-        if buffer is not None and buffer.number in self._slots_of_buffers:
-            return self._slots_of_buffers[buffer.number][1]
-        number = len(self.outputs)
-        self.outputs.append(spec)
-        if buffer is not None:
-            self._slots_of_buffers[buffer.number] = True, number
-        return number
-
-    def add_temporary(self, buffer: Buffer) -> None:
-        """Give a buffer that is no output its place in the workspace."""
-        if buffer.number not in self._slots_of_buffers:
-            self._slots_of_buffers[buffer.number] = False, self.workspace
-            self.workspace += -(-buffer.nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-
-    def cell(self, address: Address) -> tuple[int, int]:
-        """Return the slot's number and the offset of an address."""
-        slot, offset = address
-        if not isinstance(slot, Buffer):
-            return slot, offset
-        is_output, where = self._slots_of_buffers[slot.number]
-        if is_output:
-            return self.args + where, offset
-        return self.args + len(self.outputs), where + offset
 
 
 def has_no_tensors(args: tuple[Any, ...], result: Any) -> bool:

@@ -1,5 +1,6 @@
 """Cross-entropy by each way of a call: PyTorch's function, one pass, and fused reductions."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from helpers.rows import check_loss, class_weights, devices, dtypes, leaf, targe
 
 import partita
 from partita.ops.cross_entropy import native
-from partita.ops.cross_entropy.autograd import scale_by_upstream
+from partita.ops.cross_entropy.autograd import scaled_gradient
 from partita.ops.cross_entropy.gpu.plan import FUSED_ROWS, fused_block
 from partita.testing import EDGES, edge_rows, sample_labels, sample_rows
 
@@ -120,9 +121,9 @@ def test_pytorchs_function_serves_small_losses(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_upstream_gradient_is_applied_on_the_cpu() -> None:
     gradient = torch.ones(3)
-    scale_by_upstream(gradient, torch.tensor(1.0), "auto")
+    scaled_gradient(SimpleNamespace(), gradient, torch.tensor(1.0), "auto")
     assert torch.equal(gradient, torch.ones(3))
-    scale_by_upstream(gradient, torch.tensor(2.5), "auto")
+    scaled_gradient(SimpleNamespace(), gradient, torch.tensor(2.5), "auto")
     assert torch.equal(gradient, torch.full((3,), 2.5))
 
 

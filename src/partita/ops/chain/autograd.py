@@ -18,7 +18,6 @@ from ...paths.autograd import (
     ones,
     refuse_kernels,
     save_log_partition,
-    takes,
 )
 from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring, differentiable
@@ -33,6 +32,7 @@ from ...runtime.autograd import (
     saved_tensors,
     skip_unused_gradients,
     sum_of_gradients,
+    takes,
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype

@@ -12,21 +12,19 @@ from ...runtime.autograd import (
     apply,
     autocast_dtype,
     check_inplace,
-    needs_no_derivative,
     plain_eager,
     refuse_forward_mode,
 )
 from ...runtime.backend import current_backend, resolve
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from ...runtime.sizes import same_sizes
+from . import autograd
 from .autograd import (
     CROSS_ENTROPY_IN_PLACE,
     CROSS_ENTROPY_ONE_PASS,
     RowsOnePass,
-    TokenStatsFunction,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
-    token_stats_op,
 )
 from .common import CrossEntropyOptions, check_logits, checked_options
 from .native import native_cross_entropy
@@ -168,19 +166,11 @@ def token_stats(
         checks.integer("target", target)
         checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
         checks.device("target", target, logits, "logits")
-    if type(temperature) is not float or temperature != 1.0:
-        checks.number("temperature", temperature, low=0.0, open_low=True)
-    if type(ignore_index) is not int:
-        checks.python_int("ignore_index", ignore_index)
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
+    checks.python_int("ignore_index", ignore_index)
+    numbers = checks.temperature_and_softcap(temperature, softcap)
     if target is None:
         ignore_index = -100  # no row is ignored
-    options = float(temperature), float(softcap or 0.0), ignore_index, current_backend()
-    if needs_no_derivative(logits):
-        fields = token_stats_op(logits, target, *options)
-    else:
-        fields = apply(TokenStatsFunction, logits, target, *options)
+    fields = autograd.token_stats(logits, target, *numbers, ignore_index, current_backend())
     return TokenStats(*fields[:4])
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...paths.autograd import takes
 from ...primitives.rows import by_rows
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    DifferentiableOp,
     all_at_once,
     apply,
     batch_first,
@@ -25,7 +25,6 @@ from ...runtime.autograd import (
     needs_no_derivative,
     plain_eager,
     saved_tensors,
-    without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_one_pass
@@ -214,7 +213,7 @@ class OnePassLoss(NamedTuple):
 
 
 class RowsOnePass(torch.autograd.Function):
-    """A `OnePassLoss` of rows of logits, the first tensor. Its options are a tuple with a backend.
+    """A `OnePassLoss` of rows of logits, the first tensor. Its options end with the backend.
 
     It is for eager code only: the first backward pass scales the saved gradient in place, and a
     second one computes it again.
@@ -246,7 +245,7 @@ class RowsOnePass(torch.autograd.Function):
             else:
                 if ctx.is_spent:
                     dlogits = loss.run(*tensors, options)[1]
-                dlogits = scaled_gradient(ctx, dlogits, grads[0], options.backend)
+                dlogits = scaled_gradient(ctx, dlogits, grads[0], options[-1])
         return None, dlogits, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
@@ -289,18 +288,10 @@ def scaled_gradient(ctx: Any, gradient: Tensor, upstream: Tensor, backend: str) 
     if torch.compiler.is_compiling() or is_batched_gradient(upstream):
         return (gradient.to(upstream.dtype) * upstream).to(gradient.dtype)
     ctx.is_spent = True
-    scale_by_upstream(gradient, upstream, backend)
+    if not (gradient.is_cpu and float(upstream) == 1.0):
+        # The write is no new version of a saved tensor, which a later backward pass may ask for.
+        scale_gradient(gradient.data, upstream, backend)
     return gradient
-
-
-def scale_by_upstream(gradient: Tensor, upstream: Tensor, backend: str) -> None:
-    """Multiply the gradient of a loss in place by the gradient that arrives from above.
-
-    The write is no new version of a saved tensor, which a later backward pass may ask for.
-    """
-    if gradient.is_cpu and float(upstream) == 1.0:
-        return
-    scale_gradient(gradient.data, upstream, backend)
 
 
 def cross_entropy_of_rows(
@@ -354,54 +345,16 @@ token_stats_backward_op = register.define(
 )
 
 
-class TokenStatsFunction(torch.autograd.Function):
-    """The fields of `TokenStatsRows`, differentiable in the first three.
-
-    Without a target, the arg-max is the target of the backward pass; then the caller passes an
-    `ignore_index` that is no class.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @takes(token_stats_op)
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return token_stats_op(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, target, *ctx.options = inputs
-        _, _, entropy, argmax, maximum, sumexp = output
-        if plain_eager():
-            ctx.set_materialize_grads(False)  # Zeros for unused fields would cost a launch each.
-        ctx.mark_non_differentiable(argmax, maximum, sumexp)
-        target = argmax if target is None else target
-        ctx.save_for_backward(logits, target, maximum, sumexp, entropy)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        dlogits = _token_stats_gradient(grads[:3], ctx.saved_tensors, tuple(ctx.options))
-        return dlogits, None, None, None, None, None
+def _stats_saved(args: tuple[Any, ...], output: TokenStatsRows) -> tuple[Any, Any]:
+    """Save the arg-max as the target where there is none; `ignore_index` is no class then."""
+    (logits, target, *options, _), (_, _, entropy, argmax, maximum, sumexp) = args, output
+    return (logits, argmax if target is None else target, maximum, sumexp, entropy), options
 
 
-def _token_stats_gradient(
-    grads: tuple[Any, ...], saved: tuple[Any, ...], all_options: tuple[Any, ...]
-) -> Tensor:
-    """Return the gradient in the logits, which may be differentiated again."""
-    *options, backend = all_options
-    tensors = without_wrappers(saved)
-    grad_logprob, *others = grads
-    if grad_logprob is None:
-        grad_logprob = torch.zeros_like(tensors[4])
-    op = for_gradients(token_stats_backward_op, grad_logprob, *others)
-    if not is_double_backward():
-        return op(grad_logprob, *others, *tensors, *options, backend)
-    others = [torch.zeros_like(grad_logprob) if grad is None else grad for grad in others]
-    return first_derivative(
-        lambda *tensors: op(*tensors, *options, backend),
-        lambda *tensors: reference.token_stats_gradient(*tensors, *options),
-        4,
-        grad_logprob,
-        *others,
-        *tensors,
-    )
+token_stats = DifferentiableOp(
+    token_stats_op,
+    token_stats_backward_op,
+    reference.token_stats_gradient,
+    _stats_saved,
+    results=3,
+)

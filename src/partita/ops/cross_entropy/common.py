@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -92,18 +93,6 @@ def check_logits(logits: Tensor) -> None:
         raise ValueError(
             f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
         )
-
-
-class OnePass(NamedTuple):
-    """A reduced loss and its gradient.
-
-    Fields:
-        loss: the loss, `[]`.
-        grad: the gradient of the logits, `[N, C, ...]`.
-    """
-
-    loss: Tensor
-    grad: Tensor
 
 
 class RowLosses(NamedTuple):
@@ -202,7 +191,7 @@ def mean_shares(
     mean: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the denominators of a loss over labels and of its z-loss, `[2]`.
+    """Return the denominators of a loss and of its z-loss, `[2]`.
 
     They are ones for a sum, or the denominator `[]` that the caller gives.
     """
@@ -210,5 +199,8 @@ def mean_shares(
         return denominator.to(dtype).expand(2)
     if not mean:
         return torch.ones(2, dtype=dtype, device=target.device)
+    if target.is_floating_point():
+        num_rows = math.prod((target.shape[0], *target.shape[2:]))
+        return torch.full((2,), num_rows, dtype=dtype, device=target.device)
     divisors = mean_denominators(target, class_weight, classes, ignore_index)
     return torch.stack([each.to(dtype) for each in divisors])

@@ -13,7 +13,7 @@ from ...primitives.rows import by_rows, finite_shift, row_chunks
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import resolved
 from . import reference
-from .common import CrossEntropyOptions, OnePass, mean_shares, valid_targets
+from .common import CrossEntropyOptions, mean_shares, valid_targets
 from .reference import capped, label_losses
 
 # A loss is the negative logarithm of a probability that is at least this large. That of a smaller
@@ -32,22 +32,6 @@ def _rows_of(tensor: Tensor) -> Tensor:
     return tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
 
 
-def mean_scales(
-    loss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    mean: bool,
-    denominator: Tensor | None = None,
-) -> Tensor:
-    """Return the factors of a row's loss and of its z-loss in the reduced loss, `[2]`."""
-    if mean and target.is_floating_point():
-        return loss.new_full((2,), loss.numel()).reciprocal()
-    options = (denominator, ignore_index, logits.shape[1], mean, loss.dtype)
-    return mean_shares(target, weight, *options).reciprocal()
-
-
 def cross_entropy_reduced(
     logits: Tensor,
     target: Tensor,
@@ -64,8 +48,8 @@ def cross_entropy_reduced(
     targets = _rows_of(target) if target.is_floating_point() else target.reshape(-1)
     losses = [_losses(x[rows], targets[rows], *options) for rows in row_chunks(x)]
     loss = torch.cat(losses or [x.new_zeros(0)])
-    scale = mean_scales(loss, logits, target, weight, ignore_index, mean)[0]
-    return (loss.sum() * scale).to(dtype)
+    numbers = (None, ignore_index, logits.shape[1], mean, loss.dtype)
+    return (loss.sum() * mean_shares(target, weight, *numbers)[0].reciprocal()).to(dtype)
 
 
 def _losses(
@@ -200,33 +184,13 @@ def cross_entropy_one_pass(
     z_loss: float,
     mean: bool,
     dtype: torch.dtype,
-) -> OnePass:
+) -> tuple[Tensor, Tensor]:
     """Compute the sum or the mean of the rows' losses, with their z-loss, and its gradient.
 
     A denominator, `[]`, divides the sum and its gradient.
     """
-    numbers = (ignore_index, label_smoothing, softcap)
-    if not target.is_floating_point() and logits.numel():
-        grad = torch.empty_like(logits)
-        options = CrossEntropyOptions(*numbers, z_loss, mean, dtype)
-        loss = _one_pass_of_labels(logits, grad, target, weight, denominator, options)
-        return OnePass(loss, grad)
-    rows = cross_entropy(logits, target, weight, *numbers)
-    scales = mean_scales(rows.loss, logits, target, weight, ignore_index, mean, denominator)
-    scale, z_scale = scales.unbind()
-    grad = cross_entropy_backward(
-        torch.ones_like(rows.loss) * scale,
-        2 * z_loss * rows.logsumexp * z_scale,
-        logits,
-        target,
-        weight,
-        rows.maximum,
-        rows.sumexp,
-        rows.total_weight,
-        *numbers,
-    )
-    z = z_loss * rows.logsumexp.square().sum() * z_scale if z_loss else 0.0
-    return OnePass((rows.loss.sum() * scale + z).to(dtype), grad)
+    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
+    return _loss_and_gradient(logits, target, weight, denominator, options, inplace=False)
 
 
 def cross_entropy_one_pass_(
@@ -243,31 +207,24 @@ def cross_entropy_one_pass_(
 ) -> Tensor:
     """Compute the reduced loss, and write its gradient over the logits."""
     options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
-    if target.is_floating_point() or not logits.numel():
-        loss, grad = cross_entropy_one_pass(logits, target, weight, denominator, *options[:6])
-        logits.copy_(grad)
-        return loss
-    return _one_pass_of_labels(logits, logits, target, weight, denominator, options)
+    return _loss_and_gradient(logits, target, weight, denominator, options, inplace=True)[0]
 
 
-def _one_pass_of_labels(
+def _loss_and_gradient(
     logits: Tensor,
-    grad: Tensor,
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor | None,
     options: CrossEntropyOptions,
-) -> Tensor:
-    """Compute the reduced loss over labels, and write the gradient, which may be the logits."""
-    denominators = mean_shares(
-        target,
-        weight,
-        denominator,
-        options.ignore_index,
-        logits.shape[1],
-        options.mean,
-        acc_dtype(logits.dtype),
-    )
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute the reduced loss and its gradient, which may replace the logits."""
+    numbers = (options.ignore_index, logits.shape[1], options.mean, acc_dtype(logits.dtype))
+    denominators = mean_shares(target, weight, denominator, *numbers)
+    if target.is_floating_point() or not logits.numel():
+        loss, grad = _two_passes(logits, target, weight, options, denominators)
+        return loss, logits.copy_(grad) if inplace else grad
+    grad = logits if inplace else torch.empty_like(logits)
     rows, grad_rows = _rows_of(logits), _rows_of(grad)
     is_view = grad_rows.data_ptr() == grad.data_ptr()
     if not is_view:  # The strides allow no view, so the gradient goes through a copy of the rows.
@@ -275,4 +232,29 @@ def _one_pass_of_labels(
     loss = one_pass(rows, target.reshape(-1), weight, options, denominators, grad_rows)
     if not is_view:
         grad.copy_(grad_rows.reshape(logits.movedim(1, -1).shape).movedim(-1, 1))
-    return loss.to(options.dtype)
+    return loss.to(options.dtype), grad
+
+
+def _two_passes(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: CrossEntropyOptions,
+    denominators: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute the reduced loss and its gradient from the losses of the rows."""
+    rows = cross_entropy(logits, target, weight, *options[:3])
+    (scale, z_scale), z_loss = denominators.reciprocal().unbind(), options.z_loss
+    grad = cross_entropy_backward(
+        torch.ones_like(rows.loss) * scale,
+        2 * z_loss * rows.logsumexp * z_scale,
+        logits,
+        target,
+        weight,
+        rows.maximum,
+        rows.sumexp,
+        rows.total_weight,
+        *options[:3],
+    )
+    z = z_loss * rows.logsumexp.square().sum() * z_scale if z_loss else 0.0
+    return (rows.loss.sum() * scale + z).to(options.dtype), grad

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import takes
 from ...runtime import checks, register
 from ...runtime.autograd import (
     first_derivative,
@@ -17,6 +16,7 @@ from ...runtime.autograd import (
     is_double_backward,
     one_by_one,
     skip_unused_gradients,
+    takes,
     without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype

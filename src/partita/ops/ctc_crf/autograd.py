@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import takes
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -18,6 +17,7 @@ from ...runtime.autograd import (
     is_double_backward,
     one_by_one,
     skip_unused_gradients,
+    takes,
     without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype

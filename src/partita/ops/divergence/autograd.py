@@ -1,25 +1,15 @@
-"""The registered ops of divergences and their autograd function."""
+"""The registered ops of divergences and their derivatives."""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...paths.autograd import takes
 from ...primitives.rows import by_rows
 from ...runtime import register
-from ...runtime.autograd import (
-    all_at_once,
-    apply,
-    first_derivative,
-    for_gradients,
-    needs_no_derivative,
-    plain_eager,
-    saved_tensors,
-)
+from ...runtime.autograd import DifferentiableOp, all_at_once, apply, plain_eager
 from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import OnePassLoss, RowsOnePass
@@ -81,57 +71,20 @@ divergence_local_gradient_op = register.define(
 )
 
 
-class DivergenceFunction(torch.autograd.Function):
-    """The `DivergenceRows`, of which the loss is differentiable in the student's logits."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @takes(divergence_op)
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return divergence_op(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, teacher_logits, *ctx.options = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(logits, teacher_logits, *output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        *options, backend = ctx.options
-        tensors, grad = saved_tensors(ctx), grads[0]
-        op = for_gradients(divergence_backward_op, grad)
-        dlogits = first_derivative(
-            lambda *tensors: op(*tensors, *options, backend),
-            lambda *tensors: reference.divergence_gradient(*tensors, *options),
-            2,
-            grad,
-            *tensors,
-        )
-        return dlogits, None, None, None, None, None
+_divergence = DifferentiableOp(
+    divergence_op,
+    divergence_backward_op,
+    reference.divergence_gradient,
+    lambda args, output: ((*args[:2], *output[1:]), args[2:5]),
+)
 
 
-class DivergenceOptions(NamedTuple):
-    """The options of a reduced divergence.
-
-    Fields:
-        beta: as in `divergence`.
-        temperature: what the soft-capped logits are divided by.
-        softcap: the soft-cap, or 0.
-        reduction: `mean` or `sum`.
-        backend: the chosen backend.
-    """
-
-    beta: float
-    temperature: float
-    softcap: float
-    reduction: str
-    backend: str
+# A reduced divergence's beta, temperature, soft-cap or 0, reduction and backend.
+Options = tuple[float, float, float, str, str]
 
 
 def _loss_and_gradient(
-    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: DivergenceOptions
+    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     *numbers, reduction, backend = options
     rows, row_factor = logits.shape[:-1].numel(), None
@@ -145,7 +98,7 @@ def _loss_and_gradient(
 
 
 def _composed_loss(
-    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: DivergenceOptions
+    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: Options
 ) -> Tensor:
     *numbers, reduction, _ = options
     return reduced(divergence_of_rows(logits, teacher_logits, *numbers), mask, reduction)
@@ -176,9 +129,8 @@ def reduced_divergence(
     )
     backend = current_backend()
     if is_one_pass and resolve(backend, logits.device, has_cpu=False) == "gpu":
-        options = DivergenceOptions(beta, temperature, softcap, reduction, backend)
-        tensors = (logits, teacher_logits.detach(), mask)
-        return apply(RowsOnePass, ONE_PASS, *tensors, options)
+        options = (beta, temperature, softcap, reduction, backend)
+        return apply(RowsOnePass, ONE_PASS, logits, teacher_logits.detach(), mask, options)
     loss = divergence_of_rows(logits, teacher_logits, beta, temperature, softcap)
     return reduced(loss, mask, reduction)
 
@@ -187,10 +139,9 @@ def divergence_of_rows(
     logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
 ) -> Tensor:
     """Return the divergence of each row of checked inputs, `[...]`."""
-    call = (logits, teacher_logits.detach(), beta, temperature, softcap, current_backend())
-    if needs_no_derivative(logits):
-        return divergence_op(*call)[0]
-    return apply(DivergenceFunction, *call)[0]
+    numbers = (beta, temperature, softcap)
+    rows: DivergenceRows = _divergence(logits, teacher_logits.detach(), *numbers, current_backend())
+    return rows[0]
 
 
 def divergence_of_classes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,34 +17,6 @@ from .common import (
     state_of_classes,
 )
 from .reference import expected, log_mixture, log_ratio
-
-
-class _Side(NamedTuple):
-    """Some classes of one of the two rows, and its statistics.
-
-    Fields:
-        x: soft-capped logits, `[M, C]`.
-        maximum, sumexp: the statistics before these classes, `[M]`.
-        new_maximum: the maximum with them, `[M]`.
-    """
-
-    x: Tensor
-    maximum: Tensor
-    sumexp: Tensor
-    new_maximum: Tensor
-
-    @property
-    def relative(self) -> Tensor:
-        return self.x - finite_shift(self.new_maximum)[:, None]
-
-    @property
-    def moved(self) -> Tensor:
-        """Return by how much the number changes that logits are relative to."""
-        return finite_shift(self.new_maximum) - finite_shift(self.maximum)
-
-    def scale(self, temperature: float) -> Tensor:
-        """Return the factor of earlier exponentials, 0 if there are none."""
-        return ((self.maximum - finite_shift(self.new_maximum)) / temperature).exp()
 
 
 def new_state(like: Tensor) -> DivergenceState:
@@ -79,26 +50,39 @@ def accumulate(
         _accumulate_rows(x, t, state.part(rows), beta, temperature)
 
 
+def _add_classes(
+    x: Tensor, maximum: Tensor, sumexp: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Update a row's maximum and sum with some of its classes.
+
+    Returns:
+        The logits relative to the maximum, their exponentials, by how much the maximum has moved,
+        and the factor of earlier exponentials, 0 if there are none.
+    """
+    shift_before, new_maximum = finite_shift(maximum), torch.maximum(maximum, x.amax(1))
+    shift = finite_shift(new_maximum)
+    relative, scale = x - shift[:, None], ((maximum - shift) / temperature).exp()
+    e = (relative / temperature).exp()
+    sumexp.copy_(sumexp * scale + e.sum(1))
+    maximum.copy_(new_maximum)
+    return relative, e, shift - shift_before, scale
+
+
 def _accumulate_rows(
     x: Tensor, t: Tensor, state: DivergenceState, beta: float, temperature: float
 ) -> None:
     rows, weighted = state
-    statistics = (rows.maximum, rows.sumexp)
-    student = _Side(x, *statistics, torch.maximum(rows.maximum, x.amax(1)))
-    statistics = (rows.teacher_maximum, rows.teacher_sumexp)
-    teacher = _Side(t, *statistics, torch.maximum(rows.teacher_maximum, t.amax(1)))
+    student = (x, rows.maximum, rows.sumexp)
+    teacher = (t, rows.teacher_maximum, rows.teacher_sumexp)
     one, other = (student, teacher) if beta else (teacher, student)
-    scale = one.scale(temperature)
+    sumexp_before = one[2].clone()
+    first, e, moved, scale = _add_classes(*one, temperature)
+    second, _, other_moved, _ = _add_classes(*other, temperature)
     # The weighted sum is relative to both maxima, and moves with them.
-    before = scale * (weighted + one.sumexp * (other.moved - one.moved))
-    e = (one.relative / temperature).exp()
-    terms = torch.where(e == 0, 0, e * (one.relative - other.relative)).sum(1)
+    before = scale * (weighted + sumexp_before * (other_moved - moved))
+    terms = torch.where(e == 0, 0, e * (first - second)).sum(1)
     weighted.copy_(torch.where(scale == 0, 0, before) + terms)
-    for side in (one, other):
-        sums = side.sumexp * side.scale(temperature) + (side.relative / temperature).exp().sum(1)
-        side.sumexp.copy_(sums)
-        side.maximum.copy_(side.new_maximum)
-    kl = weighted / one.sumexp / temperature + (other.sumexp / one.sumexp).log()
+    kl = weighted / one[2] / temperature + (other[2] / one[2]).log()
     rows.loss.copy_(kl)
     rows.student.copy_(kl if beta else torch.zeros_like(kl))
 

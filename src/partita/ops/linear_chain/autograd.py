@@ -19,7 +19,6 @@ from ...paths.autograd import (
     ones,
     refuse_kernels,
     save_log_partition,
-    takes,
 )
 from ...paths.inputs import full_lengths
 from ...primitives.semiring import Max, Semiring, differentiable
@@ -34,6 +33,7 @@ from ...runtime.autograd import (
     saved_tensors,
     skip_unused_gradients,
     sum_of_gradients,
+    takes,
 )
 from ...runtime.backend import current_backend
 from ...runtime.constants import scalar

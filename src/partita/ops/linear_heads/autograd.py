@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...paths.autograd import takes
 from ...primitives.rows import finite_shift, inert_rows, softcapped
 from ...runtime import checks, register
 from ...runtime.autograd import (
@@ -25,6 +24,7 @@ from ...runtime.autograd import (
     saved_tensors,
     skip_unused_gradients,
     spend,
+    takes,
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import takes
 from ...runtime import checks, register
-from ...runtime.autograd import apply, one_by_one
+from ...runtime.autograd import apply, one_by_one, takes
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake

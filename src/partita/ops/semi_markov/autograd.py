@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import ones, save_log_partition, takes
+from ...paths.autograd import ones, save_log_partition
 from ...runtime import checks, register
 from ...runtime.autograd import (
     first_derivative,
@@ -20,6 +20,7 @@ from ...runtime.autograd import (
     refuse_forward_mode,
     saved_tensors,
     sum_of_gradients,
+    takes,
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, native_serves, needs_no_derivative
+from ...runtime.autograd import native_serves
 from ...runtime.backend import current_backend
-from .autograd import LogSumExpFunction, SoftmaxFunction, logsumexp_op, softmax_op
+from . import autograd
 
 # Elements on a GPU up to which a kernel takes about as long as an empty one, so that the time of
 # the host decides. Autograd functions in Python cost it more than PyTorch's own.
@@ -48,20 +48,13 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> T
         return (torch.log_softmax if log else torch.softmax)(input, dim, dtype)
     dtype = dtype or _result_dtype(input)
     if ndim == 0:
-        return _softmax_of(input.reshape(1), 0, log, dtype, backend).reshape(())
-    return _softmax_of(input, dim, log, dtype, backend)
+        return autograd.softmax(input.reshape(1), 0, log, dtype, backend).reshape(())
+    return autograd.softmax(input, dim, log, dtype, backend)
 
 
 def _is_small_or_on_cpu(input: Tensor) -> bool:
     """Return whether the time of a call is that of PyTorch's kernels or that of the host."""
     return input.is_cpu or (input.is_cuda and input.numel() <= SMALL_ELEMENTS)
-
-
-def _softmax_of(input: Tensor, dim: int, log: bool, dtype: torch.dtype, backend: str) -> Tensor:
-    """Return the result of the op, through its autograd function where a gradient is needed."""
-    if needs_no_derivative(input):
-        return softmax_op(input, dim, log, dtype, backend)
-    return apply(SoftmaxFunction, input, dim, log, dtype, backend)
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -168,8 +161,6 @@ def logsumexp(input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = Fals
 
 
 def _logsumexp_of(rows: Tensor) -> Tensor:
-    """Return the result over the last dimension, through the autograd function where needed."""
-    dtype, backend = _result_dtype(rows), current_backend()
-    if needs_no_derivative(rows):
-        return logsumexp_op(rows, dtype, backend)[0]
-    return apply(LogSumExpFunction, rows, dtype, backend)[0]
+    """Return the result over the last dimension."""
+    result: Tensor = autograd.logsumexp(rows, _result_dtype(rows), current_backend())[0]
+    return result

@@ -1,4 +1,4 @@
-"""The registered ops of softmax and log-sum-exp, and their autograd functions."""
+"""The registered ops of softmax and log-sum-exp, and their derivatives."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from torch import Tensor
 
 from ...primitives.rows import by_rows
 from ...runtime import register
-from ...runtime.autograd import (
-    all_at_once,
-    batch_first,
-    first_derivative,
-    for_gradients,
-)
+from ...runtime.autograd import DifferentiableOp, all_at_once, batch_first
 from ...runtime.dtypes import acc_dtype
 from . import reference
 
@@ -70,62 +65,15 @@ logsumexp_backward_op = register.define(
 )
 
 
-class SoftmaxFunction(torch.autograd.Function):
-    """Softmax, or with `log` its logarithm; the backward pass reads the output."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(input: Tensor, dim: int, log: bool, dtype: torch.dtype, backend: str) -> Tensor:
-        return softmax_op(input, dim, log, dtype, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, dim, log, _, backend = inputs
-        ctx.options = dim, log, input.dtype, backend
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (output,) = ctx.saved_tensors
-        dim, log, dtype, backend = ctx.options
-        op = for_gradients(softmax_backward_op, grads[0])
-        grad_input = first_derivative(
-            lambda grad, output: op(grad, output, dim, log, dtype, backend),
-            lambda grad, output: reference.softmax_gradient(grad, output, dim, log, dtype),
-            2,
-            grads[0],
-            output,
-        )
-        return grad_input, None, None, None, None
-
-
-class LogSumExpFunction(torch.autograd.Function):
-    """Log-sum-exp over the last dimension, with the row's maximum and sum as further results."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(input: Tensor, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-        return logsumexp_op(input, dtype, backend)
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        input, _, ctx.backend = inputs
-        _, maximum, sumexp = output
-        ctx.mark_non_differentiable(maximum, sumexp)
-        ctx.save_for_backward(input, maximum, sumexp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        op, backend = for_gradients(logsumexp_backward_op, grads[0]), ctx.backend
-        grad_input = first_derivative(
-            lambda *tensors: op(*tensors, backend),
-            lambda grad, input, *_: reference.logsumexp_gradient(grad, input),
-            2,
-            grads[0],
-            *ctx.saved_tensors,
-        )
-        return grad_input, None, None
+softmax = DifferentiableOp(
+    softmax_op,
+    softmax_backward_op,
+    reference.softmax_gradient,
+    lambda args, output: ((output,), (args[1], args[2], args[0].dtype)),
+)
+logsumexp = DifferentiableOp(
+    logsumexp_op,
+    logsumexp_backward_op,
+    reference.logsumexp_gradient,
+    lambda args, output: ((args[0], *output[1:]), ()),
+)

@@ -69,7 +69,7 @@ def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Ten
     return ((x - shift).exp() * coef).to(input.dtype)
 
 
-def logsumexp_gradient(grad: Tensor, input: Tensor) -> Tensor:
+def logsumexp_gradient(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Tensor) -> Tensor:
     """Return the gradient of the input from the input only, so it can be differentiated again."""
     acc = acc_dtype(input.dtype)
     return (grad.to(acc).unsqueeze(-1) * torch.softmax(input.to(acc), -1)).to(input.dtype)

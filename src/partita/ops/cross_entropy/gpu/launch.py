@@ -23,7 +23,7 @@ from ....primitives.gpu.row_plan import (
 )
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, zeroed_words
-from ..common import CrossEntropyOptions, OnePass, RowLosses
+from ..common import CrossEntropyOptions, RowLosses
 from .one_pass import cross_entropy_row_kernel, cross_entropy_tile_kernel
 from .plan import HARD_LABELS, PROBABILITIES, SUM_WORDS, fused_block, smoothing_mode
 from .reduction import (
@@ -193,11 +193,11 @@ def cross_entropy_reduced(
 
 def cross_entropy_one_pass(
     logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *options: Any
-) -> OnePass:
+) -> tuple[Tensor, Tensor]:
     """Compute the reduced loss and its gradient together."""
     dlogits = torch.empty_like(logits)
     call = _OnePassCall(logits, dlogits, target, weight, denominator, CrossEntropyOptions(*options))
-    return OnePass(_one_pass(call), dlogits)
+    return _one_pass(call), dlogits
 
 
 def cross_entropy_one_pass_(
