@@ -86,129 +86,86 @@ def empty_gradients(
     )
 
 
-def gradients_by_class(
-    heads: Sequence[Head],
-    wanted: Wanted,
-    counts: Callable[[], Tensor],
-    write_gradient: Callable[..., None],
-    saved: Sequence[Tensor],
-    saved_classes: int,
-    chunk: int,
-) -> HeadGradients:
-    """Compute the gradients of the first head, one chunk of classes after another.
-
-    Args:
-        heads: the heads whose logits the loss reads.
-        wanted: which gradients are wanted.
-        counts: returns which rows have a gradient, `[M]`.
-        write_gradient: takes the classes of a chunk and the logits of each head, and overwrites
-            those of the first head with their gradient.
-        saved: the saved logits of each head. They are used first, and their memory serves the other
-            chunks.
-        saved_classes: how many of the last classes are saved.
-        chunk: the classes whose logits are computed again together.
-    """
-    head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
-    (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
-    result = empty_gradients(*head, *wanted)
-    parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
-    parts += chunks(C - saved_classes, chunk)
-    buffers = saved if saved_classes else [each.buffer(M, min(chunk, C)) for each in heads]
-    one_chunk, dinput, states = len(parts) == 1, result.input, head.input
-    if input_grad and not one_chunk:
-        if dinput.dtype != accumulator:
-            dinput = torch.empty_like(head.input, dtype=accumulator)
-        dinput.zero_()
-    if weight_grad:
-        is_free = one_chunk or dinput is not result.input
-        states = counted_states(states, counts(), result.input if is_free else states[:0])
-    for part in parts:
-        if saved_classes and part.stop == C:
-            logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
-        else:
-            pairs = zip(heads, buffers, strict=True)
-            logits = [each.of_classes(part).logits(buffer) for each, buffer in pairs]
-        write_gradient(part, *logits)
-        dlogits = logits[0]
-        if weight_grad:
-            torch.mm(dlogits.T, states, out=result.weight[part])
-        if input_grad and one_chunk:
-            torch.mm(dlogits, head.weight, out=dinput)
-        elif input_grad:
-            add_product(dinput, dlogits, head.weight[part])
-        if bias_grad:
-            result.bias[part] = dlogits.sum(0, dtype=accumulator)
-    if dinput is not result.input:
-        result.input.copy_(dinput)
-    return result
-
-
-def gradients_by_token(
+def head_gradients(
     heads: Sequence[Head],
     wanted: Wanted,
     counts: Callable[[slice], Tensor],
     write_gradient: Callable[..., None],
+    tokens: int,
     chunk: int,
+    saved: Sequence[Tensor] = (),
+    saved_classes: int = 0,
 ) -> HeadGradients:
-    """Compute the gradients of the first head, one chunk of tokens after another.
+    """Compute the gradients of the first head, one chunk of logits after another.
 
-    The arguments are those of `gradients_by_class`, for chunks of tokens.
+    Args:
+        heads: the heads whose logits the loss reads.
+        wanted: which gradients are wanted.
+        counts: returns which rows of some tokens have a gradient.
+        write_gradient: takes the tokens and the classes of a chunk and the logits of each head, and
+            overwrites those of the first head with their gradient.
+        tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all.
+        saved: the saved logits of each head, for all tokens. They are used first, and their memory
+            serves the other chunks.
+        saved_classes: how many of the last classes are saved.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
-    if not head.input.is_cuda and head.input.dtype == accumulator:
-        chunk = min(chunk, CPU_CHUNK_TOKENS)
-    rounds_sum = weight_grad and chunk < M and head.input.dtype != accumulator
+    parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
+    parts += chunks(C - saved_classes, chunk)
+    buffers = list(saved)
+    if not saved_classes:
+        buffers = [each.buffer(min(tokens, M), min(chunk, C)) for each in heads]
+    one_part, rounds_sum = len(parts) == 1, tokens < M and head.input.dtype != accumulator
     result = empty_gradients(*head, input_grad, weight_grad and not rounds_sum, bias_grad)
-    dweight, dbias = result.weight, None
+    dinput, dweight, dbias = result
+    if input_grad and not one_part:
+        if dinput.dtype != accumulator:
+            dinput = torch.empty_like(dinput, dtype=accumulator)
+        dinput.zero_()
     if rounds_sum:
-        dweight = torch.empty(head.weight.shape, dtype=accumulator, device=head.weight.device)
+        dbias = torch.empty_like(dbias, dtype=accumulator)
+        dweight = torch.empty_like(head.weight if weight_grad else dweight, dtype=accumulator)
     if M == 0:
         dweight.zero_()
-        result.bias.zero_()
-    buffers = [each.buffer(min(chunk, M), C) for each in heads]
-    for part in chunks(M, chunk):
-        pairs = zip(heads, buffers, strict=True)
-        logits = [each.of_tokens(part).logits(buffer) for each, buffer in pairs]
-        write_gradient(part, *logits)
-        dlogits, dinput = logits[0], result.input[part]
+        dbias.zero_()
+    for rows in chunks(M, tokens):
+        states = head.input[rows]
         if weight_grad:
-            states = counted_states(head.input[part], counts(part), dinput)
-            add_product(dweight, dlogits.T, states, is_first=part.start == 0)
-        if input_grad:
-            torch.mm(dlogits, head.weight, out=dinput)
-        if bias_grad:
-            part_dbias = dlogits.sum(0, dtype=accumulator)
-            dbias = part_dbias if dbias is None else dbias + part_dbias
-        del logits, dlogits
-    if dbias is not None:
-        result.bias.copy_(dbias)
+            is_free = one_part or dinput is not result.input
+            memory = result.input[rows] if is_free else states[:0]
+            states = counted_states(states, counts(rows), memory)
+        for part in parts:
+            if saved_classes and part.stop == C:
+                logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
+            else:
+                pairs = zip(heads, buffers, strict=True)
+                logits = [each.part(rows, part).logits(buffer) for each, buffer in pairs]
+            write_gradient(rows, part, *logits)
+            dlogits, is_first = logits[0], rows.start == 0
+            if weight_grad:
+                add_product(dweight[part], dlogits.T, states, is_first)
+            if input_grad and one_part:
+                torch.mm(dlogits, head.weight, out=dinput[rows])
+            elif input_grad:
+                add_product(dinput, dlogits, head.weight[part])
+            if bias_grad:
+                sums = dlogits.sum(0, dtype=accumulator)
+                dbias[part] = sums if is_first else dbias[part] + sums
+            del logits, dlogits
+    if dinput is not result.input:
+        result.input.copy_(dinput)
     if rounds_sum:
+        result.bias.copy_(dbias)
         buffers.clear()  # the rounded gradient takes their memory
         result = result._replace(weight=dweight.to(head.weight.dtype))
     return result
 
 
-def gradients_of_loss(
-    head: Head,
-    wanted: Wanted,
-    target: Tensor,
-    ignore_index: int,
-    write_gradient: Callable[[Tensor, Tensor], None],
-    chunk: int,
-) -> HeadGradients:
-    """Compute the gradients of a head whose tokens have labels, in chunks of tokens.
-
-    `write_gradient` overwrites the logits of a chunk with their gradient, given its labels.
-    """
-
-    def counts(part: slice) -> Tensor:
-        return target[part] != ignore_index
-
-    def write_part(part: slice, logits: Tensor) -> None:
-        write_gradient(logits, target[part])
-
-    return gradients_by_token([head], wanted, counts, write_part, chunk)
+def tokens_at_once(input: Tensor, chunk: int) -> int:
+    """Return the tokens in a chunk, fewer on a CPU that adds up the matrix's gradient in place."""
+    in_place = not input.is_cuda and input.dtype == acc_dtype(input.dtype)
+    return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
 
 
 def accumulate_hidden(
@@ -235,11 +192,11 @@ def accumulate_hidden(
     buffer = head.buffer(tokens, min(chunk, C))
     state = first_state(head.input, needs_smoothing, needs_entropy)
     for rows in chunks(M, tokens):
-        of_rows, part_state = head.of_tokens(rows), state.part(rows)
+        part_state = state.part(rows)
         for part in chunks(C, chunk):
             weights = None if class_weight is None else class_weight[part]
             options = (weights, part_state, temperature, softcap)
-            logits = of_rows.of_classes(part).logits(buffer)
+            logits = head.part(rows, part).logits(buffer)
             accumulate_logits(logits, part.start, target[rows], *options)
     return state, buffer if save_logits else buffer.new_empty(0)
 
@@ -314,21 +271,21 @@ def linear_rows_backward(
     coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
     target, options = target.contiguous(), (maximum, sumexp, temperature, softcap)
 
-    def write_gradient(part: slice, logits: Tensor) -> None:
+    def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
         weights = None if class_weight is None else class_weight[part]
         row_factors = (target, weights, coefficients)
         kernels.logits_gradient(logits, part.start, *row_factors, *options, logits)
 
     heads, wanted = [Head(input, weight, bias)], (input_grad, weight_grad, bias_grad)
-    saved_classes = len(weight) if len(saved) else 0
-    return gradients_by_class(
-        heads, wanted, coefficients.counts, write_gradient, [saved], saved_classes, chunk
+    chunks_and_saved = (len(input), chunk, [saved], len(weight) if len(saved) else 0)
+    return head_gradients(
+        heads, wanted, lambda _: coefficients.counts(), write_gradient, *chunks_and_saved
     )
 
 
 def linear_one_pass(
     kernels: ChunkKernels,
-    loss_by_token: Callable[..., HeadGradients],
+    packed_gradients: Callable[..., HeadGradients] | None,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -347,10 +304,9 @@ def linear_one_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
 
-    `loss_by_token` is `gradients_of_loss`, or another function with its arguments.
-
     Each chunk takes three matrix products: its logits, and two from their gradient. A denominator,
-    `[]`, divides a sum before the gradients are rounded.
+    `[]`, divides a sum before the gradients are rounded. `packed_gradients` takes the place of
+    `head_gradients` for packed rows.
     """
     dtype, loss = acc_dtype(input.dtype), None
     divides = (denominator, ignore_index, len(weight), mean, dtype)
@@ -364,7 +320,17 @@ def linear_one_pass(
         loss = of_part if loss is None else loss + of_part
 
     head, wanted = Head(input, weight, bias), (input_grad, weight_grad, bias_grad)
-    gradients = loss_by_token(head, wanted, target, ignore_index, write_gradient, chunk)
+    if packed_gradients is not None:
+        gradients = packed_gradients(head, wanted, target, ignore_index, write_gradient, chunk)
+    else:
+        gradients = head_gradients(
+            [head],
+            wanted,
+            lambda rows: target[rows] != ignore_index,
+            lambda rows, _, logits: write_gradient(logits, target[rows]),
+            tokens_at_once(input, chunk),
+            len(weight),
+        )
     if loss is None:
         loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
     return loss, *gradients

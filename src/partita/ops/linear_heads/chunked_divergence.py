@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...primitives.rows import chunks
 from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
-from .chunked import gradients_by_class, gradients_by_token
+from .chunked import head_gradients, tokens_at_once
 from .common import Head, HeadGradients
 from .plan import padded_width
 
@@ -52,7 +52,7 @@ def _accumulate_all(
             is_saved = part.stop - part.start == saved and part.stop == C
             memory = [buffer[offset:] for buffer in of_saved] if is_saved else of_others
             student, teacher = (
-                head.of_tokens(rows).of_classes(part).logits(buffer)
+                head.part(rows, part).logits(buffer)
                 for head, buffer in zip(heads, memory, strict=True)
             )
             pairs.append((part.start, student, teacher))
@@ -117,17 +117,15 @@ def linear_divergence_backward(
     statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
     rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
     numbers = (beta, temperature, softcap)
-    wanted, buffers = (input_grad, weight_grad, bias_grad), (saved, teacher_saved)
-    saved_classes = min(len(saved) // max(len(input), 1), len(weight))  # without padding
+    wanted, M = (input_grad, weight_grad, bias_grad), len(input)
+    saved_classes = min(len(saved) // max(M, 1), len(weight))  # without padding
     grad = grad.contiguous()
 
-    def write_gradient(part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+    def write_gradient(_: slice, part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
         kernels.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
 
-    def counts() -> Tensor:
-        return grad != 0
-
-    return gradients_by_class(heads, wanted, counts, write_gradient, buffers, saved_classes, chunk)
+    chunks_and_saved = (M, chunk, (saved, teacher_saved), saved_classes)
+    return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *chunks_and_saved)
 
 
 def linear_divergence_one_pass(
@@ -176,14 +174,13 @@ def linear_divergence_one_pass(
         return state.rows.loss, *gradients
     state = kernels.new_state(input)
 
-    def write_gradient(part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
-        of_part = state.part(part)
-        _accumulate_rows(kernels, [(0, logits, teacher_logits)], of_part, numbers)
-        pair = (logits, teacher_logits)
-        kernels.gradient(factors[part], *pair, of_part.rows, *numbers, logits)
+    def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        part = state.part(rows)
+        _accumulate_rows(kernels, [(0, logits, teacher_logits)], part, numbers)
+        kernels.gradient(factors[rows], logits, teacher_logits, part.rows, *numbers, logits)
 
-    def counts(part: slice) -> Tensor:
-        return factors[part] != 0
-
-    gradients = gradients_by_token(heads, wanted, counts, write_gradient, tokens)
+    chunk_sizes = (tokens_at_once(input, tokens), len(weight))
+    gradients = head_gradients(
+        heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
+    )
     return state.rows.loss, *gradients

@@ -22,7 +22,7 @@ from ..logprobs.common import (
     with_ids,
     with_rest,
 )
-from .chunked import ChunkKernels, accumulate_hidden, gradients_by_class
+from .chunked import ChunkKernels, accumulate_hidden, head_gradients
 from .common import GradientCoefficients, Head, HeadGradients, RowState
 from .plan import padded_width
 
@@ -126,15 +126,13 @@ def linear_logprobs_backward(
     of_entries = (on_ids, ids, totals, entries, maximum, sumexp)
     numbers = (temperature, softcap)
 
-    def write_gradient(part: slice, logits: Tensor) -> None:
+    def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
         kernels.logits_gradient(logits, part.start, *of_others, *numbers, logits)
         of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
 
     heads, wanted = [Head(input, weight, bias)], (input_grad, weight_grad, bias_grad)
-    saved_classes = C if len(saved) else 0
-    return gradients_by_class(
-        heads, wanted, lambda: counts, write_gradient, [saved], saved_classes, chunk
-    )
+    chunks_and_saved = (len(input), chunk, [saved], C if len(saved) else 0)
+    return head_gradients(heads, wanted, lambda _: counts, write_gradient, *chunks_and_saved)
 
 
 def linear_topk_logprobs(
@@ -158,7 +156,7 @@ def linear_topk_logprobs(
     buffer = head.buffer(M if save_logits else min(tokens, M), C)
     for rows in chunks(M, tokens):
         memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-        logits = head.of_tokens(rows).logits(memory)
+        logits = head.part(rows, slice(C)).logits(memory)
         part = TopKRows(*(field[rows] for field in found))
         topk_of_rows(logits, k, temperature, softcap, part)
     return *found, buffer if save_logits else buffer.new_empty(0)

@@ -65,14 +65,10 @@ class Head(NamedTuple):
             packs=packs,
         )
 
-    def of_tokens(self, part: slice) -> Head:
-        """Return the head of some tokens."""
-        return self._replace(input=self.input[part])
-
-    def of_classes(self, part: slice) -> Head:
-        """Return the head of some classes."""
-        bias = None if self.bias is None else self.bias[part]
-        return Head(self.input, self.weight[part], bias)
+    def part(self, tokens: slice, classes: slice) -> Head:
+        """Return the head of some tokens and some classes."""
+        bias = None if self.bias is None else self.bias[classes]
+        return Head(self.input[tokens], self.weight[classes], bias)
 
     def buffer(self, tokens: int, classes: int) -> Tensor:
         """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""

@@ -183,9 +183,7 @@ accumulate_hidden = functools.partial(
 )
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
 linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
-linear_one_pass = functools.partial(
-    chunked.linear_one_pass, CHUNK_KERNELS, chunked.gradients_of_loss
-)
+linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS, None)
 linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
 linear_logprobs_backward = functools.partial(
     chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS

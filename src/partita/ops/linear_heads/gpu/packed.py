@@ -157,9 +157,9 @@ def packed_gradients(
 ) -> HeadGradients:
     """Compute the gradients of a head without a bias, `chunk` packed rows at a time.
 
-    The arguments are those of `chunked.gradients_of_loss`; `packing.packs_rows` says which heads
-    are served. A gradient of the matrix that comes from several chunks is added up in fp32 by a
-    product of whole chunks, whose ignored rows are 0.
+    `write_gradient` overwrites the logits of a chunk with their gradient, given its labels, and
+    `packing.packs_rows` says which heads are served. A gradient of the matrix that comes from
+    several chunks is added up in fp32 by a product of whole chunks, whose ignored rows are 0.
     """
     input, weight, bias = head
     assert bias is None and len(input) > 0
