@@ -31,8 +31,8 @@ from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, scaled_gradient
 from ..cross_entropy.common import LossOptions, valid_targets
 from . import reference
-from .chunked import Wanted, empty_gradients
-from .common import RowStatistics, counted_rows, empty_statistics
+from .chunked import empty_gradients
+from .common import RowStatistics, Wanted, counted_rows, empty_statistics
 from .plan import padded_width
 
 
@@ -326,7 +326,7 @@ def _composed_loss(
     denominator: Tensor | None,
     *numbers: Any,
 ) -> Tensor:
-    options = LossOptions._make((*numbers[:4], "mean" if numbers[4] else "sum"))
+    options = LossOptions._make(numbers[:5])
     logits = rows_linear(input, weight, bias).to(acc_dtype(input.dtype))
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator

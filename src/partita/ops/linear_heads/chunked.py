@@ -16,18 +16,19 @@ from torch import Tensor
 
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import CrossEntropyOptions
+from ..cross_entropy.common import CrossEntropyOptions, LossOptions
 from .common import (
     GradientCoefficients,
     Head,
     HeadGradients,
+    RowOptions,
     RowState,
     RowStatistics,
+    Wanted,
+    accumulate_hidden,
     counted_states,
 )
-from .plan import CPU_CHUNK_TOKENS, LOSS_CHUNK_TOKENS
-
-Wanted = tuple[bool, bool, bool]  # whether hidden states, matrix and bias need a gradient
+from .plan import CPU_CHUNK_TOKENS
 
 
 class ChunkKernels(NamedTuple):
@@ -94,7 +95,6 @@ def head_gradients(
     tokens: int,
     chunk: int,
     saved: Sequence[Tensor] = (),
-    saved_classes: int = 0,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -105,15 +105,15 @@ def head_gradients(
         write_gradient: takes the tokens and the classes of a chunk and the logits of each head, and
             overwrites those of the first head with their gradient.
         tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all.
-        saved: the saved logits of each head, for all tokens. They are used first, and their memory
-            serves the other chunks.
-        saved_classes: how many of the last classes are saved.
+        saved: the saved logits of each head, for all tokens and some of the last classes, or none.
+            They are used first, and their memory serves the other chunks.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
+    buffers = list(saved)
+    saved_classes = min(len(buffers[0]) // max(M, 1), C) if buffers else 0  # without padding
     parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
     parts += chunks(C - saved_classes, chunk)
-    buffers = list(saved)
     if not saved_classes:
         buffers = [each.buffer(min(tokens, M), min(chunk, C)) for each in heads]
     one_part, rounds_sum = len(parts) == 1, tokens < M and head.input.dtype != accumulator
@@ -168,89 +168,39 @@ def tokens_at_once(input: Tensor, chunk: int) -> int:
     return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
 
 
-def accumulate_hidden(
-    head: Head,
-    target: Tensor,
-    class_weight: Tensor | None,
-    temperature: float,
-    softcap: float,
-    needs_smoothing: bool,
-    needs_entropy: bool,
-    chunk: int,
-    save_logits: bool,
-    *,
-    accumulate_logits: Callable[..., None],
-    first_state: Callable[..., RowState],
-) -> tuple[RowState, Tensor]:
-    """Return the `RowState` of the logits of a head, and the logits if they are saved.
-
-    The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
-    holds all classes; otherwise the second result is empty.
-    """
-    M, C, target = len(head.input), len(head.weight), target.contiguous()
-    tokens = M if save_logits else min(M, LOSS_CHUNK_TOKENS)
-    buffer = head.buffer(tokens, min(chunk, C))
-    state = first_state(head.input, needs_smoothing, needs_entropy)
-    for rows in chunks(M, tokens):
-        part_state = state.part(rows)
-        for part in chunks(C, chunk):
-            weights = None if class_weight is None else class_weight[part]
-            options = (weights, part_state, temperature, softcap)
-            logits = head.part(rows, part).logits(buffer)
-            accumulate_logits(logits, part.start, target[rows], *options)
-    return state, buffer if save_logits else buffer.new_empty(0)
-
-
 def linear_rows(
     kernels: ChunkKernels,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     target: Tensor | None,
     class_weight: Tensor | None,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    needs_smoothing: bool,
-    needs_entropy: bool,
+    options: RowOptions,
     chunk: int,
     save_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the `RowStatistics` of `input @ weight.T + bias`, and its logits if they are saved.
+    """Return the `RowStatistics` of a head, and its logits if they are saved.
 
     Without a target, which needs the entropy too, the label of a row is its arg-max.
     """
-    no_class = input.new_full((len(input),), -1, dtype=torch.int64) if target is None else target
-    options = (class_weight, temperature, softcap, needs_smoothing, needs_entropy)
-    state, saved = accumulate_hidden(
-        Head(input, weight, bias),
-        no_class,
-        *options,
-        chunk,
-        save_logits,
-        accumulate_logits=kernels.accumulate_logits,
-        first_state=kernels.new_state,
-    )
+    no_class = target
+    if no_class is None:
+        no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
+    state = kernels.new_state(head.input, options.needs_smoothing, options.needs_entropy)
+    rest = (class_weight, state, *options[:2], chunk, save_logits)
+    saved = accumulate_hidden(kernels.accumulate_logits, head, no_class, *rest)
     labels = no_class.contiguous()
     if target is None:
         assert state.argmax is not None
         labels = state.argmax
         state = state._replace(label=state.maximum)
-    statistics = kernels.row_statistics(
-        state, labels, class_weight, len(weight), temperature, ignore_index
-    )
+    numbers = (len(head.weight), options.temperature, options.ignore_index)
+    statistics = kernels.row_statistics(state, labels, class_weight, *numbers)
     return *statistics, saved
 
 
 def linear_rows_backward(
     kernels: ChunkKernels,
-    dlogits_coef: Tensor,
-    label_coef: Tensor,
-    log_coef: Tensor | None,
-    smoothing_coef: Tensor | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    coefficients: GradientCoefficients,
+    head: Head,
     target: Tensor,
     class_weight: Tensor | None,
     maximum: Tensor,
@@ -259,16 +209,13 @@ def linear_rows_backward(
     temperature: float,
     softcap: float,
     chunk: int,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: Wanted,
 ) -> HeadGradients:
     """Compute the `HeadGradients` from the coefficients of the rows.
 
     Saved logits are overwritten with their gradient. An empty `saved` means that they were not
     saved; they are then computed again, `chunk` classes at a time.
     """
-    coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
     target, options = target.contiguous(), (maximum, sumexp, temperature, softcap)
 
     def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
@@ -276,31 +223,22 @@ def linear_rows_backward(
         row_factors = (target, weights, coefficients)
         kernels.logits_gradient(logits, part.start, *row_factors, *options, logits)
 
-    heads, wanted = [Head(input, weight, bias)], (input_grad, weight_grad, bias_grad)
-    chunks_and_saved = (len(input), chunk, [saved], len(weight) if len(saved) else 0)
-    return head_gradients(
-        heads, wanted, lambda _: coefficients.counts(), write_gradient, *chunks_and_saved
-    )
+    def counts(_: slice) -> Tensor:
+        return coefficients.counts()
+
+    return head_gradients([head], wanted, counts, write_gradient, len(target), chunk, [saved])
 
 
 def linear_one_pass(
     kernels: ChunkKernels,
     packed_gradients: Callable[..., HeadGradients] | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     target: Tensor,
     class_weight: Tensor | None,
     denominator: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
+    options: LossOptions,
     chunk: int,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
 
@@ -308,18 +246,18 @@ def linear_one_pass(
     `[]`, divides a sum before the gradients are rounded. `packed_gradients` takes the place of
     `head_gradients` for packed rows.
     """
-    dtype, loss = acc_dtype(input.dtype), None
+    (input, weight, _), ignore_index = head, options.ignore_index
+    dtype, mean, loss = acc_dtype(input.dtype), options.reduction == "mean", None
     divides = (denominator, ignore_index, len(weight), mean, dtype)
     divisors = kernels.mean_shares(target, class_weight, *divides)
     mean = mean or denominator is not None
-    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
+    of_chunk = CrossEntropyOptions(*options[:4], mean, dtype)
 
     def write_gradient(logits: Tensor, labels: Tensor) -> None:
         nonlocal loss
-        of_part = kernels.one_pass(logits, labels, class_weight, options, divisors)
+        of_part = kernels.one_pass(logits, labels, class_weight, of_chunk, divisors)
         loss = of_part if loss is None else loss + of_part
 
-    head, wanted = Head(input, weight, bias), (input_grad, weight_grad, bias_grad)
     if packed_gradients is not None:
         gradients = packed_gradients(head, wanted, target, ignore_index, write_gradient, chunk)
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...primitives.rows import chunks
 from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
 from .chunked import head_gradients, tokens_at_once
-from .common import Head, HeadGradients
+from .common import Head, HeadGradients, Wanted
 from .plan import padded_width
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
@@ -62,9 +62,7 @@ def _accumulate_all(
 
 def linear_divergence(
     kernels: DivergenceKernels,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     teacher_input: Tensor,
     teacher_weight: Tensor,
     teacher_bias: Tensor | None,
@@ -78,9 +76,9 @@ def linear_divergence(
 
     The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
     """
-    heads = Head(input, weight, bias), Head(teacher_input, teacher_weight, teacher_bias)
+    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
     numbers = (beta, temperature, softcap)
-    saved = len(weight) if save_logits else 0
+    saved = len(head.weight) if save_logits else 0
     state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
     return *state.rows, *buffers
 
@@ -88,9 +86,7 @@ def linear_divergence(
 def linear_divergence_backward(
     kernels: DivergenceKernels,
     grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     teacher_input: Tensor,
     teacher_weight: Tensor,
     teacher_bias: Tensor | None,
@@ -105,34 +101,28 @@ def linear_divergence_backward(
     temperature: float,
     softcap: float,
     chunk: int,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: Wanted,
 ) -> HeadGradients:
     """Compute the `HeadGradients` from the gradient of the rows' divergences.
 
     Saved logits, which are those of the last classes, are overwritten. Others are computed again.
     """
-    heads = Head(input, weight, bias), Head(teacher_input, teacher_weight, teacher_bias)
+    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
     statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
     rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
     numbers = (beta, temperature, softcap)
-    wanted, M = (input_grad, weight_grad, bias_grad), len(input)
-    saved_classes = min(len(saved) // max(M, 1), len(weight))  # without padding
-    grad = grad.contiguous()
+    grad, sizes = grad.contiguous(), (len(grad), chunk)
 
     def write_gradient(_: slice, part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
         kernels.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
 
-    chunks_and_saved = (M, chunk, (saved, teacher_saved), saved_classes)
-    return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *chunks_and_saved)
+    buffers = (saved, teacher_saved)
+    return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *sizes, buffers)
 
 
 def linear_divergence_one_pass(
     kernels: DivergenceKernels,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     teacher_input: Tensor,
     teacher_weight: Tensor,
     teacher_bias: Tensor | None,
@@ -143,9 +133,7 @@ def linear_divergence_one_pass(
     tokens: int,
     saved: int,
     chunk: int,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
 
@@ -155,31 +143,30 @@ def linear_divergence_one_pass(
             its logits under both heads, and two from the gradient.
         The others: as in `linear_divergence_backward`.
     """
-    heads = Head(input, weight, bias), Head(teacher_input, teacher_weight, teacher_bias)
+    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
     numbers = (beta, temperature, softcap)
-    wanted = (input_grad, weight_grad, bias_grad)
     if chunk:
         state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
         gradients = linear_divergence_backward(
             kernels,
             factors,
-            *heads[0],
+            head,
             *heads[1],
             *state.rows[1:],
             *buffers,
             *numbers,
             chunk,
-            *wanted,
+            wanted,
         )
         return state.rows.loss, *gradients
-    state = kernels.new_state(input)
+    state = kernels.new_state(head.input)
 
     def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
         part = state.part(rows)
         _accumulate_rows(kernels, [(0, logits, teacher_logits)], part, numbers)
         kernels.gradient(factors[rows], logits, teacher_logits, part.rows, *numbers, logits)
 
-    chunk_sizes = (tokens_at_once(input, tokens), len(weight))
+    chunk_sizes = (tokens_at_once(head.input, tokens), len(head.weight))
     gradients = head_gradients(
         heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
     )

@@ -22,17 +22,22 @@ from ..logprobs.common import (
     with_ids,
     with_rest,
 )
-from .chunked import ChunkKernels, accumulate_hidden, head_gradients
-from .common import GradientCoefficients, Head, HeadGradients, RowState
+from .chunked import ChunkKernels, head_gradients
+from .common import (
+    GradientCoefficients,
+    Head,
+    HeadGradients,
+    RowState,
+    Wanted,
+    accumulate_hidden,
+)
 from .plan import padded_width
 
 
 def linear_logprobs(
     kernels: ChunkKernels,
     of_ids: EntryKernels,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     ids: Tensor,
     temperature: float,
     softcap: float,
@@ -45,15 +50,14 @@ def linear_logprobs(
 
     The last result is empty if the logits are not saved.
     """
-    M, C = len(input), len(weight)
-    no_class = torch.full((M,), -1, dtype=torch.int64, device=input.device)
-    rest = new_rest(input, [M])
-
-    def first_state(input: Tensor, *needs: bool) -> RowState:
-        # The fields of a row's label and origin hold the logits of all ids and the statistics of
-        # the rest, so that the loop cuts them into chunks too.
-        state = kernels.new_state(input, *needs)
-        return state._replace(label=state.label.new_zeros(ids.shape), origin=rest)
+    input, C = head.input, len(head.weight)
+    no_class = torch.full((len(input),), -1, dtype=torch.int64, device=input.device)
+    rest = new_rest(input, [len(input)])
+    needs_smoothing, needs_entropy = False, temperature != 1.0  # the kernel's sums need it then
+    state = kernels.new_state(input, needs_smoothing, needs_entropy)
+    # The fields of a row's label and origin hold the logits of all ids and the statistics of the
+    # rest, so that the loop cuts them into chunks too.
+    state = state._replace(label=state.label.new_zeros(ids.shape), origin=rest)
 
     def accumulate(
         logits: Tensor, first: int, ids: Tensor, _: Any, state: RowState, *options: float
@@ -66,24 +70,12 @@ def linear_logprobs(
         unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
         kernels.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
 
-    needs_smoothing, needs_entropy = False, temperature != 1.0  # the kernel's sums need it then
-    state, saved = accumulate_hidden(
-        Head(input, weight, bias),
-        ids,
-        None,
-        temperature,
-        softcap,
-        needs_smoothing,
-        needs_entropy,
-        chunk,
-        save_logits,
-        accumulate_logits=accumulate,
-        first_state=first_state,
-    )
-    of_rows, numbers = (state.maximum, state.sumexp), (C, temperature, ignore_index)
+    numbers = (temperature, softcap, chunk, save_logits)
+    saved = accumulate_hidden(accumulate, head, ids, None, state, *numbers)
+    of_rows, of_ids_too = (state.maximum, state.sumexp), (C, temperature, ignore_index)
     if needs_rest:
-        of_rows = with_ids(rest, state.label, ids, *numbers)
-    found = of_ids.finish(state.label, ids.contiguous(), *of_rows, *numbers)
+        of_rows = with_ids(rest, state.label, ids, *of_ids_too)
+    found = of_ids.finish(state.label, ids.contiguous(), *of_rows, *of_ids_too)
     if needs_rest:
         found = with_rest(found, rest, *of_rows, temperature)
     return found, state.label, *of_rows, rest if needs_rest else rest[:, :0].clone(), saved
@@ -93,9 +85,7 @@ def linear_logprobs_backward(
     kernels: ChunkKernels,
     of_ids: EntryKernels,
     grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     ids: Tensor,
     entries: Tensor,
     maximum: Tensor,
@@ -106,12 +96,10 @@ def linear_logprobs_backward(
     softcap: float,
     ignore_index: int,
     chunk: int,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: Wanted,
 ) -> HeadGradients:
     """Compute the `HeadGradients` from the gradient of the log-probabilities."""
-    C, K, ids = len(weight), ids.shape[1], ids.contiguous()
+    C, K, ids = len(head.weight), ids.shape[1], ids.contiguous()
     on_ids, on_rest = grad[:, :K].contiguous(), grad[:, K:]
     entries, maximum, sumexp = entries.contiguous(), maximum.contiguous(), sumexp.contiguous()
     totals, labels = of_ids.totals(on_ids, ids, C, ignore_index)
@@ -130,29 +118,26 @@ def linear_logprobs_backward(
         kernels.logits_gradient(logits, part.start, *of_others, *numbers, logits)
         of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
 
-    heads, wanted = [Head(input, weight, bias)], (input_grad, weight_grad, bias_grad)
-    chunks_and_saved = (len(input), chunk, [saved], C if len(saved) else 0)
-    return head_gradients(heads, wanted, lambda _: counts, write_gradient, *chunks_and_saved)
+    sizes = (len(ids), chunk)
+    return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
 
 
 def linear_topk_logprobs(
     topk_of_rows: Callable[..., None],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     k: int,
     temperature: float,
     softcap: float,
     tokens: int,
     save_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the `TopKRows` of `input @ weight.T + bias`, and its logits if they are saved.
+    """Return the `TopKRows` of a head, and its logits if they are saved.
 
     The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
     empty otherwise. `topk_of_rows` writes the results of a chunk.
     """
-    head, M, C = Head(input, weight, bias), len(input), len(weight)
-    found = topk_fake(input, k)
+    M, C = len(head.input), len(head.weight)
+    found = topk_fake(head.input, k)
     buffer = head.buffer(M if save_logits else min(tokens, M), C)
     for rows in chunks(M, tokens):
         memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer

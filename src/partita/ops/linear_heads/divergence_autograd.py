@@ -16,7 +16,8 @@ from ..divergence.autograd import divergence_of_rows
 from ..divergence.common import DivergenceRows, reduced
 from . import reference
 from .autograd import LinearOnePass, head_backward, one_pass_fake, rows_linear
-from .chunked import Wanted, empty_gradients
+from .chunked import empty_gradients
+from .common import Wanted
 from .plan import padded_width
 
 

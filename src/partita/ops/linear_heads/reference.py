@@ -195,9 +195,6 @@ CHUNK_KERNELS = ChunkKernels(
     new_state, accumulate_logits, row_statistics, logits_gradient, one_pass, mean_shares
 )
 
-accumulate_hidden = functools.partial(
-    chunked.accumulate_hidden, accumulate_logits=accumulate_logits, first_state=new_state
-)
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
 linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
 linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS, None)

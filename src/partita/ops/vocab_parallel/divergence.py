@@ -19,13 +19,12 @@ from ..divergence.autograd import (
     divergence_state_op,
 )
 from ..divergence.common import DivergenceRows
-from ..linear_heads.common import counted_rows
+from ..linear_heads.common import RowOptions, counted_rows
 from .autograd import (
-    ParallelRowOptions,
     matmul_in_acc_dtype,
     merged_statistics,
     parallel_gradient,
-    parallel_logits,
+    parallel_state,
 )
 from .shard import (
     VocabShard,
@@ -116,9 +115,11 @@ class ParallelLogprobs(torch.autograd.Function):
         shard: VocabShard,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        options = ParallelRowOptions(temperature, softcap, False, True, NO_LABEL)
+        needs_smoothing, needs_entropy = False, True
+        options = RowOptions(temperature, softcap, NO_LABEL, needs_smoothing, needs_entropy)
         no_label = ids.new_full((len(ids),), NO_LABEL)
-        state = parallel_logits(logits, no_label, None, shard.first_class, *options[:4], backend)
+        of_rows = (no_label, None, shard.first_class, *options, 0, False, backend)
+        state, _ = parallel_state(logits, None, None, *of_rows)
         rows = merged_statistics(state, no_label, shard, options, backend)
         is_local, columns = _local_columns(ids, shard)
         entries = _entries(logits, columns, softcap)

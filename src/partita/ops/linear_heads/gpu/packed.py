@@ -22,8 +22,8 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.reduction import load_labels
 from ...divergence.gpu.rows import StridedRows
-from ..chunked import Wanted, add_product, empty_gradients, linear_one_pass
-from ..common import Head, HeadGradients
+from ..chunked import add_product, empty_gradients, linear_one_pass
+from ..common import Head, HeadGradients, Wanted
 from .launch import CHUNK_KERNELS
 
 PACK_BLOCK = tl.constexpr(1024)  # labels that the packing kernel reads at a time
