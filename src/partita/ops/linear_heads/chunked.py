@@ -9,7 +9,7 @@ with their gradient; a backend supplies the functions that do this as `ChunkKern
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,16 @@ from torch import Tensor
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import CrossEntropyOptions, LossOptions
+from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
+from ..logprobs.common import (
+    EntryKernels,
+    TopKRows,
+    new_rest,
+    other_classes,
+    topk_fake,
+    with_ids,
+    with_rest,
+)
 from .common import (
     GradientCoefficients,
     Head,
@@ -28,7 +38,7 @@ from .common import (
     accumulate_hidden,
     counted_states,
 )
-from .plan import CPU_CHUNK_TOKENS
+from .plan import CPU_CHUNK_TOKENS, padded_width
 
 
 class ChunkKernels(NamedTuple):
@@ -272,3 +282,275 @@ def linear_one_pass(
     if loss is None:
         loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
     return loss, *gradients
+
+
+def linear_logprobs(
+    kernels: ChunkKernels,
+    of_ids: EntryKernels,
+    head: Head,
+    ids: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    needs_rest: bool,
+    chunk: int,
+    save_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of `LogprobRows`, and the saved logits.
+
+    The last result is empty if the logits are not saved.
+    """
+    input, C = head.input, len(head.weight)
+    no_class = torch.full((len(input),), -1, dtype=torch.int64, device=input.device)
+    rest = new_rest(input, [len(input)])
+    needs_smoothing, needs_entropy = False, temperature != 1.0  # the kernel's sums need it then
+    state = kernels.new_state(input, needs_smoothing, needs_entropy)
+    # The fields of a row's label and origin hold the logits of all ids and the statistics of the
+    # rest, so that the loop cuts them into chunks too.
+    state = state._replace(label=state.label.new_zeros(ids.shape), origin=rest)
+
+    def accumulate(
+        logits: Tensor, first: int, ids: Tensor, _: Any, state: RowState, *options: float
+    ) -> None:
+        of_ids.gather(logits, first, C, ids, state.label, softcap, ignore_index)
+        if needs_rest:
+            of_ids.accumulate_rest(logits, first, ids, state.origin, *options)
+            return
+        rows = len(logits)
+        unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
+        kernels.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
+
+    numbers = (temperature, softcap, chunk, save_logits)
+    saved = accumulate_hidden(accumulate, head, ids, None, state, *numbers)
+    of_rows, of_ids_too = (state.maximum, state.sumexp), (C, temperature, ignore_index)
+    if needs_rest:
+        of_rows = with_ids(rest, state.label, ids, *of_ids_too)
+    found = of_ids.finish(state.label, ids.contiguous(), *of_rows, *of_ids_too)
+    if needs_rest:
+        found = with_rest(found, rest, *of_rows, temperature)
+    return found, state.label, *of_rows, rest if needs_rest else rest[:, :0].clone(), saved
+
+
+def linear_logprobs_backward(
+    kernels: ChunkKernels,
+    of_ids: EntryKernels,
+    grad: Tensor,
+    head: Head,
+    ids: Tensor,
+    entries: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    rest: Tensor,
+    saved: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    chunk: int,
+    wanted: Wanted,
+) -> HeadGradients:
+    """Compute the `HeadGradients` from the gradient of the log-probabilities."""
+    C, K, ids = len(head.weight), ids.shape[1], ids.contiguous()
+    on_ids, on_rest = grad[:, :K].contiguous(), grad[:, K:]
+    entries, maximum, sumexp = entries.contiguous(), maximum.contiguous(), sumexp.contiguous()
+    totals, labels = of_ids.totals(on_ids, ids, C, ignore_index)
+    if rest.shape[1]:
+        totals = totals + on_rest[:, 0]
+    others = other_classes(grad, totals, maximum, sumexp, rest, temperature)
+    counts = ((on_ids != 0) & (ids != ignore_index)).any(1) | (on_rest != 0).any(1)
+    coefficients = GradientCoefficients(
+        others.factor / temperature, torch.zeros_like(others.factor), None, None
+    )
+    of_others = (labels.contiguous(), None, coefficients, others.maximum, others.sumexp)
+    of_entries = (on_ids, ids, totals, entries, maximum, sumexp)
+    numbers = (temperature, softcap)
+
+    def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
+        kernels.logits_gradient(logits, part.start, *of_others, *numbers, logits)
+        of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
+
+    sizes = (len(ids), chunk)
+    return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
+
+
+def linear_topk_logprobs(
+    topk_of_rows: Callable[..., None],
+    head: Head,
+    k: int,
+    temperature: float,
+    softcap: float,
+    tokens: int,
+    save_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `TopKRows` of a head, and its logits if they are saved.
+
+    The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
+    empty otherwise. `topk_of_rows` writes the results of a chunk.
+    """
+    M, C = len(head.input), len(head.weight)
+    found = topk_fake(head.input, k)
+    buffer = head.buffer(M if save_logits else min(tokens, M), C)
+    for rows in chunks(M, tokens):
+        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
+        logits = head.part(rows, slice(C)).logits(memory)
+        part = TopKRows(*(field[rows] for field in found))
+        topk_of_rows(logits, k, temperature, softcap, part)
+    return *found, buffer if save_logits else buffer.new_empty(0)
+
+
+Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
+Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
+
+
+def _accumulate_rows(
+    kernels: DivergenceKernels,
+    pairs: list[tuple[int, Tensor, Tensor]],
+    state: DivergenceState,
+    numbers: Numbers,
+) -> None:
+    """Compute the divergences of rows from their logits, which come in parts of the classes."""
+    for first, logits, teacher_logits in pairs:
+        kernels.accumulate(logits, teacher_logits, state, first, *numbers)
+    if 0 < numbers[0] < 1:
+        for first, logits, teacher_logits in pairs:
+            kernels.accumulate_mixture(logits, teacher_logits, state, first, *numbers)
+
+
+def _accumulate_all(
+    kernels: DivergenceKernels,
+    heads: tuple[Head, Head],
+    numbers: Numbers,
+    tokens: int,
+    saved: int,
+) -> tuple[DivergenceState, Buffers]:
+    """Return the state of all rows, and the logits of the last `saved` classes."""
+    (M, _), C = heads[0].input.shape, len(heads[0].weight)
+    state = kernels.new_state(heads[0].input)
+    parts = [part for part in (slice(0, C - saved), slice(C - saved, C)) if part.start < part.stop]
+    of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
+    of_others = tuple(head.buffer(min(tokens, M), C - saved) for head in heads)
+    for rows in chunks(M, tokens):
+        offset = rows.start * padded_width(saved)
+        pairs = []
+        for part in parts:
+            is_saved = part.stop - part.start == saved and part.stop == C
+            memory = [buffer[offset:] for buffer in of_saved] if is_saved else of_others
+            student, teacher = (
+                head.part(rows, part).logits(buffer)
+                for head, buffer in zip(heads, memory, strict=True)
+            )
+            pairs.append((part.start, student, teacher))
+        _accumulate_rows(kernels, pairs, state.part(rows), numbers)
+    return state, of_saved
+
+
+def linear_divergence(
+    kernels: DivergenceKernels,
+    head: Head,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    tokens: int,
+    save_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `DivergenceRows` of two heads, and their logits if they are saved, else nothing.
+
+    The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
+    """
+    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+    numbers = (beta, temperature, softcap)
+    saved = len(head.weight) if save_logits else 0
+    state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
+    return *state.rows, *buffers
+
+
+def linear_divergence_backward(
+    kernels: DivergenceKernels,
+    grad: Tensor,
+    head: Head,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    student: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    teacher_maximum: Tensor,
+    teacher_sumexp: Tensor,
+    saved: Tensor,
+    teacher_saved: Tensor,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    chunk: int,
+    wanted: Wanted,
+) -> HeadGradients:
+    """Compute the `HeadGradients` from the gradient of the rows' divergences.
+
+    Saved logits, which are those of the last classes, are overwritten. Others are computed again.
+    """
+    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+    statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
+    rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
+    numbers = (beta, temperature, softcap)
+    grad, sizes = grad.contiguous(), (len(grad), chunk)
+
+    def write_gradient(_: slice, part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        kernels.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
+
+    buffers = (saved, teacher_saved)
+    return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *sizes, buffers)
+
+
+def linear_divergence_one_pass(
+    kernels: DivergenceKernels,
+    head: Head,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    factors: Tensor,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    tokens: int,
+    saved: int,
+    chunk: int,
+    wanted: Wanted,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
+
+    Args:
+        factors: the factor of each row, `[M]`.
+        tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix products:
+            its logits under both heads, and two from the gradient.
+        The others: as in `linear_divergence_backward`.
+    """
+    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+    numbers = (beta, temperature, softcap)
+    if chunk:
+        state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
+        gradients = linear_divergence_backward(
+            kernels,
+            factors,
+            head,
+            *heads[1],
+            *state.rows[1:],
+            *buffers,
+            *numbers,
+            chunk,
+            wanted,
+        )
+        return state.rows.loss, *gradients
+    state = kernels.new_state(head.input)
+
+    def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        part = state.part(rows)
+        _accumulate_rows(kernels, [(0, logits, teacher_logits)], part, numbers)
+        kernels.gradient(factors[rows], logits, teacher_logits, part.rows, *numbers, logits)
+
+    chunk_sizes = (tokens_at_once(head.input, tokens), len(head.weight))
+    gradients = head_gradients(
+        heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
+    )
+    return state.rows.loss, *gradients

@@ -212,6 +212,14 @@ class RowOptions(NamedTuple):
     needs_smoothing: bool
     needs_entropy: bool
 
+    def used(
+        self, grads: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of the first four `RowStatistics`, None for those not computed."""
+        nll, logsumexp, smoothing_loss, entropy = grads[:4]
+        smoothing_loss = smoothing_loss if self.needs_smoothing else None
+        return nll, logsumexp, smoothing_loss, entropy if self.needs_entropy else None
+
 
 class RowState(NamedTuple):
     """The state of rows after some of their classes; x are the logits after soft-capping.

@@ -103,38 +103,6 @@ def merged_statistics(
     return RowStatistics(*parallel_fields(gathered, target, *place, *options, backend))
 
 
-def _coefficients(
-    grads: tuple[Tensor | None, ...],
-    target: Tensor,
-    class_weight: Tensor | None,
-    statistics: RowStatistics,
-    shard: VocabShard,
-    options: RowOptions,
-    backend: str,
-) -> GradientCoefficients:
-    """Return the coefficients of each row's gradient from the gradients of its statistics."""
-    nll, logsumexp, smoothing_loss, entropy = grads[:4]
-    dlogits_coef, label_coef, log_coef, smoothing_coef = parallel_coefficients(
-        target,
-        nll,
-        logsumexp,
-        smoothing_loss if options.needs_smoothing else None,
-        entropy if options.needs_entropy else None,
-        class_weight,
-        statistics.entropy,
-        shard.classes,
-        options.temperature,
-        options.ignore_index,
-        backend,
-    )
-    return GradientCoefficients(
-        dlogits_coef,
-        label_coef,
-        log_coef if log_coef.numel() else None,
-        smoothing_coef if smoothing_coef.numel() else None,
-    )
-
-
 class ParallelRows(torch.autograd.Function):
     """The `RowStatistics` of rows from the classes of all ranks, and the saved logits of a head.
 
@@ -182,17 +150,25 @@ class ParallelRows(torch.autograd.Function):
         refuse_second_derivative("logits" if weight is None else "matrix")
         if all(grad is None for grad in grads[:4]):  # the same on all ranks
             return (None,) * 11
-        shard, statistics = ctx.shard, RowStatistics(*outputs)
-        coefficients = _coefficients(
-            grads, target, class_weight, statistics, shard, ctx.options, ctx.backend
+        shard, options, statistics = ctx.shard, ctx.options, RowStatistics(*outputs)
+        found = parallel_coefficients(
+            target,
+            *options.used(grads),
+            class_weight,
+            statistics.entropy,
+            shard.classes,
+            options.temperature,
+            options.ignore_index,
+            ctx.backend,
         )
+        optional = (each if each.numel() else None for each in found[2:])
+        coefficients = GradientCoefficients(*found[:2], *optional)
         if weight is not None:
             results = _hidden_gradients(ctx, saved_logits, coefficients, statistics)
             needed = zip(results, ctx.needs_input_grad[:3], strict=True)
             return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 8
         of_rows = (*shard.local(target, class_weight), statistics.maximum, statistics.sumexp)
-        numbers = ctx.options[:2]
-        dlogits = parallel_gradient(*coefficients, input, *of_rows, *numbers, ctx.backend)
+        dlogits = parallel_gradient(*coefficients, input, *of_rows, *options[:2], ctx.backend)
         return dlogits, *(None,) * 10
 
 
