@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .ops.vocab_parallel.api import cross_entropy, linear_cross_entropy, token_stats
 from .ops.vocab_parallel.balanced import balanced
-from .ops.vocab_parallel.divergence_api import (
+from .ops.vocab_parallel.divergence import (
     divergence,
     linear_divergence,
     linear_logprobs,

@@ -398,7 +398,7 @@ def call_parallel(dtype: torch.dtype) -> None:
     target, acc_dtype = torch.zeros(3, dtype=torch.int64), torch.promote_types(dtype, torch.float32)
     for smoothing, entropy in ((False, False), (True, False), (False, True)):
         words = torch.zeros(2, 4 + 3 * smoothing + 2 * entropy, 3, dtype=acc_dtype)
-        options = (4, 0, 0, 1.0, -100, smoothing, entropy, "triton")
+        options = (4, 0, 0, 1.0, 0.0, -100, smoothing, entropy, "triton")
         fields = autograd.parallel_fields(words, target, *options)
         grads = (fields[2] if smoothing else None, fields[3] if entropy else None)
         numbers = (4, 1.0, -100, "triton")

@@ -23,7 +23,7 @@ from helpers.rank_data import (
 
 import partita
 from partita import parallel
-from partita.ops.vocab_parallel.collectives import PlainCollectives
+from partita.ops.vocab_parallel.shard import PlainCollectives
 from partita.runtime import private_names
 
 

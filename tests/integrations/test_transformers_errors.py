@@ -50,7 +50,7 @@ def test_what_is_refused(error: str, changes: dict[str, object]) -> None:
     ("error", "changes"),
     {
         "TypeError: hidden_states: expected a floating dtype": {"hidden_states": LABELS},
-        r"ValueError: hidden_states: expected shape \[..., T, H\] with H = 5, got \[2, 3, 6\]": {
+        r"ValueError: hidden_states: expected shape \[..., H\] with H = 5, got \[2, 3, 6\]": {
             "hidden_states": torch.zeros(2, 3, 6)
         },
         r"ValueError: lm_head_weight: expected shape \[vocab_size, H\], got \[5\]": {

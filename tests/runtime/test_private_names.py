@@ -12,7 +12,7 @@ import torch
 from helpers.fresh import run_fresh
 
 import partita
-from partita.ops.vocab_parallel.collectives import PlainCollectives, collectives
+from partita.ops.vocab_parallel.shard import PlainCollectives, collectives
 from partita.runtime import backend, launcher, private_names
 
 SOURCE = Path(partita.__file__).parent

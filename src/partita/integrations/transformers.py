@@ -6,7 +6,7 @@ logits at all. `fuse` makes a model call the latter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from ..ops.cross_entropy.quotient import cross_entropy_over
 from ..ops.linear_heads.loss import linear_loss
 from ..ops.rnnt.api import tdt_loss
 from ..runtime import checks
-from ..runtime.autograd import autocast_dtype, plain_eager
+from ..runtime.autograd import plain_eager
 from ..runtime.dtypes import acc_dtype, fp32_result
 from .fused_head import STATE, FusedHead
 from .naming import REFUSALS, Labels, labels_read, raise_renamed
@@ -93,19 +93,20 @@ def causal_lm_loss(
     rows = logits.reshape(-1, vocab_size)
     given = labels_read(labels, shift_labels)
     target = _targets(given, ignore_index, len(rows), logits.device)
-    reduction = _reduction(num_items_in_batch)
-    options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    denominator = _denominator(num_items_in_batch, logits.device)
-    try:
+
+    def loss_of(reduction: str, denominator: float | Tensor | None) -> Tensor:
+        options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
         if denominator is not None:
-            loss = cross_entropy_over(rows, target, denominator, options)
-            return _as_quotient(loss, num_items_in_batch)
+            return cross_entropy_over(rows, target, denominator, options)
         with fp32_result(logits):
             loss = cross_entropy(rows, target, **options.keywords())
+        return loss.to(acc_dtype(logits.dtype))
+
+    try:
+        return _over_items(num_items_in_batch, logits.device, loss_of)
     except IndexError:
         given.find(vocab_size, ignore_index)
         raise
-    return _divided(loss.to(acc_dtype(logits.dtype)), num_items_in_batch)
 
 
 def linear_causal_lm_loss(
@@ -156,21 +157,9 @@ def linear_causal_lm_loss(
     """
     checks.floating("hidden_states", hidden_states)
     checks.floating("lm_head_weight", lm_head_weight)
-    checks.device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
     if lm_head_weight.ndim != 2:
         raise ValueError(
             f"lm_head_weight: expected shape [vocab_size, H], got {list(lm_head_weight.shape)}"
-        )
-    H = lm_head_weight.shape[1]
-    if hidden_states.ndim == 0 or hidden_states.shape[-1] != H:
-        raise ValueError(
-            f"hidden_states: expected shape [..., T, H] with H = {H},"
-            f" got {list(hidden_states.shape)}"
-        )
-    if lm_head_weight.dtype != hidden_states.dtype and autocast_dtype(hidden_states.device) is None:
-        raise TypeError(
-            f"lm_head_weight: expected the dtype of hidden_states, {hidden_states.dtype},"
-            f" got {lm_head_weight.dtype}"
         )
     if None not in (softcap, final_logit_softcapping) and softcap != final_logit_softcapping:
         raise ValueError(
@@ -181,10 +170,9 @@ def linear_causal_lm_loss(
     shape = hidden_states.shape[:-1]
     given = labels_read(labels, shift_labels)
     target = _targets(given, ignore_index, shape.numel(), hidden_states.device)
-    reduction = _reduction(num_items_in_batch)
-    denominator = _denominator(num_items_in_batch, hidden_states.device)
-    try:
-        loss = linear_loss(
+
+    def loss_of(reduction: str, denominator: float | Tensor | None) -> Tensor:
+        return linear_loss(
             hidden_states,
             lm_head_weight,
             target.view(shape),
@@ -194,12 +182,14 @@ def linear_causal_lm_loss(
             memory_budget,
             denominator,
         )
+
+    try:
+        return _over_items(num_items_in_batch, hidden_states.device, loss_of)
     except IndexError:
         given.find(lm_head_weight.shape[0], ignore_index)
         raise
-    if denominator is not None:
-        return _as_quotient(loss, num_items_in_batch)
-    return _divided(loss, num_items_in_batch)
+    except REFUSALS as error:
+        raise_renamed(error, input="hidden_states", linear_weight="lm_head_weight")
 
 
 def fuse(
@@ -321,51 +311,34 @@ def _targets(given: Labels, ignore_index: int, positions: int, device: torch.dev
     return target.reshape(-1).to(device)
 
 
-def _reduction(num_items_in_batch: Any) -> str:
-    if num_items_in_batch is None:
-        return "mean"
-    if isinstance(num_items_in_batch, bool) or not isinstance(
-        num_items_in_batch, (int, float, Tensor)
-    ):
-        raise TypeError(
-            "num_items_in_batch: expected a number, a Tensor or None,"
-            f" got {type(num_items_in_batch).__name__}"
-        )
-    return "sum"
+def _over_items(
+    num_items_in_batch: int | Tensor | None,
+    device: torch.device,
+    loss_of: Callable[[str, float | Tensor | None], Tensor],
+) -> Tensor:
+    """Return the mean of the losses, or their sum over the number of items.
 
-
-def _denominator(
-    num_items_in_batch: int | Tensor | None, device: torch.device
-) -> float | Tensor | None:
-    """Return the denominator of the loss as a number or as a tensor `[]` on the device.
-
-    It is None for a mean, and for a tensor that divides the loss afterwards because it has a
-    gradient or more than one element.
+    `loss_of` returns the loss of a reduction; the denominator of a sum is a number, a tensor `[]`
+    on the device, or None. A number of items with a gradient or with several elements divides the
+    sum afterwards.
     """
     items = num_items_in_batch
+    if items is None:
+        return loss_of("mean", None)
+    if isinstance(items, bool) or not isinstance(items, (int, float, Tensor)):
+        raise TypeError(
+            f"num_items_in_batch: expected a number, a Tensor or None, got {type(items).__name__}"
+        )
     if not isinstance(items, Tensor):
-        return items
+        return loss_of("sum", items)
     if items.requires_grad or items.numel() != 1 or items.is_complex():
-        return None
+        loss = loss_of("sum", None)
+        return loss / items.to(loss.device)
     if items.is_cpu and device.type != "cpu" and plain_eager():
-        return float(items)  # a copy to the device would wait for it
-    return items.detach().reshape(()).to(device)
-
-
-def _as_quotient(loss: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
-    """Return the loss in the shape and dtype that a division by the given number has."""
-    if not isinstance(num_items_in_batch, Tensor):
-        return loss
-    dtype = torch.promote_types(loss.dtype, num_items_in_batch.dtype)
-    return loss.to(dtype).reshape(num_items_in_batch.shape)
-
-
-def _divided(loss: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
-    if num_items_in_batch is None:
-        return loss
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss / num_items_in_batch
+        loss = loss_of("sum", float(items))  # a copy to the device would wait for it
+    else:
+        loss = loss_of("sum", items.detach().reshape(()).to(device))
+    return loss.to(torch.promote_types(loss.dtype, items.dtype)).reshape(items.shape)
 
 
 def ParakeetForTDTLoss(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import partita
 from partita.ops.linear_heads import divergence
-from partita.ops.linear_heads import divergence_plan as plans
+from partita.ops.linear_heads import plan as plans
 from partita.testing import poisoned_memory
 
 pytestmark = pytest.mark.interpreted
@@ -105,7 +105,7 @@ def test_plans(one_pass: bool) -> None:
         for budget in (None, 2**29, int(1.6 * 2**30), 3 * 2**30, 5 * 2**30)
     }
     for budget, plan in found.items():
-        assert plan.workspace_bytes <= (budget or plans.DEFAULT_BUDGET)
+        assert plan.workspace_bytes <= (budget or plans.DIVERGENCE_BUDGET)
     assert found[None] == found[5 * 2**30]
     assert found[None].tokens == 8192 and (found[None].chunk == 0) == one_pass
     hybrid = found[int(1.6 * 2**30)]
@@ -114,7 +114,7 @@ def test_plans(one_pass: bool) -> None:
     frozen = plans.divergence_plan(*sizes, 3 * 2**30, True, False, one_pass)
     assert frozen.tokens > found[3 * 2**30].tokens or not one_pass
     loss = plans.divergence_plan(*sizes, None, False, False, False)
-    assert loss.tokens == 512 and loss.workspace_bytes <= plans.LOSS_BUDGET
+    assert loss.tokens == 512 and loss.workspace_bytes <= plans.DIVERGENCE_LOSS_BUDGET
     with pytest.raises(ValueError, match="memory_budget: expected at least"):
         plans.divergence_plan(*sizes, 2**20, True, True, one_pass)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, scaled_gradient
 from ..cross_entropy.common import LossOptions, valid_targets
 from . import reference
-from .chunked import Wanted, empty_gradients
-from .common import RowStatistics, counted_rows, empty_statistics
+from .chunked import empty_gradients
+from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
 from .plan import padded_width
 
 
@@ -153,39 +153,33 @@ def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def differentiable_statistics(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     target: Tensor,
     class_weight: Tensor | None,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    needs_smoothing: bool,
-    needs_entropy: bool,
+    options: RowOptions,
     is_inert: Tensor,
 ) -> tuple[Tensor, ...]:
     """Compute nll, log Z, smoothing loss and entropy from all logits at once.
 
     The result is differentiable any number of times. Inert rows, `[M]`, have zeros for logits.
     """
-    logits = torch.where(is_inert[:, None], 0, rows_linear(input, weight, bias))
-    x = softcapped(logits, softcap)
+    logits = torch.where(is_inert[:, None], 0, rows_linear(*head))
+    x, temperature = softcapped(logits, options.softcap), options.temperature
     # Quotients of large logits would lose what tells the classes apart.
     shift = finite_shift(x.detach().amax(-1))
     x = (x - shift[:, None]) / temperature
     logp = x.log_softmax(-1)
-    labels, valid, invalid = valid_targets(target, len(weight), ignore_index)
+    labels, valid, invalid = valid_targets(target, len(head.weight), options.ignore_index)
     nan_mask = torch.where(invalid, torch.nan, 0.0).to(x.dtype)
     nll = torch.where(valid, -logp.gather(1, labels[:, None])[:, 0], 0.0) + nan_mask
     smoothing_loss, entropy = x.new_empty(0), x.new_empty(0)
-    if needs_smoothing:
+    if options.needs_smoothing:
         weighted = logp
         if class_weight is not None:
             weights = class_weight.to(x.dtype)
             weighted = torch.where(weights == 0, 0.0, logp * weights)
         smoothing_loss = nan_mask - weighted.sum(1)
-    if needs_entropy:
+    if options.needs_entropy:
         p = logp.exp()
         entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(1) + nan_mask
     logsumexp = shift / temperature + x.logsumexp(1)
@@ -237,6 +231,11 @@ def head_backward(
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
+def takes_chunk(op: register.Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return `takes` for the parameters of an op and the chunk of its backward pass."""
+    return takes(SimpleNamespace(parameters=[*op.parameters, "backward_chunk"]))
+
+
 class LinearRows(torch.autograd.Function):
     """The `RowStatistics` of the rows, and the saved logits: the results of `rows`.
 
@@ -252,9 +251,8 @@ class LinearRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, temperature, softcap, ctx.ignore_index = inputs[:8]
-        ctx.needs_smoothing, ctx.needs_entropy, ctx.chunk, save_logits, ctx.backend = inputs[8:]
-        ctx.options = (temperature, softcap)
+        head, ctx.row_options = list(inputs[:5]), inputs[5:10]
+        ctx.options, (ctx.chunk, save_logits, ctx.backend) = inputs[5:7], inputs[10:]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
         if head[3] is None:
@@ -272,19 +270,15 @@ class LinearRows(torch.autograd.Function):
         wanted = needed_gradients(ctx, *head)
         if is_double_backward(*grads, *head):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
-        statistics = RowStatistics(*outputs)
-        nll, logsumexp, smoothing_loss, entropy = grads
+        statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
         coefficients = reference.gradient_coefficients(
-            nll,
-            logsumexp,
-            smoothing_loss if ctx.needs_smoothing else None,
-            entropy if ctx.needs_entropy else None,
+            *options.used(grads),
             target,
             class_weight,
             statistics.entropy,
             len(head[1]),
-            ctx.options[0],
-            ctx.ignore_index,
+            options.temperature,
+            options.ignore_index,
             statistics.maximum.dtype,
         )
         of_rows = (target, class_weight, statistics.maximum, statistics.sumexp)
@@ -297,21 +291,21 @@ class LinearRows(torch.autograd.Function):
         ctx: Any, grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
         input, weight, bias, target, class_weight, *outputs, _ = saved_tensors(ctx)
-        numbers = (*ctx.options, ctx.ignore_index)
         sizes = [output.numel() for output in outputs]
         used = {
             i: grad
             for i, grad in enumerate(grads[:4])
             if grad is not None and sizes[i] == grad.numel()
         }
-        statistics, counted = RowStatistics(*outputs), dict(used)
+        statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
+        counted = dict(used)
         if 0 in counted:  # that of nll
-            counted[0] = torch.where(target == ctx.ignore_index, 0, counted[0])
+            counted[0] = torch.where(target == options.ignore_index, 0, counted[0])
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
-        def used_statistics(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-            options = (*numbers, ctx.needs_smoothing, ctx.needs_entropy, is_inert)
-            found = differentiable_statistics(input, weight, bias, target, class_weight, *options)
+        def used_statistics(*head: Any) -> list[Tensor]:
+            of_rows = (target, class_weight, options, is_inert)
+            found = differentiable_statistics(Head(*head), *of_rows)
             return [found[i] for i in used]
 
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
@@ -326,7 +320,7 @@ def _composed_loss(
     denominator: Tensor | None,
     *numbers: Any,
 ) -> Tensor:
-    options = LossOptions._make((*numbers[:4], "mean" if numbers[4] else "sum"))
+    options = LossOptions._make(numbers[:5])
     logits = rows_linear(input, weight, bias).to(acc_dtype(input.dtype))
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator

@@ -9,25 +9,36 @@ with their gradient; a backend supplies the functions that do this as `ChunkKern
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import CrossEntropyOptions
+from ..cross_entropy.common import CrossEntropyOptions, LossOptions
+from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
+from ..logprobs.common import (
+    EntryKernels,
+    TopKRows,
+    new_rest,
+    other_classes,
+    topk_fake,
+    with_ids,
+    with_rest,
+)
 from .common import (
     GradientCoefficients,
     Head,
     HeadGradients,
+    RowOptions,
     RowState,
     RowStatistics,
+    Wanted,
+    accumulate_hidden,
     counted_states,
 )
-from .plan import CPU_CHUNK_TOKENS, LOSS_CHUNK_TOKENS
-
-Wanted = tuple[bool, bool, bool]  # whether hidden states, matrix and bias need a gradient
+from .plan import CPU_CHUNK_TOKENS, padded_width
 
 
 class ChunkKernels(NamedTuple):
@@ -86,214 +97,120 @@ def empty_gradients(
     )
 
 
-def gradients_by_class(
-    heads: Sequence[Head],
-    wanted: Wanted,
-    counts: Callable[[], Tensor],
-    write_gradient: Callable[..., None],
-    saved: Sequence[Tensor],
-    saved_classes: int,
-    chunk: int,
-) -> HeadGradients:
-    """Compute the gradients of the first head, one chunk of classes after another.
-
-    Args:
-        heads: the heads whose logits the loss reads.
-        wanted: which gradients are wanted.
-        counts: returns which rows have a gradient, `[M]`.
-        write_gradient: takes the classes of a chunk and the logits of each head, and overwrites
-            those of the first head with their gradient.
-        saved: the saved logits of each head. They are used first, and their memory serves the other
-            chunks.
-        saved_classes: how many of the last classes are saved.
-        chunk: the classes whose logits are computed again together.
-    """
-    head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
-    (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
-    result = empty_gradients(*head, *wanted)
-    parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
-    parts += chunks(C - saved_classes, chunk)
-    buffers = saved if saved_classes else [each.buffer(M, min(chunk, C)) for each in heads]
-    one_chunk, dinput, states = len(parts) == 1, result.input, head.input
-    if input_grad and not one_chunk:
-        if dinput.dtype != accumulator:
-            dinput = torch.empty_like(head.input, dtype=accumulator)
-        dinput.zero_()
-    if weight_grad:
-        is_free = one_chunk or dinput is not result.input
-        states = counted_states(states, counts(), result.input if is_free else states[:0])
-    for part in parts:
-        if saved_classes and part.stop == C:
-            logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
-        else:
-            pairs = zip(heads, buffers, strict=True)
-            logits = [each.of_classes(part).logits(buffer) for each, buffer in pairs]
-        write_gradient(part, *logits)
-        dlogits = logits[0]
-        if weight_grad:
-            torch.mm(dlogits.T, states, out=result.weight[part])
-        if input_grad and one_chunk:
-            torch.mm(dlogits, head.weight, out=dinput)
-        elif input_grad:
-            add_product(dinput, dlogits, head.weight[part])
-        if bias_grad:
-            result.bias[part] = dlogits.sum(0, dtype=accumulator)
-    if dinput is not result.input:
-        result.input.copy_(dinput)
-    return result
-
-
-def gradients_by_token(
+def head_gradients(
     heads: Sequence[Head],
     wanted: Wanted,
     counts: Callable[[slice], Tensor],
     write_gradient: Callable[..., None],
+    tokens: int,
     chunk: int,
+    saved: Sequence[Tensor] = (),
 ) -> HeadGradients:
-    """Compute the gradients of the first head, one chunk of tokens after another.
+    """Compute the gradients of the first head, one chunk of logits after another.
 
-    The arguments are those of `gradients_by_class`, for chunks of tokens.
+    Args:
+        heads: the heads whose logits the loss reads.
+        wanted: which gradients are wanted.
+        counts: returns which rows of some tokens have a gradient.
+        write_gradient: takes the tokens and the classes of a chunk and the logits of each head, and
+            overwrites those of the first head with their gradient.
+        tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all.
+        saved: the saved logits of each head, for all tokens and some of the last classes, or none.
+            They are used first, and their memory serves the other chunks.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
-    if not head.input.is_cuda and head.input.dtype == accumulator:
-        chunk = min(chunk, CPU_CHUNK_TOKENS)
-    rounds_sum = weight_grad and chunk < M and head.input.dtype != accumulator
+    buffers = list(saved)
+    saved_classes = min(len(buffers[0]) // max(M, 1), C) if buffers else 0  # without padding
+    parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
+    parts += chunks(C - saved_classes, chunk)
+    if not saved_classes:
+        buffers = [each.buffer(min(tokens, M), min(chunk, C)) for each in heads]
+    one_part, rounds_sum = len(parts) == 1, tokens < M and head.input.dtype != accumulator
     result = empty_gradients(*head, input_grad, weight_grad and not rounds_sum, bias_grad)
-    dweight, dbias = result.weight, None
+    dinput, dweight, dbias = result
+    if input_grad and not one_part:
+        if dinput.dtype != accumulator:
+            dinput = torch.empty_like(dinput, dtype=accumulator)
+        dinput.zero_()
     if rounds_sum:
-        dweight = torch.empty(head.weight.shape, dtype=accumulator, device=head.weight.device)
+        dbias = torch.empty_like(dbias, dtype=accumulator)
+        dweight = torch.empty_like(head.weight if weight_grad else dweight, dtype=accumulator)
     if M == 0:
         dweight.zero_()
-        result.bias.zero_()
-    buffers = [each.buffer(min(chunk, M), C) for each in heads]
-    for part in chunks(M, chunk):
-        pairs = zip(heads, buffers, strict=True)
-        logits = [each.of_tokens(part).logits(buffer) for each, buffer in pairs]
-        write_gradient(part, *logits)
-        dlogits, dinput = logits[0], result.input[part]
+        dbias.zero_()
+    for rows in chunks(M, tokens):
+        states = head.input[rows]
         if weight_grad:
-            states = counted_states(head.input[part], counts(part), dinput)
-            add_product(dweight, dlogits.T, states, is_first=part.start == 0)
-        if input_grad:
-            torch.mm(dlogits, head.weight, out=dinput)
-        if bias_grad:
-            part_dbias = dlogits.sum(0, dtype=accumulator)
-            dbias = part_dbias if dbias is None else dbias + part_dbias
-        del logits, dlogits
-    if dbias is not None:
-        result.bias.copy_(dbias)
+            is_free = one_part or dinput is not result.input
+            memory = result.input[rows] if is_free else states[:0]
+            states = counted_states(states, counts(rows), memory)
+        for part in parts:
+            if saved_classes and part.stop == C:
+                logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
+            else:
+                pairs = zip(heads, buffers, strict=True)
+                logits = [each.part(rows, part).logits(buffer) for each, buffer in pairs]
+            write_gradient(rows, part, *logits)
+            dlogits, is_first = logits[0], rows.start == 0
+            if weight_grad:
+                add_product(dweight[part], dlogits.T, states, is_first)
+            if input_grad and one_part:
+                torch.mm(dlogits, head.weight, out=dinput[rows])
+            elif input_grad:
+                add_product(dinput, dlogits, head.weight[part])
+            if bias_grad:
+                sums = dlogits.sum(0, dtype=accumulator)
+                dbias[part] = sums if is_first else dbias[part] + sums
+            del logits, dlogits
+    if dinput is not result.input:
+        result.input.copy_(dinput)
     if rounds_sum:
+        result.bias.copy_(dbias)
         buffers.clear()  # the rounded gradient takes their memory
         result = result._replace(weight=dweight.to(head.weight.dtype))
     return result
 
 
-def gradients_of_loss(
-    head: Head,
-    wanted: Wanted,
-    target: Tensor,
-    ignore_index: int,
-    write_gradient: Callable[[Tensor, Tensor], None],
-    chunk: int,
-) -> HeadGradients:
-    """Compute the gradients of a head whose tokens have labels, in chunks of tokens.
-
-    `write_gradient` overwrites the logits of a chunk with their gradient, given its labels.
-    """
-
-    def counts(part: slice) -> Tensor:
-        return target[part] != ignore_index
-
-    def write_part(part: slice, logits: Tensor) -> None:
-        write_gradient(logits, target[part])
-
-    return gradients_by_token([head], wanted, counts, write_part, chunk)
-
-
-def accumulate_hidden(
-    head: Head,
-    target: Tensor,
-    class_weight: Tensor | None,
-    temperature: float,
-    softcap: float,
-    needs_smoothing: bool,
-    needs_entropy: bool,
-    chunk: int,
-    save_logits: bool,
-    *,
-    accumulate_logits: Callable[..., None],
-    first_state: Callable[..., RowState],
-) -> tuple[RowState, Tensor]:
-    """Return the `RowState` of the logits of a head, and the logits if they are saved.
-
-    The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
-    holds all classes; otherwise the second result is empty.
-    """
-    M, C, target = len(head.input), len(head.weight), target.contiguous()
-    tokens = M if save_logits else min(M, LOSS_CHUNK_TOKENS)
-    buffer = head.buffer(tokens, min(chunk, C))
-    state = first_state(head.input, needs_smoothing, needs_entropy)
-    for rows in chunks(M, tokens):
-        of_rows, part_state = head.of_tokens(rows), state.part(rows)
-        for part in chunks(C, chunk):
-            weights = None if class_weight is None else class_weight[part]
-            options = (weights, part_state, temperature, softcap)
-            logits = of_rows.of_classes(part).logits(buffer)
-            accumulate_logits(logits, part.start, target[rows], *options)
-    return state, buffer if save_logits else buffer.new_empty(0)
+def tokens_at_once(input: Tensor, chunk: int) -> int:
+    """Return the tokens in a chunk, fewer on a CPU that adds up the matrix's gradient in place."""
+    in_place = not input.is_cuda and input.dtype == acc_dtype(input.dtype)
+    return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
 
 
 def linear_rows(
     kernels: ChunkKernels,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     target: Tensor | None,
     class_weight: Tensor | None,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    needs_smoothing: bool,
-    needs_entropy: bool,
+    options: RowOptions,
     chunk: int,
     save_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the `RowStatistics` of `input @ weight.T + bias`, and its logits if they are saved.
+    """Return the `RowStatistics` of a head, and its logits if they are saved.
 
     Without a target, which needs the entropy too, the label of a row is its arg-max.
     """
-    no_class = input.new_full((len(input),), -1, dtype=torch.int64) if target is None else target
-    options = (class_weight, temperature, softcap, needs_smoothing, needs_entropy)
-    state, saved = accumulate_hidden(
-        Head(input, weight, bias),
-        no_class,
-        *options,
-        chunk,
-        save_logits,
-        accumulate_logits=kernels.accumulate_logits,
-        first_state=kernels.new_state,
-    )
+    no_class = target
+    if no_class is None:
+        no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
+    state = kernels.new_state(head.input, options.needs_smoothing, options.needs_entropy)
+    rest = (class_weight, state, *options[:2], chunk, save_logits)
+    saved = accumulate_hidden(kernels.accumulate_logits, head, no_class, *rest)
     labels = no_class.contiguous()
     if target is None:
         assert state.argmax is not None
         labels = state.argmax
         state = state._replace(label=state.maximum)
-    statistics = kernels.row_statistics(
-        state, labels, class_weight, len(weight), temperature, ignore_index
-    )
+    numbers = (len(head.weight), options.temperature, options.ignore_index)
+    statistics = kernels.row_statistics(state, labels, class_weight, *numbers)
     return *statistics, saved
 
 
 def linear_rows_backward(
     kernels: ChunkKernels,
-    dlogits_coef: Tensor,
-    label_coef: Tensor,
-    log_coef: Tensor | None,
-    smoothing_coef: Tensor | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    coefficients: GradientCoefficients,
+    head: Head,
     target: Tensor,
     class_weight: Tensor | None,
     maximum: Tensor,
@@ -302,69 +219,338 @@ def linear_rows_backward(
     temperature: float,
     softcap: float,
     chunk: int,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: Wanted,
 ) -> HeadGradients:
     """Compute the `HeadGradients` from the coefficients of the rows.
 
     Saved logits are overwritten with their gradient. An empty `saved` means that they were not
     saved; they are then computed again, `chunk` classes at a time.
     """
-    coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
     target, options = target.contiguous(), (maximum, sumexp, temperature, softcap)
 
-    def write_gradient(part: slice, logits: Tensor) -> None:
+    def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
         weights = None if class_weight is None else class_weight[part]
         row_factors = (target, weights, coefficients)
         kernels.logits_gradient(logits, part.start, *row_factors, *options, logits)
 
-    heads, wanted = [Head(input, weight, bias)], (input_grad, weight_grad, bias_grad)
-    saved_classes = len(weight) if len(saved) else 0
-    return gradients_by_class(
-        heads, wanted, coefficients.counts, write_gradient, [saved], saved_classes, chunk
-    )
+    def counts(_: slice) -> Tensor:
+        return coefficients.counts()
+
+    return head_gradients([head], wanted, counts, write_gradient, len(target), chunk, [saved])
 
 
 def linear_one_pass(
     kernels: ChunkKernels,
-    loss_by_token: Callable[..., HeadGradients],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    packed_gradients: Callable[..., HeadGradients] | None,
+    head: Head,
     target: Tensor,
     class_weight: Tensor | None,
     denominator: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
+    options: LossOptions,
     chunk: int,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
 
-    `loss_by_token` is `gradients_of_loss`, or another function with its arguments.
-
     Each chunk takes three matrix products: its logits, and two from their gradient. A denominator,
-    `[]`, divides a sum before the gradients are rounded.
+    `[]`, divides a sum before the gradients are rounded. `packed_gradients` takes the place of
+    `head_gradients` for packed rows.
     """
-    dtype, loss = acc_dtype(input.dtype), None
+    (input, weight, _), ignore_index = head, options.ignore_index
+    dtype, mean, loss = acc_dtype(input.dtype), options.reduction == "mean", None
     divides = (denominator, ignore_index, len(weight), mean, dtype)
     divisors = kernels.mean_shares(target, class_weight, *divides)
     mean = mean or denominator is not None
-    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
+    of_chunk = CrossEntropyOptions(*options[:4], mean, dtype)
 
     def write_gradient(logits: Tensor, labels: Tensor) -> None:
         nonlocal loss
-        of_part = kernels.one_pass(logits, labels, class_weight, options, divisors)
+        of_part = kernels.one_pass(logits, labels, class_weight, of_chunk, divisors)
         loss = of_part if loss is None else loss + of_part
 
-    head, wanted = Head(input, weight, bias), (input_grad, weight_grad, bias_grad)
-    gradients = loss_by_token(head, wanted, target, ignore_index, write_gradient, chunk)
+    if packed_gradients is not None:
+        gradients = packed_gradients(head, wanted, target, ignore_index, write_gradient, chunk)
+    else:
+        gradients = head_gradients(
+            [head],
+            wanted,
+            lambda rows: target[rows] != ignore_index,
+            lambda rows, _, logits: write_gradient(logits, target[rows]),
+            tokens_at_once(input, chunk),
+            len(weight),
+        )
     if loss is None:
         loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
     return loss, *gradients
+
+
+def linear_logprobs(
+    kernels: ChunkKernels,
+    of_ids: EntryKernels,
+    head: Head,
+    ids: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    needs_rest: bool,
+    chunk: int,
+    save_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of `LogprobRows`, and the saved logits.
+
+    The last result is empty if the logits are not saved.
+    """
+    input, C = head.input, len(head.weight)
+    no_class = torch.full((len(input),), -1, dtype=torch.int64, device=input.device)
+    rest = new_rest(input, [len(input)])
+    needs_smoothing, needs_entropy = False, temperature != 1.0  # the kernel's sums need it then
+    state = kernels.new_state(input, needs_smoothing, needs_entropy)
+    # The fields of a row's label and origin hold the logits of all ids and the statistics of the
+    # rest, so that the loop cuts them into chunks too.
+    state = state._replace(label=state.label.new_zeros(ids.shape), origin=rest)
+
+    def accumulate(
+        logits: Tensor, first: int, ids: Tensor, _: Any, state: RowState, *options: float
+    ) -> None:
+        of_ids.gather(logits, first, C, ids, state.label, softcap, ignore_index)
+        if needs_rest:
+            of_ids.accumulate_rest(logits, first, ids, state.origin, *options)
+            return
+        rows = len(logits)
+        unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
+        kernels.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
+
+    numbers = (temperature, softcap, chunk, save_logits)
+    saved = accumulate_hidden(accumulate, head, ids, None, state, *numbers)
+    of_rows, of_ids_too = (state.maximum, state.sumexp), (C, temperature, ignore_index)
+    if needs_rest:
+        of_rows = with_ids(rest, state.label, ids, *of_ids_too)
+    found = of_ids.finish(state.label, ids.contiguous(), *of_rows, *of_ids_too)
+    if needs_rest:
+        found = with_rest(found, rest, *of_rows, temperature)
+    return found, state.label, *of_rows, rest if needs_rest else rest[:, :0].clone(), saved
+
+
+def linear_logprobs_backward(
+    kernels: ChunkKernels,
+    of_ids: EntryKernels,
+    grad: Tensor,
+    head: Head,
+    ids: Tensor,
+    entries: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    rest: Tensor,
+    saved: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    chunk: int,
+    wanted: Wanted,
+) -> HeadGradients:
+    """Compute the `HeadGradients` from the gradient of the log-probabilities."""
+    C, K, ids = len(head.weight), ids.shape[1], ids.contiguous()
+    on_ids, on_rest = grad[:, :K].contiguous(), grad[:, K:]
+    entries, maximum, sumexp = entries.contiguous(), maximum.contiguous(), sumexp.contiguous()
+    totals, labels = of_ids.totals(on_ids, ids, C, ignore_index)
+    if rest.shape[1]:
+        totals = totals + on_rest[:, 0]
+    others = other_classes(grad, totals, maximum, sumexp, rest, temperature)
+    counts = ((on_ids != 0) & (ids != ignore_index)).any(1) | (on_rest != 0).any(1)
+    coefficients = GradientCoefficients(
+        others.factor / temperature, torch.zeros_like(others.factor), None, None
+    )
+    of_others = (labels.contiguous(), None, coefficients, others.maximum, others.sumexp)
+    of_entries = (on_ids, ids, totals, entries, maximum, sumexp)
+    numbers = (temperature, softcap)
+
+    def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
+        kernels.logits_gradient(logits, part.start, *of_others, *numbers, logits)
+        of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
+
+    sizes = (len(ids), chunk)
+    return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
+
+
+def linear_topk_logprobs(
+    topk_of_rows: Callable[..., None],
+    head: Head,
+    k: int,
+    temperature: float,
+    softcap: float,
+    tokens: int,
+    save_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `TopKRows` of a head, and its logits if they are saved.
+
+    The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
+    empty otherwise. `topk_of_rows` writes the results of a chunk.
+    """
+    M, C = len(head.input), len(head.weight)
+    found = topk_fake(head.input, k)
+    buffer = head.buffer(M if save_logits else min(tokens, M), C)
+    for rows in chunks(M, tokens):
+        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
+        logits = head.part(rows, slice(C)).logits(memory)
+        part = TopKRows(*(field[rows] for field in found))
+        topk_of_rows(logits, k, temperature, softcap, part)
+    return *found, buffer if save_logits else buffer.new_empty(0)
+
+
+Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
+Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
+
+
+def _accumulate_rows(
+    kernels: DivergenceKernels,
+    pairs: list[tuple[int, Tensor, Tensor]],
+    state: DivergenceState,
+    numbers: Numbers,
+) -> None:
+    """Compute the divergences of rows from their logits, which come in parts of the classes."""
+    for first, logits, teacher_logits in pairs:
+        kernels.accumulate(logits, teacher_logits, state, first, *numbers)
+    if 0 < numbers[0] < 1:
+        for first, logits, teacher_logits in pairs:
+            kernels.accumulate_mixture(logits, teacher_logits, state, first, *numbers)
+
+
+def _accumulate_all(
+    kernels: DivergenceKernels,
+    heads: tuple[Head, Head],
+    numbers: Numbers,
+    tokens: int,
+    saved: int,
+) -> tuple[DivergenceState, Buffers]:
+    """Return the state of all rows, and the logits of the last `saved` classes."""
+    (M, _), C = heads[0].input.shape, len(heads[0].weight)
+    state = kernels.new_state(heads[0].input)
+    parts = [part for part in (slice(0, C - saved), slice(C - saved, C)) if part.start < part.stop]
+    of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
+    of_others = tuple(head.buffer(min(tokens, M), C - saved) for head in heads)
+    for rows in chunks(M, tokens):
+        offset = rows.start * padded_width(saved)
+        pairs = []
+        for part in parts:
+            is_saved = part.stop - part.start == saved and part.stop == C
+            memory = [buffer[offset:] for buffer in of_saved] if is_saved else of_others
+            student, teacher = (
+                head.part(rows, part).logits(buffer)
+                for head, buffer in zip(heads, memory, strict=True)
+            )
+            pairs.append((part.start, student, teacher))
+        _accumulate_rows(kernels, pairs, state.part(rows), numbers)
+    return state, of_saved
+
+
+def linear_divergence(
+    kernels: DivergenceKernels,
+    head: Head,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    tokens: int,
+    save_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the `DivergenceRows` of two heads, and their logits if they are saved, else nothing.
+
+    The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
+    """
+    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+    numbers = (beta, temperature, softcap)
+    saved = len(head.weight) if save_logits else 0
+    state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
+    return *state.rows, *buffers
+
+
+def linear_divergence_backward(
+    kernels: DivergenceKernels,
+    grad: Tensor,
+    head: Head,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    student: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    teacher_maximum: Tensor,
+    teacher_sumexp: Tensor,
+    saved: Tensor,
+    teacher_saved: Tensor,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    chunk: int,
+    wanted: Wanted,
+) -> HeadGradients:
+    """Compute the `HeadGradients` from the gradient of the rows' divergences.
+
+    Saved logits, which are those of the last classes, are overwritten. Others are computed again.
+    """
+    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+    statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
+    rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
+    numbers = (beta, temperature, softcap)
+    grad, sizes = grad.contiguous(), (len(grad), chunk)
+
+    def write_gradient(_: slice, part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        kernels.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
+
+    buffers = (saved, teacher_saved)
+    return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *sizes, buffers)
+
+
+def linear_divergence_one_pass(
+    kernels: DivergenceKernels,
+    head: Head,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    factors: Tensor,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    tokens: int,
+    saved: int,
+    chunk: int,
+    wanted: Wanted,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
+
+    Args:
+        factors: the factor of each row, `[M]`.
+        tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix products:
+            its logits under both heads, and two from the gradient.
+        The others: as in `linear_divergence_backward`.
+    """
+    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+    numbers = (beta, temperature, softcap)
+    if chunk:
+        state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
+        gradients = linear_divergence_backward(
+            kernels,
+            factors,
+            head,
+            *heads[1],
+            *state.rows[1:],
+            *buffers,
+            *numbers,
+            chunk,
+            wanted,
+        )
+        return state.rows.loss, *gradients
+    state = kernels.new_state(head.input)
+
+    def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        part = state.part(rows)
+        _accumulate_rows(kernels, [(0, logits, teacher_logits)], part, numbers)
+        kernels.gradient(factors[rows], logits, teacher_logits, part.rows, *numbers, logits)
+
+    chunk_sizes = (tokens_at_once(head.input, tokens), len(head.weight))
+    gradients = head_gradients(
+        heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
+    )
+    return state.rows.loss, *gradients

@@ -5,12 +5,13 @@ The reference and the kernels of one device use them, and so does the vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...primitives.rows import chunks
 from ...runtime import checks
 from ...runtime.autograd import (
     autocast_dtype,
@@ -20,7 +21,15 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions, logsumexp_term
-from .plan import MemoryPlan, memory_plan, padded_width
+from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, memory_plan, padded_width
+
+
+class Wanted(NamedTuple):
+    """Which gradients of a head are wanted: those of hidden states, matrix and bias."""
+
+    input_grad: bool
+    weight_grad: bool
+    bias_grad: bool
 
 
 class Head(NamedTuple):
@@ -42,11 +51,13 @@ class Head(NamedTuple):
         return self._replace(input=self.input[None].flatten(0, -2))
 
     @property
-    def wanted(self) -> tuple[bool, bool, bool]:
-        """Return whether hidden states, matrix and bias need a gradient."""
+    def wanted(self) -> Wanted:
+        """Return which gradients are needed."""
         if not torch.is_grad_enabled():
-            return False, False, False
-        return requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
+            return Wanted(False, False, False)
+        return Wanted(
+            requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
+        )
 
     def plan(self, memory_budget: int | None, reduced: bool, packs: bool = False) -> MemoryPlan:
         """Return the plan of this head; `packs` says whether the rows are packed."""
@@ -65,14 +76,10 @@ class Head(NamedTuple):
             packs=packs,
         )
 
-    def of_tokens(self, part: slice) -> Head:
-        """Return the head of some tokens."""
-        return self._replace(input=self.input[part])
-
-    def of_classes(self, part: slice) -> Head:
-        """Return the head of some classes."""
-        bias = None if self.bias is None else self.bias[part]
-        return Head(self.input, self.weight[part], bias)
+    def part(self, tokens: slice, classes: slice) -> Head:
+        """Return the head of some tokens and some classes."""
+        bias = None if self.bias is None else self.bias[classes]
+        return Head(self.input[tokens], self.weight[classes], bias)
 
     def buffer(self, tokens: int, classes: int) -> Tensor:
         """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
@@ -188,6 +195,32 @@ def loss_terms(
     return loss, logsumexp_term(options, torch.where(valid, logsumexp, 0.0))
 
 
+class RowOptions(NamedTuple):
+    """The options of the statistics of rows.
+
+    Fields:
+        temperature: the logits are divided by it after the soft-cap.
+        softcap: bound of the logits, 0 for none.
+        ignore_index: the label of rows that do not count.
+        needs_smoothing: whether the smoothing loss is computed.
+        needs_entropy: whether entropy and argmax are computed.
+    """
+
+    temperature: float
+    softcap: float
+    ignore_index: int
+    needs_smoothing: bool
+    needs_entropy: bool
+
+    def used(
+        self, grads: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of the first four `RowStatistics`, None for those not computed."""
+        nll, logsumexp, smoothing_loss, entropy = grads[:4]
+        smoothing_loss = smoothing_loss if self.needs_smoothing else None
+        return nll, logsumexp, smoothing_loss, entropy if self.needs_entropy else None
+
+
 class RowState(NamedTuple):
     """The state of rows after some of their classes; x are the logits after soft-capping.
 
@@ -212,6 +245,35 @@ class RowState(NamedTuple):
     def part(self, rows: slice) -> RowState:
         """Return views of the state of some rows."""
         return RowState(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
+
+
+def accumulate_hidden(
+    accumulate_logits: Callable[..., None],
+    head: Head,
+    target: Tensor,
+    class_weight: Tensor | None,
+    state: RowState,
+    temperature: float,
+    softcap: float,
+    chunk: int,
+    save_logits: bool,
+) -> Tensor:
+    """Update the state in place with the logits of a head, and return them if they are saved.
+
+    The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
+    holds all classes; otherwise the result is empty.
+    """
+    M, C, target = len(head.input), len(head.weight), target.contiguous()
+    tokens = M if save_logits else min(M, LOSS_CHUNK_TOKENS)
+    buffer = head.buffer(tokens, min(chunk, C))
+    for rows in chunks(M, tokens):
+        part_state = state.part(rows)
+        for part in chunks(C, chunk):
+            weights = None if class_weight is None else class_weight[part]
+            options = (weights, part_state, temperature, softcap)
+            logits = head.part(rows, part).logits(buffer)
+            accumulate_logits(logits, part.start, target[rows], *options)
+    return buffer if save_logits else buffer.new_empty(0)
 
 
 class RowStatistics(NamedTuple):

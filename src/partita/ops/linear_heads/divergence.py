@@ -1,17 +1,22 @@
-"""The divergence of a head from another, or from a teacher's most probable classes."""
+"""Divergences of a head from another, or from a teacher's most probable classes: ops and calls."""
 
 from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager
+from ...runtime import checks, register
+from ...runtime.autograd import apply, one_by_one, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ..divergence.autograd import divergence_of_classes
+from ..cross_entropy.autograd import OnePassLoss
+from ..divergence.autograd import divergence_of_classes, divergence_of_rows
 from ..divergence.common import (
     IGNORED,
+    DivergenceRows,
     check_options,
     check_teacher,
     ids_of_rows,
@@ -19,12 +24,125 @@ from ..divergence.common import (
     row_factors,
 )
 from ..logprobs.common import TopK
-from . import divergence_autograd as autograd
-from .common import Head, checked_head
-from .divergence_plan import divergence_plan
+from . import reference
+from .autograd import LinearOnePass, head_backward, one_pass_fake, rows_linear, takes_chunk
+from .chunked import empty_gradients
+from .common import Head, Wanted, checked_head
 from .inputs import checked_matrix, takes_all_logits
 from .logprobs import linear_logprobs_of
-from .plan import check_budget
+from .plan import check_budget, divergence_plan, padded_width
+
+
+def _rows_fake(
+    input: Tensor, weight: Tensor, teacher_input: Tensor, save_logits: bool
+) -> tuple[Tensor, ...]:
+    dtype, M = acc_dtype(input.dtype), input.shape[0]
+    size = M * padded_width(weight.shape[0]) if save_logits else 0
+    return (
+        *(input.new_empty(M, dtype=dtype) for _ in DivergenceRows._fields),
+        input.new_empty(size),
+        teacher_input.new_empty(size),
+    )
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+divergence_op = register.define(
+    reference.linear_divergence,
+    _rows_fake,
+    gpu=_gpu,
+    vmap=one_by_one,
+)
+divergence_backward_op = register.define(
+    reference.linear_divergence_backward,
+    empty_gradients,
+    gpu=_gpu,
+    vmap=one_by_one,
+)
+one_pass_op = register.define(
+    reference.linear_divergence_one_pass,
+    one_pass_fake(has_rows=True),
+    gpu=_gpu,
+    vmap=one_by_one,
+)
+
+
+def composed_rows(
+    head: Head, teacher: Head, beta: float, temperature: float, softcap: float
+) -> Tensor:
+    """Compute the divergence of each row from all logits at once, `[...]`."""
+    logits, teacher_logits = rows_linear(*head), torch.nn.functional.linear(*teacher)
+    if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
+        teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
+    return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
+
+
+class LinearDivergence(torch.autograd.Function):
+    """The results of `divergence_op`; the chunk of its backward pass is the last argument."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes_chunk(divergence_op)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return divergence_op(*args[:-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.options, (_, save_logits, ctx.backend, ctx.chunk) = inputs[6:9], inputs[9:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs[:6], *output[1:])
+        ctx.is_spent = not save_logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        def composed(*tensors: Any) -> Tensor:
+            return composed_rows(Head(*tensors[:3]), Head(*tensors[3:6]), *ctx.options)
+
+        return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
+
+
+def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
+    *heads, factors, mask = args[:8]
+    rows, *gradients = one_pass_op(*heads, factors, *args[9:])
+    return reduced(rows, mask, args[8]), *gradients
+
+
+def _composed_loss(*args: Any) -> Tensor:
+    mask, reduction = args[7:9]
+    rows = composed_rows(Head(*args[:3]), Head(*args[3:6]), *args[9:12])
+    return reduced(rows, mask, reduction)
+
+
+# The tensors are both heads, the factors of the rows and the mask. The options are the reduction
+# and those of `one_pass_op`.
+ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 8)
+
+
+class LinearDivergenceOnePass(LinearOnePass):
+    """The reduced divergence of heads and its gradients; see `LinearOnePass`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        loss: OnePassLoss,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        factors: Tensor,
+        mask: Tensor | None,
+        options: tuple[Any, ...],
+        wanted: Wanted,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        heads = (input, weight, bias, teacher_input, teacher_weight, teacher_bias)
+        return loss.run(*heads, factors, mask, *options, *wanted, backend)
 
 
 def linear_divergence(
@@ -86,7 +204,7 @@ def linear_divergence(
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
     if takes_all_logits([head, teacher], mask, memory_budget):
-        rows = autograd.composed_rows(*head, *teacher, *numbers)
+        rows = composed_rows(head, teacher, *numbers)
         return reduced(rows, mask, reduction)
     flat_mask = None if mask is None else mask.reshape(-1)
     heads = head.flat, teacher.flat
@@ -149,12 +267,12 @@ def _planned(
         save_logits = plain_eager() and plan.saved > 0
         chunk = plan.chunk if any(wanted) else len(weight)
         call = (*head, *teacher, *numbers, plan.tokens, save_logits, backend, chunk)
-        return reduced(apply(autograd.LinearDivergence, *call)[0], mask, reduction)
+        return reduced(apply(LinearDivergence, *call)[0], mask, reduction)
     like = input.new_empty(tokens, dtype=acc_dtype(input.dtype))
     factors = row_factors(mask, like, reduction)
     tensors = (*head, *teacher, factors, mask)
     rest = ((reduction, *numbers, *sizes), wanted, backend)
-    return apply(autograd.LinearDivergenceOnePass, autograd.ONE_PASS, *tensors, *rest)[0]
+    return apply(LinearDivergenceOnePass, ONE_PASS, *tensors, *rest)[0]
 
 
 def linear_topk_divergence(

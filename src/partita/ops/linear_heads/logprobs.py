@@ -14,7 +14,7 @@ from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
 from . import reference
-from .autograd import head_backward
+from .autograd import head_backward, takes_chunk
 from .chunked import empty_gradients
 from .common import chunk_and_save
 from .inputs import all_logits, checked_matrix, takes_all_logits
@@ -108,20 +108,9 @@ class LinearTopK(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        k: int,
-        temperature: float,
-        softcap: float,
-        tokens: int,
-        save_logits: bool,
-        backend: str,
-        chunk: int,
-    ) -> tuple[Tensor, ...]:
-        options = (k, temperature, softcap, tokens, save_logits, backend)
-        return topk_op(input, weight, bias, *options)
+    @takes_chunk(topk_op)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return topk_op(*args[:-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

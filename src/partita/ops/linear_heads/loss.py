@@ -153,7 +153,7 @@ def _planned_loss(call: LossCall) -> Tensor:
             packs = packs and plain_eager()
             kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
             tensors = (*head, target, weight, divisor)
-            rest = ((*options[:4], reduction == "mean", plan.chunk), head.wanted, backend)
+            rest = ((*options, plan.chunk), head.wanted, backend)
             return apply(autograd.LinearOnePass, kind, *tensors, *rest)[0]
     classes = len(head.weight)
     chunk, save_logits = chunk_and_save(plan, classes)

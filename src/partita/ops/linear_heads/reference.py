@@ -16,7 +16,7 @@ from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
 from ..divergence.reference_chunks import DIVERGENCE_KERNELS
 from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
-from . import chunked, chunked_divergence, chunked_logprobs
+from . import chunked
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics
 
@@ -195,23 +195,18 @@ CHUNK_KERNELS = ChunkKernels(
     new_state, accumulate_logits, row_statistics, logits_gradient, one_pass, mean_shares
 )
 
-accumulate_hidden = functools.partial(
-    chunked.accumulate_hidden, accumulate_logits=accumulate_logits, first_state=new_state
-)
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
 linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
-linear_one_pass = functools.partial(
-    chunked.linear_one_pass, CHUNK_KERNELS, chunked.gradients_of_loss
-)
-linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
+linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS, None)
+linear_logprobs = functools.partial(chunked.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
 linear_logprobs_backward = functools.partial(
-    chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
+    chunked.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
 )
-linear_topk_logprobs = functools.partial(chunked_logprobs.linear_topk_logprobs, topk_of_rows)
-linear_divergence = functools.partial(chunked_divergence.linear_divergence, DIVERGENCE_KERNELS)
+linear_topk_logprobs = functools.partial(chunked.linear_topk_logprobs, topk_of_rows)
+linear_divergence = functools.partial(chunked.linear_divergence, DIVERGENCE_KERNELS)
 linear_divergence_backward = functools.partial(
-    chunked_divergence.linear_divergence_backward, DIVERGENCE_KERNELS
+    chunked.linear_divergence_backward, DIVERGENCE_KERNELS
 )
 linear_divergence_one_pass = functools.partial(
-    chunked_divergence.linear_divergence_one_pass, DIVERGENCE_KERNELS
+    chunked.linear_divergence_one_pass, DIVERGENCE_KERNELS
 )

@@ -17,7 +17,7 @@ from ..cross_entropy.common import checked_options, reduce_losses
 from . import dtensor
 from .local_losses import (
     ParallelLossArguments,
-    UnreducedLosses,
+    RowLosses,
     hidden_losses,
     local_token_stats,
     logits_losses,
@@ -87,7 +87,7 @@ def cross_entropy(
     loss = one_pass_loss(input, target, arguments)
     if loss is not None:
         return loss
-    return _reduce(logits_losses(input, target, arguments), target, weight)
+    return _reduce(logits_losses(input, target, arguments), target, arguments)
 
 
 def linear_cross_entropy(
@@ -156,7 +156,7 @@ def linear_cross_entropy(
     losses = hidden_losses(
         input, linear_weight, target, linear_bias, arguments, sequence_parallel, memory_budget
     )
-    return _reduce(losses, target, weight)
+    return _reduce(losses, target, arguments)
 
 
 def token_stats(
@@ -198,8 +198,9 @@ def token_stats(
     return local_token_stats(logits, target, group, classes, temperature, ignore_index)
 
 
-def _reduce(losses: UnreducedLosses, target: Tensor, weight: Tensor | None) -> Tensor:
+def _reduce(losses: RowLosses, target: Tensor, arguments: ParallelLossArguments) -> Tensor:
     """Return the losses, or their sum or mean."""
-    loss, z, shard, options = losses
-    rest = (shard.classes, options.ignore_index, options.reduction)
+    loss, z, classes = losses
+    options, weight = arguments.options, arguments.weight
+    rest = (classes, options.ignore_index, options.reduction)
     return reduce_losses(loss, z, target, weight, *rest)

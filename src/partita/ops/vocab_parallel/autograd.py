@@ -7,17 +7,19 @@ merges them into the same statistics, bit for bit.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...runtime import register
 from ...runtime.autograd import spend
+from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads import autograd as linear_heads
 from ..linear_heads.common import (
     GradientCoefficients,
+    RowOptions,
     RowStatistics,
     counted_states,
     empty_statistics,
@@ -35,34 +37,16 @@ from .shard import (
 )
 
 
-class ParallelRowOptions(NamedTuple):
-    """The options of the statistics of rows.
-
-    Fields:
-        temperature: the logits are divided by it after the soft-cap.
-        softcap: bound of the logits, 0 for none.
-        smoothing: whether the smoothing loss is computed.
-        entropy: whether entropy and argmax are computed.
-        ignore_index: the label of rows that do not count.
-    """
-
-    temperature: float
-    softcap: float
-    smoothing: bool
-    entropy: bool
-    ignore_index: int
-
-
-def _packed_fake(logits: Tensor, smoothing: bool, entropy: bool) -> Tensor:
-    size = (packed_size(smoothing, entropy), logits.shape[0])
-    return logits.new_empty(size, dtype=acc_dtype(logits.dtype))
-
-
-def _linear_fake(
-    input: Tensor, weight: Tensor, smoothing: bool, entropy: bool, save_logits: bool
+def _state_fake(
+    input: Tensor,
+    weight: Tensor | None,
+    needs_smoothing: bool,
+    needs_entropy: bool,
+    save_logits: bool,
 ) -> tuple[Tensor, Tensor]:
-    saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
-    return _packed_fake(input, smoothing, entropy), input.new_empty(saved)
+    size = (packed_size(needs_smoothing, needs_entropy), input.shape[0])
+    saved = 0 if weight is None or not save_logits else padded_width(weight.shape[0]) * size[1]
+    return input.new_empty(size, dtype=acc_dtype(input.dtype)), input.new_empty(saved)
 
 
 def _coefficients_fake(
@@ -85,22 +69,16 @@ def _gpu() -> ModuleType:
     return launch
 
 
-parallel_logits = register.define(
-    reference.parallel_logits,
-    _packed_fake,
-    name="parallel_logits",
-    gpu=_gpu,
-)
-parallel_linear = register.define(
-    reference.parallel_linear,
-    _linear_fake,
-    name="parallel_linear",
+parallel_state = register.define(
+    reference.parallel_state,
+    _state_fake,
+    name="parallel_state",
     gpu=_gpu,
 )
 parallel_fields = register.define(
     reference.parallel_fields,
-    lambda gathered, smoothing, entropy: empty_statistics(
-        gathered, gathered.shape[2], smoothing, entropy
+    lambda gathered, needs_smoothing, needs_entropy: empty_statistics(
+        gathered, gathered.shape[2], needs_smoothing, needs_entropy
     ),
     gpu=_gpu,
 )
@@ -118,126 +96,31 @@ parallel_gradient = register.define(
 
 
 def merged_statistics(
-    packed: Tensor, target: Tensor, shard: VocabShard, options: ParallelRowOptions, backend: str
+    packed: Tensor, target: Tensor, shard: VocabShard, options: RowOptions, backend: str
 ) -> RowStatistics:
     """Gather the packed states, and merge them into the statistics of the rows."""
-    fields = parallel_fields(
-        gather_ranks(packed, shard),
-        target,
-        shard.classes,
-        shard.first_class,
-        shard.rank,
-        options.temperature,
-        options.ignore_index,
-        options.smoothing,
-        options.entropy,
-        backend,
-    )
-    return RowStatistics(*fields)
+    gathered, place = gather_ranks(packed, shard), (shard.classes, shard.first_class, shard.rank)
+    return RowStatistics(*parallel_fields(gathered, target, *place, *options, backend))
 
 
-def _coefficients(
-    grads: tuple[Tensor | None, ...],
-    target: Tensor,
-    class_weight: Tensor | None,
-    statistics: RowStatistics,
-    shard: VocabShard,
-    options: ParallelRowOptions,
-    backend: str,
-) -> GradientCoefficients:
-    """Return the coefficients of each row's gradient from the gradients of its statistics."""
-    nll, logsumexp, smoothing_loss, entropy = grads[:4]
-    dlogits_coef, label_coef, log_coef, smoothing_coef = parallel_coefficients(
-        target,
-        nll,
-        logsumexp,
-        smoothing_loss if options.smoothing else None,
-        entropy if options.entropy else None,
-        class_weight,
-        statistics.entropy,
-        shard.classes,
-        options.temperature,
-        options.ignore_index,
-        backend,
-    )
-    return GradientCoefficients(
-        dlogits_coef,
-        label_coef,
-        log_coef if log_coef.numel() else None,
-        smoothing_coef if smoothing_coef.numel() else None,
-    )
+class ParallelRows(torch.autograd.Function):
+    """The `RowStatistics` of rows from the classes of all ranks, and the saved logits of a head.
 
-
-class LogitsStatistics(torch.autograd.Function):
-    """The `RowStatistics` of rows of logits, from the classes of all ranks.
-
-    The first four are differentiable in this rank's logits.
-    """
-
-    @staticmethod
-    def forward(
-        logits: Tensor,
-        target: Tensor,
-        class_weight: Tensor | None,
-        shard: VocabShard,
-        options: ParallelRowOptions,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        packed = parallel_logits(
-            logits,
-            *shard.local(target, class_weight),
-            shard.first_class,
-            *options[:4],
-            backend,
-        )
-        return merged_statistics(packed, target, shard, options, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.shard, ctx.options, ctx.backend = inputs
-        ctx.mark_non_differentiable(*output[4:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        logits, target, class_weight, *outputs = ctx.saved_tensors
-        refuse_second_derivative()
-        if all(grad is None for grad in grads[:4]):
-            return (None,) * 6
-        options, shard, statistics = ctx.options, ctx.shard, RowStatistics(*outputs)
-        coefficients = _coefficients(
-            grads, target, class_weight, statistics, shard, options, ctx.backend
-        )
-        dlogits = parallel_gradient(
-            *coefficients,
-            logits,
-            *shard.local(target, class_weight),
-            statistics.maximum,
-            statistics.sumexp,
-            *options[:2],
-            ctx.backend,
-        )
-        return dlogits, None, None, None, None, None
-
-
-class HiddenStatistics(torch.autograd.Function):
-    """The `RowStatistics` of hidden states times a matrix, from the classes of all ranks.
-
-    The first four are differentiable in the hidden states and in this rank's rows of the matrix.
-    The gradient of the hidden states is complete on every rank. With `scattered` each rank has some
-    of the tokens, and its gradient is that of its own tokens.
+    Without a matrix the input is this rank's logits. The first four results are differentiable in
+    the input and in this rank's rows of the matrix. The gradient of hidden states is complete on
+    every rank. With `scattered` each rank has some of the tokens, and its gradient is that of its
+    own tokens.
     """
 
     @staticmethod
     def forward(
         input: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
         shard: VocabShard,
-        options: ParallelRowOptions,
+        options: RowOptions,
         chunk: int,
         save_logits: bool,
         scattered: bool,
@@ -245,30 +128,17 @@ class HiddenStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if scattered:
             input = gather_ranks(input, shard).flatten(0, 1)
-        packed, saved_logits = parallel_linear(
-            input,
-            weight,
-            bias,
-            *shard.local(target, class_weight),
-            shard.first_class,
-            *options[:4],
-            chunk,
-            save_logits,
-            backend,
+        of_rows = (*shard.local(target, class_weight), shard.first_class, *options)
+        packed, saved_logits = parallel_state(
+            input, weight, bias, *of_rows, chunk, save_logits, backend
         )
         return *merged_statistics(packed, target, shard, options, backend), saved_logits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (
-            *tensors,
-            ctx.shard,
-            ctx.options,
-            ctx.chunk,
-            save_logits,
-            ctx.scattered,
-            ctx.backend,
-        ) = inputs
+        *tensors, ctx.shard, ctx.options, ctx.chunk, save_logits, ctx.scattered, ctx.backend = (
+            inputs
+        )
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
@@ -276,17 +146,42 @@ class HiddenStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        target, class_weight, *outputs, logits = ctx.saved_tensors[3:]
-        refuse_second_derivative("matrix")
+        input, weight, _, target, class_weight, *outputs, saved_logits = ctx.saved_tensors
+        refuse_second_derivative("logits" if weight is None else "matrix")
         if all(grad is None for grad in grads[:4]):  # the same on all ranks
             return (None,) * 11
-        statistics = RowStatistics(*outputs)
-        coefficients = _coefficients(
-            grads, target, class_weight, statistics, ctx.shard, ctx.options, ctx.backend
+        shard, options, statistics = ctx.shard, ctx.options, RowStatistics(*outputs)
+        found = parallel_coefficients(
+            target,
+            *options.used(grads),
+            class_weight,
+            statistics.entropy,
+            shard.classes,
+            options.temperature,
+            options.ignore_index,
+            ctx.backend,
         )
-        results = _hidden_gradients(ctx, logits, coefficients, statistics)
-        needed = zip(results, ctx.needs_input_grad[:3], strict=True)
-        return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 8
+        optional = (each if each.numel() else None for each in found[2:])
+        coefficients = GradientCoefficients(*found[:2], *optional)
+        if weight is not None:
+            results = _hidden_gradients(ctx, saved_logits, coefficients, statistics)
+            needed = zip(results, ctx.needs_input_grad[:3], strict=True)
+            return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 8
+        of_rows = (*shard.local(target, class_weight), statistics.maximum, statistics.sumexp)
+        dlogits = parallel_gradient(*coefficients, input, *of_rows, *options[:2], ctx.backend)
+        return dlogits, *(None,) * 10
+
+
+def logits_statistics(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    shard: VocabShard,
+    options: RowOptions,
+) -> RowStatistics:
+    """Return the statistics of rows of this rank's logits, `[M, C_local]`."""
+    rest = (target, class_weight, shard, options, 0, False, False, current_backend())
+    return RowStatistics(*ParallelRows.apply(logits, None, None, *rest)[:-1])
 
 
 def matmul_in_acc_dtype(a: Tensor, b: Tensor) -> Tensor:
@@ -313,7 +208,7 @@ def matmul_during_collective(a: Tensor, b: Tensor) -> Tensor:
 def _hidden_gradients(
     ctx: Any, logits: Tensor, coefficients: GradientCoefficients, statistics: RowStatistics
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of `HiddenStatistics`.
+    """Return the gradients of hidden states, matrix and bias.
 
     The first backward pass overwrites saved logits by their gradient, and its products follow here.
     Later passes and those without saved logits compute the logits again, chunk by chunk.

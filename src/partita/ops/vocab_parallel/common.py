@@ -6,32 +6,23 @@ The functions take the backend's `accumulate_logits` or `logits_gradient` as an 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
-from ..linear_heads.common import GradientCoefficients, Head, RowState
+from ..linear_heads.common import (
+    GradientCoefficients,
+    Head,
+    RowOptions,
+    RowState,
+    accumulate_hidden,
+)
 
 
-class PackedState(NamedTuple):
-    """The state of rows over this rank's classes, in the memory that the ranks gather.
-
-    Fields:
-        packed: `[packed_size, M]`: maximum, sumexp, label logit and number of classes; with
-            smoothing also origin, smoothing loss and sum of the class weights; with an entropy also
-            sum_x_exp and the bits of the argmax.
-        state: views of these rows, and an int64 argmax of its own.
-    """
-
-    packed: Tensor
-    state: RowState
-
-
-def packed_size(smoothing: bool, entropy: bool) -> int:
+def packed_size(needs_smoothing: bool, needs_entropy: bool) -> int:
     """Return how many numbers of each row a rank sends."""
-    return 4 + 3 * smoothing + 2 * entropy
+    return 4 + 3 * needs_smoothing + 2 * needs_entropy
 
 
 def integer_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -39,25 +30,40 @@ def integer_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype == torch.float64 else torch.int32
 
 
-def empty_packed_state(
-    like: Tensor,
-    classes: int,
+def pack_state(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    target: Tensor,
     class_weight: Tensor | None,
-    smoothing: bool,
-    entropy: bool,
+    first_class: int,
+    options: RowOptions,
+    chunk: int,
+    save_logits: bool,
     *,
-    initialize: bool,
-) -> PackedState:
-    """Allocate the packed state of the rows of `like`, which are over `classes` classes.
+    accumulate_logits: Callable[..., None],
+    overwrites_state: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the packed state of this rank's rows, and the logits of a head if they are saved.
 
-    Without `initialize` the state is uninitialized memory, for kernels that overwrite it with the
-    first chunk of classes.
+    The state is `[packed_size, M]`: maximum, sumexp, label logit and number of classes; with
+    smoothing also origin, smoothing loss and sum of the class weights; with an entropy also
+    sum_x_exp and the bits of the argmax.
+
+    Args:
+        input: this rank's logits, `[M, C_local]`, or the hidden states, `[M, H]`.
+        weight, bias: this rank's rows of the matrix, and of the bias; None with logits.
+        target, class_weight: relative to this rank's classes.
+        first_class: this rank's first class among all classes.
+        options: the options of the statistics.
+        chunk, save_logits: as in `accumulate_hidden`.
+        accumulate_logits: the function of the backend.
+        overwrites_state: whether it writes the state of the first chunk without reading it.
     """
-    M = len(like)
-    packed = torch.empty(
-        (packed_size(smoothing, entropy), M), dtype=acc_dtype(like.dtype), device=like.device
-    )
-    if initialize:
+    M, classes = len(input), input.shape[1] if weight is None else len(weight)
+    smoothing, entropy = options.needs_smoothing, options.needs_entropy
+    packed = input.new_empty((packed_size(smoothing, entropy), M), dtype=acc_dtype(input.dtype))
+    if not (overwrites_state and classes):
         packed.zero_()
         packed[0] = packed[2] = -torch.inf
     packed[3] = classes
@@ -70,95 +76,22 @@ def empty_packed_state(
         origin=packed[4] if smoothing else None,
         smoothing_loss=packed[5] if smoothing else None,
         sum_x_exp=packed[-2] if entropy else None,
-        argmax=torch.zeros(M, dtype=torch.int64, device=like.device) if entropy else None,
+        argmax=torch.zeros(M, dtype=torch.int64, device=input.device) if entropy else None,
     )
-    return PackedState(packed, state)
-
-
-def finish_packed_state(x: PackedState, first_class: int) -> Tensor:
-    """Write the argmax among all classes into the packed state, and return what is gathered."""
-    if x.state.argmax is not None:
-        argmax = (x.state.argmax + first_class).to(integer_dtype(x.packed.dtype))
-        x.packed[-1] = argmax.view(x.packed.dtype)
-    return x.packed
-
-
-def pack_logits(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None,
-    first_class: int,
-    temperature: float,
-    softcap: float,
-    smoothing: bool,
-    entropy: bool,
-    *,
-    accumulate_logits: Callable[..., None],
-    overwrites_state: bool,
-) -> Tensor:
-    """Return the packed state of this rank's logits.
-
-    `target` and `class_weight` are relative to this rank's classes. `overwrites_state` says that
-    the backend's `accumulate_logits` writes the state of the first chunk without reading it.
-    """
-    initialize = not overwrites_state or not logits.numel()
-    x = empty_packed_state(
-        logits, logits.shape[1], class_weight, smoothing, entropy, initialize=initialize
-    )
-    if logits.numel():
-        accumulate_logits(
-            logits, 0, target.contiguous(), class_weight, x.state, temperature, softcap
-        )
-    return finish_packed_state(x, first_class)
-
-
-def pack_hidden(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    first_class: int,
-    temperature: float,
-    softcap: float,
-    smoothing: bool,
-    entropy: bool,
-    chunk: int,
-    save_logits: bool,
-    *,
-    accumulate_hidden: Callable[..., tuple[RowState, Tensor]],
-    accumulate_logits: Callable[..., None],
-    overwrites_state: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the packed state of input weight^T + bias, and the logits if they are to be saved.
-
-    `weight` has this rank's rows of the matrix; `target` and `class_weight` are relative to them.
-    """
-    initialize = not overwrites_state or not len(weight)
-    x = empty_packed_state(
-        input, len(weight), class_weight, smoothing, entropy, initialize=initialize
-    )
-    _, saved_logits = accumulate_hidden(
-        Head(input, weight, bias),
-        target,
-        class_weight,
-        temperature,
-        softcap,
-        smoothing,
-        entropy,
-        chunk,
-        save_logits,
-        accumulate_logits=accumulate_logits,
-        first_state=lambda *_: x.state,
-    )
-    return finish_packed_state(x, first_class), saved_logits
+    numbers, saved = (options.temperature, options.softcap), input.new_empty(0)
+    if weight is not None:
+        head, rest = Head(input, weight, bias), (*numbers, chunk, save_logits)
+        saved = accumulate_hidden(accumulate_logits, head, target, class_weight, state, *rest)
+    elif input.numel():
+        accumulate_logits(input, 0, target.contiguous(), class_weight, state, *numbers)
+    if state.argmax is not None:
+        argmax = (state.argmax + first_class).to(integer_dtype(packed.dtype))
+        packed[-1] = argmax.view(packed.dtype)
+    return packed, saved
 
 
 def gradient_of_logits(
-    dlogits_coef: Tensor,
-    label_coef: Tensor,
-    log_coef: Tensor | None,
-    smoothing_coef: Tensor | None,
+    coefficients: GradientCoefficients,
     logits: Tensor,
     target: Tensor,
     class_weight: Tensor | None,
@@ -172,7 +105,6 @@ def gradient_of_logits(
     """Return the gradient of this rank's logits from the coefficients of its rows."""
     result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if logits.numel():
-        coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
         of_rows = (target.contiguous(), class_weight, coefficients, maximum, sumexp)
         logits_gradient(logits, 0, *of_rows, temperature, softcap, result)
     return result

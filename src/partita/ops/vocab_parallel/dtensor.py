@@ -14,7 +14,7 @@ from ..cross_entropy.api import TokenStats
 from ..cross_entropy.common import mean_denominators
 from .local_losses import (
     ParallelLossArguments,
-    UnreducedLosses,
+    RowLosses,
     hidden_losses,
     local_token_stats,
     logits_losses,
@@ -51,7 +51,7 @@ def cross_entropy(input: DTensor, target: Tensor, arguments: ParallelLossArgumen
             return DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
     losses = logits_losses(local.tensor, target, arguments)
     shape = torch.Size([input.shape[0], *input.shape[2:]])
-    return _reduced_dtensor(losses, target, arguments.weight, mesh, local.row_dims, shape)
+    return _reduced_dtensor(losses, target, arguments, mesh, local.row_dims, shape)
 
 
 def linear_cross_entropy(
@@ -86,7 +86,7 @@ def linear_cross_entropy(
         False,
         memory_budget,
     )
-    return _reduced_dtensor(losses, target, arguments.weight, mesh, row_dims, input.shape[:-1])
+    return _reduced_dtensor(losses, target, arguments, mesh, row_dims, input.shape[:-1])
 
 
 def token_stats(
@@ -185,15 +185,15 @@ def _token_dims(input: Tensor, linear_weight: DTensor) -> list[int]:
 
 
 def _reduced_dtensor(
-    losses: UnreducedLosses,
+    losses: RowLosses,
     target: Tensor,
-    weight: Tensor | None,
+    arguments: ParallelLossArguments,
     mesh: DeviceMesh,
     row_dims: list[int],
     shape: torch.Size,
 ) -> Tensor:
     """Return the losses of all rows, `shape`, or their sum or mean over all ranks."""
-    loss, z, shard, options = losses
+    (loss, z, classes), options = losses, arguments.options
     if options.reduction == "none":
         return _row_dtensor(loss if z is None else loss + z, mesh, row_dims, shape)
 
@@ -206,7 +206,7 @@ def _reduced_dtensor(
 
     if options.reduction == "sum":
         return sum_over_mesh(loss.sum() if z is None else (loss + z).sum())
-    total, rows = mean_denominators(target, weight, shard.classes, options.ignore_index)
+    total, rows = mean_denominators(target, arguments.weight, classes, options.ignore_index)
     mean = sum_over_mesh(loss.sum()) / sum_over_mesh(total.to(loss.dtype))
     if z is None:
         return mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,14 @@ from ...runtime import checks
 from ...runtime.backend import current_backend
 from ..cross_entropy.api import TokenStats
 from ..cross_entropy.common import LossOptions
-from ..linear_heads.common import Head, checked_head, chunk_and_save, loss_terms
+from ..linear_heads.common import Head, RowOptions, checked_head, chunk_and_save, loss_terms
 from ..linear_heads.plan import linear_cross_entropy_plan
-from .autograd import HiddenStatistics, LogitsStatistics, ParallelRowOptions
+from .autograd import ParallelRows, logits_statistics
 from .shard import Classes, VocabShard, vocab_shard
+
+# The losses of the rows in nats without the z-loss, and their z-loss or None, both with the shape
+# of the target; and the number of classes of all ranks.
+RowLosses = tuple[Tensor, Tensor | None, int]
 
 
 class ParallelLossArguments(NamedTuple):
@@ -34,41 +39,11 @@ class ParallelLossArguments(NamedTuple):
     options: LossOptions
 
     @property
-    def row_options(self) -> ParallelRowOptions:
+    def row_options(self) -> RowOptions:
         """The options of the statistics that the loss needs."""
-        of_loss = self.options
-        smoothing = of_loss.label_smoothing > 0
-        return ParallelRowOptions(1.0, of_loss.softcap, smoothing, False, of_loss.ignore_index)
-
-
-class PreparedRows(NamedTuple):
-    """Checked arguments of a loss from logits.
-
-    Fields:
-        shard: the classes of this rank.
-        logits: `[M, C_local]`, with contiguous classes.
-        labels: `[M]` int64, among all classes.
-    """
-
-    shard: VocabShard
-    logits: Tensor
-    labels: Tensor
-
-
-class UnreducedLosses(NamedTuple):
-    """The losses of the rows, in nats, with the shape of the target.
-
-    Fields:
-        loss: `[...]`, without the z-loss.
-        z: the z-loss of each row, `[...]`, or None.
-        shard: the classes of this rank.
-        options: the options of the loss.
-    """
-
-    loss: Tensor
-    z: Tensor | None
-    shard: VocabShard
-    options: LossOptions
+        ignore_index, smoothing, softcap, *_ = self.options
+        needs_smoothing, needs_entropy = smoothing > 0, False
+        return RowOptions(1.0, softcap, ignore_index, needs_smoothing, needs_entropy)
 
 
 def checked_local_head(
@@ -101,8 +76,13 @@ def _contiguous_classes(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] <= 1 else logits.contiguous()
 
 
-def prepare_rows(input: Tensor, target: Tensor, arguments: ParallelLossArguments) -> PreparedRows:
-    """Check the arguments of a loss from logits `[N, C_local, ...]`, and return its rows."""
+def prepare_rows(
+    input: Tensor, target: Tensor, arguments: ParallelLossArguments
+) -> tuple[VocabShard, Tensor, Tensor]:
+    """Check the arguments of a loss from logits `[N, C_local, ...]`.
+
+    Returns the shard, and logits `[M, C_local]` with contiguous classes and labels `[M]` int64.
+    """
     checks.floating("input", input)
     if input.ndim < 2:
         raise ValueError(f"input: expected shape [N, C_local, ...], got {list(input.shape)}")
@@ -110,32 +90,27 @@ def prepare_rows(input: Tensor, target: Tensor, arguments: ParallelLossArguments
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
     checks.shape("target", target, [input.shape[0], *input.shape[2:]], "input without its classes")
     logits = _contiguous_classes(input.movedim(1, -1).flatten(0, -2))
-    return PreparedRows(shard, logits, target.reshape(-1).long())
+    return shard, logits, target.reshape(-1).long()
 
 
 def _unreduced(
-    statistics: tuple[Tensor, ...],
-    labels: Tensor,
+    statistics: Sequence[Tensor],
+    target: Tensor,
     shard: VocabShard,
     arguments: ParallelLossArguments,
-    shape: torch.Size,
-) -> UnreducedLosses:
+) -> RowLosses:
     """Return the losses of rows from their statistics."""
-    weight, options = arguments.weight, arguments.options
+    labels, weight, options = target.reshape(-1).long(), arguments.weight, arguments.options
     loss, z = loss_terms(statistics, labels, weight, shard.classes, options)
-    z = None if z is None else z.reshape(shape)
-    return UnreducedLosses(loss.reshape(shape), z, shard, options)
+    z = None if z is None else z.reshape(target.shape)
+    return loss.reshape(target.shape), z, shard.classes
 
 
-def logits_losses(
-    input: Tensor, target: Tensor, arguments: ParallelLossArguments
-) -> UnreducedLosses:
+def logits_losses(input: Tensor, target: Tensor, arguments: ParallelLossArguments) -> RowLosses:
     """Return the losses of logits `[N, C_local, ...]`."""
     shard, logits, labels = prepare_rows(input, target, arguments)
-    statistics = LogitsStatistics.apply(
-        logits, labels, arguments.weight, shard, arguments.row_options, current_backend()
-    )
-    return _unreduced(statistics, labels, shard, arguments, target.shape)
+    statistics = logits_statistics(logits, labels, arguments.weight, shard, arguments.row_options)
+    return _unreduced(statistics, target, shard, arguments)
 
 
 def hidden_losses(
@@ -146,7 +121,7 @@ def hidden_losses(
     arguments: ParallelLossArguments,
     sequence_parallel: bool,
     memory_budget: int | None,
-) -> UnreducedLosses:
+) -> RowLosses:
     """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
     head = checked_local_head(input, linear_weight, linear_bias)
     input, linear_weight, _ = head
@@ -169,10 +144,9 @@ def hidden_losses(
         parallel=True,
     )
     chunk, save_logits = chunk_and_save(plan, max(len(linear_weight), 1))
-    labels = target.reshape(-1).long()
-    statistics = HiddenStatistics.apply(
+    statistics = ParallelRows.apply(
         *head.flat,
-        labels,
+        target.reshape(-1).long(),
         arguments.weight,
         shard,
         arguments.row_options,
@@ -181,7 +155,7 @@ def hidden_losses(
         sequence_parallel,
         current_backend(),
     )
-    return _unreduced(statistics, labels, shard, arguments, target.shape)
+    return _unreduced(statistics, target, shard, arguments)
 
 
 def local_token_stats(
@@ -201,15 +175,9 @@ def local_token_stats(
     checks.python_int("ignore_index", ignore_index)
     check_labels(logits, target, None, shard, ignore_index)
     checks.shape("target", target, logits.shape[:-1], "logits without its classes")
-    options = ParallelRowOptions(float(temperature), 0.0, False, True, ignore_index)
-    nll, logsumexp, _, entropy, argmax, *_ = LogitsStatistics.apply(
-        _contiguous_classes(logits[None].flatten(0, -2)),
-        target.reshape(-1).long(),
-        None,
-        shard,
-        options,
-        current_backend(),
-    )
-    return TokenStats(
-        *(field.reshape(target.shape) for field in (-nll, logsumexp, entropy, argmax))
-    )
+    needs_smoothing, needs_entropy = False, True
+    options = RowOptions(float(temperature), 0.0, ignore_index, needs_smoothing, needs_entropy)
+    rows, labels = _contiguous_classes(logits[None].flatten(0, -2)), target.reshape(-1).long()
+    found = logits_statistics(rows, labels, None, shard, options)
+    fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
+    return TokenStats(*(field.reshape(target.shape) for field in fields))

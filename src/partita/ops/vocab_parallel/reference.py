@@ -12,29 +12,17 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift
-from ..linear_heads.common import GradientCoefficients, RowState, RowStatistics
+from ..linear_heads.common import GradientCoefficients, RowOptions, RowState, RowStatistics
 from ..linear_heads.reference import (
-    accumulate_hidden,
     accumulate_logits,
     gradient_coefficients,
     logits_gradient,
     row_statistics,
 )
-from .common import (
-    gradient_of_logits,
-    integer_dtype,
-    pack_hidden,
-    pack_logits,
-)
+from .common import gradient_of_logits, integer_dtype, pack_state
 
-parallel_logits = functools.partial(
-    pack_logits, accumulate_logits=accumulate_logits, overwrites_state=False
-)
-parallel_linear = functools.partial(
-    pack_hidden,
-    accumulate_hidden=accumulate_hidden,
-    accumulate_logits=accumulate_logits,
-    overwrites_state=False,
+parallel_state = functools.partial(
+    pack_state, accumulate_logits=accumulate_logits, overwrites_state=False
 )
 parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
 
@@ -45,15 +33,13 @@ def parallel_fields(
     classes: int,
     first_class: int,
     rank: int,
-    temperature: float,
-    ignore_index: int,
-    smoothing: bool,
-    entropy: bool,
+    options: RowOptions,
 ) -> RowStatistics:
     """Return the `RowStatistics` of the packed states of all ranks, `[world, packed_size, M]`.
 
     They are NaN where the ranks have other numbers of classes than this rank expects.
     """
+    temperature = options.temperature
     maxima, sums, labels, sizes = gathered[:, :4].unbind(1)
     maximum = maxima.amax(0)
     shift = finite_shift(maximum)
@@ -61,18 +47,18 @@ def parallel_fields(
     invalid = (sizes[:rank].sum(0) != first_class) | (sizes.sum(0) != classes)
     sumexp = torch.where(invalid, torch.nan, (sums * scale).sum(0))
     origin = smoothing_loss = weight = sum_x_exp = argmax = None
-    if smoothing:
+    if options.needs_smoothing:
         origins, smoothing_losses, weights = gathered[:, 4:7].unbind(1)
         origin, weight = origins[0], weights.sum(0)[:1]
         smoothing_loss = (smoothing_losses + weights * (origin - origins)).sum(0)
-    if entropy:
+    if options.needs_entropy:
         sums_x_exp, indices = gathered[:, -2:].unbind(1)
         moved = sums * (shift - finite_shift(maxima)) / temperature
         sum_x_exp = (scale * (sums_x_exp - moved)).sum(0)
         indices = indices.contiguous().view(integer_dtype(gathered.dtype)).long()
         argmax = torch.where(maxima == maximum, indices, classes - 1).amin(0)
     state = RowState(maximum, sumexp, labels.amax(0), origin, smoothing_loss, sum_x_exp, argmax)
-    return row_statistics(state, target, weight, classes, temperature, ignore_index)
+    return row_statistics(state, target, weight, classes, temperature, options.ignore_index)
 
 
 def parallel_coefficients(

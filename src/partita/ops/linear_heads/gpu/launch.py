@@ -17,7 +17,7 @@ from ...cross_entropy.gpu.reduction import shares_of_denominators
 from ...divergence.gpu.launch import DIVERGENCE_KERNELS
 from ...divergence.gpu.rows import StridedRows
 from ...logprobs.gpu.launch import ENTRY_KERNELS, topk_of_rows
-from .. import chunked, chunked_divergence, chunked_logprobs
+from .. import chunked
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from .chunk import linear_accumulate_kernel, linear_gradient_kernel, linear_statistics_kernel
@@ -179,23 +179,18 @@ CHUNK_KERNELS = ChunkKernels(
     new_state, accumulate_logits, row_statistics, logits_gradient, one_pass_of_chunk, mean_shares
 )
 
-accumulate_hidden = functools.partial(
-    chunked.accumulate_hidden, accumulate_logits=accumulate_logits, first_state=new_state
-)
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
 linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
-linear_one_pass = functools.partial(
-    chunked.linear_one_pass, CHUNK_KERNELS, chunked.gradients_of_loss
-)
-linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
+linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS, None)
+linear_logprobs = functools.partial(chunked.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
 linear_logprobs_backward = functools.partial(
-    chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
+    chunked.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
 )
-linear_topk_logprobs = functools.partial(chunked_logprobs.linear_topk_logprobs, topk_of_rows)
-linear_divergence = functools.partial(chunked_divergence.linear_divergence, DIVERGENCE_KERNELS)
+linear_topk_logprobs = functools.partial(chunked.linear_topk_logprobs, topk_of_rows)
+linear_divergence = functools.partial(chunked.linear_divergence, DIVERGENCE_KERNELS)
 linear_divergence_backward = functools.partial(
-    chunked_divergence.linear_divergence_backward, DIVERGENCE_KERNELS
+    chunked.linear_divergence_backward, DIVERGENCE_KERNELS
 )
 linear_divergence_one_pass = functools.partial(
-    chunked_divergence.linear_divergence_one_pass, DIVERGENCE_KERNELS
+    chunked.linear_divergence_one_pass, DIVERGENCE_KERNELS
 )

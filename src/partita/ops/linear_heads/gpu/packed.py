@@ -22,8 +22,8 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.reduction import load_labels
 from ...divergence.gpu.rows import StridedRows
-from ..chunked import Wanted, add_product, empty_gradients, linear_one_pass
-from ..common import Head, HeadGradients
+from ..chunked import add_product, empty_gradients, linear_one_pass
+from ..common import Head, HeadGradients, Wanted
 from .launch import CHUNK_KERNELS
 
 PACK_BLOCK = tl.constexpr(1024)  # labels that the packing kernel reads at a time
@@ -157,9 +157,9 @@ def packed_gradients(
 ) -> HeadGradients:
     """Compute the gradients of a head without a bias, `chunk` packed rows at a time.
 
-    The arguments are those of `chunked.gradients_of_loss`; `packing.packs_rows` says which heads
-    are served. A gradient of the matrix that comes from several chunks is added up in fp32 by a
-    product of whole chunks, whose ignored rows are 0.
+    `write_gradient` overwrites the logits of a chunk with their gradient, given its labels, and
+    `packing.packs_rows` says which heads are served. A gradient of the matrix that comes from
+    several chunks is added up in fp32 by a product of whole chunks, whose ignored rows are 0.
     """
     input, weight, bias = head
     assert bias is None and len(input) > 0

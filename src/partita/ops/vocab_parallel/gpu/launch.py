@@ -16,21 +16,20 @@ from ...cross_entropy.common import LossOptions
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import LossSum, reduce_losses, shares_of_denominators
 from ...cross_entropy.gpu.row_math import optional_terms
-from ...linear_heads.common import GradientCoefficients, RowStatistics, empty_statistics
-from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
-from ..common import gradient_of_logits, pack_hidden, pack_logits
+from ...linear_heads.common import (
+    GradientCoefficients,
+    RowOptions,
+    RowStatistics,
+    empty_statistics,
+)
+from ...linear_heads.gpu.launch import accumulate_logits, logits_gradient
+from ..common import gradient_of_logits, pack_state
 from .merge import parallel_coefficients_kernel, parallel_fields_kernel
 from .one_pass import parallel_row_kernel
 from .plan import RankMemory, row_split, slots_per_row
 
-parallel_logits = functools.partial(
-    pack_logits, accumulate_logits=accumulate_logits, overwrites_state=True
-)
-parallel_linear = functools.partial(
-    pack_hidden,
-    accumulate_hidden=accumulate_hidden,
-    accumulate_logits=accumulate_logits,
-    overwrites_state=True,
+parallel_state = functools.partial(
+    pack_state, accumulate_logits=accumulate_logits, overwrites_state=True
 )
 parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
 
@@ -41,14 +40,12 @@ def parallel_fields(
     classes: int,
     first_class: int,
     rank: int,
-    temperature: float,
-    ignore_index: int,
-    smoothing: bool,
-    entropy: bool,
+    options: RowOptions,
 ) -> RowStatistics:
     """Return the statistics of the rows from the packed states of all ranks."""
     world, _, M = gathered.shape
-    results = empty_statistics(gathered, M, smoothing, entropy)
+    needs_smoothing, needs_entropy = options.needs_smoothing, options.needs_entropy
+    results = empty_statistics(gathered, M, needs_smoothing, needs_entropy)
     launch(
         parallel_fields_kernel,
         cdiv(M, 128),
@@ -60,10 +57,10 @@ def parallel_fields(
         V=classes,
         first_class=first_class,
         rank=rank,
-        ignore_index=ignore_index,
-        temperature=temperature,
-        HAS_SMOOTHING=smoothing,
-        ENTROPY=entropy,
+        ignore_index=options.ignore_index,
+        temperature=options.temperature,
+        HAS_SMOOTHING=needs_smoothing,
+        ENTROPY=needs_entropy,
         ACC_DTYPE=tl_acc_dtype(gathered.dtype),
         BLOCK=128,
         num_warps=4,
