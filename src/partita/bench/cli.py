@@ -17,7 +17,6 @@ from ..cli.console import (
     UsageError,
     device_named,
     dtypes,
-    first_line,
     number,
     numbers,
     words,
@@ -25,10 +24,9 @@ from ..cli.console import (
 from ..cli.info import no_gpu
 from . import host, picture, report
 from .case import Case, Provider, Settings
-from .host_cases import OPS as HOST_OPS
 from .measure import REPETITIONS, Machine, measure_machine
 from .providers import FAMILIES, PEERS, choose, missing
-from .runner import DeviceLost, Row, failed, run, takers
+from .runner import Row, failed, finish, run, takers
 
 OPS: dict[str, Callable[[Settings], Iterator[Case]]] = {
     op: cases for family in FAMILIES for op, cases in family.OPS.items()
@@ -103,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="op",
         help=f"some of {', '.join(OPS)}, all by default; or host, then some of"
-        f" {', '.join(HOST_OPS)}",
+        f" {', '.join(host.OPS)}",
     )
     parser.add_argument(
         "--peers",
@@ -196,11 +194,7 @@ class Measured:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Return the plan of these arguments.
-
-    Raises:
-        UsageError: an argument cannot be used.
-    """
+    """Return the plan of these arguments, or raise UsageError."""
     device = device_named(args.device)
     for op in args.ops:
         if op not in OPS:
@@ -242,18 +236,10 @@ def machine_of(plan: Plan) -> Machine:
 def measure(plan: Plan, machine: Machine) -> Measured:
     """Run all cases with all providers and a progress bar; an interrupted run returns its rows."""
     rows: list[Row] = []
-    try:
-        with Progress(sum(len(takers(case, plan.providers)) for case in plan.cases)) as progress:
-            repetitions = plan.settings.repetitions
-            for row in run(plan.cases, plan.providers, machine, repetitions, progress):
-                rows.append(row)
-    except KeyboardInterrupt:
-        return Measured(rows, machine, "interrupted", 130)
-    except DeviceLost as error:
-        return Measured(rows, machine, f"the GPU no longer answers after {error}", 1)
-    except Exception as error:  # such as too little memory for the inputs of a case
-        return Measured(rows, machine, f"broke off: {first_line(error)}", 1)
-    return Measured(rows, machine, code=int(bool(failed(rows))))
+    with Progress(sum(len(takers(case, plan.providers)) for case in plan.cases)) as progress:
+        work = run(plan.cases, plan.providers, machine, plan.settings.repetitions, progress)
+        problem, code = finish(map(rows.extend, work), progress)
+    return Measured(rows, machine, problem, code or int(bool(failed(rows))))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -280,7 +266,7 @@ def main(args: argparse.Namespace) -> int:
     plan.files.publish(
         (*report.times(rows, machine), *report.summary(rows, machine)),
         report.describe(machine),
-        lambda path: report.write_csv(path, rows, machine),
+        list(report.records_of(rows, machine)),
         (lambda format: picture.render(panels, machine, format)) if panels else None,
         [f"{row.case}: {row.provider} {row.note}" for row in failed(rows)],
     )
