@@ -44,7 +44,7 @@ def machine_with(device: str) -> Machine:
 
 
 def run(cases: Iterable[Case], *who: Provider, machine: Machine = CPU) -> list[runner.Row]:
-    progress = Progress(0, quiet=True)
+    progress = Progress(0)
     found = runner.run(list(cases), who, machine, SETTINGS.repetitions, progress)
     return list(itertools.chain.from_iterable(found))
 

@@ -33,7 +33,6 @@ EXTRAS = {
     "triton": ("the kernels for GPUs", "pip install triton"),
     "numba": ("the kernels of chains, CTC and transducers for CPUs", "pip install numba"),
     "matplotlib": ("the pictures of partita bench and report", "pip install matplotlib"),
-    "rich": ("tables and progress bars in colour", "pip install rich"),
 }
 # Environment variables that change results or times.
 VARIABLES = (
