@@ -33,41 +33,14 @@ OPS: dict[str, Callable[[Settings], Iterator[Case]]] = {
 }
 HOST = "host"
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Time Partita, PyTorch and other libraries on the first GPU, or a small case on the CPU.
 
 The copy and read bandwidths of the machine are measured first. Each time is then given with its
 share of them, counting the fewest bytes that the op must move. Results that are wrong against fp64
 are reported and not timed.
 
-From hidden states: the loss alone, and with its gradients, under the plan that saves all logits
-(partita-fast) and the plan that saves a few classes at a time (partita-lean). The unit is the time
-of the bare matrix products (products). The error is bounded by that of PyTorch's composition in the
-same dtype, and the error of peers by 5e-2.
-
-Divergences of two heads: the same, for beta 0, 0.5 and 1, beside a loop over chunks of tokens whose
-logits are computed again (chunked). Four products are the unit, and partita-lean has two fifths of
-the memory of the logits.
-
-Chains: log Z alone, with its gradient, and the best path, over tables of k-mers and of CTC. The
-bound of Partita is its contract (marginals within 2e-6 of fp64), and that of the peers is 1e-2.
-There is no `compile`, which would unroll a loop over hundreds of steps.
-
-Linear chains: log Z alone, with the gradients of emissions and transitions, and the best path, for
-transitions that are the same at each step. The truth comes from the kernels of sparse chains.
-
-Semi-Markov chains: the same with scores of durations. The truth comes from a loop over the steps.
-
-CTC: the loss from logits with its gradient, under the same contract; CTC-CRF over k-mers beside the
-recipe of basecallers; the alignment of a long target. PyTorch uses its own kernels, not cuDNN's.
-
-Transducers: the loss of RNN-T and TDT from logits with its gradient, under the same contract, and
-that of RNN-T from encoder and predictor. PyTorch is the reference, by anti-diagonals in fp64.
-
-Decoding: greedy and beam search of CTC, the best path and beam search over k-mers. The error is the
-number of nats that the tokens found lose against those of the reference in fp64, summed over all
-alignments; below 0 they are more probable.
-
+{chr(10).join(family.__doc__ or "" for family in FAMILIES)}
 `partita bench host` measures something else: what one call on tiny inputs costs the host, how many
 kernels it launches, and, with --cold, the first call of a process. PyTorch is always beside it."""
 

@@ -1,4 +1,8 @@
-"""CTC and CTC-CRF: the losses with their gradients, and the alignment of a long target."""
+"""CTC: the loss from logits with its gradient, under the same contract.
+
+CTC-CRF over k-mers stands beside the recipe of basecallers, and the alignment of a long target is
+timed too. PyTorch uses its own kernels, not cuDNN's.
+"""
 
 from __future__ import annotations
 

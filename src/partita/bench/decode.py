@@ -1,7 +1,8 @@
-"""Decoding: greedy and beam search of CTC, and the best paths and prefixes over k-mers.
+"""Decoding: greedy and beam search of CTC, the best path and beam search over k-mers.
 
-Decoders of others search one sequence at a time on the host or a batch on a GPU. Each takes
-`DecodeInputs` and returns what its library returns; `tokens_of` reads it.
+The error is the number of nats that the tokens found lose against those of the reference in fp64,
+summed over all alignments; below 0 they are more probable. Decoders of others search one sequence
+at a time on the host or a batch on a GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class DecodeInputs(NamedTuple):
     beam_width: int  # the number of prefixes that go on after each step
 
 
-Decoder = Callable[[DecodeInputs], Any]
+Decoder = Callable[[DecodeInputs], Any]  # returns what its library does; `tokens_of` reads it
 
 
 def characters(classes: int) -> list[str]:

@@ -1,8 +1,12 @@
-"""Mean losses whose error is bounded by PyTorch's: from hidden states, and divergences.
+"""From hidden states: the loss alone, and with its gradients.
 
-The loss is timed alone and with its gradients, under the plan that saves all logits
-(partita-fast) and the plan that saves a few classes at a time (partita-lean). The unit is the time
-of the bare matrix products.
+Partita runs under the plan that saves all logits (partita-fast) and the plan that saves a few
+classes at a time (partita-lean). The unit is the time of the bare matrix products (products). The
+error is bounded by that of PyTorch's composition in the same dtype, and the error of peers by 5e-2.
+
+Divergences of two heads: the same, for beta 0, 0.5 and 1, beside a loop over chunks of tokens whose
+logits are computed again (chunked). Four products are the unit, and partita-lean has two fifths of
+the memory of the logits. Divergences of rows of logits have the same bounds.
 """
 
 from __future__ import annotations

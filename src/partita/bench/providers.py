@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..cli.console import UsageError
-from . import chain, ctc, decode, heads, linear_chain, rnnt, rows, semi_markov
+from . import chain, ctc, decode, heads, linear_chain, rnnt, rows
 from .case import Beyond, Function, Limited, Load, Provider
 
-FAMILIES = (rows, heads, chain, linear_chain, semi_markov, ctc, rnnt, decode)
+FAMILIES = (rows, heads, chain, linear_chain, ctc, rnnt, decode)
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
 # PyTorch's functions that take few operations, so that its compiler is quick. The others have
 # PyTorch's functions too, with loops over the steps.

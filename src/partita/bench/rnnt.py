@@ -1,6 +1,7 @@
-"""Transducers: the loss from logits, with durations too, and from encoder and predictor.
+"""Transducers: the loss of RNN-T and TDT from logits with its gradient, under the same contract.
 
-PyTorch is the reference here, by anti-diagonals in fp64.
+The loss of RNN-T is timed from encoder and predictor too. PyTorch is the reference, by
+anti-diagonals in fp64.
 """
 
 from __future__ import annotations

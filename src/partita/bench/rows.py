@@ -1,4 +1,4 @@
-"""Rows of logits: softmax, cross-entropy, token statistics and log-probabilities.
+"""Rows of logits: softmax, cross-entropy, token statistics, log-probabilities.
 
 Errors are in ulp, and bounded by those of PyTorch.
 """
