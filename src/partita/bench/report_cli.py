@@ -241,7 +241,7 @@ def _header(report: Report) -> str:
 
 
 def _machine() -> str:
-    none = f"None of these variables is set: {', '.join(info.VARIABLES)}."
+    none = f"No variable is set that begins with one of {', '.join(info.VARIABLES)}."
     variables = info.variables() or [none]
     tables = "".join(_table(table) for table in info.tables())
     environment = f"<h3>Environment</h3>\n{_items(variables)}"
@@ -369,11 +369,7 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _prepare(path: Path, force: bool) -> None:
-    """Check before the work begins that the file can be written and that nothing is lost.
-
-    Raises:
-        UsageError: the file cannot be written, or is there already.
-    """
+    """Raise UsageError, before the work begins, if the file cannot be written or is there."""
     require_writable(path)
     if path.exists() and not path.is_file():
         raise UsageError(f"{path}: is no ordinary file")

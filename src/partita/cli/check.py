@@ -153,9 +153,6 @@ def served(name: str | None) -> tuple[list[Backend], list[str]]:
     """Return the backends of the named device, or of the CPU and the current GPU.
 
     Messages follow for devices that the chosen backend cannot serve.
-
-    Raises:
-        UsageError: the device cannot be used.
     """
     if name is not None:
         devices = [device_named(name)]

@@ -31,13 +31,8 @@ def run_module(
 ) -> Any:
     """Run `python -m partita.<module>` and return the JSON of the last line that it prints.
 
-    Args:
-        module: the name of the module below the package.
-        arguments: the arguments of its command line.
-        environment: variables that are added to those of this process.
-
-    Raises:
-        RuntimeError: the process failed; the message is the last line of its errors.
+    Variables of the environment are added to those of this process. A RuntimeError has the last
+    line of the errors of a process that failed.
     """
     # The package may have been imported from a folder that is not installed.
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))

@@ -116,11 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ops_of(args: argparse.Namespace) -> list[str]:
-    """Return the ops that the user named; `viterbi` names that method of every class.
-
-    Raises:
-        UsageError: an op is not known.
-    """
+    """Return the ops that the user named; `viterbi` names that method of every class."""
     found = []
     for word in args.ops:
         ops = [op for op in OPS if word in (op, op.rpartition(".")[2])]
@@ -131,11 +127,7 @@ def ops_of(args: argparse.Namespace) -> list[str]:
 
 
 def sizes_of(args: argparse.Namespace, ops: Sequence[str]) -> Sizes:
-    """Return the sizes that the user gave.
-
-    Raises:
-        UsageError: no op has one of the sizes.
-    """
+    """Return the sizes that the user gave, each of which one of the ops has."""
     given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     for name in given:
         users = [op for op in OPS if name in OPS[op].usual]
