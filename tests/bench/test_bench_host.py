@@ -134,14 +134,12 @@ def test_first_calls_use_one_cache_that_starts_empty(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     caches: list[tuple[str, Path, bool]] = []
-    bytecode: list[Path] = []
 
     def fake(module: str, arguments: list[str], environment: dict[str, str]) -> Any:
         assert module == "bench.host"
         folder = Path(environment["TRITON_CACHE_DIR"])
-        bytecode.append(Path(environment["PYTHONPYCACHEPREFIX"]))
         caches.append((arguments[1], folder, not folder.exists()))
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         return {"first": 2.0 if caches[-1][2] else 0.5}
 
     monkeypatch.setattr(host, "run_module", fake)
@@ -150,13 +148,13 @@ def test_first_calls_use_one_cache_that_starts_empty(
     assert bench(command, "--csv", str(path)) == 0
     assert [(name, empty) for name, _, empty in caches] == [
         ("torch", True),
+        ("torch", True),
+        ("partita", True),
         ("partita", True),
         ("partita", False),
     ]
-    assert caches[1][1] == caches[2][1] != caches[0][1]
+    assert caches[3][1] == caches[4][1] and len({folder for _, folder, _ in caches}) == 4
     assert not any(folder.exists() for _, folder, _ in caches)
-    assert len(bytecode) == 3 and len(set(bytecode)) == 1
-    assert list(bytecode[0].rglob("host.*.pyc"))  # as an installation has it
     rows = [row for row in read(path) if row["variant"] == host.FIRST_CALL]
     assert [(r["provider"], r["empty_cache_s"], r["filled_cache_s"]) for r in rows] == [
         ("torch", "2", ""),

@@ -14,11 +14,7 @@ prints the seconds of the first call of this process, as `partita bench host --c
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib.util
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +29,6 @@ from ..cli.console import Progress, Table, UsageError, device_named, first_line,
 from ..cli.fresh_process import end_process, run_module
 from ..cli.info import cpu, no_gpu
 from ..ops.linear_heads.api import linear_cross_entropy
-from ..runtime.caches import register_cache
 from . import chain, ctc, heads, linear_chain, picture, providers, rows
 from .case import Attempt, Buffers, Case, Function, Provider
 from .measure import Timing, time_calls, wait
@@ -317,44 +312,22 @@ def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
     return {name: time_calls(waited_for, 1, device) / 1e3 for name in ("first", "second")}
 
 
-@functools.lru_cache(maxsize=1)
-def _bytecode() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder with the bytecode of Partita and Triton, which an installation compiles.
-
-    Otherwise the first call of a package that runs from its sources would be longer.
-    """
-    folder = tempfile.TemporaryDirectory(prefix="partita-")
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""}
-    for name in ("partita", "triton"):
-        if found := importlib.util.find_spec(name):
-            command = [sys.executable, "-m", "compileall", "-q", "-j", "0"]
-            command += found.submodule_search_locations or []
-            # Files that Python cannot read are left to their import.
-            subprocess.run(command, env=environment, capture_output=True, check=False)
-    return folder
-
-
-register_cache("bench.host.bytecode", _bytecode.cache_clear)
-
-
 def first_call(op: str, provider: str, device: torch.device) -> Record:
     """Measure the first call in fresh processes: Triton's cache is empty, and then it is filled.
 
-    The cache is a temporary folder. PyTorch has none, so it gets one process.
+    PyTorch has no such cache, so it gets one process. A process before these, with a cache of its
+    own, leaves the bytecode of all modules, which an installation compiles.
     """
     record: Record = {"op": op, "variant": FIRST_CALL, "provider": provider}
+    columns = FIRST_CALL_COLUMNS if provider == OURS else FIRST_CALL_COLUMNS[:1]
     with tempfile.TemporaryDirectory(prefix="partita-") as cache:
-        environment = {
-            "TRITON_CACHE_DIR": f"{cache}/triton",
-            "PYTHONPYCACHEPREFIX": _bytecode().name,
-            "PYTHONDONTWRITEBYTECODE": "",
-        }
         try:
-            for column in FIRST_CALL_COLUMNS if provider == OURS else FIRST_CALL_COLUMNS[:1]:
-                arguments = [op, provider, str(device)]
-                record[column] = run_module("bench.host", arguments, environment)["first"]
+            for folder, column in (("before", ""), *(("triton", column) for column in columns)):
+                environment = {"TRITON_CACHE_DIR": f"{cache}/{folder}"}
+                found = run_module("bench.host", [op, provider, str(device)], environment)
+                record |= {column: found["first"]} if column else {}
         except (RuntimeError, ValueError, OSError) as error:
-            return record | {FIRST_CALL_COLUMNS[0]: None, "note": f"refuses: {str(error)[:120]}"}
+            return record | {columns[0]: None, "note": f"refuses: {str(error)[:120]}"}
     return record
 
 
@@ -497,11 +470,7 @@ def _group(op: str, variant: str) -> str:
 
 
 def render(records: Sequence[Mapping[str, Any]], machine: str, format: str) -> bytes:
-    """Return the picture of records, also of those of a CSV, as a file of this format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Return the picture of records, also of those of a CSV, as a file of this format."""
     timed = [row for row in records if row.get("host_us")]
     groups = list(dict.fromkeys(_group(row["op"], row["variant"]) for row in timed))
     values: dict[str, dict[int, float]] = {}
