@@ -7,9 +7,11 @@ the fewest bytes that a part must move, and the truth. All else follows here.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -69,6 +71,11 @@ def is_ours(name: str) -> bool:
     return name.partition("-")[0] == "partita"
 
 
+def load(module: str, name: str) -> Load:
+    """Return what imports a function of a module, or of a class of it."""
+    return lambda: operator.attrgetter(name)(importlib.import_module(module))
+
+
 def needs_gpu(inputs: Any) -> str | None:
     """Return why a provider without a useful path on the CPU cannot take the inputs, or None."""
     return None if inputs[0].device.type == "cuda" else "needs a GPU"
@@ -97,9 +104,6 @@ class Settings:
     def types(self, *default: torch.dtype) -> tuple[torch.dtype, ...]:
         return self.dtypes or default or (torch.float32, torch.bfloat16)
 
-    def widths(self, full: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
-        return self.columns or (quick if self.quick else full)
-
 
 class Moves(NamedTuple):
     """The fewest bytes that a part of the work must move."""
@@ -115,6 +119,23 @@ class Sizes(NamedTuple):
     gpu_quick: Sequence[tuple[Any, ...]]
     cpu: Sequence[tuple[Any, ...]]
     cpu_quick: Sequence[tuple[Any, ...]]
+
+    def of(self, settings: Settings) -> Iterable[tuple[Any, ...]]:
+        full, quick = self[:2] if settings.device.type == "cuda" else self[2:]
+        return quick if settings.quick else full
+
+
+class Widths(NamedTuple):
+    """The widths of rows, all or few, and the options beside them; any number of logits is full."""
+
+    full: Sequence[int]
+    quick: Sequence[int]
+    options: Sequence[tuple[Any, ...]] = ((),)
+
+    def of(self, settings: Settings) -> Iterable[tuple[Any, ...]]:
+        widths = settings.columns or (self.quick if settings.quick else self.full)
+        pairs = itertools.product(widths, self.options)
+        return ((settings.rows(width), width, *option) for width, option in pairs)
 
 
 class Buffers:
@@ -318,7 +339,7 @@ class Case(ABC):
 
 
 def cases_of(
-    kinds: Mapping[str, tuple[type[Case], Sizes]], *default: torch.dtype
+    kinds: Mapping[str, tuple[type[Case], Sizes | Widths]], *default: torch.dtype
 ) -> Callable[[Settings], Iterator[Case]]:
     """Return what yields the cases of some ops, by dtype, op and size.
 
@@ -328,8 +349,7 @@ def cases_of(
     def cases(settings: Settings) -> Iterator[Case]:
         for dtype in settings.types(*default):
             for op, (kind, sizes) in kinds.items():
-                full, quick = sizes[:2] if settings.device.type == "cuda" else sizes[2:]
-                found = [kind(op, dtype, *size) for size in (quick if settings.quick else full)]
+                found = [kind(op, dtype, *size) for size in sizes.of(settings)]
                 if settings.columns and kind.width:
                     widths: list[Any] = [max(kind.least_width, n) for n in settings.columns]
                     found = [replace(found[0], **{kind.width: n}) for n in widths]

@@ -95,11 +95,7 @@ def missing(providers: Iterable[Provider]) -> dict[str, str]:
 
 
 def choose(names: list[str]) -> list[Provider]:
-    """Return Partita and the yardstick, then the peers of these names in their order.
-
-    Raises:
-        UsageError: there is no peer of a name.
-    """
+    """Return Partita and the yardstick, then the peers of these names in their order."""
     known = {peer.name: peer for peer in PEERS}
     for name in names:
         if name not in known:

@@ -30,7 +30,7 @@ from .case import (
     cases_of,
     needs_gpu,
 )
-from .paths import LossCase, Truth
+from .paths import LossCase
 
 DURATIONS = (0, 1, 2, 3, 4)
 # Partita's matrix products in half types are judged like those of others: they round the logits.
@@ -226,7 +226,7 @@ class LinearRNNT(RNNT):
         predictor = buffers.normal("predictor", (B, positions, D), self.dtype)
         return JointInputs(encoder, predictor, weight, *self.targets(buffers.device))
 
-    def bounds(self, provider: Provider, truth: Truth) -> tuple[float, float]:
+    def contract(self, provider: Provider) -> tuple[float, float]:
         exact = provider.is_ours and self.dtype.itemsize > 2
         return (1e-4, 1e-5) if exact else (HALF_BOUND, HALF_BOUND)
 
