@@ -222,10 +222,17 @@ class Case(ABC):
     # The size that the widths of the user replace, empty for none, and the least that it can be.
     width: ClassVar[str] = ""
     least_width: ClassVar[int] = 1
+    # The sizes that get smaller where scores are limited, one after the other, each with its least.
+    shrinks: ClassVar[Mapping[str, int]] = {}
 
     def within(self, elements: int) -> Any:
-        """Return the case with at most this number of scores."""
-        return self
+        """Return the case with about this number of scores at most."""
+        case: Any = self
+        for name, least in self.shrinks.items():
+            size = getattr(case, name)
+            room = elements * size // math.prod(case.shape)
+            case = replace(case, **{name: max(least, min(size, room))})
+        return case
 
     def size(self, names: Sequence[str]) -> str:
         return " × ".join(f"{getattr(self, name):,}" for name in names)

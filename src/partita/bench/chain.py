@@ -7,9 +7,9 @@ There is no `compile`, which would unroll a loop over hundreds of steps.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,8 +176,7 @@ class ChainCase(SequencesCase):
 
     sizes = ("steps", "chains", "states", "slots")
     scores = "scores"
-    batch = "chains"
-    least_steps = 1
+    shrinks: ClassVar[Mapping[str, int]] = {"chains": 1, "steps": 1}
     width = "states"
 
     @property

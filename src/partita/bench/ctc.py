@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -221,7 +221,7 @@ class CTCCase(SequencesCase):
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
     slow_on_cpu = True
-    least_steps = 1
+    shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 1}
 
     def within(self, elements: int) -> Any:
         """Return the case with shorter k-mers, fewer sequences, fewer steps and shorter targets."""

@@ -382,13 +382,11 @@ class HeadCase(MeanCase):
     yardstick = "products"
     learned = 2
     width, least_width = "vocabulary", 2
+    shrinks: ClassVar[Mapping[str, int]] = {"tokens": 1}
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.tokens, self.vocabulary
-
-    def within(self, elements: int) -> HeadCase:
-        return replace(self, tokens=max(1, min(self.tokens, elements // self.vocabulary)))
 
     def head(self, buffers: Buffers, name: str = "") -> tuple[Tensor, Tensor]:
         """Return hidden states and a matrix, whose logits have variance 1."""

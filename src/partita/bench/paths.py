@@ -44,18 +44,9 @@ class Truth(NamedTuple):
 class SequencesCase(Case):
     """A batch of sequences or chains."""
 
-    batch: ClassVar[str] = "sequences"  # the size that is their number
-    least_steps: ClassVar[int] = 2
+    shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 2}
 
     steps: int
-
-    def within(self, elements: int) -> Any:
-        """Return the case with fewer sequences, and then with fewer steps."""
-        steps, sequences = self.steps, getattr(self, self.batch)
-        scores = math.prod(self.shape) // (steps * sequences)  # of a step of a sequence
-        sequences = max(1, min(sequences, elements // (steps * scores)))
-        steps = max(self.least_steps, min(steps, elements // (sequences * scores)))
-        return replace(self, steps=steps, **{self.batch: sequences})
 
 
 class GradientCase(Case):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -159,17 +159,11 @@ class TransducerCase(Case):
     width, least_width = "classes", 2
     versus = "torchaudio"
     slow = ("torch",)
+    shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 1, "longest": 1}
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.sequences, self.steps, self.longest + 1, self.classes
-
-    def within(self, elements: int) -> TransducerCase:
-        sequences = min(self.sequences, max(1, elements // 2**20))
-        longest = max(1, min(self.longest, elements // (4 * sequences * self.classes)))
-        room = elements // (sequences * (longest + 1) * self.classes)
-        steps = max(1, min(self.steps, room))
-        return replace(self, sequences=sequences, steps=steps, longest=longest)
 
     def targets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return random targets, the same on all devices, and the lengths."""
