@@ -13,6 +13,7 @@ from helpers.bench import (
     devices,
     machine_with,
     note_of_wrong,
+    row_of,
     run,
     run_as,
     shapes,
@@ -23,9 +24,7 @@ from torch import Tensor, nn
 import partita
 from partita.bench import chain, linear_chain, picture, providers
 from partita.bench.case import Buffers, Case, needs_gpu
-from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH
-from partita.bench.runner import Row
 
 CHAINS, JUDGED = 8, (0, 2, 4, 7)
 LOGZ = chain.LogZ("chain", torch.float32, 20, CHAINS, 16, chain.kmers)
@@ -396,17 +395,13 @@ def test_flash_semicrf_gets_prefix_sums_and_ends(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_panel_for_each_dtype() -> None:
-    def row(case: chain.ChainCase, part: str, timing: Timing | None) -> Row:
-        return Row(case, "partita", part, timing, 0.0, None, "")
-
     half = dataclasses.replace(LOGZ, dtype=torch.bfloat16)
-    time = Timing.of([1.0])
     rows = [
-        row(LOGZ, "inference", time),
-        row(LOGZ, "total", time),
-        row(half, "total", time),
-        row(VITERBI, "inference", time),
-        row(LOGZ, "", None),
+        row_of("partita", LOGZ, 1.0, "inference"),
+        row_of("partita", LOGZ, 1.0),
+        row_of("partita", half, 1.0),
+        row_of("partita", VITERBI, 1.0, "inference"),
+        row_of("partita", LOGZ, None),
     ]
     assert [panel.rows for panel in picture.panels(rows)] == [rows[1:2], rows[2:3]]
     assert picture.panels(rows[3:]) == []

@@ -17,7 +17,7 @@ import torch
 from partita.__main__ import main
 from partita.bench import report, runner
 from partita.bench.case import Case, Provider, Settings
-from partita.bench.measure import Machine
+from partita.bench.measure import Machine, Timing
 from partita.cli.console import Progress, print_table
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -59,6 +59,16 @@ def note_of_wrong(case: Case, function: Callable[..., Any], name: str = "another
     (row,) = run_as(name, case, function)
     assert row.timing is None and row.note.startswith("wrong: ")
     return row.note
+
+
+def row_of(
+    provider: str, case: Case, milliseconds: float | None, part: str = "total", memory: int = 0
+) -> runner.Row:
+    """Return a measurement of one repetition, or a refusal."""
+    if milliseconds is None:
+        return runner.Row(case, provider, "", None, 0.0, None, "refuses: no")
+    timing = Timing.of([milliseconds])
+    return runner.Row(case, provider, part, timing, 0.0, memory or None, "")
 
 
 def settings_with(**changes: Any) -> Settings:
