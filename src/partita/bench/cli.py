@@ -219,11 +219,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure, print and write, and return the exit code."""
     if args.ops[:1] == [HOST]:
         return host.main(args)
-    try:
-        plan = make_plan(args)
-    except UsageError as error:
-        print(f"partita bench: {error}", file=sys.stderr)
-        return 2
+    plan = make_plan(args)
     if not torch.cuda.is_available():
         print(f"{no_gpu()} This is a small timing on the CPU, which says little about a GPU.")
     for message in plan.absent:
