@@ -18,7 +18,7 @@ from partita.bench.case import Attempt, Buffers
 from partita.bench.host import CASES, NEW_SHAPES, ON_DEVICE, SAME, HostCase, Unit
 from partita.bench.measure import Timing
 from partita.bench.providers import TORCH
-from partita.cli.fresh_process import run_module
+from partita.cli.fresh_process import run_fresh
 
 CPU = torch.device("cpu")
 
@@ -135,14 +135,14 @@ def test_first_calls_use_one_cache_that_starts_empty(
 ) -> None:
     caches: list[tuple[str, Path, bool]] = []
 
-    def fake(module: str, arguments: list[str], environment: dict[str, str]) -> Any:
-        assert module == "bench.host"
+    def fake(function: Any, *arguments: str, environment: dict[str, str]) -> float:
+        assert function is host.seconds
         folder = Path(environment["TRITON_CACHE_DIR"])
         caches.append((arguments[1], folder, not folder.exists()))
         folder.mkdir(parents=True, exist_ok=True)
-        return {"first": 2.0 if caches[-1][2] else 0.5}
+        return 2.0 if caches[-1][2] else 0.5
 
-    monkeypatch.setattr(host, "run_module", fake)
+    monkeypatch.setattr(host, "run_fresh", fake)
     path = tmp_path / "host.csv"
     command = "host softmax --quick --cold --only-ours --device cpu"
     assert bench(command, "--csv", str(path)) == 0
@@ -166,18 +166,16 @@ def test_first_calls_use_one_cache_that_starts_empty(
 
 
 def test_a_first_call_runs_in_a_process_of_its_own() -> None:
-    times = run_module("bench.host", ["softmax", "torch", "cpu"])
-    assert set(times) == {"first", "second"}
-    assert set(host.seconds("softmax", "torch", CPU)) == {"first", "second"}
+    assert run_fresh(host.seconds, "softmax", "torch", "cpu") > 0
     with pytest.raises(RuntimeError, match="StopIteration"):
-        run_module("bench.host", ["softmax", "nobody", "cpu"])
+        run_fresh(host.seconds, "softmax", "nobody", "cpu")
 
 
 def test_a_first_call_that_fails_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: object) -> Any:
+    def fails(*args: object, **options: object) -> Any:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(host, "run_module", fails)
+    monkeypatch.setattr(host, "run_fresh", fails)
     row = host.first_call("softmax", "partita", CPU)
     assert row["empty_cache_s"] is None and row["note"] == "refuses: no compiler"
     assert host.failures([row]) == ["softmax, first call: partita refuses: no compiler"]
@@ -284,7 +282,3 @@ def test_kernels_of_a_call_are_counted() -> None:
     x = torch.zeros(1000, device=device)
     work = host.device_work(lambda: (x + 1, x.clone()), device)
     assert work is not None and work[0] == 2 and work[1] > 0
-
-
-def test_a_cpu_has_no_kernels_to_count() -> None:
-    assert host.device_work(lambda: None, CPU) is None

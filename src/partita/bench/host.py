@@ -5,16 +5,11 @@ autograd, of allocations and of launches.
 
 The host of a shared machine is faster at one moment than at another. So the trials take turns, a
 round each, and what slows the host for a while slows all of them.
-
-    python -m partita.bench.host cross_entropy partita cuda
-
-prints the seconds of the first call of this process, as `partita bench host --cold` does.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cli.console import Progress, Table, UsageError, device_named, first_line, words
-from ..cli.fresh_process import end_process, run_module
+from ..cli.fresh_process import run_fresh
 from ..cli.info import cpu, no_gpu
 from ..ops.linear_heads.api import linear_cross_entropy
 from . import chain, ctc, heads, linear_chain, picture, providers, rows
@@ -223,7 +218,7 @@ class Trial:
                 a_round = sum(self.calls) + 2 * FIRST_CALLS_OF_ROUND
                 numbers = range(1, 1 + WARM_UP_CALLS + rounds * a_round)
                 shapes = [attempt._replace(inputs=case.inputs(buffers, n)) for n in numbers]
-                steps = map(case.step, shapes)
+                steps = iter([case.step(each) for each in shapes])
                 self.timed = lambda: next(steps)()
             for _ in range(WARM_UP_CALLS):
                 self.timed()
@@ -280,10 +275,8 @@ def _warm_caches(call: Call) -> None:
 def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
     """Return the number of kernels, copies and fills of a call, and their microseconds.
 
-    Returns None where there is no GPU, or where the profiler sees nothing of it.
+    Returns None where the profiler sees nothing of the GPU.
     """
-    if device.type != "cuda":
-        return None
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -296,12 +289,14 @@ def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
     return (len(times), float(sum(times))) if times else None
 
 
-def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
-    """Return the seconds of the first and the second forward and backward, waited for.
+def seconds(op: str, provider: str, device_name: str) -> float:
+    """Return the seconds of a first forward and backward, waited for.
 
     The inputs are made before, so the context of the GPU is not counted.
     """
-    case = usual_case(op)
+    case, device = usual_case(op), device_named(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     function, served_by = case.served_by(provider)
     step = case.step(Attempt(function, case.inputs(Buffers(device)), served_by))
 
@@ -309,7 +304,7 @@ def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
         step()
         wait(device)
 
-    return {name: time_calls(waited_for, 1, device) / 1e3 for name in ("first", "second")}
+    return time_calls(waited_for, 1, device) / 1e3
 
 
 def first_call(op: str, provider: str, device: torch.device) -> Record:
@@ -324,9 +319,9 @@ def first_call(op: str, provider: str, device: torch.device) -> Record:
         try:
             for folder, column in (("before", ""), *(("triton", column) for column in columns)):
                 environment = {"TRITON_CACHE_DIR": f"{cache}/{folder}"}
-                found = run_module("bench.host", [op, provider, str(device)], environment)
-                record |= {column: found["first"]} if column else {}
-        except (RuntimeError, ValueError, OSError) as error:
+                first = run_fresh(seconds, op, provider, str(device), environment=environment)
+                record |= {column: first} if column else {}
+        except (RuntimeError, OSError) as error:
             return record | {columns[0]: None, "note": f"refuses: {str(error)[:120]}"}
     return record
 
@@ -490,11 +485,7 @@ def render(records: Sequence[Mapping[str, Any]], machine: str, format: str) -> b
 
 def main(args: argparse.Namespace) -> int:
     """Measure, print and write, and return the exit code."""
-    try:
-        plan = make_plan(args)
-    except UsageError as error:
-        print(f"partita bench: {error}", file=sys.stderr)
-        return 2
+    plan = make_plan(args)
     on_gpu = plan.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(plan.device)
@@ -520,16 +511,3 @@ def main(args: argparse.Namespace) -> int:
         failures(records),
     )
     return code or int(bool(failures(records)))
-
-
-def main_of_process(argv: Sequence[str]) -> int:
-    op, provider, device = argv
-    chosen = device_named(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    print(json.dumps(seconds(op, provider, chosen)))
-    return 0
-
-
-if __name__ == "__main__":
-    end_process(main_of_process(sys.argv[1:]))
