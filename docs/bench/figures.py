@@ -310,8 +310,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn(out / "linear_budget.svg", 1, 6.4, linear_budget)
     drawn(out / "parallel.svg", 3, 4.2, parallel)
     drawn(out / "row_exactness.svg", 2, 4.6, row_exactness(errors))
-    machine, bars = host.bars_of_csv(HERE / "host.csv")
-    (out / "host.svg").write_bytes(host.render(bars, machine, "svg"))
+    (machine,) = rows_of("host.csv", op="machine")
+    picture = host.render(rows_of("host.csv"), machine["provider"], "svg")
+    (out / "host.svg").write_bytes(picture)
 
 
 if __name__ == "__main__":

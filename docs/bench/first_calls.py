@@ -39,10 +39,10 @@ def main() -> None:
         writer.writeheader()
         for op in args.ops:
             found = first_call(op, "partita", device)
-            if found.empty is None or found.filled is None:
-                print(f"{op}: {found.note}", flush=True)
+            if "note" in found:
+                print(f"{op}: {found['note']}", flush=True)
                 continue
-            seconds = f"{found.empty:.3f}", f"{found.filled:.3f}"
+            seconds = f"{found['empty_cache_s']:.3f}", f"{found['filled_cache_s']:.3f}"
             line = (op, *seconds, name, torch.__version__.partition("+")[0], triton)
             writer.writerow(dict(zip(COLUMNS, line, strict=True)))
             file.flush()

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .bench import cli as bench
     from .bench import report_cli as report
     from .cli import check, info, warm
+    from .cli.console import UsageError
 
     formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = programs[args.command][0].main(args)
         sys.stdout.flush()
         return code
+    except UsageError as error:
+        print(f"partita {args.command}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"partita {args.command}: interrupted", file=sys.stderr)
         return 130

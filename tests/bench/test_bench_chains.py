@@ -13,6 +13,7 @@ from helpers.bench import (
     devices,
     machine_with,
     note_of_wrong,
+    row_of,
     run,
     run_as,
     shapes,
@@ -21,11 +22,9 @@ from helpers.bench import (
 from torch import Tensor, nn
 
 import partita
-from partita.bench import chain, linear_chain, picture, providers, semi_markov
+from partita.bench import chain, linear_chain, picture, providers
 from partita.bench.case import Buffers, Case, needs_gpu
-from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH
-from partita.bench.runner import Row
 
 CHAINS, JUDGED = 8, (0, 2, 4, 7)
 LOGZ = chain.LogZ("chain", torch.float32, 20, CHAINS, 16, chain.kmers)
@@ -34,8 +33,8 @@ ALIGNMENT = dataclasses.replace(LOGZ, table=chain.alignment)
 ALIGNMENT_VITERBI = dataclasses.replace(VITERBI, table=chain.alignment)
 LINEAR_LOGZ = linear_chain.LogZ("linear_chain", torch.float32, 20, 3, 6)
 LINEAR_VITERBI = linear_chain.Viterbi("linear_viterbi", torch.float32, 20, 3, 6)
-SEGMENTS = semi_markov.LogZ("semi_markov", torch.float32, 9, 2, 3, 4)
-BEST_SEGMENTS = semi_markov.Viterbi("semi_markov_viterbi", torch.float32, 9, 2, 3, 4)
+SEGMENTS = linear_chain.SegmentsLogZ("semi_markov", torch.float32, 9, 2, 3, 4)
+BEST_SEGMENTS = linear_chain.SegmentsViterbi("semi_markov_viterbi", torch.float32, 9, 2, 3, 4)
 GPU = torch.device("cuda")
 
 
@@ -99,7 +98,7 @@ def test_sizes_of_linear_and_semi_markov_chains() -> None:
         return shapes(linear_chain.linear_chain_cases, "linear_chain", **changes)
 
     def of_segments(**changes: Any) -> list[tuple[int, ...]]:
-        return shapes(semi_markov.semi_markov_cases, "semi_markov", **changes)
+        return shapes(linear_chain.semi_markov_cases, "semi_markov", **changes)
 
     assert of_linear(device=GPU, quick=False) == list(map(tuple, linear_chain.FULL_SIZES))
     assert of_linear(device=GPU) == [(100, 64, 20), (500, 32, 50)]
@@ -358,11 +357,11 @@ def test_torch_struct_gets_segments_as_potentials(monkeypatch: pytest.MonkeyPatc
 
     stand_in(monkeypatch, "torch_struct", SemiMarkovCRF=SemiMarkovCRF)
     inputs = SEGMENTS.inputs(Buffers(CPU.device))
-    found = semi_markov.torch_struct_logz()(*inputs)
-    torch.testing.assert_close(found, semi_markov.loop_logz(*inputs))
-    assert semi_markov.beyond_torch_struct(inputs) is None
+    found = linear_chain.torch_struct_segments()(*inputs)
+    torch.testing.assert_close(found, linear_chain.segments_logz(*inputs))
+    assert linear_chain.beyond_torch_struct_segments(inputs) is None
     large = inputs._replace(durations=torch.zeros(10_000, 3))
-    assert "for each step" in semi_markov.beyond_torch_struct(large)
+    assert "for each step" in linear_chain.beyond_torch_struct_segments(large)
 
 
 def test_flash_semicrf_gets_prefix_sums_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,23 +389,19 @@ def test_flash_semicrf_gets_prefix_sums_and_ends(monkeypatch: pytest.MonkeyPatch
     members = {"semi_crf_streaming_forward": semi_crf_streaming_forward}
     stand_in(monkeypatch, "flash_semicrf", **members)
     inputs = SEGMENTS.inputs(Buffers(CPU.device))
-    found = semi_markov.flash_semicrf_logz()(*inputs)
-    torch.testing.assert_close(found, semi_markov.loop_logz(*inputs))
+    found = linear_chain.flash_semicrf_logz()(*inputs)
+    torch.testing.assert_close(found, linear_chain.segments_logz(*inputs))
     assert needs_gpu(inputs) == "needs a GPU"
 
 
 def test_a_panel_for_each_dtype() -> None:
-    def row(case: chain.ChainCase, part: str, timing: Timing | None) -> Row:
-        return Row(case, "partita", part, timing, 0.0, None, "")
-
     half = dataclasses.replace(LOGZ, dtype=torch.bfloat16)
-    time = Timing.of([1.0])
     rows = [
-        row(LOGZ, "inference", time),
-        row(LOGZ, "total", time),
-        row(half, "total", time),
-        row(VITERBI, "inference", time),
-        row(LOGZ, "", None),
+        row_of("partita", LOGZ, 1.0, "inference"),
+        row_of("partita", LOGZ, 1.0),
+        row_of("partita", half, 1.0),
+        row_of("partita", VITERBI, 1.0, "inference"),
+        row_of("partita", LOGZ, None),
     ]
     assert [panel.rows for panel in picture.panels(rows)] == [rows[1:2], rows[2:3]]
     assert picture.panels(rows[3:]) == []

@@ -1,7 +1,6 @@
 """The benchmark of CTC and transducers: sizes, verdicts, and the calls of the peers."""
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,27 +10,23 @@ import torch.nn.functional as F
 from helpers.bench import (
     CPU,
     SETTINGS,
-    bench,
     devices,
     machine_with,
     note_of_wrong,
     print_tables,
-    read,
+    row_of,
     run,
     run_as,
     settings_with,
     shapes,
     stand_in,
-    texts_of,
 )
 from torch import Tensor
 
 import partita
-from partita.bench import chain, ctc, picture, providers, report, rnnt
+from partita.bench import chain, ctc, providers, report, rnnt
 from partita.bench.case import Buffers
-from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH
-from partita.bench.runner import Row
 
 LOSS = ctc.Loss("ctc", torch.float32, 40, 6, 8, 5, 12)
 CRF = ctc.Crf("ctc_crf", torch.float32, 40, 3, 5, 6, 12, 2)
@@ -174,10 +169,9 @@ def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
     assert all(row.timing for row in run_as("another", LOSS, slightly))
     assert note_of_wrong(LOSS, slightly, "partita").endswith(", allowed 2e-06")
     assert note_of_wrong(LOSS, badly).endswith(", allowed 0.01")
-    truth = LOSS.standard(LOSS.inputs(Buffers(CPU.device)))
     longer = dataclasses.replace(LOSS, steps=4000)
-    assert LOSS.bounds(PARTITA, truth) == longer.bounds(PARTITA, truth)
-    assert longer.bounds(TORCH, truth)[0] == pytest.approx(0.1)
+    assert LOSS.contract(PARTITA) == longer.contract(PARTITA)
+    assert longer.contract(TORCH)[0] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("sequence", [0, 3, 5])
@@ -302,94 +296,18 @@ def test_what_the_libraries_cannot_take() -> None:
 
 
 def test_times_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    def row(case: ctc.CTCCase, provider: str, milliseconds: float | None) -> Row:
-        timing = None if milliseconds is None else Timing.of([milliseconds])
-        return Row(
-            case,
-            provider,
-            "" if timing is None else "total",
-            timing,
-            0.0,
-            None,
-            "" if timing else "refuses: no",
-        )
-
     longer = dataclasses.replace(LOSS, steps=400)
     rows = [
-        row(LOSS, "partita", 2.0),
-        row(LOSS, "torch", 5.0),
-        row(LOSS, "seqdist", 4.0),
-        row(longer, "partita", 1.0),
-        row(longer, "torch", None),
+        row_of("partita", LOSS, 2.0),
+        row_of("torch", LOSS, 5.0),
+        row_of("seqdist", LOSS, 4.0),
+        row_of("partita", longer, 1.0),
+        row_of("torch", longer, None),
     ]
     print_tables(rows)
     printed = capsys.readouterr().out
     table = printed.partition("ctc fp32, total: times faster than torch\n")[2].splitlines()
     assert [line.split()[-3:] for line in table[2:3]] == [["2.50", "1.00", "1.25"]]
     assert table[3].split()[-1] == "refuses" and "." not in table[3]
-    print_tables([row(LOSS, "partita", 2.0)])
+    print_tables(rows[:1])
     assert "faster" not in capsys.readouterr().out
-
-
-def test_a_panel_for_each_loss_and_dtype() -> None:
-    half = dataclasses.replace(LOSS, dtype=torch.bfloat16)
-    rows = [
-        Row(case, "partita", "total", Timing.of([1.0]), 0.0, None, "") for case in (LOSS, CRF, half)
-    ]
-    align = Row(ALIGN, "partita", "inference", Timing.of([1.0]), 0.0, None, "")
-    assert [panel.rows for panel in picture.panels([*rows, align])] == [
-        rows[:1],
-        rows[1:2],
-        rows[2:],
-    ]
-
-
-def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(f"ctc {QUICK} --dtype fp32 --peers torch", "--out", str(tmp_path)) == 0
-    measured = read(tmp_path / "bench.csv")[1]
-    parts = {(row["op"], row["provider"], row["part"]) for row in measured}
-    assert parts == {
-        (op, name, part)
-        for op in ("ctc", "ctc_crf")
-        for name in ("partita", "torch")
-        for part in report.PARTS[:4]
-    } | {("ctc_align", "partita", "inference")}
-    found = {
-        tuple(row[name] for name in ctc.CTCCase.sizes) for row in measured if row["op"] == "ctc"
-    }
-    assert found == {("60", "4", "20", "8", "12"), ("64", "4", "32", "16", "16")}
-    assert {
-        (row["states"], row["slots"], row["sequences"])
-        for row in measured
-        if row["op"] == "ctc_crf"
-    } == {("16", "5", "2")}
-    assert all(
-        float(row["error"]) <= (4e-6 if row["provider"] == "partita" else 1e-2) for row in measured
-    )
-    texts = texts_of(tmp_path / "bench.svg")
-    caption = "CTC loss and its gradient, fp32 logits, CPU"
-    assert {"partita", "torch", "copy", "60 × 4 ×", caption} <= texts
-    printed = capsys.readouterr().out
-    for title in (
-        "ctc fp32",
-        "ctc fp32, total: times faster than torch",
-        "ctc_crf fp32",
-        "ctc_align fp32",
-    ):
-        assert f"\n{title}\n" in printed
-
-
-def test_ours_must_be_right(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    broken = {
-        "ctc": lambda: off_by(1.01),
-        "ctc_crf": lambda: ctc.loop_crf_loss,
-        "ctc_align": PARTITA.ops["ctc_align"],
-    }
-    monkeypatch.setattr(providers, "OURS", (dataclasses.replace(PARTITA, ops=broken),))
-    command = f"ctc {QUICK} --dtype fp64 --only-ours"
-    assert bench(command, "--csv", str(tmp_path / "times.csv")) == 1
-    assert capsys.readouterr().err.count("partita wrong: ") == 2
-    rows = read(tmp_path / "times.csv")[1]
-    assert [row["op"] for row in rows if row["note"].startswith("wrong:")] == ["ctc"] * 2

@@ -59,4 +59,4 @@ def test_a_line_for_each_call(
     assert ["softmax", "no", "PyTorch's own functions serve it"] in cells
     assert ["logsumexp", "no", "RuntimeError: no kernel"] in cells
     assert ["0", "of", "2 calls are replayed."] in cells
-    assert cells[-1] == ["PARTITA_REPLAY=0"]
+    assert ["PARTITA_REPLAY=0"] in cells

@@ -1,6 +1,5 @@
 """`partita warm`: its arguments, its ops, and what it says; the ops run on the CPU here."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from partita.__main__ import main
 from partita.cli import info, warm
 from partita.cli.warm import OPS, WarmResult
 
-CPU = torch.device("cpu")
 TINY = {
     "rows": (4,),
     "classes": (16,),
@@ -61,7 +59,7 @@ def test_an_op_runs_forward_and_backward(op: str, monkeypatch: pytest.MonkeyPatc
         return result
 
     monkeypatch.setattr(torch.autograd, "grad", counted)
-    warmed = warm.warm_one(op, "fp32", tiny(op), CPU)
+    warmed = warm.warm_one(op, "fp32", tiny(op), "cpu")
     assert warmed.seconds > 0
     assert warmed.compiled == warmed.cached == 0
     runs = len(list(warm.combinations(tiny(op))))
@@ -84,18 +82,9 @@ def test_ragged_sizes_are_run_with_one_less() -> None:
 def test_sizes_that_an_op_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_BACKEND", "reference")
     with pytest.raises(ValueError, match="states: expected a power of the number of bases, 4"):
-        warm.warm_one("ctc_crf_loss", "fp32", {**tiny("ctc_crf_loss"), "states": (100,)}, CPU)
+        warm.warm_one("ctc_crf_loss", "fp32", {**tiny("ctc_crf_loss"), "states": (100,)}, "cpu")
     with pytest.raises(ValueError, match="classes: expected 2 or more"):
-        warm.warm_one("ctc_loss", "fp32", {**tiny("ctc_loss"), "classes": (1,)}, CPU)
-
-
-def test_a_worker_prints_its_result(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["softmax", "bf16", "cpu"]
-    assert warm.main_of_process([*arguments, json.dumps({"rows": [3], "classes": [5]})]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert set(result) == set(WarmResult._fields) and result["note"] == ""
-    assert warm.main_of_process([*arguments, json.dumps({"rows": [3], "classes": [-5]})]) == 1
-    assert capsys.readouterr().err.startswith("RuntimeError: ")
+        warm.warm_one("ctc_loss", "fp32", {**tiny("ctc_loss"), "classes": (1,)}, "cpu")
 
 
 def test_workers_are_processes_whose_failure_is_told() -> None:
@@ -146,14 +135,14 @@ def test_the_table_and_the_exit_code(
 def test_only_sizes_of_the_op_reach_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
 
-    def fake(module: str, arguments: list[str]) -> Any:
-        sent.append((module, arguments))
-        return WarmResult("logz", "fp16", 1.0, 1)._asdict()
+    def fake(*arguments: Any) -> WarmResult:
+        sent.append(arguments)
+        return WarmResult("logz", "fp16", 1.0, 1)
 
-    monkeypatch.setattr(warm, "run_module", fake)
+    monkeypatch.setattr(warm, "run_fresh", fake)
     result = warm.warm_in_process("logz", "fp16", {"states": (64,), "classes": (5,)}, "cuda:1")
     assert result == WarmResult("logz", "fp16", 1.0, 1)
-    assert sent == [("cli.warm", ["logz", "fp16", "cuda:1", '{"states": [64]}'])]
+    assert sent == [(warm.warm_one, "logz", "fp16", {"states": (64,)}, "cuda:1")]
 
 
 @pytest.mark.parametrize(

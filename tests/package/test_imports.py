@@ -11,7 +11,6 @@ HEAVY = (
     "triton",
     "numba",
     "matplotlib",
-    "rich",
     "numpy.testing",
     "hypothesis",
     "torch._dynamo",
@@ -79,7 +78,7 @@ x = torch.randn(4, 7, requires_grad=True)
 partita.cross_entropy(x, torch.tensor([0, 1, 2, 3])).backward()
 partita.softmax(x), partita.logsumexp(x)
 partita.token_stats(x, torch.tensor([0, 1, 2, 3])), partita.testing.sample_rows(2, 2)
-print([m for m in ("triton", "numba", "matplotlib", "rich") if m in sys.modules])
+print([m for m in ("triton", "numba", "matplotlib") if m in sys.modules])
 """
     assert run(code) == "[]"
 
@@ -89,7 +88,7 @@ def test_it_runs_where_triton_and_numba_are_not_installed() -> None:
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("triton", "numba", "matplotlib", "rich", "numpy"):
+        if name.partition(".")[0] in ("triton", "numba", "matplotlib", "numpy"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 import torch, partita

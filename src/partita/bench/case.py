@@ -7,9 +7,11 @@ the fewest bytes that a part must move, and the truth. All else follows here.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -69,6 +71,11 @@ def is_ours(name: str) -> bool:
     return name.partition("-")[0] == "partita"
 
 
+def load(module: str, name: str) -> Load:
+    """Return what imports a function of a module, or of a class of it."""
+    return lambda: operator.attrgetter(name)(importlib.import_module(module))
+
+
 def needs_gpu(inputs: Any) -> str | None:
     """Return why a provider without a useful path on the CPU cannot take the inputs, or None."""
     return None if inputs[0].device.type == "cuda" else "needs a GPU"
@@ -97,9 +104,6 @@ class Settings:
     def types(self, *default: torch.dtype) -> tuple[torch.dtype, ...]:
         return self.dtypes or default or (torch.float32, torch.bfloat16)
 
-    def widths(self, full: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
-        return self.columns or (quick if self.quick else full)
-
 
 class Moves(NamedTuple):
     """The fewest bytes that a part of the work must move."""
@@ -115,6 +119,23 @@ class Sizes(NamedTuple):
     gpu_quick: Sequence[tuple[Any, ...]]
     cpu: Sequence[tuple[Any, ...]]
     cpu_quick: Sequence[tuple[Any, ...]]
+
+    def of(self, settings: Settings) -> Iterable[tuple[Any, ...]]:
+        full, quick = self[:2] if settings.device.type == "cuda" else self[2:]
+        return quick if settings.quick else full
+
+
+class Widths(NamedTuple):
+    """The widths of rows, all or few, and the options beside them; any number of logits is full."""
+
+    full: Sequence[int]
+    quick: Sequence[int]
+    options: Sequence[tuple[Any, ...]] = ((),)
+
+    def of(self, settings: Settings) -> Iterable[tuple[Any, ...]]:
+        widths = settings.columns or (self.quick if settings.quick else self.full)
+        pairs = itertools.product(widths, self.options)
+        return ((settings.rows(width), width, *option) for width, option in pairs)
 
 
 class Buffers:
@@ -201,10 +222,17 @@ class Case(ABC):
     # The size that the widths of the user replace, empty for none, and the least that it can be.
     width: ClassVar[str] = ""
     least_width: ClassVar[int] = 1
+    # The sizes that get smaller where scores are limited, one after the other, each with its least.
+    shrinks: ClassVar[Mapping[str, int]] = {}
 
     def within(self, elements: int) -> Any:
-        """Return the case with at most this number of scores."""
-        return self
+        """Return the case with about this number of scores at most."""
+        case: Any = self
+        for name, least in self.shrinks.items():
+            size = getattr(case, name)
+            room = elements * size // math.prod(case.shape)
+            case = replace(case, **{name: max(least, min(size, room))})
+        return case
 
     def size(self, names: Sequence[str]) -> str:
         return " × ".join(f"{getattr(self, name):,}" for name in names)
@@ -318,7 +346,7 @@ class Case(ABC):
 
 
 def cases_of(
-    kinds: Mapping[str, tuple[type[Case], Sizes]], *default: torch.dtype
+    kinds: Mapping[str, tuple[type[Case], Sizes | Widths]], *default: torch.dtype
 ) -> Callable[[Settings], Iterator[Case]]:
     """Return what yields the cases of some ops, by dtype, op and size.
 
@@ -328,8 +356,7 @@ def cases_of(
     def cases(settings: Settings) -> Iterator[Case]:
         for dtype in settings.types(*default):
             for op, (kind, sizes) in kinds.items():
-                full, quick = sizes[:2] if settings.device.type == "cuda" else sizes[2:]
-                found = [kind(op, dtype, *size) for size in (quick if settings.quick else full)]
+                found = [kind(op, dtype, *size) for size in sizes.of(settings)]
                 if settings.columns and kind.width:
                     widths: list[Any] = [max(kind.least_width, n) for n in settings.columns]
                     found = [replace(found[0], **{kind.width: n}) for n in widths]

@@ -17,7 +17,6 @@ from ..cli.console import (
     UsageError,
     device_named,
     dtypes,
-    first_line,
     number,
     numbers,
     words,
@@ -25,51 +24,23 @@ from ..cli.console import (
 from ..cli.info import no_gpu
 from . import host, picture, report
 from .case import Case, Provider, Settings
-from .host_cases import OPS as HOST_OPS
 from .measure import REPETITIONS, Machine, measure_machine
 from .providers import FAMILIES, PEERS, choose, missing
-from .runner import DeviceLost, Row, failed, run, takers
+from .runner import Row, failed, finish, run, takers
 
 OPS: dict[str, Callable[[Settings], Iterator[Case]]] = {
     op: cases for family in FAMILIES for op, cases in family.OPS.items()
 }
 HOST = "host"
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Time Partita, PyTorch and other libraries on the first GPU, or a small case on the CPU.
 
 The copy and read bandwidths of the machine are measured first. Each time is then given with its
 share of them, counting the fewest bytes that the op must move. Results that are wrong against fp64
 are reported and not timed.
 
-From hidden states: the loss alone, and with its gradients, under the plan that saves all logits
-(partita-fast) and the plan that saves a few classes at a time (partita-lean). The unit is the time
-of the bare matrix products (products). The error is bounded by that of PyTorch's composition in the
-same dtype, and the error of peers by 5e-2.
-
-Divergences of two heads: the same, for beta 0, 0.5 and 1, beside a loop over chunks of tokens whose
-logits are computed again (chunked). Four products are the unit, and partita-lean has two fifths of
-the memory of the logits.
-
-Chains: log Z alone, with its gradient, and the best path, over tables of k-mers and of CTC. The
-bound of Partita is its contract (marginals within 2e-6 of fp64), and that of the peers is 1e-2.
-There is no `compile`, which would unroll a loop over hundreds of steps.
-
-Linear chains: log Z alone, with the gradients of emissions and transitions, and the best path, for
-transitions that are the same at each step. The truth comes from the kernels of sparse chains.
-
-Semi-Markov chains: the same with scores of durations. The truth comes from a loop over the steps.
-
-CTC: the loss from logits with its gradient, under the same contract; CTC-CRF over k-mers beside the
-recipe of basecallers; the alignment of a long target. PyTorch uses its own kernels, not cuDNN's.
-
-Transducers: the loss of RNN-T and TDT from logits with its gradient, under the same contract, and
-that of RNN-T from encoder and predictor. PyTorch is the reference, by anti-diagonals in fp64.
-
-Decoding: greedy and beam search of CTC, the best path and beam search over k-mers. The error is the
-number of nats that the tokens found lose against those of the reference in fp64, summed over all
-alignments; below 0 they are more probable.
-
+{chr(10).join(family.__doc__ or "" for family in FAMILIES)}
 `partita bench host` measures something else: what one call on tiny inputs costs the host, how many
 kernels it launches, and, with --cold, the first call of a process. PyTorch is always beside it."""
 
@@ -103,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="op",
         help=f"some of {', '.join(OPS)}, all by default; or host, then some of"
-        f" {', '.join(HOST_OPS)}",
+        f" {', '.join(host.OPS)}",
     )
     parser.add_argument(
         "--peers",
@@ -196,11 +167,7 @@ class Measured:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Return the plan of these arguments.
-
-    Raises:
-        UsageError: an argument cannot be used.
-    """
+    """Return the plan of these arguments, or raise UsageError."""
     device = device_named(args.device)
     for op in args.ops:
         if op not in OPS:
@@ -242,29 +209,17 @@ def machine_of(plan: Plan) -> Machine:
 def measure(plan: Plan, machine: Machine) -> Measured:
     """Run all cases with all providers and a progress bar; an interrupted run returns its rows."""
     rows: list[Row] = []
-    try:
-        with Progress(sum(len(takers(case, plan.providers)) for case in plan.cases)) as progress:
-            repetitions = plan.settings.repetitions
-            for row in run(plan.cases, plan.providers, machine, repetitions, progress):
-                rows.append(row)
-    except KeyboardInterrupt:
-        return Measured(rows, machine, "interrupted", 130)
-    except DeviceLost as error:
-        return Measured(rows, machine, f"the GPU no longer answers after {error}", 1)
-    except Exception as error:  # such as too little memory for the inputs of a case
-        return Measured(rows, machine, f"broke off: {first_line(error)}", 1)
-    return Measured(rows, machine, code=int(bool(failed(rows))))
+    with Progress(sum(len(takers(case, plan.providers)) for case in plan.cases)) as progress:
+        work = run(plan.cases, plan.providers, machine, plan.settings.repetitions, progress)
+        problem, code = finish(map(rows.extend, work), progress)
+    return Measured(rows, machine, problem, code or int(bool(failed(rows))))
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure, print and write, and return the exit code."""
     if args.ops[:1] == [HOST]:
         return host.main(args)
-    try:
-        plan = make_plan(args)
-    except UsageError as error:
-        print(f"partita bench: {error}", file=sys.stderr)
-        return 2
+    plan = make_plan(args)
     if not torch.cuda.is_available():
         print(f"{no_gpu()} This is a small timing on the CPU, which says little about a GPU.")
     for message in plan.absent:
@@ -280,7 +235,7 @@ def main(args: argparse.Namespace) -> int:
     plan.files.publish(
         (*report.times(rows, machine), *report.summary(rows, machine)),
         report.describe(machine),
-        lambda path: report.write_csv(path, rows, machine),
+        list(report.records_of(rows, machine)),
         (lambda format: picture.render(panels, machine, format)) if panels else None,
         [f"{row.case}: {row.provider} {row.note}" for row in failed(rows)],
     )

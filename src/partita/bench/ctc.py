@@ -1,10 +1,14 @@
-"""CTC and CTC-CRF: the losses with their gradients, and the alignment of a long target."""
+"""CTC: the loss from logits with its gradient, under the same contract.
+
+CTC-CRF over k-mers stands beside the recipe of basecallers, and the alignment of a long target is
+timed too. PyTorch uses its own kernels, not cuDNN's.
+"""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +22,7 @@ from ..runtime.backend import backend
 from ..testing.samples.in_torch import total_of_paths as loop_logz
 from .case import Buffers, Function, Functions, Limited, Provider, Sizes, cases_of
 from .chain import BASES, MAX_STATES, beyond_fp32_kernels, beyond_loop, kmers
-from .paths import BestCase, LossCase, SequencesCase, Truth
+from .paths import BestCase, LossCase, SequencesCase
 
 # Others carry fp32 states as large as log Z. PyTorch's posteriors are off by 0.3 at 20,000 steps.
 PEER_ERROR_A_STEP = 2.5e-5
@@ -217,7 +221,7 @@ class CTCCase(SequencesCase):
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
     slow_on_cpu = True
-    least_steps = 1
+    shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 1}
 
     def within(self, elements: int) -> Any:
         """Return the case with shorter k-mers, fewer sequences, fewer steps and shorter targets."""
@@ -252,8 +256,8 @@ class CTCLossCase(LossCase, CTCCase):
 
     contracts = 1  # the bound of Partita, in bounds of one posterior
 
-    def bounds(self, provider: Provider, truth: Truth) -> tuple[float, float]:
-        of_gradient, of_result = super().bounds(provider, truth)
+    def contract(self, provider: Provider) -> tuple[float, float]:
+        of_gradient, of_result = super().contract(provider)
         if provider.is_ours:
             return self.contracts * of_gradient, self.contracts * of_result
         return max(of_gradient, PEER_ERROR_A_STEP * self.steps), of_result

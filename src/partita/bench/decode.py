@@ -1,12 +1,12 @@
-"""Decoding: greedy and beam search of CTC, and the best paths and prefixes over k-mers.
+"""Decoding: greedy and beam search of CTC, the best path and beam search over k-mers.
 
-Decoders of others search one sequence at a time on the host or a batch on a GPU. Each takes
-`DecodeInputs` and returns what its library returns; `tokens_of` reads it.
+The error is the number of nats that the tokens found lose against those of the reference in fp64,
+summed over all alignments; below 0 they are more probable. Decoders of others search one sequence
+at a time on the host or a batch on a GPU.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +31,7 @@ from .case import (
     Sizes,
     Verdict,
     cases_of,
+    load,
     needs_gpu,
 )
 from .chain import BASES
@@ -66,7 +67,7 @@ class DecodeInputs(NamedTuple):
     beam_width: int  # the number of prefixes that go on after each step
 
 
-Decoder = Callable[[DecodeInputs], Any]
+Decoder = Callable[[DecodeInputs], Any]  # returns what its library does; `tokens_of` reads it
 
 
 def characters(classes: int) -> list[str]:
@@ -107,35 +108,26 @@ def _probabilities(log_probs: Tensor) -> list[Any]:
     return [each.contiguous().numpy() for each in log_probs.float().exp().unbind(1)]
 
 
-def fast_ctc_decode_greedy() -> Decoder:
-    library: Any = importlib.import_module("fast_ctc_decode")
+def fast_ctc_decode(name: str, *options: float) -> Decoder:
+    """Return one of its searches; that over a beam takes its width and a cut-off too."""
+    search_one = load("fast_ctc_decode", name)()
 
     def search(sequences: list[Any], beam_width: int) -> list[str]:
         alphabet = characters(sequences[0].shape[1])
-        return [library.viterbi_search(each, alphabet)[0] for each in sequences]
-
-    return prepared(_probabilities, search)
-
-
-def fast_ctc_decode_beam() -> Decoder:
-    """Return its beam search without the cut-off, by which it leaves out labels."""
-    library: Any = importlib.import_module("fast_ctc_decode")
-
-    def search(sequences: list[Any], beam_width: int) -> list[str]:
-        alphabet = characters(sequences[0].shape[1])
-        return [library.beam_search(each, alphabet, beam_width, 0.0)[0] for each in sequences]
+        others = (beam_width, *options) if options else ()
+        return [search_one(each, alphabet, *others)[0] for each in sequences]
 
     return prepared(_probabilities, search)
 
 
 def pyctcdecode_beam() -> Decoder:
     """Return its beam search without a language model, with the cut-offs that it has by default."""
-    library: Any = importlib.import_module("pyctcdecode")
+    build = load("pyctcdecode", "build_ctcdecoder")()
 
     def prepare(log_probs: Tensor) -> tuple[Any, list[Any]]:
         labels = ["", *characters(log_probs.shape[2])[1:]]
         arrays = [each.contiguous().numpy() for each in log_probs.float().unbind(1)]
-        return library.build_ctcdecoder(labels), arrays
+        return build(labels), arrays
 
     def search(prepared_inputs: tuple[Any, list[Any]], beam_width: int) -> list[str]:
         decoder, sequences = prepared_inputs
@@ -146,8 +138,7 @@ def pyctcdecode_beam() -> Decoder:
 
 def torchaudio_beam() -> Decoder:
     """Return the CUDA decoder of torchaudio up to 2.8, without skipped steps."""
-    library: Any = importlib.import_module("torchaudio.models.decoder")
-    decoder = library.CUCTCDecoder
+    decoder = load("torchaudio.models.decoder", "CUCTCDecoder")()
 
     def search(log_probs: Tensor, beam_width: int) -> Any:
         N, T, C = log_probs.shape
@@ -161,20 +152,14 @@ def torchaudio_beam() -> Decoder:
 
 def koi_beam() -> Decoder:
     """Return koi's beam search over k-mers as bonito calls it, in fp16."""
-    library: Any = importlib.import_module("koi.decode")
+    beam_search = load("koi.decode", "beam_search")()
 
     def prepare(scores: Tensor) -> Tensor:
         return scores[..., 1:].transpose(0, 1).flatten(2).half().contiguous()
 
     def search(scores: Tensor, beam_width: int) -> Any:
-        return library.beam_search(
-            scores,
-            beam_width=beam_width,
-            beam_cut=100.0,
-            scale=1.0,
-            offset=0.0,
-            blank_score=BLANK_SCORE,
-        )
+        options = {"beam_cut": 100.0, "scale": 1.0, "offset": 0.0, "blank_score": BLANK_SCORE}
+        return beam_search(scores, beam_width=beam_width, **options)
 
     return prepared(prepare, search)
 
@@ -217,8 +202,9 @@ PROVIDERS: Functions = {
     "koi": {"ctc_crf_beam": Limited(koi_beam, needs_gpu)},
     "torchaudio": {"ctc_beam": Limited(torchaudio_beam, needs_gpu)},
     "fast-ctc-decode": {
-        "ctc_greedy": Limited(fast_ctc_decode_greedy, on_the_host),
-        "ctc_beam": Limited(fast_ctc_decode_beam, on_the_host),
+        "ctc_greedy": Limited(lambda: fast_ctc_decode("viterbi_search"), on_the_host),
+        # Its cut-off leaves out labels.
+        "ctc_beam": Limited(lambda: fast_ctc_decode("beam_search", 0.0), on_the_host),
     },
     "pyctcdecode": {"ctc_beam": Limited(pyctcdecode_beam, on_the_host)},
 }

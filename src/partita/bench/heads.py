@@ -1,15 +1,18 @@
-"""Mean losses whose error is bounded by PyTorch's: from hidden states, and divergences.
+"""From hidden states: the loss alone, and with its gradients.
 
-The loss is timed alone and with its gradients, under the plan that saves all logits
-(partita-fast) and the plan that saves a few classes at a time (partita-lean). The unit is the time
-of the bare matrix products.
+Partita runs under the plan that saves all logits (partita-fast) and the plan that saves a few
+classes at a time (partita-lean). The unit is the time of the bare matrix products (products). The
+error is bounded by that of PyTorch's composition in the same dtype, and the error of peers by 5e-2.
+
+Divergences of two heads: the same, for beta 0, 0.5 and 1, beside a loop over chunks of tokens whose
+logits are computed again (chunked). Four products are the unit, and partita-lean has two fifths of
+the memory of the logits. Divergences of rows of logits have the same bounds.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,11 +40,12 @@ from .case import (
     Provider,
     Settings,
     Sizes,
-    Verdict,
+    Widths,
     cases_of,
+    load,
     needs_gpu,
 )
-from .paths import evenly, worst
+from .paths import Gradient, GradientCase, Truth, evenly
 from .rows import blocks
 
 # The bound of Partita is this multiple of PyTorch's error, as in the contract, plus the slack.
@@ -243,21 +247,25 @@ def beyond_cut_cross_entropy(inputs: LinearInputs) -> str | None:
     return needs_gpu(inputs) or beyond_quack(inputs)
 
 
+LIGER = "liger_kernel.ops"
+
+
 def liger() -> Function:
-    library: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
-    return lambda *inputs: library.LigerFusedLinearCrossEntropyFunction.apply(*inputs)[0]
+    name = "LigerFusedLinearCrossEntropyFunction.apply"
+    apply = load(f"{LIGER}.fused_linear_cross_entropy", name)()
+    return lambda *inputs: apply(*inputs)[0]
 
 
 def liger_divergence() -> Function:
     """Return the mean of Liger's fused linear Jensen-Shannon divergence."""
-    library: Any = importlib.import_module("liger_kernel.ops.fused_linear_jsd")
-    return lambda *inputs: library.LigerFusedLinearJSDFunction.apply(*inputs[:4], None, inputs[4])
+    apply = load(f"{LIGER}.fused_linear_jsd", "LigerFusedLinearJSDFunction.apply")()
+    return lambda *inputs: apply(*inputs[:4], None, inputs[4])
 
 
-def liger_cute() -> Function:
-    """Return Liger's loss with kernels in CuTe for one architecture."""
-    module = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
-    return module.liger_fused_linear_cross_entropy_sm90
+# Liger's loss with kernels in CuTe for one architecture.
+liger_cute = load(
+    f"{LIGER}.cutedsl.ops.fused_linear_cross_entropy_sm90", "liger_fused_linear_cross_entropy_sm90"
+)
 
 
 def beyond_liger_cute(inputs: LinearInputs) -> str | None:
@@ -325,42 +333,27 @@ PROVIDERS: Functions = {
 }
 
 
-class Sample(NamedTuple):
-    """Some rows of a true gradient."""
-
-    leaf: int  # the number of the input whose gradient it is
-    rows: Tensor  # [n], their indices
-    gradient: Tensor  # [n, ...] fp64
-    peer_bound: float  # of the error of peers
+def sample(leaf: int, rows: Tensor, truth: Tensor, peer_bound: float = PEER_BOUND) -> Gradient:
+    """Return some rows of a gradient, whose error is relative to the greatest of these numbers."""
+    return Gradient(leaf, rows, truth, truth.abs().max(), peer_bound)
 
 
-class Truth(NamedTuple):
-    """The loss and samples of the gradients in fp64, and the errors of PyTorch."""
-
-    loss: Tensor
-    samples: list[Sample]
-    own: list[float]
-
-
-class MeanCase(Case):
+class MeanCase(GradientCase):
     """A mean loss with its gradients."""
 
-    memory_of = "total"
-
     @abstractmethod
-    def truth(self, inputs: Any) -> tuple[Tensor, list[Sample]]:
+    def truth(self, inputs: Any) -> Truth:
         """Compute the loss and samples of the gradients in fp64."""
 
     def standard(self, inputs: Any) -> Truth:
         with torch.no_grad():
-            loss, samples = self.truth(inputs)
+            truth = self.truth(inputs)
         try:
             attempt = Attempt(TORCH[self.op], inputs, Provider("torch", {}))
-            found = self.compared(attempt, loss, samples)
-            own = [verdict.error for verdict in found]
+            own = [verdict.error for verdict in self.compared(attempt, truth)]
         except torch.OutOfMemoryError:  # PyTorch has all logits several times
-            own = [PEER_BOUND] * (2 + len(samples))
-        return Truth(loss, samples, own)
+            own = [PEER_BOUND] * (2 + len(truth.gradients))
+        return truth._replace(own=own)
 
     def slack(self, dtype: torch.dtype) -> float:
         """Return the slack of a dtype; the last rounding of half types is most of the error."""
@@ -369,44 +362,12 @@ class MeanCase(Case):
     def loss_slack(self) -> float:
         return self.slack(self.dtype)
 
-    def bounds(self, provider: Provider, standard: Truth) -> list[float]:
-        """Return the bounds of both losses and of the samples."""
+    def bounds(self, provider: Provider, standard: Truth) -> Sequence[float]:
+        gradients = standard.gradients
         if not provider.is_ours:
-            return [PEER_BOUND] * 2 + [sample.peer_bound for sample in standard.samples]
-        slack = [self.loss_slack()] * 2 + [self.slack(self.dtype)] * len(standard.samples)
+            return [gradient.peer_bound for gradient in gradients] + [PEER_BOUND] * 2
+        slack = [self.slack(self.dtype)] * len(gradients) + [self.loss_slack()] * 2
         return [TOLERANCE * own + more for own, more in zip(standard.own, slack, strict=True)]
-
-    def verdicts(self, attempt: Attempt, standard: Truth) -> Iterator[Verdict]:
-        """Judge all providers but the yardstick, which has no results."""
-        if attempt.provider.name == self.yardstick:
-            return
-        found = self.compared(attempt, standard.loss, standard.samples)
-        for verdict, allowed in zip(found, self.bounds(attempt.provider, standard), strict=True):
-            yield replace(verdict, allowed=allowed)
-
-    def compared(
-        self, attempt: Attempt, loss: Tensor, samples: Sequence[Sample]
-    ) -> Iterator[Verdict]:
-        """Yield the errors over the greatest true value, without a bound.
-
-        They are those of the loss with gradients and without, and of each sample, which is
-        infinite if its gradient is not finite anywhere.
-        """
-        result, gradients = self.trained(attempt)
-        yield worst_error(result.detach()[None], loss[None])
-        with torch.no_grad():
-            yield worst_error(attempt.function(*attempt.inputs).detach()[None], loss[None])
-        for sample in samples:
-            gradient = gradients[sample.leaf]
-            found = worst_error(gradient[sample.rows], sample.gradient)
-            if not all(bool(part.isfinite().all()) for part in gradient.split(1024)):
-                found = replace(found, error=math.inf)
-            yield replace(found, index=(int(sample.rows[found.index[0]]), *found.index[1:]))
-
-
-def worst_error(got: Tensor, expected: Tensor) -> Verdict:
-    """Return the worst error over the greatest true value, without a bound."""
-    return worst((got.double() - expected).abs() / expected.abs().max(), math.inf, got, expected)
 
 
 @dataclass(frozen=True)
@@ -421,13 +382,11 @@ class HeadCase(MeanCase):
     yardstick = "products"
     learned = 2
     width, least_width = "vocabulary", 2
+    shrinks: ClassVar[Mapping[str, int]] = {"tokens": 1}
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.tokens, self.vocabulary
-
-    def within(self, elements: int) -> HeadCase:
-        return replace(self, tokens=max(1, min(self.tokens, elements // self.vocabulary)))
 
     def head(self, buffers: Buffers, name: str = "") -> tuple[Tensor, Tensor]:
         """Return hidden states and a matrix, whose logits have variance 1."""
@@ -450,7 +409,7 @@ class LinearCrossEntropy(HeadCase):
     def loss_slack(self) -> float:
         return self.slack(acc_dtype(self.dtype))
 
-    def truth(self, inputs: LinearInputs) -> tuple[Tensor, list[Sample]]:
+    def truth(self, inputs: LinearInputs) -> Truth:
         """Compute the truth in fp64, some tokens at a time.
 
         It is the loss of all tokens, and the gradients of some tokens, of some classes that are
@@ -465,7 +424,7 @@ class LinearCrossEntropy(HeadCase):
         which = evenly(TOKENS_JUDGED, tokens, target.device)
         p = (hidden[which] @ matrix.T - logsumexp[which, None]).exp()
         p[torch.arange(len(which), device=p.device), target[which]] -= 1
-        samples = [Sample(0, which, p @ matrix / tokens, PEER_BOUND)]
+        samples = [sample(0, which, p @ matrix / tokens)]
         labels = torch.bincount(target, minlength=classes) > 0
         for group, peer_bound in ((labels, PEER_BOUND), (~labels, PEER_BOUND_OTHERS)):
             candidates = group.nonzero().squeeze(1)
@@ -474,8 +433,8 @@ class LinearCrossEntropy(HeadCase):
             which = candidates[evenly(CLASSES_JUDGED, len(candidates), target.device)]
             p = (hidden @ matrix[which].T - logsumexp[:, None]).exp()
             p -= (target[:, None] == which).double()
-            samples.append(Sample(1, which, p.T @ hidden / tokens, peer_bound))
-        return loss, samples
+            samples.append(sample(1, which, p.T @ hidden / tokens, peer_bound))
+        return Truth(loss, ..., samples)
 
 
 @dataclass(frozen=True)
@@ -489,7 +448,7 @@ class LinearDivergence(HeadCase):
     def inputs(self, buffers: Buffers) -> DivergenceInputs:
         return DivergenceInputs(*self.head(buffers), *self.head(buffers, "teacher "), self.beta)
 
-    def truth(self, inputs: DivergenceInputs) -> tuple[Tensor, list[Sample]]:
+    def truth(self, inputs: DivergenceInputs) -> Truth:
         """Compute loss and gradient of the first tokens' hidden states in fp64, tokens in parts."""
         hidden, matrix, teacher_hidden, teacher_matrix = (t.double() for t in inputs[:4])
 
@@ -499,19 +458,18 @@ class LinearDivergence(HeadCase):
         step = max(1, DIVERGENCE_ELEMENTS_AT_ONCE // len(matrix))
         parts = zip(hidden.split(step), teacher_hidden.split(step), strict=True)
         loss = torch.stack([rows(*part).sum() for part in parts]).sum() / len(hidden)
-        sample = first_rows(rows, hidden, teacher_hidden, TOKENS_JUDGED)
-        return loss, [sample]
+        return Truth(loss, ..., [first_rows(rows, hidden, teacher_hidden, TOKENS_JUDGED)])
 
 
 def first_rows(
     rows: Callable[[Tensor, Tensor], Tensor], x: Tensor, teacher: Tensor, number: int
-) -> Sample:
+) -> Gradient:
     """Return the gradient of a mean in the first rows of its first input, in fp64."""
     with torch.enable_grad():
         judged = x[:number].detach().double().requires_grad_()
         mean = rows(judged, teacher[:number].double()).sum() / len(x)
         (gradient,) = torch.autograd.grad(mean, judged)
-    return Sample(0, torch.arange(len(judged), device=x.device), gradient, PEER_BOUND)
+    return sample(0, torch.arange(len(judged), device=x.device), gradient)
 
 
 @dataclass(frozen=True)
@@ -539,30 +497,29 @@ class DivergenceRows(MeanCase):
         teacher_logits = buffers.normal("teacher logits", self.shape, self.dtype)
         return RowInputs(logits, teacher_logits, self.beta)
 
-    def bounds(self, provider: Provider, standard: Truth) -> list[float]:
+    def bounds(self, provider: Provider, standard: Truth) -> Sequence[float]:
         """Return bounds that are the same for all providers."""
         return super().bounds(Provider("partita", {}), standard)
 
-    def truth(self, inputs: RowInputs) -> tuple[Tensor, list[Sample]]:
+    def truth(self, inputs: RowInputs) -> Truth:
         """Compute loss and gradient of the first rows in fp64, rows in parts."""
         x, t, beta = inputs
         parts = [rows_of_logits(x[rows].double(), t[rows].double(), beta) for rows in blocks(x)]
-        sample = first_rows(functools.partial(rows_of_logits, beta=beta), x, t, ROWS_JUDGED)
-        return torch.cat(parts).mean(), [sample]
+        first = first_rows(functools.partial(rows_of_logits, beta=beta), x, t, ROWS_JUDGED)
+        return Truth(torch.cat(parts).mean(), ..., [first])
 
 
 linear_cross_entropy_cases = cases_of(
     {"linear_cross_entropy": (LinearCrossEntropy, SIZES)}, torch.bfloat16
 )
+_widths = Widths(DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS, [(beta,) for beta in BETAS])
+of_logits = cases_of({"divergence": (DivergenceRows, _widths)}, torch.bfloat16)
 of_two_heads = cases_of({"linear_divergence": (LinearDivergence, SIZES)}, torch.bfloat16)
 
 
 def divergence_cases(settings: Settings) -> Iterator[Case]:
     """Yield the cases of rows of logits, and then those of two heads."""
-    for dtype in settings.types(torch.bfloat16):
-        for columns in settings.widths(DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS):
-            for beta in BETAS:
-                yield DivergenceRows("divergence", dtype, settings.rows(columns), columns, beta)
+    yield from of_logits(settings)
     cases: Iterator[Any] = of_two_heads(settings)
     yield from (replace(case, beta=beta) for case in cases for beta in BETAS)
 

@@ -10,75 +10,40 @@ round each, and what slows the host for a while slows all of them.
 from __future__ import annotations
 
 import argparse
-import csv
-import functools
-import importlib.util
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..cli.console import Progress, Table, UsageError, device_named, first_line, words
-from ..cli.fresh_process import run_module
+from ..cli.fresh_process import run_fresh
 from ..cli.info import cpu, no_gpu
-from ..runtime.backend import backend
-from ..runtime.caches import register_cache
-from ..testing.samples import Draw
-from . import picture, providers
-from .case import Function
-from .host_cases import (
-    CASES,
-    NEW_SHAPES,
-    OPS,
-    PROVIDERS,
-    HostCase,
-    Inputs,
-    Unit,
-    step,
-    usual_case,
-)
-from .measure import Timing, time_calls
-from .report import Files, files_of, write_records
-from .runner import DeviceLost, require_device
+from ..ops.linear_heads.api import linear_cross_entropy
+from . import chain, ctc, heads, linear_chain, picture, providers, rows
+from .case import Attempt, Buffers, Case, Function, Provider
+from .measure import Timing, time_calls, wait
+from .report import Files, Record, files_of
+from .runner import finish, judge, require_device
 
 OURS = "partita"
 ALWAYS = ("torch", "partita")
-PEERS = tuple(name for name in PROVIDERS if name not in ALWAYS)
+PEERS = ("liger", "quack", "koi", "seqdist")
 ROUNDS, QUICK_ROUNDS = 12, 3
-EMPTY, FILLED = "empty", "filled"
 FIRST_CALL = "first call"
+FIRST_CALL_COLUMNS = ("empty_cache_s", "filled_cache_s")  # seconds, by the state of Triton's cache
 LABEL = 14  # letters of a name in the picture, before it gets a second line
 # All peers are in one picture here, so their colours differ.
 COLOURS = {**picture.COLOURS, "koi": "#64b5f6", "seqdist": "#81c784"}
-COLUMNS = (
-    "op",
-    "variant",
-    "provider",
-    "host_us",
-    "host_median_us",
-    "waited_us",
-    "waited_median_us",
-    "ratio",
-    "unit",
-    "kernels",
-    "device_us",
-    "empty_cache_s",
-    "filled_cache_s",
-    "note",
-)
-
 
 # The calls of a round. A call with a new shape needs inputs of its own.
 NEW_SHAPE_CALLS, WARM_UP_CALLS, FIRST_CALLS_OF_ROUND = 10, 20, 3
-BOUND = 1e-3  # of an error against the reference, over the greatest value or 1
 
+SAME, ON_DEVICE, NEW_SHAPES = "", "lengths on the device", "a new shape at every call"
 Call = Callable[[], object]
 
 
@@ -92,13 +57,134 @@ class Calls(NamedTuple):
 CALLS = (Calls(10, 10), Calls(50, 20))  # on a CPU, whose calls do the work, and on a GPU
 
 
+class Unit(NamedTuple):
+    """The measurement whose time is the unit of others."""
+
+    op: str
+    provider: str
+    variant: str = SAME
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """A case of the benchmark on tiny inputs, and the backward pass of the sum of its result."""
+
+    op: str
+    case: Case
+    providers: tuple[str, ...]
+    variant: str = SAME  # how the case differs from other cases of the op
+    functions: Mapping[str, Function] = field(default_factory=dict)  # instead of the providers'
+
+    @property
+    def unit(self) -> Unit:
+        """Return whose time is the unit of this case: PyTorch's, or that of a similar op."""
+        if "torch" in self.providers:
+            return Unit(self.op, "torch", self.variant if self.variant == NEW_SHAPES else SAME)
+        if self.op == "ctc_crf_loss":
+            return Unit("ctc_loss", "partita")
+        return Unit("cross_entropy", "torch")
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}, {self.variant}" if self.variant else self.op
+
+    def inputs(self, buffers: Buffers, number: int = 0) -> Any:
+        """Return the inputs of a shape by its number, 0 for the usual one."""
+        case: Any = self.case
+        if number and isinstance(case, ctc.CTCCase):
+            # Steps, labels and sequences count up like the digits of a number, so shapes differ.
+            T, S, N = 30 + number % 40, 4 + number // 40 % 8, 2 + number // 320
+            case = replace(case, steps=T, sequences=N, shortest=S - 3, longest=S)
+        elif number:
+            case = replace(case, rows=case.rows + number)
+        inputs = case.inputs(buffers)
+        if self.variant == ON_DEVICE:
+            return inputs._make(each.to(buffers.device) for each in inputs)
+        return inputs
+
+    def step(self, attempt: Attempt) -> Callable[[], Tensor]:
+        """Return what runs forward, and backward where the result has a gradient.
+
+        Gradients are added to those of the step before, as in a loop that accumulates them.
+        """
+        function, inputs, provider = attempt
+        learned, others = self.case.learned, inputs[self.case.learned : self.case.arguments]
+        arguments = [*(x.detach().requires_grad_() for x in inputs[:learned]), *others]
+
+        def run() -> Tensor:
+            logits = arguments[0].clone() if provider.overwrites else arguments[0]
+            result = function(logits, *arguments[1:])
+            result = result[0] if isinstance(result, tuple) else result
+            if result.requires_grad:
+                (result.sum() if result.ndim else result).backward()
+            return result
+
+        return run
+
+    def served_by(self, name: str) -> tuple[Function, Provider]:
+        everyone = (*providers.OURS, *providers.PEERS)
+        provider = next(each for each in everyone if each.name == name)
+        return self.functions.get(name) or provider.ops[self.case.op](), provider
+
+
+def _torch_logprob(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(1, target[:, None])
+
+
+def _torch_ctc_loss(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    return F.ctc_loss(logits.log_softmax(-1), targets, steps, lengths)
+
+
+_ROWS, _SEQUENCES = (torch.float32, 8, 1000), (torch.float32, 50, 4)
+_CROSS_ENTROPY = HostCase(
+    "cross_entropy", rows.CrossEntropy("cross_entropy", *_ROWS), (*ALWAYS, "quack", "liger")
+)
+_CTC = HostCase(
+    "ctc_loss",
+    ctc.Loss("ctc", *_SEQUENCES, 20, 10, 10),
+    (*ALWAYS, "seqdist"),
+    functions={"torch": _torch_ctc_loss},
+)
+_LIBRARIES = ("partita", "koi", "seqdist")
+CASES = (
+    HostCase("softmax", rows.Softmax("softmax", *_ROWS), (*ALWAYS, "liger", "quack")),
+    _CROSS_ENTROPY,
+    replace(_CROSS_ENTROPY, variant=NEW_SHAPES),
+    HostCase(
+        "token_stats",
+        rows.TokenStats("token_stats", *_ROWS),
+        ALWAYS,
+        functions={"torch": _torch_logprob},
+    ),
+    HostCase(
+        "linear_cross_entropy",
+        heads.LinearCrossEntropy("linear_cross_entropy", torch.float32, 64, 64, 1000),
+        ("torch", "liger", "partita"),
+        functions={"partita": linear_cross_entropy},
+    ),
+    _CTC,
+    replace(_CTC, variant=ON_DEVICE),
+    replace(_CTC, variant=NEW_SHAPES),
+    HostCase("ctc_align", ctc.Align("ctc_align", *_SEQUENCES, 20, 10, 10), ("partita",)),
+    HostCase("logz", chain.LogZ("chain", *_SEQUENCES, 64, chain.kmers), _LIBRARIES),
+    HostCase("viterbi", chain.Viterbi("viterbi", *_SEQUENCES, 64, chain.kmers), _LIBRARIES),
+    HostCase("linear_chain", linear_chain.LogZ("linear_chain", *_SEQUENCES, 10), ("partita",)),
+    HostCase("ctc_crf_loss", ctc.Crf("ctc_crf", *_SEQUENCES, 5, 10, 10, 3), ("partita", "koi")),
+)
+OPS = tuple(dict.fromkeys(case.op for case in CASES))
+
+
+def usual_case(op: str) -> HostCase:
+    return next(case for case in CASES if case.op == op and not case.variant)
+
+
 @dataclass
 class Trial:
     """A case that a provider serves, and what was measured of it."""
 
     case: HostCase
     provider: str
-    draw: Draw
+    buffers: Buffers
     timed: Call | None = None  # the call that is timed; None once the provider has refused
     calls: Calls = CALLS[0]
     ahead: list[float] = field(default_factory=list)  # milliseconds of a call in each round
@@ -106,15 +192,6 @@ class Trial:
     kernels: int | None = None  # kernels, copies and fills on the device; None where not counted
     device_us: float | None = None  # the microseconds that these take
     note: str = ""  # why the case is not timed
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.draw.device)
-
-    @property
-    def measured(self) -> Unit:
-        """Return what was measured, as a unit of others."""
-        return Unit(self.case.op, self.provider, self.case.variant)
 
     @property
     def host(self) -> Timing | None:
@@ -128,21 +205,26 @@ class Trial:
 
     def prepare(self, rounds: int) -> None:
         """Draw the inputs of all rounds, warm up, and check our own results."""
+        case, buffers = self.case, self.buffers
         try:
-            function, case = self.case.functions[self.provider](), self.case
-            inputs, self.calls = case.inputs(self.draw, 0), CALLS[self.device.type == "cuda"]
+            function, provider = case.served_by(self.provider)
+            attempt = Attempt(function, case.inputs(buffers), provider)
+            if reason := provider.refusal(case.case.op, attempt.inputs):
+                self._give_up(f"refuses: {reason}")
+                return
+            self.timed, self.calls = case.step(attempt), CALLS[buffers.device.type == "cuda"]
             if case.variant == NEW_SHAPES:
                 self.calls = Calls(NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
                 a_round = sum(self.calls) + 2 * FIRST_CALLS_OF_ROUND
                 numbers = range(1, 1 + WARM_UP_CALLS + rounds * a_round)
-                shapes = iter([case.inputs(self.draw, number) for number in numbers])
-                self.timed = lambda: step(function, next(shapes))
-            else:
-                self.timed = lambda: step(function, inputs)
+                shapes = [attempt._replace(inputs=case.inputs(buffers, n)) for n in numbers]
+                steps = iter([case.step(each) for each in shapes])
+                self.timed = lambda: next(steps)()
             for _ in range(WARM_UP_CALLS):
                 self.timed()
-            if self.provider == OURS and (problem := disagreement(function, inputs)):
-                self._give_up(f"wrong: {problem}")
+            if self.provider == OURS:
+                self.note = judge(case.case, attempt, case.case.standard(attempt.inputs))[1]
+                self.timed = None if self.note else self.timed
         except Exception as error:
             self._refuse(error)
 
@@ -150,7 +232,7 @@ class Trial:
         """Time a round of calls, unless the provider has refused."""
         if (timed := self.timed) is None:
             return
-        device = self.device
+        device = self.buffers.device
 
         def waited_for() -> None:
             timed()
@@ -170,14 +252,14 @@ class Trial:
         if self.timed is None or self.case.variant == NEW_SHAPES:
             return
         try:
-            if work := device_work(self.timed, self.device):
+            if work := device_work(self.timed, self.buffers.device):
                 self.kernels, self.device_us = work
         except Exception as error:
-            require_device(self.device, error)
+            require_device(self.buffers.device, error)
             self.note = f"not profiled: {first_line(error)[:120]}"
 
     def _refuse(self, error: Exception) -> None:
-        require_device(self.device, error)
+        require_device(self.buffers.device, error)
         self._give_up(f"refuses: {first_line(error)[:120]}")
 
     def _give_up(self, note: str) -> None:
@@ -193,10 +275,8 @@ def _warm_caches(call: Call) -> None:
 def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
     """Return the number of kernels, copies and fills of a call, and their microseconds.
 
-    Returns None where there is no GPU, or where the profiler sees nothing of it.
+    Returns None where the profiler sees nothing of the GPU.
     """
-    if device.type != "cuda":
-        return None
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -209,35 +289,41 @@ def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
     return (len(times), float(sum(times))) if times else None
 
 
-def _results(function: Function, inputs: Inputs) -> list[Tensor]:
-    """Return the result and the gradients of the inputs that have one."""
-    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    result = function(*inputs)
-    grads = torch.autograd.grad(result, leaves) if result.requires_grad else ()
-    return [result.detach(), *grads]
+def seconds(op: str, provider: str, device_name: str) -> float:
+    """Return the seconds of a first forward and backward, waited for.
+
+    The inputs are made before, so the context of the GPU is not counted.
+    """
+    case, device = usual_case(op), device_named(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    function, served_by = case.served_by(provider)
+    step = case.step(Attempt(function, case.inputs(Buffers(device)), served_by))
+
+    def waited_for() -> None:
+        step()
+        wait(device)
+
+    return time_calls(waited_for, 1, device) / 1e3
 
 
-def disagreement(function: Function, inputs: Inputs) -> str:
-    """Return how the results of warm calls differ from the reference; empty where they do not."""
-    results = _results(function, inputs)
-    with backend("reference"):
-        expected = _results(function, inputs)
-    for index, (got, truth) in enumerate(zip(results, expected, strict=True)):
-        error = float((got - truth).abs().max() / truth.abs().max().clamp(min=1))
-        if not error <= BOUND:
-            return f"{'gradient' if index else 'result'} off by {error:.3g}, allowed {BOUND:g}"
-    return ""
+def first_call(op: str, provider: str, device: torch.device) -> Record:
+    """Measure the first call in fresh processes: Triton's cache is empty, and then it is filled.
 
-
-@dataclass(frozen=True)
-class FirstCall:
-    """The first call of a fresh process, in seconds without the context of the GPU."""
-
-    op: str
-    provider: str
-    empty: float | None  # with an empty Triton cache; None where the call failed
-    filled: float | None  # with a filled one; None for a provider without a cache
-    note: str  # why there is no time
+    PyTorch has no such cache, so it gets one process. A process before these, with a cache of its
+    own, leaves the bytecode of all modules, which an installation compiles.
+    """
+    record: Record = {"op": op, "variant": FIRST_CALL, "provider": provider}
+    columns = FIRST_CALL_COLUMNS if provider == OURS else FIRST_CALL_COLUMNS[:1]
+    with tempfile.TemporaryDirectory(prefix="partita-") as cache:
+        try:
+            for folder, column in (("before", ""), *(("triton", column) for column in columns)):
+                environment = {"TRITON_CACHE_DIR": f"{cache}/{folder}"}
+                first = run_fresh(seconds, op, provider, str(device), environment=environment)
+                record |= {column: first} if column else {}
+        except (RuntimeError, OSError) as error:
+            return record | {columns[0]: None, "note": f"refuses: {str(error)[:120]}"}
+    return record
 
 
 @dataclass(frozen=True)
@@ -245,38 +331,15 @@ class HostPlan:
     """The plan of a measurement of the host."""
 
     device: torch.device
-    ops: tuple[str, ...]  # those that the user chose
-    cases: list[tuple[HostCase, list[str]]]  # theirs and their units, with the providers of each
-    cold: bool  # whether first calls of fresh processes are measured too
+    trials: list[Trial]  # of the user's ops, and those whose time is the unit of others
+    absent: list[str]  # a message for each provider that is not installed
+    first_calls: list[tuple[str, str]]  # ops and providers
     rounds: int
     files: Files
 
-    @property
-    def first_calls(self) -> list[tuple[str, str]]:
-        return [
-            (op, name)
-            for op in self.ops * self.cold
-            for name in ALWAYS
-            if name in usual_case(op).functions
-        ]
-
-
-@dataclass
-class HostResults:
-    """The measurements, and the problem that ended them early."""
-
-    measured: list[Trial] = field(default_factory=list)
-    first_calls: list[FirstCall] = field(default_factory=list)
-    problem: str = ""
-    code: int = 0
-
 
 def make_plan(args: argparse.Namespace) -> HostPlan:
-    """Return the plan of the arguments of `partita bench`, whose first op is `host`.
-
-    Raises:
-        UsageError: an argument cannot be used.
-    """
+    """Return the plan of the arguments of `partita bench`, or raise UsageError."""
     ops = tuple(dict.fromkeys(args.ops[1:])) or OPS
     for op in ops:
         if op not in OPS:
@@ -286,215 +349,111 @@ def make_plan(args: argparse.Namespace) -> HostPlan:
             raise UsageError(f"--{option}: host has inputs of its own, of one size and fp32")
     peers = [each.name for each in providers.choose([] if args.only_ours else words(args.peers))]
     names = [*ALWAYS, *(name for name in PEERS if name in peers)]
+    units = {case.unit for case in CASES if case.op in ops}
+    pairs = [
+        (case, name)
+        for case in CASES
+        for name in case.providers
+        if (name in names and case.op in ops) or (case.op, name, case.variant) in units
+    ]
+    named = {name for _, name in pairs}
+    absent = providers.missing(peer for peer in providers.PEERS if peer.name in named)
+    buffers = Buffers(device_named(args.device))
+    first_calls = [
+        (op, name) for op in ops * args.cold for name in ALWAYS if name in usual_case(op).providers
+    ]
     return HostPlan(
-        device_named(args.device),
-        ops,
-        _choose(ops, names),
-        args.cold,
+        buffers.device,
+        [Trial(case, name, buffers) for case, name in pairs if name not in absent],
+        list(absent.values()),
+        first_calls,
         QUICK_ROUNDS if args.quick else ROUNDS,
         files_of(args, "host"),
     )
 
 
-def _choose(ops: Sequence[str], names: Sequence[str]) -> list[tuple[HostCase, list[str]]]:
-    """Return the cases of these ops with their providers, and the units of their times."""
-    units = {case.unit for case in CASES if case.op in ops}
-    chosen = []
-    for case in CASES:
-        own = [
-            name
-            for name in case.functions
-            if (name in names and case.op in ops) or (case.op, name, case.variant) in units
-        ]
-        if own:
-            chosen.append((case, own))
-    return chosen
+def measured(plan: HostPlan, progress: Progress, first_calls: list[Record]) -> Iterator[None]:
+    """Measure all trials, and then the first calls; each step ends in a yield."""
+    for trial in plan.trials:
+        progress.say(f"{trial.case.name}: {trial.provider}")
+        trial.prepare(plan.rounds)
+        yield
+    for number in range(1, plan.rounds + 1):
+        progress.say(f"round {number}")
+        for trial in plan.trials:
+            trial.time_round()
+            yield
+    for trial in plan.trials if plan.device.type == "cuda" else ():
+        progress.say(f"kernels of {trial.case.op}: {trial.provider}")
+        trial.count()
+        yield
+    for op, name in plan.first_calls:
+        progress.say(f"first call of {op}: {name}")
+        first_calls.append(first_call(op, name, plan.device))
+        yield
 
 
-@functools.lru_cache(maxsize=1)
-def _bytecode() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder with the bytecode of Partita and Triton, which an installation compiles.
+def records_of(trials: Sequence[Trial]) -> list[Record]:
+    """Return the lines of the table and of the CSV, with least times.
 
-    Otherwise the first call of a package that runs from its sources would be longer.
+    Other programs of the machine only add to a time. A ratio is to the time of the case's unit.
     """
-    folder = tempfile.TemporaryDirectory(prefix="partita-")
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""}
-    for name in ("partita", "triton"):
-        if found := importlib.util.find_spec(name):
-            command = [sys.executable, "-m", "compileall", "-q", "-j", "0"]
-            command += found.submodule_search_locations or []
-            # Files that Python cannot read are left to their import.
-            subprocess.run(command, env=environment, capture_output=True, check=False)
-    return folder
-
-
-register_cache("bench.host.bytecode", _bytecode.cache_clear)
-
-
-def first_call(op: str, provider: str, device: torch.device) -> FirstCall:
-    """Measure the first call in fresh processes: Triton's cache is empty, and then it is filled.
-
-    The cache is a temporary folder. PyTorch has none, so it gets one process.
-    """
-    seconds: dict[str, float] = {}
-    states = (EMPTY, FILLED) if provider == OURS else (EMPTY,)
-    with tempfile.TemporaryDirectory(prefix="partita-") as cache:
-        environment = {
-            "TRITON_CACHE_DIR": f"{cache}/triton",
-            "PYTHONPYCACHEPREFIX": _bytecode().name,
-            "PYTHONDONTWRITEBYTECODE": "",
+    hosts = {(row.case.op, row.provider, row.case.variant): row.host for row in trials}
+    records = []
+    for row in trials:
+        unit, host, waited = hosts.get(row.case.unit), row.host, row.waited
+        record: Record = {
+            "op": row.case.op,
+            "variant": row.case.variant,
+            "provider": row.provider,
+            "host_us": host and 1e3 * host.least,
+            "host_median_us": host and 1e3 * host.median,
+            "waited_us": waited and 1e3 * waited.least,
+            "waited_median_us": waited and 1e3 * waited.median,
+            "ratio": host.least / unit.least if host and unit else None,
+            "unit": f"{row.case.unit.provider} {row.case.unit.op}",
+            "kernels": row.kernels,
+            "device_us": row.device_us,
+            "note": row.note,
         }
-        try:
-            for state in states:
-                arguments = [op, provider, str(device)]
-                seconds[state] = run_module("bench.host_cases", arguments, environment)["first"]
-        except (RuntimeError, ValueError, OSError) as error:
-            return FirstCall(op, provider, None, None, f"refuses: {str(error)[:120]}")
-    return FirstCall(op, provider, seconds[EMPTY], seconds.get(FILLED), "")
+        if row.ahead or row.note:
+            records.append(record)
+    return records
 
 
-def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
-    """Measure everything with a progress bar; an interrupted run returns what it has."""
-    results, draw = HostResults(), Draw(device=plan.device)
-    pairs = [(case, name) for case, names in plan.cases for name in names if name not in absent]
-    trials = [Trial(case, name, draw) for case, name in pairs]
-    profiled = plan.device.type == "cuda"
-    total = len(trials) * (1 + plan.rounds + profiled) + len(plan.first_calls)
-    try:
-        with Progress(total) as progress:
-            for trial in trials:
-                progress.say(f"{trial.case.name}: {trial.provider}")
-                trial.prepare(plan.rounds)
-                progress.advance()
-            for number in range(1, plan.rounds + 1):
-                progress.say(f"round {number}")
-                for trial in trials:
-                    trial.time_round()
-                    progress.advance()
-            for trial in trials if profiled else ():
-                progress.say(f"kernels of {trial.case.op}: {trial.provider}")
-                trial.count()
-                progress.advance()
-            for op, name in plan.first_calls:
-                progress.say(f"first call of {op}: {name}")
-                results.first_calls.append(first_call(op, name, plan.device))
-                progress.advance()
-    except KeyboardInterrupt:
-        results.problem, results.code = "interrupted", 130
-    except DeviceLost as error:
-        results.problem, results.code = f"the GPU no longer answers after {error}", 1
-    results.measured = [trial for trial in trials if trial.ahead or trial.note]
-    results.code = results.code or int(bool(failures(results)))
-    return results
-
-
-def failures(results: HostResults) -> list[str]:
+def failures(records: Sequence[Record]) -> list[str]:
     """Return what Partita refused or computed wrongly."""
-    rows = [row for row in results.measured if row.provider == OURS and row.host is None]
-    calls = [row for row in results.first_calls if row.provider == OURS and row.empty is None]
     return [
-        *(f"{row.case.name}: {row.provider} {row.note}" for row in rows),
-        *(f"first call of {row.op}: {row.provider} {row.note}" for row in calls),
+        f"{', '.join(filter(None, (row['op'], row['variant'])))}: {OURS} {row['note']}"
+        for row in records
+        if row["provider"] == OURS and not (row.get("host_us") or row.get(FIRST_CALL_COLUMNS[0]))
     ]
 
 
-def _us(timing: Timing | None) -> str:
-    """Return the least microseconds, as other programs of the machine only add to a time."""
-    return "" if timing is None else f"{1e3 * timing.least:.0f}"
-
-
-def ratio(row: Trial, rows: Sequence[Trial]) -> float | None:
-    """Return the time of the host in units of another measurement, or None without both."""
-    unit = next((x.host for x in rows if x.measured == row.case.unit and x.host), None)
-    return None if unit is None or row.host is None else row.host.least / unit.least
-
-
-def _unit_name(unit: Unit) -> str:
-    return f"{unit.provider} {unit.op}"
-
-
-def tables(rows: Sequence[Trial], first_calls: Sequence[FirstCall]) -> Iterator[Table]:
+def tables(records: Sequence[Record]) -> Iterator[Table]:
     """Yield a table of times for each op, and that of first calls where there are some."""
+
+    def cells(row: Record, formats: Mapping[str, str]) -> list[str]:
+        found = [(row.get(name), form) for name, form in formats.items()]
+        return ["" if value is None else f"{value:{form}}" for value, form in found]
+
     header = ["case", "provider", "host", "waited for", "ratio", "kernels", "device", ""]
-    for op in dict.fromkeys(row.case.op for row in rows):
-        own = [row for row in rows if row.case.op == op]
-        unit = _unit_name(own[0].case.unit)
-        title = f"{op}: forward + backward of a tiny input, us; ratio to {unit}"
-        yield Table(title, header, [_cells(row, rows) for row in own], left=2)
-    if first_calls:
-        cells = [
-            [call.op, call.provider, _seconds(call.empty), _seconds(call.filled), call.note]
-            for call in first_calls
+    formats = {"host_us": ".0f", "waited_us": ".0f", "ratio": ".2f"}
+    formats |= {"kernels": "d", "device_us": ".0f", "note": ""}
+    calls = [row for row in records if row["variant"] != FIRST_CALL]
+    for op in dict.fromkeys(row["op"] for row in calls):
+        own = [row for row in calls if row["op"] == op]
+        lines = [
+            [row["variant"] or "the usual one", row["provider"], *cells(row, formats)]
+            for row in own
         ]
+        title = f"{op}: forward + backward of a tiny input, us; ratio to {own[0]['unit']}"
+        yield Table(title, header, lines, left=2)
+    if first_calls := [row for row in records if row["variant"] == FIRST_CALL]:
+        formats = {**dict.fromkeys(FIRST_CALL_COLUMNS, ".2f"), "note": ""}
+        lines = [[row["op"], row["provider"], *cells(row, formats)] for row in first_calls]
         header = ["op", "provider", "empty cache, s", "filled cache, s", ""]
-        yield Table("The first call of a process", header, cells, left=2)
-
-
-def _cells(row: Trial, rows: Sequence[Trial]) -> list[str]:
-    factor = ratio(row, rows)
-    return [
-        row.case.variant or "the usual one",
-        row.provider,
-        _us(row.host),
-        _us(row.waited),
-        "" if factor is None else f"{factor:.2f}",
-        "" if row.kernels is None else str(row.kernels),
-        "" if row.device_us is None else f"{row.device_us:.0f}",
-        row.note,
-    ]
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def write_csv(
-    path: Path, rows: Sequence[Trial], first_calls: Sequence[FirstCall], machine: str
-) -> None:
-    records = [_record(row, ratio(row, rows)) for row in rows]
-    for call in first_calls:
-        times = {"empty_cache_s": call.empty, "filled_cache_s": call.filled}
-        numbers = {name: f"{value:.4g}" for name, value in times.items() if value is not None}
-        record = {"op": call.op, "variant": FIRST_CALL, "provider": call.provider}
-        records.append({**record, **numbers, "note": call.note})
-    write_records(path, COLUMNS, [{"op": "machine", "provider": machine}], records)
-
-
-def _record(row: Trial, factor: float | None) -> dict[str, object]:
-    record: dict[str, object] = {**row.measured._asdict(), "note": row.note}
-    for name, timing in (("host", row.host), ("waited", row.waited)):
-        if timing is not None:
-            record[f"{name}_us"] = f"{1e3 * timing.least:.5g}"
-            record[f"{name}_median_us"] = f"{1e3 * timing.median:.5g}"
-    if factor is not None:
-        record |= {"ratio": f"{factor:.3f}", "unit": _unit_name(row.case.unit)}
-    if row.kernels is not None and row.device_us is not None:
-        record |= {"kernels": row.kernels, "device_us": f"{row.device_us:.5g}"}
-    return record
-
-
-# The bars of the picture: the name of a group, a provider, and microseconds.
-Bar = tuple[str, str, float]
-
-
-def bars_of_csv(path: Path) -> tuple[str, list[Bar]]:
-    """Return the name of the machine and the bars of a CSV that `write_csv` wrote."""
-    with path.open(encoding="utf-8", newline="") as file:
-        records = list(csv.DictReader(file))
-    machine = next(record["provider"] for record in records if record["op"] == "machine")
-    return machine, [
-        (_group(record["op"], record["variant"]), record["provider"], float(record["host_us"]))
-        for record in records
-        if record["host_us"]
-    ]
-
-
-def bars_of(rows: Sequence[Trial]) -> list[Bar]:
-    return [
-        (_group(row.case.op, row.case.variant), row.provider, 1e3 * row.host.least)
-        for row in rows
-        if row.host
-    ]
+        yield Table("The first call of a process", header, lines, left=2)
 
 
 def _group(op: str, variant: str) -> str:
@@ -505,54 +464,50 @@ def _group(op: str, variant: str) -> str:
     return "\n".join(filter(None, (name, variant)))
 
 
-def render(bars: Sequence[Bar], machine: str, format: str) -> bytes:
-    """Return the picture of some bars as a file of this format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    groups = list(dict.fromkeys(group for group, _, _ in bars))
+def render(records: Sequence[Mapping[str, Any]], machine: str, format: str) -> bytes:
+    """Return the picture of records, also of those of a CSV, as a file of this format."""
+    timed = [row for row in records if row.get("host_us")]
+    groups = list(dict.fromkeys(_group(row["op"], row["variant"]) for row in timed))
     values: dict[str, dict[int, float]] = {}
-    for group, provider, microseconds in bars:
-        values.setdefault(provider, {})[groups.index(group)] = microseconds
+    for row in timed:
+        group = groups.index(_group(row["op"], row["variant"]))
+        values.setdefault(row["provider"], {})[group] = float(row["host_us"])
 
     def draw(axes: Any) -> None:
         title, label = f"What a call costs the host, {machine}", "host, forward + backward, µs"
         options: dict[str, Any] = {"colours": COLOURS, "gaps": False, "upright": False}
         picture.grouped_bars(axes, groups, values, title, label, **options)
-        times = [bar[2] for bar in bars]
+        times = [float(row["host_us"]) for row in timed]
         axes.set_ylim(min(times) / 3, 4 * max(times))  # leaves room for the legend
 
-    return picture.render_subplots([draw], picture.bars_width(len(groups), len(bars)), format)
+    return picture.render_subplots([draw], picture.bars_width(len(groups), len(timed)), format)
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure, print and write, and return the exit code."""
-    try:
-        plan = make_plan(args)
-    except UsageError as error:
-        print(f"partita bench: {error}", file=sys.stderr)
-        return 2
-    if plan.device.type == "cuda":
+    plan = make_plan(args)
+    on_gpu = plan.device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(plan.device)
     else:
         reason = f"{no_gpu()} " if not torch.cuda.is_available() else ""
         print(f"{reason}On the CPU a call includes its work, and there are no kernels to count.")
-    named = {name for _, names in plan.cases for name in names}
-    absent = providers.missing(peer for peer in providers.PEERS if peer.name in named)
-    for message in absent.values():
+    for message in plan.absent:
         print(message)
-    results = measure(plan, list(absent))
-    if results.problem:
-        print(f"partita bench: {results.problem}", file=sys.stderr)
-    found = results.measured, results.first_calls
-    name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else cpu()
-    bars = bars_of(results.measured)
+    first_calls: list[Record] = []
+    steps = len(plan.trials) * (1 + plan.rounds + on_gpu) + len(plan.first_calls)
+    with Progress(steps) as progress:
+        problem, code = finish(measured(plan, progress, first_calls), progress)
+    if problem:
+        print(f"partita bench: {problem}", file=sys.stderr)
+    records = [*records_of(plan.trials), *first_calls]
+    name = torch.cuda.get_device_name(plan.device) if on_gpu else cpu()
+    has_times = any(row.get("host_us") for row in records)
     plan.files.publish(
-        tables(*found),
+        tables(records),
         name,
-        lambda path: write_csv(path, *found, name),
-        (lambda format: render(bars, name, format)) if bars else None,
-        failures(results),
+        [{"op": "machine", "provider": name}, *records],
+        (lambda format: render(records, name, format)) if has_times else None,
+        failures(records),
     )
-    return results.code
+    return code or int(bool(failures(records)))

@@ -1,6 +1,8 @@
-"""Dense linear chains: log Z, its gradients and memory, and the best path.
+"""Linear chains: log Z alone, with its gradients, and the best path, for equal transitions.
 
-All functions take emissions `[T, N, C]`, transitions `[C, C]`, start and end `[C]`.
+The truth comes from the kernels of sparse chains.
+
+Semi-Markov chains: the same with scores of durations. The truth comes from a loop over the steps.
 """
 
 from __future__ import annotations
@@ -10,18 +12,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.linear_chain.api import LinearChain
+from ..ops.semi_markov.api import SemiMarkovChain
 from ..primitives.semiring import Max
 from ..runtime.dtypes import acc_dtype
 from ..testing.samples.in_torch import linear_chain as loop_logz
-from .case import Buffers, Function, Functions, Limited, Sizes, cases_of
+from ..testing.samples.in_torch import semi_markov_chain as segments_logz
+from .case import Buffers, Function, Functions, Limited, Sizes, cases_of, needs_gpu
 from .chain import beyond_loop
 from .paths import BestCase, LogZCase, SequencesCase, Truth, differentiated, in_fp64
 
-MAX_POTENTIALS = 2**31  # numbers in the scores of all transitions, of which several copies exist
-
+# Numbers in the potentials of torch-struct, of which several copies exist; for segments it has
+# matrices of (D C)² for each step.
+MAX_POTENTIALS = 2**31
 
 FULL_SIZES = (  # steps, sequences and states
     (100, 64, 20),
@@ -38,13 +44,33 @@ SIZES = Sizes(
     [(100, 64, 20), (500, 32, 50), (100_000, 1, 16)],
     [(40, 8, 10), (300, 1, 16)],
 )
+FULL_SEGMENT_SIZES = (  # steps, sequences, states and durations
+    (1000, 32, 24, 50),
+    (200, 64, 10, 16),
+    (10_000, 4, 16, 100),
+    (1000, 16, 50, 30),
+)
+SEGMENT_SIZES = Sizes(
+    FULL_SEGMENT_SIZES,
+    FULL_SEGMENT_SIZES[:2],
+    [(200, 8, 24, 20), (200, 16, 10, 16)],
+    [(40, 4, 6, 5)],
+)
 
 
 class LinearInputs(NamedTuple):
-    emissions: Tensor
-    transitions: Tensor
-    start: Tensor
-    end: Tensor
+    emissions: Tensor  # [T, N, C]
+    transitions: Tensor  # [C, C]
+    start: Tensor  # [C]
+    end: Tensor  # [C]
+
+
+class SemiMarkovInputs(NamedTuple):
+    emissions: Tensor  # [T, N, C]
+    transitions: Tensor  # [C, C]
+    durations: Tensor  # [D, C]
+    start: Tensor  # [C]
+    end: Tensor  # [C]
 
 
 def loop_viterbi(emissions: Tensor, transitions: Tensor, start: Tensor, end: Tensor) -> Tensor:
@@ -126,19 +152,88 @@ def pytorch_crf_viterbi() -> Function:
     return function
 
 
+def _segment_potentials(
+    emissions: Tensor, transitions: Tensor, durations: Tensor, start: Tensor, end: Tensor
+) -> Tensor:
+    """Return the log-potentials of torch-struct, `[N, T, D + 1, C, C]` (new, old)."""
+    T, _, C = emissions.shape
+    D = len(durations)
+    padded = F.pad(emissions.to(transitions.dtype), (0, 0, 0, 0, 0, D))
+    # Entry [t, d - 1] is the sum of the emissions of d steps from step t on.
+    sums = torch.stack([padded[d : T + d] for d in range(D)]).cumsum(0).transpose(0, 1)
+    length = torch.arange(1, D + 1, device=emissions.device)
+    last = torch.arange(T, device=emissions.device)[:, None] + length
+    scores = sums + durations[:, None] + torch.where((last == T)[..., None, None], end, 0.0)
+    scores = torch.where((last <= T)[..., None, None], scores, -torch.inf)
+    # The first segment comes from state 0 alone.
+    first = torch.full_like(transitions, -torch.inf)
+    first = torch.cat([start[:, None], first[:, 1:]], 1)
+    entered = torch.cat([first[None], transitions.T.expand(T - 1, C, C)])
+    edges = scores[..., None] + entered[:, None, None]  # [T, D, N, C, C]
+    edges = edges.permute(2, 0, 1, 3, 4)
+    return torch.cat([torch.full_like(edges[:, :, :1], -torch.inf), edges], 2)
+
+
+def torch_struct_segments() -> Function:
+    chain: Any = importlib.import_module("torch_struct").SemiMarkovCRF
+    return lambda *inputs: chain(_segment_potentials(*inputs)).partition
+
+
+def beyond_torch_struct_segments(inputs: SemiMarkovInputs) -> str | None:
+    T, N, C = inputs.emissions.shape
+    if T * N * (len(inputs.durations) * C) ** 2 > MAX_POTENTIALS:
+        return "would hold (D C)² numbers for each step"
+    return None
+
+
+def flash_semicrf_logz() -> Function:
+    """Return log Z of flash-semicrf, from prefix sums of the emissions in fp64.
+
+    It enters the first segment by a transition from any state, whose sum is taken off here. Its
+    path on the CPU is a loop over steps and durations.
+    """
+    library: Any = importlib.import_module("flash_semicrf")
+
+    def function(
+        emissions: Tensor, transitions: Tensor, durations: Tensor, start: Tensor, end: Tensor
+    ) -> Tensor:
+        T, N, C = emissions.shape
+        sums = F.pad(emissions.double().cumsum(0), (0, 0, 0, 0, 1, 0))
+        zeros = emissions.new_zeros(T - 1, C, dtype=transitions.dtype)
+        first = torch.cat([(start - transitions.logsumexp(0))[None], zeros])
+        last = torch.cat([zeros, end[None]])
+        logz = library.semi_crf_streaming_forward(
+            sums.transpose(0, 1).contiguous(),
+            transitions,
+            durations,
+            torch.full((N,), T, device=emissions.device),
+            len(durations),
+            proj_start=first.expand(N, T, C).contiguous(),
+            proj_end=last.expand(N, T, C).contiguous(),
+        )
+        return logz.to(transitions.dtype)
+
+    return function
+
+
 PROVIDERS: Functions = {
     "partita": {
         "linear_chain": lambda: lambda *inputs: LinearChain(*inputs).logz(),
         "linear_viterbi": lambda: lambda *inputs: LinearChain(*inputs).viterbi().states,
+        "semi_markov": lambda: lambda *inputs: SemiMarkovChain(*inputs).logz(),
+        "semi_markov_viterbi": lambda: lambda *inputs: SemiMarkovChain(*inputs).viterbi()[1:],
     },
     "torch": {
         "linear_chain": Limited(lambda: loop_logz, beyond_loop),
         "linear_viterbi": Limited(lambda: loop_viterbi, beyond_loop),
+        "semi_markov": Limited(lambda: segments_logz, beyond_loop),
     },
     "torch-struct": {
         "linear_chain": Limited(torch_struct_logz, beyond_torch_struct),
         "linear_viterbi": Limited(torch_struct_viterbi, beyond_torch_struct),
+        "semi_markov": Limited(torch_struct_segments, beyond_torch_struct_segments),
     },
+    "flash-semicrf": {"semi_markov": Limited(flash_semicrf_logz, needs_gpu)},
     "pytorch-crf": {
         "linear_chain": Limited(pytorch_crf_logz, beyond_loop),
         "linear_viterbi": Limited(pytorch_crf_viterbi, beyond_loop),
@@ -197,5 +292,51 @@ class Viterbi(BestCase, LinearChainCase):
         return scores.masked_fill((known != states).any(0), -torch.inf)
 
 
+@dataclass(frozen=True)
+class SemiMarkovCase(LinearChainCase):
+    """A batch of sequences with the same transitions and durations."""
+
+    durations: int
+
+    differs_by = (*LinearChainCase.sizes, "durations")
+
+    def inputs(self, buffers: Buffers) -> Any:
+        emissions, transitions, *ends = super().inputs(buffers)
+        shape = (self.durations, self.states)
+        durations = buffers.normal("durations", shape, transitions.dtype)
+        return SemiMarkovInputs(emissions, transitions, durations, *ends)
+
+
+@dataclass(frozen=True)
+class SegmentsLogZ(LogZCase, SemiMarkovCase):
+    """log Z and its gradients: posteriors, and expected counts of transitions and durations."""
+
+    caption = "log Z of semi-Markov chains and its gradients"
+    learned = 3
+
+    def standard(self, inputs: SemiMarkovInputs) -> Truth:
+        return differentiated(segments_logz, inputs, self.learned)
+
+
+@dataclass(frozen=True)
+class SegmentsViterbi(BestCase, SemiMarkovCase):
+    """The states of the best path, and where its segments start."""
+
+    def standard(self, inputs: SemiMarkovInputs) -> Tensor:
+        """Return the best scores, `[N]`, in fp64."""
+        return segments_logz(*in_fp64(inputs), total=torch.amax)
+
+    def path_scores(self, inputs: SemiMarkovInputs, found: Any, standard: Tensor) -> Tensor:
+        chain = SemiMarkovChain(*in_fp64(inputs))
+        with torch.no_grad():
+            return chain.log_prob(*found) + chain.logz()
+
+
 linear_chain_cases = cases_of({"linear_chain": (LogZ, SIZES), "linear_viterbi": (Viterbi, SIZES)})
-OPS = {"linear_chain": linear_chain_cases}
+semi_markov_cases = cases_of(
+    {
+        "semi_markov": (SegmentsLogZ, SEGMENT_SIZES),
+        "semi_markov_viterbi": (SegmentsViterbi, SEGMENT_SIZES),
+    }
+)
+OPS = {"linear_chain": linear_chain_cases, "semi_markov": semi_markov_cases}

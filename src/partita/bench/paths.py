@@ -28,6 +28,7 @@ class Gradient(NamedTuple):
     truth: Tensor
     # Errors of posteriors are absolute, and those of a sum of posteriors relative to the sum.
     unit: Tensor | float = 1.0
+    peer_bound: float = PEER_BOUND
 
 
 class Truth(NamedTuple):
@@ -36,59 +37,97 @@ class Truth(NamedTuple):
     result: Tensor  # of all sequences or of some
     which: Any  # the index of these sequences
     gradients: list[Gradient]
+    own: Sequence[float] = ()  # the errors of PyTorch, if they bound those of others
 
 
 @dataclass(frozen=True)
 class SequencesCase(Case):
     """A batch of sequences or chains."""
 
-    batch: ClassVar[str] = "sequences"  # the size that is their number
-    least_steps: ClassVar[int] = 2
+    shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 2}
 
     steps: int
 
-    def within(self, elements: int) -> Any:
-        """Return the case with fewer sequences, and then with fewer steps."""
-        steps, sequences = self.steps, getattr(self, self.batch)
-        scores = math.prod(self.shape) // (steps * sequences)  # of a step of a sequence
-        sequences = max(1, min(sequences, elements // (steps * scores)))
-        steps = max(self.least_steps, min(steps, elements // (sequences * scores)))
-        return replace(self, steps=steps, **{self.batch: sequences})
 
+class GradientCase(Case):
+    """A result with gradients, some of which are compared with the truth."""
 
-@dataclass(frozen=True)
-class SumCase(Case):
-    """log Z or a loss, for one read of the scores; the gradient needs another and a write."""
-
-    learned = 1
-    work: ClassVar[Mapping[str, Moves]] = {**READ, "total": Moves(3, "copy")}
     memory_of = "total"
+    relative_above = 0.0  # errors of smaller results are errors over this number
 
-    steps: int
-
-    def bounds(self, provider: Provider, truth: Truth) -> tuple[float, float]:
-        """Return the bounds of posteriors, and of the result over max(1, |result|)."""
-        return CONTRACT if provider.is_ours else (PEER_BOUND, PEER_BOUND)
+    @abstractmethod
+    def bounds(self, provider: Provider, standard: Truth) -> Sequence[float]:
+        """Return the bounds of the gradients, and of the result with and without gradients."""
 
     def verdicts(self, attempt: Attempt, standard: Truth) -> Iterator[Verdict]:
-        of_gradient, of_result = self.bounds(attempt.provider, standard)
+        """Judge all providers but the yardstick, which has no results."""
+        if attempt.provider.name != self.yardstick:
+            bounds = iter(self.bounds(attempt.provider, standard))
+            for found in self.compared(attempt, standard):
+                has_bound = found.allowed < math.inf
+                yield found if has_bound else replace(found, allowed=next(bounds))
+
+    def compared(self, attempt: Attempt, truth: Truth) -> Iterator[Verdict]:
+        """Yield the errors of gradients, and of the result with and without them, without a bound.
+
+        That of a gradient that is judged by rows is infinite if another row is not finite.
+        """
         result, gradients = self.trained(attempt)
-        for leaf, where, truth, unit in standard.gradients:
-            got = gradients[leaf][where].double()
-            apart = (got - truth).abs() - rounding(truth.abs(), gradients[leaf].dtype)
-            yield worst(apart.clamp(min=0) / unit, of_gradient, got, truth)
+        yield from self.invariants(gradients)
+        for leaf, where, exact, unit, _ in truth.gradients:
+            gradient = gradients[leaf]
+            got = gradient[where].double()
+            apart = (got - exact).abs() - self.gradient_rounding(exact.abs(), gradient.dtype)
+            found = worst(apart.clamp(min=0) / unit, math.inf, got, exact)
+            if isinstance(where, Tensor):
+                found = replace(found, index=(int(where[found.index[0]]), *found.index[1:]))
+                if not all(bool(part.isfinite().all()) for part in gradient.split(1024)):
+                    found = replace(found, error=math.inf)
+            yield found
         with torch.no_grad():
             results = (result.detach(), attempt.function(*attempt.inputs))
         for each in results:
-            got = each[standard.which].double()
-            apart = (got - standard.result).abs() - ROUNDING_A_STEP * self.steps
-            apart = apart.clamp(min=0) / standard.result.abs().clamp(min=1)
-            yield worst(apart, of_result, got, standard.result)
-        yield from self.invariants(gradients)
+            got, exact = each[truth.which].double(), truth.result
+            apart = ((got - exact).abs() - self.result_rounding()).clamp(min=0)
+            yield worst(apart / exact.abs().clamp(min=self.relative_above), math.inf, got, exact)
+
+    def gradient_rounding(self, exact: Tensor, dtype: torch.dtype) -> Tensor | float:
+        """Return the error of a gradient that counts as none."""
+        return 0.0
+
+    def result_rounding(self) -> float:
+        """Return the error of the result that counts as none."""
+        return 0.0
 
     def invariants(self, gradients: Sequence[Tensor]) -> Iterator[Verdict]:
         """Yield verdicts on what holds for the gradients of all sequences."""
         yield from ()
+
+
+@dataclass(frozen=True)
+class SumCase(GradientCase):
+    """log Z or a loss, for one read of the scores; the gradient needs another and a write."""
+
+    learned = 1
+    work: ClassVar[Mapping[str, Moves]] = {**READ, "total": Moves(3, "copy")}
+    relative_above = 1.0
+
+    steps: int
+
+    def gradient_rounding(self, exact: Tensor, dtype: torch.dtype) -> Tensor | float:
+        """Return the error of rounding a posterior to a half type, which a gradient has to have."""
+        return exact * (torch.finfo(dtype).eps / 2 if dtype.itemsize < 4 else 0.0)
+
+    def result_rounding(self) -> float:
+        return ROUNDING_A_STEP * self.steps
+
+    def contract(self, provider: Provider) -> tuple[float, float]:
+        """Return the bounds of posteriors, and of the result over max(1, |result|)."""
+        return CONTRACT if provider.is_ours else (PEER_BOUND, PEER_BOUND)
+
+    def bounds(self, provider: Provider, standard: Truth) -> Sequence[float]:
+        of_gradient, of_result = self.contract(provider)
+        return [of_gradient] * len(standard.gradients) + [of_result] * 2
 
 
 class LogZCase(SumCase):
@@ -170,11 +209,6 @@ def worst(error: Tensor, allowed: float, got: Tensor, expected: Tensor) -> Verdi
     error, got, expected = torch.atleast_1d(error.nan_to_num(nan=torch.inf), got, expected)
     index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     return Verdict(float(error[index]), allowed, index, float(got[index]), float(expected[index]))
-
-
-def rounding(truth: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the error of rounding a posterior to a half type, which a gradient has to have."""
-    return truth * (torch.finfo(dtype).eps / 2 if dtype.itemsize < 4 else 0.0)
 
 
 def differentiated(logz: Function, inputs: Any, learned: int) -> Truth:

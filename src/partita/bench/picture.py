@@ -69,11 +69,7 @@ def bars_width(groups: int, bars: int) -> float:
 
 
 def render_subplots(draw: Sequence[Callable[[Any], None]], width: float, format: str) -> bytes:
-    """Return axes one below the other, each with its function, as a file of this format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Return axes one below the other, each with its function, as a file of this format."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

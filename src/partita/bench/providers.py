@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..cli.console import UsageError
-from . import chain, ctc, decode, heads, linear_chain, rnnt, rows, semi_markov
+from . import chain, ctc, decode, heads, linear_chain, rnnt, rows
 from .case import Beyond, Function, Limited, Load, Provider
 
-FAMILIES = (rows, heads, chain, linear_chain, semi_markov, ctc, rnnt, decode)
+FAMILIES = (rows, heads, chain, linear_chain, ctc, rnnt, decode)
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
 # PyTorch's functions that take few operations, so that its compiler is quick. The others have
 # PyTorch's functions too, with loops over the steps.
@@ -95,11 +95,7 @@ def missing(providers: Iterable[Provider]) -> dict[str, str]:
 
 
 def choose(names: list[str]) -> list[Provider]:
-    """Return Partita and the yardstick, then the peers of these names in their order.
-
-    Raises:
-        UsageError: there is no peer of a name.
-    """
+    """Return Partita and the yardstick, then the peers of these names in their order."""
     known = {peer.name: peer for peer in PEERS}
     for name in names:
         if name not in known:

@@ -8,70 +8,18 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..cli.console import Table, UsageError, print_table, require_writable
-from ..cli.info import version
+from . import providers
 from .case import DTYPE_NAMES
 from .measure import Machine
 from .runner import Row
 
 PARTS = ("inference", "forward", "backward", "total", "replay", "do_bench")
-# The CSV records the versions of these packages.
-PACKAGES = (
-    "torch",
-    "triton",
-    "numba",
-    "quack-kernels",
-    "liger-kernel",
-    "nvidia-cutlass-dsl",
-    "cut-cross-entropy",
-    "ont-koi",
-    "seqdist",
-    "torch-struct",
-    "flash-semicrf",
-    "pytorch-crf",
-    "torchaudio",
-    "warprnnt-numba",
-    "fast-ctc-decode",
-    "pyctcdecode",
-)
-COLUMNS = (
-    "op",
-    "part",
-    "provider",
-    "dtype",
-    "rows",
-    "columns",
-    "tokens",
-    "hidden",
-    "vocabulary",
-    "beta",
-    "steps",
-    "chains",
-    "states",
-    "slots",
-    "sequences",
-    "classes",
-    "beam_width",
-    "shortest",
-    "longest",
-    "mean_ms",
-    "median_ms",
-    "min_ms",
-    "max_ms",
-    "repetitions",
-    "bytes",
-    "gb_per_s",
-    "limit",
-    "fraction",
-    "extra_memory_bytes",
-    "error_ulp",
-    "error_nats",
-    "error",
-    "note",
-)
+Record = dict[str, Any]  # a line of a CSV
 
 
 def _groups(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -195,64 +143,51 @@ def describe(machine: Machine) -> str:
     return f"{machine.name}: copy {copy:,.0f} GB/s (read + written), read {read:,.0f} GB/s"
 
 
-def write_csv(path: Path, rows: Iterable[Row], machine: Machine) -> None:
-    here = {"op": "machine", "provider": machine.name}
-    bandwidths = [
-        {**here, "part": part, "gb_per_s": f"{bandwidth / 1e9:.6g}"}
-        for part, bandwidth in (("copy", machine.copy), ("read", machine.read))
-    ]
-    write_records(path, COLUMNS, bandwidths, [_record(row, machine) for row in rows])
+def records_of(rows: Iterable[Row], machine: Machine) -> Iterator[Record]:
+    """Yield the lines of the CSV: the bandwidths of the machine, and the measurements."""
+    for part, bandwidth in (("copy", machine.copy), ("read", machine.read)):
+        here = {"op": "machine", "provider": machine.name, "part": part}
+        yield here | {"gb_per_s": bandwidth / 1e9}
+    for row in rows:
+        case, timing, fraction = row.case, row.timing, row.fraction(machine)
+        is_bounded = fraction is not None and row.bandwidth is not None
+        yield {
+            "op": case.op,
+            "part": row.part,
+            "provider": row.provider,
+            "dtype": DTYPE_NAMES[case.dtype],
+            **{name: getattr(case, name) for name in case.sizes},
+            "mean_ms": timing and timing.mean,
+            "median_ms": timing and timing.median,
+            "min_ms": timing and timing.least,
+            "max_ms": timing and timing.greatest,
+            "repetitions": timing and timing.repetitions,
+            "bytes": row.moved if is_bounded else None,
+            "gb_per_s": row.bandwidth / 1e9 if row.bandwidth and is_bounded else None,
+            "limit": case.moves[row.part].limit if is_bounded else None,
+            "fraction": fraction,
+            "extra_memory_bytes": row.extra_memory if row.part == case.memory_of else None,
+            f"error_{case.unit}".rstrip("_"): None if math.isnan(row.error) else row.error,
+            "note": row.note,
+        }
 
 
-def write_records(
-    path: Path,
-    columns: Sequence[str],
-    machine: Iterable[Mapping[str, object]],
-    records: Iterable[Mapping[str, object]],
-) -> None:
-    """Write a CSV of records about the machine, the versions of packages, and the records."""
+def write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write records, and before them the versions of the installed packages that are timed."""
+    modules = ("torch", "triton", "numba", *(m for peer in providers.PEERS for m in peer.packages))
+    installed = metadata.packages_distributions()
+    names = [name for m in modules for name in installed.get(m.partition(".")[0], ())]
     versions = [
-        {"op": "version", "provider": package, "note": found}
-        for package in PACKAGES
-        if (found := version(package))
+        {"op": "version", "provider": name, "note": metadata.version(name)}
+        for name in dict.fromkeys(names)
     ]
+    lines = [*versions, *records]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, columns, restval="")
+        table = csv.DictWriter(file, list(dict.fromkeys(k for line in lines[::-1] for k in line)))
         table.writeheader()
-        table.writerows([*machine, *versions, *records])
-
-
-def _record(row: Row, machine: Machine) -> dict[str, object]:
-    case, timing, fraction = row.case, row.timing, row.fraction(machine)
-    record: dict[str, object] = {
-        "op": case.op,
-        "part": row.part,
-        "provider": row.provider,
-        "dtype": DTYPE_NAMES[case.dtype],
-        **{name: getattr(case, name) for name in case.sizes},
-        "note": row.note,
-    }
-    if not math.isnan(row.error):
-        record[f"error_{case.unit}".rstrip("_")] = f"{row.error:.3g}"
-    if timing is not None:
-        record |= {
-            "mean_ms": f"{timing.mean:.6g}",
-            "median_ms": f"{timing.median:.6g}",
-            "min_ms": f"{timing.least:.6g}",
-            "max_ms": f"{timing.greatest:.6g}",
-            "repetitions": timing.repetitions,
-        }
-    if fraction is not None and row.bandwidth is not None:
-        record |= {
-            "bytes": row.moved,
-            "gb_per_s": f"{row.bandwidth / 1e9:.6g}",
-            "limit": case.moves[row.part].limit,
-            "fraction": f"{fraction:.4f}",
-        }
-    if row.part == case.memory_of and row.extra_memory is not None:
-        record["extra_memory_bytes"] = row.extra_memory
-    return record
+        for line in lines:
+            table.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in line.items()})
 
 
 class Files(NamedTuple):
@@ -265,7 +200,7 @@ class Files(NamedTuple):
         self,
         tables: Iterable[Table],
         machine: str,
-        write_csv: Callable[[Path], None],
+        records: Sequence[Record],
         render: Callable[[str], bytes] | None,
         failures: Iterable[str],
     ) -> None:
@@ -277,7 +212,7 @@ class Files(NamedTuple):
             print_table(*table)
         print(f"\n{machine}")
         if self.csv:
-            write_csv(self.csv)
+            write_csv(self.csv, records)
             print(f"wrote {self.csv}")
         if self.svg and render:
             try:
@@ -292,11 +227,7 @@ class Files(NamedTuple):
 
 
 def files_of(args: argparse.Namespace, name: str) -> Files:
-    """Return the files of the arguments, in `--out` with this name, once they can be written.
-
-    Raises:
-        UsageError: a file cannot be written, or matplotlib is missing for a picture.
-    """
+    """Return the files of the arguments, in `--out` with this name, or raise UsageError."""
     if args.svg and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--svg: needs matplotlib (pip install matplotlib)")
     files = Files(

@@ -41,20 +41,16 @@ HEAD = """\
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 """
 
 CSS = """\
 :root {
-  --text: #1c1e21; --soft: #5d636b; --page: #fff; --card: #f6f7f8; --line: #dcdfe3;
-  --ours: #ad1457; --good: #1b6e34; --bad: #b3261e; --bad-card: #fdecea;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --text: #e3e5e8; --soft: #9aa1aa; --page: #16181b; --card: #1f2226; --line: #34383e;
-    --ours: #f48fb1; --good: #7bd494; --bad: #ff9c93; --bad-card: #3c1f1d;
-  }
+  color-scheme: light dark; --text: light-dark(#1c1e21, #e3e5e8); --page: light-dark(#fff, #16181b);
+  --soft: light-dark(#5d636b, #9aa1aa); --card: light-dark(#f6f7f8, #1f2226);
+  --line: light-dark(#dcdfe3, #34383e); --ours: light-dark(#ad1457, #f48fb1);
+  --good: light-dark(#1b6e34, #7bd494); --bad: light-dark(#b3261e, #ff9c93);
+  --bad-card: light-dark(#fdecea, #3c1f1d);
 }
 body { margin: 0 auto; max-width: 90rem; padding: 1.5rem 1rem 4rem; background: var(--page); }
 body { color: var(--text); font: 1rem/1.5 system-ui, sans-serif; }
@@ -88,10 +84,7 @@ figure { flex: 1 1 36rem; min-width: 0; margin: .5rem 0; padding: .5rem; overflo
 figure { border: 1px solid var(--line); border-radius: .5rem; background: #fff; }
 figure svg { display: block; min-width: 34rem; max-width: 100%; height: auto; margin: auto; }
 @media print {
-  :root {
-    --text: #000; --soft: #444; --page: #fff; --card: #fff; --line: #bbb;
-    --ours: #ad1457; --good: #1b6e34; --bad: #b3261e; --bad-card: #fff;
-  }
+  :root { color-scheme: light; --card: #fff; --bad-card: #fff; }
   @page { size: landscape; margin: 1cm; }
   body { max-width: none; padding: 0; font-size: .75rem; }
   nav { display: none; }
@@ -241,7 +234,7 @@ def _header(report: Report) -> str:
 
 
 def _machine() -> str:
-    none = f"None of these variables is set: {', '.join(info.VARIABLES)}."
+    none = f"No variable is set that begins with one of {', '.join(info.VARIABLES)}."
     variables = info.variables() or [none]
     tables = "".join(_table(table) for table in info.tables())
     environment = f"<h3>Environment</h3>\n{_items(variables)}"
@@ -369,11 +362,7 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _prepare(path: Path, force: bool) -> None:
-    """Check before the work begins that the file can be written and that nothing is lost.
-
-    Raises:
-        UsageError: the file cannot be written, or is there already.
-    """
+    """Raise UsageError, before the work begins, if the file cannot be written or is there."""
     require_writable(path)
     if path.exists() and not path.is_file():
         raise UsageError(f"{path}: is no ordinary file")
@@ -421,15 +410,11 @@ def _write(path: Path, text: str) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Check, measure and write, and return the exit code."""
-    try:
-        backends, left_out = check.served(args.device)
-        if not backends:
-            raise UsageError(f"nothing is left to check: {'; '.join(left_out)}")
-        plan = None if args.no_bench else _plan(args)
-        _prepare(args.out, args.force)
-    except UsageError as error:
-        print(f"partita report: {error}", file=sys.stderr)
-        return 2
+    backends, left_out = check.served(args.device)
+    if not backends:
+        raise UsageError(f"nothing is left to check: {'; '.join(left_out)}")
+    plan = None if args.no_bench else _plan(args)
+    _prepare(args.out, args.force)
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     lines = check.run_all(backends)
     bench = (_measured(plan), plan.absent) if plan else (None,)

@@ -1,13 +1,14 @@
-"""Transducers: the loss from logits, with durations too, and from encoder and predictor.
+"""Transducers: the loss of RNN-T and TDT from logits with its gradient, under the same contract.
 
-PyTorch is the reference here, by anti-diagonals in fp64.
+The loss of RNN-T is timed from encoder and predictor too. PyTorch is the reference, by
+anti-diagonals in fp64.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from .case import (
     cases_of,
     needs_gpu,
 )
-from .paths import LossCase, Truth
+from .paths import LossCase
 
 DURATIONS = (0, 1, 2, 3, 4)
 # Partita's matrix products in half types are judged like those of others: they round the logits.
@@ -158,17 +159,11 @@ class TransducerCase(Case):
     width, least_width = "classes", 2
     versus = "torchaudio"
     slow = ("torch",)
+    shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 1, "longest": 1}
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.sequences, self.steps, self.longest + 1, self.classes
-
-    def within(self, elements: int) -> TransducerCase:
-        sequences = min(self.sequences, max(1, elements // 2**20))
-        longest = max(1, min(self.longest, elements // (4 * sequences * self.classes)))
-        room = elements // (sequences * (longest + 1) * self.classes)
-        steps = max(1, min(self.steps, room))
-        return replace(self, sequences=sequences, steps=steps, longest=longest)
 
     def targets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return random targets, the same on all devices, and the lengths."""
@@ -225,7 +220,7 @@ class LinearRNNT(RNNT):
         predictor = buffers.normal("predictor", (B, positions, D), self.dtype)
         return JointInputs(encoder, predictor, weight, *self.targets(buffers.device))
 
-    def bounds(self, provider: Provider, truth: Truth) -> tuple[float, float]:
+    def contract(self, provider: Provider) -> tuple[float, float]:
         exact = provider.is_ours and self.dtype.itemsize > 2
         return (1e-4, 1e-5) if exact else (HALF_BOUND, HALF_BOUND)
 

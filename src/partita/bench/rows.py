@@ -1,11 +1,10 @@
-"""Rows of logits: softmax, cross-entropy, token statistics and log-probabilities.
+"""Rows of logits: softmax, cross-entropy, token statistics, log-probabilities.
 
 Errors are in ulp, and bounded by those of PyTorch.
 """
 
 from __future__ import annotations
 
-import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,14 @@ from .case import (
     Case,
     Function,
     Functions,
-    Load,
     Loop,
     Moves,
     Provider,
     Settings,
     Verdict,
+    Widths,
+    cases_of,
+    load,
     poison,
 )
 from .measure import Timing, rotation, time_do_bench, time_replay
@@ -106,20 +107,9 @@ def _inplace() -> Function:
     return lambda logits, target: cross_entropy(_SameMemory.apply(logits), target, inplace=True)
 
 
-def _liger_softmax() -> Function:
-    library: Any = importlib.import_module("liger_kernel.ops.softmax")
-    return library.LigerSoftmaxFunction.apply
-
-
 def _liger_cross_entropy() -> Function:
-    library: Any = importlib.import_module("liger_kernel.ops.cross_entropy")
-    apply = library.LigerCrossEntropyFunction.apply
+    apply = load("liger_kernel.ops.cross_entropy", "LigerCrossEntropyFunction.apply")()
     return lambda logits, target: apply(logits, target, None)[0]
-
-
-def load(module: str, name: str) -> Load:
-    """Return what imports a function of a module."""
-    return lambda: getattr(importlib.import_module(module), name)
 
 
 PROVIDERS: Functions = {
@@ -130,7 +120,10 @@ PROVIDERS: Functions = {
         "softmax": load("quack.softmax", "softmax"),
         "cross_entropy": load("quack.cross_entropy", "cross_entropy"),
     },
-    "liger": {"softmax": _liger_softmax, "cross_entropy": _liger_cross_entropy},
+    "liger": {
+        "softmax": load("liger_kernel.ops.softmax", "LigerSoftmaxFunction.apply"),
+        "cross_entropy": _liger_cross_entropy,
+    },
 }
 
 
@@ -393,20 +386,6 @@ class Logprobs(LabelledRows):
         return logprobs(x, inputs.target[rows])
 
 
-def _of_widths(
-    kinds: Mapping[str, type[RowsCase]], widths: Sequence[int], quick: Sequence[int]
-) -> Callable[[Settings], Iterator[Case]]:
-    """Return what yields the cases of some ops at these widths."""
-
-    def cases(settings: Settings) -> Iterator[Case]:
-        for dtype in settings.types():
-            for columns in settings.widths(widths, quick):
-                for op, kind in kinds.items():
-                    yield kind(op, dtype, settings.rows(columns), columns)
-
-    return cases
-
-
 def _sweep(settings: Settings, kind: type[Sweep], last: int) -> Iterator[Case]:
     step = 8 * SWEEP_STEP if settings.quick else SWEEP_STEP
     rows = min(SWEEP_ROWS, settings.rows(last))
@@ -414,10 +393,11 @@ def _sweep(settings: Settings, kind: type[Sweep], last: int) -> Iterator[Case]:
         yield kind("softmax", torch.float32, rows, columns)
 
 
-softmaxes = _of_widths(
-    {"softmax": Softmax, "log_softmax": LogSoftmax}, SOFTMAX_WIDTHS, SOFTMAX_QUICK_WIDTHS
+_widths = Widths(SOFTMAX_WIDTHS, SOFTMAX_QUICK_WIDTHS)
+softmaxes = cases_of({"softmax": (Softmax, _widths), "log_softmax": (LogSoftmax, _widths)})
+cross_entropy_cases = cases_of(
+    {"cross_entropy": (CrossEntropy, Widths(LOSS_WIDTHS, LOSS_QUICK_WIDTHS))}
 )
-cross_entropy_cases = _of_widths({"cross_entropy": CrossEntropy}, LOSS_WIDTHS, LOSS_QUICK_WIDTHS)
 
 
 def softmax_cases(settings: Settings) -> Iterator[Case]:
@@ -432,6 +412,6 @@ def softmax_cases(settings: Settings) -> Iterator[Case]:
 OPS = {
     "softmax": softmax_cases,
     "cross_entropy": cross_entropy_cases,
-    "token_stats": _of_widths({"token_stats": TokenStats}, WIDTHS, QUICK_WIDTHS),
-    "logprobs": _of_widths({"logprobs": Logprobs}, WIDTHS, QUICK_WIDTHS),
+    "token_stats": cases_of({"token_stats": (TokenStats, Widths(WIDTHS, QUICK_WIDTHS))}),
+    "logprobs": cases_of({"logprobs": (Logprobs, Widths(WIDTHS, QUICK_WIDTHS))}),
 }

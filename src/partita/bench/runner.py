@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..cli.console import Progress, first_line
-from .case import Attempt, Buffers, Case, Provider, Verdict, is_ours
+from .case import Attempt, Buffers, Case, Provider, is_ours
 from .measure import Machine, Timing
 
 
@@ -58,16 +58,15 @@ def run(
     machine: Machine,
     repetitions: int,
     progress: Progress,
-) -> Iterable[Row]:
-    """Yield rows as they are measured."""
+) -> Iterator[list[Row]]:
+    """Yield the rows of each provider of each case as they are measured."""
     buffers = Buffers(machine.device)
     for case in cases:
         inputs = case.inputs(buffers)
         standard = case.standard(inputs)
         for provider in takers(case, providers):
             progress.say(f"{case}: {provider.name}")
-            yield from _rows(case, inputs, provider, standard, machine, repetitions)
-            progress.advance()
+            yield _rows(case, inputs, provider, standard, machine, repetitions)
 
 
 def takers(case: Case, providers: Sequence[Provider]) -> list[Provider]:
@@ -86,11 +85,9 @@ def _rows(
             return [_untimed(case, provider, f"refuses: {reason}")]
         function = provider.ops[case.op]()
         attempt = Attempt(function, inputs, provider)
-        verdicts = list(case.verdicts(attempt, standard))
-        worst = max((verdict.error for verdict in verdicts), default=math.nan)
-        for verdict in verdicts:
-            if verdict.failed:
-                return [_untimed(case, provider, f"wrong: {_describe(verdict, case.unit)}", worst)]
+        worst, wrong = judge(case, attempt, standard)
+        if wrong:
+            return [_untimed(case, provider, wrong, worst)]
         times = case.times(attempt, machine.device, repetitions)
         memory = case.extra_memory(attempt, machine.device)
         return [
@@ -106,10 +103,31 @@ def _untimed(case: Case, provider: Provider, note: str, error: float = math.nan)
     return Row(case, provider.name, "", None, error, None, note)
 
 
-def _describe(verdict: Verdict, unit: str) -> str:
-    amount = f"{verdict.error:.3g} {unit}".rstrip()
-    values = f"(got {verdict.got:.6g}, expected {verdict.expected:.6g})"
-    return f"{amount} at {list(verdict.index)} {values}, allowed {verdict.allowed:.3g}"
+def judge(case: Case, attempt: Attempt, standard: Any) -> tuple[float, str]:
+    """Return the worst error, and what is wrong; the latter is empty where nothing is."""
+    verdicts = list(case.verdicts(attempt, standard))
+    worst = max((verdict.error for verdict in verdicts), default=math.nan)
+    for found in verdicts:
+        if found.failed:
+            amount = f"{found.error:.3g} {case.unit}".rstrip()
+            values = f"(got {found.got:.6g}, expected {found.expected:.6g})"
+            where = f"at {list(found.index)} {values}, allowed {found.allowed:.3g}"
+            return worst, f"wrong: {amount} {where}"
+    return worst, ""
+
+
+def finish(work: Iterable[object], progress: Progress) -> tuple[str, int]:
+    """Do all steps of the work; return the problem that ended it early, and the exit code."""
+    try:
+        for _ in work:
+            progress.advance()
+    except KeyboardInterrupt:
+        return "interrupted", 130
+    except DeviceLost as error:
+        return f"the GPU no longer answers after {error}", 1
+    except Exception as error:  # such as too little memory for the inputs of a case
+        return f"broke off: {first_line(error)}", 1
+    return "", 0
 
 
 def require_device(device: torch.device, error: Exception) -> None:

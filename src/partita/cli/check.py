@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -153,9 +152,6 @@ def served(name: str | None) -> tuple[list[Backend], list[str]]:
     """Return the backends of the named device, or of the CPU and the current GPU.
 
     Messages follow for devices that the chosen backend cannot serve.
-
-    Raises:
-        UsageError: the device cannot be used.
     """
     if name is not None:
         devices = [device_named(name)]
@@ -217,16 +213,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run and print the checks, and return the exit code."""
-    try:
-        chosen, left_out = served(args.device)
-    except UsageError as error:
-        print(f"partita check: {error}", file=sys.stderr)
-        return 2
+    chosen, left_out = served(args.device)
     for message in left_out:
         print(message)
     if not chosen:
-        print("partita check: nothing is left to check", file=sys.stderr)
-        return 2
+        raise UsageError("nothing is left to check")
     lines = run_all(chosen)
     for shown in tables(lines):
         print_table(*shown)

@@ -1,12 +1,8 @@
-"""The arguments that several commands take, and tables and a progress bar.
-
-These are shown by rich on a terminal that has it, and in plain text elsewhere.
-"""
+"""The arguments that several commands take, and tables and the progress of their work."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import sys
@@ -14,8 +10,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -65,11 +60,7 @@ def dtypes(text: str) -> tuple[torch.dtype, ...]:
 
 
 def device_named(name: str) -> torch.device:
-    """Return the device of this name, with its index.
-
-    Raises:
-        UsageError: the device cannot be used.
-    """
+    """Return the device of this name, with its index, or raise UsageError."""
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"--device: cannot use {name!r}: expected cpu, cuda or cuda:1")
     try:
@@ -80,11 +71,7 @@ def device_named(name: str) -> torch.device:
 
 
 def require_writable(path: Path) -> None:
-    """Make the folder of a file, and check before the work begins that the file can be written.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Make the folder of a file, and raise UsageError where the file cannot be written."""
     try:
         if path.is_dir():
             raise UsageError(f"{path}: is a folder; expected a file to write")
@@ -154,10 +141,6 @@ class Table(NamedTuple):
         )
 
 
-def has_rich() -> bool:
-    return importlib.util.find_spec("rich") is not None
-
-
 def print_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 ) -> None:
@@ -167,25 +150,18 @@ def print_table(
     """
     width = shutil.get_terminal_size().columns
     for table in Table(title, header, rows, left).fitted(width):
-        if has_rich() and sys.stdout.isatty():
-            _print_rich(table, width)
-        else:
-            _print_plain(table, width)
-
-
-def _print_plain(table: Table, width: int) -> None:
-    widths = table.widths
-    if table.has_notes:
-        widths[-1] = max(width - sum(each + GAP for each in widths[:-1]), NOTE_WIDTH)
-    rule = ["-" * each * bool(name) for name, each in zip(table.header, widths, strict=True)]
-    print(f"\n{table.title}")
-    for row in (table.header, rule, *table.rows):
-        for cells in _wrapped(row, widths[-1]) if table.has_notes else [row]:
-            line = (
-                f"{cell:{align}{each}}"
-                for cell, align, each in zip(cells, table.aligned, widths, strict=True)
-            )
-            print((" " * GAP).join(line).rstrip())
+        widths, notes = table.widths, table.has_notes
+        if notes:
+            widths[-1] = max(width - sum(each + GAP for each in widths[:-1]), NOTE_WIDTH)
+        rule = ["-" * each * bool(name) for name, each in zip(table.header, widths, strict=True)]
+        print(f"\n{table.title}")
+        for row in (table.header, rule, *table.rows):
+            for cells in _wrapped(row, widths[-1]) if notes else [row]:
+                line = (
+                    f"{cell:{align}{each}}"
+                    for cell, align, each in zip(cells, table.aligned, widths, strict=True)
+                )
+                print((" " * GAP).join(line).rstrip())
 
 
 def _wrapped(row: Sequence[str], width: int) -> list[list[str]]:
@@ -195,28 +171,6 @@ def _wrapped(row: Sequence[str], width: int) -> list[list[str]]:
     return [[*(row[:-1] if i == 0 else blank), note] for i, note in enumerate(notes or [row[-1]])]
 
 
-def _print_rich(table: Table, width: int) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    shown = RichTable(
-        title=table.title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, GAP, 0, 0),
-        collapse_padding=True,
-    )
-    for i, (name, align) in enumerate(zip(table.header, table.aligned, strict=True)):
-        notes = table.has_notes and i == len(table.header) - 1
-        shown.add_column(name, justify="left" if align == "<" else "right", no_wrap=not notes)
-    for row in table.rows:
-        shown.add_row(*map(Text, row))
-    Console(width=width).print(shown)
-
-
 def first_line(error: BaseException) -> str:
     """Return the name of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
@@ -224,54 +178,29 @@ def first_line(error: BaseException) -> str:
 
 
 class Progress:
-    """A progress bar on the error stream, or a line now and then where that is no terminal."""
+    """The progress on a line of the error stream, or a line now and then if it is no terminal."""
 
-    def __init__(self, total: int, *, quiet: bool = False) -> None:
-        self._total, self._done, self._quiet = total, 0, quiet
-        self._bar: Any = None
-        self._said = time.monotonic()
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._start = self._said = time.monotonic()
 
     def __enter__(self) -> Progress:
-        if not self._quiet and has_rich() and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = (
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}"),
-            )
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._total)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        elif not self._quiet and sys.stderr.isatty():
+    def __exit__(self, *error: object) -> None:
+        if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr)
 
     def say(self, text: str) -> None:
-        """Show what is being done now."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=text)
-        elif not self._quiet and sys.stderr.isatty():
-            print(
-                f"\r\x1b[K[{self._done}/{self._total}] {text}", end="", file=sys.stderr, flush=True
-            )
-        elif not self._quiet and time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
-            self._said = time.monotonic()
-            print(f"[{self._done}/{self._total}] {text}", file=sys.stderr, flush=True)
+        """Show what is being done now, and on a terminal the time that is left."""
+        line, now = f"[{self._done}/{self._total}] {text}", time.monotonic()
+        if sys.stderr.isatty():
+            left = (now - self._start) * (self._total - self._done) / max(1, self._done)
+            left_text = f", {left:.0f} s left" if self._done else ""
+            print(f"\r\x1b[K{line}{left_text}", end="", file=sys.stderr, flush=True)
+        elif now - self._said > SECONDS_BETWEEN_LINES:
+            self._said = now
+            print(line, file=sys.stderr, flush=True)
 
     def advance(self) -> None:
         self._done += 1
-        if self._bar is not None:
-            self._bar.advance(self._task)

@@ -2,57 +2,61 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
 
-PACKAGE = Path(__file__).parents[1]
+from .console import first_line
+
 TIMEOUT = 1800.0  # seconds
 
 
-def end_process(code: int) -> NoReturn:
-    """End this process at once with an exit code, after its output is written.
+def run_fresh(
+    function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Return what a function of a module computes in a new process, with these variables too.
+
+    A RuntimeError has the first line of an error there.
+    """
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, environment or {}, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(TIMEOUT):
+            raise RuntimeError(f"no result after {TIMEOUT:.0f} seconds")
+        result, problem = ours.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process ended with {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if problem:
+        raise RuntimeError(problem)
+    return result
+
+
+def _serve(
+    results: Connection,
+    environment: Mapping[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Send the result, or an error, and end this process at once.
 
     PyTorch's thread of a GPU may still release what the last backward pass held. If it waits for
     the interpreter lock while the interpreter ends, Python ends that thread inside C++ code, which
     aborts the process.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def run_module(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
-) -> Any:
-    """Run `python -m partita.<module>` and return the JSON of the last line that it prints.
-
-    Args:
-        module: the name of the module below the package.
-        arguments: the arguments of its command line.
-        environment: variables that are added to those of this process.
-
-    Raises:
-        RuntimeError: the process failed; the message is the last line of its errors.
-    """
-    # The package may have been imported from a folder that is not installed.
-    path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
+    os.environ.update(environment)
+    for stream in (1, 2):  # compilers warn there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", f"{PACKAGE.name}.{module}", *arguments],
-            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no result after {TIMEOUT:.0f} seconds") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"the process ended with {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+        results.send((function(*arguments), ""))
+    except Exception as error:
+        results.send((None, first_line(error)))
+    os._exit(0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -26,12 +24,11 @@ from .console import (
     UsageError,
     device_named,
     dtype_names,
-    first_line,
     number,
     numbers,
     print_table,
 )
-from .fresh_process import end_process, run_module
+from .fresh_process import run_fresh
 from .info import EXTRAS, no_gpu
 
 Sizes = Mapping[str, tuple[int, ...]]
@@ -116,11 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ops_of(args: argparse.Namespace) -> list[str]:
-    """Return the ops that the user named; `viterbi` names that method of every class.
-
-    Raises:
-        UsageError: an op is not known.
-    """
+    """Return the ops that the user named; `viterbi` names that method of every class."""
     found = []
     for word in args.ops:
         ops = [op for op in OPS if word in (op, op.rpartition(".")[2])]
@@ -131,11 +124,7 @@ def ops_of(args: argparse.Namespace) -> list[str]:
 
 
 def sizes_of(args: argparse.Namespace, ops: Sequence[str]) -> Sizes:
-    """Return the sizes that the user gave.
-
-    Raises:
-        UsageError: no op has one of the sizes.
-    """
+    """Return the sizes that the user gave, each of which one of the ops has."""
     given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     for name in given:
         users = [op for op in OPS if name in OPS[op].usual]
@@ -164,10 +153,9 @@ def warm_in_process(op: str, dtype: str, sizes: Sizes, device: str) -> WarmResul
     """Warm an op in a process of its own, so that a failure leaves the others untouched."""
     own = {name: value for name, value in sizes.items() if name in OPS[op].usual}
     try:
-        return WarmResult(**run_module("cli.warm", [op, dtype, device, json.dumps(own)]))
-    except Exception as error:
-        message = str(error) if isinstance(error, RuntimeError) else first_line(error)
-        return WarmResult(op, dtype, None, note=message[:160])
+        return run_fresh(warm_one, op, dtype, own, device)
+    except RuntimeError as error:
+        return WarmResult(op, dtype, None, note=str(error)[:160])
 
 
 def warm_all(
@@ -228,8 +216,11 @@ def _run(call: Call, draw: Draw, size: Size) -> None:
             sample.gradients(sample.run())
 
 
-def warm_one(op: str, dtype: str, sizes: Sizes, device: torch.device) -> WarmResult:
+def warm_one(op: str, dtype: str, sizes: Sizes, device_name: str) -> WarmResult:
     """Run an op in a dtype at all combinations of the sizes; those not given are the usual ones."""
+    device = torch.empty(0, device=device_name).device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     draw, call = Draw(DTYPES[dtype], device=device, ragged=False), OPS[op]
     own = {name: sizes.get(name, usual) for name, usual in call.usual.items()}
     start = time.perf_counter()
@@ -240,25 +231,6 @@ def warm_one(op: str, dtype: str, sizes: Sizes, device: torch.device) -> WarmRes
                 torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
     return WarmResult(op, dtype, seconds, found.count(False), found.count(True))
-
-
-def main_of_process(argv: Sequence[str]) -> int:
-    """Warm one op in this process, and print the result as JSON.
-
-    python -m partita.cli.warm cross_entropy bf16 cuda '{"rows": [1024], "classes": [32000]}'
-    """
-    op, dtype, device, sizes = argv
-    chosen = torch.empty(0, device=device).device
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    numbers = {name: tuple(values) for name, values in json.loads(sizes).items()}
-    try:
-        result = warm_one(op, dtype, numbers, chosen)
-    except Exception as error:
-        print(first_line(error), file=sys.stderr)
-        return 1
-    print(json.dumps(result._asdict()))
-    return 0
 
 
 def table(results: Sequence[WarmResult]) -> Table:
@@ -280,21 +252,12 @@ def cache_folder() -> str:
 
 def main(args: argparse.Namespace) -> int:
     """Warm the ops, print a table, and return the exit code."""
-    try:
-        ops = ops_of(args)
-        sizes = sizes_of(args, ops)
-        reason = nothing_to_warm(args.device)
-    except UsageError as error:
-        reason = str(error)
-    if reason:
-        print(f"partita warm: {reason}", file=sys.stderr)
-        return 2
+    ops = ops_of(args)
+    sizes = sizes_of(args, ops)
+    if reason := nothing_to_warm(args.device):
+        raise UsageError(reason)
     results = warm_all(ops, args.dtype, sizes, args.device, args.jobs)
     print_table(*table(results))
     failures = [result for result in results if result.seconds is None]
     print(f"\n{len(results) - len(failures)} ready, {len(failures)} failed; in {cache_folder()}")
     return int(bool(failures))
-
-
-if __name__ == "__main__":
-    end_process(main_of_process(sys.argv[1:]))
