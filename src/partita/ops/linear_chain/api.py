@@ -18,7 +18,7 @@ from ...runtime.dtypes import acc_dtype
 from ..chain.api import Chain
 from ..chain.edges import dense_source
 from . import autograd
-from .inputs import LinearChainPotentials, check_linear_chain
+from .common import LinearChainPotentials, check_linear_chain
 from .reference import path_score
 from .results import ExpectedCounts, LinearPath, LinearSample
 
@@ -240,7 +240,7 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
         checks.integer("states", states)
         checks.device("states", states, self.emissions, "emissions")
         checks.last_sizes("states", states, self.emissions.shape[:2], "T, N")
-        return self._rounded(self._log_prob(path_score(*self._potentials(), states.long())))
+        return self._rounded(self._log_prob(path_score(self._potentials(), states.long())))
 
     def to_chain(self) -> Chain:
         """Return the sparse `Chain` over `dense_source` with the same paths.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from ..common import fake_gradient, saved_sizes
+from ..common import LinearChainPotentials, fake_gradient, saved_sizes
 from . import plan
 from .arguments import (
     Batch,
@@ -43,22 +43,16 @@ from .scan import (
 UNWRITTEN = -0x7FFFFFFF80000000
 
 
-def linear_chain_logz(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and what the gradient needs."""
+    emissions, transitions = chain[:2]
     T, N, C = emissions.shape
     logz = torch.empty(N, dtype=torch.float64, device=emissions.device)
     rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
-    batch = batch_of(emissions, start, end, lengths)
+    batch = batch_of(chain)
     size = sum(saved_sizes(T, N, C, save))
     saved = torch.empty(size, dtype=torch.float64, device=emissions.device)
-    parts = split_saved(saved, emissions, transitions, save)
+    parts = split_saved(saved, chain, save)
     prepare_options = plan.prepare_options(C)
     launch(
         linear_chain_prepare_kernel,
@@ -158,25 +152,22 @@ def step_states(batch: Batch, transitions: Tensor, saved: Saved, options: dict[s
 
 def linear_chain_gradient(
     grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
+    chain: LinearChainPotentials,
     logz: Tensor,
     saved: Tensor,
     need_transitions: bool,
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
+    emissions, transitions, start, end, _ = chain
     gradients = fake_gradient(emissions, transitions, start, end, need_transitions, per_sequence)
     if not emissions.numel():  # The reference has served log Z, and saved nothing.
         for gradient in gradients:
             gradient.zero_()
         return gradients
     d_emissions, d_transitions, d_start, d_end = gradients
-    batch = batch_of(emissions, None, end, lengths)  # No step enters a first token.
-    states = split_saved(saved, emissions, transitions)
+    batch = batch_of(chain._replace(start=None))  # No step enters a first token.
+    states = split_saved(saved, chain)
     ends = (None if start is None else d_start, None if end is None else d_end)
     grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
     factors = state_gradients(grad, batch, states, Gradients(d_emissions, *ends))

@@ -7,7 +7,7 @@ from torch import Tensor
 from ....paths.autograd import ones
 from ....primitives.gpu.target import target_of
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from ..common import fake_tangent
+from ..common import LinearChainPotentials, LinearChainValues, fake_tangent
 from . import plan
 from .arguments import Gradients, Span, StridedSteps, batch_of, split_saved, strided_steps
 from .launch import linear_chain_logz, state_gradients, sum_counts
@@ -19,18 +19,10 @@ from .tangent import (
 
 
 def linear_chain_tangent(
-    grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    emission_values: Tensor,
-    transition_values: Tensor,
-    start_values: Tensor | None,
-    end_values: Tensor | None,
+    grad_output: Tensor, chain: LinearChainPotentials, values: LinearChainValues
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the mean of the values `[N]`, and its gradients weighted by grad_output, in fp64."""
+    emissions, transitions, start, end, _ = chain
     T, N, C = emissions.shape
     results = fake_tangent(emissions, transitions, start, end)
     mean, d_emissions, d_transitions, d_start, d_end = results
@@ -38,16 +30,17 @@ def linear_chain_tangent(
         for result in results:
             result.zero_()
     if emissions.numel():
-        _, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
-        batch = batch_of(emissions, None, end, lengths)
-        states = split_saved(saved, emissions, transitions)
-        values = batch_of(emission_values, start_values, end_values, lengths)
+        _, _, saved = linear_chain_logz(chain, True)
+        batch = batch_of(chain._replace(start=None))
+        states = split_saved(saved, chain)
+        of_states = batch_of(LinearChainPotentials(*values, chain.lengths))
         posteriors, sums, *_ = buffers = saved.new_empty((4, T, N, C))
         unit = {"grad_ptr": ones(emissions), "grad_n": 0}
         state_gradients(unit, batch, states, Gradients(posteriors, None, None))
-        pair_values = strided_steps(transition_values)
-        if transition_values.ndim == 3 and transitions.ndim == 2:  # of each sequence
-            pair_values = StridedSteps(transition_values, 0, *transition_values.stride())
+        of_pairs = values.transition_values
+        pair_values = strided_steps(of_pairs)
+        if of_pairs.ndim == 3 and transitions.ndim == 2:  # of each sequence
+            pair_values = StridedSteps(of_pairs, 0, *of_pairs.stride())
         arguments = {
             "transitions": strided_steps(transitions),
             "transition_values": pair_values,
@@ -64,7 +57,7 @@ def linear_chain_tangent(
             2 * N,
             batch=batch,
             span=states.span,
-            values=values,
+            values=of_states,
             **arguments,
             BLOCK=block,
             num_warps=plan.warps(block * block // 8),
@@ -76,7 +69,7 @@ def linear_chain_tangent(
         launch(
             linear_chain_state_covariances_kernel,
             cdiv(T * N, row_options["ROWS"]),
-            values=values._replace(start=None, end=None),
+            values=of_states._replace(start=None, end=None),
             posteriors_ptr=posteriors,
             means_ptr=buffers[2:],
             mean_ptr=mean,
