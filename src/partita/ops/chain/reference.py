@@ -171,8 +171,14 @@ def chain_gradient(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of log Z in scores (in `dtype`), initial and final."""
-    x = chain_inputs(chain, Log)
-    d_final, *d_edges, d_initial = posteriors(x, grad_output)
+    return stacked(posteriors(chain_inputs(chain, Log), grad_output), chain, dtype)
+
+
+def stacked(
+    gradients: Iterator[Tensor], chain: ChainPotentials, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients in the order of `posteriors` as those in scores, initial and final."""
+    d_final, *d_edges, d_initial = gradients
     d_scores = torch.stack(d_edges[::-1]) if d_edges else torch.empty_like(chain.scores)
     return (
         d_scores.to(dtype),

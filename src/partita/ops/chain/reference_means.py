@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ...primitives.semiring import Log, log_dsum
 from .common import ChainPotentials, ChainValues
-from .reference import ChainInputs, chain_inputs, edge_terms, log_partition, sum_by_source
+from .reference import (
+    ChainInputs,
+    chain_inputs,
+    edge_terms,
+    log_partition,
+    stacked,
+    sum_by_source,
+)
 
 
 class Values(NamedTuple):
@@ -28,19 +35,6 @@ class Values(NamedTuple):
     edges: Callable[[int], Tensor]
     first: Tensor
     last: Tensor
-
-
-class Covariance(NamedTuple):
-    """The gradients of a mean, for the last states, the edges of a step, or the first states.
-
-    Fields:
-        d_values: the posteriors times the gradient of the mean.
-        d_scores: these times the difference between the mean over the paths through a state or edge
-            and the mean over all paths.
-    """
-
-    d_values: Tensor
-    d_scores: Tensor
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
@@ -68,11 +62,11 @@ def mean_value(x: ChainInputs, values: Values) -> Tensor:
     return _weighted_sum(log_dsum(alpha[-1] + x.final, -1), mean[-1] + values.last)
 
 
-def covariances(x: ChainInputs, values: Values, grad_output: Tensor) -> Iterator[Covariance]:
-    """Yield the gradients of the mean times grad_output `[N]`.
+def covariances(x: ChainInputs, values: Values, grad_output: Tensor) -> Iterator[Tensor]:
+    """Yield the gradients of the mean times grad_output `[N]`, in the order of `posteriors`.
 
-    The first belong to the last states, then come those of the edges from the last step to the
-    first, then those of the first states.
+    Each is a posterior times the difference between the mean over the paths through a state or edge
+    and the mean over all paths.
     """
     alpha, mean_into = _forward_means(x, values)
     posterior = log_dsum(alpha[-1] + x.final, -1)
@@ -84,24 +78,20 @@ def covariances(x: ChainInputs, values: Values, grad_output: Tensor) -> Iterator
     def weighted(posterior: Tensor, value: Tensor) -> Tensor:
         return torch.where(posterior == 0, 0.0, posterior * value)
 
-    unused = x.unused[:, None, None]
-    yield Covariance(d_state, weighted(d_state, mean_into[-1] + mean_from - mean))
+    yield weighted(d_state, mean_into[-1] + mean_from - mean)
     for t in reversed(range(len(x.active))):
         active = x.active[t, :, None]
         d_edge = d_state[..., None] * log_dsum(edge_terms(x, t, alpha[t], Log), -1)
         edge_mean_from = values.edges(t) + mean_from[..., None]
         edge_mean = mean_into[t][:, x.source] + edge_mean_from
         d_score = weighted(d_edge, edge_mean - mean[..., None])
-        yield Covariance(
-            torch.where(active[..., None], d_edge, unused),
-            torch.where(active[..., None], d_score, unused),
-        )
+        yield torch.where(active[..., None], d_score, x.unused[:, None, None])
         d_previous = sum_by_source(x, d_edge)
         previous_mean = sum_by_source(x, weighted(d_edge, edge_mean_from)) / d_previous
         previous_mean = torch.where(d_previous == 0, 0.0, previous_mean)
         mean_from = torch.where(active, previous_mean, mean_from)
         d_state = torch.where(active, d_previous, d_state)
-    yield Covariance(d_state, weighted(d_state, mean_into[0] + mean_from - mean))
+    yield weighted(d_state, mean_into[0] + mean_from - mean)
 
 
 def as_values(values: ChainValues) -> Values:
@@ -125,23 +115,7 @@ def chain_expectation_gradient(
     mean: Tensor,
     logz: Tensor,
     saved: Tensor,
-    need_score_grads: bool,
-    need_value_grads: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the expectation; one that is not needed is empty."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the mean in scores, initial and final."""
     x = chain_inputs(chain, Log)
-    last, *edges, first = covariances(x, as_values(values), grad_output)
-    of_edges = [torch.stack(each[::-1]) for each in zip(*edges, strict=True)]
-    d_values, d_scores = of_edges or map(torch.empty_like, (values.values, chain.scores))
-
-    def needed(need: bool, tensor: Tensor, gradient: Tensor) -> Tensor:
-        return gradient.to(tensor.dtype, copy=True) if need else tensor.new_empty(0)
-
-    return (
-        needed(need_score_grads, chain.scores, d_scores),
-        needed(need_score_grads, chain.initial, first.d_scores),
-        needed(need_score_grads, chain.final, last.d_scores),
-        needed(need_value_grads, values.values, d_values),
-        needed(need_value_grads, values.first_values, first.d_values),
-        needed(need_value_grads, values.last_values, last.d_values),
-    )
+    return stacked(covariances(x, as_values(values), grad_output), chain, chain.scores.dtype)

@@ -190,7 +190,7 @@ def linear_chain_tangent(
     last = torch.zeros_like(first) if values.end_values is None else values.end_values.double()
     edges = _edges(values.emission_values, values.transition_values, transitions.ndim > 2)
     of_edges = Values(edges, first, last)
-    gradients = (each.d_scores for each in covariances(x, of_edges, grad_output))
+    gradients = covariances(x, of_edges, grad_output)
     d_emissions, d_transitions, d_start, d_end = _sum_edges(gradients, len(emissions), transitions)
     return (
         mean_value(x, of_edges),

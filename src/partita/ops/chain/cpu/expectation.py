@@ -33,7 +33,6 @@ from .steps import (
     no_emissions,
     posterior_offsets,
     run,
-    scale_states,
     sequences_of,
     sum_by_source,
     zero_rows,
@@ -142,40 +141,34 @@ def chain_expectation_backward_kernel(
     forward: Any,
     grad_output: Any,
     d_scores: Any,
-    d_values: Any,
     gradients: Any,
-    d_value_ends: Any,
 ) -> None:
-    """Compute the gradients in scores and values, and in the ends.
+    """Compute the gradients of the mean.
 
-    Those in the edges of sparse chains are `[T, N, C * K]`, or empty where they are not needed, and
-    those in first and last values `[2, N, C]`. For the rest see `Gradients`.
+    Those in the edges of sparse chains are `[T, N, C * K]`. For the rest see `Gradients`.
     """
     edges, states, counts, C = batch.edges, gradients.states, gradients.counts, batch.final.shape[1]
     size, count = C * edges.K, counts.shape[1] if len(counts) else len(grad_output)
     for n in sequences_of(groups, count, len(grad_output)):
         buffer = np.empty(size, batch.scores.numbers.dtype)
         value_buffer = np.empty(size, values.edges.numbers.dtype)
-        d_score_row, d_value_row = np.empty(size, d_scores.dtype), np.empty(size, d_values.dtype)
+        d_score_row, unscaled = np.empty(size, d_scores.dtype), np.empty(size)
         edge_posterior, edge_mean_from = np.empty(size), np.empty(size)
         edge_mean_into, mean_from = np.empty(size), np.empty(C)
         posterior, offset = np.empty(C), np.empty(C)
         shift, grad = np.full(C, -forward.mean[n]), grad_output[n]
         length, logz, saved = batch.lengths[n], forward.logz[n], forward.saved
         zero_rows(d_scores, n, length)
-        zero_rows(d_values, n, length)
         zero_rows(states, n, length + 1)
         for c in range(C):
             p = 0.0 if logz == -INF else exp(saved[0, length, n, c] + batch.final[n, c] - logz)
             posterior[c], mean_from[c] = p, values.last[n, c]
         last = states[length if edges.dense else 1, n]
         covariances(posterior, grad, saved[1, length, n], shift, mean_from, last)
-        scale_states(posterior, grad, d_value_ends[1, n])
         for t in range(length - 1, -1, -1):
             row = load_edges(batch.scores, t, n, edges.K, buffer)
             value_row = load_edges(values.edges, t, n, edges.K, value_buffer)
             d_score_row = d_scores[t, n] if len(d_scores) else d_score_row
-            d_value_row = d_values[t, n] if len(d_values) else d_value_row
             alpha, next_alpha = saved[0, t, n], saved[0, max(t - 1, 0), n]
             mean_into, next_mean_into = saved[1, t, n], saved[1, max(t - 1, 0), n]
             posterior_offsets(posterior, saved[0, t + 1, n], offset)
@@ -183,7 +176,7 @@ def chain_expectation_backward_kernel(
                 add_emissions(batch.emissions, t, n, offset)
                 add_emissions(values.emissions, t, n, mean_from)
             add_source_values(edges, alpha, offset, edge_posterior, row, next_alpha)
-            edge_posteriors(row, edges.sources, edge_posterior, grad, d_value_row)
+            edge_posteriors(row, edges.sources, edge_posterior, 1.0, unscaled)
             add_source_values(edges, mean_into, shift, edge_mean_into, value_row, next_mean_into)
             add_target_values(edges, value_row, mean_from, edge_mean_from)
             for e in range(size):
@@ -199,7 +192,6 @@ def chain_expectation_backward_kernel(
                 if len(counts):
                     add_scaled(d_score_row, 1.0, counts[min(t, len(counts) - 1), n % count])
         covariances(posterior, grad, saved[1, 0, n], shift, mean_from, states[0, n])
-        scale_states(posterior, grad, d_value_ends[0, n])
 
 
 def value_arrays(values: ChainValues) -> ValueArrays:
@@ -233,19 +225,14 @@ def chain_expectation_gradient(
     mean: Tensor,
     logz: Tensor,
     saved: Tensor,
-    need_score_grads: bool,
-    need_value_grads: bool,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of the mean; one that is not needed is empty."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the mean in scores, initial and final."""
     batch, invalid = chain_batch(chain)
     failed = logz.isnan()
     steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(chain.scores))
-    d_scores, d_values = (
-        empty_batch(t.shape if need else (0,) * 4, torch.promote_types(t.dtype, torch.float32))
-        for t, need in ((chain.scores, need_score_grads), (values[0], need_value_grads))
-    )
-    fp64: Any = {"dtype": torch.float64, "device": "cpu"}
-    d_ends, d_value_ends = (torch.empty((2, *chain.final.shape), **fp64) for _ in range(2))
+    dtype = torch.promote_types(chain.scores.dtype, torch.float32)
+    d_scores = empty_batch(chain.scores.shape, dtype)
+    d_ends = torch.empty((2, *chain.final.shape), dtype=torch.float64, device="cpu")
     run(
         chain_expectation_backward_kernel,
         batch,
@@ -253,17 +240,13 @@ def chain_expectation_gradient(
         Expectation(as_array(mean), as_array(logz), saved.numpy()),
         resolved(grad_output).double().masked_fill(failed, torch.nan).numpy(),
         d_scores.flatten(2).numpy(),
-        d_values.flatten(2).numpy(),
         Gradients(d_ends.numpy(), NO_COUNTS),
-        d_value_ends.numpy(),
     )
-    for gradient in (d_scores, d_values):
-        fill_nan(gradient, failed, steps)
+    fill_nan(d_scores, failed, steps)
     # Results of an op may not share memory.
-    d_initial, d_final, d_first, d_last = (end.clone() for end in (*d_ends, *d_value_ends))
-    grads = (d_scores, d_initial, d_final, d_values, d_first, d_last)
-    needed = (need_score_grads,) * 3 + (need_value_grads,) * 3
-    return tuple(
-        grad.to(tensor.dtype) if need else tensor.new_empty(0)
-        for grad, tensor, need in zip(grads, (*chain.variables, *values), needed, strict=True)
+    d_initial, d_final = d_ends
+    return (
+        d_scores.to(chain.scores.dtype),
+        d_initial.to(chain.initial.dtype, copy=True),
+        d_final.to(chain.final.dtype, copy=True),
     )

@@ -17,7 +17,7 @@ from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
 from ....runtime.sizes import cdiv
-from ..common import ChainPotentials, ChainValues
+from ..common import ChainPotentials, ChainValues, fake_gradient
 from .arguments import (
     ChainGradients,
     Chains,
@@ -91,11 +91,7 @@ def chain_gradient(
     """Return the gradients of log Z; that of log Z may have any floating dtype and any stride."""
     scores, table = chain.scores, edge_table(chain.source)
     T, N, C, K = scores.shape
-    d_scores = torch.empty(scores.shape, dtype=dtype, device=scores.device)
-    d_initial, d_final = (
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (chain.initial, chain.final)
-    )
-    results = d_scores, d_initial, d_final
+    results = fake_gradient(*chain.variables, dtype)
     chains = chains_of(chain, table)
     inputs: dict[str, Any] = {
         "grad": StridedChains(grad, *grad.stride()),
@@ -288,23 +284,18 @@ def chain_expectation_gradient(
     mean: Tensor,
     logz: Tensor,
     saved: Tensor,
-    need_score_grads: bool,
-    need_value_grads: bool,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of the mean; one that is not needed is empty."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the mean in scores, initial and final."""
     from .expectation import StatesWithMeans, chain_expectation_gradient_kernel
 
     scores, table = chain.scores, edge_table(chain.source)
     _, N, C, _ = scores.shape
     edges, _, last = values
-    inputs = (*chain.variables, *values)
-    needed = (need_score_grads,) * 3 + (need_value_grads,) * 3
-    results = tuple(
-        torch.empty(t.shape if is_needed else 0, dtype=t.dtype, device=t.device)
-        for t, is_needed in zip(inputs, needed, strict=True)
-    )
+    results = fake_gradient(*chain.variables, scores.dtype)
     if table.has_invalid:
-        return tuple(result.fill_(torch.nan) for result in results)
+        for result in results:
+            result.fill_(torch.nan)
+        return results
     launch(
         chain_expectation_gradient_kernel,
         N,
@@ -316,10 +307,7 @@ def chain_expectation_gradient(
         logz_ptr=logz.contiguous(),
         saved=StatesWithMeans(saved, saved.stride(0)),
         workspace_ptr=torch.empty((2, 2, N, C), dtype=torch.float64, device=scores.device),
-        d_scores=ChainGradients(*results[:3]),
-        d_values=ChainGradients(*results[3:]),
-        OF_SCORES=need_score_grads,
-        OF_VALUES=need_value_grads,
+        gradients=ChainGradients(*results),
         ACC_DTYPE=tl_acc_dtype(scores.dtype),
         **block_options(C),
     )

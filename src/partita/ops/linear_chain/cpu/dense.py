@@ -244,7 +244,7 @@ def linear_chain_tangent(
     gradients = Gradients(d_emissions.numpy(), counts.flatten(2).numpy())
     run(
         *(chain_expectation_backward_kernel, batch, arrays, found, as_array(grad_output)),
-        *(NO_ROWS, NO_ROWS, gradients, np.empty((2, N, C))),
+        *(NO_ROWS, gradients),
         counts=gradients.counts,
     )
     mean = torch.from_numpy(found.mean).masked_fill_(invalid, torch.nan)
