@@ -50,9 +50,9 @@ def check_values(scores: Tensor, source: Tensor, lengths: Tensor | None) -> None
 
 
 def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import expectation, logz, paths
+    from .cpu import logz, paths
 
-    return expectation, logz, paths
+    return logz, paths
 
 
 def _gpu() -> ModuleType:

@@ -67,12 +67,6 @@ def _gpu_paths() -> ModuleType:
     return launch_paths if common.HAS_KERNELS else reference
 
 
-def _gpu_tangent() -> ModuleType:
-    from .gpu import launch_tangent
-
-    return launch_tangent if common.HAS_KERNELS else reference
-
-
 _define = partial(register.define, cpu=_cpu, vmap=one_by_one)
 _checked = partial(_define, check=check_values, reference_if_empty=True)
 logz = _checked(reference.linear_chain_logz, common.fake_logz, gpu=_gpu)
@@ -81,7 +75,7 @@ viterbi = _checked(reference.linear_chain_viterbi, common.fake_viterbi, gpu=_gpu
 # On a GPU the reference finds the k best paths.
 best_paths = _checked(reference.linear_chain_nbest, common.fake_nbest, gpu=lambda: reference)
 sample = _checked(reference.linear_chain_sample, common.fake_sample, gpu=_gpu_paths)
-tangent = _define(reference.linear_chain_tangent, common.fake_tangent, gpu=_gpu_tangent)
+tangent = _define(reference.linear_chain_tangent, common.fake_tangent, gpu=_gpu)
 
 
 @forward_of(logz)

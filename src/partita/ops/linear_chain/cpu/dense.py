@@ -20,13 +20,14 @@ from ....primitives.cpu.batch import (
     run_over_sequences,
 )
 from ....runtime.dtypes import acc_dtype
-from ...chain.cpu.expectation import (
+from ...chain.cpu.logz import (
     Expectation,
     ValueArrays,
+    chain_backward_kernel,
     chain_expectation_backward_kernel,
     chain_expectation_forward_kernel,
+    chain_forward_kernel,
 )
-from ...chain.cpu.logz import chain_backward_kernel, chain_forward_kernel
 from ...chain.cpu.paths import best_paths, chain_sample_kernel
 from ...chain.cpu.steps import (
     ChainBatch,
