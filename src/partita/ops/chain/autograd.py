@@ -36,7 +36,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from . import common, reference, reference_means
+from . import common, reference
 from .common import ChainPotentials, ChainValues, check_states
 
 
@@ -78,13 +78,13 @@ best_paths = _define(
 )
 sample = _define(reference.chain_sample, common.fake_sample, gpu=_gpu_paths, check=check_values)
 expectation = _define(
-    reference_means.chain_expectation,
+    reference.chain_expectation,
     common.fake_expectation,
     gpu=_gpu,
     check=check_values,
 )
 expectation_gradient = _define(
-    reference_means.chain_expectation_gradient,
+    reference.chain_expectation_gradient,
     lambda scores, initial, final: common.fake_gradient(scores, initial, final, scores.dtype),
     gpu=_gpu,
 )
@@ -117,7 +117,7 @@ class LogZ(torch.autograd.Function):
 def mean_and_logz(*tensors: Any) -> tuple[Tensor, Tensor]:
     """Return what `Expectation` does, in PyTorch, from the tensors of potentials and of values."""
     chain, values = ChainPotentials(*tensors[:5]), ChainValues(*tensors[5:])
-    return reference_means.chain_expectation(chain, values, False)[:2]
+    return reference.chain_expectation(chain, values, False)[:2]
 
 
 @forward_of(logz_gradient)

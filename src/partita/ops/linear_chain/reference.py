@@ -28,13 +28,15 @@ from ...primitives.semiring import Log, Max, Semiring
 from ...runtime.dtypes import acc_dtype
 from ..chain.reference import (
     ChainInputs,
+    Values,
     best_path,
     best_paths,
+    covariances,
     log_partition,
+    mean_value,
     posteriors,
     sample_paths,
 )
-from ..chain.reference_means import Values, covariances, mean_value
 from .common import LinearChainPotentials, LinearChainValues
 
 

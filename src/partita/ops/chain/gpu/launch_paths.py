@@ -33,8 +33,11 @@ from .plan import (
     segment_sizes,
     unroll_options,
 )
-from .resident_logz import chain_resident_halves_kernel, chain_resident_logz_kernel
-from .resident_posteriors import chain_resident_posteriors_kernel
+from .resident_logz import (
+    chain_resident_halves_kernel,
+    chain_resident_logz_kernel,
+    chain_resident_posteriors_kernel,
+)
 from .resident_viterbi import (
     SegmentMaps,
     chain_resident_final_state_kernel,
@@ -43,13 +46,13 @@ from .resident_viterbi import (
     chain_resident_trace_kernel,
     chain_resident_viterbi_kernel,
 )
-from .segment_paths import (
+from .segments import (
+    SegmentGroups,
     chain_group_maps_kernel,
     chain_segment_pointers_kernel,
     chain_trace_maps_kernel,
     chain_trace_steps_kernel,
 )
-from .segments import SegmentGroups
 
 SUMMED_STATES = 4  # of which one kernel stores the sum
 

@@ -21,7 +21,6 @@ from .arguments import (
 )
 from .launch import linear_chain_logz
 from .launch_lanes import best_path_in_segments, launch_lanes, score_table, trace_words
-from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
 from .viterbi import (
     linear_chain_best_last_kernel,
@@ -29,6 +28,8 @@ from .viterbi import (
     linear_chain_best_ties_kernel,
     linear_chain_best_trace_kernel,
     linear_chain_path_maps_kernel,
+    linear_chain_resident_best_kernel,
+    linear_chain_strided_best_kernel,
     linear_chain_trace_kernel,
     linear_chain_viterbi_kernel,
 )
