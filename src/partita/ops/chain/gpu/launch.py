@@ -53,10 +53,7 @@ def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tens
     logz = torch.empty(N, dtype=torch.float64, device=scores.device)
     rounded = torch.empty(N, dtype=acc_dtype(scores.dtype), device=scores.device)
     chains = chains_of(chain, table)
-    if table.has_invalid:
-        logz.fill_(torch.nan)
-        rounded.fill_(torch.nan)
-    elif is_parallel(T, N, C):
+    if is_parallel(T, N, C):
         outputs = ChainTotals(logz, rounded, None)
         scan_boundaries(chains, saved if save else None, 2 if save else 1, outputs)
     elif (resident := resident_arguments(chain, table)) is not None:
@@ -97,10 +94,7 @@ def chain_gradient(
         "grad": StridedChains(grad, *grad.stride()),
         "gradients": ChainGradients(*results),
     }
-    if table.has_invalid:
-        for result in results:
-            result.fill_(torch.nan)
-    elif is_parallel(T, N, C):
+    if is_parallel(T, N, C):
         from .segments import chain_segment_gradient_kernel
 
         sizes, rows = segment_sizes(T, N, C, target_of(scores.device)), segment_options(C)
@@ -153,8 +147,6 @@ def chain_scan(chain: ChainPotentials, use_max: bool, reverse: bool) -> Tensor:
     scores, table = chain.scores, edge_table(chain.source)
     T, N, C, K = scores.shape
     result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
-    if table.has_invalid:
-        return result.fill_(torch.nan)
     launch(
         chain_scan_kernel,
         N,
@@ -256,24 +248,20 @@ def chain_expectation(
     saved = torch.empty(saved_shape, dtype=torch.float64, device=scores.device)
     edges, first, last = values
     mean, logz = (torch.empty(N, dtype=torch.float64, device=scores.device) for _ in range(2))
-    if table.has_invalid:
-        mean.fill_(torch.nan)
-        logz.fill_(torch.nan)
-    else:
-        launch(
-            chain_expectation_kernel,
-            N,
-            chains=chains_of(chain, table),
-            edge_values=StridedEdges(edges, *edges.stride()),
-            first_values=StridedStates(first, *first.stride()),
-            last_values=StridedStates(last, *last.stride()),
-            saved=StatesWithMeans(saved, saved.stride(0)),
-            mean_ptr=mean,
-            logz_ptr=logz,
-            SAVE=save,
-            ACC_DTYPE=tl_acc_dtype(scores.dtype),
-            **block_options(C),
-        )
+    launch(
+        chain_expectation_kernel,
+        N,
+        chains=chains_of(chain, table),
+        edge_values=StridedEdges(edges, *edges.stride()),
+        first_values=StridedStates(first, *first.stride()),
+        last_values=StridedStates(last, *last.stride()),
+        saved=StatesWithMeans(saved, saved.stride(0)),
+        mean_ptr=mean,
+        logz_ptr=logz,
+        SAVE=save,
+        ACC_DTYPE=tl_acc_dtype(scores.dtype),
+        **block_options(C),
+    )
     return mean, logz, saved if save else saved.new_empty(0)
 
 
@@ -292,10 +280,6 @@ def chain_expectation_gradient(
     _, N, C, _ = scores.shape
     edges, _, last = values
     results = fake_gradient(*chain.variables, scores.dtype)
-    if table.has_invalid:
-        for result in results:
-            result.fill_(torch.nan)
-        return results
     launch(
         chain_expectation_gradient_kernel,
         N,
