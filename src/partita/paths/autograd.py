@@ -51,20 +51,6 @@ def takes(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return with_signature
 
 
-def forward_of(op: Any) -> Callable[[type[Any]], type[Any]]:
-    """Make an op the forward pass of an autograd function, whose batching rule is generated."""
-
-    @takes(op)
-    def forward(*args: Any) -> Any:
-        return op(*args)
-
-    def with_forward(function: type[Any]) -> type[Any]:
-        function.forward, function.generate_vmap_rule = staticmethod(forward), True
-        return function
-
-    return with_forward
-
-
 def ones(scores: Tensor) -> Tensor:
     """Return the gradient of Σ log Z in each sequence's log Z, `[N]` fp64."""
     return scalar(1.0, torch.float64, scores.device).expand(scores.shape[1])

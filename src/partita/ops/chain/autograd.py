@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...paths.autograd import (
     call,
-    forward_of,
     gradients,
     needs_gradient,
     off_path,
@@ -19,6 +18,7 @@ from ...paths.autograd import (
     ones,
     refuse_kernels,
     save_log_partition,
+    takes,
 )
 from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring, differentiable
@@ -90,11 +90,16 @@ expectation_gradient = _define(
 )
 
 
-@forward_of(logz)
 class LogZ(torch.autograd.Function):
     """Log Z of each chain, `[N]`, in fp64 and in the dtype of results."""
 
+    generate_vmap_rule = True
     setup_context = staticmethod(save_log_partition)
+
+    @staticmethod
+    @takes(logz)
+    def forward(*args: Any) -> Any:
+        return logz(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -120,13 +125,19 @@ def mean_and_logz(*tensors: Any) -> tuple[Tensor, Tensor]:
     return reference.chain_expectation(chain, values, False)[:2]
 
 
-@forward_of(logz_gradient)
 class Marginals(torch.autograd.Function):
     """The gradient of log Z, which can be differentiated again.
 
     Its product with a tensor is the posterior mean of that tensor along a path, so its gradient is
     the gradient of `Expectation`.
     """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(logz_gradient)
+    def forward(*args: Any) -> Any:
+        return logz_gradient(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -152,12 +163,18 @@ class Marginals(torch.autograd.Function):
         return d_grad_output, d_scores, None, d_initial, d_final, *(None,) * 5
 
 
-@forward_of(viterbi)
 class BestScore(torch.autograd.Function):
     """The best score of each chain, `[N]`; its gradient is the indicator of the best path.
 
     With `trace` the forward pass also returns the states and edges of that path.
     """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(viterbi)
+    def forward(*args: Any) -> Any:
+        return viterbi(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -188,9 +205,15 @@ class BestScore(torch.autograd.Function):
         return d_scores, None, d_initial, d_final, None, None, None
 
 
-@forward_of(expectation)
 class Expectation(torch.autograd.Function):
     """The posterior mean of values along a path and log Z, `[N]` fp64, and the saved states."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(expectation)
+    def forward(*args: Any) -> Any:
+        return expectation(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

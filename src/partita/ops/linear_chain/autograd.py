@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ...paths.autograd import (
     call,
-    forward_of,
     gradients,
     off_path,
     on_path,
     ones,
     refuse_kernels,
     save_log_partition,
+    takes,
 )
 from ...paths.inputs import full_lengths
 from ...primitives.semiring import Max, Semiring, differentiable
@@ -78,11 +78,16 @@ sample = _checked(reference.linear_chain_sample, common.fake_sample, gpu=_gpu_pa
 tangent = _define(reference.linear_chain_tangent, common.fake_tangent, gpu=_gpu)
 
 
-@forward_of(logz)
 class LogZ(torch.autograd.Function):
     """Log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
 
+    generate_vmap_rule = True
     setup_context = staticmethod(save_log_partition)
+
+    @staticmethod
+    @takes(logz)
+    def forward(*args: Any) -> Any:
+        return logz(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -102,12 +107,18 @@ class LogZ(torch.autograd.Function):
         return *(grad if need else None for grad, need in pairs), None, None, None
 
 
-@forward_of(logz_gradient)
 class Marginals(torch.autograd.Function):
     """The gradient of log Z, which can be differentiated again.
 
     Its product with values is their posterior mean, so its gradient is the gradient of that mean.
     """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(logz_gradient)
+    def forward(*args: Any) -> Any:
+        return logz_gradient(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -161,9 +172,15 @@ def _zeros_like(tensor: Tensor) -> Tensor:
     return scalar(0.0, tensor.dtype, tensor.device).expand(tensor.shape)
 
 
-@forward_of(viterbi)
 class BestScore(torch.autograd.Function):
     """The best score of each sequence, `[N]`; its gradient is the indicator of the best path."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(viterbi)
+    def forward(*args: Any) -> Any:
+        return viterbi(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
