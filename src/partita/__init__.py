@@ -16,8 +16,13 @@ from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
 from .ops.divergence.api import divergence, topk_divergence
-from .ops.linear_chain.api import LinearChain, linear_chain
-from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
+from .ops.linear_chain.api import (
+    ExpectedCounts,
+    LinearChain,
+    LinearPath,
+    LinearSample,
+    linear_chain,
+)
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from .ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
 from .ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs

@@ -103,7 +103,7 @@ def imports(path: Path) -> tuple[Import, ...]:
 
 
 def layer_of(parts: tuple[str, ...]) -> str:
-    """Return the layer of a module of a family; `reference_means` belongs to `reference`."""
+    """Return the layer of a module of a family."""
     layer = parts[2] if len(parts) > 2 else ""
     return next((name for name in BACKEND_LAYERS if layer.startswith(name)), layer)
 

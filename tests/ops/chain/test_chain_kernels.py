@@ -78,10 +78,14 @@ def other_results(chain: Chain, backend: str) -> dict[str, torch.Tensor]:
         found |= {f"sampled {name}": value for name, value in chain.sample(5, g)._asdict().items()}
         found["entropy"] = chain.entropy()
         live = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths)
-        mean, best = live.expectation(*values), live.logz(partita.Max)
+        mean, best, entropy = live.expectation(*values), live.logz(partita.Max), live.entropy()
         factor = torch.linspace(0.5, 2, len(mean), device=mean.device).to(mean.dtype)
         found |= {"mean": mean, "best": best, "best without gradient": chain.logz(partita.Max)}
-        for name, result, variables in (("mean", mean, tensors + values), ("best", best, tensors)):
+        for name, result, variables in (
+            ("mean", mean, tensors + values),
+            ("best", best, tensors),
+            ("entropy", entropy, tensors),
+        ):
             found |= {
                 f"{name}'s gradient {i}": t
                 for i, t in enumerate(torch.autograd.grad(result, variables, factor))
@@ -205,6 +209,7 @@ def test_an_invalid_source_makes_all_chains_nan(device: str) -> None:
     chain = random_chain(5, 3, ragged=False, forbidden=0.0, device=device)
     chain.source = chain.source + 2
     assert logz_and_gradients(chain, "triton", torch.float32)[0].isnan().all()
+    assert_other_ops_match_reference(chain)
 
 
 @kernel_devices

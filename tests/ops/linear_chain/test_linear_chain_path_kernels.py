@@ -12,6 +12,7 @@ from torch import Tensor
 import partita
 from partita import LinearChain
 from partita.ops.linear_chain import autograd
+from partita.ops.linear_chain.common import LinearChainPotentials
 from partita.ops.linear_chain.gpu import launch_paths, plan
 from partita.ops.linear_chain.gpu.arguments import Batch, StridedSteps, batch_of, strided_steps
 from partita.primitives.gpu import target
@@ -288,7 +289,8 @@ def test_traces_from_the_last_and_from_the_middle_token(meets: bool, device: str
     previous = torch.randint(C, (T, N, C), dtype=torch.int16, device=device)
     lengths = torch.tensor([70, 1, 41, 70], device=device)
     last, ties = torch.tensor([[3, 5, 0, -1], [1, 1, 1, 1]], dtype=torch.int32, device=device)
-    batch = batch_of(torch.empty((T, N, C), device=device), None, None, lengths)
+    emissions = torch.empty((T, N, C), device=device)
+    batch = batch_of(LinearChainPotentials(emissions, emissions, None, None, lengths))
     expected = torch.full((T, N), -1)
     for n, tokens in enumerate(lengths.tolist()[:3]):
         middle = tokens // 2 if meets else tokens - 1

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...paths.autograd import needs_gradient
 from ...paths.distribution import SemiringDistribution
 from ...paths.inputs import as_values, check_equal, check_semiring, full_lengths
 from ...primitives.semiring import Log, Max, Semiring
@@ -127,10 +126,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
         return ChainPotentials(scores, self.source, initial, final, self.lengths)
 
     def _mean(self, potentials: ChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
-        mean, log_partition = autograd.mean_of_values(potentials, *values)
-        if needs_gradient(*potentials.variables):
-            log_partition = self._log_partitions(potentials)[0]
-        return mean, log_partition
+        return autograd.mean_of_values(potentials, *values)
 
     def _aligned(
         self, p: ChainPotentials, q: ChainPotentials

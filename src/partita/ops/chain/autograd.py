@@ -36,9 +36,8 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from . import fakes, reference, reference_means
+from . import common, reference
 from .common import ChainPotentials, ChainValues, check_states
-from .reference_means import as_values, mean_value
 
 
 def check_values(scores: Tensor, source: Tensor, lengths: Tensor | None) -> None:
@@ -51,9 +50,9 @@ def check_values(scores: Tensor, source: Tensor, lengths: Tensor | None) -> None
 
 
 def _cpu() -> tuple[ModuleType, ...]:
-    from .cpu import expectation, logz, paths
+    from .cpu import logz, paths
 
-    return expectation, logz, paths
+    return logz, paths
 
 
 def _gpu() -> ModuleType:
@@ -69,24 +68,24 @@ def _gpu_paths() -> ModuleType:
 
 
 _define = partial(register.define, cpu=_cpu, vmap=one_by_one, by_identity=("source",))
-logz = _define(reference.chain_logz, fakes.fake_logz, gpu=_gpu, check=check_values)
-logz_gradient = _define(reference.chain_gradient, fakes.fake_logz_gradient, gpu=_gpu)
-scan = _define(reference.chain_scan, fakes.fake_scan, gpu=_gpu, check=check_values)
-viterbi = _define(reference.chain_viterbi, fakes.fake_viterbi, gpu=_gpu_paths, check=check_values)
+logz = _define(reference.chain_logz, common.fake_logz, gpu=_gpu, check=check_values)
+logz_gradient = _define(reference.chain_gradient, common.fake_gradient, gpu=_gpu)
+scan = _define(reference.chain_scan, common.fake_scan, gpu=_gpu, check=check_values)
+viterbi = _define(reference.chain_viterbi, common.fake_viterbi, gpu=_gpu_paths, check=check_values)
 # On a GPU the reference finds the k best paths.
 best_paths = _define(
-    reference.chain_nbest, fakes.fake_nbest, gpu=lambda: reference, check=check_values
+    reference.chain_nbest, common.fake_nbest, gpu=lambda: reference, check=check_values
 )
-sample = _define(reference.chain_sample, fakes.fake_sample, gpu=_gpu_paths, check=check_values)
+sample = _define(reference.chain_sample, common.fake_sample, gpu=_gpu_paths, check=check_values)
 expectation = _define(
-    reference_means.chain_expectation,
-    fakes.fake_expectation,
+    reference.chain_expectation,
+    common.fake_expectation,
     gpu=_gpu,
     check=check_values,
 )
 expectation_gradient = _define(
-    reference_means.chain_expectation_gradient,
-    fakes.fake_expectation_gradient,
+    reference.chain_expectation_gradient,
+    lambda scores, initial, final: common.fake_gradient(scores, initial, final, scores.dtype),
     gpu=_gpu,
 )
 
@@ -120,10 +119,10 @@ class LogZ(torch.autograd.Function):
         return d_scores, None, d_initial, d_final, None, None, None
 
 
-def expected_value(*tensors: Any) -> Tensor:
-    """Return the posterior mean of values, `[N]`, given the tensors of potentials and of values."""
+def mean_and_logz(*tensors: Any) -> tuple[Tensor, Tensor]:
+    """Return what `Expectation` does, in PyTorch, from the tensors of potentials and of values."""
     chain, values = ChainPotentials(*tensors[:5]), ChainValues(*tensors[5:])
-    return mean_value(reference.chain_inputs(chain, Log), as_values(values))
+    return reference.chain_expectation(chain, values, False)[:2]
 
 
 class Marginals(torch.autograd.Function):
@@ -151,7 +150,7 @@ class Marginals(torch.autograd.Function):
         if is_double_backward(*tensors, *values):
 
             def product(grad_output: Tensor, *chain: Any) -> Tensor:
-                return grad_output * expected_value(*chain, *values)
+                return grad_output * mean_and_logz(*chain, *values)[0]
 
             needed = ctx.needs_input_grad[:6]
             results = double_backward(product, tensors, needed, ones(tensors[1]))
@@ -159,8 +158,8 @@ class Marginals(torch.autograd.Function):
         op = for_gradients(expectation, *values)
         d_grad_output, *saved = op(*tensors[1:], *values, True, ctx.backend)
         op = for_gradients(expectation_gradient, *values)
-        args = (*tensors, *values, d_grad_output, *saved, True, False, ctx.backend)
-        d_scores, d_initial, d_final, *_ = op(*args)
+        args = (*tensors, *values, d_grad_output, *saved, ctx.backend)
+        d_scores, d_initial, d_final = op(*args)
         return d_grad_output, d_scores, None, d_initial, d_final, *(None,) * 5
 
 
@@ -207,7 +206,7 @@ class BestScore(torch.autograd.Function):
 
 
 class Expectation(torch.autograd.Function):
-    """The posterior mean of values along a path, `[N]` fp64, with log Z and the saved states."""
+    """The posterior mean of values along a path and log Z, `[N]` fp64, and the saved states."""
 
     generate_vmap_rule = True
 
@@ -219,29 +218,43 @@ class Expectation(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, _, ctx.backend = inputs
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(output[2])
         skip_unused_gradients(ctx)
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad_output = grads[0]
-        if grad_output is None:
+        if grads[0] is None and grads[1] is None:
             return (None,) * 10
-        *tensors, mean, logz, saved = saved_tensors(ctx)
-        if is_double_backward(grad_output, *tensors):
-            needed = ctx.needs_input_grad[:8]
-            return *double_backward(expected_value, tensors, needed, grad_output), None, None
-        # The inputs are scores, source, initial, final, lengths, and three tensors of values.
-        needed = needed_gradients(ctx, *tensors)
-        need_score_grads = any(needed[i] for i in (0, 2, 3))
-        need_value_grads = any(needed[i] for i in (5, 6, 7))
-        op = for_gradients(expectation_gradient, grad_output)
-        args = (grad_output, *tensors, mean, logz, saved)
-        results = op(*args, need_score_grads, need_value_grads, ctx.backend)
-        none = (None, None, None)
-        d_scores, d_initial, d_final = results[:3] if need_score_grads else none
-        d_values = results[3:] if need_value_grads else none
+        *tensors, mean, log_partition, saved = saved_tensors(ctx)
+        of_mean, of_logz = (torch.zeros_like(mean) if x is None else x for x in grads[:2])
+        needed, upstream = needed_gradients(ctx, *tensors), (of_mean, of_logz)
+        if is_double_backward(*upstream, *tensors):
+            return *double_backward(mean_and_logz, tensors, needed, upstream), None, None
+        chain, values = ChainPotentials(*tensors[:5]), ChainValues(*tensors[5:])
+        needs_chain, needs_values = any(needed[:5]), any(needed[5:])
+        d_chain: Any = (None, None, None)
+        d_values: Any = (None, None, None)
+        if needs_chain:
+            op = for_gradients(expectation_gradient, of_mean)
+            d_chain = op(of_mean, *tensors, mean, log_partition, saved, ctx.backend)
+        if needs_values or grads[1] is not None:
+            # The derivatives in the values, and those of log Z, are posteriors.
+            dtype = torch.promote_types(chain.scores.dtype, values.values.dtype)
+            ends = {"initial": chain.initial.double(), "final": chain.final.double()}
+            chain = chain._replace(**ends)
+            fp64, _, states = logz(*chain, True, ctx.backend)
+
+            def posteriors(grad: Tensor, likes: Any) -> Any:
+                op = for_gradients(logz_gradient, grad)
+                found = op(grad, *chain, fp64, states, dtype, ctx.backend)
+                return (x.to(like.dtype) for x, like in zip(found, likes, strict=True))
+
+            if needs_values:
+                d_values = posteriors(of_mean, values)
+            if needs_chain and grads[1] is not None:
+                d_chain = map(torch.add, d_chain, posteriors(of_logz, d_chain))
+        d_scores, d_initial, d_final = d_chain
         return d_scores, None, d_initial, d_final, None, *d_values, None, None
 
 
@@ -278,7 +291,7 @@ def state_scores(chain: ChainPotentials, semiring: Semiring, *, reverse: bool) -
 
 
 def mean_of_values(chain: ChainPotentials, *values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of the values along a path and log Z, `[N]`; log Z has no gradient.
+    """Return the mean of the values along a path and log Z, `[N]` fp64.
 
     The values are those of the edges `[T, N, C, K]`, and of the first and the last states `[N, C]`.
     """

@@ -1,12 +1,14 @@
-"""The arguments of the ops of chains, and the checks of what users give."""
+"""The arguments of the ops of chains, checks of what users give, and shapes of results."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...runtime import checks
+from ...runtime.dtypes import acc_dtype
 
 
 class ChainPotentials(NamedTuple):
@@ -62,3 +64,57 @@ def check_states(name: str, value: Tensor, number: int, missing: str) -> None:
         return f"a state from 0 to {number - 1}, or -1 {missing}" if number else "-1"
 
     checks.values(name, value, -1, number - 1, expected)
+
+
+def _fake_fp64(scores: Tensor, *shape: int) -> Tensor:
+    return scores.new_empty(shape, dtype=torch.float64)
+
+
+def fake_logz(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
+    T, N, C, _ = scores.shape
+    saved_shape = (T + 1, N, C) if save and served_by != "reference" else (0,)
+    rounded = scores.new_empty(N, dtype=acc_dtype(scores.dtype))
+    return _fake_fp64(scores, N), rounded, _fake_fp64(scores, *saved_shape)
+
+
+def fake_scan(scores: Tensor) -> Tensor:
+    T, N, C, _ = scores.shape
+    return _fake_fp64(scores, T + 1, N, C)
+
+
+def fake_gradient(
+    scores: Tensor, initial: Tensor, final: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_scores = torch.empty(scores.shape, dtype=dtype, device=scores.device)
+    d_initial, d_final = (
+        torch.empty(end.shape, dtype=end.dtype, device=end.device) for end in (initial, final)
+    )
+    return d_scores, d_initial, d_final
+
+
+def fake_viterbi(scores: Tensor, trace: bool) -> tuple[Tensor, Tensor, Tensor]:
+    T, N = scores.shape[:2]
+    states = scores.new_empty((T + 1, N) if trace else (0,), dtype=torch.int64)
+    edges = scores.new_empty((T, N) if trace else (0,), dtype=torch.int64)
+    return scores.new_empty(N, dtype=acc_dtype(scores.dtype)), states, edges
+
+
+def fake_nbest(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    T, N = scores.shape[:2]
+    states = scores.new_empty((k, T + 1, N), dtype=torch.int64)
+    edges = scores.new_empty((k, T, N), dtype=torch.int64)
+    return _fake_fp64(scores, k, N), states, edges
+
+
+def fake_sample(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    T, N = scores.shape[:2]
+    samples = uniforms.shape[1]
+    states = scores.new_empty((samples, T + 1, N), dtype=torch.int64)
+    return states, scores.new_empty((samples, T, N), dtype=torch.int64)
+
+
+def fake_expectation(scores: Tensor, save: bool, served_by: str) -> tuple[Tensor, Tensor, Tensor]:
+    T, N, C, _ = scores.shape
+    saved_shape = (2, T + 1, N, C) if save and served_by != "reference" else (0,)
+    mean, logz = (_fake_fp64(scores, N) for _ in range(2))
+    return mean, logz, _fake_fp64(scores, *saved_shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,47 @@ from ...runtime.dtypes import acc_dtype
 from ..chain.api import Chain
 from ..chain.edges import dense_source
 from . import autograd
-from .inputs import LinearChainPotentials, check_linear_chain
+from .common import LinearChainPotentials, check_linear_chain
 from .reference import path_score
-from .results import ExpectedCounts, LinearPath, LinearSample
+
+
+class LinearPath(NamedTuple):
+    """The best path of each sequence.
+
+    Of equal paths it is the one with the lowest state before each state, then the lowest last
+    state. The k best paths of `nbest` have a leading dimension k.
+
+    Fields:
+        score: `[N]`, in nats if the scores are; -inf for a sequence without a path.
+        states: `[T, N]` int64; -1 past the length and for a sequence without a path.
+    """
+
+    score: Tensor
+    states: Tensor
+
+
+class LinearSample(NamedTuple):
+    """Paths that are drawn from the posterior.
+
+    Fields:
+        states: `[k, T, N]` int64, as in `LinearPath`.
+    """
+
+    states: Tensor
+
+
+class ExpectedCounts(NamedTuple):
+    """What the E-step of expectation maximization needs, summed over the tokens.
+
+    Fields:
+        start: the posterior of the first state, `[N, C]`.
+        transitions: the expected number of transitions `[N, C, C]`, as `[n, from, to]`.
+        end: the posterior of the last state, `[N, C]`.
+    """
+
+    start: Tensor
+    transitions: Tensor
+    end: Tensor
 
 
 class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
@@ -240,7 +278,7 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
         checks.integer("states", states)
         checks.device("states", states, self.emissions, "emissions")
         checks.last_sizes("states", states, self.emissions.shape[:2], "T, N")
-        return self._rounded(self._log_prob(path_score(*self._potentials(), states.long())))
+        return self._rounded(self._log_prob(path_score(self._potentials(), states.long())))
 
     def to_chain(self) -> Chain:
         """Return the sparse `Chain` over `dense_source` with the same paths.

@@ -40,7 +40,7 @@ from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from ..chain import reference as sparse
 from . import common, reference
-from .inputs import LinearChainPotentials
+from .common import LinearChainPotentials
 
 
 def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
@@ -67,12 +67,6 @@ def _gpu_paths() -> ModuleType:
     return launch_paths if common.HAS_KERNELS else reference
 
 
-def _gpu_tangent() -> ModuleType:
-    from .gpu import launch_tangent
-
-    return launch_tangent if common.HAS_KERNELS else reference
-
-
 _define = partial(register.define, cpu=_cpu, vmap=one_by_one)
 _checked = partial(_define, check=check_values, reference_if_empty=True)
 logz = _checked(reference.linear_chain_logz, common.fake_logz, gpu=_gpu)
@@ -81,7 +75,7 @@ viterbi = _checked(reference.linear_chain_viterbi, common.fake_viterbi, gpu=_gpu
 # On a GPU the reference finds the k best paths.
 best_paths = _checked(reference.linear_chain_nbest, common.fake_nbest, gpu=lambda: reference)
 sample = _checked(reference.linear_chain_sample, common.fake_sample, gpu=_gpu_paths)
-tangent = _define(reference.linear_chain_tangent, common.fake_tangent, gpu=_gpu_tangent)
+tangent = _define(reference.linear_chain_tangent, common.fake_tangent, gpu=_gpu)
 
 
 class LogZ(torch.autograd.Function):
@@ -105,8 +99,8 @@ class LogZ(torch.autograd.Function):
         args = (grad_output, *tensors, needed[1], False, ctx.backend)
 
         def log_partition(*scores: Any) -> Tensor:
-            a, b, c, d = scores
-            return reference.linear_chain_logz(a, b, c, d, tensors[4], False)[0]
+            chain = LinearChainPotentials._make([*scores, tensors[4]])
+            return reference.linear_chain_logz(chain, False)[0]
 
         results = gradients(logz_gradient, Marginals, log_partition, tensors[:4], *args)
         pairs = zip(results, needed, strict=True)
@@ -148,10 +142,11 @@ class Marginals(torch.autograd.Function):
             present = (True, ctx.need_transitions, start is not None, end is not None)
 
             def specification(*variables: Any) -> list[Tensor]:
-                # The reference reads neither log Z nor what was saved.
-                unread = (variables[0], variables[0])
-                args: Any = (*variables, lengths, *unread, ctx.need_transitions, ctx.per_sequence)
-                found = reference.linear_chain_gradient(*args)
+                grad_output, *scores = variables
+                chain = LinearChainPotentials._make([*scores, lengths])
+                unread = (grad_output, grad_output)  # log Z and what was saved
+                options = (ctx.need_transitions, ctx.per_sequence)
+                found = reference.linear_chain_gradient(grad_output, chain, *unread, *options)
                 return list(itertools.compress(found, present))
 
             upstream = list(itertools.compress(values, present))
@@ -236,7 +231,7 @@ def partition(chain: LinearChainPotentials, semiring: Semiring) -> Tensor:
         return call(viterbi, BestScore, chain.variables, *args)[0]
     refuse_kernels("this semiring")
     semiring = differentiable(semiring)
-    result = sparse.log_partition(reference.linear_chain_inputs(*chain, semiring), semiring)
+    result = sparse.log_partition(reference.linear_chain_inputs(chain, semiring), semiring)
     return result.to(acc_dtype(chain.emissions.dtype))
 
 
@@ -283,4 +278,4 @@ def nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:
         return best_paths(*chain, k, backend)
     refuse_kernels("nbest")
     check_values(chain.emissions, chain.lengths)
-    return reference.linear_chain_nbest(*chain, k)
+    return reference.linear_chain_nbest(chain, k)

@@ -28,13 +28,16 @@ from ...primitives.semiring import Log, Max, Semiring
 from ...runtime.dtypes import acc_dtype
 from ..chain.reference import (
     ChainInputs,
+    Values,
     best_path,
     best_paths,
+    covariances,
     log_partition,
+    mean_value,
     posteriors,
     sample_paths,
 )
-from ..chain.reference_means import Values, covariances, mean_value
+from .common import LinearChainPotentials, LinearChainValues
 
 
 def _edges(
@@ -54,15 +57,9 @@ def _edges(
     return edges
 
 
-def linear_chain_inputs(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    semiring: Semiring,
-) -> ChainInputs:
+def linear_chain_inputs(chain: LinearChainPotentials, semiring: Semiring) -> ChainInputs:
     """Return the inputs of a scan."""
+    emissions, transitions, start, end, lengths = chain
     T, _, C = emissions.shape
     lengths = full_lengths(emissions, lengths)
     invalid = (lengths < 1) | (lengths > T)
@@ -84,35 +81,11 @@ def linear_chain_inputs(
     )
 
 
-def _values(
-    transitions: Tensor,
-    emission_values: Tensor,
-    transition_values: Tensor,
-    start_values: Tensor | None,
-    end_values: Tensor | None,
-) -> Values:
-    """Return the values of edges and ends; for constant transitions they may be `[N, C, C]`."""
-    first = emission_values[0].double()
-    return Values(
-        _edges(emission_values, transition_values, transitions.ndim > 2),
-        first if start_values is None else first + start_values.double(),
-        torch.zeros_like(first) if end_values is None else end_values.double(),
-    )
-
-
-def linear_chain_logz(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and an empty tensor: nothing is saved."""
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
-    logz = log_partition(x, Log)
-    rounded = logz.to(acc_dtype(emissions.dtype), copy=True)
-    return logz, rounded, emissions.new_empty(0, dtype=torch.float64)
+    logz = log_partition(linear_chain_inputs(chain, Log), Log)
+    rounded = logz.to(acc_dtype(chain.emissions.dtype), copy=True)
+    return logz, rounded, logz.new_empty(0)
 
 
 def _sum_edges(gradients: Iterator[Tensor], T: int, transitions: Tensor) -> list[Tensor]:
@@ -145,11 +118,7 @@ def _sum_edges(gradients: Iterator[Tensor], T: int, transitions: Tensor) -> list
 
 def linear_chain_gradient(
     grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
+    chain: LinearChainPotentials,
     logz: Tensor,
     saved: Tensor,
     need_transitions: bool,
@@ -160,8 +129,8 @@ def linear_chain_gradient(
     With `per_sequence` that in constant transitions is `[N, C, C]` in the dtype of results. It is
     empty if it is not needed.
     """
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
-    gradients = posteriors(x, grad_output)
+    emissions, transitions, start, end, _ = chain
+    gradients = posteriors(linear_chain_inputs(chain, Log), grad_output)
     d_emissions, d_transitions, d_start, d_end = _sum_edges(gradients, len(emissions), transitions)
     dtype = transitions.dtype
     if transitions.ndim == 2 and per_sequence:
@@ -181,78 +150,52 @@ def _gradient_of(end: Tensor | None, gradient: Tensor, emissions: Tensor) -> Ten
     return emissions.new_empty(0) if end is None else gradient.to(end.dtype, copy=True)
 
 
-def linear_chain_viterbi(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def linear_chain_viterbi(chain: LinearChainPotentials) -> tuple[Tensor, Tensor]:
     """Return the best score `[N]` and the states of the best path `[T, N]`.
 
     States are -1 past the length and for a chain without a path. Ties go to the lowest state before
     each state, then to the lowest last state.
     """
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Max)
-    score, states, _ = best_path(x)
-    return score.to(acc_dtype(emissions.dtype)), states
+    score, states, _ = best_path(linear_chain_inputs(chain, Max))
+    return score.to(acc_dtype(chain.emissions.dtype)), states
 
 
-def linear_chain_nbest(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    k: int,
-) -> tuple[Tensor, Tensor]:
+def linear_chain_nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:
     """Return the scores and states of the k best paths, as in `best_paths` of sparse chains."""
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Max)
-    return best_paths(x, k)[:2]
+    return best_paths(linear_chain_inputs(chain, Max), k)[:2]
 
 
-def linear_chain_sample(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> Tensor:
+def linear_chain_sample(chain: LinearChainPotentials, uniforms: Tensor) -> Tensor:
     """Return the states `[k, T, N]` of k paths from the posterior.
 
     The last state is drawn first, then the state before each state. The state of token t is drawn
     by the uniform number of token t, `[T, k, N]`.
     """
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
+    x = linear_chain_inputs(chain, Log)
     last = x.active.sum(0).expand(1, *uniforms.shape[1:])
     return sample_paths(x, uniforms, uniforms.gather(0, last)[0])[0]
 
 
 def linear_chain_tangent(
-    grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    emission_values: Tensor,
-    transition_values: Tensor,
-    start_values: Tensor | None,
-    end_values: Tensor | None,
+    grad_output: Tensor, chain: LinearChainPotentials, values: LinearChainValues
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the mean of the values `[N]`, and its gradients weighted by grad_output, in fp64.
 
-    Each emission, transition, start and end has a value, and a path has the sum of its values. The
-    derivative of log Z in the direction of the values is their posterior mean. The values have the
-    shapes of their arguments. For constant transitions they may also be `[N, C, C]`.
+    A path has the sum of its values. The derivative of log Z in the direction of the values is
+    their posterior mean.
     """
-    x = linear_chain_inputs(emissions, transitions, start, end, lengths, Log)
-    values = _values(transitions, emission_values, transition_values, start_values, end_values)
-    gradients = (each.d_scores for each in covariances(x, values, grad_output))
+    emissions, transitions, start, end, _ = chain
+    x = linear_chain_inputs(chain, Log)
+    first = values.emission_values[0].double()
+    if values.start_values is not None:
+        first = first + values.start_values.double()
+    last = torch.zeros_like(first) if values.end_values is None else values.end_values.double()
+    edges = _edges(values.emission_values, values.transition_values, transitions.ndim > 2)
+    of_edges = Values(edges, first, last)
+    gradients = covariances(x, of_edges, grad_output)
     d_emissions, d_transitions, d_start, d_end = _sum_edges(gradients, len(emissions), transitions)
     return (
-        mean_value(x, values),
+        mean_value(x, of_edges),
         d_emissions,
         d_transitions.sum(0) if transitions.ndim == 2 else d_transitions,
         d_start.new_empty(0) if start is None else d_start.clone(),
@@ -260,19 +203,13 @@ def linear_chain_tangent(
     )
 
 
-def path_score(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    states: Tensor,
-) -> Tensor:
+def path_score(chain: LinearChainPotentials, states: Tensor) -> Tensor:
     """Return the score of paths with the states `[..., T, N]`, `[..., N]` fp64.
 
     States past a length are ignored. The score is -inf for a state that is out of range, and NaN
     for an invalid length.
     """
+    emissions, transitions, start, end, lengths = chain
     T, N, C = emissions.shape
     lengths = full_lengths(emissions, lengths)
     invalid = (lengths < 1) | (lengths > T)

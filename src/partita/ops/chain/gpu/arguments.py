@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -103,8 +104,10 @@ class ChainPaths(NamedTuple):
 
 
 def chains_of(chain: ChainPotentials, table: EdgeTable) -> Chains:
-    """Return what kernels get of chains."""
+    """Return what kernels get of chains. A source out of range makes all lengths invalid."""
     scores, _, initial, final, lengths = chain
+    if table.has_invalid:
+        lengths = torch.full(scores.shape[1:2], -1, device=scores.device)
     return Chains(
         StridedEdges(scores, *scores.stride()),
         table.edges,

@@ -158,7 +158,7 @@ def _build_edge_table(source: Tensor) -> EdgeTable:
         if source.numel()
         else (0, 0, 0)
     )
-    source = source.clamp(-2, C).int().contiguous()
+    source = source.masked_fill(invalid, -1).int().contiguous()
     edges = ChainEdges(source, out_offsets, out_edges, C, K)
     return EdgeTable(edges, max_out_degree, bool(num_missing), bool(num_invalid), {})
 
@@ -202,7 +202,7 @@ def _build_resident_edges(
 
     edge = torch.arange(C * K, dtype=torch.int32, device=device)
     source = source.flatten()
-    valid = (source >= 0) & (source < C)
+    valid = source >= 0
     # The index of each edge among those that leave the same state, by column, then by target. So
     # the edges of one index that leave neighboring k-mers are all stays, or moves by the same base.
     rank, leaves = torch.empty_like(edge), torch.where(valid, source, C)

@@ -15,7 +15,6 @@ scans beta down from the length, with the mean of the values over the paths onwa
 For an edge with posterior p and value v,
 
     through          = mean into its source + v + mean onward from the state that it enters
-    d mean / d value = p
     d mean / d score = p * (through - mean over all paths)
 
 The same holds for initial and final scores, with the posteriors of the first and last states.
@@ -193,51 +192,17 @@ def chain_expectation_kernel(
 
 
 @triton.jit
-def store_gradients(
-    gradients,
-    offset,
-    posterior,
-    value,
-    valid,
-    OF_SCORES: tl.constexpr,
-    OF_VALUES: tl.constexpr,
-):
-    """Store the gradients of edges or states, in their scores and in their values.
-
-    The gradient of a value is the posterior. The gradient of a score is the posterior times
-    `value`, which is the mean of the paths through the edge or state minus the mean of all paths.
-    """
-    scores_ptr, values_ptr = gradients
-    if OF_SCORES:
-        grad = weighted(posterior, value).to(scores_ptr.dtype.element_ty)
-        tl.store(scores_ptr + offset, grad, mask=valid)
-    if OF_VALUES:
-        tl.store(values_ptr + offset, posterior.to(values_ptr.dtype.element_ty), mask=valid)
-
-
-@triton.jit
 def store_boundary_gradients(
-    gradients,
-    offset,
-    alpha,
-    beta,
-    C,
-    logz,
-    mean,
-    grad,
-    OF_SCORES: tl.constexpr,
-    OF_VALUES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
+    ptr, alpha, beta, C, logz, mean, grad, BLOCK_C: tl.constexpr, ACC_DTYPE: tl.constexpr
 ):
-    """Store the gradients of the first or last states, at `offset`."""
+    """Store the gradients in the scores of the first or last states."""
     for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         log_weight = tl.load(alpha.ptr + c, mask=c < C, other=-float("inf"))
         log_weight += tl.load(beta.ptr + c, mask=c < C, other=0.0)
         value = load_mean(alpha, c, c < C) + load_mean(beta, c, c < C) - mean
         posterior = exp((log_weight - logz).to(ACC_DTYPE)) * grad
-        store_gradients(gradients, offset + c, posterior, value, c < C, OF_SCORES, OF_VALUES)
+        tl.store(ptr + c, weighted(posterior, value).to(ptr.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
@@ -250,10 +215,7 @@ def chain_expectation_gradient_kernel(
     logz_ptr,  # [N] fp64
     saved,  # StatesWithMeans [T + 1, N, C] fp64: alpha
     workspace_ptr,  # [2, 2, N, C] fp64: beta and means onward, two rows of each
-    d_scores,  # ChainGradients
-    d_values,  # ChainGradients
-    OF_SCORES: tl.constexpr,
-    OF_VALUES: tl.constexpr,
+    gradients,  # ChainGradients
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
@@ -271,15 +233,13 @@ def chain_expectation_gradient_kernel(
     row_stride = tl.full([], N, tl.int64) * C
     alphas = states_at(saved, n * C)
     betas = StatesWithMeans(workspace_ptr + n * C, 2 * row_stride)
-    d_edges = (d_scores.edges_ptr, d_values.edges_ptr)
+    d_edges_ptr, dtype, width = gradients.edges_ptr, gradients.edges_ptr.dtype.element_ty, C * K
     # After the length the gradients are 0, or NaN for an invalid length.
-    width = C * K
     for t in range(length, T):
-        offset = (tl.full([], t, tl.int64) * N + n) * width
+        row_ptr = d_edges_ptr + (tl.full([], t, tl.int64) * N + n) * width
         for e0 in range(0, width, BLOCK_C):
             e = e0 + tl.arange(0, BLOCK_C)
-            fill = tl.zeros([BLOCK_C], tl.float64) + invalid
-            store_gradients(d_edges, offset + e, fill, fill, e < width, OF_SCORES, OF_VALUES)
+            tl.store(row_ptr + e, tl.full([BLOCK_C], invalid, dtype), mask=e < width)
     last_alpha = states_at(alphas, length * row_stride)
     last_beta = states_at(betas, length % 2 * row_stride)
     final_ptr = final.ptr + n * final.n
@@ -288,14 +248,13 @@ def chain_expectation_gradient_kernel(
         last_beta, final_ptr, final.c, last_values_ptr, last_values.c, C, 0.0, BLOCK_C
     )
     tl.debug_barrier()
-    ends = (n * C, last_alpha, last_beta, C, logz, mean, grad_mean)
-    d_last = (d_scores.final_ptr, d_values.final_ptr)
-    store_boundary_gradients(d_last, *ends, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE)
+    ends = (last_alpha, last_beta, C, logz, mean, grad_mean)
+    store_boundary_gradients(gradients.final_ptr + n * C, *ends, BLOCK_C, ACC_DTYPE)
     for i in range(0, length):
         t = length - 1 - i
         t64 = tl.full([], t, tl.int64)
         step_scores, step_values = from_step(scores, t64), from_step(edge_values, t64)
-        offset = (t64 * N + n) * C * K
+        row_ptr = d_edges_ptr + (t64 * N + n) * width
         before = states_at(alphas, t64 * row_stride)
         after = states_at(betas, (t + 1) % 2 * row_stride)
         result = states_at(betas, t % 2 * row_stride)
@@ -314,13 +273,12 @@ def chain_expectation_gradient_kernel(
                 value = edge_value(step_values, c, k, valid, 0.0)
                 value += load_mean(before, source, valid) + beta_mean
                 posterior = exp((term + (beta - logz)).to(ACC_DTYPE)) * grad_mean
-                edge_offset, mask = offset + c * K + k, c < C
-                store_gradients(d_edges, edge_offset, posterior, value, mask, OF_SCORES, OF_VALUES)
+                gradient = weighted(posterior, value).to(dtype)
+                tl.store(row_ptr + c * K + k, gradient, mask=c < C)
             next_beta, next_mean = mean_step(
                 after, step_scores, step_values, edges, c, ACC_DTYPE, True
             )
             store_states(result, c, next_beta, next_mean, c < C)
     tl.debug_barrier()
-    ends = (n * C, alphas, betas, C, logz, mean, grad_mean)
-    d_first = (d_scores.initial_ptr, d_values.initial_ptr)
-    store_boundary_gradients(d_first, *ends, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE)
+    ends = (alphas, betas, C, logz, mean, grad_mean)
+    store_boundary_gradients(gradients.initial_ptr + n * C, *ends, BLOCK_C, ACC_DTYPE)

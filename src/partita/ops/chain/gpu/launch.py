@@ -17,7 +17,7 @@ from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
 from ....runtime.sizes import cdiv
-from ..common import ChainPotentials, ChainValues
+from ..common import ChainPotentials, ChainValues, fake_gradient
 from .arguments import (
     ChainGradients,
     Chains,
@@ -53,10 +53,7 @@ def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tens
     logz = torch.empty(N, dtype=torch.float64, device=scores.device)
     rounded = torch.empty(N, dtype=acc_dtype(scores.dtype), device=scores.device)
     chains = chains_of(chain, table)
-    if table.has_invalid:
-        logz.fill_(torch.nan)
-        rounded.fill_(torch.nan)
-    elif is_parallel(T, N, C):
+    if is_parallel(T, N, C):
         outputs = ChainTotals(logz, rounded, None)
         scan_boundaries(chains, saved if save else None, 2 if save else 1, outputs)
     elif (resident := resident_arguments(chain, table)) is not None:
@@ -91,20 +88,13 @@ def chain_gradient(
     """Return the gradients of log Z; that of log Z may have any floating dtype and any stride."""
     scores, table = chain.scores, edge_table(chain.source)
     T, N, C, K = scores.shape
-    d_scores = torch.empty(scores.shape, dtype=dtype, device=scores.device)
-    d_initial, d_final = (
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (chain.initial, chain.final)
-    )
-    results = d_scores, d_initial, d_final
+    results = fake_gradient(*chain.variables, dtype)
     chains = chains_of(chain, table)
     inputs: dict[str, Any] = {
         "grad": StridedChains(grad, *grad.stride()),
         "gradients": ChainGradients(*results),
     }
-    if table.has_invalid:
-        for result in results:
-            result.fill_(torch.nan)
-    elif is_parallel(T, N, C):
+    if is_parallel(T, N, C):
         from .segments import chain_segment_gradient_kernel
 
         sizes, rows = segment_sizes(T, N, C, target_of(scores.device)), segment_options(C)
@@ -157,8 +147,6 @@ def chain_scan(chain: ChainPotentials, use_max: bool, reverse: bool) -> Tensor:
     scores, table = chain.scores, edge_table(chain.source)
     T, N, C, K = scores.shape
     result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
-    if table.has_invalid:
-        return result.fill_(torch.nan)
     launch(
         chain_scan_kernel,
         N,
@@ -260,24 +248,20 @@ def chain_expectation(
     saved = torch.empty(saved_shape, dtype=torch.float64, device=scores.device)
     edges, first, last = values
     mean, logz = (torch.empty(N, dtype=torch.float64, device=scores.device) for _ in range(2))
-    if table.has_invalid:
-        mean.fill_(torch.nan)
-        logz.fill_(torch.nan)
-    else:
-        launch(
-            chain_expectation_kernel,
-            N,
-            chains=chains_of(chain, table),
-            edge_values=StridedEdges(edges, *edges.stride()),
-            first_values=StridedStates(first, *first.stride()),
-            last_values=StridedStates(last, *last.stride()),
-            saved=StatesWithMeans(saved, saved.stride(0)),
-            mean_ptr=mean,
-            logz_ptr=logz,
-            SAVE=save,
-            ACC_DTYPE=tl_acc_dtype(scores.dtype),
-            **block_options(C),
-        )
+    launch(
+        chain_expectation_kernel,
+        N,
+        chains=chains_of(chain, table),
+        edge_values=StridedEdges(edges, *edges.stride()),
+        first_values=StridedStates(first, *first.stride()),
+        last_values=StridedStates(last, *last.stride()),
+        saved=StatesWithMeans(saved, saved.stride(0)),
+        mean_ptr=mean,
+        logz_ptr=logz,
+        SAVE=save,
+        ACC_DTYPE=tl_acc_dtype(scores.dtype),
+        **block_options(C),
+    )
     return mean, logz, saved if save else saved.new_empty(0)
 
 
@@ -288,23 +272,14 @@ def chain_expectation_gradient(
     mean: Tensor,
     logz: Tensor,
     saved: Tensor,
-    need_score_grads: bool,
-    need_value_grads: bool,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of the mean; one that is not needed is empty."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the mean in scores, initial and final."""
     from .expectation import StatesWithMeans, chain_expectation_gradient_kernel
 
     scores, table = chain.scores, edge_table(chain.source)
     _, N, C, _ = scores.shape
     edges, _, last = values
-    inputs = (*chain.variables, *values)
-    needed = (need_score_grads,) * 3 + (need_value_grads,) * 3
-    results = tuple(
-        torch.empty(t.shape if is_needed else 0, dtype=t.dtype, device=t.device)
-        for t, is_needed in zip(inputs, needed, strict=True)
-    )
-    if table.has_invalid:
-        return tuple(result.fill_(torch.nan) for result in results)
+    results = fake_gradient(*chain.variables, scores.dtype)
     launch(
         chain_expectation_gradient_kernel,
         N,
@@ -316,10 +291,7 @@ def chain_expectation_gradient(
         logz_ptr=logz.contiguous(),
         saved=StatesWithMeans(saved, saved.stride(0)),
         workspace_ptr=torch.empty((2, 2, N, C), dtype=torch.float64, device=scores.device),
-        d_scores=ChainGradients(*results[:3]),
-        d_values=ChainGradients(*results[3:]),
-        OF_SCORES=need_score_grads,
-        OF_VALUES=need_value_grads,
+        gradients=ChainGradients(*results),
         ACC_DTYPE=tl_acc_dtype(scores.dtype),
         **block_options(C),
     )

@@ -33,8 +33,11 @@ from .plan import (
     segment_sizes,
     unroll_options,
 )
-from .resident_logz import chain_resident_halves_kernel, chain_resident_logz_kernel
-from .resident_posteriors import chain_resident_posteriors_kernel
+from .resident_logz import (
+    chain_resident_halves_kernel,
+    chain_resident_logz_kernel,
+    chain_resident_posteriors_kernel,
+)
 from .resident_viterbi import (
     SegmentMaps,
     chain_resident_final_state_kernel,
@@ -43,13 +46,13 @@ from .resident_viterbi import (
     chain_resident_trace_kernel,
     chain_resident_viterbi_kernel,
 )
-from .segment_paths import (
+from .segments import (
+    SegmentGroups,
     chain_group_maps_kernel,
     chain_segment_pointers_kernel,
     chain_trace_maps_kernel,
     chain_trace_steps_kernel,
 )
-from .segments import SegmentGroups
 
 SUMMED_STATES = 4  # of which one kernel stores the sum
 
@@ -67,8 +70,6 @@ def chain_viterbi(
     score = torch.empty(N, dtype=acc_dtype(scores.dtype), device=device)
     states = torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device)
     edges = torch.empty((T, N) if trace else 0, dtype=torch.int64, device=device)
-    if table.has_invalid:
-        return score.fill_(torch.nan), states.fill_(-1), edges.fill_(-1)
     paths = ChainPaths(score, states, edges)
     chains = chains_of(chain, table)
     if saved is None and is_parallel(T, N, C):
@@ -254,8 +255,6 @@ def chain_sample(chain: ChainPotentials, uniforms: Tensor) -> tuple[Tensor, Tens
     samples = uniforms.shape[1]
     states = torch.empty((samples, T + 1, N), dtype=torch.int64, device=scores.device)
     edges = torch.empty((samples, T, N), dtype=torch.int64, device=scores.device)
-    if table.has_invalid:
-        return states.fill_(-1), edges.fill_(-1)
     options = sample_options(K, samples)
     launch(
         chain_sample_kernel,

@@ -20,13 +20,14 @@ from ....primitives.cpu.batch import (
     run_over_sequences,
 )
 from ....runtime.dtypes import acc_dtype
-from ...chain.cpu.expectation import (
+from ...chain.cpu.logz import (
     Expectation,
     ValueArrays,
+    chain_backward_kernel,
     chain_expectation_backward_kernel,
     chain_expectation_forward_kernel,
+    chain_forward_kernel,
 )
-from ...chain.cpu.logz import chain_backward_kernel, chain_forward_kernel
 from ...chain.cpu.paths import best_paths, chain_sample_kernel
 from ...chain.cpu.steps import (
     ChainBatch,
@@ -37,6 +38,7 @@ from ...chain.cpu.steps import (
     no_emissions,
     run,
 )
+from ..common import LinearChainPotentials, LinearChainValues
 from .scans import dense_arrays, forward_kernel, gradient_kernel, join_kernel
 
 MAX_SPAN = 300.0  # nats; a state that underflows is then improbable by e**-100
@@ -53,14 +55,9 @@ def is_linear(transitions: Tensor) -> bool:
     return float(high) - float(low) <= MAX_SPAN  # False for NaN and infinities
 
 
-def dense_batch(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-) -> tuple[ChainBatch, Tensor, Tensor]:
+def dense_batch(chain: LinearChainPotentials) -> tuple[ChainBatch, Tensor, Tensor]:
     """Return the batch, the numbers of tokens and the mask of invalid lengths, `[N]`."""
+    emissions, transitions, start, end, lengths = chain
     T, N, C = emissions.shape
     tokens, invalid = lengths_of(lengths, 1, T, N)
     first = emissions[0].detach().double()
@@ -84,30 +81,23 @@ def dense_batch(
     return batch, tokens, invalid
 
 
-def linear_chain_logz(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and the states for its gradient."""
-    T, N, C = emissions.shape
-    logz, tokens, invalid = np.empty(N), *lengths_of(lengths, 1, T, N)
-    if is_linear(transitions):
+    T, N, C = chain.emissions.shape
+    logz, tokens, invalid = np.empty(N), *lengths_of(chain.lengths, 1, T, N)
+    if is_linear(chain.transitions):
         saved = empty_batch((T if save else 0, N, C))
-        chain = dense_arrays(emissions, transitions, start, end, tokens)
-        meeting, log_scale = _scan_halves(chain, saved)
+        arrays = dense_arrays(chain, tokens)
+        meeting, log_scale = _scan_halves(arrays, saved)
         run_over_sequences(
-            join_kernel, np.ones(N, np.int64), C * C, chain, meeting, log_scale, logz
+            join_kernel, np.ones(N, np.int64), C * C, arrays, meeting, log_scale, logz
         )
     else:
-        batch = dense_batch(emissions, transitions, start, end, lengths)[0]
+        batch = dense_batch(chain)[0]
         saved = empty_batch((T if save else 2, N, C))
         run(chain_forward_kernel, batch, saved.numpy(), logz)
     result = torch.from_numpy(logz).masked_fill_(invalid, torch.nan)
-    rounded = result.to(acc_dtype(emissions.dtype), copy=True)
+    rounded = result.to(acc_dtype(chain.emissions.dtype), copy=True)
     return result, rounded, saved if save else saved.new_empty(0)
 
 
@@ -146,17 +136,14 @@ def _sum_of_counts(
 
 def linear_chain_gradient(
     grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
+    chain: LinearChainPotentials,
     logz: Tensor,
     saved: Tensor,
     need_transitions: bool,
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
+    emissions, transitions, start, end, lengths = chain
     T, N, C = emissions.shape
     tokens, invalid = lengths_of(lengths, 1, T, N)
     failed, linear = logz.isnan(), is_linear(transitions)
@@ -170,17 +157,17 @@ def linear_chain_gradient(
     dtype = torch.promote_types(emissions.dtype, torch.float32)
     d_ends = torch.empty((2, N, C), **FP64)
     if linear:
-        chain = dense_arrays(emissions, transitions, start, end, tokens)
-        d_emissions, width = empty_batch(emissions.shape, dtype), chain.weights.shape[2]
+        arrays = dense_arrays(chain, tokens)
+        d_emissions, width = empty_batch(emissions.shape, dtype), arrays.weights.shape[2]
         products = torch.zeros((2, groups if need_transitions else 0, width, width), **FP64)
-        arrays = (x.numpy() for x in (upstream, states, d_emissions, d_ends, products))
-        work = lengths_of_groups(chain.lengths, groups) if need_transitions else chain.lengths
-        run_over_sequences(gradient_kernel, work.repeat(2) // 2, C * C, chain, *arrays)
+        others = (x.numpy() for x in (upstream, states, d_emissions, d_ends, products))
+        work = lengths_of_groups(arrays.lengths, groups) if need_transitions else arrays.lengths
+        run_over_sequences(gradient_kernel, work.repeat(2) // 2, C * C, arrays, *others)
         if need_transitions:
             alpha, beta = products[..., :C, :C]
-            counts[0] = (alpha + beta.mT) * torch.from_numpy(chain.weights[0, :, :C])
+            counts[0] = (alpha + beta.mT) * torch.from_numpy(arrays.weights[0, :, :C])
     else:
-        batch = dense_batch(emissions, transitions, start, end, lengths)[0]
+        batch = dense_batch(chain)[0]
         d_emissions = empty_batch(emissions.shape)
         written = counts.flatten(2).numpy() if need_transitions else NO_ROWS
         gradients = Gradients(d_emissions.numpy(), written)
@@ -208,48 +195,28 @@ def _end_gradients(d_emissions: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([d_emissions[0], last])
 
 
-def linear_chain_viterbi(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def linear_chain_viterbi(chain: LinearChainPotentials) -> tuple[Tensor, Tensor]:
     """Return the best score `[N]` and the states of the best path `[T, N]`."""
-    score, states = linear_chain_nbest(emissions, transitions, start, end, lengths, 1)
-    return score[0].to(acc_dtype(emissions.dtype), copy=True), states[0]
+    score, states = linear_chain_nbest(chain, 1)
+    return score[0].to(acc_dtype(chain.emissions.dtype), copy=True), states[0]
 
 
-def linear_chain_nbest(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    k: int,
-) -> tuple[Tensor, Tensor]:
+def linear_chain_nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:
     """Return the scores `[k, N]` fp64 of the k best paths, and their states `[k, T, N]`."""
-    batch, _, invalid = dense_batch(emissions, transitions, start, end, lengths)
-    score, states, _ = best_paths(batch, len(emissions) - 1, k, True)
+    batch, _, invalid = dense_batch(chain)
+    score, states, _ = best_paths(batch, len(chain.emissions) - 1, k, True)
     return score.masked_fill_(invalid, torch.nan), states.masked_fill_(invalid, -1)
 
 
-def linear_chain_sample(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> Tensor:
+def linear_chain_sample(chain: LinearChainPotentials, uniforms: Tensor) -> Tensor:
     """Return the states `[k, T, N]` of k paths from the posterior."""
-    T, N, C = emissions.shape
-    batch, tokens, invalid = dense_batch(emissions, transitions, start, end, lengths)
+    T, N, C = chain.emissions.shape
+    batch, tokens, invalid = dense_batch(chain)
     alpha, logz, k = empty_batch((T, N, C)), np.empty(N), uniforms.shape[1]
-    if is_linear(transitions):
-        chain = dense_arrays(emissions, transitions, start, end, tokens)
+    if is_linear(chain.transitions):
+        arrays = dense_arrays(chain, tokens)
         # Alpha has the last token's end here. The scale of a token's states changes no draw.
-        _scan_halves(chain._replace(middle=chain.lengths), alpha)
+        _scan_halves(arrays._replace(middle=arrays.lengths), alpha)
         batch = batch._replace(final=np.zeros((N, C)))
         alpha.log_()
         logz = alpha[tokens - 1, torch.arange(N)].amax(1).numpy()
@@ -262,32 +229,23 @@ def linear_chain_sample(
 
 
 def linear_chain_tangent(
-    grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    emission_values: Tensor,
-    transition_values: Tensor,
-    start_values: Tensor | None,
-    end_values: Tensor | None,
+    grad_output: Tensor, chain: LinearChainPotentials, values: LinearChainValues
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the mean of the values `[N]`, and its gradients weighted by grad_output, in fp64."""
-    T, N, C = emissions.shape
-    batch, tokens, invalid = dense_batch(emissions, transitions, start, end, lengths)
-    chain = (emission_values, transition_values, start_values, end_values, lengths)
-    if transition_values.ndim == 3 and transitions.ndim == 2:  # the same for all steps
-        chain = (emission_values, transition_values[None], *chain[2:])
-    of_values = dense_batch(*chain)[0]
-    values = ValueArrays(of_values.scores, of_values.emissions, of_values.initial, of_values.final)
+    transitions = chain.transitions
+    T, N, C = chain.emissions.shape
+    batch, tokens, invalid = dense_batch(chain)
+    if values.transition_values.ndim == 3 and transitions.ndim == 2:  # the same for all steps
+        values = values._replace(transition_values=values.transition_values[None])
+    of_values = dense_batch(LinearChainPotentials(*values, chain.lengths))[0]
+    arrays = ValueArrays(of_values.scores, of_values.emissions, of_values.initial, of_values.final)
     found = Expectation(np.empty(N), np.empty(N), np.empty((2, T, N, C)))
-    run(chain_expectation_forward_kernel, batch, values, found)
+    run(chain_expectation_forward_kernel, batch, arrays, found)
     counts, d_emissions = _empty_counts(transitions, T, N, C, False), empty_batch((T, N, C))
     gradients = Gradients(d_emissions.numpy(), counts.flatten(2).numpy())
     run(
-        *(chain_expectation_backward_kernel, batch, values, found, as_array(grad_output)),
-        *(NO_ROWS, NO_ROWS, gradients, np.empty((2, N, C))),
+        *(chain_expectation_backward_kernel, batch, arrays, found, as_array(grad_output)),
+        *(NO_ROWS, gradients),
         counts=gradients.counts,
     )
     mean = torch.from_numpy(found.mean).masked_fill_(invalid, torch.nan)
@@ -299,6 +257,6 @@ def linear_chain_tangent(
         mean,
         d_emissions,
         _sum_of_counts(counts, transitions, failed, steps, False).reshape(transitions.shape),
-        d_emissions.new_empty(0) if start is None else d_ends[0].clone(),
-        d_emissions.new_empty(0) if end is None else d_ends[1].clone(),
+        d_emissions.new_empty(0) if chain.start is None else d_ends[0].clone(),
+        d_emissions.new_empty(0) if chain.end is None else d_ends[1].clone(),
     )

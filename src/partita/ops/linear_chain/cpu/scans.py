@@ -39,6 +39,7 @@ from ....primitives.cpu.vectors import (
     sum_of,
 )
 from ...chain.cpu.steps import sequences_of, zero_rows
+from ..common import LinearChainPotentials
 
 MOST_IN_COLUMNS = 64  # states whose matrix stays in the cache that is nearest to the processor
 # A state is scaled only when its maximum leaves this range. Until then no step waits for it.
@@ -297,14 +298,9 @@ class DenseArrays(NamedTuple):
     shift: float
 
 
-def dense_arrays(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    tokens: Tensor,
-) -> DenseArrays:
+def dense_arrays(chain: LinearChainPotentials, tokens: Tensor) -> DenseArrays:
     """Return the arrays of a batch of sequences with `tokens` `[N]` tokens."""
+    emissions, transitions, start, end, _ = chain
     N, C = emissions.shape[1:]
     zeros = torch.zeros(N, C, dtype=torch.float64, device="cpu")
     width = -(-max(C, 1) // WIDTH) * WIDTH

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
-from ..common import saved_sizes
+from ..common import LinearChainPotentials, saved_sizes
 from . import plan
 
 
@@ -150,10 +150,9 @@ def strided_steps(transitions: Tensor) -> StridedSteps:
     return StridedSteps(transitions, step, sequence, *strides[-2:])
 
 
-def batch_of(
-    emissions: Tensor, start: Tensor | None, end: Tensor | None, lengths: Tensor | None
-) -> Batch:
+def batch_of(chain: LinearChainPotentials) -> Batch:
     """Return the scores of sequences with their strides and sizes."""
+    emissions, _, start, end, lengths = chain
     return Batch(
         StridedTokens(emissions, *emissions.stride()),
         strided_states(start),
@@ -163,9 +162,9 @@ def batch_of(
     )
 
 
-def split_saved(saved: Tensor, emissions: Tensor, transitions: Tensor, save: bool = True) -> Saved:
+def split_saved(saved: Tensor, chain: LinearChainPotentials, save: bool = True) -> Saved:
     """Return the parts of the tensor that `linear_chain_logz` saves."""
-    T, N, C = emissions.shape
+    T, N, C = chain.emissions.shape
     states, scales, maxima, span = saved.split(saved_sizes(T, N, C, save))
-    parts = plan.range_parts(transitions, T, N, save, target_of(saved.device))
+    parts = plan.range_parts(chain.transitions, T, N, save, target_of(saved.device))
     return Saved(states, scales, maxima, Span(span, parts))

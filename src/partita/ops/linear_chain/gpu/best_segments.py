@@ -35,8 +35,8 @@ from .lanes import (
     load_lane,
 )
 from .resident import load_rows, load_vector
-from .resident_best import greater
 from .scores import fold_ends, load_tokens
+from .viterbi import greater
 
 ALL_STATES = tl.constexpr(0x1111111111111111)  # times a state is the map of all states to it
 

@@ -1,4 +1,4 @@
-"""Allocate results and launch the kernels for log Z of dense linear chains and its gradient.
+"""Allocate results and launch the kernels for log Z of dense linear chains and its derivatives.
 
 Kernels that serve few calls are imported where they are launched, because Triton takes a
 millisecond to load each function.
@@ -11,22 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....paths.autograd import ones
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from ..common import fake_gradient, saved_sizes
+from ..common import (
+    LinearChainPotentials,
+    LinearChainValues,
+    fake_gradient,
+    fake_tangent,
+    saved_sizes,
+)
 from . import plan
 from .arguments import (
     Batch,
     Gradients,
     Saved,
     Span,
+    StridedSteps,
     batch_of,
     split_saved,
     strided_steps,
 )
 from .gradient import (
     linear_chain_counts_kernel,
+    linear_chain_lane_counts_kernel,
     linear_chain_marginals_kernel,
     linear_chain_sum_counts_kernel,
 )
@@ -43,22 +52,16 @@ from .scan import (
 UNWRITTEN = -0x7FFFFFFF80000000
 
 
-def linear_chain_logz(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and what the gradient needs."""
+    emissions, transitions = chain[:2]
     T, N, C = emissions.shape
     logz = torch.empty(N, dtype=torch.float64, device=emissions.device)
     rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
-    batch = batch_of(emissions, start, end, lengths)
+    batch = batch_of(chain)
     size = sum(saved_sizes(T, N, C, save))
     saved = torch.empty(size, dtype=torch.float64, device=emissions.device)
-    parts = split_saved(saved, emissions, transitions, save)
+    parts = split_saved(saved, chain, save)
     prepare_options = plan.prepare_options(C)
     launch(
         linear_chain_prepare_kernel,
@@ -158,25 +161,22 @@ def step_states(batch: Batch, transitions: Tensor, saved: Saved, options: dict[s
 
 def linear_chain_gradient(
     grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
+    chain: LinearChainPotentials,
     logz: Tensor,
     saved: Tensor,
     need_transitions: bool,
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
+    emissions, transitions, start, end, _ = chain
     gradients = fake_gradient(emissions, transitions, start, end, need_transitions, per_sequence)
     if not emissions.numel():  # The reference has served log Z, and saved nothing.
         for gradient in gradients:
             gradient.zero_()
         return gradients
     d_emissions, d_transitions, d_start, d_end = gradients
-    batch = batch_of(emissions, None, end, lengths)  # No step enters a first token.
-    states = split_saved(saved, emissions, transitions)
+    batch = batch_of(chain._replace(start=None))  # No step enters a first token.
+    states = split_saved(saved, chain)
     ends = (None if start is None else d_start, None if end is None else d_end)
     grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
     factors = state_gradients(grad, batch, states, Gradients(d_emissions, *ends))
@@ -233,8 +233,6 @@ def count_transitions(
     }
     in_lanes = constant and C <= plan.MAX_LANE_STATES
     if in_lanes:
-        from .lane_counts import linear_chain_lane_counts_kernel
-
         kernel, tokens = linear_chain_lane_counts_kernel, batch._replace(C=None)
         lanes = {"C": C, "LANES": plan.COUNT_LANES, "num_warps": plan.COUNT_LANES // 32}
         launch(kernel, programs, batch=tokens, **arguments, **lanes)
@@ -272,3 +270,91 @@ def sum_counts(parts: Tensor, counts: Tensor, transitions: Tensor, span: Span) -
         BLOCK_PARTS=plan.parts_block(span.parts),
         **options,
     )
+
+
+def linear_chain_tangent(
+    grad_output: Tensor, chain: LinearChainPotentials, values: LinearChainValues
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the mean of the values `[N]`, and its gradients weighted by grad_output, in fp64."""
+    from .tangent import (
+        linear_chain_means_kernel,
+        linear_chain_pair_covariances_kernel,
+        linear_chain_state_covariances_kernel,
+    )
+
+    emissions, transitions, start, end, _ = chain
+    T, N, C = emissions.shape
+    results = fake_tangent(emissions, transitions, start, end)
+    mean, d_emissions, d_transitions, d_start, d_end = results
+    if T == 1 or not emissions.numel():  # without a step, or without a state
+        for result in results:
+            result.zero_()
+    if emissions.numel():
+        _, _, saved = linear_chain_logz(chain, True)
+        batch = batch_of(chain._replace(start=None))
+        states = split_saved(saved, chain)
+        of_states = batch_of(LinearChainPotentials(*values, chain.lengths))
+        posteriors, sums, *_ = buffers = saved.new_empty((4, T, N, C))
+        unit = {"grad_ptr": ones(emissions), "grad_n": 0}
+        state_gradients(unit, batch, states, Gradients(posteriors, None, None))
+        of_pairs = values.transition_values
+        pair_values = strided_steps(of_pairs)
+        if of_pairs.ndim == 3 and transitions.ndim == 2:  # of each sequence
+            pair_values = StridedSteps(of_pairs, 0, *of_pairs.stride())
+        arguments = {
+            "transitions": strided_steps(transitions),
+            "transition_values": pair_values,
+            "states_ptr": states.states,
+            "posteriors_ptr": posteriors,
+            "sums_ptr": sums,
+            "means_ptr": buffers[2:],
+            "mean_ptr": mean,
+            "EXACT": plan.is_exact(emissions, transitions),
+        }
+        block = min(32, next_power_of_2(max(C, 2)))
+        launch(
+            linear_chain_means_kernel,
+            2 * N,
+            batch=batch,
+            span=states.span,
+            values=of_states,
+            **arguments,
+            BLOCK=block,
+            num_warps=plan.warps(block * block // 8),
+            BLOCK_PARTS=plan.parts_block(states.span.parts),
+        )
+        grad = {"grad_ptr": grad_output, "grad_n": grad_output.stride(0)}
+        ends = (None if start is None else d_start, None if end is None else d_end)
+        row_options = plan.row_options(C)
+        launch(
+            linear_chain_state_covariances_kernel,
+            cdiv(T * N, row_options["ROWS"]),
+            values=of_states._replace(start=None, end=None),
+            posteriors_ptr=posteriors,
+            means_ptr=buffers[2:],
+            mean_ptr=mean,
+            gradients=Gradients(d_emissions, *ends),
+            **grad,
+            **row_options,
+        )
+        number, groups = plan.count_groups(transitions, T, N, False, target_of(mean.device))
+        constant = transitions.ndim == 2
+        if groups.total and d_transitions.numel():
+            parts = d_transitions
+            if constant:
+                parts = saved.new_empty((number, groups.splits, C, C))
+            options = plan.count_options(C)
+            launch(
+                linear_chain_pair_covariances_kernel,
+                number * groups.splits * cdiv(C, options["BLOCK"]) ** 2,
+                lengths_ptr=batch.lengths,
+                result_ptr=parts,
+                groups=groups,
+                **batch.sizes,
+                **grad,
+                **arguments,
+                **options,
+            )
+            if constant:
+                sum_counts(parts, d_transitions, d_transitions, Span(parts, 0))
+    return results

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....primitives.gpu.target import target_of
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from ..common import fake_sample, fake_viterbi
+from ..common import LinearChainPotentials, fake_sample, fake_viterbi
 from . import plan
 from .arguments import (
     Batch,
@@ -21,7 +21,6 @@ from .arguments import (
 )
 from .launch import linear_chain_logz
 from .launch_lanes import best_path_in_segments, launch_lanes, score_table, trace_words
-from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
 from .viterbi import (
     linear_chain_best_last_kernel,
@@ -29,23 +28,20 @@ from .viterbi import (
     linear_chain_best_ties_kernel,
     linear_chain_best_trace_kernel,
     linear_chain_path_maps_kernel,
+    linear_chain_resident_best_kernel,
+    linear_chain_strided_best_kernel,
     linear_chain_trace_kernel,
     linear_chain_viterbi_kernel,
 )
 
 
-def linear_chain_viterbi(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def linear_chain_viterbi(chain: LinearChainPotentials) -> tuple[Tensor, Tensor]:
     """Return the best score `[N]` and the states of the best path `[T, N]`."""
+    emissions, transitions = chain[:2]
     T, N, C = emissions.shape
     device = emissions.device
     score, states = fake_viterbi(emissions)
-    batch, constant = batch_of(emissions, start, end, lengths), transitions.ndim == 2
+    batch, constant = batch_of(chain), transitions.ndim == 2
     target = target_of(device)
     if constant and plan.is_parallel(T, N, C, True, target):
         best_path_in_segments(batch, transitions, score, states)
@@ -225,21 +221,14 @@ def trace(
     launch(linear_chain_trace_kernel, N * segments, **arguments, num_warps=1)
 
 
-def linear_chain_sample(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> Tensor:
+def linear_chain_sample(chain: LinearChainPotentials, uniforms: Tensor) -> Tensor:
     """Return the states `[k, T, N]` of k paths from the posterior."""
-    T, N, C = emissions.shape
-    samples = uniforms.shape[1]
-    states = fake_sample(emissions, uniforms)
-    batch = batch_of(emissions, start, end, lengths)
-    logz, _, saved = linear_chain_logz(emissions, transitions, start, end, batch.lengths, True)
-    alpha = split_saved(saved, emissions, transitions)
+    T, N, C = chain.emissions.shape
+    samples, transitions = uniforms.shape[1], chain.transitions
+    states = fake_sample(chain.emissions, uniforms)
+    batch = batch_of(chain)
+    logz, _, saved = linear_chain_logz(chain._replace(lengths=batch.lengths), True)
+    alpha = split_saved(saved, chain)
     arguments = {
         "alpha_ptr": alpha.states,
         "lengths_ptr": batch.lengths,
