@@ -143,15 +143,15 @@ def test_the_usual_forms_reach_the_ops_as_they_are() -> None:
     """Nothing copies int64 targets and lengths; other forms give the same values."""
     x, targets = torch.zeros(7, 2, 5), torch.tensor([[1, 2, 3], [4, 1, 1]])
     steps, lengths = torch.tensor([7, 6]), torch.tensor([2, 1])
-    usual = prepare("log_probs", x, targets, steps, lengths, 0)
+    usual = prepare(x, targets, steps, lengths, 0)
     assert usual.logits is x and usual.input_lengths is steps and usual.target_lengths is lengths
     assert usual.labels.data_ptr() == targets.data_ptr()
     assert usual.offsets.tolist() == [0, 3] and usual.max_target_len == 2
     for form in (torch.Tensor.tolist, torch.Tensor.int, lambda t: t[:, None].expand(-1, 2)[:, 0]):
-        other = prepare("log_probs", x, targets.short(), form(steps), form(lengths), 0)
+        other = prepare(x, targets.short(), form(steps), form(lengths), 0)
         for tensor, expected in zip(other[1:5], usual[1:5], strict=True):
             assert torch.equal(tensor, expected) and tensor.is_contiguous()
-    joined = prepare("log_probs", x, torch.tensor([1, 2, 4]), steps, lengths, 0)
+    joined = prepare(x, torch.tensor([1, 2, 4]), steps, lengths, 0)
     assert joined.offsets.tolist() == [0, 2] and joined.max_target_len == 2
 
 
@@ -159,9 +159,9 @@ def test_lengths_on_the_device_of_the_logits_are_not_read(monkeypatch: pytest.Mo
     """The width of padded targets bounds the lengths where reading them would wait for a device."""
     x, targets = torch.zeros(7, 2, 5, device="meta"), torch.zeros(2, 3, device="meta").long()
     lengths = torch.zeros(2, dtype=torch.int64, device="meta")
-    assert prepare("log_probs", x, targets, lengths, lengths, 0).max_target_len == 3
+    assert prepare(x, targets, lengths, lengths, 0).max_target_len == 3
     empty = torch.zeros(7, 0, 5, device="meta"), targets[:0], lengths[:0], lengths[:0]
-    assert prepare("log_probs", *empty, 0).max_target_len == 0
+    assert prepare(*empty, 0).max_target_len == 0
 
 
 def test_a_loss_without_a_gradient_calls_the_op_directly() -> None:

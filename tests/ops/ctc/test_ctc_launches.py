@@ -8,6 +8,8 @@ import torch
 from helpers.rows import INTERPRETING
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita.ops.ctc.common import CTCInputs
+
 pytest.importorskip("triton")
 from helpers.launches import Launch, recording
 
@@ -50,14 +52,12 @@ def test_a_call_is_launches_alone(
 
     logits = torch.zeros(50, N, C, dtype=dtype)
     targets = (torch.ones(N * S).long(), torch.arange(N) * S, torch.ones(N).long() * 50)
-    lengths = torch.ones(N).long() * S
+    x = CTCInputs(logits, *targets, torch.ones(N).long() * S, S, 0, from_logits)
     with Operations() as operations:
-        options = (S, 0, from_logits, "mean", False)
-        value, losses, saved = launch.ctc_loss(logits, *targets, lengths, *options, True)
-        inputs = (logits, *targets, lengths, losses, saved)
-        launch.ctc_gradient(value, *inputs, None, S, 0, from_logits, "mean")
-        launch.ctc_loss(logits, *targets, lengths, *options, False)
-        align.ctc_align(logits, *targets, lengths, S, 0, from_logits)
+        value, losses, saved = launch.ctc_loss(x, "mean", False, True)
+        launch.ctc_gradient(value, x, losses, saved, "mean")
+        launch.ctc_loss(x, "mean", False, False)
+        align.ctc_align(x)
     assert set(operations.names) <= REPLAYABLE
     assert launched
 
@@ -73,13 +73,11 @@ def test_priors_and_a_star_make_no_copy_of_the_logits(
 
     logits, ones = torch.zeros(50, 4, C), torch.ones(4).long()
     targets = (torch.full((4 * S,), C + 1), torch.arange(4) * S, ones * 50, ones * S)
-    scores = (torch.zeros(C), 0.5, C + 1)
+    x = CTCInputs(logits, *targets, S, 0, from_logits, torch.zeros(C), 0.5, C + 1)
     with Operations() as operations:
-        options = (S, 0, from_logits, "mean", False, True)
-        value, losses, saved = launch.ctc_loss(logits, *targets, *options, *scores)
-        inputs = (logits, *targets, losses, saved, scores[0], S, 0, from_logits, "mean")
-        launch.ctc_gradient(value, *inputs, *scores[1:])
-        align.ctc_align(logits, *targets, S, 0, from_logits, *scores)
+        value, losses, saved = launch.ctc_loss(x, "mean", False, True)
+        launch.ctc_gradient(value, x, losses, saved, "mean")
+        align.ctc_align(x)
     assert set(operations.names) <= REPLAYABLE
     assert saved.shape == saved_shape((50, 4, C + 1), S, True, "gpu")
     sizes = [

@@ -174,10 +174,10 @@ def test_a_call_is_launches_and_no_arithmetic(dtype: torch.dtype, reduction: str
     targets, lengths = torch.ones(2, 4, dtype=torch.int64), torch.full((2,), 4)
     sequences = (targets, lengths, lengths)
     grad = torch.ones(2 if reduction == "none" else ())
-    call = (scores, *tables, *sequences, 1, reduction, True)
+    inputs = common.CRFInputs(scores, *tables, *sequences, 1)
     with recording([], "13.0"):
-        launch.crf_loss(*call)  # builds the tables of edges
+        launch.crf_loss(inputs, reduction, True)  # builds the tables of edges
         with Seen() as seen:
-            _, *results = launch.crf_loss(*call)
-            launch.crf_gradient(grad, scores, tables[0], lengths, *results, reduction)
+            state = common.CRFState(*launch.crf_loss(inputs, reduction, True)[1:])
+            launch.crf_gradient(grad, scores, tables[0], lengths, state, reduction)
     assert seen.names <= RECORDABLE

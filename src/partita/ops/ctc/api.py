@@ -17,9 +17,7 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from . import autograd as _ctc
-from .arguments import prepare, score_options
-
-# The options of the ops, which follow the tensors.
+from .arguments import prepare
 
 
 class TokenSpans(NamedTuple):
@@ -198,15 +196,15 @@ def ctc_loss(
         tensor(0.2877)
     """
     checks.choice("reduction", reduction, checks.REDUCTIONS)
-    x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
-    scores = score_options("log_probs", log_probs, label_priors, prior_scale, star)
+    scores = (blank, from_logits, label_priors, prior_scale, star)
+    x = prepare(log_probs, targets, input_lengths, target_lengths, *scores)
     if requires_grad(label_priors) and torch.is_grad_enabled():
         raise ValueError(
             "label_priors: expected a tensor that needs no gradient, got one that requires it;"
             " detach it"
         )
     save = torch.is_grad_enabled() and requires_grad(x.logits)
-    options = (blank, from_logits, reduction, bool(zero_infinity), save, *scores, current_backend())
+    options = (reduction, bool(zero_infinity), save, current_backend())
     if plain_eager() and not save:
         refuse_forward_mode(log_probs, label_priors)
         loss = _ctc.loss(*x, *options)[0]
@@ -254,11 +252,9 @@ def ctc_align(
         tensor([[0, 1, 1, 0, 2]])
     """
     with torch.no_grad():
-        x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
-        options = score_options("log_probs", log_probs, label_priors, prior_scale, star)
-        labels, tokens, scores, score = _ctc.align(
-            *x, blank, from_logits, *options, current_backend()
-        )
+        options = (blank, from_logits, label_priors, prior_scale, star)
+        x = prepare(log_probs, targets, input_lengths, target_lengths, *options)
+        labels, tokens, scores, score = _ctc.align(*x, current_backend())
     # The shape of the spans must not depend on whether the host can read the lengths.
     longest = targets.shape[1] if targets.ndim == 2 else x.max_target_len
     return CTCAlignment(labels, tokens, scores, score, longest)

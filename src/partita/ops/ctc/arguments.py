@@ -7,7 +7,7 @@ tensors `[N]`) take few calls of PyTorch.
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,48 +17,32 @@ from ...runtime.autograd import plain_eager
 from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import holds
-from .common import ScoreOptions, longest_target
+from .common import CTCInputs, longest_target
 
 # The offsets of padded targets by N, S, device and stream. An entry costs less than two launches.
 _cached_offsets: BoundedCache[tuple[int, int, int, int], Tensor] = BoundedCache(256)
 register_cache("ctc.arguments.row_offsets", _cached_offsets.clear)
 
 
-class CTCArguments(NamedTuple):
-    """Checked arguments in the order in which the ops take them.
-
-    Fields:
-        logits: `[T, N, C]`.
-        labels: all labels one after another, in any shape.
-        offsets: `[N]`, where each target starts in `labels`.
-        input_lengths, target_lengths: `[N]` int64 on the device of the logits.
-        max_target_len: an upper bound of the target lengths.
-    """
-
-    logits: Tensor
-    labels: Tensor
-    offsets: Tensor
-    input_lengths: Tensor
-    target_lengths: Tensor
-    max_target_len: int
-
-
 def prepare(
-    name: str,
-    logits: Tensor,
+    log_probs: Tensor,
     targets: Tensor,
     input_lengths: Lengths,
     target_lengths: Lengths,
     blank: int,
-) -> CTCArguments:
-    """Check the arguments of `ctc_loss`, and bring targets and lengths into the form of the ops."""
-    logits = check_tensors(name, logits, targets, blank)
+    from_logits: bool = False,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
+) -> CTCInputs:
+    """Check the arguments of `ctc_loss`, and bring them into the form of the ops."""
+    logits = check_tensors(log_probs, targets, blank)
     T, N = logits.shape[:2]
     try:
         steps = _lengths("input_lengths", input_lengths, N)
         lengths = _lengths("target_lengths", target_lengths, N)
     except ValueError as error:
-        raise ValueError(f"{error}{_order_hint(name, input_lengths, T)}") from None
+        raise ValueError(f"{error}{_order_hint(input_lengths, T)}") from None
     longest = longest_target(lengths, targets)
     if targets.ndim == 2:
         offsets = _row_offsets(N, targets.shape[1], logits.device)
@@ -72,60 +56,61 @@ def prepare(
     labels = targets.contiguous()
     if labels.dtype not in (torch.int32, torch.int64):
         labels = labels.long()  # comparisons with C or the blank would wrap in a narrow dtype
-    return CTCArguments(logits, labels, offsets, steps, lengths, longest)
+    star = check_options(logits, label_priors, prior_scale, star)
+    # The scale counts in the key of a call, so calls without priors all have the same.
+    scale = 1.0 if label_priors is None else float(prior_scale)
+    targets_of_ops = (labels, offsets, steps, lengths, longest, blank)
+    return CTCInputs(logits, *targets_of_ops, from_logits, label_priors, scale, star)
 
 
-def check_tensors(name: str, logits: Tensor, targets: Tensor, blank: int) -> Tensor:
+def check_tensors(logits: Tensor, targets: Tensor, blank: int) -> Tensor:
     """Return the logits as `[T, N, C]`, or raise for a wrong dtype, shape, device or blank."""
-    checks.floating(name, logits)
+    checks.floating("log_probs", logits)
     checks.integer("targets", targets)
-    checks.device("targets", targets, logits, name)
+    checks.device("targets", targets, logits, "log_probs")
     if logits.ndim != 3:
         if logits.ndim != 2:
             raise ValueError(
-                f"{name}: expected shape [T, N, C] or [T, C], got {list(logits.shape)}"
+                f"log_probs: expected shape [T, N, C] or [T, C], got {list(logits.shape)}"
             )
         logits = logits[:, None]
     T, N, C = logits.shape
     if C == 0:
-        raise ValueError(f"{name}: expected at least one class, got shape {list(logits.shape)}")
+        raise ValueError(f"log_probs: expected at least one class, got shape {list(logits.shape)}")
     if targets.ndim != 1 and (targets.ndim != 2 or not holds(targets.shape[0] == N)):
         raise ValueError(
             f"targets: expected shape [N, S] with N = {N}, or [sum of target_lengths],"
-            f" got {list(targets.shape)}{_order_hint(name, targets, T)}"
+            f" got {list(targets.shape)}{_order_hint(targets, T)}"
         )
     checks.blank(blank, C)
     return logits
 
 
-def score_options(
-    name: str, logits: Tensor, label_priors: Any, prior_scale: Any, star: Any
-) -> ScoreOptions:
-    """Return the options of the scores, or raise for a bad one."""
-    C = logits.shape[-1]
+def check_options(logits: Tensor, label_priors: Any, prior_scale: Any, star: Any) -> Any:
+    """Return the star as an int, or raise for a bad option of the scores."""
+    C = logits.shape[2]
     if label_priors is not None:
         checks.floating("label_priors", label_priors)
         checks.shape("label_priors", label_priors, (C,), "[C]")
-        checks.device("label_priors", label_priors, logits, name)
+        checks.device("label_priors", label_priors, logits, "log_probs")
     checks.number("prior_scale", prior_scale, low=0.0)
-    if star is not None:
-        checks.python_int("star", star)
-        if star < C:
-            raise ValueError(f"star: expected an index of at least C = {C}, got {star}")
-        if star >= 2**63:
-            raise ValueError(f"star: expected an index of int64, got {star}")
-        star = star if isinstance(star, torch.SymInt) else int(star)
-    # The scale counts in the key of a call, so calls without priors all have the same.
-    scale = 1.0 if label_priors is None else float(prior_scale)
-    return ScoreOptions(label_priors, scale, star)
+    if star is None:
+        return None
+    checks.python_int("star", star)
+    if star < C:
+        raise ValueError(f"star: expected an index of at least C = {C}, got {star}")
+    if star >= 2**63:
+        raise ValueError(f"star: expected an index of int64, got {star}")
+    return star if isinstance(star, torch.SymInt) else int(star)
 
 
-def _order_hint(name: str, per_sequence: Any, T: int) -> str:
+def _order_hint(per_sequence: Any, T: int) -> str:
     """Return what helps where there are as many targets or lengths as the first dimension has."""
     is_scalar = isinstance(per_sequence, Tensor) and per_sequence.ndim == 0
-    if isinstance(per_sequence, Sized) and not is_scalar and len(per_sequence) == T:
-        return f"; {name} is [T, N, C], and {name}.transpose(0, 1) makes that of batch-first scores"
-    return ""
+    if not isinstance(per_sequence, Sized) or is_scalar or len(per_sequence) != T:
+        return ""
+    transposed = "log_probs.transpose(0, 1) makes that of batch-first scores"
+    return f"; log_probs is [T, N, C], and {transposed}"
 
 
 def _row_offsets(N: int, size: int, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
+from .common import CTCInputs
 from .gpu.plan import saved_shape
 
 
@@ -120,11 +121,12 @@ class CTCLossFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        label_priors, *scores = inputs[11:]
-        ctx.options = (*inputs[5:9], *scores)
+        x = CTCInputs(*inputs[:11])
+        reduction, _, _, backend = inputs[11:]
+        ctx.options = (x[5:8], x[9:], reduction, backend)
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*inputs[:5], *output[1:], label_priors)
+        ctx.save_for_backward(*x[:5], x.label_priors, *output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -136,11 +138,18 @@ class CTCLossFunction(torch.autograd.Function):
 def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[Any, ...]) -> Tensor:
     """Return the gradient in the logits, which may be differentiated again."""
     op, tensors = for_gradients(gradient, grad), (grad, *without_wrappers(saved))
+    sizes, scores, reduction, backend = options
+
+    def inputs(*tensors: Any) -> CTCInputs:
+        return CTCInputs._make((*tensors[:5], *sizes, tensors[5], *scores))
+
+    def kernel(grad: Tensor, *tensors: Any) -> Tensor:
+        return op(grad, *inputs(*tensors), *tensors[6:], reduction, backend)
+
+    def specification(grad: Tensor, *tensors: Any) -> Tensor:
+        losses, saved = tensors[6:]
+        return reference.ctc_gradient(grad, inputs(*tensors), losses, saved, reduction)
+
     if not is_double_backward():
-        return op(*tensors, *options)
-    return first_derivative(
-        lambda *tensors: op(*tensors, *options),
-        lambda *tensors: reference.ctc_gradient(*tensors, *options[:-1]),
-        2,
-        *tensors,
-    )
+        return kernel(*tensors)
+    return first_derivative(kernel, specification, 2, *tensors)

@@ -11,45 +11,35 @@ from ...runtime.autograd import is_batched, is_traced
 from ...runtime.sizes import decide
 
 
-class PackedTargets(NamedTuple):
-    """The targets of a batch, as slices of one tensor of labels.
+class CTCInputs(NamedTuple):
+    """A batch of targets and the scores of their labels, in the order of arguments of the ops.
 
     Fields:
-        labels: all labels one after another, in any shape.
-        offsets: index of each sequence's first label, `[N]`.
-        lengths: number of labels of each sequence, `[N]`.
-        max_target_len: an upper bound of all lengths; a lattice has 2 · max_target_len + 1 states.
-    """
-
-    labels: Tensor
-    offsets: Tensor
-    lengths: Tensor
-    max_target_len: int
-
-
-class ScoreOptions(NamedTuple):
-    """What the score of a label has beside the log-probability of its class.
-
-    Fields:
+        logits: `[T, N, C]`, or log-probabilities.
+        labels: the labels of all targets one after another, in any shape.
+        offsets: `[N]`, the index of each target's first label.
+        input_lengths, target_lengths: `[N]` int64, on the device of the logits.
+        max_target_len: an upper bound of the target lengths; a lattice has 2 · max_target_len + 1
+            states.
+        blank: the class of the blank.
+        from_logits: whether the score of a class is its log-softmax.
         label_priors: `[C]`, the log-priors of the classes; None for none.
         prior_scale: the factor with which they are subtracted from the log-probabilities.
         star: the label that stands for any class, with the score 0; None for none. Inside of the
             backends it is one more class, C.
     """
 
+    logits: Tensor
+    labels: Tensor
+    offsets: Tensor
+    input_lengths: Tensor
+    target_lengths: Tensor
+    max_target_len: int
+    blank: int
+    from_logits: bool
     label_priors: Tensor | None = None
     prior_scale: float = 1.0
     star: int | None = None
-
-
-def padded_targets(targets: PackedTargets) -> tuple[Tensor, Tensor]:
-    """Return the padded labels, `[N, max_target_len]`, and the mask of those within a length."""
-    position = torch.arange(targets.max_target_len, device=targets.offsets.device)
-    mask = position < targets.lengths[:, None]
-    if not targets.labels.numel():
-        return mask.long(), mask
-    index = (targets.offsets[:, None] + position).clamp(0, targets.labels.numel() - 1)
-    return targets.labels.reshape(-1)[index].long(), mask
 
 
 def longest_target(lengths: Tensor, targets: Tensor) -> int:

@@ -34,7 +34,7 @@ from ...primitives.cpu.jit import jit
 from ...primitives.cpu.logits import HUGE, Logits, centered_row, logsumexp_row, row_buffers
 from ...primitives.cpu.math import exp, exp_floor, log
 from ...runtime.dtypes import acc_dtype
-from .common import ScoreOptions
+from .common import CTCInputs
 
 IMPOSSIBLE = LOWEST / 2  # a smaller value is the sum of LOWEST and log-probabilities
 
@@ -84,33 +84,23 @@ class Lattice(NamedTuple):
     has_star: bool
 
 
-def as_batch(
-    logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    max_target_len: int,
-    blank: int,
-    from_logits: bool,
-    options: ScoreOptions,
-) -> tuple[CTCBatch, Logits]:
+def as_batch(x: CTCInputs) -> tuple[CTCBatch, Logits]:
     """Return the arguments of an op as arrays."""
     priors = np.empty(0)
-    if options.label_priors is not None:
-        priors = options.prior_scale * as_array(options.label_priors)
-    T, _, C = logits.shape
+    if x.label_priors is not None:
+        priors = x.prior_scale * as_array(x.label_priors)
+    T, _, C = x.logits.shape
     batch = CTCBatch(
-        labels=as_integers(labels.reshape(-1)),
-        offsets=as_integers(offsets),
-        lengths=as_integers(input_lengths),
-        target_lengths=as_integers(target_lengths),
-        max_target_len=max_target_len,
-        blank=blank,
-        star=blank if options.star is None else options.star,
+        labels=as_integers(x.labels.reshape(-1)),
+        offsets=as_integers(x.offsets),
+        lengths=as_integers(x.input_lengths),
+        target_lengths=as_integers(x.target_lengths),
+        max_target_len=x.max_target_len,
+        blank=x.blank,
+        star=x.blank if x.star is None else x.star,
         priors=priors,
     )
-    return batch, Logits(as_steps(logits), T, C, from_logits)
+    return batch, Logits(as_steps(x.logits), T, C, x.from_logits)
 
 
 def run_over_lattices(
@@ -299,30 +289,16 @@ def backward_scan(
 
 
 def ctc_loss(
-    logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    max_target_len: int,
-    blank: int,
-    from_logits: bool,
-    reduction: str,
-    zero_infinity: bool,
-    save: bool,
-    label_priors: Tensor | None = None,
-    prior_scale: float = 1.0,
-    star: int | None = None,
+    x: CTCInputs, reduction: str, zero_infinity: bool, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the reduced loss, the losses `[N]` fp64, and alpha if `save`, else an empty tensor."""
-    targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank, from_logits)
-    inputs = as_batch(logits, *targets, ScoreOptions(label_priors, prior_scale, star))
-    T, N, _ = logits.shape
+    inputs = as_batch(x)
+    T, N, _ = x.logits.shape
     # The system's fresh pages are zero, so entries that are never written cost nothing.
-    alpha = np.zeros((N, T + 1 if save else 2, 2 * max_target_len + 4))
+    alpha = np.zeros((N, T + 1 if save else 2, 2 * x.max_target_len + 4))
     losses = np.empty(N)
     run_over_lattices(forward_scan, *inputs, alpha, save, losses)
-    dtype = acc_dtype(logits.dtype)
+    dtype = acc_dtype(x.logits.dtype)
     if reduction == "none":
         value = torch.from_numpy(losses).to(dtype, copy=True)
         if zero_infinity:
@@ -335,28 +311,12 @@ def ctc_loss(
 
 
 def ctc_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    losses: Tensor,
-    saved: Tensor,
-    label_priors: Tensor | None,
-    max_target_len: int,
-    blank: int,
-    from_logits: bool,
-    reduction: str,
-    prior_scale: float = 1.0,
-    star: int | None = None,
+    grad: Tensor, x: CTCInputs, losses: Tensor, saved: Tensor, reduction: str
 ) -> Tensor:
     """Return the gradient of the logits or log-probabilities from the saved alpha."""
-    if not logits.numel():  # the reference served the loss and saved nothing
-        return torch.empty(logits.shape, dtype=logits.dtype)
-    targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank, from_logits)
-    inputs = as_batch(logits, *targets, ScoreOptions(label_priors, prior_scale, star))
-    result = empty_batch(logits.shape, logits.dtype)
+    if not x.logits.numel():  # the reference served the loss and saved nothing
+        return torch.empty(x.logits.shape, dtype=x.logits.dtype)
+    inputs, result = as_batch(x), empty_batch(x.logits.shape, x.logits.dtype)
     grads = as_array(grad.expand(len(losses)))
     states = saved.numpy(), losses.contiguous().numpy()
     run_over_lattices(backward_scan, *inputs, grads, reduction == "mean", *states, as_steps(result))
@@ -424,26 +384,12 @@ def viterbi_scan(
             state -= (pointers[n, t, state // 4] >> (2 * (state % 4))) & 3
 
 
-def ctc_align(
-    logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    max_target_len: int,
-    blank: int,
-    from_logits: bool,
-    label_priors: Tensor | None = None,
-    prior_scale: float = 1.0,
-    star: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the best alignment: label, position and score of each step, and the scores' sum."""
-    targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank, from_logits)
-    inputs = as_batch(logits, *targets, ScoreOptions(label_priors, prior_scale, star))
-    T, N, _ = logits.shape
-    pointers = np.empty((N, T, max_target_len // 2 + 1), np.uint8)
+    T, N, _ = x.logits.shape
+    pointers = np.empty((N, T, x.max_target_len // 2 + 1), np.uint8)
     results = np.empty((N, T), np.int64), np.empty((N, T), np.int64), np.empty((N, T)), np.empty(N)
-    run_over_lattices(viterbi_scan, *inputs, pointers, *results)
+    run_over_lattices(viterbi_scan, *as_batch(x), pointers, *results)
     best, tokens, scores, score = map(torch.from_numpy, results)
-    dtype = acc_dtype(logits.dtype)
+    dtype = acc_dtype(x.logits.dtype)
     return best, tokens, scores.to(dtype), score.to(dtype)

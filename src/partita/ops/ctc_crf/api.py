@@ -26,7 +26,8 @@ STATES_MULTIPLE = 64
 
 
 def _at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    checks.python_int(name, value)
+    if value < least:
         raise ValueError(f"{name}: expected a number of at least {least}, got {value!r}")
 
 
@@ -47,7 +48,7 @@ def debruijn_source(
         base j and goes on with all bases of this state but the last.
 
     Raises:
-        ValueError: a number below 1.
+        TypeError, ValueError: a number is no int or below 1.
 
     Source: de Bruijn, A combinatorial problem, 1946; the order of the columns is that of bonito's
         `CTC_CRF`.

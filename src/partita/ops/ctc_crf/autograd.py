@@ -142,9 +142,9 @@ def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[int, str
             return apply(_chain.LogZ, *chain, True, backend)
 
         def loss(scores: Tensor) -> Tensor:
-            functions = common.in_torch(logz, _chain.logz_gradient)
-            results = common.crf_loss(functions, scores, *sequences, state_len, reduction, False)
-            return results[0].to(grad.dtype)
+            functions = common.CRFFunctions(logz, _chain.logz_gradient)
+            inputs = common.CRFInputs(scores, *sequences, state_len)
+            return common.crf_loss(functions, inputs, reduction, False)[0].to(grad.dtype)
 
         (result,) = double_backward(loss, [scores], [True], grad)
         assert result is not None

@@ -21,6 +21,27 @@ from ..chain.common import ChainPotentials
 from ..ctc.common import gradient_per_sequence, reduce_over_lengths
 
 
+class CRFInputs(NamedTuple):
+    """The scores and the targets of a batch, in the order of arguments of the loss.
+
+    Fields:
+        scores: `[T, N, C * A]` or `[T, N, C, A]`.
+        source: the k-mer that each edge comes from, `[C, A]`, of `kmer_source`.
+        lattice_source: the table of a target lattice with L states, `[L, 2]`, of `lattice_source`.
+        targets: `[N, S]`, or all targets concatenated; integers of any dtype.
+        target_lengths, input_lengths: `[N]` int64; all steps if None.
+        state_len: bases of a k-mer.
+    """
+
+    scores: Tensor
+    source: Tensor
+    lattice_source: Tensor
+    targets: Tensor
+    target_lengths: Tensor
+    input_lengths: Tensor | None
+    state_len: int
+
+
 class CRFLattice(NamedTuple):
     """The target lattice: the chain whose paths spell a target.
 
@@ -39,20 +60,25 @@ class CRFLattice(NamedTuple):
     final: Tensor
 
 
-class CRFFunctions(NamedTuple):
-    """The functions of one backend from which the loss is made.
+class CRFState(NamedTuple):
+    """What the loss leaves for its gradient.
 
     Fields:
-        logz, gradient: the functions that serve the ops `chain_logz` and `chain_gradient`.
-        lattice, gather, reduce: those that have the signatures and results of `target_lattice`,
-            `lattice_scores` and `reduced_losses`.
+        losses: `[N]` fp64. A loss is inf, with the gradient 0, where no path spells the target.
+        logz: log Z of all paths, `[N]` fp64.
+        saved: what the gradient of log Z of all paths needs.
+        marginals: those of the target lattice, `[T, N, L, 2]`; empty if no gradient follows.
+        edge_index: the index of each lattice edge among the scores of a step, `[N, L, 2]` int32;
+            -1 for no edge.
+        lengths: the number of steps, `[N]` int64; -1 for an invalid sequence.
     """
 
-    logz: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    gradient: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    lattice: Callable[..., tuple[CRFLattice, Tensor]]
-    gather: Callable[..., Tensor]
-    reduce: Callable[..., tuple[Tensor, Tensor]]
+    losses: Tensor
+    logz: Tensor
+    saved: Tensor
+    marginals: Tensor
+    edge_index: Tensor
+    lengths: Tensor
 
 
 def check_shape(scores: Tensor, state_len: int, alphabet_size: int) -> None:
@@ -92,16 +118,7 @@ def unflatten_scores(scores: Tensor, source: Tensor) -> Tensor:
     return scores if scores.ndim == 4 else scores.view(*scores.shape[:2], *source.shape)
 
 
-def target_lattice(
-    source: Tensor,
-    targets: Tensor,
-    target_lengths: Tensor,
-    input_lengths: Tensor | None,
-    T: int,
-    state_len: int,
-    n_base: int,
-    dtype: torch.dtype,
-) -> tuple[CRFLattice, Tensor]:
+def target_lattice(x: CRFInputs) -> tuple[CRFLattice, Tensor]:
     """Build the lattice of the first L k-mers of each target, and check its length and labels.
 
     A target without a k-mer, or with more than L of them, has no final state and so no path.
@@ -109,7 +126,9 @@ def target_lattice(
     Returns:
         The lattices, and the number of steps of each sequence, -1 for one that is invalid.
     """
-    states, device, labels = len(source), targets.device, targets.reshape(-1).long()
+    targets, target_lengths, input_lengths, state_len = x[3:]
+    states, n_base = len(x.lattice_source), x.source.shape[1] - 1
+    device, labels = targets.device, targets.reshape(-1).long()
     if targets.ndim == 2:
         offsets = torch.arange(len(targets), device=device) * targets.shape[1]
         max_lengths = torch.full_like(offsets, targets.shape[1])
@@ -123,7 +142,7 @@ def target_lattice(
     first, last = (bad_labels[index.clamp(0, len(labels))] for index in ends)
     invalid = (last > first) | (target_lengths < 0) | (target_lengths > max_lengths)
     if input_lengths is None:
-        input_lengths = torch.full_like(target_lengths, T)
+        input_lengths = torch.full_like(target_lengths, len(x.scores))
     position = offsets[:, None] + torch.arange(states + state_len - 1, device=device)
     labels = torch.nn.functional.pad(labels, (0, 1), value=1)
     bases = (labels[position.clamp(0, len(labels) - 1)] - 1).clamp(0, n_base - 1)
@@ -137,10 +156,11 @@ def target_lattice(
     has_source = state[:, None] >= torch.arange(2, device=device)
     is_edge = (state <= last)[..., None] & has_source
     edge_index = torch.where(is_edge, torch.stack([stay, move], -1), -1)
+    dtype = acc_dtype(x.scores.dtype)
     initial = torch.where(state == 0, 0.0, -torch.inf).to(dtype).expand(len(offsets), -1)
     final = torch.where(state == last, 0.0, -torch.inf).to(dtype)
     lengths = torch.where(invalid, -1, input_lengths)
-    return CRFLattice(edge_index.int(), source, initial, final), lengths
+    return CRFLattice(edge_index.int(), x.lattice_source, initial, final), lengths
 
 
 def lattice_scores(scores: Tensor, edge_index: Tensor, lengths: Tensor) -> Tensor:
@@ -163,22 +183,32 @@ def zero_ends(scores: Tensor) -> Tensor:
     return zero.expand(scores.shape[1:3])
 
 
+def coefficients_of(
+    grad: Tensor, state: CRFState, target_lengths: Tensor, reduction: str
+) -> tuple[Tensor, None]:
+    """Return the gradient of each sequence's loss, `[N]` fp64, and nothing for `subtract`."""
+    grad = gradient_per_sequence(grad, target_lengths, reduction)
+    return torch.where(state.losses == torch.inf, 0.0, grad), None
+
+
 def subtract_marginals(
-    d_scores: Tensor, marginals: Tensor, edge_index: Tensor, coefficients: Tensor
-) -> None:
+    d_scores: Tensor, coefficients: Tensor, order: None, state: CRFState, dtype: torch.dtype
+) -> Tensor:
     """Subtract the marginals of edges times `coefficients`, `[N]`, from `d_scores` in place.
 
     `d_scores` is `[T, N, C, A]` and contiguous. Several edges may read one score. Their marginals
     are added in a fixed order, by `scatter_add_` on a CPU and by `index_put_` elsewhere.
     """
     # Where there is no edge, the marginal is 0.
-    index = edge_index.flatten(1).long().clamp(min=0)
-    change, d_scores = marginals.flatten(2) * -coefficients[:, None], d_scores.flatten(2)
+    index = state.edge_index.flatten(1).long().clamp(min=0)
+    factors, flat = -coefficients.to(d_scores.dtype)[:, None], d_scores.flatten(2)
+    change = state.marginals.flatten(2) * factors
     if d_scores.is_cpu:
-        d_scores.scatter_add_(2, index.expand(len(change), -1, -1), change)
+        flat.scatter_add_(2, index.expand(len(change), -1, -1), change)
     else:
         t, n = (torch.arange(size, device=index.device) for size in change.shape[:2])
-        d_scores.index_put_((t[:, None, None], n[:, None], index), change, accumulate=True)
+        flat.index_put_((t[:, None, None], n[:, None], index), change, accumulate=True)
+    return d_scores.to(dtype)
 
 
 def reduced_losses(
@@ -189,51 +219,35 @@ def reduced_losses(
     return reduce_over_lengths(losses, target_lengths, reduction).to(dtype, copy=True), losses
 
 
-def in_torch(logz: Callable[..., Any], gradient: Callable[..., Any]) -> CRFFunctions:
-    """Return the functions of a backend that has kernels for chains alone, given those."""
-    return CRFFunctions(logz, gradient, target_lattice, lattice_scores, reduced_losses)
+class CRFFunctions(NamedTuple):
+    """The functions of one backend from which the loss and its gradient are made.
+
+    Fields:
+        logz, gradient: the functions that serve the ops `chain_logz` and `chain_gradient`.
+        lattice, gather, reduce, coefficients, subtract: in PyTorch where a backend has kernels for
+            chains alone. Others have the same signatures and results.
+    """
+
+    logz: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    gradient: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    lattice: Callable[..., tuple[CRFLattice, Tensor]] = target_lattice
+    gather: Callable[..., Tensor] = lattice_scores
+    reduce: Callable[..., tuple[Tensor, Tensor]] = reduced_losses
+    coefficients: Callable[..., tuple[Tensor, Any]] = coefficients_of
+    subtract: Callable[..., Tensor] = subtract_marginals
 
 
 def crf_loss(
-    functions: CRFFunctions,
-    scores: Tensor,
-    source: Tensor,
-    lattice_source: Tensor,
-    targets: Tensor,
-    target_lengths: Tensor,
-    input_lengths: Tensor | None,
-    state_len: int,
-    reduction: str,
-    save: bool,
+    functions: CRFFunctions, x: CRFInputs, reduction: str, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the reduced loss, and what its gradient needs.
+    """Return the reduced loss, `[]`, or the losses `[N]`, and what the gradient needs.
 
-    Args:
-        functions: those of the backend.
-        scores: `[T, N, C * A]` or `[T, N, C, A]`.
-        source: the k-mer that each edge comes from, `[C, A]`, of `kmer_source`.
-        lattice_source: the table of a target lattice with L states, `[L, 2]`, of `lattice_source`.
-        targets: `[N, S]`, or all targets concatenated; integers of any dtype.
-        target_lengths, input_lengths: `[N]` int64; all steps if None.
-        state_len: bases of a k-mer.
-        reduction: `mean`, `sum` or `none`.
-        save: whether a gradient follows.
-
-    Returns:
-        value: the reduced loss, `[]`, or the losses `[N]`; fp32, or fp64 for fp64 scores.
-        losses: `[N]` fp64. A loss is inf, with the gradient 0, where no path spells the target.
-        logz: log Z of all paths, `[N]` fp64.
-        saved: what the gradient of log Z of all paths needs.
-        marginals: those of the target lattice, `[T, N, L, 2]`; empty if not `save`.
-        edge_index: the index of each lattice edge among the scores of a step, `[N, L, 2]` int32;
-            -1 for no edge.
-        lengths: the number of steps, `[N]` int64; -1 for an invalid sequence.
+    The first is fp32, or fp64 for fp64 scores. The others are the fields of `CRFState`, with the
+    marginals where a gradient follows, that is with `save`.
     """
-    scores, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
-    sizes = (len(scores), state_len, source.shape[1] - 1)
-    sequences = (targets, target_lengths, input_lengths)
+    scores, source, dtype = unflatten_scores(*x[:2]), x.source, acc_dtype(x.scores.dtype)
     # The length -1 makes the chains of an invalid sequence, and so its results, NaN.
-    lattice, lengths = functions.lattice(lattice_source, *sequences, *sizes, dtype)
+    lattice, lengths = functions.lattice(x)
     ends, edge_scores = zero_ends(scores), functions.gather(scores, lattice.edge_index, lengths)
     all_paths = ChainPotentials(scores, source, ends, ends, lengths)
     of_target = ChainPotentials(edge_scores, *lattice[1:], lengths)
@@ -242,34 +256,30 @@ def crf_loss(
     marginals = edge_scores.new_empty(0, dtype=dtype)
     if save:
         marginals = functions.gradient(ones(scores), of_target, logz_num, states, dtype)[0]
-    value, losses = functions.reduce(logz_den, logz_num, target_lengths, reduction, dtype)
+    value, losses = functions.reduce(logz_den, logz_num, x.target_lengths, reduction, dtype)
     return value, losses, logz_den, saved, marginals, lattice.edge_index, lengths
 
 
 def crf_gradient(
-    gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    functions: CRFFunctions,
     grad: Tensor,
     scores: Tensor,
     source: Tensor,
     target_lengths: Tensor,
-    losses: Tensor,
-    logz: Tensor,
-    saved: Tensor,
-    marginals: Tensor,
-    edge_index: Tensor,
-    lengths: Tensor,
+    state: CRFState,
     reduction: str,
 ) -> Tensor:
     """Return the gradient of the reduced loss with respect to the scores.
 
     It is the marginals of all paths minus those of the paths that spell the target, times the
-    gradient of the sequence's loss, given the function for the gradient of chains. Half types are
-    rounded once.
+    gradient of the sequence's loss. Half types are rounded once.
     """
+    if not scores.numel():
+        return torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
     edges, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
-    grad = gradient_per_sequence(grad, target_lengths, reduction)
-    grad, ends = torch.where(losses == torch.inf, 0.0, grad), zero_ends(edges)
-    chain = ChainPotentials(edges, source, ends, ends, lengths)
-    result = gradient(grad, chain, logz, saved, dtype)[0]
-    subtract_marginals(result, marginals, edge_index, grad.to(dtype))
-    return result.to(scores.dtype).view(scores.shape)
+    coefficients, order = functions.coefficients(grad, state, target_lengths, reduction)
+    ends = zero_ends(edges)
+    chain = ChainPotentials(edges, source, ends, ends, state.lengths)
+    d_scores = functions.gradient(coefficients, chain, state.logz, state.saved, dtype)[0]
+    result = functions.subtract(d_scores, coefficients, order, state, scores.dtype)
+    return result.view(scores.shape)

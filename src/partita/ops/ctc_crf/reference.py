@@ -7,5 +7,6 @@ from functools import partial
 from ..chain.reference import chain_gradient, chain_logz
 from . import common
 
-crf_loss = partial(common.crf_loss, common.in_torch(chain_logz, chain_gradient))
-crf_gradient = partial(common.crf_gradient, chain_gradient)
+FUNCTIONS = common.CRFFunctions(chain_logz, chain_gradient)
+crf_loss = partial(common.crf_loss, FUNCTIONS)
+crf_gradient = partial(common.crf_gradient, FUNCTIONS)

@@ -137,7 +137,7 @@ def differentiable_gradient(grad_output: Tensor, *args: Any) -> tuple[Tensor, ..
     return _differentiable(
         lambda *tensors: op(*tensors, per_sequence, backend),
         partial(reference.semi_markov_gradient, per_sequence=per_sequence),
-        1 + VARIABLES,
+        1,
         (grad_output, *tensors),
     )
 
@@ -148,12 +148,22 @@ def differentiable_segments(*args: Any) -> Tensor:
     return _differentiable(
         lambda *tensors: segments(*tensors, backend),
         reference.semi_markov_segments,
-        VARIABLES,
+        0,
         tuple(tensors),
     )
 
 
-def _differentiable(op: Any, specification: Any, variables: int, tensors: tuple[Any, ...]) -> Any:
+def _differentiable(op: Any, reference: Any, before: int, tensors: tuple[Any, ...]) -> Any:
+    """Return the results of an op whose derivative is that of the reference.
+
+    There are `before` tensors before the chain, in which the op is differentiable too.
+    """
+    variables = before + VARIABLES
+
+    def specification(*tensors: Any) -> Any:
+        chain = SemiMarkovPotentials(*tensors[before : variables + 1])
+        return reference(*tensors[:before], chain, *tensors[variables + 1 :])
+
     if torch.compiler.is_compiling():
         followed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors[:variables])
         return (specification if followed else op)(*tensors)

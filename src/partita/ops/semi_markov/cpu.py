@@ -31,6 +31,7 @@ from ...primitives.cpu.math import exp, log
 from ...runtime.dtypes import acc_dtype
 from ..chain.cpu.paths import cumulative_exp, draw_index, max_over_edges
 from ..chain.cpu.steps import lengths_of, logz_at_end
+from .common import SemiMarkovPotentials
 
 
 class SemiMarkovArrays(NamedTuple):
@@ -70,25 +71,20 @@ class ScanBuffers(NamedTuple):
 
 
 def semi_markov_arrays(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
 ) -> tuple[SemiMarkovArrays, Tensor]:
     """Return the arrays of a batch and the mask of sequences with an invalid length, `[N]`."""
-    T, N, _ = emissions.shape
-    tokens, invalid = lengths_of(lengths, 1, T, N)
-    matrix = transitions.detach()
+    T, N, _ = chain.emissions.shape
+    tokens, invalid = lengths_of(chain.lengths, 1, T, N)
+    matrix = chain.transitions.detach()
     # One dtype and one layout compile once. The copy takes little beside D times as many steps.
     arrays = SemiMarkovArrays(
         tokens.numpy(),
-        as_array(emissions.transpose(0, 1)),
+        as_array(chain.emissions.transpose(0, 1)),
         as_array(torch.stack([matrix, matrix.T])),
-        as_array(durations),
-        as_array(start),
-        as_array(end),
+        as_array(chain.durations),
+        as_array(chain.start),
+        as_array(chain.end),
     )
     return arrays, invalid
 
@@ -195,21 +191,16 @@ def logz_kernel(sequences: Any, chain: Any, saved: Any, logz: Any) -> None:
 
 
 def semi_markov_logz(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and with `save` begin and alpha."""
-    chain, invalid = semi_markov_arrays(emissions, transitions, durations, start, end, lengths)
-    T, N, C = emissions.shape
+    arrays, invalid = semi_markov_arrays(chain)
+    T, N, C = chain.emissions.shape
     saved, logz = empty_batch((2, T if save else 2, N, C)), np.empty(N)
-    run(logz_kernel, chain, saved.numpy(), logz)
+    run(logz_kernel, arrays, saved.numpy(), logz)
     result = torch.from_numpy(logz).masked_fill_(invalid, torch.nan)
-    rounded = result.to(acc_dtype(emissions.dtype), copy=True)
+    rounded = result.to(acc_dtype(chain.emissions.dtype), copy=True)
     return result, rounded, saved if save else saved.new_empty(0)
 
 
@@ -305,11 +296,10 @@ def gradient_kernel(sequences: Any, chain: Any, logz: Any, saved: Any, found: An
 
 
 def _posteriors(
-    chain: tuple[Any, ...], logz: Tensor, saved: Tensor, wants_segments: bool
+    chain: SemiMarkovPotentials, logz: Tensor, saved: Tensor, wants_segments: bool
 ) -> Posteriors:
-    arrays, invalid = semi_markov_arrays(*chain)
-    T, N, C = chain[0].shape
-    D = len(chain[2])
+    arrays, invalid = semi_markov_arrays(chain)
+    (T, N, C), D = chain.emissions.shape, len(chain.durations)
     shapes = ((N, T, C), (N, C, C), (N, D, C), (2, N, C), (T if wants_segments else 0, D, N, C))
     found = Posteriors(*(empty_batch(shape).zero_() for shape in shapes))
     written = Posteriors(*(each.numpy() for each in found))
@@ -322,46 +312,34 @@ def _posteriors(
 
 def semi_markov_gradient(
     grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     logz: Tensor,
     saved: Tensor,
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
-    chain = (emissions, transitions, durations, start, end, lengths)
     found, scale = _posteriors(chain, logz, saved, False), grad_output.double()[:, None]
 
     def shared(posteriors: Tensor, dtype: torch.dtype) -> Tensor:
         sums = scale[:, :, None] * posteriors
-        return sums.to(acc_dtype(emissions.dtype)) if per_sequence else sums.sum(0).to(dtype)
+        return sums.to(acc_dtype(chain.emissions.dtype)) if per_sequence else sums.sum(0).to(dtype)
 
     return (
-        (found.states.transpose(0, 1) * scale).to(emissions.dtype).contiguous(),
-        shared(found.pairs, transitions.dtype),
-        shared(found.counts, durations.dtype),
-        (scale * found.ends[0]).to(start.dtype),
-        (scale * found.ends[1]).to(end.dtype),
+        (found.states.transpose(0, 1) * scale).to(chain.emissions.dtype).contiguous(),
+        shared(found.pairs, chain.transitions.dtype),
+        shared(found.counts, chain.durations.dtype),
+        (scale * found.ends[0]).to(chain.start.dtype),
+        (scale * found.ends[1]).to(chain.end.dtype),
     )
 
 
 def semi_markov_segments(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     logz: Tensor,
     saved: Tensor,
 ) -> Tensor:
     """Return the posteriors of segments, `[T, D, N, C]` in the dtype of results."""
-    chain = (emissions, transitions, durations, start, end, lengths)
-    return _posteriors(chain, logz, saved, True).segments.to(acc_dtype(emissions.dtype))
+    return _posteriors(chain, logz, saved, True).segments.to(acc_dtype(chain.emissions.dtype))
 
 
 @jit
@@ -452,35 +430,25 @@ def _no_paths(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def semi_markov_viterbi(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the best score `[N]`, and the states and starts of the best path `[T, N]`."""
-    chain, invalid = semi_markov_arrays(emissions, transitions, durations, start, end, lengths)
-    T, N, _ = emissions.shape
+    arrays, invalid = semi_markov_arrays(chain)
+    T, N, _ = chain.emissions.shape
     score, (states, starts) = np.empty(N), _no_paths(T, N)
-    run(viterbi_kernel, chain, score, states.numpy(), starts.numpy())
+    run(viterbi_kernel, arrays, score, states.numpy(), starts.numpy())
     states[:, invalid], starts[:, invalid] = -1, False
     found = torch.from_numpy(score).masked_fill_(invalid, torch.nan)
-    return found.to(acc_dtype(emissions.dtype)), states, starts
+    return found.to(acc_dtype(chain.emissions.dtype)), states, starts
 
 
 def semi_markov_sample(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the states and starts `[k, T, N]` of k paths from the posterior."""
-    chain, invalid = semi_markov_arrays(emissions, transitions, durations, start, end, lengths)
-    states, starts = _no_paths(uniforms.shape[2], *emissions.shape[:2])
-    run(sample_kernel, chain, uniforms.contiguous().numpy(), states.numpy(), starts.numpy())
+    arrays, invalid = semi_markov_arrays(chain)
+    states, starts = _no_paths(uniforms.shape[2], *chain.emissions.shape[:2])
+    run(sample_kernel, arrays, uniforms.contiguous().numpy(), states.numpy(), starts.numpy())
     states[:, :, invalid], starts[:, :, invalid] = -1, False
     return states, starts

@@ -107,25 +107,17 @@ class Posteriors(NamedTuple):
     last: Tensor
 
 
-def semi_markov_inputs(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
-) -> SemiMarkovInputs:
+def semi_markov_inputs(chain: SemiMarkovPotentials) -> SemiMarkovInputs:
     """Return the inputs of a scan."""
-    T = emissions.shape[0]
-    lengths = full_lengths(emissions, lengths)
+    T, lengths = len(chain.emissions), full_lengths(chain.emissions, chain.lengths)
     invalid = (lengths < 1) | (lengths > T)
-    active = torch.arange(T, device=emissions.device)[:, None] < lengths
+    active = torch.arange(T, device=lengths.device)[:, None] < lengths
     return SemiMarkovInputs(
-        torch.where(active[..., None], emissions.double(), 0.0),
-        transitions.double(),
-        durations.double()[:, None],
-        start.double(),
-        end.double(),
+        torch.where(active[..., None], chain.emissions.double(), 0.0),
+        chain.transitions.double(),
+        chain.durations.double()[:, None],
+        chain.start.double(),
+        chain.end.double(),
         lengths.clamp(1, T) - 1,
         torch.where(invalid, torch.nan, 0.0).double(),
     )
@@ -211,29 +203,19 @@ def posteriors(x: SemiMarkovInputs) -> Posteriors:
 
 
 def semi_markov_logz(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and an empty tensor: nothing is saved."""
-    x = semi_markov_inputs(emissions, transitions, durations, start, end, lengths)
+    x = semi_markov_inputs(chain)
     logz = log_partition(x, forward_scores(x, Log).alpha)
-    rounded = logz.to(acc_dtype(emissions.dtype), copy=True)
-    return logz, rounded, emissions.new_empty(0, dtype=torch.float64)
+    rounded = logz.to(acc_dtype(chain.emissions.dtype), copy=True)
+    return logz, rounded, logz.new_empty(0)
 
 
 def semi_markov_gradient(
     grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     logz: Tensor,
     saved: Tensor,
     per_sequence: bool,
@@ -243,32 +225,27 @@ def semi_markov_gradient(
     With `per_sequence` those in transitions are `[N, C, C]` and those in durations `[N, D, C]`, in
     the dtype of results. The gradients are differentiable.
     """
-    x = semi_markov_inputs(emissions, transitions, durations, start, end, lengths)
+    x = semi_markov_inputs(chain)
     p, scale = posteriors(x), grad_output.double()[:, None]
     d_transitions = scale[:, :, None] * p.transitions
     d_durations = scale[:, :, None] * p.segments.sum(0).transpose(0, 1)
     if per_sequence:
-        dtype = acc_dtype(emissions.dtype)
+        dtype = acc_dtype(chain.emissions.dtype)
         d_transitions, d_durations = d_transitions.to(dtype), d_durations.to(dtype)
     else:
-        d_transitions = d_transitions.sum(0).to(transitions.dtype)
-        d_durations = d_durations.sum(0).to(durations.dtype)
+        d_transitions = d_transitions.sum(0).to(chain.transitions.dtype)
+        d_durations = d_durations.sum(0).to(chain.durations.dtype)
     return (
-        (scale * p.states).to(emissions.dtype),
+        (scale * p.states).to(chain.emissions.dtype),
         d_transitions,
         d_durations,
-        (scale * p.first).to(start.dtype),
-        (scale * p.last).to(end.dtype),
+        (scale * p.first).to(chain.start.dtype),
+        (scale * p.last).to(chain.end.dtype),
     )
 
 
 def semi_markov_segments(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     logz: Tensor,
     saved: Tensor,
 ) -> Tensor:
@@ -277,8 +254,8 @@ def semi_markov_segments(
     The last step and the number of steps minus 1 are the first two indices. The result is
     differentiable.
     """
-    x = semi_markov_inputs(emissions, transitions, durations, start, end, lengths)
-    return posteriors(x).segments.to(acc_dtype(emissions.dtype))
+    x = semi_markov_inputs(chain)
+    return posteriors(x).segments.to(acc_dtype(chain.emissions.dtype))
 
 
 def trace_back(
@@ -312,32 +289,22 @@ def trace_back(
 
 
 def semi_markov_viterbi(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the best score `[N]`, and the states and starts of the best path `[T, N]`.
 
     Ties go to the lowest last state, then to the shortest last segment, then to the lowest state
     before it, and so on.
     """
-    x = semi_markov_inputs(emissions, transitions, durations, start, end, lengths)
+    x = semi_markov_inputs(chain)
     scores = forward_scores(x, Max)
     best = log_partition(x, scores.alpha, Max)
     states, starts = trace_back(x, scores, best, 1, lambda terms, t, kind: terms.argmax(-1))
-    return best.to(acc_dtype(emissions.dtype)), states[0], starts[0]
+    return best.to(acc_dtype(chain.emissions.dtype)), states[0], starts[0]
 
 
 def semi_markov_sample(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the states and starts `[k, T, N]` of k paths from the posterior.
@@ -345,7 +312,7 @@ def semi_markov_sample(
     A path is drawn from its end. The state and the duration of a segment are drawn by the uniform
     numbers of its last step, `[T, 2, k, N]`.
     """
-    x = semi_markov_inputs(emissions, transitions, durations, start, end, lengths)
+    x = semi_markov_inputs(chain)
     scores = forward_scores(x, Log)
     logz = log_partition(x, scores.alpha)
     k = uniforms.shape[2]

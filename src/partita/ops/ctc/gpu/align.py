@@ -20,18 +20,18 @@ from triton.experimental import gluon
 from ....primitives.gpu.math import log_exact
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, zeroed_words
+from ..common import CTCInputs
 from .lanes import LaneKernel, lane_index, launch_lanes
 from .lattice import (
     INVALID,
     SIZES,
     TargetScan,
-    TargetTensors,
     boundary_states,
     load_chunk,
     load_lengths,
     program_index,
 )
-from .launch import launch_normalize, score_arguments
+from .launch import launch_normalize, score_arguments, target_tensors
 from .plan import CHUNK, SAVE_EVERY
 from .scores import EmissionRows, Priors, ScoreTensors, load_priors, sequence_rows
 from .state import pack_state, shift_lanes, unpack_state
@@ -303,27 +303,14 @@ ctc_backtrace_gluon_kernel = gluon.jit(ctc_backtrace_kernel.fn, do_not_specializ
 BACKTRACE = LaneKernel(ctc_backtrace_kernel, ctc_backtrace_gluon_kernel)
 
 
-def ctc_align(
-    logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    max_target_len: int,
-    blank: int,
-    from_logits: bool,
-    label_priors: Tensor | None = None,
-    prior_scale: float = 1.0,
-    star: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return label, token and score of each step on the best path, and the score of the path.
 
     The carries are 0 before they are sent, so the flags and counters are zeroed together with them.
     """
+    logits, options, targets = x.logits, score_arguments(x), target_tensors(x)
     (T, N, C), device = logits.shape, logits.device
-    options = score_arguments(label_priors, prior_scale, star)
-    targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    num_chunks, num_blocks = max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
+    num_chunks, num_blocks = x.max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
     carry_steps = num_blocks * SAVE_EVERY
     has_carries = num_chunks > 1
     tile_counter, flags, finished, carries = zeroed_words(
@@ -337,28 +324,28 @@ def ctc_align(
     scores = torch.empty((N, T), dtype=acc_dtype(logits.dtype), device=device)
     score = torch.empty(N, dtype=scores.dtype, device=device)
     maxima = sums = None
-    if from_logits:
+    if x.from_logits:
         maxima, sums = (torch.empty((T, N), dtype=scores.dtype, device=device) for _ in range(2))
-        launch_normalize(logits, input_lengths, maxima, sums, options, flags=flags)
+        launch_normalize(logits, x.input_lengths, maxima, sums, options, flags=flags)
     paths = BestPaths(pointers, ends, flags)
     tensors = ScoreTensors(logits, options.priors, maxima, sums, None)
     sizes = {
         "T": T,
         "N": N,
-        "M": labels.numel(),
-        "max_target_len": max_target_len,
+        "M": x.labels.numel(),
+        "max_target_len": x.max_target_len,
         "num_chunks": num_chunks,
         "num_blocks": num_blocks,
     }
     rows: dict[str, int | None] = dict(
         zip(("stride_t", "stride_n", "stride_c"), logits.stride(), strict=True)
     )
-    rows |= {"blank": blank, "prior_scale": options.scale, "star": star}
+    rows |= {"blank": x.blank, "prior_scale": options.scale, "star": x.star}
     launch_lanes(
         VITERBI,
         N * num_chunks,
         logits.device,
-        scores=tensors._replace(maxima=None, sums=None) if star is None else tensors,
+        scores=tensors._replace(maxima=None, sums=None) if x.star is None else tensors,
         targets=targets,
         paths=paths,
         carries_ptr=carries,

@@ -19,6 +19,7 @@ from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2, tl_acc_dtype
 from ....runtime.parts import Part
+from ..common import CTCInputs
 from .forward_scan import FORWARD_SCAN
 from .gradient import GRADIENT_SIZES, LogitTensors, ctc_lane_gradient_kernel
 from .lanes import launch_lanes
@@ -52,12 +53,17 @@ class ScoreArguments(NamedTuple):
     star: int | None
 
 
-def score_arguments(priors: Tensor | None, scale: float, star: int | None) -> ScoreArguments:
-    """Return the options of the scores as kernels take them; see `ScoreOptions`."""
-    if priors is None:
-        return ScoreArguments(None, None, star)
-    (bits,) = struct.unpack("q", struct.pack("d", scale))
-    return ScoreArguments(priors.contiguous(), bits, star)
+def score_arguments(x: CTCInputs) -> ScoreArguments:
+    """Return the options of the scores as kernels take them."""
+    if x.label_priors is None:
+        return ScoreArguments(None, None, x.star)
+    (bits,) = struct.unpack("q", struct.pack("d", x.prior_scale))
+    return ScoreArguments(x.label_priors.contiguous(), bits, x.star)
+
+
+def target_tensors(x: CTCInputs) -> TargetTensors:
+    """Return the targets and the lengths as kernels take them."""
+    return TargetTensors(x.labels.contiguous(), x.offsets, x.input_lengths, x.target_lengths)
 
 
 def logit_limit(T: int, scores: ScoreArguments) -> float:
@@ -156,31 +162,21 @@ class CTCCall(NamedTuple):
     numbers: dict[str, int | None]
 
     @classmethod
-    def of(
-        cls,
-        logits: Tensor,
-        targets: TargetTensors,
-        max_target_len: int,
-        blank: int,
-        from_logits: bool,
-        scores: ScoreArguments,
-        save: bool,
-        saved: Tensor | None = None,
-    ) -> CTCCall:
+    def of(cls, x: CTCInputs, save: bool, saved: Tensor | None = None) -> CTCCall:
         """Return a call with the saved workspace, or with a new one that has room for its steps.
 
         With `save`, states are saved before each block of steps, because a gradient follows.
         """
-        T, N, C = logits.shape
-        shape, fp64 = (T, N, C + (scores.star is not None)), logits.dtype == torch.float64
-        plan = ctc_plan(shape, fp64, max_target_len, from_logits, save)
+        logits, scores, (T, N, C) = x.logits, score_arguments(x), x.logits.shape
+        shape, fp64 = (T, N, C + (x.star is not None)), logits.dtype == torch.float64
+        plan = ctc_plan(shape, fp64, x.max_target_len, x.from_logits, save)
         if saved is None:
             saved = torch.empty(plan.words, dtype=torch.float64, device=logits.device)
         num_blocks = plan.num_blocks if save else 0
-        sizes = (T, N, C, targets.labels.numel(), max_target_len, plan.num_chunks, num_blocks)
-        options = (plan.carry_steps, blank, *logits.stride(), scores.scale, scores.star)
+        sizes = (T, N, C, x.labels.numel(), x.max_target_len, plan.num_chunks, num_blocks)
+        options = (plan.carry_steps, x.blank, *logits.stride(), scores.scale, x.star)
         numbers = dict(zip(SIZES, (*sizes, *options), strict=True))
-        return cls(logits, targets, scores, plan, plan.workspace(saved), numbers)
+        return cls(logits, target_tensors(x), scores, plan, plan.workspace(saved), numbers)
 
     def numbers_of(self, names: list[str]) -> dict[str, int | None]:
         """Return the numbers that a kernel takes."""
@@ -256,25 +252,10 @@ class CTCCall(NamedTuple):
 
 
 def ctc_loss(
-    logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    max_target_len: int,
-    blank: int,
-    from_logits: bool,
-    reduction: str,
-    zero_infinity: bool,
-    save: bool,
-    label_priors: Tensor | None = None,
-    prior_scale: float = 1.0,
-    star: int | None = None,
+    x: CTCInputs, reduction: str, zero_infinity: bool, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the reduced loss, the losses, and the workspace that the gradient uses."""
-    scores = score_arguments(label_priors, prior_scale, star)
-    targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    call = CTCCall.of(logits, targets, max_target_len, blank, from_logits, scores, save)
+    logits, call = x.logits, CTCCall.of(x, save)
     plan, workspace = call.plan, call.workspace
     losses = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
     value = torch.empty(
@@ -283,16 +264,16 @@ def ctc_loss(
         device=logits.device,
     )
     normalize = functools.partial(
-        launch_normalize, logits, input_lengths, *workspace.saved[4:], scores
+        launch_normalize, logits, x.input_lengths, *workspace.saved[4:], call.scores
     )
     if plan.table_width:
         normalize(workspace.table, plan.table_width, workspace.zeros, plan.num_zeros)
     else:
         workspace.buffer[: plan.num_zeros].zero_()
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
-    normalizes_first = from_logits and not plan.table_width and star is not None
-    normalizes_alongside = from_logits and not plan.table_width and star is None
-    if normalizes_first:
+    normalizes = x.from_logits and not plan.table_width
+    normalizes_alongside = normalizes and x.star is None
+    if normalizes and not normalizes_alongside:
         normalize()
     side_stream = SideStream(logits, normalizes_alongside)
     try:
@@ -306,7 +287,7 @@ def ctc_loss(
     launch(
         ctc_loss_kernel,
         len(losses),
-        targets=targets,
+        targets=call.targets,
         saved=workspace.saved,
         losses_ptr=losses,
         value_ptr=value,
@@ -323,38 +304,21 @@ def ctc_loss(
 
 
 def ctc_gradient(
-    grad_output: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    losses: Tensor,
-    saved: Tensor,
-    label_priors: Tensor | None,
-    max_target_len: int,
-    blank: int,
-    from_logits: bool,
-    reduction: str,
-    prior_scale: float = 1.0,
-    star: int | None = None,
+    grad_output: Tensor, x: CTCInputs, losses: Tensor, saved: Tensor, reduction: str
 ) -> Tensor:
     """Return the gradient of the loss with respect to the logits."""
+    logits = x.logits
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if not dlogits.numel():
         return dlogits
-    scores = score_arguments(label_priors, prior_scale, star)
-    targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    call = CTCCall.of(
-        logits, targets, max_target_len, blank, from_logits, scores, save=True, saved=saved
-    )
+    call = CTCCall.of(x, True, saved)
     (T, N, C), plan = logits.shape, call.plan
     memory = scan_memory(logits, plan)
     call.launch_posterior_scan(memory)
     arguments: dict[str, Any] = {
         "grad_output_ptr": grad_output,
         "logits": LogitTensors(logits, logits.stride(2), dlogits),
-        "targets": targets,
+        "targets": call.targets,
         "saved": call.workspace.saved,
         "posteriors": memory._replace(counter=None, carries=None),
         **call.numbers_of(GRADIENT_SIZES),
@@ -372,14 +336,14 @@ def ctc_gradient(
     rows = 4 if tile["BLOCK_V"] <= 512 else 1
     if tile["BLOCK_V"] > 512:
         # With a star, ten pieces and its sums have no room in the registers.
-        tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(C, 512), 10 if star is None else 8)}
+        tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(C, 512), 10 if x.star is None else 8)}
     launch(
         ctc_label_gradient_kernel,
         N * cdiv(T, rows),
         **arguments,
-        index=label_index(targets, max_target_len, C, blank),
+        index=label_index(call.targets, x.max_target_len, C, x.blank),
         **tile | {"ROWS": rows},
-        BLOCK_L=min(max(32, next_power_of_2(max_target_len + 1)), 256),
+        BLOCK_L=min(max(32, next_power_of_2(x.max_target_len + 1)), 256),
         num_warps=4,
     )
     return dlogits

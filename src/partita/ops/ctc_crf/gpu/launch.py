@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from ...chain.common import ChainPotentials
 from ...chain.gpu.launch import chain_gradient, chain_logz
 from .. import common
-from ..common import CRFFunctions, CRFLattice, unflatten_scores, zero_ends
+from ..common import CRFFunctions, CRFInputs, CRFLattice, CRFState
 from .kernels import (
     EdgeOrder,
     crf_edge_order_kernel,
@@ -39,18 +38,10 @@ def tile_options(E: int) -> dict[str, int]:
     return {"ROWS": ROWS, "BLOCK": block, "num_warps": block // 128}
 
 
-def build_lattice(
-    source: Tensor,
-    targets: Tensor,
-    target_lengths: Tensor,
-    input_lengths: Tensor | None,
-    T: int,
-    state_len: int,
-    n_base: int,
-    dtype: torch.dtype,
-) -> tuple[CRFLattice, Tensor]:
+def build_lattice(x: CRFInputs) -> tuple[CRFLattice, Tensor]:
     """Return the lattices, and the number of steps, -1 for an invalid sequence."""
-    N, L, device = len(target_lengths), len(source), targets.device
+    targets, device, dtype = x.targets, x.targets.device, acc_dtype(x.scores.dtype)
+    N, L = len(x.target_lengths), len(x.lattice_source)
     edge_index = torch.empty((N, L, 2), dtype=torch.int32, device=device)
     initial = torch.empty((N, L), dtype=dtype, device=device)
     final = torch.empty((N, L), dtype=dtype, device=device)
@@ -62,22 +53,22 @@ def build_lattice(
         targets_ptr=targets,
         stride_n=0 if packed else targets.stride(0),
         stride_s=targets.stride(-1),
-        target_lengths_ptr=target_lengths,
-        input_lengths_ptr=input_lengths,
+        target_lengths_ptr=x.target_lengths,
+        input_lengths_ptr=x.input_lengths,
         edge_index_ptr=edge_index,
         initial_ptr=initial,
         final_ptr=final,
         lengths_ptr=lengths,
-        T=T,
+        T=len(x.scores),
         S=targets.shape[-1],
         L=L,
-        state_len=state_len,
-        n_base=n_base,
+        state_len=x.state_len,
+        n_base=x.source.shape[1] - 1,
         PACKED=packed,
         BLOCK=LATTICE_BLOCK,
         num_warps=4,
     )
-    return CRFLattice(edge_index, source, initial, final), lengths
+    return CRFLattice(edge_index, x.lattice_source, initial, final), lengths
 
 
 def gather_scores(scores: Tensor, edge_index: Tensor, lengths: Tensor) -> Tensor:
@@ -129,15 +120,12 @@ def reduced_losses(
     return value, losses
 
 
-FUNCTIONS = CRFFunctions(chain_logz, chain_gradient, build_lattice, gather_scores, reduced_losses)
-crf_loss = partial(common.crf_loss, FUNCTIONS)
-
-
 def sort_edges(
-    grad: Tensor, losses: Tensor, target_lengths: Tensor, edge_index: Tensor, reduction: str
+    grad: Tensor, state: CRFState, target_lengths: Tensor, reduction: str
 ) -> tuple[Tensor, EdgeOrder]:
     """Return the gradient of each sequence's loss, `[N]` fp64, and the edges in sorted order."""
-    N, E, device = len(edge_index), 2 * edge_index.shape[1], edge_index.device
+    edge_index, device = state.edge_index, grad.device
+    N, E = len(edge_index), 2 * edge_index.shape[1]
     coefficients = torch.empty(N, dtype=torch.float64, device=device)
     order = EdgeOrder(*(torch.empty((N, E), dtype=torch.int32, device=device) for _ in range(2)))
     launch(
@@ -145,7 +133,7 @@ def sort_edges(
         N * cdiv(E, ORDER_BLOCK),
         grad_ptr=grad,
         grad_stride=grad.stride(0) if grad.ndim else 0,
-        losses_ptr=losses,
+        losses_ptr=state.losses,
         target_lengths_ptr=target_lengths,
         edge_index_ptr=edge_index,
         coefficients_ptr=coefficients,
@@ -160,62 +148,42 @@ def sort_edges(
 
 
 def subtract_marginals(
-    d_scores: Tensor,
-    rounded: Tensor | None,
-    coefficients: Tensor,
-    marginals: Tensor,
-    edge_index: Tensor,
-    order: EdgeOrder,
-    lengths: Tensor,
-) -> None:
+    d_scores: Tensor, coefficients: Tensor, order: EdgeOrder, state: CRFState, dtype: torch.dtype
+) -> Tensor:
     """Subtract the marginals times the coefficients from `d_scores`, `[T, N, C, A]`, in place.
 
-    The result is then rounded to a half type into `rounded`, if given.
+    The result is rounded to a half type.
     """
-    (T, N, C, A), E = d_scores.shape, 2 * edge_index.shape[1]
+    (T, N, C, A), E, result = d_scores.shape, 2 * state.edge_index.shape[1], None
+    if dtype != d_scores.dtype:
+        result = torch.empty(d_scores.shape, dtype=dtype, device=d_scores.device)
     launch(
         crf_subtract_kernel,
         N * cdiv(T, ROWS),
         coefficients_ptr=coefficients,
-        marginals_ptr=marginals,
-        edge_index_ptr=edge_index,
+        marginals_ptr=state.marginals,
+        edge_index_ptr=state.edge_index,
         order=order,
-        lengths_ptr=lengths,
+        lengths_ptr=state.lengths,
         d_scores_ptr=d_scores,
-        result_ptr=rounded,
+        result_ptr=result,
         T=T,
         N=N,
         E=E,
         V=C * A,
         **tile_options(E),
     )
+    return d_scores if result is None else result
 
 
-def crf_gradient(
-    grad: Tensor,
-    scores: Tensor,
-    source: Tensor,
-    target_lengths: Tensor,
-    losses: Tensor,
-    logz: Tensor,
-    saved: Tensor,
-    marginals: Tensor,
-    edge_index: Tensor,
-    lengths: Tensor,
-    reduction: str,
-) -> Tensor:
-    """Return the gradient of the reduced loss with respect to the scores.
-
-    It is computed in fp32 or fp64, and rounded once for scores of a half type.
-    """
-    shape, scores = scores.shape, unflatten_scores(scores, source)
-    dtype, ends, rounded = acc_dtype(scores.dtype), zero_ends(scores), None
-    if not scores.numel():
-        return torch.empty(shape, dtype=scores.dtype, device=scores.device)
-    coefficients, order = sort_edges(grad, losses, target_lengths, edge_index, reduction)
-    chain = ChainPotentials(scores, source, ends, ends, lengths)
-    d_scores = chain_gradient(coefficients, chain, logz, saved, dtype)[0]
-    if scores.dtype != dtype:
-        rounded = torch.empty(shape, dtype=scores.dtype, device=scores.device)
-    subtract_marginals(d_scores, rounded, coefficients, marginals, edge_index, order, lengths)
-    return d_scores.view(shape) if rounded is None else rounded
+FUNCTIONS = CRFFunctions(
+    chain_logz,
+    chain_gradient,
+    build_lattice,
+    gather_scores,
+    reduced_losses,
+    sort_edges,
+    subtract_marginals,
+)
+crf_loss = partial(common.crf_loss, FUNCTIONS)
+crf_gradient = partial(common.crf_gradient, FUNCTIONS)

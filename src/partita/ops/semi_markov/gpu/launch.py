@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
+from ..common import SemiMarkovPotentials
 from . import plan
 from .gradient import (
     Splits,
@@ -28,9 +29,9 @@ from .scan import semi_markov_scan_kernel, semi_markov_weights_kernel
 from .scores import Chains, Emissions, Matrix, Scans
 
 
-def is_exact(*tensors: Tensor) -> bool:
+def is_exact(chain: SemiMarkovPotentials) -> bool:
     """Return whether exponentials have to be right in fp64."""
-    return any(tensor.dtype == torch.float64 for tensor in tensors)
+    return any(scores.dtype == torch.float64 for scores in chain.variables[:3])
 
 
 def strided(scores: Tensor) -> Matrix:
@@ -38,68 +39,69 @@ def strided(scores: Tensor) -> Matrix:
     return Matrix(scores, *scores.stride())
 
 
-def batch_of(
-    emissions: Tensor, durations: Tensor, start: Tensor, end: Tensor, lengths: Tensor | None
-) -> Chains:
+def strided_emissions(chain: SemiMarkovPotentials) -> Emissions:
+    """Return the emissions with their strides, as kernels take them."""
+    return Emissions(chain.emissions, *chain.emissions.stride())
+
+
+def contiguous_lengths(chain: SemiMarkovPotentials) -> Tensor | None:
+    """Return the lengths as kernels take them."""
+    return None if chain.lengths is None else chain.lengths.contiguous()
+
+
+def chains_of(chain: SemiMarkovPotentials) -> Chains:
     """Return the chains of a batch, as the scans take them."""
-    T, N, C = emissions.shape
-    lengths = None if lengths is None else lengths.contiguous()
-    emissions_of = Emissions(emissions, *emissions.stride())
-    return Chains(emissions_of, strided(start), strided(end), lengths, T, N, C, len(durations))
+    emissions, start, end = strided_emissions(chain), strided(chain.start), strided(chain.end)
+    sizes = (*chain.emissions.shape, len(chain.durations))
+    return Chains(emissions, start, end, contiguous_lengths(chain), *sizes)
 
 
 def semi_markov_logz(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and the scores of both scans."""
-    T, N, C = emissions.shape
-    fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
+    chains, device = chains_of(chain), chain.emissions.device
+    T, N, C, D = chains[-4:]
+    fp64: dict[str, Any] = {"dtype": torch.float64, "device": device}
     logz = torch.empty(N, **fp64)
-    rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
+    rounded = torch.empty(N, dtype=acc_dtype(chain.emissions.dtype), device=device)
     saved = torch.empty((4, T, N, C) if save else (0,), **fp64)
-    D, programs = len(durations), 2 * N if save else N
+    programs = 2 * N if save else N
     arguments: dict[str, Any] = {
-        "chains": batch_of(emissions, durations, start, end, lengths),
+        "chains": chains,
         "saved_ptr": saved,
         "logz_ptr": logz,
         "rounded_ptr": rounded,
         "SAVE": save,
-        "EXACT": is_exact(emissions, transitions, durations),
+        "EXACT": is_exact(chain),
     }
     if plan.is_resident(C, D):
         ring = (programs, plan.duration_block(D) + 1, plan.state_block(C) + 1)
         launch(
             semi_markov_scan_kernel,
             programs,
-            weights_ptr=scan_weights(transitions, durations),
+            weights_ptr=scan_weights(chain),
             ring_ptr=torch.empty(ring, **fp64),
             **arguments,
             **plan.scan_options(C, D),
         )
     else:
-        launch_memory_scan(programs, transitions, durations, IS_MAX=False, **arguments)
+        launch_memory_scan(programs, chain, IS_MAX=False, **arguments)
     return logz, rounded, saved
 
 
-def launch_memory_scan(
-    programs: int, transitions: Tensor, durations: Tensor, **arguments: Any
-) -> None:
+def launch_memory_scan(programs: int, chain: SemiMarkovPotentials, **arguments: Any) -> None:
     """Launch the scan whose ring is in memory, and before it the tables that it reads."""
-    D, C = durations.shape
-    fp64: dict[str, Any] = {"dtype": torch.float64, "device": durations.device}
+    D, C = chain.durations.shape
+    fp64: dict[str, Any] = {"dtype": torch.float64, "device": chain.durations.device}
     slots = plan.duration_block(D)
     tables = torch.empty(2 * C * (C + slots), **fp64)
     launch(
         semi_markov_tables_kernel,
         cdiv(len(tables), 256),
-        transitions=strided(transitions),
-        durations=strided(durations),
+        transitions=strided(chain.transitions),
+        durations=strided(chain.durations),
         tables_ptr=tables,
         C=C,
         D=D,
@@ -118,18 +120,17 @@ def launch_memory_scan(
     )
 
 
-def scan_weights(transitions: Tensor, durations: Tensor) -> Tensor:
+def scan_weights(chain: SemiMarkovPotentials) -> Tensor:
     """Return transitions and durations as the scans in registers read them, see `scan.py`."""
-    D, C = durations.shape
-    slots = plan.duration_block(D)
-    block = plan.state_block(C)
+    D, C = chain.durations.shape
+    slots, block = plan.duration_block(D), plan.state_block(C)
     size = (4 * slots + 2 * block + 2, block + 1)
-    weights = torch.empty(size, dtype=torch.float64, device=durations.device)
+    weights = torch.empty(size, dtype=torch.float64, device=chain.durations.device)
     launch(
         semi_markov_weights_kernel,
         1,
-        transitions=strided(transitions),
-        durations=strided(durations),
+        transitions=strided(chain.transitions),
+        durations=strided(chain.durations),
         weights_ptr=weights,
         C=C,
         D=D,
@@ -140,34 +141,29 @@ def scan_weights(transitions: Tensor, durations: Tensor) -> Tensor:
     return weights
 
 
-def scans_of(lengths: Tensor | None, logz: Tensor, saved: Tensor, emissions: Tensor) -> Scans:
+def scans_of(chain: SemiMarkovPotentials, logz: Tensor, saved: Tensor) -> Scans:
     """Return what the scans left, as the kernels of posteriors take it."""
-    lengths = None if lengths is None else lengths.contiguous()
-    return Scans(lengths, logz, saved, *emissions.shape)
+    return Scans(contiguous_lengths(chain), logz, saved, *chain.emissions.shape)
 
 
 def semi_markov_gradient(
     grad_output: Tensor,
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     logz: Tensor,
     saved: Tensor,
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
-    T, N, C = emissions.shape
-    D, device = len(durations), emissions.device
-    d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
-    d_start, d_end = (torch.empty((N, C), dtype=x.dtype, device=device) for x in (start, end))
+    (T, N, C), D, device = chain.emissions.shape, len(chain.durations), chain.emissions.device
+    d_emissions, d_start, d_end = (
+        torch.empty(scores.shape, dtype=scores.dtype, device=device)
+        for scores in (chain.emissions, chain.start, chain.end)
+    )
     splits = Splits(*plan.splits(T, N, C))
     common = {
-        "scans": scans_of(lengths, logz, saved, emissions),
+        "scans": scans_of(chain, logz, saved),
         "splits": splits,
-        "EXACT": is_exact(emissions, transitions, durations),
+        "EXACT": is_exact(chain),
     }
     changes = torch.empty((N, splits.number, C), dtype=torch.float64, device=device)
     programs, block = N * splits.number if C else 0, plan.state_block(C)
@@ -178,7 +174,7 @@ def semi_markov_gradient(
         programs,
         grad_ptr=grad_output,
         grad_n=grad_output.stride(0),
-        emissions=Emissions(emissions, *emissions.stride()),
+        emissions=strided_emissions(chain),
         changes_ptr=changes,
         d_emissions_ptr=d_emissions,
         d_start_ptr=d_start,
@@ -191,7 +187,7 @@ def semi_markov_gradient(
     launch(
         semi_markov_pairs_kernel,
         N * splits.number * cdiv(C, block) ** 2,
-        transitions=strided(transitions),
+        transitions=strided(chain.transitions),
         pairs_ptr=pairs,
         **common,
         BLOCK=block,
@@ -201,8 +197,8 @@ def semi_markov_gradient(
     launch(
         semi_markov_segments_kernel,
         N * splits.number * cdiv(C, block),
-        emissions=Emissions(emissions, *emissions.stride()),
-        durations=strided(durations),
+        emissions=strided_emissions(chain),
+        durations=strided(chain.durations),
         result_ptr=counts,
         D=D,
         SEGMENTS=False,
@@ -212,8 +208,8 @@ def semi_markov_gradient(
         num_warps=4,
     )
     d_transitions, d_durations = (
-        add_parts(grad_output, parts, scores, per_sequence, acc_dtype(emissions.dtype))
-        for parts, scores in ((pairs, transitions), (counts, durations))
+        add_parts(grad_output, parts, scores, per_sequence, acc_dtype(chain.emissions.dtype))
+        for parts, scores in ((pairs, chain.transitions), (counts, chain.durations))
     )
     return d_emissions, d_transitions, d_durations, d_start, d_end
 
@@ -253,31 +249,26 @@ def add_parts(
 
 
 def semi_markov_segments(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     logz: Tensor,
     saved: Tensor,
 ) -> Tensor:
     """Return the posteriors of segments, `[T, D, N, C]` in the dtype of results."""
-    T, N, C = emissions.shape
-    D, dtype, block = len(durations), acc_dtype(emissions.dtype), plan.posterior_block(C)
-    result = torch.empty((T, D, N, C), dtype=dtype, device=emissions.device)
-    splits = Splits(*plan.splits(T, N, C))
+    (T, N, C), D = chain.emissions.shape, len(chain.durations)
+    dtype, device = acc_dtype(chain.emissions.dtype), chain.emissions.device
+    result = torch.empty((T, D, N, C), dtype=dtype, device=device)
+    splits, block = Splits(*plan.splits(T, N, C)), plan.posterior_block(C)
     launch(
         semi_markov_segments_kernel,
         N * splits.number * cdiv(C, block),
-        emissions=Emissions(emissions, *emissions.stride()),
-        durations=strided(durations),
-        scans=scans_of(lengths, logz, saved, emissions),
+        emissions=strided_emissions(chain),
+        durations=strided(chain.durations),
+        scans=scans_of(chain, logz, saved),
         splits=splits,
         result_ptr=result,
         D=D,
         SEGMENTS=True,
-        EXACT=is_exact(emissions, transitions, durations),
+        EXACT=is_exact(chain),
         ROWS=plan.ROWS,
         BLOCK_C=block,
         num_warps=4,
@@ -286,27 +277,22 @@ def semi_markov_segments(
 
 
 def semi_markov_viterbi(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the best score `[N]`, and the states and starts of the best path `[T, N]`."""
-    T, N, C = emissions.shape
-    D, device = len(durations), emissions.device
-    score = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=device)
+    chains, device = chains_of(chain), chain.emissions.device
+    T, N, C, D = chains[-4:]
+    score = torch.empty(N, dtype=acc_dtype(chain.emissions.dtype), device=device)
     states = torch.empty((T, N), dtype=torch.int64, device=device)
     starts = torch.empty((T, N), dtype=torch.bool, device=device)
     choices = torch.empty((2, T, N, C), dtype=torch.int32, device=device)
     last = torch.empty(N, dtype=torch.int32, device=device)
-    chains, resident = batch_of(emissions, durations, start, end, lengths), plan.is_resident(C, D)
+    resident = plan.is_resident(C, D)
     if resident:
         launch(
             semi_markov_best_scan_kernel,
             N,
-            weights_ptr=scan_weights(transitions, durations),
+            weights_ptr=scan_weights(chain),
             chains=chains,
             choices_ptr=choices,
             score_ptr=score,
@@ -316,8 +302,7 @@ def semi_markov_viterbi(
     else:
         launch_memory_scan(
             N,
-            transitions,
-            durations,
+            chain,
             chains=chains,
             saved_ptr=choices,
             logz_ptr=last,
@@ -345,30 +330,24 @@ def semi_markov_viterbi(
 
 
 def semi_markov_sample(
-    emissions: Tensor,
-    transitions: Tensor,
-    durations: Tensor,
-    start: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
+    chain: SemiMarkovPotentials,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the states and starts `[k, T, N]` of k paths from the posterior."""
-    chain = (emissions, transitions, durations, start, end, lengths)
-    logz, _, saved = semi_markov_logz(*chain, True)
-    T, N, C = emissions.shape
-    D, k, device = len(durations), uniforms.shape[2], emissions.device
+    logz, _, saved = semi_markov_logz(chain, True)
+    (T, N, C), D = chain.emissions.shape, len(chain.durations)
+    k, device = uniforms.shape[2], uniforms.device
     block_c, block_d = plan.state_block(C), plan.duration_block(D)
     states = torch.empty((k, T, N), dtype=torch.int64, device=device)
     starts = torch.empty((k, T, N), dtype=torch.bool, device=device)
     launch(
         semi_markov_sample_kernel,
         k * N,
-        emissions=Emissions(emissions, *emissions.stride()),
-        transitions=strided(transitions),
-        durations=strided(durations),
-        end=strided(end),
-        scans=scans_of(lengths, logz, saved, emissions),
+        emissions=strided_emissions(chain),
+        transitions=strided(chain.transitions),
+        durations=strided(chain.durations),
+        end=strided(chain.end),
+        scans=scans_of(chain, logz, saved),
         uniforms_ptr=uniforms.contiguous(),
         states_ptr=states,
         starts_ptr=starts,
