@@ -283,10 +283,14 @@ def define(
 
 
 def writing_over(function: Callable[..., torch.Tensor], position: int) -> Callable[..., None]:
-    """Return a function that writes the result of another over the argument at a position."""
+    """Return a function that writes the result of another over the argument at a position.
+
+    The fields of named tuples count one by one.
+    """
 
     def run(*args: Any) -> None:
-        args[position].copy_(function(*args))
+        fields = (arg if hasattr(arg, "_fields") else (arg,) for arg in args)
+        list(itertools.chain(*fields))[position].copy_(function(*args))
 
     return run
 

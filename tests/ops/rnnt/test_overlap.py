@@ -11,6 +11,7 @@ from helpers.rows import KERNEL_DEVICES, assert_same_bits, kernel_devices
 from torch import Tensor
 
 import partita
+from partita.ops.rnnt.common import NodeInputs, NodeOptions
 from partita.ops.rnnt.gpu import plan
 from partita.runtime.caches import clear_caches
 from partita.testing import poisoned_memory
@@ -291,8 +292,8 @@ def test_words_before_the_scan(directions: int, device: str) -> None:
 
     B, T, U, V = shape = (2, 9, 33, 6)
     (logits, _), targets, steps, labels = batch_of("tdt", shape, device)
-    options = (directions == 2, 0, DURATIONS, True, False, 0.0, 0.0)
-    call = LatticeCall(as_targets(targets, steps, labels), B, T, U + 1, V, logits.dtype, *options)
+    rest = (logits.dtype, directions == 2, NodeOptions(0, DURATIONS, True, False, 0.0, 0.0))
+    call = LatticeCall(as_targets(targets, steps, labels), B, T, U + 1, V, *rest)
     sizes = call.plan
     with poisoned_memory():
         scan = word_scan(call, call.empty_arcs())
@@ -421,9 +422,11 @@ def test_long_sequences_agree_with_fp64(U: int, V: int, device: str) -> None:
     targets = torch.randint(1, V, (1, U), generator=g, device=device)
     lengths = (torch.tensor([T], device=device), torch.tensor([U], device=device))
     assert plan.overlaps(1, T, U + 1, V, 4, 2, KINDS["tdt"]) == (U == 200)
-    rest = (targets, *lengths, 0, DURATIONS, True, False, 0.05, 0.0, True)
-    nll, _, _, posteriors = rnnt_forward(tokens, durations, *rest)
-    exact, _, _, expected = rnnt_forward(tokens.double(), durations.double(), *rest)
+    options = NodeOptions(0, DURATIONS, True, False, 0.05, 0.0)
+    x = NodeInputs(tokens, durations, targets, *lengths)
+    nll, _, _, posteriors = rnnt_forward(x, options, True)
+    x = x._replace(logits=tokens.double(), duration_logits=durations.double())
+    exact, _, _, expected = rnnt_forward(x, options, True)
     assert (posteriors - expected).abs().max() < 2e-6
     torch.testing.assert_close(nll.double(), exact, rtol=1e-6, atol=0)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import partita
 from partita.ops.rnnt.autograd import linear_rnnt
+from partita.ops.rnnt.common import NodeInputs, NodeOptions
 from partita.ops.rnnt.gpu.plan import MARGIN, lattice_plan, row_tile
 from partita.testing import poisoned_memory
 
@@ -344,9 +345,9 @@ def linear(
     backend: str,
 ) -> Any:
     """Call the op of a loss from encoder and predictor."""
-    options: tuple[Any, ...] = ([0, 1, 2], False, 0.05, 0.0, 0.0)
+    options: tuple[Any, ...] = ([0, 1, 2], True, False, 0.05, 0.0, 0.0)
     if name == "rnnt":
-        inputs, options = [*inputs[:4], None, None, *inputs[4:]], ([], False, 0.0, 0.1, 0.2)
+        inputs, options = [*inputs[:4], None, None, *inputs[4:]], ([], True, False, 0.0, 0.1, 0.2)
     wanted = [each is not None for each in inputs[:6]]
     rest = (activation, 0, *options, chunk, keep_logits, wanted, backend)
     return linear_rnnt(*inputs, factor, *rest)
@@ -380,9 +381,10 @@ def test_long_sequences_agree_with_fp64(device: str) -> None:
     logits = 2 * torch.randn(1, 4000, 1001, 8, generator=g, device=device)
     targets = torch.randint(1, 8, (1, 1000), generator=g, device=device)
     lengths = (torch.tensor([4000], device=device), torch.tensor([1000], device=device))
-    rest = (None, targets, *lengths, 0, [], True, False, 0.0, 0.0, True)
-    nll, _, _, posteriors = rnnt_forward(logits, *rest)
-    exact, _, _, expected = rnnt_forward(logits.double(), *rest)
+    x = NodeInputs(logits, None, targets, *lengths)
+    options = NodeOptions(0, [], True, False, 0.0, 0.0)
+    nll, _, _, posteriors = rnnt_forward(x, options, True)
+    exact, _, _, expected = rnnt_forward(x._replace(logits=logits.double()), options, True)
     assert (posteriors - expected).abs().max() < 2e-6
     torch.testing.assert_close(nll.double(), exact, rtol=1e-6, atol=0)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import one_by_one
-from . import reference
+from . import common, reference
 from .basecalls import empty_basecalls
 from .common import empty_hypotheses, empty_path, empty_posteriors
 
@@ -57,9 +57,9 @@ crf_path = register.define(
     by_identity=("source",),
 )
 crf_base_posteriors = register.define(
-    reference.ctc_crf_base_posteriors,
+    common.ctc_crf_base_posteriors,
     lambda marginals: empty_posteriors(marginals),
-    gpu=_gpu,
+    gpu=lambda: common,
     cpu=_cpu,
     vmap=one_by_one,
     reference_if_empty=True,

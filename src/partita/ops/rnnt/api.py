@@ -165,8 +165,9 @@ def rnnt_align(
         sequences = sequences_of(
             targets, logit_lengths, target_lengths, logits.shape[:3], logits.device
         )
-        options = (blank, NO_DURATIONS, bool(fused_log_softmax), 0.0, current_backend())
-        return RNNTAlignment(*_rnnt.align(logits, None, *sequences, *options))
+        options = (blank, NO_DURATIONS, bool(fused_log_softmax), False, 0.0, 0.0)
+        found = _rnnt.align(logits, None, *sequences, *options, current_backend())
+        return RNNTAlignment(*found)
 
 
 def _checked_tdt(
@@ -303,5 +304,5 @@ def tdt_align(
         inputs, blank, numbers, sigma = _checked_tdt(
             token_logits, duration_logits, *sequences, blank_token_id, durations, sigma
         )
-        options = (blank, numbers, True, sigma, current_backend())
-        return RNNTAlignment(*_rnnt.align(*inputs, *options))
+        options = (blank, numbers, True, False, sigma, 0.0)
+        return RNNTAlignment(*_rnnt.align(*inputs, *options, current_backend()))

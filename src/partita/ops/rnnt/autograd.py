@@ -28,7 +28,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .common import loss_factors, node_mask, reduce_losses
+from .common import NodeInputs, NodeOptions, loss_factors, node_mask, reduce_losses
 from .joint import joint_hidden
 
 
@@ -167,44 +167,23 @@ class LossFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        logits: Tensor,
-        duration_logits: Tensor | None,
-        targets: Tensor,
-        logit_lengths: Tensor,
-        target_lengths: Tensor,
-        blank: int,
-        durations: list[int],
-        fused: bool,
-        hat: bool,
-        sigma: float,
-        delay_penalty: float,
-        clamp: float,
-        fastemit_lambda: float,
-        inplace: bool,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs = (logits, duration_logits, targets, logit_lengths, target_lengths)
-        options = (blank, durations, fused, hat, sigma, delay_penalty)
-        losses: tuple[Tensor, Tensor, Tensor, Tensor] = forward(*inputs, *options, True, backend)
-        return losses
+    def forward(*args: Any) -> Any:
+        *nodes, _, _, _, backend = args
+        return forward(*nodes, True, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, duration_logits, *sequences = inputs[:5]
         *ctx.options, ctx.inplace, ctx.backend = inputs[5:]
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(logits, duration_logits, *output[1:], *sequences)
+        ctx.save_for_backward(*inputs[:5], *output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad, backend = grads[0], ctx.backend
+        grad = grads[0]
         if grad is None:
             return (None,) * 15
-        tensors = (grad, *saved_tensors(ctx))
-        blank, _, fused, hat, _, _, clamp, fastemit_lambda = ctx.options
-        options = (blank, fused, hat, clamp, fastemit_lambda)
+        tensors, options = (grad, *saved_tensors(ctx)), (*ctx.options, ctx.backend)
         if ctx.inplace:
             if torch.is_grad_enabled():
                 raise RuntimeError(
@@ -212,17 +191,18 @@ class LossFunction(torch.autograd.Function):
                     " derivative: use inplace=False"
                 )
             logits = tensors[1]
-            gradient_inplace(grad, logits, tensors[3], *tensors[5:], *options, backend)
+            gradient_inplace(*tensors, *options)
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), *(None,) * 14
         op = for_gradients(gradient, grad)
 
         def kernel(*tensors: Any) -> Any:
-            return op(*tensors, *options, backend)
+            return op(*tensors, *options)
 
-        def of_logits(grad: Tensor, logits: Tensor, durations: Any, *rest: Any) -> Any:
-            inputs: Any = (grad, logits, durations, *rest[3:], *ctx.options)
-            return reference.differentiable_gradient(*inputs)
+        def of_logits(grad: Tensor, *rest: Any) -> Any:
+            *numbers, clamp, fastemit_lambda = ctx.options
+            nodes = NodeInputs(*rest[:5]), NodeOptions(*numbers)
+            return reference.differentiable_gradient(grad, *nodes, clamp, fastemit_lambda)
 
         if is_double_backward():
             variables = 2 if tensors[2] is None else 3
@@ -277,10 +257,9 @@ def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
         None if weight is None else torch.nn.functional.linear(hidden, weight, bias)
         for weight, bias in zip(heads[::2], heads[1::2], strict=True)
     )
-    blank, durations, hat, sigma, delay_penalty, fastemit_lambda = options
+    *nodes, fastemit_lambda = options
     inputs = (logits, duration_logits, targets, logit_lengths, target_lengths)
-    numbers = (blank, durations, True, hat, sigma, delay_penalty, 0.0, fastemit_lambda, False)
-    losses: Tensor = LossFunction.apply(*inputs, *numbers, backend)[0]
+    losses: Tensor = LossFunction.apply(*inputs, *nodes, 0.0, fastemit_lambda, False, backend)[0]
     return losses
 
 

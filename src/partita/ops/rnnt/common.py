@@ -1,7 +1,8 @@
-"""Lengths, reductions and chunks that the layers of the transducers share."""
+"""Arguments of ops, lengths, reductions and chunks that the layers of the transducers share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,65 @@ from torch import Tensor
 REDUCTIONS = ("none", "mean", "sum", "mean_batch", "mean_volume")
 NO_DURATIONS: list[int] = []  # those of RNN-T, in the form that the ops take
 ACTIVATIONS = ("relu", "tanh", "sigmoid")
+
+
+class NodeInputs(NamedTuple):
+    """The logits of a batch of lattices and its targets, as the registered ops take them.
+
+    Fields:
+        logits: `[B, T, U + 1, V]`.
+        duration_logits: `[B, T, U + 1, K]`; None for RNN-T.
+        targets: the labels, `[B, U]`.
+        logit_lengths, target_lengths: the steps and the labels of each sequence, `[B]`.
+    """
+
+    logits: Tensor
+    duration_logits: Tensor | None
+    targets: Tensor
+    logit_lengths: Tensor
+    target_lengths: Tensor
+
+
+class NodeOptions(NamedTuple):
+    """How logits become the log-probabilities of arcs.
+
+    Fields:
+        blank: the class of the blank.
+        durations: those of a TDT, or none for RNN-T.
+        fused: whether the logits are normalized; otherwise they are log-probabilities.
+        hat: whether the blank is a Bernoulli variable apart from the labels.
+        sigma: what is subtracted from the log-probability of each token.
+        delay_penalty: what is added to that of a label for each step before the middle.
+    """
+
+    blank: int
+    durations: Sequence[int]
+    fused: bool
+    hat: bool
+    sigma: float
+    delay_penalty: float
+
+
+class JointInputs(NamedTuple):
+    """Encoder and predictor, the matrices that make logits of their joint, and the targets.
+
+    Fields:
+        encoder: `[B, T, D]`.
+        predictor: `[B, U + 1, D]`.
+        weight, bias: the matrix `[V, D]` and the bias `[V]` or None of tokens.
+        duration_weight, duration_bias: those of durations, `[K, D]` and `[K]`; None for RNN-T.
+        targets, logit_lengths, target_lengths: as in `NodeInputs`.
+    """
+
+    encoder: Tensor
+    predictor: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    duration_weight: Tensor | None
+    duration_bias: Tensor | None
+    targets: Tensor
+    logit_lengths: Tensor
+    target_lengths: Tensor
 
 
 class SequenceLengths(NamedTuple):
@@ -26,10 +86,9 @@ class SequenceLengths(NamedTuple):
     invalid: Tensor
 
 
-def valid_lengths(
-    targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, T: int, V: int, blank: int
-) -> SequenceLengths:
+def valid_lengths(inputs: NodeInputs | JointInputs, T: int, V: int, blank: int) -> SequenceLengths:
     """Return the lengths, with 0 for the sequences that are invalid."""
+    targets, logit_lengths, target_lengths = inputs[-3:]
     position = torch.arange(targets.shape[1], device=targets.device)
     labels = targets.long()
     wrong_label = (labels < 0) | (labels >= V) | (labels == blank)

@@ -15,62 +15,25 @@ import torch
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
-from .common import SequenceLengths, chunk_ranges, node_mask, valid_lengths
+from .common import JointInputs, NodeInputs, NodeOptions, chunk_ranges, node_mask, valid_lengths
 
 
 class Kernels(NamedTuple):
     """The functions of one backend.
 
     Fields:
-        score_arcs: takes the logits of a chunk, `[b, t, U1, V]`, and of its durations or None, its
-            targets, the steps and labels of its sequences within the chunk, and the options blank,
-            durations, fused, hat and sigma. It returns the log-probabilities of the arcs,
-            `[A, b, t, U1]` fp64, and the log-sum-exps of both logits, `[b, t, U1]`.
-        sum_paths: takes the log-probabilities of all arcs, `[A, B, T, U1]`, the lengths, durations
-            and delay penalty, whether posteriors are needed, and their dtype. It returns the losses
-            `[B]` and the posteriors, `[2 + K, B, T, U1]`.
+        score_arcs: takes the `NodeInputs` of a chunk, with the lengths of its sequences within it,
+            and `NodeOptions`. It returns the log-probabilities of the arcs, `[A, b, t, U1]` fp64,
+            and the log-sum-exps of both logits, `[b, t, U1]`.
+        sum_paths: takes the log-probabilities of all arcs, `[A, B, T, U1]`, the lengths and
+            options, whether posteriors are needed, and their dtype. It returns the losses `[B]` and
+            the posteriors, `[2 + K, B, T, U1]`.
         gradient: `rnnt_gradient`, which may overwrite the logits.
     """
 
     score_arcs: Callable[..., tuple[Tensor, Tensor, Tensor]]
     sum_paths: Callable[..., tuple[Tensor, Tensor]]
     gradient: Callable[..., tuple[Tensor, Tensor]]
-
-
-class Joint(NamedTuple):
-    """A joint network and the lengths of its batch.
-
-    Fields:
-        encoder: `[B, T, D]`.
-        predictor: `[B, U + 1, D]`.
-        weight, bias: the matrix `[V, D]` and the bias `[V]` that make logits of hidden states.
-        duration_weight, duration_bias: those of the durations; None for RNN-T.
-        activation: the name of the function between the sum and the matrices.
-        lengths: the lengths of the sequences.
-    """
-
-    encoder: Tensor
-    predictor: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    duration_weight: Tensor | None
-    duration_bias: Tensor | None
-    activation: str
-    lengths: SequenceLengths
-
-    def hidden(self, rows: slice, steps: slice) -> Tensor:
-        """Return the hidden states of a chunk."""
-        encoder, predictor = self.encoder[rows, steps], self.predictor[rows]
-        lengths = (self.lengths.steps[rows], self.lengths.labels[rows])
-        mask = node_mask(*lengths, steps.start, encoder.shape[1], predictor.shape[1])
-        return joint_hidden(encoder, predictor, self.activation, mask)
-
-    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of tokens, and those of durations."""
-        tokens = torch.nn.functional.linear(hidden, self.weight, self.bias)
-        if self.duration_weight is None:
-            return tokens, None
-        return tokens, torch.nn.functional.linear(hidden, self.duration_weight, self.duration_bias)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -94,9 +57,18 @@ def joint_hidden(encoder: Tensor, predictor: Tensor, activation: str, mask: Tens
     return activate(torch.where(mask[..., None], x, 0.0), activation)
 
 
+def chunk_logits(inputs: JointInputs, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of tokens, and those of durations."""
+    tokens = torch.nn.functional.linear(hidden, inputs.weight, inputs.bias)
+    if inputs.duration_weight is None:
+        return tokens, None
+    return tokens, torch.nn.functional.linear(hidden, inputs.duration_weight, inputs.duration_bias)
+
+
 def _add_chunk(
     sums: Sequence[Tensor | None],
-    joint: Joint,
+    inputs: JointInputs,
+    activation: str,
     hidden: Tensor,
     dlogits: Sequence[Tensor],
     rows: slice,
@@ -106,7 +78,7 @@ def _add_chunk(
     flat_hidden = hidden.flatten(0, 2)
     dhidden: Tensor | None = None
     d_encoder, d_predictor, *d_heads = sums
-    weights = (joint.weight, joint.duration_weight)
+    weights = (inputs.weight, inputs.duration_weight)
     for weight, dweight, dbias, each in zip(
         weights, d_heads[::2], d_heads[1::2], dlogits, strict=True
     ):
@@ -124,7 +96,7 @@ def _add_chunk(
         return
     dtype = acc_dtype(hidden.dtype)
     dx = dhidden.view(hidden.shape).to(dtype)
-    dx = dx * activation_gradient(hidden.to(dtype), joint.activation)
+    dx = dx * activation_gradient(hidden.to(dtype), activation)
     if d_encoder is not None:
         d_encoder[rows, steps] += dx.sum(2)
     if d_predictor is not None:
@@ -132,19 +104,7 @@ def _add_chunk(
 
 
 def rnnt_forward(
-    kernels: Kernels,
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    hat: bool,
-    sigma: float,
-    delay_penalty: float,
-    need_posteriors: bool,
+    kernels: Kernels, inputs: NodeInputs, options: NodeOptions, need_posteriors: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return minus the log-probability of each target, and what its gradient needs.
 
@@ -156,12 +116,12 @@ def rnnt_forward(
         duration, `[2 + K, B, T, U1]`. The last three are empty unless `need_posteriors`. An
         invalid sequence has the loss and posteriors NaN.
     """
-    T, V = logits.shape[1], logits.shape[3]
-    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    inputs = (logits, duration_logits, targets, lengths.steps, lengths.labels)
-    scores, *lses = kernels.score_arcs(*inputs, blank, durations, fused, hat, sigma)
-    options = (durations, delay_penalty, need_posteriors, acc_dtype(logits.dtype))
-    losses, posteriors = kernels.sum_paths(scores, lengths, *options)
+    _, T, _, V = inputs.logits.shape
+    lengths = valid_lengths(inputs, T, V, options.blank)
+    nodes = inputs._replace(logit_lengths=lengths.steps, target_lengths=lengths.labels)
+    scores, *lses = kernels.score_arcs(nodes, options)
+    dtype = acc_dtype(inputs.logits.dtype)
+    losses, posteriors = kernels.sum_paths(scores, lengths, options, need_posteriors, dtype)
     if not need_posteriors:
         lses = [scores.new_empty(0), scores.new_empty(0)]
     return losses, lses[0], lses[1], posteriors
@@ -169,22 +129,10 @@ def rnnt_forward(
 
 def linear_rnnt(
     kernels: Kernels,
-    encoder: Tensor,
-    predictor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    duration_weight: Tensor | None,
-    duration_bias: Tensor | None,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
+    inputs: JointInputs,
     factor: Tensor | None,
     activation: str,
-    blank: int,
-    durations: Sequence[int],
-    hat: bool,
-    sigma: float,
-    delay_penalty: float,
+    options: NodeOptions,
     fastemit_lambda: float,
     chunk: int,
     keep_logits: int,
@@ -195,44 +143,49 @@ def linear_rnnt(
     These are the gradients of encoder, predictor, and matrix and bias of tokens and of
     durations. Each is empty if it is not `wanted`, and all of them are without a factor.
     """
-    (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(weight)
-    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    heads = (weight, bias, duration_weight, duration_bias)
-    joint = Joint(encoder, predictor, *heads, activation, lengths)
-    ranges, num_arcs = chunk_ranges(B, T, chunk), 2 * max(len(durations), 1)
+    encoder, predictor = inputs[:2]
+    (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(inputs.weight)
+    lengths = valid_lengths(inputs, T, V, options.blank)
+    ranges, num_arcs = chunk_ranges(B, T, chunk), 2 * max(len(options.durations), 1)
     needs_gradient = factor is not None and any(wanted)
     saved: list[tuple[Tensor, Tensor | None]] = []
     arcs = encoder.new_empty((num_arcs, B, T, U1), dtype=torch.float64)
-    lses, scores = arcs.new_empty((2, B, T, U1)), (blank, durations, True, hat, sigma)
+    lses = arcs.new_empty((2, B, T, U1))
+
+    def hidden_states(rows: slice, steps: slice) -> Tensor:
+        own, first = encoder[rows, steps], steps.start
+        mask = node_mask(lengths.steps[rows], lengths.labels[rows], first, own.shape[1], U1)
+        return joint_hidden(own, predictor[rows], activation, mask)
+
     for rows, steps in ranges:
-        logits = joint.logits(joint.hidden(rows, steps))
+        logits = chunk_logits(inputs, hidden_states(rows, steps))
         within = (lengths.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
-        nodes = (*logits, targets[rows], within, lengths.labels[rows])
-        arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(*nodes, *scores)
+        nodes = NodeInputs(*logits, inputs.targets[rows], within, lengths.labels[rows])
+        arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(nodes, options)
         for lse, each in zip(lses, chunk_lses, strict=True):
             if each.numel():
                 lse[rows, steps] = each
         if keep_logits and needs_gradient:
             saved.append(logits)
     dtype = acc_dtype(encoder.dtype)
-    options = (durations, delay_penalty, needs_gradient, dtype)
-    losses, posteriors = kernels.sum_paths(arcs, lengths, *options)
+    losses, posteriors = kernels.sum_paths(arcs, lengths, options, needs_gradient, dtype)
     # The gradients grow chunk by chunk.
     sums = [
         encoder.new_zeros(tensor.shape, dtype=dtype)
         if tensor is not None and wants and needs_gradient
         else None
-        for tensor, wants in zip(joint[:6], wanted, strict=True)
+        for tensor, wants in zip(inputs[:6], wanted, strict=True)
     ]
     if factor is not None and needs_gradient:
         for i, (rows, steps) in enumerate(ranges):
-            hidden = joint.hidden(rows, steps)
-            logits = saved[i] if keep_logits else joint.logits(hidden)
-            nodes = (*logits, *lses[:, rows, steps], posteriors[:, rows, steps], targets[rows])
+            hidden = hidden_states(rows, steps)
+            logits = saved[i] if keep_logits else chunk_logits(inputs, hidden)
             sizes = (lengths.steps[rows], lengths.labels[rows])
-            numbers = (blank, True, hat, 0.0, fastemit_lambda)
-            dlogits = kernels.gradient(factor[rows], *nodes, *sizes, *numbers)
-            _add_chunk(sums, joint, hidden, dlogits, rows, steps)
+            nodes = NodeInputs(*logits, inputs.targets[rows], *sizes)
+            of_nodes = (*lses[:, rows, steps], posteriors[:, rows, steps])
+            numbers = (options, 0.0, fastemit_lambda)
+            dlogits = kernels.gradient(factor[rows], nodes, *of_nodes, *numbers)
+            _add_chunk(sums, inputs, activation, hidden, dlogits, rows, steps)
     # Gradients have the dtype of the inputs; those that are not wanted are empty.
     found: Any = (encoder.new_empty(0) if each is None else each.to(encoder.dtype) for each in sums)
     return losses, *found

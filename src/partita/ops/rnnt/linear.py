@@ -93,7 +93,7 @@ def _loss(
     chosen = NO_DURATIONS
     if durations is not None:
         chosen = checked_durations(durations, len(named["duration_weight"]))
-    options = (activation, class_index(*blank, V), chosen, *numbers)
+    options = (activation, class_index(*blank, V), chosen, True, *numbers)
     if reduction == "mean":
         reduction = "mean_batch" if durations is None else "mean_length"
     backend, tensors = current_backend(), (*cast, *(None,) * (TENSORS - len(cast)))

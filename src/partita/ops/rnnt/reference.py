@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,14 @@ from torch.nn.functional import logsigmoid, pad
 from ...primitives.semiring import Log, Max
 from ...runtime.dtypes import acc_dtype
 from . import joint
-from .common import SequenceLengths, node_mask, posteriors_of_kinds, valid_lengths
+from .common import (
+    NodeInputs,
+    NodeOptions,
+    SequenceLengths,
+    node_mask,
+    posteriors_of_kinds,
+    valid_lengths,
+)
 
 
 class Arc(NamedTuple):
@@ -91,22 +98,13 @@ def token_scores(
     return torch.stack(scores), torch.where(possible[..., 0], safe.logsumexp(-1), -torch.inf)
 
 
-def score_arcs(
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    targets: Tensor,
-    steps: Tensor,
-    labels: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    hat: bool,
-    sigma: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def score_arcs(inputs: NodeInputs, options: NodeOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of the arcs at each node, and the log-sum-exps of both logits.
 
     The first is `[A, B, T, U1]` fp64, that of the blanks first.
     """
+    logits, duration_logits, targets, steps, labels = inputs
+    blank, _, fused, hat, sigma, _ = options
     mask = node_mask(steps, labels, 0, *logits.shape[1:3])
     tokens, lse = token_scores(logits, targets, mask, blank, fused, hat)
     if duration_logits is None:
@@ -292,8 +290,7 @@ def usable_arcs(
 def sum_paths(
     scores: Tensor,
     lengths: SequenceLengths,
-    durations: Sequence[int],
-    delay_penalty: float,
+    options: NodeOptions,
     need_posteriors: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
@@ -302,7 +299,8 @@ def sum_paths(
     The posteriors are those of blanks, of labels and of each duration. An invalid sequence has the
     loss and posteriors NaN.
     """
-    used, arcs, chosen = usable_arcs(scores, lengths, durations, delay_penalty)
+    durations = options.durations
+    used, arcs, chosen = usable_arcs(scores, lengths, durations, options.delay_penalty)
     logz, posteriors = log_partition(used, arcs, lengths, need_posteriors)
     losses = torch.where(lengths.invalid, torch.nan, 0.0 - logz).to(dtype)
     if not need_posteriors:
@@ -316,15 +314,11 @@ def sum_paths(
 
 def logits_gradient(
     grad: Tensor,
-    logits: Tensor,
+    inputs: NodeInputs,
     lse: Tensor,
+    duration_lse: Tensor,
     posteriors: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    fused: bool,
-    hat: bool,
+    options: NodeOptions,
     clamp: float,
     fastemit_lambda: float,
 ) -> Tensor:
@@ -334,6 +328,8 @@ def logits_gradient(
     gradient 0, and so has a sequence whose `grad` is 0; their logits are not read. The log-sum-exps
     are not used here; they save a kernel work.
     """
+    logits, _, targets, _, _ = inputs
+    blank, _, fused, hat, _, _ = options
     U1, V = logits.shape[2:]
     blank_posterior, label_posterior = posteriors[:2].double()
     label_posterior = label_posterior * (1 + fastemit_lambda)
@@ -365,9 +361,7 @@ def logits_gradient(
     return result.to(logits.dtype).contiguous()
 
 
-def duration_gradient(
-    grad: Tensor, duration_logits: Tensor, duration_lse: Tensor, posteriors: Tensor
-) -> Tensor:
+def duration_gradient(grad: Tensor, duration_logits: Tensor, posteriors: Tensor) -> Tensor:
     """Return the gradient of the losses in the logits of the durations; see `logits_gradient`."""
     of_durations = posteriors[2:].double().movedim(0, -1)
     total = of_durations.sum(-1, keepdim=True)
@@ -379,75 +373,43 @@ def duration_gradient(
 
 def rnnt_gradient(
     grad: Tensor,
-    logits: Tensor,
-    duration_logits: Tensor | None,
+    inputs: NodeInputs,
     lse: Tensor,
     duration_lse: Tensor,
     posteriors: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    fused: bool,
-    hat: bool,
+    options: NodeOptions,
     clamp: float,
     fastemit_lambda: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the losses in the logits, and in those of durations or empty."""
-    nodes = (lse, posteriors, targets, logit_lengths, target_lengths)
-    result = logits_gradient(grad, logits, *nodes, blank, fused, hat, clamp, fastemit_lambda)
-    if duration_logits is None:
+    saved = (lse, duration_lse, posteriors)
+    result = logits_gradient(grad, inputs, *saved, options, clamp, fastemit_lambda)
+    if inputs.duration_logits is None:
         return result, result.new_empty(0)
-    return result, duration_gradient(grad, duration_logits, duration_lse, posteriors)
+    return result, duration_gradient(grad, inputs.duration_logits, posteriors)
 
 
 def differentiable_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    hat: bool,
-    sigma: float,
-    delay_penalty: float,
-    clamp: float,
-    fastemit_lambda: float,
+    grad: Tensor, inputs: NodeInputs, options: NodeOptions, clamp: float, fastemit_lambda: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the losses as functions of `grad` and of both kinds of logits."""
-    inputs, sequences = (logits, duration_logits), (targets, logit_lengths, target_lengths)
-    options: Any = (blank, durations, fused, hat, sigma, delay_penalty, True)
-    saved = rnnt_forward(*inputs, *sequences, *options)[1:]
-    rest: Any = (blank, fused, hat, clamp, fastemit_lambda)
-    return rnnt_gradient(grad, *inputs, *saved, *sequences, *rest)
+    saved = rnnt_forward(inputs, options, True)[1:]
+    return rnnt_gradient(grad, inputs, *saved, options, clamp, fastemit_lambda)
 
 
-def rnnt_align(
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    sigma: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def rnnt_align(inputs: NodeInputs, options: NodeOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Return the step that emits each label on the best path, its log-probability, and the sum.
 
     These are `[B, U]` int64, `[B, U]` and `[B]`. The log-probability of a label is that of the
     token and of its duration. A sequence that is invalid or has NaN has the score NaN.
     """
-    T, V = logits.shape[1], logits.shape[3]
-    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    inputs = (logits, duration_logits, targets, lengths.steps, lengths.labels)
-    scores = score_arcs(*inputs, blank, durations, fused, False, sigma)[0]
-    used, arcs, _ = usable_arcs(scores, lengths, durations, 0.0)
+    _, T, _, V = inputs.logits.shape
+    lengths = valid_lengths(inputs, T, V, options.blank)
+    nodes = inputs._replace(logit_lengths=lengths.steps, target_lengths=lengths.labels)
+    scores = score_arcs(nodes, options)[0]
+    used, arcs, _ = usable_arcs(scores, lengths, options.durations, options.delay_penalty)
     steps, label_scores, score = best_paths(used, arcs, lengths)
-    invalid, dtype = lengths.invalid | score.isnan(), acc_dtype(logits.dtype)
+    invalid, dtype = lengths.invalid | score.isnan(), acc_dtype(inputs.logits.dtype)
     steps = steps.masked_fill(invalid[:, None], -1)
     label_scores = torch.where(invalid[:, None], torch.nan, label_scores)
     score = torch.where(invalid, torch.nan, score)

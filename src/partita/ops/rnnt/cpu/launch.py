@@ -7,7 +7,6 @@ lattices are scanned. The losses from encoder and predictor take their products 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,27 +22,24 @@ from ....primitives.cpu.batch import (
 )
 from ....runtime.dtypes import acc_dtype
 from .. import joint
-from ..common import SequenceLengths, posteriors_of_kinds, valid_lengths
+from ..common import (
+    NodeInputs,
+    NodeOptions,
+    SequenceLengths,
+    posteriors_of_kinds,
+    valid_lengths,
+)
 from .nodes import Batch, Upstream, add_durations, read_nodes, write_gradient
 from .scan import align_sequences, arcs_of, scan_sequences
 
 
-def score_arcs(
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    targets: Tensor,
-    steps: Tensor,
-    labels: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    hat: bool,
-    sigma: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def score_arcs(inputs: NodeInputs, options: NodeOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of the arcs, `[A, B, T, U1]`, and both log-sum-exps.
 
     The lengths are 0 for an invalid sequence.
     """
+    logits, duration_logits, targets, steps, labels = inputs
+    blank, durations, fused, hat, sigma, _ = options
     B, T, U1, V = logits.shape
     arrays = (as_integers(targets), as_integers(steps), as_integers(labels))
     batch, (steps_of, _) = Batch(*arrays, blank, T, V), arcs_of(durations)
@@ -52,11 +48,11 @@ def score_arcs(
     duration_lse = np.empty((0, 0, 0) if duration_logits is None else (B, T, U1))
     inside = np.arange(T) < batch.steps[:, None]
     work = np.where(inside, batch.labels[:, None] + 1, 0).reshape(-1)
-    options = (batch, as_steps(logits), fused, hat, sigma, scores, lse)
-    run_over_sequences(read_nodes, work, V, *options)
+    args = (batch, as_steps(logits), fused, hat, sigma, scores, lse)
+    run_over_sequences(read_nodes, work, V, *args)
     if duration_logits is not None:
-        args = (batch, as_steps(duration_logits), steps_of, scores, duration_lse)
-        run_over_sequences(add_durations, work, duration_logits.shape[3], *args)
+        of_durations = (batch, as_steps(duration_logits), steps_of, scores, duration_lse)
+        run_over_sequences(add_durations, work, len(durations), *of_durations)
     # Log-sum-exps that are not there are `[0]`.
     found: Any = (torch.from_numpy(x if x.size else x.ravel()) for x in (scores, lse, duration_lse))
     return tuple(found)
@@ -65,22 +61,22 @@ def score_arcs(
 def sum_paths(
     scores: Tensor,
     lengths: SequenceLengths,
-    durations: Sequence[int],
-    delay_penalty: float,
+    options: NodeOptions,
     need_posteriors: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses `[B]`, and the posteriors, `[2 + K, B, T, U1]` or empty, in the dtype."""
-    arcs, arrays = arcs_of(durations), _arrays_of(lengths)
+    arcs, arrays = arcs_of(options.durations), _arrays_of(lengths)
     losses = np.empty(scores.shape[1])
     posteriors = np.empty(scores.shape if need_posteriors else (0, 0, 0, 0))
     work = len(scores) * (scores.shape[3] + 1) * 8  # a node takes longer than an edge
-    args = (arrays, arcs, scores.numpy(), delay_penalty, losses, posteriors)
+    args = (arrays, arcs, scores.numpy(), options.delay_penalty, losses, posteriors)
     run_over_sequences(scan_sequences, arrays.steps, work, *args)
     found = torch.from_numpy(losses).to(dtype)
     if not need_posteriors:
         return found, found.new_empty(0)
-    return found, posteriors_of_kinds(torch.from_numpy(posteriors), len(durations)).to(dtype)
+    of_kinds = posteriors_of_kinds(torch.from_numpy(posteriors), len(options.durations))
+    return found, of_kinds.to(dtype)
 
 
 def _arrays_of(lengths: SequenceLengths) -> Any:
@@ -109,29 +105,24 @@ def _write_gradient(
 
 def rnnt_gradient(
     grad: Tensor,
-    logits: Tensor,
-    duration_logits: Tensor | None,
+    inputs: NodeInputs,
     lse: Tensor,
     duration_lse: Tensor,
     posteriors: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    fused: bool,
-    hat: bool,
+    options: NodeOptions,
     clamp: float,
     fastemit_lambda: float,
     *,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients in logits and durations, or with `inplace` write them over these."""
-    labels, options = as_integers(targets), (fused, hat, clamp, 1.0 + fastemit_lambda, False)
-    result, found = logits, logits.new_empty(0)
+    logits, duration_logits, targets, _, _ = inputs
+    blank, _, fused, hat, _, _ = options
+    labels, result, found = as_integers(targets), logits, logits.new_empty(0)
     if not inplace:
         result = empty_batch(logits.shape, logits.dtype)
     nodes = (grad, logits, lse, posteriors, labels, blank, result)
-    _write_gradient(*nodes, *options)
+    _write_gradient(*nodes, fused, hat, clamp, 1.0 + fastemit_lambda, False)
     if duration_logits is not None:
         found = duration_logits
         if not inplace:
@@ -141,31 +132,19 @@ def rnnt_gradient(
     return result, found
 
 
-def rnnt_gradient_(
-    grad: Tensor, logits: Tensor, lse: Tensor, posteriors: Tensor, *rest: Any
-) -> None:
+def rnnt_gradient_(*args: Any) -> None:
     """Write the gradient of RNN-T's losses over the logits."""
-    rnnt_gradient(grad, logits, None, lse, lse, posteriors, *rest, inplace=True)
+    rnnt_gradient(*args, inplace=True)
 
 
-def rnnt_align(
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    sigma: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def rnnt_align(inputs: NodeInputs, options: NodeOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Return the step that emits each label on the best path, its log-probability, and the sum."""
-    T, V = logits.shape[1], logits.shape[3]
-    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
-    nodes = (logits, duration_logits, targets, lengths.steps, lengths.labels)
-    scores = score_arcs(*nodes, blank, durations, fused, False, sigma)[0]
-    arcs, arrays, dtype = arcs_of(durations), _arrays_of(lengths), acc_dtype(logits.dtype)
-    shape = targets.shape
+    _, T, _, V = inputs.logits.shape
+    lengths = valid_lengths(inputs, T, V, options.blank)
+    nodes = inputs._replace(logit_lengths=lengths.steps, target_lengths=lengths.labels)
+    scores = score_arcs(nodes, options)[0]
+    arcs, arrays = arcs_of(options.durations), _arrays_of(lengths)
+    shape, dtype = inputs.targets.shape, acc_dtype(inputs.logits.dtype)
     results = np.empty(shape, np.int64), np.empty(shape), np.empty(shape[0])
     work = len(scores) * scores.shape[3] * 8
     args = (arrays, arcs, scores.numpy(), *results)

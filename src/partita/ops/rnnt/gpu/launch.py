@@ -8,7 +8,6 @@ gradient reads and writes the logits once more (`gradient.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype, zeroed_words
 from ...ctc.gpu.lanes import launch_lanes
+from ..common import NodeInputs, NodeOptions
 from .arc_rows import Scan
 from .arcs import rnnt_arcs_kernel
 from .gradient import DURATION_NODES, StridedLogits, Upstream, rnnt_gradient_kernel
@@ -54,12 +54,7 @@ class LatticeCall(NamedTuple):
         B, T, U1, V: the sizes of the logits.
         dtype: their dtype.
         need_posteriors: whether a gradient follows, which needs β and the log-sum-exps too.
-        blank: the class of the blank.
-        durations: those of a TDT, or none for RNN-T.
-        fused: whether the logits are normalized; otherwise they are log-probabilities.
-        hat: whether the blank is a Bernoulli variable apart from the labels.
-        sigma: subtracted from each score.
-        delay_penalty: added to a label's score, times the steps before the middle.
+        options: how logits become the log-probabilities of arcs.
     """
 
     targets: Targets
@@ -69,12 +64,7 @@ class LatticeCall(NamedTuple):
     V: int
     dtype: torch.dtype
     need_posteriors: bool
-    blank: int
-    durations: Sequence[int]
-    fused: bool
-    hat: bool
-    sigma: float
-    delay_penalty: float
+    options: NodeOptions
 
     @property
     def plan(self) -> LatticePlan:
@@ -84,7 +74,7 @@ class LatticeCall(NamedTuple):
     @property
     def kinds(self) -> ArcKinds:
         """The kinds of arcs."""
-        return arc_kinds(tuple(self.durations))
+        return arc_kinds(tuple(self.options.durations))
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +98,7 @@ class LatticeCall(NamedTuple):
             "targets": self.targets,
             **self.sizes,
             "V": self.V,
-            "blank": self.blank,
+            "blank": self.options.blank,
             "target_stride": self.targets.stride,
             "CODE": self.kinds.code,
         }
@@ -204,13 +194,13 @@ def launch_nodes(
         first_step=first_step,
         **call.sizes,
         V=call.V,
-        blank=call.blank,
-        sigma=call.sigma,
-        delay_penalty=call.delay_penalty,
+        blank=call.options.blank,
+        sigma=call.options.sigma,
+        delay_penalty=call.options.delay_penalty,
         target_stride=call.targets.stride,
         **node_strides(logits, call.T),
-        FUSED=call.fused,
-        HAT=call.hat,
+        FUSED=call.options.fused,
+        HAT=call.options.hat,
         DTYPE=tl_acc_dtype(logits.dtype),
         **tile_options(tile_of(logits)),
     )
@@ -308,12 +298,12 @@ def scan_beside_rows(
         durations=duration_logits_of(duration_logits, duration_lse),
         scan=scan,
         **call.scan_arguments,
-        sigma=call.sigma,
-        delay_penalty=call.delay_penalty,
+        sigma=call.options.sigma,
+        delay_penalty=call.options.delay_penalty,
         **node_strides(logits, T),
         DIRECTIONS=call.directions,
-        HAT=call.hat,
-        maxnreg=overlap_registers(tile, call.hat, call.kinds),
+        HAT=call.options.hat,
+        maxnreg=overlap_registers(tile, call.options.hat, call.kinds),
         **tile_options(tile),
     )
     nll, posteriors = launch_posteriors(call, scan)
@@ -325,7 +315,7 @@ def launch_posteriors(call: LatticeCall, scan: Scan) -> tuple[Tensor, Tensor]:
 
     These are those of blanks, of labels and of each duration, `[2 + K, B, T, U1]`.
     """
-    dtype, K = acc_dtype(call.dtype), len(call.durations)
+    dtype, K = acc_dtype(call.dtype), len(call.options.durations)
     shape = (2 + K, call.B, call.T, call.U1) if call.need_posteriors else (0,)
     nll = torch.empty(call.B, dtype=dtype, device=call.device)
     posteriors = torch.empty(shape, dtype=dtype, device=call.device)
@@ -358,8 +348,7 @@ def launch_gradient(
     dlogits: Tensor,
     first_step: int,
     steps: int,
-    blank: int,
-    hat: bool,
+    options: NodeOptions,
     clamp: float,
     fastemit_lambda: float,
     durations: Durations = NO_DURATIONS,
@@ -386,106 +375,80 @@ def launch_gradient(
         B=B,
         U1=U1,
         V=logits.shape[3],
-        blank=blank,
+        blank=options.blank,
         clamp=clamp,
         fastemit=1.0 + fastemit_lambda,
         target_stride=targets.stride,
         **node_strides(logits, T),
         K=kinds - 2,
-        HAT=hat,
+        HAT=options.hat,
         CLIP=clamp > 0,
         **tile_options(tile_of(logits, dlogits)),
     )
 
 
+def lattice_call(inputs: NodeInputs, options: NodeOptions, need_posteriors: bool) -> LatticeCall:
+    """Return the batch of lattices of some logits."""
+    logits, _, *sequences = inputs
+    (B, T, U1, V), dtype = logits.shape, logits.dtype
+    return LatticeCall(as_targets(*sequences), B, T, U1, V, dtype, need_posteriors, options)
+
+
 def rnnt_forward(
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    labels: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    hat: bool,
-    sigma: float,
-    delay_penalty: float,
-    need_posteriors: bool,
+    inputs: NodeInputs, options: NodeOptions, need_posteriors: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the losses, the log-sum-exps of logits and durations, and the posteriors."""
-    (B, T, U1, V), targets = logits.shape, as_targets(labels, logit_lengths, target_lengths)
-    options = (blank, durations, fused, hat, sigma, delay_penalty)
-    call = LatticeCall(targets, B, T, U1, V, logits.dtype, need_posteriors, *options)
+    (logits, duration_logits, *_), fused = inputs, options.fused
+    call = lattice_call(inputs, options, need_posteriors)
     lse = call.empty_lse() if fused else torch.empty(0, dtype=LSE_DTYPE, device=logits.device)
-    sizes = (B, T, U1, V, call.dtype.itemsize, call.directions, call.kinds)
+    sizes = (*logits.shape, call.dtype.itemsize, call.directions, call.kinds)
     # Log-probabilities are not read as rows.
     if fused and target_of(call.device).vendor == "nvidia" and overlaps(*sizes):
         nll, duration_lse, posteriors = scan_beside_rows(call, logits, lse, duration_logits)
         return nll, lse, duration_lse, posteriors
     arcs = call.empty_arcs()
-    launch_nodes(call, logits, lse, arcs, 0, B * T)
+    launch_nodes(call, logits, lse, arcs, 0, call.B * call.T)
     nll, duration_lse, posteriors = scan_lattice(call, arcs, duration_logits)
     return nll, lse, duration_lse, posteriors
 
 
 def rnnt_gradient(
     grad: Tensor,
-    logits: Tensor,
-    duration_logits: Tensor | None,
+    inputs: NodeInputs,
     lse: Tensor,
     duration_lse: Tensor,
     posteriors: Tensor,
-    labels: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    fused: bool,
-    hat: bool,
+    options: NodeOptions,
     clamp: float,
     fastemit_lambda: float,
     *,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients in logits and durations; with `inplace` the first is in their memory."""
-    dlogits, ddurations = logits, logits.new_empty(0)
+    logits, duration_logits, *sequences = inputs
+    dlogits, ddurations, durations = logits, logits.new_empty(0), NO_DURATIONS
     if not inplace:
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    durations = NO_DURATIONS
     if duration_logits is not None:
         ddurations = logits.new_empty(duration_logits.shape)
         durations = Durations(duration_logits.contiguous(), duration_lse, ddurations)
-    targets = as_targets(labels, logit_lengths, target_lengths)
-    inputs = (grad, logits, lse if fused else None, posteriors, targets, dlogits)
+    nodes = (grad, logits, lse if options.fused else None, posteriors, as_targets(*sequences))
     steps = logits.shape[0] * logits.shape[1]
-    launch_gradient(*inputs, 0, steps, blank, hat, clamp, fastemit_lambda, durations)
+    launch_gradient(*nodes, dlogits, 0, steps, options, clamp, fastemit_lambda, durations)
     return dlogits, ddurations
 
 
-def rnnt_gradient_(
-    grad: Tensor, logits: Tensor, lse: Tensor, posteriors: Tensor, *rest: Any
-) -> None:
+def rnnt_gradient_(*args: Any) -> None:
     """Write the gradient of RNN-T's losses over the logits."""
-    rnnt_gradient(grad, logits, None, lse, lse, posteriors, *rest, inplace=True)
+    rnnt_gradient(*args, inplace=True)
 
 
-def rnnt_align(
-    logits: Tensor,
-    duration_logits: Tensor | None,
-    labels: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    durations: Sequence[int],
-    fused: bool,
-    sigma: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def rnnt_align(inputs: NodeInputs, options: NodeOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Return the steps and scores of the labels on the best path, and its score."""
-    (B, T, U1, V), targets = logits.shape, as_targets(labels, logit_lengths, target_lengths)
-    options = (blank, durations, fused, False, sigma, 0.0)
-    call = LatticeCall(targets, B, T, U1, V, logits.dtype, False, *options)
-    arcs = call.empty_arcs()
-    launch_nodes(call, logits, call.empty_lse(), arcs, 0, call.B * call.T)
-    launch_arcs(call, arcs, duration_logits, None)
+    call = lattice_call(inputs, options, False)
+    B, U1, arcs = call.B, call.U1, call.empty_arcs()
+    launch_nodes(call, inputs.logits, call.empty_lse(), arcs, 0, B * call.T)
+    launch_arcs(call, arcs, inputs.duration_logits, None)
     device = call.device
     pointers = torch.empty(call.plan.nodes, dtype=torch.int8, device=device)
     scan = new_scan(call, arcs, pointers, torch.empty(B, dtype=torch.float64, device=device))

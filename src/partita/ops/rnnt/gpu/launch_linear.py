@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
 from ...linear_heads.plan import padded_width
-from ..common import ACTIVATIONS, chunk_ranges
+from ..common import ACTIVATIONS, JointInputs, NodeOptions, chunk_ranges
 from .joint import (
     JointInput,
     rnnt_joint_gradient_kernel,
@@ -83,10 +83,9 @@ class Chunk(NamedTuple):
     tokens: Tensor
 
 
-def joint_head(
-    weight: Tensor, bias: Tensor | None, extra_weight: Tensor | None, extra_bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def joint_head(inputs: JointInputs) -> tuple[Tensor, Tensor | None]:
     """Return the padded matrix and bias of tokens and durations together."""
+    weight, bias, extra_weight, extra_bias = inputs[2:6]
     if extra_weight is None and len(weight) % 8 == 0:
         return weight, bias
     heads = [(weight, bias)]
@@ -212,22 +211,10 @@ def add_gradients(
 
 
 def linear_rnnt(
-    encoder: Tensor,
-    predictor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    duration_weight: Tensor | None,
-    duration_bias: Tensor | None,
-    labels: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
+    inputs: JointInputs,
     factor: Tensor | None,
     activation: str,
-    blank: int,
-    durations: Sequence[int],
-    hat: bool,
-    sigma: float,
-    delay_penalty: float,
+    options: NodeOptions,
     fastemit_lambda: float,
     chunk: int,
     keep_logits: bool,
@@ -238,13 +225,13 @@ def linear_rnnt(
     These are encoder, predictor, and matrix and bias of tokens and of durations. Gradients that are
     not wanted are empty, and so are all without a factor.
     """
-    matrix, biases = joint_head(weight, bias, duration_weight, duration_bias)
-    targets = as_targets(labels, logit_lengths, target_lengths)
-    options = (blank, durations, True, hat, sigma, delay_penalty)
-    (B, T, D), U1, V = encoder.shape, predictor.shape[1], len(weight)
+    encoder, predictor = inputs[:2]
+    matrix, biases = joint_head(inputs)
+    targets, K = as_targets(*inputs[6:]), len(options.durations)
+    (B, T, D), U1, V = encoder.shape, predictor.shape[1], len(inputs.weight)
     needs_gradient = factor is not None and any(wanted)
     keep_logits = keep_logits and needs_gradient
-    lattice = LatticeCall(targets, B, T, U1, V, encoder.dtype, needs_gradient, *options)
+    lattice = LatticeCall(targets, B, T, U1, V, encoder.dtype, needs_gradient, options)
     index = ACTIVATIONS.index(activation)
     call = JointCall(encoder, predictor, matrix, biases, index, lattice)
     ranges = chunk_ranges(B, T, chunk)
@@ -253,9 +240,9 @@ def linear_rnnt(
     logits = encoder.new_empty((B * T * U1 if keep_logits else most_nodes, len(matrix)))
     arcs, lse = lattice.empty_arcs(), lattice.empty_lse()
     duration_logits: Tensor | None = None
-    columns = slice(V, V + len(durations))
-    if durations:
-        duration_logits = encoder.new_empty((B, T, U1, len(durations)))
+    columns = slice(V, V + K)
+    if K:
+        duration_logits = encoder.new_empty((B, T, U1, K))
     for part in compute_chunks(call, ranges, hidden, logits, False):
         launch_nodes(lattice, part.tokens, lse, arcs, part.first, part.sequences * part.steps)
         if duration_logits is not None:
@@ -276,9 +263,9 @@ def linear_rnnt(
             d_durations = torch.empty_like(duration_logits)
             of_durations = Durations(duration_logits, duration_lse, d_durations)
         for part in compute_chunks(call, ranges, hidden, logits, keep_logits):
-            inputs = (factor, part.tokens, lse, posteriors, targets, part.tokens)
-            steps, scores = part.sequences * part.steps, (blank, hat, 0.0, fastemit_lambda)
-            launch_gradient(*inputs, part.first, steps, *scores, of_durations)
+            nodes = (factor, part.tokens, lse, posteriors, targets, part.tokens)
+            scores = (part.sequences * part.steps, options, 0.0, fastemit_lambda)
+            launch_gradient(*nodes, part.first, *scores, of_durations)
             if duration_logits is not None:
                 part.rows[:, columns] = d_durations.flatten(0, 2)[part.nodes]
             add_gradients(call, part, dhidden, found)
