@@ -5,14 +5,13 @@ They compute in the dtype of their inputs, in fp32 at least, and PyTorch differe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.ctc_crf.api import debruijn_source
 from ...ops.logprobs.common import TopK
 from ...runtime.dtypes import acc_dtype
 
@@ -218,26 +217,6 @@ def total_of_paths(
     return (alpha + last).logsumexp(-1)
 
 
-def expectation(
-    scores: Tensor,
-    source: Tensor,
-    values: Tensor,
-    initial: Tensor | None = None,
-    final: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute log Z and the expected sum of the values of a path; ends have the value 0."""
-    values = values.expand_as(scores)
-    scores, source = reachable(scores, source)
-    alpha, last = ends(scores, initial, final)
-    mean = torch.zeros_like(alpha)
-    for step, value in zip(scores, values, strict=True):
-        terms = step + alpha[:, source]
-        mean = (terms.softmax(-1) * (value + mean[:, source])).sum(-1)
-        alpha = terms.logsumexp(-1)
-    alpha = alpha + last
-    return alpha.logsumexp(-1), (alpha.softmax(-1) * mean).sum(-1)
-
-
 def linear_chain(
     emissions: Tensor,
     transitions: Tensor,
@@ -292,151 +271,3 @@ def ctc_loss(
     # PyTorch's gradient assumes log-probabilities; through a log-softmax it is that of any scores.
     lengths = (input_lengths.cpu(), target_lengths.cpu())
     return F.ctc_loss(x, targets, *lengths, blank, reduction, zero_infinity)
-
-
-def ctc_crf_loss(
-    scores: Tensor,
-    targets: Tensor,
-    target_lengths: Tensor,
-    *,
-    state_len: int,
-    alphabet_size: int,
-    reduction: str = "mean",
-) -> Tensor:
-    """Compute log Z of all paths minus log Z of the paths that emit the targets.
-
-    In the lattice of a target, a k-mer stays or is entered from the one before it.
-    """
-    bases, size = alphabet_size - 1, (alphabet_size - 1) ** state_len
-    scores = upcast(scores).reshape(*scores.shape[:2], size, alphabet_size)
-    source = debruijn_source(bases, state_len, device=scores.device)
-    totals = []
-    for n, (labels, length) in enumerate(
-        zip(targets.tolist(), target_lengths.tolist(), strict=True)
-    ):
-        labels = labels[:length]
-        kmers = [
-            sum((base - 1) * bases ** (state_len - 1 - i) for i, base in enumerate(window))
-            for window in (labels[i : i + state_len] for i in range(length - state_len + 1))
-        ]
-        stays = scores[:, n, kmers, 0]
-        moves = scores[:, n, kmers[1:], labels[: len(kmers) - 1]]
-        # -1e5 adds nothing to a sum, and -inf would make the gradients NaN.
-        alpha = scores.new_full((len(kmers),), -1e5)
-        alpha[0] = 0
-        for stay, move in zip(stays, moves, strict=True):
-            entered = torch.logaddexp(alpha[1:] + stay[1:], alpha[:-1] + move)
-            alpha = torch.cat([alpha[:1] + stay[:1], entered])
-        totals.append(alpha[-1])
-    losses = total_of_paths(scores, source) - torch.stack(totals)
-    return reduced(losses / target_lengths.to(losses) if reduction == "mean" else losses, reduction)
-
-
-def transducer(
-    token_logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    duration_logits: Tensor | None = None,
-    durations: Sequence[int] = (),
-    sigma: float = 0.0,
-    blank: int = 0,
-) -> Tensor:
-    """Compute the loss of each sequence node by node; without durations it is that of RNN-T."""
-    log_tokens = upcast(token_logits).log_softmax(-1) - sigma
-    log_durations = None if duration_logits is None else upcast(duration_logits).log_softmax(-1)
-    losses = []
-    for b, (steps, labels) in enumerate(
-        zip(logit_lengths.tolist(), target_lengths.tolist(), strict=True)
-    ):
-        alpha: dict[tuple[int, int], list[Tensor]] = {(0, 0): [log_tokens.new_zeros(())]}
-        finished = []
-        for t in range(steps):
-            for u in range(labels + 1):
-                if (t, u) not in alpha:
-                    continue
-                total, node = torch.stack(alpha[t, u]).logsumexp(0), log_tokens[b, t, u]
-                arcs = [(1, 0, node[blank])]
-                arcs += [(0, 1, node[targets[b, u]])] if u < labels else []
-                if log_durations is not None:
-                    arcs = [
-                        (d, kind, token + log_durations[b, t, u, k])
-                        for _, kind, token in arcs
-                        for k, d in enumerate(durations)
-                        if d + kind > 0
-                    ]
-                for d, kind, score in arcs:
-                    to = (t + d, u + kind)
-                    if to == (steps, labels) and not kind:
-                        finished.append(total + score)
-                    elif to[0] < steps:
-                        alpha.setdefault(to, []).append(total + score)
-        losses.append(-torch.stack(finished).logsumexp(0))
-    return torch.stack(losses)
-
-
-def rnnt_loss(
-    logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int = -1,
-    reduction: str = "mean",
-) -> Tensor:
-    blank %= logits.shape[-1]
-    losses = transducer(logits, targets, logit_lengths, target_lengths, blank=blank)
-    return reduced(losses, reduction)
-
-
-def tdt_loss(
-    token_logits: Tensor,
-    duration_logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank_token_id: int,
-    durations: Sequence[int],
-    sigma: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
-    sequences = (targets, logit_lengths, target_lengths)
-    arcs = (duration_logits, durations, sigma)
-    losses = transducer(token_logits, *sequences, *arcs, blank=blank_token_id)
-    lengths = target_lengths.clamp(min=1).to(losses)
-    return reduced(losses / lengths if reduction == "mean" else losses, reduction)
-
-
-def joint(encoder: Tensor, predictor: Tensor, activation: str) -> Tensor:
-    return getattr(torch, activation)(encoder[:, :, None] + predictor[:, None])
-
-
-def linear_rnnt_loss(
-    encoder: Tensor,
-    predictor: Tensor,
-    linear_weight: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    activation: str = "relu",
-    memory_budget: int | None = None,
-    **others: Any,
-) -> Tensor:
-    logits = F.linear(joint(encoder, predictor, activation), linear_weight, linear_bias)
-    return rnnt_loss(logits, **others)
-
-
-def linear_tdt_loss(
-    encoder: Tensor,
-    predictor: Tensor,
-    linear_weight: Tensor,
-    duration_weight: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    duration_bias: Tensor | None = None,
-    activation: str = "relu",
-    memory_budget: int | None = None,
-    **others: Any,
-) -> Tensor:
-    hidden = joint(encoder, predictor, activation)
-    tokens = F.linear(hidden, linear_weight, linear_bias)
-    durations = F.linear(hidden, duration_weight, duration_bias)
-    return tdt_loss(tokens, durations, **others)
