@@ -18,7 +18,6 @@ from helpers.rank_data import (
     local_shard,
     normal,
     shard_sizes,
-    upstream,
 )
 
 import partita
@@ -27,39 +26,11 @@ from partita.ops.vocab_parallel.collectives import PlainCollectives
 from partita.runtime import private_names
 
 
-def check_cross_entropy(device: torch.device) -> None:
+def check_forms(device: torch.device) -> None:
+    """Check pixels, a batch without labels that count, the dtype of the loss, and no ids."""
     full = 3 * normal(TOKENS, CLASSES, device=device)
     target = labels(device)
-    weight = normal(CLASSES, device=device).abs()
-    for i, sizes in enumerate(shard_sizes(dist.get_world_size())):
-        for options in OPTIONS:
-            for reduction in ("none", "mean", "sum"):
-                for class_weight in (None, weight):
-                    exact = full.double().requires_grad_()
-                    with partita.backend("reference"):
-                        truth = partita.cross_entropy(
-                            exact,
-                            target,
-                            None if class_weight is None else class_weight.double(),
-                            reduction=reduction,
-                            **options,
-                        )
-                    (grad,) = torch.autograd.grad(truth, exact, upstream(truth))
-                    local = local_shard(full, sizes, 1).clone().requires_grad_()
-                    loss = parallel.cross_entropy(
-                        local,
-                        target,
-                        class_weight,
-                        classes=CLASSES if i == 0 else sizes,
-                        reduction=reduction,
-                        **options,
-                    )
-                    assert_close(loss, truth)
-                    assert_same_on_all_ranks(loss.detach())
-                    assert_close(
-                        torch.autograd.grad(loss, local, upstream(loss))[0],
-                        local_shard(grad, sizes, 1),
-                    )
+    sizes = shard_sizes(dist.get_world_size())[1]
     stacked = full[:12].reshape(2, 6, CLASSES).movedim(-1, 1)
     loss = parallel.cross_entropy(
         local_shard(stacked, sizes, 1), target[:12].reshape(2, 6), classes=sizes, reduction="none"
@@ -73,56 +44,40 @@ def check_cross_entropy(device: torch.device) -> None:
     loss = parallel.cross_entropy(half, target, classes=sizes)
     assert loss.dtype == torch.float32
     assert_close(loss, F.cross_entropy(full.bfloat16().float(), target))
+    ids = target[:, None].expand(-1, 0)
+    assert parallel.logprobs(local.detach(), ids, classes=sizes).shape == (TOKENS, 0)
 
 
-def check_linear(device: torch.device) -> None:
+def check_sequence_parallel(device: torch.device) -> None:
+    """Check hidden states of which each rank has some, and gets the gradient of those."""
     world, rank = dist.get_world_size(), dist.get_rank()
     tokens = TOKENS - TOKENS % world
-    target = labels(device)[:tokens]
+    target, sizes = labels(device)[:tokens], shard_sizes(world)[1]
     for dtype in (torch.float32, torch.bfloat16):
         hidden = normal(tokens, HIDDEN, device=device, dtype=dtype)
-        bias = normal(CLASSES, device=device, dtype=dtype)
         matrix = normal(CLASSES, HIDDEN, device=device, dtype=dtype)
-        for i, sizes in enumerate(shard_sizes(world)):
-            for options in OPTIONS:
-                for reduction, budget, scattered in (
-                    ("none", None, False),
-                    ("mean", 128 * 4 * tokens + 2000 + 160 * tokens, False),
-                    ("mean", None, True),
-                ):
-                    exact = [t.double().requires_grad_() for t in (hidden, matrix, bias)]
-                    with partita.backend("reference"):
-                        truth = partita.cross_entropy(
-                            F.linear(*exact), target, reduction=reduction, **options
-                        )
-                    expected = torch.autograd.grad(truth, exact, upstream(truth))
-                    local = hidden.chunk(world)[rank] if scattered else hidden
-                    parts = [
-                        t.clone().requires_grad_()
-                        for t in (local, local_shard(matrix, sizes, 0), local_shard(bias, sizes, 0))
-                    ]
-                    loss = parallel.linear_cross_entropy(
-                        *parts[:2],
-                        target,
-                        linear_bias=parts[2],
-                        classes=CLASSES if i == 0 else sizes,
-                        sequence_parallel=scattered,
-                        reduction=reduction,
-                        memory_budget=budget,
-                        **options,
-                    )
-                    assert_close(loss, truth, dtype)
-                    assert_same_on_all_ranks(loss.detach())
-                    found = torch.autograd.grad(loss, parts, upstream(loss))
-                    assert_close(
-                        found[0],
-                        expected[0].chunk(world)[rank] if scattered else expected[0],
-                        dtype,
-                    )
-                    if not scattered:
-                        assert_same_on_all_ranks(found[0])
-                    for a, b in zip(found[1:], expected[1:], strict=True):
-                        assert_close(a, local_shard(b, sizes, 0), dtype)
+        bias = normal(CLASSES, device=device, dtype=dtype)
+        for options in OPTIONS:
+            exact = [t.double().requires_grad_() for t in (hidden, matrix, bias)]
+            with partita.backend("reference"):
+                truth = partita.cross_entropy(F.linear(*exact), target, **options)
+            expected = torch.autograd.grad(truth, exact)
+            shards = (local_shard(t, sizes, 0) for t in (matrix, bias))
+            leaves = [t.clone().requires_grad_() for t in (hidden.chunk(world)[rank], *shards)]
+            loss = parallel.linear_cross_entropy(
+                *leaves[:2],
+                target,
+                linear_bias=leaves[2],
+                classes=sizes,
+                sequence_parallel=True,
+                **options,
+            )
+            assert_close(loss, truth, dtype)
+            assert_same_on_all_ranks(loss.detach())
+            found = torch.autograd.grad(loss, leaves)
+            assert_close(found[0], expected[0].chunk(world)[rank], dtype)
+            for a, b in zip(found[1:], expected[1:], strict=True):
+                assert_close(a, local_shard(b, sizes, 0), dtype)
 
 
 def check_corners(device: torch.device) -> None:
@@ -155,25 +110,6 @@ def check_corners(device: torch.device) -> None:
         parallel.cross_entropy(logits, target, classes=(150, *(0,) * (world - 2), 150)), truth
     )
     assert rank < world
-
-
-def check_token_stats(device: torch.device) -> None:
-    full, target = 3 * normal(TOKENS, CLASSES, device=device), labels(device)
-    for sizes in shard_sizes(dist.get_world_size()):
-        exact = full.double().requires_grad_()
-        local = local_shard(full, sizes, 1).clone().requires_grad_()
-        with partita.backend("reference"):
-            truth = partita.token_stats(exact, target, temperature=0.7)
-        stats = parallel.token_stats(local, target, classes=sizes, temperature=0.7)
-        assert torch.equal(stats.argmax, truth.argmax)
-        for a, b in zip(stats[:3], truth[:3], strict=True):
-            assert_close(a, b)
-            assert_same_on_all_ranks(a.detach())
-        (grad,), (expected,) = (
-            torch.autograd.grad(sum(f.sum() for f in s[:3]), x)
-            for s, x in ((stats, local), (truth, exact))
-        )
-        assert_close(grad, local_shard(expected, sizes, 1))
 
 
 def check_bad_arguments(device: torch.device) -> None:
