@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.rows import OPS, check_loss, check_op, leaf, targets_for
-from helpers.stats import check_stats
+from helpers.rows import OPS, check_loss, check_op, check_stats, leaf, targets_for
 from torch import Tensor
 
 import partita

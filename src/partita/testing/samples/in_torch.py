@@ -35,6 +35,17 @@ def reduced(losses: Tensor, reduction: str, counts: Tensor | None = None) -> Ten
     return losses.sum() / number if reduction == "mean" else losses.sum()
 
 
+def logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """Compute log-sum-exp with a gradient that is exact for a large maximum.
+
+    PyTorch's gradient is exp(x - logsumexp), which is not.
+    """
+    maximum = x.detach().amax(dim, keepdim=True)
+    maximum = torch.where(maximum.isinf(), 0, maximum)
+    result = maximum + (x - maximum).exp().sum(dim, keepdim=True).log()
+    return result if keepdim else result.squeeze(dim)
+
+
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -46,10 +57,14 @@ def cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    is_label = not target.is_floating_point()
+    # One row is a batch of one: PyTorch's mean over no rows is NaN, but 0 on CUDA without a batch.
+    is_row, is_label = input.ndim == 1, not target.is_floating_point()
+    if is_row:
+        input, target = input[None], target[None]
+    target = target.long() if is_label else target
     if is_label:  # A row that does not count has a finite gradient whatever it holds.
         input = torch.where((target != ignore_index).unsqueeze(1), input, 0)
-    x = input if softcap is None else softcap * torch.tanh(input / softcap)
+    x = capped(input, softcap)
     loss = F.cross_entropy(
         x,
         target if is_label else target.to(x.dtype),
@@ -58,11 +73,11 @@ def cross_entropy(
         reduction=reduction,
         label_smoothing=label_smoothing,
     )
-    if not z_loss:
-        return loss
-    counts = target != ignore_index if is_label else torch.ones_like(x.select(1, 0)) > 0
-    squares = z_loss * torch.where(counts, x.logsumexp(1), 0).square()
-    return loss + reduced(squares, reduction, counts)
+    if z_loss:
+        counts = target != ignore_index if is_label else torch.ones_like(x.select(1, 0)) > 0
+        squares = z_loss * torch.where(counts, logsumexp(x, 1), 0).square()
+        loss = loss + reduced(squares, reduction, counts)
+    return loss.reshape(()) if is_row else loss
 
 
 def token_stats(
@@ -73,14 +88,19 @@ def token_stats(
     softcap: float | None = None,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = capped(logits, softcap, temperature)
-    target = x.argmax(-1) if target is None else target
+    x = capped(logits, softcap)
+    if target is None:
+        target, ignore_index = x.argmax(-1), -100
+    # The maximum is subtracted before the division, which would round large logits.
+    maximum = x.detach().amax(-1)
+    maximum = torch.where(maximum.isinf(), 0, maximum)
+    x = (x - maximum.unsqueeze(-1)) / temperature
     logp = x.log_softmax(-1)
     p = logp.exp()
     counts = target != ignore_index
-    picked = logp.gather(-1, torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1)
+    picked = logp.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1)).squeeze(-1)
     entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
-    return torch.where(counts, picked, 0), x.logsumexp(-1), entropy
+    return torch.where(counts, picked, 0), maximum / temperature + logsumexp(x, -1), entropy
 
 
 def logprobs(
@@ -108,7 +128,7 @@ def topk_logprobs(
 
 def kl(first: Tensor, second: Tensor) -> Tensor:
     """Return KL(first || second) of probabilities and log-probabilities, both in log."""
-    return F.kl_div(second, first, reduction="none", log_target=True).sum(-1)
+    return (first.exp() * torch.where(first == -torch.inf, 0, first - second)).sum(-1)
 
 
 def mixed(logq: Tensor, logp: Tensor, beta: float) -> Tensor:
@@ -133,12 +153,12 @@ def divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, teacher_logits.dtype)
     logp, logq = (
-        capped(each, softcap, temperature).log_softmax(-1)
+        capped(each.to(dtype), softcap, temperature).log_softmax(-1)
         for each in (logits, teacher_logits.detach())
     )
-    dtype = torch.promote_types(logp.dtype, logq.dtype)
-    return counted(mixed(logq.to(dtype), logp.to(dtype), beta), mask, reduction)
+    return counted(mixed(logq, logp, beta), mask, reduction)
 
 
 def topk_divergence(
