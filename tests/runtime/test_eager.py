@@ -13,10 +13,7 @@ from helpers.eager import Served
 from helpers.eager_cases import (
     CASES,
     LABELS,
-    LENGTHS,
     REPLAYED,
-    STEPS,
-    TARGETS,
     WITHOUT,
     assert_equal,
     leaves_of,
@@ -224,10 +221,11 @@ def test_errors_of_python_and_of_the_driver_are_raised(served: Served) -> None:
 
 
 def test_the_best_alignment_and_lengths_on_the_host(served: Served) -> None:
-    x = numbers(6, 2, 4)
-    expected = partita.ctc_align(x, TARGETS, STEPS, LENGTHS, from_logits=True)
+    x, targets = numbers(6, 2, 4), torch.tensor([[1, 2, 2], [3, 1, 0]])
+    rest = (targets, torch.tensor([6, 5]), torch.tensor([3, 2]))
+    expected = partita.ctc_align(x, *rest, from_logits=True)
     assert served.recorded == ["ctc_align"] and expected.longest == 3
-    found = partita.ctc_align(x.requires_grad_(), TARGETS, STEPS, LENGTHS, from_logits=True)
+    found = partita.ctc_align(x.requires_grad_(), *rest, from_logits=True)
     assert served.replayed == ["ctc_align"] and found.longest == 3
     for got, truth in zip(found[:4], expected[:4], strict=True):
         assert torch.equal(got, truth) and not got.requires_grad
