@@ -2,47 +2,23 @@
 
 import inspect
 import io
+import sys
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from helpers.docstrings import MODULES, names_of
 
 import partita
 
-MODULES = [
-    partita,
-    partita.integrations,
-    partita.integrations.fast_ctc_decode,
-    partita.integrations.koi,
-    partita.integrations.transformers,
-    partita.integrations.trl,
-    partita.integrations.verl,
-    partita.nn,
-    partita.parallel,
-    partita.testing,
-]
-PUBLIC = [
-    (module, name)
-    for module in MODULES
-    for name in getattr(
-        module,
-        "__all__",
-        [
-            n
-            for n, v in vars(module).items()
-            if inspect.isclass(v) and v.__module__ == module.__name__
-        ],
-    )
-]
-
-
-def identify(value: ModuleType | str) -> str:
-    return value if isinstance(value, str) else value.__name__
+PUBLIC = [(path, name) for path in MODULES for name in names_of(sys.modules[path])]
 
 
 @pytest.mark.parametrize(
-    "module", [module for module in MODULES if hasattr(module, "__all__")], ids=identify
+    "module",
+    [sys.modules[path] for path in MODULES if path != "partita.nn"],
+    ids=lambda m: m.__name__,
 )
 def test_all_is_sorted_and_there(module: ModuleType) -> None:
     def natural(name: str) -> tuple[bool, bool, str]:
@@ -83,9 +59,7 @@ def test_public_names_are_those_of_the_design() -> None:
 
 def records() -> dict[str, Any]:
     """Return an instance of each public class that functions return."""
-    torchaudio = partita.integrations.torchaudio
-    names = (*PUBLIC, *((torchaudio, name) for name in torchaudio.__all__))
-    public = (getattr(module, name) for module, name in names)
+    public = (getattr(sys.modules[path], name) for path, name in PUBLIC)
     plans = (
         partita.linear_cross_entropy_plan(2, 3, 4, torch.float32),
         partita.linear_rnnt_plan(1, 2, 3, 4, 5, torch.float32),
