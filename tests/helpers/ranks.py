@@ -24,10 +24,10 @@ from helpers.rank_losses import (
     check_forms,
     check_plain_collectives,
     check_sequence_parallel,
+    check_symmetric_memory,
     check_unfinished_collective,
 )
 from helpers.rank_models import check_fused_models, check_transducers
-from helpers.rank_symmetric_memory import check_symmetric_memory
 from helpers.rows import INTERPRETING
 
 import partita
