@@ -3,19 +3,17 @@
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import io
 import re
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from helpers import small_llama
+from helpers.docstrings import MODULES, names_of
 
-import partita
 from partita.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -103,37 +101,17 @@ def found(path: str) -> Any:
     raise ModuleNotFoundError(path)
 
 
-def public(module: ModuleType) -> dict[str, Any]:
-    classes = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and value.__module__ == module.__name__
-    ]
-    return {
-        f"{module.__name__}.{name}": getattr(module, name)
-        for name in getattr(module, "__all__", classes)
-    }
-
-
 def test_the_reference_has_every_public_name() -> None:
     shown = [
         found(path)
         for page in REFERENCE
         for path in DIRECTIVE.findall(page.read_text(encoding="utf-8"))
     ]
-    integrations = [
-        importlib.import_module(f"partita.integrations.{name}")
-        for name in partita.integrations.__all__
-    ]
-    modules = [
-        partita,
-        partita.integrations,
-        partita.nn,
-        partita.parallel,
-        partita.testing,
-        *integrations,
-    ]
-    names = {path: value for module in modules for path, value in public(module).items()}
+    names = {
+        f"{path}.{name}": getattr(sys.modules[path], name)
+        for path in MODULES
+        for name in names_of(sys.modules[path])
+    }
     assert [
         path for path, value in names.items() if not any(value is other for other in shown)
     ] == []

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+import partita
 from partita.paths.distribution import PathDistribution
 
 MODULES = (
@@ -22,12 +23,7 @@ MODULES = (
     "partita.parallel",
     "partita.testing",
     "partita.integrations",
-    "partita.integrations.fast_ctc_decode",
-    "partita.integrations.koi",
-    "partita.integrations.torchaudio",
-    "partita.integrations.transformers",
-    "partita.integrations.trl",
-    "partita.integrations.verl",
+    *(f"partita.integrations.{name}" for name in partita.integrations.__all__),
 )
 SECTIONS = ("Args", "Fields", "Returns", "Raises", "Source", "Example")  # in this order
 # Names of other projects for names of this one, which have the documentation.

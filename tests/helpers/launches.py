@@ -464,48 +464,59 @@ def call_long_rows(x: torch.Tensor) -> None:
     torch.autograd.grad(partita.softmax(x), x, torch.ones_like(x))
 
 
+def call_all(dtype: torch.dtype) -> None:
+    """Call all ops over narrow and long rows, aligned and not, over columns, and over chains."""
+    for width in (100, 5000, 50_257, 131_072):
+        call_rows(torch.zeros(3, width, dtype=dtype))
+    call_rows(torch.zeros(5000, 3, dtype=dtype).T)
+    call_long_rows(torch.zeros(3, 32_768, dtype=dtype))
+    chains = ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5))
+    for C, K in chains:
+        call_chains(dtype, C, K)
+    call_long_chains(dtype)
+    call_linear_chains(dtype)
+    for C, D in ((24, 50), (64, 65)):
+        call_semi_markov(dtype, C, D)
+    for T in (3, 600):
+        call_crf(dtype, T)
+    for C in (100, 5000, 50_257):
+        call_linear(dtype, C)
+    call_parallel(dtype)
+    call_decode(dtype)
+    batches = ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10), (2, 500, 300))
+    for from_logits in (False, True):
+        for N, C, S in batches:
+            call_ctc(dtype, N, C, S, from_logits)
+    if dtype == torch.float32:
+        for N, C, S in batches[1:4]:
+            priors = torch.zeros(C)
+            call_ctc(dtype, N, C, S, True, label_priors=priors, star=C)
+    for U, V in ((2, 40), (40, 1025)):
+        call_rnnt(dtype, U, V)
+    call_rnnt_overlap(dtype)
+
+
+@functools.cache
+def recorded(cuda: str | None) -> dict[torch.dtype | None, list[Launch]]:
+    """Return the launches of the calls in each dtype, and last those of mixtures of dtypes."""
+    found: dict[torch.dtype | None, list[Launch]] = defaultdict(list)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        with recording(found[dtype], cuda):
+            call_all(dtype)
+    with recording(found[None], cuda):
+        for dtypes in MIXTURES:
+            call_mixture(*dtypes)
+    return found
+
+
 @functools.cache
 def launches(cuda: str | None) -> dict[str, list[Launch]]:
     """Return the launches of each kernel, one for each set of compile-time arguments and dtype.
 
-    They come from narrow and long rows, aligned and not, and from columns. Mixtures of dtypes that
-    do not occur otherwise come last.
+    Mixtures of dtypes that do not occur otherwise come last.
     """
-    noted: list[Launch] = []
-    mixtures: list[Launch] = []
-    with recording(noted, cuda):
-        for dtype in (torch.bfloat16, torch.float32, torch.float64):
-            for width in (100, 5000, 50_257, 131_072):
-                call_rows(torch.zeros(3, width, dtype=dtype))
-            call_rows(torch.zeros(5000, 3, dtype=dtype).T)
-            call_long_rows(torch.zeros(3, 32_768, dtype=dtype))
-            chains = ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5))
-            for C, K in chains:
-                call_chains(dtype, C, K)
-            call_long_chains(dtype)
-            call_linear_chains(dtype)
-            for C, D in ((24, 50), (64, 65)):
-                call_semi_markov(dtype, C, D)
-            for T in (3, 600):
-                call_crf(dtype, T)
-            for C in (100, 5000, 50_257):
-                call_linear(dtype, C)
-            call_parallel(dtype)
-            call_decode(dtype)
-            batches = ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10), (2, 500, 300))
-            for from_logits in (False, True):
-                for N, C, S in batches:
-                    call_ctc(dtype, N, C, S, from_logits)
-            if dtype == torch.float32:
-                for N, C, S in batches[1:4]:
-                    priors = torch.zeros(C)
-                    call_ctc(dtype, N, C, S, True, label_priors=priors, star=C)
-            for U, V in ((2, 40), (40, 1025)):
-                call_rnnt(dtype, U, V)
-            call_rnnt_overlap(dtype)
-    with recording(mixtures, cuda):
-        for dtypes in MIXTURES:
-            call_mixture(*dtypes)
+    *of_dtypes, mixtures = recorded(cuda).values()
+    noted = [launch for of_dtype in of_dtypes for launch in of_dtype]
     found: dict[str, dict[str, Launch]] = defaultdict(dict)
     for each in noted:
         found[each.kernel.__name__].setdefault(f"{each.dtype} {each.variant}", each)

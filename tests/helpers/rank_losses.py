@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed._symmetric_memory as symmetric
 import torch.nn.functional as F
 from helpers.rank_data import (
     CLASSES,
@@ -20,46 +21,20 @@ from helpers.rank_data import (
     shard_sizes,
     upstream,
 )
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import partita
 from partita import parallel
+from partita.ops.vocab_parallel import symmetric_memory
 from partita.ops.vocab_parallel.shard import PlainCollectives
 from partita.runtime import private_names
 
 
-def check_cross_entropy(device: torch.device) -> None:
+def check_forms(device: torch.device) -> None:
+    """Check pixels, a batch without labels that count, the dtype of the loss, and no ids."""
     full = 3 * normal(TOKENS, CLASSES, device=device)
     target = labels(device)
-    weight = normal(CLASSES, device=device).abs()
-    for i, sizes in enumerate(shard_sizes(dist.get_world_size())):
-        for options in OPTIONS:
-            for reduction in ("none", "mean", "sum"):
-                for class_weight in (None, weight):
-                    exact = full.double().requires_grad_()
-                    with partita.backend("reference"):
-                        truth = partita.cross_entropy(
-                            exact,
-                            target,
-                            None if class_weight is None else class_weight.double(),
-                            reduction=reduction,
-                            **options,
-                        )
-                    (grad,) = torch.autograd.grad(truth, exact, upstream(truth))
-                    local = local_shard(full, sizes, 1).clone().requires_grad_()
-                    loss = parallel.cross_entropy(
-                        local,
-                        target,
-                        class_weight,
-                        classes=CLASSES if i == 0 else sizes,
-                        reduction=reduction,
-                        **options,
-                    )
-                    assert_close(loss, truth)
-                    assert_same_on_all_ranks(loss.detach())
-                    assert_close(
-                        torch.autograd.grad(loss, local, upstream(loss))[0],
-                        local_shard(grad, sizes, 1),
-                    )
+    sizes = shard_sizes(dist.get_world_size())[1]
     stacked = full[:12].reshape(2, 6, CLASSES).movedim(-1, 1)
     loss = parallel.cross_entropy(
         local_shard(stacked, sizes, 1), target[:12].reshape(2, 6), classes=sizes, reduction="none"
@@ -73,56 +48,40 @@ def check_cross_entropy(device: torch.device) -> None:
     loss = parallel.cross_entropy(half, target, classes=sizes)
     assert loss.dtype == torch.float32
     assert_close(loss, F.cross_entropy(full.bfloat16().float(), target))
+    ids = target[:, None].expand(-1, 0)
+    assert parallel.logprobs(local.detach(), ids, classes=sizes).shape == (TOKENS, 0)
 
 
-def check_linear(device: torch.device) -> None:
+def check_sequence_parallel(device: torch.device) -> None:
+    """Check hidden states of which each rank has some, and gets the gradient of those."""
     world, rank = dist.get_world_size(), dist.get_rank()
     tokens = TOKENS - TOKENS % world
-    target = labels(device)[:tokens]
+    target, sizes = labels(device)[:tokens], shard_sizes(world)[1]
     for dtype in (torch.float32, torch.bfloat16):
         hidden = normal(tokens, HIDDEN, device=device, dtype=dtype)
-        bias = normal(CLASSES, device=device, dtype=dtype)
         matrix = normal(CLASSES, HIDDEN, device=device, dtype=dtype)
-        for i, sizes in enumerate(shard_sizes(world)):
-            for options in OPTIONS:
-                for reduction, budget, scattered in (
-                    ("none", None, False),
-                    ("mean", 128 * 4 * tokens + 2000 + 160 * tokens, False),
-                    ("mean", None, True),
-                ):
-                    exact = [t.double().requires_grad_() for t in (hidden, matrix, bias)]
-                    with partita.backend("reference"):
-                        truth = partita.cross_entropy(
-                            F.linear(*exact), target, reduction=reduction, **options
-                        )
-                    expected = torch.autograd.grad(truth, exact, upstream(truth))
-                    local = hidden.chunk(world)[rank] if scattered else hidden
-                    parts = [
-                        t.clone().requires_grad_()
-                        for t in (local, local_shard(matrix, sizes, 0), local_shard(bias, sizes, 0))
-                    ]
-                    loss = parallel.linear_cross_entropy(
-                        *parts[:2],
-                        target,
-                        linear_bias=parts[2],
-                        classes=CLASSES if i == 0 else sizes,
-                        sequence_parallel=scattered,
-                        reduction=reduction,
-                        memory_budget=budget,
-                        **options,
-                    )
-                    assert_close(loss, truth, dtype)
-                    assert_same_on_all_ranks(loss.detach())
-                    found = torch.autograd.grad(loss, parts, upstream(loss))
-                    assert_close(
-                        found[0],
-                        expected[0].chunk(world)[rank] if scattered else expected[0],
-                        dtype,
-                    )
-                    if not scattered:
-                        assert_same_on_all_ranks(found[0])
-                    for a, b in zip(found[1:], expected[1:], strict=True):
-                        assert_close(a, local_shard(b, sizes, 0), dtype)
+        bias = normal(CLASSES, device=device, dtype=dtype)
+        for options in OPTIONS:
+            exact = [t.double().requires_grad_() for t in (hidden, matrix, bias)]
+            with partita.backend("reference"):
+                truth = partita.cross_entropy(F.linear(*exact), target, **options)
+            expected = torch.autograd.grad(truth, exact)
+            shards = (local_shard(t, sizes, 0) for t in (matrix, bias))
+            leaves = [t.clone().requires_grad_() for t in (hidden.chunk(world)[rank], *shards)]
+            loss = parallel.linear_cross_entropy(
+                *leaves[:2],
+                target,
+                linear_bias=leaves[2],
+                classes=sizes,
+                sequence_parallel=True,
+                **options,
+            )
+            assert_close(loss, truth, dtype)
+            assert_same_on_all_ranks(loss.detach())
+            found = torch.autograd.grad(loss, leaves)
+            assert_close(found[0], expected[0].chunk(world)[rank], dtype)
+            for a, b in zip(found[1:], expected[1:], strict=True):
+                assert_close(a, local_shard(b, sizes, 0), dtype)
 
 
 def check_corners(device: torch.device) -> None:
@@ -155,25 +114,6 @@ def check_corners(device: torch.device) -> None:
         parallel.cross_entropy(logits, target, classes=(150, *(0,) * (world - 2), 150)), truth
     )
     assert rank < world
-
-
-def check_token_stats(device: torch.device) -> None:
-    full, target = 3 * normal(TOKENS, CLASSES, device=device), labels(device)
-    for sizes in shard_sizes(dist.get_world_size()):
-        exact = full.double().requires_grad_()
-        local = local_shard(full, sizes, 1).clone().requires_grad_()
-        with partita.backend("reference"):
-            truth = partita.token_stats(exact, target, temperature=0.7)
-        stats = parallel.token_stats(local, target, classes=sizes, temperature=0.7)
-        assert torch.equal(stats.argmax, truth.argmax)
-        for a, b in zip(stats[:3], truth[:3], strict=True):
-            assert_close(a, b)
-            assert_same_on_all_ranks(a.detach())
-        (grad,), (expected,) = (
-            torch.autograd.grad(sum(f.sum() for f in s[:3]), x)
-            for s, x in ((stats, local), (truth, exact))
-        )
-        assert_close(grad, local_shard(expected, sizes, 1))
 
 
 def check_bad_arguments(device: torch.device) -> None:
@@ -258,3 +198,67 @@ def check_plain_collectives(device: torch.device) -> None:
     ):
         found, expected = (each.wait_tensor(call(each)) for each in (plain, traced))
         assert torch.equal(found, expected)
+
+
+def check_symmetric_memory(device: torch.device) -> None:
+    """Compare the kernels that wait for each other with the gather of the statistics.
+
+    The calls are repeated, need more and more memory, and have a second backward pass. Before them
+    the ranks have made exchanges in other groups, each rank in different ones.
+    """
+    world = dist.get_world_size()
+    found = {}
+    sizes_of_ranks = shard_sizes(dist.get_world_size())
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        sizes_of_ranks += [(2000,) * world, (*(1001,) * (world - 1), 3)]
+        first = dist.new_group([0])
+        if dist.get_rank() == 0:
+            symmetric.rendezvous(symmetric.empty(8, device=device), first)
+        without_last = dist.new_group(list(range(world - 1)))
+        if dist.get_rank() < world - 1:
+            logits = normal(TOKENS, CLASSES, device=device).requires_grad_()
+            assert_same_on_all_ranks(
+                parallel.cross_entropy(logits, labels(device), group=without_last).detach(),
+                without_last,
+            )
+    for rows in (TOKENS, 9000)[: 1 + on_gpu]:
+        for sizes in sizes_of_ranks:
+            for dtype in (torch.float32, torch.bfloat16)[: 1 + on_gpu]:
+                target = torch.arange(rows, device=device) * 7 % sum(sizes)
+                target[::6] = -100
+                logits = local_shard(
+                    3 * normal(rows, sum(sizes), device=device, dtype=dtype), sizes, 1
+                )
+                for peers in ("1", "0", "1"):
+                    with mock.patch.dict(os.environ, {"PARTITA_PEERS": peers}):
+                        local = logits.clone().requires_grad_()
+                        loss = parallel.cross_entropy(
+                            local, target, classes=sizes, softcap=9.0, z_loss=1e-3
+                        )
+                        grads = [
+                            torch.autograd.grad(loss, local, upstream(loss), retain_graph=True)[0]
+                            for _ in range(2)
+                        ]
+                    assert_same_on_all_ranks(loss.detach())
+                    assert torch.equal(*grads)
+                    found.setdefault(peers, []).append((loss.detach(), grads[0]))
+                assert_close(found["1"][-1][0], found["0"][-1][0])
+                assert_close(found["1"][-1][1], found["0"][-1][1], dtype)
+                assert all(map(torch.equal, *found["1"][-2:]))
+    mesh = dist.init_device_mesh(device.type, (world,))
+    exact = normal(TOKENS, CLASSES, device=device).double().requires_grad_()
+    sharded = distribute_tensor(exact.detach().float(), mesh, [Shard(1)]).requires_grad_()
+    whole = parallel.cross_entropy(sharded, labels(device))
+    truth = F.cross_entropy(exact, labels(device))
+    assert isinstance(whole, DTensor) and whole.placements == (Replicate(),)
+    assert_close(whole.full_tensor(), truth)
+    (grad,) = torch.autograd.grad(whole, sharded)
+    assert grad.placements == (Shard(1),)
+    assert_close(grad.full_tensor(), torch.autograd.grad(truth, exact)[0])
+    # Each rank expects the others to have as many classes as it has.
+    uneven = torch.zeros(4, 5 + dist.get_rank(), device=device, requires_grad=True)
+    loss = parallel.cross_entropy(uneven, target[:4].clamp(max=2))
+    assert loss.isnan()
+    shared = [slots for _, slots in symmetric_memory._group_slots.values() if slots is not None]
+    assert bool(shared) == on_gpu, "the GPUs do not share memory"

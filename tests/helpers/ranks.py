@@ -10,7 +10,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from helpers.rank_divergence import check_divergence, check_linear_divergence, check_logprobs
+from helpers.rank_catalogue import check_catalogue
 from helpers.rank_dtensors import (
     check_arguments_with_a_dtensor,
     check_dtensor,
@@ -21,14 +21,13 @@ from helpers.rank_losses import (
     check_bad_arguments,
     check_compile,
     check_corners,
-    check_cross_entropy,
-    check_linear,
+    check_forms,
     check_plain_collectives,
-    check_token_stats,
+    check_sequence_parallel,
+    check_symmetric_memory,
     check_unfinished_collective,
 )
 from helpers.rank_models import check_fused_models, check_transducers
-from helpers.rank_symmetric_memory import check_symmetric_memory
 from helpers.rows import INTERPRETING
 
 import partita
@@ -36,10 +35,10 @@ from partita import parallel
 
 CHECKS = (
     check_plain_collectives,
-    check_cross_entropy,
-    check_linear,
+    check_catalogue,
+    check_forms,
+    check_sequence_parallel,
     check_corners,
-    check_token_stats,
     check_bad_arguments,
     check_dtensor,
     check_arguments_with_a_dtensor,
@@ -48,9 +47,6 @@ CHECKS = (
     check_unfinished_collective,
     check_compile,
     check_symmetric_memory,
-    check_divergence,
-    check_linear_divergence,
-    check_logprobs,
     check_transducers,
     check_fused_models,
 )

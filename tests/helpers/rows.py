@@ -1,4 +1,4 @@
-"""Helpers for tests of ops on rows: PyTorch's functions, comparisons with fp64, and inputs."""
+"""Helpers for tests of ops on rows: comparisons with fp64, and inputs."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -6,14 +6,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import partita
+from partita.runtime.dtypes import acc_dtype
 from partita.testing import contract_errors, sample_rows
 from partita.testing.compare import upstream_like
+from partita.testing.samples import in_torch
 
-from .terms import Terms, cross_entropy_terms, logsumexp_terms, softmax_terms
+from .terms import (
+    Terms,
+    cross_entropy_terms,
+    logsumexp_terms,
+    softmax_terms,
+    token_stats_terms,
+)
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -77,21 +84,10 @@ class Op(NamedTuple):
     reference: Callable[[Tensor, int], Tensor]
 
 
-def plain_logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
-    """Compute log-sum-exp with a gradient that is exact for a large maximum.
-
-    PyTorch's gradient is exp(x - logsumexp), which is not.
-    """
-    maximum = x.detach().amax(dim, keepdim=True)
-    maximum = torch.where(maximum.isinf(), 0, maximum)
-    result = maximum + (x - maximum).exp().sum(dim, keepdim=True).log()
-    return result if keepdim else result.squeeze(dim)
-
-
 OPS = {
     "softmax": Op("softmax", partita.softmax, torch.softmax, torch.softmax),
     "log_softmax": Op("log_softmax", partita.log_softmax, torch.log_softmax, torch.log_softmax),
-    "logsumexp": Op("logsumexp", partita.logsumexp, torch.logsumexp, plain_logsumexp),
+    "logsumexp": Op("logsumexp", partita.logsumexp, torch.logsumexp, in_torch.logsumexp),
 }
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
@@ -148,57 +144,6 @@ def check_op(op: Op, x: Tensor, dim: int, *, few: bool = False) -> None:
     )
 
 
-def plain_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> Tensor:
-    """Compute cross-entropy with all options from PyTorch's functions.
-
-    Half types are computed in fp32 and rounded once.
-    """
-    options = {
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "z_loss": z_loss,
-    }
-    if input.dtype in (torch.float16, torch.bfloat16):
-        return plain_cross_entropy(input.float(), target, weight, **options).to(input.dtype)
-    # One row is a batch of one. The mean over no rows is then NaN; without a batch PyTorch on CUDA
-    # gives 0 for one ignored label.
-    if input.ndim == 1:
-        return plain_cross_entropy(
-            input.unsqueeze(0), target.unsqueeze(0), weight, **options
-        ).reshape(())
-    if softcap is not None:
-        input = softcap * torch.tanh(input / softcap)
-    probabilities = target.is_floating_point()
-    target = target.to(input.dtype) if probabilities else target.long()
-    weight = None if weight is None else weight.to(input.dtype)
-    loss = F.cross_entropy(
-        input,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
-    if not z_loss:
-        return loss
-    z = z_loss * plain_logsumexp(input, min(input.ndim - 1, 1)) ** 2
-    valid = torch.ones_like(z, dtype=torch.bool) if probabilities else target != ignore_index
-    z = torch.where(valid, z, 0)
-    return loss + {"none": z, "sum": z.sum(), "mean": z.sum() / valid.sum()}[reduction]
-
-
 def check_loss(
     logits: Tensor,
     target: Tensor,
@@ -211,19 +156,44 @@ def check_loss(
 ) -> None:
     """Assert that `partita.cross_entropy` is within the budget against fp64."""
     if upstream is None:
-        (upstream,) = upstream_like([plain_cross_entropy(logits, target, weight, **options)])
+        (upstream,) = upstream_like([in_torch.cross_entropy(logits, target, weight, **options)])
     terms = cross_entropy_terms(logits, target, weight, upstream, **options)
     terms = worst_case(terms, logits.shape[min(logits.ndim - 1, 1)]) if few else terms
     check(
         lambda x: partita.cross_entropy(
             x.clone() if inplace else x, target, weight, inplace=inplace, **options
         ),
-        lambda x: plain_cross_entropy(x, target, weight, **options),
+        lambda x: in_torch.cross_entropy(x, target, weight, **options),
         logits,
         upstream=[upstream],
         scale=terms.forward,
         grad_scale=terms.backward,
     )
+
+
+def check_stats(
+    logits: Tensor, target: Tensor | None, *, few: bool = False, **options: Any
+) -> None:
+    """Compare `partita.token_stats` and its gradient with fp64.
+
+    With `few`, the rows are so few that the error's bound is that of the worst case.
+    """
+    with torch.no_grad():
+        upstream = upstream_like(in_torch.token_stats(logits, target, **options))
+    terms = token_stats_terms(logits, target, upstream, **options)
+    terms = worst_case(terms, logits.shape[-1]) if few else terms
+    check(
+        lambda x: partita.token_stats(x, target, **options)[:3],
+        lambda x: in_torch.token_stats(x, target, **options),
+        logits,
+        upstream=upstream,
+        scale=terms.forward,
+        grad_scale=terms.backward,
+    )
+    stats = partita.token_stats(logits, target, **options)
+    if options.get("softcap") is None:  # which may round two logits to one number
+        assert torch.equal(stats.argmax, logits.argmax(-1))
+    assert {field.dtype for field in stats[:3]} == {acc_dtype(logits.dtype)}
 
 
 def targets_for(logits: Tensor, kind: str, *, ignored: int | None = None, seed: int = 1) -> Tensor:

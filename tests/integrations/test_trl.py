@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.divergence import truth
 from helpers.rows import devices
 from torch import Tensor
 
@@ -159,17 +160,6 @@ def test_bad_input() -> None:
         selective_log_softmax(logits, labels, temperature=0.0)
 
 
-def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Return the divergence of each position in fp64, by its definition."""
-    s, t = student.double().log_softmax(-1), teacher.double().log_softmax(-1)
-    if beta in (0.0, 1.0):
-        p, q = (t, s) if beta == 0.0 else (s, t)
-        return (p.exp() * (p - q)).sum(-1)
-    m = (beta * t.exp() + (1 - beta) * s.exp()).log()
-    teacher_kl, student_kl = ((x.exp() * (x - m)).sum(-1) for x in (t, s))
-    return beta * teacher_kl + (1 - beta) * student_kl
-
-
 @devices
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("labelled", [False, True])
@@ -179,16 +169,16 @@ def test_generalized_jsd_loss(labelled: bool, beta: float, device: str) -> None:
     student.requires_grad_()
     labels = torch.where(torch.arange(15, device=device).view(3, 5) % 4 > 0, 7, -100)
     keep = labels != -100 if labelled else torch.ones_like(labels, dtype=torch.bool)
-    each = torch.where(keep, jsd(student / 0.7, teacher / 0.7, beta), 0.0)
+    each = torch.where(keep, truth(student / 0.7, teacher / 0.7, beta), 0.0)
     number = keep.sum() if labelled else 3
     expected = {"sum": each.sum(), "mean": each.sum() / keep.sum() / 40}
     expected["batchmean"] = each.sum() / number
     given = labels if labelled else None
-    for reduction, truth in expected.items():
+    for reduction, right in expected.items():
         loss = generalized_jsd_loss(student, teacher, given, beta, 0.7, reduction)
-        torch.testing.assert_close(loss, truth.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loss, right.float(), rtol=1e-5, atol=1e-6)
         found = torch.autograd.grad(loss, student)[0]
-        true = torch.autograd.grad(truth, student, retain_graph=True)[0]
+        true = torch.autograd.grad(right, student, retain_graph=True)[0]
         torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-6)
     items = torch.tensor(7, device=device)
     for number in (7, items):
@@ -198,7 +188,7 @@ def test_generalized_jsd_loss(labelled: bool, beta: float, device: str) -> None:
         torch.testing.assert_close(loss, expected["sum"].float() / 7, rtol=1e-5, atol=1e-6)
     p, q = student.softmax(-1), teacher.softmax(-1)
     found = generalized_jsd_loss(p, q, given, beta, 0.7, "sum", logits_are_probs=True)
-    each = torch.where(keep, jsd(student, teacher, beta), 0.0)
+    each = torch.where(keep, truth(student, teacher, beta), 0.0)
     torch.testing.assert_close(found, each.sum().float(), rtol=1e-4, atol=1e-5)
 
 

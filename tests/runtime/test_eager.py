@@ -4,7 +4,9 @@ A program is the function of Python that serves the op there, so results and gra
 are those of the plain path.
 """
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -13,10 +15,7 @@ from helpers.eager import Served
 from helpers.eager_cases import (
     CASES,
     LABELS,
-    LENGTHS,
     REPLAYED,
-    STEPS,
-    TARGETS,
     WITHOUT,
     assert_equal,
     leaves_of,
@@ -24,6 +23,7 @@ from helpers.eager_cases import (
     results,
 )
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import partita
 
@@ -224,10 +224,80 @@ def test_errors_of_python_and_of_the_driver_are_raised(served: Served) -> None:
 
 
 def test_the_best_alignment_and_lengths_on_the_host(served: Served) -> None:
-    x = numbers(6, 2, 4)
-    expected = partita.ctc_align(x, TARGETS, STEPS, LENGTHS, from_logits=True)
+    x, targets = numbers(6, 2, 4), torch.tensor([[1, 2, 2], [3, 1, 0]])
+    rest = (targets, torch.tensor([6, 5]), torch.tensor([3, 2]))
+    expected = partita.ctc_align(x, *rest, from_logits=True)
     assert served.recorded == ["ctc_align"] and expected.longest == 3
-    found = partita.ctc_align(x.requires_grad_(), TARGETS, STEPS, LENGTHS, from_logits=True)
+    found = partita.ctc_align(x.requires_grad_(), *rest, from_logits=True)
     assert served.replayed == ["ctc_align"] and found.longest == 3
     for got, truth in zip(found[:4], expected[:4], strict=True):
         assert torch.equal(got, truth) and not got.requires_grad
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_saved_tensors_are_checked_and_unpacked_once(
+    name: str, is_replayed: bool, served: Served
+) -> None:
+    function, leaves = CASES[name][2], leaves_of(name)
+    if is_replayed:
+        results(function, leaves)
+    packed, unpacked = [], []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.data_ptr())
+        return tensor.clone()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        value = function(*leaves)
+    found = torch.autograd.grad(value.sum(), leaves)
+    assert leaves[0].data_ptr() in packed and len(packed) == len(unpacked)
+    value = function(*leaves)
+    expected = torch.autograd.grad(value.sum(), leaves, retain_graph=True)
+    assert_equal(list(found), list(expected))
+    assert_equal(list(torch.autograd.grad(value.sum(), leaves)), list(expected))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(value.sum(), leaves)
+    value = function(*leaves)
+    with torch.no_grad():
+        leaves[0].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.sum().backward()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_checkpoints_and_hooks(name: str, served: Served) -> None:
+    function, leaves = CASES[name][2], leaves_of(name)
+    expected = results(function, leaves)
+    for _ in range(3):
+        found = results(lambda *x: checkpoint(function, *x, use_reentrant=False), leaves)
+        assert_equal(found, expected)
+    value, seen = function(*leaves), []
+    node: Any = value.grad_fn
+    node.register_hook(lambda grads, outputs: seen.append(len(grads)))
+    value.register_hook(lambda grad: 2 * grad)
+    torch.autograd.backward((value * numbers(*value.shape)).sum())
+    assert seen
+    for leaf, grad in zip(leaves, expected[1:], strict=True):
+        torch.testing.assert_close(leaf.grad, 2 * grad)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_keeps_tensors_alive(name: str, served: Served) -> None:
+    function, leaves = CASES[name][2], leaves_of(name)
+    for _ in range(3):
+        results(function, leaves)
+    gc.disable()
+    try:
+        leaves = leaves_of(name)
+        value = function(*leaves)
+        value.sum().backward()
+        gone = [weakref.ref(x) for x in (*leaves, value)]
+        del leaves, value
+        assert [each() for each in gone] == [None] * len(gone)
+    finally:
+        gc.enable()

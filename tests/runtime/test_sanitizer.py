@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = ("test_c_module.py", "test_replay.py", "test_eager.py", "test_eager_saved.py")
+FILES = ("test_c_module.py", "test_replay.py", "test_eager.py")
 
 
 def library(name: str) -> str:

@@ -236,14 +236,6 @@ def test_difference_is_that_of_results_and_gradients() -> None:
     assert not x.requires_grad
 
 
-def test_difference_of_the_seeds() -> None:
-    forward, backward = forward_backward_difference(
-        partita.cross_entropy, torch.nn.functional.cross_entropy, *sample_labels()
-    )
-    assert forward < 1e-6
-    assert backward < 1e-6
-
-
 @devices
 def test_timing_has_one_number_a_repeat_and_adds_up(device: str) -> None:
     timing = time_forward_backward(

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.rows import OPS, check, check_loss, check_op, devices, targets_for
-from helpers.stats import check_stats
+from helpers.rows import OPS, check, check_loss, check_op, check_stats, devices, targets_for
 from torch import Tensor
 
 import partita

@@ -72,14 +72,14 @@ class Line:
 
 
 def _compared(call: Call, draw: Draw) -> Iterator[Sample]:
-    """Yield samples that are compared with PyTorch, with some extreme values and other layouts.
+    """Yield samples of larger sizes, with some extreme values and other layouts.
 
     In fp64 PyTorch's sums over paths are no better than ours, and its gradients are NaN where
     scores of paths are -inf.
     """
     is_path = call.scale is None
     values = {"plain", "offset"} if is_path else {"plain", "offset", "masked"}
-    if call.in_torch is None or (is_path and draw.dtype == torch.float64):
+    if is_path and draw.dtype == torch.float64:
         return
     for number, sizes in enumerate(call.checked):
         yield call.sample(draw, sizes=sizes)
@@ -91,8 +91,8 @@ def _compared(call: Call, draw: Draw) -> Iterator[Sample]:
 def run(call: Call, backend: Backend, dtype: str) -> Line:
     """Return the line with the worst error of the samples of a call, forward and backward.
 
-    All samples are compared with the reference. Those of a call with a counterpart in PyTorch are
-    also compared with that, at other sizes, and their error is shown if no sample fails.
+    Larger samples are compared with the counterpart in PyTorch if there is one, whose error is
+    shown if no sample fails. Others are compared with the reference.
     """
     backend = backend.of(call)
     draw = Draw(DTYPES[dtype], device=backend.device)
@@ -108,7 +108,7 @@ def run(call: Call, backend: Backend, dtype: str) -> Line:
     try:
         for sample in _compared(call, draw):
             if call.scale is None:
-                note(sample, sample.errors(in_torch=True))
+                note(sample, sample.errors(in_torch=call.in_torch is not None))
                 continue
             errors = sample.errors_beside_torch()
             for name, parts in (("forward", errors.forward), ("backward", errors.backward)):

@@ -17,7 +17,6 @@ from helpers.rows import (
     devices,
     dtypes,
     leaf,
-    plain_cross_entropy,
     strided,
     targets_for,
     training,
@@ -33,6 +32,7 @@ from partita.testing import (
     sample_labels,
     sample_rows,
 )
+from partita.testing.samples import in_torch
 
 CLASSES = 37
 REDUCTIONS = ("none", "mean", "sum")
@@ -217,7 +217,7 @@ def test_gradient_of_probabilities_and_of_their_class_weights(
     options = {"reduction": reduction, **numbers}
     check(
         lambda *t: partita.cross_entropy(*t, **options),
-        lambda *t: plain_cross_entropy(*t, **options),
+        lambda *t: in_torch.cross_entropy(*t, **options),
         logits,
         target,
         weight,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.rows import devices, devices_and_dtypes, dtypes, leaf, targets_for
-from helpers.stats import check_stats, plain_token_stats
+from helpers.rows import check_stats, devices, devices_and_dtypes, dtypes, leaf, targets_for
 
 import partita
 from partita.testing import EDGES, edge_rows, sample_labels, sample_rows
+from partita.testing.samples import in_torch
 
 CLASSES = 37
 
@@ -70,7 +70,7 @@ def test_a_temperature_of_large_logits_loses_no_digits(
     logits = offset + sample_rows(64, CLASSES, device=device)
     target = targets_for(logits, "labels")
     stats = partita.token_stats(logits, target, temperature=temperature)
-    truth = plain_token_stats(logits.double(), target, temperature=temperature)
+    truth = in_torch.token_stats(logits.double(), target, temperature=temperature)
     for found, right in ((stats.logprob, truth[0]), (stats.entropy, truth[2])):
         torch.testing.assert_close(found.double(), right, rtol=1e-6, atol=1e-6)
 
@@ -153,7 +153,9 @@ def test_one_field_alone_is_differentiable(field: str, device: str) -> None:
     logits, labels = sample_labels(4, CLASSES, device=device)
     x, y = logits.clone().requires_grad_(), logits.clone().double().requires_grad_()
     getattr(partita.token_stats(x, labels), field).sum().backward()
-    plain_token_stats(y, labels)[("logprob", "logsumexp", "entropy").index(field)].sum().backward()
+    in_torch.token_stats(y, labels)[
+        ("logprob", "logsumexp", "entropy").index(field)
+    ].sum().backward()
     torch.testing.assert_close(
         x.grad.double(), y.grad, rtol=0, atol=4 * torch.finfo(torch.float32).eps
     )

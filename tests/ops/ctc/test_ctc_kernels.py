@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ctc_batches import (
+from helpers.ctc import (
     assert_alignment_matches,
     assert_matches_reference,
     batch_of,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ctc_batches import (
+from helpers.ctc import (
     Batch,
     batch_of,
     reduced_loss,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ctc import NEEDS_NUMBA
-from helpers.ctc_batches import (
+from helpers.ctc import (
+    NEEDS_NUMBA,
     Batch,
     assert_alignment_matches,
     assert_matches_reference,

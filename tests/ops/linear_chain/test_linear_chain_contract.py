@@ -6,32 +6,13 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.fresh import run_fresh
-from helpers.linear_chains import KINDS, random_linear_chain
+from helpers.token_chains import KINDS, random_linear_chain
 
 import partita
 from partita import LinearChain
 
 backends = pytest.mark.parametrize("backend", ["reference", "numba"])
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-@backends
-@kinds
-def test_a_chain_without_a_path(backend: str, kind: str) -> None:
-    chain = random_linear_chain(kind=kind, ragged=False)
-    chain.emissions[3, 2] = -torch.inf
-    inputs = [chain.emissions, chain.transitions, chain.start, chain.end]
-    for tensor in inputs:
-        tensor.requires_grad_()
-    with partita.backend(backend):
-        logz = chain.logz()
-        grads = torch.autograd.grad(logz[2], inputs)
-        assert logz[2] == -torch.inf and chain.entropy()[2] == 0
-        assert chain.viterbi().score[2] == -torch.inf
-        assert not chain.state_marginals()[:, 2].any()
-        assert (chain.sample(3).states[:, :, 2] == -1).all()
-        assert chain.log_prob(torch.zeros(5, 4, dtype=torch.int64))[2] == -torch.inf
-    assert not any(grad.any() for grad in grads)
 
 
 @backends
@@ -208,15 +189,3 @@ def test_memory_does_not_grow_with_the_transitions_of_all_tokens() -> None:
     """Scores [T - 1, N, C, C] would take 1.2 GiB."""
     assert resource.RUSAGE_SELF == 0
     assert int(run_fresh(MEMORY).stdout) < 400
-
-
-def test_batch_first_emissions_and_masks() -> None:
-    chain = random_linear_chain(T=4, N=3, kind="by sequence", seed=2)
-    mask = torch.arange(4) < chain.lengths[:, None]
-    scores = (chain.transitions, chain.start, chain.end)
-    other = partita.linear_chain(
-        chain.emissions.transpose(0, 1), *scores, mask=mask, batch_first=True
-    )
-    assert torch.equal(other.lengths, chain.lengths)
-    assert torch.equal(other.logz(), chain.logz())
-    assert torch.equal(other.viterbi().states, chain.viterbi().states)  # [T, N] in any case

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers.linear_chains import KINDS, random_linear_chain
 from helpers.rows import INTERPRETING, kernel_devices
+from helpers.token_chains import KINDS, random_linear_chain
 
 import partita
 from partita import LinearChain

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.linear_chains import KINDS, random_linear_chain
 from helpers.rows import INTERPRETING, kernel_devices
+from helpers.token_chains import KINDS, random_linear_chain
 from torch import Tensor
 
 import partita

@@ -2,33 +2,12 @@
 
 import pytest
 import torch
-from helpers.semi_markov import random_semi_markov
+from helpers.token_chains import random_semi_markov, scores_of
 
 import partita
 from partita import SemiMarkovChain
 
 backends = pytest.mark.parametrize("backend", ["reference", "numba"])
-
-
-def scores_of(chain: SemiMarkovChain) -> list[torch.Tensor]:
-    return [chain.emissions, chain.transitions, chain.durations, chain.start, chain.end]
-
-
-@backends
-def test_a_chain_without_a_path(backend: str) -> None:
-    chain = random_semi_markov(ragged=False)
-    chain.emissions[3, 2] = -torch.inf
-    inputs = [tensor.requires_grad_() for tensor in scores_of(chain)]
-    zeros = torch.zeros(5, 3, dtype=torch.int64)
-    with partita.backend(backend):
-        logz = chain.logz()
-        grads = torch.autograd.grad(logz[2], inputs)
-        assert logz[2] == -torch.inf and chain.entropy()[2] == 0
-        assert chain.viterbi().score[2] == -torch.inf
-        assert not chain.state_marginals()[:, 2].any()
-        assert (chain.sample(3).states[:, :, 2] == -1).all()
-        assert chain.log_prob(zeros, zeros == 0)[2] == -torch.inf
-    assert not any(grad.any() for grad in grads)
 
 
 @backends
@@ -126,18 +105,3 @@ def test_posteriors_of_a_long_sequence() -> None:
         expected, logz = short.state_marginals(), short.logz()
     torch.testing.assert_close(short.state_marginals(), expected, rtol=0, atol=2e-6)
     torch.testing.assert_close(short.logz(), logz, rtol=1e-6, atol=0)
-
-
-def test_masks_and_batch_first_emissions() -> None:
-    chain = random_semi_markov(T=4, N=3, seed=2)
-    mask = torch.arange(4) < chain.lengths[:, None]
-    scores = (chain.transitions, chain.durations, chain.start, chain.end)
-    for other in (
-        partita.semi_markov_chain(chain.emissions, *scores, mask=mask.T),
-        partita.semi_markov_chain(
-            chain.emissions.transpose(0, 1), *scores, mask=mask, batch_first=True
-        ),
-    ):
-        assert torch.equal(other.lengths, chain.lengths)
-        assert torch.equal(other.logz(), chain.logz())
-        assert torch.equal(other.viterbi().states, chain.viterbi().states)  # [T, N] in any case

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.rows import INTERPRETING, kernel_devices
-from helpers.semi_markov import random_semi_markov
+from helpers.token_chains import random_semi_markov
 
 from partita import SemiMarkovChain, backend
 from partita.ops.semi_markov import autograd

@@ -208,7 +208,6 @@ CALLS = (
         options={"mean": {"reduction": "mean"}, "flat scores": _flat_scores},
         batch={"scores": 1, "input_lengths": 0, "targets": 0, "target_lengths": 0},
         rows=(0,),
-        in_torch=lambda input_lengths=None, **inputs: in_torch.ctc_crf_loss(**inputs),
         checked=CHECKED_CRF,
     ),
     _crf_call(

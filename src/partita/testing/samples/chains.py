@@ -276,7 +276,6 @@ CALLS = (
         inputs=_values,
         usual=USUAL_SPARSE,
         batch={**SPARSE_BATCH, "values": 1},
-        in_torch=without_lengths(lambda **inputs: in_torch.expectation(**inputs)[1]),
         checked=CHECKED_SPARSE,
     ),
     _sparse("Chain.entropy", Chain.entropy, (0,), values=("wide", "masked")),

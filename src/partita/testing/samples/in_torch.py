@@ -5,14 +5,13 @@ They compute in the dtype of their inputs, in fp32 at least, and PyTorch differe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.ctc_crf.api import debruijn_source
 from ...ops.logprobs.common import TopK
 from ...runtime.dtypes import acc_dtype
 
@@ -36,6 +35,17 @@ def reduced(losses: Tensor, reduction: str, counts: Tensor | None = None) -> Ten
     return losses.sum() / number if reduction == "mean" else losses.sum()
 
 
+def logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """Compute log-sum-exp with a gradient that is exact for a large maximum.
+
+    PyTorch's gradient is exp(x - logsumexp), which is not.
+    """
+    maximum = x.detach().amax(dim, keepdim=True)
+    maximum = torch.where(maximum.isinf(), 0, maximum)
+    result = maximum + (x - maximum).exp().sum(dim, keepdim=True).log()
+    return result if keepdim else result.squeeze(dim)
+
+
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -47,10 +57,14 @@ def cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    is_label = not target.is_floating_point()
+    # One row is a batch of one: PyTorch's mean over no rows is NaN, but 0 on CUDA without a batch.
+    is_row, is_label = input.ndim == 1, not target.is_floating_point()
+    if is_row:
+        input, target = input[None], target[None]
+    target = target.long() if is_label else target
     if is_label:  # A row that does not count has a finite gradient whatever it holds.
         input = torch.where((target != ignore_index).unsqueeze(1), input, 0)
-    x = input if softcap is None else softcap * torch.tanh(input / softcap)
+    x = capped(input, softcap)
     loss = F.cross_entropy(
         x,
         target if is_label else target.to(x.dtype),
@@ -59,11 +73,11 @@ def cross_entropy(
         reduction=reduction,
         label_smoothing=label_smoothing,
     )
-    if not z_loss:
-        return loss
-    counts = target != ignore_index if is_label else torch.ones_like(x.select(1, 0)) > 0
-    squares = z_loss * torch.where(counts, x.logsumexp(1), 0).square()
-    return loss + reduced(squares, reduction, counts)
+    if z_loss:
+        counts = target != ignore_index if is_label else torch.ones_like(x.select(1, 0)) > 0
+        squares = z_loss * torch.where(counts, logsumexp(x, 1), 0).square()
+        loss = loss + reduced(squares, reduction, counts)
+    return loss.reshape(()) if is_row else loss
 
 
 def token_stats(
@@ -74,14 +88,19 @@ def token_stats(
     softcap: float | None = None,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = capped(logits, softcap, temperature)
-    target = x.argmax(-1) if target is None else target
+    x = capped(logits, softcap)
+    if target is None:
+        target, ignore_index = x.argmax(-1), -100
+    # The maximum is subtracted before the division, which would round large logits.
+    maximum = x.detach().amax(-1)
+    maximum = torch.where(maximum.isinf(), 0, maximum)
+    x = (x - maximum.unsqueeze(-1)) / temperature
     logp = x.log_softmax(-1)
     p = logp.exp()
     counts = target != ignore_index
-    picked = logp.gather(-1, torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1)
+    picked = logp.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1)).squeeze(-1)
     entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
-    return torch.where(counts, picked, 0), x.logsumexp(-1), entropy
+    return torch.where(counts, picked, 0), maximum / temperature + logsumexp(x, -1), entropy
 
 
 def logprobs(
@@ -109,7 +128,7 @@ def topk_logprobs(
 
 def kl(first: Tensor, second: Tensor) -> Tensor:
     """Return KL(first || second) of probabilities and log-probabilities, both in log."""
-    return F.kl_div(second, first, reduction="none", log_target=True).sum(-1)
+    return (first.exp() * torch.where(first == -torch.inf, 0, first - second)).sum(-1)
 
 
 def mixed(logq: Tensor, logp: Tensor, beta: float) -> Tensor:
@@ -134,12 +153,12 @@ def divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, teacher_logits.dtype)
     logp, logq = (
-        capped(each, softcap, temperature).log_softmax(-1)
+        capped(each.to(dtype), softcap, temperature).log_softmax(-1)
         for each in (logits, teacher_logits.detach())
     )
-    dtype = torch.promote_types(logp.dtype, logq.dtype)
-    return counted(mixed(logq.to(dtype), logp.to(dtype), beta), mask, reduction)
+    return counted(mixed(logq, logp, beta), mask, reduction)
 
 
 def topk_divergence(
@@ -218,26 +237,6 @@ def total_of_paths(
     return (alpha + last).logsumexp(-1)
 
 
-def expectation(
-    scores: Tensor,
-    source: Tensor,
-    values: Tensor,
-    initial: Tensor | None = None,
-    final: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute log Z and the expected sum of the values of a path; ends have the value 0."""
-    values = values.expand_as(scores)
-    scores, source = reachable(scores, source)
-    alpha, last = ends(scores, initial, final)
-    mean = torch.zeros_like(alpha)
-    for step, value in zip(scores, values, strict=True):
-        terms = step + alpha[:, source]
-        mean = (terms.softmax(-1) * (value + mean[:, source])).sum(-1)
-        alpha = terms.logsumexp(-1)
-    alpha = alpha + last
-    return alpha.logsumexp(-1), (alpha.softmax(-1) * mean).sum(-1)
-
-
 def linear_chain(
     emissions: Tensor,
     transitions: Tensor,
@@ -292,151 +291,3 @@ def ctc_loss(
     # PyTorch's gradient assumes log-probabilities; through a log-softmax it is that of any scores.
     lengths = (input_lengths.cpu(), target_lengths.cpu())
     return F.ctc_loss(x, targets, *lengths, blank, reduction, zero_infinity)
-
-
-def ctc_crf_loss(
-    scores: Tensor,
-    targets: Tensor,
-    target_lengths: Tensor,
-    *,
-    state_len: int,
-    alphabet_size: int,
-    reduction: str = "mean",
-) -> Tensor:
-    """Compute log Z of all paths minus log Z of the paths that emit the targets.
-
-    In the lattice of a target, a k-mer stays or is entered from the one before it.
-    """
-    bases, size = alphabet_size - 1, (alphabet_size - 1) ** state_len
-    scores = upcast(scores).reshape(*scores.shape[:2], size, alphabet_size)
-    source = debruijn_source(bases, state_len, device=scores.device)
-    totals = []
-    for n, (labels, length) in enumerate(
-        zip(targets.tolist(), target_lengths.tolist(), strict=True)
-    ):
-        labels = labels[:length]
-        kmers = [
-            sum((base - 1) * bases ** (state_len - 1 - i) for i, base in enumerate(window))
-            for window in (labels[i : i + state_len] for i in range(length - state_len + 1))
-        ]
-        stays = scores[:, n, kmers, 0]
-        moves = scores[:, n, kmers[1:], labels[: len(kmers) - 1]]
-        # -1e5 adds nothing to a sum, and -inf would make the gradients NaN.
-        alpha = scores.new_full((len(kmers),), -1e5)
-        alpha[0] = 0
-        for stay, move in zip(stays, moves, strict=True):
-            entered = torch.logaddexp(alpha[1:] + stay[1:], alpha[:-1] + move)
-            alpha = torch.cat([alpha[:1] + stay[:1], entered])
-        totals.append(alpha[-1])
-    losses = total_of_paths(scores, source) - torch.stack(totals)
-    return reduced(losses / target_lengths.to(losses) if reduction == "mean" else losses, reduction)
-
-
-def transducer(
-    token_logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    duration_logits: Tensor | None = None,
-    durations: Sequence[int] = (),
-    sigma: float = 0.0,
-    blank: int = 0,
-) -> Tensor:
-    """Compute the loss of each sequence node by node; without durations it is that of RNN-T."""
-    log_tokens = upcast(token_logits).log_softmax(-1) - sigma
-    log_durations = None if duration_logits is None else upcast(duration_logits).log_softmax(-1)
-    losses = []
-    for b, (steps, labels) in enumerate(
-        zip(logit_lengths.tolist(), target_lengths.tolist(), strict=True)
-    ):
-        alpha: dict[tuple[int, int], list[Tensor]] = {(0, 0): [log_tokens.new_zeros(())]}
-        finished = []
-        for t in range(steps):
-            for u in range(labels + 1):
-                if (t, u) not in alpha:
-                    continue
-                total, node = torch.stack(alpha[t, u]).logsumexp(0), log_tokens[b, t, u]
-                arcs = [(1, 0, node[blank])]
-                arcs += [(0, 1, node[targets[b, u]])] if u < labels else []
-                if log_durations is not None:
-                    arcs = [
-                        (d, kind, token + log_durations[b, t, u, k])
-                        for _, kind, token in arcs
-                        for k, d in enumerate(durations)
-                        if d + kind > 0
-                    ]
-                for d, kind, score in arcs:
-                    to = (t + d, u + kind)
-                    if to == (steps, labels) and not kind:
-                        finished.append(total + score)
-                    elif to[0] < steps:
-                        alpha.setdefault(to, []).append(total + score)
-        losses.append(-torch.stack(finished).logsumexp(0))
-    return torch.stack(losses)
-
-
-def rnnt_loss(
-    logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int = -1,
-    reduction: str = "mean",
-) -> Tensor:
-    blank %= logits.shape[-1]
-    losses = transducer(logits, targets, logit_lengths, target_lengths, blank=blank)
-    return reduced(losses, reduction)
-
-
-def tdt_loss(
-    token_logits: Tensor,
-    duration_logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank_token_id: int,
-    durations: Sequence[int],
-    sigma: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
-    sequences = (targets, logit_lengths, target_lengths)
-    arcs = (duration_logits, durations, sigma)
-    losses = transducer(token_logits, *sequences, *arcs, blank=blank_token_id)
-    lengths = target_lengths.clamp(min=1).to(losses)
-    return reduced(losses / lengths if reduction == "mean" else losses, reduction)
-
-
-def joint(encoder: Tensor, predictor: Tensor, activation: str) -> Tensor:
-    return getattr(torch, activation)(encoder[:, :, None] + predictor[:, None])
-
-
-def linear_rnnt_loss(
-    encoder: Tensor,
-    predictor: Tensor,
-    linear_weight: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    activation: str = "relu",
-    memory_budget: int | None = None,
-    **others: Any,
-) -> Tensor:
-    logits = F.linear(joint(encoder, predictor, activation), linear_weight, linear_bias)
-    return rnnt_loss(logits, **others)
-
-
-def linear_tdt_loss(
-    encoder: Tensor,
-    predictor: Tensor,
-    linear_weight: Tensor,
-    duration_weight: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    duration_bias: Tensor | None = None,
-    activation: str = "relu",
-    memory_budget: int | None = None,
-    **others: Any,
-) -> Tensor:
-    hidden = joint(encoder, predictor, activation)
-    tokens = F.linear(hidden, linear_weight, linear_bias)
-    durations = F.linear(hidden, duration_weight, duration_bias)
-    return tdt_loss(tokens, durations, **others)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...ops.rnnt.api import rnnt_align, rnnt_loss, tdt_align, tdt_loss
 from ...ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
-from . import in_torch
 from .alignments import of_paths, sequences
 from .call import Bound, Draw, Inputs, Sizes, without
 
@@ -149,14 +148,12 @@ CALLS = (
         "rnnt_loss",
         rnnt_loss,
         options=RNNT_LOSS,
-        in_torch=in_torch.rnnt_loss,
         checked=CHECKED_RNNT,
     ),
     _rnnt(
         "rnnt_loss, in place",
         _rnnt_inplace,
         options=MEAN,
-        in_torch=in_torch.rnnt_loss,
         checked=CHECKED_RNNT,
         second_derivatives=False,
     ),
@@ -167,10 +164,8 @@ CALLS = (
         options={"log-probabilities": {"fused_log_softmax": False}},
         **ALIGN,
     ),
-    _durations(
-        "tdt_loss", tdt_loss, options=MEAN, in_torch=in_torch.tdt_loss, checked=CHECKED_RNNT
-    ),
+    _durations("tdt_loss", tdt_loss, options=MEAN, checked=CHECKED_RNNT),
     _durations("tdt_align", tdt_align, inputs=without(_tdt, "reduction"), **ALIGN),
-    _from_hidden("linear_rnnt_loss", linear_rnnt_loss, _joint, in_torch=in_torch.linear_rnnt_loss),
-    _from_hidden("linear_tdt_loss", linear_tdt_loss, _joint_tdt, in_torch=in_torch.linear_tdt_loss),
+    _from_hidden("linear_rnnt_loss", linear_rnnt_loss, _joint),
+    _from_hidden("linear_tdt_loss", linear_tdt_loss, _joint_tdt),
 )
