@@ -209,7 +209,7 @@ class Files(NamedTuple):
         `render` returns a picture in a format, that of the end of the name of its file.
         """
         for table in tables:
-            print_table(*table)
+            print_table(table)
         print(f"\n{machine}")
         if self.csv:
             write_csv(self.csv, records)

@@ -220,7 +220,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("nothing is left to check")
     lines = run_all(chosen)
     for shown in tables(lines):
-        print_table(*shown)
+        print_table(shown)
     if args.device is None and not torch.cuda.is_available():
         print(f"\n{no_gpu()}")
     print(f"\n{verdict(lines)}")
