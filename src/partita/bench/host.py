@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,22 +47,8 @@ SAME, ON_DEVICE, NEW_SHAPES = "", "lengths on the device", "a new shape at every
 Call = Callable[[], object]
 
 
-class Calls(NamedTuple):
-    """The calls of a round: queued one after another, and each waited for."""
-
-    ahead: int
-    waited: int
-
-
-CALLS = (Calls(10, 10), Calls(50, 20))  # on a CPU, whose calls do the work, and on a GPU
-
-
-class Unit(NamedTuple):
-    """The measurement whose time is the unit of others."""
-
-    op: str
-    provider: str
-    variant: str = SAME
+# Those queued one after another, and those that are waited for. On a CPU calls do the work.
+CALLS = {"cpu": (10, 10), "cuda": (50, 20)}
 
 
 @dataclass(frozen=True)
@@ -76,13 +62,10 @@ class HostCase:
     functions: Mapping[str, Function] = field(default_factory=dict)  # instead of the providers'
 
     @property
-    def unit(self) -> Unit:
-        """Return whose time is the unit of this case: PyTorch's, or that of a similar op."""
-        if "torch" in self.providers:
-            return Unit(self.op, "torch", self.variant if self.variant == NEW_SHAPES else SAME)
-        if self.op == "ctc_crf_loss":
-            return Unit("ctc_loss", "partita")
-        return Unit("cross_entropy", "torch")
+    def unit(self) -> tuple[str, str, str]:
+        """Return op, provider and variant of the unit of this time: of PyTorch, or of a row."""
+        op = self.op if "torch" in self.providers else "cross_entropy"
+        return op, "torch", self.variant if self.variant == NEW_SHAPES else SAME
 
     @property
     def name(self) -> str:
@@ -186,7 +169,7 @@ class Trial:
     provider: str
     buffers: Buffers
     timed: Call | None = None  # the call that is timed; None once the provider has refused
-    calls: Calls = CALLS[0]
+    calls: tuple[int, int] = CALLS["cpu"]
     ahead: list[float] = field(default_factory=list)  # milliseconds of a call in each round
     waited_for: list[float] = field(default_factory=list)  # and of waiting for the device too
     kernels: int | None = None  # kernels, copies and fills on the device; None where not counted
@@ -212,9 +195,9 @@ class Trial:
             if reason := provider.refusal(case.case.op, attempt.inputs):
                 self._give_up(f"refuses: {reason}")
                 return
-            self.timed, self.calls = case.step(attempt), CALLS[buffers.device.type == "cuda"]
+            self.timed, self.calls = case.step(attempt), CALLS[buffers.device.type]
             if case.variant == NEW_SHAPES:
-                self.calls = Calls(NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
+                self.calls = (NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
                 a_round = sum(self.calls) + 2 * FIRST_CALLS_OF_ROUND
                 numbers = range(1, 1 + WARM_UP_CALLS + rounds * a_round)
                 shapes = [attempt._replace(inputs=case.inputs(buffers, n)) for n in numbers]
@@ -232,7 +215,7 @@ class Trial:
         """Time a round of calls, unless the provider has refused."""
         if (timed := self.timed) is None:
             return
-        device = self.buffers.device
+        device, (ahead, waited) = self.buffers.device, self.calls
 
         def waited_for() -> None:
             timed()
@@ -240,10 +223,10 @@ class Trial:
 
         try:
             _warm_caches(timed)
-            self.ahead.append(time_calls(timed, self.calls.ahead, device))
+            self.ahead.append(time_calls(timed, ahead, device))
             if device.type == "cuda":  # on a CPU nothing is left to wait for
                 _warm_caches(waited_for)
-                self.waited_for.append(time_calls(waited_for, self.calls.waited, device))
+                self.waited_for.append(time_calls(waited_for, waited, device))
         except Exception as error:
             self._refuse(error)
 
@@ -411,7 +394,7 @@ def records_of(trials: Sequence[Trial]) -> list[Record]:
             "waited_us": waited and 1e3 * waited.least,
             "waited_median_us": waited and 1e3 * waited.median,
             "ratio": host.least / unit.least if host and unit else None,
-            "unit": f"{row.case.unit.provider} {row.case.unit.op}",
+            "unit": f"torch {row.case.unit[0]}",
             "kernels": row.kernels,
             "device_us": row.device_us,
             "note": row.note,
