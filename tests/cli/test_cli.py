@@ -70,18 +70,6 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [[], ["info"], ["check"], ["bench"], ["warm"]],
-    ids=lambda c: c[0] if c else "partita",
-)
-def test_help_names_the_exit_codes(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
-    assert stop.value.code == 0
-    assert "exit code" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
     ("command", "expected"),
     [
         ([], "required: command"),
