@@ -10,6 +10,7 @@ round each, and what slows the host for a while slows all of them.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from ..cli.info import cpu, no_gpu
 from ..ops.linear_heads.api import linear_cross_entropy
 from . import chain, ctc, heads, linear_chain, picture, providers, rows
 from .case import Attempt, Buffers, Case, Function, Provider
-from .measure import Timing, time_calls, wait
+from .measure import time_calls, wait
 from .report import Files, Record, files_of
 from .runner import finish, judge, require_device
 
@@ -176,16 +177,6 @@ class Trial:
     device_us: float | None = None  # the microseconds that these take
     note: str = ""  # why the case is not timed
 
-    @property
-    def host(self) -> Timing | None:
-        """Return the time of a call that is not waited for; None where the provider refused."""
-        return Timing.of(self.ahead) if self.timed and self.ahead else None
-
-    @property
-    def waited(self) -> Timing | None:
-        """Return the time of a call and of waiting for the device; None on a CPU."""
-        return Timing.of(self.waited_for) if self.timed and self.waited_for else None
-
     def prepare(self, rounds: int) -> None:
         """Draw the inputs of all rounds, warm up, and check our own results."""
         case, buffers = self.case, self.buffers
@@ -193,7 +184,7 @@ class Trial:
             function, provider = case.served_by(self.provider)
             attempt = Attempt(function, case.inputs(buffers), provider)
             if reason := provider.refusal(case.case.op, attempt.inputs):
-                self._give_up(f"refuses: {reason}")
+                self.note = f"refuses: {reason}"
                 return
             self.timed, self.calls = case.step(attempt), CALLS[buffers.device.type]
             if case.variant == NEW_SHAPES:
@@ -243,10 +234,9 @@ class Trial:
 
     def _refuse(self, error: Exception) -> None:
         require_device(self.buffers.device, error)
-        self._give_up(f"refuses: {first_line(error)[:120]}")
-
-    def _give_up(self, note: str) -> None:
-        self.timed, self.note = None, note
+        self.timed, self.note = None, f"refuses: {first_line(error)[:120]}"
+        self.ahead.clear()
+        self.waited_for.clear()
 
 
 def _warm_caches(call: Call) -> None:
@@ -381,19 +371,16 @@ def records_of(trials: Sequence[Trial]) -> list[Record]:
 
     Other programs of the machine only add to a time. A ratio is to the time of the case's unit.
     """
-    hosts = {(row.case.op, row.provider, row.case.variant): row.host for row in trials}
+    hosts = {(x.case.op, x.provider, x.case.variant): min(x.ahead) for x in trials if x.ahead}
     records = []
     for row in trials:
-        unit, host, waited = hosts.get(row.case.unit), row.host, row.waited
-        record: Record = {
-            "op": row.case.op,
-            "variant": row.case.variant,
-            "provider": row.provider,
-            "host_us": host and 1e3 * host.least,
-            "host_median_us": host and 1e3 * host.median,
-            "waited_us": waited and 1e3 * waited.least,
-            "waited_median_us": waited and 1e3 * waited.median,
-            "ratio": host.least / unit.least if host and unit else None,
+        record: Record = {"op": row.case.op, "variant": row.case.variant, "provider": row.provider}
+        for name, times in (("host", row.ahead), ("waited", row.waited_for)):
+            record[f"{name}_us"] = 1e3 * min(times) if times else None
+            record[f"{name}_median_us"] = 1e3 * statistics.median(times) if times else None
+        unit = hosts.get(row.case.unit)
+        record |= {
+            "ratio": min(row.ahead) / unit if row.ahead and unit else None,
             "unit": f"torch {row.case.unit[0]}",
             "kernels": row.kernels,
             "device_us": row.device_us,
