@@ -11,6 +11,7 @@ from helpers.bench import (
     CPU,
     SETTINGS,
     devices,
+    installed,
     machine_with,
     note_of_wrong,
     print_tables,
@@ -237,7 +238,7 @@ def test_koi_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     members = {"logZ_cu_sparse": logz_of_kmers, "logZ_cu": logz_of_targets, "Log": "Log"}
     stand_in(monkeypatch, "koi.ctc", **members)
-    koi = dataclasses.replace(providers.choose(["koi"])[-1], packages=(), beyond={})
+    koi = installed("koi")
     rows = run([LOSS, CRF], koi)
     assert [(row.case.op, bool(row.timing)) for row in rows] == [("ctc_crf", True)] * 4
 
@@ -258,7 +259,7 @@ def test_seqdist_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> No
 
     members = {"_Logz": SimpleNamespace(apply=apply), "_fwd_bwd_cupy": "kernel", "Log": "Log"}
     stand_in(monkeypatch, "seqdist.ctc", prepare_inputs=prepare, **members)
-    seqdist = dataclasses.replace(providers.choose(["seqdist"])[-1], packages=(), beyond={})
+    seqdist = installed("seqdist")
     rows = run([LOSS, CRF], seqdist)
     assert [(row.case.op, bool(row.timing)) for row in rows] == [("ctc", True)] * 4
 

@@ -16,6 +16,7 @@ from helpers.bench import (
     SETTINGS,
     bench,
     devices,
+    installed,
     machine_with,
     note_of_wrong,
     print_tables,
@@ -291,11 +292,6 @@ def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
         )
 
 
-def peer(name: str) -> Provider:
-    """Return the peer as if it were installed and took these inputs."""
-    return dataclasses.replace(providers.choose([name])[-1], packages=(), beyond={})
-
-
 has_torch_linear = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no such op"
 )
@@ -319,7 +315,7 @@ def test_liger_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None
 
     members = {"LigerFusedLinearCrossEntropyFunction": SimpleNamespace(apply=apply)}
     stand_in(monkeypatch, "liger_kernel.ops.fused_linear_cross_entropy", **members)
-    assert all(row.timing for row in run([CASE], peer("liger")))
+    assert all(row.timing for row in run([CASE], installed("liger")))
 
 
 def test_quack_is_imported_with_a_key_for_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,9 +338,9 @@ def test_quack_is_imported_with_a_key_for_every_value(monkeypatch: pytest.Monkey
     assert key == (3, ("type", "builtins", "float"))
     assert identity.semantic_value_key.__wrapped__ is strict
     half = dataclasses.replace(CASE, dtype=torch.bfloat16)
-    assert all(row.timing for row in run([half], peer("quack")))
+    assert all(row.timing for row in run([half], installed("quack")))
     assert heads.beyond_quack(CASE.inputs(Buffers(CPU.device))) is not None
-    assert peer("quack").refusal("softmax", (torch.zeros(2),)) is None
+    assert installed("quack").refusal("softmax", (torch.zeros(2),)) is None
 
 
 def test_what_the_kernels_of_liger_in_cute_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +383,7 @@ def test_cut_cross_entropy_is_called_as_it_wants_it(
     stand_in(monkeypatch, "cut_cross_entropy", linear_cross_entropy=loss, **members)
     for name, expected in (("cce", {}), ("cce-exact", options)):
         told.clear()
-        assert all(row.timing for row in run([CASE], peer(name)))
+        assert all(row.timing for row in run([CASE], installed(name)))
         assert told and all(given == expected for given in told)
 
 

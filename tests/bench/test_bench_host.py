@@ -15,7 +15,7 @@ from helpers.bench import SETTINGS, bench, devices, run, texts_of
 
 from partita.bench import host, picture, providers, rows
 from partita.bench.case import Attempt, Buffers
-from partita.bench.host import CASES, NEW_SHAPES, ON_DEVICE, SAME, HostCase, Unit
+from partita.bench.host import CASES, NEW_SHAPES, ON_DEVICE, SAME, HostCase
 from partita.bench.measure import Timing
 from partita.bench.providers import TORCH
 from partita.cli.fresh_process import run_fresh
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a run short; the reference compiles nothing."""
     monkeypatch.setenv("PARTITA_BACKEND", "reference")
-    monkeypatch.setattr(host, "CALLS", (host.Calls(1, 1), host.Calls(2, 2)))
+    monkeypatch.setattr(host, "CALLS", {"cpu": (1, 1), "cuda": (2, 2)})
     monkeypatch.setattr(host, "NEW_SHAPE_CALLS", 1)
     monkeypatch.setattr(host, "WARM_UP_CALLS", 1)
 
@@ -52,7 +52,7 @@ def test_the_ops_that_are_timed() -> None:
         "ctc_loss",
         "cross_entropy",
     }
-    measured = {Unit(case.op, name, case.variant) for case in CASES for name in case.providers}
+    measured = {(case.op, name, case.variant) for case in CASES for name in case.providers}
     for case in CASES:
         assert "partita" in case.providers
         assert set(case.providers) <= {*host.ALWAYS, *host.PEERS}

@@ -399,14 +399,15 @@ def test_a_disk_that_is_full_leaves_what_was_there(
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["info"], ["check"], ["bench"], ["report"]],
+    [[], ["info"], ["check"], ["bench"], ["report"], ["warm"]],
     ids=lambda c: c[0] if c else "partita",
 )
 def test_help_has_examples_and_exit_codes(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
+    assert stop.value.code == 0
     printed = capsys.readouterr().out
     assert "\nexamples:\n  " in printed and "\nexit codes" in printed
     assert f"  {' '.join(['partita', *command])}" in printed

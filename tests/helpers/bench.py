@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from partita.__main__ import main
-from partita.bench import report, runner
+from partita.bench import providers, report, runner
 from partita.bench.case import Case, Provider, Settings
 from partita.bench.measure import Machine, Timing
 from partita.cli.console import Progress, print_table
@@ -86,7 +86,14 @@ def shapes(
 
 def print_tables(rows: list[runner.Row]) -> None:
     for table in report.summary(rows, CPU):
-        print_table(*table)
+        print_table(table)
+
+
+def installed(name: str) -> Provider:
+    """Return the peer as if it were installed and took any inputs."""
+    peer = providers.choose([name])[-1]
+    ops = {op: getattr(served, "load", served) for op, served in peer.ops.items()}
+    return dataclasses.replace(peer, packages=(), ops=ops)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:

@@ -12,7 +12,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from .measure import Step, Timing, nothing, peak_extra_memory, time_steps
 
 Function = Callable[..., Any]
 Load = Callable[[], Function]
-Beyond = Callable[[Any], str | None]
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 GPU_LOGITS = 2**28
@@ -31,14 +30,18 @@ CPU_LOGITS = 2**20
 SLOW_REPETITIONS = 3
 
 
-class Limited(NamedTuple):
+@dataclass(frozen=True)
+class Limited:
     """A function of a provider, and why it cannot take the inputs of a case, or None."""
 
     load: Load
-    beyond: Beyond
+    beyond: Callable[[Any], str | None]
+
+    def __call__(self) -> Function:
+        return self.load()
 
 
-Functions = Mapping[str, Mapping[str, Load | Limited]]  # by provider and op
+Functions = Mapping[str, Mapping[str, Load]]  # by provider and op
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class Provider:
     packages: tuple[str, ...] = ()  # the modules that must be installed
     install: str = ""  # the command that installs them
     overwrites: bool = False  # whether a loss leaves its gradient in the memory of the logits
-    beyond: Mapping[str, Beyond] = field(default_factory=dict)  # why inputs are refused, or None
 
     @property
     def is_ours(self) -> bool:
@@ -64,11 +66,17 @@ class Provider:
 
     def refusal(self, op: str, inputs: Any) -> str | None:
         """Return why the provider cannot take the inputs of a case of this op, or None."""
-        return self.beyond[op](inputs) if op in self.beyond else None
+        served = self.ops.get(op)
+        return served.beyond(inputs) if isinstance(served, Limited) else None
 
 
 def is_ours(name: str) -> bool:
     return name.partition("-")[0] == "partita"
+
+
+def given(function: Function) -> Load:
+    """Return what loads a function that is there."""
+    return lambda: function
 
 
 def load(module: str, name: str) -> Load:

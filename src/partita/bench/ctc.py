@@ -128,19 +128,16 @@ def beyond_torchaudio(inputs: CTCInputs) -> str | None:
     return None if len(inputs.targets) == 1 else "takes one sequence only"
 
 
-class TargetIndex(NamedTuple):
-    """The indices of the scores of a target's alignments among the scores of a step."""
+def target_index(targets: Tensor, state_len: int, bases: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of the scores of a target's alignments among the scores of a step.
 
-    stay: Tensor  # [N, S - k + 1], for staying in each k-mer of the target
-    move: Tensor  # [N, S - k], for entering each k-mer from the one before it
-
-
-def target_index(targets: Tensor, state_len: int, bases: int) -> TargetIndex:
-    """Return the indices of the edges, by the k-mer that is entered and the base that leaves."""
+    `[N, S - k + 1]` are for staying in each k-mer of the target, and `[N, S - k]` for entering each
+    from the one before it.
+    """
     labels = (targets - 1).clamp(min=0)
     weights = bases ** torch.arange(state_len - 1, -1, -1, device=targets.device)
     stay = (labels.unfold(1, state_len, 1) * weights).sum(-1) * (bases + 1)
-    return TargetIndex(stay, stay[:, 1:] + 1 + labels[:, : stay.shape[1] - 1])
+    return stay, stay[:, 1:] + 1 + labels[:, : stay.shape[1] - 1]
 
 
 def _recipe(

@@ -31,6 +31,7 @@ from .case import (
     Sizes,
     Verdict,
     cases_of,
+    given,
     load,
     needs_gpu,
 )
@@ -198,7 +199,7 @@ OURS: dict[str, Decoder] = {
     "ctc_crf_beam": over_kmers("beam"),
 }
 PROVIDERS: Functions = {
-    "partita": {op: lambda function=function: function for op, function in OURS.items()},  # type: ignore[misc]
+    "partita": {op: given(function) for op, function in OURS.items()},
     "koi": {"ctc_crf_beam": Limited(koi_beam, needs_gpu)},
     "torchaudio": {"ctc_beam": Limited(torchaudio_beam, needs_gpu)},
     "fast-ctc-decode": {

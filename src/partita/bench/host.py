@@ -10,11 +10,12 @@ round each, and what slows the host for a while slows all of them.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from ..cli.info import cpu, no_gpu
 from ..ops.linear_heads.api import linear_cross_entropy
 from . import chain, ctc, heads, linear_chain, picture, providers, rows
 from .case import Attempt, Buffers, Case, Function, Provider
-from .measure import Timing, time_calls, wait
+from .measure import time_calls, wait
 from .report import Files, Record, files_of
 from .runner import finish, judge, require_device
 
@@ -47,22 +48,8 @@ SAME, ON_DEVICE, NEW_SHAPES = "", "lengths on the device", "a new shape at every
 Call = Callable[[], object]
 
 
-class Calls(NamedTuple):
-    """The calls of a round: queued one after another, and each waited for."""
-
-    ahead: int
-    waited: int
-
-
-CALLS = (Calls(10, 10), Calls(50, 20))  # on a CPU, whose calls do the work, and on a GPU
-
-
-class Unit(NamedTuple):
-    """The measurement whose time is the unit of others."""
-
-    op: str
-    provider: str
-    variant: str = SAME
+# Those queued one after another, and those that are waited for. On a CPU calls do the work.
+CALLS = {"cpu": (10, 10), "cuda": (50, 20)}
 
 
 @dataclass(frozen=True)
@@ -76,13 +63,10 @@ class HostCase:
     functions: Mapping[str, Function] = field(default_factory=dict)  # instead of the providers'
 
     @property
-    def unit(self) -> Unit:
-        """Return whose time is the unit of this case: PyTorch's, or that of a similar op."""
-        if "torch" in self.providers:
-            return Unit(self.op, "torch", self.variant if self.variant == NEW_SHAPES else SAME)
-        if self.op == "ctc_crf_loss":
-            return Unit("ctc_loss", "partita")
-        return Unit("cross_entropy", "torch")
+    def unit(self) -> tuple[str, str, str]:
+        """Return op, provider and variant of the unit of this time: of PyTorch, or of a row."""
+        op = self.op if "torch" in self.providers else "cross_entropy"
+        return op, "torch", self.variant if self.variant == NEW_SHAPES else SAME
 
     @property
     def name(self) -> str:
@@ -186,22 +170,12 @@ class Trial:
     provider: str
     buffers: Buffers
     timed: Call | None = None  # the call that is timed; None once the provider has refused
-    calls: Calls = CALLS[0]
+    calls: tuple[int, int] = CALLS["cpu"]
     ahead: list[float] = field(default_factory=list)  # milliseconds of a call in each round
     waited_for: list[float] = field(default_factory=list)  # and of waiting for the device too
     kernels: int | None = None  # kernels, copies and fills on the device; None where not counted
     device_us: float | None = None  # the microseconds that these take
     note: str = ""  # why the case is not timed
-
-    @property
-    def host(self) -> Timing | None:
-        """Return the time of a call that is not waited for; None where the provider refused."""
-        return Timing.of(self.ahead) if self.timed and self.ahead else None
-
-    @property
-    def waited(self) -> Timing | None:
-        """Return the time of a call and of waiting for the device; None on a CPU."""
-        return Timing.of(self.waited_for) if self.timed and self.waited_for else None
 
     def prepare(self, rounds: int) -> None:
         """Draw the inputs of all rounds, warm up, and check our own results."""
@@ -210,11 +184,11 @@ class Trial:
             function, provider = case.served_by(self.provider)
             attempt = Attempt(function, case.inputs(buffers), provider)
             if reason := provider.refusal(case.case.op, attempt.inputs):
-                self._give_up(f"refuses: {reason}")
+                self.note = f"refuses: {reason}"
                 return
-            self.timed, self.calls = case.step(attempt), CALLS[buffers.device.type == "cuda"]
+            self.timed, self.calls = case.step(attempt), CALLS[buffers.device.type]
             if case.variant == NEW_SHAPES:
-                self.calls = Calls(NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
+                self.calls = (NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
                 a_round = sum(self.calls) + 2 * FIRST_CALLS_OF_ROUND
                 numbers = range(1, 1 + WARM_UP_CALLS + rounds * a_round)
                 shapes = [attempt._replace(inputs=case.inputs(buffers, n)) for n in numbers]
@@ -232,7 +206,7 @@ class Trial:
         """Time a round of calls, unless the provider has refused."""
         if (timed := self.timed) is None:
             return
-        device = self.buffers.device
+        device, (ahead, waited) = self.buffers.device, self.calls
 
         def waited_for() -> None:
             timed()
@@ -240,10 +214,10 @@ class Trial:
 
         try:
             _warm_caches(timed)
-            self.ahead.append(time_calls(timed, self.calls.ahead, device))
+            self.ahead.append(time_calls(timed, ahead, device))
             if device.type == "cuda":  # on a CPU nothing is left to wait for
                 _warm_caches(waited_for)
-                self.waited_for.append(time_calls(waited_for, self.calls.waited, device))
+                self.waited_for.append(time_calls(waited_for, waited, device))
         except Exception as error:
             self._refuse(error)
 
@@ -260,10 +234,9 @@ class Trial:
 
     def _refuse(self, error: Exception) -> None:
         require_device(self.buffers.device, error)
-        self._give_up(f"refuses: {first_line(error)[:120]}")
-
-    def _give_up(self, note: str) -> None:
-        self.timed, self.note = None, note
+        self.timed, self.note = None, f"refuses: {first_line(error)[:120]}"
+        self.ahead.clear()
+        self.waited_for.clear()
 
 
 def _warm_caches(call: Call) -> None:
@@ -398,20 +371,17 @@ def records_of(trials: Sequence[Trial]) -> list[Record]:
 
     Other programs of the machine only add to a time. A ratio is to the time of the case's unit.
     """
-    hosts = {(row.case.op, row.provider, row.case.variant): row.host for row in trials}
+    hosts = {(x.case.op, x.provider, x.case.variant): min(x.ahead) for x in trials if x.ahead}
     records = []
     for row in trials:
-        unit, host, waited = hosts.get(row.case.unit), row.host, row.waited
-        record: Record = {
-            "op": row.case.op,
-            "variant": row.case.variant,
-            "provider": row.provider,
-            "host_us": host and 1e3 * host.least,
-            "host_median_us": host and 1e3 * host.median,
-            "waited_us": waited and 1e3 * waited.least,
-            "waited_median_us": waited and 1e3 * waited.median,
-            "ratio": host.least / unit.least if host and unit else None,
-            "unit": f"{row.case.unit.provider} {row.case.unit.op}",
+        record: Record = {"op": row.case.op, "variant": row.case.variant, "provider": row.provider}
+        for name, times in (("host", row.ahead), ("waited", row.waited_for)):
+            record[f"{name}_us"] = 1e3 * min(times) if times else None
+            record[f"{name}_median_us"] = 1e3 * statistics.median(times) if times else None
+        unit = hosts.get(row.case.unit)
+        record |= {
+            "ratio": min(row.ahead) / unit if row.ahead and unit else None,
+            "unit": f"torch {row.case.unit[0]}",
             "kernels": row.kernels,
             "device_us": row.device_us,
             "note": row.note,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,21 +69,12 @@ class Megatron(torch.autograd.Function):
         return (e * grads[0][:, None]).to(ctx.dtype), None, None
 
 
-def timed(
-    step: Callable[[], object], repetitions: int, group: dist.ProcessGroup | None
-) -> tuple[float, float]:
-    """Return the milliseconds and the GiB of a step on the slowest rank of a group."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    milliseconds = time_call(step, device, repetitions).median
-    extra = peak_extra_memory([("step", step)], device) or 0
-    result = torch.tensor([milliseconds, extra / 2**30], device=device)
-    if group is not None:
-        dist.all_reduce(result, dist.ReduceOp.MAX, group)
-    return float(result[0]), float(result[1])
+def gradients(loss: Callable[[], Tensor], *leaves: Tensor) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(loss(), leaves)
 
 
 def cross_entropies(
-    group: dist.ProcessGroup, mesh: DeviceMesh, world: int
+    group: dist.ProcessGroup, world: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Check the loss of some tokens against fp64, then yield the steps to time with their names."""
     torch.manual_seed(dist.get_rank(group))
@@ -91,15 +83,12 @@ def cross_entropies(
     )
     torch.manual_seed(1)
     target = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
+    labels, mesh = target % local.shape[1], DeviceMesh("cuda", list(range(world)))
 
-    def loss_parallel_gradient() -> Tensor:
+    def loss_parallel_gradient() -> object:
+        logits = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
         with loss_parallel():
-            return torch.autograd.grad(
-                F.cross_entropy(
-                    DTensor.from_local(local, mesh, [Shard(1)], run_check=False), target
-                ),
-                local,
-            )[0]
+            return torch.autograd.grad(F.cross_entropy(logits, target), local)
 
     with torch.no_grad():
         parts = [torch.empty_like(local) for _ in range(world)]
@@ -110,17 +99,10 @@ def cross_entropies(
         is_accurate = (loss - truth).abs().max() < 1e-5 * truth.abs().max()
         assert is_accurate, "the loss of partita is wrong"
         del parts, logits
-    yield (
-        "partita",
-        lambda: torch.autograd.grad(parallel.cross_entropy(local, target, group=group), local),
-    )
+    yield "partita", gradients(lambda: parallel.cross_entropy(local, target, group=group), local)
     yield "loss_parallel", loss_parallel_gradient
-    yield (
-        "megatron",
-        lambda: torch.autograd.grad(Megatron.apply(local, target, group).mean(), local),
-    )
-    labels = target % local.shape[1]
-    yield "one shard", lambda: torch.autograd.grad(cross_entropy(local, labels), local)
+    yield "megatron", gradients(lambda: Megatron.apply(local, target, group).mean(), local)
+    yield "one shard", gradients(lambda: cross_entropy(local, labels), local)
 
 
 def linear(group: dist.ProcessGroup, world: int) -> Callable[[], object]:
@@ -130,36 +112,32 @@ def linear(group: dist.ProcessGroup, world: int) -> Callable[[], object]:
     states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(vocabulary, (tokens,), device="cuda")
     torch.manual_seed(2 + dist.get_rank(group))
-    matrix = (
-        (torch.randn(vocabulary // world, hidden, device="cuda") * hidden**-0.5)
-        .bfloat16()
-        .requires_grad_()
-    )
+    matrix = torch.randn(vocabulary // world, hidden, device="cuda") * hidden**-0.5
+    matrix = matrix.bfloat16().requires_grad_()
     budget = linear_cross_entropy_plan(*LINEAR, torch.bfloat16, memory_budget=2**40).workspace_bytes
-    if world == 1:
-        return lambda: torch.autograd.grad(
-            linear_cross_entropy(states, matrix, target, memory_budget=budget),
-            (states, matrix),
-        )
-    return lambda: torch.autograd.grad(
-        parallel.linear_cross_entropy(states, matrix, target, group=group, memory_budget=budget),
-        (states, matrix),
-    )
+    function: Any = linear_cross_entropy
+    if world > 1:
+        function = functools.partial(parallel.linear_cross_entropy, group=group)
+    loss = functools.partial(function, states, matrix, target, memory_budget=budget)
+    return gradients(loss, states, matrix)
 
 
-def measure(world: int, group: dist.ProcessGroup, repetitions: int) -> list[Measurement]:
-    """Time all losses on a group of `world` ranks."""
-    mesh = DeviceMesh("cuda", list(range(world)))
-    results = []
-    for name, step in cross_entropies(group, mesh, world) if world > 1 else ():
-        results.append(Measurement("cross_entropy", world, name, *timed(step, repetitions, group)))
+def measure(world: int, group: dist.ProcessGroup, repetitions: int) -> Iterator[Measurement]:
+    """Time all losses on a group of `world` ranks, with the time and memory of the slowest rank."""
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def timed(op: str, name: str, step: Callable[[], object]) -> Measurement:
+        milliseconds = time_call(step, device, repetitions).median
+        extra = peak_extra_memory([("step", step)], device) or 0
+        result = torch.tensor([milliseconds, extra / 2**30], device=device)
+        dist.all_reduce(result, dist.ReduceOp.MAX, group)
+        return Measurement(op, world, name, *result.tolist())
+
+    for name, step in cross_entropies(group, world) if world > 1 else ():
+        yield timed("cross_entropy", name, step)
     torch.cuda.empty_cache()
-    step = linear(group, world)
-    results.append(
-        Measurement("linear_cross_entropy", world, "partita", *timed(step, repetitions, group))
-    )
+    yield timed("linear_cross_entropy", "partita", linear(group, world))
     torch.cuda.empty_cache()
-    return results
 
 
 def main() -> None:
@@ -176,7 +154,7 @@ def main() -> None:
         group = dist.new_group(list(range(world)))
         if rank < world:
             assert group is not None
-            measured = measure(world, group, args.repetitions)
+            measured = list(measure(world, group, args.repetitions))
             results += measured
             for op, gpus, name, ms, gib in measured if rank == 0 else ():
                 print(f"{op:22} {gpus} GPUs {name:14} {ms:9.3f} ms {gib:7.2f} GiB", flush=True)

@@ -5,13 +5,14 @@ Each family declares its functions by provider; here they are put together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable
 
 import torch
 
 from ..cli.console import UsageError
 from . import chain, ctc, decode, heads, linear_chain, rnnt, rows
-from .case import Beyond, Function, Limited, Load, Provider
+from .case import Function, Load, Provider, given
 
 FAMILIES = (rows, heads, chain, linear_chain, ctc, rnnt, decode)
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
@@ -26,16 +27,9 @@ def _compiled(function: Function) -> Function:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def _loads(functions: Mapping[str, Function]) -> dict[str, Load]:
-    return {op: lambda function=function: function for op, function in functions.items()}  # type: ignore[misc]
-
-
 EXTRA: dict[str, dict[str, Load]] = {
-    "torch": _loads({**COMPILED, **rnnt.TORCH}),
-    "compile": {
-        op: lambda function=function: _compiled(function)  # type: ignore[misc]
-        for op, function in COMPILED.items()
-    },
+    "torch": {op: given(function) for op, function in {**COMPILED, **rnnt.TORCH}.items()},
+    "compile": {op: functools.partial(_compiled, function) for op, function in COMPILED.items()},
 }
 
 
@@ -47,16 +41,12 @@ def _provider(
     `pip install` and `install` bring `packages`, by default the module of its name.
     """
     ops = dict(EXTRA.get(name, {}))
-    beyond: dict[str, Beyond] = {}
     for family in FAMILIES:
-        for op, served in family.PROVIDERS.get(name, {}).items():
-            if isinstance(served, Limited):
-                served, beyond[op] = served
-            ops[op] = served
+        ops |= family.PROVIDERS.get(name, {})
     if not install:
-        return Provider(name, ops, overwrites=overwrites, beyond=beyond)
+        return Provider(name, ops, overwrites=overwrites)
     modules = packages or (name.replace("-", "_"),)
-    return Provider(name, ops, modules, f"pip install {install}", overwrites, beyond)
+    return Provider(name, ops, modules, f"pip install {install}", overwrites)
 
 
 PARTITA = _provider("partita")

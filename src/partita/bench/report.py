@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..cli.console import Table, UsageError, print_table, require_writable
 from . import providers
-from .case import DTYPE_NAMES
+from .case import DTYPE_NAMES, Case
 from .measure import Machine
 from .runner import Row
 
@@ -22,17 +22,13 @@ PARTS = ("inference", "forward", "backward", "total", "replay", "do_bench")
 Record = dict[str, Any]  # a line of a CSV
 
 
-def _groups(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Group rows by op, kind of case and dtype, in their order."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+def _groups(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Group rows by the titles of their tables: op, kind of case and dtype."""
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        key = (row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype])
-        groups.setdefault(key, []).append(row)
+        words = (row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype])
+        groups.setdefault(" ".join(filter(None, words)), []).append(row)
     return groups
-
-
-def _title(op: str, label: str, dtype: str) -> str:
-    return f"{op} {label} {dtype}" if label else f"{op} {dtype}"
 
 
 def _percent(row: Row, machine: Machine) -> str:
@@ -46,36 +42,32 @@ def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
     Times are milliseconds as mean (min–max), with the percent of the bandwidth that bounds the
     part on a GPU.
     """
-    bounded = machine.device.type != "cpu"
-    for key, group in _groups(rows).items():
-        parts = [part for part in PARTS if any(row.part == part for row in group)]
+    for title, group in _groups(rows).items():
         kind = group[0].case
+        parts = [part for part in PARTS if any(row.part == part for row in group)]
+        limits = {part: limit for row in group for part, (_, limit) in row.case.moves.items()}
+        if machine.device.type == "cpu":
+            limits = {}
+        memory = any(row.extra_memory is not None for row in group)
         header = ["provider", " × ".join(kind.sizes)]
         for part in parts:
-            limit = next(
-                (row.case.moves[part].limit for row in group if part in row.case.moves), None
-            )
-            limit = limit if bounded else None
-            header += [f"{part}, ms", *([f"of {limit}"] if limit else [])]
-        memory = any(row.extra_memory is not None for row in group)
+            header += [f"{part}, ms", *([f"of {limits[part]}"] if part in limits else [])]
         header += ["extra memory"] * memory + [kind.unit or "error", ""]
-        lines = []
-        by_case: dict[tuple[str, str], list[Row]] = {}
+        by_case: dict[tuple[Case, str], dict[str, Row]] = {}
         for row in group:
-            by_case.setdefault((str(row.case), row.provider), []).append(row)
-        for (_, provider), own in by_case.items():
-            case, found = own[0].case, {row.part: row for row in own}
-            line = [provider, case.size(case.sizes)]
+            by_case.setdefault((row.case, row.provider), {})[row.part] = row
+        lines = []
+        for (case, provider), found in by_case.items():
+            line, any_row = [provider, case.size(case.sizes)], next(iter(found.values()))
             for part in parts:
                 measured = found.get(part)
                 line.append(str(measured.timing) if measured else "")
-                if bounded and any(part in other.case.moves for other in group):
+                if part in limits:
                     line.append(_percent(measured, machine) if measured else "")
-            if memory:
-                line.append(_memory(own[0]))
-            line += ["" if math.isnan(own[0].error) else f"{own[0].error:.2g}", own[0].note[:120]]
-            lines.append(line)
-        yield Table(_title(*key), header, lines, left=2)
+            line += [_memory(any_row)] * memory
+            line.append("" if math.isnan(any_row.error) else f"{any_row.error:.2g}")
+            lines.append([*line, any_row.note[:120]])
+        yield Table(title, header, lines, left=2)
 
 
 def _memory(row: Row) -> str:
@@ -91,31 +83,34 @@ def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
     They show the percent of the limit, the speed-up over the provider `versus`, and time and memory
     relative to the yardstick, where the case has these.
     """
-    for key, group in _groups(rows).items():
-        kind, title = group[0].case, _title(*key)
-        versus, yardstick, memory_of = kind.versus, kind.yardstick, kind.memory_of
+    for title, group in _groups(rows).items():
+        kind = group[0].case
         for part in PARTS:
-            timed = [row for row in group if row.part == part]
-            measured = [row for row in timed if part in row.case.moves]
+            timed = {x: x.timing.median for x in group if x.part == part and x.timing}
+            measured = {row: time for row, time in timed.items() if part in row.case.moves}
             if measured and machine.device.type != "cpu":
-                limit = measured[0].case.moves[part].limit
+                limit = next(iter(measured)).case.moves[part].limit
                 shares = {row: _percent(row, machine) for row in measured}
                 yield _by_size(
                     f"{title}, {part}: percent of {limit} bandwidth", group, part, shares
                 )
-            if others := {row.case: row for row in measured if row.provider == versus}:
-                faster = {
-                    row: _ratio(others[row.case], row) for row in measured if row.case in others
-                }
-                yield _by_size(f"{title}, {part}: times faster than {versus}", group, part, faster)
-            if units := {row.case: row for row in timed if row.provider == yardstick}:
-                slower = {row: _ratio(row, units[row.case]) for row in timed if row.case in units}
-                yield _by_size(f"{title}, {part}: times the {yardstick}", group, part, slower)
+            for name, own, words, power in (
+                (kind.versus, measured, "times faster than", -1),
+                (kind.yardstick, timed, "times the", 1),
+            ):
+                units = {row.case: time for row, time in own.items() if row.provider == name}
+                if units:
+                    ratios = {
+                        row: f"{(time / units[row.case]) ** power:.2f}"
+                        for row, time in own.items()
+                        if row.case in units
+                    }
+                    yield _by_size(f"{title}, {part}: {words} {name}", group, part, ratios)
         sizes = {
             row: f"{row.extra_memory / 2**30:.2f}" for row in group if row.extra_memory is not None
         }
-        if yardstick and sizes:
-            yield _by_size(f"{title}: extra memory, GiB", group, memory_of, sizes)
+        if kind.yardstick and sizes:
+            yield _by_size(f"{title}: extra memory, GiB", group, kind.memory_of, sizes)
 
 
 def _by_size(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, str]) -> Table:
@@ -131,11 +126,6 @@ def _by_size(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, st
         [" × ".join(varying), *providers],
         [[size, *line.values()] for size, line in lines.items()],
     )
-
-
-def _ratio(row: Row, other: Row) -> str:
-    """Return the ratio of two times."""
-    return f"{row.timing.median / other.timing.median:.2f}" if row.timing and other.timing else ""
 
 
 def describe(machine: Machine) -> str:
@@ -209,7 +199,7 @@ class Files(NamedTuple):
         `render` returns a picture in a format, that of the end of the name of its file.
         """
         for table in tables:
-            print_table(*table)
+            print_table(table)
         print(f"\n{machine}")
         if self.csv:
             write_csv(self.csv, records)

@@ -410,13 +410,13 @@ def _write(path: Path, text: str) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Check, measure and write, and return the exit code."""
-    backends, left_out = check.served(args.device)
-    if not backends:
+    devices, left_out = check.served(args.device)
+    if not devices:
         raise UsageError(f"nothing is left to check: {'; '.join(left_out)}")
     plan = None if args.no_bench else _plan(args)
     _prepare(args.out, args.force)
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    lines = check.run_all(backends)
+    lines = check.run_all(devices)
     bench = (_measured(plan), plan.absent) if plan else (None,)
     found = Report(_command(args), date, lines, left_out, *bench)
     try:

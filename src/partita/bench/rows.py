@@ -195,22 +195,13 @@ def blocks(x: Tensor) -> Iterator[slice]:
 def row_error(
     result: Tensor, truth: Callable[[Tensor, slice], Tensor], x: Tensor, *, scale: Scale
 ) -> Error:
-    """Return the worst error of rows, which are compared with the truth in blocks.
+    """Return the worst error of a result, `[rows, ...]`, whose truth is computed in blocks.
 
-    Args:
-        result: `[rows, ...]`.
-        truth: maps some rows of `x` in fp64 and their slice to the true rows of the result.
-        x: `[rows, columns]`, the input.
-        scale: the scale of `ulp_error`.
+    `truth` maps some rows of the logits in fp64 and their slice to the true rows of the result.
     """
     with torch.no_grad():
-        return max(
-            (
-                ulp_error(result[rows], truth(x[rows].double(), rows), scale=scale)
-                for rows in blocks(x)
-            ),
-            key=lambda error: error.ulp,
-        )
+        parts = ((result[rows], truth(x[rows].double(), rows)) for rows in blocks(x))
+        return max((ulp_error(*part, scale=scale) for part in parts), key=lambda error: error.ulp)
 
 
 class SoftmaxInputs(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -34,20 +33,9 @@ exit codes:
   2  wrong arguments   130  interrupted"""
 
 
-@dataclass(frozen=True)
-class Backend:
-    """The backend that serves a device."""
-
-    name: str  # in the table
-    device: torch.device
-
-    def __str__(self) -> str:
-        return f"{self.name} on {self.device}"
-
-    def of(self, call: Call) -> Backend:
-        """Return the backend that serves this call on the device."""
-        served = resolve(current_backend(), self.device, has_cpu=call.numba)
-        return Backend(BACKEND_NAMES[served], self.device)
+def backend_of(device: torch.device, *, numba: bool = False) -> str:
+    """Return what serves a call on a device, if the call has kernels of Numba or has none."""
+    return f"{BACKEND_NAMES[resolve(current_backend(), device, has_cpu=numba)]} on {device}"
 
 
 @dataclass(frozen=True)
@@ -57,18 +45,11 @@ class Line:
     op: str
     backend: str
     dtype: str
-    error: str
-    bound: str
-    torch_error: str
-    passed: bool
+    error: str = ""
+    bound: str = ""
+    torch_error: str = ""
+    passed: bool = False
     note: str = ""
-
-    def measured(
-        self, error: float, bound: float, own: float | None, passed: bool, note: str
-    ) -> Line:
-        torch_error = "" if own is None else f"{own:.2g}"
-        numbers = (f"{error:.2g}", f"{bound:.2g}", torch_error)
-        return Line(self.op, self.backend, self.dtype, *numbers, passed, note)
 
 
 def _compared(call: Call, draw: Draw) -> Iterator[Sample]:
@@ -88,22 +69,21 @@ def _compared(call: Call, draw: Draw) -> Iterator[Sample]:
                 yield call.sample(changed, sizes=sizes, name=name)
 
 
-def run(call: Call, backend: Backend, dtype: str) -> Line:
+def run(call: Call, device: torch.device, dtype: str) -> Line:
     """Return the line with the worst error of the samples of a call, forward and backward.
 
     Larger samples are compared with the counterpart in PyTorch if there is one, whose error is
     shown if no sample fails. Others are compared with the reference.
     """
-    backend = backend.of(call)
-    draw = Draw(DTYPES[dtype], device=backend.device)
-    line = Line(call.name, str(backend), dtype, "", "", "", False)
-    found: list[tuple[Any, Line]] = []
+    draw = Draw(DTYPES[dtype], device=device)
+    line = Line(call.name, backend_of(device, numba=call.numba), dtype)
+    # The rank of each error; the error, its bound, and PyTorch's own; and what is wrong.
+    found: list[tuple[tuple[bool, bool, float], tuple[float, float, float | None], str]] = []
 
     def note(sample: Sample, shares: dict[str, float]) -> None:
         for part, share in shares.items():
-            text = "" if share <= 1 else f"{sample.name}: {part} is beyond its bound"
-            measured = line.measured(share, 1.0, None, share <= 1, text)
-            found.append(((share > 1, False, share), measured))
+            text = f"{sample.name}: {part} is beyond its bound"
+            found.append(((share > 1, False, share), (share, 1.0, None), text))
 
     try:
         for sample in _compared(call, draw):
@@ -112,26 +92,28 @@ def run(call: Call, backend: Backend, dtype: str) -> Line:
                 continue
             errors = sample.errors_beside_torch()
             for name, parts in (("forward", errors.forward), ("backward", errors.backward)):
-                for error in parts:
-                    cells = (error.ulp, error.budget, error.baseline)
-                    text = "" if error.passed else f"{sample.name}, {name}: {error}"
-                    rank = (not error.passed, True, error.ulp / error.budget)
-                    found.append((rank, line.measured(*cells, error.passed, text)))
+                for x in parts:
+                    rank = (not x.passed, True, x.ulp / x.budget)
+                    text = f"{sample.name}, {name}: {x}"
+                    found.append((rank, (x.ulp, x.budget, x.baseline), text))
         for sample in call.samples(draw) if dtype == "fp32" else [call.sample(draw)]:
             note(sample, sample.errors())
     except Exception as error:
         return replace(line, note=first_line(error))
-    return max(found, key=lambda each: each[0])[1]
+    (failed, *_), numbers, text = max(found, key=lambda each: each[0])
+    worst, bound, own = ("" if number is None else f"{number:.2g}" for number in numbers)
+    note_of_worst = text if failed else ""
+    return Line(call.name, line.backend, dtype, worst, bound, own, not failed, note_of_worst)
 
 
-def run_bad_label(backend: Backend, dtype: str) -> Line:
+def run_bad_label(device: torch.device, dtype: str) -> Line:
     """Check a label that is out of range.
 
     It raises where values are checked. Elsewhere its row is NaN and the other rows are unchanged.
     """
-    line = Line("cross_entropy, bad label", str(backend), dtype, "", "", "", False)
+    line = Line("cross_entropy, bad label", backend_of(device), dtype)
     try:
-        x, good = sample_labels(19, 781, dtype=DTYPES[dtype], device=backend.device)
+        x, good = sample_labels(19, 781, dtype=DTYPES[dtype], device=device)
         bad = good.clone()
         bad[1] = x.shape[1]
         expected = cross_entropy(x, good, reduction="none")
@@ -148,8 +130,8 @@ def run_bad_label(backend: Backend, dtype: str) -> Line:
     return replace(line, error="NaN", passed=not rows, note=note)
 
 
-def served(name: str | None) -> tuple[list[Backend], list[str]]:
-    """Return the backends of the named device, or of the CPU and the current GPU.
+def served(name: str | None) -> tuple[list[torch.device], list[str]]:
+    """Return the named device, or the CPU and the current GPU.
 
     Messages follow for devices that the chosen backend cannot serve.
     """
@@ -159,27 +141,27 @@ def served(name: str | None) -> tuple[list[Backend], list[str]]:
         devices = [torch.device("cpu")]
         if torch.cuda.is_available():
             devices.append(torch.device("cuda", torch.cuda.current_device()))
-    backends, left_out = [], []
+    chosen, left_out = [], []
     for device in devices:
         try:
-            table = resolve(current_backend(), device, has_cpu=False)
-            backends.append(Backend(BACKEND_NAMES[table], device))
+            backend_of(device)
+            chosen.append(device)
         except (RuntimeError, ValueError) as error:
             left_out.append(f"{device} is left out: {error}")
-    return backends, left_out
+    return chosen, left_out
 
 
-def run_all(chosen: Sequence[Backend]) -> list[Line]:
+def run_all(devices: Sequence[torch.device]) -> list[Line]:
     """Run all checks with a progress bar and return them in the order of the table."""
     lines = []
-    with Progress(len(chosen) * (len(CALLS) + 1) * len(DTYPES)) as progress:
-        for backend in chosen:
+    with Progress(len(devices) * (len(CALLS) + 1) * len(DTYPES)) as progress:
+        for device in devices:
             for dtype in DTYPES:
                 for call in CALLS.values():
-                    progress.say(f"{call.name} {dtype}, {backend}")
-                    lines.append(run(call, backend, dtype))
+                    progress.say(f"{call.name} {dtype} on {device}")
+                    lines.append(run(call, device, dtype))
                     progress.advance()
-                lines.append(run_bad_label(backend, dtype))
+                lines.append(run_bad_label(device, dtype))
                 progress.advance()
     # The sort is stable, so the dtypes stay in their order.
     return sorted(lines, key=lambda line: (line.backend, line.op))
@@ -220,7 +202,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("nothing is left to check")
     lines = run_all(chosen)
     for shown in tables(lines):
-        print_table(*shown)
+        print_table(shown)
     if args.device is None and not torch.cuda.is_available():
         print(f"\n{no_gpu()}")
     print(f"\n{verdict(lines)}")

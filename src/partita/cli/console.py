@@ -141,15 +141,13 @@ class Table(NamedTuple):
         )
 
 
-def print_table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
-) -> None:
-    """Print the `Table` of these fields, in parts where it is wider than the terminal.
+def print_table(whole: Table) -> None:
+    """Print a table, in parts where it is wider than the terminal.
 
     A pipe or a file counts as a terminal of 80 columns, unless COLUMNS is set.
     """
     width = shutil.get_terminal_size().columns
-    for table in Table(title, header, rows, left).fitted(width):
+    for table in whole.fitted(width):
         widths, notes = table.widths, table.has_notes
         if notes:
             widths[-1] = max(width - sum(each + GAP for each in widths[:-1]), NOTE_WIDTH)

@@ -239,7 +239,7 @@ def show_replays() -> None:
         print(f"Nothing is replayed: {launcher.status()}.")
         return
     lines = all_replays()
-    print_table(*Table("Replayed", ["call", "replayed", ""], lines, left=2))
+    print_table(Table("Replayed", ["call", "replayed", ""], lines, left=2))
     print(f"\n{sum(line.replayed == 'yes' for line in lines)} of {len(lines)} calls are replayed.")
 
 
@@ -249,7 +249,7 @@ def main(args: argparse.Namespace) -> int:
         show_replays()
     else:
         for table in tables():
-            print_table(*table)
+            print_table(table)
         for line in notes():
             print(f"\n{line}")
     for line in variables():

@@ -257,7 +257,7 @@ def main(args: argparse.Namespace) -> int:
     if reason := nothing_to_warm(args.device):
         raise UsageError(reason)
     results = warm_all(ops, args.dtype, sizes, args.device, args.jobs)
-    print_table(*table(results))
+    print_table(table(results))
     failures = [result for result in results if result.seconds is None]
     print(f"\n{len(results) - len(failures)} ready, {len(failures)} failed; in {cache_folder()}")
     return int(bool(failures))
