@@ -17,7 +17,7 @@ from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
 from ....runtime.sizes import cdiv
-from ..common import ChainPotentials, ChainValues, fake_gradient
+from ..common import ChainPotentials, ChainValues, fake_gradient, fake_scan
 from .arguments import (
     ChainGradients,
     Chains,
@@ -145,8 +145,8 @@ def chain_scan(chain: ChainPotentials, use_max: bool, reverse: bool) -> Tensor:
     from .logz import chain_scan_kernel
 
     scores, table = chain.scores, edge_table(chain.source)
-    T, N, C, K = scores.shape
-    result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
+    N, C, K = scores.shape[1:]
+    result = fake_scan(scores)
     launch(
         chain_scan_kernel,
         N,

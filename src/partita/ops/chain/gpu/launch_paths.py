@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
-from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from ....runtime.sizes import cdiv
-from ..common import ChainPotentials
+from ..common import ChainPotentials, fake_sample, fake_viterbi
 from .arguments import (
     ChainPaths,
     Chains,
@@ -67,9 +66,7 @@ def chain_viterbi(
     """
     scores, table = chain.scores, edge_table(chain.source)
     (T, N, C, K), device = scores.shape, scores.device
-    score = torch.empty(N, dtype=acc_dtype(scores.dtype), device=device)
-    states = torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device)
-    edges = torch.empty((T, N) if trace else 0, dtype=torch.int64, device=device)
+    score, states, edges = fake_viterbi(scores, trace)
     paths = ChainPaths(score, states, edges)
     chains = chains_of(chain, table)
     if saved is None and is_parallel(T, N, C):
@@ -251,10 +248,9 @@ def _resident_viterbi(
 def chain_sample(chain: ChainPotentials, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states and edges of paths from the posterior."""
     scores, table = chain.scores, edge_table(chain.source)
-    T, N, _, K = scores.shape
+    N, _, K = scores.shape[1:]
     samples = uniforms.shape[1]
-    states = torch.empty((samples, T + 1, N), dtype=torch.int64, device=scores.device)
-    edges = torch.empty((samples, T, N), dtype=torch.int64, device=scores.device)
+    states, edges = fake_sample(scores, uniforms)
     options = sample_options(K, samples)
     launch(
         chain_sample_kernel,
