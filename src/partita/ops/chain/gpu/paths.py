@@ -26,7 +26,8 @@ from .steps import (
     final_terms,
     from_step,
     load_length,
-    load_source,
+    load_slot,
+    load_state,
     max_add,
     store_boundary_scores,
 )
@@ -60,9 +61,8 @@ def chain_viterbi_kernel(
             best = tl.full(c.shape, -float("inf"), tl.float64)
             backpointer = tl.zeros(c.shape, tl.int32)
             for k in range(edges.K):
-                source, valid = load_source(edges, c, k)
-                a = tl.load(before_ptr + source, mask=valid, other=-float("inf"))
-                term = a + edge_score(step_scores, c, k, valid)
+                slot = load_slot(edges, c, k, False)
+                term = load_state(before_ptr, slot) + edge_score(step_scores, c, k, slot[0] >= 0)
                 backpointer = tl.where(term > best, k, backpointer)
                 best = max_add(best, term)
             tl.store(alpha_ptr + (t + 1) % 2 * row_stride + c, best, mask=c < C)
