@@ -40,6 +40,7 @@ from .steps import (
     is_renormalization_step,
     load_length,
     load_slot,
+    load_source,
     load_state,
     log_normalizer,
     shifted_log,
@@ -268,9 +269,9 @@ def chain_expectation_gradient_kernel(
             beta = tl.load(after.ptr + c, mask=c < C, other=-float("inf"))
             beta_mean = load_mean(after, c, c < C) - mean
             for k in range(K):
-                slot = load_slot(edges, c, k, False)
-                source, valid = slot[0], slot[0] >= 0
-                term = load_state(before.ptr, slot) + edge_score(step_scores, c, k, valid)
+                source, valid = load_source(edges, c, k)
+                alpha = tl.load(before.ptr + source, mask=valid, other=-float("inf"))
+                term = alpha + edge_score(step_scores, c, k, valid)
                 value = edge_value(step_values, c, k, valid, 0.0)
                 value += load_mean(before, source, valid) + beta_mean
                 posterior = exp((term + (beta - logz)).to(ACC_DTYPE)) * grad_mean

@@ -26,8 +26,7 @@ from .steps import (
     final_terms,
     from_step,
     load_length,
-    load_slot,
-    load_state,
+    load_source,
     max_add,
     store_boundary_scores,
 )
@@ -61,8 +60,9 @@ def chain_viterbi_kernel(
             best = tl.full(c.shape, -float("inf"), tl.float64)
             backpointer = tl.zeros(c.shape, tl.int32)
             for k in range(edges.K):
-                slot = load_slot(edges, c, k, False)
-                term = load_state(before_ptr, slot) + edge_score(step_scores, c, k, slot[0] >= 0)
+                source, valid = load_source(edges, c, k)
+                a = tl.load(before_ptr + source, mask=valid, other=-float("inf"))
+                term = a + edge_score(step_scores, c, k, valid)
                 backpointer = tl.where(term > best, k, backpointer)
                 best = max_add(best, term)
             tl.store(alpha_ptr + (t + 1) % 2 * row_stride + c, best, mask=c < C)

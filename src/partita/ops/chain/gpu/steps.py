@@ -87,6 +87,13 @@ def edge_score(scores, c, k, valid):
 
 
 @triton.jit
+def load_source(edges, c, k):
+    """Return the state that the k-th edge into c leaves, and whether there is such an edge."""
+    source = tl.load(edges.source_ptr + c * edges.K + k, mask=c < edges.C, other=-1)
+    return source, source >= 0
+
+
+@triton.jit
 def out_degree(edges, s):
     """Return where the edges that leave the states s start in `out_edges_ptr`, and their number."""
     start = tl.load(edges.out_offsets_ptr + s, mask=s < edges.C, other=0)
@@ -101,8 +108,8 @@ def load_slot(edges, c, j, REVERSE: tl.constexpr):
         edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
         return tl.where(j < degree, edge // edges.K, -1), edge // edges.K, edge % edges.K
     else:
-        source = tl.load(edges.source_ptr + c * edges.K + j, mask=c < edges.C, other=-1)
-        return source, c, c * 0 + j
+        source, valid = load_source(edges, c, j)
+        return tl.where(valid, source, -1), c, c * 0 + j
 
 
 @triton.jit
