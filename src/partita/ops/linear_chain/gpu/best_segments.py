@@ -34,8 +34,8 @@ from .lanes import (
     lane_select,
     load_lane,
 )
-from .resident import load_rows
-from .scores import fold_ends, load_end, load_tokens
+from .resident import load_rows, load_vector
+from .scores import fold_ends, load_tokens
 from .viterbi import greater
 
 ALL_STATES = tl.constexpr(0x1111111111111111)  # times a state is the map of all states to it
@@ -235,7 +235,7 @@ def linear_chain_best_operators_kernel(
     low = gl.minimum(segment * STEPS, tokens - 1)
     num_steps = gl.minimum(STEPS, tokens - 1 - low)
     c = gl.arange(0, 16, SCORES)
-    end = load_end(batch.end, n, c, C)
+    end = load_vector(batch.end, n, c, C)
     table = load_operator(table_ptr, C, gl.SliceLayout(0, LAYOUT))
     x, bad = unit_operator(ROWS), c * 0
     score_ptr = emissions.ptr + n * emissions.n + c.to(gl.int64) * emissions.c

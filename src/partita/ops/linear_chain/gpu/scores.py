@@ -117,7 +117,7 @@ def loaded_to_fp64(x):
 def load_end(end, n, c, C):
     """Return the scores of start or end, `[BLOCK_C]` fp64; zeros if there are none."""
     if end.ptr is None:
-        return (c * 0).to(tl.float64)
+        return tl.zeros(c.shape, tl.float64)
     else:
         at = n * end.n + c.to(tl.int64) * end.c
         return loaded_to_fp64(tl.load(end.ptr + at, mask=c < C, other=0.0))
