@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -131,9 +130,10 @@ class Marginals(torch.autograd.Function):
         *scores, lengths = chain
         _, transitions, start, end = scores
         emission_values, transition_values, start_values, end_values = values
+        zero = scalar(0.0, transitions.dtype, transitions.device)
         directions = (
             emission_values,
-            transition_values if ctx.need_transitions else _zeros_like(transitions),
+            transition_values if ctx.need_transitions else zero.expand(transitions.shape),
             None if start is None else start_values,
             None if end is None else end_values,
         )
@@ -154,22 +154,9 @@ class Marginals(torch.autograd.Function):
             return *double_backward(specification, variables, needed, upstream), *(None,) * 6
         op = for_gradients(tangent, *values)
         mean, *results = op(grad_output, *chain, *directions, ctx.backend)
-        return mean.to(grad_output.dtype), *_gradients(scores, results), *(None,) * 6
-
-
-def _gradients(tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Any]:
-    """Return the gradients in the dtypes of their tensors, None where there is no tensor."""
-    return [
-        None
-        if tensor is None or grad is None or grad.shape != tensor.shape
-        else grad.to(tensor.dtype)
-        for tensor, grad in zip(tensors, grads, strict=True)
-    ]
-
-
-def _zeros_like(tensor: Tensor) -> Tensor:
-    """Return zeros of the shape of a tensor without memory of that size."""
-    return scalar(0.0, tensor.dtype, tensor.device).expand(tensor.shape)
+        pairs = zip(results, scores, strict=True)
+        d_scores = (None if score is None else x.to(score.dtype) for x, score in pairs)
+        return mean.to(grad_output.dtype), *d_scores, *(None,) * 6
 
 
 class BestScore(torch.autograd.Function):

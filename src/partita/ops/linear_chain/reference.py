@@ -26,17 +26,7 @@ from torch import Tensor
 from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring
 from ...runtime.dtypes import acc_dtype
-from ..chain.reference import (
-    ChainInputs,
-    Values,
-    best_path,
-    best_paths,
-    covariances,
-    log_partition,
-    mean_value,
-    posteriors,
-    sample_paths,
-)
+from ..chain import reference as sparse
 from .common import LinearChainPotentials, LinearChainValues
 
 
@@ -57,7 +47,7 @@ def _edges(
     return edges
 
 
-def linear_chain_inputs(chain: LinearChainPotentials, semiring: Semiring) -> ChainInputs:
+def linear_chain_inputs(chain: LinearChainPotentials, semiring: Semiring) -> sparse.ChainInputs:
     """Return the inputs of a scan."""
     emissions, transitions, start, end, lengths = chain
     T, _, C = emissions.shape
@@ -70,7 +60,7 @@ def linear_chain_inputs(chain: LinearChainPotentials, semiring: Semiring) -> Cha
         initial = semiring.mul(start.double(), initial)
     final = torch.full_like(initial, semiring.one) if end is None else end.double()
     initial, final = (x.masked_fill(invalid[:, None], torch.nan) for x in (initial, final))
-    return ChainInputs(
+    return sparse.ChainInputs(
         lambda t: torch.where(active[t, :, None, None], edges(t), semiring.one),
         torch.arange(C, device=emissions.device).expand(C, C),
         torch.zeros(C, C, dtype=torch.bool, device=emissions.device),
@@ -83,7 +73,7 @@ def linear_chain_inputs(chain: LinearChainPotentials, semiring: Semiring) -> Cha
 
 def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and an empty tensor: nothing is saved."""
-    logz = log_partition(linear_chain_inputs(chain, Log), Log)
+    logz = sparse.log_partition(linear_chain_inputs(chain, Log), Log)
     rounded = logz.to(acc_dtype(chain.emissions.dtype), copy=True)
     return logz, rounded, logz.new_empty(0)
 
@@ -130,7 +120,7 @@ def linear_chain_gradient(
     empty if it is not needed.
     """
     emissions, transitions, start, end, _ = chain
-    gradients = posteriors(linear_chain_inputs(chain, Log), grad_output)
+    gradients = sparse.posteriors(linear_chain_inputs(chain, Log), grad_output)
     d_emissions, d_transitions, d_start, d_end = _sum_edges(gradients, len(emissions), transitions)
     dtype = transitions.dtype
     if transitions.ndim == 2 and per_sequence:
@@ -156,13 +146,13 @@ def linear_chain_viterbi(chain: LinearChainPotentials) -> tuple[Tensor, Tensor]:
     States are -1 past the length and for a chain without a path. Ties go to the lowest state before
     each state, then to the lowest last state.
     """
-    score, states, _ = best_path(linear_chain_inputs(chain, Max))
+    score, states, _ = sparse.best_path(linear_chain_inputs(chain, Max))
     return score.to(acc_dtype(chain.emissions.dtype)), states
 
 
 def linear_chain_nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:
     """Return the scores and states of the k best paths, as in `best_paths` of sparse chains."""
-    return best_paths(linear_chain_inputs(chain, Max), k)[:2]
+    return sparse.best_paths(linear_chain_inputs(chain, Max), k)[:2]
 
 
 def linear_chain_sample(chain: LinearChainPotentials, uniforms: Tensor) -> Tensor:
@@ -173,7 +163,7 @@ def linear_chain_sample(chain: LinearChainPotentials, uniforms: Tensor) -> Tenso
     """
     x = linear_chain_inputs(chain, Log)
     last = x.active.sum(0).expand(1, *uniforms.shape[1:])
-    return sample_paths(x, uniforms, uniforms.gather(0, last)[0])[0]
+    return sparse.sample_paths(x, uniforms, uniforms.gather(0, last)[0])[0]
 
 
 def linear_chain_tangent(
@@ -191,11 +181,11 @@ def linear_chain_tangent(
         first = first + values.start_values.double()
     last = torch.zeros_like(first) if values.end_values is None else values.end_values.double()
     edges = _edges(values.emission_values, values.transition_values, transitions.ndim > 2)
-    of_edges = Values(edges, first, last)
-    gradients = covariances(x, of_edges, grad_output)
+    of_edges = sparse.Values(edges, first, last)
+    gradients = sparse.covariances(x, of_edges, grad_output)
     d_emissions, d_transitions, d_start, d_end = _sum_edges(gradients, len(emissions), transitions)
     return (
-        mean_value(x, of_edges),
+        sparse.mean_value(x, of_edges),
         d_emissions,
         d_transitions.sum(0) if transitions.ndim == 2 else d_transitions,
         d_start.new_empty(0) if start is None else d_start.clone(),

@@ -11,7 +11,7 @@ and the posterior together with the mean over the rest of the paths from each st
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from ....runtime.register import resolved
 from ..common import ChainPotentials, ChainValues
 from .steps import (
     NO_COUNTS,
+    ChainBatch,
     Gradients,
     add_emissions,
     add_scaled,
@@ -45,7 +46,6 @@ from .steps import (
     edge_terms,
     load_edges,
     logz_at_end,
-    no_emissions,
     posterior_offsets,
     repeat_past_length,
     run,
@@ -182,34 +182,6 @@ def chain_gradient(
     )
 
 
-class ValueArrays(NamedTuple):
-    """The values whose sum over a path is averaged.
-
-    Fields:
-        edges, emissions: as the scores and the emissions of `ChainBatch`.
-        first, last: those of the first and last states, `[N, C]` fp64.
-    """
-
-    edges: Any
-    emissions: Any
-    first: Any
-    last: Any
-
-
-class Expectation(NamedTuple):
-    """The results of the first scan.
-
-    Fields:
-        mean, logz: `[N]`.
-        saved: alpha and the mean into each state, `[2, R, N, C]`, where step t has row t mod R. R
-            is 2, or the number of steps + 1.
-    """
-
-    mean: Any
-    logz: Any
-    saved: Any
-
-
 @jit
 def alpha_and_mean_step(
     terms: Any, max_term: Any, values: Any, sum_exp: Any, alpha: Any, mean: Any
@@ -229,24 +201,30 @@ def alpha_and_mean_step(
 
 
 @jit(nogil=True)
-def chain_expectation_forward_kernel(chains: Any, batch: Any, values: Any, result: Any) -> None:
-    """Compute the mean and log Z of each chain, and alpha and the mean into each state."""
-    K, C, rows = batch.edges.K, batch.initial.shape[1], result.saved.shape[1]
+def chain_expectation_forward_kernel(
+    chains: Any, batch: Any, values: Any, mean_of_chain: Any, logz_of_chain: Any, saved: Any
+) -> None:
+    """Compute the mean and log Z of each chain, and alpha and the mean into each state.
+
+    The values are a batch with values instead of scores. What is saved is `[2, R, N, C]`, where
+    step t has row t mod R. R is 2, or the number of steps + 1.
+    """
+    K, C, rows = batch.edges.K, batch.initial.shape[1], saved.shape[1]
     scores, dense, sources = batch.scores, batch.edges.dense, batch.edges.sources
     for n in chains:
         buffer = np.empty(C * K, scores.numbers.dtype)
-        value_buffer = np.empty(C * K, values.edges.numbers.dtype)
+        value_buffer = np.empty(C * K, values.scores.numbers.dtype)
         terms, value_terms = np.empty((K, C)), np.empty((K, C))
         max_term, sum_exp, unused = np.empty(C), np.empty(C), np.empty(C)
-        length, saved = batch.lengths[n], result.saved
+        length = batch.lengths[n]
         for c in range(C):
-            saved[0, 0, n, c], saved[1, 0, n, c] = batch.initial[n, c], values.first[n, c]
+            saved[0, 0, n, c], saved[1, 0, n, c] = batch.initial[n, c], values.initial[n, c]
         for t in range(length):
             now, after = (t, t + 1) if rows > 2 else (t % 2, (t + 1) % 2)
             row, next_row = load_edges(scores, t, n, K, buffer), row_at(scores, t + 1, n)
             edge_terms(row, dense, sources, saved[0, now, n], terms, max_term, next_row)
-            value_row = load_edges(values.edges, t, n, K, value_buffer)
-            next_row = row_at(values.edges, t + 1, n)
+            value_row = load_edges(values.scores, t, n, K, value_buffer)
+            next_row = row_at(values.scores, t + 1, n)
             edge_terms(value_row, dense, sources, saved[1, now, n], value_terms, unused, next_row)
             alpha, mean = saved[0, after, n], saved[1, after, n]
             alpha_and_mean_step(terms, max_term, value_terms, sum_exp, alpha, mean)
@@ -257,8 +235,8 @@ def chain_expectation_forward_kernel(chains: Any, batch: Any, values: Any, resul
         logz, total = logz_at_end(alpha, batch.final[n]), 0.0
         for c in range(C if logz != -INF else 0):
             p = exp(alpha[c] + batch.final[n, c] - logz)
-            total += 0.0 if p == 0.0 else p * (mean[c] + values.last[n, c])
-        result.logz[n], result.mean[n] = logz, total
+            total += 0.0 if p == 0.0 else p * (mean[c] + values.final[n, c])
+        logz_of_chain[n], mean_of_chain[n] = logz, total
 
 
 @jit(inline="always")
@@ -281,7 +259,9 @@ def chain_expectation_backward_kernel(
     groups: Any,
     batch: Any,
     values: Any,
-    forward: Any,
+    means: Any,
+    logz_of_chain: Any,
+    saved: Any,
     grad_output: Any,
     d_scores: Any,
     gradients: Any,
@@ -294,23 +274,23 @@ def chain_expectation_backward_kernel(
     size, count = C * edges.K, counts.shape[1] if len(counts) else len(grad_output)
     for n in sequences_of(groups, count, len(grad_output)):
         buffer = np.empty(size, batch.scores.numbers.dtype)
-        value_buffer = np.empty(size, values.edges.numbers.dtype)
+        value_buffer = np.empty(size, values.scores.numbers.dtype)
         d_score_row, unscaled = np.empty(size, d_scores.dtype), np.empty(size)
         edge_posterior, edge_mean_from = np.empty(size), np.empty(size)
         edge_mean_into, mean_from = np.empty(size), np.empty(C)
         posterior, offset = np.empty(C), np.empty(C)
-        shift, grad = np.full(C, -forward.mean[n]), grad_output[n]
-        length, logz, saved = batch.lengths[n], forward.logz[n], forward.saved
+        shift, grad = np.full(C, -means[n]), grad_output[n]
+        length, logz = batch.lengths[n], logz_of_chain[n]
         zero_rows(d_scores, n, length)
         zero_rows(states, n, length + 1)
         for c in range(C):
             p = 0.0 if logz == -INF else exp(saved[0, length, n, c] + batch.final[n, c] - logz)
-            posterior[c], mean_from[c] = p, values.last[n, c]
+            posterior[c], mean_from[c] = p, values.final[n, c]
         last = states[length if edges.dense else 1, n]
         covariances(posterior, grad, saved[1, length, n], shift, mean_from, last)
         for t in range(length - 1, -1, -1):
             row = load_edges(batch.scores, t, n, edges.K, buffer)
-            value_row = load_edges(values.edges, t, n, edges.K, value_buffer)
+            value_row = load_edges(values.scores, t, n, edges.K, value_buffer)
             d_score_row = d_scores[t, n] if len(d_scores) else d_score_row
             alpha, next_alpha = saved[0, t, n], saved[0, max(t - 1, 0), n]
             mean_into, next_mean_into = saved[1, t, n], saved[1, max(t - 1, 0), n]
@@ -337,10 +317,10 @@ def chain_expectation_backward_kernel(
         covariances(posterior, grad, saved[1, 0, n], shift, mean_from, states[0, n])
 
 
-def value_arrays(values: ChainValues) -> ValueArrays:
-    """Return the values of a sparse chain as arrays."""
-    edges, *ends = values
-    return ValueArrays(as_steps(edges), no_emissions(edges), *map(as_array, ends))
+def values_of(batch: ChainBatch, values: ChainValues) -> ChainBatch:
+    """Return the values of a sparse chain as kernels take them, instead of the scores."""
+    edges, first, last = values
+    return batch._replace(scores=as_steps(edges), initial=as_array(first), final=as_array(last))
 
 
 def chain_expectation(
@@ -351,9 +331,8 @@ def chain_expectation(
     T, N, C, _ = chain.scores.shape
     saved = empty_batch((2, T + 1 if save else 2, N, C))
     mean, logz = (torch.empty(N, dtype=torch.float64, device="cpu") for _ in range(2))
-    arrays = value_arrays(values)
-    result = Expectation(mean.numpy(), logz.numpy(), saved.numpy())
-    run(chain_expectation_forward_kernel, batch, arrays, result)
+    results = (x.numpy() for x in (mean, logz, saved))
+    run(chain_expectation_forward_kernel, batch, values_of(batch, values), *results)
     return (
         mean.masked_fill_(invalid, torch.nan),
         logz.masked_fill_(invalid, torch.nan),
@@ -379,8 +358,8 @@ def chain_expectation_gradient(
     run(
         chain_expectation_backward_kernel,
         batch,
-        value_arrays(values),
-        Expectation(as_array(mean), as_array(logz), saved.numpy()),
+        values_of(batch, values),
+        *(as_array(mean), as_array(logz), saved.numpy()),
         resolved(grad_output).double().masked_fill(failed, torch.nan).numpy(),
         d_scores.flatten(2).numpy(),
         Gradients(d_ends.numpy(), NO_COUNTS),

@@ -5,7 +5,8 @@ each state. So the table is transposed: first to compressed rows (`ChainEdges`, 
 size), then to a padded layout for each direction (`ResidentEdges`, for the register-resident
 kernels).
 
-Tables are cached by tensor object, because the transposition waits for the device.
+Tables are laid out on the CPU, since on a GPU the first call would load some thirty kernels of
+PyTorch. They are cached by tensor object, because the transposition waits for the device.
 """
 
 from __future__ import annotations
@@ -81,10 +82,6 @@ class EdgeTable(NamedTuple):
 
 Layout = TypeVar("Layout", ChainEdges, ResidentEdges)
 
-# Edges up to which tables are laid out on the CPU. On a GPU the first call would load some thirty
-# kernels of PyTorch, which takes longer.
-MAX_EDGES_ON_HOST = 2**16
-
 _edge_tables = TableCache("chain.gpu.edge_table.edge_tables")
 
 
@@ -99,7 +96,7 @@ def edge_table(source: Tensor) -> EdgeTable:
         recording.keep(*found.edges[:3])
         return found
     _refuse_capture(source)
-    table = _build_edge_table(source.to(_builder(source)))
+    table = _build_edge_table(source.cpu())
     table = table._replace(edges=_on_device(table.edges, source.device))
     _synchronize(source)
     _edge_tables.store(source, table)
@@ -112,17 +109,12 @@ def resident_edges(table: EdgeTable, block: int, edge_block: int) -> ResidentEdg
     if found is None:
         source = table.edges.source_ptr
         _refuse_capture(source)
-        edges = _on_device(table.edges, _builder(source))
+        edges = _on_device(table.edges, torch.device("cpu"))
         built = _build_resident_edges(edges, table.max_out_degree, block, edge_block)
         found = table.resident[block, edge_block] = _on_device(built, source.device)
         _synchronize(source)
     recording.keep(*found[:4])
     return found
-
-
-def _builder(source: Tensor) -> torch.device:
-    """Return the device that lays out a table."""
-    return torch.device("cpu") if source.numel() <= MAX_EDGES_ON_HOST else source.device
 
 
 def _on_device(layout: Layout, device: torch.device) -> Layout:

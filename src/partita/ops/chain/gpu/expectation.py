@@ -233,13 +233,15 @@ def chain_expectation_gradient_kernel(
     row_stride = tl.full([], N, tl.int64) * C
     alphas = states_at(saved, n * C)
     betas = StatesWithMeans(workspace_ptr + n * C, 2 * row_stride)
-    d_edges_ptr, dtype, width = gradients.edges_ptr, gradients.edges_ptr.dtype.element_ty, C * K
+    d_edges_ptr, width = gradients.edges_ptr, C * K
+    dtype: tl.constexpr = d_edges_ptr.dtype.element_ty
     # After the length the gradients are 0, or NaN for an invalid length.
     for t in range(length, T):
         row_ptr = d_edges_ptr + (tl.full([], t, tl.int64) * N + n) * width
         for e0 in range(0, width, BLOCK_C):
             e = e0 + tl.arange(0, BLOCK_C)
-            tl.store(row_ptr + e, tl.full([BLOCK_C], invalid, dtype), mask=e < width)
+            fill = tl.full([BLOCK_C], invalid, tl.float64).to(dtype)
+            tl.store(row_ptr + e, fill, mask=e < width)
     last_alpha = states_at(alphas, length * row_stride)
     last_beta = states_at(betas, length % 2 * row_stride)
     final_ptr = final.ptr + n * final.n

@@ -17,7 +17,8 @@ from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
 from ....runtime.sizes import cdiv
-from ..common import ChainPotentials, ChainValues, fake_gradient
+from ..common import ChainPotentials, ChainValues, fake_gradient, fake_scan
+from . import plan
 from .arguments import (
     ChainGradients,
     Chains,
@@ -29,14 +30,6 @@ from .arguments import (
     resident_arguments,
 )
 from .edge_table import edge_table
-from .plan import (
-    block_options,
-    is_parallel,
-    operator_options,
-    segment_options,
-    segment_sizes,
-    unroll_options,
-)
 from .resident_logz import (
     chain_resident_gradient_kernel,
     chain_resident_halves_kernel,
@@ -53,7 +46,7 @@ def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tens
     logz = torch.empty(N, dtype=torch.float64, device=scores.device)
     rounded = torch.empty(N, dtype=acc_dtype(scores.dtype), device=scores.device)
     chains = chains_of(chain, table)
-    if is_parallel(T, N, C):
+    if plan.is_parallel(T, N, C):
         outputs = ChainTotals(logz, rounded, None)
         scan_boundaries(chains, saved if save else None, 2 if save else 1, outputs)
     elif (resident := resident_arguments(chain, table)) is not None:
@@ -69,8 +62,8 @@ def chain_logz(chain: ChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tens
             "saved_ptr": saved,
             "SAVE": save,
             "ACC_DTYPE": tl_acc_dtype(scores.dtype),
-            **unroll_options(K, table.max_out_degree),
-            **block_options(C),
+            **plan.unroll_options(K, table.max_out_degree),
+            **plan.block_options(C),
         }
         launch(chain_halves_kernel, 2 * N, **options)
         del options["UNROLL_OUT"]
@@ -94,11 +87,11 @@ def chain_gradient(
         "grad": StridedChains(grad, *grad.stride()),
         "gradients": ChainGradients(*results),
     }
-    if is_parallel(T, N, C):
+    if plan.is_parallel(T, N, C):
         from .segments import chain_segment_gradient_kernel
 
-        sizes, rows = segment_sizes(T, N, C, target_of(scores.device)), segment_options(C)
-        degrees = unroll_options(K, table.max_out_degree)
+        sizes, rows = plan.segment_sizes(T, N, C, target_of(scores.device)), plan.segment_options(C)
+        degrees = plan.unroll_options(K, table.max_out_degree)
         launch(
             chain_segment_gradient_kernel,
             cdiv(N * sizes.segments, rows["ROWS"]),
@@ -134,8 +127,8 @@ def chain_gradient(
             ACC_DTYPE=tl_acc_dtype(scores.dtype),
             chains=chains,
             **inputs,
-            **unroll_options(K, table.max_out_degree),
-            **block_options(C),
+            **plan.unroll_options(K, table.max_out_degree),
+            **plan.block_options(C),
         )
     return results
 
@@ -145,8 +138,8 @@ def chain_scan(chain: ChainPotentials, use_max: bool, reverse: bool) -> Tensor:
     from .logz import chain_scan_kernel
 
     scores, table = chain.scores, edge_table(chain.source)
-    T, N, C, K = scores.shape
-    result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
+    N, C, K = scores.shape[1:]
+    result = fake_scan(scores)
     launch(
         chain_scan_kernel,
         N,
@@ -155,8 +148,8 @@ def chain_scan(chain: ChainPotentials, use_max: bool, reverse: bool) -> Tensor:
         IS_MAX=use_max,
         REVERSE=reverse,
         ACC_DTYPE=tl_acc_dtype(scores.dtype),
-        **unroll_options(K, table.max_out_degree),
-        **block_options(C),
+        **plan.unroll_options(K, table.max_out_degree),
+        **plan.block_options(C),
     )
     return result
 
@@ -180,13 +173,13 @@ def scan_boundaries(
 
     scores, N = chains.scores.ptr, chains.N
     C, K = chains.edges.C, chains.edges.K
-    sizes = segment_sizes(chains.T, N, C, target_of(scores.device))
-    rows = segment_options(C)
+    sizes = plan.segment_sizes(chains.T, N, C, target_of(scores.device))
+    rows = plan.segment_options(C)
     options = {
         "ACC_DTYPE": tl_acc_dtype(scores.dtype),
         "IS_MAX": totals.last_ptr is not None,
     }
-    dense: dict[str, Any] = {**options, **operator_options(C)}
+    dense: dict[str, Any] = {**options, **plan.operator_options(C)}
     fp64: dict[str, Any] = {"dtype": torch.float64, "device": scores.device}
     operators = torch.empty((N, sizes.segments, C, C), **fp64)
     group_operators = torch.empty((N, sizes.groups, C, C), **fp64)
@@ -198,7 +191,7 @@ def scan_boundaries(
         operators_ptr=operators,
         segments=sizes.segments,
         steps=sizes.steps,
-        DEGREE=unroll_options(K, 0)["UNROLL_IN"],
+        DEGREE=plan.unroll_options(K, 0)["UNROLL_IN"],
         **options,
         **rows,
     )
@@ -260,7 +253,7 @@ def chain_expectation(
         logz_ptr=logz,
         SAVE=save,
         ACC_DTYPE=tl_acc_dtype(scores.dtype),
-        **block_options(C),
+        **plan.block_options(C),
     )
     return mean, logz, saved if save else saved.new_empty(0)
 
@@ -293,6 +286,6 @@ def chain_expectation_gradient(
         workspace_ptr=torch.empty((2, 2, N, C), dtype=torch.float64, device=scores.device),
         gradients=ChainGradients(*results),
         ACC_DTYPE=tl_acc_dtype(scores.dtype),
-        **block_options(C),
+        **plan.block_options(C),
     )
     return results

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
-from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from ....runtime.sizes import cdiv
-from ..common import ChainPotentials
+from ..common import ChainPotentials, fake_sample, fake_viterbi
+from . import plan
 from .arguments import (
     ChainPaths,
     Chains,
@@ -22,17 +22,6 @@ from .arguments import (
 from .edge_table import edge_table
 from .launch import chain_scan, scan_boundaries
 from .paths import chain_sample_kernel, chain_viterbi_kernel
-from .plan import (
-    SEGMENT_LANES,
-    block_options,
-    is_parallel,
-    path_segments,
-    resident_options,
-    sample_options,
-    segment_options,
-    segment_sizes,
-    unroll_options,
-)
 from .resident_logz import (
     chain_resident_halves_kernel,
     chain_resident_logz_kernel,
@@ -67,12 +56,10 @@ def chain_viterbi(
     """
     scores, table = chain.scores, edge_table(chain.source)
     (T, N, C, K), device = scores.shape, scores.device
-    score = torch.empty(N, dtype=acc_dtype(scores.dtype), device=device)
-    states = torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device)
-    edges = torch.empty((T, N) if trace else 0, dtype=torch.int64, device=device)
+    score, states, edges = fake_viterbi(scores, trace)
     paths = ChainPaths(score, states, edges)
     chains = chains_of(chain, table)
-    if saved is None and is_parallel(T, N, C):
+    if saved is None and plan.is_parallel(T, N, C):
         _parallel_viterbi(chains, trace, paths)
     elif (resident := resident_arguments(chain, table)) is not None:
         _resident_viterbi(trace, resident, paths, saved)
@@ -86,7 +73,7 @@ def chain_viterbi(
             backpointers_ptr=pointers,
             paths=paths,
             TRACE=trace,
-            **block_options(C),
+            **plan.block_options(C),
         )
     return score, states, edges
 
@@ -100,7 +87,7 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
     """Fill in the best path of few long chains of few states."""
     T, N, C, K = chains.T, chains.N, chains.edges.C, chains.edges.K
     device = chains.scores.ptr.device
-    sizes, rows = segment_sizes(T, N, C, target_of(device)), segment_options(C)
+    sizes, rows = plan.segment_sizes(T, N, C, target_of(device)), plan.segment_options(C)
     steps, segments, size, groups = sizes
     integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
     last = torch.empty(N, **integers)
@@ -121,7 +108,7 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
         maps_ptr=maps,
         segments=segments,
         steps=steps,
-        DEGREE=unroll_options(K, 0)["UNROLL_IN"],
+        DEGREE=plan.unroll_options(K, 0)["UNROLL_IN"],
         **rows,
     )
     inner, outer = SegmentGroups(segments, groups, size), SegmentGroups(groups, 1, groups)
@@ -135,14 +122,14 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
         BLOCK_C=rows["BLOCK_C"],
         num_warps=1,
     )
-    lanes: dict[str, Any] = {"LANES": SEGMENT_LANES, "num_warps": 1}
+    lanes: dict[str, Any] = {"LANES": plan.SEGMENT_LANES, "num_warps": 1}
     for traced, known, states, level in (
         (group_maps, last, group_after, outer),
         (maps, group_after, after, inner),
     ):
         launch(
             chain_trace_maps_kernel,
-            cdiv(N * level.number, SEGMENT_LANES),
+            cdiv(N * level.number, plan.SEGMENT_LANES),
             maps_ptr=traced,
             known_ptr=known,
             states_ptr=states,
@@ -153,7 +140,7 @@ def _parallel_viterbi(chains: Chains, trace: bool, paths: ChainPaths) -> None:
         )
     launch(
         chain_trace_steps_kernel,
-        cdiv(N * segments, SEGMENT_LANES),
+        cdiv(N * segments, plan.SEGMENT_LANES),
         chains=chains,
         backpointers_ptr=backpointers,
         known_ptr=after,
@@ -179,7 +166,7 @@ def _resident_viterbi(
     T, N, device = chains.T, chains.N, chains.scores.ptr.device
     shape, num_warps = resident["shape"], resident["num_warps"]
     block, degree = shape.BLOCK_C.value, shape.DEGREE.value
-    half = path_segments(T, False)[1]
+    half = plan.path_segments(T, False)[1]
     middle = torch.empty((2, N, block), dtype=torch.float64, device=device)
     backpointers = torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device)
     maps_shape = (2, half, N, block) if trace and half > 1 else 0
@@ -187,7 +174,7 @@ def _resident_viterbi(
     segment_starts = torch.empty((2, half, N), dtype=torch.int32, device=device)
     has_tie = torch.empty(N, dtype=torch.int32, device=device)
     for forward_only in (False, True) if trace else (False,):
-        segment, segments = path_segments(T, forward_only)
+        segment, segments = plan.path_segments(T, forward_only)
         maps = SegmentMaps(segment_maps, segment_starts, segments)
         options = {"chains": chains, "SEGMENT": segment, "BLOCK_C": block, "has_tie_ptr": has_tie}
         scans = N if forward_only else 2 * N
@@ -251,11 +238,10 @@ def _resident_viterbi(
 def chain_sample(chain: ChainPotentials, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states and edges of paths from the posterior."""
     scores, table = chain.scores, edge_table(chain.source)
-    T, N, _, K = scores.shape
+    N, _, K = scores.shape[1:]
     samples = uniforms.shape[1]
-    states = torch.empty((samples, T + 1, N), dtype=torch.int64, device=scores.device)
-    edges = torch.empty((samples, T, N), dtype=torch.int64, device=scores.device)
-    options = sample_options(K, samples)
+    states, edges = fake_sample(scores, uniforms)
+    options = plan.sample_options(K, samples)
     launch(
         chain_sample_kernel,
         N * cdiv(samples, options["BLOCK_S"]),
@@ -294,7 +280,7 @@ def posterior_buffers(scores: Tensor, source: Tensor, modulus: int) -> Posterior
     """
     T, N, C, _ = scores.shape
     table = edge_table(source)
-    resident = resident_options(scores, table.max_out_degree, target_of(scores.device))
+    resident = plan.resident_options(scores, table.max_out_degree, target_of(scores.device))
     if table.has_invalid or resident is None:
         return None
     can_sum = SUMMED_STATES % modulus == 0 and C == resident["BLOCK_C"]

@@ -21,8 +21,6 @@ from ....primitives.cpu.batch import (
 )
 from ....runtime.dtypes import acc_dtype
 from ...chain.cpu.logz import (
-    Expectation,
-    ValueArrays,
     chain_backward_kernel,
     chain_expectation_backward_kernel,
     chain_expectation_forward_kernel,
@@ -238,17 +236,16 @@ def linear_chain_tangent(
     if values.transition_values.ndim == 3 and transitions.ndim == 2:  # the same for all steps
         values = values._replace(transition_values=values.transition_values[None])
     of_values = dense_batch(LinearChainPotentials(*values, chain.lengths))[0]
-    arrays = ValueArrays(of_values.scores, of_values.emissions, of_values.initial, of_values.final)
-    found = Expectation(np.empty(N), np.empty(N), np.empty((2, T, N, C)))
-    run(chain_expectation_forward_kernel, batch, arrays, found)
+    found = np.empty(N), np.empty(N), np.empty((2, T, N, C))
+    run(chain_expectation_forward_kernel, batch, of_values, *found)
     counts, d_emissions = _empty_counts(transitions, T, N, C, False), empty_batch((T, N, C))
     gradients = Gradients(d_emissions.numpy(), counts.flatten(2).numpy())
     run(
-        *(chain_expectation_backward_kernel, batch, arrays, found, as_array(grad_output)),
+        *(chain_expectation_backward_kernel, batch, of_values, *found, as_array(grad_output)),
         *(NO_ROWS, gradients),
         counts=gradients.counts,
     )
-    mean = torch.from_numpy(found.mean).masked_fill_(invalid, torch.nan)
+    mean = torch.from_numpy(found[0]).masked_fill_(invalid, torch.nan)
     failed, steps = mean.isnan(), tokens.masked_fill(invalid, T)
     fill_nan(d_emissions, failed, steps)
     d_ends = _end_gradients(d_emissions, tokens)
