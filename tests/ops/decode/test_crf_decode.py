@@ -101,8 +101,7 @@ def test_numba_agrees_with_the_reference(width: int, seed: int) -> None:
         found = partita.ctc_crf_decode(
             scores.transpose(0, 1).contiguous().transpose(0, 1), **options
         )
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.usefixtures("unchecked")
