@@ -9,14 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import alignment
 import basecaller
 import chain_exactness
 import digit_lines
 import digit_transducer
 import digits
+import hmm
 import language_model
 import post_training
 import pytest
+import tagger
 import torch
 import torch.distributed as dist
 from helpers.examples import share_run, two_reports
@@ -59,11 +62,20 @@ def test_digits_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("epochs", ["0", "many"])
-def test_digits_refuses(epochs: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "example, option",
+    [
+        *((tagger, "--batches"), (tagger, "--files"), (hmm, "--starts"), (hmm, "--steps")),
+        *((digits, "--epochs"), (alignment, "--lines"), (alignment, "--errors")),
+    ],
+)
+@pytest.mark.parametrize("value", ["0", "many"])
+def test_numbers_that_are_refused(
+    example: object, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        digits.main(["--epochs", epochs])
-    assert f"invalid positive value: '{epochs}'" in capsys.readouterr().err
+        example.main([option, value])
+    assert f"argument {option}: invalid positive value: '{value}'" in capsys.readouterr().err
 
 
 def test_digit_lines_command(
@@ -78,11 +90,9 @@ def test_digit_lines_command(
 def check_digit_lines_command(
     enough: bool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    threads = torch.get_num_threads()
     out = folder / "new folder" / "lines"
     code = digit_lines.main(["--batches", "3", "--out", str(out), "--quiet"])
     assert code == int(enough), "so few batches cannot reach what is asked for"
-    torch.set_num_threads(threads)
     printed = capsys.readouterr()
     lines = dict(line.split(": ") for line in printed.out.splitlines() if ": " in line)
     assert list(lines) == ["Loss diff", "Grad diff (max)", "Lines read without a fault", "Picture"]
@@ -153,10 +163,7 @@ def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(
     for name, value in {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     assert train_parallel.main(arguments(1)) == 0
-    torch.set_num_threads(threads)
     printed = [capsys.readouterr().out]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -268,9 +275,8 @@ def test_post_training_command(
 
 
 def test_digit_transducer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    threads, out = torch.get_num_threads(), tmp_path / "new folder" / "transducer"
+    out = tmp_path / "new folder" / "transducer"
     assert digit_transducer.main(["--batches", "2", "--out", str(out)]) == 0
-    torch.set_num_threads(threads)
     printed = capsys.readouterr().out
     lines = dict(line.split(": ") for line in printed.splitlines() if ": " in line)
     assert list(lines) == ["Loss diff", "Grad diff (max)", "Lines read without a fault", "Picture"]
@@ -293,11 +299,9 @@ def test_basecaller_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(basecaller, "STRAND", 2000)
-    threads = torch.get_num_threads()
     out, fastq = tmp_path / "new folder" / "picture", tmp_path / "strand.fastq"
     arguments = ["--batches", "2", "--out", str(out), "--fastq", str(fastq), "--quiet"]
     assert basecaller.main(arguments) == 0
-    torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:-1]] == [
         "Strand",

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import hmm
@@ -19,15 +18,6 @@ import partita
 
 TAGGER = {"batches": 2, "files": 20, "width": 8, "layers": 1}
 HMM = {"regimes": 3, "starts": 3, "steps": 60}
-
-
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    """Use one thread, as the commands do, and restore the number after the test."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def command(sizes: dict[str, int], out: Path) -> list[str]:
@@ -215,19 +205,6 @@ def test_the_stationary_distribution_stays() -> None:
     found = hmm_fit.stationary(transitions)
     torch.testing.assert_close(found.sum(-1), torch.ones(5, dtype=torch.float64))
     torch.testing.assert_close((found[:, None] @ transitions)[:, 0], found)
-
-
-@pytest.mark.parametrize(
-    "example, option",
-    [(tagger, "--batches"), (tagger, "--files"), (hmm, "--starts"), (hmm, "--steps")],
-)
-@pytest.mark.parametrize("value", ["0", "many"])
-def test_numbers_that_are_refused(
-    example: object, option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        example.main([option, value])
-    assert f"argument {option}: invalid positive value: '{value}'" in capsys.readouterr().err
 
 
 def test_tagger_needs_two_files(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ def make_interpreter_faster() -> None:
     _patch_language_once_per_launch()
     _skip_sums_for_assertions_that_are_off()
     _share_types_and_shapes()
-    _construct_handles_directly()
 
 
 def _call_builtins_directly() -> None:
@@ -158,24 +157,3 @@ def _share_types_and_shapes() -> None:
     core.tensor.__init__ = construct_tensor
     TritonSemantic.broadcast_impl_value = broadcast_unequal_shapes
     interpreter._get_np_dtype = shared_numpy_dtype
-
-
-def _construct_handles_directly() -> None:
-    """Check once for each type and NumPy dtype that the one has room for the other."""
-    check, valid = interpreter.TensorHandle.__post_init__, set[tuple[str, int]]()
-    is_valid, sizes = interpreter._validate_np_data_size, dict[tuple[str, int], bool]()
-
-    def is_valid_size(array: Any, type: core.dtype) -> bool:
-        key = type.name, array.itemsize
-        if key not in sizes:
-            sizes[key] = is_valid(array, type)
-        return sizes[key]
-
-    def construct(self: Any, data: Any, dtype: core.dtype, attr: Any = None) -> None:
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        if (dtype.name, data.itemsize) not in valid:
-            check(self)
-            valid.add((dtype.name, data.itemsize))
-
-    interpreter._validate_np_data_size = is_valid_size
-    interpreter.TensorHandle.__init__ = construct

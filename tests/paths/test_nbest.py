@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from partita import Chain
 from partita.paths import nbest
+from partita.testing import all_paths
 
 
 def random_chain(seed: int, integers: bool) -> tuple[tuple[Any, ...], int]:
@@ -32,21 +33,12 @@ def random_chain(seed: int, integers: bool) -> tuple[tuple[Any, ...], int]:
 
 def enumerated(arguments: tuple[Any, ...], n: int) -> list[tuple[float, list[int], list[int]]]:
     """Return the score, states and edges of all paths of a sequence, best first, ties in order."""
-    scores, source, missing, initial, final, active = arguments
-    steps, (C, K) = int(active[:, n].sum()), source.shape
-    found = []
-    for first, *edges in itertools.product(range(C), *(range(C * K),) * steps):
-        states, score = [first], float(initial[n, first])
-        for t, edge in enumerate(edges):
-            state, k = divmod(edge, K)
-            if missing[state, k] or source[state, k] != states[-1]:
-                break
-            states.append(state)
-            score += float(scores[t, n, state, k])
-        else:
-            score += float(final[n, states[-1]])
-            if score > -torch.inf:
-                found.append((score, states, [edge % K for edge in edges]))
+    scores, source, missing, *ends, active = arguments
+    chain = Chain(scores, source.masked_fill(missing, -1), *ends, lengths=active.sum(0))
+    paths = all_paths(chain, n)
+    edges = (paths.edges % source.shape[1]).tolist()
+    rows = zip(paths.scores.tolist(), paths.states.tolist(), edges, strict=True)
+    found = [row for row in rows if row[0] > -torch.inf]
     # The last state decides, then the edges from the last one back.
     return sorted(found, key=lambda path: (-path[0], path[1][-1], path[2][::-1]))
 

@@ -3,9 +3,14 @@
 from torch.serialization import add_safe_globals as _add_safe_globals
 
 from .budget import Error, assert_within_budget, ulp_error
-from .compare import Difference, Errors, contract_errors, forward_backward_difference
+from .compare import (
+    Difference,
+    Errors,
+    contract_errors,
+    forward_backward_difference,
+    poisoned_memory,
+)
 from .inputs import EDGES, Labelled, edge_rows, sample_labels, sample_rows
-from .memory import poisoned_memory
 from .paths import Paths, all_paths
 from .timing import Timing, report, time_forward_backward
 

@@ -103,12 +103,16 @@ def _inf_rows(x: Tensor) -> Tensor:
     return x
 
 
-_EDGES: dict[str, Callable[[Tensor], Tensor]] = {
+# Magnitudes that the catalogue of calls has too.
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x,
     "offset": lambda x: x + 1e4,
     "wide": lambda x: 10 * x,
     "huge": lambda x: torch.finfo(x.dtype).max / 64 * x.sign(),
     "equal": torch.zeros_like,
+}
+_EDGES: dict[str, Callable[[Tensor], Tensor]] = {
+    **VALUES,
     "leading_inf": _leading_inf,
     "scattered_inf": _scattered_inf,
     "inf_rows": _inf_rows,

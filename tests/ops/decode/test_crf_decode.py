@@ -1,6 +1,5 @@
 """Decoding of CTC-CRF against the enumeration of all paths, and the contract of its results."""
 
-import itertools
 import math
 from collections import defaultdict
 
@@ -9,6 +8,7 @@ import torch
 from helpers.ctc import NEEDS_NUMBA, backends
 
 import partita
+from partita import testing
 
 SIZES = {"state_len": 2, "alphabet_size": 3}
 STATES, BASES = 4, 2
@@ -21,19 +21,10 @@ def sample(T: int, N: int, seed: int = 0) -> torch.Tensor:
 
 def all_paths(scores: torch.Tensor) -> dict[tuple[tuple[int, ...], tuple[int, ...]], float]:
     """Return the score of each path: its states, and the columns of its edges."""
-    source, T = partita.debruijn_source(BASES, 2), len(scores)
-    found = {}
-    for first in range(STATES):
-        paths = [((first,), (), 0.0)]
-        for t in range(T):
-            paths = [
-                ((*states, c), (*columns, k), score + float(scores[t, c, k]))
-                for states, columns, score in paths
-                for c, k in itertools.product(range(STATES), range(BASES + 1))
-                if int(source[c, k]) == states[-1]
-            ]
-        found |= {(states, columns): score for states, columns, score in paths}
-    return found
+    paths = testing.all_paths(partita.Chain(scores[:, None], partita.debruijn_source(BASES, 2)))
+    states, columns = paths.states.tolist(), (paths.edges % (BASES + 1)).tolist()
+    keys = zip(map(tuple, states), map(tuple, columns), strict=True)
+    return dict(zip(keys, paths.scores.tolist(), strict=True))
 
 
 def bases_of(states: tuple[int, ...], columns: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,8 +92,7 @@ def test_numba_agrees_with_the_reference(width: int, seed: int) -> None:
         found = partita.ctc_crf_decode(
             scores.transpose(0, 1).contiguous().transpose(0, 1), **options
         )
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.usefixtures("unchecked")

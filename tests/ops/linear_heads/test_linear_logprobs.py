@@ -7,14 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.errors import raises
-from helpers.linear import CLASSES, TOKENS, Batch, batch_of, budgets
+from helpers.linear import CLASSES, PLANS, TOKENS, Batch, batch_of, budgets, gradients, leaves_of
 from helpers.rows import INTERPRETING, devices
 from torch import Tensor
 
 import partita
 
 pytestmark = pytest.mark.interpreted
-PLANS = ("small", "fast", "lean")
 K = 5
 
 
@@ -32,17 +31,6 @@ def truth(x: Batch, ids: Tensor, temperature: float, softcap: float | None) -> T
     logits = softcap * (logits / softcap).tanh() if softcap else logits
     found = (logits / temperature).log_softmax(-1).gather(-1, ids.clamp(min=0))
     return torch.where(ids < 0, 0.0, found)
-
-
-def gradients(found: Tensor, x: Batch) -> tuple[Tensor, ...]:
-    leaves = [tensor for tensor in (x.input, x.weight, x.bias) if tensor is not None]
-    upstream = torch.linspace(-1, 2, found.numel()).view(found.shape).to(found)
-    return torch.autograd.grad(found, leaves, upstream)
-
-
-def leaves_of(x: Batch, dtype: torch.dtype | None = None) -> Batch:
-    head = (t if t is None else t.detach().to(dtype or t.dtype) for t in x[:3])
-    return Batch(*(t if t is None else t.requires_grad_() for t in head), *x[3:])
 
 
 @devices

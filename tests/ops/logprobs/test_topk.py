@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.errors import raises
-from helpers.linear import Batch, batch_of, budgets
+from helpers.linear import PLANS, batch_of, budgets, leaves_of
+from helpers.linear import gradients as gradients_of
 from helpers.rows import INTERPRETING, devices, devices_and_dtypes
 from torch import Tensor
 
@@ -12,7 +13,6 @@ import partita
 from partita.testing import sample_rows
 
 pytestmark = pytest.mark.interpreted
-PLANS = ("small", "fast", "lean")
 SHAPES = ((5, 37, 6), (2, 3, 300, 9), (3, 9000, 5), (2, 40_000, 3), (4, 1, 1))
 
 
@@ -110,11 +110,6 @@ def test_no_rows_and_one_row(device: str) -> None:
     assert torch.equal(one.indices, best(x, 4)[0]) and one.logsumexp.shape == ()
 
 
-def leaves_of(x: Batch, dtype: torch.dtype | None = None) -> Batch:
-    head = (t if t is None else t.detach().to(dtype or t.dtype) for t in x[:3])
-    return Batch(*(t if t is None else t.requires_grad_() for t in head), *x[3:])
-
-
 @devices
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -134,19 +129,13 @@ def test_hidden_states(dtype: torch.dtype, plan: str, device: str) -> None:
         assert torch.equal(found.indices, best(logits, 5))
     exact = leaves_of(x, torch.float64)
     logits = F.linear(exact.input, exact.weight, exact.bias)
-    trues = gradients(truth(logits, found.indices, **options), *exact[:3])
-    first = gradients_of(found.logprobs, x)
-    for grad, second, true in zip(first, gradients_of(found.logprobs, x), trues, strict=True):
+    trues = gradients_of(truth(logits, found.indices, **options), exact)
+    first, again = (gradients_of(found.logprobs, x) for _ in range(2))
+    for grad, second, true in zip(first, again, trues, strict=True):
         assert grad.dtype == dtype
         bound = 32 * eps * true.abs().amax().item()
         torch.testing.assert_close(grad.double(), true, rtol=0, atol=bound)
         torch.testing.assert_close(second.double(), true, rtol=0, atol=bound)
-
-
-def gradients_of(found: Tensor, x: Batch) -> tuple[Tensor, ...]:
-    """Return the gradients of the head, and leave the graph for another backward pass."""
-    upstream = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).view(found.shape)
-    return torch.autograd.grad(found, x[:3], upstream.to(found), retain_graph=True)
 
 
 @devices

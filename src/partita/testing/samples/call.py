@@ -12,6 +12,7 @@ from torch import Tensor
 from ...runtime.backend import backend
 from ..budget import Scale
 from ..compare import Errors, contract_errors
+from ..inputs import VALUES
 
 Sizes = Mapping[str, int]
 Inputs = dict[str, Any]
@@ -72,11 +73,9 @@ class Draw:
 
     def scores(self, *shape: int, plain: bool = False) -> Tensor:
         """Draw logits, scores or hidden states; `plain` ones are finite numbers near 0."""
-        if plain or self.values == "plain":
-            x = self.plain(self.dtype, *shape)
-        else:
-            x = _VALUES[self.values](self.normal(*shape), self.dtype)
-        return _LAYOUTS[self.layout](x.to(self.device, self.dtype)).requires_grad_(self.grad)
+        x = self.plain(self.dtype, *shape)
+        x = x if plain else _VALUES[self.values](x)
+        return _LAYOUTS[self.layout](x).requires_grad_(self.grad)
 
     def beside(self, *shape: int, grad: bool = True) -> Tensor:
         """Draw finite numbers of the second dtype, which are not those of `scores`."""
@@ -101,10 +100,13 @@ class Draw:
         return x.to(self.device)
 
     def lengths(self, number: int, most: int, least: int = 0) -> Tensor:
-        """Return lengths from `most` down to `least`, or `most` alone without `ragged`."""
+        """Return lengths from `most` down to `least`, or `most` alone without `ragged`.
+
+        The seed decides which sequence has which.
+        """
         steps = torch.arange(number) if self.ragged else torch.zeros(number, dtype=torch.int64)
         span = max(most - least, 0) + 1
-        return (most - steps * max(1, span // 3) % span).to(self.device)
+        return (most - steps * max(1, span // 3) % span).roll(self.seed).to(self.device)
 
     def counts(self, *shape: int) -> Tensor:
         """Return a mask in which every third entry is False, from the second on."""
@@ -112,22 +114,18 @@ class Draw:
         return count.reshape(shape).to(self.device)
 
 
-def _masked(x: Tensor, dtype: torch.dtype) -> Tensor:
-    places = torch.arange(x.numel()).reshape(x.shape)
+def _masked(x: Tensor) -> Tensor:
+    places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     return x.masked_fill((places % 5 == 2) & (places % max(x.shape[-1], 1) != 0), -torch.inf)
 
 
-def _inf_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _inf_rows(x: Tensor) -> Tensor:
     x[1::2] = -torch.inf
     return x
 
 
-_VALUES: dict[Values, Callable[[Tensor, torch.dtype], Tensor]] = {
-    "plain": lambda x, dtype: x,
-    "offset": lambda x, dtype: x + 1e4,
-    "wide": lambda x, dtype: 10 * x,
-    "huge": lambda x, dtype: torch.finfo(dtype).max / 64 * x.sign(),
-    "equal": lambda x, dtype: torch.zeros_like(x),
+_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    **VALUES,
     "masked": _masked,
     "inf_rows": _inf_rows,
 }
@@ -314,14 +312,15 @@ class Sample:
         with backend("reference"):
             truth = exact.run()
             true_gradients = exact.gradients(truth)
-        found = {
-            f"result {i}": self._error(ours, right, self.call.forward)
-            for i, (ours, right) in enumerate(zip(results, truth, strict=True))
-        }
-        return found | {
-            name: self._error(gradients[name], true_gradients[name], self.call.backward)
-            for name in gradients
-        }
+        bounds = self.call.forward, self.call.backward
+        found = {}
+        for i, (ours, right) in enumerate(zip(results, truth, strict=True)):
+            # A result in a narrower dtype than the scores has the bound of theirs.
+            dtype = torch.promote_types(ours.dtype, self.dtype)
+            found[f"result {i}"] = self._error(ours, right, bounds[0], dtype)
+        for name, gradient in gradients.items():
+            found[name] = self._error(gradient, true_gradients[name], bounds[1], gradient.dtype)
+        return found
 
     def errors_beside_torch(self) -> Errors:
         """Return the errors of results and gradients in ulp, bounded by those of plain PyTorch."""
@@ -342,14 +341,14 @@ class Sample:
         errors: Errors = contract_errors(ours, theirs, *leaves.values(), **scales)
         return errors
 
-    def _error(self, ours: Tensor, truth: Tensor, bound: Bound) -> float:
+    def _error(self, ours: Tensor, truth: Tensor, bound: Bound, dtype: torch.dtype) -> float:
         ours, truth = ours.detach(), truth.detach()
         if not ours.is_floating_point():
             return 0.0 if torch.equal(ours, truth) else torch.inf
         if not ours.numel():
             return 0.0 if ours.shape == truth.shape else torch.inf
-        dtypes = [ours.dtype, self.dtype] if self.call.rounds else [ours.dtype]
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        dtypes = [dtype, self.dtype] if self.call.rounds else [dtype]
+        eps = max(torch.finfo(each).eps for each in dtypes)
         magnitude = max(1.0, float(torch.where(truth.isfinite(), truth, 0).abs().max()))
         absolute = bound.absolute * (FP64 if self.dtype == torch.float64 else 1.0)
         allowed = absolute + bound.ulps * eps * magnitude

@@ -271,7 +271,7 @@ CALLS = (
     _sparse("Chain.sample", _sampled, (2, 2), usual=USUAL_SPARSE, **PATH),
     _sparse(
         "Chain.expectation",
-        lambda chain, values: chain.expectation(values),
+        Chain.expectation,
         (0,),
         inputs=_values,
         usual=USUAL_SPARSE,
@@ -289,7 +289,7 @@ CALLS = (
     ),
     _sparse(
         "Chain.log_prob",
-        lambda chain, edges: chain.log_prob(edges),
+        Chain.log_prob,
         (0,),
         inputs=_stay,
         batch={**SPARSE_BATCH, "edges": 1},
@@ -326,9 +326,7 @@ CALLS = (
     _dense("LinearChain.sample", _sampled, (2,), usual=USUAL_DENSE, **PATH),
     _dense(
         "LinearChain.expectation",
-        lambda chain, emission_values, transition_values: chain.expectation(
-            emission_values, transition_values
-        ),
+        LinearChain.expectation,
         (0,),
         inputs=_linear_values,
         batch={**DENSE_BATCH, "emission_values": 1},
@@ -348,7 +346,7 @@ CALLS = (
     ),
     _dense(
         "LinearChain.log_prob",
-        lambda chain, states: chain.log_prob(states),
+        LinearChain.log_prob,
         (0,),
         inputs=_states,
         batch={**DENSE_BATCH, "states": 1},
@@ -371,7 +369,7 @@ CALLS = (
     _semi("SemiMarkovChain.entropy", SemiMarkovChain.entropy, (0,), values=("wide",)),
     _semi(
         "SemiMarkovChain.log_prob",
-        lambda chain, states, starts: chain.log_prob(states, starts),
+        SemiMarkovChain.log_prob,
         (0,),
         inputs=_segment_path,
         batch={**DENSE_BATCH, "states": 1, "starts": 1},

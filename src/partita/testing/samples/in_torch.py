@@ -197,18 +197,15 @@ def from_hidden(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def linear_divergence(
-    input: Tensor,
-    linear_weight: Tensor,
     teacher_input: Tensor,
     teacher_weight: Tensor,
     *,
-    linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
-    memory_budget: int | None = None,
-    **options: Any,
+    **student: Any,
 ) -> Tensor:
     teacher = F.linear(teacher_input, teacher_weight, teacher_bias)
-    return divergence(F.linear(input, linear_weight, linear_bias), teacher, **options)
+    found: Tensor = from_hidden(divergence)(teacher_logits=teacher, **student)
+    return found
 
 
 def ends(scores: Tensor, initial: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -52,11 +52,11 @@ def row_labels(draw: Draw, sizes: Sizes, ignored: int = IGNORED) -> Tensor:
     return labels if draw.values in ("plain", "offset") else labels.clamp(max=0)
 
 
-def _ignored(inputs: Inputs) -> dict[str, Tensor]:
-    logits, target = inputs["input"], inputs["target"]
+def _ignored(inputs: Inputs, name: str = "input") -> dict[str, Tensor]:
+    logits, target = inputs[name], inputs["target"]
     ignored = target == inputs.get("ignore_index", IGNORED)
     if logits.ndim > 1 and not target.is_floating_point():
-        return {"input": ignored.unsqueeze(1).expand_as(logits)}
+        return {name: ignored.unsqueeze(1).expand_as(logits)}
     return {}
 
 
@@ -116,11 +116,6 @@ def _named_logits(draw: Draw, sizes: Sizes) -> Inputs:
 
 
 STATISTICS: dict[str, Any] = {"temperature and softcap": {"temperature": 0.7, "softcap": 5.0}}
-
-
-def _ignored_logprobs(inputs: Inputs) -> dict[str, Tensor]:
-    ignored = inputs["target"] == IGNORED
-    return {"logits": ignored.unsqueeze(-1).expand_as(inputs["logits"])}
 
 
 def some_classes(draw: Draw, sizes: Sizes) -> Tensor:
@@ -249,7 +244,7 @@ CALLS = (
         options=STATISTICS,
         batch={"logits": 0, "target": 0},
         rows=(0,),
-        uncounted=_ignored_logprobs,
+        uncounted=lambda inputs: _ignored(inputs, "logits"),
     ),
     _of_rows(
         "logprobs",
