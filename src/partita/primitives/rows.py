@@ -41,11 +41,11 @@ def by_rows(
 
     The temporary tensors of the function are as large as these rows then, and it gets the classes
     of a row next to each other, since PyTorch adds up others in another order. It returns a
-    tensor or a tuple of tensors, all of them by rows.
+    tensor, which gets the memory layout of the logits, or a tuple of tensors, all of them by rows.
 
     Args:
         function: takes positional arguments.
-        logits: the position of the logits, whose memory layout results of the same shape get.
+        logits: the position of the logits.
         classes: the dimension of the classes in the logits, 1 or -1.
         shared: the positions of the tensors that all rows have in common.
     """
@@ -53,10 +53,10 @@ def by_rows(
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         rows: Tensor = args[logits]
-        if rows.device.type != "cpu" or rows.ndim == 1 or not rows.numel():
-            return function(*args)
-        if rows.numel() <= ELEMENTS and rows.movedim(classes, -1).is_contiguous():
-            return function(*args)
+        is_small = rows.numel() <= ELEMENTS and rows.movedim(classes, -1).is_contiguous()
+        if rows.device.type != "cpu" or rows.ndim == 1 or not rows.numel() or is_small:
+            found = function(*args)
+            return laid_out_like(found, rows) if isinstance(found, Tensor) else found
         rows_shape, results = rows.select(classes, 0).shape, list[Tensor]()
 
         def part(tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
@@ -72,13 +72,9 @@ def by_rows(
             return value.movedim(classes, -1).contiguous().movedim(-1, classes)
 
         def memory(found: Tensor) -> Tensor:
-            if classes == 1 and found.ndim == rows.ndim:
-                shape = torch.Size((rows_shape[0], found.shape[1], *rows_shape[1:]))
-            else:
-                shape = rows_shape + found.shape[len(rows_shape) :]
-            if shape == rows.shape:
+            if found.ndim == rows.ndim and found.shape[classes] == rows.shape[classes]:
                 return torch.empty_like(rows, dtype=found.dtype)
-            return found.new_empty(shape)
+            return found.new_empty(rows_shape + found.shape[len(rows_shape) :])
 
         for index in _blocks(rows_shape, rows.shape[classes]):
             found = function(*(argument(arg, i, index) for i, arg in enumerate(args)))
@@ -144,16 +140,6 @@ def softcap_slope(logits: Tensor, softcap: float) -> Tensor:
     """Return the derivative of soft-capping, 1 - tanh², without cancellation near a tanh of 1."""
     t = (logits.to(acc_dtype(logits.dtype)) / softcap).tanh()
     return (1 - t) * (1 + t)
-
-
-def laid_out(function: Callable[..., Tensor], *, like: int) -> Callable[..., Tensor]:
-    """Return a function with results in the memory layout of the argument at a position."""
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Tensor:
-        return laid_out_like(function(*args), args[like])
-
-    return run
 
 
 def laid_out_like(result: Tensor, like: Tensor) -> Tensor:

@@ -255,28 +255,30 @@ class RowsFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.rows, first, second, rest = inputs
-        tensors, ctx.options = ctx.rows.saves((first, second, *rest), output)
-        ctx.backend = rest[-1]
-        if plain_eager():  # Zeros for results that nobody uses would cost a launch each.
-            ctx.set_materialize_grads(False)
+        tensors, options = ctx.rows.saves((first, second, *rest), output)
+        ctx.options = (*options, rest[-1])
         if isinstance(output, tuple):
+            if plain_eager():  # Zeros for results that nobody uses would cost a launch each.
+                ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*output[ctx.rows.results :])
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        rows, options, backend, tensors = ctx.rows, ctx.options, ctx.backend, saved_tensors(ctx)
-        given = [grad for grad in grads[: rows.results] if grad is not None]
-        if not given:
-            return None, None, None, None
+        rows, options, tensors = ctx.rows, ctx.options, saved_tensors(ctx)
         first, *others = grads[: rows.results]
-        first = torch.zeros_like(given[0]) if first is None else first
-        if is_double_backward():
-            others = [torch.zeros_like(first) if grad is None else grad for grad in others]
-        op = for_gradients(rows.backward, *given)
+        if first is None:
+            given = [grad for grad in others if grad is not None]
+            if not given:
+                return None, None, None, None
+            first = torch.zeros_like(given[0])
+        op = for_gradients(rows.backward, first, *others)
+        if not is_double_backward():
+            return None, op(first, *others, *tensors, *options), None, None
+        others = [torch.zeros_like(first) if grad is None else grad for grad in others]
         gradient = first_derivative(
-            lambda *tensors: op(*tensors, *options, backend),
-            lambda *tensors: rows.reference(*tensors, *options),
+            lambda *tensors: op(*tensors, *options),
+            lambda *tensors: rows.reference(*tensors, *options[:-1]),
             rows.results + 1,
             first,
             *others,

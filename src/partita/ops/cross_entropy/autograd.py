@@ -47,23 +47,20 @@ def _rows_vmap(op: register.Op, info: Any, in_dims: Any, *args: Any) -> tuple[An
 
     Every tensor has its batch dimension first, except for the class weights, which cannot have one.
     """
-    num_tensors = sum(isinstance(arg, Tensor) or arg is None for arg in args)
-    tensors, options = list(args[:num_tensors]), args[num_tensors:]
     weight_index = 2 if op is cross_entropy_op else 4
     if in_dims[weight_index] is not None:
         raise NotImplementedError(
             "weight: class weights that differ over a vmapped dimension are not supported"
         )
-    for i, (tensor, dim) in enumerate(zip(tensors, in_dims, strict=False)):
-        if i != weight_index and tensor is not None:
-            tensors[i] = batch_first(tensor, dim, info.batch_size).flatten(0, 1)
-    found = op(*tensors, *options)
-    if isinstance(found, Tensor):
-        return found.unflatten(0, (info.batch_size, -1)), 0
-    return tuple(
-        field.unflatten(0, (info.batch_size, len(field) // max(info.batch_size, 1)))
-        for field in found
-    ), (0,) * len(found)
+    merged = list(args)
+    for i, (arg, dim) in enumerate(zip(args, in_dims, strict=True)):
+        if i != weight_index and isinstance(arg, Tensor):
+            merged[i] = batch_first(arg, dim, info.batch_size).flatten(0, 1)
+    found = op(*merged)
+    fields = (found,) if isinstance(found, Tensor) else found
+    size = info.batch_size, len(fields[0]) // max(info.batch_size, 1)
+    batched = tuple(field.unflatten(0, size) for field in fields)
+    return (batched[0], 0) if isinstance(found, Tensor) else (batched, (0,) * len(batched))
 
 
 def _rows_fake(logits: Tensor) -> tuple[Tensor, ...]:
@@ -337,7 +334,7 @@ token_stats_op = register.define(
     vmap=all_at_once,
 )
 token_stats_backward_op = register.define(
-    by_rows(reference.token_stats_backward, logits=3),
+    by_rows(reference.token_stats_gradient, logits=3),
     lambda logits: torch.empty_like(logits),
     name="token_stats_backward",
     gpu=_gpu,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...primitives.rows import (
     finite_shift,
-    laid_out,
     softcap_slope,
     softcapped,
     without_inert_rows,
@@ -160,9 +159,6 @@ def cross_entropy_gradient(
     return grad.movedim(-1, 1).to(dtype)
 
 
-cross_entropy_backward = laid_out(cross_entropy_gradient, like=2)
-
-
 def scale_(grad: Tensor, factor: Tensor) -> None:
     """Multiply a gradient in place by a scalar tensor."""
     grad.mul_(factor.to(acc_dtype(grad.dtype)))
@@ -244,6 +240,3 @@ def token_stats_gradient(
     if softcap:
         grad = grad * softcap_slope(logits, softcap)
     return torch.where(out_of_range.unsqueeze(-1), torch.nan, grad).to(logits.dtype)
-
-
-token_stats_backward = laid_out(token_stats_gradient, like=3)

@@ -21,7 +21,7 @@ from .reference import capped, label_losses
 SMALLEST_PROBABILITY = 1e-30
 
 cross_entropy = by_rows(reference.cross_entropy, classes=1, shared=(2,))
-cross_entropy_backward = by_rows(reference.cross_entropy_backward, logits=2, classes=1, shared=(4,))
+cross_entropy_backward = by_rows(reference.cross_entropy_gradient, logits=2, classes=1, shared=(4,))
 
 
 def _rows_of(tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ divergence_op = register.define(
     vmap=all_at_once,
 )
 divergence_backward_op = register.define(
-    by_rows(reference.divergence_backward, logits=1),
+    by_rows(reference.divergence_gradient, logits=1),
     lambda logits: torch.empty_like(logits),
     name="divergence_backward",
     gpu=_gpu,

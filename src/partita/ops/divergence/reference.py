@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...primitives.rows import laid_out, softcap_slope, without_inert_rows
+from ...primitives.rows import laid_out_like, softcap_slope, without_inert_rows
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.reference import scaled_rows
 from .common import DivergenceRows
@@ -114,9 +114,6 @@ def divergence_gradient(
     return result.to(logits.dtype)
 
 
-divergence_backward = laid_out(divergence_gradient, like=1)
-
-
 def divergence_one_pass(
     logits: Tensor,
     teacher_logits: Tensor,
@@ -132,8 +129,8 @@ def divergence_one_pass(
     loss and gradient 0, whatever its logits are.
     """
     numbers = (beta, temperature, softcap)
-    loss, *statistics = divergence(logits, teacher_logits, *numbers)
+    rows = divergence(logits, teacher_logits, *numbers)
     if row_factor is None:
-        row_factor = torch.full_like(loss, factor)
-    dlogits = divergence_backward(row_factor, logits, teacher_logits, *statistics, *numbers)
-    return torch.where(row_factor == 0, 0, loss), dlogits
+        row_factor = torch.full_like(rows.loss, factor)
+    dlogits = divergence_gradient(row_factor, logits, teacher_logits, *rows[1:], *numbers)
+    return torch.where(row_factor == 0, 0, rows.loss), laid_out_like(dlogits, logits)

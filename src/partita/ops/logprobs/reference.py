@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...primitives.rows import (
     finite_shift,
-    laid_out_like,
     row_chunks,
     softcap_slope,
     softcapped,
@@ -305,7 +304,7 @@ def logprobs_backward(
     softcap: float,
     ignore_index: int,
 ) -> Tensor:
-    """Compute the gradient of the logits in their memory layout."""
+    """Compute the gradient of the logits."""
     classes, K = logits.shape[-1], ids.shape[-1]
     totals, _ = row_totals(grad[..., :K], ids, classes, ignore_index)
     totals = totals + grad[..., K:].sum(-1)
@@ -321,4 +320,4 @@ def logprobs_backward(
     of_rows = (totals.reshape(-1), entries.reshape(ids.shape), maximum.reshape(-1))
     options = (temperature, softcap, ignore_index)
     write_entries(rows, 0, classes, grad, ids, *of_rows, sumexp.reshape(-1), *options)
-    return laid_out_like(rows.view(logits.shape), logits)
+    return rows.view(logits.shape)

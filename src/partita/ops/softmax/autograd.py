@@ -38,7 +38,7 @@ softmax_op = register.define(
     vmap=_softmax_vmap,
 )
 softmax_backward_op = register.define(
-    reference.over_any_dim(by_rows(reference.softmax_backward, logits=1)),
+    reference.over_any_dim(by_rows(reference.softmax_gradient, logits=1)),
     lambda output, dtype: torch.empty_like(output, dtype=dtype),
     name="softmax_backward",
     gpu=_gpu,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.rows import laid_out, laid_out_like
+from ...primitives.rows import laid_out_like
 from ...runtime.dtypes import acc_dtype
 from .common import LogSumExp
 
@@ -17,7 +17,7 @@ from .common import LogSumExp
 def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
     """Return the softmax, or with `log` its logarithm, rounded to `dtype`."""
     function = torch.log_softmax if log else torch.softmax
-    return laid_out_like(function(input.to(acc_dtype(input.dtype)), dim).to(dtype), input)
+    return function(input.to(acc_dtype(input.dtype)), dim).to(dtype)
 
 
 def softmax_gradient(
@@ -29,9 +29,6 @@ def softmax_gradient(
     if log:
         return (grad - output.exp() * grad.sum(dim, keepdim=True)).to(dtype)
     return (output * (grad - (output * grad).sum(dim, keepdim=True))).to(dtype)
-
-
-softmax_backward = laid_out(softmax_gradient, like=1)
 
 
 def over_any_dim(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
