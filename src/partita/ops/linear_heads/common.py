@@ -21,7 +21,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions, logsumexp_term
-from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, memory_plan, padded_width
+from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, linear_cross_entropy_plan, padded_width
 
 
 class Wanted(NamedTuple):
@@ -59,11 +59,11 @@ class Head(NamedTuple):
             requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
         )
 
-    def plan(self, memory_budget: int | None, reduced: bool, packs: bool = False) -> MemoryPlan:
-        """Return the plan of this head; `packs` says whether the rows are packed."""
+    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
+        """Return the plan of this head."""
         input_grad, weight_grad, bias_grad = self.wanted
         tokens, hidden = self.input.shape
-        return memory_plan(
+        return linear_cross_entropy_plan(
             tokens,
             hidden,
             len(self.weight),
@@ -72,8 +72,6 @@ class Head(NamedTuple):
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
-            parallel=False,
-            packs=packs,
         )
 
     def part(self, tokens: slice, classes: slice) -> Head:

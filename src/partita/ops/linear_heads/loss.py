@@ -142,15 +142,14 @@ def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
     head, target, weight, options, memory_budget, denominator = call
     backend, reduction, input = current_backend(), options.reduction, head.input
-    packs = packs_rows(*head, reduction, backend)
-    plan = head.plan(memory_budget, reduction != "none", packs)
+    plan = head.plan(memory_budget, reduction != "none")
     if plan.name == "fast" and reduction != "none" and input.dtype != torch.float16:
         divisor = denominator
         if not (divisor is None or isinstance(divisor, Tensor)):
             dtype = acc_dtype(input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=input.device)
         if plain_eager() or torch.compiler.is_compiling():
-            packs = packs and plain_eager()
+            packs = packs_rows(*head, reduction, backend)
             kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
             tensors = (*head, target, weight, divisor)
             rest = ((*options, plan.chunk), head.wanted, backend)

@@ -136,45 +136,16 @@ def linear_cross_entropy_plan(
         >>> partita.linear_cross_entropy_plan(*sizes, torch.bfloat16, memory_budget=2**29).name
         'lean'
     """
-    packs = reduced and not parallel and packing_wanted()
-    return memory_plan(
-        tokens,
-        hidden,
-        vocabulary,
-        dtype,
-        memory_budget=memory_budget,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        reduced=reduced,
-        parallel=parallel,
-        packs=packs and sizes_allow_packing(hidden, vocabulary, dtype),
-    )
-
-
-def memory_plan(
-    tokens: int,
-    hidden: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    *,
-    memory_budget: int | None,
-    input_grad: bool,
-    weight_grad: bool,
-    reduced: bool,
-    parallel: bool,
-    packs: bool,
-) -> MemoryPlan:
-    """Return the `linear_cross_entropy_plan`; `packs` says whether the rows are packed.
-
-    A compiler may not know the number of tokens. Then the chunk is an expression in it, and the
-    name is that of a plan for every number: `fast` if that is the plan of 2,048 tokens.
-    """
+    # A compiler may not know the number of tokens. Then the chunk is an expression in it, and the
+    # name is that of a plan for every number: `fast` if that is the plan of 2,048 tokens.
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
     check_budget(memory_budget)
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
+    packs = reduced and not parallel and packing_wanted()
+    packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
     product_flops = 2 * tokens * hidden * vocabulary
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
