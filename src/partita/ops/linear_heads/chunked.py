@@ -37,6 +37,7 @@ from .common import (
     Wanted,
     accumulate_hidden,
     counted_states,
+    new_state,
 )
 from .plan import CPU_CHUNK_TOKENS, padded_width
 
@@ -45,8 +46,8 @@ class ChunkKernels(NamedTuple):
     """The functions of one backend that work on a chunk of logits.
 
     Fields:
-        new_state: returns a `RowState` for as many rows as its first argument has.
-        accumulate_logits: updates a `RowState` in place with the classes of a chunk.
+        accumulate_logits: updates a `RowState` in place with the classes of a chunk. The first
+            chunk overwrites it.
         row_statistics: returns the `RowStatistics` of a `RowState` that has seen all classes.
         logits_gradient: writes the gradient of a chunk's logits.
         one_pass: returns a chunk's loss and overwrites the logits with their gradient.
@@ -54,7 +55,6 @@ class ChunkKernels(NamedTuple):
             a sum with a denominator.
     """
 
-    new_state: Callable[..., RowState]
     accumulate_logits: Callable[..., None]
     row_statistics: Callable[..., RowStatistics]
     logits_gradient: Callable[..., None]
@@ -194,7 +194,7 @@ def linear_rows(
     no_class = target
     if no_class is None:
         no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
-    state = kernels.new_state(head.input, options.needs_smoothing, options.needs_entropy)
+    state = new_state(head.input, options.needs_smoothing, options.needs_entropy)
     rest = (class_weight, state, *options[:2], chunk, save_logits)
     saved = accumulate_hidden(kernels.accumulate_logits, head, no_class, *rest)
     labels = no_class.contiguous()
@@ -304,7 +304,7 @@ def linear_logprobs(
     no_class = torch.full((len(input),), -1, dtype=torch.int64, device=input.device)
     rest = new_rest(input, [len(input)])
     needs_smoothing, needs_entropy = False, temperature != 1.0  # the kernel's sums need it then
-    state = kernels.new_state(input, needs_smoothing, needs_entropy)
+    state = new_state(input, needs_smoothing, needs_entropy)
     # The fields of a row's label and origin hold the logits of all ids and the statistics of the
     # rest, so that the loop cuts them into chunks too.
     state = state._replace(label=state.label.new_zeros(ids.shape), origin=rest)

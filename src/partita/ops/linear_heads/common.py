@@ -244,6 +244,29 @@ class RowState(NamedTuple):
         """Return views of the state of some rows."""
         return RowState(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
+    def clear(self) -> None:
+        """Write the state before any class."""
+        for field, value in zip(self, (-torch.inf, 0.0, -torch.inf, 0.0, 0.0, 0.0, 0), strict=True):
+            if field is not None:
+                field.fill_(value)
+
+
+def new_state(like: Tensor, needs_smoothing: bool, needs_entropy: bool) -> RowState:
+    """Return memory for the state of the rows, which the first chunk writes without reading."""
+    rows, dtype = len(like), acc_dtype(like.dtype)
+    maximum, sumexp, label, origin, smoothing_loss, sum_x_exp = (
+        like.new_empty(rows, dtype=dtype) for _ in range(6)
+    )
+    return RowState(
+        maximum=maximum,
+        sumexp=sumexp,
+        label=label,
+        origin=origin if needs_smoothing else None,
+        smoothing_loss=smoothing_loss if needs_smoothing else None,
+        sum_x_exp=sum_x_exp if needs_entropy else None,
+        argmax=like.new_empty(rows, dtype=torch.int64) if needs_entropy else None,
+    )
+
 
 def accumulate_hidden(
     accumulate_logits: Callable[..., None],
@@ -337,13 +360,7 @@ class GradientCoefficients(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of hidden states, matrix and bias; those that are not wanted are empty.
-
-    Fields:
-        input: the gradient of the hidden states, `[M, H]`.
-        weight: the gradient of the matrix, `[C, H]`.
-        bias: the gradient of the bias, `[C]`.
-    """
+    """The gradients of the fields of a `Head`; those that are not wanted are empty."""
 
     input: Tensor
     weight: Tensor

@@ -68,16 +68,6 @@ topk_op = register.define(
 )
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients from that of the log-probabilities of saved ids."""
-
-    def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
-        ids, *_, rest = saved
-        return composed_logprobs(input, weight, bias, ids, rest.shape[1] > 0, *ctx.options)
-
-    return head_backward(ctx, logprobs_backward_op, grad, composed)
-
-
 class LinearLogprobs(torch.autograd.Function):
     """The results of `logprobs_op`, of which the log-probabilities are differentiable."""
 
@@ -97,16 +87,21 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _gradients(ctx, grads[0])
+        """Return the gradients from that of the log-probabilities of saved ids."""
+
+        def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
+            (ids, *_, rest), (temperature, softcap, ignore_index) = saved, ctx.options
+            options = (temperature, softcap, ignore_index, rest.shape[1] > 0)
+            return logprobs_of(all_logits(input, weight, bias), ids, *options)
+
+        return head_backward(ctx, logprobs_backward_op, grads[0], composed)
 
 
-class LinearTopK(torch.autograd.Function):
+class LinearTopK(LinearLogprobs):
     """The results of `topk_op`, of which the log-probabilities are differentiable.
 
     The chunk of the backward pass is the last argument.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     @takes_chunk(topk_op)
@@ -122,25 +117,6 @@ class LinearTopK(torch.autograd.Function):
         of_rows = (rows.entries, rows.maximum, rows.sumexp, rows.entries[:, :0])
         ctx.save_for_backward(*head, rows.indices, *of_rows, output[-1])
         ctx.is_spent = not save_logits
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _gradients(ctx, grads[0])
-
-
-def composed_logprobs(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    needs_rest: bool,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-) -> Tensor:
-    """Compute the log-probabilities from all logits at once."""
-    options = (temperature, softcap, ignore_index, needs_rest)
-    return logprobs_of(all_logits(input, weight, bias), ids, *options)
 
 
 def linear_logprobs(
@@ -207,7 +183,7 @@ def linear_logprobs_of(
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
     if takes_all_logits([head], ids, memory_budget):
-        return composed_logprobs(*head, ids, needs_rest, *numbers)
+        return logprobs_of(all_logits(*head), ids, *numbers, needs_rest)
     flat, head = ids[None].flatten(0, -2).contiguous(), head.flat
     plan = head.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))

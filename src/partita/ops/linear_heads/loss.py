@@ -31,16 +31,7 @@ FEW_LABELS = 128  # that many labels are read in Python in less time than one te
 
 
 class LossCall(NamedTuple):
-    """A checked call.
-
-    Fields:
-        head: hidden states `[M, H]`, matrix and bias.
-        target: the labels, `[M]` int64.
-        weight: the factors of the classes.
-        options: the options of the loss.
-        memory_budget: bytes of workspace, or None.
-        denominator: what a sum is divided by, or None.
-    """
+    """A checked call: hidden states `[M, H]`, labels `[M]` int64, and what may divide a sum."""
 
     head: Head
     target: Tensor

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, row_chunks, softcap_slope, softcapped
-from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
 from ..divergence.reference_chunks import DIVERGENCE_KERNELS
@@ -19,22 +18,6 @@ from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
 from . import chunked
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics
-
-
-def new_state(like: Tensor, needs_smoothing: bool, needs_entropy: bool) -> RowState:
-    """Return the `RowState` of as many rows as `like` has, before any class."""
-    rows, dtype = len(like), acc_dtype(like.dtype)
-    zero = torch.zeros(rows, dtype=dtype, device=like.device)
-    minus_infinity = torch.full_like(zero, -torch.inf)
-    return RowState(
-        maximum=minus_infinity,
-        sumexp=zero,
-        label=minus_infinity.clone(),
-        origin=torch.zeros_like(zero) if needs_smoothing else None,
-        smoothing_loss=torch.zeros_like(zero) if needs_smoothing else None,
-        sum_x_exp=torch.zeros_like(zero) if needs_entropy else None,
-        argmax=torch.zeros_like(zero, dtype=torch.int64) if needs_entropy else None,
-    )
 
 
 def accumulate_logits(
@@ -46,10 +29,12 @@ def accumulate_logits(
     temperature: float,
     softcap: float,
 ) -> None:
-    """Update the state in place with the logits of the classes from `first` on.
+    """Update the state in place with the logits of the classes from `first` on, or overwrite it.
 
     `class_weight` holds the weights of these classes.
     """
+    if first == 0:
+        state.clear()
     for rows in row_chunks(logits):
         x, index = softcapped(logits[rows], softcap), target[rows].long() - first
         of_rows = state.part(rows)
@@ -192,7 +177,7 @@ def logits_gradient(
 
 
 CHUNK_KERNELS = ChunkKernels(
-    new_state, accumulate_logits, row_statistics, logits_gradient, one_pass, mean_shares
+    accumulate_logits, row_statistics, logits_gradient, one_pass, mean_shares
 )
 
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)

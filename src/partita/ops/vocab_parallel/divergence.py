@@ -31,7 +31,7 @@ from .autograd import (
     parallel_gradient,
     parallel_state,
 )
-from .local_losses import checked_local_head
+from .local_losses import checked_local_head, contiguous_classes
 from .shard import (
     Classes,
     VocabShard,
@@ -399,8 +399,7 @@ def _logprobs(
     check_ids(ids, logits, "the logits")
     numbers = checks.temperature_and_softcap(temperature, softcap)
     checks.labels("ids", ids, shard.classes, checks.NOTHING_IGNORED)
-    x = logits[None].flatten(0, -2)
-    x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    x = contiguous_classes(logits[None].flatten(0, -2))
     flat = ids.long()[None].flatten(0, -2)
     found = ParallelLogprobs.apply(x, flat, *numbers, shard, current_backend())[0]
     result: Tensor = found.reshape(ids.shape)

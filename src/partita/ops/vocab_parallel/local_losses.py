@@ -72,7 +72,8 @@ def check_labels(
             raise RuntimeError("weight: not differentiable; detach it")
 
 
-def _contiguous_classes(logits: Tensor) -> Tensor:
+def contiguous_classes(logits: Tensor) -> Tensor:
+    """Return logits `[M, C_local]` in which the classes of a row are contiguous."""
     return logits if logits.stride(1) == 1 or logits.shape[1] <= 1 else logits.contiguous()
 
 
@@ -89,7 +90,7 @@ def prepare_rows(
     shard = vocab_shard("input", input, 1, arguments.group, arguments.classes)
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
     checks.shape("target", target, [input.shape[0], *input.shape[2:]], "input without its classes")
-    logits = _contiguous_classes(input.movedim(1, -1).flatten(0, -2))
+    logits = contiguous_classes(input.movedim(1, -1).flatten(0, -2))
     return shard, logits, target.reshape(-1).long()
 
 
@@ -177,7 +178,7 @@ def local_token_stats(
     checks.shape("target", target, logits.shape[:-1], "logits without its classes")
     needs_smoothing, needs_entropy = False, True
     options = RowOptions(float(temperature), 0.0, ignore_index, needs_smoothing, needs_entropy)
-    rows, labels = _contiguous_classes(logits[None].flatten(0, -2)), target.reshape(-1).long()
+    rows, labels = contiguous_classes(logits[None].flatten(0, -2)), target.reshape(-1).long()
     found = logits_statistics(rows, labels, None, shard, options)
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
     return TokenStats(*(field.reshape(target.shape) for field in fields))

@@ -21,9 +21,7 @@ from ..linear_heads.reference import (
 )
 from .common import gradient_of_logits, integer_dtype, pack_state
 
-parallel_state = functools.partial(
-    pack_state, accumulate_logits=accumulate_logits, overwrites_state=False
-)
+parallel_state = functools.partial(pack_state, accumulate_logits=accumulate_logits)
 parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
 
 
