@@ -314,7 +314,10 @@ def divergence_plan(
     least_tokens, class_bytes = smaller(tokens, MIN_FORWARD_TOKENS), tokens * itemsize
     dinput_bytes, chunk_bytes = 0, 0
     if has_gradient:
-        dinput_bytes = tokens * hidden * 4 if input_grad and half_type else 0
+        # The gradient of half types is added up in fp32. That of others is added up in place, so
+        # that the copy of the hidden states in which masked rows are 0 is not in its memory.
+        itemsize_of_sum = 4 if half_type else dtype.itemsize * weight_grad
+        dinput_bytes = tokens * hidden * itemsize_of_sum if input_grad else 0
         chunk_bytes = min(MIN_CHUNK_CLASSES, padded_width(vocabulary)) * class_bytes
     least = fixed_bytes + larger(least_tokens * row_bytes, chunk_bytes + dinput_bytes)
     if memory_budget is not None and decide(memory_budget < least, otherwise=False):
