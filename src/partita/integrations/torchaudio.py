@@ -167,15 +167,14 @@ class CUCTCDecoder:
         rows = zip(*(x.tolist() for x in (found.tokens, found.lengths, found.scores)), strict=True)
         return [
             [
-                self._hypothesis(tokens[:length], score)
+                CUCTCHypothesis(
+                    tokens[:length], [self.vocab_list[token] for token in tokens[:length]], score
+                )
                 for tokens, length, score in zip(*row, strict=True)
                 if score > -float("inf")
             ]
             for row in rows
         ]
-
-    def _hypothesis(self, tokens: list[int], score: float) -> CUCTCHypothesis:
-        return CUCTCHypothesis(tokens, [self.vocab_list[token] for token in tokens], score)
 
 
 def cuda_ctc_decoder(

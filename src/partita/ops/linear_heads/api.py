@@ -14,7 +14,7 @@ from ..cross_entropy.api import TokenStats, token_stats
 from ..cross_entropy.common import checked_options
 from . import autograd
 from .common import Head, RowOptions, RowStatistics, chunk_and_save
-from .inputs import checked_matrix, flat_labels, is_usual, takes_all_logits
+from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
 from .loss import linear_loss
 from .plan import check_budget
 
@@ -128,7 +128,7 @@ def linear_token_stats(
     """
     head = Head(input, linear_weight, linear_bias)
     if target is None or not is_usual(*head, target):
-        head = checked_matrix(*head, target)
+        head = cast_and_check(*head, target)
     check_budget(memory_budget)
     if takes_all_logits([head], target, memory_budget):
         return token_stats(

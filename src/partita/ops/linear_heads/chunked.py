@@ -97,6 +97,14 @@ def empty_gradients(
     )
 
 
+def logits_of(
+    heads: Sequence[Head], buffers: Sequence[Tensor], tokens: slice, classes: slice
+) -> list[Tensor]:
+    """Compute the logits of some tokens and classes under each head, in its buffer."""
+    pairs = zip(heads, buffers, strict=True)
+    return [head.part(tokens, classes).logits(buffer) for head, buffer in pairs]
+
+
 def head_gradients(
     heads: Sequence[Head],
     wanted: Wanted,
@@ -149,8 +157,7 @@ def head_gradients(
             if saved_classes and part.stop == C:
                 logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
             else:
-                pairs = zip(heads, buffers, strict=True)
-                logits = [each.part(rows, part).logits(buffer) for each, buffer in pairs]
+                logits = logits_of(heads, buffers, rows, part)
             write_gradient(rows, part, *logits)
             dlogits, is_first = logits[0], rows.start == 0
             if weight_grad:
@@ -403,7 +410,7 @@ Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
 
 def _accumulate_rows(
     kernels: DivergenceKernels,
-    pairs: list[tuple[int, Tensor, Tensor]],
+    pairs: Sequence[tuple[Any, ...]],
     state: DivergenceState,
     numbers: Numbers,
 ) -> None:
@@ -425,20 +432,17 @@ def _accumulate_all(
     """Return the state of all rows, and the logits of the last `saved` classes."""
     (M, _), C = heads[0].input.shape, len(heads[0].weight)
     state = kernels.new_state(heads[0].input)
-    parts = [part for part in (slice(0, C - saved), slice(C - saved, C)) if part.start < part.stop]
     of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
-    of_others = tuple(head.buffer(min(tokens, M), C - saved) for head in heads)
+    of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
     for rows in chunks(M, tokens):
         offset = rows.start * padded_width(saved)
-        pairs = []
-        for part in parts:
-            is_saved = part.stop - part.start == saved and part.stop == C
-            memory = [buffer[offset:] for buffer in of_saved] if is_saved else of_others
-            student, teacher = (
-                head.part(rows, part).logits(buffer)
-                for head, buffer in zip(heads, memory, strict=True)
-            )
-            pairs.append((part.start, student, teacher))
+        memory = [buffer[offset:] for buffer in of_saved]
+        parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
+        pairs = [
+            (part.start, *logits_of(heads, buffers, rows, part))
+            for part, buffers in parts
+            if part.start < part.stop
+        ]
         _accumulate_rows(kernels, pairs, state.part(rows), numbers)
     return state, of_saved
 

@@ -110,10 +110,18 @@ def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
-def checked_head(input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> Head:
+def checked_head(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prefix: str = "",
+    shape: str = "[C, H]",
+    more_dimensions: bool = False,
+) -> Head:
     """Return the head in the dtype of autocast; raise unless its tensors fit each other.
 
-    The matrix may have more dimensions. The prefix stands before the names of the tensors.
+    Errors put the prefix before the names of the tensors and call the matrix's shape `shape`; it
+    may have more dimensions where the caller says so.
     """
     names = (f"{prefix}input", f"{prefix or 'linear_'}weight", f"{prefix or 'linear_'}bias")
     for name, tensor in zip(names, (input, weight, bias), strict=True):
@@ -126,8 +134,8 @@ def checked_head(input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str
             raise TypeError(
                 f"{name}: expected the dtype of {names[0]}, {head.input.dtype}, got {tensor.dtype}"
             )
-    if weight.ndim < 2:
-        raise ValueError(f"{names[1]}: expected shape [C, H], got {list(weight.shape)}")
+    if weight.ndim < 2 or (weight.ndim > 2 and not more_dimensions):
+        raise ValueError(f"{names[1]}: expected shape {shape}, got {list(weight.shape)}")
     if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"{names[0]}: expected shape [..., H] with H = {weight.shape[-1]},"

@@ -28,7 +28,7 @@ from . import reference
 from .autograd import LinearOnePass, head_backward, one_pass_fake, rows_linear, takes_chunk
 from .chunked import empty_gradients
 from .common import Head, Wanted, checked_head
-from .inputs import checked_matrix, takes_all_logits
+from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan, padded_width
 
@@ -198,7 +198,7 @@ def linear_divergence(
         >>> loss
         tensor(0.1233, grad_fn=<...>)
     """
-    head = checked_matrix(input, linear_weight, linear_bias)
+    head = cast_and_check(input, linear_weight, linear_bias)
     teacher = _checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
@@ -245,9 +245,7 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
     input, matrix, _ = head
     checks.floating("teacher_input", hidden)
     checks.device("teacher_input", hidden, input, "input")
-    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_")
-    if weight.ndim != 2:
-        raise ValueError(f"teacher_weight: expected shape [C, K], got {list(weight.shape)}")
+    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_", "[C, K]")
     if len(weight) != len(matrix):
         shorter = "teacher_weight" if len(weight) > len(matrix) else "linear_weight"
         classes = min(len(weight), len(matrix))
@@ -301,7 +299,7 @@ def linear_topk_divergence(
         >>> partita.linear_topk_divergence(torch.zeros(1, 2), torch.zeros(4, 2), teacher)
         tensor(0.7142)
     """
-    checked_matrix(input, linear_weight, linear_bias)
+    cast_and_check(input, linear_weight, linear_bias)
     checks.temperature_and_softcap(temperature, softcap)
     classes = len(linear_weight)
     check_teacher(teacher, input, "input", classes, beta, mask, reduction)

@@ -65,10 +65,14 @@ def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor)
 
 
 def cast_and_check(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None = None,
+    more_dimensions: bool = False,
 ) -> Head:
     """Return the head in the dtype of autocast; raise unless it fits the target."""
-    head = checked_head(input, weight, bias)
+    head = checked_head(input, weight, bias, more_dimensions=more_dimensions)
     if target is not None:
         checks.tensor("target", target)
         checks.device("target", target, input, "input")
@@ -81,16 +85,6 @@ def cast_and_check(
             f"input: expected shape [N, H] with a matrix of {weight.ndim} dimensions,"
             f" got {list(input.shape)}"
         )
-    return head
-
-
-def checked_matrix(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None = None
-) -> Head:
-    """Return what `cast_and_check` returns; raise unless the matrix has two dimensions."""
-    head = cast_and_check(input, weight, bias, target)
-    if weight.ndim != 2:
-        raise ValueError(f"linear_weight: expected shape [C, H], got {list(weight.shape)}")
     return head
 
 

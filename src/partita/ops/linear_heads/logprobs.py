@@ -18,7 +18,7 @@ from . import reference
 from .autograd import head_backward, takes_chunk
 from .chunked import empty_gradients
 from .common import chunk_and_save
-from .inputs import all_logits, checked_matrix, takes_all_logits
+from .inputs import all_logits, cast_and_check, takes_all_logits
 from .plan import check_budget, padded_width
 
 DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given
@@ -176,7 +176,7 @@ def linear_logprobs_of(
     needs_rest: bool = False,
 ) -> Tensor:
     """Return `linear_logprobs`, with the rest `[..., K + 1]`; see `reference.logprobs`."""
-    head = checked_matrix(input, linear_weight, linear_bias)
+    head = cast_and_check(input, linear_weight, linear_bias)
     check_ids(ids, input, "input")
     checks.python_int("ignore_index", ignore_index)
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
@@ -231,7 +231,7 @@ def linear_topk_logprobs(
         >>> found.logprobs, found.indices
         (tensor([[-0.8620, -0.8620]]), tensor([[0, 1]]))
     """
-    head = checked_matrix(input, linear_weight, linear_bias)
+    head = cast_and_check(input, linear_weight, linear_bias)
     rows, classes = head.input.shape[:-1], len(head.weight)
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)

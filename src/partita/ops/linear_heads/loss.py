@@ -64,7 +64,7 @@ def linear_loss(
     """
     usual = is_usual(input, linear_weight, linear_bias, target)
     if not usual:
-        checked = cast_and_check(input, linear_weight, linear_bias, target)
+        checked = cast_and_check(input, linear_weight, linear_bias, target, more_dimensions=True)
         input, linear_weight, linear_bias = checked
     if memory_budget is not None:
         check_budget(memory_budget)
