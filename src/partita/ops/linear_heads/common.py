@@ -218,9 +218,7 @@ class RowOptions(NamedTuple):
     needs_smoothing: bool
     needs_entropy: bool
 
-    def used(
-        self, grads: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    def used(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the first four `RowStatistics`, None for those not computed."""
         nll, logsumexp, smoothing_loss, entropy = grads[:4]
         smoothing_loss = smoothing_loss if self.needs_smoothing else None

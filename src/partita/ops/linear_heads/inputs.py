@@ -18,13 +18,8 @@ from .plan import is_small
 
 def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
     """Return whether this is a plain eager call on tensors that are no subclasses."""
-    return (
-        type(input) in PLAIN
-        and type(weight) in PLAIN
-        and (target is None or type(target) in PLAIN)
-        and (bias is None or type(bias) in PLAIN)
-        and plain_eager()
-    )
+    tensors = (input, weight, bias, target)
+    return plain_eager() and all(type(each) in PLAIN for each in tensors if each is not None)
 
 
 def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:

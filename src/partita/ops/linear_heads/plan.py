@@ -278,17 +278,10 @@ def divergence_plan(
     weight_grad: bool,
     one_pass: bool,
 ) -> DivergencePlan:
-    """Return the chunks of a batch.
+    """Return the chunks of a batch; raise ValueError for too small a budget.
 
-    Args:
-        tokens, hidden, vocabulary: the sizes of the student's head.
-        dtype, teacher_dtype: the dtypes of the two heads.
-        memory_budget: bytes of workspace, or None.
-        input_grad, weight_grad: whether hidden states and matrix need a gradient.
-        one_pass: whether the gradients may be computed in the forward pass.
-
-    Raises:
-        ValueError: the budget is too small.
+    Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
+    computed in the forward pass.
     """
     itemsize = dtype.itemsize + teacher_dtype.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)

@@ -6,6 +6,7 @@ This module says what is done to a chunk. The loops over chunks stand in `chunke
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -98,10 +99,7 @@ def row_statistics(
 
 
 def gradient_coefficients(
-    nll: Tensor | None,
-    logsumexp: Tensor | None,
-    smoothing_loss: Tensor | None,
-    entropy: Tensor | None,
+    grads: Sequence[Tensor | None],
     target: Tensor,
     class_weight: Tensor | None,
     entropies: Tensor,
@@ -112,8 +110,10 @@ def gradient_coefficients(
 ) -> GradientCoefficients:
     """Return the coefficients of the rows, in the dtype, from the gradients of their statistics.
 
-    That of a statistic which is not there is None. `entropies` is read for that of the entropy.
+    These are the first four `RowStatistics`; a gradient may be None. `entropies` is read for that
+    of the entropy.
     """
+    nll, logsumexp, smoothing_loss, entropy = grads
     _, valid, invalid = valid_targets(target, classes, ignore_index)
     dlogits_coef = torch.where(invalid, torch.nan, 0.0).to(dtype)
     label_coef, log_coef, smoothing_coef = torch.zeros_like(dlogits_coef), None, None

@@ -78,7 +78,7 @@ def parallel_coefficients(
     grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
     coefficients = gradient_coefficients(
-        *grads,
+        grads,
         target,
         class_weight,
         entropies,
