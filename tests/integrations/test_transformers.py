@@ -1,10 +1,13 @@
 """The loss of causal language models, position by position and against transformers itself."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.fresh import run_fresh
 from helpers.linear import Batch, budgets
 from helpers.rows import INTERPRETING, class_weights, devices, targets_for

@@ -5,8 +5,6 @@ A sum over no path is -inf, not koi's finite stand-in, and its gradient is 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from ..runtime.caches import TableCache
 from ..runtime.constants import constant
 from ..runtime.dtypes import acc_dtype
 from ..runtime.lengths import lengths_on_device
-from .naming import REFUSALS, raise_renamed
+from .naming import Renamed
 
 __all__ = [
     "Log",
@@ -35,6 +33,7 @@ __all__ = [
 
 semiring = Semiring
 
+NAMES = {"scores": "Ms", "source": "idx", "initial": "v0", "final": "vT"}  # koi's, by ours
 _device_tables = TableCache("integrations.koi.device_tables")  # copies of tables on a device
 
 
@@ -132,15 +131,6 @@ def _on_device(idx: Tensor, device: torch.device) -> Tensor:
         with torch.inference_mode(False):
             found = _device_tables.store(idx, idx.to(device))
     return found
-
-
-def _in_koi_names(compute: Callable[[], Tensor]) -> Tensor:
-    """Return what a function of chains computes; its errors have koi's names of arguments."""
-    try:
-        return compute()
-    except REFUSALS as error:
-        names = {"scores": "Ms", "source": "idx", "initial": "v0", "final": "vT"}
-        raise_renamed(error, **names)
 
 
 def _lattice(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -> Chain:
@@ -258,7 +248,8 @@ def logZ_cu_sparse(
         >>> koi.logZ_cu_sparse(torch.zeros(2, 1, 2, 3), idx, ends, ends).exp()
         tensor([18.])
     """
-    return _in_koi_names(lambda: Chain(Ms, _on_device(idx, Ms.device), v0, vT).logz(S))
+    with Renamed(NAMES):
+        return Chain(Ms, _on_device(idx, Ms.device), v0, vT).logz(S)
 
 
 def fwd_scores_cu_sparse(
@@ -284,8 +275,8 @@ def fwd_scores_cu_sparse(
         >>> koi.fwd_scores_cu_sparse(torch.zeros(2, 1, 2, 3), idx, torch.zeros(1, 2))[:, 0, 0].exp()
         tensor([1., 3., 9.])
     """
-    with torch.no_grad():
-        return _in_koi_names(lambda: Chain(Ms, _on_device(idx, Ms.device), v0).forward_scores(S))
+    with torch.no_grad(), Renamed(NAMES):
+        return Chain(Ms, _on_device(idx, Ms.device), v0).forward_scores(S)
 
 
 def bwd_scores_cu_sparse(
@@ -311,7 +302,5 @@ def bwd_scores_cu_sparse(
         >>> koi.bwd_scores_cu_sparse(torch.zeros(2, 1, 2, 3), idx, torch.zeros(1, 2))[:, 0, 0].exp()
         tensor([9., 3., 1.])
     """
-    with torch.no_grad():
-        return _in_koi_names(
-            lambda: Chain(Ms, _on_device(idx, Ms.device), None, vT).backward_scores(S)
-        )
+    with torch.no_grad(), Renamed(NAMES):
+        return Chain(Ms, _on_device(idx, Ms.device), None, vT).backward_scores(S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -36,10 +36,30 @@ def labels_read(labels: Tensor | None, shift_labels: Tensor | None) -> Labels:
     return Labels(name, given, shift_labels is None)
 
 
-def raise_renamed(error: Exception, **names: str) -> NoReturn:
-    """Raise an error of a function of Partita again, with the names that the user knows.
+class Renamed:
+    """A context in which errors of a function of Partita have the names that the user knows.
 
-    `names` has them by the names of the arguments of that function.
+    Args:
+        names: the names that the user knows, by the names of the arguments of that function.
+        labels: the labels in which the place of a bad one is looked for, among `classes` classes.
     """
-    words = re.compile(rf"\b({'|'.join(names)})\b")
-    raise type(error)(words.sub(lambda found: names[found[0]], str(error))) from None
+
+    def __init__(
+        self,
+        names: dict[str, str],
+        labels: Labels | None = None,
+        classes: int = 0,
+        ignore_index: int = -100,
+    ) -> None:
+        self.names, self.labels, self.bounds = names, labels, (classes, ignore_index)
+
+    def __enter__(self) -> None:
+        """Change nothing before an error."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, IndexError) and self.labels is not None:
+            self.labels.find(*self.bounds)
+        elif isinstance(error, REFUSALS) and self.names:
+            words = re.compile(rf"\b({'|'.join(self.names)})\b")
+            message = words.sub(lambda found: self.names[found[0]], str(error))
+            raise type(error)(message) from None

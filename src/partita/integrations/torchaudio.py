@@ -17,7 +17,7 @@ from ..ops.decode.api import ctc_beam_search
 from ..ops.decode.common import MAX_BEAM_WIDTH
 from ..ops.rnnt.api import rnnt_loss
 from ..runtime import checks
-from .naming import REFUSALS, raise_renamed
+from .naming import Renamed
 
 __all__ = [
     "CUCTCDecoder",
@@ -147,7 +147,8 @@ class CUCTCDecoder:
                 f"log_prob: expected shape [B, T, C] with C = {len(self.vocab_list)},"
                 f" got {list(log_prob.shape)}"
             )
-        try:
+        names = {"log_probs": "log_prob", "blank": "blank_id", "beam_width": "beam_size"}
+        with Renamed(names | {"input_lengths": "encoder_out_lens"}):
             found = ctc_beam_search(
                 log_prob.transpose(0, 1),
                 encoder_out_lens,
@@ -156,9 +157,6 @@ class CUCTCDecoder:
                 nbest=self.nbest,
                 blank_skip_threshold=self.blank_skip_threshold,
             )
-        except REFUSALS as error:
-            names = {"input_lengths": "encoder_out_lens", "beam_width": "beam_size"}
-            raise_renamed(error, log_probs="log_prob", blank="blank_id", **names)
         if (index := checks.first_index(found.scores.isnan())) is not None:
             raise ValueError(
                 "log_prob: expected log-probabilities, got NaN or +inf in the sequence at"
@@ -167,15 +165,14 @@ class CUCTCDecoder:
         rows = zip(*(x.tolist() for x in (found.tokens, found.lengths, found.scores)), strict=True)
         return [
             [
-                self._hypothesis(tokens[:length], score)
+                CUCTCHypothesis(
+                    tokens[:length], [self.vocab_list[token] for token in tokens[:length]], score
+                )
                 for tokens, length, score in zip(*row, strict=True)
                 if score > -float("inf")
             ]
             for row in rows
         ]
-
-    def _hypothesis(self, tokens: list[int], score: float) -> CUCTCHypothesis:
-        return CUCTCHypothesis(tokens, [self.vocab_list[token] for token in tokens], score)
 
 
 def cuda_ctc_decoder(

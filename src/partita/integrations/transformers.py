@@ -21,7 +21,7 @@ from ..runtime import checks
 from ..runtime.autograd import plain_eager
 from ..runtime.dtypes import acc_dtype, fp32_result
 from .fused_head import STATE, FusedHead
-from .naming import REFUSALS, Labels, labels_read, raise_renamed
+from .naming import Labels, Renamed, labels_read
 
 __all__ = [
     "ParakeetForTDTLoss",
@@ -102,11 +102,8 @@ def causal_lm_loss(
             loss = cross_entropy(rows, target, **options.keywords())
         return loss.to(acc_dtype(logits.dtype))
 
-    try:
+    with Renamed({}, given, vocab_size, ignore_index):
         return _over_items(num_items_in_batch, logits.device, loss_of)
-    except IndexError:
-        given.find(vocab_size, ignore_index)
-        raise
 
 
 def linear_causal_lm_loss(
@@ -183,13 +180,9 @@ def linear_causal_lm_loss(
             denominator,
         )
 
-    try:
+    names = {"input": "hidden_states", "linear_weight": "lm_head_weight"}
+    with Renamed(names, given, lm_head_weight.shape[0], ignore_index):
         return _over_items(num_items_in_batch, hidden_states.device, loss_of)
-    except IndexError:
-        given.find(lm_head_weight.shape[0], ignore_index)
-        raise
-    except REFUSALS as error:
-        raise_renamed(error, input="hidden_states", linear_weight="lm_head_weight")
 
 
 def fuse(
@@ -384,7 +377,5 @@ def ParakeetForTDTLoss(
     """
     targets = labels.to(token_logits.device)
     inputs = (token_logits, duration_logits, targets, logit_lengths, label_lengths)
-    try:
+    with Renamed({"targets": "labels", "target_lengths": "label_lengths"}):
         return tdt_loss(*inputs, blank_token_id, durations, sigma, reduction)
-    except REFUSALS as error:
-        raise_renamed(error, targets="labels", target_lengths="label_lengths")

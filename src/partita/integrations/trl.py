@@ -11,7 +11,7 @@ from ..ops.linear_heads.api import linear_token_stats
 from ..ops.logprobs.autograd import logprobs_of
 from ..ops.logprobs.common import check_ids
 from ..runtime import checks
-from .naming import REFUSALS, labels_read, raise_renamed
+from .naming import Renamed, labels_read
 
 __all__ = [
     "chunked_cross_entropy_loss",
@@ -58,12 +58,10 @@ def selective_log_softmax(
     if index.ndim == logits.ndim - 1:
         return _in_dtype(_statistics(logits, index, temperature, row_mask).logprob, logits)
     numbers = checks.temperature_and_softcap(temperature, None)
-    try:
+    with Renamed({"ids": "index"}):
         check_ids(index, logits, "logits")
         ids, ignored = _with_ignored(index, row_mask)
         return _in_dtype(logprobs_of(logits, ids, *numbers, ignored), logits)
-    except REFUSALS as error:
-        raise_renamed(error, ids="index")
 
 
 def selective_log_softmax_and_entropy(
@@ -181,7 +179,7 @@ def generalized_jsd_loss(
     is_mean = num_items_in_batch is None and (
         reduction == "mean" or (reduction == "batchmean" and mask is not None)
     )
-    try:
+    with Renamed({"logits": "student_logits", "mask": "labels"}):
         loss = divergence(
             student_logits,
             teacher_logits,
@@ -190,8 +188,6 @@ def generalized_jsd_loss(
             mask=mask,
             reduction="mean" if is_mean else "sum",
         )
-    except REFUSALS as error:
-        raise_renamed(error, logits="student_logits", mask="labels")
     if num_items_in_batch is not None:
         return loss / _on_device(num_items_in_batch, loss)
     if reduction == "mean":
@@ -258,7 +254,9 @@ def chunked_cross_entropy_loss(
         temperature = 1.0
         hidden_states = hidden_states * logit_scale
         lm_head_bias = None if lm_head_bias is None else lm_head_bias * logit_scale
-    try:
+    names = {"input": "hidden_states", "linear_weight": "lm_head_weight", "target": given.name}
+    names |= {"linear_bias": "lm_head_bias", "softcap": "final_logit_softcapping"}
+    with Renamed(names, given, lm_head_weight.shape[0], IGNORED):
         stats = linear_token_stats(
             hidden_states,
             lm_head_weight,
@@ -267,13 +265,6 @@ def chunked_cross_entropy_loss(
             temperature=temperature,
             softcap=final_logit_softcapping,
         )
-    except IndexError:
-        given.find(lm_head_weight.shape[0], IGNORED)
-        raise
-    except REFUSALS as error:
-        names = {"input": "hidden_states", "linear_weight": "lm_head_weight", "target": given.name}
-        names |= {"linear_bias": "lm_head_bias", "softcap": "final_logit_softcapping"}
-        raise_renamed(error, **names)
     is_valid = shift_labels != IGNORED
     number = is_valid.sum()
     correct = ((stats.argmax == shift_labels) & is_valid).sum().float()
@@ -297,10 +288,8 @@ def _statistics(
 ) -> TokenStats:
     """Return the statistics of the rows, of which masked ones have log-probability 0."""
     labels, ignored = _with_ignored(index, row_mask)
-    try:
+    with Renamed({"target": "index"}):
         return token_stats(logits, labels, temperature=temperature, ignore_index=ignored)
-    except REFUSALS as error:
-        raise_renamed(error, target="index")
 
 
 def _with_ignored(index: Tensor, row_mask: Tensor | None) -> tuple[Tensor, int]:

@@ -12,7 +12,7 @@ from ..ops.linear_heads.api import linear_token_stats
 from ..runtime import checks
 from ..runtime.dtypes import fp32_result
 from ..runtime.sizes import holds
-from .naming import REFUSALS, Labels, raise_renamed
+from .naming import Labels, Renamed
 
 __all__ = [
     "FusedLinearForPPO",
@@ -55,14 +55,9 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     of_rows = _labels_of_rows("labels", labels, logits)
     inplace = inplace_backward and not logits.is_leaf
     rows = logits.reshape(-1, logits.shape[-1])
-    try:
-        with fp32_result(logits):
-            loss = cross_entropy(rows, of_rows.reshape(-1), reduction="none", inplace=inplace)
-    except IndexError:
-        Labels("labels", labels).find(rows.shape[1], IGNORED)
-        raise
-    except REFUSALS as error:
-        raise_renamed(error, input="logits", target="labels")
+    names, given = {"input": "logits", "target": "labels"}, Labels("labels", labels)
+    with Renamed(names, given, rows.shape[1], IGNORED), fp32_result(logits):
+        loss = cross_entropy(rows, of_rows.reshape(-1), reduction="none", inplace=inplace)
     return -loss.view(of_rows.shape)
 
 
@@ -208,11 +203,6 @@ def _statistics(
     checks.floating(names[0], hidden)
     checks.integer(names[2], labels)
     of_rows = _labels_of_rows(names[2], labels, hidden) if hidden.ndim else labels
-    try:
+    renamed = dict(zip(("input", "linear_weight", "target"), names, strict=True))
+    with Renamed(renamed, Labels(names[2], labels), weight.shape[0], IGNORED):
         return linear_token_stats(hidden, weight, of_rows, temperature=temperature)
-    except IndexError:
-        Labels(names[2], labels).find(weight.shape[0], IGNORED)
-        raise
-    except REFUSALS as error:
-        ours = ("input", "linear_weight", "target")
-        raise_renamed(error, **dict(zip(ours, names, strict=True)))

@@ -1,7 +1,10 @@
 """Cross-entropy from hidden states: every plan and option against the composition in fp64."""
 
+from __future__ import annotations
+
 import itertools
 import os
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -13,6 +16,7 @@ from helpers.linear import (
     HIDDEN,
     PLANS,
     TOKENS,
+    Batch,
     assert_as_good,
     batch_of,
     budgets,
@@ -22,9 +26,11 @@ from helpers.linear import (
     results,
 )
 from helpers.rows import INTERPRETING, devices, training
+from torch import Tensor
 
 import partita
-from partita.ops.linear_heads.plan import ROW_WORDS
+from partita.ops.linear_heads import autograd
+from partita.ops.linear_heads.plan import ROW_WORDS, SMALL_COPIES, SMALL_LOGITS_BYTES, is_small
 
 REDUCTIONS = ("none", "mean", "sum")
 OPTIONS = list(
@@ -277,3 +283,203 @@ def test_module() -> None:
         plain = partita.nn.LinearCrossEntropyLoss(8, 20, bias=True, label_smoothing=0.1)
         plain.load_state_dict(theirs.state_dict())
         torch.testing.assert_close(plain(hidden, target), theirs(hidden, target))
+
+
+@pytest.mark.interpreted
+@devices
+@dtypes
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_token_stats(masked: bool, plan: str, dtype: torch.dtype, device: str) -> None:
+    """A bias of -inf may mask classes."""
+    x = batch_of(bias=True, dtype=dtype, device=device)
+    if masked:
+        x.bias[::3] = -torch.inf
+        x = x._replace(target=torch.where((x.target >= 0) & (x.target % 3 == 0), 1, x.target))
+
+    def ours(x: Batch) -> Tensor:
+        budget = budgets(x)[plan]
+        return torch.stack(
+            partita.linear_token_stats(
+                x.input,
+                x.weight,
+                x.target,
+                linear_bias=x.bias,
+                temperature=0.7,
+                memory_budget=budget,
+            )[:3]
+        )
+
+    def plain(x: Batch) -> Tensor:
+        with partita.backend("reference"):
+            return torch.stack(
+                partita.token_stats(F.linear(x.input, x.weight, x.bias), x.target, temperature=0.7)[
+                    :3
+                ]
+            )
+
+    found, theirs, truth = results(ours, x), results(plain, x), results(plain, x, torch.float64)
+    if masked:  # the gradient of a mask of -inf is 0 here
+        found, theirs, truth = (r[:3] for r in (found, theirs, truth))
+    assert_as_good(found, theirs, truth, dtype)
+    logits = F.linear(x.input, x.weight, x.bias)
+    same = partita.linear_token_stats(
+        x.input, x.weight, x.target, linear_bias=x.bias
+    ).argmax == logits.argmax(1)
+    assert same.float().mean() >= (0.9 if dtype == torch.bfloat16 else 1.0)
+
+
+@pytest.mark.interpreted
+@devices
+@dtypes
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("softcap", "given"), [(5.0, True), (5.0, False), (None, False)])
+def test_soft_capping_and_no_target(
+    softcap: float | None, given: bool, plan: str, dtype: torch.dtype, device: str
+) -> None:
+    x = batch_of(bias=True, dtype=dtype, device=device)
+    # Without a target the arg-max of one and the same logits counts, whatever their dtype.
+    argmax = F.linear(x.input.double(), x.weight.double(), x.bias.double()).argmax(1)
+    options = {"temperature": 0.7, "softcap": softcap}
+
+    def ours(x: Batch) -> Tensor:
+        stats = partita.linear_token_stats(
+            x.input,
+            x.weight,
+            x.target if given else None,
+            linear_bias=x.bias,
+            memory_budget=budgets(x)[plan],
+            **options,
+        )
+        if not given and dtype == torch.float32:
+            assert torch.equal(stats.argmax, argmax)
+        return torch.stack(stats[:3])
+
+    def plain(x: Batch) -> Tensor:
+        logits = F.linear(x.input, x.weight, x.bias)
+        with partita.backend("reference"):
+            return torch.stack(
+                partita.token_stats(logits, x.target if given else None, **options)[:3]
+            )
+
+    if not given and dtype == torch.bfloat16:  # a rounded logit may change the arg-max
+        x = x._replace(bias=torch.where(torch.arange(len(x.bias)).to(device) == 140, 30.0, x.bias))
+        x = x._replace(bias=x.bias.to(dtype))
+    found, theirs, truth = results(ours, x), results(plain, x), results(plain, x, torch.float64)
+    assert_as_good(found, theirs, truth, dtype)
+
+
+@devices
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_temperature_of_large_logits_loses_no_digits(plan: str, device: str) -> None:
+    hidden = torch.full((40, 1), 1e4, device=device)
+    matrix = 1 + torch.arange(333, device=device)[:, None] * 2.0**-17
+    x = batch_of(device=device)
+    stats = partita.linear_token_stats(
+        hidden,
+        matrix,
+        torch.arange(40, device=device),
+        temperature=3.0,
+        memory_budget=budgets(x)[plan],
+    )
+    logits = F.linear(hidden, matrix).double() / 3.0
+    logp = logits.log_softmax(1)
+    right = logp[range(40), range(40)]
+    torch.testing.assert_close(stats.logprob.double(), right, rtol=1e-6, atol=2e-6)
+    entropy = -(logp.exp() * logp).sum(1)
+    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-6, atol=2e-6)
+
+
+def test_the_lowest_of_equal_classes() -> None:
+    hidden, matrix = torch.ones(3, 2), torch.zeros(500, 2)
+    matrix[[140, 300, 499]] = 1.0
+    for budget in (None, 3 * 128 * 4 + 24 * 4 * 3):
+        assert (
+            partita.linear_token_stats(
+                hidden, matrix, torch.zeros(3, dtype=torch.int64), memory_budget=budget
+            ).argmax.tolist()
+            == [140] * 3
+        )
+
+
+def stats(x: Batch, budget: int | None = None) -> Tensor:
+    """Return the differentiable token statistics, stacked."""
+    found = partita.linear_token_stats(
+        x.input, x.weight, x.target, linear_bias=x.bias, memory_budget=budget
+    )
+    return torch.stack(found[:3])
+
+
+def test_the_limit_of_small_calls() -> None:
+    classes = SMALL_LOGITS_BYTES // 4 // 64
+    assert is_small(64, classes, torch.float32, None)
+    assert is_small(64, classes, torch.bfloat16, None)  # the loss takes a copy in fp32
+    assert not is_small(64, classes + 1, torch.float32, None)
+    assert not is_small(64, classes, torch.float64, None)
+    assert is_small(2, 3, torch.float32, SMALL_COPIES * 24)
+    assert not is_small(2, 3, torch.float32, SMALL_COPIES * 24 - 1)
+
+
+@pytest.mark.parametrize("shape", [(40,), (5, 8)])
+@pytest.mark.parametrize("f", [ours, stats])
+def test_small_calls_take_no_op_on_hidden_states(f: Callable, shape: tuple[int, ...]) -> None:
+    x = batch_of(bias=True)
+    x = x._replace(input=x.input.reshape(*shape, -1), target=x.target.reshape(shape))
+    ops = {"one_pass": mock.DEFAULT, "rows": mock.DEFAULT, "rows_backward": mock.DEFAULT}
+    with mock.patch.multiple(autograd, **ops) as replaced:
+        for op in replaced.values():
+            op.side_effect = AssertionError
+        results(f, x)
+        with torch.no_grad():
+            f(x)
+        with pytest.raises(AssertionError):
+            f(x, budgets(batch_of(bias=True))["fast"])
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_dtype_and_shape_of_the_loss(reduction: str, dtype: torch.dtype, device: str) -> None:
+    x = batch_of(12, 9, bias=True, dtype=dtype, device=device)
+    loss, *grads = results(lambda x: ours(x, reduction=reduction), x)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.shape == ((12,) if reduction == "none" else ())
+    assert all(grad.dtype == dtype for grad in grads)
+    with torch.no_grad():  # on a GPU another kernel serves this call
+        torch.testing.assert_close(ours(x, reduction=reduction), loss, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [9, 200])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_place_of_a_wrong_label_counts_all_tokens(ignored: bool, tokens: int) -> None:
+    x = batch_of(tokens, 30)
+    target = torch.arange(tokens) % 30
+    target[5] = 30
+    if ignored:
+        target[:2] = -100
+    x = x._replace(target=target)
+    with pytest.raises(IndexError, match=r"labels from 0 to 29 .* got 30 at \[5\]"):
+        ours(x)
+    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
+        loss = ours(x, reduction="none")
+        assert loss[5].isnan() and loss.isnan().sum() == 1
+        assert ours(x).isnan()
+
+
+@pytest.mark.parametrize("f", [ours, stats])
+def test_the_backend_is_asked(f: Callable) -> None:
+    with partita.backend("numba"), pytest.raises(RuntimeError, match="backend 'numba'"):
+        f(batch_of(6, 9))
+    with partita.backend("reference"):
+        found = f(batch_of(6, 9))
+    torch.testing.assert_close(found, f(batch_of(6, 9)))
+
+
+def test_a_subclass_follows_the_plan() -> None:
+    class Tagged(Tensor):
+        pass
+
+    x = batch_of(6, 9)
+    found = ours(x._replace(input=x.input.as_subclass(Tagged)))
+    torch.testing.assert_close(found.as_subclass(Tensor), ours(x))

@@ -235,7 +235,7 @@ def test_other_calls_take_the_plain_path(name, spy, monkeypatch) -> None:
 
 def test_gpus_with_a_grouped_product(monkeypatch) -> None:
     monkeypatch.undo()
-    serves = packing.has_grouped_product.__wrapped__
+    serves = packing.has_grouped_product
     assert not serves(torch.device("cpu"))
     cuda = torch.device("cuda", 0)
     for major, cuda_version, expected in (

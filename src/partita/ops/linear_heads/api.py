@@ -5,7 +5,6 @@ The full logits are in memory for small calls only.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...runtime import checks
@@ -14,10 +13,10 @@ from ...runtime.backend import current_backend
 from ..cross_entropy.api import TokenStats, token_stats
 from ..cross_entropy.common import checked_options
 from . import autograd
-from .common import Head, chunk_and_save
-from .inputs import checked_matrix, flat_labels, is_plain, is_usual, needs_logits
+from .common import Head, RowOptions, RowStatistics, chunk_and_save
+from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
 from .loss import linear_loss
-from .plan import check_budget, is_small
+from .plan import check_budget
 
 
 def linear_cross_entropy(
@@ -127,50 +126,28 @@ def linear_token_stats(
         TokenStats(logprob=tensor([-1.3863]), logsumexp=tensor([1.3863]),
                    entropy=tensor([1.3863]), argmax=tensor([0]))
     """
-    usual = target is not None and is_usual(input, linear_weight, linear_bias, target)
-    if not usual:
-        checked = checked_matrix(input, linear_weight, linear_bias, target)
-        input, linear_weight, linear_bias = checked
-    if memory_budget is not None:
-        check_budget(memory_budget)
-    is_composed = not usual and needs_logits(linear_weight, target)
-    if is_composed or (
-        (usual or is_plain(input, linear_weight, linear_bias, target))
-        and is_small(input.shape[:-1].numel(), len(linear_weight), input.dtype, memory_budget)
-    ):
+    head = Head(input, linear_weight, linear_bias)
+    if target is None or not is_usual(*head, target):
+        head = cast_and_check(*head, target)
+    check_budget(memory_budget)
+    if takes_all_logits([head], target, memory_budget):
         return token_stats(
-            autograd.rows_linear(input, linear_weight, linear_bias),
+            autograd.rows_linear(*head),
             target,
             temperature=temperature,
             softcap=softcap,
             ignore_index=ignore_index,
         )
-    checks.number("temperature", temperature, low=0.0, open_low=True)
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
+    numbers, labels = checks.temperature_and_softcap(temperature, softcap), None
     checks.python_int("ignore_index", ignore_index)
-    labels = target
-    if labels is None:
-        labels, ignore_index = input.new_zeros(input.shape[:-1], dtype=torch.int64), -100
-    labels, head = flat_labels(input, labels), Head(input, linear_weight, linear_bias).flat
-    plan = head.plan(memory_budget, False)
-    chunk, save_logits = chunk_and_save(plan, len(linear_weight))
-    needs_smoothing, needs_entropy = False, True
-    nll, logsumexp, _, entropy, argmax, *_ = apply(
-        autograd.LinearRows,
-        *head,
-        None if target is None else labels,
-        None,
-        float(temperature),
-        float(softcap or 0.0),
-        ignore_index,
-        needs_smoothing,
-        needs_entropy,
-        chunk,
-        save_logits,
-        current_backend(),
-    )
-    fields = (-nll, logsumexp, entropy, argmax)
-    if input.ndim == 2:
-        return TokenStats(*fields)
+    if target is None:
+        ignore_index = -100  # The label of each row is its arg-max, which may be any class.
+    else:
+        labels = flat_labels(input, target)
+    head, needs_smoothing, needs_entropy = head.flat, False, True
+    options = RowOptions(*numbers, ignore_index, needs_smoothing, needs_entropy)
+    chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), len(head.weight))
+    call = (*head, labels, None, *options, chunk, save_logits, current_backend())
+    found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
+    fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
     return TokenStats(*(field.reshape(input.shape[:-1]) for field in fields))

@@ -272,7 +272,7 @@ class LinearRows(torch.autograd.Function):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
         statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
         coefficients = reference.gradient_coefficients(
-            *options.used(grads),
+            options.used(grads),
             target,
             class_weight,
             statistics.entropy,

@@ -37,6 +37,7 @@ from .common import (
     Wanted,
     accumulate_hidden,
     counted_states,
+    new_state,
 )
 from .plan import CPU_CHUNK_TOKENS, padded_width
 
@@ -45,8 +46,8 @@ class ChunkKernels(NamedTuple):
     """The functions of one backend that work on a chunk of logits.
 
     Fields:
-        new_state: returns a `RowState` for as many rows as its first argument has.
-        accumulate_logits: updates a `RowState` in place with the classes of a chunk.
+        accumulate_logits: updates a `RowState` in place with the classes of a chunk. The first
+            chunk overwrites it.
         row_statistics: returns the `RowStatistics` of a `RowState` that has seen all classes.
         logits_gradient: writes the gradient of a chunk's logits.
         one_pass: returns a chunk's loss and overwrites the logits with their gradient.
@@ -54,7 +55,6 @@ class ChunkKernels(NamedTuple):
             a sum with a denominator.
     """
 
-    new_state: Callable[..., RowState]
     accumulate_logits: Callable[..., None]
     row_statistics: Callable[..., RowStatistics]
     logits_gradient: Callable[..., None]
@@ -95,6 +95,14 @@ def empty_gradients(
             for tensor, wants in wanted
         )
     )
+
+
+def logits_of(
+    heads: Sequence[Head], buffers: Sequence[Tensor], tokens: slice, classes: slice
+) -> list[Tensor]:
+    """Compute the logits of some tokens and classes under each head, in its buffer."""
+    pairs = zip(heads, buffers, strict=True)
+    return [head.part(tokens, classes).logits(buffer) for head, buffer in pairs]
 
 
 def head_gradients(
@@ -149,8 +157,7 @@ def head_gradients(
             if saved_classes and part.stop == C:
                 logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
             else:
-                pairs = zip(heads, buffers, strict=True)
-                logits = [each.part(rows, part).logits(buffer) for each, buffer in pairs]
+                logits = logits_of(heads, buffers, rows, part)
             write_gradient(rows, part, *logits)
             dlogits, is_first = logits[0], rows.start == 0
             if weight_grad:
@@ -194,7 +201,7 @@ def linear_rows(
     no_class = target
     if no_class is None:
         no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
-    state = kernels.new_state(head.input, options.needs_smoothing, options.needs_entropy)
+    state = new_state(head.input, options.needs_smoothing, options.needs_entropy)
     rest = (class_weight, state, *options[:2], chunk, save_logits)
     saved = accumulate_hidden(kernels.accumulate_logits, head, no_class, *rest)
     labels = no_class.contiguous()
@@ -304,7 +311,7 @@ def linear_logprobs(
     no_class = torch.full((len(input),), -1, dtype=torch.int64, device=input.device)
     rest = new_rest(input, [len(input)])
     needs_smoothing, needs_entropy = False, temperature != 1.0  # the kernel's sums need it then
-    state = kernels.new_state(input, needs_smoothing, needs_entropy)
+    state = new_state(input, needs_smoothing, needs_entropy)
     # The fields of a row's label and origin hold the logits of all ids and the statistics of the
     # rest, so that the loop cuts them into chunks too.
     state = state._replace(label=state.label.new_zeros(ids.shape), origin=rest)
@@ -403,7 +410,7 @@ Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
 
 def _accumulate_rows(
     kernels: DivergenceKernels,
-    pairs: list[tuple[int, Tensor, Tensor]],
+    pairs: Sequence[tuple[Any, ...]],
     state: DivergenceState,
     numbers: Numbers,
 ) -> None:
@@ -425,20 +432,17 @@ def _accumulate_all(
     """Return the state of all rows, and the logits of the last `saved` classes."""
     (M, _), C = heads[0].input.shape, len(heads[0].weight)
     state = kernels.new_state(heads[0].input)
-    parts = [part for part in (slice(0, C - saved), slice(C - saved, C)) if part.start < part.stop]
     of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
-    of_others = tuple(head.buffer(min(tokens, M), C - saved) for head in heads)
+    of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
     for rows in chunks(M, tokens):
         offset = rows.start * padded_width(saved)
-        pairs = []
-        for part in parts:
-            is_saved = part.stop - part.start == saved and part.stop == C
-            memory = [buffer[offset:] for buffer in of_saved] if is_saved else of_others
-            student, teacher = (
-                head.part(rows, part).logits(buffer)
-                for head, buffer in zip(heads, memory, strict=True)
-            )
-            pairs.append((part.start, student, teacher))
+        memory = [buffer[offset:] for buffer in of_saved]
+        parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
+        pairs = [
+            (part.start, *logits_of(heads, buffers, rows, part))
+            for part, buffers in parts
+            if part.start < part.stop
+        ]
         _accumulate_rows(kernels, pairs, state.part(rows), numbers)
     return state, of_saved
 

@@ -21,7 +21,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions, logsumexp_term
-from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, memory_plan, padded_width
+from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, linear_cross_entropy_plan, padded_width
 
 
 class Wanted(NamedTuple):
@@ -59,11 +59,11 @@ class Head(NamedTuple):
             requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
         )
 
-    def plan(self, memory_budget: int | None, reduced: bool, packs: bool = False) -> MemoryPlan:
-        """Return the plan of this head; `packs` says whether the rows are packed."""
+    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
+        """Return the plan of this head."""
         input_grad, weight_grad, bias_grad = self.wanted
         tokens, hidden = self.input.shape
-        return memory_plan(
+        return linear_cross_entropy_plan(
             tokens,
             hidden,
             len(self.weight),
@@ -72,8 +72,6 @@ class Head(NamedTuple):
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
-            parallel=False,
-            packs=packs,
         )
 
     def part(self, tokens: slice, classes: slice) -> Head:
@@ -112,10 +110,18 @@ def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
-def checked_head(input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> Head:
+def checked_head(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prefix: str = "",
+    shape: str = "[C, H]",
+    more_dimensions: bool = False,
+) -> Head:
     """Return the head in the dtype of autocast; raise unless its tensors fit each other.
 
-    The matrix may have more dimensions. The prefix stands before the names of the tensors.
+    Errors put the prefix before the names of the tensors and call the matrix's shape `shape`; it
+    may have more dimensions where the caller says so.
     """
     names = (f"{prefix}input", f"{prefix or 'linear_'}weight", f"{prefix or 'linear_'}bias")
     for name, tensor in zip(names, (input, weight, bias), strict=True):
@@ -128,8 +134,8 @@ def checked_head(input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str
             raise TypeError(
                 f"{name}: expected the dtype of {names[0]}, {head.input.dtype}, got {tensor.dtype}"
             )
-    if weight.ndim < 2:
-        raise ValueError(f"{names[1]}: expected shape [C, H], got {list(weight.shape)}")
+    if weight.ndim < 2 or (weight.ndim > 2 and not more_dimensions):
+        raise ValueError(f"{names[1]}: expected shape {shape}, got {list(weight.shape)}")
     if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"{names[0]}: expected shape [..., H] with H = {weight.shape[-1]},"
@@ -212,9 +218,7 @@ class RowOptions(NamedTuple):
     needs_smoothing: bool
     needs_entropy: bool
 
-    def used(
-        self, grads: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    def used(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the first four `RowStatistics`, None for those not computed."""
         nll, logsumexp, smoothing_loss, entropy = grads[:4]
         smoothing_loss = smoothing_loss if self.needs_smoothing else None
@@ -245,6 +249,29 @@ class RowState(NamedTuple):
     def part(self, rows: slice) -> RowState:
         """Return views of the state of some rows."""
         return RowState(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
+
+    def clear(self) -> None:
+        """Write the state before any class."""
+        for field, value in zip(self, (-torch.inf, 0.0, -torch.inf, 0.0, 0.0, 0.0, 0), strict=True):
+            if field is not None:
+                field.fill_(value)
+
+
+def new_state(like: Tensor, needs_smoothing: bool, needs_entropy: bool) -> RowState:
+    """Return memory for the state of the rows, which the first chunk writes without reading."""
+    rows, dtype = len(like), acc_dtype(like.dtype)
+    maximum, sumexp, label, origin, smoothing_loss, sum_x_exp = (
+        like.new_empty(rows, dtype=dtype) for _ in range(6)
+    )
+    return RowState(
+        maximum=maximum,
+        sumexp=sumexp,
+        label=label,
+        origin=origin if needs_smoothing else None,
+        smoothing_loss=smoothing_loss if needs_smoothing else None,
+        sum_x_exp=sum_x_exp if needs_entropy else None,
+        argmax=like.new_empty(rows, dtype=torch.int64) if needs_entropy else None,
+    )
 
 
 def accumulate_hidden(
@@ -339,13 +366,7 @@ class GradientCoefficients(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of hidden states, matrix and bias; those that are not wanted are empty.
-
-    Fields:
-        input: the gradient of the hidden states, `[M, H]`.
-        weight: the gradient of the matrix, `[C, H]`.
-        bias: the gradient of the bias, `[C]`.
-    """
+    """The gradients of the fields of a `Head`; those that are not wanted are empty."""
 
     input: Tensor
     weight: Tensor

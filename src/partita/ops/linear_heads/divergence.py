@@ -28,7 +28,7 @@ from . import reference
 from .autograd import LinearOnePass, head_backward, one_pass_fake, rows_linear, takes_chunk
 from .chunked import empty_gradients
 from .common import Head, Wanted, checked_head
-from .inputs import checked_matrix, takes_all_logits
+from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan, padded_width
 
@@ -198,7 +198,7 @@ def linear_divergence(
         >>> loss
         tensor(0.1233, grad_fn=<...>)
     """
-    head = checked_matrix(input, linear_weight, linear_bias)
+    head = cast_and_check(input, linear_weight, linear_bias)
     teacher = _checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
@@ -206,10 +206,35 @@ def linear_divergence(
     if takes_all_logits([head, teacher], mask, memory_budget):
         rows = composed_rows(head, teacher, *numbers)
         return reduced(rows, mask, reduction)
-    flat_mask = None if mask is None else mask.reshape(-1)
-    heads = head.flat, teacher.flat
-    loss = _planned(*heads, numbers, flat_mask, reduction, memory_budget)
-    return loss.reshape(input.shape[:-1]) if reduction == "none" else loss
+    shape, head, teacher = input.shape[:-1], head.flat, teacher.flat
+    mask, wanted = None if mask is None else mask.reshape(-1), head.wanted
+    has_one_pass = plain_eager() or torch.compiler.is_compiling()
+    # The gradients of fp16 would underflow before a loss scale is known.
+    is_reduced = reduction != "none" and head.input.dtype != torch.float16
+    one_pass = any(wanted) and has_one_pass and is_reduced
+    (tokens, hidden), dtype = head.input.shape, head.input.dtype
+    plan = divergence_plan(
+        tokens,
+        hidden,
+        len(head.weight),
+        dtype,
+        teacher.input.dtype,
+        memory_budget,
+        wanted.input_grad,
+        wanted.weight_grad or wanted.bias_grad,
+        one_pass,
+    )
+    backend, sizes = current_backend(), plan[:3]
+    if one_pass:
+        like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
+        tensors = (*head, *teacher, row_factors(mask, like, reduction), mask)
+        rest = ((reduction, *numbers, *sizes), wanted, backend)
+        return apply(LinearDivergenceOnePass, ONE_PASS, *tensors, *rest)[0]
+    save_logits = plain_eager() and plan.saved > 0
+    chunk = plan.chunk if any(wanted) else len(head.weight)
+    call = (*head, *teacher, *numbers, plan.tokens, save_logits, backend, chunk)
+    loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
+    return loss.reshape(shape) if reduction == "none" else loss
 
 
 def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
@@ -220,9 +245,7 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
     input, matrix, _ = head
     checks.floating("teacher_input", hidden)
     checks.device("teacher_input", hidden, input, "input")
-    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_")
-    if weight.ndim != 2:
-        raise ValueError(f"teacher_weight: expected shape [C, K], got {list(weight.shape)}")
+    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_", "[C, K]")
     if len(weight) != len(matrix):
         shorter = "teacher_weight" if len(weight) > len(matrix) else "linear_weight"
         classes = min(len(weight), len(matrix))
@@ -233,46 +256,6 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
     expected = (*input.shape[:-1], weight.shape[1])
     checks.shape("teacher_input", hidden, expected, "the rows of input and K of teacher_weight")
     return Head(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
-
-
-def _planned(
-    head: Head,
-    teacher: Head,
-    numbers: tuple[float, ...],
-    mask: Tensor | None,
-    reduction: str,
-    memory_budget: int | None,
-) -> Tensor:
-    """Compute the divergence in the chunks of the plan; the hidden states are `[M, H]`."""
-    input, weight, _ = head
-    wanted = head.wanted
-    has_one_pass = plain_eager() or torch.compiler.is_compiling()
-    # The gradients of fp16 would underflow before a loss scale is known.
-    is_reduced = reduction != "none" and input.dtype != torch.float16
-    one_pass = any(wanted) and has_one_pass and is_reduced
-    tokens, hidden = input.shape
-    plan = divergence_plan(
-        tokens,
-        hidden,
-        len(weight),
-        input.dtype,
-        teacher.input.dtype,
-        memory_budget,
-        wanted[0],
-        wanted[1] or wanted[2],
-        one_pass,
-    )
-    backend, sizes = current_backend(), plan[:3]
-    if not one_pass:
-        save_logits = plain_eager() and plan.saved > 0
-        chunk = plan.chunk if any(wanted) else len(weight)
-        call = (*head, *teacher, *numbers, plan.tokens, save_logits, backend, chunk)
-        return reduced(apply(LinearDivergence, *call)[0], mask, reduction)
-    like = input.new_empty(tokens, dtype=acc_dtype(input.dtype))
-    factors = row_factors(mask, like, reduction)
-    tensors = (*head, *teacher, factors, mask)
-    rest = ((reduction, *numbers, *sizes), wanted, backend)
-    return apply(LinearDivergenceOnePass, ONE_PASS, *tensors, *rest)[0]
 
 
 def linear_topk_divergence(
@@ -316,7 +299,7 @@ def linear_topk_divergence(
         >>> partita.linear_topk_divergence(torch.zeros(1, 2), torch.zeros(4, 2), teacher)
         tensor(0.7142)
     """
-    checked_matrix(input, linear_weight, linear_bias)
+    cast_and_check(input, linear_weight, linear_bias)
     checks.temperature_and_softcap(temperature, softcap)
     classes = len(linear_weight)
     check_teacher(teacher, input, "input", classes, beta, mask, reduction)

@@ -18,13 +18,8 @@ from .plan import is_small
 
 def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
     """Return whether this is a plain eager call on tensors that are no subclasses."""
-    return (
-        type(input) in PLAIN
-        and type(weight) in PLAIN
-        and (target is None or type(target) in PLAIN)
-        and (bias is None or type(bias) in PLAIN)
-        and plain_eager()
-    )
+    tensors = (input, weight, bias, target)
+    return plain_eager() and all(type(each) in PLAIN for each in tensors if each is not None)
 
 
 def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
@@ -65,10 +60,14 @@ def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor)
 
 
 def cast_and_check(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None = None,
+    more_dimensions: bool = False,
 ) -> Head:
     """Return the head in the dtype of autocast; raise unless it fits the target."""
-    head = checked_head(input, weight, bias)
+    head = checked_head(input, weight, bias, more_dimensions=more_dimensions)
     if target is not None:
         checks.tensor("target", target)
         checks.device("target", target, input, "input")
@@ -81,16 +80,6 @@ def cast_and_check(
             f"input: expected shape [N, H] with a matrix of {weight.ndim} dimensions,"
             f" got {list(input.shape)}"
         )
-    return head
-
-
-def checked_matrix(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None = None
-) -> Head:
-    """Return what `cast_and_check` returns; raise unless the matrix has two dimensions."""
-    head = cast_and_check(input, weight, bias, target)
-    if weight.ndim != 2:
-        raise ValueError(f"linear_weight: expected shape [C, H], got {list(weight.shape)}")
     return head
 
 

@@ -17,7 +17,7 @@ from . import reference
 from .autograd import head_backward, takes_chunk
 from .chunked import empty_gradients
 from .common import chunk_and_save
-from .inputs import all_logits, checked_matrix, takes_all_logits
+from .inputs import all_logits, cast_and_check, takes_all_logits
 from .plan import check_budget, padded_width
 
 DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given
@@ -67,16 +67,6 @@ topk_op = register.define(
 )
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients from that of the log-probabilities of saved ids."""
-
-    def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
-        ids, *_, rest = saved
-        return composed_logprobs(input, weight, bias, ids, rest.shape[1] > 0, *ctx.options)
-
-    return head_backward(ctx, logprobs_backward_op, grad, composed)
-
-
 class LinearLogprobs(torch.autograd.Function):
     """The results of `logprobs_op`, of which the log-probabilities are differentiable."""
 
@@ -96,16 +86,21 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _gradients(ctx, grads[0])
+        """Return the gradients from that of the log-probabilities of saved ids."""
+
+        def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
+            (ids, *_, rest), (temperature, softcap, ignore_index) = saved, ctx.options
+            options = (temperature, softcap, ignore_index, rest.shape[1] > 0)
+            return logprobs_of(all_logits(input, weight, bias), ids, *options)
+
+        return head_backward(ctx, logprobs_backward_op, grads[0], composed)
 
 
-class LinearTopK(torch.autograd.Function):
+class LinearTopK(LinearLogprobs):
     """The results of `topk_op`, of which the log-probabilities are differentiable.
 
     The chunk of the backward pass is the last argument.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     @takes_chunk(topk_op)
@@ -121,25 +116,6 @@ class LinearTopK(torch.autograd.Function):
         of_rows = (rows.entries, rows.maximum, rows.sumexp, rows.entries[:, :0])
         ctx.save_for_backward(*head, rows.indices, *of_rows, output[-1])
         ctx.is_spent = not save_logits
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _gradients(ctx, grads[0])
-
-
-def composed_logprobs(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    needs_rest: bool,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-) -> Tensor:
-    """Compute the log-probabilities from all logits at once."""
-    options = (temperature, softcap, ignore_index, needs_rest)
-    return logprobs_of(all_logits(input, weight, bias), ids, *options)
 
 
 def linear_logprobs(
@@ -199,14 +175,14 @@ def linear_logprobs_of(
     needs_rest: bool = False,
 ) -> Tensor:
     """Return `linear_logprobs`, with the rest `[..., K + 1]`; see `reference.logprobs`."""
-    head = checked_matrix(input, linear_weight, linear_bias)
+    head = cast_and_check(input, linear_weight, linear_bias)
     check_ids(ids, input, "input")
     checks.python_int("ignore_index", ignore_index)
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
     if takes_all_logits([head], ids, memory_budget):
-        return composed_logprobs(*head, ids, needs_rest, *numbers)
+        return logprobs_of(all_logits(*head), ids, *numbers, needs_rest)
     flat, head = ids[None].flatten(0, -2).contiguous(), head.flat
     plan = head.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))
@@ -254,7 +230,7 @@ def linear_topk_logprobs(
         >>> found.logprobs, found.indices
         (tensor([[-0.8620, -0.8620]]), tensor([[0, 1]]))
     """
-    head = checked_matrix(input, linear_weight, linear_bias)
+    head = cast_and_check(input, linear_weight, linear_bias)
     rows, classes = head.input.shape[:-1], len(head.weight)
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)

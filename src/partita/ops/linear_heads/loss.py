@@ -31,16 +31,7 @@ FEW_LABELS = 128  # that many labels are read in Python in less time than one te
 
 
 class LossCall(NamedTuple):
-    """A checked call.
-
-    Fields:
-        head: hidden states `[M, H]`, matrix and bias.
-        target: the labels, `[M]` int64.
-        weight: the factors of the classes.
-        options: the options of the loss.
-        memory_budget: bytes of workspace, or None.
-        denominator: what a sum is divided by, or None.
-    """
+    """A checked call: hidden states `[M, H]`, labels `[M]` int64, and what may divide a sum."""
 
     head: Head
     target: Tensor
@@ -73,7 +64,7 @@ def linear_loss(
     """
     usual = is_usual(input, linear_weight, linear_bias, target)
     if not usual:
-        checked = cast_and_check(input, linear_weight, linear_bias, target)
+        checked = cast_and_check(input, linear_weight, linear_bias, target, more_dimensions=True)
         input, linear_weight, linear_bias = checked
     if memory_budget is not None:
         check_budget(memory_budget)
@@ -142,15 +133,14 @@ def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
     head, target, weight, options, memory_budget, denominator = call
     backend, reduction, input = current_backend(), options.reduction, head.input
-    packs = packs_rows(*head, reduction, backend)
-    plan = head.plan(memory_budget, reduction != "none", packs)
+    plan = head.plan(memory_budget, reduction != "none")
     if plan.name == "fast" and reduction != "none" and input.dtype != torch.float16:
         divisor = denominator
         if not (divisor is None or isinstance(divisor, Tensor)):
             dtype = acc_dtype(input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=input.device)
         if plain_eager() or torch.compiler.is_compiling():
-            packs = packs and plain_eager()
+            packs = packs_rows(*head, reduction, backend)
             kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
             tensors = (*head, target, weight, divisor)
             rest = ((*options, plan.chunk), head.wanted, backend)

@@ -6,14 +6,12 @@ products that read it there are slower where no label is ignored, so the user ha
 
 from __future__ import annotations
 
-import functools
 import os
 
 import torch
 from torch import Tensor
 
 from ...runtime.autograd import plain_eager
-from ...runtime.caches import register_cache
 from ...runtime.register import PLAIN
 
 ALIGNMENT = 16  # elements of which hidden size, classes and rows of the matrix are multiples
@@ -35,7 +33,6 @@ def sizes_allow_packing(hidden: int, classes: int, dtype: torch.dtype) -> bool:
     return aligned and dtype == torch.bfloat16
 
 
-@functools.lru_cache(maxsize=64)
 def has_grouped_product(device: torch.device) -> bool:
     """Return whether PyTorch's grouped product on this device does not wait for the host.
 
@@ -45,9 +42,6 @@ def has_grouped_product(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-register_cache("linear_heads.has_grouped_product", has_grouped_product.cache_clear)
 
 
 def packs_rows(

@@ -136,45 +136,16 @@ def linear_cross_entropy_plan(
         >>> partita.linear_cross_entropy_plan(*sizes, torch.bfloat16, memory_budget=2**29).name
         'lean'
     """
-    packs = reduced and not parallel and packing_wanted()
-    return memory_plan(
-        tokens,
-        hidden,
-        vocabulary,
-        dtype,
-        memory_budget=memory_budget,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        reduced=reduced,
-        parallel=parallel,
-        packs=packs and sizes_allow_packing(hidden, vocabulary, dtype),
-    )
-
-
-def memory_plan(
-    tokens: int,
-    hidden: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    *,
-    memory_budget: int | None,
-    input_grad: bool,
-    weight_grad: bool,
-    reduced: bool,
-    parallel: bool,
-    packs: bool,
-) -> MemoryPlan:
-    """Return the `linear_cross_entropy_plan`; `packs` says whether the rows are packed.
-
-    A compiler may not know the number of tokens. Then the chunk is an expression in it, and the
-    name is that of a plan for every number: `fast` if that is the plan of 2,048 tokens.
-    """
+    # A compiler may not know the number of tokens. Then the chunk is an expression in it, and the
+    # name is that of a plan for every number: `fast` if that is the plan of 2,048 tokens.
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
     check_budget(memory_budget)
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
+    packs = reduced and not parallel and packing_wanted()
+    packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
     product_flops = 2 * tokens * hidden * vocabulary
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
@@ -307,17 +278,10 @@ def divergence_plan(
     weight_grad: bool,
     one_pass: bool,
 ) -> DivergencePlan:
-    """Return the chunks of a batch.
+    """Return the chunks of a batch; raise ValueError for too small a budget.
 
-    Args:
-        tokens, hidden, vocabulary: the sizes of the student's head.
-        dtype, teacher_dtype: the dtypes of the two heads.
-        memory_budget: bytes of workspace, or None.
-        input_grad, weight_grad: whether hidden states and matrix need a gradient.
-        one_pass: whether the gradients may be computed in the forward pass.
-
-    Raises:
-        ValueError: the budget is too small.
+    Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
+    computed in the forward pass.
     """
     itemsize = dtype.itemsize + teacher_dtype.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
@@ -343,7 +307,10 @@ def divergence_plan(
     least_tokens, class_bytes = smaller(tokens, MIN_FORWARD_TOKENS), tokens * itemsize
     dinput_bytes, chunk_bytes = 0, 0
     if has_gradient:
-        dinput_bytes = tokens * hidden * 4 if input_grad and half_type else 0
+        # The gradient of half types is added up in fp32. That of others is added up in place, so
+        # that the copy of the hidden states in which masked rows are 0 is not in its memory.
+        itemsize_of_sum = 4 if half_type else dtype.itemsize * weight_grad
+        dinput_bytes = tokens * hidden * itemsize_of_sum if input_grad else 0
         chunk_bytes = min(MIN_CHUNK_CLASSES, padded_width(vocabulary)) * class_bytes
     least = fixed_bytes + larger(least_tokens * row_bytes, chunk_bytes + dinput_bytes)
     if memory_budget is not None and decide(memory_budget < least, otherwise=False):

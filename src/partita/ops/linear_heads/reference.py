@@ -6,12 +6,12 @@ This module says what is done to a chunk. The loops over chunks stand in `chunke
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, row_chunks, softcap_slope, softcapped
-from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
 from ..divergence.reference_chunks import DIVERGENCE_KERNELS
@@ -19,22 +19,6 @@ from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
 from . import chunked
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics
-
-
-def new_state(like: Tensor, needs_smoothing: bool, needs_entropy: bool) -> RowState:
-    """Return the `RowState` of as many rows as `like` has, before any class."""
-    rows, dtype = len(like), acc_dtype(like.dtype)
-    zero = torch.zeros(rows, dtype=dtype, device=like.device)
-    minus_infinity = torch.full_like(zero, -torch.inf)
-    return RowState(
-        maximum=minus_infinity,
-        sumexp=zero,
-        label=minus_infinity.clone(),
-        origin=torch.zeros_like(zero) if needs_smoothing else None,
-        smoothing_loss=torch.zeros_like(zero) if needs_smoothing else None,
-        sum_x_exp=torch.zeros_like(zero) if needs_entropy else None,
-        argmax=torch.zeros_like(zero, dtype=torch.int64) if needs_entropy else None,
-    )
 
 
 def accumulate_logits(
@@ -46,10 +30,12 @@ def accumulate_logits(
     temperature: float,
     softcap: float,
 ) -> None:
-    """Update the state in place with the logits of the classes from `first` on.
+    """Update the state in place with the logits of the classes from `first` on, or overwrite it.
 
     `class_weight` holds the weights of these classes.
     """
+    if first == 0:
+        state.clear()
     for rows in row_chunks(logits):
         x, index = softcapped(logits[rows], softcap), target[rows].long() - first
         of_rows = state.part(rows)
@@ -113,10 +99,7 @@ def row_statistics(
 
 
 def gradient_coefficients(
-    nll: Tensor | None,
-    logsumexp: Tensor | None,
-    smoothing_loss: Tensor | None,
-    entropy: Tensor | None,
+    grads: Sequence[Tensor | None],
     target: Tensor,
     class_weight: Tensor | None,
     entropies: Tensor,
@@ -127,8 +110,10 @@ def gradient_coefficients(
 ) -> GradientCoefficients:
     """Return the coefficients of the rows, in the dtype, from the gradients of their statistics.
 
-    That of a statistic which is not there is None. `entropies` is read for that of the entropy.
+    These are the first four `RowStatistics`; a gradient may be None. `entropies` is read for that
+    of the entropy.
     """
+    nll, logsumexp, smoothing_loss, entropy = grads
     _, valid, invalid = valid_targets(target, classes, ignore_index)
     dlogits_coef = torch.where(invalid, torch.nan, 0.0).to(dtype)
     label_coef, log_coef, smoothing_coef = torch.zeros_like(dlogits_coef), None, None
@@ -192,7 +177,7 @@ def logits_gradient(
 
 
 CHUNK_KERNELS = ChunkKernels(
-    new_state, accumulate_logits, row_statistics, logits_gradient, one_pass, mean_shares
+    accumulate_logits, row_statistics, logits_gradient, one_pass, mean_shares
 )
 
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)

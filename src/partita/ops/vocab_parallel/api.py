@@ -21,8 +21,8 @@ from .local_losses import (
     hidden_losses,
     local_token_stats,
     logits_losses,
+    one_pass_loss,
 )
-from .one_pass import one_pass_loss
 from .shard import Classes
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "token_stats"]

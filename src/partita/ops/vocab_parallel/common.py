@@ -42,7 +42,6 @@ def pack_state(
     save_logits: bool,
     *,
     accumulate_logits: Callable[..., None],
-    overwrites_state: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the packed state of this rank's rows, and the logits of a head if they are saved.
 
@@ -58,14 +57,10 @@ def pack_state(
         options: the options of the statistics.
         chunk, save_logits: as in `accumulate_hidden`.
         accumulate_logits: the function of the backend.
-        overwrites_state: whether it writes the state of the first chunk without reading it.
     """
     M, classes = len(input), input.shape[1] if weight is None else len(weight)
     smoothing, entropy = options.needs_smoothing, options.needs_entropy
     packed = input.new_empty((packed_size(smoothing, entropy), M), dtype=acc_dtype(input.dtype))
-    if not (overwrites_state and classes):
-        packed.zero_()
-        packed[0] = packed[2] = -torch.inf
     packed[3] = classes
     if smoothing:
         packed[6] = classes if class_weight is None else class_weight.sum(dtype=packed.dtype)
@@ -76,8 +71,10 @@ def pack_state(
         origin=packed[4] if smoothing else None,
         smoothing_loss=packed[5] if smoothing else None,
         sum_x_exp=packed[-2] if entropy else None,
-        argmax=torch.zeros(M, dtype=torch.int64, device=input.device) if entropy else None,
+        argmax=input.new_empty(M, dtype=torch.int64) if entropy else None,
     )
+    if not classes:
+        state.clear()
     numbers, saved = (options.temperature, options.softcap), input.new_empty(0)
     if weight is not None:
         head, rest = Head(input, weight, bias), (*numbers, chunk, save_logits)

@@ -23,7 +23,7 @@ from ..divergence.autograd import (
     divergence_state_op,
 )
 from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
-from ..linear_heads.common import RowOptions, counted_rows
+from ..linear_heads.common import RowOptions, checked_head, counted_rows
 from ..logprobs.common import check_ids
 from .autograd import (
     matmul_in_acc_dtype,
@@ -31,7 +31,7 @@ from .autograd import (
     parallel_gradient,
     parallel_state,
 )
-from .local_losses import checked_local_head
+from .local_losses import contiguous_classes
 from .shard import (
     Classes,
     VocabShard,
@@ -399,8 +399,7 @@ def _logprobs(
     check_ids(ids, logits, "the logits")
     numbers = checks.temperature_and_softcap(temperature, softcap)
     checks.labels("ids", ids, shard.classes, checks.NOTHING_IGNORED)
-    x = logits[None].flatten(0, -2)
-    x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    x = contiguous_classes(logits[None].flatten(0, -2))
     flat = ids.long()[None].flatten(0, -2)
     found = ParallelLogprobs.apply(x, flat, *numbers, shard, current_backend())[0]
     result: Tensor = found.reshape(ids.shape)
@@ -462,7 +461,7 @@ def _local_logits(
 
     The prefix stands before the names of the tensors in errors.
     """
-    head = checked_local_head(input, weight, bias, prefix)
+    head = checked_head(input, weight, bias, prefix, "[C_local, H]")
     shard = vocab_shard(f"{prefix or 'linear_'}weight", head.weight, 0, group, classes)
     logits = LocalLinear.apply(*head.flat, shard)
     return logits.reshape(*input.shape[:-1], len(weight)), shard

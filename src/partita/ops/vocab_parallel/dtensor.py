@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,40 +18,24 @@ from .local_losses import (
     hidden_losses,
     local_token_stats,
     logits_losses,
+    one_pass_loss,
 )
-from .one_pass import one_pass_loss
-
-
-class LocalClasses(NamedTuple):
-    """This rank's part of a DTensor that is sharded over its classes.
-
-    Fields:
-        tensor: the local tensor.
-        group: the process group over which the classes are sharded.
-        classes: the number of classes of all ranks.
-        row_dims: the dimensions of the mesh over which the rows are sharded.
-    """
-
-    tensor: Tensor
-    group: dist.ProcessGroup
-    classes: int
-    row_dims: list[int]
 
 
 def cross_entropy(input: DTensor, target: Tensor, arguments: ParallelLossArguments) -> Tensor:
     """Return the cross-entropy of logits `[N, C, ...]`."""
     _refuse_arguments(group=arguments.group, classes=arguments.classes)
-    local = _local_classes(input, 1)
+    local, group, classes, row_dims = _local_classes(input, 1)
     mesh = input.device_mesh
-    arguments = arguments._replace(group=local.group, classes=local.classes)
-    target = _local_rows(target, mesh, local.row_dims)
-    if not local.row_dims:
-        loss = one_pass_loss(local.tensor, target, arguments)
+    arguments = arguments._replace(group=group, classes=classes)
+    target = _local_rows(target, mesh, row_dims)
+    if not row_dims:
+        loss = one_pass_loss(local, target, arguments)
         if loss is not None:
             return DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    losses = logits_losses(local.tensor, target, arguments)
+    losses = logits_losses(local, target, arguments)
     shape = torch.Size([input.shape[0], *input.shape[2:]])
-    return _reduced_dtensor(losses, target, arguments, mesh, local.row_dims, shape)
+    return _reduced_dtensor(losses, target, arguments, mesh, row_dims, shape)
 
 
 def linear_cross_entropy(
@@ -67,7 +51,7 @@ def linear_cross_entropy(
     _refuse_arguments(
         group=arguments.group, classes=arguments.classes, sequence_parallel=sequence_parallel
     )
-    local = _local_classes(linear_weight, 0)
+    _, group, classes, _ = _local_classes(linear_weight, 0)
     mesh = linear_weight.device_mesh
     row_dims = _token_dims(input, linear_weight)
     placements = _row_placements(mesh, row_dims)
@@ -82,7 +66,7 @@ def linear_cross_entropy(
         _local_parameter(linear_weight, row_dims),
         target,
         linear_bias,
-        arguments._replace(group=local.group, classes=local.classes),
+        arguments._replace(group=group, classes=classes),
         False,
         memory_budget,
     )
@@ -99,13 +83,11 @@ def token_stats(
 ) -> TokenStats:
     """Return the token statistics of logits `[..., C]`."""
     _refuse_arguments(group=group, classes=classes)
-    local, mesh = _local_classes(logits, logits.ndim - 1), logits.device_mesh
-    target = _local_rows(target, mesh, local.row_dims)
-    stats = local_token_stats(
-        local.tensor, target, local.group, local.classes, temperature, ignore_index
-    )
-    shape = logits.shape[:-1]
-    return TokenStats(*(_row_dtensor(field, mesh, local.row_dims, shape) for field in stats))
+    local, group, classes, row_dims = _local_classes(logits, logits.ndim - 1)
+    mesh, shape = logits.device_mesh, logits.shape[:-1]
+    target = _local_rows(target, mesh, row_dims)
+    stats = local_token_stats(local, target, group, classes, temperature, ignore_index)
+    return TokenStats(*(_row_dtensor(field, mesh, row_dims, shape) for field in stats))
 
 
 def _refuse_arguments(**values: Any) -> None:
@@ -115,8 +97,12 @@ def _refuse_arguments(**values: Any) -> None:
             raise ValueError(f"{name}: expected None with a DTensor, which defines it itself")
 
 
-def _local_classes(tensor: DTensor, dim: int) -> LocalClasses:
-    """Return this rank's part of a DTensor with its classes in `dim`."""
+def _local_classes(tensor: DTensor, dim: int) -> tuple[Tensor, dist.ProcessGroup, int, list[int]]:
+    """Return this rank's part of a DTensor with its classes in `dim`.
+
+    With it come the group over which they are sharded, the number of classes of all ranks, and the
+    dimensions of the mesh over which the rows are sharded.
+    """
     class_dims, row_dims, others = [], [], []
     for i, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard) and placement.dim % tensor.ndim == dim:
@@ -131,7 +117,7 @@ def _local_classes(tensor: DTensor, dim: int) -> LocalClasses:
             f" others, got {tensor.placements}"
         )
     group = tensor.device_mesh.get_group(class_dims[0])
-    return LocalClasses(tensor.to_local(), group, tensor.shape[dim], row_dims)
+    return tensor.to_local(), group, tensor.shape[dim], row_dims
 
 
 def _local_parameter(parameter: DTensor, row_dims: list[int]) -> Tensor:

@@ -1,22 +1,32 @@
-"""Losses and token statistics of plain tensors, which hold this rank's classes."""
+"""Losses and token statistics of plain tensors, which hold this rank's classes.
+
+On the GPUs of one host, the loss and its gradient come from one pass over the logits. The kernels
+of the ranks exchange the statistics of each row while they run, instead of gathering them between
+two passes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...runtime import checks
-from ...runtime.backend import current_backend
+from ...runtime import checks, private_names
+from ...runtime.autograd import apply
+from ...runtime.backend import current_backend, resolve
+from ...runtime.register import PLAIN
 from ..cross_entropy.api import TokenStats
+from ..cross_entropy.autograd import OnePassLoss, RowsOnePass
 from ..cross_entropy.common import LossOptions
-from ..linear_heads.common import Head, RowOptions, checked_head, chunk_and_save, loss_terms
+from ..linear_heads.common import RowOptions, checked_head, chunk_and_save, loss_terms
 from ..linear_heads.plan import linear_cross_entropy_plan
 from .autograd import ParallelRows, logits_statistics
-from .shard import Classes, VocabShard, vocab_shard
+from .gpu.plan import slot_count
+from .shard import Classes, VocabShard, refuse_second_derivative, vocab_shard
+from .symmetric_memory import SharedSlots, may_share_memory, shared_slots
 
 # The losses of the rows in nats without the z-loss, and their z-loss or None, both with the shape
 # of the target; and the number of classes of all ranks.
@@ -46,17 +56,6 @@ class ParallelLossArguments(NamedTuple):
         return RowOptions(1.0, softcap, ignore_index, needs_smoothing, needs_entropy)
 
 
-def checked_local_head(
-    input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = ""
-) -> Head:
-    """Return hidden states and this rank's rows of the matrix, as `checked_head` does."""
-    head = checked_head(input, weight, bias, prefix)
-    if weight.ndim != 2:
-        name = f"{prefix or 'linear_'}weight"
-        raise ValueError(f"{name}: expected shape [C_local, H], got {list(weight.shape)}")
-    return head
-
-
 def check_labels(
     input: Tensor, target: Tensor, weight: Tensor | None, shard: VocabShard, ignore_index: int
 ) -> None:
@@ -72,7 +71,8 @@ def check_labels(
             raise RuntimeError("weight: not differentiable; detach it")
 
 
-def _contiguous_classes(logits: Tensor) -> Tensor:
+def contiguous_classes(logits: Tensor) -> Tensor:
+    """Return logits `[M, C_local]` in which the classes of a row are contiguous."""
     return logits if logits.stride(1) == 1 or logits.shape[1] <= 1 else logits.contiguous()
 
 
@@ -89,7 +89,7 @@ def prepare_rows(
     shard = vocab_shard("input", input, 1, arguments.group, arguments.classes)
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
     checks.shape("target", target, [input.shape[0], *input.shape[2:]], "input without its classes")
-    logits = _contiguous_classes(input.movedim(1, -1).flatten(0, -2))
+    logits = contiguous_classes(input.movedim(1, -1).flatten(0, -2))
     return shard, logits, target.reshape(-1).long()
 
 
@@ -123,7 +123,7 @@ def hidden_losses(
     memory_budget: int | None,
 ) -> RowLosses:
     """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
-    head = checked_local_head(input, linear_weight, linear_bias)
+    head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
     input, linear_weight, _ = head
     shard = vocab_shard("linear_weight", linear_weight, 0, arguments.group, arguments.classes)
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
@@ -177,7 +177,74 @@ def local_token_stats(
     checks.shape("target", target, logits.shape[:-1], "logits without its classes")
     needs_smoothing, needs_entropy = False, True
     options = RowOptions(float(temperature), 0.0, ignore_index, needs_smoothing, needs_entropy)
-    rows, labels = _contiguous_classes(logits[None].flatten(0, -2)), target.reshape(-1).long()
+    rows, labels = contiguous_classes(logits[None].flatten(0, -2)), target.reshape(-1).long()
     found = logits_statistics(rows, labels, None, shard, options)
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
     return TokenStats(*(field.reshape(target.shape) for field in fields))
+
+
+def one_pass_loss(input: Tensor, target: Tensor, arguments: ParallelLossArguments) -> Tensor | None:
+    """Return the loss, or None where the kernels of the ranks cannot compute it together.
+
+    The loss is reduced, and the kernels wait for each other. All conditions have the same value on
+    all ranks.
+    """
+    options = arguments.options
+    if options.reduction == "none" or arguments.weight is not None or options.label_smoothing:
+        return None
+    if type(input) not in PLAIN or type(target) not in PLAIN:
+        return None
+    if not (torch.is_grad_enabled() and input.requires_grad):
+        return None
+    if input.ndim < 2 or input.dtype not in (torch.bfloat16, torch.float32):
+        return None
+    if not may_share_memory(input):
+        return None
+    if resolve(current_backend(), input.device, has_cpu=False) != "gpu":
+        return None
+    shard, logits, labels = prepare_rows(input, target, arguments)
+    if len(shard.sizes) == 1 or not len(logits):
+        return None
+    if group_slots(logits, shard) is None:
+        return None
+    call = OnePassOptions(shard, options, current_backend())
+    return apply(RowsOnePass, ONE_PASS, logits, labels.contiguous(), call)
+
+
+def group_slots(logits: Tensor, shard: VocabShard) -> SharedSlots | None:
+    """Return the slots for such a call, or None on all ranks where they share no memory."""
+    group = private_names.resolve_process_group(shard.group)
+    slots = slot_count(len(logits), shard.sizes, logits.element_size())
+    return shared_slots(group, logits.device, slots)
+
+
+class OnePassOptions(NamedTuple):
+    """The options of `parallel_one_pass`, and the backend."""
+
+    shard: VocabShard
+    options: LossOptions
+    backend: str
+
+
+def _loss_and_gradient(
+    logits: Tensor, target: Tensor, call: OnePassOptions
+) -> tuple[Tensor, Tensor]:
+    """Return the reduced loss and the gradient of this rank's logits.
+
+    There is no reference: GPUs of one host wait for each other inside of the kernel.
+    """
+    from .gpu.launch import parallel_one_pass
+
+    shared = group_slots(logits, call.shard)
+    assert shared is not None
+    memory = shared.memory_of_next_call(logits.device)
+    rest = (shared.max_polls, call.shard.sizes, call.shard.rank, call.options)
+    return parallel_one_pass(logits, target, memory, *rest)
+
+
+def _composed_loss(*_: Any) -> Tensor:
+    refuse_second_derivative()
+    raise AssertionError("it is called for second derivatives only")
+
+
+ONE_PASS = OnePassLoss(_loss_and_gradient, _composed_loss, 2)

@@ -21,9 +21,7 @@ from ..linear_heads.reference import (
 )
 from .common import gradient_of_logits, integer_dtype, pack_state
 
-parallel_state = functools.partial(
-    pack_state, accumulate_logits=accumulate_logits, overwrites_state=False
-)
+parallel_state = functools.partial(pack_state, accumulate_logits=accumulate_logits)
 parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
 
 
@@ -80,7 +78,7 @@ def parallel_coefficients(
     grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
     coefficients = gradient_coefficients(
-        *grads,
+        grads,
         target,
         class_weight,
         entropies,

@@ -134,12 +134,6 @@ def may_share_memory(tensor: Tensor) -> bool:
     )
 
 
-def _true_on_all_ranks(value: bool, group: ProcessGroup, device: torch.device) -> bool:
-    result = torch.tensor([int(value)], device=device)
-    dist.all_reduce(result, dist.ReduceOp.MIN, group)
-    return bool(result.item())
-
-
 @contextlib.contextmanager
 def _rendezvous_group(group: ProcessGroup, token: str) -> Iterator[Any]:
     """Register a group of the same ranks with a store of its own, and yield its name."""
@@ -169,12 +163,13 @@ def _rendezvous(group: ProcessGroup, device: torch.device, slots: int, token: st
         raise RuntimeError("the handle refers to other memory than was allocated")
     second_addresses = [address + 8 * slots for address in addresses]
     peers = torch.tensor([addresses, second_addresses]).to(device)
+    seconds = private_names.timeout_of(group, device) or DEFAULT_TIMEOUT_S
     return SharedSlots(
         slots=(memory[:slots], memory[slots:]),
         peers=(peers[0], peers[1].clone()),
         timed_out=torch.zeros(1, dtype=torch.int64, device=device),
         failed=torch.zeros(1, dtype=torch.int32).pin_memory(),
-        max_polls=max_polls(group, device),
+        max_polls=int(seconds * POLLS_PER_SECOND),
         handle=handle,
     )
 
@@ -194,20 +189,15 @@ def allocate(group: ProcessGroup, device: torch.device, slots: int) -> SharedSlo
             shared = _rendezvous(group, device, slots, token=hosts[0][1])
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         failure = error
-    agreed = _true_on_all_ranks(shared is not None, group, device)
+    agreed = torch.tensor([int(shared is not None)], device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group)
     if failure is not None:
         warnings.warn(
             "partita.parallel: the GPUs do not share memory, so their statistics are gathered:"
             f" {failure}",
             stacklevel=2,
         )
-    return shared if agreed else None
-
-
-def max_polls(group: ProcessGroup, device: torch.device) -> int:
-    """Return how often a program reads its slots within the timeout of the group."""
-    seconds = private_names.timeout_of(group, device) or DEFAULT_TIMEOUT_S
-    return int(seconds * POLLS_PER_SECOND)
+    return shared if agreed.item() else None
 
 
 def shared_slots(group: ProcessGroup, device: torch.device, slots: int) -> SharedSlots | None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ....primitives.gpu.row_plan import launch_reduction, row_view_or_copy, vector_width
-from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
 from ...cross_entropy.gpu.plan import SUM_WORDS
@@ -37,23 +36,6 @@ def chunk_options(
         "BLOCK_V": block,
         "num_warps": warps if block > 1024 else 1,
     }
-
-
-def new_state(like: Tensor, needs_smoothing: bool, needs_entropy: bool) -> RowState:
-    """Return memory for the state of the rows, which the first chunk writes without reading."""
-    rows, dtype = len(like), acc_dtype(like.dtype)
-    maximum, sumexp, label, origin, smoothing_loss, sum_x_exp = (
-        like.new_empty(rows, dtype=dtype) for _ in range(6)
-    )
-    return RowState(
-        maximum=maximum,
-        sumexp=sumexp,
-        label=label,
-        origin=origin if needs_smoothing else None,
-        smoothing_loss=smoothing_loss if needs_smoothing else None,
-        sum_x_exp=sum_x_exp if needs_entropy else None,
-        argmax=like.new_empty(rows, dtype=torch.int64) if needs_entropy else None,
-    )
 
 
 def accumulate_logits(
@@ -176,7 +158,7 @@ def mean_shares(
 
 
 CHUNK_KERNELS = ChunkKernels(
-    new_state, accumulate_logits, row_statistics, logits_gradient, one_pass_of_chunk, mean_shares
+    accumulate_logits, row_statistics, logits_gradient, one_pass_of_chunk, mean_shares
 )
 
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)

@@ -28,9 +28,7 @@ from .merge import parallel_coefficients_kernel, parallel_fields_kernel
 from .one_pass import parallel_row_kernel
 from .plan import RankMemory, row_split, slots_per_row
 
-parallel_state = functools.partial(
-    pack_state, accumulate_logits=accumulate_logits, overwrites_state=True
-)
+parallel_state = functools.partial(pack_state, accumulate_logits=accumulate_logits)
 parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
 
 
