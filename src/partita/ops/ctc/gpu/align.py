@@ -31,7 +31,7 @@ from .lattice import (
     load_lengths,
     program_index,
 )
-from .launch import launch_normalize, score_arguments, target_tensors
+from .launch import contiguous, launch_normalize, prior_scale_bits, target_tensors
 from .plan import CHUNK, SAVE_EVERY
 from .scores import EmissionRows, Priors, ScoreTensors, load_priors, sequence_rows
 from .state import pack_state, shift_lanes, unpack_state
@@ -308,7 +308,7 @@ def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     The carries are 0 before they are sent, so the flags and counters are zeroed together with them.
     """
-    logits, options, targets = x.logits, score_arguments(x), target_tensors(x)
+    x, logits = contiguous(x), x.logits
     (T, N, C), device = logits.shape, logits.device
     num_chunks, num_blocks = x.max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
     carry_steps = num_blocks * SAVE_EVERY
@@ -326,9 +326,9 @@ def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     maxima = sums = None
     if x.from_logits:
         maxima, sums = (torch.empty((T, N), dtype=scores.dtype, device=device) for _ in range(2))
-        launch_normalize(logits, x.input_lengths, maxima, sums, options, flags=flags)
-    paths = BestPaths(pointers, ends, flags)
-    tensors = ScoreTensors(logits, options.priors, maxima, sums, None)
+        launch_normalize(x, maxima, sums, flags=flags)
+    paths, targets = BestPaths(pointers, ends, flags), target_tensors(x)
+    tensors = ScoreTensors(logits, x.label_priors, maxima, sums, None)
     sizes = {
         "T": T,
         "N": N,
@@ -340,7 +340,7 @@ def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows: dict[str, int | None] = dict(
         zip(("stride_t", "stride_n", "stride_c"), logits.stride(), strict=True)
     )
-    rows |= {"blank": x.blank, "prior_scale": options.scale, "star": x.star}
+    rows |= {"blank": x.blank, "prior_scale": prior_scale_bits(x), "star": x.star}
     launch_lanes(
         VITERBI,
         N * num_chunks,
