@@ -30,7 +30,6 @@ from .lattice import (
     TargetScan,
     load_chunk,
     load_lengths,
-    load_states,
     program_chunk,
     store_carry,
 )
@@ -320,7 +319,11 @@ def ctc_posterior_scan_kernel(
         row = chunk.to(tl.int64) * T
         middle = num_blocks + direction * (num_blocks + 1)
         chunk_states_ptr = states_ptr + chunk * 64
-        state = load_states(chunk_states_ptr + middle * block_stride, lane, FP64)
+        middle_ptr = chunk_states_ptr + middle * block_stride
+        state = LaneStates(
+            unpack_state(tl.load(middle_ptr + lane), FP64),
+            unpack_state(tl.load(middle_ptr + 32 + lane), FP64),
+        )
         # In the first scan, a chunk of α received the carries of the chunk before it, and one of β
         # those of the next one.
         own = ChunkMemory(
