@@ -132,6 +132,16 @@ def launch_normalize(
     )
 
 
+def numbers_of(
+    x: CTCInputs, num_chunks: int, num_blocks: int, carry_steps: int
+) -> dict[str, int | None]:
+    """Return the sizes, strides and options of the kernels by name; see `lattice.SIZES`."""
+    sizes = (*x.logits.shape, x.labels.numel(), x.max_target_len)
+    chunks = (num_chunks, num_blocks, carry_steps)
+    options = (x.blank, *x.logits.stride(), prior_scale_bits(x), x.star)
+    return dict(zip(SIZES, (*sizes, *chunks, *options), strict=True))
+
+
 class CTCCall(NamedTuple):
     """The values that the launches of one call share.
 
@@ -139,7 +149,7 @@ class CTCCall(NamedTuple):
         x: the batch, with contiguous labels and priors.
         plan: how the batch is cut.
         workspace: the parts of the workspace.
-        numbers: the sizes, strides and options of the kernels by name; see `lattice.SIZES`.
+        numbers: see `numbers_of`.
     """
 
     x: CTCInputs
@@ -159,14 +169,8 @@ class CTCCall(NamedTuple):
         if saved is None:
             saved = torch.empty(plan.words, dtype=torch.float64, device=logits.device)
         num_blocks = plan.num_blocks if save else 0
-        sizes = (T, N, C, x.labels.numel(), x.max_target_len, plan.num_chunks, num_blocks)
-        options = (plan.carry_steps, x.blank, *logits.stride(), prior_scale_bits(x), x.star)
-        numbers = dict(zip(SIZES, (*sizes, *options), strict=True))
+        numbers = numbers_of(x, plan.num_chunks, num_blocks, plan.carry_steps)
         return cls(x, plan, plan.workspace(saved), numbers)
-
-    def numbers_of(self, names: list[str]) -> dict[str, int | None]:
-        """Return the numbers that a kernel takes."""
-        return {name: self.numbers[name] for name in names if name in self.numbers}
 
     def scan_arguments(self, fp64: bool) -> dict[str, Any]:
         """Return the arguments that both scans share.
@@ -277,7 +281,7 @@ def ctc_loss(
         losses_ptr=losses,
         value_ptr=value,
         finished_ptr=workspace.finished if value.ndim == 0 else None,
-        **call.numbers_of(LOSS_SIZES),
+        **{name: call.numbers[name] for name in LOSS_SIZES},
         BLOCK_L=256,
         BLOCK_T=256 if logits.shape[0] <= 1024 else 2048,
         ALL_FP64=plan.fp64,
@@ -306,7 +310,7 @@ def ctc_gradient(
         "targets": target_tensors(x),
         "saved": call.workspace.saved,
         "posteriors": memory._replace(counter=None, carries=None),
-        **call.numbers_of(GRADIENT_SIZES),
+        **{name: call.numbers[name] for name in GRADIENT_SIZES if name != "stride_grad"},
         "stride_grad": grad_output.stride(0) if grad_output.ndim else 0,
         "MEAN": reduction == "mean",
     }
