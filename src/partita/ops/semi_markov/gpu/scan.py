@@ -170,6 +170,28 @@ def load_matrix(ptr, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the scores of open segments by slot, with the emissions of their own steps alone."""
+    C = sequence.C
+    c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
+    age = (k - slot) & (SLOTS - 1)
+    inside = (age <= k) & (age < D) & (c < C)
+    scores = tl.load(
+        ring_ptr + slot * (BLOCK_C + 1) + c, mask=inside & (age > 0), other=-float("inf")
+    )
+    scores = tl.where((age == 0) & (c < C), opened[None, :], scores)
+    row = tl.full([], sequence.t, tl.int64) + (k - age) * sequence.dt
+    at = sequence.ptr + row * sequence.stride_t + c * sequence.stride_c
+    emissions = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+    # The slots up to that of step k have the latest steps, and those after it the ones before.
+    is_late = slot <= (k & (SLOTS - 1))
+    late, early = tl.where(is_late, emissions, 0.0), tl.where(is_late, 0.0, emissions)
+    later = tl.sum(late, axis=0)[None, :]
+    late, early = tl.cumsum(late, axis=0, reverse=True), tl.cumsum(early, axis=0, reverse=True)
+    return scores + tl.where(is_late, late, early + later)
+
+
+@triton.jit
 def scores_of(numbers, EXACT: tl.constexpr):
     """Return the scores of numbers relative to an offset."""
     number, offset = numbers
@@ -215,24 +237,10 @@ def exact_step(
     )
     number, offset = tl.where(k == 0, 1.0, total), tl.where(k == 0, first, shift)
     opened = log_of_sum(number, EXACT) + offset
-    # The scores of open segments, with the emissions of their own steps alone.
-    age = (k - slot) & (SLOTS - 1)
-    inside = (age <= k) & (age < D) & (c < C)
-    scores = tl.load(
-        ring_ptr + slot * (BLOCK_C + 1) + c, mask=inside & (age > 0), other=-float("inf")
-    )
-    scores = tl.where((age == 0) & (c < C), opened[None, :], scores)
-    row = tl.full([], sequence.t, tl.int64) + (k - age) * sequence.dt
-    at = sequence.ptr + row * sequence.stride_t + c * sequence.stride_c
-    emissions = tl.load(at, mask=inside, other=0.0).to(tl.float64)
-    # The slots up to that of step k have the latest steps, and those after it the ones before.
-    is_late = slot <= (k & (SLOTS - 1))
-    late, early = tl.where(is_late, emissions, 0.0), tl.where(is_late, 0.0, emissions)
-    later = tl.sum(late, axis=0)[None, :]
-    late, early = tl.cumsum(late, axis=0, reverse=True), tl.cumsum(early, axis=0, reverse=True)
-    scores += tl.where(is_late, late, early + later)
+    scores = load_open(sequence, ring_ptr, opened, k, D, BLOCK_C, SLOTS)
     at = durations_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c
-    terms = tl.where(age <= k, scores + tl.load(at), -float("inf"))
+    is_open = ((k - slot) & (SLOTS - 1)) <= k
+    terms = tl.where(is_open, scores + tl.load(at), -float("inf"))
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
     tl.debug_barrier()  # the next step stores to what was read
@@ -265,6 +273,17 @@ def exact_step(
 def add_both(a, b, c, d):
     """Add two pairs of numbers."""
     return a + c, b + d
+
+
+@triton.jit
+def two_sums(ring, weights, matrix, weight, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the sums of products over slots and over states, which are exchanged together."""
+    products = ring * weights
+    if SLOTS >= BLOCK_C:
+        products = tl.sum(tl.reshape(products, (SLOTS // BLOCK_C, BLOCK_C, BLOCK_C)), axis=0)
+        return tl.reduce((products, matrix * weight[:, None]), 0, add_both)
+    else:
+        return tl.sum(products, axis=0), tl.sum(matrix * weight[:, None], axis=0)
 
 
 @triton.jit
@@ -397,13 +416,7 @@ def semi_markov_scan_kernel(
         after = load_emission(sequence, k + 2, BLOCK_C)
         row = (-k & (SLOTS - 1)) + slot
         weights = tl.load(weights_ptr + row * (BLOCK_C + 1) + c[None, :])
-        # The sums over slots and over states are exchanged together.
-        products, entered = state.ring * weights, matrix * weight[:, None]
-        if SLOTS >= BLOCK_C:
-            products = tl.sum(tl.reshape(products, (SLOTS // BLOCK_C, BLOCK_C, BLOCK_C)), axis=0)
-            sums = tl.reduce((products, entered), 0, add_both)
-        else:
-            sums = tl.sum(products, axis=0), tl.sum(entered, axis=0)
+        sums = two_sums(state.ring, weights, matrix, weight, BLOCK_C, SLOTS)
         # Logarithms of the step before, in the time that this step waits for its sums.
         before = scores_of(opened, EXACT), scores_of(closed, EXACT)
         store_step(k - 1, before, ring_ptr, sequence, saved, BLOCK_C, SLOTS, SAVE)
