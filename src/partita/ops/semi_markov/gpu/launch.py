@@ -95,13 +95,17 @@ def launch_memory_scan(programs: int, chain: SemiMarkovPotentials, **arguments: 
     """Launch the scan whose ring is in memory, and before it the tables that it reads."""
     D, C = chain.durations.shape
     fp64: dict[str, Any] = {"dtype": torch.float64, "device": chain.durations.device}
-    tables = torch.empty(2 * C * C, **fp64)
+    slots = plan.duration_block(D)
+    tables = torch.empty(2 * C * (C + slots), **fp64)
     launch(
         semi_markov_tables_kernel,
         cdiv(len(tables), 256),
         transitions=strided(chain.transitions),
+        durations=strided(chain.durations),
         tables_ptr=tables,
         C=C,
+        D=D,
+        slots=slots,
         BLOCK=256,
         num_warps=4,
     )
@@ -109,7 +113,7 @@ def launch_memory_scan(programs: int, chain: SemiMarkovPotentials, **arguments: 
         semi_markov_memory_scan_kernel,
         programs,
         tables_ptr=tables,
-        durations=strided(chain.durations),
+        slots=slots,
         ring_ptr=torch.empty((programs, D + 2, C), **fp64),
         **arguments,
         **plan.memory_scan_options(C),

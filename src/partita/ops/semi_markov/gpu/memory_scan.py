@@ -16,18 +16,32 @@ from .scores import exp_term, load_end, load_steps, log_of_sum, store_logz
 @triton.jit
 def semi_markov_tables_kernel(
     transitions,  # Matrix
-    tables_ptr,  # [2, C, C] fp64: to and from, then from and to
+    durations,  # Matrix
+    tables_ptr,  # fp64: [C, C] to and from, [C, C] from and to, [C, 2 * slots] durations
     C,
+    D,
+    slots,  # a power of 2, at least D
     BLOCK: tl.constexpr,
 ):
-    """Copy the scores of transitions, so that alpha and beta each read consecutive entries."""
+    """Copy the scores of transitions and durations to the tables.
+
+    Entry j of a state's durations is that of the age -j mod slots, minus 1, and -inf past D. A step
+    of a scan reads consecutive entries for the slots of its ring, wherever its newest slot is.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     pairs = tl.full([], C, tl.int64) * C
-    row, column, is_alpha = i % pairs // C, i % C, i < pairs
+    row, column = i % pairs // C, i % C
+    is_alpha = i < pairs
     source, target = tl.where(is_alpha, column, row), tl.where(is_alpha, row, column)
-    at, mask = source * transitions.row + target * transitions.column, i < 2 * pairs
-    score = tl.load(transitions.ptr + at, mask=mask, other=0.0)
-    tl.store(tables_ptr + i, score.to(tl.float64), mask=mask)
+    at = source * transitions.row + target * transitions.column
+    is_pair = i < 2 * pairs
+    score = tl.load(transitions.ptr + at, mask=is_pair, other=0.0).to(tl.float64)
+    c, d = (i - 2 * pairs) // (2 * slots), (2 * slots - (i - 2 * pairs) % (2 * slots)) % slots
+    is_duration = (i >= 2 * pairs) & (c < C)
+    at = d * durations.row + c * durations.column
+    duration = tl.load(durations.ptr + at, mask=is_duration & (d < D), other=-float("inf"))
+    score = tl.where(is_pair, score, duration.to(tl.float64))
+    tl.store(tables_ptr + i, score, mask=is_pair | is_duration)
 
 
 @triton.jit
@@ -60,8 +74,8 @@ def total_of(maximum, rest, EXACT: tl.constexpr, IS_MAX: tl.constexpr):
 @triton.jit
 def semi_markov_memory_scan_kernel(
     chains,  # Chains
-    tables_ptr,  # [2, C, C] fp64, the transitions
-    durations,  # Matrix
+    tables_ptr,  # see `semi_markov_tables_kernel`
+    slots,
     ring_ptr,  # [programs, D + 2, C] fp64: the open segments, and what two steps closed
     saved_ptr,  # [4, T, N, C] fp64 if SAVE, see Scans; under Max choices, see paths.py
     logz_ptr,  # [N] fp64, or under Max the last state, int32, -1 without a path
@@ -109,6 +123,7 @@ def semi_markov_memory_scan_kernel(
             step = n * emissions.n + row * emissions.t + c.to(tl.int64) * emissions.c
             emission = tl.load(emissions.ptr + step, mask=c < C, other=-float("inf")).to(tl.float64)
             # The emissions are added to the open segments, whose sum is what closes.
+            durations_ptr = tables_ptr + 2 * pairs
             closed, size = no_terms(BLOCK_C, IS_MAX)
             for first in range(0, tl.minimum(k + 1, D), BLOCK_K):
                 age = first + tl.arange(0, BLOCK_K)[None, :]
@@ -118,10 +133,9 @@ def semi_markov_memory_scan_kernel(
                 ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
                 ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
                 tl.store(at, ring, mask=mask)
-                at = age.to(tl.int64) * durations.row + c[:, None].to(tl.int64) * durations.column
-                duration = tl.load(durations.ptr + at, mask=mask, other=-float("inf"))
-                terms = ring + duration.to(tl.float64)
-                closed, size = add_block(closed, size, terms, age, EXACT, IS_MAX)
+                at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
+                durations = tl.load(at, mask=mask, other=-float("inf"))
+                closed, size = add_block(closed, size, ring + durations, age, EXACT, IS_MAX)
             closed = total_of(closed, size, EXACT, IS_MAX)
             tl.store(recent_ptr + k % 2 * C + c, closed, mask=c < C)
             if SAVE:
