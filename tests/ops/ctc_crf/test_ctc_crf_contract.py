@@ -99,5 +99,5 @@ def test_bad_input(error: str) -> None:
     [((0, 1), ValueError), ((4, 0), ValueError), ((4, 1.5), TypeError), ((True, 2), TypeError)],
 )
 def test_bad_sizes_of_a_table(sizes: tuple[int, int], error: type[Exception]) -> None:
-    with pytest.raises(error, match="expected (an int|a number of at least 1)"):
+    with pytest.raises(error, match=r"expected (an int|a number of at least 1)"):
         partita.debruijn_source(*sizes)
