@@ -1,10 +1,9 @@
-"""Packed targets, options of the scores, and reductions of CTC, which all backends share."""
+"""The inputs of the ops of CTC, and reductions of its losses, which all backends share."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...runtime.autograd import is_batched, is_traced
@@ -60,15 +59,6 @@ def reduce_over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) 
     if reduction == "mean":
         return (losses / target_lengths.clamp(min=1)).mean()
     return losses.sum() if reduction == "sum" else losses
-
-
-def reduce_losses(
-    losses: Tensor, target_lengths: Tensor, reduction: str, zero_infinity: bool
-) -> Tensor:
-    """Reduce the losses, after setting infinite ones to 0 under `zero_infinity`."""
-    if zero_infinity:
-        losses = torch.where(losses == torch.inf, 0.0, losses)
-    return reduce_over_lengths(losses, target_lengths, reduction)
 
 
 def gradient_per_sequence(grad: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:

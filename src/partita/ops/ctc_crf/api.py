@@ -27,8 +27,7 @@ STATES_MULTIPLE = 64
 
 def _at_least(name: str, value: int, least: int) -> None:
     checks.python_int(name, value)
-    if value < least:
-        raise ValueError(f"{name}: expected a number of at least {least}, got {value!r}")
+    checks.number(name, value, low=least)
 
 
 def debruijn_source(

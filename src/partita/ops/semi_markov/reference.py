@@ -78,12 +78,10 @@ class ForwardScores(NamedTuple):
     """The scores of what comes up to each step.
 
     Fields:
-        begin: for each t, the scores of starting a segment at step t, `[N, C]`.
         opened: for each t, the scores of the segments that reach step t by their age, `[D, N, C]`.
         alpha: for each t, the scores of ending a segment with step t, `[N, C]`.
     """
 
-    begin: list[Tensor]
     opened: list[Tensor]
     alpha: list[Tensor]
 
@@ -92,14 +90,12 @@ class Posteriors(NamedTuple):
     """The posterior probabilities of a batch, which are the derivatives of log Z.
 
     Fields:
-        logz: `[N]`.
         states: `[T, N, C]`.
         segments: by last step and number of steps minus 1, `[T, D, N, C]`.
         transitions: the expected numbers of transitions, `[N, C, C]`.
         first, last: the posteriors of the first and of the last state, `[N, C]`.
     """
 
-    logz: Tensor
     states: Tensor
     segments: Tensor
     transitions: Tensor
@@ -130,7 +126,7 @@ def _age(newest: Tensor, others: Tensor) -> Tensor:
 
 def forward_scores(x: SemiMarkovInputs, semiring: Semiring) -> ForwardScores:
     """Return the scores of what comes up to each step."""
-    result = ForwardScores([], [], [])
+    result = ForwardScores([], [])
     begin = x.start
     opened = begin.new_full((len(x.durations), *begin.shape), -torch.inf)
     for t, emission in enumerate(x.emissions):
@@ -138,7 +134,6 @@ def forward_scores(x: SemiMarkovInputs, semiring: Semiring) -> ForwardScores:
             begin = semiring.sum(result.alpha[-1][:, :, None] + x.step(t), 1)
         opened = _age(begin, opened) + emission
         possible = (x.ages() <= t) & (t <= x.last)
-        result.begin.append(begin)
         result.opened.append(opened)
         result.alpha.append(semiring.sum(x.closed(opened, possible), 0))
     return result
@@ -197,9 +192,8 @@ def posteriors(x: SemiMarkovInputs) -> Posteriors:
         transitions = transitions + torch.where((t <= x.last)[:, None, None], step, 0.0)
     stacked = torch.stack(segments) + unused
     last = at_last_step(x, stacked.sum(1))
-    return Posteriors(
-        logz, torch.stack(states) + unused, stacked, transitions, covering[0] + unused, last
-    )
+    first = covering[0] + unused
+    return Posteriors(torch.stack(states) + unused, stacked, transitions, first, last)
 
 
 def semi_markov_logz(

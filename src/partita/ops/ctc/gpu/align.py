@@ -31,7 +31,7 @@ from .lattice import (
     load_lengths,
     program_index,
 )
-from .launch import launch_normalize, score_arguments, target_tensors
+from .launch import contiguous, launch_normalize, numbers_of, target_tensors
 from .plan import CHUNK, SAVE_EVERY
 from .scores import EmissionRows, Priors, ScoreTensors, load_priors, sequence_rows
 from .state import pack_state, shift_lanes, unpack_state
@@ -229,7 +229,10 @@ def ctc_backtrace_kernel(
         tl.store(states_ptr + step, states, mask=step >= 0)
 
 
-@triton.jit(do_not_specialize=["T", "N", "blank", "stride_t", "stride_n", "prior_scale", "star"])
+ALIGNMENT_SIZES = ["T", "N", "blank", "stride_t", "stride_n", "prior_scale", "star"]
+
+
+@triton.jit(do_not_specialize=ALIGNMENT_SIZES)
 def ctc_alignment_kernel(
     scores,  # ScoreTensors
     targets,  # TargetTensors without input lengths
@@ -308,8 +311,8 @@ def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     The carries are 0 before they are sent, so the flags and counters are zeroed together with them.
     """
-    logits, options, targets = x.logits, score_arguments(x), target_tensors(x)
-    (T, N, C), device = logits.shape, logits.device
+    x, logits = contiguous(x), x.logits
+    (T, N, _), device = logits.shape, logits.device
     num_chunks, num_blocks = x.max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
     carry_steps = num_blocks * SAVE_EVERY
     has_carries = num_chunks > 1
@@ -326,21 +329,10 @@ def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     maxima = sums = None
     if x.from_logits:
         maxima, sums = (torch.empty((T, N), dtype=scores.dtype, device=device) for _ in range(2))
-        launch_normalize(logits, x.input_lengths, maxima, sums, options, flags=flags)
-    paths = BestPaths(pointers, ends, flags)
-    tensors = ScoreTensors(logits, options.priors, maxima, sums, None)
-    sizes = {
-        "T": T,
-        "N": N,
-        "M": x.labels.numel(),
-        "max_target_len": x.max_target_len,
-        "num_chunks": num_chunks,
-        "num_blocks": num_blocks,
-    }
-    rows: dict[str, int | None] = dict(
-        zip(("stride_t", "stride_n", "stride_c"), logits.stride(), strict=True)
-    )
-    rows |= {"blank": x.blank, "prior_scale": options.scale, "star": x.star}
+        launch_normalize(x, maxima, sums, flags=flags)
+    paths, targets = BestPaths(pointers, ends, flags), target_tensors(x)
+    tensors = ScoreTensors(logits, x.label_priors, maxima, sums, None)
+    numbers = numbers_of(x, num_chunks, num_blocks, carry_steps)
     launch_lanes(
         VITERBI,
         N * num_chunks,
@@ -350,10 +342,7 @@ def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         paths=paths,
         carries_ptr=carries,
         tile_counter_ptr=tile_counter,
-        C=C,
-        carry_steps=carry_steps,
-        **sizes,
-        **rows,
+        **numbers,
     )
     launch_lanes(
         BACKTRACE,
@@ -362,7 +351,7 @@ def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         targets=targets._replace(labels=None),
         paths=paths,
         states_ptr=states,
-        **sizes,
+        **{name: numbers[name] for name in BACKTRACE_SIZES},
     )
     launch(
         ctc_alignment_kernel,
@@ -377,9 +366,8 @@ def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens_ptr=tokens,
         scores_ptr=scores,
         score_ptr=score,
-        T=T,
-        N=N,
-        **rows,
+        stride_c=numbers["stride_c"],
+        **{name: numbers[name] for name in ALIGNMENT_SIZES},
         BLOCK_T=ALIGNMENT_STEPS,
         num_warps=4,
     )

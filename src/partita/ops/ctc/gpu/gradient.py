@@ -64,24 +64,12 @@ def load_status(saved, n, t, length, ACC_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def program_steps(N, ROWS: tl.constexpr):
-    """Return the sequence of this program and its first step; it has ROWS steps."""
-    return (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64) * ROWS
-
-
-@triton.jit
 def load_loss_gradient(ptr, target_len, N, MEAN: tl.constexpr, ACC_DTYPE: tl.constexpr):
     """Load the gradient of a sequence's loss, given that of the loss or of the MEAN."""
     grad = tl.load(ptr).to(ACC_DTYPE)
     if MEAN:
         grad /= (tl.maximum(target_len, 1) * N).to(ACC_DTYPE)
     return grad
-
-
-@triton.jit
-def posterior_scale(total, grad):
-    """Return what posteriors are multiplied by, given their sum over a step, which may be 0."""
-    return tl.where(total > 0.0, grad / total, 0.0)
 
 
 @triton.jit
@@ -123,7 +111,7 @@ def store_gradient(values, steps, row, v, inputs, outputs, sizes, star, ACC_DTYP
     row_blank = tl.gather(blanks, row, 0)
     total = label_total + row_blank
     posterior += tl.where(v == blank, row_blank, 0.0)
-    value = tl.gather(nan_mask, row, 0) - posterior * posterior_scale(total, grad)
+    value = tl.gather(nan_mask, row, 0) - posterior * tl.where(total > 0.0, grad / total, 0.0)
     if len(inputs) > 0:
         shift, factor = tl.gather(maximum, row, 0), tl.gather(scale, row, 0)
         if star is not None:
@@ -163,7 +151,7 @@ def ctc_lane_gradient_kernel(
 ):
     """Compute the gradient of some steps with a class in each lane."""
     ACC_DTYPE: tl.constexpr = posteriors.labels.dtype.element_ty
-    n, first = program_steps(N, ROWS)
+    n, first = (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64) * ROWS
     lane, t = tl.arange(0, 32), first + tl.arange(0, 32)
     length, target_len = load_lengths(targets, n, T, max_target_len, M)[:2]
     mask, nan_mask = load_status(saved, n, t, length, ACC_DTYPE)

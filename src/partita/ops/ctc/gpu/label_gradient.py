@@ -21,8 +21,6 @@ from .gradient import (
     load_loss_gradient,
     load_normalizer,
     load_status,
-    posterior_scale,
-    program_steps,
     scaled_softmax,
     without_star,
 )
@@ -174,7 +172,7 @@ def ctc_label_gradient_kernel(
 ):
     """Compute the gradient of some steps: first the softmax, then the classes of the target."""
     ACC_DTYPE: tl.constexpr = posteriors.labels.dtype.element_ty
-    n, first = program_steps(N, ROWS)
+    n, first = (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64) * ROWS
     t = first + tl.arange(0, ROWS)
     length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
     mask, nan_mask = load_status(saved, n, t, length, ACC_DTYPE)
@@ -190,7 +188,8 @@ def ctc_label_gradient_kernel(
     )
     if star is not None:
         scale = without_star(scale, star_total, total)
-    coef, max_repeats = posterior_scale(total, grad), tl.load(index.max_repeats + n)
+    coef = tl.where(total > 0.0, grad / total, 0.0)
+    max_repeats = tl.load(index.max_repeats + n)
     for first_class in range(0, C, PIECES * BLOCK_V):
         pieces = ()  # all are loaded before the first is stored
         for i in tl.static_range(PIECES):

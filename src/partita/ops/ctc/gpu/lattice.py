@@ -22,7 +22,6 @@ from .state import (
     pack_state,
     select,
     shift_lanes,
-    unpack_state,
 )
 
 # Bits of a sequence's flags.
@@ -215,12 +214,3 @@ def store_states(saved_ptr, state, lane, FP64: tl.constexpr):
     """Store the states of a chunk as words `[2, 32]`."""
     tl.store(saved_ptr + lane, pack_state(state.blank, FP64))
     tl.store(saved_ptr + 32 + lane, pack_state(state.label, FP64))
-
-
-@triton.jit
-def load_states(saved_ptr, lane, FP64: tl.constexpr):
-    """Load the states of a chunk that `store_states` stored."""
-    return LaneStates(
-        unpack_state(tl.load(saved_ptr + lane), FP64),
-        unpack_state(tl.load(saved_ptr + 32 + lane), FP64),
-    )

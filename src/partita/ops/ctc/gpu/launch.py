@@ -39,41 +39,33 @@ from .posterior_scan import POSTERIOR_SCAN
 from .scores import ScoreTensors
 
 
-class ScoreArguments(NamedTuple):
-    """The options of the scores as kernels take them; None without priors and without a star.
-
-    Fields:
-        priors: `[C]`, contiguous.
-        scale: the bits of the factor of the priors in fp64. As a number it would become fp32.
-        star: the label that is the star.
-    """
-
-    priors: Tensor | None
-    scale: int | None
-    star: int | None
-
-
-def score_arguments(x: CTCInputs) -> ScoreArguments:
-    """Return the options of the scores as kernels take them."""
-    if x.label_priors is None:
-        return ScoreArguments(None, None, x.star)
-    (bits,) = struct.unpack("q", struct.pack("d", x.prior_scale))
-    return ScoreArguments(x.label_priors.contiguous(), bits, x.star)
+def contiguous(x: CTCInputs) -> CTCInputs:
+    """Return the batch with labels and priors as kernels read them."""
+    priors = None if x.label_priors is None else x.label_priors.contiguous()
+    return x._replace(labels=x.labels.contiguous(), label_priors=priors)
 
 
 def target_tensors(x: CTCInputs) -> TargetTensors:
     """Return the targets and the lengths as kernels take them."""
-    return TargetTensors(x.labels.contiguous(), x.offsets, x.input_lengths, x.target_lengths)
+    return TargetTensors(x.labels, x.offsets, x.input_lengths, x.target_lengths)
 
 
-def logit_limit(T: int, scores: ScoreArguments) -> float:
+def prior_scale_bits(x: CTCInputs) -> int | None:
+    """Return the bits of the factor of the priors in fp64. As a number it would become fp32."""
+    if x.label_priors is None:
+        return None
+    (bits,) = struct.unpack("q", struct.pack("d", x.prior_scale))
+    return int(bits)
+
+
+def logit_limit(x: CTCInputs) -> float:
     """Return the greatest absolute value of a logit that has an emission.
 
     It keeps the exponents of paths below 2**27 and those of emissions below 2**21. With priors or
     a star, the emission of a label is a product of two factors within half of that range.
     """
-    limit = min(2.0**27 / (T + 2), 2.0**21) * 0.69
-    return limit if scores.priors is None and scores.star is None else limit / 2
+    limit = min(2.0**27 / (x.logits.shape[0] + 2), 2.0**21) * 0.69
+    return limit if x.label_priors is None and x.star is None else limit / 2
 
 
 def row_tile(logits: Tensor, width: int) -> dict[str, int]:
@@ -94,11 +86,9 @@ def row_tile(logits: Tensor, width: int) -> dict[str, int]:
 
 
 def launch_normalize(
-    logits: Tensor,
-    input_lengths: Tensor,
+    x: CTCInputs,
     maxima: Tensor | Part | None,
     sums: Tensor | Part | None,
-    scores: ScoreArguments,
     table: Part | None = None,
     table_width: int = 0,
     zeros: Part | None = None,
@@ -109,54 +99,60 @@ def launch_normalize(
 
     The flags `[N]` mark sequences with a row that has no log-sum-exp.
     """
-    T, N, C = logits.shape
+    logits, (T, N, C) = x.logits, x.logits.shape
     tile = row_tile(logits, max(C, table_width))
-    has_priors = table is not None and scores.priors is not None
+    has_priors = table is not None and x.label_priors is not None
     rows = (T + 2 * TABLE_MARGIN * (table_width > 0)) * N
     stride_t, stride_n, stride_c = logits.stride()
     launch(
         ctc_normalize_kernel,
         cdiv(rows, tile["ROWS"]),
         logits_ptr=logits,
-        input_lengths_ptr=input_lengths,
+        input_lengths_ptr=x.input_lengths,
         maxima_ptr=maxima,
         sums_ptr=sums,
         table_ptr=table,
         zeros_ptr=zeros,
         flags_ptr=flags,
-        priors_ptr=scores.priors if has_priors else None,
+        priors_ptr=x.label_priors if has_priors else None,
         num_zeros=num_zeros,
         T=T,
         N=N,
         C=C,
-        limit=logit_limit(T, scores),
+        limit=logit_limit(x),
         stride_t=stride_t,
         stride_n=stride_n,
         stride_c=stride_c,
-        prior_scale=scores.scale if has_priors else None,
+        prior_scale=prior_scale_bits(x) if has_priors else None,
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
         TABLE_WIDTH=table_width,
-        STAR=table is not None and scores.star is not None,
+        STAR=table is not None and x.star is not None,
         **tile,
         num_warps=4,
     )
+
+
+def numbers_of(
+    x: CTCInputs, num_chunks: int, num_blocks: int, carry_steps: int
+) -> dict[str, int | None]:
+    """Return the sizes, strides and options of the kernels by name; see `lattice.SIZES`."""
+    sizes = (*x.logits.shape, x.labels.numel(), x.max_target_len)
+    chunks = (num_chunks, num_blocks, carry_steps)
+    options = (x.blank, *x.logits.stride(), prior_scale_bits(x), x.star)
+    return dict(zip(SIZES, (*sizes, *chunks, *options), strict=True))
 
 
 class CTCCall(NamedTuple):
     """The values that the launches of one call share.
 
     Fields:
-        logits: `[T, N, C]`.
-        targets: the targets and the lengths.
-        scores: the priors and the star.
+        x: the batch, with contiguous labels and priors.
         plan: how the batch is cut.
         workspace: the parts of the workspace.
-        numbers: the sizes, strides and options of the kernels by name; see `lattice.SIZES`.
+        numbers: see `numbers_of`.
     """
 
-    logits: Tensor
-    targets: TargetTensors
-    scores: ScoreArguments
+    x: CTCInputs
     plan: CTCPlan
     workspace: CTCWorkspace
     numbers: dict[str, int | None]
@@ -167,20 +163,14 @@ class CTCCall(NamedTuple):
 
         With `save`, states are saved before each block of steps, because a gradient follows.
         """
-        logits, scores, (T, N, C) = x.logits, score_arguments(x), x.logits.shape
+        x, logits, (T, N, C) = contiguous(x), x.logits, x.logits.shape
         shape, fp64 = (T, N, C + (x.star is not None)), logits.dtype == torch.float64
         plan = ctc_plan(shape, fp64, x.max_target_len, x.from_logits, save)
         if saved is None:
             saved = torch.empty(plan.words, dtype=torch.float64, device=logits.device)
         num_blocks = plan.num_blocks if save else 0
-        sizes = (T, N, C, x.labels.numel(), x.max_target_len, plan.num_chunks, num_blocks)
-        options = (plan.carry_steps, x.blank, *logits.stride(), scores.scale, x.star)
-        numbers = dict(zip(SIZES, (*sizes, *options), strict=True))
-        return cls(logits, target_tensors(x), scores, plan, plan.workspace(saved), numbers)
-
-    def numbers_of(self, names: list[str]) -> dict[str, int | None]:
-        """Return the numbers that a kernel takes."""
-        return {name: self.numbers[name] for name in names if name in self.numbers}
+        numbers = numbers_of(x, plan.num_chunks, num_blocks, plan.carry_steps)
+        return cls(x, plan, plan.workspace(saved), numbers)
 
     def scan_arguments(self, fp64: bool) -> dict[str, Any]:
         """Return the arguments that both scans share.
@@ -188,22 +178,23 @@ class CTCCall(NamedTuple):
         A run in fp32 reads the table of emissions if there is one, which has the priors and the
         star. Other runs read the logits.
         """
-        T, saved, table = self.logits.shape[0], self.workspace.saved, self.workspace.table
-        maxima, sums = (None, None) if self.scores.star is None else (saved.maxima, saved.sums)
-        limit = logit_limit(T, self.scores)
-        scores = ScoreTensors(self.logits, self.scores.priors, maxima, sums, limit)
+        x, saved, table = self.x, self.workspace.saved, self.workspace.table
+        maxima, sums = (None, None) if x.star is None else (saved.maxima, saved.sums)
+        limit = logit_limit(x)
+        scores = ScoreTensors(x.logits, x.label_priors, maxima, sums, limit)
         numbers, width = self.numbers, 0
         if table is not None and not fp64:
             width = self.plan.table_width
             buffer, start, dtype = table
             rows = buffer, start + 8 * TABLE_MARGIN * width, dtype
             scores = ScoreTensors(rows, None, None, None, limit)
-            strides = {"stride_t": width, "stride_n": (T + 2 * TABLE_MARGIN) * width, "stride_c": 1}
+            stride_n = (x.logits.shape[0] + 2 * TABLE_MARGIN) * width
+            strides = {"stride_t": width, "stride_n": stride_n, "stride_c": 1}
             numbers = numbers | strides | {"prior_scale": None}
         return {
-            "device": self.logits.device,
+            "device": x.logits.device,
             "scores": scores,
-            "targets": self.targets,
+            "targets": target_tensors(x),
             "saved": saved._replace(maxima=None, sums=None),
             **numbers,
             "FP64": fp64,
@@ -219,7 +210,7 @@ class CTCCall(NamedTuple):
         for fp64 in (True,) if self.plan.fp64 else (False, True):
             launch_lanes(
                 FORWARD_SCAN,
-                2 * self.logits.shape[1] * (1 if fp64 else self.plan.num_chunks),
+                2 * self.x.logits.shape[1] * (1 if fp64 else self.plan.num_chunks),
                 tile_counter_ptr=None if fp64 else self.workspace.tile_counter,
                 SAVE=self.numbers["num_blocks"] != 0,
                 **self.scan_arguments(fp64),
@@ -237,8 +228,8 @@ class CTCCall(NamedTuple):
         prepares = memory.order is not None or memory.counter is not None
         for fp64 in (True,) if plan.fp64 else (True, False):
             chunks = plan.num_chunks if prepares or not fp64 else 1
-            programs = 2 * self.logits.shape[1] * chunks
-            if target_of(self.logits.device).runs_ptx:
+            programs = 2 * self.x.logits.shape[1] * chunks
+            if target_of(self.x.logits.device).runs_ptx:
                 # With many programs, fewer registers let more of them run at once.
                 options["maxnreg"] = 168 if programs > FULL_GPU else 255
             launch_lanes(
@@ -255,17 +246,15 @@ def ctc_loss(
     x: CTCInputs, reduction: str, zero_infinity: bool, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the reduced loss, the losses, and the workspace that the gradient uses."""
-    logits, call = x.logits, CTCCall.of(x, save)
-    plan, workspace = call.plan, call.workspace
+    call, logits = CTCCall.of(x, save), x.logits
+    x, plan, workspace = call.x, call.plan, call.workspace
     losses = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
     value = torch.empty(
         losses.shape if reduction == "none" else (),
         dtype=acc_dtype(logits.dtype),
         device=logits.device,
     )
-    normalize = functools.partial(
-        launch_normalize, logits, x.input_lengths, *workspace.saved[4:], call.scores
-    )
+    normalize = functools.partial(launch_normalize, x, *workspace.saved[4:])
     if plan.table_width:
         normalize(workspace.table, plan.table_width, workspace.zeros, plan.num_zeros)
     else:
@@ -287,12 +276,12 @@ def ctc_loss(
     launch(
         ctc_loss_kernel,
         len(losses),
-        targets=call.targets,
+        targets=target_tensors(x),
         saved=workspace.saved,
         losses_ptr=losses,
         value_ptr=value,
         finished_ptr=workspace.finished if value.ndim == 0 else None,
-        **call.numbers_of(LOSS_SIZES),
+        **{name: call.numbers[name] for name in LOSS_SIZES},
         BLOCK_L=256,
         BLOCK_T=256 if logits.shape[0] <= 1024 else 2048,
         ALL_FP64=plan.fp64,
@@ -312,16 +301,16 @@ def ctc_gradient(
     if not dlogits.numel():
         return dlogits
     call = CTCCall.of(x, True, saved)
-    (T, N, C), plan = logits.shape, call.plan
+    (T, N, C), x, plan = logits.shape, call.x, call.plan
     memory = scan_memory(logits, plan)
     call.launch_posterior_scan(memory)
     arguments: dict[str, Any] = {
         "grad_output_ptr": grad_output,
         "logits": LogitTensors(logits, logits.stride(2), dlogits),
-        "targets": call.targets,
+        "targets": target_tensors(x),
         "saved": call.workspace.saved,
         "posteriors": memory._replace(counter=None, carries=None),
-        **call.numbers_of(GRADIENT_SIZES),
+        **{name: call.numbers[name] for name in GRADIENT_SIZES if name != "stride_grad"},
         "stride_grad": grad_output.stride(0) if grad_output.ndim else 0,
         "MEAN": reduction == "mean",
     }
@@ -341,7 +330,7 @@ def ctc_gradient(
         ctc_label_gradient_kernel,
         N * cdiv(T, rows),
         **arguments,
-        index=label_index(call.targets, x.max_target_len, C, x.blank),
+        index=label_index(target_tensors(x), x.max_target_len, C, x.blank),
         **tile | {"ROWS": rows},
         BLOCK_L=min(max(32, next_power_of_2(x.max_target_len + 1)), 256),
         num_warps=4,

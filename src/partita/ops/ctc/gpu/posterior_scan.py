@@ -30,7 +30,6 @@ from .lattice import (
     TargetScan,
     load_chunk,
     load_lengths,
-    load_states,
     program_chunk,
     store_carry,
 )
@@ -72,26 +71,6 @@ class ChunkMemory(NamedTuple):
     blank_ptr: tl.tensor
 
 
-class RecomputedHalf(NamedTuple):
-    """The half of the first scan whose states a chunk recomputes, in the order of that scan.
-
-    Fields:
-        source: where the chunk finds its emissions; see `EmissionSource`.
-        half: the steps; see `HalfSteps`.
-        states_ptr: the states before the first step, words `[2, 32]`.
-        block_stride: offset from them to those of the next block of eight steps.
-        carries_ptr: the carries that the chunk received, one for each step.
-        has_carries: whether there was a neighbor that sent them.
-    """
-
-    source: tuple[tl.tensor, ...]
-    half: tuple[tl.tensor, ...]
-    states_ptr: tl.tensor
-    block_stride: tl.tensor
-    carries_ptr: tl.tensor
-    has_carries: tl.tensor
-
-
 class LoadedBlock(NamedTuple):
     """The loaded values from which the states of a block are recomputed.
 
@@ -108,7 +87,9 @@ class LoadedBlock(NamedTuple):
 
 @triton.jit
 def prefetch_block(
-    recomputed,
+    source,
+    half,
+    memory,
     p,
     lane,
     FORWARD: tl.constexpr,
@@ -117,21 +98,23 @@ def prefetch_block(
     TABLE_WIDTH: tl.constexpr,
 ):
     """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0."""
-    source, half, states_ptr, block_stride, carries_ptr, has_carries = recomputed
     rows = prefetch_emissions(source, half, p, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
-    ptr = states_ptr + tl.maximum(p, 0) // 8 * block_stride + lane
+    ptr = memory.states_ptr + tl.maximum(p, 0) // 8 * memory.block_stride + lane
     states = (
         tl.load(ptr, mask=(lane >= 0) & (p >= 0), other=0),
         tl.load(ptr + 32, mask=(lane >= 0) & (p >= 0), other=0),
     )
-    words = prefetch_carries(carries_ptr, p, has_carries & (p >= 0), lane, BLOCK_T, FP64)
+    has_carries = memory.has_carries & (p >= 0)
+    words = prefetch_carries(memory.carries_ptr, p, has_carries, lane, BLOCK_T, FP64)
     return LoadedBlock(rows, states, words)
 
 
 @triton.jit
 def decode_block(
     loaded,
-    recomputed,
+    source,
+    half,
+    memory,
     p,
     lane,
     FORWARD: tl.constexpr,
@@ -140,7 +123,6 @@ def decode_block(
     TABLE_WIDTH: tl.constexpr,
 ):
     """Return a block's emissions and the states before it."""
-    source, half, _, _, carries_ptr, has_carries = recomputed
     emissions = decode_emissions(
         loaded.rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
     )[0]
@@ -151,7 +133,7 @@ def decode_block(
         for q in range(p // 8 * 8, p):
             rows = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
             step = decode_emissions(rows, source, q, 0, lane, 1, True, 0)[0]
-            words = prefetch_carries(carries_ptr, q, has_carries, lane, 1, True)
+            words = prefetch_carries(memory.carries_ptr, q, memory.has_carries, lane, 1, True)
             inputs = (words, step.blank, step.label[0], lane * 0, source.lattice.can_skip, lane)
             state = advance(state, *inputs, FORWARD, True)[1]
     return emissions, state
@@ -206,9 +188,8 @@ def scan_other_half(
     BLOCK_T: tl.constexpr = 1 if FP64 else 8
     BACK: tl.constexpr = not FORWARD
     half = first_scan_half(target.length, source.stride_t, BACK, BLOCK_T)
-    states_ptr, block_stride, carries_ptr, had_previous = memory[:4]
     sent_ptr, chunk_stride, label_ptr, blank_ptr = memory[4:]
-    other = RecomputedHalf(source, half, states_ptr, block_stride, carries_ptr, had_previous)
+    other = (source, half, memory)  # the states of this half are recomputed in its own order
     links = carry_links(sent_ptr, chunk_stride, c, target.target_len // 32, FORWARD)
     if FORWARD:
         last_step = tl.maximum(target.length - 1, 0)
@@ -218,9 +199,9 @@ def scan_other_half(
     is_sent = (lane == (31 if FORWARD else 0)) & links.has_next
     last_block, has_carries = steps + padding - BLOCK_T, links.has_previous & (steps > 0)
     words = prefetch_carries(links.received_ptr, last_block, has_carries, lane, BLOCK_T, FP64)
-    loaded = prefetch_block(other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
+    loaded = prefetch_block(*other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
     emissions, before = decode_block(
-        loaded, other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+        loaded, *other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
     )
     other_states = ()
     for u in tl.static_range(BLOCK_T):
@@ -229,17 +210,17 @@ def scan_other_half(
             before, loaded.carries, blanks, label, lane * 0 + u, can_skip, lane, BACK, FP64
         )[1]
         other_states = other_states + (before,)
-    loaded = prefetch_block(other, last_block - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
+    loaded = prefetch_block(*other, last_block - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
     for p in range(last_block, -1, -BLOCK_T):
         if not FP64:
             words = await_carries(words, links, p, lane, BLOCK_T, FP64)
         carries, other_carries = words, loaded.carries
         next_emissions, other_state = decode_block(
-            loaded, other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+            loaded, *other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
         )
         has_more = links.has_previous & (p > 0)
         words = prefetch_carries(links.received_ptr, p - BLOCK_T, has_more, lane, BLOCK_T, FP64)
-        loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
+        loaded = prefetch_block(*other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
         next_states, label_posteriors, blank_posteriors = (), (), ()
         index = lane * 0 + (BLOCK_T - 1)
         for v in tl.static_range(BLOCK_T - 1, -1, -1):
@@ -338,7 +319,11 @@ def ctc_posterior_scan_kernel(
         row = chunk.to(tl.int64) * T
         middle = num_blocks + direction * (num_blocks + 1)
         chunk_states_ptr = states_ptr + chunk * 64
-        state = load_states(chunk_states_ptr + middle * block_stride, lane, FP64)
+        middle_ptr = chunk_states_ptr + middle * block_stride
+        state = LaneStates(
+            unpack_state(tl.load(middle_ptr + lane), FP64),
+            unpack_state(tl.load(middle_ptr + 32 + lane), FP64),
+        )
         # In the first scan, a chunk of α received the carries of the chunk before it, and one of β
         # those of the next one.
         own = ChunkMemory(

@@ -167,12 +167,6 @@ def row_index(half, p):
 
 
 @triton.jit
-def row_offset(half, p):
-    """Return the offset of the row of padded step p."""
-    return half.first_row + row_index(half, p) * half.row_stride
-
-
-@triton.jit
 def prefetch_emissions(
     source,
     half,
@@ -192,10 +186,11 @@ def prefetch_emissions(
         return Emissions(label_rows, tl.load(source.blank_ptr + row + lane % BLOCK_T * stride), ())
     else:
         for u in tl.static_range(BLOCK_T):
-            label_rows = label_rows + (tl.load(source.label_ptr + row_offset(half, p + u)),)
-        blank_row = tl.load(source.blank_ptr + row_offset(half, p + lane % BLOCK_T))
+            row = half.first_row + row_index(half, p + u) * half.row_stride
+            label_rows = label_rows + (tl.load(source.label_ptr + row),)
+        step = row_index(half, p + lane % BLOCK_T)
+        blank_row = tl.load(source.blank_ptr + (half.first_row + step * half.row_stride))
         if len(source.normalizers) > 0:
-            step = row_index(half, p + lane % BLOCK_T)
             step = half.first_step + step if FORWARD else half.first_step - step
             offset = step.to(tl.int64) * source.normalizers.stride_t
             star = (
@@ -211,16 +206,6 @@ def class_emission(x, prior, limit, FP64: tl.constexpr):
     emission = (x.to(tl.float64) * LOG2E,) if FP64 else emission_of(x, limit)
     if len(prior) > 0:
         emission = multiply_emissions(emission, prior[0], FP64)
-    return emission
-
-
-@triton.jit
-def label_emission(x, source, star, u, lane, FP64: tl.constexpr):
-    """Return the emission of each lane's label at step u of a block, given its logit."""
-    emission = class_emission(x, source.priors[:1], source.limit, FP64)
-    if len(source.lattice.is_star) > 0:
-        star = broadcast_lane(star, lane * 0 + u, FP64)
-        emission = select(source.lattice.is_star[0], star, emission, FP64)
     return emission
 
 
@@ -241,34 +226,34 @@ def decode_emissions(
     is NaN in each lane that met a logit beyond the limit and 0 elsewhere.
     """
     labels, overflow, star = (), lane.to(tl.float32) * 0.0, ()
-    if len(source.lattice.is_star) > 0 and TABLE_WIDTH == 0:
+    has_star: tl.constexpr = len(source.lattice.is_star) > 0 and TABLE_WIDTH == 0
+    if has_star:
         star = star_emission(loaded.star, source.limit, lane, FP64)
     for u in tl.static_range(BLOCK_T):
-        if FP64:
-            emission = label_emission(loaded.label[u], source, star, u, lane, True)
-            labels = labels + ((tl.where(source.lattice.has_label, emission[0], -float("inf")),),)
+        valid = source.lattice.has_label
+        if TABLE_WIDTH:
+            emission = unpack_state(loaded.label[u], False)
         else:
-            mantissa, exponent = (
-                unpack_state(loaded.label[u], False)
-                if TABLE_WIDTH
-                else label_emission(loaded.label[u], source, star, u, lane, False)
-            )
-            valid = (
-                source.lattice.has_label
-                if TABLE_WIDTH
-                else source.lattice.has_label & (p + u >= padding)
-            )
-            labels = labels + ((mantissa, tl.where(valid, exponent, ZERO_EXPONENT - 127)),)
-            overflow = overflow + mantissa * 0.0
-    if FP64:
-        blank = class_emission(loaded.blank, source.priors[1:], source.limit, True)
-        return Emissions(labels, blank, ()), overflow
+            emission = class_emission(loaded.label[u], source.priors[:1], source.limit, FP64)
+        if has_star:
+            star_of_step = broadcast_lane(star, lane * 0 + u, FP64)
+            emission = select(source.lattice.is_star[0], star_of_step, emission, FP64)
+        if FP64:
+            labels = labels + ((tl.where(valid, emission[0], -float("inf")),),)
+        else:
+            if not TABLE_WIDTH:
+                valid &= p + u >= padding
+            exponent = tl.where(valid, emission[1], ZERO_EXPONENT - 127)
+            labels = labels + ((emission[0], exponent),)
+            overflow = overflow + emission[0] * 0.0
+    if TABLE_WIDTH:
+        emission = unpack_state(loaded.blank, False)
     else:
-        mantissa, exponent = (
-            unpack_state(loaded.blank, False)
-            if TABLE_WIDTH
-            else class_emission(loaded.blank, source.priors[1:], source.limit, False)
-        )
+        emission = class_emission(loaded.blank, source.priors[1:], source.limit, FP64)
+    if FP64:
+        return Emissions(labels, emission, ()), overflow
+    else:
+        mantissa, exponent = emission
         overflow += mantissa * 0.0
         valid = p + lane % BLOCK_T >= padding
         mantissa, exponent = tl.where(valid, mantissa, 1.0), tl.where(valid, exponent, -127)

@@ -8,8 +8,9 @@ are those of `paths.py`, which add the same numbers in the same order as the ref
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.math import finite_shift
 from .paths import better, store_best
-from .scores import add_terms, load_end, load_steps, log_of_sum, store_logz
+from .scores import exp_term, load_end, load_steps, log_of_sum, store_logz
 
 
 @triton.jit
@@ -58,7 +59,10 @@ def add_block(maximum, rest, terms, index, EXACT: tl.constexpr, IS_MAX: tl.const
     if IS_MAX:
         return better(maximum, rest, terms, index, 1)
     else:
-        return add_terms(maximum, rest, terms, EXACT)
+        higher = tl.maximum(maximum, tl.max(terms, axis=1))
+        shift = finite_shift(higher)
+        total = rest * exp_term(maximum - shift, EXACT)
+        return higher, total + tl.sum(exp_term(terms - shift[:, None], EXACT), axis=1)
 
 
 @triton.jit

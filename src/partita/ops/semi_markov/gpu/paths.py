@@ -15,32 +15,6 @@ from .scores import load_end, load_steps, rounded
 
 
 @triton.jit
-def better(best, choice, scores, index, axis: tl.constexpr):
-    """Return the best scores so far and their choices, given the scores of further choices.
-
-    The lowest choice wins a tie, and NaN wins over all.
-    """
-    is_nan = scores != scores
-    maximum = tl.max(tl.where(is_nan, float("inf"), scores), axis=axis)
-    shape = tl.expand_dims(maximum, axis)
-    lowest = tl.min(tl.where((scores == shape) | is_nan, index, 2147483647), axis=axis)
-    maximum = tl.where(tl.max(is_nan.to(tl.int32), axis=axis) > 0, float("nan"), maximum)
-    higher = (maximum > best) | (maximum != maximum)
-    return tl.where(higher, maximum, best), tl.where(higher, lowest, choice)
-
-
-@triton.jit
-def store_best(scores, c, n, invalid, score_ptr, last_ptr):
-    """Store the best score of the states in which the paths end, and the state."""
-    best = tl.full([1], -float("inf"), tl.float64)
-    best, last = better(best, tl.full([1], -1, tl.int32), scores[None, :], c[None, :], 1)
-    best = tl.sum(best, axis=0) + invalid
-    last = tl.where(best > -float("inf"), tl.sum(last, axis=0), -1)
-    tl.store(score_ptr + n, rounded(best, score_ptr.dtype.element_ty))
-    tl.store(last_ptr + n, last)
-
-
-@triton.jit
 def first_is_better(a, i, b, j):
     """Return whether a score is better: NaN is best, and ties go to the lower choice."""
     a_is_nan, b_is_nan = a != a, b != b
@@ -61,6 +35,24 @@ def better_of_both(a, i, x, k, b, j, y, m):
     first, other = first_is_better(a, i, b, j), first_is_better(x, k, y, m)
     best, choice = tl.where(first, a, b), tl.where(first, i, j)
     return best, choice, tl.where(other, x, y), tl.where(other, k, m)
+
+
+@triton.jit
+def better(best, choice, scores, index, axis: tl.constexpr):
+    """Return the best scores so far and their choices, given the scores of further choices."""
+    found, lowest = tl.reduce((scores, tl.broadcast_to(index, scores.shape)), axis, better_of)
+    return better_of(best, choice, found, lowest)
+
+
+@triton.jit
+def store_best(scores, c, n, invalid, score_ptr, last_ptr):
+    """Store the best score of the states in which the paths end, and the state."""
+    best = tl.full([1], -float("inf"), tl.float64)
+    best, last = better(best, tl.full([1], -1, tl.int32), scores[None, :], c[None, :], 1)
+    best = tl.sum(best, axis=0) + invalid
+    last = tl.where(best > -float("inf"), tl.sum(last, axis=0), -1)
+    tl.store(score_ptr + n, rounded(best, score_ptr.dtype.element_ty))
+    tl.store(last_ptr + n, last)
 
 
 @triton.jit

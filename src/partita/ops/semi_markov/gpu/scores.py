@@ -140,15 +140,6 @@ def log_of_number(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def add_terms(maximum, total, terms, EXACT: tl.constexpr):
-    """Add the rows of a block to the running maxima and sums of exponentials."""
-    higher = tl.maximum(maximum, tl.max(terms, axis=1))
-    shift = finite_shift(higher)
-    total = total * exp_term(maximum - shift, EXACT)
-    return higher, total + tl.sum(exp_term(terms - shift[:, None], EXACT), axis=1)
-
-
-@triton.jit
 def load_steps(lengths_ptr, n, T):
     """Return the number of steps of a sequence, and NaN if its length is invalid, else 0.
 
