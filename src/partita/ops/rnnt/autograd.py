@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...paths.autograd import takes
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -167,13 +168,14 @@ class LossFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @takes(forward, "clamp", "fastemit_lambda", "inplace")
     def forward(*args: Any) -> Any:
-        *nodes, _, _, _, backend = args
-        return forward(*nodes, True, backend)
+        return forward(*args[:-3])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *ctx.options, ctx.inplace, ctx.backend = inputs[5:]
+        *options, _, ctx.backend, clamp, fastemit_lambda, ctx.inplace = inputs[5:]
+        ctx.options = (*options, clamp, fastemit_lambda)
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
         ctx.save_for_backward(*inputs[:5], *output[1:])
@@ -182,7 +184,7 @@ class LossFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad = grads[0]
         if grad is None:
-            return (None,) * 15
+            return (None,) * 16
         tensors, options = (grad, *saved_tensors(ctx)), (*ctx.options, ctx.backend)
         if ctx.inplace:
             if torch.is_grad_enabled():
@@ -193,7 +195,7 @@ class LossFunction(torch.autograd.Function):
             logits = tensors[1]
             gradient_inplace(*tensors, *options)
             torch.autograd.graph.increment_version(logits)
-            return logits.detach(), *(None,) * 14
+            return logits.detach(), *(None,) * 15
         op = for_gradients(gradient, grad)
 
         def kernel(*tensors: Any) -> Any:
@@ -209,7 +211,7 @@ class LossFunction(torch.autograd.Function):
             found = first_derivative(kernel, of_logits, variables, *tensors)
         else:
             found = kernel(*tensors)
-        return found[0], None if tensors[2] is None else found[1], *(None,) * 13
+        return found[0], None if tensors[2] is None else found[1], *(None,) * 14
 
 
 def losses_of(
@@ -227,7 +229,7 @@ def losses_of(
     logits: Sequence[Tensor | None] = inputs[:2]
     found: Sequence[Tensor]
     if (torch.is_grad_enabled() and any(map(requires_grad, logits))) or not plain_eager():
-        found = apply(LossFunction, *inputs, *nodes, *of_gradient, backend)
+        found = apply(LossFunction, *inputs, *nodes, True, backend, *of_gradient)
     else:
         refuse_forward_mode(*logits)
         found = forward(*inputs, *nodes, False, backend)
@@ -259,7 +261,8 @@ def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
     )
     *nodes, fastemit_lambda = options
     inputs = (logits, duration_logits, targets, logit_lengths, target_lengths)
-    losses: Tensor = LossFunction.apply(*inputs, *nodes, 0.0, fastemit_lambda, False, backend)[0]
+    args = (*inputs, *nodes, True, backend, 0.0, fastemit_lambda, False)
+    losses: Tensor = LossFunction.apply(*args)[0]
     return losses
 
 
