@@ -219,12 +219,8 @@ def losses_of(
 ) -> Tensor:
     """Return the losses, `[B]`, with what a gradient needs only where one may follow.
 
-    Args:
-        inputs: logits, those of durations or None, targets and lengths.
-        nodes: the options of the op, in its order.
-        of_gradient: the options of the gradient: clamp, FastEmit's factor, and whether it is
-            written over the logits.
-        backend: the name of the backend.
+    The arguments are the fields of `NodeInputs` and `NodeOptions`, and the options of the gradient:
+    clamp, FastEmit's factor, and whether it is written over the logits.
     """
     logits: Sequence[Tensor | None] = inputs[:2]
     found: Sequence[Tensor]
@@ -246,9 +242,8 @@ TENSORS, INPUTS = 6, 9
 def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
     """Return the losses `[B]` by way of all logits, differentiable any number of times.
 
-    Args:
-        tensors: encoder, predictor, and matrix and bias of each head.
-        rest: targets, lengths and the options of the nodes, as the op takes them, and the backend.
+    The tensors are encoder, predictor, and matrix and bias of each head. The rest are targets,
+    lengths and options as the op takes them, and the backend.
     """
     encoder, predictor, *heads = tensors
     targets, logit_lengths, target_lengths, activation, *options, backend = rest

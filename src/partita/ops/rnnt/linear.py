@@ -69,15 +69,9 @@ def _loss(
 ) -> Tensor:
     """Check the arguments, and return the reduced loss by the path that suits the call.
 
-    Args:
-        named: encoder, predictor, and matrix and bias of each head, by the names of the arguments.
-        sequences: targets and lengths.
-        activation: the name of the function between the sum and the matrices.
-        blank: the name and the value of the argument.
-        durations: those of a TDT, or None.
-        numbers: whether blanks are apart, sigma, the delay penalty and the factor of FastEmit.
-        reduction: that of the loss.
-        memory_budget: bytes of workspace, or None.
+    `named` has encoder, predictor, and matrix and bias of each head by the names of the arguments,
+    and `blank` the name and the value of one. The numbers are `hat`, sigma, the delay penalty and
+    the factor of FastEmit.
     """
     checks.choice("reduction", reduction, REDUCTIONS)
     checks.choice("activation", activation, ACTIVATIONS)

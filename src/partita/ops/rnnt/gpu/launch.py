@@ -40,8 +40,7 @@ from .plan import (
 )
 from .posterior import rnnt_posterior_kernel
 from .rows import Logits
-from .scan import SCAN
-from .scan_best import BEST_SCAN, rnnt_backtrace_kernel
+from .scan import BEST_SCAN, SCAN, rnnt_backtrace_kernel
 
 BLOCK_NODES = 128  # nodes of a program
 
@@ -174,15 +173,10 @@ def node_strides(logits: Tensor, T: int) -> dict[str, int]:
 def launch_nodes(
     call: LatticeCall, logits: Tensor, lse: Tensor, arcs: Tensor, first_step: int, steps: int
 ) -> None:
-    """Compute the log-sum-exps, and the scores of blank and label, of `steps` steps.
+    """Compute the log-sum-exps, and the scores of blank and label, of steps of all sequences.
 
-    Args:
-        call: the batch.
-        logits: `[B, T, U1, V]`, or those of these steps as `[1, steps, U1, V]`.
-        lse: `[B, T, U1]`, or an empty tensor if no gradient needs them.
-        arcs: memory for the arcs, whose first kinds of blanks and of labels get the scores.
-        first_step: the first step, counted over all sequences.
-        steps: the number of steps.
+    The logits are `[B, T, U1, V]`, or those of these steps, `[1, steps, U1, V]`. The scores become
+    the first kinds of blanks and of labels among the arcs.
     """
     launch(
         rnnt_nodes_kernel,
@@ -213,8 +207,7 @@ def launch_arcs(
 
     Without `flags`, the arcs are scores in fp64. Otherwise they are words, and sequences in which
     one is NaN are flagged. Where `arcs` are int64, there are no scores, and the words are prepared
-    for a scan that awaits them. The log-sum-exps are empty if no gradient or no duration needs
-    them.
+    for a scan that awaits them.
     """
     lse = call.empty_lse() if duration_logits is not None else arcs.new_empty(0)
     launch(
