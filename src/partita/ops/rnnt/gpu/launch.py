@@ -148,17 +148,6 @@ def tile_of(*tensors: Tensor) -> RowTile:
     return row_tile(V, itemsize, bits & -bits, has_edges)
 
 
-def tile_options(tile: RowTile) -> dict[str, Any]:
-    """Return the launch options of a kernel that reads rows."""
-    return {
-        "VEC": tile.vector,
-        "EDGES": tile.edges,
-        "PIECES": tile.pieces,
-        "BLOCK_V": tile.block,
-        "num_warps": 1,
-    }
-
-
 def node_strides(logits: Tensor, T: int) -> dict[str, int]:
     """Return the strides of a batch, or of some steps `[1, steps, U1, V]` of it, by name.
 
@@ -196,7 +185,8 @@ def launch_nodes(
         FUSED=call.options.fused,
         HAT=call.options.hat,
         DTYPE=tl_acc_dtype(logits.dtype),
-        **tile_options(tile_of(logits)),
+        TILE=tile_of(logits),
+        num_warps=1,
     )
 
 
@@ -297,7 +287,8 @@ def scan_beside_rows(
         DIRECTIONS=call.directions,
         HAT=call.options.hat,
         maxnreg=overlap_registers(tile, call.options.hat, call.kinds),
-        **tile_options(tile),
+        TILE=tile,
+        num_warps=1,
     )
     nll, posteriors = launch_posteriors(call, scan)
     return nll, duration_lse, posteriors
@@ -376,7 +367,8 @@ def launch_gradient(
         K=kinds - 2,
         HAT=options.hat,
         CLIP=clamp > 0,
-        **tile_options(tile_of(logits, dlogits)),
+        TILE=tile_of(logits, dlogits),
+        num_warps=1,
     )
 
 

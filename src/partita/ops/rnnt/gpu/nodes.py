@@ -50,10 +50,7 @@ def score_arcs(
     V,
     FUSED: tl.constexpr,
     HAT: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
     DTYPE: tl.constexpr,
 ):
     """Return the scores of blank and label for some nodes, and store their log-sum-exps.
@@ -79,10 +76,8 @@ def score_arcs(
         maxima, totals = tl.zeros([ROWS], DTYPE), tl.zeros([ROWS], tl.float64)
         for r in range(0, tl.minimum(ROWS, target_len + 1 - node.first_u)):
             row_start = origin + (node.first_u + r).to(tl.int64) * stride_u
-            row = locate_row(logits_ptr, row_start, stride_v, V, VEC, EDGES)
-            maximum, total = row_normalizer(
-                row, V, source.blank, HAT, VEC, EDGES, PIECES, BLOCK_V, DTYPE
-            )
+            row = locate_row(logits_ptr, row_start, stride_v, V, TILE)
+            maximum, total = row_normalizer(row, V, source.blank, HAT, TILE, DTYPE)
             is_row = lane == r
             maxima, totals = tl.where(is_row, maximum, maxima), tl.where(is_row, total, totals)
         # What exponents are relative to is subtracted first, because it is near the scores.
@@ -129,10 +124,7 @@ def rnnt_nodes_kernel(
     stride_u,
     FUSED: tl.constexpr,  # whether to normalize the logits
     HAT: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
     DTYPE: tl.constexpr,
 ):
     """Compute the log-sum-exps and the scores of the arcs of some nodes.
@@ -146,9 +138,7 @@ def rnnt_nodes_kernel(
     origin = step_offset(node, first_step, stride_b, stride_t)
     options = (targets.labels, target_stride, blank, sigma, delay_penalty)
     source = NodeSource(logits, origin, stride_u, *options)
-    blank_score, label_score = score_arcs(
-        source, node, sequence, V, FUSED, HAT, VEC, EDGES, PIECES, BLOCK_V, DTYPE
-    )
+    blank_score, label_score = score_arcs(source, node, sequence, V, FUSED, HAT, TILE, DTYPE)
     u = node.first_u + tl.arange(0, ROWS)
     mask = u <= sequence.target_len
     offset = node_offset(node.b, node.t, u, lattice_sizes(T, B, U1, num_chunks))

@@ -63,10 +63,7 @@ def store_arc_words(
     V,
     CODE: tl.constexpr,
     HAT: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
 ):
     """Write the words of all arcs of some nodes, which are computed side by side, one in each lane.
 
@@ -93,9 +90,7 @@ def store_arc_words(
                 row, column = node.first_u + line // lines, line % lines * PER_LINE
                 offset = source.origin + row.to(tl.int64) * source.stride_u
                 prefetch_line(logits_ptr + (offset + column_offset(column, stride_v)))
-    blank_score, label_score = score_arcs(
-        source, node, sequence, V, True, HAT, VEC, EDGES, PIECES, BLOCK_V, tl.float32
-    )
+    blank_score, label_score = score_arcs(source, node, sequence, V, True, HAT, TILE, tl.float32)
     duration = tl.full([ROWS, WIDTH], 1.0, tl.float64), tl.zeros([ROWS, WIDTH], tl.int32)
     if durations.ptr is not None:
         indices = node.index + tl.arange(0, ROWS)
@@ -135,10 +130,7 @@ def rnnt_overlap_kernel(
     DIRECTIONS: tl.constexpr,  # 1 for α alone
     CODE: tl.constexpr,  # the kinds of arcs; see `arc_rows.py`
     HAT: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
 ):
     """Scan the chunks in some programs, and compute the arcs of some nodes in each of the others.
 
@@ -167,4 +159,4 @@ def rnnt_overlap_kernel(
             options = (targets.labels, target_stride, blank, sigma, delay_penalty)
             source = NodeSource(logits, origin, stride_u, *options)
             inputs = (source, node, sequence, sizes, scan, V)
-            store_arc_words(durations, *inputs, CODE, HAT, VEC, EDGES, PIECES, BLOCK_V)
+            store_arc_words(durations, *inputs, CODE, HAT, TILE)
