@@ -6,6 +6,7 @@ Tensors come from logits, or from encoder and predictor, whose joint is computed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -29,8 +30,15 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .common import NodeInputs, NodeOptions, loss_factors, node_mask, reduce_losses
-from .joint import joint_hidden
+from .common import (
+    JointInputs,
+    NodeInputs,
+    NodeOptions,
+    loss_factors,
+    node_mask,
+    reduce_losses,
+)
+from .joint import chunk_logits, joint_hidden
 
 
 def _check(
@@ -81,20 +89,12 @@ def _gradient_fake(logits: Tensor, duration_logits: Tensor | None) -> tuple[Tens
     return found, found.new_empty((0,) if duration_logits is None else duration_logits.shape)
 
 
-def _joint_fake(
-    encoder: Tensor,
-    predictor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    duration_weight: Tensor | None,
-    duration_bias: Tensor | None,
-    factor: Tensor | None,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    tensors = (encoder, predictor, weight, bias, duration_weight, duration_bias)
+def _joint_fake(*args: Any) -> tuple[Tensor, ...]:
+    inputs, factor, wanted = JointInputs(*args[:9]), args[9], args[-1]
+    encoder = inputs.encoder
     shapes = (
         tensor.shape if tensor is not None and wants and factor is not None else (0,)
-        for tensor, wants in zip(tensors, wanted, strict=True)
+        for tensor, wants in zip(inputs[:6], wanted, strict=True)
     )
     losses = encoder.new_empty(encoder.shape[0], dtype=acc_dtype(encoder.dtype))
     return losses, *(encoder.new_empty(shape) for shape in shapes)
@@ -112,50 +112,14 @@ def _gpu() -> tuple[ModuleType, ...]:
     return launch, launch_linear
 
 
-forward = register.define(
-    reference.rnnt_forward,
-    _forward_fake,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check,
-    vmap=one_by_one,
-    reference_if_empty=True,
+_define = partial(register.define, gpu=_gpu, cpu=_cpu, reference_if_empty=True)
+forward = _define(reference.rnnt_forward, _forward_fake, check=_check, vmap=one_by_one)
+gradient = _define(reference.rnnt_gradient, _gradient_fake, vmap=one_by_one)
+gradient_inplace = _define(
+    reference.logits_gradient, lambda: None, name="rnnt_gradient", overwrites="logits"
 )
-gradient = register.define(
-    reference.rnnt_gradient,
-    _gradient_fake,
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-gradient_inplace = register.define(
-    reference.logits_gradient,
-    lambda: None,
-    gpu=_gpu,
-    cpu=_cpu,
-    name="rnnt_gradient",
-    overwrites="logits",
-    reference_if_empty=True,
-)
-align = register.define(
-    reference.rnnt_align,
-    _align_fake,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-linear_rnnt = register.define(
-    reference.linear_rnnt,
-    _joint_fake,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check_joint,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
+align = _define(reference.rnnt_align, _align_fake, check=_check, vmap=one_by_one)
+linear_rnnt = _define(reference.linear_rnnt, _joint_fake, check=_check_joint, vmap=one_by_one)
 
 
 class LossFunction(torch.autograd.Function):
@@ -245,18 +209,14 @@ def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
     The tensors are encoder, predictor, and matrix and bias of each head. The rest are targets,
     lengths and options as the op takes them, and the backend.
     """
-    encoder, predictor, *heads = tensors
-    targets, logit_lengths, target_lengths, activation, *options, backend = rest
-    T, U1 = encoder.shape[1], predictor.shape[1]
-    mask = node_mask(logit_lengths, target_lengths, 0, T, U1)
-    hidden = joint_hidden(encoder, predictor, activation, mask)
-    logits, duration_logits = (
-        None if weight is None else torch.nn.functional.linear(hidden, weight, bias)
-        for weight, bias in zip(heads[::2], heads[1::2], strict=True)
-    )
-    *nodes, fastemit_lambda = options
-    inputs = (logits, duration_logits, targets, logit_lengths, target_lengths)
-    args = (*inputs, *nodes, True, backend, 0.0, fastemit_lambda, False)
+    *sequences, activation = rest[:4]
+    *nodes, fastemit_lambda, backend = rest[4:]
+    inputs = JointInputs(*tensors, *sequences)
+    encoder, predictor = inputs[:2]
+    lengths = (inputs.logit_lengths, inputs.target_lengths)
+    mask = node_mask(*lengths, 0, encoder.shape[1], predictor.shape[1])
+    logits = chunk_logits(inputs, joint_hidden(encoder, predictor, activation, mask))
+    args = (*logits, *sequences, *nodes, True, backend, 0.0, fastemit_lambda, False)
     losses: Tensor = LossFunction.apply(*args)[0]
     return losses
 

@@ -98,9 +98,9 @@ def _loss(
     wanted = [torch.is_grad_enabled() and requires_grad(x) for x in tensors]
     is_reduced = reduction != "none" and encoder.dtype != torch.float16
     sizes = (B, T, U1 - 1, D, V, encoder.dtype, len(chosen))
-    cut = joint_chunks(*sizes, memory_budget, any(wanted), is_reduced)
+    chunk, keeps_logits, _ = joint_chunks(*sizes, memory_budget, any(wanted), is_reduced)
     inside, after = (reduction, "none") if is_reduced and any(wanted) else ("none", reduction)
-    chunks = (cut.steps, cut.keeps_logits, wanted)
+    chunks = (chunk, keeps_logits, wanted)
     losses = apply(LinearLoss, *tensors, *sequences, *options, *chunks, inside, backend)[0]
     return reduce_losses(losses, sequences[2], after)
 
