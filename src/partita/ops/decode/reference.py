@@ -10,13 +10,7 @@ from torch import Tensor
 
 from ..chain.reference import chain_gradient, chain_logz, chain_scan, chain_viterbi
 from .basecalls import Basecalls
-from .common import (
-    ChainFunctions,
-    Hypotheses,
-    ctc_crf_base_posteriors,
-    empty_hypotheses,
-    path_and_posteriors,
-)
+from .common import ChainFunctions, Hypotheses, empty_hypotheses, path_and_posteriors
 
 INF = math.inf
 
@@ -308,6 +302,31 @@ def ctc_crf_path(
     """
     own = ctc_crf_beam_search, ctc_crf_base_posteriors
     return path_and_posteriors(CHAIN, *own, scores, source, input_lengths, beam_width)
+
+
+def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the posteriors of bases and of first states, given those of edges `[T, N, C, A]`.
+
+    Returns:
+        by_base: `[T, N, bases]` fp64, the posterior that the state after each step ends in each
+            base; 0 past the length.
+        first: `[N, C]` fp64, the posterior of each state before the first step. A sequence without
+            steps may start in any state.
+    """
+    T, N, C, A = marginals.shape
+    bases, valid = A - 1, (lengths >= 0) & (lengths <= T)
+    length = torch.where(valid, lengths, 0)
+    by_base = marginals.double().sum(3).reshape(T, N, C // bases, bases).sum(2)
+    steps = torch.arange(T, device=lengths.device)
+    by_base = torch.where((steps[:, None] < length)[..., None], by_base, 0.0)
+    first = marginals.new_full((N, C), 1.0 / C, dtype=torch.float64)
+    if T:
+        edges = marginals[0].double()
+        # The k-mer j x moves to the k-mers x e through their column 1 + j.
+        leaving = edges[:, :, 1:].reshape(N, C // bases, bases, bases).sum(2).transpose(1, 2)
+        leaving = edges[:, :, 0] + leaving.reshape(N, C)
+        first = torch.where(length[:, None] > 0, leaving, first)
+    return by_base, first
 
 
 def ctc_crf_calls(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import one_by_one
-from . import common, reference
+from . import reference
 from .basecalls import empty_basecalls
 from .common import empty_hypotheses, empty_path, empty_posteriors
 
@@ -41,8 +41,6 @@ crf_path = _define(
     by_identity=("source",),
 )
 crf_base_posteriors = _define(
-    common.ctc_crf_base_posteriors,
-    lambda marginals: empty_posteriors(marginals),
-    gpu=lambda: common,
+    reference.ctc_crf_base_posteriors, lambda marginals: empty_posteriors(marginals)
 )
 crf_calls = _define(reference.ctc_crf_calls, empty_basecalls)
