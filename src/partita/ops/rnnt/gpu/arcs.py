@@ -15,28 +15,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.math import finite_shift
 from .arc_rows import HAS_NAN, num_kinds
-from .arc_words import IMPOSSIBLE_ARC, arc_word, duration_probabilities, exp2_parts, log2_of_parts
-from .lattice import MARGIN, SIZES, lattice_sizes, load_sequence
+from .arc_words import IMPOSSIBLE_ARC, arc_word, exp2_parts, exp_parts, log2_of_parts, sum_of_terms
+from .lattice import MARGIN, SIZES, lattice_sizes, load_sequence, log_sum
 
 
 @triton.jit
-def arcs_exist(t, u, k, sequence, CODE: tl.constexpr, LABEL: tl.constexpr):
-    """Return which arcs of the durations k leave nodes and stay in the lattice, `[N, WIDTH]`.
-
-    An arc leads to a node, or as a blank from the last label to the end of the path. There are no
-    blanks of duration 0.
-    """
-    K: tl.constexpr = num_kinds(CODE) // 2
-    duration, u = k * 0, u[:, None]
-    for i in tl.static_range(K):
-        duration = tl.where(k == i, (CODE >> (8 * (i + LABEL * K))) & 127, duration)
-    after = t[:, None] + duration
+def stays(t, u, duration, sequence, LABEL: tl.constexpr):
+    """Return whether arcs from nodes stay in the lattice, or lead to the end of the path."""
+    after = t + duration
     if LABEL:
-        return (k < K) & (after < sequence.length) & (u < sequence.target_len)
+        return (after < sequence.length) & (u < sequence.target_len)
     else:
         is_end = (after == sequence.length) & (u == sequence.target_len)
-        return (k < K) & (duration > 0) & ((after < sequence.length) | is_end)
+        return (after < sequence.length) | is_end
+
+
+@triton.jit
+def duration_probabilities(durations, node, mask, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the durations' probabilities for some nodes as a tuple, and store log-sum-exps.
+
+    A probability is a factor and an exponent of 2; see `arc_words.probability_block`.
+    """
+    logits = ()
+    for k in tl.static_range(K):
+        logits = logits + (tl.load(durations.ptr + node * K + k, mask=mask, other=0.0),)
+    maximum = logits[0].to(tl.float64)  # type: ignore[misc]
+    for k in tl.static_range(1, K):
+        maximum = tl.maximum(maximum, logits[k].to(tl.float64))
+    maximum = finite_shift(maximum)
+    parts, probabilities, total = (), (), (maximum * 0.0).to(tl.int64)
+    for k in tl.static_range(K):
+        factor, exponent, term = exp_parts(logits[k].to(tl.float64) - maximum)
+        parts, total = parts + ((factor, exponent),), total + term
+    total = sum_of_terms(total)
+    inverse = 1.0 / total
+    for k in tl.static_range(K):
+        probabilities = probabilities + ((parts[k][0] * inverse, parts[k][1]),)
+    if durations.lse_ptr is not None:
+        lse = (maximum + log_sum(total, DTYPE)).to(durations.lse_ptr.dtype.element_ty)
+        tl.store(durations.lse_ptr + node, lse, mask=mask)
+    return probabilities
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -62,9 +82,7 @@ def rnnt_arcs_kernel(
     """
     AWAITED: tl.constexpr = arcs_ptr.dtype.element_ty == tl.int64
     WORDS: tl.constexpr = flags_ptr is not None
-    DTYPE: tl.constexpr = tl.float64 if PRECISE else tl.float32
     K: tl.constexpr = num_kinds(CODE) // 2
-    WIDTH: tl.constexpr = triton.next_power_of_2(K)
     sizes = lattice_sizes(T, B, U1, num_chunks)
     program, blocks = tl.program_id(0), tl.cdiv(sizes.rows * 32, BLOCK)
     chunk, block = program // blocks, program % blocks
@@ -76,38 +94,33 @@ def rnnt_arcs_kernel(
     sequence = load_sequence(b, lengths, T, U1)
     mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
     offset, in_array = chunk_offset + index, index < sizes.rows * 32
-    k = tl.arange(0, WIDTH)[None, :]  # the durations, of which each has a column
-    is_kind = in_array[:, None] & (k < K)
-    duration = tl.full([BLOCK, WIDTH], 1.0, tl.float64), tl.zeros([BLOCK, WIDTH], tl.int32)
     if not AWAITED:
+        factors = ((t * 0.0 + 1.0, t * 0),)
         if durations.ptr is not None:
+            DTYPE: tl.constexpr = tl.float64 if PRECISE else tl.float32
             node = (b.to(tl.int64) * T + t) * U1 + u
-            ptr, read = durations.ptr + node[:, None] * K + k, mask[:, None] & (k < K)
-            logits = tl.load(ptr, mask=read, other=-float("inf"))
-            duration = duration_probabilities(durations, logits, node, mask, DTYPE)
+            factors = duration_probabilities(durations, node, mask, K, DTYPE)
         blank = tl.load(arcs_ptr + offset, mask=mask, other=0.0)
         label = tl.load(arcs_ptr + K * sizes.nodes + offset, mask=mask, other=0.0)
-        tl.debug_barrier()  # Arcs replace these scores, and other threads may store them.
-    has_nan = is_kind & (k < 0)
-    for LABEL in tl.static_range(2):
-        valid = mask[:, None] & arcs_exist(t, u, k, sequence, CODE, LABEL)
+        tokens = (exp2_parts(blank), exp2_parts(label)) if WORDS else (blank, label)
+    has_nan = mask & is_margin
+    for i in tl.static_range(2 * K):
+        valid = mask & stays(t, u, (CODE >> (8 * i)) & 127, sequence, i >= K)
+        # No scan reads blanks of duration 0, but the margin after them.
+        is_read = in_array if (CODE >> (8 * i)) & 255 else is_margin
         if AWAITED:
             arc = tl.where(valid, 0, IMPOSSIBLE_ARC)
         elif WORDS:
-            factor, exponent = exp2_parts(label if LABEL else blank)
-            token = (factor[:, None], exponent[:, None])
-            word, is_nan = arc_word(token, duration, valid, PRECISE)
+            word, is_nan = arc_word(tokens[i // K], factors[i % K], valid & is_read, PRECISE)
             arc, has_nan = word.to(tl.float64, bitcast=True), has_nan | is_nan
         else:
-            score = (label if LABEL else blank)[:, None] + log2_of_parts(*duration)
+            score = tokens[i // K] + log2_of_parts(*factors[i % K])
             arc = tl.where(valid, score, -float("inf"))
-        kinds_ptr = arcs_ptr + (LABEL * K + k).to(tl.int64) * sizes.nodes
-        tl.store(kinds_ptr + offset[:, None], arc, mask=is_kind)
-        if LABEL == 0:  # The margin before the first kind is like the one after it.
+        tl.store(arcs_ptr + i * sizes.nodes + offset, arc, mask=is_read)
+        if i == 0:  # The margin before this kind is like the one after it.
             in_margin = offset - (sizes.nodes - MARGIN)
             is_before = is_margin & in_array & (in_margin < MARGIN)
-            before_ptr = arcs_ptr - MARGIN + in_margin[:, None] + k
-            tl.store(before_ptr, arc, mask=is_before[:, None] & (k == 0))
+            tl.store(arcs_ptr - MARGIN + in_margin, arc, mask=is_before)
     if WORDS:
-        lanes = index[:, None] * 0 + k * 0
-        tl.atomic_or(flags_ptr + b + lanes, lanes + HAS_NAN, mask=has_nan, sem="relaxed")
+        flag = index * 0 + HAS_NAN
+        tl.atomic_or(flags_ptr + b + index * 0, flag, mask=has_nan, sem="relaxed")
