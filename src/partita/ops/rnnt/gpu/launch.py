@@ -1,7 +1,7 @@
 """Transducers on a GPU: a call, its memory and its launches; loss, gradient and best path.
 
-The loss reads the logits once for each node's log-sum-exp and scores (`nodes.py`), makes arcs of
-these (`arcs.py`), scans α and β at the same time (`scan.py`), and turns them into posteriors
+The loss reads the logits once for each node's log-sum-exp and scores, and makes arcs of these
+(`nodes.py`), scans α and β at the same time (`scan.py`), and turns them into posteriors
 (`posterior.py`). For few sequences the scan runs while the logits are read (`overlap.py`). The
 gradient reads and writes the logits once more (`gradient.py`).
 """
@@ -19,10 +19,9 @@ from ....runtime.launch import cdiv, launch, tl_acc_dtype, zeroed_words
 from ...ctc.gpu.lanes import launch_lanes
 from ..common import NodeInputs, NodeOptions
 from .arc_rows import Scan
-from .arcs import rnnt_arcs_kernel
 from .gradient import DURATION_NODES, StridedLogits, Upstream, rnnt_gradient_kernel
 from .lattice import Durations, Lengths, Targets
-from .nodes import rnnt_nodes_kernel
+from .nodes import rnnt_arcs_kernel, rnnt_nodes_kernel
 from .overlap import rnnt_overlap_kernel
 from .plan import (
     CHUNK,
@@ -113,7 +112,7 @@ class LatticeCall(NamedTuple):
         return torch.empty(shape, dtype=LSE_DTYPE, device=self.device)
 
     def empty_arcs(self) -> Tensor:
-        """Return memory for the arcs, `[kinds * nodes]` after a margin; see `arcs.py`."""
+        """Return memory for the arcs, `[kinds * nodes]` after a margin; see `nodes.py`."""
         size = MARGIN + self.kinds.number * self.plan.nodes
         return torch.empty(size, dtype=torch.float64, device=self.device)[MARGIN:]
 
@@ -295,10 +294,7 @@ def scan_beside_rows(
 
 
 def launch_posteriors(call: LatticeCall, scan: Scan) -> tuple[Tensor, Tensor]:
-    """Return the losses, and the posteriors or an empty tensor if no gradient follows.
-
-    These are those of blanks, of labels and of each duration, `[2 + K, B, T, U1]`.
-    """
+    """Return the losses, and the posteriors, `[2 + K, B, T, U1]`, empty if no gradient follows."""
     dtype, K = acc_dtype(call.dtype), len(call.options.durations)
     shape = (2 + K, call.B, call.T, call.U1) if call.need_posteriors else (0,)
     nll = torch.empty(call.B, dtype=dtype, device=call.device)

@@ -2,11 +2,11 @@
 
 The time of a scan depends on the length of the lattice, not on the work, and one or few sequences
 leave the GPU idle meanwhile. So some programs of this kernel scan, and the others compute arcs for
-them as `nodes.py` and `arcs.py` do. A program that computes arcs waits for none, so all of them
+them as `nodes.py` does. A program that computes arcs waits for none, so all of them
 end, and the scans with them: `plan.overlaps` allows so few that all scans run at the same time.
 
 An arc is a message by itself: one 64-bit word, which is 0 before it is written. Arcs that leave the
-lattice have no program. `arcs.rnnt_arcs_kernel` has written words of the probability 0 for them,
+lattice have no program. `nodes.rnnt_arcs_kernel` has written words of the probability 0 for them,
 and 0 for the others. No other order of memory accesses matters, so the programs need no fence and
 no counter.
 
@@ -25,9 +25,8 @@ from ....primitives.gpu.math import UNFUSED
 from ....primitives.gpu.memory import prefetch_line
 from .arc_rows import HAS_NAN, num_kinds
 from .arc_words import arc_word, exp2_parts, probability_block
-from .arcs import stays
 from .lattice import SIZES, lattice_sizes, load_sequence, node_offset
-from .nodes import NodeSource, score_arcs
+from .nodes import NodeSource, score_arcs, stays
 from .rows import ROWS, NodeRows, column_offset
 from .scan import scan_program
 
