@@ -197,13 +197,14 @@ def first_derivative(
     return _FirstDerivative.apply(kernel, reference, variables, *tensors)
 
 
-def takes(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give the `forward` of an autograd function, which takes `*args`, the parameters of an op.
+def takes(op: Any, *more: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give the `forward` of an autograd function, which takes `*args`, its parameters.
 
-    Dynamo counts them to find out whether the first argument is a context.
+    They are those of an op, and more after them. Dynamo counts them to find out whether the first
+    argument is a context.
     """
-    kind = inspect.Parameter.POSITIONAL_ONLY
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name in op.parameters])
+    kind, names = inspect.Parameter.POSITIONAL_ONLY, (*op.parameters, *more)
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
     def with_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
         forward.__signature__ = signature  # type: ignore[attr-defined]

@@ -22,14 +22,14 @@ from partita.ops.rnnt.gpu.arc_words import (
     add_product,
     arc_exponent,
     arc_word,
-    duration_probabilities,
     exp2_parts,
+    exp_parts,
     halves,
     normalized,
     state_of_word,
     state_word,
+    sum_of_terms,
 )
-from partita.ops.rnnt.gpu.lattice import Durations
 
 BLOCK = 64
 
@@ -69,7 +69,7 @@ def states_kernel(states_ptr, words_ptr, parts_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def sums_kernel(x_ptr, result_ptr, BLOCK: tl.constexpr):
-    """Write the sums and the normalized states of numbers, and the softmax of pairs (x, 0)."""
+    """Write the sums and the normalized states of numbers, and softmax terms."""
     lane = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + lane)
     significand, exponent = normalized(x, lane + ARC_BIAS + STATE_BIAS)
@@ -77,12 +77,8 @@ def sums_kernel(x_ptr, result_ptr, BLOCK: tl.constexpr):
     tl.store(result_ptr + BLOCK + lane, (exponent - STATE_BIAS - lane).to(tl.float64))
     _, exponent = normalized(x, lane - 2**30)
     tl.store(result_ptr + 3 * BLOCK + lane, exponent.to(tl.float64))
-    pairs = tl.where(tl.arange(0, 2)[None, :] == 0, tl.load(x_ptr + BLOCK + lane)[:, None], 0.0)
-    durations = Durations(None, None, None)
-    factor, exponent = duration_probabilities(durations, pairs, lane, lane >= 0, tl.float64)
-    probability = factor * tl.exp2(exponent.to(tl.float64))
-    first = tl.where(tl.arange(0, 2)[None, :] == 0, probability, 0.0)
-    tl.store(result_ptr + 2 * BLOCK + lane, tl.sum(first, axis=1))
+    _, _, term = exp_parts(tl.load(x_ptr + BLOCK + lane))
+    tl.store(result_ptr + 2 * BLOCK + lane, sum_of_terms(term))
 
 
 def padded(values: list[float], device: str) -> Tensor:
@@ -164,9 +160,8 @@ def test_sums(device: str) -> None:
     sums_kernel[(1,)](x, result, BLOCK=BLOCK)
     for value, m, e in zip(sums, *result[:2].tolist(), strict=False):
         assert 1 <= m < 2 and m * 2**e == value
-    probabilities = result[2].tolist()
-    for value, probability in zip(logs[:5], probabilities, strict=False):
-        exact = math.exp(value) / (1 + math.exp(value))
-        assert probability == pytest.approx(exact, abs=2**-50)
-    assert math.isnan(probabilities[5])
+    terms = result[2].tolist()
+    for value, term in zip(logs[:5], terms, strict=False):
+        assert term == pytest.approx(math.exp(value), abs=2**-50)
+    assert math.isnan(terms[5])
     assert (result[3] == UNREACHED.value).all()

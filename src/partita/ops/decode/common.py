@@ -62,31 +62,6 @@ def empty_posteriors(scores: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the posteriors of bases and of first states, given those of edges `[T, N, C, A]`.
-
-    Returns:
-        by_base: `[T, N, bases]` fp64, the posterior that the state after each step ends in each
-            base; 0 past the length.
-        first: `[N, C]` fp64, the posterior of each state before the first step. A sequence without
-            steps may start in any state.
-    """
-    T, N, C, A = marginals.shape
-    bases, valid = A - 1, (lengths >= 0) & (lengths <= T)
-    length = torch.where(valid, lengths, 0)
-    by_base = marginals.reshape(T, N, C // bases, bases, A).sum((2, 4), dtype=torch.float64)
-    steps = torch.arange(T, device=lengths.device)
-    by_base = torch.where((steps[:, None] < length)[..., None], by_base, 0.0)
-    first = marginals.new_full((N, C), 1.0 / C, dtype=torch.float64)
-    if T:
-        edges = marginals[0].double()
-        # The k-mer j x moves to the k-mers x e through their column 1 + j.
-        leaving = edges[:, :, 1:].reshape(N, C // bases, bases, bases).sum(2).transpose(1, 2)
-        leaving = edges[:, :, 0] + leaving.reshape(N, C)
-        first = torch.where(length[:, None] > 0, leaving, first)
-    return by_base, first
-
-
 class ChainFunctions(NamedTuple):
     """The functions of one backend that serve the ops of chains of these names."""
 

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from ..chain.reference import chain_gradient, chain_logz, chain_scan, chain_viterbi
 from .basecalls import Basecalls
-from .common import (
-    ChainFunctions,
-    Hypotheses,
-    ctc_crf_base_posteriors,
-    empty_hypotheses,
-    path_and_posteriors,
-)
+from .common import ChainFunctions, Hypotheses, empty_hypotheses, path_and_posteriors
 
 INF = math.inf
 
@@ -142,10 +136,8 @@ def ctc_beam_search(
 ) -> Hypotheses:
     """Return the best prefixes of each sequence by prefix beam search.
 
-    Args:
-        cutoff_top_n: the number of labels that may extend a prefix at a step.
-        blank_skip_threshold: the probability of the blank above which a step is taken as a blank;
-            0 for none.
+    At a step `cutoff_top_n` labels may extend a prefix. Where the blank is more probable than the
+    threshold, if that is not 0, the step is taken as a blank.
     """
     result = empty_hypotheses(logits, nbest)
     result.tokens.fill_(-1), result.steps.fill_(-1), result.lengths.zero_()
@@ -260,12 +252,8 @@ def ctc_crf_beam_search(
 ) -> tuple[Tensor, Tensor]:
     """Return the best path of the best prefix by prefix beam search over k-mers.
 
-    Args:
-        scores: `[T, N, C, A]`.
-        later: `[T + 1, N, C]`, the log of the sum over all paths from each state on.
-
-    Returns:
-        states `[T + 1, N]` and edges `[T, N]` as those of `Chain.viterbi`.
+    `later` is the log of the sum over all paths from each state on, `[T + 1, N, C]`. The path is
+    states `[T + 1, N]` and edges `[T, N]` as those of `Chain.viterbi`.
     """
     T, N, C, _ = scores.shape
     states = torch.full((T + 1, N), -1, dtype=torch.int64, device=scores.device)
@@ -296,18 +284,37 @@ def ctc_crf_path(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a path, and the posteriors for the qualities of its bases.
 
-    Args:
-        scores: `[T, N, C, A]`.
-        source: the k-mer that each edge comes from, `[C, A]`, of `kmer_source`.
-        input_lengths: `[N]`.
-        beam_width: the width of a prefix beam search, or 0 for the best path.
-
-    Returns:
-        states `[T + 1, N]` and edges `[T, N]` as those of `Chain.viterbi`, and the results of
-        `ctc_crf_base_posteriors`.
+    The source of each edge, `[C, A]`, is that of `kmer_source`. The width is that of a prefix beam
+    search, or 0 for the best path. The results are states `[T + 1, N]` and edges `[T, N]` as those
+    of `Chain.viterbi`, and what `ctc_crf_base_posteriors` returns.
     """
     own = ctc_crf_beam_search, ctc_crf_base_posteriors
     return path_and_posteriors(CHAIN, *own, scores, source, input_lengths, beam_width)
+
+
+def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the posteriors of bases and of first states, given those of edges `[T, N, C, A]`.
+
+    Returns:
+        by_base: `[T, N, bases]` fp64, the posterior that the state after each step ends in each
+            base; 0 past the length.
+        first: `[N, C]` fp64, the posterior of each state before the first step. A sequence without
+            steps may start in any state.
+    """
+    T, N, C, A = marginals.shape
+    bases, valid = A - 1, (lengths >= 0) & (lengths <= T)
+    length = torch.where(valid, lengths, 0)
+    by_base = marginals.double().sum(3).reshape(T, N, C // bases, bases).sum(2)
+    steps = torch.arange(T, device=lengths.device)
+    by_base = torch.where((steps[:, None] < length)[..., None], by_base, 0.0)
+    first = marginals.new_full((N, C), 1.0 / C, dtype=torch.float64)
+    if T:
+        edges = marginals[0].double()
+        # The k-mer j x moves to the k-mers x e through their column 1 + j.
+        leaving = edges[:, :, 1:].reshape(N, C // bases, bases, bases).sum(2).transpose(1, 2)
+        leaving = edges[:, :, 0] + leaving.reshape(N, C)
+        first = torch.where(length[:, None] > 0, leaving, first)
+    return by_base, first
 
 
 def ctc_crf_calls(
@@ -321,12 +328,8 @@ def ctc_crf_calls(
 ) -> Basecalls:
     """Return the bases of paths: states `[T + 1, N]` and edges `[T, N]`, -1 where there is none.
 
-    Args:
-        by_base, first: the results of `ctc_crf_base_posteriors`.
-        states, edges: as those of `Chain.viterbi`.
-        lengths: `[N]`.
-        state_len: k.
-        dtype: the dtype of the qualities.
+    `by_base` and `first` are the results of `ctc_crf_base_posteriors`, and `dtype` is that of the
+    qualities.
     """
     T, N, bases = by_base.shape
     A, S = bases + 1, T + state_len

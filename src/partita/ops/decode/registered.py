@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import one_by_one
-from . import common, reference
+from . import reference
 from .basecalls import empty_basecalls
 from .common import empty_hypotheses, empty_path, empty_posteriors
 
@@ -29,46 +30,17 @@ def _gpu() -> tuple[ModuleType, ...]:
     return launch, launch_crf
 
 
-greedy_search = register.define(
-    reference.ctc_greedy_search,
-    lambda logits: empty_hypotheses(logits),
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check_lengths,
-    vmap=one_by_one,
-    reference_if_empty=True,
+_define = partial(register.define, gpu=_gpu, cpu=_cpu, vmap=one_by_one, reference_if_empty=True)
+greedy_search = _define(
+    reference.ctc_greedy_search, lambda logits: empty_hypotheses(logits), check=_check_lengths
 )
-beam_search = register.define(
-    reference.ctc_beam_search,
-    empty_hypotheses,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check_lengths,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-crf_path = register.define(
+beam_search = _define(reference.ctc_beam_search, empty_hypotheses, check=_check_lengths)
+crf_path = _define(
     reference.ctc_crf_path,
     lambda scores: (*empty_path(scores), *empty_posteriors(scores)),
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-    reference_if_empty=True,
     by_identity=("source",),
 )
-crf_base_posteriors = register.define(
-    common.ctc_crf_base_posteriors,
-    lambda marginals: empty_posteriors(marginals),
-    gpu=lambda: common,
-    cpu=_cpu,
-    vmap=one_by_one,
-    reference_if_empty=True,
+crf_base_posteriors = _define(
+    reference.ctc_crf_base_posteriors, lambda marginals: empty_posteriors(marginals)
 )
-crf_calls = register.define(
-    reference.ctc_crf_calls,
-    empty_basecalls,
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
+crf_calls = _define(reference.ctc_crf_calls, empty_basecalls)

@@ -6,6 +6,7 @@ Tensors come from logits, or from encoder and predictor, whose joint is computed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -25,11 +26,19 @@ from ...runtime.autograd import (
     requires_grad,
     saved_tensors,
     skip_unused_gradients,
+    takes,
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
-from .common import NodeInputs, NodeOptions, loss_factors, node_mask, reduce_losses
-from .joint import joint_hidden
+from .common import (
+    JointInputs,
+    NodeInputs,
+    NodeOptions,
+    loss_factors,
+    node_mask,
+    reduce_losses,
+)
+from .joint import chunk_logits, joint_hidden
 
 
 def _check(
@@ -80,20 +89,12 @@ def _gradient_fake(logits: Tensor, duration_logits: Tensor | None) -> tuple[Tens
     return found, found.new_empty((0,) if duration_logits is None else duration_logits.shape)
 
 
-def _joint_fake(
-    encoder: Tensor,
-    predictor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    duration_weight: Tensor | None,
-    duration_bias: Tensor | None,
-    factor: Tensor | None,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    tensors = (encoder, predictor, weight, bias, duration_weight, duration_bias)
+def _joint_fake(*args: Any) -> tuple[Tensor, ...]:
+    inputs, factor, wanted = JointInputs(*args[:9]), args[9], args[-1]
+    encoder = inputs.encoder
     shapes = (
         tensor.shape if tensor is not None and wants and factor is not None else (0,)
-        for tensor, wants in zip(tensors, wanted, strict=True)
+        for tensor, wants in zip(inputs[:6], wanted, strict=True)
     )
     losses = encoder.new_empty(encoder.shape[0], dtype=acc_dtype(encoder.dtype))
     return losses, *(encoder.new_empty(shape) for shape in shapes)
@@ -111,50 +112,14 @@ def _gpu() -> tuple[ModuleType, ...]:
     return launch, launch_linear
 
 
-forward = register.define(
-    reference.rnnt_forward,
-    _forward_fake,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check,
-    vmap=one_by_one,
-    reference_if_empty=True,
+_define = partial(register.define, gpu=_gpu, cpu=_cpu, reference_if_empty=True)
+forward = _define(reference.rnnt_forward, _forward_fake, check=_check, vmap=one_by_one)
+gradient = _define(reference.rnnt_gradient, _gradient_fake, vmap=one_by_one)
+gradient_inplace = _define(
+    reference.logits_gradient, lambda: None, name="rnnt_gradient", overwrites="logits"
 )
-gradient = register.define(
-    reference.rnnt_gradient,
-    _gradient_fake,
-    gpu=_gpu,
-    cpu=_cpu,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-gradient_inplace = register.define(
-    reference.logits_gradient,
-    lambda: None,
-    gpu=_gpu,
-    cpu=_cpu,
-    name="rnnt_gradient",
-    overwrites="logits",
-    reference_if_empty=True,
-)
-align = register.define(
-    reference.rnnt_align,
-    _align_fake,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
-linear_rnnt = register.define(
-    reference.linear_rnnt,
-    _joint_fake,
-    gpu=_gpu,
-    cpu=_cpu,
-    check=_check_joint,
-    vmap=one_by_one,
-    reference_if_empty=True,
-)
+align = _define(reference.rnnt_align, _align_fake, check=_check, vmap=one_by_one)
+linear_rnnt = _define(reference.linear_rnnt, _joint_fake, check=_check_joint, vmap=one_by_one)
 
 
 class LossFunction(torch.autograd.Function):
@@ -167,13 +132,14 @@ class LossFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @takes(forward, "clamp", "fastemit_lambda", "inplace")
     def forward(*args: Any) -> Any:
-        *nodes, _, _, _, backend = args
-        return forward(*nodes, True, backend)
+        return forward(*args[:-3])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *ctx.options, ctx.inplace, ctx.backend = inputs[5:]
+        *options, _, ctx.backend, clamp, fastemit_lambda, ctx.inplace = inputs[5:]
+        ctx.options = (*options, clamp, fastemit_lambda)
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
         ctx.save_for_backward(*inputs[:5], *output[1:])
@@ -182,7 +148,7 @@ class LossFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad = grads[0]
         if grad is None:
-            return (None,) * 15
+            return (None,) * 16
         tensors, options = (grad, *saved_tensors(ctx)), (*ctx.options, ctx.backend)
         if ctx.inplace:
             if torch.is_grad_enabled():
@@ -193,7 +159,7 @@ class LossFunction(torch.autograd.Function):
             logits = tensors[1]
             gradient_inplace(*tensors, *options)
             torch.autograd.graph.increment_version(logits)
-            return logits.detach(), *(None,) * 14
+            return logits.detach(), *(None,) * 15
         op = for_gradients(gradient, grad)
 
         def kernel(*tensors: Any) -> Any:
@@ -209,7 +175,7 @@ class LossFunction(torch.autograd.Function):
             found = first_derivative(kernel, of_logits, variables, *tensors)
         else:
             found = kernel(*tensors)
-        return found[0], None if tensors[2] is None else found[1], *(None,) * 13
+        return found[0], None if tensors[2] is None else found[1], *(None,) * 14
 
 
 def losses_of(
@@ -217,17 +183,13 @@ def losses_of(
 ) -> Tensor:
     """Return the losses, `[B]`, with what a gradient needs only where one may follow.
 
-    Args:
-        inputs: logits, those of durations or None, targets and lengths.
-        nodes: the options of the op, in its order.
-        of_gradient: the options of the gradient: clamp, FastEmit's factor, and whether it is
-            written over the logits.
-        backend: the name of the backend.
+    The arguments are the fields of `NodeInputs` and `NodeOptions`, and the options of the gradient:
+    clamp, FastEmit's factor, and whether it is written over the logits.
     """
     logits: Sequence[Tensor | None] = inputs[:2]
     found: Sequence[Tensor]
     if (torch.is_grad_enabled() and any(map(requires_grad, logits))) or not plain_eager():
-        found = apply(LossFunction, *inputs, *nodes, *of_gradient, backend)
+        found = apply(LossFunction, *inputs, *nodes, True, backend, *of_gradient)
     else:
         refuse_forward_mode(*logits)
         found = forward(*inputs, *nodes, False, backend)
@@ -244,22 +206,18 @@ TENSORS, INPUTS = 6, 9
 def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
     """Return the losses `[B]` by way of all logits, differentiable any number of times.
 
-    Args:
-        tensors: encoder, predictor, and matrix and bias of each head.
-        rest: targets, lengths and the options of the nodes, as the op takes them, and the backend.
+    The tensors are encoder, predictor, and matrix and bias of each head. The rest are targets,
+    lengths and options as the op takes them, and the backend.
     """
-    encoder, predictor, *heads = tensors
-    targets, logit_lengths, target_lengths, activation, *options, backend = rest
-    T, U1 = encoder.shape[1], predictor.shape[1]
-    mask = node_mask(logit_lengths, target_lengths, 0, T, U1)
-    hidden = joint_hidden(encoder, predictor, activation, mask)
-    logits, duration_logits = (
-        None if weight is None else torch.nn.functional.linear(hidden, weight, bias)
-        for weight, bias in zip(heads[::2], heads[1::2], strict=True)
-    )
-    *nodes, fastemit_lambda = options
-    inputs = (logits, duration_logits, targets, logit_lengths, target_lengths)
-    losses: Tensor = LossFunction.apply(*inputs, *nodes, 0.0, fastemit_lambda, False, backend)[0]
+    *sequences, activation = rest[:4]
+    *nodes, fastemit_lambda, backend = rest[4:]
+    inputs = JointInputs(*tensors, *sequences)
+    encoder, predictor = inputs[:2]
+    lengths = (inputs.logit_lengths, inputs.target_lengths)
+    mask = node_mask(*lengths, 0, encoder.shape[1], predictor.shape[1])
+    logits = chunk_logits(inputs, joint_hidden(encoder, predictor, activation, mask))
+    args = (*logits, *sequences, *nodes, True, backend, 0.0, fastemit_lambda, False)
+    losses: Tensor = LossFunction.apply(*args)[0]
     return losses
 
 

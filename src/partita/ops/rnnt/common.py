@@ -109,11 +109,8 @@ def node_mask(steps: Tensor, labels: Tensor, first: int, T: int, U1: int) -> Ten
 def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
     """Reduce the losses of the sequences, `[B]`.
 
-    Args:
-        losses: `[B]`.
-        target_lengths: `[B]`.
-        reduction: `none`, `sum`, `mean_batch` (the mean), `mean_length` (the mean of loss / target
-            length) or `mean_volume` (the sum of the losses over that of the target lengths).
+    `mean_batch` is the mean, `mean_length` the mean of loss / target length, and `mean_volume` the
+    sum of the losses over the sum of the target lengths.
     """
     if reduction == "none":
         return losses
@@ -152,10 +149,8 @@ def loss_factors(ones: Tensor, target_lengths: Tensor, reduction: str) -> Tensor
 def chunk_ranges(B: int, T: int, chunk: int) -> list[tuple[slice, slice]]:
     """Return the sequences and the steps of each chunk of a joint.
 
-    Args:
-        B, T: the sequences, and the steps of each.
-        chunk: the steps of all sequences that a chunk may have. With at least T of them, a chunk
-            has whole sequences, otherwise steps of a single one.
+    A chunk may have `chunk` steps of all sequences. With at least T of them, it has whole
+    sequences, otherwise steps of a single one.
     """
     if not B or not T:
         return [(slice(0, B), slice(0, T))]

@@ -69,15 +69,9 @@ def _loss(
 ) -> Tensor:
     """Check the arguments, and return the reduced loss by the path that suits the call.
 
-    Args:
-        named: encoder, predictor, and matrix and bias of each head, by the names of the arguments.
-        sequences: targets and lengths.
-        activation: the name of the function between the sum and the matrices.
-        blank: the name and the value of the argument.
-        durations: those of a TDT, or None.
-        numbers: whether blanks are apart, sigma, the delay penalty and the factor of FastEmit.
-        reduction: that of the loss.
-        memory_budget: bytes of workspace, or None.
+    `named` has encoder, predictor, and matrix and bias of each head by the names of the arguments,
+    and `blank` the name and the value of one. The numbers are `hat`, sigma, the delay penalty and
+    the factor of FastEmit.
     """
     checks.choice("reduction", reduction, REDUCTIONS)
     checks.choice("activation", activation, ACTIVATIONS)
@@ -104,9 +98,9 @@ def _loss(
     wanted = [torch.is_grad_enabled() and requires_grad(x) for x in tensors]
     is_reduced = reduction != "none" and encoder.dtype != torch.float16
     sizes = (B, T, U1 - 1, D, V, encoder.dtype, len(chosen))
-    cut = joint_chunks(*sizes, memory_budget, any(wanted), is_reduced)
+    chunk, keeps_logits, _ = joint_chunks(*sizes, memory_budget, any(wanted), is_reduced)
     inside, after = (reduction, "none") if is_reduced and any(wanted) else ("none", reduction)
-    chunks = (cut.steps, cut.keeps_logits, wanted)
+    chunks = (chunk, keeps_logits, wanted)
     losses = apply(LinearLoss, *tensors, *sequences, *options, *chunks, inside, backend)[0]
     return reduce_losses(losses, sequences[2], after)
 

@@ -105,28 +105,15 @@ def linear_rnnt_plan(
     rows = batch * steps * (labels + 1)
     product = 2 * rows * hidden * (vocabulary + durations)
     inputs = (batch, steps, labels, hidden, vocabulary, dtype)
-    cut = joint_chunks(*inputs, durations, memory_budget, gradient, reduced)
-    if cut.keeps_logits:
+    options = (durations, memory_budget, gradient, reduced)
+    chunk, keeps_logits, workspace_bytes = joint_chunks(*inputs, *options)
+    if keeps_logits:
         name, products, reason = "fast", 3, ALL_AT_ONCE
     elif not gradient:
         name, products, reason = "loss", 1, ONE_PRODUCT
     else:
         name, (reason, products) = "lean", (TOO_SMALL, 4) if reduced else (UNREDUCED, 5)
-    return RNNTPlan(name, cut.steps, cut.workspace_bytes, products * product, reason)
-
-
-class JointChunks(NamedTuple):
-    """The chunks of the joint, which a compiler has as expressions in sizes that it does not know.
-
-    Fields:
-        steps: the steps, of all sequences, whose joint is in memory at a time.
-        keeps_logits: 1 if all logits stay in memory between the scan and the gradient, else 0.
-        workspace_bytes: as in `RNNTPlan`.
-    """
-
-    steps: int
-    keeps_logits: int
-    workspace_bytes: int
+    return RNNTPlan(name, chunk, workspace_bytes, products * product, reason)
 
 
 def joint_chunks(
@@ -140,8 +127,11 @@ def joint_chunks(
     memory_budget: int | None,
     gradient: bool,
     reduced: bool,
-) -> JointChunks:
-    """Return how the joint is cut; the arguments are those of `linear_rnnt_plan`."""
+) -> tuple[int, int, int]:
+    """Return the chunk, whether all logits stay in memory, 1 or 0, and the bytes of the workspace.
+
+    The arguments are those of `linear_rnnt_plan`, and a compiler may not know the sizes.
+    """
     itemsize, positions, rows = dtype.itemsize, labels + 1, batch * steps * (labels + 1)
     columns = padded_width(vocabulary) + (padded_width(durations) if durations else 0)
     step_logits = positions * columns * itemsize
@@ -170,4 +160,4 @@ def joint_chunks(
     step_bytes = step_hidden + (1 - keeps_logits) * step_logits
     room = (budget - fixed) // larger(step_bytes, 1)
     chunk = smaller(smaller(larger(room, 1), limit), total_steps)
-    return JointChunks(chunk, keeps_logits, fixed + chunk * step_bytes)
+    return chunk, keeps_logits, fixed + chunk * step_bytes

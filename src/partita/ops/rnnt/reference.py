@@ -114,24 +114,6 @@ def score_arcs(inputs: NodeInputs, options: NodeOptions) -> tuple[Tensor, Tensor
     return (tokens[:, None] - sigma + log_durations).flatten(0, 1), lse, x.logsumexp(-1)
 
 
-def within_lattice(scores: Tensor, arcs: Sequence[Arc], lengths: SequenceLengths) -> Tensor:
-    """Return the scores of the arcs, `[A, B, T, U1]`, which are -inf for arcs that leave it.
-
-    An arc leads to a node, or as a blank from the last label to the end of the path.
-    """
-    T, U1 = scores.shape[2:]
-    inside = node_mask(lengths.steps, lengths.labels, 0, T, U1)
-    t = torch.arange(T, device=scores.device)[:, None]
-    u = torch.arange(U1, device=scores.device)
-    steps, labels = lengths.steps[:, None, None], lengths.labels[:, None, None]
-    masks = []
-    for arc in arcs:
-        to_node = (t + arc.steps < steps) & (u + arc.labels <= labels)
-        to_end = (t + arc.steps == steps) & (u == labels)
-        masks.append(inside & (to_node if arc.labels else to_node | to_end))
-    return torch.where(torch.stack(masks), scores, -torch.inf)
-
-
 def skewed(x: Tensor) -> Tensor:
     """Return `[..., R, U1]` by anti-diagonals, `[..., R + U1 - 1, U1]`, filled with -inf."""
     R, U1 = x.shape[-2:]
@@ -274,17 +256,30 @@ def best_paths(
 def usable_arcs(
     scores: Tensor, lengths: SequenceLengths, durations: Sequence[int], delay_penalty: float
 ) -> tuple[Tensor, tuple[Arc, ...], list[int]]:
-    """Return the scores within the lattice, without the blanks of duration 0, which do not exist.
+    """Return the scores of the arcs, `[A, B, T, U1]`, -inf where they leave the lattice.
 
-    With them come the arcs, and their indices in `scores`. The delay penalty is added to labels.
+    An arc leads to a node, or as a blank from the last label to the end of the path. Blanks of
+    duration 0 do not exist and are left out: with the scores come the arcs that are not, and their
+    indices in `scores`. The delay penalty is added to labels.
     """
-    arcs, t = arcs_of(durations), torch.arange(scores.shape[2], device=scores.device)
-    lead_time = (lengths.steps[:, None] - 1).double() / 2 - t
-    extra = (delay_penalty * lead_time)[..., None]
-    chosen = [i for i, arc in enumerate(arcs) if arc.steps + arc.labels > 0]
-    used = tuple(arcs[i] for i in chosen)
-    added = [scores[i] + extra if arcs[i].labels else scores[i] for i in chosen]
-    return within_lattice(torch.stack(added), used, lengths), used, chosen
+    T, U1 = scores.shape[2:]
+    steps, labels = lengths.steps[:, None, None], lengths.labels[:, None, None]
+    inside = node_mask(lengths.steps, lengths.labels, 0, T, U1)
+    t = torch.arange(T, device=scores.device)[:, None]
+    u = torch.arange(U1, device=scores.device)
+    extra = delay_penalty * ((steps - 1).double() / 2 - t)
+    found, arcs, indices = [], [], []
+    for i, arc in enumerate(arcs_of(durations)):
+        if arc.steps + arc.labels == 0:
+            continue
+        stays = (t + arc.steps < steps) & (u + arc.labels <= labels)
+        if not arc.labels:
+            stays = stays | ((t + arc.steps == steps) & (u == labels))
+        score = scores[i] + extra if arc.labels else scores[i]
+        found.append(torch.where(inside & stays, score, -torch.inf))
+        arcs.append(arc)
+        indices.append(i)
+    return torch.stack(found), tuple(arcs), indices
 
 
 def sum_paths(

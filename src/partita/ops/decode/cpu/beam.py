@@ -48,9 +48,7 @@ def run_search(
 ) -> Hypotheses:
     """Run `kernel(share, lengths, logits, found, *args)` for all sequences; return what it found.
 
-    Args:
-        kernel: a function that writes to `Hypotheses` of arrays.
-        work: the number of edges of a step.
+    The kernel writes to `Hypotheses` of arrays, and a step is as much work as `work` edges.
     """
     found, lengths = empty_hypotheses(logits, nbest), as_integers(input_lengths)
     arrays = Hypotheses._make(x.numpy() for x in found)

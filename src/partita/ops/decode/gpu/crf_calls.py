@@ -1,7 +1,7 @@
 """The bases of a path over k-mers, with the posterior of each.
 
 Qualities need two kinds of posteriors: of the last base after each step, and of the first k-mers.
-They are sums of posteriors of states where a kernel has stored these.
+They are sums of posteriors of edges, or of posteriors of states where a kernel has stored these.
 
 Another kernel goes through the steps of a sequence, writes a base for each move, and takes the mean
 over the steps of a base as a difference of sums over all steps up to its ends.
@@ -11,6 +11,37 @@ import triton
 import triton.language as tl
 
 from .greedy import load_length
+
+
+@triton.jit(do_not_specialize=["T", "N", "C", "A", "bases"])
+def ctc_crf_base_posteriors_kernel(
+    marginals,  # StridedEdges [T, N, C, A]
+    lengths_ptr,  # [N]
+    by_base_ptr,  # [T, N, bases] fp64
+    T,
+    N,
+    C,
+    A,
+    bases,
+    BLOCK_R: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Sum the posteriors of the edges into the states that end in each base, after one step."""
+    t, n = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
+    length, _ = load_length(lengths_ptr, n, T)
+    b, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
+    rows = tl.where(t < length, C // bases, 0)
+    marginals_ptr = marginals.ptr + t * marginals.t + n * marginals.n
+    total = tl.zeros([BLOCK_R, BLOCK_B], tl.float64)
+    for first in range(0, rows, BLOCK_R):
+        mask = ((first + r) < rows)[:, None] & (b < bases)[None, :]
+        c = ((first + r) * bases)[:, None] + b[None, :]
+        ptrs = marginals_ptr + c.to(tl.int64) * marginals.c
+        for _edge in range(A):
+            total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float64)
+            ptrs += marginals.k
+    row_ptr = by_base_ptr + (t * N + n) * bases
+    tl.store(row_ptr + b, tl.sum(total, axis=0), mask=b < bases)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -49,34 +80,49 @@ def ctc_crf_base_sums_kernel(
     tl.store(result_ptrs, by_base, mask=exists[:, None] & (b < BASES))
 
 
-@triton.jit(do_not_specialize=["T", "C"])
+@triton.jit(do_not_specialize=["T", "C", "bases"])
 def ctc_crf_first_posteriors_kernel(
-    posteriors_ptr,  # [N, C] fp32, of the states before the first step
+    marginals,  # StridedEdges [T, N, C, A], or of the states before the first step
     lengths_ptr,  # [N]
     first_ptr,  # [N, C] fp64
     T,
     C,
+    bases,
+    FROM_STATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Divide the posteriors of the k-mers before the first step of one sequence by their sum.
+    """Store the posterior of each k-mer before the first step of one sequence.
 
-    A sequence without steps may start in any k-mer.
+    A sequence without steps may start in any k-mer. Posteriors of states are divided by their sum.
     """
     n = tl.program_id(0).to(tl.int64)
     length, _ = load_length(lengths_ptr, n, T)
-    posteriors_ptr += n * C
+    marginals_ptr = marginals.ptr + n * marginals.n
+    first_ptr += n * C
     states = tl.where(length > 0, C, 0)  # those that are loaded
     total = tl.zeros([BLOCK], tl.float64)
-    for block in range(0, states, BLOCK):
-        c = block + tl.arange(0, BLOCK)
-        total += tl.load(posteriors_ptr + c, mask=c < C, other=0.0)
+    if FROM_STATES:
+        for block in range(0, states, BLOCK):
+            c = block + tl.arange(0, BLOCK)
+            total += tl.load(marginals_ptr + c.to(tl.int64) * marginals.c, mask=c < C, other=0.0)
     whole = tl.sum(total, axis=0)
     scale = 1.0 / tl.where(whole == 0.0, 1.0, whole)
     for block in range(0, C, BLOCK):
         c = block + tl.arange(0, BLOCK)
-        posterior = tl.load(posteriors_ptr + c, mask=c < states, other=0.0).to(tl.float64) * scale
+        mask = c < states
+        if FROM_STATES:
+            ptrs = marginals_ptr + c.to(tl.int64) * marginals.c
+            posterior = tl.load(ptrs, mask=mask, other=0.0).to(tl.float64) * scale
+        else:
+            stay_ptrs = marginals_ptr + c.to(tl.int64) * marginals.c
+            posterior = tl.load(stay_ptrs, mask=mask, other=0.0).to(tl.float64)
+            # The k-mer j x moves to the k-mers x e through their column 1 + j.
+            move_ptrs = marginals_ptr + (1 + c // (C // bases)).to(tl.int64) * marginals.k
+            for base in range(bases):
+                offset = (c * bases % C + base).to(tl.int64) * marginals.c
+                posterior += tl.load(move_ptrs + offset, mask=mask, other=0.0).to(tl.float64)
         posterior = tl.where(length > 0, posterior, 1.0 / tl.full([BLOCK], C, tl.float64))
-        tl.store(first_ptr + n * C + c, posterior, mask=c < C)
+        tl.store(first_ptr + c, posterior, mask=c < C)
 
 
 @triton.jit(do_not_specialize=["T", "N", "C", "bases", "state_len"])

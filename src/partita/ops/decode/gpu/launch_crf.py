@@ -18,13 +18,7 @@ from ...chain.gpu.launch_paths import (
 )
 from ...ctc_crf.common import zero_ends
 from ..basecalls import Basecalls, empty_basecalls
-from ..common import (
-    ChainFunctions,
-    ctc_crf_base_posteriors,
-    empty_path,
-    empty_posteriors,
-    path_and_posteriors,
-)
+from ..common import ChainFunctions, empty_path, empty_posteriors, path_and_posteriors
 from .crf_beam import (
     HASHES,
     INTEGERS,
@@ -34,6 +28,7 @@ from .crf_beam import (
     ctc_crf_beam_trace_kernel,
 )
 from .crf_calls import (
+    ctc_crf_base_posteriors_kernel,
     ctc_crf_base_sums_kernel,
     ctc_crf_calls_kernel,
     ctc_crf_first_posteriors_kernel,
@@ -43,6 +38,7 @@ from .plan import kmer_beam_options
 HASH_MASK = -1  # all bits of a hash are compared
 BLOCK_STAYS = 32  # steps of a stay that are written together
 BLOCK_STEPS, BLOCK_STATES = 1024, 256
+MAX_BLOCK_BASES = 1024  # posteriors of a step that are summed together
 SUMMED_ROWS, BLOCK_SUMS = 4, 256  # steps of a warp, and posteriors of each that are loaded together
 
 
@@ -179,14 +175,49 @@ def sum_state_posteriors(
         BLOCK_B=block_b,
         num_warps=1,
     )
+    states = StridedEdges(buffers.first, 0, buffers.first.shape[1], 1, 0)
+    launch_first(states, lengths, first, T, bases, True)
+
+
+def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the posteriors for qualities, given those of edges; see the reference."""
+    T, N, C, A = marginals.shape
+    by_base, first = empty_posteriors(marginals)
+    lengths, edges = lengths.contiguous(), StridedEdges(marginals, *marginals.stride())
+    block_b = next_power_of_2(A - 1)
+    launch(
+        ctc_crf_base_posteriors_kernel,
+        T * N,
+        marginals=edges,
+        lengths_ptr=lengths,
+        by_base_ptr=by_base,
+        T=T,
+        N=N,
+        C=C,
+        A=A,
+        bases=A - 1,
+        BLOCK_R=min(next_power_of_2(C // (A - 1)), max(MAX_BLOCK_BASES // block_b, 1)),
+        BLOCK_B=block_b,
+        num_warps=1,
+    )
+    launch_first(edges, lengths, first, T, A - 1, False)
+    return by_base, first
+
+
+def launch_first(
+    posteriors: StridedEdges, lengths: Tensor, first: Tensor, T: int, bases: int, are_states: bool
+) -> None:
+    """Fill in the posteriors of the first k-mers from those of states, or of the first edges."""
     launch(
         ctc_crf_first_posteriors_kernel,
-        N,
-        posteriors_ptr=buffers.first,
+        len(first),
+        marginals=posteriors,
         lengths_ptr=lengths,
         first_ptr=first,
         T=T,
         C=first.shape[1],
+        bases=bases,
+        FROM_STATES=are_states,
         BLOCK=BLOCK_STATES,
         num_warps=4,
     )

@@ -84,23 +84,25 @@ def _arrays_of(lengths: SequenceLengths) -> Any:
     return SequenceLengths(steps, labels, lengths.invalid.numpy())  # type: ignore[arg-type]
 
 
-def _write_gradient(
+def _gradient(
     grad: Tensor,
     logits: Tensor,
     lse: Tensor,
     posteriors: Tensor,
     targets: Any,
     blank: int,
-    result: Tensor,
+    inplace: bool,
     *options: Any,
-) -> None:
-    """Run the kernel for all steps; the result may be the logits."""
+) -> Tensor:
+    """Return the gradient in the logits of tokens or durations, or with `inplace` over these."""
     B, T, U1, V = logits.shape
+    result = logits if inplace else empty_batch(logits.shape, logits.dtype)
     if logits.numel():
         arrays = (as_array(grad), posteriors.contiguous().numpy(), targets)
         norms = lse.contiguous().numpy() if lse.numel() else np.empty((0, 0, 0))
         inputs = (Upstream(*arrays, blank, V), as_steps(logits), norms, *options)
         run_over_sequences(write_gradient, np.full(B * T, U1), V, *inputs, as_steps(result))
+    return result
 
 
 def rnnt_gradient(
@@ -118,18 +120,13 @@ def rnnt_gradient(
     """Return the gradients in logits and durations, or with `inplace` write them over these."""
     logits, duration_logits, targets, _, _ = inputs
     blank, _, fused, hat, _, _ = options
-    labels, result, found = as_integers(targets), logits, logits.new_empty(0)
-    if not inplace:
-        result = empty_batch(logits.shape, logits.dtype)
-    nodes = (grad, logits, lse, posteriors, labels, blank, result)
-    _write_gradient(*nodes, fused, hat, clamp, 1.0 + fastemit_lambda, False)
-    if duration_logits is not None:
-        found = duration_logits
-        if not inplace:
-            found = empty_batch(found.shape, found.dtype)
-        nodes = (grad, duration_logits, duration_lse, posteriors, labels, blank, found)
-        _write_gradient(*nodes, True, False, 0.0, 1.0, True)
-    return result, found
+    rest = (posteriors, as_integers(targets), blank, inplace)
+    factors = (clamp, 1.0 + fastemit_lambda)
+    result = _gradient(grad, logits, lse, *rest, fused, hat, *factors, False)
+    if duration_logits is None:
+        return result, result.new_empty(0)
+    numbers = (True, False, 0.0, 1.0, True)
+    return result, _gradient(grad, duration_logits, duration_lse, *rest, *numbers)
 
 
 def rnnt_gradient_(*args: Any) -> None:

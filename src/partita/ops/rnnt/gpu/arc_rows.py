@@ -12,7 +12,7 @@ of the previous chunk, through words in memory, one for each step. A word of 0 m
 is not written yet. Programs take their chunks from a counter in the order in which they start, so
 the neighbor that a chunk waits for always started before it.
 
-Here are the parts that the sums over paths (`scan.py`) and the best paths (`scan_best.py`) share.
+Here are the parts that the two scans of `scan.py` share, of sums over paths and of the best path.
 """
 
 from __future__ import annotations

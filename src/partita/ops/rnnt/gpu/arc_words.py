@@ -109,23 +109,35 @@ def add_exponent(x, exponent):
 
 
 @triton.jit
-def duration_probabilities(durations, logits, node, mask, DTYPE: tl.constexpr):
-    """Return the softmax of each row of durations' logits, `[N, K]`, and store log-sum-exps.
+def exp_parts(x):
+    """Return e**x for x <= 0 as a factor and an exponent of 2, and as a term of a sum.
+
+    A term is an integer: sums are the same in any order, so all kernels have the same bits. NaN is
+    so negative that a sum with it is.
+    """
+    factor, exponent = exp2_parts(x * LOG2E)
+    term = add_exponent(factor, tl.maximum(exponent, -1000) + TERM_BITS)
+    return factor, exponent, tl.where(factor == factor, term, NAN_TERM).to(tl.int64)
+
+
+@triton.jit
+def sum_of_terms(total):
+    """Return the sum of terms of `exp_parts` in fp64."""
+    return tl.where(total < 0, float("nan"), total.to(tl.float64) * TERM_UNIT)
+
+
+@triton.jit
+def probability_block(logits, DTYPE: tl.constexpr):
+    """Return the softmax of each row, `[N, K]`, and the log-sum-exps, `[N]`.
 
     A probability is a factor and an exponent of 2. The factors of a row are NaN if a logit is, or
-    all are -inf. The terms of a sum are integers: sums are the same in any order, so all kernels
-    have the same bits. The term of NaN is so negative that the sum with it is.
+    all are -inf.
     """
     values = logits.to(tl.float64)
     maximum = finite_shift(tl.max(values, axis=1))
-    factor, exponent = exp2_parts((values - maximum[:, None]) * LOG2E)
-    term = add_exponent(factor, tl.maximum(exponent, -1000) + TERM_BITS)
-    total = tl.sum(tl.where(factor == factor, term, NAN_TERM).to(tl.int64), axis=1)
-    total = tl.where(total < 0, float("nan"), total.to(tl.float64) * TERM_UNIT)
-    if durations.lse_ptr is not None:
-        lse = maximum + log_sum(total, DTYPE)
-        tl.store(durations.lse_ptr + node, lse.to(durations.lse_ptr.dtype.element_ty), mask=mask)
-    return factor * (1.0 / total)[:, None], exponent
+    factor, exponent, term = exp_parts(values - maximum[:, None])
+    total = sum_of_terms(tl.sum(term, axis=1))
+    return factor * (1.0 / total)[:, None], exponent, maximum + log_sum(total, DTYPE)
 
 
 @triton.jit

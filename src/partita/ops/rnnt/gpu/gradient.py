@@ -88,9 +88,9 @@ def finish(grad, node, CLIP: tl.constexpr):
 
 
 @triton.jit
-def store_piece(ptr, row, column, value, VEC: tl.constexpr):
+def store_piece(ptr, row, column, value, TILE: tl.constexpr):
     """Store a block of columns of a row's aligned part at `ptr`."""
-    mask = column // VEC * VEC < row.columns
+    mask = column // TILE.vector * TILE.vector < row.columns
     ptr += column_offset(column, row.stride_v)
     tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
 
@@ -105,10 +105,7 @@ def store_gradient(
     FUSED: tl.constexpr,
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
     DTYPE: tl.constexpr,
 ):
     """Write the gradient of a row of logits, `values`, to the row `results`."""
@@ -116,8 +113,8 @@ def store_gradient(
     # The columns around the aligned part, and in lanes 16 and 17 those of blank and label.
     lane = tl.arange(0, 32)
     column, mask = lane * 0 - 1, lane < 0
-    if EDGES:
-        column, mask = edge_columns(values.head, values.columns, V, VEC, 32)
+    if TILE.edges:
+        column, mask = edge_columns(values.head, values.columns, V, TILE.vector, 32)
     column = tl.where(lane == 16, blank, tl.where(lane == 17, node.label_index, column))
     is_class = (column >= 0) & (column < V)
     mask = tl.where((lane == 16) | (lane == 17), is_class, mask)
@@ -136,22 +133,24 @@ def store_gradient(
         special = -loss
     # The gradient may replace the logits, so all lanes must have read theirs.
     tl.debug_barrier()
-    body_ptr = aligned_ptr(values, VEC, EDGES)
-    d_body_ptr = aligned_ptr(results, VEC, EDGES)
+    body_ptr = aligned_ptr(values, TILE)
+    d_body_ptr = aligned_ptr(results, TILE)
+    BLOCK_V: tl.constexpr = TILE.block
+    PIECES: tl.constexpr = TILE.pieces
     piece = tl.arange(0, BLOCK_V)
     for first in range(0, values.columns, PIECES * BLOCK_V):
         pieces = ()
         for i in tl.static_range(PIECES):
             x = tl.zeros([BLOCK_V], DTYPE)
             if FUSED:
-                x = load_piece(body_ptr, values, first + i * BLOCK_V + piece, VEC, DTYPE)
+                x = load_piece(body_ptr, values, first + i * BLOCK_V + piece, TILE, DTYPE)
             pieces = pieces + (x,)
         for i in tl.static_range(PIECES):
             d = tl.zeros([BLOCK_V], DTYPE) + tl.where(node.factor == node.factor, 0.0, node.factor)
             if FUSED:
                 e = row_exp(pieces[i], node.lse, dtype)
                 d = finish(node.factor * e, node, CLIP)
-            store_piece(d_body_ptr, results, first + i * BLOCK_V + piece, d, VEC)
+            store_piece(d_body_ptr, results, first + i * BLOCK_V + piece, d, TILE)
     # The columns of blank and label replace what the lanes have just stored.
     tl.debug_barrier()
     special = finish(special, node, CLIP).to(dtype)
@@ -160,16 +159,17 @@ def store_gradient(
 
 
 @triton.jit
-def store_zeros(row, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.constexpr):
+def store_zeros(row, V, TILE: tl.constexpr):
     """Write zeros to a row."""
-    if EDGES:
-        column, mask = edge_columns(row.head, row.columns, V, VEC, 32)
+    BLOCK_V: tl.constexpr = TILE.block
+    if TILE.edges:
+        column, mask = edge_columns(row.head, row.columns, V, TILE.vector, 32)
         zero = tl.zeros([32], row.ptr.dtype.element_ty)
         tl.store(row.ptr + row.start + column_offset(column, row.stride_v), zero, mask=mask)
-    body_ptr = aligned_ptr(row, VEC, EDGES)
+    body_ptr = aligned_ptr(row, TILE)
     for first in range(0, row.columns, BLOCK_V):
         piece = first + tl.arange(0, BLOCK_V)
-        store_piece(body_ptr, row, piece, tl.zeros([BLOCK_V], tl.float32), VEC)
+        store_piece(body_ptr, row, piece, tl.zeros([BLOCK_V], tl.float32), TILE)
 
 
 class Upstream(NamedTuple):
@@ -245,10 +245,7 @@ def rnnt_gradient_kernel(
     K: tl.constexpr,  # durations
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
 ):
     """Write the gradient of the rows of some nodes; rows whose gradient is 0 are not read.
 
@@ -286,14 +283,14 @@ def rnnt_gradient_kernel(
                 factor *= correction
             gradient = NodeGradient(factor, of_blank, of_label, label_index, lse, scale, limit)
             start = origin + u * stride_u
-            values = locate_row(logits.ptr, start, logits.stride_v, V, VEC, EDGES)
+            values = locate_row(logits.ptr, start, logits.stride_v, V, TILE)
             start = d_origin + u * dlogits.u
-            results = locate_row(dlogits.ptr, start, dlogits.v, V, VEC, EDGES)
+            results = locate_row(dlogits.ptr, start, dlogits.v, V, TILE)
             if active & (scale != 0.0):
                 row = (values, results, gradient, blank, V)
-                store_gradient(*row, FUSED, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V, DTYPE)
+                store_gradient(*row, FUSED, HAT, CLIP, TILE, DTYPE)
             else:
-                store_zeros(results, V, VEC, EDGES, BLOCK_V)
+                store_zeros(results, V, TILE)
     else:
         program = tl.program_id(0) - programs
         store_duration_gradients(program, grad, durations, T, B, U1, K)

@@ -1,7 +1,7 @@
 """Transducers on a GPU: a call, its memory and its launches; loss, gradient and best path.
 
-The loss reads the logits once for each node's log-sum-exp and scores (`nodes.py`), makes arcs of
-these (`arcs.py`), scans α and β at the same time (`scan.py`), and turns them into posteriors
+The loss reads the logits once for each node's log-sum-exp and scores, and makes arcs of these
+(`nodes.py`), scans α and β at the same time (`scan.py`), and turns them into posteriors
 (`posterior.py`). For few sequences the scan runs while the logits are read (`overlap.py`). The
 gradient reads and writes the logits once more (`gradient.py`).
 """
@@ -19,10 +19,9 @@ from ....runtime.launch import cdiv, launch, tl_acc_dtype, zeroed_words
 from ...ctc.gpu.lanes import launch_lanes
 from ..common import NodeInputs, NodeOptions
 from .arc_rows import Scan
-from .arcs import rnnt_arcs_kernel
 from .gradient import DURATION_NODES, StridedLogits, Upstream, rnnt_gradient_kernel
 from .lattice import Durations, Lengths, Targets
-from .nodes import rnnt_nodes_kernel
+from .nodes import rnnt_arcs_kernel, rnnt_nodes_kernel
 from .overlap import rnnt_overlap_kernel
 from .plan import (
     CHUNK,
@@ -40,8 +39,7 @@ from .plan import (
 )
 from .posterior import rnnt_posterior_kernel
 from .rows import Logits
-from .scan import SCAN
-from .scan_best import BEST_SCAN, rnnt_backtrace_kernel
+from .scan import BEST_SCAN, SCAN, rnnt_backtrace_kernel
 
 BLOCK_NODES = 128  # nodes of a program
 
@@ -114,7 +112,7 @@ class LatticeCall(NamedTuple):
         return torch.empty(shape, dtype=LSE_DTYPE, device=self.device)
 
     def empty_arcs(self) -> Tensor:
-        """Return memory for the arcs, `[kinds * nodes]` after a margin; see `arcs.py`."""
+        """Return memory for the arcs, `[kinds * nodes]` after a margin; see `nodes.py`."""
         size = MARGIN + self.kinds.number * self.plan.nodes
         return torch.empty(size, dtype=torch.float64, device=self.device)[MARGIN:]
 
@@ -149,17 +147,6 @@ def tile_of(*tensors: Tensor) -> RowTile:
     return row_tile(V, itemsize, bits & -bits, has_edges)
 
 
-def tile_options(tile: RowTile) -> dict[str, Any]:
-    """Return the launch options of a kernel that reads rows."""
-    return {
-        "VEC": tile.vector,
-        "EDGES": tile.edges,
-        "PIECES": tile.pieces,
-        "BLOCK_V": tile.block,
-        "num_warps": 1,
-    }
-
-
 def node_strides(logits: Tensor, T: int) -> dict[str, int]:
     """Return the strides of a batch, or of some steps `[1, steps, U1, V]` of it, by name.
 
@@ -174,15 +161,10 @@ def node_strides(logits: Tensor, T: int) -> dict[str, int]:
 def launch_nodes(
     call: LatticeCall, logits: Tensor, lse: Tensor, arcs: Tensor, first_step: int, steps: int
 ) -> None:
-    """Compute the log-sum-exps, and the scores of blank and label, of `steps` steps.
+    """Compute the log-sum-exps, and the scores of blank and label, of steps of all sequences.
 
-    Args:
-        call: the batch.
-        logits: `[B, T, U1, V]`, or those of these steps as `[1, steps, U1, V]`.
-        lse: `[B, T, U1]`, or an empty tensor if no gradient needs them.
-        arcs: memory for the arcs, whose first kinds of blanks and of labels get the scores.
-        first_step: the first step, counted over all sequences.
-        steps: the number of steps.
+    The logits are `[B, T, U1, V]`, or those of these steps, `[1, steps, U1, V]`. The scores become
+    the first kinds of blanks and of labels among the arcs.
     """
     launch(
         rnnt_nodes_kernel,
@@ -202,7 +184,8 @@ def launch_nodes(
         FUSED=call.options.fused,
         HAT=call.options.hat,
         DTYPE=tl_acc_dtype(logits.dtype),
-        **tile_options(tile_of(logits)),
+        TILE=tile_of(logits),
+        num_warps=1,
     )
 
 
@@ -213,8 +196,7 @@ def launch_arcs(
 
     Without `flags`, the arcs are scores in fp64. Otherwise they are words, and sequences in which
     one is NaN are flagged. Where `arcs` are int64, there are no scores, and the words are prepared
-    for a scan that awaits them. The log-sum-exps are empty if no gradient or no duration needs
-    them.
+    for a scan that awaits them.
     """
     lse = call.empty_lse() if duration_logits is not None else arcs.new_empty(0)
     launch(
@@ -304,17 +286,15 @@ def scan_beside_rows(
         DIRECTIONS=call.directions,
         HAT=call.options.hat,
         maxnreg=overlap_registers(tile, call.options.hat, call.kinds),
-        **tile_options(tile),
+        TILE=tile,
+        num_warps=1,
     )
     nll, posteriors = launch_posteriors(call, scan)
     return nll, duration_lse, posteriors
 
 
 def launch_posteriors(call: LatticeCall, scan: Scan) -> tuple[Tensor, Tensor]:
-    """Return the losses, and the posteriors or an empty tensor if no gradient follows.
-
-    These are those of blanks, of labels and of each duration, `[2 + K, B, T, U1]`.
-    """
+    """Return the losses, and the posteriors, `[2 + K, B, T, U1]`, empty if no gradient follows."""
     dtype, K = acc_dtype(call.dtype), len(call.options.durations)
     shape = (2 + K, call.B, call.T, call.U1) if call.need_posteriors else (0,)
     nll = torch.empty(call.B, dtype=dtype, device=call.device)
@@ -383,7 +363,8 @@ def launch_gradient(
         K=kinds - 2,
         HAT=options.hat,
         CLIP=clamp > 0,
-        **tile_options(tile_of(logits, dlogits)),
+        TILE=tile_of(logits, dlogits),
+        num_warps=1,
     )
 
 

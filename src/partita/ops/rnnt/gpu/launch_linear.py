@@ -107,14 +107,9 @@ def compute_chunks(
     logits: Tensor,
     are_kept: bool,
 ) -> Iterator[Chunk]:
-    """Compute the hidden states of one chunk after another, and the logits if none are kept.
+    """Compute the hidden states of one chunk after another, and the logits unless they are kept.
 
-    Args:
-        call: the joint network.
-        ranges: the sequences and the steps of each chunk.
-        hidden: memory for the hidden states of the greatest chunk.
-        logits: memory for the logits of the greatest chunk, or of all chunks.
-        are_kept: whether it has the logits of all chunks.
+    There is memory for the hidden states of the greatest chunk, and for its logits or all logits.
     """
     (_, B, T, U1, V, *_), D = call.lattice, call.encoder.shape[2]
     for sequences, steps in ranges:

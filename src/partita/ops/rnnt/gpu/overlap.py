@@ -2,11 +2,11 @@
 
 The time of a scan depends on the length of the lattice, not on the work, and one or few sequences
 leave the GPU idle meanwhile. So some programs of this kernel scan, and the others compute arcs for
-them as `nodes.py` and `arcs.py` do. A program that computes arcs waits for none, so all of them
+them as `nodes.py` does. A program that computes arcs waits for none, so all of them
 end, and the scans with them: `plan.overlaps` allows so few that all scans run at the same time.
 
 An arc is a message by itself: one 64-bit word, which is 0 before it is written. Arcs that leave the
-lattice have no program. `arcs.rnnt_arcs_kernel` has written words of the probability 0 for them,
+lattice have no program. `nodes.rnnt_arcs_kernel` has written words of the probability 0 for them,
 and 0 for the others. No other order of memory accesses matters, so the programs need no fence and
 no counter.
 
@@ -24,10 +24,9 @@ import triton.language as tl
 from ....primitives.gpu.math import UNFUSED
 from ....primitives.gpu.memory import prefetch_line
 from .arc_rows import HAS_NAN, num_kinds
-from .arc_words import arc_word, duration_probabilities, exp2_parts
-from .arcs import arcs_exist
+from .arc_words import arc_word, exp2_parts, probability_block
 from .lattice import SIZES, lattice_sizes, load_sequence, node_offset
-from .nodes import NodeSource, score_arcs
+from .nodes import NodeSource, score_arcs, stays
 from .rows import ROWS, NodeRows, column_offset
 from .scan import scan_program
 
@@ -63,10 +62,7 @@ def store_arc_words(
     V,
     CODE: tl.constexpr,
     HAT: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
 ):
     """Write the words of all arcs of some nodes, which are computed side by side, one in each lane.
 
@@ -93,24 +89,27 @@ def store_arc_words(
                 row, column = node.first_u + line // lines, line % lines * PER_LINE
                 offset = source.origin + row.to(tl.int64) * source.stride_u
                 prefetch_line(logits_ptr + (offset + column_offset(column, stride_v)))
-    blank_score, label_score = score_arcs(
-        source, node, sequence, V, True, HAT, VEC, EDGES, PIECES, BLOCK_V, tl.float32
-    )
-    duration = tl.full([ROWS, WIDTH], 1.0, tl.float64), tl.zeros([ROWS, WIDTH], tl.int32)
+    blank_score, label_score = score_arcs(source, node, sequence, V, True, HAT, TILE, tl.float32)
+    factor, exponent = tl.full([ROWS, WIDTH], 1.0, tl.float64), tl.zeros([ROWS, WIDTH], tl.int32)
     if durations.ptr is not None:
-        indices = node.index + tl.arange(0, ROWS)
-        duration = duration_probabilities(durations, values, indices, mask, tl.float32)
+        factor, exponent, lse = probability_block(values, tl.float32)
+        if durations.lse_ptr is not None:
+            lse_ptr = durations.lse_ptr + node.index + tl.arange(0, ROWS)
+            tl.store(lse_ptr, lse.to(lse_ptr.dtype.element_ty), mask=mask)
     ptr = scan.arcs + (k.to(tl.int64) * sizes.nodes + node_offset(b, t, u, sizes)[:, None])
-    has_nan = is_kind & (k < 0)
-    for LABEL in tl.static_range(2):
-        factor, exponent = exp2_parts(label_score if LABEL else blank_score)
-        token = (factor[:, None], exponent[:, None])
-        valid = is_kind & arcs_exist(t + u * 0, u, k, sequence, CODE, LABEL)
-        arc, is_nan = arc_word(token, duration, valid, False)
-        tl.store(ptr + LABEL * K * sizes.nodes, arc, mask=valid)
+    u, has_nan = u[:, None], is_kind & (k < 0)
+    for label in tl.static_range(2):
+        d = tl.zeros([1, WIDTH], tl.int32)
+        for i in tl.static_range(K):
+            d = tl.where(k == i, (CODE >> (8 * (i + label * K))) & 127, d)
+        token = exp2_parts(label_score if label else blank_score)
+        token = (token[0][:, None], token[1][:, None])
+        valid = is_kind & stays(t, u, d, sequence, label) & (d + label > 0)
+        arc, is_nan = arc_word(token, (factor, exponent), valid, False)
+        tl.store(ptr + label * K * sizes.nodes, arc, mask=valid)
         has_nan = has_nan | is_nan
     # The scan, which runs beside this, may have set the other flag.
-    lanes = u[:, None] * 0 + k * 0
+    lanes = u * 0 + k * 0
     tl.atomic_or(scan.flags + b + lanes, lanes + HAS_NAN, mask=has_nan, sem="relaxed")
 
 
@@ -135,10 +134,7 @@ def rnnt_overlap_kernel(
     DIRECTIONS: tl.constexpr,  # 1 for α alone
     CODE: tl.constexpr,  # the kinds of arcs; see `arc_rows.py`
     HAT: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
 ):
     """Scan the chunks in some programs, and compute the arcs of some nodes in each of the others.
 
@@ -167,4 +163,4 @@ def rnnt_overlap_kernel(
             options = (targets.labels, target_stride, blank, sigma, delay_penalty)
             source = NodeSource(logits, origin, stride_u, *options)
             inputs = (source, node, sequence, sizes, scan, V)
-            store_arc_words(durations, *inputs, CODE, HAT, VEC, EDGES, PIECES, BLOCK_V)
+            store_arc_words(durations, *inputs, CODE, HAT, TILE)

@@ -119,14 +119,7 @@ def overlap_registers(tile: RowTile, hat: bool, kinds: ArcKinds) -> int:
 def overlaps(
     B: int, T: int, U1: int, V: int, itemsize: int, directions: int, kinds: ArcKinds
 ) -> bool:
-    """Return whether the scan runs beside the pass over the logits.
-
-    Args:
-        B, T, U1, V: the sizes of the logits.
-        itemsize: the bytes of a logit.
-        directions: 2 for α and β, 1 for α alone.
-        kinds: the kinds of arcs.
-    """
+    """Return whether the scan in 1 or 2 directions runs beside the pass over the logits."""
     # With many kinds of arcs, 64 scans beside the pass take longer than one kernel after the other.
     max_scans = MAX_OVERLAP_SCANS if kinds.number == 2 else MAX_OVERLAP_SCANS // 2
     return (
@@ -144,13 +137,9 @@ def overlaps(
 def row_tile(V: int, itemsize: int, alignment: int, has_edges: bool) -> RowTile:
     """Return how a kernel reads rows of V values.
 
-    Args:
-        V: the number of values.
-        itemsize: the bytes of a value.
-        alignment: the greatest power of two, up to 16, that divides the byte offsets of all rows
-            and the address of the first.
-        has_edges: whether aligned parts of rows may be read, for which columns are adjacent, the
-            first row starts on 16 bytes, and all tensors have the same strides.
+    The alignment is the greatest power of two, up to 16, that divides the byte offsets of all rows
+    and the address of the first. With `has_edges`, aligned parts of rows may be read: columns are
+    adjacent, the first row starts on 16 bytes, and all tensors have the same strides.
     """
     vector = max(1, min(alignment // itemsize, 16 // itemsize))
     while V % vector:

@@ -87,22 +87,22 @@ def step_offset(node, first_step, stride_b, stride_t):
 
 
 @triton.jit
-def locate_row(ptr, start, stride_v, V, VEC: tl.constexpr, EDGES: tl.constexpr):
-    """Return the row at an offset; all of it is aligned without EDGES."""
+def locate_row(ptr, start, stride_v, V, TILE: tl.constexpr):
+    """Return the row at an offset; all of it is aligned without edges."""
     head, columns = 0, V
-    if EDGES:
-        head, columns = row_span(start, V, VEC)
+    if TILE.edges:
+        head, columns = row_span(start, V, TILE.vector)
     return Row(ptr, start, stride_v, head, columns)
 
 
 @triton.jit
-def aligned_ptr(row, VEC: tl.constexpr, EDGES: tl.constexpr):
+def aligned_ptr(row, TILE: tl.constexpr):
     """Return the address of a row's aligned part."""
-    if EDGES:
-        return row.ptr + (row.start + VEC - 1) // VEC * VEC
+    if TILE.edges:
+        return row.ptr + (row.start + TILE.vector - 1) // TILE.vector * TILE.vector
     else:
         # Triton forgets `tl.multiple_of` of a scalar before it decides about the width of loads.
-        return row.ptr + row.start // VEC * VEC
+        return row.ptr + row.start // TILE.vector * TILE.vector
 
 
 @triton.jit
@@ -115,9 +115,9 @@ def column_offset(column, stride_v):
 
 
 @triton.jit
-def load_piece(ptr, row, column, VEC: tl.constexpr, DTYPE: tl.constexpr):
+def load_piece(ptr, row, column, TILE: tl.constexpr, DTYPE: tl.constexpr):
     """Load a block of columns of a row's aligned part at `ptr`, -inf outside of it."""
-    mask = column // VEC * VEC < row.columns
+    mask = column // TILE.vector * TILE.vector < row.columns
     ptr += column_offset(column, row.stride_v)
     return tl.load(ptr, mask=mask, other=-float("inf")).to(DTYPE)
 
@@ -159,10 +159,7 @@ def row_normalizer(
     V,
     excluded,
     HAT: tl.constexpr,
-    VEC: tl.constexpr,
-    EDGES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile
     DTYPE: tl.constexpr,
 ):
     """Return the maximum of a row, and the sum of 2**(factor x - shift) over it in fp64.
@@ -170,11 +167,14 @@ def row_normalizer(
     See `row_factor` for the factor. The shift is the product of factor and maximum.
     With HAT, the column `excluded` does not count. A lane adds up its columns in DTYPE.
     """
+    VEC: tl.constexpr = TILE.vector
+    BLOCK_V: tl.constexpr = TILE.block
+    PIECES: tl.constexpr = TILE.pieces
     lane = tl.arange(0, BLOCK_V)
-    body_ptr = aligned_ptr(row, VEC, EDGES)
+    body_ptr = aligned_ptr(row, TILE)
     shift, partial = tl.full([], 0.0, DTYPE), tl.zeros([BLOCK_V], DTYPE)
     maximum, edge = tl.full([], -float("inf"), DTYPE), tl.zeros([32], DTYPE)
-    if EDGES:
+    if TILE.edges:
         edge_column, edge_mask = edge_columns(row.head, row.columns, V, VEC, 32)
         edge = tl.load(row.ptr + row.start + edge_column, mask=edge_mask, other=-float("inf"))
         edge = edge.to(DTYPE)
@@ -184,7 +184,7 @@ def row_normalizer(
         pieces = ()
         for i in tl.static_range(PIECES):
             column = first + i * BLOCK_V + lane
-            x = load_piece(body_ptr, row, column, VEC, DTYPE)
+            x = load_piece(body_ptr, row, column, TILE, DTYPE)
             if HAT:
                 x = tl.where(row.head + column == excluded, -float("inf"), x)
             pieces = pieces + (x,)
@@ -193,7 +193,7 @@ def row_normalizer(
             greatest = tl.maximum(greatest, pieces[i])
         if VEC > 1:
             greatest = tl.max(tl.reshape(greatest, [BLOCK_V // VEC, VEC]), axis=1)
-        if EDGES:
+        if TILE.edges:
             greatest = tl.maximum(greatest, edge)
         new_maximum = tl.maximum(maximum, tl.max(greatest, axis=0))
         factor = row_factor(new_maximum, DTYPE)
@@ -205,6 +205,6 @@ def row_normalizer(
     sums = partial
     if VEC > 1:
         sums = tl.sum(tl.reshape(partial, [BLOCK_V // VEC, VEC]), axis=1)
-    if EDGES:
+    if TILE.edges:
         sums += row_exp2(edge, row_factor(maximum, DTYPE), shift, DTYPE)
     return maximum, tl.sum(sums.to(tl.float64), axis=0)
