@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import RowPlan, StridedRows, row_options
+from ....primitives.gpu.row_plan import RowPlan, matrix_rows, row_options
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
@@ -150,12 +150,12 @@ def parallel_one_pass(
     launch(
         parallel_row_kernel,
         M * splits,
-        logits=StridedRows(logits, 0, *logits.stride()),
+        logits=matrix_rows(logits),
         target_ptr=target,
         tile_counter_ptr=tile_counter,
         memory=memory,
         losses=LossSum(losses, shares, None),
-        dlogits=StridedRows(dlogits, 0, *dlogits.stride()),
+        dlogits=matrix_rows(dlogits),
         M=M,
         V_local=V_local,
         V=sum(sizes),
