@@ -26,6 +26,7 @@ from .rows import (
     locate_pair,
     merged_shares,
     scan_part,
+    sum_of_both,
     unmasked_end,
 )
 
@@ -147,7 +148,7 @@ def divergence_row_kernel(
                 of_student, of_teacher = add_mixture(
                     of_student, of_teacher, part, share, start, False, FAST, VEC, BLOCK
                 )
-            of_student, of_teacher = tl.sum(of_student), tl.sum(of_teacher)
+            of_student, of_teacher = sum_of_both(of_student, of_teacher)
             if SHARED:
                 sums_ptr = slots_ptr + 2 * splits
                 of_student, of_teacher = exchange_sums(
