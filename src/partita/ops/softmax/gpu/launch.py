@@ -26,14 +26,13 @@ from ....runtime.caches import register_cache
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ..common import LogSumExp
-from .logsumexp import logsumexp_kernel, softmax_elementwise_kernel
-from .rows import (
+from .backward import (
     softmax_backward_loop_kernel,
     softmax_backward_row_kernel,
     softmax_backward_tile_kernel,
-    softmax_row_kernel,
-    softmax_tile_kernel,
 )
+from .forward import softmax_row_kernel, softmax_tile_kernel
+from .logsumexp import logsumexp_kernel, softmax_elementwise_kernel
 
 
 def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:

@@ -1,21 +1,9 @@
-"""The kernels of softmax, log-softmax and their gradients for rows that programs hold.
-
-There is one for each kind of `RowPlan`; gradients have one for rows too long to hold, too.
-"""
+"""The backward kernels of softmax and log-softmax, one for each kind of `RowPlan`."""
 
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import (
-    divide,
-    exp,
-    exp_exact,
-    exp_for_dtype,
-    finite_shift,
-    log_exact,
-    reciprocal,
-    sum_for_dtype,
-)
+from ....primitives.gpu.math import exp_for_dtype
 from ....primitives.gpu.memory import (
     aligned_start,
     edge_columns,
@@ -24,141 +12,8 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.reduce import by_lane, lane_sum, locate_tile, tile_ptrs
-from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
-
-
-@triton.jit
-def softmax_tile_kernel(
-    input,  # StridedRows
-    output,  # StridedRows
-    rows,
-    classes,
-    LOG: tl.constexpr,
-    LANES: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Compute the softmax of whole rows in PARTS tiles, with one read and one write.
-
-    Only the last tile of a row reaches beyond its end.
-    """
-    DTYPE: tl.constexpr = output.ptr.dtype.element_ty
-    blocks = tl.cdiv(rows, ROWS)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    column = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    row_mask = (row < rows)[:, None]
-    mask = row_mask & (column < classes - (PARTS - 1) * BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
-    input_rows = input.ptr + batch * input.batch + row[:, None] * input.row  # [ROWS, 1]
-    input_ptrs = input_rows + column.to(tl.int64)[None, :] * input.column
-    x = ()
-    for i in tl.static_range(PARTS):
-        at = input_ptrs + i * BLOCK_V * input.column
-        tile_mask = mask if i == PARTS - 1 else row_mask
-        x += (tl.load(at, mask=tile_mask, other=-float("inf")).to(ACC_DTYPE),)
-    maxima = x[0]  # type: ignore[misc]
-    for i in tl.static_range(1, PARTS):
-        maxima = tl.maximum(maxima, x[i])
-    shift = finite_shift(tl.max(maxima, axis=1))[:, None]
-    terms = ()
-    for i in tl.static_range(PARTS):
-        terms += (exp(x[i] - shift) if LOG else exp_for_dtype(x[i] - shift, DTYPE),)
-    sums = terms[0]  # type: ignore[misc]
-    for i in tl.static_range(1, PARTS):
-        sums += terms[i]
-    # Sums for fp32 are in fp64, after those of each thread if it has a part of the row. Larger
-    # blocks have enough terms for the rounding errors to average out.
-    if DTYPE == tl.float32 and BLOCK_V <= 4096 and LANES > 1:
-        sums = lane_sum(by_lane(sums, LANES, 128 // DTYPE.primitive_bitwidth), False)
-        total = tl.sum(sums, axis=1).to(tl.float32)[:, None]
-    else:
-        total = sum_for_dtype(sums, 1, DTYPE)[:, None]
-    scale = log_exact(total) if LOG else reciprocal(total)
-    output_rows = output.ptr + batch * output.batch + row[:, None] * output.row
-    output_ptrs = output_rows + column.to(tl.int64)[None, :] * output.column
-    for i in tl.static_range(PARTS):
-        at = output_ptrs + i * BLOCK_V * output.column
-        y = x[i] - shift - scale if LOG else terms[i] * scale
-        tl.store(at, y.to(DTYPE), mask=mask if i == PARTS - 1 else row_mask)
-
-
-@triton.jit
-def normalize(x, shift, total, LOG: tl.constexpr, EXACT: tl.constexpr):
-    """Return the softmax or log-softmax of logits, given their row's finite maximum and sum."""
-    if LOG:
-        return x - shift - log_exact(total)
-    elif EXACT:
-        return exp_exact(x - shift) * reciprocal(total)
-    else:
-        return exp(x - shift) * reciprocal(total)
-
-
-@triton.jit
-def softmax_row_kernel(
-    input,  # StridedRows of one batch
-    output,  # StridedRows of one batch
-    slots_ptr,  # [1 + rows * splits] int64, zero: the tile counter, then a slot for each program
-    classes,
-    splits,
-    zero,  # 0.0
-    LOG: tl.constexpr,
-    HALF: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Compute the softmax of a row, or of one program's part of a row that several programs share.
-
-    The row is read once and written once, at any width and alignment.
-    """
-    STREAM: tl.constexpr = SHARED and VEC == 1
-    index = next_part(slots_ptr, SHARED)
-    row, split = index // splits, (index % splits).to(tl.int32)
-    head, body = row_span(row * input.row, classes, VEC)
-    input_row = input.ptr + aligned_start(row * input.row, VEC)
-    output_row = output.ptr + aligned_start(row * output.row, VEC)
-    column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    mask = column // VEC * VEC < body
-    packed = load_streaming(input_row + column, mask, -float("inf"), STREAM)
-    x = packed.to(tl.float32)
-    maximum = tl.max(x, axis=0)
-    if VEC > 1:
-        edge, edge_mask = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
-        edge_mask &= split == 0
-        edge_ptrs = input.ptr + row * input.row + edge
-        edge_x = tl.load(edge_ptrs, mask=edge_mask, other=-float("inf")).to(tl.float32)
-        maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
-    if HALF:
-        packed = opaque(packed, zero)
-        x = packed.to(tl.float32)
-    DTYPE: tl.constexpr = output.ptr.dtype.element_ty
-    EXACT: tl.constexpr = DTYPE == tl.float32 and not LOG
-    part_shift = finite_shift(maximum)
-    e = exp_exact(x - part_shift) if EXACT else exp(x - part_shift)
-    total = sum_for_dtype(e, 0, DTYPE)
-    shift = part_shift
-    if VEC > 1:
-        total += tl.sum(exp(edge_x - part_shift), axis=0)
-    if SHARED:
-        shift, total = exchange_normalizer(
-            slots_ptr + 1 + row * splits, split, splits, maximum, total, BLOCK_SPLITS
-        )
-    if HALF:
-        x = opaque(packed, zero).to(tl.float32)
-    y = (
-        normalize(x, shift, total, LOG, EXACT)
-        if LOG or HALF
-        else e * divide(exp_exact(part_shift - shift), total)
-    )
-    store_streaming(output_row + column, y, mask, STREAM)
-    if VEC > 1:
-        edge_y = normalize(edge_x, shift, total, LOG, EXACT)
-        edge_ptrs = output.ptr + row * output.row + edge
-        tl.store(edge_ptrs, edge_y.to(DTYPE), mask=edge_mask)
+from ....primitives.gpu.reduce import locate_tile, tile_ptrs
+from ....primitives.gpu.sync import exchange_sums, next_part
 
 
 @triton.jit
