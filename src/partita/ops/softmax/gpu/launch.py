@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +30,8 @@ from .backward import (
     softmax_backward_row_kernel,
     softmax_backward_tile_kernel,
 )
-from .forward import softmax_row_kernel, softmax_tile_kernel
-from .logsumexp import logsumexp_kernel, softmax_elementwise_kernel
+from .forward import softmax_loop_kernel, softmax_row_kernel, softmax_tile_kernel
+from .logsumexp import logsumexp_backward_kernel, logsumexp_kernel
 
 
 def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
@@ -43,44 +42,35 @@ def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
 def _softmax(view: RowView, log: bool) -> None:
     input, output = view.strided
     plan, dtype = row_plan_for(view), input.ptr.dtype
-    if plan.kind == "loop":  # A row that is too long to hold is read for its statistics first.
-        source = view._replace(tensors=view.tensors[:1], strides=view.strides[:1])
-        rows = view.batches * view.rows
-        fields = (input.ptr.new_empty(rows, dtype=acc_dtype(dtype)) for _ in range(3))
-        statistics = _statistics(source, LogSumExp(*fields))
-        _normalize(view, None, statistics.maximum, statistics.sumexp, log)
-        return
-    options: dict[str, Any] = {"LOG": log}
-    if plan.kind == "tile":
-        plan, options["PARTS"] = _in_parts(plan, view.classes, dtype.itemsize)
-        options["LANES"] = plan.lanes(dtype.itemsize)
-    kernel = softmax_row_kernel if plan.kind == "row" else softmax_tile_kernel
-    _launch(kernel, view, plan, input=input, output=output, **options)
-
-
-def _launch(kernel: Any, view: RowView, plan: RowPlan, **arguments: Any) -> None:
-    """Launch the kernel of a plan on rows of the dtype of the view's first tensor."""
-    dtype = view.tensors[0].dtype
     if plan.kind == "row":
         launch(
-            kernel,
+            softmax_row_kernel,
             view.rows * plan.splits,
+            input=input,
+            output=output,
             slots_ptr=exchange_slots(view, plan.splits),
             classes=view.classes,
             splits=plan.splits,
             zero=0.0,
-            **arguments,
+            LOG=log,
             **row_options(plan, dtype),
         )
-    else:
-        launch(
-            kernel,
-            view.batches * cdiv(view.rows, plan.rows),
-            rows=view.rows,
-            classes=view.classes,
-            **arguments,
-            **tile_options(plan, dtype),
-        )
+        return
+    parts = {}
+    if plan.kind == "tile":
+        plan, parts["PARTS"] = _in_parts(plan, view.classes, dtype.itemsize)
+    launch(
+        softmax_tile_kernel if parts else softmax_loop_kernel,
+        view.batches * cdiv(view.rows, plan.rows),
+        input=input,
+        output=output,
+        rows=view.rows,
+        classes=view.classes,
+        LOG=log,
+        LANES=plan.lanes(dtype.itemsize),
+        **parts,
+        **tile_options(plan, dtype),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -119,14 +109,35 @@ def _softmax_backward(view: RowView, log: bool) -> None:
     planned = view
     if is_broadcast:
         planned = view._replace(tensors=view.tensors[::2], strides=view.strides[::2])
-    plan = row_plan_for(planned, operands=2)
-    kernels = {
-        "row": softmax_backward_row_kernel,
-        "tile": softmax_backward_tile_kernel,
-        "loop": softmax_backward_loop_kernel,
-    }
-    tensors = {"grad": grad, "output": output, "result": result}
-    _launch(kernels[plan.kind], view, plan, **tensors, LOG=log, BROADCAST=is_broadcast)
+    plan, dtype = row_plan_for(planned, operands=2), output.ptr.dtype
+    if plan.kind == "row":
+        launch(
+            softmax_backward_row_kernel,
+            view.rows * plan.splits,
+            grad=grad,
+            output=output,
+            result=result,
+            slots_ptr=exchange_slots(view, plan.splits),
+            classes=view.classes,
+            splits=plan.splits,
+            zero=0.0,
+            LOG=log,
+            BROADCAST=is_broadcast,
+            **row_options(plan, dtype),
+        )
+        return
+    launch(
+        softmax_backward_tile_kernel if plan.kind == "tile" else softmax_backward_loop_kernel,
+        view.batches * cdiv(view.rows, plan.rows),
+        grad=grad,
+        output=output,
+        result=result,
+        rows=view.rows,
+        classes=view.classes,
+        LOG=log,
+        BROADCAST=is_broadcast,
+        **tile_options(plan, dtype),
+    )
 
 
 def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
@@ -136,37 +147,29 @@ def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
     outputs = LogSumExp(
         input.new_empty(input.shape[:-1], dtype=dtype), maximum, torch.empty_like(maximum)
     )
-    return _statistics(view, outputs)
-
-
-def _statistics(view: RowView, results: LogSumExp) -> LogSumExp:
-    """Write the statistics of the rows of a view, and return them."""
     launch_reduction(
         logsumexp_kernel,
         view,
         1,
         input=view.strided[0],
-        results=results,
+        results=outputs,
         classes=view.classes,
     )
-    return results
+    return outputs
 
 
 def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Tensor) -> Tensor:
     """Return the gradient of the input from the statistics of the forward pass."""
     maximum, sumexp = maximum.contiguous(), sumexp.contiguous()
     return with_output(
-        lambda view: _normalize(view, grad, maximum, sumexp), -1, input, dtype=input.dtype
+        lambda view: _logsumexp_backward(view, grad, maximum, sumexp), -1, input, dtype=input.dtype
     )
 
 
-def _normalize(
-    view: RowView, grad: Tensor | None, maximum: Tensor, sumexp: Tensor, log: bool = False
-) -> None:
-    """Write the softmax times the rows' gradients, if there are any, or the log-softmax."""
+def _logsumexp_backward(view: RowView, grad: Tensor, maximum: Tensor, sumexp: Tensor) -> None:
     input, result = view.strided
     launch_elementwise(
-        softmax_elementwise_kernel,
+        logsumexp_backward_kernel,
         view,
         grad=flat_rows(grad),
         input=input,
@@ -174,5 +177,4 @@ def _normalize(
         sumexp_ptr=sumexp,
         result=result,
         classes=view.classes,
-        LOG=log,
     )

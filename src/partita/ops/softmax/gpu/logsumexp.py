@@ -1,4 +1,4 @@
-"""The kernels of log-sum-exp, and of softmax and gradients from the statistics of rows."""
+"""The kernels of log-sum-exp and of its gradient."""
 
 import triton
 import triton.language as tl
@@ -52,32 +52,25 @@ def logsumexp_kernel(
 
 
 @triton.jit
-def softmax_elementwise_kernel(
-    grad,  # RowNumbers, with None for ones
+def logsumexp_backward_kernel(
+    grad,  # RowNumbers
     input,  # StridedRows
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
     result,  # StridedRows
     rows,
     classes,
-    LOG: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute a tile of the softmax times the rows' gradients, or of the log-softmax."""
+    """Compute a tile of the softmax times the row's gradient, with one read and one write."""
     tile = locate_tile(rows, classes, tl.cdiv(classes, BLOCK_V), ROWS, BLOCK_V)
     index, row_mask = tile.index, tile.row_mask
-    total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
+    on_row = tl.load(grad.ptr + index * grad.step, mask=row_mask, other=0.0).to(ACC_DTYPE)
+    scale = divide(on_row, tl.load(sumexp_ptr + index, mask=row_mask, other=1.0))
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
     x = tl.load(tile_ptrs(input, tile), mask=tile.mask, other=-float("inf")).to(ACC_DTYPE)
     dtype: tl.constexpr = result.ptr.dtype.element_ty
-    if LOG:
-        y = x - shift[:, None] - log_exact(total)[:, None]
-    else:
-        on_row = tl.full([ROWS], 1.0, ACC_DTYPE)
-        if grad.ptr is not None:
-            grad_ptrs = grad.ptr + index * grad.step
-            on_row = tl.load(grad_ptrs, mask=row_mask, other=0.0).to(ACC_DTYPE)
-        y = exp_for_dtype(x - shift[:, None], dtype) * divide(on_row, total)[:, None]
-    tl.store(tile_ptrs(result, tile), y.to(dtype), mask=tile.mask)
+    dx = exp_for_dtype(x - shift[:, None], dtype) * scale[:, None]
+    tl.store(tile_ptrs(result, tile), dx.to(dtype), mask=tile.mask)
