@@ -1,8 +1,8 @@
-"""The rows of a program, and the running statistics of rows that are read in blocks.
+"""The running statistics of rows that are read in blocks, one for each lane.
 
-There is one of each statistic for each lane. A lane is a thread, if `RowPlan.lanes` says that each
-thread reads its own vectors of a row. Then no thread waits for another inside the loop, and the
-lanes are merged once after it. If there is one lane, it stands for the whole row.
+A lane is a thread, if `RowPlan.lanes` says that each thread reads its own vectors of a row. Then no
+thread waits for another inside the loop, and the lanes are merged once after it. If there is one
+lane, it stands for the whole row.
 
 With `slope` = log2(e) / temperature, the exponentials are 2**u, u = slope (x - maximum).
 """
@@ -49,28 +49,6 @@ class ProgramRows(NamedTuple):
     split: Any
     first: Any
     last: Any
-
-
-class RowTile(NamedTuple):
-    """The rows and classes that a program reads at once.
-
-    Fields:
-        batch: the batch.
-        span: the index of the block of classes.
-        row: the rows, [ROWS].
-        column: the classes, [1, BLOCK_V].
-        index: the rows among those of all batches, [ROWS].
-        row_mask: which of the rows exist, [ROWS].
-        mask: which of the logits exist, [ROWS, BLOCK_V].
-    """
-
-    batch: Any
-    span: Any
-    row: Any
-    column: Any
-    index: Any
-    row_mask: Any
-    mask: Any
 
 
 class RunningState(NamedTuple):
@@ -121,23 +99,6 @@ def program_rows(x, rows, classes, splits, span, VEC: tl.constexpr, ROWS: tl.con
         split * span,
         last,
     )
-
-
-@triton.jit
-def locate_tile(rows, classes, spans, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Return the tile of this program, if the classes are cut into `spans` blocks."""
-    block, span = tl.program_id(0) // spans, tl.program_id(0) % spans
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (span.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
-    mask = (row < rows)[:, None] & (column < classes)
-    return RowTile(batch, span, row, column, batch * rows + row, row < rows, mask)
-
-
-@triton.jit
-def tile_ptrs(x, tile):
-    """Return the addresses of the classes of a tile in `StridedRows`, [ROWS, BLOCK_V]."""
-    return x.ptr + tile.batch * x.batch + tile.row[:, None] * x.row + tile.column * x.column
 
 
 @triton.jit

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp_for_dtype, finite_shift, sum_for_dtype
-from ....primitives.gpu.reduce import locate_tile
-from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
+from ....primitives.gpu.sync import exchange_normalizer, exchange_pairs, next_part
 from .reduction import store_losses
 from .row_math import (
     Label,
@@ -20,6 +19,7 @@ from .row_math import (
     label_weights,
     load_label,
     load_label_logits,
+    locate_tile,
     loss_scales,
     row_loss,
     smoothing_terms,
@@ -70,7 +70,7 @@ def cross_entropy_tile_kernel(
     x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
     x_ptrs = x_rows[:, None] + column * logits.column
     packed = tl.load(x_ptrs, mask=mask, other=-float("inf"))
-    index = tile.index
+    index = batch * rows + row
     # The labels are loaded before anything waits for the rows.
     label = load_label(index, tile.row_mask, x_rows, logits.column, None, BLOCK_V, options)
     M = tl.num_programs(0) // tl.cdiv(rows, ROWS) * rows
@@ -159,8 +159,11 @@ def cross_entropy_of_part(
             q_sum += tl.sum(edge_q, axis=0)
             q_loss += tl.sum(smoothing_terms(edge_q, shift, loaded.edge_x), axis=0)
         if SHARED:  # The slots follow those of the normalizers.
+            lane = tl.arange(0, BLOCK_SPLITS)
             slot_ptr = slots_ptr + 1 + parts + row * splits
-            q_sum, q_loss = exchange_sums(slot_ptr, split, splits, q_sum, q_loss, BLOCK_SPLITS)
+            q_sums, q_losses = exchange_pairs(slot_ptr, split, splits, q_sum, q_loss, BLOCK_SPLITS)
+            q_sum = tl.sum(tl.where(lane < splits, q_sums, 0.0), axis=0)
+            q_loss = tl.sum(tl.where(lane < splits, q_losses, 0.0), axis=0)
         weights = PartWeights(q, edge_q)
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
     if HALF and SHARED and VEC > 1:

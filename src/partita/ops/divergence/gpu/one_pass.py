@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LN2, reciprocal
 from ....primitives.gpu.memory import aligned_start
-from ....primitives.gpu.sync import collect_pairs, exchange_sums, next_part, store_pair
+from ....primitives.gpu.sync import collect_pairs, exchange_pairs, next_part, store_pair
 from .rows import (
     MIXTURE,
     NOTHING,
@@ -151,9 +151,11 @@ def divergence_row_kernel(
             of_student, of_teacher = sum_of_both(of_student, of_teacher)
             if SHARED:
                 sums_ptr = slots_ptr + 2 * splits
-                of_student, of_teacher = exchange_sums(
+                xs, ts = exchange_pairs(
                     sums_ptr, split, splits, of_student, of_teacher, BLOCK_SPLITS
                 )
+                xs, ts = tl.where(valid, xs, 0.0), tl.where(valid, ts, 0.0)
+                of_student, of_teacher = sum_of_both(xs, ts)
             loss = (part.weight * of_teacher + (1.0 - part.weight) * of_student) * LN2
         for start in range(part.first, unmasked, BLOCK):
             store_block(d_ptr, grad, part, share, of_student, start, True, KIND, FAST, VEC, BLOCK)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E, apply_softcap, divide, finite_shift, log_exact
-from ....primitives.gpu.reduce import add_block, empty_state, rescaled
+from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum
 
 NO_CLASS = tl.constexpr(0x7FFFFFFF)
 
@@ -100,23 +100,32 @@ def topk_logprobs_kernel(
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
     )
     # Each lane finds its maximum, its sum of exponentials and the first block with the maximum.
-    state = empty_state(1, LANES, ACC_DTYPE)
+    maxima = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
+    totals = tl.zeros([1, LANES], tl.float64)
+    first_block = tl.zeros([1, LANES], tl.int32)
     for start in range(0, classes, BLOCK):
         v = (start + tl.arange(0, BLOCK))[None, :]
-        x = load_some(row, v, HAS_SOFTCAP, ACC_DTYPE, VEC)
-        state = add_block(state, x, start, None, row.log2_scale, False, False, VEC)
-    maximum = tl.max(state.maximum)
+        x = by_lane(load_some(row, v, HAS_SOFTCAP, ACC_DTYPE, VEC), LANES, VEC)
+        block_maximum = lane_max(x)
+        first_block = tl.where(block_maximum > maxima, start, first_block)
+        higher = tl.maximum(maxima, block_maximum)
+        lane_shift = finite_shift(higher)
+        totals *= tl.exp2((maxima - lane_shift) * row.log2_scale).to(tl.float64)
+        totals += lane_sum(tl.exp2((x - broadcast_lanes(lane_shift)) * row.log2_scale), False)
+        maxima = higher
+    maximum = tl.max(maxima)
     shift = finite_shift(maximum)
-    total = tl.sum(rescaled(state, maximum, row.log2_scale).total).to(ACC_DTYPE)
+    total = tl.sum(totals * tl.exp2((maxima - shift) * row.log2_scale).to(tl.float64))
+    total = total.to(ACC_DTYPE)
     log_total = log_exact(total)
     tl.store(found.logsumexp + program, divide(shift, temperature) + log_total)
     tl.store(found.maximum + program, maximum)
     tl.store(found.sumexp + program, total)
     # The leader of a lane is its largest logit and the lowest class that has it.
     lane = tl.arange(0, LANES)[None, :]
-    values, indices = state.maximum, tl.full([1, LANES], NO_CLASS, tl.int32)
+    values, indices = maxima, tl.full([1, LANES], NO_CLASS, tl.int32)
     for i in range(0, BLOCK // LANES):
-        v = state.argmax + i // VEC * (LANES * VEC) + lane * VEC + i % VEC
+        v = first_block + i // VEC * (LANES * VEC) + lane * VEC + i % VEC
         x = load_some(row, v, HAS_SOFTCAP, ACC_DTYPE, 1)
         indices = tl.minimum(indices, tl.where((x == values) & (v < classes), v, NO_CLASS))
     for k in range(0, K):

@@ -12,8 +12,7 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.reduce import locate_tile, tile_ptrs
-from ....primitives.gpu.sync import exchange_sums, next_part
+from ....primitives.gpu.sync import exchange_sum, next_part
 
 
 @triton.jit
@@ -56,16 +55,21 @@ def softmax_backward_tile_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Compute the gradient of whole rows in one tile, with two reads and one write."""
-    tile = locate_tile(rows, classes, 1, ROWS, BLOCK_V)
-    row_mask, mask = tile.row_mask[:, None], tile.mask
-    grad_rows = grad.ptr + tile.batch * grad.batch + tile.row[:, None] * grad.row  # [ROWS, 1]
-    dy = load_output_gradient(
-        grad_rows, tile.column, grad.column, row_mask, mask, False, BROADCAST
-    ).to(ACC_DTYPE)
-    y = tl.load(tile_ptrs(output, tile), mask=mask, other=0.0).to(ACC_DTYPE)
+    blocks = tl.cdiv(rows, ROWS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    block = (tl.program_id(0) % blocks).to(tl.int64)
+    row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
+    column = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]  # [1, BLOCK_V]
+    mask = (row < rows) & (column < classes)
+    grad_rows = grad.ptr + batch * grad.batch + row * grad.row  # [ROWS, 1]
+    dy = load_output_gradient(grad_rows, column, grad.column, row < rows, mask, False, BROADCAST)
+    dy = dy.to(ACC_DTYPE)
+    output_ptrs = output.ptr + batch * output.batch + row * output.row + column * output.column
+    y = tl.load(output_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
     total = tl.sum(dy if LOG else dy * y, axis=1)[:, None]
     dx = input_gradient(dy, y, total, LOG, result.ptr.dtype.element_ty)
-    tl.store(tile_ptrs(result, tile), dx.to(result.ptr.dtype.element_ty), mask=mask)
+    result_ptrs = result.ptr + batch * result.batch + row * result.row + column * result.column
+    tl.store(result_ptrs, dx.to(result.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -115,8 +119,7 @@ def softmax_backward_row_kernel(
         edge_y = edge_y.to(tl.float32)
         total += tl.sum(edge_dy if LOG else edge_dy * edge_y, axis=0)
     if SHARED:
-        slot_ptr = slots_ptr + 1 + row * splits
-        total, _ = exchange_sums(slot_ptr, split, splits, total, total, BLOCK_SPLITS)
+        total = exchange_sum(slots_ptr + 1 + row * splits, split, splits, total, BLOCK_SPLITS)
     if HALF:
         dy, y = opaque(packed_dy, zero).to(tl.float32), opaque(packed_y, zero).to(tl.float32)
     DTYPE: tl.constexpr = result.ptr.dtype.element_ty
