@@ -96,7 +96,7 @@ def divergence_row_kernel(
     last = tl.minimum(first + classes_per_program, classes)
     cap = tl.full([], softcap, tl.float32) if HAS_SOFTCAP else None
     pair = locate_pair(logits, teacher, row, first, last, beta, temperature, VEC, tl.float32)
-    part = PairPart(*pair, logits.column, teacher.column, cap)
+    part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     d_ptr = dlogits.ptr + aligned_start(row * dlogits.row, VEC)
     grad = on_row * reciprocal(tl.full([], temperature, tl.float32))
     loss = 0.0

@@ -434,7 +434,7 @@ def divergence_accumulate_kernel(
     row = tl.program_id(0).to(tl.int64)
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     pair = locate_pair(logits, teacher, row, 0, classes, 0.0, temperature, VEC, ACC_DTYPE)
-    part = PairPart(*pair, logits.column, teacher.column, cap)
+    part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     lanes = scan_part(part, True, KIND, False, VEC, LANES, BLOCK, tl.float64)
     share, seen = merged_shares(lanes, part, KIND), num_seen > 0
     before = PairShare(
@@ -493,7 +493,7 @@ def divergence_mixture_kernel(
     row = tl.program_id(0).to(tl.int64)
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, VEC, ACC_DTYPE)
-    part = PairPart(*pair, logits.column, teacher.column, cap)
+    part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     share = load_share(statistics, row)
     of_student, of_teacher = tl.zeros([1, BLOCK], ACC_DTYPE), tl.zeros([1, BLOCK], ACC_DTYPE)
     for start in range(0, classes, BLOCK):
@@ -532,7 +532,7 @@ def divergence_gradient_kernel(
     row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, VEC, ACC_DTYPE)
-    part = PairPart(*pair, logits.column, teacher.column, cap)
+    part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     v, x, t = load_both(part, start, False, NOTHING, False, "", VEC, BLOCK)
     share, student = load_share(statistics, row), tl.load(student_ptr + row)
     if KIND == REVERSE:  # what the scan has found, from the KL
