@@ -14,6 +14,7 @@ import triton.language as tl
 from ....primitives.gpu.math import (
     LN2,
     LOG2E,
+    UNFUSED,
     apply_softcap,
     finite_shift,
     log_exact,
@@ -210,7 +211,10 @@ def load_both(
 @triton.jit
 def exponent(x, shift, part):
     """Return the exponents of classes, from their logits and the finite shift of their row."""
-    return tl.fma(x, part.log2_scale, -shift)
+    if UNFUSED:  # In fp64 the product has all digits, as in a multiply-add.
+        return (x.to(tl.float64) * part.log2_scale - shift).to(x.dtype)
+    else:
+        return tl.fma(x, part.log2_scale, -shift)
 
 
 @triton.jit
