@@ -69,9 +69,9 @@ def _rows_fake(logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def _gpu() -> tuple[ModuleType, ...]:
-    from .gpu import launch, scale, token_stats
+    from .gpu import launch, reduction, token_stats
 
-    return launch, scale, token_stats
+    return launch, reduction, token_stats
 
 
 cross_entropy_op = register.define(

@@ -257,7 +257,8 @@ def merge_programs(
     # The parts are merged as lanes are, [1, BLOCK_SPLITS].
     valid = tl.arange(0, BLOCK_SPLITS)[None, :] < splits
     maxima, totals = load_pairs(slots_ptr, splits, BLOCK_SPLITS)
-    sums_x_exp, argmaxima, weights, losses = totals, maxima, totals, totals
+    zeros = tl.zeros([BLOCK_SPLITS], tl.float32)
+    sums_x_exp, argmaxima, weights, losses = zeros, zeros, zeros, zeros
     if ENTROPY:
         sums_x_exp, argmaxima = load_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
     if WEIGHTS:
@@ -266,7 +267,7 @@ def merge_programs(
         tl.where(valid, maxima, -float("inf")),
         tl.where(valid, totals, 0.0).to(tl.float64),
         tl.where(valid, sums_x_exp, 0.0).to(tl.float64),
-        argmaxima.to(tl.int32, bitcast=True),
+        tl.where(valid, argmaxima.to(tl.int32, bitcast=True), 0x7FFFFFFF),
         tl.where(valid, weights, 0.0).to(tl.float64),
         tl.where(valid, losses, 0.0).to(tl.float64),
     )

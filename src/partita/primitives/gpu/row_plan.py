@@ -36,6 +36,11 @@ class StridedRows(NamedTuple):
     column: Any
 
 
+def matrix_rows(matrix: Tensor) -> StridedRows:
+    """Return a matrix as one batch of rows."""
+    return StridedRows(matrix, 0, *matrix.stride())
+
+
 class RowNumbers(NamedTuple):
     """One number for each row, `step` apart, or None: 0 if all rows share one number."""
 

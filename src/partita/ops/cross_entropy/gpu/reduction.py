@@ -1,4 +1,4 @@
-"""Reductions over rows: the denominators of the loss and the sum of the losses.
+"""The denominators of the loss, the sum of the losses, and the scaling of the gradient.
 
 The denominators of the mean travel as `shares`, a tensor `[2, SHARES]` of partial sums: the class
 weights of the labels that are not ignored, and the number of these labels.
@@ -18,9 +18,11 @@ from ....primitives.gpu.math import divide
 from ....primitives.gpu.sync import arrives_last, load_pairs, store_pair
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
-from .plan import SHARES
+from .plan import FUSED_ROWS, SHARES
 
 NUM_SHARES = tl.constexpr(SHARES)
+SCALE_BLOCK = 4096  # elements of a gradient that a program scales at a time
+MAX_SCALE_PROGRAMS = 1024
 
 
 class Targets(NamedTuple):
@@ -306,3 +308,57 @@ def reduce_losses(
         **options,
     )
     return result
+
+
+@triton.jit
+def cross_entropy_scale_kernel(
+    grad_ptr,  # [rows, width]
+    factor_ptr,  # []
+    rows,
+    width,  # the elements of a row
+    ACC_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply a gradient by a factor that only the device knows.
+
+    A factor of 1 reads and writes none of the gradient.
+    """
+    factor = tl.load(factor_ptr).to(ACC_DTYPE)
+    if factor != 1.0:
+        elements = tl.full([], rows, tl.int64) * width
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        for first in range(start, elements, tl.num_programs(0) * BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            mask = index < elements
+            grad = tl.load(grad_ptr + index, mask=mask).to(ACC_DTYPE)
+            tl.store(grad_ptr + index, (grad * factor).to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+def scale_(grad: Tensor, factor: Tensor) -> None:
+    """Multiply a gradient in place by a scalar tensor."""
+    if not _fills_its_memory(grad):
+        grad.mul_(factor.to(acc_dtype(grad.dtype)))
+        return
+    rows = grad.shape[0] if grad.ndim else 1
+    width = grad.numel() // max(rows, 1)
+    # A program for each row lets the number of programs grow evenly with the rows.
+    has_row_programs = rows <= FUSED_ROWS and 0 < width <= SCALE_BLOCK
+    launch(
+        cross_entropy_scale_kernel,
+        rows if has_row_programs else min(cdiv(rows * width, SCALE_BLOCK), MAX_SCALE_PROGRAMS),
+        grad_ptr=grad,
+        factor_ptr=factor,
+        rows=rows,
+        width=width,
+        ACC_DTYPE=tl_acc_dtype(grad.dtype),
+        BLOCK=SCALE_BLOCK,
+        num_warps=8,
+    )
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor are one gapless piece of memory, in any order."""
+    if tensor.is_contiguous():
+        return True
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() == 1 + sum((size - 1) * stride for size, stride in steps)

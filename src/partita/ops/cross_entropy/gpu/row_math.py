@@ -39,18 +39,6 @@ class LossOptions(NamedTuple):
     spread: Any
 
 
-class OptionalTerms(NamedTuple):
-    """Numbers of a loss in fp32, which a kernel has no code for where they are None."""
-
-    softcap: float | None
-    z_loss: float | None
-
-
-def optional_terms(options: Any) -> OptionalTerms:
-    """Return the optional terms of a loss whose options have 0 for those that it lacks."""
-    return OptionalTerms(options.softcap or None, options.z_loss or None)
-
-
 class Label(NamedTuple):
     """The labels of the rows of a program.
 

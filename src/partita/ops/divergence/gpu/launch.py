@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import vector_width
+from ....primitives.gpu.row_plan import matrix_rows, vector_width
 from ....primitives.gpu.target import target_of
 from ....primitives.rows import laid_out_like
 from ....runtime.dtypes import acc_dtype
@@ -36,10 +36,8 @@ from .plan import (
     one_pass_plan,
 )
 from .rows import (
-    PairState,
     PairStatistics,
     RowSplit,
-    StridedRows,
     divergence_accumulate_kernel,
     divergence_gradient_kernel,
     divergence_mixture_kernel,
@@ -90,30 +88,25 @@ def accumulate(
     softcap: float,
 ) -> None:
     """Update the state in place with the logits of the classes from `first` on, `[M, C]` each."""
-    rows, student_first = state.rows, beta != 0
+    rows = state.rows
     sizes = (2 * BLOCK, 8) if len(logits) <= FEW_ROWS else (BLOCK, 4)
     options = _options(*sizes, softcap, logits, teacher_logits)
     lanes = 32 * options["num_warps"]
     options["LANES"] = lanes if options["BLOCK"] >= lanes * options["VEC"] else 1
-    student = StridedRows(logits, *logits.stride())
-    teacher = StridedRows(teacher_logits, *teacher_logits.stride())
-    of_student, of_teacher = rows[2:4], rows[4:]
     launch(
         divergence_accumulate_kernel,
         len(logits),
-        first=student if student_first else teacher,
-        second=teacher if student_first else student,
+        logits=matrix_rows(logits),
+        teacher=matrix_rows(teacher_logits),
         kl_ptr=rows.loss,
         student_ptr=rows.student,
-        state=PairState(
-            *(of_student + of_teacher if student_first else of_teacher + of_student),
-            state.weighted,
-        ),
+        statistics=PairStatistics(*rows[2:]),
+        weighted_ptr=state.weighted,
         classes=logits.shape[1],
         num_seen=first,
         temperature=temperature,
         softcap=softcap,
-        STUDENT_FIRST=student_first,
+        KIND=0 if beta == 0 else 1,
         **options,
     )
 
@@ -132,8 +125,8 @@ def accumulate_mixture(
     launch(
         divergence_mixture_kernel,
         len(logits),
-        logits=StridedRows(logits, *logits.stride()),
-        teacher=StridedRows(teacher_logits, *teacher_logits.stride()),
+        logits=matrix_rows(logits),
+        teacher=matrix_rows(teacher_logits),
         loss_ptr=state.rows.loss,
         student_ptr=state.rows.student,
         statistics=PairStatistics(*state.rows[2:]),
@@ -163,11 +156,11 @@ def write_gradient(
         divergence_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], options["BLOCK"]),
         grad_ptr=grad,
-        logits=StridedRows(logits, *logits.stride()),
-        teacher=StridedRows(teacher_logits, *teacher_logits.stride()),
+        logits=matrix_rows(logits),
+        teacher=matrix_rows(teacher_logits),
         student_ptr=rows.student,
         statistics=PairStatistics(*rows[2:]),
-        dlogits=StridedRows(result, *result.stride()),
+        dlogits=matrix_rows(result),
         classes=logits.shape[1],
         beta=beta,
         temperature=temperature,
@@ -271,9 +264,9 @@ def divergence_one_pass(
     launch(
         kernel,
         programs,
-        logits=StridedRows(x, *x.stride()),
-        teacher=StridedRows(t, *t.stride()),
-        dlogits=StridedRows(dlogits, *dlogits.stride()),
+        logits=matrix_rows(x),
+        teacher=matrix_rows(t),
+        dlogits=matrix_rows(dlogits),
         row_factor_ptr=row_factor,
         slots_ptr=zeroed_words(x.device, 1 + 3 * programs if plan.splits > 1 else 0)[0],
         loss_ptr=loss,

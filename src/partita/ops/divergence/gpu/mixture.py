@@ -30,7 +30,8 @@ from ....primitives.gpu.math import (
     reciprocal,
 )
 from ....primitives.gpu.sync import next_part, store_pair, unpack_pair
-from .one_pass import (
+from .plan import MIXTURE_WARPS, MIXTURE_WORDS
+from .rows import (
     SMALLEST,
     approximate_log2,
     at_least,
@@ -38,7 +39,6 @@ from .one_pass import (
     max_of_pairs,
     sum_of_pairs,
 )
-from .plan import MIXTURE_WARPS, MIXTURE_WORDS
 
 LOWEST = gl.constexpr(-1000.0)  # the least exponent that enters a ratio; exp2 of it is 0
 VEC = gl.constexpr(MIXTURE_WORDS)
@@ -70,7 +70,7 @@ def words_of_row(rows, row, first):
     The stride of the rows and the class are multiples of 2 * VEC.
     """
     # The compiler sees from the expression that the address is one of whole vectors.
-    offset = (row * rows.m + first) // (2 * VEC) * VEC
+    offset = (row * rows.row + first) // (2 * VEC) * VEC
     return rows.ptr.to(gl.pointer_type(gl.int32), bitcast=True) + offset
 
 
@@ -297,9 +297,9 @@ def await_sums(slots_ptr, splits, BLOCK_SPLITS: gl.constexpr):
 
 @gluon.jit
 def divergence_mixture_row_kernel(
-    logits,  # StridedRows [M, C] in whole vectors of words, like the next two
-    teacher,  # StridedRows [M, C]
-    dlogits,  # StridedRows [M, C]
+    logits,  # StridedRows of one batch in whole vectors of words, like the next two
+    teacher,  # StridedRows
+    dlogits,  # StridedRows
     row_factor_ptr,  # [M] the derivative of the result in each row's loss, or None for `factor`
     slots_ptr,  # [1 + 3 * M * splits] int64, zero: the counter, then three slots for each program
     loss_ptr,  # [M]

@@ -1,7 +1,7 @@
 """Kernels of divergences: statistics of two rows, the divergence of the mixture, the gradient.
 
-Rows may be all logits or those of a chunk of classes. "First" and "second" are teacher and student
-for the forward KL, and student and teacher for the reverse one.
+Rows may be all logits or those of a chunk of classes. The device functions serve the kernel of one
+pass too. All exponents are of base 2.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ import triton.language as tl
 from ....primitives.gpu.math import (
     LN2,
     LOG2E,
+    UNFUSED,
     apply_softcap,
-    exp,
     finite_shift,
     log_exact,
     reciprocal,
 )
+from ....primitives.gpu.memory import aligned_start
 from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum
+from ....runtime.backend import interpreting
 
 REVERSE, MIXTURE = tl.constexpr(1), tl.constexpr(2)
-
-
-class StridedRows(NamedTuple):
-    """Rows `[M, C]` with the strides `m, c`."""
-
-    ptr: Any
-    m: Any
-    c: Any
+NOTHING = tl.constexpr(-float("inf"))  # the logit of a class that there is not
+FINITE = tl.constexpr(-1e37)  # the same where logits are finite
+# Hints for the L1 cache: logits stay until their last reading, and are the first to leave after it.
+# Without hints, lines that nothing reads again displace those that are about to be read again.
+READ_AGAIN = tl.constexpr("evict_last")
+READ_LAST = tl.constexpr("evict_first")
+# The interpreter calls a function of a reduction for each element, which takes it minutes.
+INTERPRETED = tl.constexpr(interpreting())
+SMALLEST = tl.constexpr(2.0**-126)
+NO_LOG = tl.constexpr(-1000.0)  # the base-2 logarithm of a probability of 0
 
 
 class RowSplit(NamedTuple):
@@ -41,17 +45,8 @@ class RowSplit(NamedTuple):
     classes_per_program: Any
 
 
-class LogitRow(NamedTuple):
-    """One row of logits: address, stride over classes, their number, and the soft-cap or None."""
-
-    ptr: Any
-    stride: Any
-    classes: Any
-    softcap: Any
-
-
 class PairStatistics(NamedTuple):
-    """Maximum and sum of exponentials of the student's row and of the teacher's, `[M]` or one."""
+    """Maximum and sum of exponentials of the student's row and of the teacher's, `[M]`."""
 
     maximum: Any
     total: Any
@@ -59,191 +54,432 @@ class PairStatistics(NamedTuple):
     teacher_total: Any
 
 
-class PairState(NamedTuple):
-    """The statistics of both rows: `[M]`, `[1, LANES]` of the lanes, or numbers.
+class PairPart(NamedTuple):
+    """A part of both rows, and the options of the call.
 
     Fields:
-        maximum, total: maximum and sum of exponentials of the first row.
-        other_maximum, other_total: those of the second row.
-        weighted: the sum of e * (first - second), e the exponentials of the first row. It is
-            relative to the maxima, so that an offset of a row cancels before anything is rounded.
+        x_ptr, t_ptr: the first logits of the rows of student and teacher.
+        first, last: the classes of the part.
+        weight: beta.
+        log2_scale: the factor of logits in exponents.
+        x_stride, t_stride: the strides of both rows over classes.
+        cap: the soft-cap, or None.
+    """
+
+    x_ptr: Any
+    t_ptr: Any
+    first: Any
+    last: Any
+    weight: Any
+    log2_scale: Any
+    x_stride: Any
+    t_stride: Any
+    cap: Any
+
+
+class PairShare(NamedTuple):
+    """The statistics of both rows over some classes, `[1, LANES]` of the lanes, or numbers.
+
+    A class has the exponent a = x * log2_scale - shift, where the shift is the rounded product of
+    maximum and log2_scale. It stands in each exponent of the row, so the rounding cancels in
+    probabilities.
+
+    Fields:
+        maximum, total: the maximum of x, and the sum of the exponentials of a.
+        t_maximum, t_total: those of the teacher.
+        weighted: for the forward KL, the sum of exp2(b) * (b - a) with the teacher's exponents b;
+            for the reverse KL, of exp2(a) * (a - b); otherwise 0.
     """
 
     maximum: Any
     total: Any
-    other_maximum: Any
-    other_total: Any
+    t_maximum: Any
+    t_total: Any
     weighted: Any
 
 
 @triton.jit
-def load_classes(row, v, UNMASKED: tl.constexpr, ACC_DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Load the soft-capped logits of the classes v, -inf past the last class.
-
-    Rows are padded to VEC classes, so the mask of a load is constant over a vector.
-    """
-    HAS_SOFTCAP: tl.constexpr = row.softcap is not None
-    pointers = row.ptr + v.to(tl.int64) * row.stride
-    if UNMASKED:
-        return apply_softcap(tl.load(pointers).to(ACC_DTYPE), row.softcap, HAS_SOFTCAP)
-    else:
-        x = tl.load(pointers, mask=v // VEC * VEC < row.classes, other=0.0).to(ACC_DTYPE)
-        return tl.where(v < row.classes, apply_softcap(x, row.softcap, HAS_SOFTCAP), -float("inf"))
-
-
-@triton.jit
-def rescaled(state, maximum, other_maximum, log2_scale):
-    """Return the sums of a state relative to other maxima, which are at least its own."""
-    shift, other_shift = finite_shift(maximum), finite_shift(other_maximum)
-    scale = tl.exp2((state.maximum - shift) * log2_scale).to(tl.float64)
-    other_scale = tl.exp2((state.other_maximum - other_shift) * log2_scale).to(tl.float64)
-    # Differences of one row are exact where those of two rows with other offsets are not.
-    moved = (finite_shift(state.maximum) - shift) - (
-        finite_shift(state.other_maximum) - other_shift
+def locate_pair(
+    logits, teacher, row, first, last, beta, temperature, VEC: tl.constexpr, ACC_DTYPE: tl.constexpr
+):
+    """Return the first fields of a `PairPart`: a function can return no None and no constant."""
+    return (
+        logits.ptr + aligned_start(row * logits.row, VEC),
+        teacher.ptr + aligned_start(row * teacher.row, VEC),
+        first,
+        last,
+        tl.full([], beta, ACC_DTYPE),
+        reciprocal(tl.full([], temperature, ACC_DTYPE)) * LOG2E,
     )
-    # An infinite sum stays, unless its probabilities vanish.
-    weighted = tl.where(scale == 0.0, 0.0, scale * (state.weighted + state.total * moved))
-    return state.total * scale, state.other_total * other_scale, weighted
 
 
 @triton.jit
-def accumulate_pair(
-    state,
-    start,
-    x_row,
-    y_row,
-    log2_scale,
+def max_of_pairs(a, b, c, d):
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def sum_of_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sum_of_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def max_of_both(x, t):
+    """Return two maxima by one exchange between the threads."""
+    if INTERPRETED:
+        return tl.max(x), tl.max(t)
+    else:
+        return tl.reduce((x, t), None, max_of_pairs)
+
+
+@triton.jit
+def sum_of_both(x, t):
+    """Return two sums by one exchange between the threads."""
+    if INTERPRETED:
+        return tl.sum(x), tl.sum(t)
+    else:
+        return tl.reduce((x, t), None, sum_of_pairs)
+
+
+@triton.jit
+def sum_of_three(x, t, terms):
+    """Return three sums by one exchange between the threads."""
+    if INTERPRETED:
+        return tl.sum(x), tl.sum(t), tl.sum(terms)
+    else:
+        return tl.reduce((x, t, terms), None, sum_of_triples)
+
+
+@triton.jit
+def load_logits(
+    row_ptr,
+    stride,
+    v,
+    part,
     UNMASKED: tl.constexpr,
+    FILL: tl.constexpr,
+    FAST: tl.constexpr,
+    POLICY: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Load the soft-capped logits of the classes v, FILL past the last class of the part.
+
+    With FAST bf16 becomes fp32 by one instruction for each number.
+    """
+    ptrs = row_ptr + v.to(tl.int64) * stride
+    if UNMASKED:
+        x = tl.load(ptrs, eviction_policy=POLICY)
+    else:
+        is_loaded = v // VEC * VEC < part.last
+        x = tl.load(ptrs, mask=is_loaded, other=0.0, eviction_policy=POLICY)
+    if FAST and x.dtype == tl.bfloat16:
+        x = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    x = apply_softcap(x.to(part.log2_scale.dtype), part.cap, part.cap is not None)
+    return x if UNMASKED else tl.where(v < part.last, x, FILL)
+
+
+@triton.jit
+def load_both(
+    part,
+    start,
+    UNMASKED: tl.constexpr,
+    FILL: tl.constexpr,
+    FAST: tl.constexpr,
+    POLICY: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add one block of classes to the statistics of the lanes."""
-    ACC_DTYPE: tl.constexpr = state.maximum.dtype
-    LANES: tl.constexpr = state.maximum.shape[1]
-    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
+    """Return the classes of a block of the part, and the soft-capped logits of both rows."""
     v = (start + tl.arange(0, BLOCK))[None, :]
-    x = load_classes(x_row, v, UNMASKED, ACC_DTYPE, VEC)
-    y = load_classes(y_row, v, UNMASKED, ACC_DTYPE, VEC)
-    x, y = by_lane(x, LANES, VECTOR), by_lane(y, LANES, VECTOR)
-    maximum = tl.maximum(state.maximum, lane_max(x))
-    other_maximum = tl.maximum(state.other_maximum, lane_max(y))
-    total, other_total, weighted = rescaled(state, maximum, other_maximum, log2_scale)
-    x -= broadcast_lanes(finite_shift(maximum))
-    y -= broadcast_lanes(finite_shift(other_maximum))
-    e = tl.exp2(x * log2_scale)
-    total += lane_sum(e, False)
-    other_total += lane_sum(tl.exp2(y * log2_scale), False)
-    # A class of probability 0 counts as 0, even if its logits are infinite.
-    weighted += lane_sum(tl.where(e == 0.0, 0.0, e * (x - y)), False)
-    return PairState(maximum, total, other_maximum, other_total, weighted)
+    x = load_logits(part.x_ptr, part.x_stride, v, part, UNMASKED, FILL, FAST, POLICY, VEC)
+    t = load_logits(part.t_ptr, part.t_stride, v, part, UNMASKED, FILL, FAST, POLICY, VEC)
+    return v, x, t
+
+
+@triton.jit
+def exponent(x, shift, part):
+    """Return the exponents of classes, from their logits and the finite shift of their row."""
+    if UNFUSED:  # In fp64 the product has all digits, as in a multiply-add.
+        return (x.to(tl.float64) * part.log2_scale - shift).to(x.dtype)
+    else:
+        return tl.fma(x, part.log2_scale, -shift)
+
+
+@triton.jit
+def shift_of(maximum, part):
+    """Return the shift of exponents, 0 for the maximum -inf.
+
+    No difference of shifts may have the product before it is rounded, which the compiler puts there
+    for a plain product.
+    """
+    return tl.fma(finite_shift(maximum), part.log2_scale, 0.0)
+
+
+@triton.jit
+def moved_share(share, maximum, t_maximum, part, KIND: tl.constexpr):
+    """Return a share relative to other maxima, which are at least its own."""
+    moved = tl.fma(share.maximum, part.log2_scale, 0.0) - shift_of(maximum, part)
+    t_moved = tl.fma(share.t_maximum, part.log2_scale, 0.0) - shift_of(t_maximum, part)
+    scale, t_scale = tl.exp2(moved), tl.exp2(t_moved)
+    weighted = share.weighted
+    # Without classes a row has no shift. An infinite sum stays, unless its probabilities vanish.
+    if KIND == REVERSE:
+        apart = finite_shift(moved) - finite_shift(t_moved)
+        weighted = tl.where(scale == 0.0, 0.0, scale * (weighted + share.total * apart))
+    elif KIND != MIXTURE:
+        apart = finite_shift(t_moved) - finite_shift(moved)
+        weighted = tl.where(t_scale == 0.0, 0.0, t_scale * (weighted + share.t_total * apart))
+    return PairShare(maximum, share.total * scale, t_maximum, share.t_total * t_scale, weighted)
+
+
+@triton.jit
+def unmasked_end(part, BLOCK: tl.constexpr):
+    """Return the end of the blocks of a part that need no mask."""
+    return part.first + tl.maximum(part.last - part.first, 0) // BLOCK * BLOCK
+
+
+@triton.jit
+def add_block(
+    share,
+    part,
+    start,
+    UNMASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add one block of classes to the statistics of the lanes, whose maxima CAREFUL updates."""
+    LANES: tl.constexpr = share.maximum.shape[1]
+    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
+    FILL: tl.constexpr = NOTHING if CAREFUL else FINITE
+    _, x, t = load_both(part, start, UNMASKED, FILL, FAST, READ_AGAIN, VEC, BLOCK)
+    x, t = by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR)
+    if CAREFUL:
+        maximum = tl.maximum(share.maximum, lane_max(x))
+        t_maximum = tl.maximum(share.t_maximum, lane_max(t))
+        share = moved_share(share, maximum, t_maximum, part, KIND)
+    a = exponent(x, broadcast_lanes(shift_of(share.maximum, part)), part)
+    b = exponent(t, broadcast_lanes(shift_of(share.t_maximum, part)), part)
+    e, t_e = tl.exp2(a), tl.exp2(b)
+    dtype: tl.constexpr = share.total.dtype
+    total = share.total + lane_sum(e, False).to(dtype)
+    t_total = share.t_total + lane_sum(t_e, False).to(dtype)
+    weighted = share.weighted
+    if KIND != MIXTURE:
+        weight = e if KIND == REVERSE else t_e
+        terms = weight * (a - b if KIND == REVERSE else b - a)
+        if CAREFUL:  # A class of probability 0 counts as 0, even with infinite logits.
+            terms = tl.where(weight == 0.0, 0.0, terms)
+        weighted += lane_sum(terms, False).to(dtype)
+    return PairShare(share.maximum, total, share.t_maximum, t_total, weighted)
+
+
+@triton.jit
+def scan_part(
+    part,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUM_DTYPE: tl.constexpr,
+):
+    """Return the statistics of the lanes over a part, with sums of a dtype."""
+    TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
+    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
+    zero = tl.zeros([1, LANES], SUM_DTYPE)
+    maximum = tl.full([1, LANES], -float("inf"), part.log2_scale.dtype)
+    t_maximum = maximum
+    if not CAREFUL:
+        first = part.first
+        _, x, t = load_both(part, first, False, NOTHING, FAST, READ_AGAIN, VEC, TAIL)
+        x, t = by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR)
+        maximum, t_maximum = lane_max(x), lane_max(t)
+    share = PairShare(maximum, zero, t_maximum, zero, zero)
+    last = unmasked_end(part, BLOCK)
+    for start in range(part.first, last, BLOCK):
+        share = add_block(share, part, start, True, CAREFUL, KIND, FAST, VEC, BLOCK)
+    for start in range(last, part.last, TAIL):
+        share = add_block(share, part, start, False, CAREFUL, KIND, FAST, VEC, TAIL)
+    return share
+
+
+@triton.jit
+def merged_shares(shares, part, KIND: tl.constexpr):
+    """Return one `PairShare` of several."""
+    maximum, t_maximum = max_of_both(shares.maximum, shares.t_maximum)
+    moved = moved_share(shares, maximum, t_maximum, part, KIND)
+    if KIND == MIXTURE:
+        total, t_total = sum_of_both(moved.total, moved.t_total)
+        return PairShare(maximum, total, t_maximum, t_total, 0.0)
+    else:
+        total, t_total, weighted = sum_of_three(moved.total, moved.t_total, moved.weighted)
+        return PairShare(maximum, total, t_maximum, t_total, weighted)
+
+
+@triton.jit
+def divergence_of_share(share, KIND: tl.constexpr):
+    """Return the KL of a row from its statistics, in fp64."""
+    total, t_total = share.total.to(tl.float64), share.t_total.to(tl.float64)
+    mean, ratio = share.weighted.to(tl.float64) * 0.6931471805599453, t_total / total
+    if KIND == REVERSE:
+        return mean / total + tl.log(ratio)
+    else:
+        return mean / t_total - tl.log(ratio)
+
+
+@triton.jit
+def at_least(x, bound):
+    """Return the greater of x and a bound, and NaN for NaN."""
+    return tl.maximum(x, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def approximate_log2(x):
+    """Return the base-2 logarithm of normal numbers by one instruction of NVIDIA's GPUs."""
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def mixture_of_block(x, t, part, share, FAST: tl.constexpr):
+    """Return p, q, log2(p / m) and log2(q / m), where m is the mixture; finite if p or q is 0.
+
+    The smallest normal number stands for all m below it.
+    """
+    log_p = exponent(x, shift_of(share.maximum, part), part) - log_exact(share.total) * LOG2E
+    log_q = exponent(t, shift_of(share.t_maximum, part), part) - log_exact(share.t_total) * LOG2E
+    p, q = tl.exp2(log_p), tl.exp2(log_q)
+    m = at_least(part.weight * q + (1.0 - part.weight) * p, SMALLEST)
+    log_m = approximate_log2(m) if FAST else tl.log2(m)
+    return p, q, at_least(log_p, NO_LOG) - log_m, at_least(log_q, NO_LOG) - log_m
+
+
+@triton.jit
+def add_mixture(
+    student,
+    teacher,
+    part,
+    share,
+    start,
+    UNMASKED: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add one block of classes to the divergences of both rows from their mixture."""
+    _, x, t = load_both(part, start, UNMASKED, NOTHING, FAST, READ_AGAIN, VEC, BLOCK)
+    p, q, ratio, t_ratio = mixture_of_block(x, t, part, share, FAST)
+    return student + p * ratio, teacher + q * t_ratio
+
+
+@triton.jit
+def gradient_of_block(x, t, on_row, part, share, student, KIND: tl.constexpr, FAST: tl.constexpr):
+    """Return the gradient of a block of the student's logits.
+
+    `on_row` is the derivative of the result in the loss of the row, over the temperature, and
+    `student` is the student's divergence from the mixture in units of log 2.
+    """
+    if KIND == MIXTURE:
+        p, _, ratio, _ = mixture_of_block(x, t, part, share, FAST)
+        grad = (on_row * (1.0 - part.weight) * LN2) * p * (ratio - student)
+    else:
+        a = exponent(x, shift_of(share.maximum, part), part)
+        b = exponent(t, shift_of(share.t_maximum, part), part)
+        e = tl.exp2(a)
+        on_student = on_row * reciprocal(share.total)
+        if KIND == REVERSE:
+            # The logarithms of the sums cancel between the ratio of a class and its mean.
+            terms = e * (a - b - share.weighted * reciprocal(share.total))
+            grad = (on_student * LN2) * tl.where(e == 0.0, 0.0, terms)
+        else:
+            grad = e * on_student - tl.exp2(b) * (on_row * reciprocal(share.t_total))
+    if part.cap is not None:
+        grad *= (1.0 - x / part.cap) * (1.0 + x / part.cap)
+    return grad
 
 
 @triton.jit(do_not_specialize=["num_seen"])
 def divergence_accumulate_kernel(
-    first,  # StridedRows [M, C]
-    second,  # StridedRows [M, C]
+    logits,  # StridedRows of one batch
+    teacher,  # StridedRows of one batch
     kl_ptr,  # [M]
-    student_ptr,  # [M]: KL(student ‖ teacher) if the student is first, otherwise 0
-    state,  # PairState [M]
+    student_ptr,  # [M]: KL(student ‖ teacher) for the reverse KL, otherwise 0
+    statistics,  # PairStatistics [M]
+    weighted_ptr,  # [M], as in `DivergenceState`
     classes,
     num_seen,  # the number of classes that the state has seen, which is not read if that is 0
     temperature: tl.float64,
     softcap: tl.float64,
-    STUDENT_FIRST: tl.constexpr,
+    KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update the state of two rows, and KL(first ‖ second), with one read of these classes."""
-    ACC_DTYPE: tl.constexpr = state.maximum.dtype.element_ty
+    """Update the state of two rows, and their KL, with one read of these classes."""
+    ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    inverse = 1.0 / tl.full([], temperature, tl.float64)
-    x_ptr, y_ptr = first.ptr + row * first.m, second.ptr + row * second.m
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    x_row = LogitRow(x_ptr, first.c, classes, cap)
-    y_row = LogitRow(y_ptr, second.c, classes, cap)
-    log2_scale = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
-    zero = tl.zeros([1, LANES], tl.float64)
-    nothing = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
-    lanes = PairState(nothing, zero, nothing, zero, zero)
-    unmasked_end = classes // BLOCK * BLOCK
-    TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
-    for start in range(0, unmasked_end, BLOCK):
-        lanes = accumulate_pair(lanes, start, x_row, y_row, log2_scale, True, VEC, BLOCK)
-    for start in range(unmasked_end, classes, TAIL):
-        lanes = accumulate_pair(lanes, start, x_row, y_row, log2_scale, False, VEC, TAIL)
-    seen = num_seen > 0
-    before = PairState(
-        tl.load(state.maximum + row, mask=seen, other=-float("inf")),
-        tl.load(state.total + row, mask=seen, other=0.0).to(tl.float64),
-        tl.load(state.other_maximum + row, mask=seen, other=-float("inf")),
-        tl.load(state.other_total + row, mask=seen, other=0.0).to(tl.float64),
-        tl.load(state.weighted + row, mask=seen, other=0.0).to(tl.float64),
+    pair = locate_pair(logits, teacher, row, 0, classes, 0.0, temperature, VEC, ACC_DTYPE)
+    part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
+    lanes = scan_part(part, True, KIND, False, VEC, LANES, BLOCK, tl.float64)
+    share, seen = merged_shares(lanes, part, KIND), num_seen > 0
+    before = PairShare(
+        tl.load(statistics.maximum + row, mask=seen, other=-float("inf")),
+        tl.load(statistics.total + row, mask=seen, other=0.0).to(tl.float64),
+        tl.load(statistics.teacher_maximum + row, mask=seen, other=-float("inf")),
+        tl.load(statistics.teacher_total + row, mask=seen, other=0.0).to(tl.float64),
+        tl.load(weighted_ptr + row, mask=seen, other=0.0).to(tl.float64) * part.log2_scale,
     )
-    maximum = tl.maximum(before.maximum, tl.max(lanes.maximum))
-    other_maximum = tl.maximum(before.other_maximum, tl.max(lanes.other_maximum))
-    total, other_total, weighted = rescaled(before, maximum, other_maximum, log2_scale)
-    of_lanes = rescaled(lanes, maximum, other_maximum, log2_scale)
-    total += tl.sum(of_lanes[0])
-    other_total += tl.sum(of_lanes[1])
-    weighted += tl.sum(of_lanes[2])
-    kl = (weighted / total * inverse + tl.log(other_total / total)).to(ACC_DTYPE)
+    maximum = tl.maximum(before.maximum, share.maximum)
+    t_maximum = tl.maximum(before.t_maximum, share.t_maximum)
+    before = moved_share(before, maximum, t_maximum, part, KIND)
+    share = moved_share(share, maximum, t_maximum, part, KIND)
+    total, t_total = before.total + share.total, before.t_total + share.t_total
+    share = PairShare(maximum, total, t_maximum, t_total, before.weighted + share.weighted)
+    kl = divergence_of_share(share, KIND).to(ACC_DTYPE)
     tl.store(kl_ptr + row, kl)
-    tl.store(student_ptr + row, kl if STUDENT_FIRST else tl.zeros_like(kl))
-    tl.store(state.maximum + row, maximum)
-    tl.store(state.total + row, total.to(ACC_DTYPE))
-    tl.store(state.other_maximum + row, other_maximum)
-    tl.store(state.other_total + row, other_total.to(ACC_DTYPE))
-    tl.store(state.weighted + row, weighted.to(ACC_DTYPE))
+    tl.store(student_ptr + row, kl if KIND == REVERSE else tl.zeros_like(kl))
+    tl.store(statistics.maximum + row, maximum)
+    tl.store(statistics.total + row, total.to(ACC_DTYPE))
+    tl.store(statistics.teacher_maximum + row, t_maximum)
+    tl.store(statistics.teacher_total + row, t_total.to(ACC_DTYPE))
+    tl.store(weighted_ptr + row, (share.weighted / part.log2_scale).to(ACC_DTYPE))
 
 
 @triton.jit
-def load_statistics(statistics, row):
+def load_share(statistics, row):
     """Load the statistics of a row of the student and of the teacher."""
-    return PairStatistics(
+    return PairShare(
         tl.load(statistics.maximum + row),
         tl.load(statistics.total + row),
         tl.load(statistics.teacher_maximum + row),
         tl.load(statistics.teacher_total + row),
-    )
-
-
-@triton.jit
-def probabilities(x, maximum, total, inverse):
-    """Return the softmax of logits from the statistics of their row."""
-    return exp((x - finite_shift(maximum)) * inverse) * reciprocal(total)
-
-
-@triton.jit
-def log2_probabilities(x, maximum, total, inverse):
-    """Return the base-2 logarithm of the softmax, from the statistics of the row."""
-    offset = log_exact(total) * LOG2E
-    return (x - finite_shift(maximum)) * (inverse * LOG2E) - offset
-
-
-@triton.jit
-def mixture_terms(x, t, pair, weight, inverse):
-    """Return p, q, log2(p / m) and log2(q / m), where m is the mixture; 0 where p or q is 0.
-
-    Logarithms are subtracted, because a quotient takes longer than an exponential.
-    """
-    log_p = log2_probabilities(x, pair.maximum, pair.total, inverse)
-    log_q = log2_probabilities(t, pair.teacher_maximum, pair.teacher_total, inverse)
-    p, q = tl.exp2(log_p), tl.exp2(log_q)
-    log_m = tl.log2(weight * q + (1.0 - weight) * p)
-    return (
-        p,
-        q,
-        tl.where(p == 0.0, 0.0, log_p - log_m),
-        tl.where(q == 0.0, 0.0, log_q - log_m),
+        0.0,
     )
 
 
 @triton.jit(do_not_specialize=["num_seen"])
 def divergence_mixture_kernel(
-    logits,  # StridedRows [M, C]
-    teacher,  # StridedRows [M, C]
+    logits,  # StridedRows of one batch
+    teacher,  # StridedRows of one batch
     loss_ptr,  # [M]
     student_ptr,  # [M]
     statistics,  # PairStatistics [M]
@@ -259,37 +495,32 @@ def divergence_mixture_kernel(
     """Add these classes to the divergences of teacher and student from their mixture."""
     ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    x_ptr, t_ptr = logits.ptr + row * logits.m, teacher.ptr + row * teacher.m
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    x_row = LogitRow(x_ptr, logits.c, classes, cap)
-    t_row = LogitRow(t_ptr, teacher.c, classes, cap)
-    weight = tl.full([], beta, ACC_DTYPE)
-    inverse = reciprocal(tl.full([], temperature, ACC_DTYPE))
-    pair = load_statistics(statistics, row)
-    of_teacher, of_student = tl.zeros([BLOCK], ACC_DTYPE), tl.zeros([BLOCK], ACC_DTYPE)
+    pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, VEC, ACC_DTYPE)
+    part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
+    share = load_share(statistics, row)
+    of_student, of_teacher = tl.zeros([1, BLOCK], ACC_DTYPE), tl.zeros([1, BLOCK], ACC_DTYPE)
     for start in range(0, classes, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        x = load_classes(x_row, v, False, ACC_DTYPE, VEC)
-        t = load_classes(t_row, v, False, ACC_DTYPE, VEC)
-        p, q, ratio, t_ratio = mixture_terms(x, t, pair, weight, inverse)
-        of_student += p * ratio
-        of_teacher += q * t_ratio
+        of_student, of_teacher = add_mixture(
+            of_student, of_teacher, part, share, start, False, False, VEC, BLOCK
+        )
     seen = num_seen > 0
     loss = tl.load(loss_ptr + row, mask=seen, other=0.0)
     student = tl.load(student_ptr + row, mask=seen, other=0.0)
     student_term, teacher_term = tl.sum(of_student) * LN2, tl.sum(of_teacher) * LN2
-    tl.store(loss_ptr + row, loss + weight * teacher_term + (1.0 - weight) * student_term)
+    loss += part.weight * teacher_term + (1.0 - part.weight) * student_term
+    tl.store(loss_ptr + row, loss)
     tl.store(student_ptr + row, student + student_term)
 
 
 @triton.jit
 def divergence_gradient_kernel(
     grad_ptr,  # [M]
-    logits,  # StridedRows [M, C]
-    teacher,  # StridedRows [M, C]
+    logits,  # StridedRows of one batch
+    teacher,  # StridedRows of one batch
     student_ptr,  # [M]
     statistics,  # PairStatistics [M]
-    dlogits,  # StridedRows [M, C] of adjacent classes; may be the logits
+    dlogits,  # StridedRows of adjacent classes; may be the logits
     classes,
     beta: tl.float64,
     temperature: tl.float64,
@@ -302,33 +533,21 @@ def divergence_gradient_kernel(
     """Compute a block of the gradient of the student's logits with two reads and one write."""
     ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
     blocks = tl.cdiv(classes, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    v = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    x_ptr, t_ptr = logits.ptr + row * logits.m, teacher.ptr + row * teacher.m
+    row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    x_row = LogitRow(x_ptr, logits.c, classes, cap)
-    t_row = LogitRow(t_ptr, teacher.c, classes, cap)
-    weight = tl.full([], beta, ACC_DTYPE)
-    inverse = reciprocal(tl.full([], temperature, ACC_DTYPE))
-    x = load_classes(x_row, v, False, ACC_DTYPE, VEC)
-    t = load_classes(t_row, v, False, ACC_DTYPE, VEC)
-    pair = load_statistics(statistics, row)
-    if KIND == MIXTURE:
-        p, _, ratio, _ = mixture_terms(x, t, pair, weight, inverse)
-        terms = (1.0 - weight) * p * (ratio * LN2 - tl.load(student_ptr + row))
-    elif KIND == REVERSE:
-        apart = (x - finite_shift(pair.maximum)) - (t - finite_shift(pair.teacher_maximum))
-        ratio = apart * inverse - (log_exact(pair.total) - log_exact(pair.teacher_total))
-        p = probabilities(x, pair.maximum, pair.total, inverse)
-        terms = tl.where(p == 0.0, 0.0, p * (ratio - tl.load(student_ptr + row)))
-    else:
-        p = probabilities(x, pair.maximum, pair.total, inverse)
-        terms = p - probabilities(t, pair.teacher_maximum, pair.teacher_total, inverse)
-    on_row = tl.load(grad_ptr + row).to(ACC_DTYPE) * inverse
-    result = on_row * terms
-    if HAS_SOFTCAP:
-        result *= (1.0 - x / cap) * (1.0 + x / cap)
+    pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, VEC, ACC_DTYPE)
+    part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
+    v, x, t = load_both(part, start, False, NOTHING, False, "", VEC, BLOCK)
+    share, student = load_share(statistics, row), tl.load(student_ptr + row)
+    if KIND == REVERSE:  # what the scan has found, from the KL
+        mean = student - (log_exact(share.t_total) - log_exact(share.total))
+        share = PairShare(
+            share.maximum, share.total, share.t_maximum, share.t_total, mean * LOG2E * share.total
+        )
+    on_row = tl.load(grad_ptr + row).to(ACC_DTYPE)
+    on_logits = on_row * part.log2_scale * LN2
+    grad = gradient_of_block(x, t, on_logits, part, share, student * LOG2E, KIND, False)
     # The padding of a row becomes 0, which products on some devices read.
-    result = tl.where(on_row == 0.0, 0.0, tl.where(v < classes, result, 0.0))
-    pointers = dlogits.ptr + row * dlogits.m + v
-    tl.store(pointers, result.to(dlogits.ptr.dtype.element_ty), mask=v // VEC * VEC < classes)
+    grad = tl.where(on_row == 0.0, 0.0, tl.where(v < classes, grad, 0.0))
+    ptrs = dlogits.ptr + aligned_start(row * dlogits.row, VEC) + v
+    tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=v // VEC * VEC < classes)

@@ -148,13 +148,13 @@ def linear_statistics_kernel(
 
 @triton.jit(do_not_specialize=["classes", "first"])
 def linear_gradient_kernel(
-    logits,  # StridedRows [rows, classes] of adjacent classes, from the class `first` on
+    logits,  # StridedRows of one batch, of adjacent classes, from the class `first` on
     target_ptr,  # [rows]
     weight_ptr,  # [classes] or None
     coefficients,  # GradientCoefficients [rows]
     maximum_ptr,  # [rows]
     sumexp_ptr,  # [rows]
-    result,  # StridedRows [rows, classes], which may be the logits
+    result,  # StridedRows of one batch, which may be the logits
     classes,
     first,
     temperature: tl.float64,
@@ -171,7 +171,7 @@ def linear_gradient_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v // VEC * VEC < classes
-    x = tl.load(logits.ptr + row * logits.m + v, mask=inside, other=0.0).to(ACC_DTYPE)
+    x = tl.load(logits.ptr + row * logits.row + v, mask=inside, other=0.0).to(ACC_DTYPE)
     x = apply_softcap(x, softcap, HAS_SOFTCAP)
     label = tl.load(target_ptr + row).to(tl.int64) - first
     dlogits_coef = tl.load(coefficients.dlogits_coef + row)
@@ -197,6 +197,6 @@ def linear_gradient_kernel(
     grad += tl.where(v == label, label_coef, 0.0)
     if HAS_SOFTCAP:
         grad *= 1.0 - (x / softcap) * (x / softcap)
-    pointers = result.ptr + row * result.m + v
+    pointers = result.ptr + row * result.row + v
     grad = tl.where(active == 0.0, 0.0, grad)
     tl.store(pointers, grad.to(result.ptr.dtype.element_ty), mask=inside)

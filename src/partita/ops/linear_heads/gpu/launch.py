@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import launch_reduction, row_view_or_copy, vector_width
+from ....primitives.gpu.row_plan import (
+    launch_reduction,
+    matrix_rows,
+    row_view_or_copy,
+    vector_width,
+)
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import shares_of_denominators
 from ...divergence.gpu.launch import DIVERGENCE_KERNELS
-from ...divergence.gpu.rows import StridedRows
 from ...logprobs.gpu.launch import ENTRY_KERNELS, topk_of_rows
 from .. import chunked
 from ..chunked import ChunkKernels
@@ -124,13 +128,13 @@ def logits_gradient(
     launch(
         linear_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], options["BLOCK_V"]),
-        logits=StridedRows(logits, *logits.stride()),
+        logits=matrix_rows(logits),
         target_ptr=target,
         weight_ptr=class_weight,
         coefficients=coefficients,
         maximum_ptr=maximum,
         sumexp_ptr=sumexp,
-        result=StridedRows(result, *result.stride()),
+        result=matrix_rows(result),
         classes=logits.shape[1],
         first=first,
         temperature=temperature,

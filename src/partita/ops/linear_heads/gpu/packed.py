@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....primitives.gpu.row_plan import matrix_rows
 from ....primitives.rows import chunks
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.reduction import load_labels
-from ...divergence.gpu.rows import StridedRows
 from ..chunked import add_product, empty_gradients, linear_one_pass
 from ..common import Head, HeadGradients, Wanted
 from .launch import CHUNK_KERNELS
@@ -81,9 +81,9 @@ def linear_pack_kernel(
 
 @triton.jit(do_not_specialize=["width"])
 def linear_copy_kernel(
-    source,  # StridedRows [M, width] or [positions, width]
+    source,  # StridedRows of one batch, [M, width] or [positions, width]
     source_index_ptr,  # [positions], or None for the rows in order
-    result,  # StridedRows [positions, width] or [M, width]
+    result,  # StridedRows of one batch, [positions, width] or [M, width]
     result_index_ptr,  # [positions], or None for the rows in order
     width,
     BLOCK: tl.constexpr,
@@ -100,10 +100,10 @@ def linear_copy_kernel(
         row = tl.load(source_index_ptr + position).to(tl.int64)
     if result_index_ptr is not None:
         to = tl.load(result_index_ptr + position).to(tl.int64)
-    pointers = source.ptr + row * source.m + column * source.c
+    pointers = source.ptr + row * source.row + column * source.column
     values = tl.load(pointers, mask=(row >= 0) & (column < width), other=0.0)
     values = values.to(result.ptr.dtype.element_ty)
-    tl.store(result.ptr + to * result.m + column, values, mask=(to >= 0) & (column < width))
+    tl.store(result.ptr + to * result.row + column, values, mask=(to >= 0) & (column < width))
 
 
 def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
@@ -137,9 +137,9 @@ def copy_rows(
     launch(
         linear_copy_kernel,
         positions * cdiv(width, block),
-        source=StridedRows(source, *source.stride()),
+        source=matrix_rows(source),
         source_index_ptr=source_index,
-        result=StridedRows(result, *result.stride()),
+        result=matrix_rows(result),
         result_index_ptr=result_index,
         width=width,
         BLOCK=block,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import StridedRows, row_view_or_copy, vector_width
+from ....primitives.gpu.row_plan import matrix_rows, row_view_or_copy, vector_width
 from ....runtime import checks
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
@@ -279,7 +279,7 @@ def topk_of_rows(
     launch(
         topk_logprobs_kernel,
         len(logits),
-        logits=StridedRows(logits, 0, *logits.stride()),
+        logits=matrix_rows(logits),
         found=found,
         classes=classes,
         K=k,

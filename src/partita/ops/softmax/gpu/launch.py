@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +26,15 @@ from ....runtime.caches import register_cache
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ..common import LogSumExp
-from .backward import (
+from .logsumexp import logsumexp_backward_kernel, logsumexp_kernel
+from .rows import (
     softmax_backward_loop_kernel,
     softmax_backward_row_kernel,
     softmax_backward_tile_kernel,
+    softmax_loop_kernel,
+    softmax_row_kernel,
+    softmax_tile_kernel,
 )
-from .forward import softmax_loop_kernel, softmax_row_kernel, softmax_tile_kernel
-from .logsumexp import logsumexp_backward_kernel, logsumexp_kernel
 
 
 def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
@@ -42,33 +45,40 @@ def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
 def _softmax(view: RowView, log: bool) -> None:
     input, output = view.strided
     plan, dtype = row_plan_for(view), input.ptr.dtype
+    kernels = (softmax_row_kernel, softmax_tile_kernel, softmax_loop_kernel)
+    options: dict[str, Any] = {"LOG": log}
+    if plan.kind == "tile":
+        plan, options["PARTS"] = _in_parts(plan, view.classes, dtype.itemsize)
+    if plan.kind != "row":
+        options["LANES"] = plan.lanes(dtype.itemsize)
+    _launch(kernels, view, plan, input=input, output=output, **options)
+
+
+def _launch(kernels: tuple[Any, Any, Any], view: RowView, plan: RowPlan, **arguments: Any) -> None:
+    """Launch the kernel of a plan on rows of the dtype of the view's first tensor.
+
+    The kernels are those of plans of kind `row`, `tile` and `loop`.
+    """
+    of_row, of_tile, of_loop = kernels
+    dtype = view.tensors[0].dtype
     if plan.kind == "row":
         launch(
-            softmax_row_kernel,
+            of_row,
             view.rows * plan.splits,
-            input=input,
-            output=output,
             slots_ptr=exchange_slots(view, plan.splits),
             classes=view.classes,
             splits=plan.splits,
             zero=0.0,
-            LOG=log,
+            **arguments,
             **row_options(plan, dtype),
         )
         return
-    parts = {}
-    if plan.kind == "tile":
-        plan, parts["PARTS"] = _in_parts(plan, view.classes, dtype.itemsize)
     launch(
-        softmax_tile_kernel if parts else softmax_loop_kernel,
+        of_tile if plan.kind == "tile" else of_loop,
         view.batches * cdiv(view.rows, plan.rows),
-        input=input,
-        output=output,
         rows=view.rows,
         classes=view.classes,
-        LOG=log,
-        LANES=plan.lanes(dtype.itemsize),
-        **parts,
+        **arguments,
         **tile_options(plan, dtype),
     )
 
@@ -109,35 +119,14 @@ def _softmax_backward(view: RowView, log: bool) -> None:
     planned = view
     if is_broadcast:
         planned = view._replace(tensors=view.tensors[::2], strides=view.strides[::2])
-    plan, dtype = row_plan_for(planned, operands=2), output.ptr.dtype
-    if plan.kind == "row":
-        launch(
-            softmax_backward_row_kernel,
-            view.rows * plan.splits,
-            grad=grad,
-            output=output,
-            result=result,
-            slots_ptr=exchange_slots(view, plan.splits),
-            classes=view.classes,
-            splits=plan.splits,
-            zero=0.0,
-            LOG=log,
-            BROADCAST=is_broadcast,
-            **row_options(plan, dtype),
-        )
-        return
-    launch(
-        softmax_backward_tile_kernel if plan.kind == "tile" else softmax_backward_loop_kernel,
-        view.batches * cdiv(view.rows, plan.rows),
-        grad=grad,
-        output=output,
-        result=result,
-        rows=view.rows,
-        classes=view.classes,
-        LOG=log,
-        BROADCAST=is_broadcast,
-        **tile_options(plan, dtype),
+    kernels = (
+        softmax_backward_row_kernel,
+        softmax_backward_tile_kernel,
+        softmax_backward_loop_kernel,
     )
+    tensors = {"grad": grad, "output": output, "result": result}
+    plan = row_plan_for(planned, operands=2)
+    _launch(kernels, view, plan, **tensors, LOG=log, BROADCAST=is_broadcast)
 
 
 def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:

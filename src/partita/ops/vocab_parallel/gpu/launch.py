@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import RowPlan, StridedRows, row_options
+from ....primitives.gpu.row_plan import RowPlan, matrix_rows, row_options
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.common import LossOptions
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import LossSum, reduce_losses, shares_of_denominators
-from ...cross_entropy.gpu.row_math import optional_terms
 from ...linear_heads.common import (
     GradientCoefficients,
     RowOptions,
@@ -145,12 +144,12 @@ def parallel_one_pass(
     launch(
         parallel_row_kernel,
         M * splits,
-        logits=StridedRows(logits, 0, *logits.stride()),
+        logits=matrix_rows(logits),
         target_ptr=target,
         tile_counter_ptr=tile_counter,
         memory=memory,
         losses=LossSum(losses, shares, None),
-        dlogits=StridedRows(dlogits, 0, *dlogits.stride()),
+        dlogits=matrix_rows(dlogits),
         M=M,
         V_local=V_local,
         V=sum(sizes),
@@ -159,7 +158,7 @@ def parallel_one_pass(
         splits=splits,
         max_polls=max_polls,
         ignore_index=options.ignore_index,
-        terms=optional_terms(options),
+        terms=(options.softcap or None, options.z_loss or None),
         zero=0.0,
         WORLD=len(sizes),
         BLOCK_SLOTS=next_power_of_2(len(sizes) + slots_per_row(sizes, itemsize)),
