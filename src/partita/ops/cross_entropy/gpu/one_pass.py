@@ -28,7 +28,6 @@ from .row_math import (
     store_valid_rows,
 )
 from .row_part import (
-    PartWeights,
     has_class,
     load_part,
     locate_part,
@@ -142,29 +141,25 @@ def cross_entropy_of_part(
     is_owner = has_class(part, label, in_range, BLOCK_V)
     label_x = load_label_logits(row_ptr + label, in_range & is_owner, options)
     label = Label(label, not_ignored, in_range, weight, label_x)
-    loaded = part_logits(packed, row_ptr, part, targets.classes, options, zero, dtype, HALF, VEC)
+    loaded, weights, sums = part_logits(
+        packed, row_ptr, part, targets.classes, options, zero, dtype, HALF, VEC
+    )
     shift, total = loaded.shift, loaded.total
     if SHARED:
+        slot_ptr = slots_ptr + 1 + row * splits
         shift, total = exchange_normalizer(
-            slots_ptr + 1 + row * splits, split, splits, loaded.maximum, total, BLOCK_SPLITS
+            slot_ptr, split, splits, loaded.maximum, total, BLOCK_SPLITS
         )
-    weights, sums = PartWeights(loaded.x, 0.0), Smoothing(0.0, 0.0)
     if options.spread is not None:
-        q = smoothing_weights(None, part.mask, part.head + part.column, options)
-        edge_q = 0.0
-        q_sum = tl.sum(q, axis=0)
-        q_loss = tl.sum(smoothing_terms(q, shift, loaded.x), axis=0)
-        if VEC > 1:
-            edge_q = smoothing_weights(None, loaded.at_edge, loaded.edge, options)
-            q_sum += tl.sum(edge_q, axis=0)
-            q_loss += tl.sum(smoothing_terms(edge_q, shift, loaded.edge_x), axis=0)
+        q_sum, q_loss = sums.weight, sums.loss
         if SHARED:  # The slots follow those of the normalizers.
+            q_loss += q_sum * (shift - loaded.shift)
             lane = tl.arange(0, BLOCK_SPLITS)
-            slot_ptr = slots_ptr + 1 + parts + row * splits
-            q_sums, q_losses = exchange_pairs(slot_ptr, split, splits, q_sum, q_loss, BLOCK_SPLITS)
+            q_sums, q_losses = exchange_pairs(
+                slot_ptr + parts, split, splits, q_sum, q_loss, BLOCK_SPLITS
+            )
             q_sum = tl.sum(tl.where(lane < splits, q_sums, 0.0), axis=0)
             q_loss = tl.sum(tl.where(lane < splits, q_losses, 0.0), axis=0)
-        weights = PartWeights(q, edge_q)
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
     if HALF and SHARED and VEC > 1:
         index = next_part(slots_ptr, SHARED)

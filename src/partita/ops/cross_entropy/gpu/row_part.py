@@ -20,7 +20,14 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from .row_math import acc_logits, class_gradient, store_valid_rows
+from .row_math import (
+    Smoothing,
+    acc_logits,
+    class_gradient,
+    smoothing_terms,
+    smoothing_weights,
+    store_valid_rows,
+)
 
 
 class RowPart(NamedTuple):
@@ -72,7 +79,7 @@ class PartLogits(NamedTuple):
 
 
 class PartWeights(NamedTuple):
-    """The target weights q of a part.
+    """The target weights q of a part. They are one number where all classes have the same weight.
 
     Fields:
         q: those of the block, [BLOCK_V].
@@ -106,6 +113,27 @@ def has_class(part, column, valid, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
+def smooth_part(x, shift, part, edge, at_edge, edge_x, options, VEC: tl.constexpr):
+    """Return the target weights q of a part, and their sums relative to its shift."""
+    targets = options.targets
+    if targets.weight is None:
+        q = options.spread / targets.classes
+        edge_q = q
+        first = part.split * x.shape[0]
+        weight = q * tl.minimum(tl.maximum(part.body - first, 0), x.shape[0])
+        loss = q * tl.sum(tl.where(part.mask, shift - x, 0.0), axis=0)
+    else:
+        q = smoothing_weights(None, part.mask, part.head + part.column, options)
+        edge_q = smoothing_weights(None, at_edge, edge, options)
+        weight = tl.sum(q, axis=0)
+        loss = tl.sum(smoothing_terms(q, shift, x), axis=0)
+    if VEC > 1:
+        weight += tl.sum(tl.where(at_edge, edge_q, 0.0), axis=0)
+        loss += tl.sum(tl.where(at_edge, smoothing_terms(edge_q, shift, edge_x), 0.0), axis=0)
+    return PartWeights(q, edge_q), Smoothing(weight, loss)
+
+
+@triton.jit
 def part_logits(
     logits,
     row_ptr,
@@ -117,9 +145,11 @@ def part_logits(
     HALF: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Return the statistics of a part whose logits were loaded, for a gradient of `dtype`.
+    """Return the statistics of a part whose logits were loaded, and of its target weights.
 
-    `row_ptr` is the address of the row, and `classes` its length.
+    `row_ptr` is the address of the row, `classes` its length, and `dtype` that of the gradient. The
+    sums with the target weights come before the exponentials, and before the program waits for
+    others: then the logits need no registers beside the exponentials.
     """
     x = acc_logits(logits, part.mask, options)
     maximum = tl.max(x, axis=0)
@@ -130,6 +160,12 @@ def part_logits(
         edge_logits = tl.load(row_ptr + edge, mask=at_edge, other=-float("inf"))
         edge_x = acc_logits(edge_logits, at_edge, options)
         maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
+    weights, sums = PartWeights(x, 0.0), Smoothing(0.0, 0.0)
+    if options.spread is not None:
+        if HALF:
+            x = acc_logits(opaque(logits, zero), part.mask, options)
+        shift = finite_shift(maximum)
+        weights, sums = smooth_part(x, shift, part, edge, at_edge, edge_x, options, VEC)
     if HALF:
         logits = opaque(logits, zero)
         x = acc_logits(logits, part.mask, options)
@@ -138,7 +174,8 @@ def part_logits(
     total = sum_for_dtype(e, 0, dtype)
     if VEC > 1:
         total += tl.sum(exp(edge_x - shift), axis=0)
-    return PartLogits(part, zero, logits, x, e, maximum, shift, total, edge, at_edge, edge_x)
+    loaded = PartLogits(part, zero, logits, x, e, maximum, shift, total, edge, at_edge, edge_x)
+    return loaded, weights, sums
 
 
 @triton.jit

@@ -102,7 +102,7 @@ def parallel_row_kernel(
     x = load_label_logits(row_ptr + label, is_owner, options)
     label = Label(label, not_ignored, is_owner, weight, x)
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
-    loaded = part_logits(packed, row_ptr, part, V_local, options, zero, dtype, HALF, VEC)
+    loaded, _, _ = part_logits(packed, row_ptr, part, V_local, options, zero, dtype, HALF, VEC)
 
     # Give the statistics of the part to all ranks.
     pairs = WORLD * splits
