@@ -128,9 +128,21 @@ def cross_entropy_backward_(
     grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, *args: Any
 ) -> None:
     """Write the gradient of the logits over them."""
-    view = view_of(logits, target, logits)
+    _write_gradient(logits, grad_loss, grad_logsumexp, logits, target, *args)
+
+
+def _write_gradient(
+    dlogits: Tensor,
+    grad_loss: Tensor,
+    grad_logsumexp: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    *args: Any,
+) -> None:
+    """Write the gradient of the logits to `dlogits`, which may be the logits."""
+    view = view_of(logits, target, dlogits)
     if view is None:
-        logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, target, *args))
+        dlogits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, target, *args))
     else:
         _launch_backward(view, grad_loss, grad_logsumexp, target, *args)
 
@@ -232,7 +244,8 @@ def _one_pass(call: _OnePassCall) -> Tensor:
     if view is None or plan is None or plan.kind == "loop":
         return _reduced_two_passes(call)
     is_row = plan.kind == "row"
-    if is_row and mode == PROBABILITIES:
+    # Registers hold no target probabilities beside a row, nor the slopes of a soft-cap.
+    if is_row and (mode == PROBABILITIES or options.softcap):
         return _reduced_two_passes(call)
     programs = view.rows * plan.splits if is_row else view.batches * cdiv(view.rows, plan.rows)
     slots = 1 if mode == HARD_LABELS else 2
@@ -256,10 +269,8 @@ def _one_pass(call: _OnePassCall) -> Tensor:
         "losses": losses,
         "dlogits": gradient,
         "smoothing": options.label_smoothing,
-        "softcap": options.softcap,
         "z_loss": options.z_loss,
         "SMOOTHING_MODE": mode,
-        "HAS_SOFTCAP": options.softcap != 0,
         "HAS_Z_LOSS": options.z_loss != 0,
         "MEAN": options.mean or call.denominator is not None,
         "FUSED_BLOCK": block,
@@ -280,6 +291,8 @@ def _one_pass(call: _OnePassCall) -> Tensor:
             cross_entropy_tile_kernel,
             programs,
             rows=view.rows,
+            softcap=options.softcap,
+            HAS_SOFTCAP=options.softcap != 0,
             **arguments,
             **tile_options(plan, logits.dtype),
         )
@@ -289,14 +302,15 @@ def _one_pass(call: _OnePassCall) -> Tensor:
 
 
 def _reduced_two_passes(call: _OnePassCall) -> Tensor:
-    """Compute the reduced loss where a row fits no tile: first statistics, then the gradient."""
+    """Compute the reduced loss where registers do not hold a row: its statistics come first."""
     workspace, shares = _prepare_workspace(call)
     z_loss, numbers = call.options.z_loss, call.options[:3]
     rows = cross_entropy(call.logits, call.target, call.weight, *numbers)
     scale, z_scale = (1.0, 1.0)
     if shares is not None:
         scale, z_scale = shares.sum(1).to(rows.loss.dtype).reciprocal().unbind()
-    args: tuple[Any, ...] = (
+    _write_gradient(
+        call.dlogits,
         torch.ones_like(rows.loss) * scale,
         2 * z_loss * rows.logsumexp * z_scale,
         call.logits,
@@ -307,10 +321,6 @@ def _reduced_two_passes(call: _OnePassCall) -> Tensor:
         rows.total_weight,
         *numbers,
     )
-    if call.dlogits.data_ptr() == call.logits.data_ptr():
-        cross_entropy_backward_(*args)
-    else:
-        call.dlogits.copy_(cross_entropy_backward(*args))
     loss = rows.loss
     if z_loss:
         loss = loss + z_loss * rows.logsumexp.square() * (z_scale / scale)

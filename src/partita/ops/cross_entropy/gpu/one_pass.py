@@ -185,11 +185,9 @@ def cross_entropy_row_kernel(
     parts,  # of all rows
     splits,  # programs that share a row
     smoothing: tl.float64,
-    softcap: tl.float64,
     z_loss: tl.float64,
     zero,  # 0.0, which the compiler does not know
     SMOOTHING_MODE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
     FUSED_BLOCK: tl.constexpr,
@@ -206,10 +204,9 @@ def cross_entropy_row_kernel(
     also reduces the loss.
     """
     smoothing = tl.full([], smoothing, tl.float32)
-    softcap = tl.full([], softcap, tl.float32) if HAS_SOFTCAP else None
     z_loss = tl.full([], z_loss, tl.float32) if HAS_Z_LOSS else None
     spread = smoothing if SMOOTHING_MODE else None
-    options = LossOptions(targets, smoothing, softcap, z_loss, spread)
+    options = LossOptions(targets, smoothing, None, z_loss, spread)
     index = next_part(slots_ptr, SHARED)
     args = (logits, losses, slots_ptr, dlogits, parts, splits, options, zero)
     if HALF and SHARED and VEC > 1:  # A loop around parts in fp32 would spill registers.
