@@ -49,11 +49,11 @@ def test_lattice(form: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     states, (T, N, C, A) = 130, (3, 7, 9, 4)
     scores = torch.randn(A, T, N, C).to(device).permute(1, 2, 3, 0)
     steps = torch.tensor([3, 2, 0, 1, -1, 4, 3]).to(device)
-    source = common.lattice_source(states, device)
-    sizes = (T, 2, 3, torch.float32)
+    tables = torch.zeros(C, A, device=device), common.lattice_source(states, device)
     for inputs in (steps, None):
-        ours, found = launch.build_lattice(source, targets, lengths, inputs, *sizes)
-        theirs, expected = common.target_lattice(source, targets, lengths, inputs, *sizes)
+        x = common.CRFInputs(scores, *tables, targets, lengths, inputs, state_len=2)
+        ours, found = launch.build_lattice(x)
+        theirs, expected = common.target_lattice(x)
         assert torch.equal(found, expected)
     invalid = expected < 0  # all inputs have T steps
     assert invalid.any() == form.startswith("invalid")
@@ -93,35 +93,24 @@ def test_subtraction_of_runs(
     if reduction == "mean":
         per_sequence = grad.double() / 3 / target_lengths.clamp(min=1)
     per_sequence = torch.where(losses == torch.inf, 0.0, per_sequence)
+    unused = torch.empty(0, device=device)
+    parts = losses, unused, unused, marginals.clone(), edge_index, lengths
+    state = common.CRFState(*(part.to(device) for part in parts))
     coefficients, order = launch.sort_edges(
-        grad.to(device),
-        losses.to(device),
-        target_lengths.to(device),
-        edge_index.to(device),
-        reduction,
+        grad.to(device), state, target_lengths.to(device), reduction
     )
     torch.testing.assert_close(coefficients.cpu(), per_sequence, rtol=1e-15, atol=0.0)
     expected_order = edge_index.flatten(1).sort(dim=1, stable=True).indices
     assert torch.equal(order.edges.cpu().long(), expected_order)
     assert torch.equal(order.runs.cpu().sum(1), (edge_index >= 0).flatten(1).sum(1))
-    d_scores, rounded = dense.clone().to(device), None
-    if dtype != acc:
-        rounded = torch.full_like(dense, torch.nan, dtype=dtype, device=device)
-    launch.subtract_marginals(
-        d_scores,
-        rounded,
-        coefficients,
-        marginals.to(device),
-        edge_index.to(device),
-        order,
-        lengths.to(device),
-    )
+    d_scores = dense.clone().to(device)
+    result = launch.subtract_marginals(d_scores, coefficients, order, state, dtype)
     marginals[3:, 2] = 0.0  # the steps after the last one are left alone
     values = (marginals.double() * per_sequence[:, None, None]).masked_fill(edge_index < 0, 0.0)
     expected = dense.double().flatten(2)
     index = edge_index.long().clamp(min=0).flatten(1).expand(T, -1, -1)
     expected = expected.scatter_add(2, index, -values.flatten(2)).view(dense.shape)
-    result = (d_scores if rounded is None else rounded).cpu().double()
+    result = result.cpu().double()
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(result, expected, rtol=eps, atol=64 * torch.finfo(acc).eps)
 
