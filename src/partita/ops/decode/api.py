@@ -217,11 +217,12 @@ def ctc_crf_decode(
             *path, by_base, first = registered.crf_path(edges, source, lengths, width, backend)
             posteriors = by_base, first
         dtype = acc_dtype(scores.dtype)
-        found = registered.crf_calls(*posteriors, *path, lengths, state_len, dtype, backend)
-        calls = Basecalls(*found)
+        calls = registered.crf_calls(*posteriors, *path, lengths, state_len, dtype, backend)
+        labels, counts, log_probs, steps, moves = calls
         # A sequence with NaN has no path, and so no base whose probability could be NaN.
         unknown = posteriors[1].isnan().any(1, keepdim=True)
-        return calls._replace(log_probs=calls.log_probs.masked_fill(unknown, torch.nan))
+        log_probs = log_probs.masked_fill(unknown, torch.nan)
+        return Basecalls(labels, counts, log_probs, steps, moves)
 
 
 def _check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
