@@ -196,11 +196,11 @@ def test_aligned_rows_are_read_in_vectors() -> None:
     of_kinds = {
         item.options["CODE"]: item
         for item in launches("13.0")["rnnt_overlap_kernel"]
-        if item.dtype == torch.bfloat16 and not item.options["EDGES"]
+        if item.dtype == torch.bfloat16 and not item.options["TILE"].edges
     }
     assert len(of_kinds) == 2
     for launch in of_kinds.values():
-        assert launch.options["VEC"] == 8
+        assert launch.options["TILE"].vector == 8
         assert "ld.global.v4.b32" in compiled(launch, TARGETS["sm_90"].target).asm["ptx"]
 
 

@@ -39,6 +39,13 @@ class LossOptions(NamedTuple):
     spread: Any
 
 
+class OptionalTerms(NamedTuple):
+    """Numbers of a loss in fp32, which a kernel has no code for where they are None."""
+
+    softcap: float | None
+    z_loss: float | None
+
+
 class Label(NamedTuple):
     """The labels of the rows of a program.
 

@@ -15,6 +15,7 @@ from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.common import LossOptions
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import LossSum, reduce_losses, shares_of_denominators
+from ...cross_entropy.gpu.row_math import OptionalTerms
 from ...linear_heads.common import (
     GradientCoefficients,
     RowOptions,
@@ -158,7 +159,7 @@ def parallel_one_pass(
         splits=splits,
         max_polls=max_polls,
         ignore_index=options.ignore_index,
-        terms=(options.softcap or None, options.z_loss or None),
+        terms=OptionalTerms(options.softcap or None, options.z_loss or None),
         zero=0.0,
         WORLD=len(sizes),
         BLOCK_SLOTS=next_power_of_2(len(sizes) + slots_per_row(sizes, itemsize)),

@@ -70,7 +70,7 @@ def parallel_row_kernel(
     splits,
     max_polls,
     ignore_index,
-    terms,  # the soft-cap and the factor of the z-loss in fp32, None for those that are 0
+    terms,  # OptionalTerms
     zero,  # 0.0
     WORLD: tl.constexpr,
     HALF: tl.constexpr,
