@@ -10,6 +10,14 @@ from partita import LinearChain, SemiMarkovChain
 KINDS = ("constant", "by token", "by sequence")  # of the transitions of dense chains
 
 
+def random_scores(
+    shape: tuple[int, ...], g: torch.Generator, scale: float, forbidden: float
+) -> Tensor:
+    """Return normal scores, of which a share `forbidden` is -inf."""
+    values = scale * torch.randn(shape, generator=g, dtype=torch.float64)
+    return values.masked_fill(torch.rand(shape, generator=g) < forbidden, -torch.inf)
+
+
 def random_linear_chain(
     T: int = 5,
     N: int = 4,
@@ -32,8 +40,7 @@ def random_linear_chain(
     shapes = {"constant": (C, C), "by token": (T - 1, C, C), "by sequence": (T - 1, N, C, C)}
 
     def scores(*shape: int) -> Tensor:
-        values = scale * torch.randn(shape, generator=g, dtype=torch.float64)
-        return values.masked_fill(torch.rand(shape, generator=g) < forbidden, -torch.inf)
+        return random_scores(shape, g, scale, forbidden)
 
     emissions, transitions = scores(T, N, C), scores(*shapes[kind])
     start, end = (scores(N, C), scores(N, C)) if ends else (None, None)
@@ -71,9 +78,7 @@ def random_semi_markov(
     g = torch.Generator().manual_seed(seed)
 
     def scores(*shape: int) -> Tensor:
-        values = scale * torch.randn(shape, generator=g, dtype=torch.float64)
-        values = values.masked_fill(torch.rand(shape, generator=g) < forbidden, -torch.inf)
-        return values.to(dtype).to(device)
+        return random_scores(shape, g, scale, forbidden).to(dtype).to(device)
 
     emissions, transitions, durations = scores(T, N, C), scores(C, C), scores(D, C)
     start, end = (scores(N, C), scores(N, C)) if ends else (None, None)

@@ -42,6 +42,8 @@ from .shard import (
     wait_for,
 )
 
+__all__ = ["divergence", "linear_divergence", "linear_logprobs", "logprobs"]
+
 NO_LABEL = -1
 
 
@@ -219,9 +221,6 @@ class LocalLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0, dtype=acc_dtype(grad.dtype)).to(grad.dtype)
         return dinput, dweight, dbias, None
-
-
-__all__ = ["divergence", "linear_divergence", "linear_logprobs", "logprobs"]
 
 
 def divergence(

@@ -81,10 +81,12 @@ def exchange_normalizer(slots_ptr, split, splits, maximum, total, BLOCK_SPLITS: 
 
 
 @triton.jit
-def exchange_sum(slots_ptr, split, splits, value, BLOCK_SPLITS: tl.constexpr):
-    """Return the sum of a number over the programs that share a row."""
-    values, _ = exchange_pairs(slots_ptr, split, splits, value, value, BLOCK_SPLITS)
-    return tl.sum(tl.where(tl.arange(0, BLOCK_SPLITS) < splits, values, 0.0), axis=0)
+def exchange_sums(slots_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
+    """Return the sums of two numbers over the programs that share a row."""
+    firsts, seconds = exchange_pairs(slots_ptr, split, splits, first, second, BLOCK_SPLITS)
+    valid = tl.arange(0, BLOCK_SPLITS) < splits
+    first = tl.sum(tl.where(valid, firsts, 0.0), axis=0)
+    return first, tl.sum(tl.where(valid, seconds, 0.0), axis=0)
 
 
 @triton.jit

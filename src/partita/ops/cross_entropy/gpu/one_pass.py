@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp_for_dtype, finite_shift, sum_for_dtype
-from ....primitives.gpu.sync import exchange_normalizer, exchange_pairs, next_part
+from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 from .reduction import store_losses
 from .row_math import (
     Label,
@@ -154,12 +154,9 @@ def cross_entropy_of_part(
         q_sum, q_loss = sums.weight, sums.loss
         if SHARED:  # The slots follow those of the normalizers.
             q_loss += q_sum * (shift - loaded.shift)
-            lane = tl.arange(0, BLOCK_SPLITS)
-            q_sums, q_losses = exchange_pairs(
+            q_sum, q_loss = exchange_sums(
                 slot_ptr + parts, split, splits, q_sum, q_loss, BLOCK_SPLITS
             )
-            q_sum = tl.sum(tl.where(lane < splits, q_sums, 0.0), axis=0)
-            q_loss = tl.sum(tl.where(lane < splits, q_losses, 0.0), axis=0)
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
     if HALF and SHARED and VEC > 1:
         index = next_part(slots_ptr, SHARED)

@@ -85,7 +85,7 @@ def linear_chain_resident_best_kernel(
         score_ptr = emissions.ptr + n * emissions.n + t * emissions.t
         score_ptr += c.to(gl.int64) * emissions.c
         row, next_score = gl.to_tensor(N).to(gl.int64) * C, dt * emissions.t
-        # What the scan from the end leaves at a token is stored as that of the next one.
+        # The scan from the end stores the state of a token as that of the next token.
         x_ptr = states_ptr + (t + gl.where(forwards, 0, 1)) * row + n * C + c
         y_ptr = x_ptr + row * (batch.T + 1)
         if ties_ptr is not None:

@@ -23,7 +23,7 @@ from ....primitives.gpu.memory import (
     store_streaming,
 )
 from ....primitives.gpu.reduce import add_block, by_lane, empty_state, lane_sum, merge_lanes
-from ....primitives.gpu.sync import exchange_normalizer, exchange_sum, next_part
+from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 
 
 @triton.jit
@@ -305,7 +305,8 @@ def softmax_backward_row_kernel(
         edge_y = edge_y.to(tl.float32)
         total += tl.sum(edge_dy if LOG else edge_dy * edge_y, axis=0)
     if SHARED:
-        total = exchange_sum(slots_ptr + 1 + row * splits, split, splits, total, BLOCK_SPLITS)
+        slot_ptr = slots_ptr + 1 + row * splits
+        total, _ = exchange_sums(slot_ptr, split, splits, total, total, BLOCK_SPLITS)
     if HALF:
         dy, y = opaque(packed_dy, zero).to(tl.float32), opaque(packed_y, zero).to(tl.float32)
     DTYPE: tl.constexpr = result.ptr.dtype.element_ty
