@@ -53,10 +53,12 @@ def test_an_error_of_the_driver_is_raised_with_its_text(ops: Ops) -> None:
         ops.launch(x, aligned(100), 100, 1.0)
 
 
-def launch(ops: Ops, x: Tensor, *, kernels: Any = None, programs: int = 3, part: Any = None) -> Any:
+def launch(
+    ops: Ops, x: Tensor, *, kernels: Any = None, programs: int = 3, factor: Any = 1.0
+) -> Any:
     """Return what the C module returns for a launch."""
     found = ops.kernels if kernels is None else kernels
-    args = (x if part is None else part, x, x.numel(), 1.0)
+    args = (x, x, x.numel(), factor)
     return ops.driver.module.launch(found, scale_kernel, programs, args, {})
 
 
@@ -69,7 +71,7 @@ ENDINGS: dict[str, Callable[[Ops, Tensor], Any]] = {
     "driver": lambda ops, x: (setattr(ops.driver, "status", 701), ops.replay(x)),
     "launched": lambda ops, x: launch(ops, x),
     "no kernel": lambda ops, x: launch(ops, x, kernels={}),
-    "launch not served": lambda ops, x: launch(ops, x, part=(x, 2**70, x.dtype)),
+    "launch not served": lambda ops, x: launch(ops, x, factor=2**70),
     "launch, driver": lambda ops, x: (setattr(ops.driver, "status", 701), launch(ops, x)),
 }
 
@@ -166,8 +168,8 @@ def test_launches_that_the_module_cannot_describe_are_left_to_triton(ops: Ops) -
     assert type(launch(ops, x, kernels={})) is bytes
     for programs in (0, 2**31, 2**32 + 3):
         assert launch(ops, x, kernels={}, programs=programs) is NotImplemented
-    for part in ((x, 2**70, x.dtype), (x, 0, object())):
-        assert launch(ops, x, kernels={}, part=part) is NotImplemented
+    for factor in (2**70, object()):
+        assert launch(ops, x, kernels={}, factor=factor) is NotImplemented
     with pytest.raises(OverflowError):
         launch(ops, x, kernels={}, programs=2**70)
     ops.driver.current = None  # type: ignore[assignment]

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from partita.runtime import launcher
 from partita.runtime.caches import clear_caches
-from partita.runtime.launch import SideStream, _kernels, compiler_options, launch
-from partita.runtime.parts import first_tensor, members, tuple_types, with_views
+from partita.runtime.launch import SideStream, _kernels, compiler_options, launch, tuple_types
 
 
 class Pair(NamedTuple):
@@ -120,26 +119,11 @@ def test_kernels_have_no_checks_of_overflow_except_in_debug_mode(
     assert compiler_options() == {}
 
 
-def test_triton_gets_a_view_for_each_part_of_a_tensor() -> None:
-    words = torch.arange(8, dtype=torch.float64)
-    first, part, empty, number = with_views(
-        (words, (words, 16, torch.int32), (words, 64, torch.float32), 3)
-    )
-    assert first is words and number == 3
-    assert part.dtype == torch.int32 and part.data_ptr() == words.data_ptr() + 16
-    assert torch.equal(part, words[2:].view(torch.int32)) and empty.numel() == 0
-
-
-def test_tuples_keep_their_types_and_are_listed_by_member() -> None:
-    words, outer = torch.arange(8, dtype=torch.float64), (torch.zeros(2),)
-    pair = Pair((words, 16, torch.int32), 3)
+def test_tuples_are_listed_by_member() -> None:
+    pair, outer = Pair(torch.arange(8), 3), (torch.zeros(2),)
     args = (2.0, pair, (outer, None))
-    assert list(members(args)) == [2.0, pair.tensor, 3, outer[0], None]
+    assert list(launcher.members(args)) == [2.0, pair.tensor, 3, outer[0], None]
     assert list(tuple_types(args)) == [Pair, tuple, tuple]
-    assert first_tensor(args) is words
-    _, found, rest = with_views(args)
-    assert type(found) is Pair and found.tensor.dtype == torch.int32 and found.number == 3
-    assert rest == (outer, None)
 
 
 @triton.jit
@@ -167,9 +151,6 @@ def test_kernels_take_tuples_and_arguments_by_name(has_first: bool) -> None:
             launch(scaled_sum_kernel, 1, Pair(x, number), **names, BLOCK=32)
         launch(scaled_sum_kernel, 1, Pair(x, number), results[2], others, 20, BLOCK=32)
         assert all(torch.allclose(result, expected) for result in results)
-    part = (torch.stack([z, x]), 80, torch.float32)
-    launch(scaled_sum_kernel, 1, Pair(part, 2), result, others, size=20, BLOCK=32)
-    assert torch.allclose(result, 2 * x + z + (y if has_first else 0))
-    # The C module has launched them: with 1, with 16, with other numbers, and with a part. Whether
-    # an argument has a name makes no difference.
-    assert len(_kernels) == 4
+    # The C module has launched them: with 1, with 16, and with other numbers. Whether an argument
+    # has a name makes no difference.
+    assert len(_kernels) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from . import launcher, private_names, recording
 from .backend import interpreting
 from .caches import BoundedCache, register_cache
-from .parts import first_tensor, tuple_types, with_views
 from .recording import FORK, JOIN, LEAVE
 from .sizes import cdiv as cdiv
 from .sizes import next_power_of_2 as next_power_of_2
@@ -74,8 +74,8 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     Args:
         kernel: the Triton kernel.
         programs: the number of programs; nothing runs if it is 0.
-        *args: the run-time arguments in the order of the signature. Tensors may be parts, and what
-            belongs together may be a tuple.
+        *args: the run-time arguments in the order of the signature. What belongs together may be a
+            tuple.
         **options: further run-time arguments by name, the constexpr arguments and the launch
             options.
     """
@@ -92,17 +92,17 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
             if (active := recording.thread.recorder) is not None:
                 active.launch(bound, programs, args)
             return
-    first = first_tensor((*args, *options.values()))
+    every = launcher.members((*args, *options.values()))
+    first = next(arg for arg in every if isinstance(arg, Tensor))
     if first.is_cuda and first.device.index != private_names.current_device():
         with torch.cuda.device(first.device):
             launch(kernel, programs, *args, **options)
         return
     if (active := recording.recorder()) is not None:
         active.refuse("Triton has to launch one of its kernels")
-    options = dict(zip(options, with_views(tuple(options.values())), strict=True))
     if not INTERPRETED:
         options |= compiler_options()
-    kernel[(programs,)](*with_views(args), **options)
+    kernel[(programs,)](*args, **options)
 
 
 def _names_after(kernel: Any, number: int) -> list[str]:
@@ -116,13 +116,21 @@ def _compile(
     key: bytes, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
     """Compile a kernel and store it under its key; return whether the C module can launch it."""
-    compiled = kernel.warmup(*with_views(args), grid=(programs,), **options, **compiler_options())
+    compiled = kernel.warmup(*args, grid=(programs,), **options, **compiler_options())
     # The key names objects by their addresses, so they live as long as its entry.
     keep = kernel, options, list(tuple_types(args))
     bound = launcher.bind(compiled, kernel.arg_names, len(args), keep)
     if bound is not None:
         _kernels.store(key, bound)
     return bound is not None
+
+
+def tuple_types(args: tuple[Any, ...]) -> Iterator[type]:
+    """Yield the types of the tuples among the arguments of a launch."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield type(arg)
+            yield from tuple_types(arg)
 
 
 class SideStream:

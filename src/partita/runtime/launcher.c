@@ -152,16 +152,12 @@ static int is_tensor(PyObject *arg) {
     return (PyObject *)Py_TYPE(arg) == tensor_type || (PyObject *)Py_TYPE(arg) == parameter_type;
 }
 
-/* Describe the memory of a tensor on a device that is served; return 0 for any other. */
-static int describe_memory(PyObject *arg, View *view) {
+/* Describe a tensor on a device that is served, whose memory holds its values as they are; return 0
+   for any other. */
+static int describe(PyObject *arg, View *view) {
     if (exchange->describe(arg, view)) { PyErr_Clear(); return 0; }
     view->data += view->byte_offset;
-    return view->device.type == device_type;
-}
-
-/* Describe a tensor whose memory holds its values as they are; return 0 for any other. */
-static int describe(PyObject *arg, View *view) {
-    if (!describe_memory(arg, view) || view->dtype.code == 5) return 0;  /* 5: complex */
+    if (view->device.type != device_type || view->dtype.code == 5) return 0;  /* 5: complex */
     if (view->dtype.code == 2 || view->dtype.code == 4) {  /* only these may be negated views */
         PyObject *negated = PyObject_CallOneArg(is_neg, arg);
         if (negated != Py_False) { PyErr_Clear(); Py_XDECREF(negated); return 0; }
@@ -294,38 +290,16 @@ static int pack(PyObject *arg, char type, uint64_t *cell) {
     return 1;
 }
 
-/* Return whether an argument of a launch is a part of a tensor's memory; see `parts.py`. */
-static int is_part(PyObject *arg) {
-    return PyTuple_CheckExact(arg) && PyTuple_GET_SIZE(arg) == 3 &&
-           is_tensor(PyTuple_GET_ITEM(arg, 0)) && PyLong_CheckExact(PyTuple_GET_ITEM(arg, 1)) &&
-           (PyObject *)Py_TYPE(PyTuple_GET_ITEM(arg, 2)) == dtype_type;
-}
-
-/* Describe the memory of a tensor or of a part of one, and add its dtype. */
-static int put_memory(Key *key, PyObject *arg, View *view) {
-    if (is_tensor(arg)) {
-        char properties[4] = {'t', 0, 0, 0};
-        if (!describe(arg, view)) return 0;
-        properties[1] = (char)view->dtype.code, properties[2] = (char)view->dtype.bits;
-        return put(key, properties, sizeof properties);
-    }
-    if (!describe_memory(PyTuple_GET_ITEM(arg, 0), view)) return 0;
-    Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GET_ITEM(arg, 1));
-    if (offset == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
-    view->data += offset;
-    PyObject *dtype = PyTuple_GET_ITEM(arg, 2);
-    return put_tagged(key, 'p', &dtype, sizeof dtype);
-}
-
 /* Add what Triton compiles a kernel for: an integer counts as 1, as a multiple of 16 and as beyond
    32 bits, a float does not count, and a tensor counts by its dtype and its alignment to 16.
    Return 0 for any other object, such as a tensor of a subclass, whose memory is not known here. */
 static int put_specialization(Key *key, PyObject *arg, View *view, int *device) {
-    if (is_tensor(arg) || is_part(arg)) {
-        if (!put_memory(key, arg, view)) return 0;
-        if (*device >= 0 && *device != view->device.index) return 0;
+    if (is_tensor(arg)) {
+        if (!describe(arg, view) || (*device >= 0 && *device != view->device.index)) return 0;
         *device = view->device.index;
-        return put(key, ((uintptr_t)view->data & 15) == 0 ? "a" : "u", 1);
+        char is_aligned = ((uintptr_t)view->data & 15) == 0;
+        char properties[] = {(char)view->dtype.code, (char)view->dtype.bits, is_aligned};
+        return put_tagged(key, 't', properties, sizeof properties);
     }
     if (PyLong_CheckExact(arg)) {
         int overflow;
@@ -348,7 +322,7 @@ typedef struct {
 
 /* Add an argument, or each member of a tuple, whose type says how a kernel reads it. */
 static int put_argument(Key *key, PyObject *arg, Arguments *found) {
-    if (PyTuple_Check(arg) && !is_part(arg)) {
+    if (PyTuple_Check(arg)) {
         PyTypeObject *type = Py_TYPE(arg);
         int is_put = put_tagged(key, '(', &type, sizeof type);
         for (Py_ssize_t i = 0; is_put && i < PyTuple_GET_SIZE(arg); i++)

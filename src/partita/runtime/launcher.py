@@ -16,7 +16,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch
 from . import private_names
 from .backend import has_triton, interpreting
 from .caches import register_cache
-from .parts import members
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
@@ -223,6 +222,18 @@ def bind(compiled: Any, arg_names: list[str], num_args: int, keep: Any) -> Any:
         return None
     threads = WARP * metadata.num_warps
     return loaded.Kernel(function, threads, metadata.shared, tuple(parameters), (compiled, keep))
+
+
+def members(args: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield the arguments of a launch, and those of tuples one by one, as the C module counts.
+
+    A kernel takes what belongs together as one tuple, whose members may be tuples again.
+    """
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from members(arg)
+        else:
+            yield arg
 
 
 def needs_more_than_a_launch(metadata: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .parts import is_part, members
+from .launcher import members
 from .private_names import TorchDispatchMode
 
 WORKSPACE_ALIGNMENT = 256
@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):
         cells, found = [], list(members(args))
         for i, letter in parameters:
             if letter == "p":
-                cell = self._locate_argument(found[i])
+                cell = self._locate(found[i])
             else:
                 cell = Address(ABSOLUTE, _bits(found[i], letter))
             if cell is None:
@@ -210,14 +210,6 @@ class Recorder(TorchDispatchMode):
         """Note a FORK to the side stream, that launches LEAVE it, or its JOIN."""
         if self.reason is None:
             self._steps.append((kind, 0, 0, 0, 0, 0, ()))
-
-    def _locate_argument(self, arg: Any) -> Address | None:
-        """Return where an argument of a launch lies; see `_locate`."""
-        if not is_part(arg):
-            return self._locate(arg)
-        tensor, offset, _ = arg
-        address = self._locate(tensor)
-        return None if address is None else Address(address.slot, address.offset + offset)
 
     def _locate(self, tensor: Tensor) -> Address | None:
         """Return where a tensor lies, or refuse and return None if its origin is not known."""
