@@ -1,5 +1,6 @@
 """The C module checks what it is given, raises what fails, and leaves nothing of a call behind."""
 
+import ctypes
 import gc
 import sys
 import threading
@@ -125,17 +126,16 @@ def test_ten_thousand_calls_from_eight_threads(ops: Ops) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((1, (), None, 0, ((0, 1, 1, 1, 0, 0, ((5, 0),)),), None), "slot below 1, got 5"),
-        ((1, (), None, 0, ((0, 1, 1, 1, 0, 0, ((0, 0),) * 95),), None), "too many parameters"),
-        ((1, (), None, 0, ((0, 1),), None), "seven fields"),
-        ((1, (((2,), (1,)),), 0, 0, (), None), "three fields"),
-        ((1, (), 0, 0, (), None), "results that name outputs"),
-        ((1, (), [-1], 0, (), None), "results that name outputs"),
-        ((1, (), [(2**70, (), (), 0)], 0, (), None), "results that name outputs"),
-        ((1, (((2,), (1,), torch.half),), [0, (0, ())], 0, (), None), "results that name outputs"),
-        ((200, (), None, 0, (), None), "at most 128 slots"),
-        ((-1, (), None, 0, (), None), "0 to 64 arguments"),
-        ((1, (), None, -1, (), None), "size of the workspace"),
+        ((1, (), None, ((0, 1, 1, 1, 0, 0, ((5, 0),)),), None), "slot below 1, got 5"),
+        ((1, (), None, ((0, 1, 1, 1, 0, 0, ((0, 0),) * 95),), None), "too many parameters"),
+        ((1, (), None, ((0, 1),), None), "seven fields"),
+        ((1, (3,), 0, (), None), "results that name allocations"),
+        ((1, (), 0, (), None), "results that name allocations"),
+        ((1, (), [-1], (), None), "results that name allocations"),
+        ((1, (), [(2**70, (), (), 0)], (), None), "results that name allocations"),
+        ((1, (((2,), (1,), torch.half),), [0, (0, ())], (), None), "results that name allocations"),
+        ((200, (), None, (), None), "at most 128 slots"),
+        ((-1, (), None, (), None), "0 to 64 arguments"),
     ],
 )
 def test_programs_are_checked(arguments: Any, message: str, ops: Ops) -> None:
@@ -146,7 +146,7 @@ def test_programs_are_checked(arguments: Any, message: str, ops: Ops) -> None:
 def test_entries_that_do_not_fit_a_call_are_errors(ops: Ops) -> None:
     module, x = ops.driver.module, aligned(8)
     key = ops.replay(x)
-    for entry in ("text", module.Program(2, (), None, 0, (), None)):
+    for entry in ("text", module.Program(2, (), None, (), None)):
         ops.programs[key] = entry
         with pytest.raises(TypeError, match=r"expected"):
             ops.replay(x)
@@ -176,11 +176,22 @@ def test_launches_that_the_module_cannot_describe_are_left_to_triton(ops: Ops) -
     assert launch(ops, x, kernels={}) is NotImplemented
 
 
+OTHER_VERSION = (ctypes.c_uint32 * 16)(2)
+
+
+def capsule(table: Any) -> Any:
+    """Return a table as PyTorch gives its own."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(ctypes.addressof(table), b"dlpack_exchange_api", None)
+
+
 @pytest.mark.parametrize(
     ("exchange", "addresses", "error"),
     [
-        (0, {}, "version 1 of DLPack's exchange"),
-        (-(2**70), {}, "too"),
+        (capsule(OTHER_VERSION), {}, "version 1 of DLPack's exchange"),
+        (object(), {}, "invalid PyCapsule object"),
         (None, {"cuEventRecord": 0}, "a driver's function is missing"),
     ],
 )

@@ -31,6 +31,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <structmember.h>
 
 #define MAX_KEY 4096        /* bytes of a key; longer calls take the slow path */
 #define MAX_ARGS 64         /* arguments of an op or of a kernel */
@@ -76,9 +77,9 @@ typedef struct {
 /* These and the names below stay as `setup` and the module's start have left them. */
 static Driver driver;
 static const Exchange *exchange;
-static PyObject *tensor_type, *parameter_type, *dtype_type, *byte_dtype;
+static PyObject *tensor_type, *parameter_type, *dtype_type;
 static PyObject *allocate, *current_device;  /* functions, for PyTorch's current device */
-static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
+static PyObject *knobs, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
 
@@ -103,23 +104,18 @@ static void raise_driver_error(int status) {
 }
 
 /* Return whether profilers have asked to see launches, which only Triton's launcher reports. */
-static int has_hook(PyObject *name, PyObject *empty_chain) {
-    PyObject *chain = PyObject_GetAttr(knobs, name);
-    if (!chain) { PyErr_Clear(); return 1; }
-    int found = chain != empty_chain && chain != Py_None;
-    if (chain == empty_chain && chain != Py_None) {
-        PyObject *calls = PyObject_GetAttr(chain, name_calls);
-        found = !calls || !PyList_Check(calls) || PyList_GET_SIZE(calls) > 0;
-        if (!calls) PyErr_Clear();
-        Py_XDECREF(calls);
-    }
-    Py_DECREF(chain);
+static int has_hook(PyObject *name) {
+    PyObject *chain = PyObject_GetAttr(knobs, name), *calls = NULL;
+    if (chain && chain != Py_None) calls = PyObject_GetAttr(chain, name_calls);
+    int is_empty = calls && PyList_Check(calls) && PyList_GET_SIZE(calls) == 0;
+    int found = chain != Py_None && !is_empty;
+    PyErr_Clear();
+    Py_XDECREF(chain);
+    Py_XDECREF(calls);
     return found;
 }
 
-static int has_hooks(void) {
-    return has_hook(name_enter_hook, enter_hook) || has_hook(name_exit_hook, exit_hook);
-}
+static int has_hooks(void) { return has_hook(name_enter_hook) || has_hook(name_exit_hook); }
 
 /* Return a new reference to the value of a key, which has to be of a type of this module, or NULL,
    with an exception after an error only. */
@@ -223,13 +219,9 @@ static void kernel_dealloc(Kernel *self) {
     PyObject_Free(self);
 }
 
-static PyObject *kernel_get_description(Kernel *self, void *unused) {
-    return Py_NewRef(self->description);
-}
-
-static PyGetSetDef kernel_attributes[] = {
-    {"description", (getter)kernel_get_description, NULL,
-     "function, threads, bytes of shared memory, and (argument, type) of each parameter", NULL},
+static PyMemberDef kernel_members[] = {
+    {"description", T_OBJECT_EX, offsetof(Kernel, description), READONLY,
+     "function, threads, bytes of shared memory, and (argument, type) of each parameter"},
     {NULL}};
 
 static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -267,7 +259,7 @@ static PyTypeObject kernel_type = {
     .tp_doc = "Kernel(function, threads, shared, parameters, keep): a compiled kernel.",
     .tp_new = kernel_new,
     .tp_dealloc = (destructor)kernel_dealloc,
-    .tp_getset = kernel_attributes,
+    .tp_members = kernel_members,
 };
 
 static uint64_t float_bits(double value) {
@@ -313,7 +305,7 @@ static int put_specialization(Key *key, PyObject *arg, View *view, int *device) 
     return is_constant(arg) && put_value(key, arg);
 }
 
-/* The arguments of a launch: those of tuples are listed one by one. */
+/* The tensors of a call of an op, or all arguments of a launch, of tuples one by one. */
 typedef struct {
     PyObject *values[MAX_ARGS];
     View views[MAX_ARGS];
@@ -402,34 +394,29 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, of_device, byte_dtype, exchange, knobs, side_stream, addresses) */
+/* setup(device_type, tensor, parameter, dtype, allocate, current_device, exchange, knobs,
+         side_stream, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *of_device, *addresses;
-    unsigned long long address[8];
+    PyObject *api;
+    const char *addresses;
+    Py_ssize_t size;
     Py_INCREF(args);  /* for ever: another thread may still use what an earlier call stored */
-    if (!PyArg_ParseTuple(args, "iO!O!OOOOO!", &device_type, &PyTuple_Type, &types,
-                          &PyTuple_Type, &of_device, &byte_dtype, &api, &knobs, &side_stream,
-                          &PyTuple_Type, &addresses) ||
-        !PyArg_ParseTuple(of_device, "OO", &allocate, &current_device) ||
-        !PyArg_ParseTuple(types, "OOO", &tensor_type, &parameter_type, &dtype_type) ||
-        !PyArg_ParseTuple(addresses, "KKKKKKKK", &address[0], &address[1], &address[2], &address[3],
-                          &address[4], &address[5], &address[6], &address[7]))
+    if (!PyArg_ParseTuple(args, "iOOOOOOOOy#", &device_type, &tensor_type, &parameter_type,
+                          &dtype_type, &allocate, &current_device, &api, &knobs, &side_stream,
+                          &addresses, &size))
         return NULL;
-    exchange = PyCapsule_CheckExact(api) ? PyCapsule_GetPointer(api, "dlpack_exchange_api")
-                                         : PyLong_AsVoidPtr(api);
-    if (!exchange || exchange->version.major != 1 || !exchange->describe ||
-        !exchange->current_stream)
-        return PyErr_Occurred() ? NULL
-                                : PyErr_Format(PyExc_RuntimeError,
-                                               "expected version 1 of DLPack's exchange");
-    _Static_assert(sizeof driver == sizeof address, "a pointer has 64 bits");
-    for (int i = 0; i < 8; i++)
-        if (!address[i]) return PyErr_Format(PyExc_ValueError, "a driver's function is missing");
-    memcpy(&driver, address, sizeof driver);
-    enter_hook = PyObject_GetAttr(knobs, name_enter_hook);
-    exit_hook = PyObject_GetAttr(knobs, name_exit_hook);
+    exchange = PyCapsule_GetPointer(api, "dlpack_exchange_api");
+    if (!exchange) return NULL;
+    if (exchange->version.major != 1 || !exchange->describe || !exchange->current_stream)
+        return PyErr_Format(PyExc_RuntimeError, "expected version 1 of DLPack's exchange");
+    const uint64_t missing = 0;  /* a pointer has 64 bits, as in what Python packs */
+    int is_whole = size == sizeof driver;
+    for (Py_ssize_t i = 0; is_whole && i < size; i += sizeof missing)
+        is_whole = memcmp(addresses + i, &missing, sizeof missing) != 0;
+    if (!is_whole) return PyErr_Format(PyExc_ValueError, "a driver's function is missing");
+    memcpy(&driver, addresses, sizeof driver);
     is_neg = PyObject_GetAttrString(tensor_type, "is_neg");
-    if (!enter_hook || !exit_hook || !is_neg) return NULL;
+    if (!is_neg) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,7 +65,7 @@ def build(
     """Compile the C module, or load it from Triton's cache, and connect it.
 
     Args:
-        exchange: PyTorch's table of DLPack functions, a capsule or an address.
+        exchange: PyTorch's table of DLPack functions, a capsule.
         knobs: the object with Triton's launch hooks.
         driver: the address of each of the `DRIVER_FUNCTIONS`.
         allocate: a function of size, stride and dtype that returns a tensor on the current device.
@@ -79,10 +80,9 @@ def build(
     # Triton's -O3 doubles the time of the C compiler, and makes no call faster.
     module = private_names.build_c_module(source, MODULE, ["-O1"])
     types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
-    addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
-    functions = (exchange, knobs, side_stream_handles)
-    of_device = allocate, current_device
-    module.setup(device_type, types, of_device, torch.uint8, *functions, addresses)
+    functions = (allocate, current_device, exchange, knobs, side_stream_handles)
+    addresses = struct.pack("=8Q", *(driver[name] for name in DRIVER_FUNCTIONS))
+    module.setup(device_type, *types, *functions, addresses)
     return module
 
 
@@ -116,7 +116,7 @@ def _connect() -> tuple[Any, str]:
     if not is_known_triton():
         return None, f"Triton launches: version {triton.__version__} of Triton is not known here"
     try:
-        exchange = exchange_api()
+        exchange = torch.Tensor.__dlpack_c_exchange_api__
         driver = {
             name: ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0
             for name in DRIVER_FUNCTIONS
@@ -166,14 +166,6 @@ def module() -> Any:
 def status() -> str:
     """Return a sentence for `partita info` that says what launches kernels."""
     return (_found or _load())[1]
-
-
-def exchange_api() -> Any:
-    """Return PyTorch's table of DLPack functions: a capsule, or before PyTorch 2.11 an address."""
-    for name in ("__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"):
-        if (api := getattr(torch.Tensor, name, None)) is not None:
-            return api
-    raise RuntimeError("this PyTorch has no C exchange API of DLPack")
 
 
 def side_stream(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Event]:

@@ -260,7 +260,7 @@ class Recorder(TorchDispatchMode):
         entries = [self._result(tensor, outputs, places) for tensor in results]
         if self.reason is not None:
             return None
-        workspace, slot = 0, len(self.args) + len(outputs)  # the workspace has the last slot
+        workspace, slot = 0, len(self.args) + len(outputs)
         for buffer, (_, nbytes) in enumerate(self._buffers):
             if buffer not in places:
                 places[buffer] = Address(slot, workspace)
@@ -268,6 +268,8 @@ class Recorder(TorchDispatchMode):
         if workspace > MAX_WORKSPACE:
             self.refuse(f"it needs {workspace} bytes of temporary memory")
             return None
+        if workspace:  # which has the last slot
+            outputs.append(((workspace,), (1,), torch.uint8))
 
         def cell(address: Address) -> tuple[int, int]:
             if address.slot < len(self.args):
@@ -280,8 +282,7 @@ class Recorder(TorchDispatchMode):
         owners = [*self.known, *(tensor.untyped_storage() for tensor in self.known)]
         watches = [weakref.ref(owner, lambda _: drop()) for owner in owners]
         references = (self.kernels, list(self.constants.values()), watches)
-        sizes = (tuple(outputs), spec, workspace)
-        return module.Program(len(self.args), *sizes, steps, references)
+        return module.Program(len(self.args), tuple(outputs), spec, steps, references)
 
     def _result(self, tensor: Any, outputs: list[Spec], places: dict[int, Address]) -> Any:
         """Return the entry of a result, the number of an output or a view of one.
