@@ -12,7 +12,6 @@ refused and stays on the plain path.
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 import threading
@@ -77,11 +76,11 @@ def _spec(tensor: Tensor) -> Spec:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _span(tensor: Tensor) -> int:
-    """Return the number of bytes from the first element of a tensor to its last."""
+def _memory(tensor: Tensor) -> range:
+    """Return the addresses from the first element of a tensor to its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    elements = 1 + sum((size - 1) * stride for size, stride in steps)
-    return elements * tensor.element_size() if tensor.numel() else 0
+    elements = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    return range(tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size())
 
 
 def recorder() -> Recorder | None:
@@ -120,15 +119,11 @@ class Recorder(TorchDispatchMode):
         self.reason: str | None = None  # why the call cannot be replayed
         self.constants: dict[int, Tensor] = {}
         self.kernels: list[Any] = []
-        self._arguments: dict[int, list[int]] = {}  # indices of arguments by address of storage
-        # The tensors that the op allocated, and the bytes of their storages. They are not owned, so
-        # a later buffer may have the address of one that is freed, which nothing can refer to.
-        self._buffers: list[tuple[Spec, int]] = []
-        self._at: dict[int, int] = {}  # the latest buffer at each address
+        # The memory of each slot. Buffers are not owned, so a later one may lie where another was
+        # freed, which nothing can refer to.
+        self._memory = [_memory(arg) if isinstance(arg, Tensor) else range(0) for arg in args]
+        self._buffers: list[Spec] = []  # the tensors that the op allocated
         self._steps: list[tuple[Any, ...]] = []
-        for i, arg in enumerate(args):
-            if isinstance(arg, Tensor):
-                self._arguments.setdefault(arg.untyped_storage().data_ptr(), []).append(i)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -175,9 +170,8 @@ class Recorder(TorchDispatchMode):
         if tensor.device != self.args[0].device:
             self.refuse("it makes a tensor on another device")
         elif tensor.numel():
-            storage = tensor.untyped_storage()
-            self._at[storage.data_ptr()] = len(self._buffers)
-            self._buffers.append((_spec(tensor), storage.nbytes()))
+            self._memory.append(_memory(tensor))
+            self._buffers.append(_spec(tensor))
 
     def _fill(self, tensor: Tensor, value: float) -> None:
         size = tensor.numel() * tensor.element_size()
@@ -218,32 +212,22 @@ class Recorder(TorchDispatchMode):
         for i, arg in enumerate(self.args):
             if arg is tensor:
                 return Address(i, 0)
-        storage, address = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
-        if (buffer := self._at.get(storage)) is not None:
-            return Address(len(self.args) + buffer, address - storage)
-        if storage in self._arguments:
-            number = self._argument_around(tensor, self._arguments[storage])
-            if number is not None:
-                return Address(number, address - self.args[number].data_ptr())
+        own = _memory(tensor)
+        around = [
+            (memory.start, slot)
+            for slot, memory in enumerate(self._memory)
+            if memory.start <= own.start and own.stop <= memory.stop
+        ]
+        if around:
+            first, slot = around[-1]
+            if slot >= len(self.args) or all(start == first for start, _ in around):
+                return Address(slot, own.start - first)
             self.refuse("its arguments share memory")
-        elif storage in self.constants:
-            return Address(ABSOLUTE, address)
+        elif tensor.untyped_storage().data_ptr() in self.constants:
+            return Address(ABSOLUTE, own.start)
         else:
-            self.refuse("a kernel reads a tensor of unknown origin")
+            self.refuse("it uses a tensor of unknown origin")
         return None
-
-    def _argument_around(self, tensor: Tensor, numbers: list[int]) -> int | None:
-        """Return which of these arguments a tensor lies in, or None where several may be meant."""
-        spans = {self.args[i].data_ptr(): i for i in reversed(numbers)}
-        if len(spans) == 1:
-            return numbers[0]
-        ends = {start: start + _span(self.args[i]) for start, i in spans.items()}
-        starts = sorted(spans)
-        if any(ends[a] > b for a, b in itertools.pairwise(starts)):
-            return None
-        address = tensor.data_ptr()
-        around = [a for a in starts if a <= address and address + _span(tensor) <= ends[a]]
-        return spans[around[0]] if around else None
 
     def program(self, module: Any, result: Any, drop: Callable[[], object]) -> Any:
         """Return the program of the call that returned `result`, or None if it was refused.
@@ -261,10 +245,10 @@ class Recorder(TorchDispatchMode):
         if self.reason is not None:
             return None
         workspace, slot = 0, len(self.args) + len(outputs)
-        for buffer, (_, nbytes) in enumerate(self._buffers):
+        for buffer, memory in enumerate(self._memory[len(self.args) :]):
             if buffer not in places:
                 places[buffer] = Address(slot, workspace)
-                workspace += -(-nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+                workspace += -(-len(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         if workspace > MAX_WORKSPACE:
             self.refuse(f"it needs {workspace} bytes of temporary memory")
             return None
@@ -296,12 +280,12 @@ class Recorder(TorchDispatchMode):
         if tensor.numel() == 0:
             outputs.append((size, stride, dtype))
             return len(outputs) - 1
-        storage = tensor.untyped_storage().data_ptr()
-        buffer = self._at.get(storage)
-        if buffer is None:
+        address = self._locate(tensor)
+        if address is None or address.slot < len(self.args):
             self.refuse("it returns a tensor that it did not make")
             return None
-        spec, _ = self._buffers[buffer]
+        buffer = address.slot - len(self.args)
+        spec = self._buffers[buffer]
         if dtype != spec[2]:
             self.refuse("it returns a view in another dtype")
             return None
@@ -311,7 +295,7 @@ class Recorder(TorchDispatchMode):
         output = places[buffer].slot - len(self.args)
         if (size, stride) == spec[:2]:
             return output
-        return output, size, stride, (tensor.data_ptr() - storage) // tensor.element_size()
+        return output, size, stride, address.offset // tensor.element_size()
 
 
 def has_no_tensors(args: tuple[Any, ...], result: Any) -> bool:
