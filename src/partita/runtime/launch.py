@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -133,44 +132,31 @@ def tuple_types(args: tuple[Any, ...]) -> Iterator[type]:
             yield from tuple_types(arg)
 
 
-class SideStream:
-    """A stream for short launches of few programs that run next to one that fills the GPU.
+def launch_alongside(tensor: Tensor, few: Callable[[], None], many: Callable[[], None]) -> None:
+    """Run the launches of `few`, which have few programs, next to those of `many`.
 
-    The launches inside the block overlap with those that the current stream gets until `join`. They
-    have the higher priority where both are ready. Without streams, or unless `wanted`, all launches
-    run in their order.
+    Those of `few` run on a side stream, and have the higher priority where both are ready. The
+    current stream then waits for them. Without streams all launches run in their order.
 
     Args:
         tensor: a tensor on the device of the launches.
-        wanted: whether the launches inside the block may overlap with others.
+        few, many: functions that launch, and allocate nothing.
     """
-
-    def __init__(self, tensor: Tensor, wanted: bool) -> None:
-        self.context: AbstractContextManager[Any] | None = None
-        if not wanted or not tensor.is_cuda:
-            return
-        self.recorder = recording.recorder()
-        self.main = torch.cuda.current_stream(tensor.device)
-        self.side, _ = launcher.side_stream(tensor.device.index)
-        self.side.wait_stream(self.main)
-        self.context = torch.cuda.stream(self.side)
-
-    def __enter__(self) -> None:
-        if self.context is not None:
-            self._note(FORK)
-            self.context.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        if self.context is not None:
-            self.context.__exit__(*raised)
-            self._note(LEAVE)
-
-    def join(self) -> None:
-        """Let the current stream wait for the launches of the block."""
-        if self.context is not None:
-            self._note(JOIN)
-            self.main.wait_stream(self.side)
-
-    def _note(self, kind: int) -> None:
-        if self.recorder is not None:
-            self.recorder.change_stream(kind)
+    if not tensor.is_cuda:
+        few()
+        many()
+        return
+    active, main = recording.recorder(), torch.cuda.current_stream(tensor.device)
+    note = active.change_stream if active is not None else lambda kind: None
+    side, _ = launcher.side_stream(tensor.device.index)
+    side.wait_stream(main)
+    try:
+        note(FORK)
+        with torch.cuda.stream(side):
+            few()
+        note(LEAVE)
+        many()
+    finally:
+        # The streams join after an error too, because the memory belongs to the current stream.
+        note(JOIN)
+        main.wait_stream(side)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2, tl_acc_dtype
+from ....runtime.launch import cdiv, launch, launch_alongside, next_power_of_2, tl_acc_dtype
 from ..common import CTCInputs
 from .forward_scan import FORWARD_SCAN
 from .gradient import GRADIENT_SIZES, LogitTensors, ctc_lane_gradient_kernel
@@ -258,18 +258,12 @@ def ctc_loss(
         workspace.buffer[: plan.num_zeros].zero_()
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
     normalizes = x.from_logits and not plan.table_width
-    normalizes_alongside = normalizes and x.star is None
-    if normalizes and not normalizes_alongside:
-        normalize()
-    side_stream = SideStream(logits, normalizes_alongside)
-    try:
-        with side_stream:
-            call.launch_forward_scan()
-        if normalizes_alongside:
+    if normalizes and x.star is None:
+        launch_alongside(logits, call.launch_forward_scan, normalize)
+    else:
+        if normalizes:
             normalize()
-    finally:
-        # The streams join after an error too, because the memory belongs to the current stream.
-        side_stream.join()
+        call.launch_forward_scan()
     launch(
         ctc_loss_kernel,
         len(losses),
