@@ -41,9 +41,6 @@ def zeroed_words(device: torch.device, *words: int) -> list[Tensor | None]:
     """
     if not any(words):
         return [None] * len(words)
-    if max(words) == sum(words):  # one kernel needs them all, so the views of a split are spared
-        zeros = torch.zeros(sum(words), dtype=torch.int64, device=device)
-        return [zeros if size else None for size in words]
     sizes = [size + size % 2 for size in words]  # each tensor starts on 16 bytes
     zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
     return [part if size else None for part, size in zip(zeros.split(sizes), words, strict=True)]

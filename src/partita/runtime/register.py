@@ -223,8 +223,8 @@ def define(
     parameters = flattened(kinds)
     has_tuples = len(parameters) > len(kinds)
     name = name or unwrapped(reference).__name__
+    overwritten = None if overwrites is None else list(parameters).index(overwrites)
     if overwrites is not None:
-        reference = writing_over(reference, list(parameters).index(overwrites))
         name, results, mutates = f"{name}_", type(None), overwrites
     qualified = f"partita::{name}"
     has_cpu = cpu is not None
@@ -247,6 +247,9 @@ def define(
         empty = reference_if_empty and not first.numel()
         serve = implementation(backend, first.device, empty)
         result = serve(*grouped(kinds, (first, *args))) if has_tuples else serve(first, *args)
+        if overwritten is not None and result is not None:  # of the reference
+            (first, *args)[overwritten].copy_(result)
+            return None
         return like(shapes(first, *rest), result) if empty and fake_by_backend else result
 
     def shapes(first: torch.Tensor, *rest: Any) -> Any:
@@ -280,19 +283,6 @@ def define(
     if vmap is not None:
         torch.library.register_vmap(qualified, functools.partial(vmap, op), lib=_library)
     return op
-
-
-def writing_over(function: Callable[..., torch.Tensor], position: int) -> Callable[..., None]:
-    """Return a function that writes the result of another over the argument at a position.
-
-    The fields of named tuples count one by one.
-    """
-
-    def run(*args: Any) -> None:
-        fields = (arg if hasattr(arg, "_fields") else (arg,) for arg in args)
-        list(itertools.chain(*fields))[position].copy_(function(*args))
-
-    return run
 
 
 def of_named(function: Callable[..., Any], names: list[str], op: str) -> Callable[..., Any]:
