@@ -29,8 +29,7 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def noted(self: register.Op, key: bytes, args: tuple[Any, ...]) -> Any:
         result = store(self, key, args)
-        if key in self.reasons:
-            reasons.append(self.reasons[key])
+        reasons.extend(self.refusals.get(key, []))
         return result
 
     monkeypatch.setattr(register.Op, "_record", noted)

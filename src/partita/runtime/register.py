@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import torch
 
 from . import launcher, private_names, recording
-from .autograd import plain_eager
+from .autograd import is_capturing, plain_eager
 from .backend import resolve
 from .caches import BoundedCache, register_cache
 
@@ -47,8 +47,8 @@ class Op:
             identity and version.
         parameters: the names of all arguments.
 
-    `programs` holds the recorded calls by key, and `reasons` says why calls of a key are not
-    replayed. `latest` says how the latest call that was not replayed was served; replays leave it
+    `programs` holds the recorded calls by key, and `refusals` why recordings of a key that was seen
+    were refused. `latest` says how the latest call that was not replayed was served; replays leave it
     alone, which spares them its time.
     """
 
@@ -64,12 +64,10 @@ class Op:
         self.parameters = parameters
         self.latest = NOT_RECORDED
         self.programs: BoundedCache[bytes, Any] = BoundedCache(MAX_PROGRAMS)
-        self.tries: BoundedCache[bytes, int] = BoundedCache(4 * MAX_PROGRAMS)
-        self.reasons: BoundedCache[bytes, str] = BoundedCache(MAX_PROGRAMS)
+        self.refusals: BoundedCache[bytes, list[str]] = BoundedCache(4 * MAX_PROGRAMS)
         self._replay: Any = None
         register_cache(f"runtime.register.{name}.programs", self.programs.clear)
-        register_cache(f"runtime.register.{name}.tries", self.tries.clear)
-        register_cache(f"runtime.register.{name}.reasons", self.reasons.clear)
+        register_cache(f"runtime.register.{name}.refusals", self.refusals.clear)
 
     def __call__(self, first: torch.Tensor, *rest: Any) -> Any:
         if type(first) in PLAIN and plain_eager():
@@ -111,21 +109,23 @@ class Op:
         if args[-1] == "reference":  # which is no sequence of launches
             self.latest = BY_REFERENCE
             return self.run(*args)
-        tries = self.tries.get(key, 0)
-        self.tries.store(key, tries + 1)
-        if not 0 < tries <= MAX_TRIES or torch.cuda.is_current_stream_capturing():
-            self.latest = self.reasons.get(key, NOT_RECORDED)
+        refusals = self.refusals.get(key)
+        if refusals is None:
+            self.refusals.store(key, [])
+        if refusals is None or len(refusals) >= MAX_TRIES or is_capturing(args[0]):
+            self.latest = refusals[-1] if refusals else NOT_RECORDED
             return self.run(*args)
         with recording.Recorder(args, self.by_identity) as recorder:
             result = self.run(*args)
         drop = functools.partial(self.programs.pop, key, None)
         program = recorder.program(launcher.module(), result, drop)
         if program is None:
-            self.latest = self.reasons.store(key, recorder.reason or "")
+            self.latest = recorder.reason or ""
+            refusals.append(self.latest)
         else:
             self.latest = RECORDED
             self.programs.store(key, program)
-            self.tries.store(key, 1)  # a cache that was emptied is filled again
+            refusals.clear()  # a cache that was emptied is filled again
         return result
 
 
