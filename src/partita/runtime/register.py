@@ -47,9 +47,9 @@ class Op:
             identity and version.
         parameters: the names of all arguments.
 
-    `programs` holds the recorded calls by key, and `refusals` why recordings of a key that was seen
-    were refused. `latest` says how the latest call that was not replayed was served; replays leave it
-    alone, which spares them its time.
+    `programs` holds the recorded calls by key, and `refusals` why recordings of a key were refused.
+    `latest` says how the latest call that was not replayed was served; replays leave it alone,
+    which spares them its time.
     """
 
     def __init__(
