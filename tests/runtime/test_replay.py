@@ -318,7 +318,7 @@ def forked(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     monkeypatch.setattr(launcher._side, "streams", {0: (_Stream(), _Event())}, raising=False)
 
     def op(x: Tensor) -> Tensor:
-        result, active = torch.zeros_like(x), recording.recorder()
+        result, active = torch.zeros_like(x), recording.thread.recorder
         for kind in (FORK, None, LEAVE, None, JOIN, None):
             if kind is None:
                 ops.launch(x, result, 8, 1.0)

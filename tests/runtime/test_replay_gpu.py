@@ -254,5 +254,5 @@ def test_no_recorder_stays_after_an_error() -> None:
     x = numbers(4, 8)
     with pytest.raises(RuntimeError), recording.Recorder((x,)):
         raise RuntimeError
-    assert recording.recorder() is None
+    assert recording.thread.recorder is None
     assert torch._C._len_torch_dispatch_stack() == 0

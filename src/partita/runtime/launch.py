@@ -32,12 +32,7 @@ def tl_acc_dtype(dtype: torch.dtype) -> Any:
 def zeroed_words(device: torch.device, *words: int) -> list[Tensor | None]:
     """Return zeroed 64-bit words for several kernels from one allocation and one fill.
 
-    Args:
-        device: the device of the words.
-        *words: the number of words of each kernel.
-
-    Returns:
-        A tensor for each kernel, or None for a kernel that needs no words.
+    A kernel that needs no words gets None.
     """
     if not any(words):
         return [None] * len(words)
@@ -94,7 +89,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         with torch.cuda.device(first.device):
             launch(kernel, programs, *args, **options)
         return
-    if (active := recording.recorder()) is not None:
+    if (active := recording.thread.recorder) is not None:
         active.refuse("Triton has to launch one of its kernels")
     if not INTERPRETED:
         options |= compiler_options()
@@ -143,7 +138,7 @@ def launch_alongside(tensor: Tensor, few: Callable[[], None], many: Callable[[],
         few()
         many()
         return
-    active, main = recording.recorder(), torch.cuda.current_stream(tensor.device)
+    active, main = recording.thread.recorder, torch.cuda.current_stream(tensor.device)
     note = active.change_stream if active is not None else lambda kind: None
     side, _ = launcher.side_stream(tensor.device.index)
     side.wait_stream(main)

@@ -83,14 +83,9 @@ def _memory(tensor: Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size())
 
 
-def recorder() -> Recorder | None:
-    """Return the recorder of this thread, or None."""
-    return thread.recorder
-
-
 def keep(*tensors: Tensor) -> None:
     """Tell the recorder that launches may read these cached tensors, which never change."""
-    if (active := recorder()) is not None:
+    if (active := thread.recorder) is not None:
         for tensor in tensors:
             active.constants[tensor.untyped_storage().data_ptr()] = tensor
 
@@ -100,7 +95,7 @@ def depend_on(tensor: Tensor) -> None:
 
     The call is refused unless the op names the argument in `by_identity`.
     """
-    active = recorder()
+    active = thread.recorder
     if active is not None and not any(tensor is known for known in active.known):
         active.refuse("the values of an argument decide what it launches")
 

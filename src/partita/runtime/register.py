@@ -76,7 +76,7 @@ class Op:
 
     def eager(self, first: torch.Tensor, *rest: Any) -> Any:
         """Serve a call in plain eager mode."""
-        if not first.is_cuda or recording.recorder() is not None:
+        if not first.is_cuda or recording.thread.recorder is not None:
             return self.run(first, *rest)
         replay = self._replay or self.replay()
         if replay is None:
@@ -141,7 +141,9 @@ def watch() -> Iterator[list[tuple[str, str]]]:
     serve = Op.eager
 
     def note(self: Op, first: torch.Tensor, *rest: Any) -> Any:
-        if not first.is_cuda or recording.recorder() is not None:  # or a part of a recorded call
+        if (
+            not first.is_cuda or recording.thread.recorder is not None
+        ):  # or a part of a recorded call
             return serve(self, first, *rest)
         self.latest = REPLAYED
         result = serve(self, first, *rest)
