@@ -141,9 +141,7 @@ def watch() -> Iterator[list[tuple[str, str]]]:
     serve = Op.eager
 
     def note(self: Op, first: torch.Tensor, *rest: Any) -> Any:
-        if (
-            not first.is_cuda or recording.thread.recorder is not None
-        ):  # or a part of a recorded call
+        if not first.is_cuda or recording.thread.recorder is not None:  # or a part of a call
             return serve(self, first, *rest)
         self.latest = REPLAYED
         result = serve(self, first, *rest)
