@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift
+from ....primitives.gpu.memory import load_length
 from .arguments import StridedEdges
 from .steps import (
     edge_score,
@@ -38,7 +39,6 @@ from .steps import (
     final_terms,
     from_step,
     is_renormalization_step,
-    load_length,
     load_slot,
     load_source,
     load_state,

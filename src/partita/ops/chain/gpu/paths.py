@@ -20,12 +20,12 @@ algorithm, 1967; Carter and Kohn, On Gibbs sampling for state space models, 1994
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.memory import load_length
 from .arguments import StridedEdges, StridedStates
 from .steps import (
     edge_score,
     final_terms,
     from_step,
-    load_length,
     load_source,
     max_add,
     store_boundary_scores,

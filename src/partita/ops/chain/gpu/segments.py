@@ -43,14 +43,13 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift
-from ....primitives.gpu.memory import load_matrix
+from ....primitives.gpu.memory import load_length, load_matrix
 from .arguments import StridedEdges
 from .steps import (
     add_term,
     edge_score,
     from_step,
     is_renormalization_step,
-    load_length,
     load_slot,
     load_slots,
     lse_value,

@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....primitives.gpu.memory import load_length
 from .arguments import Batch
 from .lanes import (
     MAX_STATES_OF_TABLE,
@@ -35,7 +36,7 @@ from .lanes import (
     load_lane,
 )
 from .resident import load_rows, load_vector
-from .scores import fold_ends, load_tokens
+from .scores import fold_ends
 from .viterbi import greater
 
 ALL_STATES = tl.constexpr(0x1111111111111111)  # times a state is the map of all states to it
@@ -99,7 +100,7 @@ def linear_chain_trace_words_kernel(
         state = tl.load(known_ptr + lane).to(tl.int64)
     tokens, has_path = low + SIZE, low >= 0
     if FINAL:
-        tokens, _ = load_tokens(lengths_ptr, column % N, length)
+        tokens, _ = load_length(lengths_ptr, column % N, length, 1, 1)
         has_path = tl.load(score_ptr + column % N) > -float("inf")
     for i in range(1, SIZE + 1):
         at = low + SIZE - i
@@ -154,7 +155,7 @@ def linear_chain_best_words_kernel(
     T, end = batch.T, batch.end
     lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments, LANES)
     n, segment = lane // segments, lane % segments
-    tokens, _ = load_tokens(batch.lengths, n, T)
+    tokens, _ = load_length(batch.lengths, n, T, 1, 1)
     low = segment * STEPS
     inputs = (batch.emissions.ptr + n * batch.emissions.n, batch.emissions)
     end_at = n * end.n
@@ -231,7 +232,7 @@ def linear_chain_best_operators_kernel(
     SCORES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
     C, emissions = batch.C, batch.emissions
     n, segment = (gl.program_id(0) // segments).to(gl.int64), gl.program_id(0) % segments
-    tokens, _ = load_tokens(batch.lengths, n, batch.T)
+    tokens, _ = load_length(batch.lengths, n, batch.T, 1, 1)
     low = gl.minimum(segment * STEPS, tokens - 1)
     num_steps = gl.minimum(STEPS, tokens - 1 - low)
     c = gl.arange(0, 16, SCORES)

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .arguments import Batch
-from .scores import exp_split, load_tokens, power_of_2, serving_range, transition_range
+from .scores import exp_split, power_of_2, serving_range, transition_range
 
 MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers of a lane
 
@@ -172,7 +173,7 @@ def linear_chain_lane_operators_kernel(
     if serves:
         lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments * C, LANES)
         row, n, segment = lane % C, lane // C // segments, lane // C % segments
-        tokens, _ = load_tokens(batch.lengths, n, batch.T)
+        tokens, _ = load_length(batch.lengths, n, batch.T, 1, 1)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         inputs = (batch.emissions.ptr + n * batch.emissions.n, batch.emissions)
@@ -309,7 +310,7 @@ def linear_chain_lane_states_kernel(
         half, lanes = tl.num_programs(0) // 2, tl.full([], N, tl.int64) * segments
         lane, is_alpha = lane_index(tl.program_id(0) % half, lanes, LANES), tl.program_id(0) < half
         n, segment = lane // segments, lane % segments
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         t, dt = tl.where(is_alpha, low, low + num_steps), tl.where(is_alpha, 1, -1).to(tl.int64)

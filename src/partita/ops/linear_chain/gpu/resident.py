@@ -8,12 +8,12 @@ lanes, and puts the new state into shared memory: no sum crosses warps.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....primitives.gpu.memory import load_length
 from .arguments import Batch
 from .scores import (
     MAX_SPAN,
     exp_split,
     fold_ends,
-    load_tokens,
     power_of_2,
     scan_steps,
     state_offset,
@@ -119,7 +119,7 @@ def linear_chain_resident_scan_kernel(
         segment, rest = gl.program_id(0) % segments, gl.program_id(0) // segments
         direction, n = rest % 2, (rest // 2).to(gl.int64)
         is_alpha = direction == 0
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         low, num_steps = tokens * 0, scan_steps(tokens, is_alpha, SAVE)
         high = tokens - 1
         if boundaries_ptr is not None:

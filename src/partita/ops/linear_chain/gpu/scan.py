@@ -26,13 +26,13 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .arguments import Batch
 from .scores import (
     LN2_FP64,
     exp_sum_term,
     fold_ends,
     load_end,
-    load_tokens,
     scan_steps,
     serving_range,
     state_offset,
@@ -127,7 +127,7 @@ def linear_chain_total_kernel(
         serves = not is_linear
     if serves:
         n = tl.program_id(0).to(tl.int64)
-        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        tokens, invalid = load_length(lengths_ptr, n, T, 1, 1)
         maxima, scales = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
         for first in range(0, tokens, BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
@@ -219,7 +219,7 @@ def linear_chain_scan_kernel(
     if not transition_range(saved.span, BLOCK_PARTS)[0]:
         direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
         is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         num_steps = scan_steps(tokens, is_alpha, SAVE)
         start, end = load_end(batch.start, n, c, C), load_end(batch.end, n, c, C)
         inputs = (batch, batch.emissions.ptr + n * batch.emissions.n, saved.maxima + n)
@@ -300,7 +300,7 @@ def linear_chain_log_scan_kernel(
     if not transition_range(saved.span, BLOCK_PARTS)[0]:
         direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
         is_alpha, row = direction == 0, tl.full([], N, tl.int64) * C
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         recent_ptr += direction * 2 * row + n * C
         stride_r = tl.where(is_alpha, transitions.k, transitions.c)
         stride_o = tl.where(is_alpha, transitions.c, transitions.k)

@@ -10,8 +10,6 @@ meant return at once, so the host never waits.
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.memory import checked_length
-
 MAX_SPAN = tl.constexpr(300.0)
 LN2_FP64 = tl.constexpr(0.6931471805599453)
 LOG2E_FP64 = tl.constexpr(1.4426950408889634)
@@ -37,16 +35,6 @@ def serving_range(span, MAX_PLUS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
         return True, 0.0
     else:
         return transition_range(span, BLOCK_PARTS)
-
-
-@triton.jit
-def load_tokens(lengths_ptr, n, T):
-    """Return the number of tokens of a sequence, at least 1, and NaN if it is invalid, else 0."""
-    if lengths_ptr is None:
-        return T, 0.0
-    else:
-        tokens, invalid = checked_length(lengths_ptr, n, T, 1, 1)
-        return tokens, tl.where(invalid, float("nan"), 0.0)
 
 
 @triton.jit

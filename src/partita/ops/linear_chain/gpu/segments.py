@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
-from ....primitives.gpu.memory import load_matrix
+from ....primitives.gpu.memory import load_length, load_matrix
 from .arguments import Batch
 from .scores import (
     LN2_FP64,
@@ -26,7 +26,6 @@ from .scores import (
     exponent_of,
     fold_ends,
     load_end,
-    load_tokens,
     loaded_to_fp64,
     power_of_2,
     serving_range,
@@ -91,7 +90,7 @@ def linear_chain_operators_kernel(
     is_linear, shift = transition_range(span, BLOCK_PARTS)
     if is_linear:
         n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         c = tl.arange(0, BLOCK_C)
         end = load_end(batch.end, n, c, C)
         low = tl.minimum(segment * STEPS, tokens - 1)
@@ -187,7 +186,7 @@ def linear_chain_boundaries_kernel(
         group, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
         n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
         is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
-        tokens, invalid = load_tokens(batch.lengths, n, T)
+        tokens, invalid = load_length(batch.lengths, n, T, 1, 1)
         first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)
         total, powers = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
         if known_ptr is None:

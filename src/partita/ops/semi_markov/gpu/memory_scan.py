@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .paths import better, store_best
-from .scores import exp_term, load_end, load_steps, log_of_sum, store_logz
+from .scores import exp_term, load_end, log_of_sum, store_logz
 
 
 @triton.jit
@@ -96,7 +97,7 @@ def semi_markov_memory_scan_kernel(
     n = (tl.program_id(0) // 2 if BOTH else tl.program_id(0)).to(tl.int64)
     # Triton 3.6 loses a stride of 1 in a tuple of a tuple in loops, so the tuples are taken out.
     emissions, starts, ends, lengths_ptr, T, N, C, D = chains
-    steps, invalid = load_steps(lengths_ptr, n, T)
+    steps, invalid = load_length(lengths_ptr, n, T, 1, T)
     pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
     ring_ptr += tl.program_id(0).to(tl.int64) * (D + 2) * C
     recent_ptr = ring_ptr + tl.full([], D, tl.int64) * C

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .scan import Sequence, load_emission, load_matrix
-from .scores import load_end, load_steps, rounded
+from .scores import load_end, rounded
 
 
 @triton.jit
@@ -75,7 +76,7 @@ def semi_markov_best_scan_kernel(
     # Triton 3.6 loses a stride of 1 in a tuple of a tuple in loops, so the tuples are taken out.
     emissions, starts, ends, lengths_ptr, T, N, C, D = chains
     c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
-    steps, invalid = load_steps(lengths_ptr, n, T)
+    steps, invalid = load_length(lengths_ptr, n, T, 1, T)
     part = tl.full([], T, tl.int64) * N * C
     sequence = Sequence(emissions.ptr + n * emissions.n, emissions.t, emissions.c, steps, 0, 1, C)
     matrix = load_matrix(weights_ptr + (4 * SLOTS + 2) * (BLOCK_C + 1), BLOCK_C)
@@ -144,7 +145,7 @@ def semi_markov_trace_kernel(
     The states before segments are in the rows of their last steps with BY_END, else of their first.
     """
     n = tl.program_id(0).to(tl.int64)
-    steps, _ = load_steps(lengths_ptr, n, T)
+    steps, _ = load_length(lengths_ptr, n, T, 1, T)
     part = tl.full([], T, tl.int64) * N * C
     state, t = tl.load(last_ptr + n).to(tl.int64), steps.to(tl.int64) - 1
     t = tl.where(state < 0, -1, t)
@@ -205,7 +206,7 @@ def semi_markov_sample_kernel(
     lengths_ptr, logz_ptr, saved_ptr, T, N, C = scans
     n, k = (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64)
     c, d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
-    steps, _ = load_steps(lengths_ptr, n, T)
+    steps, _ = load_length(lengths_ptr, n, T, 1, T)
     row_size, part = tl.full([], N, tl.int64) * C, tl.full([], T, tl.int64) * N * C
     path = k * T * N + n
     has_path = tl.load(logz_ptr + n) > -float("inf")  # False for NaN

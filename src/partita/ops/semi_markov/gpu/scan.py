@@ -29,13 +29,13 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .scores import (
     LN2_FP64,
     LOG_SMALL,
     exp_term,
     exponent_bits,
     load_end,
-    load_steps,
     log_of_number,
     log_of_sum,
     store_logz,
@@ -385,7 +385,7 @@ def semi_markov_scan_kernel(
     n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
     emissions, C, D = chains.emissions, chains.C, chains.D
     c = tl.arange(0, BLOCK_C)
-    steps, invalid = load_steps(chains.lengths, n, chains.T)
+    steps, invalid = load_length(chains.lengths, n, chains.T, 1, chains.T)
     end = load_end(chains.end, n, c, C)
     first = tl.where(is_alpha, load_end(chains.start, n, c, C), end)
     t, dt = tl.where(is_alpha, 0, steps - 1), tl.where(is_alpha, 1, -1)
