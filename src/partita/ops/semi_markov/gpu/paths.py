@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.memory import load_length
-from .scan import Sequence, load_emission, load_matrix
+from .scan import Sequence, load_emission
 from .scores import load_end, rounded
 
 
@@ -79,8 +79,10 @@ def semi_markov_best_scan_kernel(
     steps, invalid = load_length(lengths_ptr, n, T, 1, T)
     part = tl.full([], T, tl.int64) * N * C
     sequence = Sequence(emissions.ptr + n * emissions.n, emissions.t, emissions.c, steps, 0, 1, C)
-    matrix = load_matrix(weights_ptr + (4 * SLOTS + 2) * (BLOCK_C + 1), BLOCK_C)
-    states = tl.arange(0, BLOCK_C)[:, None] + tl.zeros([BLOCK_C, BLOCK_C], tl.int32)
+    states = tl.arange(0, BLOCK_C)[:, None]
+    matrix_ptr = weights_ptr + (4 * SLOTS + 2) * (BLOCK_C + 1)
+    matrix = tl.load(matrix_ptr + states * (BLOCK_C + 1) + c[None, :])
+    states += tl.zeros([BLOCK_C, BLOCK_C], tl.int32)
     scores_ptr = weights_ptr + 2 * SLOTS * (BLOCK_C + 1)
     one_step = tl.load(scores_ptr + c)  # row 0 has the duration 1
     ring = tl.full([SLOTS, BLOCK_C], -float("inf"), tl.float64)

@@ -123,19 +123,20 @@ def exponent_bits(x):
 
 
 @triton.jit
-def log_of_number(x, EXACT: tl.constexpr):
-    """Return the logarithm of 0 or a normal number, with an absolute error of 1e-12.
+def scores_of(numbers, EXACT: tl.constexpr):
+    """Return the logarithms of numbers plus their offset, with an absolute error of 1e-12.
 
-    That of NaN is NaN, and so is that of infinity.
+    A number is 0 or normal. That of NaN is NaN, and so is that of infinity.
     """
+    x, offset = numbers
     if EXACT:
-        return tl.log(x)
+        return tl.log(x) + offset
     else:
         bits = x.to(tl.int64, bitcast=True)
         power = ((bits >> 52) - 1023).to(tl.float64)
         significand = ((bits & 0xFFFFFFFFFFFFF) | ONE_BITS).to(tl.float64, bitcast=True)
         logarithm = power * LN2_FP64 + log_of_sum(significand, EXACT)
-        return tl.where((x > 0.0) & (x < float("inf")), logarithm, x - float("inf"))
+        return tl.where((x > 0.0) & (x < float("inf")), logarithm, x - float("inf")) + offset
 
 
 @triton.jit
