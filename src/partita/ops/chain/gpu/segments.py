@@ -148,12 +148,6 @@ def rows_step(
 
 
 @triton.jit
-def without_offset(x, axis: tl.constexpr):
-    """Subtract the greatest state of each row, so that long chains lose no digits."""
-    return x - finite_shift(tl.expand_dims(tl.max(x, axis=axis), axis))
-
-
-@triton.jit
 def program_rows(total, ROWS: tl.constexpr):
     """Return the rows of a program, `[ROWS, 1]` int64, and which of them exist.
 
@@ -280,7 +274,8 @@ def chain_boundaries_kernel(
     else:
         at = (direction * N + n) * (groups.number + 1) + group + direction
         x = tl.load(known_ptr + at * C + c, mask=c < C, other=-float("inf"))
-        x = x if IS_MAX else without_offset(x, 0)
+        if not IS_MAX:  # Long chains lose no digits, because an offset is removed.
+            x -= finite_shift(tl.max(x, axis=0))
     first = group * groups.size
     last = tl.minimum((group + 1) * groups.size, groups.segments)
     operators_ptr += n * groups.segments * C * C
@@ -364,7 +359,9 @@ def chain_segment_gradient_kernel(
     alpha = tl.load(known_ptr, mask=c < C, other=-float("inf"))
     known_ptr += N64 * (segments + 1) * C + C
     beta = tl.load(known_ptr, mask=c < C, other=-float("inf"))
-    alpha, beta = without_offset(alpha, 1), without_offset(beta, 1)
+    # Long chains lose no digits, because the offset of each row is removed.
+    alpha -= finite_shift(tl.max(alpha, axis=1)[:, None])
+    beta -= finite_shift(tl.max(beta, axis=1)[:, None])
     alpha_ptr += n * C + c
     row_stride = N64 * C
     slots = load_slots(edges, c, DEGREE_IN, False)

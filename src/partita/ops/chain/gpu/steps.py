@@ -73,16 +73,10 @@ def shifted_log(shift, total):
 
 
 @triton.jit
-def edge_value(values, c, k, valid, other):
+def edge_score(scores, c, k, valid, other=-float("inf")):
     """Load the first step's number of the k-th edge into c, fp64; `other` where invalid."""
-    ptrs = values.ptr + c.to(tl.int64) * values.c + k * tl.cast(values.k, tl.int64)
+    ptrs = scores.ptr + c.to(tl.int64) * scores.c + k * tl.cast(scores.k, tl.int64)
     return tl.load(ptrs, mask=valid, other=other).to(tl.float64)
-
-
-@triton.jit
-def edge_score(scores, c, k, valid):
-    """Load the first step's score of the k-th edge into c, fp64; -inf where invalid."""
-    return edge_value(scores, c, k, valid, -float("inf"))
 
 
 @triton.jit

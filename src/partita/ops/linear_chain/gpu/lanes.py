@@ -61,11 +61,12 @@ def lane_emissions(end, end_at, tokens, scores, first: tl.constexpr, t, C: tl.co
 
 
 @triton.jit
-def load_lane(ptr, NUMBER: tl.constexpr):
-    """Load numbers that follow one another, for all lanes or from an address of each."""
+def load_lane(ptr, NUMBER: tl.constexpr, stride=1, mask=None):
+    """Load numbers for all lanes or from an address of each; 0 where a mask excludes a lane."""
     x = ()
     for c in tl.static_range(NUMBER):
-        x += (tl.load(ptr + c),)
+        at = ptr + tl.full([], c, tl.int64) * stride
+        x += (tl.load(at, mask=mask, other=None if mask is None else 0.0),)
     return x
 
 

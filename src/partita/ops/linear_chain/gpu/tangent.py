@@ -13,17 +13,11 @@ Source: Li and Eisner, First- and second-order expectation semirings, 2009.
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.math import finite_shift, weighted
 from ....primitives.gpu.memory import load_length
 from .arguments import Batch
 from .gradient import store_end_gradient, tile_of_program
 from .scores import exp_sum_term, token_of_rows, token_scores, transition_range
-
-
-@triton.jit
-def weighted(weights, values):
-    """Return weights * values, with 0 for a weight of 0 and any value."""
-    return tl.where(weights == 0.0, 0.0, weights * values)
 
 
 @triton.jit
