@@ -16,26 +16,18 @@ from .scores import load_end, rounded
 
 
 @triton.jit
-def first_is_better(a, i, b, j):
-    """Return whether a score is better: NaN is best, and ties go to the lower choice."""
+def better_of(a, i, b, j):
+    """Return the better score and its choice: NaN is best, and ties go to the lower choice."""
     a_is_nan, b_is_nan = a != a, b != b
     tie = (a == b) | (a_is_nan & b_is_nan)
-    return (a > b) | (a_is_nan & ~b_is_nan) | (tie & (i < j))
-
-
-@triton.jit
-def better_of(a, i, b, j):
-    """Return the better of two scores, and its choice."""
-    first = first_is_better(a, i, b, j)
+    first = (a > b) | (a_is_nan & ~b_is_nan) | (tie & (i < j))
     return tl.where(first, a, b), tl.where(first, i, j)
 
 
 @triton.jit
 def better_of_both(a, i, x, k, b, j, y, m):
-    """Return the better of two scores and its choice, for two pairs of scores."""
-    first, other = first_is_better(a, i, b, j), first_is_better(x, k, y, m)
-    best, choice = tl.where(first, a, b), tl.where(first, i, j)
-    return best, choice, tl.where(other, x, y), tl.where(other, k, m)
+    """Do what `better_of` does for two pairs of scores."""
+    return better_of(a, i, b, j) + better_of(x, k, y, m)
 
 
 @triton.jit
