@@ -278,15 +278,6 @@ def store_lane(ptr, x, mask, C: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def lane_sum(x, C: tl.constexpr):
-    """Return the sum over states."""
-    total = x[0]
-    for c in tl.static_range(1, C):
-        total += x[c]
-    return total
-
-
-@triton.jit
 def linear_chain_lane_states_kernel(
     batch,  # Batch, without start
     table_ptr,  # [2, C, C] fp64, exp of the transitions, and the same transposed
@@ -348,5 +339,9 @@ def linear_chain_lane_states_kernel(
             at, known = (low + num_steps) * N, load_lane(known_ptr + C, C)
             # The next segment starts from the known state, whose power of two may be another.
             store_lane(alpha_ptr + at * C, known, num_steps > 0, C, STORED)
-            power = exponent.to(tl.float64) + tl.log2(lane_sum(x, C) / lane_sum(known, C))
+            total, known_total = x[0], known[0]
+            for c in tl.static_range(1, C):
+                total += x[c]
+                known_total += known[c]
+            power = exponent.to(tl.float64) + tl.log2(total / known_total)
             tl.store(saved.scales + n + at, power, mask=num_steps > 0)
