@@ -35,8 +35,7 @@ from .lanes import (
     lane_select,
     load_lane,
 )
-from .resident import load_rows, load_vector
-from .scores import fold_ends
+from .scores import fold_ends, load_end, load_rows
 from .viterbi import greater
 
 ALL_STATES = tl.constexpr(0x1111111111111111)  # times a state is the map of all states to it
@@ -220,7 +219,7 @@ def linear_chain_best_operators_kernel(
     low = gl.minimum(segment * STEPS, tokens - 1)
     num_steps = gl.minimum(STEPS, tokens - 1 - low)
     c = gl.arange(0, 16, SCORES)
-    end = load_vector(batch.end, n, c, C)
+    end = load_end(batch.end, n, c, C)
     row, column = element_index(COLUMNS)
     mask = (row < C) & (column < C)
     table = gl.load(table_ptr + row * C + column, mask=mask, other=-float("inf"))

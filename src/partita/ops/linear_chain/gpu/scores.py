@@ -103,12 +103,25 @@ def loaded_to_fp64(x):
 
 @triton.jit
 def load_end(end, n, c, C):
-    """Return the scores of start or end, `[BLOCK_C]` fp64; zeros if there are none."""
+    """Return the scores of start or end, `[BLOCK_C]` in their dtype; zeros if there are none."""
     if end.ptr is None:
-        return tl.zeros(c.shape, tl.float64)
+        return c.to(tl.float64) * 0.0
     else:
         at = n * end.n + c.to(tl.int64) * end.c
-        return loaded_to_fp64(tl.load(end.ptr + at, mask=c < C, other=0.0))
+        return tl.load(end.ptr + at, mask=c < C, other=0.0)
+
+
+@triton.jit
+def load_rows(score_ptr, maxima_ptr, i, num_steps, stride_t, stride_m, c, C, AHEAD: tl.constexpr):
+    """Load emissions, and maxima if there are some, of the AHEAD steps from step i, before use."""
+    scores, maxima = (), ()
+    for j in tl.static_range(AHEAD):
+        row = tl.cast(i + j, tl.int64)
+        at = score_ptr + row * stride_t
+        scores += (tl.load(at, mask=(c < C) & (i + j <= num_steps), other=-float("inf")),)
+        if maxima_ptr is not None:
+            maxima += (tl.load(maxima_ptr + row * stride_m, mask=i + j <= num_steps, other=0.0),)
+    return scores, maxima
 
 
 @triton.jit

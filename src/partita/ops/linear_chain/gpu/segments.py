@@ -26,6 +26,7 @@ from .scores import (
     exponent_of,
     fold_ends,
     load_end,
+    load_rows,
     loaded_to_fp64,
     power_of_2,
     serving_range,
@@ -92,7 +93,7 @@ def linear_chain_operators_kernel(
         n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
         tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         c = tl.arange(0, BLOCK_C)
-        end = load_end(batch.end, n, c, C)
+        end = loaded_to_fp64(load_end(batch.end, n, c, C))
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         weights = load_matrix(
@@ -101,14 +102,12 @@ def linear_chain_operators_kernel(
         weights = tl.exp(loaded_to_fp64(weights) - shift)
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = shift * num_steps
-        score_ptr = emissions.ptr + n * emissions.n + c.to(tl.int64) * emissions.c
+        start_at = tl.cast(low, tl.int64)
+        score_ptr = emissions.ptr + n * emissions.n + start_at * emissions.t
+        score_ptr += c.to(tl.int64) * emissions.c
+        inputs = (score_ptr, maxima_ptr + start_at * N + n)
         for first in range(1, num_steps + 1, AHEAD):
-            scores, maxima = (), ()
-            for j in tl.static_range(AHEAD):
-                t, inside = tl.full([], low, tl.int64) + first + j, first + j <= num_steps
-                mask = (c < C) & inside
-                scores += (tl.load(score_ptr + t * emissions.t, mask=mask, other=-float("inf")),)
-                maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
+            scores, maxima = load_rows(*inputs, first, num_steps, emissions.t, N, c, C, AHEAD)
             for j in tl.static_range(AHEAD):
                 t, inside = low + first + j, first + j <= num_steps
                 score = fold_ends(loaded_to_fp64(scores[j]), t, tokens, end, end)

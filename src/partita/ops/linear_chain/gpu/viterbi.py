@@ -22,8 +22,8 @@ from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.memory import load_length, load_matrix
 from .arguments import Batch
-from .resident import load_rows, load_vector, row_groups
-from .scores import fold_ends, load_end
+from .resident import row_groups
+from .scores import fold_ends, load_end, load_rows
 from .steps import Step, load_scores, load_tokens_of, summed_scores
 
 
@@ -75,7 +75,7 @@ def linear_chain_resident_best_kernel(
             t, num_steps = gl.to_tensor(middle).to(gl.int64), tokens - 1 - middle
         dt = gl.where(forwards, 1, -1).to(gl.int64)
         c = gl.arange(0, BLOCK_C, OUT)
-        end = load_vector(batch.end, n, c, C)
+        end = load_end(batch.end, n, c, C)
         k = gl.expand_dims(gl.arange(0, BLOCK_C, IN), 1).to(gl.int64)
         o = gl.expand_dims(c, 0).to(gl.int64)
         stride_k, stride_c = transitions.k, transitions.c
@@ -92,7 +92,7 @@ def linear_chain_resident_best_kernel(
             x = gl.load(x_ptr, mask=c < C, other=-float("inf"))
         else:
             x = gl.load(score_ptr, mask=c < C, other=-float("inf"))
-            start = load_vector(batch.start, n, c, C)
+            start = load_end(batch.start, n, c, C)
             x = fold_ends(x, t, tokens, start, end)
             gl.store(x_ptr, x, mask=c < C)
         # No step enters the first token.
