@@ -18,7 +18,7 @@ import triton.language as tl
 from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.memory import load_length
 from .arguments import Batch
-from .scores import exp_split, power_of_2, serving_range, transition_range
+from .scores import exp_split, power_of_2, transition_range
 
 MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers of a lane
 
@@ -170,7 +170,7 @@ def linear_chain_lane_operators_kernel(
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     # The steps of a segment are a multiple of the tokens that are loaded at once.
     AHEAD: tl.constexpr = 4 if MAX_PLUS and C <= MAX_STATES_OF_TABLE else 1
-    serves, shift = serving_range(span, MAX_PLUS, BLOCK_PARTS)
+    serves, shift = transition_range(span, BLOCK_PARTS, MAX_PLUS)
     if serves:
         lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments * C, LANES)
         row, n, segment = lane % C, lane // C // segments, lane // C % segments
@@ -227,7 +227,7 @@ def linear_chain_lane_groups_kernel(
 ):
     """Form one row of the product of the operators of a group in each lane."""
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
-    if serving_range(span, MAX_PLUS, BLOCK_PARTS)[0]:
+    if transition_range(span, BLOCK_PARTS, MAX_PLUS)[0]:
         lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * groups * C, LANES)
         row, n, group = lane % C, lane // C // groups, lane // C % groups
         x, exponents = lane_unit(row, C, MAX_PLUS), tl.zeros([LANES], tl.float64)

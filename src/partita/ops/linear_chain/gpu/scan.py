@@ -35,7 +35,6 @@ from .scores import (
     load_end,
     load_rows,
     scan_steps,
-    serving_range,
     state_offset,
     token_of_rows,
     token_scores,
@@ -93,7 +92,7 @@ def linear_chain_table_kernel(
 
     Nothing is stored if the transitions need the log domain.
     """
-    serves, shift = serving_range(span, span is None, BLOCK_PARTS)
+    serves, shift = transition_range(span, BLOCK_PARTS, span is None)
     if serves:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         pairs = tl.full([], C, tl.int64) * C

@@ -16,25 +16,19 @@ LOG2E_FP64 = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def transition_range(span, BLOCK_PARTS: tl.constexpr):
-    """Return whether the linear scans serve these transitions, and the greatest transition."""
-    part = tl.arange(0, BLOCK_PARTS)
-    greatest = tl.load(span.ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
-    least = tl.load(span.ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
-    maximum, minimum = tl.max(greatest, axis=0), tl.min(least, axis=0)
-    return (maximum - minimum <= MAX_SPAN) & (span.parts > 0), maximum
+def transition_range(span, BLOCK_PARTS: tl.constexpr, MAX_PLUS: tl.constexpr = False):
+    """Return whether the linear scans serve these transitions, and the greatest transition.
 
-
-@triton.jit
-def serving_range(span, MAX_PLUS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """Return whether a kernel serves these transitions, and what is subtracted from them.
-
-    Best paths take all transitions as they are.
+    With MAX_PLUS they serve all transitions, and subtract 0 from them.
     """
     if MAX_PLUS:
         return True, 0.0
     else:
-        return transition_range(span, BLOCK_PARTS)
+        part = tl.arange(0, BLOCK_PARTS)
+        greatest = tl.load(span.ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
+        least = tl.load(span.ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
+        maximum, minimum = tl.max(greatest, axis=0), tl.min(least, axis=0)
+        return (maximum - minimum <= MAX_SPAN) & (span.parts > 0), maximum
 
 
 @triton.jit

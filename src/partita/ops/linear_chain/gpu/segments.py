@@ -29,7 +29,6 @@ from .scores import (
     load_rows,
     loaded_to_fp64,
     power_of_2,
-    serving_range,
     transition_range,
 )
 
@@ -181,7 +180,7 @@ def linear_chain_boundaries_kernel(
     """Scan alpha or beta over the operators of a group, and compute log Z if there is one group."""
     batch = Batch(*batch)
     T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
-    if serving_range(span, MAX_PLUS, BLOCK_PARTS)[0]:
+    if transition_range(span, BLOCK_PARTS, MAX_PLUS)[0]:
         group, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
         n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
         is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
