@@ -22,6 +22,12 @@ def finite_shift(maximum):
 
 
 @triton.jit
+def weighted(weight, value):
+    """Return weight * value in fp64, with 0 for a weight of 0 and any value."""
+    return tl.where(weight == 0.0, 0.0, weight.to(tl.float64) * value)
+
+
+@triton.jit
 def exp(x):
     """Return e**x.
 

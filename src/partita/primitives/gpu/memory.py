@@ -20,6 +20,20 @@ def checked_length(lengths_ptr, n, T, LEAST: tl.constexpr, otherwise):
 
 
 @triton.jit
+def load_length(lengths_ptr, n, T, LEAST: tl.constexpr = 0, otherwise=0):
+    """Return the length of sequence n and 0.0; for one out of range, `otherwise` and NaN.
+
+    Without lengths it is T. A kernel adds the second value to its results, so that an invalid
+    length makes them NaN.
+    """
+    if lengths_ptr is None:
+        return T, 0.0
+    else:
+        length, invalid = checked_length(lengths_ptr, n, T, LEAST, otherwise)
+        return length, tl.where(invalid, float("nan"), 0.0)
+
+
+@triton.jit
 def load_streaming(ptr, mask, other, STREAM: tl.constexpr):
     """Load values that are not read again.
 

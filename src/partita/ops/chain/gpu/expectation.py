@@ -30,15 +30,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import exp, finite_shift
+from ....primitives.gpu.math import exp, finite_shift, weighted
+from ....primitives.gpu.memory import load_length
 from .arguments import StridedEdges
 from .steps import (
     edge_score,
-    edge_value,
     final_terms,
     from_step,
     is_renormalization_step,
-    load_length,
     load_slot,
     load_source,
     load_state,
@@ -91,12 +90,6 @@ def store_boundary_states(
 
 
 @triton.jit
-def weighted(weight, value):
-    """Return weight * value in fp64, with 0 * (±inf) = 0."""
-    return tl.where(weight == 0.0, 0.0, weight.to(tl.float64) * value)
-
-
-@triton.jit
 def mean_step(states, scores, values, edges, c, ACC_DTYPE: tl.constexpr, REVERSE: tl.constexpr):
     """Compute alpha after a step and the mean of the values over the paths into the states c.
 
@@ -116,7 +109,7 @@ def mean_step(states, scores, values, edges, c, ACC_DTYPE: tl.constexpr, REVERSE
         slot = load_slot(edges, c, j, REVERSE)
         neighbor, target, k = slot
         term = load_state(states.ptr, slot) + edge_score(scores, target, k, neighbor >= 0)
-        value = edge_value(values, target, k, neighbor >= 0, 0.0)
+        value = edge_score(values, target, k, neighbor >= 0, 0.0)
         weight = exp((term - shift).to(ACC_DTYPE))
         total += weight
         mean += weighted(weight, value + load_mean(states, neighbor, neighbor >= 0))
@@ -272,7 +265,7 @@ def chain_expectation_gradient_kernel(
                 source, valid = load_source(edges, c, k)
                 alpha = tl.load(before.ptr + source, mask=valid, other=-float("inf"))
                 term = alpha + edge_score(step_scores, c, k, valid)
-                value = edge_value(step_values, c, k, valid, 0.0)
+                value = edge_score(step_values, c, k, valid, 0.0)
                 value += load_mean(before, source, valid) + beta_mean
                 posterior = exp((term + (beta - logz)).to(ACC_DTYPE)) * grad_mean
                 gradient = weighted(posterior, value).to(dtype)
