@@ -22,7 +22,7 @@ from . import autograd
 from .autograd import (
     CROSS_ENTROPY_IN_PLACE,
     CROSS_ENTROPY_ONE_PASS,
-    RowsOnePass,
+    OnePass,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
 )
@@ -250,7 +250,7 @@ def loss_of_batch(
     is_one_pass = reduction != "none" and logits.dtype != torch.float16 and not others_need_grad
     if is_one_pass and (inplace or has_one_pass(logits, options)):
         loss = CROSS_ENTROPY_IN_PLACE if inplace else CROSS_ENTROPY_ONE_PASS
-        return apply(RowsOnePass, loss, logits, target, weight, None, options)
+        return apply(OnePass, loss, logits, target, weight, None, options)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
         # read them.

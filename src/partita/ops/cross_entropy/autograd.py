@@ -198,10 +198,10 @@ class OnePassLoss(NamedTuple):
     """A reduced loss that is computed together with its gradients.
 
     Fields:
-        run: returns the loss and its gradients from tensors and options.
+        run: returns the loss and its gradients from tensors and a tuple of options.
         composed: returns the loss from the same arguments, differentiable any number of times; None
             if the gradient takes the place of the logits, and so serves one backward pass.
-        num_tensors: how many of the first arguments are tensors that a later backward pass needs.
+        num_tensors: how many of the arguments are tensors that a later backward pass needs.
     """
 
     run: Callable[..., tuple[Tensor, ...]]
@@ -209,41 +209,48 @@ class OnePassLoss(NamedTuple):
     num_tensors: int
 
 
-class RowsOnePass(torch.autograd.Function):
-    """A `OnePassLoss` of rows of logits, the first tensor. Its options end with the backend.
+class OnePass(torch.autograd.Function):
+    """A `OnePassLoss` of tensors, of which the first are differentiable, and of its options.
 
-    It is for eager code only: the first backward pass scales the saved gradient in place, and a
-    second one computes it again.
+    The options end with the backend. The first backward pass of eager code scales the saved
+    gradients in place, and later ones compute them again. A compiler keeps them as tensors of its
+    graph.
     """
 
     @staticmethod
     def forward(ctx: Any, loss: OnePassLoss, *args: Any) -> Tensor:
-        result, gradient = loss.run(*args)
-        ctx.save_for_backward(gradient, *args[: loss.num_tensors])
+        result, *gradients = loss.run(*args)
+        ctx.save_for_backward(*args[: loss.num_tensors], *gradients)
         ctx.set_materialize_grads(False)
         ctx.loss, ctx.options, ctx.is_spent = loss, args[-1], False
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        loss, options, dlogits = ctx.loss, ctx.options, None
-        if grads[0] is not None:
-            if loss.composed is None and (torch.is_grad_enabled() or ctx.is_spent):
-                raise RuntimeError(
-                    "inplace=True wrote the gradient over the logits: it serves one backward pass"
-                    " and no second derivative"
-                )
-            dlogits, *tensors = ctx.saved_tensors  # It raises if these were written to since.
-            if torch.is_grad_enabled():
-                logits, *others = tensors
-                (dlogits,) = double_backward(
-                    lambda x: loss.composed(x, *others, options), [logits], [True], grads[0]
-                )
-            else:
-                if ctx.is_spent:
-                    dlogits = loss.run(*tensors, options)[1]
-                dlogits = scaled_gradient(ctx, dlogits, grads[0], options[-1])
-        return None, dlogits, *(None,) * (len(ctx.needs_input_grad) - 2)
+        loss, options, grad = ctx.loss, ctx.options, grads[0]
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if loss.composed is None and (torch.is_grad_enabled() or ctx.is_spent):
+            raise RuntimeError(
+                "inplace=True wrote the gradient over the logits: it serves one backward pass"
+                " and no second derivative"
+            )
+        saved = ctx.saved_tensors  # It raises if these were written to since.
+        tensors, gradients = saved[: loss.num_tensors], saved[loss.num_tensors :]
+        wanted, rest = ctx.needs_input_grad[1 : 1 + len(gradients)], tensors[len(gradients) :]
+        if is_double_backward():
+            inputs = tensors[: len(gradients)]
+            results = double_backward(
+                lambda *inputs: loss.composed(*inputs, *rest, options), inputs, wanted, grad
+            )
+        else:
+            if ctx.is_spent:
+                gradients = loss.run(*tensors, options)[1:]
+            results = tuple(
+                scaled_gradient(ctx, gradient, grad, options[-1]) if wants else None
+                for gradient, wants in zip(gradients, wanted, strict=True)
+            )
+        return None, *results, *(None,) * (len(ctx.needs_input_grad) - 1 - len(results))
 
 
 def _loss_and_gradient(*args: Any) -> tuple[Tensor, Tensor]:

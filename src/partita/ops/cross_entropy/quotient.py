@@ -9,7 +9,7 @@ from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from .api import check_inputs, has_one_pass, loss_of_batch
-from .autograd import CROSS_ENTROPY_ONE_PASS, RowsOnePass
+from .autograd import CROSS_ENTROPY_ONE_PASS, OnePass
 from .common import CrossEntropyOptions, LossOptions
 from .native import native_cross_entropy
 
@@ -41,4 +41,4 @@ def cross_entropy_over(
     if not isinstance(denominator, Tensor):
         denominator = torch.full((), denominator, dtype=dtype, device=input.device)
     tensors = (input, target, None, denominator)
-    return apply(RowsOnePass, CROSS_ENTROPY_ONE_PASS, *tensors, numbers)
+    return apply(OnePass, CROSS_ENTROPY_ONE_PASS, *tensors, numbers)

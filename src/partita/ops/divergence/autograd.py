@@ -12,7 +12,7 @@ from ...runtime import register
 from ...runtime.autograd import DifferentiableOp, all_at_once, apply, plain_eager
 from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import OnePassLoss, RowsOnePass
+from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..logprobs.common import TopK
 from . import reference, reference_chunks
 from .common import DivergenceRows, reduced, row_factors
@@ -130,7 +130,7 @@ def reduced_divergence(
     backend = current_backend()
     if is_one_pass and resolve(backend, logits.device, has_cpu=False) == "gpu":
         options = (beta, temperature, softcap, reduction, backend)
-        return apply(RowsOnePass, ONE_PASS, logits, teacher_logits.detach(), mask, options)
+        return apply(OnePass, ONE_PASS, logits, teacher_logits.detach(), mask, options)
     loss = divergence_of_rows(logits, teacher_logits, beta, temperature, softcap)
     return reduced(loss, mask, reduction)
 

@@ -28,11 +28,11 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.autograd import OnePassLoss, scaled_gradient
+from ..cross_entropy.autograd import OnePassLoss
 from ..cross_entropy.common import LossOptions, valid_targets
 from . import reference
 from .chunked import empty_gradients
-from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
+from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
 from .plan import padded_width
 
 
@@ -311,75 +311,15 @@ class LinearRows(torch.autograd.Function):
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
 
 
-def _composed_loss(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    denominator: Tensor | None,
-    *numbers: Any,
-) -> Tensor:
+def _composed_loss(*args: Any) -> Tensor:
+    *head, target, class_weight, denominator, numbers = args
+    logits = rows_linear(*head).to(acc_dtype(head[0].dtype))
     options = LossOptions._make(numbers[:5])
-    logits = rows_linear(input, weight, bias).to(acc_dtype(input.dtype))
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator
 
 
-# A denominator, `[]`, divides a sum before the gradients are rounded.
-ONE_PASS = OnePassLoss(lambda *args: one_pass(*args), _composed_loss, 6)
-PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: packed_one_pass(*args))
-
-
-class LinearOnePass(torch.autograd.Function):
-    """A `OnePassLoss` of a head and its gradients, which are not differentiable outputs.
-
-    The first three tensors are the head. After the tensors come the options, which gradients are
-    wanted, and the backend.
-
-    The first backward pass of eager code scales the saved gradients in place, and later ones
-    compute them again. A compiler keeps them as tensors of its graph.
-    """
-
-    @staticmethod
-    def forward(  # Dynamo counts the arguments, so they have names.
-        loss: OnePassLoss,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        denominator: Tensor | None,
-        options: tuple[Any, ...],
-        wanted: Wanted,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        tensors = (input, weight, bias, target, class_weight, denominator)
-        return loss.run(*tensors, *options, *wanted, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.loss, *tensors, ctx.options, ctx.wanted, ctx.backend = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output[1:])
-        ctx.is_spent = False
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        loss, grad, saved = ctx.loss, grads[0], ctx.saved_tensors
-        tensors, gradients = saved[: loss.num_tensors], saved[loss.num_tensors :]
-        results: tuple[Tensor | None, ...] = (None, None, None)
-        if grad is not None and is_double_backward():
-            rest = (*tensors[3:], *ctx.options)
-            results = double_backward(
-                lambda *head: loss.composed(*head, *rest), tensors[:3], ctx.wanted, grad
-            )
-        elif grad is not None:
-            if ctx.is_spent:
-                gradients = loss.run(*tensors, *ctx.options, *ctx.wanted, ctx.backend)[1:]
-            results = tuple(
-                scaled_gradient(ctx, gradient, grad, ctx.backend) if wants else None
-                for gradient, wants in zip(gradients, ctx.wanted, strict=True)
-            )
-        return None, *results, *(None,) * (len(ctx.needs_input_grad) - 4)
+# The tensors are a head, labels, class weights, and a denominator, `[]`, which divides a sum before
+# the gradients are rounded.
+ONE_PASS = OnePassLoss(lambda *args: one_pass(*args[:-1], *args[-1]), _composed_loss, 6)
+PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: packed_one_pass(*args[:-1], *args[-1]))

@@ -12,7 +12,7 @@ from ...runtime import checks, register
 from ...runtime.autograd import apply, one_by_one, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import OnePassLoss
+from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..divergence.autograd import divergence_of_classes, divergence_of_rows
 from ..divergence.common import (
     IGNORED,
@@ -25,9 +25,9 @@ from ..divergence.common import (
 )
 from ..logprobs.common import TopK
 from . import reference
-from .autograd import LinearOnePass, head_backward, one_pass_fake, rows_linear, takes_chunk
+from .autograd import head_backward, one_pass_fake, rows_linear, takes_chunk
 from .chunked import empty_gradients
-from .common import Head, Wanted, checked_head
+from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan, padded_width
@@ -107,42 +107,20 @@ class LinearDivergence(torch.autograd.Function):
 
 
 def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
-    *heads, factors, mask = args[:8]
-    rows, *gradients = one_pass_op(*heads, factors, *args[9:])
-    return reduced(rows, mask, args[8]), *gradients
+    *heads, factors, mask, (reduction, *numbers) = args
+    rows, *gradients = one_pass_op(*heads, factors, *numbers)
+    return reduced(rows, mask, reduction), *gradients
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    mask, reduction = args[7:9]
-    rows = composed_rows(Head(*args[:3]), Head(*args[3:6]), *args[9:12])
+    *heads, _, mask, (reduction, *numbers) = args
+    rows = composed_rows(Head(*heads[:3]), Head(*heads[3:]), *numbers[:3])
     return reduced(rows, mask, reduction)
 
 
 # The tensors are both heads, the factors of the rows and the mask. The options are the reduction
 # and those of `one_pass_op`.
 ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 8)
-
-
-class LinearDivergenceOnePass(LinearOnePass):
-    """The reduced divergence of heads and its gradients; see `LinearOnePass`."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        loss: OnePassLoss,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
-        teacher_bias: Tensor | None,
-        factors: Tensor,
-        mask: Tensor | None,
-        options: tuple[Any, ...],
-        wanted: Wanted,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        heads = (input, weight, bias, teacher_input, teacher_weight, teacher_bias)
-        return loss.run(*heads, factors, mask, *options, *wanted, backend)
 
 
 def linear_divergence(
@@ -228,8 +206,9 @@ def linear_divergence(
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
         tensors = (*head, *teacher, row_factors(mask, like, reduction), mask)
-        rest = ((reduction, *numbers, *sizes), wanted, backend)
-        return apply(LinearDivergenceOnePass, ONE_PASS, *tensors, *rest)[0]
+        options = (reduction, *numbers, *sizes, *wanted, backend)
+        result: Tensor = apply(OnePass, ONE_PASS, *tensors, options)
+        return result
     save_logits = plain_eager() and plan.saved > 0
     chunk = plan.chunk if any(wanted) else len(head.weight)
     call = (*head, *teacher, *numbers, plan.tokens, save_logits, backend, chunk)

@@ -19,7 +19,7 @@ from ...runtime.autograd import apply
 from ...runtime.backend import current_backend, resolve
 from ...runtime.register import PLAIN
 from ..cross_entropy.api import TokenStats
-from ..cross_entropy.autograd import OnePassLoss, RowsOnePass
+from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..cross_entropy.common import LossOptions
 from ..linear_heads.common import RowOptions, checked_head, chunk_and_save, loss_terms
 from ..linear_heads.plan import linear_cross_entropy_plan
@@ -208,7 +208,7 @@ def one_pass_loss(input: Tensor, target: Tensor, arguments: ParallelLossArgument
     if group_slots(logits, shard) is None:
         return None
     call = OnePassOptions(shard, options, current_backend())
-    return apply(RowsOnePass, ONE_PASS, logits, labels.contiguous(), call)
+    return apply(OnePass, ONE_PASS, logits, labels.contiguous(), call)
 
 
 def group_slots(logits: Tensor, shard: VocabShard) -> SharedSlots | None:
