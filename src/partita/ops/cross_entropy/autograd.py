@@ -28,13 +28,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_one_pass
-from .common import (
-    CrossEntropyOptions,
-    RowLosses,
-    TokenStatsRows,
-    logsumexp_term,
-    reduce_losses,
-)
+from .common import LossOptions, RowLosses, TokenStatsRows, logsumexp_term, reduce_losses
 
 
 def _check_labels(logits: Tensor, target: Tensor, ignore_index: int) -> None:
@@ -135,14 +129,15 @@ class CrossEntropyRows(torch.autograd.Function):
         logits: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        options: CrossEntropyOptions,
+        numbers: tuple[int, float, float],
+        backend: str,
         inplace: bool,
     ) -> tuple[Tensor, ...]:
-        return cross_entropy_op(logits, target, weight, *options[:3], options.backend)
+        return cross_entropy_op(logits, target, weight, *numbers, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, target, weight, ctx.options, ctx.inplace = inputs
+        logits, target, weight, ctx.options, ctx.backend, ctx.inplace = inputs
         if plain_eager():  # A zero gradient of the log-sum-exp would cost a launch.
             ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
@@ -154,7 +149,7 @@ class CrossEntropyRows(torch.autograd.Function):
         grad_loss, grad_logsumexp = grads[:2]
         if grad_loss is None:
             grad_loss = torch.zeros_like(statistics[0])
-        options, backend = ctx.options[:3], ctx.options.backend
+        options, backend = ctx.options, ctx.backend
         tensors = (grad_loss, grad_logsumexp, logits, target, weight, *statistics)
         if ctx.inplace:
             if torch.is_grad_enabled():
@@ -164,7 +159,7 @@ class CrossEntropyRows(torch.autograd.Function):
                 )
             cross_entropy_backward_inplace_op(*tensors, *options, backend)
             torch.autograd.graph.increment_version(logits)
-            return logits.detach(), None, None, None, None
+            return logits.detach(), None, None, None, None, None
         has_probabilities = target.is_floating_point()
         op = for_gradients(cross_entropy_backward_op, grad_loss, grad_logsumexp)
         if not is_double_backward():
@@ -191,7 +186,7 @@ class CrossEntropyRows(torch.autograd.Function):
                 *others,
             )[1]
             grad_target, grad_weight = (*vjp(grad_loss), None)[:2]
-        return grad_logits, grad_target, grad_weight, None, None
+        return grad_logits, grad_target, grad_weight, None, None, None
 
 
 class OnePassLoss(NamedTuple):
@@ -264,10 +259,10 @@ def _composed_loss(
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor | None,
-    options: CrossEntropyOptions,
+    options: tuple[Any, ...],
 ) -> Tensor:
-    reduction = "mean" if options.mean else "sum"
-    loss = cross_entropy_of_rows(logits, target, weight, options, reduction)
+    *numbers, dtype, backend = options
+    loss = cross_entropy_of_rows(logits, target, weight, LossOptions(*numbers), dtype, backend)
     return loss if denominator is None else loss / denominator
 
 
@@ -302,8 +297,9 @@ def cross_entropy_of_rows(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropyOptions,
-    reduction: str,
+    options: LossOptions,
+    dtype: torch.dtype,
+    backend: str,
     inplace: bool = False,
 ) -> Tensor:
     """Return the loss, reduced from the rows' losses in PyTorch.
@@ -311,13 +307,13 @@ def cross_entropy_of_rows(
     A compiler or a function transform sees every step but the loss of the rows itself.
     """
     if needs_no_derivative(logits, target, weight):
-        fields = cross_entropy_op(logits, target, weight, *options[:3], options.backend)
+        fields = cross_entropy_op(logits, target, weight, *options[:3], backend)
     else:
-        fields = apply(CrossEntropyRows, logits, target, weight, options, inplace)
+        fields = apply(CrossEntropyRows, logits, target, weight, options[:3], backend, inplace)
     loss, logsumexp = fields[:2]
     z = logsumexp_term(options, logsumexp)
-    numbers = (logits.shape[1], options.ignore_index, reduction)
-    return reduce_losses(loss, z, target, weight, *numbers).to(options.dtype)
+    numbers = (logits.shape[1], options.ignore_index, options.reduction)
+    return reduce_losses(loss, z, target, weight, *numbers).to(dtype)
 
 
 def _stats_fake(logits: Tensor) -> tuple[Tensor, ...]:

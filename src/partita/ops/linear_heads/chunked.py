@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import CrossEntropyOptions, LossOptions
+from ..cross_entropy.common import LossOptions
 from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
 from ..logprobs.common import (
     EntryKernels,
@@ -268,7 +268,7 @@ def linear_one_pass(
     divides = (denominator, ignore_index, len(weight), mean, dtype)
     divisors = kernels.mean_shares(target, class_weight, *divides)
     mean = mean or denominator is not None
-    of_chunk = CrossEntropyOptions(*options[:4], mean, dtype)
+    of_chunk = options._replace(reduction="mean" if mean else "sum")
 
     def write_gradient(logits: Tensor, labels: Tensor) -> None:
         nonlocal loss
