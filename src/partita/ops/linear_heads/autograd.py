@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,10 +31,10 @@ from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss
 from ..cross_entropy.common import LossOptions, valid_targets
-from . import reference
 from .chunked import empty_gradients
 from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
 from .plan import padded_width
+from .reference import KERNELS, gradient_coefficients
 
 
 def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
@@ -67,10 +68,11 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     return fake
 
 
-def _gpu() -> ModuleType:
-    from .gpu import launch
+def _gpu() -> Any:
+    """Import the kernels for GPUs, whose methods serve the ops."""
+    from .gpu.launch import KERNELS
 
-    return launch
+    return KERNELS
 
 
 def _gpu_packed() -> ModuleType:
@@ -79,35 +81,18 @@ def _gpu_packed() -> ModuleType:
     return packed
 
 
-rows = register.define(
-    reference.linear_rows,
-    _rows_fake,
-    gpu=_gpu,
-    check=_check_labels,
-    vmap=one_by_one,
-)
-rows_backward = register.define(
-    reference.linear_rows_backward,
-    empty_gradients,
-    gpu=_gpu,
-    vmap=one_by_one,
-)
-one_pass = register.define(
-    reference.linear_one_pass,
-    one_pass_fake(has_rows=False),
-    gpu=_gpu,
-    check=_check_labels,
-    vmap=one_by_one,
-)
+define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
+rows = define_op(KERNELS.linear_rows, _rows_fake, check=_check_labels)
+rows_backward = define_op(KERNELS.linear_rows_backward, empty_gradients)
+one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake(has_rows=False), check=_check_labels)
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
 # `packing.packs_rows` names.
-packed_one_pass = register.define(
-    reference.linear_one_pass,
+packed_one_pass = define_op(
+    KERNELS.linear_one_pass,
     one_pass_fake(has_rows=False),
     gpu=_gpu_packed,
     name="linear_packed_one_pass",
     check=_check_labels,
-    vmap=one_by_one,
 )
 
 
@@ -271,7 +256,7 @@ class LinearRows(torch.autograd.Function):
         if is_double_backward(*grads, *head):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
         statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
-        coefficients = reference.gradient_coefficients(
+        coefficients = gradient_coefficients(
             options.used(grads),
             target,
             class_weight,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...runtime import checks, register
-from ...runtime.autograd import apply, one_by_one, plain_eager
+from ...runtime import checks
+from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import OnePass, OnePassLoss
@@ -24,13 +23,13 @@ from ..divergence.common import (
     row_factors,
 )
 from ..logprobs.common import TopK
-from . import reference
-from .autograd import head_backward, one_pass_fake, rows_linear, takes_chunk
+from .autograd import define_op, head_backward, one_pass_fake, rows_linear, takes_chunk
 from .chunked import empty_gradients
 from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan, padded_width
+from .reference import KERNELS
 
 
 def _rows_fake(
@@ -45,30 +44,9 @@ def _rows_fake(
     )
 
 
-def _gpu() -> ModuleType:
-    from .gpu import launch
-
-    return launch
-
-
-divergence_op = register.define(
-    reference.linear_divergence,
-    _rows_fake,
-    gpu=_gpu,
-    vmap=one_by_one,
-)
-divergence_backward_op = register.define(
-    reference.linear_divergence_backward,
-    empty_gradients,
-    gpu=_gpu,
-    vmap=one_by_one,
-)
-one_pass_op = register.define(
-    reference.linear_divergence_one_pass,
-    one_pass_fake(has_rows=True),
-    gpu=_gpu,
-    vmap=one_by_one,
-)
+divergence_op = define_op(KERNELS.linear_divergence, _rows_fake)
+divergence_backward_op = define_op(KERNELS.linear_divergence_backward, empty_gradients)
+one_pass_op = define_op(KERNELS.linear_divergence_one_pass, one_pass_fake(has_rows=True))
 
 
 def composed_rows(
