@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -68,52 +69,39 @@ def _gpu() -> tuple[ModuleType, ...]:
     return launch, reduction, token_stats
 
 
-cross_entropy_op = register.define(
-    reference_one_pass.cross_entropy,
-    _rows_fake,
-    gpu=_gpu,
-    check=_check_labels,
-    vmap=_rows_vmap,
+define_op = functools.partial(register.define, gpu=_gpu)
+cross_entropy_op = define_op(
+    reference_one_pass.cross_entropy, _rows_fake, check=_check_labels, vmap=_rows_vmap
 )
-cross_entropy_backward_op = register.define(
+cross_entropy_backward_op = define_op(
     reference_one_pass.cross_entropy_backward,
     lambda logits: torch.empty_like(logits),
     name="cross_entropy_backward",
-    gpu=_gpu,
     vmap=_rows_vmap,
 )
-cross_entropy_backward_inplace_op = register.define(
+cross_entropy_backward_inplace_op = define_op(
     reference_one_pass.cross_entropy_backward,
     lambda: None,
     name="cross_entropy_backward",
-    gpu=_gpu,
     overwrites="logits",
 )
-cross_entropy_reduced_op = register.define(
+cross_entropy_reduced_op = define_op(
     reference_one_pass.cross_entropy_reduced,
     lambda logits, dtype: logits.new_empty((), dtype=dtype),
-    gpu=_gpu,
     check=_check_labels,
 )
-cross_entropy_one_pass_op = register.define(
+cross_entropy_one_pass_op = define_op(
     reference_one_pass.cross_entropy_one_pass,
     lambda logits, dtype: (logits.new_empty((), dtype=dtype), torch.empty_like(logits)),
-    gpu=_gpu,
     check=_check_labels,
 )
-cross_entropy_one_pass_inplace_op = register.define(
+cross_entropy_one_pass_inplace_op = define_op(
     reference_one_pass.cross_entropy_one_pass_,
     lambda logits, dtype: logits.new_empty((), dtype=dtype),
-    gpu=_gpu,
     mutates="logits",
     check=_check_labels,
 )
-scale_gradient = register.define(
-    reference.scale_,
-    lambda: None,
-    gpu=_gpu,
-    mutates="grad",
-)
+scale_gradient = define_op(reference.scale_, lambda: None, mutates="grad")
 
 
 class CrossEntropyRows(torch.autograd.Function):
@@ -329,18 +317,13 @@ def _check_stats_labels(logits: Tensor, target: Tensor | None, ignore_index: int
         checks.labels("target", target, logits.shape[-1], ignore_index)
 
 
-token_stats_op = register.define(
-    by_rows(reference.token_stats),
-    _stats_fake,
-    gpu=_gpu,
-    check=_check_stats_labels,
-    vmap=all_at_once,
+token_stats_op = define_op(
+    by_rows(reference.token_stats), _stats_fake, check=_check_stats_labels, vmap=all_at_once
 )
-token_stats_backward_op = register.define(
+token_stats_backward_op = define_op(
     by_rows(reference.token_stats_gradient, logits=3),
     lambda logits: torch.empty_like(logits),
     name="token_stats_backward",
-    gpu=_gpu,
     vmap=all_at_once,
 )
 

@@ -42,12 +42,16 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
         checks.labels("target", target, len(weight), ignore_index)
 
 
+def saved_logits_fake(input: Tensor, weight: Tensor, save_logits: bool) -> Tensor:
+    """Return memory for all logits of a head, or none."""
+    return input.new_empty(input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0)
+
+
 def _rows_fake(
     input: Tensor, weight: Tensor, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    M, C = input.shape[0], weight.shape[0]
-    saved = input.new_empty(M * padded_width(C) if save_logits else 0)
-    return *empty_statistics(input, M, needs_smoothing, needs_entropy), saved
+    statistics = empty_statistics(input, input.shape[0], needs_smoothing, needs_entropy)
+    return *statistics, saved_logits_fake(input, weight, save_logits)
 
 
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:

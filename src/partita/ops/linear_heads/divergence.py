@@ -12,10 +12,9 @@ from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import OnePass, OnePassLoss
-from ..divergence.autograd import divergence_of_classes, divergence_of_rows
+from ..divergence.autograd import divergence_fake, divergence_of_classes, divergence_of_rows
 from ..divergence.common import (
     IGNORED,
-    DivergenceRows,
     check_options,
     check_teacher,
     ids_of_rows,
@@ -23,25 +22,27 @@ from ..divergence.common import (
     row_factors,
 )
 from ..logprobs.common import TopK
-from .autograd import define_op, head_backward, one_pass_fake, rows_linear, takes_chunk
+from .autograd import (
+    define_op,
+    head_backward,
+    one_pass_fake,
+    rows_linear,
+    saved_logits_fake,
+    takes_chunk,
+)
 from .chunked import empty_gradients
 from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
-from .plan import check_budget, divergence_plan, padded_width
+from .plan import check_budget, divergence_plan
 from .reference import KERNELS
 
 
 def _rows_fake(
     input: Tensor, weight: Tensor, teacher_input: Tensor, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    dtype, M = acc_dtype(input.dtype), input.shape[0]
-    size = M * padded_width(weight.shape[0]) if save_logits else 0
-    return (
-        *(input.new_empty(M, dtype=dtype) for _ in DivergenceRows._fields),
-        input.new_empty(size),
-        teacher_input.new_empty(size),
-    )
+    saved = (saved_logits_fake(each, weight, save_logits) for each in (input, teacher_input))
+    return *divergence_fake(input), *saved
 
 
 divergence_op = define_op(KERNELS.linear_divergence, _rows_fake)

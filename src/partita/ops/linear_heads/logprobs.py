@@ -12,7 +12,7 @@ from ...runtime.autograd import apply, takes
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
-from .autograd import define_op, head_backward, takes_chunk
+from .autograd import define_op, head_backward, saved_logits_fake, takes_chunk
 from .chunked import empty_gradients
 from .common import chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
@@ -29,13 +29,12 @@ def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
 def _fake(
     input: Tensor, weight: Tensor, ids: Tensor, needs_rest: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
-    return *logprobs_fake(input, ids, needs_rest), input.new_empty(saved)
+    saved = saved_logits_fake(input, weight, save_logits)
+    return *logprobs_fake(input, ids, needs_rest), saved
 
 
 def _topk_fake(input: Tensor, weight: Tensor, k: int, save_logits: bool) -> tuple[Tensor, ...]:
-    size = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
-    return *topk_fake(input, k), input.new_empty(size)
+    return *topk_fake(input, k), saved_logits_fake(input, weight, save_logits)
 
 
 logprobs_op = define_op(KERNELS.linear_logprobs, _fake, check=_check)
