@@ -177,36 +177,13 @@ def cross_entropy_one_pass(
     denominator: Tensor | None,
     options: LossOptions,
     dtype: torch.dtype,
+    *,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the sum or the mean of the rows' losses, with their z-loss, and its gradient.
 
-    A denominator, `[]`, divides the sum and its gradient.
+    A denominator, `[]`, divides the sum and its gradient, which may replace the logits.
     """
-    return _loss_and_gradient(logits, target, weight, denominator, options, dtype, inplace=False)
-
-
-def cross_entropy_one_pass_(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    options: LossOptions,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute the reduced loss, and write its gradient over the logits."""
-    return _loss_and_gradient(logits, target, weight, denominator, options, dtype, inplace=True)[0]
-
-
-def _loss_and_gradient(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    options: LossOptions,
-    dtype: torch.dtype,
-    inplace: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute the reduced loss and its gradient, which may replace the logits."""
     is_mean = options.reduction == "mean"
     divides = (denominator, options.ignore_index, logits.shape[1], is_mean, acc_dtype(logits.dtype))
     denominators = mean_shares(target, weight, *divides)
@@ -222,6 +199,19 @@ def _loss_and_gradient(
     if not is_view:
         grad.copy_(grad_rows.reshape(logits.movedim(1, -1).shape).movedim(-1, 1))
     return loss.to(dtype), grad
+
+
+def cross_entropy_one_pass_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    options: LossOptions,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute the reduced loss, and write its gradient over the logits."""
+    rest = (denominator, options, dtype)
+    return cross_entropy_one_pass(logits, target, weight, *rest, inplace=True)[0]
 
 
 def _two_passes(

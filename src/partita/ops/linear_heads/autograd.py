@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, inert_rows, softcapped
+from ...primitives.rows import inert_rows, softcapped
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -27,10 +26,11 @@ from ...runtime.autograd import (
     spend,
     takes,
 )
+from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.autograd import OnePassLoss
-from ..cross_entropy.common import LossOptions, valid_targets
+from ..cross_entropy.autograd import OnePassLoss, token_stats
+from ..cross_entropy.common import LossOptions
 from .chunked import empty_gradients
 from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
 from .plan import padded_width
@@ -72,17 +72,11 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     return fake
 
 
-def _gpu() -> Any:
-    """Import the kernels for GPUs, whose methods serve the ops."""
-    from .gpu.launch import KERNELS
+def _gpu() -> tuple[Any, ...]:
+    """Import the kernels for GPUs, whose methods serve the ops, and those of packed rows."""
+    from .gpu import launch, packed
 
-    return KERNELS
-
-
-def _gpu_packed() -> ModuleType:
-    from .gpu import packed
-
-    return packed
+    return launch.KERNELS, packed
 
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
@@ -94,7 +88,6 @@ one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake(has_rows=False), che
 packed_one_pass = define_op(
     KERNELS.linear_one_pass,
     one_pass_fake(has_rows=False),
-    gpu=_gpu_packed,
     name="linear_packed_one_pass",
     check=_check_labels,
 )
@@ -153,26 +146,15 @@ def differentiable_statistics(
     The result is differentiable any number of times. Inert rows, `[M]`, have zeros for logits.
     """
     logits = torch.where(is_inert[:, None], 0, rows_linear(*head))
-    x, temperature = softcapped(logits, options.softcap), options.temperature
-    # Quotients of large logits would lose what tells the classes apart.
-    shift = finite_shift(x.detach().amax(-1))
-    x = (x - shift[:, None]) / temperature
-    logp = x.log_softmax(-1)
-    labels, valid, invalid = valid_targets(target, len(head.weight), options.ignore_index)
-    nan_mask = torch.where(invalid, torch.nan, 0.0).to(x.dtype)
-    nll = torch.where(valid, -logp.gather(1, labels[:, None])[:, 0], 0.0) + nan_mask
-    smoothing_loss, entropy = x.new_empty(0), x.new_empty(0)
+    numbers = (options.temperature, options.softcap, options.ignore_index, current_backend())
+    logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers)
+    smoothing_loss = logsumexp.new_empty(0)
     if options.needs_smoothing:
-        weighted = logp
+        terms = logsumexp[:, None] - softcapped(logits, options.softcap) / options.temperature
         if class_weight is not None:
-            weights = class_weight.to(x.dtype)
-            weighted = torch.where(weights == 0, 0.0, logp * weights)
-        smoothing_loss = nan_mask - weighted.sum(1)
-    if options.needs_entropy:
-        p = logp.exp()
-        entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(1) + nan_mask
-    logsumexp = shift / temperature + x.logsumexp(1)
-    return nll, logsumexp + nan_mask, smoothing_loss, entropy
+            terms = torch.where(class_weight == 0, 0, class_weight.to(terms.dtype) * terms)
+        smoothing_loss = terms.sum(1)
+    return -logprob, logsumexp, smoothing_loss, entropy
 
 
 def gradients_of_rows(
@@ -218,11 +200,6 @@ def head_backward(
     else:
         gradients = gradients_of_rows(ctx, op, [grad], [grad, *tensors], logits, wanted)
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
-
-
-def takes_chunk(op: register.Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return `takes` for the parameters of an op and the chunk of its backward pass."""
-    return takes(SimpleNamespace(parameters=[*op.parameters, "backward_chunk"]))
 
 
 class LinearRows(torch.autograd.Function):
@@ -280,13 +257,8 @@ class LinearRows(torch.autograd.Function):
         ctx: Any, grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
         input, weight, bias, target, class_weight, *outputs, _ = saved_tensors(ctx)
-        sizes = [output.numel() for output in outputs]
-        used = {
-            i: grad
-            for i, grad in enumerate(grads[:4])
-            if grad is not None and sizes[i] == grad.numel()
-        }
         statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
+        used = {i: grad for i, grad in enumerate(options.used(grads)) if grad is not None}
         counted = dict(used)
         if 0 in counted:  # that of nll
             counted[0] = torch.where(target == options.ignore_index, 0, counted[0])

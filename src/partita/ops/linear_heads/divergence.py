@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager
+from ...runtime.autograd import apply, plain_eager, takes
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import OnePass, OnePassLoss
@@ -28,7 +28,6 @@ from .autograd import (
     one_pass_fake,
     rows_linear,
     saved_logits_fake,
-    takes_chunk,
 )
 from .chunked import empty_gradients
 from .common import Head, checked_head
@@ -66,7 +65,7 @@ class LinearDivergence(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @takes_chunk(divergence_op)
+    @takes(divergence_op, "backward_chunk")
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return divergence_op(*args[:-1])
 

@@ -12,7 +12,7 @@ from ...runtime.autograd import apply, takes
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
-from .autograd import define_op, head_backward, saved_logits_fake, takes_chunk
+from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
 from .common import chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
@@ -79,7 +79,7 @@ class LinearTopK(LinearLogprobs):
     """
 
     @staticmethod
-    @takes_chunk(topk_op)
+    @takes(topk_op, "backward_chunk")
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return topk_op(*args[:-1])
 
