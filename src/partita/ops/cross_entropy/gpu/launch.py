@@ -23,7 +23,7 @@ from ....primitives.gpu.row_plan import (
 )
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, zeroed_words
-from ..common import CrossEntropyOptions, RowLosses
+from ..common import LossOptions, RowLosses
 from .one_pass import cross_entropy_row_kernel, cross_entropy_tile_kernel
 from .plan import HARD_LABELS, PROBABILITIES, SUM_WORDS, fused_block, smoothing_mode
 from .reduction import (
@@ -47,7 +47,7 @@ class _OnePassCall(NamedTuple):
         target: labels `[N, ...]` or probabilities `[N, C, ...]`.
         weight: class weights `[C]`, or None.
         denominator: what divides a sum of losses, `[]`, or None.
-        options: the options.
+        options, dtype: the options, and the dtype of the loss.
         is_chunk: whether these are some of the rows of a loss.
         shares: the shares of the denominators of that loss, or None for a sum.
     """
@@ -57,7 +57,8 @@ class _OnePassCall(NamedTuple):
     target: Tensor
     weight: Tensor | None
     denominator: Tensor | None
-    options: CrossEntropyOptions
+    options: LossOptions
+    dtype: torch.dtype
     is_chunk: bool = False
     shares: Tensor | None = None
 
@@ -184,47 +185,52 @@ def cross_entropy_reduced(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    mean: bool,
+    options: LossOptions,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the sum or the mean of the loss without a gradient."""
+    """Compute the sum or the mean of the loss without a gradient and without its z-loss."""
     workspace = torch.empty(SUM_WORDS, dtype=torch.int64, device=logits.device)
-    loss = cross_entropy(
-        logits, target, weight, ignore_index, label_smoothing, softcap, workspace
-    ).loss
-    if not mean:
+    loss = cross_entropy(logits, target, weight, *options[:3], workspace).loss
+    if options.reduction == "sum":
         return reduce_losses(loss, workspace, dtype)
     if target.is_floating_point():
         return reduce_losses(loss, workspace, dtype, shares=equal_shares(logits))
-    targets = Targets(target.contiguous(), None, weight, logits.shape[1], ignore_index)
+    targets = Targets(target.contiguous(), None, weight, logits.shape[1], options.ignore_index)
     return reduce_losses(loss, workspace, dtype, targets=targets)
 
 
 def cross_entropy_one_pass(
-    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *options: Any
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    options: LossOptions,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Compute the reduced loss and its gradient together."""
     dlogits = torch.empty_like(logits)
-    call = _OnePassCall(logits, dlogits, target, weight, denominator, CrossEntropyOptions(*options))
-    return _one_pass(call), dlogits
+    return _one_pass(
+        _OnePassCall(logits, dlogits, target, weight, denominator, options, dtype)
+    ), dlogits
 
 
 def cross_entropy_one_pass_(
-    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *options: Any
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    options: LossOptions,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Compute the reduced loss and write its gradient over the logits."""
-    call = _OnePassCall(logits, logits, target, weight, denominator, CrossEntropyOptions(*options))
-    return _one_pass(call)
+    return _one_pass(_OnePassCall(logits, logits, target, weight, denominator, options, dtype))
 
 
 def one_pass_of_chunk(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropyOptions,
+    options: LossOptions,
     shares: Tensor | None,
 ) -> Tensor:
     """Compute the loss of some of a loss's rows and write its gradient over the logits.
@@ -232,7 +238,8 @@ def one_pass_of_chunk(
     The logits are `[N, C]`, and the targets labels. `shares` are the shares of the denominators of
     a mean over all rows.
     """
-    return _one_pass(_OnePassCall(logits, logits, target, weight, None, options, True, shares))
+    numbers = (options, acc_dtype(logits.dtype), True, shares)
+    return _one_pass(_OnePassCall(logits, logits, target, weight, None, *numbers))
 
 
 def _one_pass(call: _OnePassCall) -> Tensor:
@@ -256,7 +263,7 @@ def _one_pass(call: _OnePassCall) -> Tensor:
     if block:
         sum_words = 0 if programs == 1 else 1 + programs
         sums, exchanged = zeroed_words(logits.device, sum_words, num_words)
-        losses = LossSum(logits.new_empty((), dtype=options.dtype), None, sums)
+        losses = LossSum(logits.new_empty((), dtype=call.dtype), None, sums)
     else:
         workspace, shares = _prepare_workspace(call, num_words)
         exchanged = workspace[SUM_WORDS:]
@@ -272,7 +279,7 @@ def _one_pass(call: _OnePassCall) -> Tensor:
         "z_loss": options.z_loss,
         "SMOOTHING_MODE": mode,
         "HAS_Z_LOSS": options.z_loss != 0,
-        "MEAN": options.mean or call.denominator is not None,
+        "MEAN": options.reduction == "mean" or call.denominator is not None,
         "FUSED_BLOCK": block,
     }
     if is_row:
@@ -298,7 +305,7 @@ def _one_pass(call: _OnePassCall) -> Tensor:
         )
     if block:
         return losses.loss
-    return reduce_losses(losses.loss, workspace, options.dtype, shares=shares)
+    return reduce_losses(losses.loss, workspace, call.dtype, shares=shares)
 
 
 def _reduced_two_passes(call: _OnePassCall) -> Tensor:
@@ -324,7 +331,7 @@ def _reduced_two_passes(call: _OnePassCall) -> Tensor:
     loss = rows.loss
     if z_loss:
         loss = loss + z_loss * rows.logsumexp.square() * (z_scale / scale)
-    return reduce_losses(loss, workspace, call.options.dtype, shares=shares)
+    return reduce_losses(loss, workspace, call.dtype, shares=shares)
 
 
 def _prepare_workspace(call: _OnePassCall, num_words: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -336,7 +343,7 @@ def _prepare_workspace(call: _OnePassCall, num_words: int = 0) -> tuple[Tensor, 
     size = SUM_WORDS + num_words
     workspace = torch.empty(size, dtype=torch.int64, device=call.logits.device)
     if call.denominator is None:
-        if not call.options.mean or call.is_chunk:
+        if call.options.reduction == "sum" or call.is_chunk:
             return workspace.zero_(), call.shares
         if call.target.is_floating_point():
             return workspace.zero_(), equal_shares(call.logits)
