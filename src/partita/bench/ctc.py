@@ -267,7 +267,7 @@ class Loss(CTCLossCase):
     width, least_width = "classes", 2
     caption = "CTC loss and its gradient"
     dims = (1, 0, 0, 0)
-    judges_all = True
+    judged = 1
 
     @property
     def at_once(self) -> int:
