@@ -205,7 +205,7 @@ class Found:
 
 def sizes(case: Case) -> tuple[int, ...]:
     """Return the sizes of a case by which the lines of its table differ, without hidden states."""
-    return tuple(getattr(case, name) for name in case.varying if name != "hidden")
+    return tuple(getattr(case, name) for name in case.sizes if name != "hidden")
 
 
 def chains(found: Found, op: str, best: str, names: Sequence[str]) -> list[Record]:

@@ -209,8 +209,8 @@ class Case(ABC):
     dtype: torch.dtype
 
     # Tables and pictures show these.
-    sizes: ClassVar[tuple[str, ...]]  # the attributes that are the dimensions of the scores
-    differs_by: ClassVar[tuple[str, ...]] = ()  # those by which lines of a table do, if not all
+    sizes: ClassVar[tuple[str, ...]]  # the attributes by which cases differ
+    dimensions: ClassVar[tuple[str, ...]] = ()  # those that the scores have, if not all
     scores: ClassVar[str] = "logits"  # the name of the scores
     unit: ClassVar[str] = ""  # the unit of the errors; empty for plain numbers
     label: ClassVar[str] = ""  # separates cases of one op into tables of their own
@@ -246,13 +246,8 @@ class Case(ABC):
         return " × ".join(f"{getattr(self, name):,}" for name in names)
 
     @property
-    def varying(self) -> tuple[str, ...]:
-        """Return the sizes by which the lines of a table differ."""
-        return self.differs_by or self.sizes
-
-    @property
     def shape(self) -> tuple[int, ...]:  # of the scores
-        return tuple(getattr(self, name) for name in self.sizes)
+        return tuple(getattr(self, name) for name in self.dimensions or self.sizes)
 
     @property
     def bytes(self) -> int:  # of the scores

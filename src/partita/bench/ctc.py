@@ -217,6 +217,7 @@ class CTCCase(SequencesCase):
     state_len: int = 0  # the bases of a k-mer; 0 for classes
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
+    dimensions: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes")
     slow_on_cpu = True
     shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 1}
 
@@ -228,10 +229,6 @@ class CTCCase(SequencesCase):
         case = super(CTCCase, case).within(elements)
         longest = max(1, case.state_len, min(self.longest, case.steps // 2))
         return replace(case, longest=longest, shortest=min(self.shortest, longest))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.steps, self.sequences, self.classes
 
     def targets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return labels, `[N, S]`, the same on all devices, and lengths, `[N]`, on the CPU."""
@@ -288,7 +285,8 @@ class Crf(CTCLossCase):
     versus = "koi"
     slow = ("torch",)
     contracts = 2  # its gradient is a difference of two marginals
-    sizes = (*("steps", "sequences", "states", "slots", "shortest", "longest"),)
+    dimensions = ("steps", "sequences", "states", "slots")
+    sizes = (*dimensions, "shortest", "longest")
     dims = (1, None, 0, 0, None)
 
     @property
@@ -298,10 +296,6 @@ class Crf(CTCLossCase):
     @property
     def slots(self) -> int:
         return self.classes
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.steps, self.sequences, self.states, self.slots
 
     def inputs(self, buffers: Buffers) -> CRFInputs:
         targets, lengths = (each.to(buffers.device) for each in self.targets(buffers.device))

@@ -226,14 +226,11 @@ class DecodeCase(SequencesCase):
     classes: int
     beam_width: int
 
-    sizes = ("steps", "sequences", "classes", "beam_width")
+    dimensions = ("steps", "sequences", "classes")
+    sizes = (*dimensions, "beam_width")
     scores = "scores"
     unit = "nats"
     slow = ("pyctcdecode",)  # a loop in Python
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.steps, self.sequences, self.classes
 
     @abstractmethod
     def log_prob(self, scores: Tensor, tokens: list[int]) -> Tensor:

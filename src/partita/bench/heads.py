@@ -386,14 +386,11 @@ class HeadCase(MeanCase):
     vocabulary: int
 
     sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary")
+    dimensions = ("tokens", "vocabulary")
     yardstick = "products"
     learned = 2
     width, least_width = "vocabulary", 2
     shrinks: ClassVar[Mapping[str, int]] = {"tokens": 1}
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tokens, self.vocabulary
 
     def head(self, buffers: Buffers, name: str = "") -> tuple[Tensor, Tensor]:
         """Return hidden states and a matrix, whose logits have variance 1."""
@@ -455,17 +452,13 @@ class DivergenceRows(MeanCase):
     beta: float
 
     sizes = ("rows", "columns", "beta")
-    differs_by = ("columns", "beta")
+    dimensions = ("rows", "columns")
     dims = (0, 0, None)
     learned = 1
     work: ClassVar[Mapping[str, Moves]] = {
         "inference": Moves(2, "read"),
         "total": Moves(3, "copy"),
     }
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows, self.columns
 
     def inputs(self, buffers: Buffers) -> RowInputs:
         logits = buffers.normal("logits", self.shape, self.dtype)

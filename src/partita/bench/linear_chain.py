@@ -248,7 +248,7 @@ class LinearChainCase(SequencesCase):
     sequences: int
     states: int
 
-    sizes = ("steps", "sequences", "states")
+    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states")
     scores = "emissions"
     slow: ClassVar[tuple[str, ...]] = ("torch", "pytorch-crf", "torch-struct")
     slow_on_cpu = True
@@ -298,7 +298,8 @@ class SemiMarkovCase(LinearChainCase):
 
     durations: int
 
-    differs_by = (*LinearChainCase.sizes, "durations")
+    sizes = (*LinearChainCase.sizes, "durations")
+    dimensions = LinearChainCase.sizes
 
     def inputs(self, buffers: Buffers) -> Any:
         emissions, transitions, *ends = super().inputs(buffers)
