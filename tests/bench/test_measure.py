@@ -38,8 +38,14 @@ def test_steps_are_timed_in_order() -> None:
     times = measure.time_steps(steps, CPU.device, before=lambda: told.append("-"), repetitions=4)
     assert list(times) == ["a", "b", "total"]
     assert {timing.repetitions for timing in times.values()} == {4}
-    assert told == ["-", "a", "b"] * (4 + measure.warm_up(4))
-    assert [measure.warm_up(n) for n in (1, 3, 9, 20)] == [1, 1, 3, measure.WARM_UP]
+    assert told == ["-", "a", "b"] * (4 + measure.WARM_UP)
+
+
+def test_slow_steps_are_repeated_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SLOW_SECONDS", 0.0)
+    calls: list[None] = []
+    timing = measure.time_call(lambda: calls.append(None), CPU.device, 20)
+    assert (timing.repetitions, len(calls)) == (3, 4)
 
 
 def test_numbers_are_drawn_once() -> None:

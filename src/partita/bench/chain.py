@@ -27,7 +27,6 @@ from .case import (
     Functions,
     Limited,
     Load,
-    Provider,
     Sizes,
     Verdict,
     cases_of,
@@ -188,11 +187,6 @@ class ChainCase(SequencesCase):
         ends = torch.zeros(self.chains, self.states, dtype=dtype, device=buffers.device)
         scores = buffers.normal("scores", self.shape, self.dtype)
         return Inputs(scores, source.to(buffers.device, torch.int32), ends, ends)
-
-    def is_slow(self, provider: Provider, device: torch.device) -> bool:
-        """Return whether this is a loop in Python, a peer's long scan, or anything on the CPU."""
-        long_scan = self.steps > MAX_REFERENCE_STEPS and not provider.is_ours
-        return provider.name == "torch" or long_scan or device.type == "cpu"
 
 
 def judged(inputs: Inputs) -> tuple[Tensor, Chain]:

@@ -218,7 +218,6 @@ class CTCCase(SequencesCase):
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
     dimensions: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes")
-    slow_on_cpu = True
     shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 1}
 
     def within(self, elements: int) -> Any:
@@ -283,7 +282,6 @@ class Crf(CTCLossCase):
     caption = "CTC-CRF loss and its gradient"
     scores = "scores"
     versus = "koi"
-    slow = ("torch",)
     contracts = 2  # its gradient is a difference of two marginals
     dimensions = ("steps", "sequences", "states", "slots")
     sizes = (*dimensions, "shortest", "longest")

@@ -230,7 +230,6 @@ class DecodeCase(SequencesCase):
     sizes = (*dimensions, "beam_width")
     scores = "scores"
     unit = "nats"
-    slow = ("pyctcdecode",)  # a loop in Python
 
     @abstractmethod
     def log_prob(self, scores: Tensor, tokens: list[int]) -> Tensor:

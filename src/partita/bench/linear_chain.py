@@ -250,8 +250,6 @@ class LinearChainCase(SequencesCase):
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states")
     scores = "emissions"
-    slow: ClassVar[tuple[str, ...]] = ("torch", "pytorch-crf", "torch-struct")
-    slow_on_cpu = True
     width = "states"
 
     def inputs(self, buffers: Buffers) -> Any:

@@ -16,6 +16,7 @@ from ..runtime import private_names
 from ..testing.timing import between, mark
 
 WARM_UP = 3
+SLOW_SECONDS, SLOW_REPETITIONS = 0.25, 3  # work that takes longer is repeated less often
 REPETITIONS = 20
 # The bandwidth of a CPU is the least of many short times, as other programs run there too.
 CPU_REPETITIONS = 100
@@ -83,11 +84,6 @@ class Machine:
         return self.read if limit == "read" else self.copy
 
 
-def warm_up(repetitions: int) -> int:
-    """Return the number of warm-up runs; work that is repeated a few times only takes long."""
-    return max(1, min(WARM_UP, repetitions // 3))
-
-
 def time_steps(
     steps: Sequence[Step],
     device: torch.device,
@@ -99,12 +95,16 @@ def time_steps(
 
     `before` runs untimed before each repetition.
     """
-    for _ in range(warm_up(repetitions)):
+    for _ in range(WARM_UP):
+        start = time.perf_counter()
         before()
         for _, step in steps:
             step()
-    if device.type == "cuda":
         wait(device)
+        if time.perf_counter() - start > SLOW_SECONDS:
+            repetitions = min(repetitions, SLOW_REPETITIONS)
+            break
+    if device.type == "cuda":
         private_names.sleep(HEAD_START_CYCLES)
     marks = []
     for _ in range(repetitions):
