@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cli.console import first_line
 from ..runtime import private_names
 from ..testing.timing import between, mark
 
@@ -45,30 +43,27 @@ def wait(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of repetitions; `note` names an unusual way of measuring."""
+    """Milliseconds of repetitions."""
 
     mean: float
     median: float
     least: float
     greatest: float
     repetitions: int
-    note: str = ""
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
         middle = (statistics.fmean(samples), statistics.median(samples))
         return cls(*middle, min(samples), max(samples), len(samples))
 
-    def each(self, calls: int, note: str = "") -> Timing:
+    def each(self, calls: int) -> Timing:
         """Return the time of one call, where a repetition has this number of calls."""
         times = (self.mean, self.median, self.least, self.greatest)
         mean, median, least, greatest = (milliseconds / calls for milliseconds in times)
-        return Timing(mean, median, least, greatest, self.repetitions, note)
+        return Timing(mean, median, least, greatest, self.repetitions)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})" + (
-            f", {self.note}" if self.note else ""
-        )
+        return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})"
 
 
 @dataclass(frozen=True)
@@ -145,8 +140,8 @@ def time_replay(
 ) -> Timing:
     """Time one call inside a CUDA graph of many, over all inputs in turn.
 
-    Plain calls are timed where there is no GPU or no capture. All results live until the last
-    replay is over, so that no call writes to memory that the cache still has from another call.
+    Plain calls are timed where there is no GPU. All results live until the last replay is over, so
+    that no call writes to memory that the cache still has from another call.
     """
     if device.type != "cuda":
         timing = time_call(lambda: [function(x) for x in inputs], device, repetitions)
@@ -161,15 +156,9 @@ def time_replay(
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     results: list[Tensor] = []
-    try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(rounds):
-                results += [function(x) for x in inputs]
-    except Exception as error:
-        results.clear()
-        turns = itertools.cycle(inputs)
-        single = time_call(lambda: function(next(turns)), device, repetitions)
-        return single.each(1, f"single calls, for no capture: {first_line(error)[:80]}")
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(rounds):
+            results += [function(x) for x in inputs]
     try:
         return time_call(graph.replay, device, repetitions).each(rounds * len(inputs))
     finally:  # a replay that was interrupted still writes to the results
