@@ -12,12 +12,11 @@ from torch import Tensor
 from ...runtime.backend import backend
 from ..budget import Scale
 from ..compare import Errors, contract_errors
-from ..inputs import VALUES
+from ..inputs import LAYOUTS, VALUES, Layout, inf_rows
 
 Sizes = Mapping[str, int]
 Inputs = dict[str, Any]
 Values = Literal["plain", "offset", "wide", "huge", "equal", "masked", "inf_rows"]
-Layout = Literal["contiguous", "reversed", "framed", "every_other"]
 
 HALF, SINGLE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
 ALL_DTYPES = (*HALF, *SINGLE)
@@ -75,7 +74,7 @@ class Draw:
         """Draw logits, scores or hidden states; `plain` ones are finite numbers near 0."""
         x = self.plain(self.dtype, *shape)
         x = x if plain else _VALUES[self.values](x)
-        return _LAYOUTS[self.layout](x).requires_grad_(self.grad)
+        return LAYOUTS[self.layout](x).requires_grad_(self.grad)
 
     def beside(self, *shape: int, grad: bool = True) -> Tensor:
         """Draw finite numbers of the second dtype, which are not those of `scores`."""
@@ -119,34 +118,11 @@ def _masked(x: Tensor) -> Tensor:
     return x.masked_fill((places % 5 == 2) & (places % max(x.shape[-1], 1) != 0), -torch.inf)
 
 
-def _inf_rows(x: Tensor) -> Tensor:
-    x[1::2] = -torch.inf
-    return x
-
-
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     **VALUES,
     "masked": _masked,
-    "inf_rows": _inf_rows,
+    "inf_rows": inf_rows,
 }
-
-
-def _framed(x: Tensor) -> Tensor:
-    frame = x.new_full([size + 2 for size in x.shape], torch.nan)
-    inner = tuple(slice(1, size + 1) for size in x.shape)
-    frame[inner] = x
-    return frame[inner]
-
-
-_LAYOUTS: dict[Layout, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "reversed": lambda x: (
-        x.permute(*range(x.ndim)[::-1]).contiguous().permute(*range(x.ndim)[::-1])
-    ),
-    "framed": _framed,
-    "every_other": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-}
-
 Option = Mapping[str, Any] | Callable[[Draw, Sizes], Mapping[str, Any]]
 
 
@@ -242,7 +218,7 @@ class Call:
         """Yield draws of extreme values, and of other layouts in memory, with their names."""
         for values in self.values:
             yield values, replace(draw, values=values)
-        for layout in _LAYOUTS:
+        for layout in LAYOUTS:
             if layout != "contiguous":
                 yield layout, replace(draw, layout=layout)
 
