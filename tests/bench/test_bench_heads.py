@@ -258,7 +258,7 @@ def test_a_picture_without_a_limit(tmp_path: Path) -> None:
         for name in ("partita-fast", "products", "torch")
     ]
     panels = picture.panels(rows)
-    assert [panel.rows for panel in panels] == [rows]
+    assert panels == [rows]
     (tmp_path / "x.svg").write_bytes(picture.render(panels, CPU, "svg"))
     texts = texts_of(tmp_path / "x.svg")
     assert {

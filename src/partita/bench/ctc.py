@@ -337,7 +337,7 @@ class Align(BestCase, CTCCase):
         rows = zip(spelled, inputs.targets, inputs.target_lengths, strict=True)
         return torch.tensor([not torch.equal(row, target[:n]) for row, target, n in rows])
 
-    def path_scores(self, inputs: CTCInputs, found: Tensor, standard: Tensor) -> Tensor:
+    def path_scores(self, inputs: CTCInputs, found: Tensor) -> Tensor:
         safe = found.long().clamp(0, self.classes - 1)
         scores = inputs.logits.transpose(0, 1).gather(2, safe[..., None])
         return scores.sum((1, 2), dtype=torch.float64)

@@ -199,25 +199,23 @@ class BestCase(Case):
     work = READ
 
     @abstractmethod
-    def path_scores(self, inputs: Any, found: Any, standard: Any) -> Tensor:
+    def path_scores(self, inputs: Any, found: Any) -> Tensor:
         """Return the scores of the paths that were found, `[n]` in fp64."""
 
     def broken(self, inputs: Any, found: Any) -> Tensor:
         """Return which paths do not exist, `[N]`, where their score does not tell."""
         return torch.zeros(1, dtype=torch.bool)
 
-    def best(self, standard: Any) -> Tensor:
-        """Return the best scores, `[n]` in fp64."""
-        return standard
-
-    def verdicts(self, attempt: Attempt, standard: Any) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Tensor) -> Iterator[Verdict]:
+        """Judge the scores of the paths by the best ones, `[n]` in fp64."""
         function, inputs, provider = attempt
         allowed = CONTRACT[1] if provider.is_ours else PEER_BOUND
         found = function(*inputs)
         broken = self.broken(inputs, found).double()
         yield worst(broken, allowed, broken, torch.zeros_like(broken))
-        scores, best = self.path_scores(inputs, found, standard), self.best(standard)
-        yield worst((best - scores).abs() / best.abs().clamp(min=1), allowed, scores, best)
+        scores = self.path_scores(inputs, found)
+        apart = (standard - scores).abs() / standard.abs().clamp(min=1)
+        yield worst(apart, allowed, scores, standard)
 
 
 def worst(error: Tensor, allowed: float, got: Tensor, expected: Tensor) -> Verdict:
