@@ -162,13 +162,12 @@ class Call:
         batch: the dimension of each input that counts rows or sequences, by name.
         rows: that dimension in each result. A result depends on its own row alone, bit for bit.
         uncounted: returns masks of the elements of inputs that do not count, by name.
-        in_torch: the same function in plain PyTorch, if that is a few lines.
+        in_torch: the same function of rows in plain PyTorch, whose errors bound those of ours.
         forward, backward: the bounds of results and gradients.
         rounds: whether a product is rounded to the dtype of its factors on the way.
-        scale, grad_scale: the scales of `ulp_error` for a comparison with `in_torch`; None for
-            paths, whose bounds do not follow PyTorch's errors. That of gradients may be a function
-            of the inputs.
-        checked: sizes at which `partita check` compares with `in_torch`.
+        scale, grad_scale: the scales of `ulp_error` for a comparison with `in_torch`. That of
+            gradients may be a function of the inputs.
+        checked: larger sizes at which `partita check` compares.
         second_derivatives: whether they exist.
     """
 
@@ -190,8 +189,8 @@ class Call:
     forward: Bound = EXACT
     backward: Bound = EXACT
     rounds: bool = False
-    scale: Scale | None = "tensor"
-    grad_scale: Scale | Callable[[Inputs], Tensor] | None = "tensor"
+    scale: Scale = "tensor"
+    grad_scale: Scale | Callable[[Inputs], Tensor] = "tensor"
     checked: tuple[Sizes, ...] = ()
     second_derivatives: bool = True
 
@@ -270,21 +269,15 @@ class Sample:
         inputs = {name: x for name, x in self.inputs.items() if name != "memory_budget"}
         return replace(self, inputs=inputs, dtype=dtype).with_inputs(cast)
 
-    def errors(self, *, in_torch: bool = False) -> dict[str, float]:
+    def errors(self) -> dict[str, float]:
         """Return the error of each result and gradient against fp64, as a share of its bound.
 
-        The share is infinite where a NaN, an infinity or an integer is another one.
-
-        Args:
-            in_torch: whether the truth is that of plain PyTorch and not that of the reference.
+        The truth is that of the reference. The share is infinite where a NaN, an infinity or an
+        integer is another one.
         """
         results = self.run()
         gradients = self.gradients(results)
         exact = self.to(torch.float64)
-        if in_torch:
-            assert self.call.in_torch is not None
-            exact = replace(exact, call=replace(self.call, function=self.call.in_torch))
-            results = tuple(result for result in results if result.requires_grad)
         with backend("reference"):
             truth = exact.run()
             true_gradients = exact.gradients(truth)
@@ -301,7 +294,7 @@ class Sample:
     def errors_beside_torch(self) -> Errors:
         """Return the errors of results and gradients in ulp, bounded by those of plain PyTorch."""
         call, leaves, in_torch = self.call, self.leaves, self.call.in_torch
-        assert in_torch is not None and call.scale is not None and call.grad_scale is not None
+        assert in_torch is not None
 
         def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
             found = self.run(**dict(zip(leaves, tensors, strict=True)))
