@@ -16,8 +16,6 @@ from ..testing.timing import between, mark
 WARM_UP = 3
 SLOW_SECONDS, SLOW_REPETITIONS = 0.25, 3  # work that takes longer is repeated less often
 REPETITIONS = 20
-# The bandwidth of a CPU is the least of many short times, as other programs run there too.
-CPU_REPETITIONS = 100
 # The host queues work for some 60 ms, so that the device never waits for it.
 HEAD_START_CYCLES = 120_000_000
 REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
@@ -207,11 +205,7 @@ def measure_machine(device: torch.device, elements: int, repetitions: int = REPE
     size = source.nbytes
 
     def milliseconds(function: Callable[[Tensor], object]) -> float:
-        on_gpu = device.type == "cuda"
-        timing = time_call(
-            lambda: function(source), device, repetitions if on_gpu else CPU_REPETITIONS
-        )
-        return timing.median if on_gpu else timing.least
+        return time_call(lambda: function(source), device, repetitions).median
 
     readers: list[Callable[[Tensor], Tensor]] = [torch.sum]
     if device.type == "cuda":

@@ -122,19 +122,17 @@ def grouped_bars(
     *,
     least: Mapping[int, float] | None = None,
     colours: Mapping[str, str] = COLOURS,
-    gaps: bool = True,
     upright: bool = True,
 ) -> None:
     """Draw the bars of each name at the groups that have a value, with the value above.
 
-    Dashed lines show the `least` values of some groups. With `gaps`, a name without a value leaves
-    its place in the group empty. Values that are not `upright` have room beside each other above
-    narrow bars.
+    Dashed lines show the `least` values of some groups. Values that are not `upright` have room
+    beside each other above narrow bars.
     """
     names, width = list(values), 0.84 / len(values)
 
     def position(name: str, group: int) -> float:
-        present = [other for other in names if gaps or group in values[other]]
+        present = [other for other in names if group in values[other]]
         return group + (present.index(name) - (len(present) - 1) / 2) * width
 
     for name, own in values.items():
