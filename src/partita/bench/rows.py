@@ -135,7 +135,6 @@ class RowsCase(Case):
     columns: int
 
     sizes = ("rows", "columns")
-    differs_by = ("columns",)
     unit = "ulp"
     scale: ClassVar[Scale] = "element"  # of the errors of results, as in `ulp_error`
     grad_scale: ClassVar[Scale] = -1
