@@ -1,4 +1,4 @@
-"""The kernels of log-sum-exp and of its gradient."""
+"""The kernels of log-sum-exp, and of softmax and gradients from the statistics of rows."""
 
 import triton
 import triton.language as tl
@@ -46,28 +46,26 @@ def logsumexp_kernel(
 
 
 @triton.jit
-def logsumexp_backward_kernel(
-    grad,  # RowNumbers
+def softmax_elementwise_kernel(
+    grad,  # RowNumbers, with None for ones
     input,  # StridedRows
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
     result,  # StridedRows
     rows,
     classes,
+    LOG: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute a tile of the softmax times the row's gradient, with one read and one write."""
+    """Compute a tile of the softmax times the rows' gradients, or of the log-softmax."""
     column_blocks = tl.cdiv(classes, BLOCK_V)
     block = tl.program_id(0) // column_blocks
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     index = batch * rows + row
-    scale = divide(
-        tl.load(grad.ptr + index * grad.step, mask=row < rows, other=0.0).to(ACC_DTYPE),
-        tl.load(sumexp_ptr + index, mask=row < rows, other=1.0),
-    )
+    total = tl.load(sumexp_ptr + index, mask=row < rows, other=1.0)
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row < rows, other=0.0))
     column_block = (tl.program_id(0) % column_blocks).to(tl.int64)
     column = (column_block * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
@@ -75,6 +73,13 @@ def logsumexp_backward_kernel(
     input_ptrs = input.ptr + batch * input.batch + row[:, None] * input.row + column * input.column
     x = tl.load(input_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)
     dtype: tl.constexpr = result.ptr.dtype.element_ty
-    dx = exp_for_dtype(x - shift[:, None], dtype) * scale[:, None]
+    if LOG:
+        y = x - shift[:, None] - log_exact(total)[:, None]
+    else:
+        on_row = tl.full([ROWS], 1.0, ACC_DTYPE)
+        if grad.ptr is not None:
+            grad_ptrs = grad.ptr + index * grad.step
+            on_row = tl.load(grad_ptrs, mask=row < rows, other=0.0).to(ACC_DTYPE)
+        y = exp_for_dtype(x - shift[:, None], dtype) * divide(on_row, total)[:, None]
     result_rows = result.ptr + batch * result.batch + row[:, None] * result.row  # [ROWS, 1]
-    tl.store(result_rows + column * result.column, dx.to(dtype), mask=mask)
+    tl.store(result_rows + column * result.column, y.to(dtype), mask=mask)

@@ -1,10 +1,9 @@
-"""The kernels of softmax, log-softmax and their gradients, one for each kind of `RowPlan`."""
+"""The kernels of softmax and log-softmax of rows that programs hold, and of their gradients."""
 
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import (
-    LOG2E,
     divide,
     exp,
     exp_exact,
@@ -22,7 +21,7 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.reduce import add_block, by_lane, empty_state, lane_sum, merge_lanes
+from ....primitives.gpu.reduce import by_lane, lane_sum
 from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 
 
@@ -157,48 +156,6 @@ def softmax_row_kernel(
         edge_y = normalize(edge_x, shift, total, LOG, EXACT)
         edge_ptrs = output.ptr + row * output.row + edge
         tl.store(edge_ptrs, edge_y.to(DTYPE), mask=edge_mask)
-
-
-@triton.jit
-def softmax_loop_kernel(
-    input,  # StridedRows
-    output,  # StridedRows
-    rows,
-    classes,
-    LOG: tl.constexpr,
-    LANES: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Compute the softmax of rows that are too long to hold.
-
-    The first pass reads a row for its maximum and sum, and the second for the result.
-    """
-    EXACT: tl.constexpr = output.ptr.dtype.element_ty == tl.float32
-    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input.ptr.dtype.element_ty.primitive_bitwidth
-    blocks = tl.cdiv(rows, ROWS)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    input_rows = input.ptr + batch * input.batch + row[:, None] * input.row  # [ROWS, 1]
-    output_rows = output.ptr + batch * output.batch + row[:, None] * output.row
-    state, slope = empty_state(ROWS, LANES, ACC_DTYPE), tl.full([], LOG2E, ACC_DTYPE)
-    for start in range(0, classes, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
-        mask = (row < rows)[:, None] & (column < classes)[None, :]
-        x = tl.load(input_rows + column[None, :] * input.column, mask=mask, other=-float("inf"))
-        x = x.to(ACC_DTYPE)
-        state = add_block(state, x, 0, None, slope, False, LANES == 1 and EXACT, VECTOR)
-    state = merge_lanes(state, slope)
-    shift, total = finite_shift(state.maximum), state.total.to(ACC_DTYPE)
-    for start in range(0, classes, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
-        mask = (row < rows)[:, None] & (column < classes)[None, :]
-        x = tl.load(input_rows + column[None, :] * input.column, mask=mask, other=-float("inf"))
-        x = x.to(ACC_DTYPE)
-        y = normalize(x, shift[:, None], total[:, None], LOG, EXACT)
-        output_ptrs = output_rows + column[None, :] * output.column
-        tl.store(output_ptrs, y.to(output.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
