@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp_for_dtype, finite_shift, sum_for_dtype
+from ....primitives.gpu.reduce import locate_tile
 from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 from .reduction import store_losses
 from .row_math import (
@@ -19,7 +20,6 @@ from .row_math import (
     label_weights,
     load_label,
     load_label_logits,
-    locate_tile,
     loss_scales,
     row_loss,
     smoothing_terms,
@@ -69,9 +69,8 @@ def cross_entropy_tile_kernel(
     x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
     x_ptrs = x_rows[:, None] + column * logits.column
     packed = tl.load(x_ptrs, mask=mask, other=-float("inf"))
-    index = batch * rows + row
     # The labels are loaded before anything waits for the rows.
-    label = load_label(index, tile.row_mask, x_rows, logits.column, None, BLOCK_V, options)
+    label = load_label(tile.index, tile.row_mask, x_rows, logits.column, None, BLOCK_V, options)
     M = tl.num_programs(0) // tl.cdiv(rows, ROWS) * rows
     scales = loss_scales(losses, M, options, MEAN, FUSED_BLOCK)
     x = acc_logits(packed, mask, options)
@@ -99,7 +98,7 @@ def cross_entropy_tile_kernel(
     store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None], False)
     loss = row_loss(label, sums, shift, total, scales, options)
     program = tl.program_id(0)
-    store_losses(losses, index, loss, tile.row_mask, program, scales, MEAN, FUSED_BLOCK)
+    store_losses(losses, tile.index, loss, tile.row_mask, program, scales, MEAN, FUSED_BLOCK)
     label_mask = label.in_range & tile.row_mask
     store_label_gradient(d_rows, dlogits.column, label, label_mask, terms, options)
 

@@ -104,37 +104,6 @@ class GradientTerms(NamedTuple):
     scale: Any
 
 
-class RowTile(NamedTuple):
-    """The rows and classes that a program reads at once.
-
-    Fields:
-        batch: the batch.
-        span: the index of the block of classes.
-        row: the rows, [ROWS].
-        column: the classes, [1, BLOCK_V].
-        row_mask: which of the rows exist, [ROWS].
-        mask: which of the logits exist, [ROWS, BLOCK_V].
-    """
-
-    batch: Any
-    span: Any
-    row: Any
-    column: Any
-    row_mask: Any
-    mask: Any
-
-
-@triton.jit
-def locate_tile(rows, classes, spans, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Return the tile of this program, if the classes are cut into `spans` blocks."""
-    block, span = tl.program_id(0) // spans, tl.program_id(0) % spans
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (span.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
-    mask = (row < rows)[:, None] & (column < classes)
-    return RowTile(batch, span, row, column, row < rows, mask)
-
-
 @triton.jit
 def label_weights(label, options):
     """Return `not_ignored`, `in_range` and `weight` of `Label` for each row's label."""

@@ -13,7 +13,7 @@ from ....primitives.gpu.math import (
     finite_shift,
     log_exact,
 )
-from ....primitives.gpu.reduce import merge_programs, program_rows, scan_rows
+from ....primitives.gpu.reduce import locate_tile, merge_programs, program_rows, scan_rows
 from .reduction import clear_words
 from .row_math import (
     GradientTerms,
@@ -22,7 +22,6 @@ from .row_math import (
     exact_smoothing_weight,
     load_label,
     load_row_gradient,
-    locate_tile,
     smoothing_weights,
     store_label_gradient,
     store_valid_rows,
@@ -122,7 +121,7 @@ def cross_entropy_backward_kernel(
     spans = tl.cdiv(targets.classes, BLOCK_V)
     tile = locate_tile(rows, targets.classes, spans, ROWS, BLOCK_V)
     batch, row, column, mask = tile.batch, tile.row, tile.column, tile.mask
-    index = batch * rows + row
+    index = tile.index
     x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
     x_ptrs = x_rows[:, None] + column * logits.column
     x = tl.load(x_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)

@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E, divide, exp_for_dtype, finite_shift, log_exact
-from ....primitives.gpu.reduce import merge_programs, program_rows, scan_rows
+from ....primitives.gpu.reduce import (
+    locate_tile,
+    merge_programs,
+    program_rows,
+    scan_rows,
+    tile_ptrs,
+)
 
 
 @triton.jit
@@ -60,18 +66,11 @@ def softmax_elementwise_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Compute a tile of the softmax times the rows' gradients, or of the log-softmax."""
-    column_blocks = tl.cdiv(classes, BLOCK_V)
-    block = tl.program_id(0) // column_blocks
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    index = batch * rows + row
-    total = tl.load(sumexp_ptr + index, mask=row < rows, other=1.0)
-    shift = finite_shift(tl.load(maximum_ptr + index, mask=row < rows, other=0.0))
-    column_block = (tl.program_id(0) % column_blocks).to(tl.int64)
-    column = (column_block * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
-    mask = (row < rows)[:, None] & (column < classes)
-    input_ptrs = input.ptr + batch * input.batch + row[:, None] * input.row + column * input.column
-    x = tl.load(input_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+    tile = locate_tile(rows, classes, tl.cdiv(classes, BLOCK_V), ROWS, BLOCK_V)
+    index, row_mask = tile.index, tile.row_mask
+    total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
+    shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
+    x = tl.load(tile_ptrs(input, tile), mask=tile.mask, other=-float("inf")).to(ACC_DTYPE)
     dtype: tl.constexpr = result.ptr.dtype.element_ty
     if LOG:
         y = x - shift[:, None] - log_exact(total)[:, None]
@@ -79,7 +78,6 @@ def softmax_elementwise_kernel(
         on_row = tl.full([ROWS], 1.0, ACC_DTYPE)
         if grad.ptr is not None:
             grad_ptrs = grad.ptr + index * grad.step
-            on_row = tl.load(grad_ptrs, mask=row < rows, other=0.0).to(ACC_DTYPE)
+            on_row = tl.load(grad_ptrs, mask=row_mask, other=0.0).to(ACC_DTYPE)
         y = exp_for_dtype(x - shift[:, None], dtype) * divide(on_row, total)[:, None]
-    result_rows = result.ptr + batch * result.batch + row[:, None] * result.row  # [ROWS, 1]
-    tl.store(result_rows + column * result.column, y.to(dtype), mask=mask)
+    tl.store(tile_ptrs(result, tile), y.to(dtype), mask=tile.mask)

@@ -21,7 +21,7 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.reduce import by_lane, lane_sum
+from ....primitives.gpu.reduce import by_lane, lane_sum, locate_tile, tile_ptrs
 from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 
 
@@ -43,19 +43,13 @@ def softmax_tile_kernel(
     Only the last tile of a row reaches beyond its end.
     """
     DTYPE: tl.constexpr = output.ptr.dtype.element_ty
-    blocks = tl.cdiv(rows, ROWS)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    column = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    row_mask = (row < rows)[:, None]
-    mask = row_mask & (column < classes - (PARTS - 1) * BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
-    input_rows = input.ptr + batch * input.batch + row[:, None] * input.row  # [ROWS, 1]
-    input_ptrs = input_rows + column.to(tl.int64)[None, :] * input.column
+    tile = locate_tile(rows, classes - (PARTS - 1) * BLOCK_V, 1, ROWS, BLOCK_V)
+    row_mask = tile.row_mask[:, None]
     x = ()
     for i in tl.static_range(PARTS):
-        at = input_ptrs + i * BLOCK_V * input.column
-        tile_mask = mask if i == PARTS - 1 else row_mask
-        x += (tl.load(at, mask=tile_mask, other=-float("inf")).to(ACC_DTYPE),)
+        ptrs = tile_ptrs(input, tile) + i * BLOCK_V * input.column
+        mask = tile.mask if i == PARTS - 1 else row_mask
+        x += (tl.load(ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE),)
     maxima = x[0]  # type: ignore[misc]
     for i in tl.static_range(1, PARTS):
         maxima = tl.maximum(maxima, x[i])
@@ -74,12 +68,10 @@ def softmax_tile_kernel(
     else:
         total = sum_for_dtype(sums, 1, DTYPE)[:, None]
     scale = log_exact(total) if LOG else reciprocal(total)
-    output_rows = output.ptr + batch * output.batch + row[:, None] * output.row
-    output_ptrs = output_rows + column.to(tl.int64)[None, :] * output.column
     for i in tl.static_range(PARTS):
-        at = output_ptrs + i * BLOCK_V * output.column
+        ptrs = tile_ptrs(output, tile) + i * BLOCK_V * output.column
         y = x[i] - shift - scale if LOG else terms[i] * scale
-        tl.store(at, y.to(DTYPE), mask=mask if i == PARTS - 1 else row_mask)
+        tl.store(ptrs, y.to(DTYPE), mask=tile.mask if i == PARTS - 1 else row_mask)
 
 
 @triton.jit
@@ -198,21 +190,16 @@ def softmax_backward_tile_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Compute the gradient of whole rows in one tile, with two reads and one write."""
-    blocks = tl.cdiv(rows, ROWS)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    block = (tl.program_id(0) % blocks).to(tl.int64)
-    row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
-    column = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]  # [1, BLOCK_V]
-    mask = (row < rows) & (column < classes)
-    grad_rows = grad.ptr + batch * grad.batch + row * grad.row  # [ROWS, 1]
-    dy = load_output_gradient(grad_rows, column, grad.column, row < rows, mask, False, BROADCAST)
-    dy = dy.to(ACC_DTYPE)
-    output_ptrs = output.ptr + batch * output.batch + row * output.row + column * output.column
-    y = tl.load(output_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
+    tile = locate_tile(rows, classes, 1, ROWS, BLOCK_V)
+    row_mask, mask = tile.row_mask[:, None], tile.mask
+    grad_rows = grad.ptr + tile.batch * grad.batch + tile.row[:, None] * grad.row  # [ROWS, 1]
+    dy = load_output_gradient(
+        grad_rows, tile.column, grad.column, row_mask, mask, False, BROADCAST
+    ).to(ACC_DTYPE)
+    y = tl.load(tile_ptrs(output, tile), mask=mask, other=0.0).to(ACC_DTYPE)
     total = tl.sum(dy if LOG else dy * y, axis=1)[:, None]
     dx = input_gradient(dy, y, total, LOG, result.ptr.dtype.element_ty)
-    result_ptrs = result.ptr + batch * result.batch + row * result.row + column * result.column
-    tl.store(result_ptrs, dx.to(result.ptr.dtype.element_ty), mask=mask)
+    tl.store(tile_ptrs(result, tile), dx.to(result.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
