@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .math import apply_softcap, finite_shift
+from .math import capped_logits, finite_shift
 from .memory import aligned_start, edge_columns, row_span
 from .sync import arrives_last, load_pairs, store_pair
 
@@ -240,21 +240,6 @@ def merge_lanes(state, slope):
 
 
 @triton.jit
-def combined(state, other, slope):
-    """Return the statistics of the classes of two states; the first one's arg-max among equals."""
-    maximum = tl.maximum(state.maximum, other.maximum)
-    a, b = rescaled(state, maximum, slope), rescaled(other, maximum, slope)
-    return RunningState(
-        maximum,
-        a.total + b.total,
-        a.sum_x_exp + b.sum_x_exp,
-        tl.where(other.maximum > state.maximum, other.argmax, state.argmax),
-        a.weight + b.weight,
-        a.loss + b.loss,
-    )
-
-
-@triton.jit
 def merge_programs(
     state,
     at,
@@ -265,52 +250,54 @@ def merge_programs(
     WEIGHTS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Return the statistics of a row from those of its parts, and whether this program has them.
+    """Return the statistics of rows, and the mask of the rows that this program stores.
 
-    The program that arrives last has. Each row has a counter and, for each program, a slot for
-    maximum and total, one for entropy and arg-max and one for the weights, if these are wanted.
+    Where there are slots, programs share a row, and the one that arrives last merges its parts.
+    Each row has a counter and, for each program, a slot for maximum and total, one for entropy and
+    arg-max and one for the weights, if these are wanted.
     """
-    SLOTS: tl.constexpr = 1 + ENTROPY + WEIGHTS
-    slots_ptr += tl.sum(at.index, axis=0) * (1 + SLOTS * splits)
-    counter_ptr, slots_ptr, split = slots_ptr, slots_ptr + 1, at.split
-    weights_ptr = slots_ptr + (SLOTS - 1) * splits
-    if ENTROPY:
-        argmax = tl.sum(state.argmax, axis=0).to(tl.float32, bitcast=True)
-        sum_x_exp = tl.sum(state.sum_x_exp, axis=0).to(tl.float32)
-        store_pair(slots_ptr + splits, split, sum_x_exp, argmax)
-    if WEIGHTS:
-        loss = tl.sum(state.loss, axis=0).to(tl.float32)
-        store_pair(weights_ptr, split, tl.sum(state.weight, axis=0).to(tl.float32), loss)
-    maximum, total = tl.sum(state.maximum, axis=0), tl.sum(state.total, axis=0).to(tl.float32)
-    store_pair(slots_ptr, split, maximum, total)
-    is_last = arrives_last(counter_ptr, splits)
-    # The parts are merged as lanes are, [1, BLOCK_SPLITS].
-    valid = tl.arange(0, BLOCK_SPLITS)[None, :] < splits
-    maxima, totals = load_pairs(slots_ptr, splits, BLOCK_SPLITS)
-    zeros = tl.zeros([BLOCK_SPLITS], tl.float32)
-    sums_x_exp, argmaxima, weights, losses = zeros, zeros, zeros, zeros
-    if ENTROPY:
-        sums_x_exp, argmaxima = load_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
-    if WEIGHTS:
-        weights, losses = load_pairs(weights_ptr, splits, BLOCK_SPLITS)
-    parts = RunningState(
-        tl.where(valid, maxima, -float("inf")),
-        tl.where(valid, totals, 0.0).to(tl.float64),
-        tl.where(valid, sums_x_exp, 0.0).to(tl.float64),
-        tl.where(valid, argmaxima.to(tl.int32, bitcast=True), NOT_FOUND),
-        tl.where(valid, weights, 0.0).to(tl.float64),
-        tl.where(valid, losses, 0.0).to(tl.float64),
-    )
-    return merge_lanes(parts, slope), is_last
+    if slots_ptr is None:
+        return state, at.mask
+    else:
+        SLOTS: tl.constexpr = 1 + ENTROPY + WEIGHTS
+        slots_ptr += tl.sum(at.index, axis=0) * (1 + SLOTS * splits)
+        counter_ptr, slots_ptr, split = slots_ptr, slots_ptr + 1, at.split
+        weights_ptr = slots_ptr + (SLOTS - 1) * splits
+        if ENTROPY:
+            argmax = tl.sum(state.argmax, axis=0).to(tl.float32, bitcast=True)
+            sum_x_exp = tl.sum(state.sum_x_exp, axis=0).to(tl.float32)
+            store_pair(slots_ptr + splits, split, sum_x_exp, argmax)
+        if WEIGHTS:
+            loss = tl.sum(state.loss, axis=0).to(tl.float32)
+            store_pair(weights_ptr, split, tl.sum(state.weight, axis=0).to(tl.float32), loss)
+        maximum, total = tl.sum(state.maximum, axis=0), tl.sum(state.total, axis=0).to(tl.float32)
+        store_pair(slots_ptr, split, maximum, total)
+        is_last = arrives_last(counter_ptr, splits)
+        # The parts are merged as lanes are, [1, BLOCK_SPLITS].
+        valid = tl.arange(0, BLOCK_SPLITS)[None, :] < splits
+        maxima, totals = load_pairs(slots_ptr, splits, BLOCK_SPLITS)
+        zeros = tl.zeros([BLOCK_SPLITS], tl.float32)
+        sums_x_exp, argmaxima, weights, losses = zeros, zeros, zeros, zeros
+        if ENTROPY:
+            sums_x_exp, argmaxima = load_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
+        if WEIGHTS:
+            weights, losses = load_pairs(weights_ptr, splits, BLOCK_SPLITS)
+        parts = RunningState(
+            tl.where(valid, maxima, -float("inf")),
+            tl.where(valid, totals, 0.0).to(tl.float64),
+            tl.where(valid, sums_x_exp, 0.0).to(tl.float64),
+            tl.where(valid, argmaxima.to(tl.int32, bitcast=True), NOT_FOUND),
+            tl.where(valid, weights, 0.0).to(tl.float64),
+            tl.where(valid, losses, 0.0).to(tl.float64),
+        )
+        return merge_lanes(parts, slope), at.mask & is_last
 
 
 @triton.jit
 def load_capped(pointers, mask, softcap, ACC_DTYPE: tl.constexpr):
     """Load logits, soft-capped if there is a soft-cap, -inf outside of the mask."""
-    x = tl.load(pointers, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    if softcap is not None:
-        x = tl.where(mask, apply_softcap(x, softcap, True), -float("inf"))
-    return x
+    logits = tl.load(pointers, mask=mask, other=-float("inf"))
+    return capped_logits(logits, mask, softcap, ACC_DTYPE)
 
 
 @triton.jit
@@ -331,11 +318,8 @@ def add_classes(
 ):
     """Load a block of classes, with their weights, and add it to the state of the lanes."""
     x = load_capped(x_ptrs, mask, softcap, state.maximum.dtype)
-    if weigh is None:
-        return add_block(state, x, block, None, slope, ENTROPY, EXACT, VECTOR)
-    else:
-        q = weigh(options, at, column, mask)
-        return add_block(state, x, block, q, slope, ENTROPY, EXACT, VECTOR)
+    q = None if weigh is None else weigh(options, at, column, mask)
+    return add_block(state, x, block, q, slope, ENTROPY, EXACT, VECTOR)
 
 
 @triton.jit

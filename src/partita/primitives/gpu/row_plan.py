@@ -418,7 +418,6 @@ def launch_reduction(
         rows=view.rows,
         splits=plan.splits,
         span=cdiv(cdiv(view.classes, plan.splits), plan.block) * plan.block,
-        SHARED=plan.splits > 1,
         BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
         VEC=plan.vector,
         LANES=plan.lanes(tensor.element_size()),

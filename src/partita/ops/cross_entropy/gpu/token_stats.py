@@ -13,10 +13,10 @@ from torch import Tensor
 from ....primitives.gpu.math import (
     LN2,
     LOG2E,
-    apply_softcap,
     finite_shift,
     log_exact,
     reciprocal,
+    through_softcap,
 )
 from ....primitives.gpu.memory import edge_columns
 from ....primitives.gpu.reduce import (
@@ -81,7 +81,7 @@ def token_stats_kernel(
     logits,  # StridedRows
     target_ptr,  # [batches, rows], or None for the arg-max
     results,  # TokenStatsRows, [batches, rows]
-    slots_ptr,  # int64, zero; see `merge_programs`
+    slots_ptr,  # int64, zero, or None; see `merge_programs`
     rows,
     classes,
     splits,  # programs that share a row
@@ -90,7 +90,6 @@ def token_stats_kernel(
     softcap: tl.float64,
     ignore_index,
     HAS_SOFTCAP: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
@@ -115,15 +114,10 @@ def token_stats_kernel(
     not_ignored = label != ignore_index
     in_range = not_ignored & (label >= 0) & (label < classes)
     label_ptrs = at.ptrs + label * logits.column
-    label_x = tl.load(label_ptrs, mask=in_range & mask, other=0.0).to(ACC_DTYPE)
-    label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
+    label_x = load_capped(label_ptrs, in_range & mask, softcap, ACC_DTYPE)
     found = scan_rows(logits, at, slope, softcap, None, None, True, VEC, LANES, ROWS, BLOCK_V)
     found = with_argmax(logits, at, found, softcap, VEC, LANES, BLOCK_V)
-    if SHARED:
-        found, is_last = merge_programs(
-            found, at, slots_ptr, splits, slope, True, False, BLOCK_SPLITS
-        )
-        mask &= is_last
+    found, mask = merge_programs(found, at, slots_ptr, splits, slope, True, False, BLOCK_SPLITS)
     maximum, total = found.maximum, found.total.to(ACC_DTYPE)
     # The results are NaN where the label is no class. An ignored label has log-probability 0.
     x = maximum if target_ptr is None else label_x
@@ -186,8 +180,7 @@ def token_stats_backward_kernel(
     grad = p * (softmax_coef[:, None] - on_entropy[:, None] * logp_plus_entropy)
     grad += tl.where(tile.column == label[:, None], on_label[:, None], 0.0)
     grad = tl.where(out_of_range[:, None], float("nan"), grad / temperature)
-    if HAS_SOFTCAP:
-        grad *= 1.0 - (x / softcap) * (x / softcap)
+    grad = through_softcap(grad, x, softcap)
     # A row without an upstream gradient has none, even if its logits are NaN.
     active = tl.abs(on_label) + tl.abs(softmax_coef) + tl.abs(on_entropy)  # [ROWS]
     grad = tl.where((active == 0.0)[:, None] & (out_of_range == 0)[:, None], 0.0, grad)

@@ -151,7 +151,7 @@ def load_logits(
             is_pure=True,
             pack=2,
         )
-    x = apply_softcap(x.to(part.log2_scale.dtype), part.cap, part.cap is not None)
+    x = apply_softcap(x.to(part.log2_scale.dtype), part.cap)
     return x if UNMASKED else tl.where(v < part.last, x, FILL)
 
 
@@ -207,12 +207,6 @@ def moved_share(share, maximum, t_maximum, part, KIND: tl.constexpr):
         apart = finite_shift(t_moved) - finite_shift(moved)
         weighted = tl.where(t_scale == 0.0, 0.0, t_scale * (weighted + share.t_total * apart))
     return PairShare(maximum, share.total * scale, t_maximum, share.t_total * t_scale, weighted)
-
-
-@triton.jit
-def unmasked_end(part, BLOCK: tl.constexpr):
-    """Return the end of the blocks of a part that need no mask."""
-    return part.first + tl.maximum(part.last - part.first, 0) // BLOCK * BLOCK
 
 
 @triton.jit
@@ -276,10 +270,10 @@ def scan_part(
         x, t = by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR)
         maximum, t_maximum = lane_max(x), lane_max(t)
     share = PairShare(maximum, zero, t_maximum, zero, zero)
-    last = unmasked_end(part, BLOCK)
-    for start in range(part.first, last, BLOCK):
+    unmasked = part.first + tl.maximum(part.last - part.first, 0) // BLOCK * BLOCK
+    for start in range(part.first, unmasked, BLOCK):
         share = add_block(share, part, start, True, CAREFUL, KIND, FAST, VEC, BLOCK)
-    for start in range(last, part.last, TAIL):
+    for start in range(unmasked, part.last, TAIL):
         share = add_block(share, part, start, False, CAREFUL, KIND, FAST, VEC, TAIL)
     return share
 

@@ -109,8 +109,9 @@ def logprobs_gather_kernel(
     mask = entry < entries
     at = load_entries(ids, entry, mask)
     offset, in_chunk = locate_in_chunk(at, chunk)
+    softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     x = tl.load(chunk.logits.ptr + offset, mask=in_chunk, other=0.0).to(ACC_DTYPE)
-    x = apply_softcap(x, tl.full([], softcap, ACC_DTYPE), HAS_SOFTCAP)
+    x = apply_softcap(x, softcap)
     tl.store(entries_ptr + entry, x, mask=in_chunk | (mask & ~at.is_class))
 
 

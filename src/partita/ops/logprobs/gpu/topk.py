@@ -39,7 +39,7 @@ def load_some(row, v, VEC: tl.constexpr):
     """Load the soft-capped logits of the classes v, -inf past the last class; NaN is infinite."""
     pointers = row.ptr + v.to(tl.int64) * row.class_stride
     x = tl.load(pointers, mask=v // VEC * VEC < row.classes, other=0.0)
-    x = apply_softcap(x.to(row.log2_scale.dtype), row.cap, row.cap is not None)
+    x = apply_softcap(x.to(row.log2_scale.dtype), row.cap)
     x = tl.where(x == x, x, float("inf"))
     return tl.where(v < row.classes, x, -float("inf"))
 

@@ -17,12 +17,11 @@ from ....primitives.gpu.reduce import (
 def logsumexp_kernel(
     input,  # StridedRows
     results,  # LogSumExp, [batches, rows]
-    slots_ptr,  # int64, zero; see `merge_programs`
+    slots_ptr,  # int64, zero, or None; see `merge_programs`
     rows,
     classes,
     splits,  # programs that share a row
     span,  # classes that each of them reads
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
@@ -37,12 +36,7 @@ def logsumexp_kernel(
     slope = tl.full([], LOG2E, ACC_DTYPE)
     at = program_rows(input, rows, classes, splits, span, VEC, ROWS)
     state = scan_rows(input, at, slope, None, None, None, False, VEC, LANES, ROWS, BLOCK_V)
-    mask = at.mask
-    if SHARED:
-        state, is_last = merge_programs(
-            state, at, slots_ptr, splits, slope, False, False, BLOCK_SPLITS
-        )
-        mask &= is_last
+    state, mask = merge_programs(state, at, slots_ptr, splits, slope, False, False, BLOCK_SPLITS)
     maximum, total = state.maximum, state.total.to(ACC_DTYPE)
     result = tl.where(maximum == float("inf"), maximum, maximum + log_exact(total))
     result_ptrs = results.logsumexp + at.index

@@ -75,17 +75,6 @@ def softmax_tile_kernel(
 
 
 @triton.jit
-def normalize(x, shift, total, LOG: tl.constexpr, EXACT: tl.constexpr):
-    """Return the softmax or log-softmax of logits, given their row's finite maximum and sum."""
-    if LOG:
-        return x - shift - log_exact(total)
-    elif EXACT:
-        return exp_exact(x - shift) * reciprocal(total)
-    else:
-        return exp(x - shift) * reciprocal(total)
-
-
-@triton.jit
 def softmax_row_kernel(
     input,  # StridedRows of one batch
     output,  # StridedRows of one batch
@@ -125,9 +114,8 @@ def softmax_row_kernel(
         packed = opaque(packed, zero)
         x = packed.to(tl.float32)
     DTYPE: tl.constexpr = output.ptr.dtype.element_ty
-    EXACT: tl.constexpr = DTYPE == tl.float32 and not LOG
     part_shift = finite_shift(maximum)
-    e = exp_exact(x - part_shift) if EXACT else exp(x - part_shift)
+    e = exp(x - part_shift) if LOG else exp_for_dtype(x - part_shift, DTYPE)
     total = sum_for_dtype(e, 0, DTYPE)
     shift = part_shift
     if VEC > 1:
@@ -138,14 +126,18 @@ def softmax_row_kernel(
         )
     if HALF:
         x = opaque(packed, zero).to(tl.float32)
-    y = (
-        normalize(x, shift, total, LOG, EXACT)
-        if LOG or HALF
-        else e * divide(exp_exact(part_shift - shift), total)
-    )
+    if LOG:
+        y = x - shift - log_exact(total)
+    elif HALF:
+        y = exp_for_dtype(x - shift, DTYPE) * reciprocal(total)
+    else:
+        y = e * divide(exp_exact(part_shift - shift), total)
     store_streaming(output_row + column, y, mask, STREAM)
     if VEC > 1:
-        edge_y = normalize(edge_x, shift, total, LOG, EXACT)
+        if LOG:
+            edge_y = edge_x - shift - log_exact(total)
+        else:
+            edge_y = exp_for_dtype(edge_x - shift, DTYPE) * reciprocal(total)
         edge_ptrs = output.ptr + row * output.row + edge
         tl.store(edge_ptrs, edge_y.to(DTYPE), mask=edge_mask)
 
