@@ -28,7 +28,6 @@ from ....runtime.launch import cdiv, launch
 from ..common import LogSumExp
 from .logsumexp import logsumexp_kernel, softmax_elementwise_kernel
 from .rows import (
-    softmax_backward_loop_kernel,
     softmax_backward_row_kernel,
     softmax_backward_tile_kernel,
     softmax_row_kernel,
@@ -120,14 +119,11 @@ def _softmax_backward(view: RowView, log: bool) -> None:
     planned = view
     if is_broadcast:
         planned = view._replace(tensors=view.tensors[::2], strides=view.strides[::2])
-    kernels = {
-        "row": softmax_backward_row_kernel,
-        "tile": softmax_backward_tile_kernel,
-        "loop": softmax_backward_loop_kernel,
-    }
-    tensors = {"grad": grad, "output": output, "result": result}
     plan = row_plan_for(planned, operands=2)
-    _launch(kernels[plan.kind], view, plan, **tensors, LOG=log, BROADCAST=is_broadcast)
+    kernel, options = softmax_backward_row_kernel, {"LOG": log, "BROADCAST": is_broadcast}
+    if plan.kind != "row":
+        kernel, options["WHOLE"] = softmax_backward_tile_kernel, plan.kind == "tile"
+    _launch(kernel, view, plan, grad=grad, output=output, result=result, **options)
 
 
 def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:

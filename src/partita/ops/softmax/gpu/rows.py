@@ -177,21 +177,50 @@ def softmax_backward_tile_kernel(
     classes,
     LOG: tl.constexpr,
     BROADCAST: tl.constexpr,
+    WHOLE: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute the gradient of whole rows in one tile, with two reads and one write."""
+    """Compute the gradient of rows with two reads, if a tile is WHOLE rows, and one write.
+
+    Rows that are too long to hold are read for their sums first, and then for the result.
+    """
+    DTYPE: tl.constexpr = result.ptr.dtype.element_ty
     tile = locate_tile(rows, classes, 1, ROWS, BLOCK_V)
-    row_mask, mask = tile.row_mask[:, None], tile.mask
+    row_mask = tile.row_mask[:, None]
     grad_rows = grad.ptr + tile.batch * grad.batch + tile.row[:, None] * grad.row  # [ROWS, 1]
-    dy = load_output_gradient(
-        grad_rows, tile.column, grad.column, row_mask, mask, False, BROADCAST
-    ).to(ACC_DTYPE)
-    y = tl.load(tile_ptrs(output, tile), mask=mask, other=0.0).to(ACC_DTYPE)
-    total = tl.sum(dy if LOG else dy * y, axis=1)[:, None]
-    dx = input_gradient(dy, y, total, LOG, result.ptr.dtype.element_ty)
-    tl.store(tile_ptrs(result, tile), dx.to(result.ptr.dtype.element_ty), mask=mask)
+    if WHOLE:
+        dy = load_output_gradient(
+            grad_rows, tile.column, grad.column, row_mask, tile.mask, False, BROADCAST
+        ).to(ACC_DTYPE)
+        y = tl.load(tile_ptrs(output, tile), mask=tile.mask, other=0.0).to(ACC_DTYPE)
+        total = tl.sum(dy if LOG else dy * y, axis=1)[:, None]
+        dx = input_gradient(dy, y, total, LOG, DTYPE)
+        tl.store(tile_ptrs(result, tile), dx.to(DTYPE), mask=tile.mask)
+    else:
+        output_rows = output.ptr + tile.batch * output.batch + tile.row[:, None] * output.row
+        result_rows = result.ptr + tile.batch * result.batch + tile.row[:, None] * result.row
+        total = tl.zeros([ROWS], tl.float64)
+        for start in range(0, classes, BLOCK_V):
+            column = start + tile.column  # [1, BLOCK_V]
+            mask = row_mask & (column < classes)
+            dy = load_output_gradient(
+                grad_rows, column, grad.column, row_mask, mask, False, BROADCAST
+            ).to(ACC_DTYPE)
+            if not LOG:
+                y = tl.load(output_rows + column * output.column, mask=mask, other=0.0)
+                dy *= y.to(ACC_DTYPE)
+            total += tl.sum(dy, axis=1).to(tl.float64)
+        for start in range(0, classes, BLOCK_V):
+            column = start + tile.column  # [1, BLOCK_V]
+            mask = row_mask & (column < classes)
+            dy = load_output_gradient(
+                grad_rows, column, grad.column, row_mask, mask, False, BROADCAST
+            ).to(ACC_DTYPE)
+            y = tl.load(output_rows + column * output.column, mask=mask, other=0.0).to(ACC_DTYPE)
+            dx = input_gradient(dy, y, total.to(ACC_DTYPE)[:, None], LOG, DTYPE)
+            tl.store(result_rows + column * result.column, dx.to(DTYPE), mask=mask)
 
 
 @triton.jit
@@ -251,51 +280,3 @@ def softmax_backward_row_kernel(
     if VEC > 1:
         edge_dx = input_gradient(edge_dy, edge_y, total, LOG, DTYPE)
         tl.store(result.ptr + row * result.row + edge, edge_dx.to(DTYPE), mask=edge_mask)
-
-
-@triton.jit
-def softmax_backward_loop_kernel(
-    grad,  # StridedRows
-    output,  # StridedRows
-    result,  # StridedRows
-    rows,
-    classes,
-    LOG: tl.constexpr,
-    BROADCAST: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Compute the gradient of rows that are too long to hold.
-
-    The first pass reads a row for its sum, and the second for the result.
-    """
-    blocks = tl.cdiv(rows, ROWS)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    block = (tl.program_id(0) % blocks).to(tl.int64)
-    row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
-    grad_rows = grad.ptr + batch * grad.batch + row * grad.row  # [ROWS, 1]
-    output_rows = output.ptr + batch * output.batch + row * output.row
-    result_rows = result.ptr + batch * result.batch + row * result.row
-    total = tl.zeros([ROWS], tl.float64)
-    for start in range(0, classes, BLOCK_V):
-        column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        mask = (row < rows) & (column < classes)
-        dy = load_output_gradient(
-            grad_rows, column, grad.column, row < rows, mask, False, BROADCAST
-        ).to(ACC_DTYPE)
-        if not LOG:
-            y = tl.load(output_rows + column * output.column, mask=mask, other=0.0)
-            dy *= y.to(ACC_DTYPE)
-        total += tl.sum(dy, axis=1).to(tl.float64)
-    for start in range(0, classes, BLOCK_V):
-        column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        mask = (row < rows) & (column < classes)
-        dy = load_output_gradient(
-            grad_rows, column, grad.column, row < rows, mask, False, BROADCAST
-        ).to(ACC_DTYPE)
-        y = tl.load(output_rows + column * output.column, mask=mask, other=0.0).to(ACC_DTYPE)
-        dx = input_gradient(dy, y, total.to(ACC_DTYPE)[:, None], LOG, result.ptr.dtype.element_ty)
-        tl.store(
-            result_rows + column * result.column, dx.to(result.ptr.dtype.element_ty), mask=mask
-        )
