@@ -40,19 +40,14 @@ def load_streaming(ptr, mask, other, STREAM: tl.constexpr):
     With STREAM, for rows that programs share, they leave the cache to the exchange slots and to the
     loads in flight of other programs.
     """
-    if STREAM:
-        return tl.load(ptr, mask=mask, other=other, eviction_policy="evict_first")
-    else:
-        return tl.load(ptr, mask=mask, other=other)
+    return tl.load(ptr, mask=mask, other=other, eviction_policy="evict_first" if STREAM else "")
 
 
 @triton.jit
 def store_streaming(ptr, value, mask, STREAM: tl.constexpr):
     """Store values that are not read soon, rounded to the dtype of the memory."""
-    if STREAM:
-        tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
-    else:
-        tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
+    value = value.to(ptr.dtype.element_ty)
+    tl.store(ptr, value, mask=mask, cache_modifier=".cs" if STREAM else "")
 
 
 @triton.jit

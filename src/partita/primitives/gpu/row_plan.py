@@ -19,10 +19,7 @@ from torch import Tensor
 
 from ...runtime.caches import register_cache
 from ...runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype, zeroed_words
-from .target import Target, target_of
-
-# Programs that may wait for one another: far fewer than any supported GPU keeps resident.
-MAX_SPLITS = 64
+from .target import MAX_SPLITS, Target, target_of
 
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
@@ -397,7 +394,6 @@ def launch_reduction(
         rows=view.rows,
         splits=plan.splits,
         span=cdiv(cdiv(view.classes, plan.splits), plan.block) * plan.block,
-        SHARED=plan.splits > 1,
         BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
         VEC=plan.vector,
         LANES=plan.lanes(tensor.element_size()),

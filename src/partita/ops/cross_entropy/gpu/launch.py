@@ -19,7 +19,6 @@ from ....primitives.gpu.row_plan import (
     row_plan_for,
     row_view,
     tile_options,
-    with_output,
 )
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, zeroed_words
@@ -113,23 +112,19 @@ def cross_entropy(
 
 
 def cross_entropy_backward(
-    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, *args: Any
+    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
 ) -> Tensor:
     """Compute the gradient of the logits from the rows' statistics."""
-    inputs = (logits, target) if target.is_floating_point() else (logits,)
-    return with_output(
-        lambda view: _launch_backward(view, grad_loss, grad_logsumexp, target, *args),
-        1,
-        *inputs,
-        dtype=logits.dtype,
-    )
+    dlogits = torch.empty_like(logits)
+    _write_gradient(dlogits, grad_loss, grad_logsumexp, logits, *args)
+    return dlogits
 
 
 def cross_entropy_backward_(
-    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, *args: Any
+    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
 ) -> None:
     """Write the gradient of the logits over them."""
-    _write_gradient(logits, grad_loss, grad_logsumexp, logits, target, *args)
+    _write_gradient(logits, grad_loss, grad_logsumexp, logits, *args)
 
 
 def _write_gradient(
@@ -137,21 +132,6 @@ def _write_gradient(
     grad_loss: Tensor,
     grad_logsumexp: Tensor | None,
     logits: Tensor,
-    target: Tensor,
-    *args: Any,
-) -> None:
-    """Write the gradient of the logits to `dlogits`, which may be the logits."""
-    view = view_of(logits, target, dlogits)
-    if view is None:
-        dlogits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, target, *args))
-    else:
-        _launch_backward(view, grad_loss, grad_logsumexp, target, *args)
-
-
-def _launch_backward(
-    view: RowView,
-    grad_loss: Tensor,
-    grad_logsumexp: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
     maximum: Tensor,
@@ -161,24 +141,31 @@ def _launch_backward(
     label_smoothing: float,
     softcap: float,
 ) -> None:
-    """Launch the backward kernel on a view of the logits, whose last tensor is their gradient."""
-    logits, *_, dlogits = view.strided
+    """Write the gradient of the logits to `dlogits`, which may be the logits."""
+    view, written = view_of(logits, target, dlogits), dlogits
+    if view is None:
+        logits, target, written = logits.contiguous(), target.contiguous(), dlogits.contiguous()
+        view = view_of(logits, target, written)
+        assert view is not None
+    rows = view.strided
     launch_elementwise(
         cross_entropy_backward_kernel,
         view,
         grad_loss=flat_rows(grad_loss),
         grad_logsumexp=flat_rows(grad_logsumexp),
-        logits=logits,
+        logits=rows[0],
         targets=targets_of(view, target, weight, ignore_index),
         maximum_ptr=maximum.contiguous(),
         sumexp_ptr=sumexp.contiguous(),
         total_weight_ptr=total_weight.contiguous(),
-        dlogits=dlogits,
+        dlogits=rows[-1],
         smoothing=label_smoothing,
         softcap=softcap,
         SMOOTHING_MODE=smoothing_mode(target, label_smoothing),
         HAS_SOFTCAP=softcap != 0,
     )
+    if written is not dlogits:
+        dlogits.copy_(written)
 
 
 def cross_entropy_reduced(
