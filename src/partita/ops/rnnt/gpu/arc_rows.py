@@ -12,7 +12,7 @@ of the previous chunk, through words in memory, one for each step. A word of 0 m
 is not written yet. Programs take their chunks from a counter in the order in which they start, so
 the neighbor that a chunk waits for always started before it.
 
-Here are the parts that the scans of sums over paths and of the best path share; see `scan.py`.
+Here are the parts that the two scans of `scan.py` share, of sums over paths and of the best path.
 """
 
 from __future__ import annotations
@@ -279,13 +279,11 @@ def await_arcs(
 
 
 @triton.jit
-def shift_lanes(chunk, state, carry):
-    """Return the state, a tuple, of the lane before (α) or after (β) each lane.
+def shift_lanes(chunk, values, carry):
+    """Return the value of the lane before (α) or after (β) each lane.
 
     The lane without such a neighbor gets the carry.
     """
-    lane, forward, shifted = chunk.lane, chunk.forward, ()
-    for i in tl.static_range(len(state)):
-        values = tl.where(lane == 31 * forward, carry[i], state[i])
-        shifted = shifted + (tl.gather(values, (lane + 1 + 30 * forward) & 31, 0),)
-    return shifted
+    lane, forward = chunk.lane, chunk.forward
+    values = tl.where(lane == 31 * forward, carry, values)
+    return tl.gather(values, (lane + 1 + 30 * forward) & 31, 0)

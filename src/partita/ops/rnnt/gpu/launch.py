@@ -39,7 +39,7 @@ from .plan import (
 )
 from .posterior import rnnt_posterior_kernel
 from .rows import Logits
-from .scan import SCAN, rnnt_backtrace_kernel
+from .scan import BEST_SCAN, SCAN, rnnt_backtrace_kernel
 
 BLOCK_NODES = 128  # nodes of a program
 
@@ -434,14 +434,12 @@ def rnnt_align(inputs: NodeInputs, options: NodeOptions) -> tuple[Tensor, Tensor
     pointers = torch.empty(call.plan.nodes, dtype=torch.int8, device=device)
     scan = new_scan(call, arcs, pointers, torch.empty(B, dtype=torch.float64, device=device))
     launch_lanes(
-        SCAN,
+        BEST_SCAN,
         B * call.plan.num_chunks,
         device,
         scan=scan,
         **call.scan_arguments,
-        DIRECTIONS=1,
         BLOCK=scan_block(call.kinds.number, device),
-        PRECISE=False,
     )
     steps = torch.empty((B, U1 - 1), dtype=torch.int64, device=device)
     scores = torch.empty((B, U1 - 1), dtype=acc_dtype(call.dtype), device=device)

@@ -123,21 +123,6 @@ def add_late(row, own, other, CODE: tl.constexpr, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def best_term(scores, own, other, lane, CODE: tl.constexpr):
-    """Return the greatest term of a state and the kind of its arc, the first of equals.
-
-    A term is the score of an arc plus the state at its other end. NaN counts as the greatest.
-    """
-    best, kind = lane.to(tl.float64) * 0.0 - float("inf"), lane * 0
-    for i in tl.static_range(num_kinds(CODE)):
-        if (CODE >> (8 * i)) & 255:
-            term = scores[i] + source_state(own, other, i, CODE)[0]
-            is_better = (term > best) | (term != term)
-            best, kind = tl.where(is_better, term, best), tl.where(is_better, i, kind)
-    return best, kind
-
-
-@triton.jit
 def scan_program(
     index,
     scan,
@@ -155,11 +140,9 @@ def scan_program(
 ):
     """Scan α or β of a chunk. α also stores the sum over all paths and flags bad labels.
 
-    Where arcs are scores, α takes maxima instead of sums: it stores the kinds of the best arcs and
-    the score of the best path. With WAIT, other programs still write the arcs. Both directions
-    share their code, as the time of Triton's compiler grows with its square.
+    With WAIT, other programs still write the arcs. Both directions share their code, as the time of
+    Triton's compiler grows with its square.
     """
-    BEST: tl.constexpr = scan.arcs.dtype.element_ty == tl.float64
     chunk, offset, b, exists = chunk_of_program(
         index, scan, targets.lengths, sizes, DIRECTIONS, LAYOUT
     )
@@ -172,21 +155,16 @@ def scan_program(
         if forward > 0:
             flag_bad_labels(scan.flags, b, chunk, targets, blank, V, target_stride)
         total_ptr = scan.totals + b
-        if BEST:
-            unreached = (lane.to(tl.float64) * 0.0 - float("inf"),)
-        else:
-            unreached = (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + UNREACHED)
+        unreached = (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + UNREACHED)
         ARCS: tl.constexpr = num_kinds(CODE)
         DEPTH: tl.constexpr = remembered_states(CODE)
         HISTORY: tl.constexpr = DEPTH if DEPTH > BLOCK else BLOCK
         own, other = repeated(unreached, HISTORY), repeated(unreached, DEPTH)
         starts = chunk.u == tl.where(forward > 0, 0, target_len)
         # Turn 0 comes before the first row, whose arcs it awaits, and no path reaches its states.
-        ahead = () if BEST else (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + NO_TERM)
+        ahead = (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + NO_TERM)
         for i in tl.static_range(num_kinds(CODE)):
-            if BEST:
-                ahead = ahead + (unreached[0] if (CODE >> (8 * i)) & 255 else lane,)
-            elif ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
+            if ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
                 ahead = ahead + (halves(lane.to(tl.int64) * 0 + IMPOSSIBLE_ARC),)
         words = load_turn_carries(chunk, 0, BLOCK)
         arcs = load_block_arcs(chunk, 1, WAIT, BLOCK, CODE)
@@ -208,24 +186,19 @@ def scan_program(
             arcs = load_block_arcs(chunk, after + 1, WAIT, BLOCK, CODE)
             for i in tl.static_range(BLOCK):
                 row = row_of(chunk, turn + i)
-                word = tl.gather(step_carries, lane * 0 + i, 0)
-                carry = (word.to(tl.float64, bitcast=True),) if BEST else state_of_word(word)
-                other = prepend(shift_lanes(chunk, own[0], carry), other, DEPTH)
-                if BEST:
-                    best, kind = best_term(ahead, own, other, lane, CODE)
-                    best = tl.where(starts & (lane * 0 + turn + i == 1), 0.0, best)
-                    state, saved = (best,), kind.to(tl.int8)
-                    word = best.to(tl.int64, bitcast=True)
-                    word = tl.where(word == 0, MINUS_ZERO, word)
-                else:
-                    state = add_late(ahead, own, other, CODE, PRECISE)
-                    word = state_word(*state)
-                    saved = word
+                carry = state_of_word(tl.gather(step_carries, lane * 0 + i, 0))
+                entering = (
+                    shift_lanes(chunk, own[0][0], carry[0]),
+                    shift_lanes(chunk, own[0][1], carry[1]),
+                )
+                other = prepend(entering, other, DEPTH)
+                state = add_late(ahead, own, other, CODE, PRECISE)
+                word = state_word(*state)
                 if states_ptr is not None:
                     # Rows before the first one and after the last one may be of other chunks.
                     past = (lane * 0 + turn + i - 1).to(tl.uint32, bitcast=True)
                     stored = past < (end_row + 1).to(tl.uint32, bitcast=True)
-                    tl.store(states_ptr + row * 32 + lane, saved, mask=stored)
+                    tl.store(states_ptr + row * 32 + lane, word, mask=stored)
                 # The state of the last (α) or the first (β) lane goes to the next chunk.
                 edge = 31 * forward
                 step = row - edge
@@ -233,36 +206,28 @@ def scan_program(
                 sends = chunk.sends & (lane == edge) & is_step
                 tl.store(chunk.sent_ptr + step + lane * 0, word, mask=sends)
                 own = prepend(state, own, HISTORY)
-                if BEST:
-                    ahead = next_arcs[i]
-                else:
-                    shifted = prepend(state, other, DEPTH)
-                    ahead = sum_ahead(next_arcs[i], own, shifted, lane, CODE, PRECISE)
-                    if i == 0:  # The first row has the start of all paths, which no arc enters.
-                        is_start = starts & (lane * 0 + turn == 0)
-                        total = tl.where(is_start, 1.0, ahead[0])
-                        exponent = tl.where(is_start, STATE_BIAS + ARC_BIAS, ahead[1])
-                        ahead = (total, exponent) + ahead[2:]
+                shifted = prepend(state, other, DEPTH)
+                ahead = sum_ahead(next_arcs[i], own, shifted, lane, CODE, PRECISE)
+                if i == 0:  # The first row has the start of all paths, which no arc enters.
+                    is_start = starts & (lane * 0 + turn == 0)
+                    total = tl.where(is_start, 1.0, ahead[0])
+                    exponent = tl.where(is_start, STATE_BIAS + ARC_BIAS, ahead[1])
+                    ahead = (total, exponent) + ahead[2:]
             least = least_word(least, words, arcs, WAIT, CODE)
         # The end of all paths is in the last row, which is one of the last BLOCK turns.
-        # A score is a tuple of one.
-        total, exponent = own[0][0], own[0][-1]
+        total, exponent = own[0]
         for i in tl.static_range(1, BLOCK):
             is_last = (end_row + 1) % BLOCK == BLOCK - 1 - i
             total = tl.where(is_last, own[i][0], total)
-            exponent = tl.where(is_last, own[i][-1], exponent)
+            exponent = tl.where(is_last, own[i][1], exponent)
         ends = (forward > 0) & (chunk.u == target_len)
-        if BEST:
-            total = tl.where(length > 0, total, -float("inf"))
-            tl.store(total_ptr + lane * 0, total, mask=ends)
-        else:
-            tl.store(total_ptr + lane * 0, total.to(tl.int64, bitcast=True), mask=ends)
-            tl.store(total_ptr + sizes.B + lane * 0, exponent.to(tl.int64), mask=ends)
+        tl.store(total_ptr + lane * 0, total.to(tl.int64, bitcast=True), mask=ends)
+        tl.store(total_ptr + sizes.B + lane * 0, exponent.to(tl.int64), mask=ends)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_scan_kernel(
-    scan,  # Scan of words, or of scores; the states of these are the kinds of the best arcs, int8
+    scan,  # Scan of words
     targets,  # Targets
     T,
     B,
@@ -271,19 +236,100 @@ def rnnt_scan_kernel(
     num_chunks,
     blank,
     target_stride,
-    DIRECTIONS: tl.constexpr,  # 1 for α or the best path alone
+    DIRECTIONS: tl.constexpr,  # 1 for α alone
     BLOCK: tl.constexpr,  # rows that are loaded together
     CODE: tl.constexpr,  # the kinds of arcs; see `arc_rows.py`
     PRECISE: tl.constexpr,  # whether the words of arcs have 40 bits of a fraction
     LAYOUT: tl.constexpr,
 ):
-    """Scan α, β or the best path through a chunk; see `scan_program`."""
+    """Scan α or β of a chunk. α also stores the sum over all paths and flags bad labels."""
     inputs = (scan, targets, target_stride, blank, V, lattice_sizes(T, B, U1, num_chunks))
     scan_program(tl.program_id(0), *inputs, DIRECTIONS, False, BLOCK, CODE, PRECISE, LAYOUT)
 
 
 rnnt_scan_gluon_kernel = gluon.jit(rnnt_scan_kernel.fn, do_not_specialize=SIZES)
 SCAN = LaneKernel(rnnt_scan_kernel, rnnt_scan_gluon_kernel)
+
+
+@triton.jit
+def best_term(scores, own, other, lane, CODE: tl.constexpr):
+    """Return the greatest term of a state and the kind of its arc, the first of equals.
+
+    A term is the score of an arc plus the state at its other end. NaN counts as the greatest.
+    """
+    best, kind = lane.to(tl.float64) * 0.0 - float("inf"), lane * 0
+    for i in tl.static_range(num_kinds(CODE)):
+        if (CODE >> (8 * i)) & 255:
+            term = scores[i] + source_state(own, other, i, CODE)
+            is_better = (term > best) | (term != term)
+            best, kind = tl.where(is_better, term, best), tl.where(is_better, i, kind)
+    return best, kind
+
+
+@triton.jit(do_not_specialize=SIZES)
+def rnnt_best_scan_kernel(
+    scan,  # Scan of scores; its states are the kinds of the best arcs into the nodes, int8
+    targets,  # Targets
+    T,
+    B,
+    U1,
+    V,
+    num_chunks,
+    blank,
+    target_stride,
+    BLOCK: tl.constexpr,  # rows that are loaded together
+    CODE: tl.constexpr,  # the kinds of arcs; see `arc_rows.py`
+    LAYOUT: tl.constexpr,
+):
+    """Scan the maxima of a chunk, store the best path's score, and flag bad labels."""
+    DEPTH: tl.constexpr = remembered_states(CODE)
+    sizes = lattice_sizes(T, B, U1, num_chunks)
+    chunk, offset, b, exists = chunk_of_program(
+        tl.program_id(0), scan, targets.lengths, sizes, 1, LAYOUT
+    )
+    if exists:
+        flag_bad_labels(scan.flags, b, chunk, targets, blank, V, target_stride)
+        lane, length, pointers_ptr = chunk.lane, chunk.sequence.length, scan.states + offset
+        state = lane.to(tl.float64) * 0.0 - float("inf")
+        final, own, other = state, repeated(state, DEPTH), repeated(state, DEPTH)
+        # Turn 0 comes before the first row, whose arcs it awaits, and no path reaches its states.
+        scores = ()
+        for i in tl.static_range(num_kinds(CODE)):
+            scores = scores + (state if (CODE >> (8 * i)) & 255 else lane,)
+        words = load_turn_carries(chunk, 0, BLOCK)
+        arcs = load_block_arcs(chunk, 1, False, BLOCK, CODE)
+        least = least_word(1, words, arcs, False, CODE)
+        for turn in range(0, chunk.end_row + 2, BLOCK):
+            least, step_carries, next_arcs = await_arcs(
+                least, words, arcs, chunk, turn, False, BLOCK, CODE
+            )
+            words = load_turn_carries(chunk, turn + BLOCK, BLOCK)
+            arcs = load_block_arcs(chunk, turn + BLOCK + 1, False, BLOCK, CODE)
+            for i in tl.static_range(BLOCK):
+                row = row_of(chunk, turn + i)
+                # Rows before the first one and after the last one may be those of other chunks.
+                stored = (lane * 0 + turn + i > 0) & (turn + i < chunk.end_row + 2)
+                carry = tl.gather(step_carries, lane * 0 + i, 0).to(tl.float64, bitcast=True)
+                other = prepend(shift_lanes(chunk, own[0], carry), other, DEPTH)
+                state, kind = best_term(scores, own, other, lane, CODE)
+                tl.store(pointers_ptr + row * 32 + lane, kind.to(tl.int8), mask=stored)
+                state = tl.where((row - lane == 0) & (chunk.u == 0), 0.0, state)
+                final = tl.where(row - lane == length, state, final)
+                # The state of the last lane goes to the next chunk.
+                step = row - 31
+                word = state.to(tl.int64, bitcast=True)
+                word = tl.where(word == 0, MINUS_ZERO, word)
+                sends = chunk.sends & (lane == 31) & (step >= 0) & (step < length)
+                tl.store(chunk.sent_ptr + step + lane * 0, word, mask=sends)
+                own = prepend(state, own, DEPTH)
+                scores = next_arcs[i]
+            least = least_word(least, words, arcs, False, CODE)
+        best = tl.where(length > 0, final, -float("inf"))
+        tl.store(scan.totals + b + lane * 0, best, mask=chunk.u == chunk.sequence.target_len)
+
+
+rnnt_best_scan_gluon_kernel = gluon.jit(rnnt_best_scan_kernel.fn, do_not_specialize=SIZES)
+BEST_SCAN = LaneKernel(rnnt_best_scan_kernel, rnnt_best_scan_gluon_kernel)
 
 
 @triton.jit(do_not_specialize=SIZES)
