@@ -262,13 +262,6 @@ static PyTypeObject kernel_type = {
     .tp_members = kernel_members,
 };
 
-static uint64_t float_bits(double value) {
-    float narrow = (float)value;
-    uint32_t bits;
-    memcpy(&bits, &narrow, sizeof bits);
-    return bits;
-}
-
 /* Convert a number to a kernel parameter; return 0 and set an exception where it cannot be. */
 static int pack(PyObject *arg, char type, uint64_t *cell) {
     if (type == 'i') {
@@ -277,8 +270,10 @@ static int pack(PyObject *arg, char type, uint64_t *cell) {
     }
     double value = PyFloat_AsDouble(arg);
     if (value == -1.0 && PyErr_Occurred()) return 0;
+    float narrow = (float)value;
+    *cell = 0;
     if (type == 'd') memcpy(cell, &value, sizeof value);
-    else *cell = float_bits(value);
+    else memcpy(cell, &narrow, sizeof narrow);
     return 1;
 }
 

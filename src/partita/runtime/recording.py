@@ -12,7 +12,6 @@ refused and stays on the plain path.
 
 from __future__ import annotations
 
-import math
 import struct
 import threading
 import weakref
@@ -308,8 +307,6 @@ def _bits(value: float, letter: str) -> int:
 
 def _pattern(value: float, dtype: torch.dtype) -> int | None:
     """Return the 32 bits that memory of this dtype and value repeats, or None if there are none."""
-    if value == 0 and math.copysign(1.0, value) == 1.0:
-        return 0
     try:
         element = bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
     except (RuntimeError, TypeError, ValueError):
