@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -220,20 +220,21 @@ class OnePass(torch.autograd.Function):
             )
         saved = ctx.saved_tensors  # It raises if these were written to since.
         tensors, gradients = saved[: loss.num_tensors], saved[loss.num_tensors :]
-        wanted, rest = ctx.needs_input_grad[1 : 1 + len(gradients)], tensors[len(gradients) :]
+        wanted = ctx.needs_input_grad[1 : 1 + len(gradients)]
+        results: Sequence[Tensor | None]
         if is_double_backward():
-            inputs = tensors[: len(gradients)]
+            inputs, rest = tensors[: len(gradients)], tensors[len(gradients) :]
             results = double_backward(
                 lambda *inputs: loss.composed(*inputs, *rest, options), inputs, wanted, grad
             )
         else:
             if ctx.is_spent:
                 gradients = loss.run(*tensors, options)[1:]
-            results = tuple(
+            results = [
                 scaled_gradient(ctx, gradient, grad, options[-1]) if wants else None
                 for gradient, wants in zip(gradients, wanted, strict=True)
-            )
-        return None, *results, *(None,) * (len(ctx.needs_input_grad) - 1 - len(results))
+            ]
+        return None, *results, *(None,) * (len(ctx.needs_input_grad) - 1 - len(wanted))
 
 
 def _loss_and_gradient(*args: Any) -> tuple[Tensor, Tensor]:

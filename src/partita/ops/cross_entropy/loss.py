@@ -112,9 +112,9 @@ def native_cross_entropy(
     ignore_index, label_smoothing, softcap, z_loss, reduction = options
     if (
         not logits.is_cpu
-        or current_backend() != "auto"
         or softcap
         or z_loss
+        or current_backend() != "auto"
         or labels.is_floating_point()
         or (logits.numel() > NATIVE_ELEMENTS and not label_smoothing and reduction != "none")
         or not labels.numel()

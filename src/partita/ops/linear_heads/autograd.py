@@ -26,13 +26,12 @@ from ...runtime.autograd import (
     spend,
     takes,
 )
-from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from .chunked import empty_gradients
-from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
+from .common import RowOptions, RowStatistics, counted_rows, empty_statistics
 from .plan import padded_width
 from .reference import KERNELS, gradient_coefficients
 
@@ -132,29 +131,6 @@ def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         result: Tensor = apply(RowsLinear, input, weight, bias)
         return result
     return F.linear(input, weight, bias)
-
-
-def differentiable_statistics(
-    head: Head,
-    target: Tensor,
-    class_weight: Tensor | None,
-    options: RowOptions,
-    is_inert: Tensor,
-) -> tuple[Tensor, ...]:
-    """Compute nll, log Z, smoothing loss and entropy from all logits at once.
-
-    The result is differentiable any number of times. Inert rows, `[M]`, have zeros for logits.
-    """
-    logits = torch.where(is_inert[:, None], 0, rows_linear(*head))
-    numbers = (options.temperature, options.softcap, options.ignore_index, current_backend())
-    logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers)
-    smoothing_loss = logsumexp.new_empty(0)
-    if options.needs_smoothing:
-        terms = logsumexp[:, None] - softcapped(logits, options.softcap) / options.temperature
-        if class_weight is not None:
-            terms = torch.where(class_weight == 0, 0, class_weight.to(terms.dtype) * terms)
-        smoothing_loss = terms.sum(1)
-    return -logprob, logsumexp, smoothing_loss, entropy
 
 
 def gradients_of_rows(
@@ -265,8 +241,15 @@ class LinearRows(torch.autograd.Function):
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
         def used_statistics(*head: Any) -> list[Tensor]:
-            of_rows = (target, class_weight, options, is_inert)
-            found = differentiable_statistics(Head(*head), *of_rows)
+            logits, numbers = torch.where(is_inert[:, None], 0, rows_linear(*head)), options[:3]
+            logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
+            found = [-logprob, logsumexp, logsumexp, entropy]
+            if 2 in used:  # that of the smoothing loss
+                x = softcapped(logits, options.softcap) / options.temperature
+                terms = logsumexp[:, None] - x
+                if class_weight is not None:
+                    terms = torch.where(class_weight == 0, 0, class_weight.to(x.dtype) * terms)
+                found[2] = terms.sum(1)
             return [found[i] for i in used]
 
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
