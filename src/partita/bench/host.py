@@ -301,8 +301,6 @@ def first_call(op: str, provider: str, device: torch.device) -> Record:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The plan of a measurement of the host."""
-
     device: torch.device
     trials: list[Trial]  # of the user's ops, and those whose time is the unit of others
     absent: list[str]  # a message for each provider that is not installed

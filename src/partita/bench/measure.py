@@ -33,7 +33,6 @@ def nothing() -> None:
 
 
 def wait(device: torch.device) -> None:
-    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
