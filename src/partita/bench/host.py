@@ -443,8 +443,7 @@ def render(records: Sequence[Mapping[str, Any]], machine: str, format: str) -> b
 
     def draw(axes: Any) -> None:
         title, label = f"What a call costs the host, {machine}", "host, forward + backward, µs"
-        options: dict[str, Any] = {"colours": COLOURS, "upright": False}
-        picture.grouped_bars(axes, groups, values, title, label, **options)
+        picture.grouped_bars(axes, groups, values, title, label, colours=COLOURS)
         times = [float(row["host_us"]) for row in timed]
         axes.set_ylim(min(times) / 3, 4 * max(times))  # leaves room for the legend
 
