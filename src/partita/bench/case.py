@@ -291,12 +291,10 @@ class Case(ABC):
         return result, torch.autograd.grad(self.outputs(result), leaves, self.upstream(inputs))
 
     def inference(self, attempt: Attempt) -> Loop:
-        """Return the loop without gradients."""
         function, arguments = attempt.function, attempt.inputs[: self.arguments]
         return Loop((("inference", lambda: function(*arguments)),))
 
     def training(self, attempt: Attempt) -> Loop:
-        """Return the loop of a training step."""
         function, inputs, provider = attempt
         leaves, upstream = self.leaves(inputs, provider), self.upstream(inputs)
         others = inputs[self.learned : self.arguments]

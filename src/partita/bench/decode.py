@@ -235,7 +235,6 @@ class DecodeCase(SequencesCase):
         return Truth(sequences, self.log_probs(some.scores, tokens))
 
     def log_probs(self, scores: Tensor, tokens: list[list[int]]) -> Tensor:
-        """Return the log-probability of the tokens of each sequence."""
         return torch.stack(
             [self.log_prob(scores[:, n : n + 1], each) for n, each in enumerate(tokens)]
         )

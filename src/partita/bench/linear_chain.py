@@ -277,7 +277,6 @@ class Viterbi(BestCase, LinearChainCase):
     """The states of the best path."""
 
     def standard(self, inputs: LinearInputs) -> Tensor:
-        """Return the best scores, `[N]`, in fp64."""
         with torch.no_grad():
             return LinearChain(*in_fp64(inputs)).to_chain().logz(Max)
 
@@ -322,7 +321,6 @@ class SegmentsViterbi(BestCase, SemiMarkovCase):
     """The states of the best path, and where its segments start."""
 
     def standard(self, inputs: SemiMarkovInputs) -> Tensor:
-        """Return the best scores, `[N]`, in fp64."""
         return segments_logz(*in_fp64(inputs), total=torch.amax)
 
     def path_scores(self, inputs: SemiMarkovInputs, found: Any) -> Tensor:

@@ -33,7 +33,6 @@ def nothing() -> None:
 
 
 def wait(device: torch.device) -> None:
-    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -87,7 +86,7 @@ def time_steps(
 
     `before` runs untimed before each repetition.
     """
-    for _ in range(WARM_UP):
+    for _ in range(max(1, min(WARM_UP, repetitions // 3))):
         start = time.perf_counter()
         before()
         for _, step in steps:

@@ -122,12 +122,10 @@ def grouped_bars(
     *,
     least: Mapping[int, float] | None = None,
     colours: Mapping[str, str] = COLOURS,
-    upright: bool = True,
 ) -> None:
     """Draw the bars of each name at the groups that have a value, with the value above.
 
-    Dashed lines show the `least` values of some groups. Values that are not `upright` have room
-    beside each other above narrow bars.
+    Dashed lines show the `least` values of some groups.
     """
     names, width = list(values), 0.84 / len(values)
 
@@ -146,9 +144,9 @@ def grouped_bars(
         axes.bar_label(
             bars,
             [f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in own.values()],
-            padding=1 if upright else 3,
+            padding=3,
             fontsize=7.5,
-            rotation=0 if upright else 90,
+            rotation=90,  # values have room beside each other above narrow bars
         )
     if least:
         ends = ([group + side for group in least] for side in (-0.45, 0.45))
