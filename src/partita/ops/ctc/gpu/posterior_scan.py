@@ -36,9 +36,9 @@ from .lattice import (
 from .scores import sequence_rows
 from .state import posterior_of, unpack_state
 from .steps import (
+    CarryLinks,
     advance,
     await_carries,
-    carry_links,
     chunk_source,
     decode_emissions,
     first_scan_half,
@@ -164,7 +164,9 @@ def scan_other_half(
     half = first_scan_half(target.length, source.stride_t, BACK, BLOCK_T)
     sent_ptr, chunk_stride, label_ptr, blank_ptr = memory[4:]
     other = (source, half, memory)  # the states of this half are recomputed in its own order
-    links = carry_links(sent_ptr, chunk_stride, c, target.target_len // 32, FORWARD)
+    last = target.target_len // 32
+    received_ptr = sent_ptr - chunk_stride if FORWARD else sent_ptr + chunk_stride
+    links = CarryLinks(sent_ptr, received_ptr, c < last, c > 0)
     if FORWARD:
         last_step = tl.maximum(target.length - 1, 0)
         label_ptr += last_step.to(tl.int64) * 32

@@ -157,13 +157,6 @@ def chunk_source(rows, lattice, target, FP64: tl.constexpr, TABLE_WIDTH: tl.cons
 
 
 @triton.jit
-def carry_links(sent_ptr, chunk_stride, c, last, FORWARD: tl.constexpr):
-    """Return the links of the c-th chunk of a scan, whose last one is `last`."""
-    received_ptr = sent_ptr - chunk_stride if FORWARD else sent_ptr + chunk_stride
-    return CarryLinks(sent_ptr, received_ptr, c < last, c > 0)
-
-
-@triton.jit
 def row_index(half, p):
     """Return which row of the half serves padded step p; any serves padding and what follows."""
     return tl.minimum(tl.maximum(p - half.padding, 0), tl.maximum(half.steps - 1, 0))
