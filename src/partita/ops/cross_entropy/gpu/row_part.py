@@ -202,10 +202,13 @@ def store_part_gradient(
         x, e = loaded.x, loaded.e
         part_factor = terms.factor * exp_for_dtype(loaded.shift - shift, dtype)
     grad = class_gradient(e, x, part_factor, terms.scale * weights.q, options)
-    d_ptrs = dlogits_ptr + aligned_start(start, VEC) + part.column
-    if label.not_ignored:  # One branch for the row costs less than a select for each class.
+    # One branch for the row costs less than a select for each class. Each side computes the
+    # addresses, which would spill a register before the branch.
+    if label.not_ignored:
+        d_ptrs = dlogits_ptr + aligned_start(start, VEC) + part.column
         store_streaming(d_ptrs, grad, part.mask, STREAM)
     else:
+        d_ptrs = dlogits_ptr + aligned_start(start, VEC) + part.column
         store_streaming(d_ptrs, tl.zeros_like(grad), part.mask, STREAM)
     if VEC > 1:
         e = exp_for_dtype(loaded.edge_x - shift, dtype)
