@@ -36,6 +36,8 @@ from .rows import (
     approximate_log2,
     at_least,
     exponent,
+    max_of_pairs,
+    sum_of_pairs,
 )
 
 LOWEST = gl.constexpr(-1000.0)  # the least exponent that enters a ratio; exp2 of it is 0
@@ -167,10 +169,13 @@ def normalizer(shift, total):
 
 
 @gluon.jit
-def merged_total(shift, total):
-    """Return shift and total of a row, given those of some parts, `[PARTS]`."""
-    of_row = gl.max(shift, axis=0)
-    return of_row, gl.sum(total * gl.exp2(shift - finite_shift(of_row)), axis=0)
+def merged_totals(shift, total, t_shift, t_total):
+    """Return shift and total of both rows, given those of some parts, `[PARTS]`."""
+    of_row, t_of_row = gl.reduce((shift, t_shift), 0, max_of_pairs)
+    total *= gl.exp2(shift - finite_shift(of_row))
+    t_total *= gl.exp2(t_shift - finite_shift(t_of_row))
+    total, t_total = gl.reduce((total, t_total), 0, sum_of_pairs)
+    return (of_row, total), (t_of_row, t_total)
 
 
 @gluon.jit
@@ -303,14 +308,17 @@ def divergence_mixture_row_kernel(
         row_slots = slots_ptr + 1 + row * 3 * splits
         student = load_part(x_ptr, numbers.words, BLOCKS)
         teacher_part = load_part(t_ptr, numbers.words, BLOCKS)
-        share = merged_total(*shift_and_total(student, numbers, DTYPE))
-        t_share = merged_total(*shift_and_total(teacher_part, numbers, DTYPE))
+        share, t_share = merged_totals(
+            *shift_and_total(student, numbers, DTYPE),
+            *shift_and_total(teacher_part, numbers, DTYPE),
+        )
         store_pair(row_slots, split, *share)
         store_pair(row_slots + splits, split, *t_share)
         shift, total, is_part = await_pairs(row_slots, splits, BLOCK_SPLITS)
         t_shift, t_total, _ = await_pairs(row_slots + splits, splits, BLOCK_SPLITS)
-        share = merged_total(gl.where(is_part, shift, -float("inf")), total)
-        t_share = merged_total(gl.where(is_part, t_shift, -float("inf")), t_total)
+        shift = gl.where(is_part, shift, -float("inf"))
+        t_shift = gl.where(is_part, t_shift, -float("inf"))
+        share, t_share = merged_totals(shift, total, t_shift, t_total)
         of_row, t_of_row = normalizer(*share), normalizer(*t_share)
         # Each tensor has shared memory of its own, since the compiler puts a barrier between stores
         # to one.
@@ -329,11 +337,11 @@ def divergence_mixture_row_kernel(
             ratios[2 * k + 1].store(high[0])
             total += lane_sum(low[1] + high[1], k, numbers, BLOCKS)
             t_total += lane_sum(low[2] + high[2], k, numbers, BLOCKS)
-        terms, t_terms = gl.sum(total, axis=0), gl.sum(t_total, axis=0)
-        store_pair(row_slots + 2 * splits, split, terms, t_terms)
+        terms = gl.reduce((total, t_total), 0, sum_of_pairs)
+        store_pair(row_slots + 2 * splits, split, *terms)
         terms, t_terms, is_part = await_pairs(row_slots + 2 * splits, splits, BLOCK_SPLITS)
-        total = gl.sum(gl.where(is_part, terms, 0.0), axis=0)
-        t_total = gl.sum(gl.where(is_part, t_terms, 0.0), axis=0)
+        terms, t_terms = gl.where(is_part, terms, 0.0), gl.where(is_part, t_terms, 0.0)
+        total, t_total = gl.reduce((terms, t_terms), 0, sum_of_pairs)
         divergence = divergence_of_sum(total, of_row)
         t_divergence = divergence_of_sum(t_total, t_of_row)
         scale = grad * (1.0 - weight) * LN2 * gl.exp2(-of_row.lost)

@@ -111,6 +111,16 @@ def locate_pair(
 
 
 @triton.jit
+def max_of_pairs(a, b, c, d):
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def sum_of_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def load_logits(
     row_ptr,
     stride,
