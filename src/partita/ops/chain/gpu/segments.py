@@ -188,13 +188,23 @@ def chain_segment_operators_kernel(
 
 
 @triton.jit
+def nan_of(has_nan, x):
+    """Return x, or NaN for all of its states if something in a block has been NaN."""
+    is_nan = tl.max(tl.max(has_nan.to(tl.int32), axis=1), axis=0) > 0
+    return tl.where(is_nan, float("nan"), x)
+
+
+@triton.jit
 def operator_step(x, matrix, ACC_DTYPE: tl.constexpr, IS_MAX: tl.constexpr):
-    """Apply an operator `[BLOCK_C, BLOCK_C]`, of which the first index is that of x."""
+    """Apply an operator `[BLOCK_C, BLOCK_C]`, of which the first index is that of x.
+
+    The maximum skips NaN, so whoever applies operators under Max looks for NaN, see `nan_of`.
+    """
     terms = matrix + x[:, None]
+    maximum = tl.max(terms, axis=0)
     if IS_MAX:
-        return tl.reduce(terms, 0, max_add)
+        return maximum
     else:
-        maximum = tl.max(terms, axis=0)
         weights = weight_in_sum(terms, maximum[None, :], ACC_DTYPE)
         return log_of_weights(maximum, tl.sum(weights, axis=0), ACC_DTYPE)
 
@@ -218,12 +228,17 @@ def chain_group_operators_kernel(
     last = tl.minimum((group + 1) * groups.size, groups.segments)
     operators_ptr += n * groups.segments * C * C
     matrix = load_matrix(operators_ptr + first * C * C, C, C, 1, BLOCK_C, -float("inf"))
+    has_nan = matrix != matrix
     for segment in range(first, last):
         # The next operator is loaded while this one is used.
         at = tl.minimum(segment + 1, last - 1) * C * C
         following = load_matrix(operators_ptr + at, C, C, 1, BLOCK_C, -float("inf"))
         x = operator_step(x, matrix, ACC_DTYPE, IS_MAX)
         matrix = following
+        if IS_MAX:
+            has_nan = has_nan | (matrix != matrix)
+    if IS_MAX:
+        x = nan_of(has_nan, x)
     tl.store(group_operators_ptr + row * C + c, x, mask=c < C)
 
 
@@ -268,6 +283,7 @@ def chain_boundaries_kernel(
     step_in, step_out = tl.where(is_alpha, C, 1), tl.where(is_alpha, 1, C)
     at = tl.where(is_alpha, first, last - 1).to(tl.int64) * C * C
     matrix = load_matrix(operators_ptr + at, C, step_in, step_out, BLOCK_C, -float("inf"))
+    has_nan = (matrix != matrix) | (x != x)[:, None]
     for i in range(0, last - first):
         segment = tl.where(is_alpha, first + i, last - 1 - i)
         tl.store(row_ptr + (segment + direction) * C, x, mask=c < C)
@@ -277,6 +293,10 @@ def chain_boundaries_kernel(
         next_matrix = load_matrix(operators_ptr + at, C, step_in, step_out, BLOCK_C, -float("inf"))
         x = operator_step(x, matrix, ACC_DTYPE, IS_MAX)
         matrix = next_matrix
+        if IS_MAX:
+            has_nan = has_nan | (matrix != matrix)
+    if IS_MAX:
+        x = nan_of(has_nan, x)
     is_end = tl.where(is_alpha, last == groups.segments, first == 0)
     tl.store(row_ptr + tl.where(is_alpha, last, first) * C, x, mask=(c < C) & is_end)
     if known_ptr is None:
