@@ -34,10 +34,14 @@ class LossOptions(NamedTuple):
         """Return the keyword arguments of `cross_entropy`."""
         return {**self._asdict(), "softcap": self.softcap or None}
 
+    def has_logz_term(self) -> bool:
+        """Return whether the loss has a term that depends on log Z alone, which is the z-loss."""
+        return self.z_loss != 0.0
+
 
 def logsumexp_term(options: LossOptions, logsumexp: Tensor) -> Tensor | None:
     """Return the term of rows' losses that depends on log Z alone, or None without one."""
-    return options.z_loss * logsumexp.square() if options.z_loss else None
+    return options.z_loss * logsumexp.square() if options.has_logz_term() else None
 
 
 def checked_options(

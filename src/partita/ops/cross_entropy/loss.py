@@ -109,11 +109,11 @@ def native_cross_entropy(
     out here. It raises for a label out of range, which the op does only where labels are checked.
     It multiplies a class weight of 0 by an infinite loss.
     """
-    ignore_index, label_smoothing, softcap, z_loss, reduction = options
+    ignore_index, label_smoothing, softcap, _, reduction = options
     if (
         not logits.is_cpu
         or softcap
-        or z_loss
+        or options.has_logz_term()
         or current_backend() != "auto"
         or labels.is_floating_point()
         or (logits.numel() > NATIVE_ELEMENTS and not label_smoothing and reduction != "none")
@@ -180,7 +180,7 @@ def loss_of_batch(
                     "inplace: expected targets and class weights that need no gradient"
                 )
         is_reduced = options.reduction != "none"
-        if is_reduced and not needs_grad and not options.z_loss:
+        if is_reduced and not needs_grad and not options.has_logz_term():
             refuse_forward_mode(*tensors)
             loss = cross_entropy_reduced_op(*tensors, *options, dtype, backend)
             return loss if denominator is None else loss / denominator

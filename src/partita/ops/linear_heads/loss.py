@@ -180,7 +180,7 @@ def _composed_cross_entropy(
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     weighs_smoothing = options.label_smoothing and class_weight is not None
-    is_native = logits.is_cpu and not options.z_loss and not weighs_smoothing
+    is_native = logits.is_cpu and not options.has_logz_term() and not weighs_smoothing
     if is_native and current_backend() == "auto" and checks.should_check_values(logits.device):
         refuse_forward_mode(logits)
         try:
