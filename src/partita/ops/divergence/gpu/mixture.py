@@ -337,7 +337,8 @@ def divergence_mixture_row_kernel(
             ratios[2 * k + 1].store(high[0])
             total += lane_sum(low[1] + high[1], k, numbers, BLOCKS)
             t_total += lane_sum(low[2] + high[2], k, numbers, BLOCKS)
-        store_pair(row_slots + 2 * splits, split, *gl.reduce((total, t_total), 0, sum_of_pairs))
+        terms = gl.reduce((total, t_total), 0, sum_of_pairs)
+        store_pair(row_slots + 2 * splits, split, *terms)
         terms, t_terms, is_part = await_pairs(row_slots + 2 * splits, splits, BLOCK_SPLITS)
         terms, t_terms = gl.where(is_part, terms, 0.0), gl.where(is_part, t_terms, 0.0)
         total, t_total = gl.reduce((terms, t_terms), 0, sum_of_pairs)
@@ -347,8 +348,7 @@ def divergence_mixture_row_kernel(
         factors = (scale, -scale * (of_row.lost + divergence))
         for k in gl.static_range(BLOCKS):
             x = logits_of(student[k], numbers.cap, DTYPE)
-            ratio = ratios[2 * k].load(LAYOUT)  # type: ignore[var-annotated]
-            next_ratio = ratios[2 * k + 1].load(LAYOUT)
+            ratio, next_ratio = ratios[2 * k].load(LAYOUT), ratios[2 * k + 1].load(LAYOUT)
             low = gradient_of_classes(x[0], ratio, factors, of_row, numbers)
             high = gradient_of_classes(x[1], next_ratio, factors, of_row, numbers)
             store_block(d_ptr, words_of(low, high, DTYPE), numbers.words, k)
