@@ -217,7 +217,7 @@ class Runner:
                 self.skip([i for of in kinds.values() for i in of], "needs a GPU")
                 return True
             every = ",".join(map(str, range(self.gpus)))
-            workers = max(2, self.cores // 8)  # their tests start a process for each GPU
+            workers = max(2, self.cores // 4)  # their tests start a process for each GPU
             self.phase([("multigpu", every)] * workers, kinds.pop("multigpu", []))
             alone = [("whole_gpu", str(gpu)) for gpu in range(self.gpus)]
             ordinary = max(self.gpus, self.cores)
