@@ -1,4 +1,4 @@
-"""How the ops of path distributions and their autograd functions are called."""
+"""What the autograd functions of path distributions share."""
 
 from __future__ import annotations
 
@@ -15,24 +15,11 @@ from ..runtime.autograd import (
     is_batched_gradient,
     is_double_backward,
     is_vmapped,
-    needs_no_derivative,
     requires_grad,
     skip_unused_gradients,
 )
 from ..runtime.backend import current_backend
 from ..runtime.constants import scalar
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether autograd will differentiate a function of the tensors."""
-    return torch.is_grad_enabled() and any(map(requires_grad, tensors))
-
-
-def call(op: Any, function: Any, variables: tuple[Tensor | None, ...], *args: Any) -> Any:
-    """Return what an op returns, by its autograd function where a derivative may be taken."""
-    if needs_no_derivative(*variables):
-        return op(*args)
-    return apply(function, *args)
 
 
 def ones(scores: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -10,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ...paths.autograd import (
-    call,
     gradients,
-    needs_gradient,
     off_path,
     on_path,
     ones,
@@ -23,10 +22,12 @@ from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    call,
     double_backward,
     for_gradients,
     is_double_backward,
     needed_gradients,
+    needs_gradient,
     one_by_one,
     refuse_forward_mode,
     saved_tensors,
@@ -258,6 +259,24 @@ class Expectation(torch.autograd.Function):
         return d_scores, None, d_initial, d_final, None, *d_values, None, None
 
 
+def log_partitions(chain: ChainPotentials) -> tuple[Tensor, Tensor]:
+    """Return log Z of each chain, `[N]`, in fp64 and in the dtype of results."""
+    args = (*chain, needs_gradient(*chain.variables), current_backend())
+    fp64, rounded, _ = call(logz, LogZ, chain.variables, *args)
+    return fp64, rounded
+
+
+def best_path(chain: ChainPotentials) -> tuple[Tensor, ...]:
+    """Return the best score, the states and the edges of each chain."""
+    return viterbi(*chain, True, current_backend())
+
+
+def draw(chain: ChainPotentials, k: int, uniform: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    """Return the states and edges of k paths, drawn by the numbers of `uniform(*shape)`."""
+    T, N = chain.scores.shape[:2]
+    return sample(*chain, uniform(T + 1, k, N), current_backend())
+
+
 def partition(chain: ChainPotentials, semiring: Semiring) -> Tensor:
     """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
     if semiring == Max:
@@ -298,6 +317,13 @@ def mean_of_values(chain: ChainPotentials, *values: Tensor) -> tuple[Tensor, Ten
     variables = (*chain.variables, *values)
     args = (*chain, *values, needs_gradient(*variables), current_backend())
     return call(expectation, Expectation, variables, *args)[:2]
+
+
+def mean_and_log_partition(
+    chain: ChainPotentials, values: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return what `mean_of_values` returns."""
+    return mean_of_values(chain, *values)
 
 
 def nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:

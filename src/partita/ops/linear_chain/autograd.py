@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...paths.autograd import (
-    call,
     gradients,
     off_path,
     on_path,
@@ -23,10 +23,12 @@ from ...paths.inputs import full_lengths
 from ...primitives.semiring import Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    call,
     double_backward,
     for_gradients,
     is_double_backward,
     needed_gradients,
+    needs_gradient,
     one_by_one,
     refuse_forward_mode,
     saved_tensors,
@@ -211,6 +213,26 @@ class BestScore(torch.autograd.Function):
         )
 
 
+def log_partitions(chain: LinearChainPotentials) -> tuple[Tensor, Tensor]:
+    """Return log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
+    args = (*chain, needs_gradient(*chain.variables), current_backend())
+    fp64, rounded, _ = call(logz, LogZ, chain.variables, *args)
+    return fp64, rounded
+
+
+def best_path(chain: LinearChainPotentials) -> tuple[Tensor, ...]:
+    """Return the best score and the states of each sequence."""
+    return viterbi(*chain, current_backend())
+
+
+def draw(
+    chain: LinearChainPotentials, k: int, uniform: Callable[..., Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the states of k paths, drawn by the numbers of `uniform(*shape)`."""
+    T, N, _ = chain.emissions.shape
+    return (sample(*chain, uniform(T, k, N), current_backend()),)
+
+
 def partition(chain: LinearChainPotentials, semiring: Semiring) -> Tensor:
     """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
     if semiring == Max:
@@ -256,6 +278,13 @@ def mean_of_values(chain: LinearChainPotentials, *values: Tensor | None) -> Tens
             terms = terms.transpose(0, 1) if i == 0 or (i == 1 and not constant) else terms
             means.append(terms.flatten(1).sum(1))
     return torch.stack(means).sum(0)
+
+
+def mean_and_log_partition(
+    chain: LinearChainPotentials, values: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return what `mean_of_values` returns, and log Z in fp64."""
+    return mean_of_values(chain, *values), log_partitions(chain)[0]
 
 
 def nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:
