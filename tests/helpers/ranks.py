@@ -53,7 +53,8 @@ CHECKS = (
 )
 
 
-PARTS = 3  # on GPUs, where most of the time goes into the compilation of kernels
+# The checks are parted on GPUs, where most of the time goes into the compilation of kernels.
+PARTS = 3
 
 
 def checks(what: str) -> tuple[Callable[[torch.device], None], ...]:

@@ -1,4 +1,4 @@
-"""What the autograd functions of path distributions share."""
+"""Functions that the autograd functions of path distributions share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from ..runtime.autograd import (
     apply,
+    call,
     double_backward,
     for_gradients,
     is_batched_gradient,
     is_double_backward,
     is_vmapped,
+    needs_gradient,
     requires_grad,
     skip_unused_gradients,
 )
@@ -35,6 +37,18 @@ def refuse_kernels(name: str) -> None:
             f"backend {backend!r}: {name} has no kernel;"
             " it runs in PyTorch (backend 'auto' or 'reference')"
         )
+
+
+def log_partitions_of(op: Any, function: Any, potentials: Any) -> tuple[Tensor, Tensor]:
+    """Return log Z of each sequence, `[N]`, in fp64 and in the dtype of results.
+
+    Args:
+        op, function: the op of log Z, and its autograd function.
+        potentials: those of a `PathDistribution`.
+    """
+    args = (*potentials, needs_gradient(*potentials.variables), current_backend())
+    fp64, rounded, _ = call(op, function, potentials.variables, *args)
+    return fp64, rounded
 
 
 def save_log_partition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -160,10 +160,12 @@ class PathDistribution(Generic[Path, Sample]):
             >>> chain.kl(chain)
             tensor([0.])
         """
-        if type(other) is not type(self):
+        p = self._potentials
+        q = other._potentials if isinstance(other, PathDistribution) else other
+        if type(q) is not type(p):
             expected = type(self).__name__
             raise TypeError(f"other: expected a {expected}, got {type(other).__name__}")
-        p, q = self._potentials.in_full_precision(), other._potentials.in_full_precision()
+        p, q = p.in_full_precision(), q.in_full_precision()
         name = p._fields[0]
         checks.shape(f"other.{name}", q[0], p[0].shape, "that of this chain")
         checks.device(f"other.{name}", q[0], p[0], name)

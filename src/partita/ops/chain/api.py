@@ -88,7 +88,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
         tensor([0, 0, 0, 0])
     """
 
-    _ops, _tensors = autograd, ChainPotentials
+    _ops = autograd
     _path, _sample = ViterbiPath, ChainSample
 
     def __init__(
@@ -172,7 +172,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
                 check_end(name, value, self.scores)
         zero = scalar(0.0, self.scores.dtype, self.scores.device)
         ends = (zero.expand(self.scores.shape[1:3]) if x is None else x for x in (initial, final))
-        mean, _ = autograd.mean_of_values(self._potentials, edge_values, *ends)
+        mean, _ = autograd.mean_and_log_partition(self._potentials, (edge_values, *ends))
         return self._rounded(mean)
 
     def log_prob(self, edges: Tensor | None = None, *, states: Tensor | None = None) -> Tensor:

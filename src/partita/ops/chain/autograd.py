@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...paths.autograd import (
     gradients,
+    log_partitions_of,
     off_path,
     on_path,
     ones,
@@ -259,11 +260,7 @@ class Expectation(torch.autograd.Function):
         return d_scores, None, d_initial, d_final, None, *d_values, None, None
 
 
-def log_partitions(chain: ChainPotentials) -> tuple[Tensor, Tensor]:
-    """Return log Z of each chain, `[N]`, in fp64 and in the dtype of results."""
-    args = (*chain, needs_gradient(*chain.variables), current_backend())
-    fp64, rounded, _ = call(logz, LogZ, chain.variables, *args)
-    return fp64, rounded
+log_partitions = partial(log_partitions_of, logz, LogZ)
 
 
 def best_path(chain: ChainPotentials) -> tuple[Tensor, ...]:
@@ -309,7 +306,9 @@ def state_scores(chain: ChainPotentials, semiring: Semiring, *, reverse: bool) -
     return torch.stack(scores(inputs, differentiable(semiring)))
 
 
-def mean_of_values(chain: ChainPotentials, *values: Tensor) -> tuple[Tensor, Tensor]:
+def mean_and_log_partition(
+    chain: ChainPotentials, values: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
     """Return the mean of the values along a path and log Z, `[N]` fp64.
 
     The values are those of the edges `[T, N, C, K]`, and of the first and the last states `[N, C]`.
@@ -317,13 +316,6 @@ def mean_of_values(chain: ChainPotentials, *values: Tensor) -> tuple[Tensor, Ten
     variables = (*chain.variables, *values)
     args = (*chain, *values, needs_gradient(*variables), current_backend())
     return call(expectation, Expectation, variables, *args)[:2]
-
-
-def mean_and_log_partition(
-    chain: ChainPotentials, values: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor]:
-    """Return what `mean_of_values` returns."""
-    return mean_of_values(chain, *values)
 
 
 def nbest(chain: ChainPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...paths.autograd import (
     gradients,
+    log_partitions_of,
     off_path,
     on_path,
     ones,
@@ -28,7 +29,6 @@ from ...runtime.autograd import (
     for_gradients,
     is_double_backward,
     needed_gradients,
-    needs_gradient,
     one_by_one,
     refuse_forward_mode,
     saved_tensors,
@@ -213,11 +213,7 @@ class BestScore(torch.autograd.Function):
         )
 
 
-def log_partitions(chain: LinearChainPotentials) -> tuple[Tensor, Tensor]:
-    """Return log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
-    args = (*chain, needs_gradient(*chain.variables), current_backend())
-    fp64, rounded, _ = call(logz, LogZ, chain.variables, *args)
-    return fp64, rounded
+log_partitions = partial(log_partitions_of, logz, LogZ)
 
 
 def best_path(chain: LinearChainPotentials) -> tuple[Tensor, ...]:

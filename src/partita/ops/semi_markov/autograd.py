@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import ones, save_log_partition
+from ...paths.autograd import log_partitions_of, ones, save_log_partition
 from ...runtime import checks, register
 from ...runtime.autograd import (
-    call,
     first_derivative,
     for_gradients,
     is_double_backward,
     needed_gradients,
-    needs_gradient,
     one_by_one,
     refuse_forward_mode,
     saved_tensors,
@@ -197,11 +195,7 @@ def _posterior_arguments(chain: SemiMarkovPotentials) -> tuple[Tensor | None, ..
     return *chain, fp64, saved
 
 
-def log_partitions(chain: SemiMarkovPotentials) -> tuple[Tensor, Tensor]:
-    """Return log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
-    args = (*chain, needs_gradient(*chain.variables), current_backend())
-    fp64, rounded, _ = call(logz, LogZ, chain.variables, *args)
-    return fp64, rounded
+log_partitions = partial(log_partitions_of, logz, LogZ)
 
 
 def best_path(chain: SemiMarkovPotentials) -> tuple[Tensor, ...]:
