@@ -38,7 +38,6 @@ from .plan import (
 from .posterior_scan import POSTERIOR_SCAN
 from .scores import ScoreTensors
 
-
 VECTOR = 4  # classes that kernels read together where rows are aligned
 
 

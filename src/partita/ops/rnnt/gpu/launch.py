@@ -138,14 +138,14 @@ def tile_of(logits: Tensor, dlogits: Tensor | None = None) -> RowTile:
         bits |= tensor.data_ptr()
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
             bits |= stride * itemsize if size > 1 else 0
-        if V > 1 and tensor.stride(-1) != 1:
-            bits |= itemsize
+    is_adjacent = V <= 1 or all(tensor.stride(-1) == 1 for tensor in tensors)
+    alignment = bits & -bits if is_adjacent else 0
     if dlogits is None:
-        return row_tile(V, itemsize, bits & -bits)
+        return row_tile(V, itemsize, alignment)
     # Aligned parts of rows begin at the same columns if the offsets of the rows are the same.
     has_edges = logits.stride() == dlogits.stride() and logits.stride(-1) == 1
     has_edges &= (logits.data_ptr() | dlogits.data_ptr()) % 16 == 0
-    return row_tile(V, itemsize, bits & -bits, has_edges)
+    return row_tile(V, itemsize, alignment, has_edges)
 
 
 def node_strides(logits: Tensor, T: int) -> dict[str, int]:

@@ -74,12 +74,14 @@ class RowTile(NamedTuple):
             or those after the last whole block of a row that is added up.
         block: columns that a program loads at once.
         pieces: blocks of columns that are loaded together.
+        words: whether rows of 16-bit values are read by words of 4 bytes.
     """
 
     vector: int
     edges: bool
     block: int
     pieces: int
+    words: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,20 +147,22 @@ def row_tile(V: int, itemsize: int, alignment: int, has_edges: bool | None = Non
         V: the columns.
         itemsize: the bytes of a value.
         alignment: the greatest power of two, up to 16, that divides the byte offsets of all rows
-            and the address of the first.
+            and the address of the first; 0 if columns are not adjacent.
         has_edges: whether aligned parts of rows may be read: columns are adjacent, the first row
             starts on 16 bytes, and all tensors have the same strides. None if rows are added up.
     """
     block = min(512 // itemsize, next_power_of_2(max(V, 1)))
     edges = has_edges is None and V > block and 0 < V % block <= CHUNK
-    columns, vector = V // block * block if edges else V, alignment // itemsize
+    columns, vector = V // block * block if edges else V, max(alignment // itemsize, 1)
     while columns % vector:
         vector //= 2
     if has_edges and vector * itemsize < 8 and itemsize < 8 and V >= 256:
         edges, vector = True, 16 // itemsize
         columns = V // vector * vector
     elements = MAX_LANE_ELEMENTS if itemsize < 8 else MAX_LANE_ELEMENTS // 2
-    return RowTile(vector, edges, block, min(cdiv(columns, block), 32 * elements // block))
+    pieces = min(cdiv(columns, block), 32 * elements // block)
+    words = has_edges is None and alignment in (2, 4, 8) and itemsize == 2 and block == 256
+    return RowTile(vector, edges, block, pieces, words)
 
 
 register_cache("rnnt.gpu.plan.arc_kinds", arc_kinds.cache_clear)
