@@ -152,7 +152,7 @@ def load_words(ptr, first, columns, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     for i in tl.static_range(4):
         word = (words[i] | (words[i + 1] << 32)) >> shift.to(tl.uint64)
         shifted = shifted + (word.to(tl.uint32),)
-    even, odd = interleaved(shifted[0], shifted[2]), interleaved(shifted[1], shifted[3])
+    even, odd = interleaved(shifted[0], shifted[2]), interleaved(shifted[1], shifted[3])  # type: ignore[misc]
     word = interleaved(even, odd)
     low, high = word.to(tl.uint16), (word >> 16).to(tl.uint16)
     x = interleaved(low, high).to(dtype, bitcast=True).to(tl.float32)
