@@ -15,6 +15,7 @@ from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..logprobs.common import TopK
+from ..softmax.autograd import logsumexp
 from . import reference, reference_chunks
 from .common import DivergenceRows, reduced, row_factors
 
@@ -165,6 +166,8 @@ def _rest_of_teacher(logp: Tensor, student: Tensor, resolution: float) -> Tensor
     Rounding hides small probabilities. There the teacher has that of the student, `[..., 1]` in
     log, but at most what its own numbers say.
     """
-    rest = 1.0 - logp.exp().sum(-1, keepdim=True)
+    # The order of PyTorch's own sum would follow from the number of rows.
+    total = logsumexp(logp, logp.dtype, current_backend())[0].exp()
+    rest = 1.0 - total.unsqueeze(-1)
     hidden = torch.minimum(student.detach().exp(), rest.clamp(min=resolution))
     return torch.where(rest <= ROUNDING_ERRORS * resolution, hidden, rest).log()
