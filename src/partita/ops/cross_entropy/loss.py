@@ -106,8 +106,8 @@ def native_cross_entropy(
     It takes less time where it serves, and there it has the same meaning.
 
     PyTorch lets the logits of an ignored row pass NaN on to the gradient, so such rows are left
-    out here. It raises for a label out of range, which the op does only where labels are checked.
-    It multiplies a class weight of 0 by an infinite loss.
+    out or replaced by zeros here. It raises for a label out of range, which the op does only where
+    labels are checked. It multiplies a class weight of 0 by an infinite loss.
     """
     ignore_index, label_smoothing, softcap, _, reduction = options
     if (
@@ -118,20 +118,27 @@ def native_cross_entropy(
         or labels.is_floating_point()
         or (logits.numel() > NATIVE_ELEMENTS and not label_smoothing and reduction != "none")
         or not labels.numel()
-        or not native_serves(logits)
         or not checks.should_check_values(logits.device)
         or (weight is not None and (label_smoothing != 0.0 or weight.dtype != logits.dtype))
     ):
+        return None
+    strides = logits.stride()
+    if strides[-1] == 1 and list(strides) == sorted(strides, reverse=True):
+        logits = logits.contiguous()  # Rows that lie apart get the bits of adjacent ones.
+    if not native_serves(logits):
         return None
     labels = labels.long()
     rows, row_labels = logits, labels
     if ignore_index >= 0 or _lowest(labels) < 0:
         not_ignored = labels != ignore_index
         if not bool(not_ignored.all()):
-            if logits.ndim != 2 or reduction == "none":
+            if logits.ndim == 1:
                 return None
-            index = not_ignored.nonzero()[:, 0]
-            rows, row_labels = logits.index_select(0, index), labels.index_select(0, index)
+            if logits.ndim > 2 or reduction == "none":
+                rows = logits.masked_fill(~not_ignored.unsqueeze(1), 0)
+            else:
+                index = not_ignored.nonzero()[:, 0]
+                rows, row_labels = logits.index_select(0, index), labels.index_select(0, index)
     try:
         return F.cross_entropy(
             rows,

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ...primitives.rows import laid_out_like, softcap_slope, without_inert_rows
 from ...runtime.dtypes import acc_dtype
@@ -19,8 +20,12 @@ def expected(p: Tensor, values: Tensor) -> Tensor:
 
 
 def log_mixture(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
-    """Return the log of `beta * teacher + (1 - beta) * student`."""
-    return torch.logaddexp(teacher_logp + math.log(beta), logp + math.log1p(-beta))
+    """Return the log of `beta * teacher + (1 - beta) * student`, NaN where both are 0.
+
+    On a CPU `torch.logaddexp` computes the last elements of a tensor in another way.
+    """
+    teacher, student = teacher_logp + math.log(beta), logp + math.log1p(-beta)
+    return torch.maximum(teacher, student) - logsigmoid((teacher - student).abs())
 
 
 def log_ratio(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:

@@ -43,8 +43,10 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> T
     elif dim < 0:
         dim += ndim
     backend = current_backend()
-    if backend == "auto" and _is_small_or_on_cpu(input) and native_serves(input):
-        # PyTorch's function has the same contract there, and less host time.
+    serves = _is_small_or_on_cpu(input) and native_serves(input)
+    if backend == "auto" and serves and (dim == ndim - 1 or not input.is_cpu):
+        # PyTorch's function has the same contract there, and less host time. Over other dimensions
+        # it computes the last rows on a CPU in another way.
         return (torch.log_softmax if log else torch.softmax)(input, dim, dtype)
     dtype = dtype or _result_dtype(input)
     if ndim == 0:
