@@ -131,6 +131,7 @@ def test_the_ops_of_info_are_all() -> None:
     tables = ("debruijn_source", "dense_source", "edges_from_states")
     others = (
         "backend",
+        "batch_invariant",
         "nn",
         "parallel",
         "testing",

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.catalogue import BACKEND
 from helpers.invariance import BATCHES, differences
 from helpers.rows import INTERPRETING
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 import partita
 from partita.testing.samples import CALLS, Draw, Sample, heads
 
+KERNELS = "triton" if INTERPRETING else "auto"
 NAMES = [call.name for call in heads.CALLS]
 OPTIONS = ("", "bias, all options", "all options", "sum, lean", "beta 0.5, all options")
 places = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -20,8 +20,7 @@ places = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=py
 def samples(name: str, draw: Draw) -> list[Sample]:
     """Return calls with all classes in each product, and one with chunks of classes."""
     call = CALLS[name]
-    options = [option for option in OPTIONS if option in ("", *call.options)]
-    found = [call.sample(draw, option) for option in options[: 1 if INTERPRETING else None]]
+    found = [call.sample(draw, option) for option in OPTIONS if option in ("", *call.options)]
     for sample in found:
         if "memory_budget" in sample.inputs:
             sample.inputs["memory_budget"] = 5 * 2**20
@@ -33,14 +32,14 @@ def samples(name: str, draw: Draw) -> list[Sample]:
     return found
 
 
-@pytest.mark.interpreted
 @places
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_have_bits_of_their_own(name: str, device: str) -> None:
     """They are the same alone as in each batch and in each place, gradients included."""
-    few = (1, 3) if INTERPRETING else (1, 2, 7, 33)
-    batches, layouts = (BATCHES, ("", "odd start")) if device == "cuda" else (few, ("",))
-    with partita.backend(BACKEND), partita.batch_invariant():
+    batches, layouts = (1, 2, 7, 33), ("",)
+    if device == "cuda":
+        batches, layouts = BATCHES, ("", "odd start")
+    with partita.batch_invariant():
         wrong = [
             f"{sample}: {found}"
             for sample in samples(name, Draw(device=device))
@@ -57,6 +56,14 @@ def test_results_are_right(name: str, dtype: torch.dtype, device: str) -> None:
         for sample in samples(name, Draw(dtype, device=device)):
             errors = sample.errors()
             assert max(errors.values()) <= 1, f"{sample}: {errors}"
+
+
+@pytest.mark.interpreted
+def test_kernels_of_a_block() -> None:
+    """The kernels between the products of one block give a token the same bits in each place."""
+    call = CALLS["linear_cross_entropy"]
+    with partita.backend(KERNELS), partita.batch_invariant():
+        assert not list(differences(call.sample(Draw(), sizes={"rows": 2}), (1, 3), ("",)))
 
 
 def loss_and_gradient(hidden: Tensor, matrix: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
