@@ -153,3 +153,39 @@ def test_too_small_a_budget() -> None:
     message = r"^memory_budget: expected at least 1,048,576 bytes inside batch_invariant\(\), or"
     with partita.batch_invariant(), pytest.raises(ValueError, match=message):
         partita.linear_cross_entropy(hidden, matrix, target, memory_budget=2**19)
+
+
+def test_transforms_and_second_derivatives() -> None:
+    hidden, matrix, target = (x[:5] if i != 1 else x for i, x in enumerate(inputs(torch.float64)))
+
+    def loss(x: Tensor, labels: Tensor = target) -> Tensor:
+        return partita.linear_cross_entropy(x, matrix, labels, reduction="sum")
+
+    with partita.batch_invariant():
+        (expected,) = torch.autograd.grad(loss(hidden), hidden)
+        torch.testing.assert_close(torch.func.grad(loss)(hidden.detach()), expected)
+        rows = torch.vmap(torch.func.grad(lambda x, label: loss(x[None], label[None])))
+        torch.testing.assert_close(rows(hidden.detach(), target), expected)
+        few = hidden[:2, :].detach().requires_grad_()
+        assert torch.autograd.gradgradcheck(lambda x: loss(x, target[:2]), few, fast_mode=True)
+
+
+@pytest.mark.long
+def test_compiled_calls_have_the_bits_of_eager_ones() -> None:
+    """One compilation in the mode serves each number of tokens; outside of it there is another."""
+    hidden, matrix, target = inputs()
+
+    def losses(x: Tensor, labels: Tensor) -> Tensor:
+        return partita.linear_cross_entropy(x, matrix, labels, reduction="none")
+
+    compiled = torch.compile(losses, fullgraph=True, dynamic=True)
+    with partita.batch_invariant():
+        loss, gradient = loss_and_gradient(hidden, matrix, target)
+        for tokens in (3, 40, 1200):
+            part = compiled(hidden[:tokens], target[:tokens])
+            assert torch.equal(part, loss[:tokens])
+            assert torch.equal(
+                torch.autograd.grad(part.sum(), hidden)[0][:tokens], gradient[:tokens]
+            )
+    few = hidden[:3], target[:3]
+    torch.testing.assert_close(compiled(*few), losses(*few))

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...runtime.autograd import plain_eager
 from ...runtime.invariance import is_batch_invariant
+from ...runtime.register import PLAIN
 from .plan import BLOCK_TOKENS, ROW_ALIGNMENT
 
 
@@ -26,8 +28,8 @@ def in_blocks(rows: Tensor, block: int, value: float = 0.0) -> Tensor:
         return rows
     rows = F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, -len(rows) % block), value=value)
     rows = rows.contiguous()
-    is_real = not torch.compiler.is_compiling()
-    return rows.clone() if is_real and rows.data_ptr() % 16 else rows
+    has_address = plain_eager() and type(rows) in PLAIN
+    return rows.clone() if has_address and rows.data_ptr() % 16 else rows
 
 
 def aligned_columns(matrix: Tensor) -> Tensor:
