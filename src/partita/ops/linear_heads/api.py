@@ -146,9 +146,8 @@ def linear_token_stats(
         ignore_index = -100  # The label of each row is its arg-max, which may be any class.
     else:
         labels = in_blocks(flat_labels(input, target), block, ignore_index)
-    rows, needs_smoothing, needs_entropy = input.shape[:-1], False, True
-    head = head.flat.in_blocks(block)
-    options = RowOptions(*numbers, ignore_index, needs_smoothing, needs_entropy)
+    rows, head = input.shape[:-1], head.flat.in_blocks(block)
+    options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
     chunk, save_logits = chunk_and_save(head.plan(memory_budget, False, block), len(head.weight))
     call = (*head, labels, None, *options, chunk, block, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
