@@ -28,6 +28,12 @@ class batch_invariant(ContextDecorator):
     Args:
         enabled: False for the usual products, for example inside of another block.
 
+    Raises:
+        TypeError: `enabled` is no bool.
+
+    Source: He et al., Defeating nondeterminism in LLM inference, 2025, for the problem; the blocks
+    of tokens are our own.
+
     Example:
         >>> import torch, partita
         >>> hidden, matrix = torch.randn(5, 16), torch.randn(100, 16)
