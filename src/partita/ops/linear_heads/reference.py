@@ -151,8 +151,8 @@ def logits_gradient(
     `result` may be the logits themselves. `class_weight` holds the weights of these classes.
     """
     for rows in row_chunks(logits):
-        of_rows = (None if t is None else t[rows] for t in coefficients)
-        dlogits_coef, label_coef, log_coef, smoothing_coef = GradientCoefficients(*of_rows)  # type: ignore[arg-type]
+        dlogits_coef, label_coef = (t[rows] for t in coefficients[:2])
+        log_coef, smoothing_coef = (None if t is None else t[rows] for t in coefficients[2:])
         x = softcapped(logits[rows], softcap)
         exponent = (x - finite_shift(maximum[rows])[:, None]) / temperature
         sums = sumexp[rows, None]

@@ -186,31 +186,15 @@ def cross_entropy_reduced(
     return reduce_losses(loss, workspace, dtype, targets=targets)
 
 
-def cross_entropy_one_pass(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    options: LossOptions,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def cross_entropy_one_pass(logits: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     """Compute the reduced loss and its gradient together."""
     dlogits = torch.empty_like(logits)
-    return _one_pass(
-        _OnePassCall(logits, dlogits, target, weight, denominator, options, dtype)
-    ), dlogits
+    return _one_pass(_OnePassCall(logits, dlogits, *call)), dlogits
 
 
-def cross_entropy_one_pass_(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    options: LossOptions,
-    dtype: torch.dtype,
-) -> Tensor:
+def cross_entropy_one_pass_(logits: Tensor, *call: Any) -> Tensor:
     """Compute the reduced loss and write its gradient over the logits."""
-    return _one_pass(_OnePassCall(logits, logits, target, weight, denominator, options, dtype))
+    return _one_pass(_OnePassCall(logits, logits, *call))
 
 
 def one_pass_of_chunk(

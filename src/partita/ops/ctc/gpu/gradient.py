@@ -64,6 +64,21 @@ def load_status(saved, n, t, length, ACC_DTYPE: tl.constexpr):
 
 
 @triton.jit
+def load_loss_gradient(ptr, target_len, N, MEAN: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Load the gradient of a sequence's loss, given that of the loss or of the MEAN."""
+    grad = tl.load(ptr).to(ACC_DTYPE)
+    if MEAN:
+        grad /= (tl.maximum(target_len, 1) * N).to(ACC_DTYPE)
+    return grad
+
+
+@triton.jit
+def without_star(scale, star_total, total):
+    """Return the factor of the softmax of a step that has the star's posterior in its total."""
+    return scale * tl.where(total > 0.0, (total - star_total) / total, 1.0)
+
+
+@triton.jit
 def load_normalizer(saved, row, mask, grad, ACC_DTYPE: tl.constexpr):
     """Return the maximum of each row, and the gradient over the sum of exponentials."""
     if saved.maxima is None:
@@ -100,8 +115,7 @@ def store_gradient(values, steps, row, v, inputs, outputs, sizes, star, ACC_DTYP
     if len(inputs) > 0:
         shift, factor = tl.gather(maximum, row, 0), tl.gather(scale, row, 0)
         if star is not None:
-            star_total = tl.gather(star_sum, row * 0 + C % 32, 0)
-            factor *= tl.where(total > 0.0, (total - star_total) / total, 1.0)
+            factor = without_star(factor, tl.gather(star_sum, row * 0 + C % 32, 0), total)
         logits_ptr, stride_t, stride_c = inputs
         ptrs = logits_ptr + row.to(tl.int64) * stride_t + v.to(tl.int64) * stride_c
         mask = (v < C) & (row < num_rows)
@@ -141,9 +155,7 @@ def ctc_lane_gradient_kernel(
     lane, t = tl.arange(0, 32), first + tl.arange(0, 32)
     length, target_len = load_lengths(targets, n, T, max_target_len, M)[:2]
     mask, nan_mask = load_status(saved, n, t, length, ACC_DTYPE)
-    grad = tl.load(grad_output_ptr + n * stride_grad).to(ACC_DTYPE)
-    if MEAN:
-        grad /= (tl.maximum(target_len, 1) * N).to(ACC_DTYPE)
+    grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     num_rows = tl.sum((mask & (lane < ROWS)).to(tl.int32), axis=0)
     first_row = n * num_chunks * T + first
     labels_ptr, blanks_ptr = posteriors.labels + first_row * 32, posteriors.blanks + first_row

@@ -18,9 +18,11 @@ from torch import Tensor
 from ....runtime.launch import cdiv, launch
 from .gradient import (
     GRADIENT_SIZES,
+    load_loss_gradient,
     load_normalizer,
     load_status,
     scaled_softmax,
+    without_star,
 )
 from .lattice import TargetTensors, load_lengths, load_target
 
@@ -100,6 +102,48 @@ def ctc_label_index_kernel(
     tl.atomic_max(index.max_repeats + n, tl.max(tl.where(valid, before, -1), axis=0))
 
 
+@triton.jit
+def chunk_offset(j, chunk_stride):
+    """Return the offset of position j's posterior, which is stored by chunks of 32 positions."""
+    return (j // 32).to(tl.int64) * chunk_stride + j % 32
+
+
+@triton.jit
+def sum_over_labels(
+    posteriors_ptr, blanks_ptr, labels_ptr, target_len, blank, star, T, mask, BLOCK_L: tl.constexpr
+):
+    """Return the sum of all posteriors of each step, the blank's posterior, and the star's.
+
+    A target may contain the blank as a label; such labels count for the blank.
+    """
+    total, blank_total = (
+        tl.zeros(mask.shape, posteriors_ptr.dtype.element_ty),
+        tl.zeros(mask.shape, posteriors_ptr.dtype.element_ty),
+    )
+    star_total = tl.zeros(mask.shape, posteriors_ptr.dtype.element_ty)
+    for first in range(0, target_len // 32 + 1, 32):
+        c = first + tl.arange(0, 32)
+        block_mask = mask[:, None] & (c <= target_len // 32)[None, :]
+        blank_total += tl.sum(
+            tl.load(blanks_ptr[:, None] + c.to(tl.int64)[None, :] * T, mask=block_mask, other=0.0),
+            axis=1,
+        )
+    for first in range(0, target_len, BLOCK_L):
+        j = first + tl.arange(0, BLOCK_L)
+        block_mask = mask[:, None] & (j < target_len)[None, :]
+        posterior = tl.load(
+            posteriors_ptr[:, None] + chunk_offset(j, T * 32)[None, :], mask=block_mask, other=0.0
+        )
+        label = tl.load(labels_ptr + j, mask=j < target_len, other=-1)
+        is_blank = label == blank
+        total += tl.sum(tl.where(is_blank[None, :], 0.0, posterior), axis=1)
+        blank_total += tl.sum(tl.where(is_blank[None, :], posterior, 0.0), axis=1)
+        if star is not None:
+            is_star = label == star
+            star_total += tl.sum(tl.where(is_star[None, :], posterior, 0.0), axis=1)
+    return total + blank_total, blank_total, star_total
+
+
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
 def ctc_label_gradient_kernel(
     grad_output_ptr,  # [N], or the gradient of their sum or mean []
@@ -132,39 +176,18 @@ def ctc_label_gradient_kernel(
     t = first + tl.arange(0, ROWS)
     length, target_len, offset = load_lengths(targets, n, T, max_target_len, M)[:3]
     mask, nan_mask = load_status(saved, n, t, length, ACC_DTYPE)
-    grad = tl.load(grad_output_ptr + n * stride_grad).to(ACC_DTYPE)
-    if MEAN:
-        grad /= (tl.maximum(target_len, 1) * N).to(ACC_DTYPE)
+    grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     maximum, scale = load_normalizer(saved, t * N + n, mask, grad, ACC_DTYPE)
     row_ptrs = logits.ptr + tl.multiple_of(t * stride_t + n * stride_n, VEC)
     d_row_ptrs = logits.grad_ptr + tl.multiple_of((t * N + n) * C, VEC)
     exists = t < T
     first_row, labels_ptr, T64 = n * num_chunks * T + t, targets.labels + offset, T.to(tl.int64)
     posterior_ptrs, blank_ptrs = posteriors.labels + first_row * 32, posteriors.blanks + first_row
-    # The sums of all posteriors of each step, of those of the blank, and of those of the star.
-    # Labels that are the blank count for the blank. Posteriors are stored by chunks of 32 labels.
-    total, blank_total = tl.zeros([ROWS], ACC_DTYPE), tl.zeros([ROWS], ACC_DTYPE)
-    star_total = tl.zeros([ROWS], ACC_DTYPE)
-    for first_chunk in range(0, target_len // 32 + 1, 32):
-        c = first_chunk + tl.arange(0, 32)
-        block_mask = mask[:, None] & (c <= target_len // 32)[None, :]
-        ptrs = blank_ptrs[:, None] + c.to(tl.int64)[None, :] * T64
-        blank_total += tl.sum(tl.load(ptrs, mask=block_mask, other=0.0), axis=1)
-    for first_label in range(0, target_len, BLOCK_L):
-        j = first_label + tl.arange(0, BLOCK_L)
-        block_mask = mask[:, None] & (j < target_len)[None, :]
-        ptrs = posterior_ptrs[:, None]
-        ptrs += ((j // 32).to(tl.int64) * (T64 * 32) + j % 32)[None, :]
-        posterior = tl.load(ptrs, mask=block_mask, other=0.0)
-        label = tl.load(labels_ptr + j, mask=j < target_len, other=-1)
-        is_blank = (label == blank)[None, :]
-        total += tl.sum(tl.where(is_blank, 0.0, posterior), axis=1)
-        blank_total += tl.sum(tl.where(is_blank, posterior, 0.0), axis=1)
-        if star is not None:
-            star_total += tl.sum(tl.where((label == star)[None, :], posterior, 0.0), axis=1)
-    total += blank_total
+    total, blank_total, star_total = sum_over_labels(
+        posterior_ptrs, blank_ptrs, labels_ptr, target_len, blank, star, T64, mask, BLOCK_L
+    )
     if star is not None:
-        scale *= tl.where(total > 0.0, (total - star_total) / total, 1.0)
+        scale = without_star(scale, star_total, total)
     coef = tl.where(total > 0.0, grad / total, 0.0)
     max_repeats = tl.load(index.max_repeats + n)
     for first_class in range(0, C, PIECES * BLOCK_V):
@@ -196,12 +219,11 @@ def ctc_label_gradient_kernel(
             tl.where(j == target_len, blank, label),
             tl.where(position == j, position, -1),
         )
-        next_ptr, other = index.next + n * max_target_len, position
-        posterior = tl.zeros([ROWS, BLOCK_L], ACC_DTYPE)
+        next_ptr, chunk_stride = index.next + n * max_target_len, T64 * 32
+        other, posterior = position, tl.zeros([ROWS, BLOCK_L], ACC_DTYPE)
         for _ in range(max_repeats + 1):
             has_other = mask[:, None] & (other >= 0)[None, :]
-            ptrs = posterior_ptrs[:, None]
-            ptrs += ((other // 32).to(tl.int64) * (T64 * 32) + other % 32)[None, :]
+            ptrs = posterior_ptrs[:, None] + chunk_offset(other, chunk_stride)[None, :]
             posterior += tl.load(ptrs, mask=has_other, other=0.0)
             other = tl.load(next_ptr + other, mask=other >= 0, other=-1)
         posterior += tl.where((j == target_len)[None, :], blank_total[:, None], 0.0)

@@ -45,8 +45,6 @@ VEC = gl.constexpr(MIXTURE_WORDS)
 THREADS = gl.constexpr(32 * MIXTURE_WARPS)
 # The layout of the words of a block, [THREADS, VEC].
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, MIXTURE_WORDS], [32, 1], [MIXTURE_WARPS, 1], [1, 0]))
-# The layout of shared memory for one number of each word of a block.
-RATIOS = gl.constexpr(gl.SwizzledSharedLayout(MIXTURE_WORDS, 1, 1, [1, 0]))
 
 
 class Numbers(NamedTuple):
@@ -215,6 +213,19 @@ def shift_and_total(part, numbers, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def new_ratios(BLOCKS: gl.constexpr):
+    """Return shared memory for one number of each class, two tensors `[THREADS, VEC]` a block.
+
+    Each tensor has memory of its own, since the compiler puts a barrier between stores to one.
+    """
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, 1, [1, 0])
+    ratios = ()
+    for _ in gl.static_range(2 * BLOCKS):
+        ratios = ratios + (gl.allocate_shared_memory(gl.float32, [THREADS, VEC], SHARED),)
+    return ratios
+
+
+@gluon.jit
 def ratios_of_classes(x, t, of_row, t_of_row, scales, numbers):
     """Return log2(p / m) of classes, and their terms in both divergences from the mixture m.
 
@@ -246,19 +257,41 @@ def gradient_of_classes(x, ratio, factors, of_row, numbers):
 
 
 @gluon.jit
-def await_pairs(slots_ptr, splits, BLOCK_SPLITS: gl.constexpr):
-    """Return the pairs of all parts of a row, `[BLOCK_SPLITS]` each, in each warp, and their mask.
-
-    Programs wait as in primitives/gpu/sync.py.
-    """
+def load_slots(slots_ptr, splits, BLOCK_SPLITS: gl.constexpr):
+    """Load the words of all parts of a row, `[BLOCK_SPLITS]`, in each warp; 0 if not written."""
     SLOTS: gl.constexpr = gl.BlockedLayout([BLOCK_SPLITS // 32], [32], [THREADS // 32], [0])
     part = gl.arange(0, BLOCK_SPLITS, SLOTS)
     at, is_part = slots_ptr + part, part < splits
-    words = gl.load(at, mask=is_part, other=1, volatile=True)
+    return gl.load(at, mask=is_part, other=1, volatile=True), is_part
+
+
+@gluon.jit
+def await_shares(slots_ptr, splits, BLOCK_SPLITS: gl.constexpr):
+    """Return shifts and totals of all parts, of the student and of the teacher.
+
+    Programs wait as in primitives/gpu/sync.py. Past the last part, shifts are -inf.
+    """
+    words, is_part = load_slots(slots_ptr, splits, BLOCK_SPLITS)
+    t_words, _ = load_slots(slots_ptr + splits, splits, BLOCK_SPLITS)
+    while gl.min(((words != 0) & (t_words != 0)).to(gl.int32), axis=0) == 0:
+        words, _ = load_slots(slots_ptr, splits, BLOCK_SPLITS)
+        t_words, _ = load_slots(slots_ptr + splits, splits, BLOCK_SPLITS)
+    shifts, totals = unpack_pair(words)
+    t_shifts, t_totals = unpack_pair(t_words)
+    shifts = gl.where(is_part, shifts, -float("inf"))
+    t_shifts = gl.where(is_part, t_shifts, -float("inf"))
+    return shifts, totals, t_shifts, t_totals
+
+
+@gluon.jit
+def await_sums(slots_ptr, splits, BLOCK_SPLITS: gl.constexpr):
+    """Return the sums of the row's terms in both divergences."""
+    words, is_part = load_slots(slots_ptr, splits, BLOCK_SPLITS)
     while gl.min((words != 0).to(gl.int32), axis=0) == 0:
-        words = gl.load(at, mask=is_part, other=1, volatile=True)
-    first, second = unpack_pair(words)
-    return first, second, is_part
+        words, _ = load_slots(slots_ptr, splits, BLOCK_SPLITS)
+    terms, t_terms = unpack_pair(words)
+    terms, t_terms = gl.where(is_part, terms, 0.0), gl.where(is_part, t_terms, 0.0)
+    return gl.reduce((terms, t_terms), 0, sum_of_pairs)
 
 
 @gluon.jit
@@ -314,17 +347,9 @@ def divergence_mixture_row_kernel(
         )
         store_pair(row_slots, split, *share)
         store_pair(row_slots + splits, split, *t_share)
-        shift, total, is_part = await_pairs(row_slots, splits, BLOCK_SPLITS)
-        t_shift, t_total, _ = await_pairs(row_slots + splits, splits, BLOCK_SPLITS)
-        shift = gl.where(is_part, shift, -float("inf"))
-        t_shift = gl.where(is_part, t_shift, -float("inf"))
-        share, t_share = merged_totals(shift, total, t_shift, t_total)
+        share, t_share = merged_totals(*await_shares(row_slots, splits, BLOCK_SPLITS))
         of_row, t_of_row = normalizer(*share), normalizer(*t_share)
-        # Each tensor has shared memory of its own, since the compiler puts a barrier between stores
-        # to one.
-        ratios = ()
-        for _ in gl.static_range(2 * BLOCKS):
-            ratios = ratios + (gl.allocate_shared_memory(gl.float32, [THREADS, VEC], RATIOS),)
+        ratios = new_ratios(BLOCKS)
         total = gl.zeros([THREADS], gl.float32, gl.SliceLayout(1, LAYOUT))
         t_total, weight = total, numbers.weight
         scales = ((1.0 - weight) * gl.exp2(-of_row.lost), weight * gl.exp2(-t_of_row.lost))
@@ -337,18 +362,16 @@ def divergence_mixture_row_kernel(
             ratios[2 * k + 1].store(high[0])
             total += lane_sum(low[1] + high[1], k, numbers, BLOCKS)
             t_total += lane_sum(low[2] + high[2], k, numbers, BLOCKS)
-        store_pair(row_slots + 2 * splits, split, *gl.reduce((total, t_total), 0, sum_of_pairs))
-        terms, t_terms, is_part = await_pairs(row_slots + 2 * splits, splits, BLOCK_SPLITS)
-        terms, t_terms = gl.where(is_part, terms, 0.0), gl.where(is_part, t_terms, 0.0)
-        total, t_total = gl.reduce((terms, t_terms), 0, sum_of_pairs)
+        terms = gl.reduce((total, t_total), 0, sum_of_pairs)
+        store_pair(row_slots + 2 * splits, split, *terms)
+        total, t_total = await_sums(row_slots + 2 * splits, splits, BLOCK_SPLITS)
         divergence = divergence_of_sum(total, of_row)
         t_divergence = divergence_of_sum(t_total, t_of_row)
         scale = grad * (1.0 - weight) * LN2 * gl.exp2(-of_row.lost)
         factors = (scale, -scale * (of_row.lost + divergence))
         for k in gl.static_range(BLOCKS):
             x = logits_of(student[k], numbers.cap, DTYPE)
-            ratio = ratios[2 * k].load(LAYOUT)  # type: ignore[var-annotated]
-            next_ratio = ratios[2 * k + 1].load(LAYOUT)
+            ratio, next_ratio = ratios[2 * k].load(LAYOUT), ratios[2 * k + 1].load(LAYOUT)
             low = gradient_of_classes(x[0], ratio, factors, of_row, numbers)
             high = gradient_of_classes(x[1], next_ratio, factors, of_row, numbers)
             store_block(d_ptr, words_of(low, high, DTYPE), numbers.words, k)

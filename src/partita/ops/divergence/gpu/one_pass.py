@@ -26,6 +26,7 @@ from .rows import (
     locate_pair,
     merged_shares,
     scan_part,
+    unmasked_end,
 )
 
 LARGEST = tl.constexpr(2.0**100)  # sums of exponentials below it overflow in no product
@@ -134,7 +135,7 @@ def divergence_row_kernel(
             )
             share = merged_shares(parts, part, KIND)
         of_student = 0.0
-        unmasked = first + tl.maximum(last - first, 0) // BLOCK * BLOCK
+        unmasked = unmasked_end(part, BLOCK)
         if KIND == MIXTURE:
             of_student = tl.zeros([1, BLOCK], tl.float32)
             of_teacher = tl.zeros([1, BLOCK], tl.float32)

@@ -210,6 +210,12 @@ def moved_share(share, maximum, t_maximum, part, KIND: tl.constexpr):
 
 
 @triton.jit
+def unmasked_end(part, BLOCK: tl.constexpr):
+    """Return the end of the blocks of a part that need no mask."""
+    return part.first + tl.maximum(part.last - part.first, 0) // BLOCK * BLOCK
+
+
+@triton.jit
 def add_block(
     share,
     part,
@@ -270,7 +276,7 @@ def scan_part(
         x, t = by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR)
         maximum, t_maximum = lane_max(x), lane_max(t)
     share = PairShare(maximum, zero, t_maximum, zero, zero)
-    unmasked = part.first + tl.maximum(part.last - part.first, 0) // BLOCK * BLOCK
+    unmasked = unmasked_end(part, BLOCK)
     for start in range(part.first, unmasked, BLOCK):
         share = add_block(share, part, start, True, CAREFUL, KIND, FAST, VEC, BLOCK)
     for start in range(unmasked, part.last, TAIL):
