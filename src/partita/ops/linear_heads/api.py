@@ -15,9 +15,9 @@ from ..cross_entropy.common import checked_options
 from . import autograd
 from .common import Head, RowOptions, RowStatistics, chunk_and_save
 from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
-from .invariance import block_tokens, in_blocks
 from .loss import linear_loss
 from .plan import check_budget
+from .products import in_blocks, products_of_call
 
 
 def linear_cross_entropy(
@@ -131,10 +131,10 @@ def linear_token_stats(
     if target is None or not is_usual(*head, target):
         head = cast_and_check(*head, target)
     check_budget(memory_budget)
-    block = block_tokens()
-    if takes_all_logits([head], target, memory_budget, block):
+    products = products_of_call()
+    if takes_all_logits([head], target, memory_budget, products):
         return token_stats(
-            autograd.rows_linear(*head, block),
+            autograd.rows_linear(*head, products),
             target,
             temperature=temperature,
             softcap=softcap,
@@ -145,11 +145,12 @@ def linear_token_stats(
     if target is None:
         ignore_index = -100  # The label of each row is its arg-max, which may be any class.
     else:
-        labels = in_blocks(flat_labels(input, target), block, ignore_index)
-    rows, head = input.shape[:-1], head.flat.in_blocks(block)
+        labels = in_blocks(flat_labels(input, target), products, ignore_index)
+    rows, head = input.shape[:-1], head.flat.aligned(products)
     options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
-    chunk, save_logits = chunk_and_save(head.plan(memory_budget, False, block), len(head.weight))
-    call = (*head, labels, None, *options, chunk, block, save_logits, current_backend())
+    plan = head.plan(memory_budget, False, products)
+    chunk, save_logits = chunk_and_save(plan, len(head.weight))
+    call = (*head, labels, None, *options, chunk, *products, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
     return TokenStats(*(field[: rows.numel()].reshape(rows) for field in fields))

@@ -31,8 +31,7 @@ from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from .chunked import empty_gradients
 from .common import RowOptions, RowStatistics, counted_rows, empty_statistics
-from .invariance import linear_by_blocks
-from .plan import padded_width
+from .products import USUAL, Products, composed_linear
 from .reference import KERNELS, gradient_coefficients
 
 
@@ -41,16 +40,26 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
         checks.labels("target", target, len(weight), ignore_index)
 
 
-def saved_logits_fake(input: Tensor, weight: Tensor, save_logits: bool) -> Tensor:
+def saved_logits_fake(
+    input: Tensor, weight: Tensor, save_logits: bool, block: int, widens: bool
+) -> Tensor:
     """Return memory for all logits of a head, or none."""
-    return input.new_empty(input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0)
+    products = Products(block, widens)
+    found = products.buffer(input, input.shape[0], weight.shape[0])
+    return found if save_logits else found.new_empty(0)
 
 
 def _rows_fake(
-    input: Tensor, weight: Tensor, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
+    input: Tensor,
+    weight: Tensor,
+    needs_smoothing: bool,
+    needs_entropy: bool,
+    block: int,
+    widens: bool,
+    save_logits: bool,
 ) -> tuple[Tensor, ...]:
     statistics = empty_statistics(input, input.shape[0], needs_smoothing, needs_entropy)
-    return *statistics, saved_logits_fake(input, weight, save_logits)
+    return *statistics, saved_logits_fake(input, weight, save_logits, block, widens)
 
 
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -102,12 +111,14 @@ class RowsLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
-        return linear_by_blocks(input, weight, bias, block)
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, products: Products
+    ) -> Tensor:
+        return composed_linear(input, weight, bias, products)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.block = inputs
+        *tensors, ctx.products = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
@@ -116,7 +127,7 @@ class RowsLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
         if of_input:
-            dinput = linear_by_blocks(grad, weight.T, None, ctx.block)
+            dinput = composed_linear(grad, weight.T, None, ctx.products)
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
         if of_weight:
@@ -126,15 +137,14 @@ class RowsLinear(torch.autograd.Function):
         return dinput, dweight, dbias, None
 
 
-def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None, block: int = 0) -> Tensor:
-    """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`.
-
-    Each product has `block` rows, unless that is 0.
-    """
-    if (block or requires_grad(weight)) and torch.is_grad_enabled():
-        result: Tensor = apply(RowsLinear, input, weight, bias, block)
+def rows_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, products: Products = USUAL
+) -> Tensor:
+    """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
+    if (products.block or requires_grad(weight)) and torch.is_grad_enabled():
+        result: Tensor = apply(RowsLinear, input, weight, bias, products)
         return result
-    return linear_by_blocks(input, weight, bias, block)
+    return composed_linear(input, weight, bias, products)
 
 
 def gradients_of_rows(
@@ -157,7 +167,7 @@ def gradients_of_rows(
         # A batch of gradients would overwrite the logits more than once.
         saved = spend(ctx, *logits)
     saved = saved or tuple(each.new_empty(0) for each in logits)
-    found = call(*tensors, *saved, *ctx.options, ctx.chunk, ctx.block, *wanted, ctx.backend)
+    found = call(*tensors, *saved, *ctx.options, ctx.chunk, *ctx.products, *wanted, ctx.backend)
     return tuple(grad if wants else None for grad, wants in zip(found, wanted, strict=True))
 
 
@@ -198,7 +208,8 @@ class LinearRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         head, ctx.row_options = list(inputs[:5]), inputs[5:10]
-        ctx.options, (ctx.chunk, ctx.block, save_logits, ctx.backend) = inputs[5:7], inputs[10:]
+        ctx.options, (ctx.chunk, *products, save_logits, ctx.backend) = inputs[5:7], inputs[10:]
+        ctx.products = Products(*products)
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
         if head[3] is None:
@@ -208,7 +219,7 @@ class LinearRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grads, no_option_grads = grads[:4], (None,) * 11
+        grads, no_option_grads = grads[:4], (None,) * 12
         if all(grad is None for grad in grads):
             return None, None, None, *no_option_grads
         saved = saved_tensors(ctx)

@@ -37,6 +37,8 @@ ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start 
 # Tokens of each product in the batch-invariant mode. The library chooses a product's kernel, and so
 # the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
 BLOCK_TOKENS = 1024
+# Rows of memory before logits that are wider than their gradient; see `Products.gradient_parts`.
+SPARE_ROWS = 8
 
 DIVERGENCE_BUDGET = 2**32  # bytes of workspace of a divergence if no budget is given
 DIVERGENCE_LOSS_BUDGET = 2**28  # the same without gradients, for which more is not faster
@@ -363,6 +365,7 @@ def divergence_plan(
     weight_grad: bool,
     one_pass: bool,
     block: int = 0,
+    widens: bool = False,
 ) -> DivergencePlan:
     """Return the chunks of a batch; raise ValueError for too small a budget.
 
