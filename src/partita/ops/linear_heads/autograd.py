@@ -127,13 +127,14 @@ class RowsLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
         if of_input:
-            dinput = composed_linear(grad, weight.T, None, ctx.products)
+            dinput = composed_linear(grad, weight.T, None, ctx.products).to(input.dtype)
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
         if of_weight:
-            dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
+            states = counted_rows(input.reshape(rows, input.shape[-1]), grad).to(grad.dtype)
+            dweight = (grad.T @ states).to(weight.dtype)
         if of_bias:
-            dbias = grad.sum(0)
+            dbias = grad.sum(0).to(bias.dtype)
         return dinput, dweight, dbias, None
 
 
@@ -256,7 +257,8 @@ class LinearRows(torch.autograd.Function):
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
         def used_statistics(*head: Any) -> list[Tensor]:
-            logits, numbers = torch.where(is_inert[:, None], 0, rows_linear(*head)), options[:3]
+            logits = rows_linear(*head, Products(widens=ctx.products.widens))
+            logits, numbers = torch.where(is_inert[:, None], 0, logits), options[:3]
             logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
             found = [-logprob, logsumexp, logsumexp, entropy]
             if 2 in used:  # that of the smoothing loss
@@ -272,7 +274,9 @@ class LinearRows(torch.autograd.Function):
 
 def _composed_loss(*args: Any) -> Tensor:
     *head, target, class_weight, denominator, numbers = args
-    logits = rows_linear(*head).to(acc_dtype(head[0].dtype))
+    _, _, widens = numbers[5:8]  # after the chunk and the block
+    products = Products(widens=widens)
+    logits = rows_linear(*head, products).to(acc_dtype(head[0].dtype))
     options = LossOptions._make(numbers[:5])
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator

@@ -39,7 +39,7 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, padded_width, spare_rows
 from .products import USUAL, Products, multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
@@ -109,7 +109,7 @@ def head_gradients(
     buffers = list(saved)
     saved_classes = 0
     if buffers and M:  # without the padding of a row
-        rows_of_buffer = products.rows(M) + products.spare(head.input.dtype)
+        rows_of_buffer = products.rows(M) + spare_rows(products.widens)
         saved_classes = min(len(buffers[0]) // rows_of_buffer, C)
     parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
     parts += chunks(C - saved_classes, chunk)
@@ -138,10 +138,8 @@ def head_gradients(
         for part in parts:
             if saved_classes and part.stop == C:
                 logits = [
-                    products.logits_in(buffer, each.input.dtype, M, saved_classes)[
-                        :M, :saved_classes
-                    ]
-                    for each, buffer in zip(heads, buffers, strict=True)
+                    products.logits_in(buffer, M, saved_classes)[:M, :saved_classes]
+                    for buffer in buffers
                 ]
             else:
                 logits = logits_of(heads, buffers, rows, part, products)
@@ -151,7 +149,7 @@ def head_gradients(
             for some in products.gradient_parts(sizes[0]):
                 those = slice(rows.start + some.start, rows.start + some.stop)
                 write_gradient(those, part, dlogits[some], *(each[some] for each in logits))
-            if products.widens and padded.device.type == "cpu":
+            if padded.device.type == "cpu" and padded.dtype != logits[0].dtype:
                 padded[:, sizes[1] :].zero_()  # as in `Head.logits`
             is_first = rows.start == 0
             if weight_grad:

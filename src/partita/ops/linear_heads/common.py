@@ -90,6 +90,7 @@ class Head(NamedTuple):
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
             batch_invariant=products.block > 0,
+            logits_dtype=torch.float32 if products.widens else None,
         )
 
     def part(self, tokens: slice, classes: slice) -> Head:
@@ -100,7 +101,7 @@ class Head(NamedTuple):
     def logits(self, buffer: Tensor, products: Products = USUAL) -> Tensor:
         """Compute the logits in the buffer."""
         tokens, C = len(self.input), len(self.weight)
-        padded = products.logits_in(buffer, self.input.dtype, tokens, C)
+        padded = products.logits_in(buffer, tokens, C)
         if padded.device.type == "cpu":
             # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized
             # memory may be NaN there, and 0 times NaN is NaN.

@@ -92,7 +92,8 @@ class LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         def composed(*tensors: Any) -> Tensor:
-            return composed_rows(Head(*tensors[:3]), Head(*tensors[3:6]), *ctx.options)
+            heads = Head(*tensors[:3]), Head(*tensors[3:6])
+            return composed_rows(*heads, *ctx.options, Products(widens=ctx.products.widens))
 
         return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
 
@@ -105,7 +106,9 @@ def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
 
 def _composed_loss(*args: Any) -> Tensor:
     *heads, _, mask, (reduction, *numbers) = args
-    rows = composed_rows(Head(*heads[:3]), Head(*heads[3:]), *numbers[:3])
+    *_, widens = numbers[3:8]  # after the sizes of the plan and the block
+    products = Products(widens=widens)
+    rows = composed_rows(Head(*heads[:3]), Head(*heads[3:]), *numbers[:3], products)
     return reduced(rows, mask, reduction)
 
 
@@ -128,6 +131,7 @@ def linear_divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Divergence of a student from a teacher, from the hidden states of both, without the logits.
 
@@ -148,6 +152,7 @@ def linear_divergence(
         beta, temperature, softcap, mask, reduction: as in `divergence`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 4 GiB, or
             256 MiB without a gradient.
+        logits_dtype: as in `linear_cross_entropy`, for both heads.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for an fp64 student), differentiable
@@ -172,7 +177,7 @@ def linear_divergence(
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    products = products_of_call()
+    products = products_of_call(head.input, logits_dtype)
     if takes_all_logits([head, teacher], mask, memory_budget, products):
         rows = composed_rows(head, teacher, *numbers, products)
         return reduced(rows, mask, reduction)
@@ -247,6 +252,7 @@ def linear_topk_divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Divergence of a student's head from a teacher whose k most probable classes are known.
 
@@ -260,6 +266,7 @@ def linear_topk_divergence(
         linear_bias: `[C]` in the same dtype.
         beta, temperature, softcap, mask, reduction: as in `topk_divergence`.
         memory_budget: bytes of workspace, as in `linear_logprobs`.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for fp64), differentiable in hidden
@@ -281,6 +288,7 @@ def linear_topk_divergence(
     classes = len(linear_weight)
     check_teacher(teacher, input, "input", classes, beta, mask, reduction)
     needs_rest = teacher.indices.shape[-1] < classes
-    options = (linear_bias, temperature, softcap, IGNORED, memory_budget, needs_rest)
-    logp = linear_logprobs_of(input, linear_weight, ids_of_rows(teacher, mask), *options)
+    numbers = (temperature, softcap, IGNORED, memory_budget, logits_dtype, needs_rest)
+    ids = ids_of_rows(teacher, mask)
+    logp = linear_logprobs_of(input, linear_weight, ids, linear_bias, *numbers)
     return divergence_of_classes(logp, teacher, float(beta), mask, reduction)

@@ -76,8 +76,9 @@ class LinearLogprobs(torch.autograd.Function):
 
         def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
             (ids, *_, rest), (temperature, softcap, ignore_index) = saved, ctx.options
+            wide = Products(widens=ctx.products.widens)
             options = (temperature, softcap, ignore_index, rest.shape[1] > 0)
-            return logprobs_of(all_logits(input, weight, bias), ids, *options)
+            return logprobs_of(all_logits(input, weight, bias, wide), ids, *options)
 
         return head_backward(ctx, logprobs_backward_op, grads[0], composed)
 
@@ -116,6 +117,7 @@ def linear_logprobs(
     softcap: float | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute the log-probabilities of K given classes from hidden states, without the logits.
 
@@ -130,6 +132,7 @@ def linear_logprobs(
         temperature, softcap: as in `logprobs`.
         ignore_index: such ids have log-probability and gradient zero.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         Log-probabilities in nats, `[..., K]`, fp32 (fp64 for fp64), differentiable in hidden
@@ -147,7 +150,7 @@ def linear_logprobs(
         >>> partita.linear_logprobs(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([[2, 0]]))
         tensor([[-1.3863, -1.3863]])
     """
-    options = (linear_bias, temperature, softcap, ignore_index, memory_budget)
+    options = (linear_bias, temperature, softcap, ignore_index, memory_budget, logits_dtype)
     return linear_logprobs_of(input, linear_weight, ids, *options)
 
 
@@ -160,6 +163,7 @@ def linear_logprobs_of(
     softcap: float | None,
     ignore_index: int,
     memory_budget: int | None,
+    logits_dtype: torch.dtype | None,
     needs_rest: bool = False,
 ) -> Tensor:
     """Return `linear_logprobs`, with the rest `[..., K + 1]`; see `reference.logprobs`."""
@@ -169,7 +173,7 @@ def linear_logprobs_of(
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
-    products = products_of_call()
+    products = products_of_call(head.input, logits_dtype)
     if takes_all_logits([head], ids, memory_budget, products):
         return logprobs_of(all_logits(*head, products), ids, *numbers, needs_rest)
     flat, rows = ids[None].flatten(0, -2).contiguous(), ids.shape[:-1]
@@ -190,6 +194,7 @@ def linear_topk_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> TopK:
     """Find the k most probable classes from hidden states, without all logits in memory.
 
@@ -204,6 +209,7 @@ def linear_topk_logprobs(
         temperature, softcap: as in `topk_logprobs`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
             2 GiB with a gradient. The logits of one token are there in any case.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         `TopK(logprobs, indices, logsumexp)` in nats, as in `topk_logprobs`. The log-probabilities
@@ -225,14 +231,15 @@ def linear_topk_logprobs(
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    products = products_of_call()
+    products = products_of_call(head.input, logits_dtype)
     if takes_all_logits([head], None, memory_budget, products):
         return topk_of(all_logits(*head, products), k, *numbers)
     head, chunk, save_logits = head.flat.aligned(products), classes, False
     if any(head.wanted):
         chunk, save_logits = chunk_and_save(head.plan(memory_budget, False, products), classes)
-    room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget
-    at_once = max(1, room // (padded_width(classes) * head.input.element_size()))
+    row_bytes = padded_width(classes) * head.input.element_size()
+    room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget // (1 + products.widens)
+    at_once = max(1, room // row_bytes)
     if products.block:
         at_once = max(1, at_once // products.block) * products.block
     call = (*head, k, *numbers, at_once, *products, save_logits, current_backend(), chunk)

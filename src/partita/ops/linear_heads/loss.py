@@ -53,6 +53,7 @@ def linear_loss(
     options: LossOptions,
     memory_budget: int | None,
     denominator: float | Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute `linear_cross_entropy`, or the quotient of its sum and a denominator.
 
@@ -71,7 +72,7 @@ def linear_loss(
         input, linear_weight, linear_bias = checked
     if memory_budget is not None:
         check_budget(memory_budget)
-    weight_grad, products = requires_grad(weight), products_of_call()
+    weight_grad, products = requires_grad(weight), products_of_call(input, logits_dtype)
     if weight_grad or (not usual and needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
         logits = all_logits(input, linear_weight, linear_bias, products).to(dtype)

@@ -21,7 +21,14 @@ from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.dtypes import acc_dtype
 from ...runtime.invariance import is_batch_invariant
 from ...runtime.register import PLAIN
-from .plan import BLOCK_TOKENS, ROW_ALIGNMENT, SPARE_ROWS, padded_width
+from .plan import (
+    BLOCK_TOKENS,
+    ROW_ALIGNMENT,
+    SPARE_ROWS,
+    padded_width,
+    spare_rows,
+    widens_logits,
+)
 
 _proofs: BoundedCache[tuple[Any, ...], bool] = BoundedCache(256)
 register_cache("linear_heads.products.proofs", _proofs.clear)
@@ -47,28 +54,22 @@ class Products(NamedTuple):
         """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
         rows, dtype = self.rows(tokens), input.dtype
         if self.widens:
-            rows, dtype = rows + self.spare(input.dtype), acc_dtype(dtype)
+            rows, dtype = rows + spare_rows(True), acc_dtype(dtype)
         return input.new_empty(rows * padded_width(classes), dtype=dtype)
 
-    def spare(self, dtype: torch.dtype) -> int:
-        """Return the rows of a buffer before the logits, which the first gradients take."""
-        return SPARE_ROWS * dtype.itemsize // acc_dtype(dtype).itemsize if self.widens else 0
-
-    def logits_in(self, buffer: Tensor, dtype: torch.dtype, tokens: int, classes: int) -> Tensor:
-        """Return the view of a buffer that takes logits, with the padding of tokens and classes.
-
-        `dtype` is that of the hidden states.
-        """
+    def logits_in(self, buffer: Tensor, tokens: int, classes: int) -> Tensor:
+        """Return the view of a buffer that takes logits, with the padding of tokens and classes."""
         width = padded_width(classes)
-        return buffer[self.spare(dtype) * width :][: self.rows(tokens) * width].view(-1, width)
+        memory = buffer[spare_rows(self.widens) * width :]
+        return memory[: self.rows(tokens) * width].view(-1, width)
 
     def gradient_in(self, buffer: Tensor, dtype: torch.dtype, tokens: int, classes: int) -> Tensor:
         """Return the view of a buffer that takes the gradient of its logits, with its padding.
 
-        Gradients that are half as large as the logits start before them; see `gradient_parts`.
+        A gradient of another dtype starts before the logits; see `gradient_parts`.
         """
-        if not self.widens:
-            return self.logits_in(buffer, dtype, tokens, classes)
+        if buffer.dtype == dtype:
+            return self.logits_in(buffer, tokens, classes)
         width = padded_width(classes)
         return buffer.view(dtype)[: self.rows(tokens) * width].view(-1, width)
 
@@ -92,9 +93,10 @@ class Products(NamedTuple):
 USUAL = Products()
 
 
-def products_of_call() -> Products:
-    """Return how the products of a call are computed."""
-    return Products(BLOCK_TOKENS if is_batch_invariant() else 0)
+def products_of_call(input: Tensor, logits_dtype: torch.dtype | None) -> Products:
+    """Return how the products of a call with these hidden states are computed."""
+    widens = widens_logits(logits_dtype, input.dtype)
+    return Products(BLOCK_TOKENS if is_batch_invariant() else 0, widens)
 
 
 def multiply(
@@ -224,6 +226,11 @@ def composed_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, products: Products
 ) -> Tensor:
     """Return `torch.nn.functional.linear`, from any tensors that PyTorch can transform."""
+    if products.widens:
+        tensors = (input, weight, bias)
+        wide = (None if each is None else each.to(acc_dtype(each.dtype)) for each in tensors)
+        with torch.autocast(input.device.type, enabled=False):
+            return composed_linear(*wide, Products(products.block))  # type: ignore[arg-type]
     rows, classes = input.shape[:-1].numel(), len(weight)
     if not products.block or not rows:
         return F.linear(input, weight, bias)
