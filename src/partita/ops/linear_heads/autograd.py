@@ -30,7 +30,7 @@ from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from .chunked import empty_gradients
-from .common import RowOptions, RowStatistics, counted_rows, empty_statistics
+from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
 from .products import USUAL, Products, composed_linear
 from .reference import KERNELS, gradient_coefficients
 
@@ -41,12 +41,10 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
 
 
 def saved_logits_fake(
-    input: Tensor, weight: Tensor, save_logits: bool, block: int, widens: bool
+    input: Tensor, classes: int, save_logits: bool, block: int, widens: bool
 ) -> Tensor:
     """Return memory for all logits of a head, or none."""
-    products = Products(block, widens)
-    found = products.buffer(input, input.shape[0], weight.shape[0])
-    return found if save_logits else found.new_empty(0)
+    return Products(block, widens).buffer(input, input.shape[0], classes if save_logits else 0)
 
 
 def _rows_fake(
@@ -59,7 +57,7 @@ def _rows_fake(
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
     statistics = empty_statistics(input, input.shape[0], needs_smoothing, needs_entropy)
-    return *statistics, saved_logits_fake(input, weight, save_logits, block, widens)
+    return *statistics, saved_logits_fake(input, len(weight), save_logits, block, widens)
 
 
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -111,9 +109,7 @@ class RowsLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, products: Products
-    ) -> Tensor:
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
         return composed_linear(input, weight, bias, products)
 
     @staticmethod
@@ -123,18 +119,18 @@ class RowsLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (input, weight, bias) = grads, saved_tensors(ctx)
+        input, weight, bias = saved_tensors(ctx)
+        grad = grads[0].to(input.dtype)  # of logits that may be wider
         dinput = dweight = dbias = None
         of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
         if of_input:
-            dinput = composed_linear(grad, weight.T, None, ctx.products).to(input.dtype)
+            dinput = composed_linear(grad, weight.T, None, Products(ctx.products.block))
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
         if of_weight:
-            states = counted_rows(input.reshape(rows, input.shape[-1]), grad).to(grad.dtype)
-            dweight = (grad.T @ states).to(weight.dtype)
+            dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
         if of_bias:
-            dbias = grad.sum(0).to(bias.dtype)
+            dbias = grad.sum(0)
         return dinput, dweight, dbias, None
 
 
@@ -142,7 +138,7 @@ def rows_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, products: Products = USUAL
 ) -> Tensor:
     """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
-    if (products.block or requires_grad(weight)) and torch.is_grad_enabled():
+    if (products != USUAL or requires_grad(weight)) and torch.is_grad_enabled():
         result: Tensor = apply(RowsLinear, input, weight, bias, products)
         return result
     return composed_linear(input, weight, bias, products)
@@ -257,7 +253,7 @@ class LinearRows(torch.autograd.Function):
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
         def used_statistics(*head: Any) -> list[Tensor]:
-            logits = rows_linear(*head, Products(widens=ctx.products.widens))
+            logits = rows_linear(*Head(*head), Products(widens=ctx.products.widens))
             logits, numbers = torch.where(is_inert[:, None], 0, logits), options[:3]
             logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
             found = [-logprob, logsumexp, logsumexp, entropy]
@@ -273,10 +269,9 @@ class LinearRows(torch.autograd.Function):
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    *head, target, class_weight, denominator, numbers = args
+    head, (target, class_weight, denominator, numbers) = Head(*args[:3]), args[3:]
     _, _, widens = numbers[5:8]  # after the chunk and the block
-    products = Products(widens=widens)
-    logits = rows_linear(*head, products).to(acc_dtype(head[0].dtype))
+    logits = rows_linear(*head, Products(widens=widens)).to(acc_dtype(head.input.dtype))
     options = LossOptions._make(numbers[:5])
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator

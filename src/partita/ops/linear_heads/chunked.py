@@ -155,8 +155,8 @@ def head_gradients(
             if weight_grad:
                 multiply(dlogits.T, states, dweight[part], adds=not is_first)
             if input_grad:
-                some = padded[:, : sizes[1]], head.weight[part], dinput[rows]
-                multiply_blocks(*some, products, adds=not one_part)
+                factors = padded[:, : sizes[1]], head.weight[part]
+                multiply_blocks(*factors, dinput[rows], products, adds=not one_part)
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums

@@ -46,7 +46,7 @@ def _rows_fake(
     widens: bool,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    rest = (weight, save_logits, block, widens)
+    rest = (len(weight), save_logits, block, widens)
     saved = (saved_logits_fake(each, *rest) for each in (input, teacher_input))
     return *divergence_fake(input), *saved
 
@@ -93,7 +93,9 @@ class LinearDivergence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         def composed(*tensors: Any) -> Tensor:
             heads = Head(*tensors[:3]), Head(*tensors[3:6])
-            return composed_rows(*heads, *ctx.options, Products(widens=ctx.products.widens))
+            beta, temperature, softcap = ctx.options
+            products = Products(widens=ctx.products.widens)
+            return composed_rows(*heads, beta, temperature, softcap, products)
 
         return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
 
@@ -105,10 +107,10 @@ def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    *heads, _, mask, (reduction, *numbers) = args
-    *_, widens = numbers[3:8]  # after the sizes of the plan and the block
-    products = Products(widens=widens)
-    rows = composed_rows(Head(*heads[:3]), Head(*heads[3:]), *numbers[:3], products)
+    *heads, _, mask, (reduction, beta, temperature, softcap, *sizes) = args
+    _, _, _, _, widens, *_ = sizes  # after those of the plan and the block
+    pair = Head(*heads[:3]), Head(*heads[3:])
+    rows = composed_rows(*pair, beta, temperature, softcap, Products(widens=widens))
     return reduced(rows, mask, reduction)
 
 

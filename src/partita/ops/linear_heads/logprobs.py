@@ -36,14 +36,14 @@ def _fake(
     widens: bool,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    saved = saved_logits_fake(input, weight, save_logits, block, widens)
+    saved = saved_logits_fake(input, len(weight), save_logits, block, widens)
     return *logprobs_fake(input, ids, needs_rest), saved
 
 
 def _topk_fake(
     input: Tensor, weight: Tensor, k: int, block: int, widens: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    return *topk_fake(input, k), saved_logits_fake(input, weight, save_logits, block, widens)
+    return *topk_fake(input, k), saved_logits_fake(input, len(weight), save_logits, block, widens)
 
 
 logprobs_op = define_op(KERNELS.linear_logprobs, _fake, check=_check)

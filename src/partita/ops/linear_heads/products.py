@@ -8,7 +8,6 @@ blocks, which is found out once for each size and never changes a result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +59,8 @@ class Products(NamedTuple):
     def logits_in(self, buffer: Tensor, tokens: int, classes: int) -> Tensor:
         """Return the view of a buffer that takes logits, with the padding of tokens and classes."""
         width = padded_width(classes)
-        memory = buffer[spare_rows(self.widens) * width :]
-        return memory[: self.rows(tokens) * width].view(-1, width)
+        memory, rows = buffer[spare_rows(self.widens) * width :], self.rows(tokens)
+        return memory[: rows * width].view(rows, width)
 
     def gradient_in(self, buffer: Tensor, dtype: torch.dtype, tokens: int, classes: int) -> Tensor:
         """Return the view of a buffer that takes the gradient of its logits, with its padding.
@@ -70,8 +69,8 @@ class Products(NamedTuple):
         """
         if buffer.dtype == dtype:
             return self.logits_in(buffer, tokens, classes)
-        width = padded_width(classes)
-        return buffer.view(dtype)[: self.rows(tokens) * width].view(-1, width)
+        width, rows = padded_width(classes), self.rows(tokens)
+        return buffer.view(dtype)[: rows * width].view(rows, width)
 
     def gradient_parts(self, tokens: int) -> list[slice]:
         """Return the tokens whose gradients are written together over their logits, in order.
@@ -226,18 +225,27 @@ def composed_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, products: Products
 ) -> Tensor:
     """Return `torch.nn.functional.linear`, from any tensors that PyTorch can transform."""
-    if products.widens:
-        tensors = (input, weight, bias)
-        wide = (None if each is None else each.to(acc_dtype(each.dtype)) for each in tensors)
-        with torch.autocast(input.device.type, enabled=False):
-            return composed_linear(*wide, Products(products.block))  # type: ignore[arg-type]
     rows, classes = input.shape[:-1].numel(), len(weight)
+    linear = _wide_linear if products.widens else F.linear
     if not products.block or not rows:
-        return F.linear(input, weight, bias)
+        return linear(input, weight, bias)
     if padding := -classes % ROW_ALIGNMENT:
         weight = F.pad(weight, (0, 0, 0, padding))
         bias = None if bias is None else F.pad(bias, (0, padding))
     flat = F.pad(input.reshape(rows, input.shape[-1]), (0, 0, 0, -rows % BLOCK_TOKENS))
     flat, weight = aligned_rows(flat), aligned_columns(weight)
-    blocks = [F.linear(each, weight, bias) for each in flat.split(BLOCK_TOKENS)]
+    blocks = [linear(each, weight, bias) for each in flat.split(BLOCK_TOKENS)]
     return torch.cat(blocks)[:rows, :classes].reshape(*input.shape[:-1], classes)
+
+
+def _wide_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `torch.nn.functional.linear` without rounding; it has no derivative."""
+    dtype = acc_dtype(input.dtype)
+    if input.is_cuda and plain_eager():
+        flat = input.reshape(-1, input.shape[-1])
+        result = input.new_empty(len(flat), len(weight), dtype=dtype)
+        multiply(flat, weight.T, result, bias)
+        return result.reshape(*input.shape[:-1], len(weight))
+    bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(input.device.type, enabled=False):
+        return F.linear(input.to(dtype), weight.to(dtype), bias)
