@@ -124,13 +124,15 @@ class RowsLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
         if of_input:
-            dinput = composed_linear(grad, weight.T, None, Products(ctx.products.block))
+            products = Products(ctx.products.block)
+            dinput = composed_linear(grad, weight.T, None, products)
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
         if of_weight:
-            dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
+            states = counted_rows(input.reshape(rows, input.shape[-1]), grad)
+            dweight = grad.T.to(weight.dtype) @ states.to(weight.dtype)
         if of_bias:
-            dbias = grad.sum(0)
+            dbias = grad.sum(0, dtype=bias.dtype)
         return dinput, dweight, dbias, None
 
 
@@ -138,7 +140,8 @@ def rows_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, products: Products = USUAL
 ) -> Tensor:
     """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
-    if (products != USUAL or requires_grad(weight)) and torch.is_grad_enabled():
+    is_function = products != USUAL or weight.dtype != input.dtype or requires_grad(weight)
+    if is_function and torch.is_grad_enabled():
         result: Tensor = apply(RowsLinear, input, weight, bias, products)
         return result
     return composed_linear(input, weight, bias, products)

@@ -106,6 +106,7 @@ def head_gradients(
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
+    dtype, heads = head.weight.dtype, [each.rounded for each in heads]
     buffers = list(saved)
     saved_classes = 0
     if buffers and M:  # without the padding of a row
@@ -116,9 +117,9 @@ def head_gradients(
     if not saved_classes:
         sizes = min(tokens, M), min(chunk, C)
         buffers = [products.buffer(each.input, *sizes) for each in heads]
-    one_part, rounds_sum = len(parts) == 1, tokens < M and head.input.dtype != accumulator
+    one_part, rounds_sum = len(parts) == 1, tokens < M and dtype != accumulator
     result = empty_gradients(*head, input_grad, weight_grad and not rounds_sum, bias_grad)
-    dinput, dweight, dbias = result
+    (dinput, dweight, dbias), head = result, heads[0]
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
             dinput = torch.empty_like(dinput, dtype=accumulator)
@@ -166,7 +167,7 @@ def head_gradients(
     if rounds_sum:
         result.bias.copy_(dbias)
         buffers.clear()  # the rounded gradient takes their memory
-        result = result._replace(weight=dweight.to(head.weight.dtype))
+        result = result._replace(weight=dweight.to(dtype))
     return result
 
 
@@ -423,7 +424,7 @@ class HeadKernels(NamedTuple):
         The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
         empty otherwise.
         """
-        M, C = len(head.input), len(head.weight)
+        M, C, head = len(head.input), len(head.weight), head.rounded
         found = topk_fake(head.input, k)
         buffer = products.buffer(head.input, M if save_logits else min(tokens, M), C)
         for rows in chunks(M, tokens):
@@ -455,6 +456,7 @@ class HeadKernels(NamedTuple):
         products: Products,
     ) -> tuple[DivergenceState, Buffers]:
         """Return the state of all rows, and the logits of the last `saved` classes."""
+        heads = heads[0].rounded, heads[1]
         (M, _), C = heads[0].input.shape, len(heads[0].weight)
         state = self.divergence.new_state(heads[0].input)
         student, teacher = (head.input for head in heads)

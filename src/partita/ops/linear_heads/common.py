@@ -45,13 +45,24 @@ class Head(NamedTuple):
 
     Fields:
         input: hidden states, `[M, H]`.
-        weight: matrix of the vocabulary, `[C, H]`.
-        bias: its bias, `[C]`, or None.
+        weight: matrix of the vocabulary, `[C, H]`, in their dtype, or in fp32.
+        bias: its bias, `[C]` in the dtype of the matrix, or None.
     """
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether products need a copy of the matrix in the dtype of the hidden states."""
+        return self.weight.dtype != self.input.dtype
+
+    @property
+    def rounded(self) -> Head:
+        """The head whose tensors all have the dtype of the hidden states."""
+        (input, weight, bias), dtype = self, self.input.dtype
+        return Head(input, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @property
     def flat(self) -> Head:
@@ -91,6 +102,7 @@ class Head(NamedTuple):
             reduced=reduced,
             batch_invariant=products.block > 0,
             logits_dtype=torch.float32 if products.widens else None,
+            weight_dtype=self.weight.dtype,
         )
 
     def part(self, tokens: slice, classes: slice) -> Head:
@@ -131,11 +143,12 @@ def checked_head(
     prefix: str = "",
     shape: str = "[C, H]",
     more_dimensions: bool = False,
+    may_round: bool = False,
 ) -> Head:
     """Return the head in the dtype of autocast; raise unless its tensors fit each other.
 
     Errors put the prefix before the names of the tensors and call the matrix's shape `shape`; it
-    may have more dimensions where the caller says so.
+    may have more dimensions, or be in fp32 beside a half type, where the caller says so.
     """
     names = (f"{prefix}input", f"{prefix or 'linear_'}weight", f"{prefix or 'linear_'}bias")
     for name, tensor in zip(names, (input, weight, bias), strict=True):
@@ -143,10 +156,13 @@ def checked_head(
             checks.floating(name, tensor)
             checks.device(name, tensor, input, names[0])  # type: ignore[arg-type]
     head = Head(*cast_to_autocast(input, weight, bias))  # type: ignore[arg-type]
-    for name, tensor in zip(names, head, strict=True):
-        if tensor is not None and tensor.dtype != head.input.dtype:
+    dtype, is_named = head.input.dtype, names[0]
+    if may_round and head.weight.dtype == torch.float32 and dtype.itemsize == 2:
+        dtype, is_named = torch.float32, names[1]
+    for name, tensor in zip(names[1:], head[1:], strict=True):
+        if tensor is not None and tensor.dtype != dtype:
             raise TypeError(
-                f"{name}: expected the dtype of {names[0]}, {head.input.dtype}, got {tensor.dtype}"
+                f"{name}: expected the dtype of {is_named}, {dtype}, got {tensor.dtype}"
             )
     if weight.ndim < 2 or (weight.ndim > 2 and not more_dimensions):
         raise ValueError(f"{names[1]}: expected shape {shape}, got {list(weight.shape)}")
@@ -305,7 +321,7 @@ def accumulate_hidden(
     The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
     holds all classes; otherwise the result is empty.
     """
-    M, C, target = len(head.input), len(head.weight), target.contiguous()
+    M, C, target, head = len(head.input), len(head.weight), target.contiguous(), head.rounded
     tokens = M if save_logits else min(M, products.block or LOSS_CHUNK_TOKENS)
     buffer = products.buffer(head.input, tokens, min(chunk, C))
     for rows in chunks(M, tokens):

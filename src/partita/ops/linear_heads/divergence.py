@@ -206,6 +206,7 @@ def linear_divergence(
         one_pass,
         products.block,
         products.widens,
+        head.rounds,
     )
     backend, sizes = current_backend(), (*plan[:3], *products)
     if one_pass:
@@ -229,7 +230,7 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
     input, matrix, _ = head
     checks.floating("teacher_input", hidden)
     checks.device("teacher_input", hidden, input, "input")
-    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_", "[C, K]")
+    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_", "[C, K]", may_round=True)
     if len(weight) != len(matrix):
         shorter = "teacher_weight" if len(weight) > len(matrix) else "linear_weight"
         classes = min(len(weight), len(matrix))
@@ -239,7 +240,8 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
         )
     expected = (*input.shape[:-1], weight.shape[1])
     checks.shape("teacher_input", hidden, expected, "the rows of input and K of teacher_weight")
-    return Head(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+    bias = None if bias is None else bias.detach()
+    return Head(hidden.detach(), weight.detach(), bias).rounded
 
 
 def linear_topk_divergence(

@@ -68,7 +68,7 @@ def cast_and_check(
     more_dimensions: bool = False,
 ) -> Head:
     """Return the head in the dtype of autocast; raise unless it fits the target."""
-    head = checked_head(input, weight, bias, more_dimensions=more_dimensions)
+    head = checked_head(input, weight, bias, more_dimensions=more_dimensions, may_round=True)
     if target is not None:
         checks.tensor("target", target)
         checks.device("target", target, input, "input")
@@ -121,7 +121,7 @@ def takes_all_logits(
     input, weight, _ = heads[0]
     if needs_logits(weight, None):
         return True
-    if products != USUAL or not all(is_plain(*head, target) for head in heads):
+    if products != USUAL or heads[0].rounds or not all(is_plain(*head, target) for head in heads):
         return False
     tokens = len(heads) * input.shape[:-1].numel()  # which would fix a size that is traced
     return is_small(tokens, len(weight), input.dtype, memory_budget)

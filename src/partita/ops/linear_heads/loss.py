@@ -128,7 +128,7 @@ def _loss(call: LossCall) -> Tensor:
     """Compute the loss of a plain eager call."""
     input, matrix, _ = call.head
     sizes = input.shape[0], matrix.shape[0], input.dtype
-    if call.products == USUAL and is_small(*sizes, call.memory_budget):
+    if call.products == USUAL and not call.head.rounds and is_small(*sizes, call.memory_budget):
         loss = _composed_cross_entropy(call.head, call.target, call.weight, call.options)
         return loss if call.denominator is None else loss / call.denominator
     return _planned_loss(call)

@@ -92,6 +92,7 @@ def linear_cross_entropy_plan(
     parallel: bool = False,
     batch_invariant: bool = False,
     logits_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
@@ -128,6 +129,8 @@ def linear_cross_entropy_plan(
             of the budget (2 GiB without one).
         logits_dtype: as in `linear_cross_entropy`. Logits in fp32 take twice the memory of those of
             a half type, so the numbers of bytes above are doubled.
+        weight_dtype: the dtype of the matrix, if that is another one. The workspace then has a copy
+            of the matrix in `dtype`.
 
     Returns:
         `MemoryPlan(name, chunk, workspace_bytes, flops, reason)`.
@@ -158,13 +161,11 @@ def linear_cross_entropy_plan(
     check_budget(memory_budget)
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
-    widens = widens_logits(logits_dtype, dtype, "dtype")
+    widens, rounds = widens_logits(logits_dtype, dtype, "dtype"), weight_dtype not in (None, dtype)
     if batch_invariant:
-        wanted = (input_grad, weight_grad)
-        return _invariant_plan(
-            tokens, hidden, vocabulary, dtype, memory_budget, *wanted, reduced, widens
-        )
-    packs = reduced and not parallel and not widens and packing_wanted()
+        options = (memory_budget, input_grad, weight_grad, reduced, widens, rounds)
+        return _invariant_plan(tokens, hidden, vocabulary, dtype, *options)
+    packs = reduced and not (parallel or widens or rounds) and packing_wanted()
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
     logit_size = 2 * itemsize if widens else itemsize
@@ -173,7 +174,7 @@ def linear_cross_entropy_plan(
     row_bytes = max(padded_width(vocabulary) * logit_size, 1)
     # Programs that share a row exchange one byte for every 512 classes.
     token_bytes = ROW_WORDS * 4 + vocabulary // 512
-    fixed_bytes = token_bytes * tokens
+    fixed_bytes = token_bytes * tokens + rounds * hidden * vocabulary * itemsize
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
         name, chunk_tokens = "loss", smaller(tokens, LOSS_CHUNK_TOKENS)
@@ -194,11 +195,13 @@ def linear_cross_entropy_plan(
         all_at_once = tokens * row_bytes + spare_bytes + fixed_bytes + exchanged_bytes
         # The matrix's gradient is added up in fp32. It is rounded into its result, which is half as
         # large, when the logits are no longer needed.
-        dweight_bytes = hidden * vocabulary * 2 if weight_grad and half_type else 0
+        has_sum = weight_grad and half_type and not rounds
+        dweight_bytes = hidden * vocabulary * 2 if has_sum else 0
         takes_chunks = reduced and not parallel and dtype != torch.float16
         budget = memory_budget
         if budget is None:
             budget = DEFAULT_BUDGET * size_ratio + tokens * packed_bytes
+            budget += rounds * hidden * vocabulary * itemsize
         room = budget - dweight_bytes - fixed_bytes - spare_bytes
         if memory_budget is None and takes_chunks:
             chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio // logits_bytes
@@ -252,6 +255,7 @@ def _invariant_plan(
     weight_grad: bool,
     reduced: bool,
     widens: bool,
+    rounds: bool,
 ) -> MemoryPlan:
     """Return the plan of a batch-invariant call.
 
@@ -264,13 +268,15 @@ def _invariant_plan(
     chunk = block_classes(vocabulary, itemsize * size_ratio, memory_budget, size_ratio)
     row_bytes = padded_width(chunk) * itemsize * size_ratio
     fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens + spare_rows(widens) * row_bytes
+    fixed_bytes += rounds * hidden * vocabulary * itemsize
     if weight_grad and not input_grad:
         fixed_bytes += tokens * hidden * itemsize
     if input_grad and is_half and chunk < vocabulary:
         fixed_bytes += tokens * hidden * 4
     # As in the other plans, the matrix's gradient is rounded in the memory of the logits.
-    dweight_bytes = hidden * vocabulary * 2 if weight_grad and is_half else 0
+    dweight_bytes = hidden * vocabulary * 2 if weight_grad and is_half and not rounds else 0
     budget = DEFAULT_BUDGET * size_ratio if memory_budget is None else memory_budget
+    budget += rounds * hidden * vocabulary * itemsize if memory_budget is None else 0
     flops = 2 * tokens * hidden * vocabulary * (1 + input_grad + weight_grad)
     block_bytes = max(BLOCK_TOKENS * row_bytes, dweight_bytes)
     name, some, reason = "loss", chunk, BLOCKS_OF_TOKENS
@@ -402,24 +408,28 @@ def divergence_plan(
     one_pass: bool,
     block: int = 0,
     widens: bool = False,
+    rounds: bool = False,
 ) -> DivergencePlan:
     """Return the chunks of a batch; raise ValueError for too small a budget.
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
     computed in the forward pass, and `block` how many tokens each product has in the
     batch-invariant mode. Chunks then have all classes, and some blocks of tokens. `widens` says
-    whether logits are in fp32.
+    whether logits are in fp32, and `rounds` whether the student's matrix is copied.
     """
     itemsize, usual_size = 0, dtype.itemsize + teacher_dtype.itemsize
     for each in (dtype, teacher_dtype):
         itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
-    fixed_bytes = ROW_WORDS * 4 * tokens + spare_rows(widens) * row_bytes
+    copy_bytes = rounds * hidden * vocabulary * dtype.itemsize
+    fixed_bytes = ROW_WORDS * 4 * tokens + spare_rows(widens) * row_bytes + copy_bytes
     has_gradient = input_grad or weight_grad
     if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0
         fixed_bytes += tokens * hidden * dtype.itemsize
     default = DIVERGENCE_BUDGET if has_gradient else DIVERGENCE_LOSS_BUDGET
-    budget = default * itemsize // usual_size if memory_budget is None else memory_budget
+    budget = memory_budget
+    if budget is None:
+        budget = default * itemsize // usual_size + copy_bytes
     all_bytes = tokens * row_bytes + fixed_bytes
     saved = 0 if one_pass or not has_gradient else vocabulary
     at_once = DivergencePlan(larger(tokens, 1), saved, vocabulary if saved else 0, all_bytes)
@@ -427,7 +437,7 @@ def divergence_plan(
     if decide(fits, otherwise=False):
         return at_once
     half_type = dtype.itemsize == 2
-    dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
+    dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type and not rounds else 0
     if block:
         rows = block
         if one_pass or not has_gradient:

@@ -225,7 +225,8 @@ def composed_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, products: Products
 ) -> Tensor:
     """Return `torch.nn.functional.linear`, from any tensors that PyTorch can transform."""
-    rows, classes = input.shape[:-1].numel(), len(weight)
+    rows, classes, weight = input.shape[:-1].numel(), len(weight), weight.to(input.dtype)
+    bias = None if bias is None else bias.to(input.dtype)
     linear = _wide_linear if products.widens else F.linear
     if not products.block or not rows:
         return linear(input, weight, bias)
