@@ -9,6 +9,8 @@ from helpers.rows import INTERPRETING
 from torch import Tensor
 
 import partita
+from partita.ops.linear_heads import api, common, divergence, logprobs, loss, products
+from partita.testing import poisoned_memory
 from partita.testing.samples import CALLS, Draw, Sample, heads
 
 KERNELS = "triton" if INTERPRETING else "auto"
@@ -96,6 +98,85 @@ def test_more_tokens_than_a_block() -> None:
         )
         assert torch.equal(again, loss)
         assert torch.equal(torch.autograd.grad(again.sum(), hidden)[0], gradient)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_of_tokens_that_fill_no_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU pads no tokens, only the products of the last block, in memory that may hold NaN."""
+    for module in (api, common, divergence, logprobs, loss):
+        monkeypatch.setattr(module, "in_blocks", lambda rows, *_: rows)
+    call = CALLS[name]
+    options = [option for option in call.options if "probabilities" not in option]
+    with partita.batch_invariant(), poisoned_memory():
+        for dtype in (torch.float32, torch.bfloat16):
+            for option in ("", *options):
+                sample = call.sample(Draw(dtype), option)
+                if "memory_budget" in sample.inputs:
+                    sample.inputs["memory_budget"] = 5 * 2**20
+                errors = sample.errors()
+                assert max(errors.values()) <= 1, f"{sample}: {errors}"
+
+
+@pytest.mark.parametrize("rows", [1, 1023, 1024, 1025, 3000])
+@pytest.mark.parametrize("adds", [False, True])
+def test_blocks_of_a_product(rows: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product has the rows of one block, unless more are known to give the same bits."""
+    a, b = Draw(torch.float64).scores(rows, 16).detach(), Draw(torch.float64).matrix(8, 16).detach()
+    seen, multiply = [], products.multiply
+
+    def note(a: Tensor, *rest: object, **options: object) -> None:
+        seen.append(len(a))
+        multiply(a, *rest, **options)
+
+    monkeypatch.setattr(products, "multiply", note)
+    for is_proven in (False, True):
+        monkeypatch.setattr(products, "_is_proven", lambda *_, known=is_proven: known)
+        for room in (rows, rows + -rows % 1024):
+            seen.clear()
+            out = torch.ones(room, 8, dtype=torch.float64)
+            products.multiply_blocks(a, b.T, out, products.Products(1024), adds=adds)
+            torch.testing.assert_close(out[:rows], a @ b.T + adds)
+            full = rows // 1024
+            blocks = [1024 * full] * (full > 0) if is_proven else [1024] * full
+            assert seen == blocks + [1024] * (rows % 1024 > 0)
+
+
+def test_the_comparison_of_a_product_with_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made on random numbers, and finds a product whose bits depend on its rows."""
+    a, b, out = torch.zeros(2048, 16), torch.zeros(16, 8), torch.zeros(2048, 8)
+
+    def alike(adds: bool) -> bool:
+        return products.blocks_are_alike(2048, a, b, out, None, adds)
+
+    def by_rows(a: Tensor, b: Tensor, out: Tensor, *_: object) -> None:
+        out.copy_((a.double() @ b.double()) * (1 + 1e-6 * (len(a) > 1024)))
+
+    def by_row(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> None:
+        out.copy_((a[:, :, None] * b).sum(1) + (out if adds else 0))
+
+    state = torch.get_rng_state()
+    monkeypatch.setattr(products, "multiply", by_rows)
+    assert not alike(False)
+    monkeypatch.setattr(products, "multiply", by_row)
+    assert alike(False) and alike(True)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_gradient_of_the_matrix_takes_whole_chunks() -> None:
+    """Without room for all logits, chunks of tokens have the memory of the rounded gradient."""
+    in_mode = products.Products(1024)
+    for hidden, budget, tokens in ((512, 2_900_000, 1024), (4096, 6_500_000, 4096)):
+        states, matrix = (
+            torch.zeros(rows, hidden, dtype=torch.bfloat16, requires_grad=True)
+            for rows in (9000, 320)
+        )
+        head = common.Head(states, matrix, None)
+        lean = head.plan(budget, False, in_mode)
+        assert lean[:2] == ("lean", 320)
+        assert head.chunks_of_blocks(lean, in_mode).block == tokens
+        fast = head.plan(None, False, in_mode)
+        assert fast.name == "fast" and head.chunks_of_blocks(fast, in_mode).block == 9216
+        assert head.chunks_of_blocks(lean, products.USUAL) == products.USUAL
 
 
 def test_the_backward_pass_has_the_mode_of_the_forward_pass() -> None:

@@ -158,6 +158,7 @@ def linear_token_stats(
     options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
     plan = head.plan(memory_budget, False, products)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))
+    products = head.chunks_of_blocks(plan, products)
     call = (*head, labels, None, *options, chunk, *products, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)

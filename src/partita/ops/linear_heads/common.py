@@ -21,7 +21,13 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions, logsumexp_term
-from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, linear_cross_entropy_plan
+from .plan import (
+    BLOCK_TOKENS,
+    LOSS_CHUNK_TOKENS,
+    MemoryPlan,
+    linear_cross_entropy_plan,
+    padded_width,
+)
 from .products import (
     USUAL,
     Products,
@@ -104,6 +110,24 @@ class Head(NamedTuple):
             logits_dtype=torch.float32 if products.widens else None,
             weight_dtype=self.weight.dtype,
         )
+
+    def chunks_of_blocks(self, plan: MemoryPlan, products: Products) -> Products:
+        """Return the products of a plan, in the batch-invariant mode with the tokens of a chunk.
+
+        The gradient of the matrix takes one product for each chunk. Where it is added up in fp32,
+        it is rounded at last in memory that chunks have until then, as many blocks as fit.
+        """
+        if not products.block or plan.name == "loss":
+            return products
+        tokens = plan.chunk
+        if plan.name == "lean":
+            dtype = self.input.dtype
+            size = acc_dtype(dtype).itemsize if products.widens else dtype.itemsize
+            has_sum = self.wanted.weight_grad and not self.rounds and dtype.itemsize == 2
+            room = len(self.weight) * self.weight.shape[1] * 2 if has_sum else 0
+            blocks = room // (BLOCK_TOKENS * padded_width(plan.chunk) * size)
+            tokens = max(blocks, 1) * BLOCK_TOKENS
+        return Products(tokens, products.widens)
 
     def part(self, tokens: slice, classes: slice) -> Head:
         """Return the head of some tokens and some classes."""

@@ -16,7 +16,7 @@ from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
 from .common import chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
-from .plan import check_budget, padded_width
+from .plan import BLOCK_TOKENS, check_budget, padded_width
 from .products import Products, in_blocks, products_of_call
 from .reference import KERNELS
 
@@ -180,6 +180,7 @@ def linear_logprobs_of(
     head, flat = head.flat.aligned(products), in_blocks(flat, products)
     plan = head.plan(memory_budget, False, products)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))
+    products = head.chunks_of_blocks(plan, products)
     call = (*head, flat, *numbers, needs_rest, chunk, *products, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
     return found[: rows.numel()].reshape(*rows, found.shape[-1])
@@ -236,12 +237,14 @@ def linear_topk_logprobs(
         return topk_of(all_logits(*head, products), k, *numbers)
     head, chunk, save_logits = head.flat.aligned(products), classes, False
     if any(head.wanted):
-        chunk, save_logits = chunk_and_save(head.plan(memory_budget, False, products), classes)
+        plan = head.plan(memory_budget, False, products)
+        chunk, save_logits = chunk_and_save(plan, classes)
+        products = head.chunks_of_blocks(plan, products)
     row_bytes = padded_width(classes) * head.input.element_size()
     room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget // (1 + products.widens)
     at_once = max(1, room // row_bytes)
     if products.block:
-        at_once = max(1, at_once // products.block) * products.block
+        at_once = max(1, at_once // BLOCK_TOKENS) * BLOCK_TOKENS
     call = (*head, k, *numbers, at_once, *products, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
     return TopK(*(field[: rows.numel()].reshape(*rows, *field.shape[1:]) for field in found))

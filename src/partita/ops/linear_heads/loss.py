@@ -155,6 +155,7 @@ def _planned_loss(call: LossCall) -> Tensor:
             return result
     classes = len(head.weight)
     chunk, save_logits = chunk_and_save(plan, classes)
+    products = head.chunks_of_blocks(plan, products)
     needs_smoothing, needs_entropy = options.label_smoothing > 0, False
     needs = (options.softcap, options.ignore_index, needs_smoothing, needs_entropy)
     numbers = (1.0, *needs, chunk, *products, save_logits, backend)

@@ -38,7 +38,7 @@ ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start 
 # the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
 BLOCK_TOKENS = 1024
 # Rows of gradients that have memory before the fp32 logits; see `Products.gradient_parts`.
-SPARE_ROWS = 8
+SPARE_ROWS = 2
 
 DIVERGENCE_BUDGET = 2**32  # bytes of workspace of a divergence if no budget is given
 DIVERGENCE_LOSS_BUDGET = 2**28  # the same without gradients, for which more is not faster

@@ -37,8 +37,8 @@ class Products(NamedTuple):
     """How the products of a call are computed.
 
     Fields:
-        block: 0, or in the batch-invariant mode the tokens in a chunk that does not keep its
-            logits, a multiple of 1,024.
+        block: 0, or in the batch-invariant mode the tokens in a chunk whose logits are not kept,
+            a multiple of 1,024.
         widens: whether logits of half types are fp32, as the product adds them up.
     """
 
