@@ -49,10 +49,11 @@ def linear_cross_entropy(
     Args:
         input: hidden states `[..., H]`, floating dtype; `[N, H]` or `[H]` with target
             probabilities, `[N, H]` with matrices of more dimensions.
-        linear_weight: `[C, H]` in the same dtype, or `[C, d1, ..., dK, H]`.
+        linear_weight: `[C, H]` or `[C, d1, ..., dK, H]` in the same dtype; or in fp32 beside a half
+            type. The products then take a rounded copy, and its gradient is not rounded.
         target: labels `[...]` (`[N, d1, ..., dK]`), any integer dtype; or probabilities
             `[..., C]` (`[N, C, d1, ..., dK]`).
-        linear_bias: `[C]` or `[C, d1, ..., dK]`.
+        linear_bias: `[C]` or `[C, d1, ..., dK]` in the dtype of the matrix.
         weight: `[C]`, one factor for each class.
         reduction: `none` (the shape of the labels), `mean` (over the class weights of the tokens
             that are not ignored) or `sum`.
@@ -113,8 +114,8 @@ def linear_token_stats(
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
-        linear_bias: `[C]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
+        linear_bias: `[C]` in the dtype of the matrix.
         target: labels `[...]`, any integer dtype; None for the arg-max, as in `token_stats`.
         temperature, softcap, ignore_index: as in `token_stats`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.

@@ -146,11 +146,11 @@ def linear_divergence(
 
     Args:
         input: the student's hidden states `[..., H]`, floating dtype.
-        linear_weight: the student's matrix `[C, H]` in the same dtype.
+        linear_weight: the student's matrix `[C, H]` in the same dtype, or in fp32.
         teacher_input: the teacher's hidden states `[..., K]`; K may differ from H. They get no
             gradient, like all that is the teacher's.
-        teacher_weight: the teacher's matrix `[C, K]` in the dtype of `teacher_input`.
-        linear_bias, teacher_bias: `[C]`.
+        teacher_weight: the teacher's matrix `[C, K]` in the dtype of `teacher_input`, or in fp32.
+        linear_bias, teacher_bias: `[C]` in the dtype of the matrix.
         beta, temperature, softcap, mask, reduction: as in `divergence`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 4 GiB, or
             256 MiB without a gradient.
@@ -265,9 +265,9 @@ def linear_topk_divergence(
 
     Args:
         input: the student's hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
         teacher: a `TopK`, as in `topk_divergence`.
-        linear_bias: `[C]` in the same dtype.
+        linear_bias: `[C]` in the dtype of the matrix.
         beta, temperature, softcap, mask, reduction: as in `topk_divergence`.
         memory_budget: bytes of workspace, as in `linear_logprobs`.
         logits_dtype: as in `linear_cross_entropy`.

@@ -126,9 +126,9 @@ def linear_logprobs(
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
         ids: classes `[..., K]`, any integer dtype. Classes may repeat.
-        linear_bias: `[C]` in the same dtype.
+        linear_bias: `[C]` in the dtype of the matrix.
         temperature, softcap: as in `logprobs`.
         ignore_index: such ids have log-probability and gradient zero.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
@@ -204,9 +204,9 @@ def linear_topk_logprobs(
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
         k: how many classes of each row, from 1 to C.
-        linear_bias: `[C]` in the same dtype.
+        linear_bias: `[C]` in the dtype of the matrix.
         temperature, softcap: as in `topk_logprobs`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
             2 GiB with a gradient. The logits of one token are there in any case.
