@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partita
-from partita.ops.linear_heads.plan import SPARE_ROWS, MemoryPlan, spare_rows
-from partita.ops.linear_heads.products import Products
+from partita.ops.linear_heads.plan import SPARE_ROWS, MemoryPlan, Products, spare_rows
 from partita.testing import poisoned_memory
 
 TOKENS, CLASSES, HIDDEN = 2600, 299, 48

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import partita
 from partita.ops.linear_heads import api, common, divergence, logprobs, loss, products
+from partita.ops.linear_heads.plan import USUAL, Products
 from partita.testing import poisoned_memory
 from partita.testing.samples import CALLS, Draw, Sample, heads
 
@@ -134,7 +135,7 @@ def test_blocks_of_a_product(rows: int, adds: bool, monkeypatch: pytest.MonkeyPa
         for room in (rows, rows + -rows % 1024):
             seen.clear()
             out = torch.ones(room, 8, dtype=torch.float64)
-            products.multiply_blocks(a, b.T, out, products.Products(1024), adds=adds)
+            products.multiply_blocks(a, b.T, out, Products(1024), adds=adds)
             torch.testing.assert_close(out[:rows], a @ b.T + adds)
             full = rows // 1024
             blocks = [1024 * full] * (full > 0) if is_proven else [1024] * full
@@ -164,7 +165,7 @@ def test_the_comparison_of_a_product_with_its_blocks(monkeypatch: pytest.MonkeyP
 
 def test_the_gradient_of_the_matrix_takes_whole_chunks() -> None:
     """Without room for all logits, chunks of tokens have the memory of the rounded gradient."""
-    in_mode = products.Products(1024)
+    in_mode = Products(1024)
     for hidden, budget, tokens in ((512, 2_900_000, 1024), (4096, 6_500_000, 4096)):
         states, matrix = (
             torch.zeros(rows, hidden, dtype=torch.bfloat16, requires_grad=True)
@@ -176,7 +177,7 @@ def test_the_gradient_of_the_matrix_takes_whole_chunks() -> None:
         assert head.chunks_of_blocks(lean, in_mode).block == tokens
         fast = head.plan(None, False, in_mode)
         assert fast.name == "fast" and head.chunks_of_blocks(fast, in_mode).block == 9216
-        assert head.chunks_of_blocks(lean, products.USUAL) == products.USUAL
+        assert head.chunks_of_blocks(lean, USUAL) == USUAL
 
 
 def test_the_backward_pass_has_the_mode_of_the_forward_pass() -> None:

@@ -31,7 +31,8 @@ from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from .chunked import empty_gradients
 from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
-from .products import USUAL, Products, composed_linear
+from .plan import USUAL, Products
+from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
 
 

@@ -39,8 +39,8 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, padded_width, spare_rows
-from .products import USUAL, Products, multiply, multiply_blocks
+from .plan import CPU_CHUNK_TOKENS, USUAL, Products, padded_width, spare_rows
+from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
 Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher

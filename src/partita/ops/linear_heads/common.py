@@ -24,18 +24,13 @@ from ..cross_entropy.common import LossOptions, logsumexp_term
 from .plan import (
     BLOCK_TOKENS,
     LOSS_CHUNK_TOKENS,
+    USUAL,
     MemoryPlan,
+    Products,
     linear_cross_entropy_plan,
     padded_width,
 )
-from .products import (
-    USUAL,
-    Products,
-    aligned_columns,
-    aligned_rows,
-    in_blocks,
-    multiply_blocks,
-)
+from .products import aligned_columns, aligned_rows, in_blocks, multiply_blocks
 
 
 class Wanted(NamedTuple):

@@ -33,8 +33,8 @@ from .chunked import empty_gradients
 from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
-from .plan import check_budget, divergence_plan
-from .products import USUAL, Products, composed_linear, in_blocks, products_of_call
+from .plan import USUAL, Products, check_budget, divergence_plan
+from .products import composed_linear, in_blocks, products_of_call
 from .reference import KERNELS
 
 

@@ -13,8 +13,7 @@ from ...runtime.checks import FLOATING
 from ...runtime.register import PLAIN
 from .autograd import rows_linear
 from .common import Head, checked_head
-from .plan import is_small
-from .products import USUAL, Products
+from .plan import USUAL, Products, is_small
 
 
 def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:

@@ -16,8 +16,8 @@ from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
 from .common import chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
-from .plan import BLOCK_TOKENS, check_budget, padded_width
-from .products import Products, in_blocks, products_of_call
+from .plan import BLOCK_TOKENS, Products, check_budget, padded_width
+from .products import in_blocks, products_of_call
 from .reference import KERNELS
 
 DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given

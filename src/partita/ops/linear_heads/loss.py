@@ -26,8 +26,8 @@ from .inputs import (
     needs_logits,
 )
 from .packing import packs_rows
-from .plan import check_budget, is_small
-from .products import USUAL, Products, in_blocks, products_of_call
+from .plan import USUAL, Products, check_budget, is_small
+from .products import in_blocks, products_of_call
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
 

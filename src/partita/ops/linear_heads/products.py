@@ -8,7 +8,7 @@ blocks, which is found out once for each size and never changes a result.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,73 +23,12 @@ from ...runtime.register import PLAIN
 from .plan import (
     BLOCK_TOKENS,
     ROW_ALIGNMENT,
-    SPARE_ROWS,
-    padded_width,
-    spare_rows,
+    Products,
     widens_logits,
 )
 
 _proofs: BoundedCache[tuple[Any, ...], bool] = BoundedCache(256)
 register_cache("linear_heads.products.proofs", _proofs.clear)
-
-
-class Products(NamedTuple):
-    """How the products of a call are computed.
-
-    Fields:
-        block: 0, or in the batch-invariant mode the tokens in a chunk whose logits are not kept,
-            a multiple of 1,024.
-        widens: whether logits of half types are fp32, as the product adds them up.
-    """
-
-    block: int = 0
-    widens: bool = False
-
-    def rows(self, tokens: int) -> int:
-        """Return the rows of memory for the logits of tokens, which whole blocks fill."""
-        return tokens + -tokens % BLOCK_TOKENS if self.block else tokens
-
-    def buffer(self, input: Tensor, tokens: int, classes: int) -> Tensor:
-        """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
-        rows, dtype = self.rows(tokens), input.dtype
-        if self.widens:
-            rows, dtype = rows + spare_rows(True), acc_dtype(dtype)
-        return input.new_empty(rows * padded_width(classes), dtype=dtype)
-
-    def logits_in(self, buffer: Tensor, tokens: int, classes: int) -> Tensor:
-        """Return the view of a buffer that takes logits, with the padding of tokens and classes."""
-        width = padded_width(classes)
-        memory, rows = buffer[spare_rows(self.widens) * width :], self.rows(tokens)
-        return memory[: rows * width].view(rows, width)
-
-    def gradient_in(self, buffer: Tensor, dtype: torch.dtype, tokens: int, classes: int) -> Tensor:
-        """Return the view of a buffer that takes the gradient of its logits, with its padding.
-
-        A gradient of another dtype starts before the logits; see `gradient_parts`.
-        """
-        if buffer.dtype == dtype:
-            return self.logits_in(buffer, tokens, classes)
-        width, rows = padded_width(classes), self.rows(tokens)
-        return buffer.view(dtype)[: rows * width].view(rows, width)
-
-    def gradient_parts(self, tokens: int) -> list[slice]:
-        """Return the tokens whose gradients are written together over their logits, in order.
-
-        A gradient that is as large as the logits takes their place. One of half their size takes
-        the place of logits that were read before, so that each part has twice the rows of all
-        before it.
-        """
-        if not self.widens:
-            return [slice(0, tokens)]
-        parts, first = [], 0
-        while first < tokens:
-            stop = min(SPARE_ROWS + 2 * first, tokens)
-            parts.append(slice(first, stop))
-            first = stop
-        return parts
-
-
-USUAL = Products()
 
 
 def products_of_call(input: Tensor, logits_dtype: torch.dtype | None) -> Products:

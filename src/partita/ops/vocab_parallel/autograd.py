@@ -25,7 +25,7 @@ from ..linear_heads.common import (
     counted_states,
     empty_statistics,
 )
-from ..linear_heads.products import Products
+from ..linear_heads.plan import Products
 from . import reference
 from .common import packed_size
 from .shard import (

@@ -18,7 +18,7 @@ from ..linear_heads.common import (
     RowState,
     accumulate_hidden,
 )
-from ..linear_heads.products import Products
+from ..linear_heads.plan import Products
 
 
 def packed_size(needs_smoothing: bool, needs_entropy: bool) -> int:
