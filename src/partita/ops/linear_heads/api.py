@@ -18,7 +18,7 @@ from .common import Head, RowOptions, RowStatistics, chunk_and_save
 from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
 from .loss import linear_loss
 from .plan import check_budget
-from .products import in_blocks, products_of_call
+from .products import in_blocks, products_of_call, without_padding
 
 
 def linear_cross_entropy(
@@ -163,4 +163,4 @@ def linear_token_stats(
     call = (*head, labels, None, *options, chunk, *products, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
-    return TokenStats(*(field[: rows.numel()].reshape(rows) for field in fields))
+    return TokenStats(*(without_padding(field, rows, products) for field in fields))

@@ -34,7 +34,7 @@ from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .plan import USUAL, Products, check_budget, divergence_plan
-from .products import composed_linear, in_blocks, products_of_call
+from .products import composed_linear, in_blocks, products_of_call, without_padding
 from .reference import KERNELS
 
 
@@ -219,7 +219,7 @@ def linear_divergence(
     chunk = plan.chunk if any(wanted) else len(head.weight)
     call = (*head, *teacher, *numbers, plan.tokens, *products, save_logits, backend, chunk)
     loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
-    return loss[: shape.numel()].reshape(shape) if reduction == "none" else loss
+    return without_padding(loss, shape, products) if reduction == "none" else loss
 
 
 def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:

@@ -17,7 +17,7 @@ from .chunked import empty_gradients
 from .common import chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
 from .plan import BLOCK_TOKENS, Products, check_budget, padded_width
-from .products import in_blocks, products_of_call
+from .products import in_blocks, products_of_call, without_padding
 from .reference import KERNELS
 
 DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given
@@ -183,7 +183,7 @@ def linear_logprobs_of(
     products = head.chunks_of_blocks(plan, products)
     call = (*head, flat, *numbers, needs_rest, chunk, *products, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
-    return found[: rows.numel()].reshape(*rows, found.shape[-1])
+    return without_padding(found, rows, products)
 
 
 def linear_topk_logprobs(
@@ -247,4 +247,4 @@ def linear_topk_logprobs(
         at_once = max(1, at_once // BLOCK_TOKENS) * BLOCK_TOKENS
     call = (*head, k, *numbers, at_once, *products, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
-    return TopK(*(field[: rows.numel()].reshape(*rows, *field.shape[1:]) for field in found))
+    return TopK(*(without_padding(field, rows, products) for field in found))

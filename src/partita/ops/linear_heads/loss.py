@@ -27,7 +27,7 @@ from .inputs import (
 )
 from .packing import packs_rows
 from .plan import USUAL, Products, check_budget, is_small
-from .products import in_blocks, products_of_call
+from .products import in_blocks, products_of_call, without_padding
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
 
@@ -137,7 +137,7 @@ def _loss(call: LossCall) -> Tensor:
 def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
     head, target, weight, options, memory_budget, denominator, products = call
-    tokens, head = len(target), head.aligned(products)
+    shape, head = target.shape, head.aligned(products)
     target = in_blocks(target, products, options.ignore_index)
     backend, reduction, input = current_backend(), options.reduction, head.input
     plan = head.plan(memory_budget, reduction != "none", products)
@@ -162,7 +162,7 @@ def _planned_loss(call: LossCall) -> Tensor:
     statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
     loss, z = loss_terms(statistics, target, weight, classes, options)
     loss = reduce_losses(loss, z, target, weight, classes, options.ignore_index, reduction)
-    loss = loss[:tokens] if reduction == "none" else loss
+    loss = without_padding(loss, shape, products) if reduction == "none" else loss
     return loss if denominator is None else loss / denominator
 
 

@@ -141,10 +141,17 @@ def in_blocks(rows: Tensor, products: Products, value: float = 0.0) -> Tensor:
 
     PyTorch's functions for the CPU give a row other bits by the number of rows. Kernels do not.
     """
-    missing = -len(rows) % BLOCK_TOKENS
-    if not products.block or rows.device.type != "cpu" or not missing:
+    if not products.block or rows.device.type != "cpu":
         return rows
+    missing = -rows.shape[0] % BLOCK_TOKENS
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing), value=value)
+
+
+def without_padding(rows: Tensor, shape: torch.Size, products: Products) -> Tensor:
+    """Return the result of each token, in the shape of the tokens, from that of whole blocks."""
+    if products.block:  # The number fixes a size that is traced.
+        rows = rows[: shape.numel()]
+    return rows.reshape(*shape, *rows.shape[1:])
 
 
 def aligned_rows(rows: Tensor) -> Tensor:
