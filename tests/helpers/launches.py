@@ -399,7 +399,10 @@ def call_parallel(dtype: torch.dtype) -> None:
     for smoothing, entropy in ((False, False), (True, False), (False, True)):
         words = torch.zeros(2, 4 + 3 * smoothing + 2 * entropy, 3, dtype=acc_dtype)
         options = (4, 0, 0, 1.0, 0.0, -100, smoothing, entropy, "triton")
-        autograd.parallel_fields(words, target, *options)
+        fields = autograd.parallel_fields(words, target, *options)
+        grads = (fields[2] if smoothing else None, fields[3] if entropy else None)
+        numbers = (4, 1.0, -100, "triton")
+        autograd.parallel_coefficients(target, *fields[:2], *grads, None, fields[3], *numbers)
     if dtype == torch.float64:
         return
     from partita.ops.cross_entropy.common import LossOptions

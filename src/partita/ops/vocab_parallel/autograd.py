@@ -50,6 +50,24 @@ def _state_fake(
     return input.new_empty(size, dtype=acc_dtype(input.dtype)), input.new_empty(saved)
 
 
+def _coefficients_fake(
+    target: Tensor,
+    grad_nll: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_smoothing: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> tuple[Tensor, ...]:
+    grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
+    like = next(grad for grad in grads if grad is not None)
+    M = target.shape[0]
+    log_rows, smoothing_rows = (0 if grad is None else M for grad in (grad_entropy, grad_smoothing))
+    return tuple(like.new_empty(size) for size in (M, M, log_rows, smoothing_rows))
+
+
+def _gradient_fake(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
 def _gpu() -> ModuleType:
     from .gpu import launch
 
@@ -64,20 +82,15 @@ parallel_fields = define_op(
         gathered, gathered.shape[2], needs_smoothing, needs_entropy
     ),
 )
-parallel_gradient = define_op(
-    reference.parallel_gradient,
-    lambda logits: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
-    name="parallel_gradient",
-)
+parallel_coefficients = define_op(reference.parallel_coefficients, _coefficients_fake)
+parallel_gradient = define_op(reference.parallel_gradient, _gradient_fake, name="parallel_gradient")
 parallel_entries = define_op(
     reference.parallel_entries,
     lambda logits, ids: logits.new_empty(ids.shape, dtype=acc_dtype(logits.dtype)),
     name="parallel_entries",
 )
 parallel_entries_gradient = define_op(
-    reference.parallel_entries_gradient,
-    lambda logits: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
-    name="parallel_entries_gradient",
+    reference.parallel_entries_gradient, _gradient_fake, name="parallel_entries_gradient"
 )
 
 
@@ -137,16 +150,18 @@ class ParallelRows(torch.autograd.Function):
         if all(grad is None for grad in grads[:4]):  # the same on all ranks
             return (None,) * 11
         shard, options, statistics = ctx.shard, ctx.options, RowStatistics(*outputs)
-        coefficients = reference.gradient_coefficients(
-            options.used(grads),
+        found = parallel_coefficients(
             target,
+            *options.used(grads),
             class_weight,
             statistics.entropy,
             shard.classes,
             options.temperature,
             options.ignore_index,
-            statistics.nll.dtype,
+            ctx.backend,
         )
+        optional = (each if each.numel() else None for each in found[2:])
+        coefficients = GradientCoefficients(*found[:2], *optional)
         if weight is not None:
             results = _hidden_gradients(ctx, saved_logits, coefficients, statistics)
             needed = zip(results, ctx.needs_input_grad[:3], strict=True)

@@ -1,16 +1,17 @@
 """The packed state of a rank's rows, and the functions that the reference and the kernels share.
 
-The functions take the backend's kernels of linear heads as an argument.
+The functions take the `HeadKernels` of the backend as an argument.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...runtime.checks import NOTHING_IGNORED
 from ...runtime.dtypes import acc_dtype
-from ..linear_heads.chunked import HeadKernels
 from ..linear_heads.common import (
     GradientCoefficients,
     Head,
@@ -41,7 +42,7 @@ def pack_state(
     chunk: int,
     save_logits: bool,
     *,
-    kernels: HeadKernels,
+    kernels: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return the packed state of this rank's rows, and the logits of a head if they are saved.
 
@@ -56,7 +57,7 @@ def pack_state(
         first_class: this rank's first class among all classes.
         options: the options of the statistics.
         chunk, save_logits: as in `accumulate_hidden`.
-        kernels: those of the backend.
+        kernels: the `HeadKernels` of the backend.
     """
     M, classes = len(input), input.shape[1] if weight is None else len(weight)
     smoothing, entropy = options.needs_smoothing, options.needs_entropy
@@ -98,7 +99,7 @@ def gradient_of_logits(
     temperature: float,
     softcap: float,
     *,
-    kernels: HeadKernels,
+    kernels: Any,
 ) -> Tensor:
     """Return the gradient of this rank's logits from the coefficients of its rows."""
     result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -115,7 +116,7 @@ def logits_of_ids(
     classes: int,
     softcap: float,
     *,
-    kernels: HeadKernels,
+    kernels: Any,
 ) -> Tensor:
     """Return the soft-capped logits of the ids that are classes of this rank, 0 for others.
 
@@ -140,7 +141,7 @@ def gradient_of_ids(
     temperature: float,
     softcap: float,
     *,
-    kernels: HeadKernels,
+    kernels: Any,
 ) -> Tensor:
     """Return the gradient of this rank's logits from that of the log-probabilities of the ids."""
     grad, ids = grad.contiguous(), ids.contiguous()

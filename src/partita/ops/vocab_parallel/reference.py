@@ -1,7 +1,7 @@
 """Losses over a sharded vocabulary in plain PyTorch.
 
 Each rank computes a packed state of its classes. The ranks gather these states, and each merges
-them into the statistics of its rows.
+them into the statistics of its rows and the coefficients of its gradient.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift
-from ..linear_heads.common import RowOptions, RowState, RowStatistics
-from ..linear_heads.reference import KERNELS, row_statistics
-from ..linear_heads.reference import gradient_coefficients as gradient_coefficients
+from ..linear_heads.common import GradientCoefficients, RowOptions, RowState, RowStatistics
+from ..linear_heads.reference import KERNELS, gradient_coefficients, row_statistics
 from .common import gradient_of_ids, gradient_of_logits, integer_dtype, logits_of_ids, pack_state
 
 parallel_state = functools.partial(pack_state, kernels=KERNELS)
@@ -55,3 +54,36 @@ def parallel_fields(
         argmax = torch.where(maxima == maximum, indices, classes - 1).amin(0)
     state = RowState(maximum, sumexp, labels.amax(0), origin, smoothing_loss, sum_x_exp, argmax)
     return row_statistics(state, target, weight, classes, temperature, options.ignore_index)
+
+
+def parallel_coefficients(
+    target: Tensor,
+    grad_nll: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_smoothing: Tensor | None,
+    grad_entropy: Tensor | None,
+    class_weight: Tensor | None,
+    entropies: Tensor,
+    classes: int,
+    temperature: float,
+    ignore_index: int,
+) -> GradientCoefficients:
+    """Return the `GradientCoefficients`, each None as an empty tensor.
+
+    At least one of the gradients is given. `entropies` is read for that of the entropy.
+    """
+    grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
+    like = next(grad for grad in grads if grad is not None)
+    coefficients = gradient_coefficients(
+        grads,
+        target,
+        class_weight,
+        entropies,
+        classes,
+        temperature,
+        ignore_index,
+        like.dtype,
+    )
+    return GradientCoefficients(
+        *(like.new_empty(0) if tensor is None else tensor for tensor in coefficients)
+    )

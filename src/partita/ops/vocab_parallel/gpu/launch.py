@@ -17,13 +17,14 @@ from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import LossSum, reduce_losses, shares_of_denominators
 from ...cross_entropy.gpu.row_math import OptionalTerms
 from ...linear_heads.common import (
+    GradientCoefficients,
     RowOptions,
     RowStatistics,
     empty_statistics,
 )
 from ...linear_heads.gpu.launch import KERNELS
 from ..common import gradient_of_ids, gradient_of_logits, logits_of_ids, pack_state
-from .merge import parallel_fields_kernel
+from .merge import parallel_coefficients_kernel, parallel_fields_kernel
 from .one_pass import parallel_row_kernel
 from .plan import RankMemory, row_split, slots_per_row
 
@@ -65,6 +66,55 @@ def parallel_fields(
         num_warps=4,
     )
     return results
+
+
+def parallel_coefficients(
+    target: Tensor,
+    grad_nll: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_smoothing: Tensor | None,
+    grad_entropy: Tensor | None,
+    class_weight: Tensor | None,
+    entropies: Tensor,
+    classes: int,
+    temperature: float,
+    ignore_index: int,
+) -> tuple[Tensor, ...]:
+    """Return the coefficients of each row's gradient from the gradients of its statistics."""
+    M = len(target)
+    grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
+    like = next(grad for grad in grads if grad is not None)
+    total_weight = None
+    if class_weight is not None and grad_smoothing is not None:
+        total_weight = class_weight.sum(dtype=like.dtype)
+    dlogits_coef, label_coef = like.new_empty(M), like.new_empty(M)
+    log_coef = like.new_empty(M if grad_entropy is not None else 0)
+    smoothing_coef = like.new_empty(M if grad_smoothing is not None else 0)
+    launch(
+        parallel_coefficients_kernel,
+        cdiv(M, 128),
+        target_ptr=target.contiguous(),
+        grad_nll_ptr=None if grad_nll is None else grad_nll.contiguous(),
+        grad_logsumexp_ptr=None if grad_logsumexp is None else grad_logsumexp.contiguous(),
+        grad_smoothing_ptr=None if grad_smoothing is None else grad_smoothing.contiguous(),
+        grad_entropy_ptr=None if grad_entropy is None else grad_entropy.contiguous(),
+        entropy_ptr=None if grad_entropy is None else entropies,
+        total_weight_ptr=total_weight,
+        coefficients=GradientCoefficients(
+            dlogits_coef,
+            label_coef,
+            None if grad_entropy is None else log_coef,
+            None if grad_smoothing is None else smoothing_coef,
+        ),
+        M=M,
+        V=classes,
+        ignore_index=ignore_index,
+        temperature=temperature,
+        ACC_DTYPE=tl_acc_dtype(like.dtype),
+        BLOCK=128,
+        num_warps=4,
+    )
+    return dlogits_coef, label_coef, log_coef, smoothing_coef
 
 
 def parallel_one_pass(
