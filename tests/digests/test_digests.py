@@ -11,14 +11,16 @@ from torch import Tensor
 
 from partita.__main__ import main
 from partita.cli import digest
+from partita.cli.console import DTYPES
 from partita.testing.samples import CALLS, Call
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_bits_are_the_kept_ones(device: str) -> None:
+def test_the_bits_are_the_kept_ones(device: str, dtype: str) -> None:
     here = torch.empty(0, device=device).device
     machine = digest.machine(here)
     path = path_of(machine)
@@ -26,7 +28,7 @@ def test_the_bits_are_the_kept_ones(device: str) -> None:
         pytest.skip(f"no digests are kept of {machine}: {COMMAND}")
     kept = digest.read(path)[1]
     # The tests of a GPU change settings of this process, so fresh ones compute.
-    found = computed(here, 1 if device == "cpu" else min(8, os.cpu_count() or 1))
+    found = computed(here, 1 if device == "cpu" else min(4, os.cpu_count() or 1), [dtype])
     assert found.keys() & kept.keys(), "the samples have other names"
     changed = "\n".join(digest.changes(found, kept))
     assert not changed, f"{changed}\nIf these bits are meant to be others: {COMMAND}"

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -20,14 +21,16 @@ COMMAND = 'make digests REASON="why the bits are others"'
 
 def path_of(machine: str) -> Path:
     """Return the file of a machine, as `digest.machine` describes it."""
-    return FOLDER / (re.sub(r"[^a-z0-9.+]+", "-", machine.lower()) + ".txt")
+    return FOLDER / (re.sub(r"[^a-z0-9.]+", "-", machine.lower()) + ".txt")
 
 
-def computed(device: torch.device, jobs: int) -> dict[str, str]:
-    """Return the digests of a device, computed in several fresh processes."""
+def computed(
+    device: torch.device, jobs: int, dtypes: Iterable[str] = tuple(DTYPES)
+) -> dict[str, str]:
+    """Return the digests of a device, computed in fresh processes, `jobs` at a time."""
     found: dict[str, str] = {}
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        tasks = [(name, device, dtype) for name, dtype in product(CALLS, DTYPES)]
+        tasks = [(name, device, dtype) for name, dtype in product(CALLS, dtypes)]
         for part in pool.map(digest.digests_of, *zip(*tasks, strict=True)):
             found |= part
     return found
