@@ -66,6 +66,10 @@ def _coefficients_fake(
     return tuple(like.new_empty(size) for size in (M, M, log_rows, smoothing_rows))
 
 
+def _gradient_fake(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
 def _gpu() -> ModuleType:
     from .gpu import launch
 
@@ -81,10 +85,14 @@ parallel_fields = define_op(
     ),
 )
 parallel_coefficients = define_op(reference.parallel_coefficients, _coefficients_fake)
-parallel_gradient = define_op(
-    reference.parallel_gradient,
-    lambda logits: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
-    name="parallel_gradient",
+parallel_gradient = define_op(reference.parallel_gradient, _gradient_fake, name="parallel_gradient")
+parallel_entries = define_op(
+    reference.parallel_entries,
+    lambda logits, ids: logits.new_empty(ids.shape, dtype=acc_dtype(logits.dtype)),
+    name="parallel_entries",
+)
+parallel_entries_gradient = define_op(
+    reference.parallel_entries_gradient, _gradient_fake, name="parallel_entries_gradient"
 )
 
 

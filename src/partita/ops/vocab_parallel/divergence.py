@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, softcap_slope, softcapped
+from ...primitives.rows import finite_shift
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
@@ -30,7 +30,8 @@ from ..logprobs.common import check_ids
 from .autograd import (
     matmul_in_acc_dtype,
     merged_statistics,
-    parallel_gradient,
+    parallel_entries,
+    parallel_entries_gradient,
     parallel_state,
 )
 from .local_losses import contiguous_classes
@@ -133,9 +134,7 @@ class ParallelLogprobs(torch.autograd.Function):
         of_rows = (no_label, None, shard.first_class, *options, 0, False, False, backend)
         state, _ = parallel_state(logits, None, None, *of_rows)
         rows = merged_statistics(state, no_label, shard, options, backend)
-        is_local, columns = _local_columns(ids, shard)
-        entries = _entries(logits, columns, softcap)
-        local = torch.where(is_local, entries, 0.0)
+        local = parallel_entries(logits, ids, shard.first_class, shard.classes, softcap, backend)
         # One rank has the logit of an id, so the sum of the others is exactly 0.
         entries = wait_for(sum_over_ranks(local, shard))
         relative = (entries - finite_shift(rows.maximum)[:, None]) / temperature
@@ -152,46 +151,9 @@ class ParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        grad, (logits, ids, entries, maximum, sumexp) = grads[0], ctx.saved_tensors
-        temperature, softcap = ctx.numbers
-        is_class = (ids >= 0) & (ids < ctx.shard.classes)
-        total = torch.where(is_class, grad, torch.nan).sum(1)
-        no_label = ids.new_full((len(ids),), NO_LABEL)
-        coefficients = (-total / temperature, torch.zeros_like(total), None, None)
-        statistics = (no_label, None, maximum, sumexp, temperature, softcap, ctx.backend)
-        dlogits = parallel_gradient(*coefficients, logits, *statistics)
-        if not (logits.shape[1] and ids.shape[1]):
-            return dlogits, None, None, None, None, None
-        # Ids of the same class write the same number, which has the gradients of all of them.
-        on_class = ((ids[:, :, None] == ids[:, None]) * grad[:, None]).sum(2)
-        p = ((entries - finite_shift(maximum)[:, None]) / temperature).exp() / sumexp[:, None]
-        # A row without a gradient has the gradient 0, whatever its logits are.
-        on_row = total[:, None]
-        values = (on_class - torch.where(on_row == 0, 0, p * on_row)) / temperature
-        is_local, columns = _local_columns(ids, ctx.shard)
-        if softcap:
-            slope = softcap_slope(logits.gather(1, columns), softcap)
-            values = torch.where(values == 0, 0, values * slope)
-        # The ids of other ranks write what the first column gets anyway.
-        is_first = is_local & (columns == 0)
-        chosen = torch.where(is_first, values, 0.0).gather(1, is_first.int().argmax(1, True))
-        first = torch.where(is_first.any(1, keepdim=True), chosen, dlogits[:, :1].to(values.dtype))
-        dlogits.scatter_(1, columns, torch.where(is_local, values, first).to(dlogits.dtype))
-        return dlogits, None, None, None, None, None
-
-
-def _local_columns(ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Return which ids are classes of this rank, and their columns, 0 for the others."""
-    columns = ids - shard.first_class
-    is_local = (columns >= 0) & (columns < shard.sizes[shard.rank])
-    return is_local, torch.where(is_local, columns, 0)
-
-
-def _entries(logits: Tensor, columns: Tensor, softcap: float) -> Tensor:
-    """Return the soft-capped logits of the columns, 0 for a rank without classes."""
-    if not logits.shape[1]:
-        return torch.zeros(columns.shape, dtype=acc_dtype(logits.dtype), device=logits.device)
-    return softcapped(logits.gather(1, columns), softcap)
+        place = (ctx.shard.first_class, ctx.shard.classes)
+        of_ids = (grads[0], *ctx.saved_tensors, *place, *ctx.numbers, ctx.backend)
+        return parallel_entries_gradient(*of_ids), None, None, None, None, None
 
 
 class LocalLinear(torch.autograd.Function):
