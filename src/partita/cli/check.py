@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from ..ops.cross_entropy.api import cross_entropy
 from ..runtime.backend import current_backend, resolve
 from ..testing import sample_labels
 from ..testing.samples import CALLS, Call, Draw, Sample
+from . import digest
 from .console import DTYPES, Progress, Table, UsageError, device_named, first_line, print_table
 from .info import BACKEND_NAMES, no_gpu
 
@@ -21,12 +23,17 @@ CPU and on the current GPU. Where a function has a counterpart in plain PyTorch,
 ulp of the result's dtype beside its bound, which is two times PyTorch's own error, or 2 ulp. A sum
 whose terms cancel can be off by many ulp of its small result: then PyTorch's own error is as large,
 and so is the bound. For the other functions the error is a share of the bound that the
-documentation states, against the reference, and integers must be equal."""
+documentation states, against the reference, and integers must be equal.
+
+With --digest, hash the bits of the results and gradients instead, on one device: the current GPU
+if there is one. Two files of digests that are equal are from the same bits."""
 
 EPILOG = """\
 examples:
   partita check                    on the CPU and on the current GPU
   partita check --device cuda:1    there alone
+  partita check --digest > here.txt         what is computed here, as hashes
+  partita check --digest there.txt          the same bits as on another machine?
 
 exit codes:
   0  all passed          1  something failed
@@ -189,15 +196,24 @@ def verdict(lines: Sequence[Line]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("--device", metavar="NAME", help="one device alone: cpu, cuda, cuda:1")
+    parser.add_argument(
+        "--digest",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="print hashes of all results, or compare them with those in a file",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Run and print the checks, and return the exit code."""
     chosen, left_out = served(args.device)
     for message in left_out:
-        print(message)
+        print(message, file=sys.stdout if args.digest is None else sys.stderr)
     if not chosen:
         raise UsageError("nothing is left to check")
+    if args.digest is not None:
+        return digest.main(chosen[-1], args.digest)
     lines = run_all(chosen)
     for shown in tables(lines):
         print_table(shown)

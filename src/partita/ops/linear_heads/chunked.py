@@ -39,23 +39,11 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, USUAL, Products, padded_width, spare_rows
+from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
 Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
-    """Add `a @ b` to `total`, with sums in the dtype of `total`; the first product replaces it."""
-    widens = a.is_cuda and a.dtype != total.dtype
-    if widens and is_first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    elif widens:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif is_first:
-        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def empty_gradients(
@@ -81,11 +69,15 @@ def empty_gradients(
 
 
 def logits_of(
-    heads: Sequence[Head], buffers: Sequence[Tensor], tokens: slice, classes: slice
+    heads: Sequence[Head],
+    buffers: Sequence[Tensor],
+    tokens: slice,
+    classes: slice,
+    products: Products,
 ) -> list[Tensor]:
     """Compute the logits of some tokens and classes under each head, in its buffer."""
     pairs = zip(heads, buffers, strict=True)
-    return [head.part(tokens, classes).logits(buffer) for head, buffer in pairs]
+    return [head.part(tokens, classes).logits(buffer, products) for head, buffer in pairs]
 
 
 def head_gradients(
@@ -96,6 +88,7 @@ def head_gradients(
     tokens: int,
     chunk: int,
     saved: Sequence[Tensor] = (),
+    products: Products = USUAL,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -103,23 +96,30 @@ def head_gradients(
         heads: the heads whose logits the loss reads.
         wanted: which gradients are wanted.
         counts: returns which rows of some tokens have a gradient.
-        write_gradient: takes the tokens and the classes of a chunk and the logits of each head, and
-            overwrites those of the first head with their gradient.
-        tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all.
+        write_gradient: takes the tokens and the classes of a chunk, memory for the gradient of the
+            first head's logits, which may be their own, and the logits of each head.
+        tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all, but
+            in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
+        products: how the products are computed.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
+    dtype, heads = head.weight.dtype, [each.rounded for each in heads]
     buffers = list(saved)
-    saved_classes = min(len(buffers[0]) // max(M, 1), C) if buffers else 0  # without padding
+    saved_classes = 0
+    if buffers and M:  # without the padding of a row
+        rows_of_buffer = products.rows(M) + spare_rows(products.widens)
+        saved_classes = min(len(buffers[0]) // rows_of_buffer, C)
     parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
     parts += chunks(C - saved_classes, chunk)
     if not saved_classes:
-        buffers = [each.buffer(min(tokens, M), min(chunk, C)) for each in heads]
-    one_part, rounds_sum = len(parts) == 1, tokens < M and head.input.dtype != accumulator
+        sizes = min(tokens, M), min(chunk, C)
+        buffers = [products.buffer(each.input, *sizes) for each in heads]
+    one_part, rounds_sum = len(parts) == 1, tokens < M and dtype != accumulator
     result = empty_gradients(*head, input_grad, weight_grad and not rounds_sum, bias_grad)
-    dinput, dweight, dbias = result
+    (dinput, dweight, dbias), head = result, heads[0]
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
             dinput = torch.empty_like(dinput, dtype=accumulator)
@@ -138,27 +138,36 @@ def head_gradients(
             states = counted_states(states, counts(rows), memory)
         for part in parts:
             if saved_classes and part.stop == C:
-                logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
+                logits = [
+                    products.logits_in(buffer, M, saved_classes)[:M, :saved_classes]
+                    for buffer in buffers
+                ]
             else:
-                logits = logits_of(heads, buffers, rows, part)
-            write_gradient(rows, part, *logits)
-            dlogits, is_first = logits[0], rows.start == 0
+                logits = logits_of(heads, buffers, rows, part, products)
+            sizes = len(states), part.stop - part.start
+            padded = products.gradient_in(buffers[0], head.input.dtype, *sizes)
+            dlogits = padded[: sizes[0], : sizes[1]]
+            for some in products.gradient_parts(sizes[0]):
+                those = slice(rows.start + some.start, rows.start + some.stop)
+                write_gradient(those, part, dlogits[some], *(each[some] for each in logits))
+            if padded.device.type == "cpu" and padded.dtype != logits[0].dtype:
+                padded[:, sizes[1] :].zero_()  # as in `Head.logits`
+            is_first = rows.start == 0
             if weight_grad:
-                add_product(dweight[part], dlogits.T, states, is_first)
-            if input_grad and one_part:
-                torch.mm(dlogits, head.weight, out=dinput[rows])
-            elif input_grad:
-                add_product(dinput, dlogits, head.weight[part])
+                multiply(dlogits.T, states, dweight[part], adds=not is_first)
+            if input_grad:
+                factors = padded[:, : sizes[1]], head.weight[part]
+                multiply_blocks(*factors, dinput[rows], products, adds=not one_part)
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums
-            del logits, dlogits
+            del logits, dlogits, padded
     if dinput is not result.input:
         result.input.copy_(dinput)
     if rounds_sum:
         result.bias.copy_(dbias)
         buffers.clear()  # the rounded gradient takes their memory
-        result = result._replace(weight=dweight.to(head.weight.dtype))
+        result = result._replace(weight=dweight.to(dtype))
     return result
 
 
@@ -166,6 +175,11 @@ def tokens_at_once(input: Tensor, chunk: int) -> int:
     """Return the tokens in a chunk, fewer on a CPU that adds up the matrix's gradient in place."""
     in_place = not input.is_cuda and input.dtype == acc_dtype(input.dtype)
     return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
+
+
+def tokens_of_chunk(tokens: int, saved: Tensor, products: Products) -> int:
+    """Return the tokens in a chunk of a backward pass: all, unless blocks are computed again."""
+    return products.block if products.block and not saved.numel() else tokens
 
 
 class HeadKernels(NamedTuple):
@@ -202,6 +216,7 @@ class HeadKernels(NamedTuple):
         class_weight: Tensor | None,
         options: RowOptions,
         chunk: int,
+        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `RowStatistics` of a head, and its logits if they are saved.
@@ -212,7 +227,7 @@ class HeadKernels(NamedTuple):
         if no_class is None:
             no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
         state = new_state(head.input, options.needs_smoothing, options.needs_entropy)
-        rest = (class_weight, state, *options[:2], chunk, save_logits)
+        rest = (class_weight, state, *options[:2], chunk, save_logits, products)
         saved = accumulate_hidden(self.accumulate_logits, head, no_class, *rest)
         labels = no_class.contiguous()
         if target is None:
@@ -235,6 +250,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         chunk: int,
+        products: Products,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the coefficients of the rows.
@@ -242,17 +258,20 @@ class HeadKernels(NamedTuple):
         Saved logits are overwritten with their gradient. An empty `saved` means that they were not
         saved; they are then computed again, `chunk` classes at a time.
         """
-        target, options = target.contiguous(), (maximum, sumexp, temperature, softcap)
+        target = target.contiguous()
 
-        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
+        def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
             weights = None if class_weight is None else class_weight[part]
-            row_factors = (target, weights, coefficients)
-            self.logits_gradient(logits, part.start, *row_factors, *options, logits)
+            row_factors = (target[rows], weights, coefficients.part(rows))
+            options = (maximum[rows], sumexp[rows], temperature, softcap)
+            self.logits_gradient(logits, part.start, *row_factors, *options, result)
 
-        def counts(_: slice) -> Tensor:
-            return coefficients.counts()
+        def counts(rows: slice) -> Tensor:
+            return coefficients.part(rows).counts()
 
-        return head_gradients([head], wanted, counts, write_gradient, len(target), chunk, [saved])
+        sizes = tokens_of_chunk(len(target), saved, products), chunk
+        rest = (counts, write_gradient, *sizes, [saved], products)
+        return head_gradients([head], wanted, *rest)
 
     def linear_one_pass(
         self,
@@ -262,6 +281,7 @@ class HeadKernels(NamedTuple):
         denominator: Tensor | None,
         options: LossOptions,
         chunk: int,
+        products: Products,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
@@ -276,9 +296,9 @@ class HeadKernels(NamedTuple):
         mean = mean or denominator is not None
         of_chunk = options._replace(reduction="mean" if mean else "sum")
 
-        def write_gradient(logits: Tensor, labels: Tensor) -> None:
+        def write_gradient(labels: Tensor, result: Tensor, logits: Tensor) -> None:
             nonlocal loss
-            of_part = self.one_pass(logits, labels, class_weight, of_chunk, divisors)
+            of_part = self.one_pass(logits, labels, class_weight, of_chunk, divisors, result)
             loss = of_part if loss is None else loss + of_part
 
         if self.packed_gradients is not None:
@@ -290,9 +310,10 @@ class HeadKernels(NamedTuple):
                 [head],
                 wanted,
                 lambda rows: target[rows] != ignore_index,
-                lambda rows, _, logits: write_gradient(logits, target[rows]),
-                tokens_at_once(input, chunk),
+                lambda rows, _, *memory: write_gradient(target[rows], *memory),
+                max(products.block, tokens_at_once(input, chunk)),
                 len(weight),
+                products=products,
             )
         if loss is None:
             loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
@@ -307,6 +328,7 @@ class HeadKernels(NamedTuple):
         ignore_index: int,
         needs_rest: bool,
         chunk: int,
+        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of `LogprobRows`, and the saved logits.
@@ -333,7 +355,7 @@ class HeadKernels(NamedTuple):
             unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
             self.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
 
-        numbers = (temperature, softcap, chunk, save_logits)
+        numbers = (temperature, softcap, chunk, save_logits, products)
         saved = accumulate_hidden(accumulate, head, ids, None, state, *numbers)
         of_rows, of_ids_too = (state.maximum, state.sumexp), (C, temperature, ignore_index)
         if needs_rest:
@@ -357,6 +379,7 @@ class HeadKernels(NamedTuple):
         softcap: float,
         ignore_index: int,
         chunk: int,
+        products: Products,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradient of the log-probabilities."""
@@ -371,16 +394,20 @@ class HeadKernels(NamedTuple):
         coefficients = GradientCoefficients(
             others.factor / temperature, torch.zeros_like(others.factor), None, None
         )
-        of_others = (labels.contiguous(), None, coefficients, others.maximum, others.sumexp)
-        of_entries = (on_ids, ids, totals, entries, maximum, sumexp)
+        labels, of_entries = labels.contiguous(), (on_ids, ids, totals, entries, maximum, sumexp)
         numbers = (temperature, softcap)
 
-        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
-            self.logits_gradient(logits, part.start, *of_others, *numbers, logits)
-            self.of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
+        def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
+            row_factors = (labels[rows], None, coefficients.part(rows))
+            of_others = (others.maximum[rows], others.sumexp[rows], *numbers)
+            self.logits_gradient(logits, part.start, *row_factors, *of_others, result)
+            of_rows = (each[rows] for each in of_entries)
+            self.of_ids.write(result, part.start, C, *of_rows, *numbers, ignore_index)
 
-        sizes = (len(ids), chunk)
-        return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
+        sizes = tokens_of_chunk(len(ids), saved, products), chunk
+        return head_gradients(
+            [head], wanted, lambda rows: counts[rows], write_gradient, *sizes, [saved], products
+        )
 
     def linear_topk_logprobs(
         self,
@@ -389,6 +416,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         tokens: int,
+        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `TopKRows` of a head, and its logits if they are saved.
@@ -396,12 +424,12 @@ class HeadKernels(NamedTuple):
         The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
         empty otherwise.
         """
-        M, C = len(head.input), len(head.weight)
+        M, C, head = len(head.input), len(head.weight), head.rounded
         found = topk_fake(head.input, k)
-        buffer = head.buffer(M if save_logits else min(tokens, M), C)
+        buffer = products.buffer(head.input, M if save_logits else min(tokens, M), C)
         for rows in chunks(M, tokens):
             memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory)
+            logits = head.part(rows, slice(C)).logits(memory, products)
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
         return *found, buffer if save_logits else buffer.new_empty(0)
@@ -425,18 +453,22 @@ class HeadKernels(NamedTuple):
         numbers: Numbers,
         tokens: int,
         saved: int,
+        products: Products,
     ) -> tuple[DivergenceState, Buffers]:
         """Return the state of all rows, and the logits of the last `saved` classes."""
+        heads = heads[0].rounded, heads[1]
         (M, _), C = heads[0].input.shape, len(heads[0].weight)
         state = self.divergence.new_state(heads[0].input)
-        of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
-        of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
+        student, teacher = (head.input for head in heads)
+        of_saved = products.buffer(student, M, saved), products.buffer(teacher, M, saved)
+        sizes = min(tokens, M), C - saved
+        of_others = [products.buffer(each, *sizes) for each in (student, teacher)]
         for rows in chunks(M, tokens):
             offset = rows.start * padded_width(saved)
             memory = [buffer[offset:] for buffer in of_saved]
             parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
             pairs = [
-                (part.start, *logits_of(heads, buffers, rows, part))
+                (part.start, *logits_of(heads, buffers, rows, part, products))
                 for part, buffers in parts
                 if part.start < part.stop
             ]
@@ -453,6 +485,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         tokens: int,
+        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `DivergenceRows` of two heads, and their logits if they are saved.
@@ -462,7 +495,7 @@ class HeadKernels(NamedTuple):
         heads = head, Head(teacher_input, teacher_weight, teacher_bias)
         numbers = (beta, temperature, softcap)
         saved = len(head.weight) if save_logits else 0
-        state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
+        state, buffers = self.accumulate_all(heads, numbers, tokens, saved, products)
         return *state.rows, *buffers
 
     def linear_divergence_backward(
@@ -483,6 +516,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         chunk: int,
+        products: Products,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradient of the rows' divergences.
@@ -491,15 +525,19 @@ class HeadKernels(NamedTuple):
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias)
         statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
-        rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
+        of_all = DivergenceRows(grad, *(field.contiguous() for field in statistics))
         numbers = (beta, temperature, softcap)
-        grad, sizes = grad.contiguous(), (len(grad), chunk)
+        grad, sizes = grad.contiguous(), (tokens_of_chunk(len(grad), saved, products), chunk)
 
-        def write_gradient(_: slice, part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
-            self.divergence.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
+        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
+            of_rows = DivergenceRows(*(field[rows] for field in of_all))
+            self.divergence.gradient(grad[rows], *logits, of_rows, *numbers, result)
+
+        def counts(rows: slice) -> Tensor:
+            return grad[rows] != 0
 
         buffers = (saved, teacher_saved)
-        return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *sizes, buffers)
+        return head_gradients(heads, wanted, counts, write_gradient, *sizes, buffers, products)
 
     def linear_divergence_one_pass(
         self,
@@ -514,6 +552,7 @@ class HeadKernels(NamedTuple):
         tokens: int,
         saved: int,
         chunk: int,
+        products: Products,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
@@ -527,7 +566,7 @@ class HeadKernels(NamedTuple):
         heads = head, Head(teacher_input, teacher_weight, teacher_bias)
         numbers = (beta, temperature, softcap)
         if chunk:
-            state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
+            state, buffers = self.accumulate_all(heads, numbers, tokens, saved, products)
             gradients = self.linear_divergence_backward(
                 factors,
                 head,
@@ -536,19 +575,18 @@ class HeadKernels(NamedTuple):
                 *buffers,
                 *numbers,
                 chunk,
+                products,
                 wanted,
             )
             return state.rows.loss, *gradients
         state = self.divergence.new_state(head.input)
 
-        def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
             part = state.part(rows)
-            pair = (logits, teacher_logits)
-            self.accumulate_rows([(0, *pair)], part, numbers)
-            self.divergence.gradient(factors[rows], *pair, part.rows, *numbers, logits)
+            self.accumulate_rows([(0, *logits)], part, numbers)
+            self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-        chunk_sizes = (tokens_at_once(head.input, tokens), len(head.weight))
-        gradients = head_gradients(
-            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
-        )
+        sizes = max(products.block, tokens_at_once(head.input, tokens)), len(head.weight)
+        rest = (lambda rows: factors[rows] != 0, write_gradient, *sizes, (), products)
+        gradients = head_gradients(heads, wanted, *rest)
         return state.rows.loss, *gradients

@@ -21,7 +21,16 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions, logsumexp_term
-from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, linear_cross_entropy_plan, padded_width
+from .plan import (
+    BLOCK_TOKENS,
+    LOSS_CHUNK_TOKENS,
+    USUAL,
+    MemoryPlan,
+    Products,
+    linear_cross_entropy_plan,
+    padded_width,
+)
+from .products import aligned_columns, aligned_rows, in_blocks, multiply_blocks
 
 
 class Wanted(NamedTuple):
@@ -37,8 +46,8 @@ class Head(NamedTuple):
 
     Fields:
         input: hidden states, `[M, H]`.
-        weight: matrix of the vocabulary, `[C, H]`.
-        bias: its bias, `[C]`, or None.
+        weight: matrix of the vocabulary, `[C, H]`, in their dtype, or in fp32.
+        bias: its bias, `[C]` in the dtype of the matrix, or None.
     """
 
     input: Tensor
@@ -46,9 +55,27 @@ class Head(NamedTuple):
     bias: Tensor | None
 
     @property
+    def rounds(self) -> bool:
+        """Return whether products need a copy of the matrix in the dtype of the hidden states."""
+        return self.weight.dtype != self.input.dtype
+
+    @property
+    def rounded(self) -> Head:
+        """The head whose tensors all have the dtype of the hidden states."""
+        (input, weight, bias), dtype = self, self.input.dtype
+        return Head(input, weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @property
     def flat(self) -> Head:
         """The head with hidden states `[M, H]`, of hidden states `[..., H]`."""
         return self._replace(input=self.input[None].flatten(0, -2))
+
+    def aligned(self, products: Products) -> Head:
+        """Return the head with rows on 16 bytes, for products whose bits depend on no batch."""
+        if not products.block:
+            return self
+        input = in_blocks(aligned_rows(self.input), products)
+        return Head(input, aligned_columns(self.weight), self.bias)
 
     @property
     def wanted(self) -> Wanted:
@@ -59,7 +86,9 @@ class Head(NamedTuple):
             requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
         )
 
-    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
+    def plan(
+        self, memory_budget: int | None, reduced: bool, products: Products = USUAL
+    ) -> MemoryPlan:
         """Return the plan of this head."""
         input_grad, weight_grad, bias_grad = self.wanted
         tokens, hidden = self.input.shape
@@ -72,29 +101,45 @@ class Head(NamedTuple):
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
+            batch_invariant=products.block > 0,
+            logits_dtype=torch.float32 if products.widens else None,
+            weight_dtype=self.weight.dtype,
         )
+
+    def chunks_of_blocks(self, plan: MemoryPlan, products: Products) -> Products:
+        """Return the products of a plan, in the batch-invariant mode with the tokens of a chunk.
+
+        The gradient of the matrix takes one product for each chunk. Where it is added up in fp32,
+        it is rounded at last in memory that chunks have until then, as many blocks as fit.
+        """
+        if not products.block or plan.name == "loss":
+            return products
+        tokens = plan.chunk
+        if plan.name == "lean":
+            dtype = self.input.dtype
+            size = acc_dtype(dtype).itemsize if products.widens else dtype.itemsize
+            has_sum = self.wanted.weight_grad and not self.rounds and dtype.itemsize == 2
+            room = len(self.weight) * self.weight.shape[1] * 2 if has_sum else 0
+            blocks = room // (BLOCK_TOKENS * padded_width(plan.chunk) * size)
+            tokens = max(blocks, 1) * BLOCK_TOKENS
+        return Products(tokens, products.widens)
 
     def part(self, tokens: slice, classes: slice) -> Head:
         """Return the head of some tokens and some classes."""
         bias = None if self.bias is None else self.bias[classes]
         return Head(self.input[tokens], self.weight[classes], bias)
 
-    def buffer(self, tokens: int, classes: int) -> Tensor:
-        """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
-        return self.input.new_empty(tokens * padded_width(classes))
-
-    def logits(self, buffer: Tensor) -> Tensor:
+    def logits(self, buffer: Tensor, products: Products = USUAL) -> Tensor:
         """Compute the logits in the buffer."""
-        (M, _), C, width = self.input.shape, len(self.weight), padded_width(len(self.weight))
-        padded = buffer[: M * width].view(M, width)
+        tokens, C = len(self.input), len(self.weight)
+        padded = products.logits_in(buffer, tokens, C)
         if padded.device.type == "cpu":
             # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized
             # memory may be NaN there, and 0 times NaN is NaN.
             padded[:, C:].zero_()
         logits = padded[:, :C]
-        if self.bias is None:
-            return torch.mm(self.input, self.weight.T, out=logits)
-        return torch.addmm(self.bias, self.input, self.weight.T, out=logits)
+        multiply_blocks(self.input, self.weight.T, logits, products, self.bias)
+        return logits[:tokens]
 
 
 def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -117,11 +162,12 @@ def checked_head(
     prefix: str = "",
     shape: str = "[C, H]",
     more_dimensions: bool = False,
+    may_round: bool = False,
 ) -> Head:
     """Return the head in the dtype of autocast; raise unless its tensors fit each other.
 
     Errors put the prefix before the names of the tensors and call the matrix's shape `shape`; it
-    may have more dimensions where the caller says so.
+    may have more dimensions, or be in fp32 beside a half type, where the caller says so.
     """
     names = (f"{prefix}input", f"{prefix or 'linear_'}weight", f"{prefix or 'linear_'}bias")
     for name, tensor in zip(names, (input, weight, bias), strict=True):
@@ -129,10 +175,13 @@ def checked_head(
             checks.floating(name, tensor)
             checks.device(name, tensor, input, names[0])  # type: ignore[arg-type]
     head = Head(*cast_to_autocast(input, weight, bias))  # type: ignore[arg-type]
-    for name, tensor in zip(names, head, strict=True):
-        if tensor is not None and tensor.dtype != head.input.dtype:
+    dtype, is_named = head.input.dtype, names[0]
+    if may_round and head.weight.dtype == torch.float32 and dtype.itemsize == 2:
+        dtype, is_named = torch.float32, names[1]
+    for name, tensor in zip(names[1:], head[1:], strict=True):
+        if tensor is not None and tensor.dtype != dtype:
             raise TypeError(
-                f"{name}: expected the dtype of {names[0]}, {head.input.dtype}, got {tensor.dtype}"
+                f"{name}: expected the dtype of {is_named}, {dtype}, got {tensor.dtype}"
             )
     if weight.ndim < 2 or (weight.ndim > 2 and not more_dimensions):
         raise ValueError(f"{names[1]}: expected shape {shape}, got {list(weight.shape)}")
@@ -284,21 +333,22 @@ def accumulate_hidden(
     softcap: float,
     chunk: int,
     save_logits: bool,
+    products: Products = USUAL,
 ) -> Tensor:
     """Update the state in place with the logits of a head, and return them if they are saved.
 
     The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
     holds all classes; otherwise the result is empty.
     """
-    M, C, target = len(head.input), len(head.weight), target.contiguous()
-    tokens = M if save_logits else min(M, LOSS_CHUNK_TOKENS)
-    buffer = head.buffer(tokens, min(chunk, C))
+    M, C, target, head = len(head.input), len(head.weight), target.contiguous(), head.rounded
+    tokens = M if save_logits else min(M, products.block or LOSS_CHUNK_TOKENS)
+    buffer = products.buffer(head.input, tokens, min(chunk, C))
     for rows in chunks(M, tokens):
         part_state = state.part(rows)
         for part in chunks(C, chunk):
             weights = None if class_weight is None else class_weight[part]
             options = (weights, part_state, temperature, softcap)
-            logits = head.part(rows, part).logits(buffer)
+            logits = head.part(rows, part).logits(buffer, products)
             accumulate_logits(logits, part.start, target[rows], *options)
     return buffer if save_logits else buffer.new_empty(0)
 
@@ -359,6 +409,10 @@ class GradientCoefficients(NamedTuple):
     label_coef: Tensor
     log_coef: Tensor | None
     smoothing_coef: Tensor | None
+
+    def part(self, rows: slice) -> GradientCoefficients:
+        """Return the coefficients of some rows."""
+        return GradientCoefficients(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
     def counts(self) -> Tensor:
         """Return which rows have a gradient, `[M]`."""

@@ -33,14 +33,21 @@ from .chunked import empty_gradients
 from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
-from .plan import check_budget, divergence_plan
+from .plan import USUAL, Products, check_budget, divergence_plan
+from .products import composed_linear, in_blocks, products_of_call, without_padding
 from .reference import KERNELS
 
 
 def _rows_fake(
-    input: Tensor, weight: Tensor, teacher_input: Tensor, save_logits: bool
+    input: Tensor,
+    weight: Tensor,
+    teacher_input: Tensor,
+    block: int,
+    widens: bool,
+    save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    saved = (saved_logits_fake(each, weight, save_logits) for each in (input, teacher_input))
+    rest = (len(weight), save_logits, block, widens)
+    saved = (saved_logits_fake(each, *rest) for each in (input, teacher_input))
     return *divergence_fake(input), *saved
 
 
@@ -50,10 +57,15 @@ one_pass_op = define_op(KERNELS.linear_divergence_one_pass, one_pass_fake(has_ro
 
 
 def composed_rows(
-    head: Head, teacher: Head, beta: float, temperature: float, softcap: float
+    head: Head,
+    teacher: Head,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    products: Products = USUAL,
 ) -> Tensor:
     """Compute the divergence of each row from all logits at once, `[...]`."""
-    logits, teacher_logits = rows_linear(*head), torch.nn.functional.linear(*teacher)
+    logits, teacher_logits = rows_linear(*head, products), composed_linear(*teacher, products)
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
     return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
@@ -71,7 +83,8 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options, (_, save_logits, ctx.backend, ctx.chunk) = inputs[6:9], inputs[9:]
+        ctx.options, (_, *products, save_logits, ctx.backend, ctx.chunk) = inputs[6:9], inputs[9:]
+        ctx.products = Products(*products)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:6], *output[1:])
         ctx.is_spent = not save_logits
@@ -79,7 +92,10 @@ class LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         def composed(*tensors: Any) -> Tensor:
-            return composed_rows(Head(*tensors[:3]), Head(*tensors[3:6]), *ctx.options)
+            heads = Head(*tensors[:3]), Head(*tensors[3:6])
+            beta, temperature, softcap = ctx.options
+            products = Products(widens=ctx.products.widens)
+            return composed_rows(*heads, beta, temperature, softcap, products)
 
         return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
 
@@ -91,8 +107,10 @@ def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    *heads, _, mask, (reduction, *numbers) = args
-    rows = composed_rows(Head(*heads[:3]), Head(*heads[3:]), *numbers[:3])
+    *heads, _, mask, (reduction, beta, temperature, softcap, *sizes) = args
+    _, _, _, _, widens, *_ = sizes  # after those of the plan and the block
+    pair = Head(*heads[:3]), Head(*heads[3:])
+    rows = composed_rows(*pair, beta, temperature, softcap, Products(widens=widens))
     return reduced(rows, mask, reduction)
 
 
@@ -115,6 +133,7 @@ def linear_divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Divergence of a student from a teacher, from the hidden states of both, without the logits.
 
@@ -127,14 +146,15 @@ def linear_divergence(
 
     Args:
         input: the student's hidden states `[..., H]`, floating dtype.
-        linear_weight: the student's matrix `[C, H]` in the same dtype.
+        linear_weight: the student's matrix `[C, H]` in the same dtype, or in fp32.
         teacher_input: the teacher's hidden states `[..., K]`; K may differ from H. They get no
             gradient, like all that is the teacher's.
-        teacher_weight: the teacher's matrix `[C, K]` in the dtype of `teacher_input`.
-        linear_bias, teacher_bias: `[C]`.
+        teacher_weight: the teacher's matrix `[C, K]` in the dtype of `teacher_input`, or in fp32.
+        linear_bias, teacher_bias: `[C]` in the dtype of the matrix.
         beta, temperature, softcap, mask, reduction: as in `divergence`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 4 GiB, or
             256 MiB without a gradient.
+        logits_dtype: as in `linear_cross_entropy`, for both heads.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for an fp64 student), differentiable
@@ -159,11 +179,16 @@ def linear_divergence(
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    if takes_all_logits([head, teacher], mask, memory_budget):
-        rows = composed_rows(head, teacher, *numbers)
+    products = products_of_call(head.input, logits_dtype)
+    if takes_all_logits([head, teacher], mask, memory_budget, products):
+        rows = composed_rows(head, teacher, *numbers, products)
         return reduced(rows, mask, reduction)
-    shape, head, teacher = input.shape[:-1], head.flat, teacher.flat
-    mask, wanted = None if mask is None else mask.reshape(-1), head.wanted
+    shape, head, teacher = input.shape[:-1], head.flat.aligned(products), teacher.flat
+    teacher, wanted = teacher.aligned(products), head.wanted
+    mask = None if mask is None else mask.reshape(-1)
+    if products.block:  # The padding does not count.
+        mask = head.input.new_ones(shape.numel(), dtype=torch.bool) if mask is None else mask
+        mask = in_blocks(mask, products, False)
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     # The gradients of fp16 would underflow before a loss scale is known.
     is_reduced = reduction != "none" and head.input.dtype != torch.float16
@@ -179,8 +204,11 @@ def linear_divergence(
         wanted.input_grad,
         wanted.weight_grad or wanted.bias_grad,
         one_pass,
+        products.block,
+        products.widens,
+        head.rounds,
     )
-    backend, sizes = current_backend(), plan[:3]
+    backend, sizes = current_backend(), (*plan[:3], *products)
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
         tensors = (*head, *teacher, row_factors(mask, like, reduction), mask)
@@ -189,9 +217,9 @@ def linear_divergence(
         return result
     save_logits = plain_eager() and plan.saved > 0
     chunk = plan.chunk if any(wanted) else len(head.weight)
-    call = (*head, *teacher, *numbers, plan.tokens, save_logits, backend, chunk)
+    call = (*head, *teacher, *numbers, plan.tokens, *products, save_logits, backend, chunk)
     loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
-    return loss.reshape(shape) if reduction == "none" else loss
+    return without_padding(loss, shape, products) if reduction == "none" else loss
 
 
 def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
@@ -202,7 +230,7 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
     input, matrix, _ = head
     checks.floating("teacher_input", hidden)
     checks.device("teacher_input", hidden, input, "input")
-    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_", "[C, K]")
+    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_", "[C, K]", may_round=True)
     if len(weight) != len(matrix):
         shorter = "teacher_weight" if len(weight) > len(matrix) else "linear_weight"
         classes = min(len(weight), len(matrix))
@@ -212,7 +240,8 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
         )
     expected = (*input.shape[:-1], weight.shape[1])
     checks.shape("teacher_input", hidden, expected, "the rows of input and K of teacher_weight")
-    return Head(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+    bias = None if bias is None else bias.detach()
+    return Head(hidden.detach(), weight.detach(), bias).rounded
 
 
 def linear_topk_divergence(
@@ -227,6 +256,7 @@ def linear_topk_divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Divergence of a student's head from a teacher whose k most probable classes are known.
 
@@ -235,11 +265,12 @@ def linear_topk_divergence(
 
     Args:
         input: the student's hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
         teacher: a `TopK`, as in `topk_divergence`.
-        linear_bias: `[C]` in the same dtype.
+        linear_bias: `[C]` in the dtype of the matrix.
         beta, temperature, softcap, mask, reduction: as in `topk_divergence`.
         memory_budget: bytes of workspace, as in `linear_logprobs`.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for fp64), differentiable in hidden
@@ -261,6 +292,7 @@ def linear_topk_divergence(
     classes = len(linear_weight)
     check_teacher(teacher, input, "input", classes, beta, mask, reduction)
     needs_rest = teacher.indices.shape[-1] < classes
-    options = (linear_bias, temperature, softcap, IGNORED, memory_budget, needs_rest)
-    logp = linear_logprobs_of(input, linear_weight, ids_of_rows(teacher, mask), *options)
+    numbers = (temperature, softcap, IGNORED, memory_budget, logits_dtype, needs_rest)
+    ids = ids_of_rows(teacher, mask)
+    logp = linear_logprobs_of(input, linear_weight, ids, linear_bias, *numbers)
     return divergence_of_classes(logp, teacher, float(beta), mask, reduction)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
@@ -34,6 +35,11 @@ LOSS_CHUNK_TOKENS = 8192  # more tokens at a time would not make the products fa
 CPU_CHUNK_TOKENS = 512
 ROW_WORDS = 24  # upper bound on the 4-byte words that a token needs in addition to its logits
 ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
+# Tokens of each product in the batch-invariant mode. The library chooses a product's kernel, and so
+# the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
+BLOCK_TOKENS = 1024
+# Rows of gradients that have memory before the fp32 logits; see `Products.gradient_parts`.
+SPARE_ROWS = 2
 
 DIVERGENCE_BUDGET = 2**32  # bytes of workspace of a divergence if no budget is given
 DIVERGENCE_LOSS_BUDGET = 2**28  # the same without gradients, for which more is not faster
@@ -43,6 +49,7 @@ FORWARD_TOKENS = 512
 MIN_FORWARD_TOKENS = 16
 
 ALL_AT_ONCE = "the workspace holds all logits at once"
+BLOCKS_OF_TOKENS = "the workspace holds the logits of 1,024 tokens"
 CHUNKS_OF_TOKENS = "the workspace holds chunks of tokens, but not all logits"
 TOO_SMALL = "the workspace holds no chunk of 2,048 tokens beside the matrix's gradient in fp32"
 NO_CHUNKS_OF_TOKENS = (
@@ -84,6 +91,9 @@ def linear_cross_entropy_plan(
     weight_grad: bool = True,
     reduced: bool = True,
     parallel: bool = False,
+    batch_invariant: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
@@ -114,6 +124,14 @@ def linear_cross_entropy_plan(
         parallel: whether this is the plan of one rank of `partita.parallel`, which has these
             classes. Its losses are never reduced, and ranks exchange the gradient of the hidden
             states in fp32.
+        batch_invariant: whether this is the plan of a call inside `partita.batch_invariant()`. Its
+            tokens are padded to a multiple of 1,024. The classes of a product depend on no number
+            of tokens: they are all classes, unless the logits of 1,024 tokens take more than half
+            of the budget (2 GiB without one).
+        logits_dtype: as in `linear_cross_entropy`. Logits in fp32 take twice the memory of those of
+            a half type, so the numbers of bytes above are doubled.
+        weight_dtype: the dtype of the matrix, if that is another one. The workspace then has a copy
+            of the matrix in `dtype`.
 
     Returns:
         `MemoryPlan(name, chunk, workspace_bytes, flops, reason)`.
@@ -144,14 +162,20 @@ def linear_cross_entropy_plan(
     check_budget(memory_budget)
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
-    packs = reduced and not parallel and packing_wanted()
+    widens, rounds = widens_logits(logits_dtype, dtype, "dtype"), weight_dtype not in (None, dtype)
+    if batch_invariant:
+        options = (memory_budget, input_grad, weight_grad, reduced, widens, rounds)
+        return _invariant_plan(tokens, hidden, vocabulary, dtype, *options)
+    packs = reduced and not (parallel or widens or rounds) and packing_wanted()
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
+    logit_size = 2 * itemsize if widens else itemsize
+    size_ratio, spare = logit_size // itemsize, spare_rows(widens)
     product_flops = 2 * tokens * hidden * vocabulary
-    row_bytes = max(padded_width(vocabulary) * itemsize, 1)
+    row_bytes = max(padded_width(vocabulary) * logit_size, 1)
     # Programs that share a row exchange one byte for every 512 classes.
     token_bytes = ROW_WORDS * 4 + vocabulary // 512
-    fixed_bytes = token_bytes * tokens
+    fixed_bytes = token_bytes * tokens + rounds * hidden * vocabulary * itemsize
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
         name, chunk_tokens = "loss", smaller(tokens, LOSS_CHUNK_TOKENS)
@@ -168,24 +192,30 @@ def linear_cross_entropy_plan(
         logits_bytes = row_bytes
         packed_bytes = hidden * itemsize if packs else 0
         row_bytes += packed_bytes
-        all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
+        spare_bytes = spare * row_bytes
+        all_at_once = tokens * row_bytes + spare_bytes + fixed_bytes + exchanged_bytes
         # The matrix's gradient is added up in fp32. It is rounded into its result, which is half as
         # large, when the logits are no longer needed.
-        dweight_bytes = hidden * vocabulary * 2 if weight_grad and half_type else 0
+        has_sum = weight_grad and half_type and not rounds
+        dweight_bytes = hidden * vocabulary * 2 if has_sum else 0
         takes_chunks = reduced and not parallel and dtype != torch.float16
         budget = memory_budget
         if budget is None:
-            budget = DEFAULT_BUDGET + tokens * packed_bytes
-        room = budget - dweight_bytes - fixed_bytes
+            budget = DEFAULT_BUDGET * size_ratio + tokens * packed_bytes
+            budget += rounds * hidden * vocabulary * itemsize
+        room = budget - dweight_bytes - fixed_bytes - spare_bytes
         if memory_budget is None and takes_chunks:
-            chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) // logits_bytes // 256 * 256
-            room = max(max(chunk, MIN_CHUNK_TOKENS) * row_bytes, dweight_bytes)
-            budget = larger(budget, room + dweight_bytes + fixed_bytes)
+            chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio // logits_bytes
+            chunk = max(chunk // 256 * 256, MIN_CHUNK_TOKENS)
+            room = max(chunk * row_bytes, dweight_bytes)
+            budget = larger(budget, room + dweight_bytes + fixed_bytes + spare_bytes)
         fits = all_at_once <= budget
         if decide(fits, otherwise=False):
             return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
         least_room = max(MIN_CHUNK_TOKENS * row_bytes, dweight_bytes)
-        spare = 0 if memory_budget is None else memory_budget - dweight_bytes - least_room
+        spare = (
+            0 if memory_budget is None else memory_budget - dweight_bytes - least_room - spare_bytes
+        )
         has_room = decide(room >= least_room, otherwise=spare >= MIN_CHUNK_TOKENS * token_bytes)
         if takes_chunks and has_room:
             chunk = larger(room // row_bytes // 256 * 256, 256)
@@ -193,14 +223,14 @@ def linear_cross_entropy_plan(
             rows = -(-tokens // chunks)  # all chunks get about the same length
             chunk = choose(fits, larger(tokens, 1), -(-rows // 256) * 256)
             logits_bytes = larger(chunk * row_bytes, dweight_bytes)
-            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
+            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes + spare_bytes
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
         reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
         flops += product_flops
         if input_grad:  # the gradient of half types is added up in fp32, that of others in place
             fixed_bytes += tokens * hidden * 4 if half_type else states_bytes
     chunk_width = min(padded_width(MIN_CHUNK_CLASSES), padded_width(vocabulary))
-    least = chunk_tokens * chunk_width * itemsize + fixed_bytes
+    least = (chunk_tokens + spare) * chunk_width * logit_size + fixed_bytes
     if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
             f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
@@ -209,11 +239,89 @@ def linear_cross_entropy_plan(
     if memory_budget is not None:
         chunk_bytes = memory_budget - fixed_bytes
     else:
-        chunk_bytes = LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES
-    room = chunk_bytes // larger(chunk_tokens * itemsize, 1)
+        chunk_bytes = (LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES) * size_ratio
+    room = chunk_bytes // larger((chunk_tokens + spare) * logit_size, 1)
     chunk = choose(fits, vocabulary, _chunk_classes(room, vocabulary))
-    workspace_bytes = chunk_tokens * padded_width(chunk) * itemsize + fixed_bytes
+    workspace_bytes = (chunk_tokens + spare) * padded_width(chunk) * logit_size + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
+
+
+def _invariant_plan(
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    memory_budget: int | None,
+    input_grad: bool,
+    weight_grad: bool,
+    reduced: bool,
+    widens: bool,
+    rounds: bool,
+) -> MemoryPlan:
+    """Return the plan of a batch-invariant call.
+
+    The number of classes in a chunk decides the order of a row's sums, so it depends on no number
+    of tokens and on no wanted gradient. How many blocks of tokens there are at once changes no bit.
+    """
+    itemsize, is_half, size_ratio = dtype.itemsize, dtype.itemsize == 2, 1 + widens
+    has_gradient = input_grad or weight_grad
+    tokens = larger(-(-tokens // BLOCK_TOKENS), 1) * BLOCK_TOKENS
+    chunk = block_classes(vocabulary, itemsize * size_ratio, memory_budget, size_ratio)
+    row_bytes = padded_width(chunk) * itemsize * size_ratio
+    fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens + spare_rows(widens) * row_bytes
+    fixed_bytes += rounds * hidden * vocabulary * itemsize
+    if weight_grad and not input_grad:
+        fixed_bytes += tokens * hidden * itemsize
+    if input_grad and is_half and chunk < vocabulary:
+        fixed_bytes += tokens * hidden * 4
+    # As in the other plans, the matrix's gradient is rounded in the memory of the logits.
+    dweight_bytes = hidden * vocabulary * 2 if weight_grad and is_half and not rounds else 0
+    budget = DEFAULT_BUDGET * size_ratio if memory_budget is None else memory_budget
+    budget += rounds * hidden * vocabulary * itemsize if memory_budget is None else 0
+    flops = 2 * tokens * hidden * vocabulary * (1 + input_grad + weight_grad)
+    block_bytes = max(BLOCK_TOKENS * row_bytes, dweight_bytes)
+    name, some, reason = "loss", chunk, BLOCKS_OF_TOKENS
+    workspace_bytes = block_bytes + dweight_bytes + fixed_bytes
+    if has_gradient and chunk == vocabulary:
+        all_at_once = tokens * row_bytes + fixed_bytes
+        fits = all_at_once <= budget
+        if decide(fits, otherwise=False):
+            return MemoryPlan("fast", tokens, all_at_once, flops, ALL_AT_ONCE)
+        takes_chunks = memory_budget is None or block_bytes + dweight_bytes < memory_budget
+        if reduced and takes_chunks and dtype != torch.float16:
+            room = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio
+            if memory_budget is not None:
+                room = memory_budget - dweight_bytes - fixed_bytes
+            name, reason = "fast", CHUNKS_OF_TOKENS
+            blocks = larger(room // row_bytes // BLOCK_TOKENS, 1)
+            some = smaller(blocks * BLOCK_TOKENS, tokens)
+            logits_bytes = larger(some * row_bytes, dweight_bytes)
+            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
+    if has_gradient and name != "fast":
+        name, flops = "lean", flops + 2 * tokens * hidden * vocabulary
+    if memory_budget is not None and decide(workspace_bytes > memory_budget, otherwise=False):
+        raise ValueError(
+            f"memory_budget: expected at least {workspace_bytes:,} bytes for {tokens:,} tokens"
+            f" inside batch_invariant(), or None, got {memory_budget:,}"
+        )
+    return MemoryPlan(name, some, workspace_bytes, flops, reason)
+
+
+def block_classes(
+    vocabulary: int, itemsize: int, memory_budget: int | None, size_ratio: int = 1
+) -> int:
+    """Return the classes of a batch-invariant product, whose logits have this size in bytes."""
+    room = (DEFAULT_BUDGET * size_ratio if memory_budget is None else memory_budget) // 2
+    width = room // (BLOCK_TOKENS * itemsize)
+    if width >= padded_width(vocabulary):
+        return vocabulary
+    if width < min(MIN_CHUNK_CLASSES, padded_width(vocabulary)):
+        least = 2 * BLOCK_TOKENS * itemsize * min(MIN_CHUNK_CLASSES, padded_width(vocabulary))
+        raise ValueError(
+            f"memory_budget: expected at least {least:,} bytes inside batch_invariant(), or None,"
+            f" got {memory_budget:,}"
+        )
+    return _equal_chunk(vocabulary, width)
 
 
 def _chunk_classes(room: int, vocabulary: int) -> int:
@@ -243,9 +351,90 @@ def check_budget(memory_budget: int | None) -> None:
         )
 
 
+def widens_logits(
+    logits_dtype: torch.dtype | None, dtype: torch.dtype, name: str = "input"
+) -> bool:
+    """Return whether logits of this dtype are wider than the product's factors; raise if narrower.
+
+    `name` is that of the argument which has the dtype of the factors.
+    """
+    if logits_dtype is None:
+        return False
+    if logits_dtype != torch.float32 or dtype == torch.float64:
+        raise TypeError(
+            f"logits_dtype: expected None, or torch.float32 where {name} has at most 32 bits,"
+            f" got {logits_dtype!r} and {dtype}"
+        )
+    return dtype.itemsize == 2
+
+
+def spare_rows(widens: bool) -> int:
+    """Return the rows of a buffer before its logits, in which their first gradients start."""
+    return SPARE_ROWS // 2 if widens else 0
+
+
 def padded_width(classes: int) -> int:
     """Return the columns of a buffer for this number of classes."""
     return -(-classes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+class Products(NamedTuple):
+    """How the products of a call are computed.
+
+    Fields:
+        block: 0, or in the batch-invariant mode the tokens in a chunk whose logits are not kept,
+            a multiple of 1,024.
+        widens: whether logits of half types are fp32, as the product adds them up.
+    """
+
+    block: int = 0
+    widens: bool = False
+
+    def rows(self, tokens: int) -> int:
+        """Return the rows of memory for the logits of tokens, which whole blocks fill."""
+        return tokens + -tokens % BLOCK_TOKENS if self.block else tokens
+
+    def buffer(self, input: Tensor, tokens: int, classes: int) -> Tensor:
+        """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
+        rows, dtype = self.rows(tokens), input.dtype
+        if self.widens:
+            rows, dtype = rows + spare_rows(True), acc_dtype(dtype)
+        return input.new_empty(rows * padded_width(classes), dtype=dtype)
+
+    def logits_in(self, buffer: Tensor, tokens: int, classes: int) -> Tensor:
+        """Return the view of a buffer that takes logits, with the padding of tokens and classes."""
+        width = padded_width(classes)
+        memory, rows = buffer[spare_rows(self.widens) * width :], self.rows(tokens)
+        return memory[: rows * width].view(rows, width)
+
+    def gradient_in(self, buffer: Tensor, dtype: torch.dtype, tokens: int, classes: int) -> Tensor:
+        """Return the view of a buffer that takes the gradient of its logits, with its padding.
+
+        A gradient of another dtype starts before the logits; see `gradient_parts`.
+        """
+        if buffer.dtype == dtype:
+            return self.logits_in(buffer, tokens, classes)
+        width, rows = padded_width(classes), self.rows(tokens)
+        return buffer.view(dtype)[: rows * width].view(rows, width)
+
+    def gradient_parts(self, tokens: int) -> list[slice]:
+        """Return the tokens whose gradients are written together over their logits, in order.
+
+        A gradient that is as large as the logits takes their place. One of half their size takes
+        the place of logits that were read before, so that each part has twice the rows of all
+        before it.
+        """
+        if not self.widens:
+            return [slice(0, tokens)]
+        parts, first = [], 0
+        while first < tokens:
+            stop = min(SPARE_ROWS + 2 * first, tokens)
+            parts.append(slice(first, stop))
+            first = stop
+        return parts
+
+
+USUAL = Products()
 
 
 class DivergencePlan(NamedTuple):
@@ -277,20 +466,30 @@ def divergence_plan(
     input_grad: bool,
     weight_grad: bool,
     one_pass: bool,
+    block: int = 0,
+    widens: bool = False,
+    rounds: bool = False,
 ) -> DivergencePlan:
     """Return the chunks of a batch; raise ValueError for too small a budget.
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
-    computed in the forward pass.
+    computed in the forward pass, and `block` how many tokens each product has in the
+    batch-invariant mode. Chunks then have all classes, and some blocks of tokens. `widens` says
+    whether logits are in fp32, and `rounds` whether the student's matrix is copied.
     """
-    itemsize = dtype.itemsize + teacher_dtype.itemsize
+    itemsize, usual_size = 0, dtype.itemsize + teacher_dtype.itemsize
+    for each in (dtype, teacher_dtype):
+        itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
-    fixed_bytes = ROW_WORDS * 4 * tokens
+    copy_bytes = rounds * hidden * vocabulary * dtype.itemsize
+    fixed_bytes = ROW_WORDS * 4 * tokens + spare_rows(widens) * row_bytes + copy_bytes
     has_gradient = input_grad or weight_grad
     if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0
         fixed_bytes += tokens * hidden * dtype.itemsize
     default = DIVERGENCE_BUDGET if has_gradient else DIVERGENCE_LOSS_BUDGET
-    budget = default if memory_budget is None else memory_budget
+    budget = memory_budget
+    if budget is None:
+        budget = default * itemsize // usual_size + copy_bytes
     all_bytes = tokens * row_bytes + fixed_bytes
     saved = 0 if one_pass or not has_gradient else vocabulary
     at_once = DivergencePlan(larger(tokens, 1), saved, vocabulary if saved else 0, all_bytes)
@@ -298,7 +497,19 @@ def divergence_plan(
     if decide(fits, otherwise=False):
         return at_once
     half_type = dtype.itemsize == 2
-    dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
+    dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type and not rounds else 0
+    if block:
+        rows = block
+        if one_pass or not has_gradient:
+            rows = larger((budget - dweight_bytes - fixed_bytes) // row_bytes // block, 1) * block
+        workspace_bytes = rows * row_bytes + dweight_bytes + fixed_bytes
+        if memory_budget is not None and decide(workspace_bytes > budget, otherwise=False):
+            raise ValueError(
+                f"memory_budget: expected at least {workspace_bytes:,} bytes for {tokens:,} tokens"
+                f" inside batch_invariant(), or None, got {memory_budget:,}"
+            )
+        by_blocks = DivergencePlan(rows, 0, vocabulary if saved else 0, workspace_bytes)
+        return _choose(fits, at_once, by_blocks)
     rows = _round((budget - dweight_bytes - fixed_bytes) // row_bytes, 256)
     by_tokens = DivergencePlan(rows, 0, 0, rows * row_bytes + dweight_bytes + fixed_bytes)
     takes_tokens = has_gradient and one_pass

@@ -46,6 +46,7 @@ def linear_cross_entropy(
     arguments: ParallelLossArguments,
     sequence_parallel: bool,
     memory_budget: int | None,
+    logits_dtype: torch.dtype | None,
 ) -> Tensor:
     """Return the cross-entropy of hidden states times a matrix `[C, H]`."""
     _refuse_arguments(
@@ -69,6 +70,7 @@ def linear_cross_entropy(
         arguments._replace(group=group, classes=classes),
         False,
         memory_budget,
+        logits_dtype,
     )
     return _reduced_dtensor(losses, target, arguments, mesh, row_dims, input.shape[:-1])
 

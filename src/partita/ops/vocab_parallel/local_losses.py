@@ -22,7 +22,7 @@ from ..cross_entropy.api import TokenStats
 from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..cross_entropy.common import LossOptions
 from ..linear_heads.common import RowOptions, checked_head, chunk_and_save, loss_terms
-from ..linear_heads.plan import linear_cross_entropy_plan
+from ..linear_heads.plan import linear_cross_entropy_plan, widens_logits
 from .autograd import ParallelRows, logits_statistics
 from .gpu.plan import slot_count
 from .shard import Classes, VocabShard, refuse_second_derivative, vocab_shard
@@ -120,6 +120,7 @@ def hidden_losses(
     arguments: ParallelLossArguments,
     sequence_parallel: bool,
     memory_budget: int | None,
+    logits_dtype: torch.dtype | None,
 ) -> RowLosses:
     """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
     head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
@@ -138,6 +139,7 @@ def hidden_losses(
         max(shard.sizes),
         input.dtype,
         memory_budget=memory_budget,
+        logits_dtype=logits_dtype,
         input_grad=input_grad,
         weight_grad=weight_grad or bias_grad,
         parallel=True,
@@ -150,6 +152,7 @@ def hidden_losses(
         shard,
         arguments.row_options,
         chunk,
+        widens_logits(logits_dtype, input.dtype),
         save_logits,
         sequence_parallel,
         current_backend(),

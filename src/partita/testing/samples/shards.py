@@ -26,9 +26,9 @@ _OPTIONS = {
     "token_stats": (),
     "logprobs": ("temperature and softcap",),
     "divergence": tuple(rows.SOFT),
-    "linear_cross_entropy": ("mean", "bias, all options", "lean"),
-    "linear_logprobs": (),
-    "linear_divergence": tuple(rows.SOFT),
+    "linear_cross_entropy": ("mean", "bias, all options", "lean", "fp32 logits"),
+    "linear_logprobs": ("fp32 logits",),
+    "linear_divergence": (*rows.SOFT, "fp32 logits"),
 }
 _WHOLE = {call.name: call for call in (*rows.CALLS, *heads.CALLS)}
 

@@ -22,14 +22,16 @@ from ...linear_heads.common import (
     RowStatistics,
     empty_statistics,
 )
-from ...linear_heads.gpu.launch import accumulate_logits, logits_gradient
-from ..common import gradient_of_logits, pack_state
+from ...linear_heads.gpu.launch import KERNELS
+from ..common import gradient_of_ids, gradient_of_logits, logits_of_ids, pack_state
 from .merge import parallel_coefficients_kernel, parallel_fields_kernel
 from .one_pass import parallel_row_kernel
 from .plan import RankMemory, row_split, slots_per_row
 
-parallel_state = functools.partial(pack_state, accumulate_logits=accumulate_logits)
-parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
+parallel_state = functools.partial(pack_state, kernels=KERNELS)
+parallel_gradient = functools.partial(gradient_of_logits, kernels=KERNELS)
+parallel_entries = functools.partial(logits_of_ids, kernels=KERNELS)
+parallel_entries_gradient = functools.partial(gradient_of_ids, kernels=KERNELS)
 
 
 def parallel_fields(
