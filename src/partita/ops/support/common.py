@@ -1,0 +1,127 @@
+"""The recorded supports of rows, results and checks that reference and kernels share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+
+# What is known of a row: its recorded classes, that it has none and every class is possible, that
+# its target is ignored, or that its target, an id or the offsets are out of range.
+RECORDED, EVERY_CLASS, IGNORED, INVALID = range(4)
+
+
+class SupportStats(NamedTuple):
+    """Statistics of each row over the classes that its sampler recorded as possible.
+
+    Fields:
+        logprob: log-probability of the target in nats, 0 where it is ignored, `[...]`.
+        entropy: entropy of the distribution in nats, 0 where the target is ignored, `[...]`.
+        in_set: whether the target is one of the recorded classes, `[...]` bool.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    in_set: Tensor
+
+
+class Support(NamedTuple):
+    """The classes that count in each row: its target and its recorded ids, as a flat list.
+
+    Row r has the entries from `offsets[r]` + r on. The first one is its target, and its ids follow,
+    so that M rows with K ids have E = K + M entries.
+
+    Fields:
+        offsets: where the ids of each row begin, and the number of all ids, `[M + 1]` int64.
+        rows: the row of each entry, `[E]` int32.
+        classes: the class of each entry, or -1 for an entry that does not count, `[E]` int32. Of
+            the entries of a row that name the same class the first one counts.
+        order: the entries sorted by class, those of a class by row, `[E]` int64.
+        keys: the classes in this order, with those of repeated entries; the number of all classes
+            stands for none, `[E]` int32.
+        kinds: `RECORDED`, `EVERY_CLASS`, `IGNORED` or `INVALID` for each row, `[M]` int32. `rows`
+            and the classes of invalid rows mean nothing if the offsets are out of range.
+    """
+
+    offsets: Tensor
+    rows: Tensor
+    classes: Tensor
+    order: Tensor
+    keys: Tensor
+    kinds: Tensor
+
+
+class SupportSets(NamedTuple):
+    """The fields of a `Support` without the offsets, and whether a row's target was recorded."""
+
+    rows: Tensor
+    classes: Tensor
+    order: Tensor
+    keys: Tensor
+    kinds: Tensor
+    in_set: Tensor
+
+
+class SupportRows(NamedTuple):
+    """The differentiable statistics of each row, and what their gradient needs.
+
+    Fields:
+        logprob, entropy: the fields of `SupportStats`, NaN in invalid rows, `[M]`.
+        maximum: maximum of the soft-capped logits of the support, `[M]`.
+        sumexp: sum of exp((logits - maximum) / temperature) over the support, `[M]`.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    maximum: Tensor
+    sumexp: Tensor
+
+
+def empty_sets(target: Tensor, ids: Tensor) -> SupportSets:
+    """Return memory for the supports of M rows with K ids."""
+    rows, entries = target.shape[0], target.shape[0] + ids.shape[0]
+    return SupportSets(
+        rows=target.new_empty(entries, dtype=torch.int32),
+        classes=target.new_empty(entries, dtype=torch.int32),
+        order=target.new_empty(entries, dtype=torch.int64),
+        keys=target.new_empty(entries, dtype=torch.int32),
+        kinds=target.new_empty(rows, dtype=torch.int32),
+        in_set=target.new_empty(rows, dtype=torch.bool),
+    )
+
+
+def check_support(ids: Tensor, offsets: Tensor, rows: Tensor, name: str, number: int) -> None:
+    """Raise unless ids and offsets are integers `[K]` and `[M + 1]` for `number` rows.
+
+    `rows` is the tensor of the rows, and `name` its name.
+    """
+    for of, value in (("ids", ids), ("offsets", offsets)):
+        checks.integer(of, value)
+        checks.device(of, value, rows, name)
+    if ids.ndim != 1:
+        raise ValueError(f"ids: expected shape [K], got {list(ids.shape)}")
+    checks.shape("offsets", offsets, [number + 1], f"[M + 1] for the M rows of {name}")
+
+
+def check_values(
+    target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
+) -> None:
+    """Raise for the first label, id or offset that is out of range, where values are checked."""
+    checks.labels("target", target, num_classes, ignore_index)
+    checks.labels("ids", ids, num_classes, checks.NOTHING_IGNORED)
+    if not checks.can_check_values(offsets):
+        return
+    ends = {0: 0, len(offsets) - 1: len(ids)}
+    for place, expected in ends.items():
+        if (found := int(offsets[place])) != expected:
+            meaning = "0" if place == 0 else f"the number of ids, {expected},"
+            raise ValueError(f"offsets: expected {meaning} at [{place}], got {found}")
+    if (index := checks.first_index(offsets.diff() < 0)) is not None:
+        first, second = offsets[index[0]], offsets[index[0] + 1]
+        raise ValueError(
+            f"offsets: expected numbers that do not decrease, got {int(second)} after {int(first)}"
+            f" at [{index[0] + 1}]"
+        )
