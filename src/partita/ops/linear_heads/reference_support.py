@@ -34,7 +34,9 @@ def entry_dots(head: Head, support: Support, softcap: float) -> Tensor:
     return x
 
 
-def entry_statistics(x: Tensor, target: Tensor, support: Support, temperature: float) -> SupportRows:
+def entry_statistics(
+    x: Tensor, target: Tensor, support: Support, temperature: float
+) -> SupportRows:
     """Return the statistics of rows with ids from the logits of their entries.
 
     They are laid out as a matrix, `[M, W]`, whose width is that of the longest row.
@@ -97,7 +99,7 @@ def entry_gradients(
 
     `others` are the gradients of matrix and bias by other rows, to which these are added.
     """
-    (input, weight, bias), dtype = head, coefficients.dtype
+    (input, weight, _), dtype = head, coefficients.dtype
     result = empty_gradients(*head, *wanted)
     totals = [torch.zeros_like(field, dtype=dtype) for field in result]
     if others is not None:
@@ -127,9 +129,7 @@ def entry_gradients(
 
 SUPPORT_KERNELS = SupportKernels(entry_dots, entry_statistics, entry_coefficients, entry_gradients)
 
-linear_support = functools.partial(
-    chunked_support.linear_support, CHUNK_KERNELS, SUPPORT_KERNELS
-)
+linear_support = functools.partial(chunked_support.linear_support, CHUNK_KERNELS, SUPPORT_KERNELS)
 linear_support_backward = functools.partial(
     chunked_support.linear_support_backward, CHUNK_KERNELS, SUPPORT_KERNELS
 )

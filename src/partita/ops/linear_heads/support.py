@@ -145,7 +145,7 @@ def linear_support_stats(
     """
     head = cast_and_check(input, linear_weight, linear_bias, target)
     labels, shape = flat_labels(input, target), input.shape[:-1]
-    check_support(ids, offsets, input, "input", shape.numel())
+    check_support(ids, offsets, labels, "input")
     checks.python_int("ignore_index", ignore_index)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)

@@ -62,10 +62,10 @@ def support_stats(
     checks.integer("target", target)
     checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
     checks.device("target", target, logits, "logits")
-    check_support(ids, offsets, logits, "logits", logits.shape[:-1].numel())
+    rows, labels = logits[None].flatten(0, -2), target.reshape(-1).long().contiguous()
+    check_support(ids, offsets, labels, "logits")
     checks.python_int("ignore_index", ignore_index)
     numbers = checks.temperature_and_softcap(temperature, softcap)
-    rows, labels = logits[None].flatten(0, -2), target.reshape(-1).long().contiguous()
     support, in_set = sets_of(labels, ids, offsets, logits.shape[-1], ignore_index)
     logprob, entropy = stats_of(rows, labels, support, *numbers)
     shape = logits.shape[:-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...runtime import register
@@ -54,13 +53,14 @@ def _saves(args: tuple[Any, ...], output: SupportRows) -> tuple[Any, Any]:
     return (logits, target, *support, *statistics), (temperature, softcap)
 
 
-_stats = DifferentiableOp(
-    stats_op,
-    stats_backward_op,
-    lambda *args: reference.support_gradient(*args[:4], Support(*args[4:10]), *args[10:]),
-    _saves,
-    results=2,
-)
+def _gradient(*args: Any) -> Tensor:
+    """Compute the gradient of the logits; the fields of the `Support` come one by one."""
+    (on_label, on_entropy, logits, target), support, rest = args[:4], args[4:10], args[10:]
+    grads = (on_label, on_entropy)
+    return reference.support_gradient(*grads, logits, target, Support(*support), *rest)
+
+
+_stats = DifferentiableOp(stats_op, stats_backward_op, _gradient, _saves, results=2)
 
 
 def sets_of(

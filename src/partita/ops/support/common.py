@@ -93,17 +93,14 @@ def empty_sets(target: Tensor, ids: Tensor) -> SupportSets:
     )
 
 
-def check_support(ids: Tensor, offsets: Tensor, rows: Tensor, name: str, number: int) -> None:
-    """Raise unless ids and offsets are integers `[K]` and `[M + 1]` for `number` rows.
-
-    `rows` is the tensor of the rows, and `name` its name.
-    """
+def check_support(ids: Tensor, offsets: Tensor, labels: Tensor, name: str) -> None:
+    """Raise unless ids `[K]` and offsets `[M + 1]` fit the labels `[M]` of the named tensor."""
     for of, value in (("ids", ids), ("offsets", offsets)):
         checks.integer(of, value)
-        checks.device(of, value, rows, name)
+        checks.device(of, value, labels, name)
     if ids.ndim != 1:
         raise ValueError(f"ids: expected shape [K], got {list(ids.shape)}")
-    checks.shape("offsets", offsets, [number + 1], f"[M + 1] for the M rows of {name}")
+    checks.shape("offsets", offsets, [labels.shape[0] + 1], f"[M + 1] for the M rows of {name}")
 
 
 def check_values(

@@ -188,7 +188,9 @@ def entry_dots(head: Head, support: Support, softcap: float) -> Tensor:
     return x
 
 
-def entry_statistics(x: Tensor, target: Tensor, support: Support, temperature: float) -> SupportRows:
+def entry_statistics(
+    x: Tensor, target: Tensor, support: Support, temperature: float
+) -> SupportRows:
     """Return the statistics of rows with ids from the logits of their entries."""
     return statistics(None, x, x, 0, target, support, temperature, 0.0)
 
