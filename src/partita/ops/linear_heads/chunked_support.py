@@ -7,48 +7,19 @@ GPU waits for this number once, after the work on the entries has been launched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ...runtime.autograd import is_capturing
-from ..support.common import EVERY_CLASS, Support, SupportRows
+from ..support.common import (
+    EVERY_CLASS,
+    Support,
+    SupportKernels,
+    SupportRows,
+    rows_without_ids,
+)
 from .chunked import ChunkKernels, linear_rows, linear_rows_backward
 from .common import Head, HeadGradients, RowOptions, RowStatistics, Wanted
 from .reference import gradient_coefficients
-
-
-class SupportKernels(NamedTuple):
-    """The functions of one backend that work on the entries of supports.
-
-    Fields:
-        dots: returns the soft-capped logits of the entries that count, `[E]`.
-        statistics: returns the `SupportRows` of rows with ids.
-        coefficients: returns the gradients of the entries' logits before the soft-cap, `[E]`.
-        gradients: returns `HeadGradients` from these, to which it adds those of other rows.
-    """
-
-    dots: Callable[..., Tensor]
-    statistics: Callable[..., SupportRows]
-    coefficients: Callable[..., Tensor]
-    gradients: Callable[..., HeadGradients]
-
-
-def rows_without_ids(kinds: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that need all classes, and their number, `[]` on the host.
-
-    The rows are the first numbers of a tensor `[M]`. In a CUDA graph, which cannot wait for the
-    number, they are all rows.
-    """
-    if is_capturing(kinds):
-        rows = torch.arange(len(kinds), device=kinds.device)
-        return rows, torch.tensor(len(kinds))
-    found = (kinds == EVERY_CLASS).nonzero()[:, 0]
-    rows = found.new_zeros(len(kinds))
-    rows[: len(found)] = found
-    return rows, torch.tensor(len(found))
 
 
 def linear_support(

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ...primitives.rows import ELEMENTS, chunks, finite_shift, softcapped
 from ...runtime.dtypes import acc_dtype
-from ..support.common import INVALID, RECORDED, Support, SupportRows
+from ..support.common import INVALID, RECORDED, Support, SupportKernels, SupportRows
 from ..support.reference import statistics
 from . import chunked_support
 from .chunked import empty_gradients
-from .chunked_support import SupportKernels
 from .common import Head, HeadGradients, Wanted
 from .reference import CHUNK_KERNELS
 
@@ -94,10 +93,12 @@ def entry_gradients(
     support: Support,
     others: HeadGradients | None,
     wanted: Wanted,
+    partial_input: bool = False,
 ) -> HeadGradients:
     """Return the gradients of the head from those of the entries' logits.
 
-    `others` are the gradients of matrix and bias by other rows, to which these are added.
+    `others` are the gradients of matrix and bias by other rows, to which these are added. A partial
+    gradient of the hidden states is in the accumulator's dtype.
     """
     (input, weight, _), dtype = head, coefficients.dtype
     result = empty_gradients(*head, *wanted)
@@ -106,7 +107,8 @@ def entry_gradients(
         totals[1:] = [field.to(dtype) for field in others[1:]]
     dinput, dweight, dbias = totals
     # Rows and entries without a gradient do not count, whatever they hold.
-    entries = support.order[(coefficients != 0)[support.order]]
+    counts = (coefficients != 0) & (support.classes >= 0)
+    entries = support.order[counts[support.order]]
     for part in chunks(len(entries), ELEMENTS // max(input.shape[1], 1)):
         index = entries[part]
         factor = coefficients[index].unsqueeze(-1)
@@ -123,8 +125,9 @@ def entry_gradients(
     if wanted.input_grad:
         is_invalid = (support.kinds == INVALID).unsqueeze(-1)
         dinput = torch.where(is_invalid, torch.nan, dinput)
-    found = zip((dinput, dweight, dbias), result, strict=True)
-    return HeadGradients(*(total.to(field.dtype) for total, field in found))
+    if not partial_input:
+        dinput = dinput.to(input.dtype)
+    return HeadGradients(dinput, dweight.to(weight.dtype), dbias.to(weight.dtype))
 
 
 SUPPORT_KERNELS = SupportKernels(entry_dots, entry_statistics, entry_coefficients, entry_gradients)

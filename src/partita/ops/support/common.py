@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime import checks
+from ...runtime.autograd import is_capturing
 
 # What is known of a row: its recorded classes, that it has none and every class is possible, that
 # its target is ignored, or that its target, an id or the offsets are out of range.
@@ -78,6 +80,37 @@ class SupportRows(NamedTuple):
     entropy: Tensor
     maximum: Tensor
     sumexp: Tensor
+
+
+class SupportKernels(NamedTuple):
+    """The functions of one backend that work on the entries of supports from hidden states.
+
+    Fields:
+        dots: returns the soft-capped logits of the entries that count, 0 for others, `[E]`.
+        statistics: returns the `SupportRows` of rows with ids.
+        coefficients: returns the gradients of the entries' logits before the soft-cap, `[E]`.
+        gradients: returns `HeadGradients` from these, to which it adds those of other rows.
+    """
+
+    dots: Callable[..., Tensor]
+    statistics: Callable[..., SupportRows]
+    coefficients: Callable[..., Tensor]
+    gradients: Callable[..., Any]
+
+
+def rows_without_ids(kinds: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that need all classes, and their number, `[]` on the host.
+
+    The rows are the first numbers of a tensor `[M]`. In a CUDA graph, which cannot wait for the
+    number, they are all rows.
+    """
+    if is_capturing(kinds):
+        rows = torch.arange(len(kinds), device=kinds.device)
+        return rows, torch.tensor(len(kinds))
+    found = (kinds == EVERY_CLASS).nonzero()[:, 0]
+    rows = found.new_zeros(len(kinds))
+    rows[: len(found)] = found
+    return rows, torch.tensor(len(found))
 
 
 def empty_sets(target: Tensor, ids: Tensor) -> SupportSets:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ....primitives.gpu.math import apply_softcap
 from ....primitives.gpu.row_plan import matrix_rows
+from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
-from ...support.common import Support, SupportRows
+from ...support.common import Support, SupportKernels, SupportRows
 from ...support.gpu.launch import gradient, statistics
 from ...support.gpu.sets import KIND_INVALID
 from .. import chunked_support
 from ..chunked import empty_gradients
-from ..chunked_support import SupportKernels
 from ..common import Head, HeadGradients, Wanted
 from .launch import CHUNK_KERNELS
 
@@ -164,10 +164,10 @@ def support_weight_gradient_kernel(
 
 
 def entry_dots(head: Head, support: Support, softcap: float) -> Tensor:
-    """Return the soft-capped logits of the entries that count, `[E]`."""
+    """Return the soft-capped logits of the entries that count, 0 for others, `[E]`."""
     input, weight, bias = head
     E, hidden, accumulator = len(support.rows), input.shape[1], tl_acc_dtype(input.dtype)
-    x = input.new_empty(E, dtype=torch.promote_types(input.dtype, torch.float32))
+    x = input.new_zeros(E, dtype=acc_dtype(input.dtype))
     launch(
         support_dots_kernel,
         cdiv(E, DOT_ENTRIES),
@@ -218,16 +218,21 @@ def entry_gradients(
     support: Support,
     others: HeadGradients | None,
     wanted: Wanted,
+    partial_input: bool = False,
 ) -> HeadGradients:
     """Return the gradients of the head from those of the entries' logits.
 
-    `others` are the gradients of matrix and bias by other rows, to which these are added.
+    `others` are the gradients of matrix and bias by other rows, to which these are added. A partial
+    gradient of the hidden states is in the accumulator's dtype.
     """
     input, weight, _ = head
     (M, hidden), E = input.shape, len(support.rows)
     result = empty_gradients(*head, *wanted)
     block = min(SUM_BLOCK, next_power_of_2(max(hidden, 1)))
     spans = cdiv(hidden, block)
+    if partial_input:
+        dinput = torch.empty_like(result.input, dtype=coefficients.dtype)
+        result = HeadGradients(dinput, result.weight, result.bias)
     if wanted.input_grad:
         launch(
             support_input_gradient_kernel,
