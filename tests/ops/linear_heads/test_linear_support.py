@@ -221,6 +221,38 @@ def test_frozen_parts_strides_and_leading_dimensions(device: str) -> None:
     assert all(field.shape == (0,) for field in found)
 
 
+@devices
+def test_offsets_on_the_host(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them a call whose rows all have ids does not look for rows without, or wait."""
+    x = leaves_of(batch_of(device=device))
+    looks, look = list[int](), chunked_support.rows_without_ids
+
+    def counted(kinds: Tensor) -> tuple[Tensor, Tensor]:
+        looks.append(len(kinds))
+        return look(kinds)
+
+    monkeypatch.setattr(chunked_support, "rows_without_ids", counted)
+    for empty in (True, False):
+        given = recorded(TOKENS, CLASSES, device, empty=empty)
+        expected = call(x, given)
+        found = call(x, given._replace(offsets=given.offsets.cpu()))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        pairs = zip(gradients(found, x), gradients(expected, x), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    # Offsets that are on the device of a CPU call are on the host.
+    assert len(looks) == (1 + 1 if device == "cpu" else 2 + 1)
+    if device == "cuda":
+        on_host = given._replace(offsets=given.offsets.cpu())
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.autograd.grad(call(x, on_host).logprob.sum(), x[:2])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    wrong = given._replace(offsets=given.offsets.cpu() + 1)
+    with raises(r"ValueError: offsets: expected 0 at \[0\], got 1"):
+        call(x, wrong)
+
+
 def test_bad_input() -> None:
     hidden, matrix = torch.zeros(2, 3), torch.zeros(5, 3)
     target, ids = torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)

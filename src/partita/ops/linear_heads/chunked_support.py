@@ -2,7 +2,8 @@
 
 Rows with ids take one dot product for each entry that counts. Rows without ids take all logits, a
 chunk of classes at a time. How many rows these are decides what the products are, so a call on a
-GPU waits for this number once, after the work on the entries has been launched.
+GPU whose rows may lack ids waits for this number once, after the work on the entries has been
+launched.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ def linear_support(
     temperature: float,
     softcap: float,
     chunk: int,
+    may_lack_ids: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the `SupportRows` of a head, the logits of entries, and rows that need all classes.
 
-    The last two results are those of `rows_without_ids`.
+    The last two results are those of `rows_without_ids`; there are none unless rows may lack ids.
     """
     x = of_entries.dots(head, support, softcap)
     found = of_entries.statistics(x, target, support, temperature)
-    whole_rows, number = rows_without_ids(support.kinds)
+    whole_rows, number = target.new_zeros(len(target)), torch.tensor(0)
+    if may_lack_ids:
+        whole_rows, number = rows_without_ids(support.kinds)
     if rows := int(number):
         index = whole_rows[:rows]
         is_whole = support.kinds[index] == EVERY_CLASS

@@ -22,7 +22,13 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..support.autograd import sets_of, stats_of
-from ..support.common import Support, SupportRows, SupportStats, check_support
+from ..support.common import (
+    Support,
+    SupportRows,
+    SupportStats,
+    check_support,
+    may_lack_ids,
+)
 from . import reference_support
 from .chunked import empty_gradients
 from .common import chunk_and_save
@@ -70,7 +76,7 @@ class LinearSupport(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, temperature, softcap, ctx.chunk, ctx.backend = inputs
+        *tensors, temperature, softcap, ctx.chunk, _, ctx.backend = inputs
         ctx.options = (temperature, softcap)
         ctx.mark_non_differentiable(*output[2:])
         ctx.save_for_backward(*tensors, *output[1:])
@@ -112,8 +118,9 @@ def linear_support_stats(
     They are `support_stats(input @ linear_weight.T + linear_bias, target, ids, offsets, ...)`, and
     a small call computes just that; see `linear_cross_entropy`. Otherwise rows with ids take one
     dot product for each class of their sets, and rows without ids those of `linear_token_stats`.
-    For their number a call on a GPU waits once; while a CUDA graph is captured, which cannot wait,
-    all rows take the products with the whole matrix.
+    For the number of these rows a call on a GPU waits once. It waits for nothing if the offsets are
+    on the CPU and every row has ids. While a CUDA graph is captured, which cannot wait, all rows
+    take the products with the whole matrix otherwise.
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
@@ -149,7 +156,7 @@ def linear_support_stats(
     checks.python_int("ignore_index", ignore_index)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    classes = len(head.weight)
+    classes, may_lack = len(head.weight), may_lack_ids(offsets)
     support, in_set = sets_of(labels, ids, offsets, classes, ignore_index)
     if takes_all_logits([head], target, memory_budget):
         logits = all_logits(*head)[None].flatten(0, -2)
@@ -157,6 +164,6 @@ def linear_support_stats(
     else:
         head = head.flat
         chunk, _ = chunk_and_save(head.plan(memory_budget, False), classes)
-        call = (*head, labels, *support, *numbers, chunk, current_backend())
+        call = (*head, labels, *support, *numbers, chunk, may_lack, current_backend())
         logprob, entropy = apply(LinearSupport, *call)[:2]
     return SupportStats(logprob.reshape(shape), entropy.reshape(shape), in_set.reshape(shape))

@@ -31,8 +31,8 @@ def support_stats(
         target: labels `[...]`, any integer dtype.
         ids: recorded classes `[K]`, any integer dtype, one row after another. Classes may repeat.
         offsets: where the ids of each of the M rows begin in `ids`, and K, `[M + 1]`, any integer
-            dtype. Rows are counted as in `logits.flatten(0, -2)`. A row without ids has all classes
-            in its set.
+            dtype, on the device of the logits or on the CPU. Rows are counted as in
+            `logits.flatten(0, -2)`. A row without ids has all classes in its set.
         temperature: positive; what the logits are divided by.
         softcap: replace the logits by `softcap * tanh(logits / softcap)` first.
         ignore_index: rows with this label have log-probability, entropy and gradient 0.

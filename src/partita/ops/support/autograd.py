@@ -11,8 +11,16 @@ from ...runtime import register
 from ...runtime.autograd import DifferentiableOp, one_by_one
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
+from ...runtime.lengths import on_device
 from . import reference
-from .common import Support, SupportRows, SupportSets, check_values, empty_sets
+from .common import (
+    Support,
+    SupportRows,
+    SupportSets,
+    check_offsets,
+    check_values,
+    empty_sets,
+)
 
 
 def _gpu() -> ModuleType:
@@ -66,8 +74,14 @@ _stats = DifferentiableOp(stats_op, stats_backward_op, _gradient, _saves, result
 def sets_of(
     target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
 ) -> tuple[Support, Tensor]:
-    """Return the supports of rows with labels `[M]`, and whether each target was recorded."""
+    """Return the supports of rows with labels `[M]`, and whether each target was recorded.
+
+    The offsets may be on the CPU.
+    """
     ids, offsets = ids.long().contiguous(), offsets.long().contiguous()
+    if offsets.device != target.device:
+        check_offsets(offsets, ids.shape[0])
+        offsets = on_device(target.device, offsets)[0]
     call = (target, ids, offsets, num_classes, ignore_index, current_backend())
     found = SupportSets(*sets_op(*call))
     return Support(offsets, *found[:-1]), found.in_set

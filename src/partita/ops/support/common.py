@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import is_capturing
+from ...runtime.autograd import is_batched, is_capturing, is_traced
 
 # What is known of a row: its recorded classes, that it has none and every class is possible, that
 # its target is ignored, or that its target, an id or the offsets are out of range.
@@ -126,11 +126,20 @@ def empty_sets(target: Tensor, ids: Tensor) -> SupportSets:
     )
 
 
+def may_lack_ids(offsets: Tensor) -> bool:
+    """Return whether a row may have no ids, which only offsets on the CPU tell without waiting."""
+    if not offsets.is_cpu or is_traced() or is_batched(offsets):
+        return True
+    return bool((offsets.diff() <= 0).any())
+
+
 def check_support(ids: Tensor, offsets: Tensor, labels: Tensor, name: str) -> None:
     """Raise unless ids `[K]` and offsets `[M + 1]` fit the labels `[M]` of the named tensor."""
-    for of, value in (("ids", ids), ("offsets", offsets)):
-        checks.integer(of, value)
-        checks.device(of, value, labels, name)
+    checks.integer("ids", ids)
+    checks.device("ids", ids, labels, name)
+    checks.integer("offsets", offsets)
+    if not offsets.is_cpu:
+        checks.device("offsets", offsets, labels, name)
     if ids.ndim != 1:
         raise ValueError(f"ids: expected shape [K], got {list(ids.shape)}")
     checks.shape("offsets", offsets, [labels.shape[0] + 1], f"[M + 1] for the M rows of {name}")
@@ -142,9 +151,14 @@ def check_values(
     """Raise for the first label, id or offset that is out of range, where values are checked."""
     checks.labels("target", target, num_classes, ignore_index)
     checks.labels("ids", ids, num_classes, checks.NOTHING_IGNORED)
+    check_offsets(offsets, len(ids))
+
+
+def check_offsets(offsets: Tensor, number: int) -> None:
+    """Raise unless the offsets run from 0 to the number of ids, where values are checked."""
     if not checks.can_check_values(offsets):
         return
-    ends = {0: 0, len(offsets) - 1: len(ids)}
+    ends = {0: 0, len(offsets) - 1: number}
     for place, expected in ends.items():
         if (found := int(offsets[place])) != expected:
             meaning = "0" if place == 0 else f"the number of ids, {expected},"

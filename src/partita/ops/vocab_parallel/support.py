@@ -34,6 +34,7 @@ from ..support.common import (
     SupportRows,
     SupportStats,
     check_support,
+    may_lack_ids,
     rows_without_ids,
 )
 from . import reference_support
@@ -199,7 +200,9 @@ def _statistics(
     backend = current_backend()
     options = (temperature, softcap, shard, backend)
     logprob, entropy, *_ = ParallelSupport.apply(*head, labels, tuple(support), *options)
-    if is_traced():  # A compiler does not know which rows have no ids.
+    if not may_lack_ids(offsets):
+        index = labels[:0]
+    elif is_traced():  # A compiler does not know which rows have no ids.
         index = torch.arange(labels.shape[0], device=labels.device)
     else:
         rows, number = rows_without_ids(support.kinds)  # the same on all ranks
