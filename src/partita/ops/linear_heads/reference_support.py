@@ -21,15 +21,15 @@ def entry_dots(head: Head, support: Support, softcap: float) -> Tensor:
     """Return the soft-capped logits of the entries that count, 0 for others, `[E]`."""
     input, weight, bias = head
     x = input.new_zeros(len(support.rows), dtype=acc_dtype(input.dtype))
-    entries = (support.classes >= 0).nonzero()[:, 0]
-    for part in chunks(len(entries), ELEMENTS // max(input.shape[1], 1)):
-        index = entries[part]
-        rows, classes = support.rows[index].long(), support.classes[index].long()
+    places = (support.keys < len(weight)).nonzero()[:, 0]
+    for part in chunks(len(places), ELEMENTS // max(input.shape[1], 1)):
+        place = places[part]
+        rows, classes = support.rows[place].long(), support.keys[place].long()
         products = input[rows].to(x.dtype) * weight[classes].to(x.dtype)
         logits = products.sum(1)
         if bias is not None:
             logits = logits + bias[classes].to(x.dtype)
-        x[index] = softcapped(logits, softcap)
+        x[support.order[place]] = softcapped(logits, softcap)
     return x
 
 
@@ -67,7 +67,7 @@ def entry_coefficients(
 ) -> Tensor:
     """Return the gradients of the logits of the entries, 0 for those that do not count, `[E]`."""
     counts = support.classes >= 0
-    rows = torch.where(counts, support.rows, 0).long()
+    rows = support.rows_of_entries()
     if not len(target):
         return torch.zeros_like(x)
     on_label, on_entropy = grad_logprob[rows], grad_entropy[rows]
@@ -107,12 +107,12 @@ def entry_gradients(
         totals[1:] = [field.to(dtype) for field in others[1:]]
     dinput, dweight, dbias = totals
     # Rows and entries without a gradient do not count, whatever they hold.
-    counts = (coefficients != 0) & (support.classes >= 0)
-    entries = support.order[counts[support.order]]
-    for part in chunks(len(entries), ELEMENTS // max(input.shape[1], 1)):
-        index = entries[part]
-        factor = coefficients[index].unsqueeze(-1)
-        rows, classes = support.rows[index].long(), support.classes[index].long()
+    counts = (coefficients[support.order] != 0) & (support.keys < len(weight))
+    places = counts.nonzero()[:, 0]
+    for part in chunks(len(places), ELEMENTS // max(input.shape[1], 1)):
+        place = places[part]
+        factor = coefficients[support.order[place]].unsqueeze(-1)
+        rows, classes = support.rows[place].long(), support.keys[place].long()
         # PyTorch adds these up in a fixed order.
         if wanted.input_grad:
             products = factor * weight[classes].to(dtype)

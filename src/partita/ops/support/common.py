@@ -38,31 +38,35 @@ class Support(NamedTuple):
 
     Fields:
         offsets: where the ids of each row begin, and the number of all ids, `[M + 1]` int64.
-        rows: the row of each entry, `[E]` int32.
         classes: the class of each entry, or -1 for an entry that does not count, `[E]` int32. Of
             the entries of a row that name the same class the first one counts.
         order: the entries sorted by class, those of a class by row, `[E]` int64.
         keys: the classes in this order, with those of repeated entries; the number of all classes
             stands for none, `[E]` int32.
-        kinds: `RECORDED`, `EVERY_CLASS`, `IGNORED` or `INVALID` for each row, `[M]` int32. `rows`
-            and the classes of invalid rows mean nothing if the offsets are out of range.
+        rows: the rows in this order, 0 where there is no class, `[E]` int32.
+        kinds: `RECORDED`, `EVERY_CLASS`, `IGNORED` or `INVALID` for each row, `[M]` int32.
     """
 
     offsets: Tensor
-    rows: Tensor
     classes: Tensor
     order: Tensor
     keys: Tensor
+    rows: Tensor
     kinds: Tensor
+
+    def rows_of_entries(self) -> Tensor:
+        """Return the row of each entry, 0 where it has no class, `[E]` int64."""
+        rows = self.rows.long()
+        return torch.zeros_like(rows).scatter(0, self.order, rows)
 
 
 class SupportSets(NamedTuple):
     """The fields of a `Support` without the offsets, and whether a row's target was recorded."""
 
-    rows: Tensor
     classes: Tensor
     order: Tensor
     keys: Tensor
+    rows: Tensor
     kinds: Tensor
     in_set: Tensor
 
@@ -117,10 +121,10 @@ def empty_sets(target: Tensor, ids: Tensor) -> SupportSets:
     """Return memory for the supports of M rows with K ids."""
     rows, entries = target.shape[0], target.shape[0] + ids.shape[0]
     return SupportSets(
-        rows=target.new_empty(entries, dtype=torch.int32),
         classes=target.new_empty(entries, dtype=torch.int32),
         order=target.new_empty(entries, dtype=torch.int64),
         keys=target.new_empty(entries, dtype=torch.int32),
+        rows=target.new_empty(entries, dtype=torch.int32),
         kinds=target.new_empty(rows, dtype=torch.int32),
         in_set=target.new_empty(rows, dtype=torch.bool),
     )

@@ -71,10 +71,10 @@ def support_sets(
     else:
         recorded = torch.zeros_like(not_ignored)
     return SupportSets(
-        rows=row_of_entry.int(),
         classes=classes.int(),
         order=order,
         keys=sorted_keys.int(),
+        rows=torch.where((sorted_keys < num_classes) & ~is_bad, sorted_rows, 0).int(),
         kinds=kinds.int(),
         in_set=(kinds == EVERY_CLASS) | (recorded & (kinds == RECORDED)),
     )
@@ -97,14 +97,16 @@ def row_parts(logits: Tensor, support: Support) -> Iterator[tuple[slice, slice]]
             yield rows, slice(int(first) + rows.start, int(end) + rows.stop)
 
 
-def members(support: Support, rows: slice, entries: slice, num_classes: int) -> Tensor:
+def members(
+    support: Support, row_of_entry: Tensor, rows: slice, entries: slice, num_classes: int
+) -> Tensor:
     """Return which classes are in the supports of some rows, all of them in rows without ids."""
     kinds = support.kinds[rows]
     found = torch.zeros((len(kinds), num_classes + 1), dtype=torch.bool, device=kinds.device)
     classes = support.classes[entries].long()
     counts = classes >= 0
     # Entries that do not count have the column after the last class.
-    row = torch.where(counts, support.rows[entries] - rows.start, 0)
+    row = torch.where(counts, row_of_entry[entries] - rows.start, 0)
     if len(kinds):
         found[row, torch.where(counts, classes, num_classes)] = True
     return found[:, :num_classes] | (kinds != RECORDED).unsqueeze(-1)
@@ -159,12 +161,12 @@ def support_stats(
         temperature: what the soft-capped logits are divided by.
         softcap: the soft-cap, or 0.
     """
-    C, found = logits.shape[-1], list[SupportRows]()
+    C, found, row_of_entry = logits.shape[-1], list[SupportRows](), support.rows_of_entries()
     for rows, entries in row_parts(logits, support):
         kinds = support.kinds[rows]
         counts = kinds <= EVERY_CLASS
         of_rows = torch.where(counts.unsqueeze(-1), logits[rows], 0)
-        is_member = members(support, rows, entries, C)
+        is_member = members(support, row_of_entry, rows, entries, C)
         x = supported_rows(of_rows, is_member, softcap)
         label = x.gather(-1, torch.where(counts, target[rows], 0).unsqueeze(-1)).squeeze(-1)
         found.append(statistics(x, label, kinds, temperature))
@@ -189,14 +191,14 @@ def support_gradient(
     """
     if grad_entropy is None:
         grad_entropy = torch.zeros_like(grad_logprob)
-    C, found = logits.shape[-1], list[Tensor]()
+    C, found, row_of_entry = logits.shape[-1], list[Tensor](), support.rows_of_entries()
     for rows, entries in row_parts(logits, support):
         kinds = support.kinds[rows]
         counts = kinds <= EVERY_CLASS
         on_label = torch.where(counts, grad_logprob[rows], 0)
         on_entropy = torch.where(counts, grad_entropy[rows], 0)
         of_rows = torch.where(counts.unsqueeze(-1), logits[rows], 0)
-        is_member = members(support, rows, entries, C)
+        is_member = members(support, row_of_entry, rows, entries, C)
         of_rows = torch.where(is_member, of_rows, 0)
         of_rows = without_inert_rows(of_rows, (maximum[rows], sumexp[rows]), (on_label, on_entropy))
         x = supported_rows(of_rows, is_member, softcap)

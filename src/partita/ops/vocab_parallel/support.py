@@ -101,20 +101,20 @@ def local_support(support: Support, shard: VocabShard) -> Support:
     is_own = (support.classes >= first) & (classes < size)
     has_key = (keys >= 0) & (keys < size)
     return Support(
-        support.offsets,
-        support.rows,
-        torch.where(is_own, classes, -1),
-        support.order,
-        torch.where(has_key, keys, size),
-        support.kinds,
+        offsets=support.offsets,
+        classes=torch.where(is_own, classes, -1),
+        order=support.order,
+        keys=torch.where(has_key, keys, size),
+        rows=support.rows,
+        kinds=support.kinds,
     )
 
 
 def _places(support: Support) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return which entries this rank has, and their rows and columns, 0 for others."""
     counts = support.classes >= 0
-    row, column = (torch.where(counts, x, 0).long() for x in (support.rows, support.classes))
-    return counts, (row, column)
+    columns = torch.where(counts, support.classes, 0).long()
+    return counts, (torch.where(counts, support.rows_of_entries(), 0), columns)
 
 
 class ParallelSupport(torch.autograd.Function):

@@ -7,6 +7,7 @@ same row of the matrix one after another, from the cache.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,19 +26,43 @@ from ..chunked import empty_gradients
 from ..common import Head, HeadGradients, Wanted
 from .launch import CHUNK_KERNELS
 
-# A program has a tile of entries and hidden dimensions in registers, 32 sums a thread.
-DOT_ENTRIES, DOT_BLOCK = 16, 256
-SUM_ENTRIES, SUM_BLOCK = 8, 512
+# Entries and hidden dimensions of the tile that a program has in registers.
+DOT_ENTRIES, DOT_BLOCK = 8, 512
+INPUT_ENTRIES, INPUT_BLOCK = 4, 1024
+WEIGHT_ENTRIES, WEIGHT_BLOCK = 4, 1024
+# A common class has entries in most rows. Its sum is cut at places in the order that are multiples of
+# this, so that no program adds up more entries.
+SPLIT = 512
 
 
-@triton.jit(do_not_specialize=["E"])
+class ClassSums(NamedTuple):
+    """Where the gradients of classes go, and the sums of their parts.
+
+    Fields:
+        dweight: `StridedRows` [C, H], updated, or None.
+        dbias_ptr: [C], updated, or None.
+        heads_ptr: for each part of the order, the sum of the class that was begun before it,
+            [parts, H + 1]; the last column has that of the bias.
+        tails_ptr: the sum of the class that is begun in it and goes on after it, [parts, H + 1].
+        hidden: the number H of hidden dimensions; 0 without a gradient of the matrix.
+    """
+
+    dweight: Any
+    dbias_ptr: Any
+    heads_ptr: Any
+    tails_ptr: Any
+    hidden: Any
+
+
+@triton.jit(do_not_specialize=["E", "num_classes"])
 def support_dots_kernel(
     input,  # StridedRows [M, H]
     weight,  # StridedRows [C, H]
     bias_ptr,  # [C] or None
     support,  # Support
-    x_ptr,  # [E], written for the entries that count
+    x_ptr,  # [E], written for the entries that have a class
     E,
+    num_classes,
     hidden,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
@@ -48,10 +73,10 @@ def support_dots_kernel(
     """Compute the soft-capped logits of entries that are next to each other in the order."""
     place = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     entry = tl.load(support.order + place, mask=place < E, other=0)
-    label = tl.load(support.classes + entry, mask=place < E, other=-1).to(tl.int64)
-    counts = label >= 0
+    label = tl.load(support.keys + place, mask=place < E, other=num_classes).to(tl.int64)
+    row = tl.load(support.rows + place, mask=place < E, other=0).to(tl.int64)
+    counts = label < num_classes
     label = tl.where(counts, label, 0)
-    row = tl.load(support.rows + entry, mask=counts, other=0).to(tl.int64)
     states = input.ptr + row[:, None] * input.row  # [ENTRIES, 1]
     weights = weight.ptr + label[:, None] * weight.row
     sums = tl.zeros([ENTRIES, BLOCK_H], ACC_DTYPE)
@@ -106,61 +131,111 @@ def support_input_gradient_kernel(
     tl.store(ptrs, total.to(dinput.ptr.dtype.element_ty), mask=h < hidden)
 
 
+@triton.jit
+def store_class(sums, label, h, total, total_bias, is_first_span, HAS_OTHERS: tl.constexpr):
+    """Store a part of the gradient of a class; with HAS_OTHERS add it to what is there."""
+    if sums.dweight is not None:
+        ptrs = sums.dweight.ptr + label * sums.dweight.row + h * sums.dweight.column
+        mask = h < sums.hidden
+        if HAS_OTHERS:
+            total += tl.load(ptrs, mask=mask, other=0.0).to(total.dtype)
+        tl.store(ptrs, total.to(sums.dweight.ptr.dtype.element_ty), mask=mask)
+    if sums.dbias_ptr is not None:
+        ptr = sums.dbias_ptr + label
+        if HAS_OTHERS:
+            total_bias += tl.load(ptr).to(total_bias.dtype)
+        tl.store(ptr, total_bias.to(sums.dbias_ptr.dtype.element_ty), mask=is_first_span)
+
+
 @triton.jit(do_not_specialize=["E", "num_classes"])
 def support_weight_gradient_kernel(
     coefficients_ptr,  # [E]
     input,  # StridedRows [M, H]
     support,  # Support
-    dweight,  # StridedRows [C, H], updated; or None
-    dbias_ptr,  # [C], updated; or None
+    sums,  # ClassSums
     E,
     num_classes,
-    hidden,
     HAS_OTHERS: tl.constexpr,  # whether the gradients of other rows are there
+    SPLIT: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Add up a part of one class's gradient over its entries, in their order.
+    """Add up a part of one class's gradient over its entries in one part of the order.
 
-    There are programs for each entry. The first entry of a class has all the work.
+    There are programs for each place. The first place of a class in a part has all the work. A
+    class with all of its entries in one part is finished here.
     """
     ACC_DTYPE: tl.constexpr = coefficients_ptr.dtype.element_ty
-    spans = tl.cdiv(hidden, BLOCK_H)
+    spans = tl.maximum(tl.cdiv(sums.hidden, BLOCK_H), 1)
     first = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
+    part = first // SPLIT
+    end = tl.minimum((part + 1) * SPLIT, E)
+    place = first + tl.arange(0, ENTRIES)
     key = tl.load(support.keys + first)
-    is_first = tl.load(support.keys + first - 1, mask=first > 0, other=-1) != key
-    if is_first & (key >= 0) & (key < num_classes):
+    before = tl.load(support.keys + first - 1, mask=first > 0, other=-1)
+    after = tl.load(support.keys + end, mask=end < E, other=-1)
+    is_class = tl.load(support.keys + place, mask=place < end, other=-1) == key
+    if ((before != key) | (first % SPLIT == 0)) & (key < num_classes):
         h = span.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-        sums = tl.zeros([ENTRIES, BLOCK_H], ACC_DTYPE)
-        bias_sums = tl.zeros([ENTRIES], ACC_DTYPE)
-        place = first + tl.arange(0, ENTRIES)
-        is_class = tl.load(support.keys + place, mask=place < E, other=-1) == key
+        totals = tl.zeros([ENTRIES, BLOCK_H], ACC_DTYPE)
+        bias_totals = tl.zeros([ENTRIES], ACC_DTYPE)
         while tl.max(is_class.to(tl.int32), axis=0) > 0:
             entry = tl.load(support.order + place, mask=is_class, other=0)
-            counts = tl.load(support.classes + entry, mask=is_class, other=-1) == key
-            row = tl.load(support.rows + entry, mask=counts, other=0).to(tl.int64)
-            factor = tl.load(coefficients_ptr + entry, mask=counts, other=0.0)
-            bias_sums += factor
-            if dweight is not None:
-                # What has no gradient does not count, whatever it holds.
-                mask = (factor != 0.0)[:, None] & (h < hidden)
+            row = tl.load(support.rows + place, mask=is_class, other=0).to(tl.int64)
+            factor = tl.load(coefficients_ptr + entry, mask=is_class, other=0.0)
+            bias_totals += factor
+            if sums.dweight is not None:
+                mask = is_class[:, None] & (h < sums.hidden)
                 ptrs = input.ptr + row[:, None] * input.row + h * input.column
-                sums += factor[:, None] * tl.load(ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
+                states = tl.load(ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
+                # What has no gradient does not count, whatever it holds.
+                has_gradient = (factor != 0.0)[:, None]
+                totals += factor[:, None] * tl.where(has_gradient, states, 0.0)
+            is_full = tl.min(is_class.to(tl.int32), axis=0) > 0
             place += ENTRIES
-            is_class = tl.load(support.keys + place, mask=place < E, other=-1) == key
-        label = key.to(tl.int64)
-        if dweight is not None:
-            total = tl.sum(sums, axis=0)[None, :]
-            ptrs = dweight.ptr + label * dweight.row + h * dweight.column
-            if HAS_OTHERS:
-                total += tl.load(ptrs, mask=h < hidden, other=0.0).to(ACC_DTYPE)
-            tl.store(ptrs, total.to(dweight.ptr.dtype.element_ty), mask=h < hidden)
-        if dbias_ptr is not None:
-            total_bias = tl.sum(bias_sums, axis=0)
-            if HAS_OTHERS:
-                total_bias += tl.load(dbias_ptr + label).to(ACC_DTYPE)
-            tl.store(dbias_ptr + label, total_bias, mask=span == 0)
+            is_class = tl.load(support.keys + place, mask=is_full & (place < end), other=-1) == key
+        total, total_bias = tl.sum(totals, axis=0)[None, :], tl.sum(bias_totals, axis=0)
+        if (before != key) & (after != key):
+            store_class(sums, key.to(tl.int64), h, total, total_bias, span == 0, HAS_OTHERS)
+        else:
+            slots = tl.where(before != key, sums.tails_ptr, sums.heads_ptr)
+            slots += part * (sums.hidden + 1)
+            tl.store(slots + h, total, mask=h < sums.hidden)
+            tl.store(slots + sums.hidden, total_bias, mask=span == 0)
+
+
+@triton.jit(do_not_specialize=["E", "num_classes"])
+def support_class_sums_kernel(
+    support,  # Support
+    sums,  # ClassSums
+    E,
+    num_classes,
+    HAS_OTHERS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Add up the sums of a class that is begun in one part of the order and goes on after it."""
+    spans = tl.maximum(tl.cdiv(sums.hidden, BLOCK_H), 1)
+    part = (tl.program_id(0) // spans).to(tl.int64)
+    span = tl.program_id(0) % spans
+    begin, end = part * SPLIT, (part + 1) * SPLIT
+    before = tl.load(support.keys + begin - 1, mask=part > 0, other=-1)
+    key = tl.load(support.keys + end - 1, mask=end < E, other=-1)
+    after = tl.load(support.keys + end, mask=end < E, other=-1)
+    if (end < E) & (key == after) & (key != before) & (key < num_classes):
+        h = span.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+        slots = sums.tails_ptr + part * (sums.hidden + 1)
+        total = tl.load(slots + h, mask=h < sums.hidden, other=0.0)
+        total_bias = tl.load(slots + sums.hidden)
+        while after == key:
+            part += 1
+            slots = sums.heads_ptr + part * (sums.hidden + 1)
+            total += tl.load(slots + h, mask=h < sums.hidden, other=0.0)
+            total_bias += tl.load(slots + sums.hidden)
+            end += SPLIT
+            after = tl.load(support.keys + end, mask=end < E, other=-1)
+        store_class(sums, key.to(tl.int64), h, total, total_bias, span == 0, HAS_OTHERS)
 
 
 def entry_dots(head: Head, support: Support, softcap: float) -> Tensor:
@@ -177,6 +252,7 @@ def entry_dots(head: Head, support: Support, softcap: float) -> Tensor:
         support=support,
         x_ptr=x,
         E=E,
+        num_classes=len(weight),
         hidden=hidden,
         softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
@@ -206,7 +282,8 @@ def entry_coefficients(
     softcap: float,
 ) -> Tensor:
     """Return the gradients of the logits of the entries that count, `[E]`."""
-    dx, numbers = torch.empty_like(x), (temperature, softcap)
+    # Wrong offsets leave entries out, whose gradients are NaN then.
+    dx, numbers = torch.full_like(x, torch.nan), (temperature, softcap)
     grads = (grad_logprob, grad_entropy)
     gradient(*grads, None, x, x, 0, target, support, results, None, dx, *numbers)
     return dx
@@ -228,22 +305,21 @@ def entry_gradients(
     input, weight, _ = head
     (M, hidden), E = input.shape, len(support.rows)
     result = empty_gradients(*head, *wanted)
-    block = min(SUM_BLOCK, next_power_of_2(max(hidden, 1)))
-    spans = cdiv(hidden, block)
     if partial_input:
         dinput = torch.empty_like(result.input, dtype=coefficients.dtype)
         result = HeadGradients(dinput, result.weight, result.bias)
     if wanted.input_grad:
+        block = min(INPUT_BLOCK, next_power_of_2(max(hidden, 1)))
         launch(
             support_input_gradient_kernel,
-            M * spans,
+            M * cdiv(hidden, block),
             coefficients_ptr=coefficients,
             weight=matrix_rows(weight),
             support=support,
             dinput=matrix_rows(result.input),
             K=E - M,
             hidden=hidden,
-            ENTRIES=SUM_ENTRIES,
+            ENTRIES=INPUT_ENTRIES,
             BLOCK_H=block,
             num_warps=4,
         )
@@ -251,25 +327,56 @@ def entry_gradients(
         result.weight.zero_()
         result.bias.zero_()
     else:
-        result = result._replace(weight=others.weight, bias=others.bias)
+        result = HeadGradients(result.input, others.weight, others.bias)
     if wanted.weight_grad or wanted.bias_grad:
-        launch(
-            support_weight_gradient_kernel,
-            E * (spans if wanted.weight_grad else 1),
-            coefficients_ptr=coefficients,
-            input=matrix_rows(input),
-            support=support,
-            dweight=matrix_rows(result.weight) if wanted.weight_grad else None,
-            dbias_ptr=result.bias if wanted.bias_grad else None,
-            E=E,
-            num_classes=len(weight),
-            hidden=hidden if wanted.weight_grad else 1,
-            HAS_OTHERS=others is not None,
-            ENTRIES=SUM_ENTRIES,
-            BLOCK_H=block,
-            num_warps=4,
-        )
+        add_to_classes(coefficients, input, support, result, others is not None, wanted)
     return result
+
+
+def add_to_classes(
+    coefficients: Tensor,
+    input: Tensor,
+    support: Support,
+    result: HeadGradients,
+    has_others: bool,
+    wanted: Wanted,
+) -> None:
+    """Write the gradients of matrix and bias, or add them to those of other rows."""
+    E, parts = len(support.rows), cdiv(len(support.rows), SPLIT)
+    hidden = input.shape[1] if wanted.weight_grad else 0
+    num_classes = len(result.weight if wanted.weight_grad else result.bias)
+    block = min(WEIGHT_BLOCK, next_power_of_2(max(hidden, 1)))
+    spans = max(cdiv(hidden, block), 1)
+    heads, tails = coefficients.new_empty(2, parts, hidden + 1).unbind()
+    sums = ClassSums(
+        dweight=matrix_rows(result.weight) if wanted.weight_grad else None,
+        dbias_ptr=result.bias if wanted.bias_grad else None,
+        heads_ptr=heads,
+        tails_ptr=tails,
+        hidden=hidden,
+    )
+    options = {"HAS_OTHERS": has_others, "SPLIT": SPLIT, "BLOCK_H": block, "num_warps": 4}
+    launch(
+        support_weight_gradient_kernel,
+        E * spans,
+        coefficients_ptr=coefficients,
+        input=matrix_rows(input),
+        support=support,
+        sums=sums,
+        E=E,
+        num_classes=num_classes,
+        ENTRIES=WEIGHT_ENTRIES,
+        **options,
+    )
+    launch(
+        support_class_sums_kernel,
+        parts * spans,
+        support=support,
+        sums=sums,
+        E=E,
+        num_classes=num_classes,
+        **options,
+    )
 
 
 SUPPORT_KERNELS = SupportKernels(entry_dots, entry_statistics, entry_coefficients, entry_gradients)

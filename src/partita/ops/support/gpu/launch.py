@@ -24,7 +24,7 @@ def support_sets(
     """Find which entries of each row count, and sort them by class; see the reference."""
     M, K = len(target), len(ids)
     sets = empty_sets(target, ids)
-    keys = torch.full_like(sets.keys, num_classes)
+    keys, rows = torch.full_like(sets.keys, num_classes), torch.empty_like(sets.rows)
     is_bad = torch.zeros(1, dtype=torch.int32, device=target.device)
     launch(
         support_entries_kernel,
@@ -33,7 +33,7 @@ def support_sets(
         ids_ptr=ids,
         offsets_ptr=offsets,
         keys_ptr=keys,
-        rows_ptr=sets.rows,
+        rows_ptr=rows,
         kinds_ptr=sets.kinds,
         in_set_ptr=sets.in_set,
         is_bad_ptr=is_bad,
@@ -49,9 +49,10 @@ def support_sets(
         support_sets_kernel,
         cdiv(K + M, PLACE_BLOCK),
         offsets_ptr=offsets,
-        rows_ptr=sets.rows,
+        entry_rows_ptr=rows,
         order_ptr=sets.order,
         keys_ptr=sets.keys,
+        rows_ptr=sets.rows,
         classes_ptr=sets.classes,
         kinds_ptr=sets.kinds,
         in_set_ptr=sets.in_set,

@@ -135,7 +135,7 @@ def support_gradient_kernel(
     support,  # Support
     results,  # SupportRows [M]
     dlogits,  # StridedRows [M, classes], 0; or None
-    dx_ptr,  # [E], written for the entries that count; or None
+    dx_ptr,  # [E], 0 for entries that do not count; or None
     K,
     classes,
     temperature: tl.float64,
@@ -186,7 +186,9 @@ def support_gradient_kernel(
         grad = tl.where(is_active, grad, 0.0)
         grad = tl.where(is_invalid, float("nan"), grad)
         if dlogits is None:
-            tl.store(dx_ptr + at.base + start + tl.arange(0, BLOCK), grad, mask=is_counted)
+            place = start + tl.arange(0, BLOCK)
+            grad = tl.where(is_counted, grad, 0.0)
+            tl.store(dx_ptr + at.base + place, grad, mask=place < at.number)
         else:
             ptrs = dlogits.ptr + row * dlogits.row + column * dlogits.column
             tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=is_counted)

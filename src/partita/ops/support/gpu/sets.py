@@ -64,9 +64,10 @@ def support_entries_kernel(
 @triton.jit(do_not_specialize=["M", "E", "num_classes"])
 def support_sets_kernel(
     offsets_ptr,  # [M + 1] int64
-    rows_ptr,  # [E] int32
+    entry_rows_ptr,  # [E] int32, of each entry
     order_ptr,  # [E] int64, the entries sorted by class
     keys_ptr,  # [E] int32, the classes in this order
+    rows_ptr,  # [E] int32, written in this order
     classes_ptr,  # [E] int32
     kinds_ptr,  # [M] int32, updated
     in_set_ptr,  # [M] bool, updated
@@ -76,7 +77,7 @@ def support_sets_kernel(
     num_classes,
     BLOCK: tl.constexpr,
 ):
-    """Write the class of each entry, or -1 for one that does not count.
+    """Write the rows in the order, and the class of each entry, or -1 if it does not count.
 
     Entries of a row that name the same class stand next to each other in the order, the target
     before ids. If the offsets are bad, no entry counts and all rows are invalid.
@@ -89,8 +90,9 @@ def support_sets_kernel(
     key = tl.load(keys_ptr + place, mask=mask, other=0)
     is_class = mask & is_good & (key < num_classes)
     is_same = tl.load(keys_ptr + place - 1, mask=has_previous, other=-1) == key
-    row = tl.load(rows_ptr + entry, mask=is_class, other=0).to(tl.int64)
-    previous_row = tl.load(rows_ptr + previous, mask=is_class & is_same, other=-1)
+    row = tl.load(entry_rows_ptr + entry, mask=is_class, other=0).to(tl.int64)
+    previous_row = tl.load(entry_rows_ptr + previous, mask=is_class & is_same, other=-1)
+    tl.store(rows_ptr + place, row.to(tl.int32), mask=mask)
     is_repeated = is_class & (previous_row == row)
     tl.store(classes_ptr + entry, tl.where(is_class & (is_repeated == 0), key, -1), mask=mask)
     is_recorded = tl.load(kinds_ptr + row, mask=is_repeated, other=-1) == KIND_RECORDED
