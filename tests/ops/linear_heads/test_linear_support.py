@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers.errors import raises
 from helpers.linear import CLASSES, PLANS, TOKENS, Batch, batch_of, budgets, leaves_of
-from helpers.rows import INTERPRETING, devices
+from helpers.rows import INTERPRETING, devices, kernel_devices
 from helpers.support import IGNORED, Recorded, enumerated, recorded
 from torch import Tensor
 
@@ -106,6 +106,32 @@ def test_rows_without_ids_are_those_of_token_stats(plan: str, device: str) -> No
     pairs = zip(gradients(found, x), gradients((stats.logprob, entropy), x), strict=True)
     for grad, true in pairs:
         torch.testing.assert_close(grad, true, rtol=1e-5, atol=1e-6)
+
+
+@kernel_devices
+@pytest.mark.parametrize("bias_alone", [False, True])
+@pytest.mark.parametrize("empty", [False, True])
+def test_sums_of_common_classes_are_cut(
+    empty: bool, bias_alone: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One class has entries in most rows, another in two parts of the order, others in one."""
+    from partita.ops.linear_heads.gpu import support as kernels
+
+    monkeypatch.setattr(kernels, "SPLIT", 8)
+    x = leaves_of(batch_of(bias=True, device=device))
+    given = recorded(TOKENS, CLASSES, device, empty=empty)
+    given.target[4:] = 11
+    given.ids[::5] = 200
+    x.weight.requires_grad_(not bias_alone)
+    leaves = [x.bias] if bias_alone else [x.weight, x.bias]
+    found = []
+    for backend in ("triton", "reference"):
+        with partita.backend(backend), poisoned_memory():
+            stats = call(x, given)
+            loss = stats.logprob.sum() + 0.3 * stats.entropy.sum()
+            found.append(torch.autograd.grad(loss, leaves))
+    for grad, true in zip(*found, strict=True):
+        torch.testing.assert_close(grad, true, rtol=1e-5, atol=1e-5)
 
 
 @devices

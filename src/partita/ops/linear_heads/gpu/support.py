@@ -30,8 +30,8 @@ from .launch import CHUNK_KERNELS
 DOT_ENTRIES, DOT_BLOCK = 8, 512
 INPUT_ENTRIES, INPUT_BLOCK = 4, 1024
 WEIGHT_ENTRIES, WEIGHT_BLOCK = 4, 1024
-# A common class has entries in most rows. Its sum is cut at places in the order that are multiples of
-# this, so that no program adds up more entries.
+# A common class has entries in most rows. Its sum is cut at places in the order that are multiples
+# of this, so that no program adds up more entries.
 SPLIT = 512
 
 
