@@ -35,23 +35,18 @@ WEIGHT_ENTRIES, WEIGHT_BLOCK = 4, 1024
 SPLIT = 512
 
 
-class ClassSums(NamedTuple):
-    """Where the gradients of classes go, and the sums of their parts.
+class PartSums(NamedTuple):
+    """The sums of classes with entries in several parts of the order, each `[parts, H + 1]`.
+
+    The last column has the sum of the gradient of the bias.
 
     Fields:
-        dweight: `StridedRows` [C, H], updated, or None.
-        dbias_ptr: [C], updated, or None.
-        heads_ptr: for each part of the order, the sum of the class that was begun before it,
-            [parts, H + 1]; the last column has that of the bias.
-        tails_ptr: the sum of the class that is begun in it and goes on after it, [parts, H + 1].
-        hidden: the number H of hidden dimensions; 0 without a gradient of the matrix.
+        heads: the sum of the class that was begun before a part.
+        tails: the sum of the class that is begun in a part and goes on after it.
     """
 
-    dweight: Any
-    dbias_ptr: Any
-    heads_ptr: Any
-    tails_ptr: Any
-    hidden: Any
+    heads: Any
+    tails: Any
 
 
 @triton.jit(do_not_specialize=["E", "num_classes"])
@@ -132,19 +127,21 @@ def support_input_gradient_kernel(
 
 
 @triton.jit
-def store_class(sums, label, h, total, total_bias, is_first_span, HAS_OTHERS: tl.constexpr):
+def store_class(
+    dweight, dbias_ptr, label, h, hidden, total, total_bias, is_first_span, HAS_OTHERS: tl.constexpr
+):
     """Store a part of the gradient of a class; with HAS_OTHERS add it to what is there."""
-    if sums.dweight is not None:
-        ptrs = sums.dweight.ptr + label * sums.dweight.row + h * sums.dweight.column
-        mask = h < sums.hidden
+    if dweight is not None:
+        ptrs = dweight.ptr + label * dweight.row + h * dweight.column
+        mask = h < hidden
         if HAS_OTHERS:
             total += tl.load(ptrs, mask=mask, other=0.0).to(total.dtype)
-        tl.store(ptrs, total.to(sums.dweight.ptr.dtype.element_ty), mask=mask)
-    if sums.dbias_ptr is not None:
-        ptr = sums.dbias_ptr + label
+        tl.store(ptrs, total.to(dweight.ptr.dtype.element_ty), mask=mask)
+    if dbias_ptr is not None:
+        ptr = dbias_ptr + label
         if HAS_OTHERS:
             total_bias += tl.load(ptr).to(total_bias.dtype)
-        tl.store(ptr, total_bias.to(sums.dbias_ptr.dtype.element_ty), mask=is_first_span)
+        tl.store(ptr, total_bias.to(dbias_ptr.dtype.element_ty), mask=is_first_span)
 
 
 @triton.jit(do_not_specialize=["E", "num_classes"])
@@ -152,9 +149,12 @@ def support_weight_gradient_kernel(
     coefficients_ptr,  # [E]
     input,  # StridedRows [M, H]
     support,  # Support
-    sums,  # ClassSums
+    dweight,  # StridedRows [C, H], updated; or None
+    dbias_ptr,  # [C], updated; or None
+    sums,  # PartSums
     E,
     num_classes,
+    hidden,  # 0 without a gradient of the matrix
     HAS_OTHERS: tl.constexpr,  # whether the gradients of other rows are there
     SPLIT: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -166,7 +166,7 @@ def support_weight_gradient_kernel(
     class with all of its entries in one part is finished here.
     """
     ACC_DTYPE: tl.constexpr = coefficients_ptr.dtype.element_ty
-    spans = tl.maximum(tl.cdiv(sums.hidden, BLOCK_H), 1)
+    spans = tl.maximum(tl.cdiv(hidden, BLOCK_H), 1)
     first = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     part = first // SPLIT
@@ -185,8 +185,8 @@ def support_weight_gradient_kernel(
             row = tl.load(support.rows + place, mask=is_class, other=0).to(tl.int64)
             factor = tl.load(coefficients_ptr + entry, mask=is_class, other=0.0)
             bias_totals += factor
-            if sums.dweight is not None:
-                mask = is_class[:, None] & (h < sums.hidden)
+            if dweight is not None:
+                mask = is_class[:, None] & (h < hidden)
                 ptrs = input.ptr + row[:, None] * input.row + h * input.column
                 states = tl.load(ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
                 # What has no gradient does not count, whatever it holds.
@@ -197,26 +197,30 @@ def support_weight_gradient_kernel(
             is_class = tl.load(support.keys + place, mask=is_full & (place < end), other=-1) == key
         total, total_bias = tl.sum(totals, axis=0)[None, :], tl.sum(bias_totals, axis=0)
         if (before != key) & (after != key):
-            store_class(sums, key.to(tl.int64), h, total, total_bias, span == 0, HAS_OTHERS)
+            of_class = (key.to(tl.int64), h, hidden, total, total_bias, span == 0)
+            store_class(dweight, dbias_ptr, *of_class, HAS_OTHERS)
         else:
-            slots = tl.where(before != key, sums.tails_ptr, sums.heads_ptr)
-            slots += part * (sums.hidden + 1)
-            tl.store(slots + h, total, mask=h < sums.hidden)
-            tl.store(slots + sums.hidden, total_bias, mask=span == 0)
+            slots = tl.where(before != key, sums.tails, sums.heads)
+            slots += part * (hidden + 1)
+            tl.store(slots + h, total, mask=h < hidden)
+            tl.store(slots + hidden, total_bias, mask=span == 0)
 
 
 @triton.jit(do_not_specialize=["E", "num_classes"])
 def support_class_sums_kernel(
     support,  # Support
-    sums,  # ClassSums
+    dweight,  # StridedRows [C, H], updated; or None
+    dbias_ptr,  # [C], updated; or None
+    sums,  # PartSums
     E,
     num_classes,
+    hidden,  # 0 without a gradient of the matrix
     HAS_OTHERS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Add up the sums of a class that is begun in one part of the order and goes on after it."""
-    spans = tl.maximum(tl.cdiv(sums.hidden, BLOCK_H), 1)
+    spans = tl.maximum(tl.cdiv(hidden, BLOCK_H), 1)
     part = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     begin, end = part * SPLIT, (part + 1) * SPLIT
@@ -225,17 +229,18 @@ def support_class_sums_kernel(
     after = tl.load(support.keys + end, mask=end < E, other=-1)
     if (end < E) & (key == after) & (key != before) & (key < num_classes):
         h = span.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-        slots = sums.tails_ptr + part * (sums.hidden + 1)
-        total = tl.load(slots + h, mask=h < sums.hidden, other=0.0)
-        total_bias = tl.load(slots + sums.hidden)
+        slots = sums.tails + part * (hidden + 1)
+        total = tl.load(slots + h, mask=h < hidden, other=0.0)
+        total_bias = tl.load(slots + hidden)
         while after == key:
             part += 1
-            slots = sums.heads_ptr + part * (sums.hidden + 1)
-            total += tl.load(slots + h, mask=h < sums.hidden, other=0.0)
-            total_bias += tl.load(slots + sums.hidden)
+            slots = sums.heads + part * (hidden + 1)
+            total += tl.load(slots + h, mask=h < hidden, other=0.0)
+            total_bias += tl.load(slots + hidden)
             end += SPLIT
             after = tl.load(support.keys + end, mask=end < E, other=-1)
-        store_class(sums, key.to(tl.int64), h, total, total_bias, span == 0, HAS_OTHERS)
+        of_class = (key.to(tl.int64), h, hidden, total, total_bias, span == 0)
+        store_class(dweight, dbias_ptr, *of_class, HAS_OTHERS)
 
 
 def entry_dots(head: Head, support: Support, softcap: float) -> Tensor:
@@ -347,24 +352,25 @@ def add_to_classes(
     num_classes = len(result.weight if wanted.weight_grad else result.bias)
     block = min(WEIGHT_BLOCK, next_power_of_2(max(hidden, 1)))
     spans = max(cdiv(hidden, block), 1)
-    heads, tails = coefficients.new_empty(2, parts, hidden + 1).unbind()
-    sums = ClassSums(
-        dweight=matrix_rows(result.weight) if wanted.weight_grad else None,
-        dbias_ptr=result.bias if wanted.bias_grad else None,
-        heads_ptr=heads,
-        tails_ptr=tails,
-        hidden=hidden,
-    )
-    options = {"HAS_OTHERS": has_others, "SPLIT": SPLIT, "BLOCK_H": block, "num_warps": 4}
+    sums = PartSums(*coefficients.new_empty(2, parts, hidden + 1).unbind())
+    options = {
+        "dweight": matrix_rows(result.weight) if wanted.weight_grad else None,
+        "dbias_ptr": result.bias if wanted.bias_grad else None,
+        "sums": sums,
+        "E": E,
+        "num_classes": num_classes,
+        "hidden": hidden,
+        "HAS_OTHERS": has_others,
+        "SPLIT": SPLIT,
+        "BLOCK_H": block,
+        "num_warps": 4,
+    }
     launch(
         support_weight_gradient_kernel,
         E * spans,
         coefficients_ptr=coefficients,
         input=matrix_rows(input),
         support=support,
-        sums=sums,
-        E=E,
-        num_classes=num_classes,
         ENTRIES=WEIGHT_ENTRIES,
         **options,
     )
@@ -372,9 +378,6 @@ def add_to_classes(
         support_class_sums_kernel,
         parts * spans,
         support=support,
-        sums=sums,
-        E=E,
-        num_classes=num_classes,
         **options,
     )
 
