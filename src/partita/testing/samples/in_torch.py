@@ -142,9 +142,11 @@ def support_stats(
     x = capped(torch.where(is_member & counts.unsqueeze(-1), logits, 0), softcap)
     x = torch.where(is_member, x, -torch.inf)
     # The maximum is subtracted before the division, which would round large logits.
-    logp = ((x - x.detach().amax(-1, keepdim=True)) / temperature).log_softmax(-1)
-    picked = logp.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(-1)
+    x = (x - x.detach().amax(-1, keepdim=True)) / temperature
+    e = x.exp()
+    total = e.sum(-1)
+    picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1) - total.log()
+    entropy = total.log() - (e * torch.where(e == 0, 0, x)).sum(-1) / total
     return torch.where(counts, picked, 0), torch.where(counts, entropy, 0)
 
 
