@@ -20,7 +20,7 @@ from .heads import PEER_BOUND, SIZES, TOKENS_JUDGED, HeadCase, products, sample
 from .paths import Truth, evenly
 
 USUAL_IDS, MANY_IDS, ONE_IN = 4, 512, 128
-STEP = 31  # from one class of a set to the next
+STEP = 31  # from one class of a set to the next, if there are enough classes
 ELEMENTS_AT_ONCE = 2**27  # numbers in fp64 that are in memory together
 CLASSES_JUDGED = 32
 
@@ -77,11 +77,12 @@ class LinearSupport(HeadCase):
         target = buffers.labels(self.tokens, self.vocabulary)
         row = torch.arange(self.tokens, device=target.device)
         numbers = torch.where(row % ONE_IN == 0, MANY_IDS, 1 + row % (2 * USUAL_IDS - 1))
-        numbers = numbers.clamp(max=max(1, self.vocabulary // STEP))  # so that none repeats
+        step = STEP if self.vocabulary >= STEP * MANY_IDS else 1
+        numbers = numbers.clamp(max=self.vocabulary // step)  # so that none repeats
         offsets = torch.cat([numbers.new_zeros(1), numbers.cumsum(0)])
         rows = row.repeat_interleave(numbers)
         place = torch.arange(len(rows), device=target.device) - offsets[rows]
-        ids = (target[rows] + STEP * place) % self.vocabulary
+        ids = (target[rows] + step * place) % self.vocabulary
         return SupportInputs(hidden, matrix, target, ids, offsets)
 
     def standard(self, inputs: SupportInputs) -> Truth:
