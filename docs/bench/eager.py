@@ -46,13 +46,16 @@ OPS: tuple[tuple[str, tuple[torch.dtype, ...], tuple[int, ...]], ...] = (
     ("token_stats", BF16, (32768,)),
     ("linear_cross_entropy", BF16, (32768,)),
 )
-# Loops in Python over the steps have times in the tables of `partita bench`. An `inplace` loss
-# needs its logits again before each call, which the clock would include.
+# Loops in Python over the steps have times in the tables of `partita bench`.
+OPS_OF_PEERS = {
+    "torch": ("ctc", "cross_entropy", "token_stats", "linear_cross_entropy"),
+    "torchaudio": ("rnnt", "linear_rnnt"),
+}
+# An `inplace` loss needs its logits again before each call, which the clock would include.
 PROVIDERS = (
     *(each for each in OURS if not each.overwrites),
-    *(each for each in PEERS if each.name in ("torch", "torchaudio")),
+    *(each for each in PEERS if each.name in OPS_OF_PEERS),
 )
-TORCHAUDIO_OPS = ("rnnt", "linear_rnnt")
 ROUNDS, ROUND_SECONDS, MAX_CALLS = 5, 0.02, 20
 MIB = 2**20
 COLUMNS = (
@@ -171,8 +174,7 @@ def measured(settings: Settings, names: Sequence[str]) -> Iterator[tuple[Case, R
         for case in CASES[name](own):
             inputs = case.inputs(buffers)
             for provider in takers(case, PROVIDERS):
-                slow = provider not in OURS and case.is_slow(provider, settings.device)
-                if not slow and (provider.name != "torchaudio" or case.op in TORCHAUDIO_OPS):
+                if provider in OURS or case.op in OPS_OF_PEERS[provider.name]:
                     yield case, record(case, provider, inputs, settings.device, own.repetitions)
             del inputs
         del buffers
@@ -205,7 +207,7 @@ class Found:
 
 def sizes(case: Case) -> tuple[int, ...]:
     """Return the sizes of a case by which the lines of its table differ, without hidden states."""
-    return tuple(getattr(case, name) for name in case.varying if name != "hidden")
+    return tuple(getattr(case, name) for name in case.sizes if name != "hidden")
 
 
 def chains(found: Found, op: str, best: str, names: Sequence[str]) -> list[Record]:

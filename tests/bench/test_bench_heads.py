@@ -220,6 +220,8 @@ def test_what_pytorch_has_no_memory_for_is_judged_as_peers_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none(*inputs: Tensor) -> Tensor:
+        if inputs[0].dtype == torch.float64:  # a part of the truth
+            return heads.composed_loss(*inputs)
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setitem(heads.TORCH, "linear_cross_entropy", none)
@@ -256,7 +258,7 @@ def test_a_picture_without_a_limit(tmp_path: Path) -> None:
         for name in ("partita-fast", "products", "torch")
     ]
     panels = picture.panels(rows)
-    assert [panel.rows for panel in panels] == [rows]
+    assert panels == [rows]
     (tmp_path / "x.svg").write_bytes(picture.render(panels, CPU, "svg"))
     texts = texts_of(tmp_path / "x.svg")
     assert {

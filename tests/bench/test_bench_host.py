@@ -273,7 +273,7 @@ def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = run([small], TORCH)
     assert (row.part, row.timing, row.moved) == ("do_bench", Timing.of([2.0]), 2 * 4 * 8 * 256)
     assert calls[0].shape == (8, 256)
-    assert [panel.draw for panel in picture.panels([row])] == [picture._sweep]
+    assert picture.panels([row]) == [[row]]
 
 
 @pytest.mark.gpu

@@ -105,7 +105,7 @@ class Served:
         several = None if found is None else list(range(len(outputs)))
         entries = 0 if isinstance(found, Tensor) else several
         steps = ((0, function, 1, threads, shared, 0, cells),)
-        program = self.driver.module.Program(len(args), specs, entries, 0, steps, bound)
+        program = self.driver.module.Program(len(args), specs, entries, steps, bound)
         op.programs.store(key, program)
         if found is None:
             return None

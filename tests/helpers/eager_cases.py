@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.ops.cross_entropy import quotient
 from partita.ops.cross_entropy.common import checked_options
+from partita.ops.cross_entropy.loss import cross_entropy_over
 from partita.testing.samples import CALLS, Draw
 
 LABELS = torch.tensor([0, 2, -100])
@@ -46,7 +46,7 @@ def case_of(name: str, option: str, *ops: str) -> Case:
 
 def over(logits: Tensor) -> Tensor:
     options = checked_options(-100, 0.0, 3.0, 0.0, "sum")
-    return quotient.cross_entropy_over(logits, LABELS, torch.tensor(5.0), options)
+    return cross_entropy_over(logits, LABELS, torch.tensor(5.0), options)
 
 
 def exact_logz(scores: Tensor, *ends: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class FakeDriver:
 
         with mock.patch.object(build, "compile_module_from_src", compile_for_cpu):
             self.module = launcher.build(
-                launcher.exchange_api() if exchange is None else exchange,
+                torch.Tensor.__dlpack_c_exchange_api__ if exchange is None else exchange,
                 *(self.knobs, {**self.addresses, **addresses}, self.allocate),
                 *(lambda: self.current, CPU),
             )

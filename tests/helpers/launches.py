@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 import partita
 from partita.runtime import backend as backend_module
 from partita.runtime.caches import clear_caches
-from partita.runtime.parts import members
+from partita.runtime.launcher import members
 
 SOURCES = sorted(Path(partita.__file__).parent.glob("ops/*/gpu/*.py"))
 NAMES = sorted(

@@ -34,7 +34,7 @@ class Ops:
             self.kernels[found] = self.scale
             found = self.driver.module.launch(self.kernels, scale_kernel, 3, args, {})
         assert found is self.scale
-        if (active := recording.recorder()) is not None:
+        if (active := recording.thread.recorder) is not None:
             active.launch(found, 3, args)
 
     kernels: dict[bytes, Any]

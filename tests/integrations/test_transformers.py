@@ -230,7 +230,7 @@ def test_second_derivatives_of_a_quotient() -> None:
 def test_the_ops_of_one_pass_divide_by_a_denominator(classes: int, kind: str, device: str) -> None:
     x = sample_rows(6, classes, device=device)
     inputs = x, targets_for(x, kind), class_weights(classes, torch.float32, device)
-    options = (-100, 0.1, 5.0, 1e-3, False, torch.float32, current_backend())
+    options = (-100, 0.1, 5.0, 1e-3, "sum", torch.float32, current_backend())
     loss, grad = torch.ops.partita.cross_entropy_one_pass(*inputs, None, *options)
     items = torch.tensor(7, device=device)
     quotients = torch.ops.partita.cross_entropy_one_pass(*inputs, items, *options)

@@ -13,8 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 import partita
 from partita.ops.divergence.gpu.launch import divergence_one_pass
-from partita.primitives.gpu import row_plan
 from partita.primitives.gpu.row_plan import patched_programs, row_plan_for, row_view
+from partita.primitives.gpu.target import MAX_SPLITS
 from partita.testing import poisoned_memory
 
 pytestmark = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
@@ -56,7 +56,7 @@ def test_a_program_takes_several_parts(dtype: torch.dtype, device: str) -> None:
     view = row_view(-1, x, x)
     assert view is not None
     plan = row_plan_for(view, patched=True)
-    assert row_plan.MAX_SPLITS < patched_programs(view, plan) < ROWS * plan.splits
+    assert MAX_SPLITS < patched_programs(view, plan) < ROWS * plan.splits
 
 
 @pytest.mark.parametrize("log", [False, True])

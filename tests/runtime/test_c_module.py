@@ -1,5 +1,6 @@
 """The C module checks what it is given, raises what fails, and leaves nothing of a call behind."""
 
+import ctypes
 import gc
 import sys
 import threading
@@ -53,10 +54,12 @@ def test_an_error_of_the_driver_is_raised_with_its_text(ops: Ops) -> None:
         ops.launch(x, aligned(100), 100, 1.0)
 
 
-def launch(ops: Ops, x: Tensor, *, kernels: Any = None, programs: int = 3, part: Any = None) -> Any:
+def launch(
+    ops: Ops, x: Tensor, *, kernels: Any = None, programs: int = 3, factor: Any = 1.0
+) -> Any:
     """Return what the C module returns for a launch."""
     found = ops.kernels if kernels is None else kernels
-    args = (x if part is None else part, x, x.numel(), 1.0)
+    args = (x, x, x.numel(), factor)
     return ops.driver.module.launch(found, scale_kernel, programs, args, {})
 
 
@@ -69,7 +72,7 @@ ENDINGS: dict[str, Callable[[Ops, Tensor], Any]] = {
     "driver": lambda ops, x: (setattr(ops.driver, "status", 701), ops.replay(x)),
     "launched": lambda ops, x: launch(ops, x),
     "no kernel": lambda ops, x: launch(ops, x, kernels={}),
-    "launch not served": lambda ops, x: launch(ops, x, part=(x, 2**70, x.dtype)),
+    "launch not served": lambda ops, x: launch(ops, x, factor=2**70),
     "launch, driver": lambda ops, x: (setattr(ops.driver, "status", 701), launch(ops, x)),
 }
 
@@ -123,17 +126,16 @@ def test_ten_thousand_calls_from_eight_threads(ops: Ops) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((1, (), None, 0, ((0, 1, 1, 1, 0, 0, ((5, 0),)),), None), "slot below 1, got 5"),
-        ((1, (), None, 0, ((0, 1, 1, 1, 0, 0, ((0, 0),) * 95),), None), "too many parameters"),
-        ((1, (), None, 0, ((0, 1),), None), "seven fields"),
-        ((1, (((2,), (1,)),), 0, 0, (), None), "three fields"),
-        ((1, (), 0, 0, (), None), "results that name outputs"),
-        ((1, (), [-1], 0, (), None), "results that name outputs"),
-        ((1, (), [(2**70, (), (), 0)], 0, (), None), "results that name outputs"),
-        ((1, (((2,), (1,), torch.half),), [0, (0, ())], 0, (), None), "results that name outputs"),
-        ((200, (), None, 0, (), None), "at most 128 slots"),
-        ((-1, (), None, 0, (), None), "0 to 64 arguments"),
-        ((1, (), None, -1, (), None), "size of the workspace"),
+        ((1, (), None, ((0, 1, 1, 1, 0, 0, ((5, 0),)),), None), "slot below 1, got 5"),
+        ((1, (), None, ((0, 1, 1, 1, 0, 0, ((0, 0),) * 95),), None), "too many parameters"),
+        ((1, (), None, ((0, 1),), None), "seven fields"),
+        ((1, (3,), 0, (), None), "results that name allocations"),
+        ((1, (), 0, (), None), "results that name allocations"),
+        ((1, (), [-1], (), None), "results that name allocations"),
+        ((1, (), [(2**70, (), (), 0)], (), None), "results that name allocations"),
+        ((1, (((2,), (1,), torch.half),), [0, (0, ())], (), None), "results that name allocations"),
+        ((200, (), None, (), None), "at most 128 slots"),
+        ((-1, (), None, (), None), "0 to 64 arguments"),
     ],
 )
 def test_programs_are_checked(arguments: Any, message: str, ops: Ops) -> None:
@@ -144,7 +146,7 @@ def test_programs_are_checked(arguments: Any, message: str, ops: Ops) -> None:
 def test_entries_that_do_not_fit_a_call_are_errors(ops: Ops) -> None:
     module, x = ops.driver.module, aligned(8)
     key = ops.replay(x)
-    for entry in ("text", module.Program(2, (), None, 0, (), None)):
+    for entry in ("text", module.Program(2, (), None, (), None)):
         ops.programs[key] = entry
         with pytest.raises(TypeError, match=r"expected"):
             ops.replay(x)
@@ -166,19 +168,30 @@ def test_launches_that_the_module_cannot_describe_are_left_to_triton(ops: Ops) -
     assert type(launch(ops, x, kernels={})) is bytes
     for programs in (0, 2**31, 2**32 + 3):
         assert launch(ops, x, kernels={}, programs=programs) is NotImplemented
-    for part in ((x, 2**70, x.dtype), (x, 0, object())):
-        assert launch(ops, x, kernels={}, part=part) is NotImplemented
+    for factor in (2**70, object()):
+        assert launch(ops, x, kernels={}, factor=factor) is NotImplemented
     with pytest.raises(OverflowError):
         launch(ops, x, kernels={}, programs=2**70)
     ops.driver.current = None  # type: ignore[assignment]
     assert launch(ops, x, kernels={}) is NotImplemented
 
 
+OTHER_VERSION = (ctypes.c_uint32 * 16)(2)
+
+
+def capsule(table: Any) -> Any:
+    """Return a table as PyTorch gives its own."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(ctypes.addressof(table), b"dlpack_exchange_api", None)
+
+
 @pytest.mark.parametrize(
     ("exchange", "addresses", "error"),
     [
-        (0, {}, "version 1 of DLPack's exchange"),
-        (-(2**70), {}, "too"),
+        (capsule(OTHER_VERSION), {}, "version 1 of DLPack's exchange"),
+        (object(), {}, "invalid PyCapsule object"),
         (None, {"cuEventRecord": 0}, "a driver's function is missing"),
     ],
 )

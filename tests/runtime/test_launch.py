@@ -15,8 +15,13 @@ import triton.language as tl
 
 from partita.runtime import launcher
 from partita.runtime.caches import clear_caches
-from partita.runtime.launch import SideStream, _kernels, compiler_options, launch
-from partita.runtime.parts import first_tensor, members, tuple_types, with_views
+from partita.runtime.launch import (
+    _kernels,
+    compiler_options,
+    launch,
+    launch_alongside,
+    tuple_types,
+)
 
 
 class Pair(NamedTuple):
@@ -65,48 +70,48 @@ GPU: Any = SimpleNamespace(is_cuda=True, device=DEVICE)
 
 
 def test_launches_run_on_a_side_stream_between_two_waits(streams: Any) -> None:
-    side_stream = SideStream(GPU, True)
-    with side_stream:
-        side = streams.now
+    found: list[tuple[Any, list[Any]]] = []  # the stream of each function, and what main waits for
+
+    def run() -> None:
+        found.append((streams.now, [*streams.main.waits]))
+
+    launch_alongside(GPU, run, run)
+    (side, _), (main, waits) = found
     assert side is not streams.main and side.priority == -1
     assert side.waits == [streams.main]  # the launches read what the main stream has computed
     # The following launches of the main stream overlap with them.
-    assert streams.now is streams.main and streams.main.waits == []
-    side_stream.join()
+    assert main is streams.now is streams.main and waits == []
     assert streams.main.waits == [side]
 
 
-@pytest.mark.parametrize(("tensor", "wanted"), [(GPU, False), (torch.zeros(1), True)])
-def test_all_in_their_order_where_it_is_not_wanted_or_there_are_no_streams(
-    tensor: Any, wanted: bool, streams: Any
-) -> None:
-    side_stream = SideStream(tensor, wanted)
-    with side_stream:
-        assert streams.now is streams.main
-    side_stream.join()
-    assert streams.main.waits == []
+def test_all_in_their_order_where_there_are_no_streams(streams: Any) -> None:
+    found: list[int] = []
+    launch_alongside(torch.zeros(1), lambda: found.append(1), lambda: found.append(2))
+    assert found == [1, 2] and streams.main.waits == []
 
 
 def test_each_thread_has_its_own_stream(streams: Any) -> None:
-    first, second = SideStream(GPU, True), SideStream(GPU, True)
+    def stream_of(index: int) -> Any:
+        return launcher.side_stream(index)[0]
+
     other: list[Any] = []
-    thread = threading.Thread(target=lambda: other.append(SideStream(GPU, True)))
+    thread = threading.Thread(target=lambda: other.append(stream_of(0)))
     thread.start()
     thread.join()
-    assert first.side is second.side and other[0].side is not first.side
-    assert (
-        SideStream(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1)), True).side
-        is not first.side
-    )  # type: ignore[arg-type]
+    assert stream_of(0) is stream_of(0) and stream_of(0) is not other[0]
+    assert stream_of(1) is not stream_of(0)
 
 
-def test_an_error_inside_leaves_the_main_stream_current(streams: Any) -> None:
-    side_stream = SideStream(GPU, True)
-    with pytest.raises(RuntimeError, match="out of memory"), side_stream:
+def test_the_streams_join_after_an_error(streams: Any) -> None:
+    def fail() -> None:
         raise RuntimeError("out of memory")
-    assert streams.main.waits == []
-    side_stream.join()
-    assert streams.main.waits == [side_stream.side]
+
+    for functions in ((fail, fail), (lambda: None, fail)):
+        streams.main.waits.clear()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            launch_alongside(GPU, *functions)
+        assert streams.now is streams.main
+        assert streams.main.waits == [launcher.side_stream(0)[0]]
 
 
 def test_kernels_have_no_checks_of_overflow_except_in_debug_mode(
@@ -120,26 +125,11 @@ def test_kernels_have_no_checks_of_overflow_except_in_debug_mode(
     assert compiler_options() == {}
 
 
-def test_triton_gets_a_view_for_each_part_of_a_tensor() -> None:
-    words = torch.arange(8, dtype=torch.float64)
-    first, part, empty, number = with_views(
-        (words, (words, 16, torch.int32), (words, 64, torch.float32), 3)
-    )
-    assert first is words and number == 3
-    assert part.dtype == torch.int32 and part.data_ptr() == words.data_ptr() + 16
-    assert torch.equal(part, words[2:].view(torch.int32)) and empty.numel() == 0
-
-
-def test_tuples_keep_their_types_and_are_listed_by_member() -> None:
-    words, outer = torch.arange(8, dtype=torch.float64), (torch.zeros(2),)
-    pair = Pair((words, 16, torch.int32), 3)
+def test_tuples_are_listed_by_member() -> None:
+    pair, outer = Pair(torch.arange(8), 3), (torch.zeros(2),)
     args = (2.0, pair, (outer, None))
-    assert list(members(args)) == [2.0, pair.tensor, 3, outer[0], None]
+    assert list(launcher.members(args)) == [2.0, pair.tensor, 3, outer[0], None]
     assert list(tuple_types(args)) == [Pair, tuple, tuple]
-    assert first_tensor(args) is words
-    _, found, rest = with_views(args)
-    assert type(found) is Pair and found.tensor.dtype == torch.int32 and found.number == 3
-    assert rest == (outer, None)
 
 
 @triton.jit
@@ -167,9 +157,6 @@ def test_kernels_take_tuples_and_arguments_by_name(has_first: bool) -> None:
             launch(scaled_sum_kernel, 1, Pair(x, number), **names, BLOCK=32)
         launch(scaled_sum_kernel, 1, Pair(x, number), results[2], others, 20, BLOCK=32)
         assert all(torch.allclose(result, expected) for result in results)
-    part = (torch.stack([z, x]), 80, torch.float32)
-    launch(scaled_sum_kernel, 1, Pair(part, 2), result, others, size=20, BLOCK=32)
-    assert torch.allclose(result, 2 * x + z + (y if has_first else 0))
-    # The C module has launched them: with 1, with 16, with other numbers, and with a part. Whether
-    # an argument has a name makes no difference.
-    assert len(_kernels) == 4
+    # The C module has launched them: with 1, with 16, and with other numbers. Whether an argument
+    # has a name makes no difference.
+    assert len(_kernels) == 3

@@ -138,7 +138,7 @@ def test_the_first_call_of_a_key_is_not_recorded(gpu: pytest.MonkeyPatch) -> Non
     op = register.Op("test_launcher", lambda x: x, lambda x: x)
     x = torch.ones(3).as_subclass(OnGPU)
     assert op.eager(x) is x
-    assert op.tries == {b"key": 1} and not op.programs and not op.reasons
+    assert op.refusals == {b"key": []} and not op.programs
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -258,7 +258,7 @@ def test_a_kernel_that_reads_an_unknown_tensor_is_refused(ops: Ops) -> None:
         ops.launch(table, result, 8, 1.0)
         return result
 
-    assert ops.record(op, aligned(8), False).reason == "a kernel reads a tensor of unknown origin"
+    assert ops.record(op, aligned(8), False).reason == "it uses a tensor of unknown origin"
     assert ops.record(op, aligned(8), True).reason is None
     torch.testing.assert_close(ops.replay(aligned(8), True), table)
 
@@ -283,7 +283,9 @@ def test_arguments_that_share_memory_are_told_apart(ops: Ops) -> None:
         return result
 
     memory = aligned(64)
-    assert ops.record(op, memory[:8], memory[6:14]).reason == "its arguments share memory"
+    assert ops.record(op, memory[2:10], memory[:8]).reason == "its arguments share memory"
+    assert ops.record(op, memory[:8], memory[6:14]).reason is None  # no part lies in both
+    torch.testing.assert_close(ops.replay(memory[:8], memory[6:14]), memory[:4] + memory[10:14])
     assert ops.record(op, memory[:8], memory[32:40]).reason is None
     torch.testing.assert_close(ops.replay(memory[:8], memory[32:40]), memory[:4] + memory[36:40])
     ops.programs.clear()
@@ -316,7 +318,7 @@ def forked(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     monkeypatch.setattr(launcher._side, "streams", {0: (_Stream(), _Event())}, raising=False)
 
     def op(x: Tensor) -> Tensor:
-        result, active = torch.zeros_like(x), recording.recorder()
+        result, active = torch.zeros_like(x), recording.thread.recorder
         for kind in (FORK, None, LEAVE, None, JOIN, None):
             if kind is None:
                 ops.launch(x, result, 8, 1.0)
@@ -365,13 +367,13 @@ class _Event:
     cuda_event = 55
 
 
-def test_a_part_of_a_tensor_is_an_argument_of_a_launch(ops: Ops) -> None:
+def test_views_of_a_workspace_are_arguments_of_launches(ops: Ops) -> None:
     def op(x: Tensor) -> Tensor:
         buffer, result = torch.zeros(16, dtype=torch.float64), torch.zeros_like(x)
-        part = (buffer, 64, torch.float32)
-        ops.launch(x, part, x.numel(), 3.0)
-        ops.launch(part, result, x.numel(), 2.0)
-        ops.launch((buffer, 0, torch.float32), result, x.numel(), 1.0)  # which is 0
+        first, second = buffer.view(torch.float32).split([16, 16])
+        ops.launch(x, second, x.numel(), 3.0)
+        ops.launch(second, result, x.numel(), 2.0)
+        ops.launch(first, result, x.numel(), 1.0)  # which is 0
         return result
 
     assert ops.record(op, aligned(8)).reason is None
@@ -424,14 +426,15 @@ def test_the_key_of_a_launch_has_the_structure_and_the_types_of_tuples(ops: Ops)
     assert launch({}, scale_kernel, 1, deep, {}) is NotImplemented
 
 
-def test_the_key_of_a_launch_has_the_dtype_and_the_alignment_of_a_part(ops: Ops) -> None:
+def test_the_key_of_a_launch_has_the_dtype_and_the_alignment_of_a_tensor(ops: Ops) -> None:
     buffer = aligned(64)
-    parts = [(buffer, 0, torch.float32), (buffer, 4, torch.float32), (buffer, 0, torch.int32)]
-    keys = [ops.driver.module.launch({}, scale_kernel, 1, (part,), {}) for part in parts]
+    keys = [
+        ops.driver.module.launch({}, scale_kernel, 1, (tensor,), {})
+        for tensor in (buffer, buffer[1:], buffer.view(torch.int32))
+    ]
     assert len(set(keys)) == 3
-    same = (aligned(64), 32, torch.float32)
-    assert ops.driver.module.launch({}, scale_kernel, 1, (same,), {}) == keys[0]
-    other = (torch.ones(2, device="meta"), 0, torch.float32)
+    assert ops.driver.module.launch({}, scale_kernel, 1, (aligned(64)[8:],), {}) == keys[0]
+    other = torch.ones(2, device="meta")
     assert ops.driver.module.launch({}, scale_kernel, 1, (other,), {}) is NotImplemented
 
 
@@ -439,7 +442,7 @@ def test_the_key_of_a_launch_has_the_dtype_and_the_alignment_of_a_part(ops: Ops)
     "arg",
     [
         torch.ones(2).as_subclass(Subclass),
-        (torch.ones(2).as_subclass(Subclass), 0, torch.float32),
+        (torch.ones(2).as_subclass(Subclass), 0),
         (torch.ones(2), object()),
         ((torch.ones(2), [0]),),
         [torch.ones(2)],

@@ -27,7 +27,6 @@ Load = Callable[[], Function]
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 GPU_LOGITS = 2**28
 CPU_LOGITS = 2**20
-SLOW_REPETITIONS = 3
 
 
 @dataclass(frozen=True)
@@ -209,8 +208,8 @@ class Case(ABC):
     dtype: torch.dtype
 
     # Tables and pictures show these.
-    sizes: ClassVar[tuple[str, ...]]  # the attributes that are the dimensions of the scores
-    differs_by: ClassVar[tuple[str, ...]] = ()  # those by which lines of a table do, if not all
+    sizes: ClassVar[tuple[str, ...]]  # the attributes by which cases differ
+    dimensions: ClassVar[tuple[str, ...]] = ()  # those that the scores have, if not all
     scores: ClassVar[str] = "logits"  # the name of the scores
     unit: ClassVar[str] = ""  # the unit of the errors; empty for plain numbers
     label: ClassVar[str] = ""  # separates cases of one op into tables of their own
@@ -225,8 +224,6 @@ class Case(ABC):
     arguments: ClassVar[int | None] = None  # the number of inputs that a function takes, if not all
     work: ClassVar[Mapping[str, Moves]] = {}  # parts with a limit, in the order of the report
     memory_of: ClassVar[str] = ""  # the part whose memory is measured; empty for none
-    slow: ClassVar[tuple[str, ...]] = ()  # providers whose loops are repeated less often
-    slow_on_cpu: ClassVar[bool] = False  # whether all of them are slow there
     # The size that the widths of the user replace, empty for none, and the least that it can be.
     width: ClassVar[str] = ""
     least_width: ClassVar[int] = 1
@@ -246,13 +243,8 @@ class Case(ABC):
         return " × ".join(f"{getattr(self, name):,}" for name in names)
 
     @property
-    def varying(self) -> tuple[str, ...]:
-        """Return the sizes by which the lines of a table differ."""
-        return self.differs_by or self.sizes
-
-    @property
     def shape(self) -> tuple[int, ...]:  # of the scores
-        return tuple(getattr(self, name) for name in self.sizes)
+        return tuple(getattr(self, name) for name in self.dimensions or self.sizes)
 
     @property
     def bytes(self) -> int:  # of the scores
@@ -299,12 +291,10 @@ class Case(ABC):
         return result, torch.autograd.grad(self.outputs(result), leaves, self.upstream(inputs))
 
     def inference(self, attempt: Attempt) -> Loop:
-        """Return the loop without gradients."""
         function, arguments = attempt.function, attempt.inputs[: self.arguments]
         return Loop((("inference", lambda: function(*arguments)),))
 
     def training(self, attempt: Attempt) -> Loop:
-        """Return the loop of a training step."""
         function, inputs, provider = attempt
         leaves, upstream = self.leaves(inputs, provider), self.upstream(inputs)
         others = inputs[self.learned : self.arguments]
@@ -329,13 +319,7 @@ class Case(ABC):
         loops = [self.inference(attempt)]
         return [*loops, self.training(attempt)] if self.learned else loops
 
-    def is_slow(self, provider: Provider, device: torch.device) -> bool:
-        """Return whether a provider takes so long that its loops are repeated less often."""
-        return provider.name in self.slow or (self.slow_on_cpu and device.type == "cpu")
-
     def times(self, attempt: Attempt, device: torch.device, repetitions: int) -> dict[str, Timing]:
-        if self.is_slow(attempt.provider, device):
-            repetitions = min(repetitions, SLOW_REPETITIONS)
         result: dict[str, Timing] = {}
         for loop in self.loops(attempt):
             result |= time_steps(loop.steps, device, before=loop.before, repetitions=repetitions)

@@ -27,7 +27,6 @@ from .case import (
     Functions,
     Limited,
     Load,
-    Provider,
     Sizes,
     Verdict,
     cases_of,
@@ -189,32 +188,31 @@ class ChainCase(SequencesCase):
         scores = buffers.normal("scores", self.shape, self.dtype)
         return Inputs(scores, source.to(buffers.device, torch.int32), ends, ends)
 
-    def is_slow(self, provider: Provider, device: torch.device) -> bool:
-        """Return whether this is a loop in Python, a peer's long scan, or anything on the CPU."""
-        long_scan = self.steps > MAX_REFERENCE_STEPS and not provider.is_ours
-        return provider.name == "torch" or long_scan or device.type == "cpu"
 
-
-def judged(inputs: Inputs) -> tuple[Tensor, Chain]:
-    """Return the indices of some chains, with the first and the last, and these chains in fp64."""
+def judged(inputs: Inputs) -> Tensor:
+    """Return the indices of some chains, with the first and the last."""
     steps, chains, states, slots = inputs.scores.shape
     number = min(CHAINS_JUDGED, ELEMENTS_JUDGED // (steps * states * slots))
-    which = evenly(number, chains, inputs.scores.device)
+    return evenly(number, chains, inputs.scores.device)
+
+
+def judged_chain(inputs: Inputs) -> Chain:
+    """Return these chains in fp64."""
+    which = judged(inputs)
     ends = (inputs.initial[which].double(), inputs.final[which].double())
-    return which, Chain(inputs.scores[:, which].double(), inputs.source, *ends)
+    return Chain(inputs.scores[:, which].double(), inputs.source, *ends)
 
 
-def scanned_in_order(chain: Chain, final: Tensor) -> tuple[Tensor, Tensor]:
+def scanned_in_order(chain: Chain) -> tuple[Tensor, Tensor]:
     """Return log Z and the marginals of chains in fp64 from the scores of their states.
 
     Their scans take one step after the other, also where log Z is parallel in time.
     """
     alpha, beta = chain.forward_scores(), chain.backward_scores()
-    logz = (alpha[-1] + final).logsumexp(-1)
-    sums = (alpha + beta).logsumexp(-1)[1:]  # log Z at each time, up to rounding
+    sums = (alpha + beta).logsumexp(-1)  # log Z at each time, up to rounding
     weights = alpha[:-1, :, chain.source.clamp(min=0).long()] + chain.scores
-    marginals = (weights + (beta[1:] - sums[..., None])[..., None]).exp()
-    return logz, marginals.masked_fill(chain.source < 0, 0.0)
+    marginals = (weights + (beta - sums[..., None])[1:][..., None]).exp()
+    return sums[-1], marginals.masked_fill(chain.source < 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -224,12 +222,13 @@ class LogZ(LogZCase, ChainCase):
     caption = "log Z and its gradient"
 
     def standard(self, inputs: Inputs) -> Truth:
-        which, chain = judged(inputs)
+        chain = judged_chain(inputs)
         if self.steps > MAX_REFERENCE_STEPS:
-            logz, marginals = scanned_in_order(chain, inputs.final[which])
+            logz, marginals = scanned_in_order(chain)
         else:
             with backend("reference"), torch.no_grad():
                 logz, marginals = chain.logz(), chain.marginals()
+        which = judged(inputs)
         return Truth(logz, which, [Gradient(0, (slice(None), which), marginals)])
 
     def invariants(self, gradients: Sequence[Tensor]) -> Iterator[Verdict]:
@@ -240,26 +239,17 @@ class LogZ(LogZCase, ChainCase):
         yield worst(apart, PEER_BOUND, sums, torch.ones_like(sums))
 
 
-class Best(NamedTuple):
-    """The best scores in fp64 for some of the chains."""
-
-    chains: Tensor  # [n], their indices
-    score: Tensor  # [n]
-
-
 @dataclass(frozen=True)
 class Viterbi(BestCase, ChainCase):
     """The edges of the best path."""
 
-    def standard(self, inputs: Inputs) -> Best:
-        which, chain = judged(inputs)
+    def standard(self, inputs: Inputs) -> Tensor:
+        """Return the best scores of the judged chains in fp64."""
+        chain = judged_chain(inputs)
         if self.steps > MAX_REFERENCE_STEPS:
-            return Best(which, (chain.forward_scores(Max)[-1] + inputs.final[which]).amax(-1))
+            return (chain.forward_scores(Max)[-1] + inputs.final[judged(inputs)]).amax(-1)
         with backend("reference"), torch.no_grad():
-            return Best(which, chain.logz(Max))
-
-    def best(self, standard: Best) -> Tensor:
-        return standard.score
+            return chain.logz(Max)
 
     def broken(self, inputs: Inputs, found: Tensor) -> Tensor:
         """Return which chains have an edge that does not exist or does not continue the path."""
@@ -270,10 +260,10 @@ class Viterbi(BestCase, ChainCase):
         broken[1:] |= left[1:] != entered[:-1]
         return broken.any(0)
 
-    def path_scores(self, inputs: Inputs, found: Tensor, standard: Best) -> Tensor:
+    def path_scores(self, inputs: Inputs, found: Tensor) -> Tensor:
         safe = found.long().clamp(0, self.states * self.slots - 1)
         scores = inputs.scores.flatten(2).gather(2, safe[..., None])
-        return scores.sum((0, 2), dtype=torch.float64)[standard.chains]
+        return scores.sum((0, 2), dtype=torch.float64)[judged(inputs)]
 
 
 chain_cases = cases_of({"chain": (LogZ, SIZES), "viterbi": (Viterbi, SIZES)})

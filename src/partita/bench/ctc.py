@@ -217,7 +217,7 @@ class CTCCase(SequencesCase):
     state_len: int = 0  # the bases of a k-mer; 0 for classes
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes", "shortest", "longest")
-    slow_on_cpu = True
+    dimensions: ClassVar[tuple[str, ...]] = ("steps", "sequences", "classes")
     shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 1}
 
     def within(self, elements: int) -> Any:
@@ -228,10 +228,6 @@ class CTCCase(SequencesCase):
         case = super(CTCCase, case).within(elements)
         longest = max(1, case.state_len, min(self.longest, case.steps // 2))
         return replace(case, longest=longest, shortest=min(self.shortest, longest))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.steps, self.sequences, self.classes
 
     def targets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return labels, `[N, S]`, the same on all devices, and lengths, `[N]`, on the CPU."""
@@ -267,7 +263,7 @@ class Loss(CTCLossCase):
     width, least_width = "classes", 2
     caption = "CTC loss and its gradient"
     dims = (1, 0, 0, 0)
-    judges_all = True
+    judged = 1
 
     @property
     def at_once(self) -> int:
@@ -286,9 +282,9 @@ class Crf(CTCLossCase):
     caption = "CTC-CRF loss and its gradient"
     scores = "scores"
     versus = "koi"
-    slow = ("torch",)
     contracts = 2  # its gradient is a difference of two marginals
-    sizes = (*("steps", "sequences", "states", "slots", "shortest", "longest"),)
+    dimensions = ("steps", "sequences", "states", "slots")
+    sizes = (*dimensions, "shortest", "longest")
     dims = (1, None, 0, 0, None)
 
     @property
@@ -298,10 +294,6 @@ class Crf(CTCLossCase):
     @property
     def slots(self) -> int:
         return self.classes
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.steps, self.sequences, self.states, self.slots
 
     def inputs(self, buffers: Buffers) -> CRFInputs:
         targets, lengths = (each.to(buffers.device) for each in self.targets(buffers.device))
@@ -345,7 +337,7 @@ class Align(BestCase, CTCCase):
         rows = zip(spelled, inputs.targets, inputs.target_lengths, strict=True)
         return torch.tensor([not torch.equal(row, target[:n]) for row, target, n in rows])
 
-    def path_scores(self, inputs: CTCInputs, found: Tensor, standard: Tensor) -> Tensor:
+    def path_scores(self, inputs: CTCInputs, found: Tensor) -> Tensor:
         safe = found.long().clamp(0, self.classes - 1)
         scores = inputs.logits.transpose(0, 1).gather(2, safe[..., None])
         return scores.sum((1, 2), dtype=torch.float64)

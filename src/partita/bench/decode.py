@@ -105,10 +105,6 @@ def prepared(prepare: Callable[[Tensor], Any], search: Callable[[Any, int], Any]
     return decode
 
 
-def _probabilities(log_probs: Tensor) -> list[Any]:
-    return [each.contiguous().numpy() for each in log_probs.float().exp().unbind(1)]
-
-
 def fast_ctc_decode(name: str, *options: float) -> Decoder:
     """Return one of its searches; that over a beam takes its width and a cut-off too."""
     search_one = load("fast_ctc_decode", name)()
@@ -118,7 +114,10 @@ def fast_ctc_decode(name: str, *options: float) -> Decoder:
         others = (beam_width, *options) if options else ()
         return [search_one(each, alphabet, *others)[0] for each in sequences]
 
-    return prepared(_probabilities, search)
+    def prepare(log_probs: Tensor) -> list[Any]:
+        return [each.contiguous().numpy() for each in log_probs.float().exp().unbind(1)]
+
+    return prepared(prepare, search)
 
 
 def pyctcdecode_beam() -> Decoder:
@@ -170,14 +169,6 @@ def kmer_length(states: int) -> int:
     return (states.bit_length() - 1) // 2
 
 
-def greedy(inputs: DecodeInputs) -> Hypotheses:
-    return ctc_greedy_search(inputs.scores)
-
-
-def beam(inputs: DecodeInputs) -> Hypotheses:
-    return ctc_beam_search(inputs.scores, beam_width=inputs.beam_width)
-
-
 def over_kmers(method: Any) -> Decoder:
     return lambda inputs: ctc_crf_decode(
         inputs.scores,
@@ -193,8 +184,8 @@ def on_the_host(inputs: DecodeInputs) -> str | None:
 
 
 OURS: dict[str, Decoder] = {
-    "ctc_greedy": greedy,
-    "ctc_beam": beam,
+    "ctc_greedy": lambda inputs: ctc_greedy_search(inputs.scores),
+    "ctc_beam": lambda inputs: ctc_beam_search(inputs.scores, beam_width=inputs.beam_width),
     "ctc_crf_viterbi": over_kmers("viterbi"),
     "ctc_crf_beam": over_kmers("beam"),
 }
@@ -226,14 +217,10 @@ class DecodeCase(SequencesCase):
     classes: int
     beam_width: int
 
-    sizes = ("steps", "sequences", "classes", "beam_width")
+    dimensions = ("steps", "sequences", "classes")
+    sizes = (*dimensions, "beam_width")
     scores = "scores"
     unit = "nats"
-    slow = ("pyctcdecode",)  # a loop in Python
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.steps, self.sequences, self.classes
 
     @abstractmethod
     def log_prob(self, scores: Tensor, tokens: list[int]) -> Tensor:
@@ -248,7 +235,6 @@ class DecodeCase(SequencesCase):
         return Truth(sequences, self.log_probs(some.scores, tokens))
 
     def log_probs(self, scores: Tensor, tokens: list[list[int]]) -> Tensor:
-        """Return the log-probability of the tokens of each sequence."""
         return torch.stack(
             [self.log_prob(scores[:, n : n + 1], each) for n, each in enumerate(tokens)]
         )

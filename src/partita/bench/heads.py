@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -45,8 +44,7 @@ from .case import (
     load,
     needs_gpu,
 )
-from .paths import Gradient, GradientCase, Truth, evenly
-from .rows import blocks
+from .paths import Gradient, PartsCase, Truth, evenly
 
 # The bound of Partita is this multiple of PyTorch's error, as in the contract, plus the slack.
 TOLERANCE = 2.0
@@ -54,9 +52,7 @@ PEER_BOUND = 5e-2  # relative to the greatest gradient, and to the loss
 # A peer that leaves out small gradients has none for classes that are no token's label.
 PEER_BOUND_OTHERS = 1.5
 TOKENS_JUDGED, CLASSES_JUDGED = 64, 32  # classes that are labels, and that number of others
-ROWS_JUDGED = 256  # rows of logits whose gradients are compared
-ELEMENTS_AT_ONCE = 2**27  # logits in fp64 that are in memory together
-DIVERGENCE_ELEMENTS_AT_ONCE = 2**25
+ELEMENTS_AT_ONCE = 2**25  # logits in fp64 that are in memory together
 ALL_LOGITS = 2**62  # bytes, which hold any logits
 LEAN = 7 * 2**26  # bytes
 CHUNK_TOKENS = 1024  # tokens of a chunk of the recomputed loop
@@ -338,16 +334,27 @@ def sample(leaf: int, rows: Tensor, truth: Tensor, peer_bound: float = PEER_BOUN
     return Gradient(leaf, rows, truth, truth.abs().max(), peer_bound)
 
 
-class MeanCase(GradientCase):
+class MeanCase(PartsCase):
     """A mean loss with its gradients."""
 
-    @abstractmethod
+    @property
+    def at_once(self) -> int:
+        return max(1, ELEMENTS_AT_ONCE // self.shape[1])
+
+    def exact(self, inputs: Any) -> Tensor:
+        return TORCH[self.op](*inputs) * (len(inputs[0]) / self.shape[0])
+
+    def samples(self, inputs: Any, gradients: Sequence[Tensor]) -> list[Gradient]:
+        """Return what is judged of the true gradients."""
+        rows = torch.arange(len(gradients[0]), device=gradients[0].device)
+        return [sample(0, rows, gradients[0])]
+
     def truth(self, inputs: Any) -> Truth:
-        """Compute the loss and samples of the gradients in fp64."""
+        loss, gradients = self.truth_in_parts(inputs)
+        return Truth(loss, ..., self.samples(inputs, gradients))
 
     def standard(self, inputs: Any) -> Truth:
-        with torch.no_grad():
-            truth = self.truth(inputs)
+        truth = self.truth(inputs)
         try:
             attempt = Attempt(TORCH[self.op], inputs, Provider("torch", {}))
             own = [verdict.error for verdict in self.compared(attempt, truth)]
@@ -379,14 +386,11 @@ class HeadCase(MeanCase):
     vocabulary: int
 
     sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary")
+    dimensions = ("tokens", "vocabulary")
     yardstick = "products"
     learned = 2
     width, least_width = "vocabulary", 2
     shrinks: ClassVar[Mapping[str, int]] = {"tokens": 1}
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tokens, self.vocabulary
 
     def head(self, buffers: Buffers, name: str = "") -> tuple[Tensor, Tensor]:
         """Return hidden states and a matrix, whose logits have variance 1."""
@@ -399,6 +403,8 @@ class LinearCrossEntropy(HeadCase):
     """The mean loss, which is bounded by three matrix products, one of them in the forward pass."""
 
     caption = "Cross-entropy from hidden states and its gradients"
+    dims = (0, None, 0)
+    judged = 2
 
     def inputs(self, buffers: Buffers) -> LinearInputs:
         return LinearInputs(*self.head(buffers), buffers.labels(self.tokens, self.vocabulary))
@@ -409,32 +415,19 @@ class LinearCrossEntropy(HeadCase):
     def loss_slack(self) -> float:
         return self.slack(acc_dtype(self.dtype))
 
-    def truth(self, inputs: LinearInputs) -> Truth:
-        """Compute the truth in fp64, some tokens at a time.
-
-        It is the loss of all tokens, and the gradients of some tokens, of some classes that are
-        labels, and of some that are not.
-        """
-        hidden, matrix, target = inputs[0].double(), inputs[1].double(), inputs[2]
-        tokens, classes = len(hidden), len(matrix)
-        parts = hidden.split(max(1, ELEMENTS_AT_ONCE // classes))
-        logsumexp = torch.cat([(part @ matrix.T).logsumexp(1) for part in parts])
-        pairs = zip(hidden.split(1024), target.split(1024), strict=True)
-        loss = (logsumexp - torch.cat([(x * matrix[t]).sum(1) for x, t in pairs])).mean()
-        which = evenly(TOKENS_JUDGED, tokens, target.device)
-        p = (hidden[which] @ matrix.T - logsumexp[which, None]).exp()
-        p[torch.arange(len(which), device=p.device), target[which]] -= 1
-        samples = [sample(0, which, p @ matrix / tokens)]
+    def samples(self, inputs: LinearInputs, gradients: Sequence[Tensor]) -> list[Gradient]:
+        """Judge some tokens, some classes that are labels, and some that are not."""
+        hidden, matrix = gradients
+        target, classes = inputs.target, len(matrix)
+        which = evenly(TOKENS_JUDGED, self.tokens, target.device)
+        samples = [sample(0, which, hidden[which])]
         labels = torch.bincount(target, minlength=classes) > 0
         for group, peer_bound in ((labels, PEER_BOUND), (~labels, PEER_BOUND_OTHERS)):
             candidates = group.nonzero().squeeze(1)
-            if not len(candidates):
-                continue
-            which = candidates[evenly(CLASSES_JUDGED, len(candidates), target.device)]
-            p = (hidden @ matrix[which].T - logsumexp[:, None]).exp()
-            p -= (target[:, None] == which).double()
-            samples.append(sample(1, which, p.T @ hidden / tokens, peer_bound))
-        return Truth(loss, ..., samples)
+            if len(candidates):
+                which = candidates[evenly(CLASSES_JUDGED, len(candidates), target.device)]
+                samples.append(sample(1, which, matrix[which], peer_bound))
+        return samples
 
 
 @dataclass(frozen=True)
@@ -444,32 +437,10 @@ class LinearDivergence(HeadCase):
     beta: float = BETAS[0]
 
     sizes = ("tokens", "hidden", "vocabulary", "beta")
+    dims = (0, None, 0, None, None)
 
     def inputs(self, buffers: Buffers) -> DivergenceInputs:
         return DivergenceInputs(*self.head(buffers), *self.head(buffers, "teacher "), self.beta)
-
-    def truth(self, inputs: DivergenceInputs) -> Truth:
-        """Compute loss and gradient of the first tokens' hidden states in fp64, tokens in parts."""
-        hidden, matrix, teacher_hidden, teacher_matrix = (t.double() for t in inputs[:4])
-
-        def rows(x: Tensor, t: Tensor) -> Tensor:
-            return rows_of_logits(x @ matrix.T, t @ teacher_matrix.T, inputs.beta)
-
-        step = max(1, DIVERGENCE_ELEMENTS_AT_ONCE // len(matrix))
-        parts = zip(hidden.split(step), teacher_hidden.split(step), strict=True)
-        loss = torch.stack([rows(*part).sum() for part in parts]).sum() / len(hidden)
-        return Truth(loss, ..., [first_rows(rows, hidden, teacher_hidden, TOKENS_JUDGED)])
-
-
-def first_rows(
-    rows: Callable[[Tensor, Tensor], Tensor], x: Tensor, teacher: Tensor, number: int
-) -> Gradient:
-    """Return the gradient of a mean in the first rows of its first input, in fp64."""
-    with torch.enable_grad():
-        judged = x[:number].detach().double().requires_grad_()
-        mean = rows(judged, teacher[:number].double()).sum() / len(x)
-        (gradient,) = torch.autograd.grad(mean, judged)
-    return sample(0, torch.arange(len(judged), device=x.device), gradient)
 
 
 @dataclass(frozen=True)
@@ -481,16 +452,13 @@ class DivergenceRows(MeanCase):
     beta: float
 
     sizes = ("rows", "columns", "beta")
-    differs_by = ("columns", "beta")
+    dimensions = ("rows", "columns")
+    dims = (0, 0, None)
     learned = 1
     work: ClassVar[Mapping[str, Moves]] = {
         "inference": Moves(2, "read"),
         "total": Moves(3, "copy"),
     }
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows, self.columns
 
     def inputs(self, buffers: Buffers) -> RowInputs:
         logits = buffers.normal("logits", self.shape, self.dtype)
@@ -500,13 +468,6 @@ class DivergenceRows(MeanCase):
     def bounds(self, provider: Provider, standard: Truth) -> Sequence[float]:
         """Return bounds that are the same for all providers."""
         return super().bounds(Provider("partita", {}), standard)
-
-    def truth(self, inputs: RowInputs) -> Truth:
-        """Compute loss and gradient of the first rows in fp64, rows in parts."""
-        x, t, beta = inputs
-        parts = [rows_of_logits(x[rows].double(), t[rows].double(), beta) for rows in blocks(x)]
-        first = first_rows(functools.partial(rows_of_logits, beta=beta), x, t, ROWS_JUDGED)
-        return Truth(torch.cat(parts).mean(), ..., [first])
 
 
 linear_cross_entropy_cases = cases_of(

@@ -301,8 +301,6 @@ def first_call(op: str, provider: str, device: torch.device) -> Record:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The plan of a measurement of the host."""
-
     device: torch.device
     trials: list[Trial]  # of the user's ops, and those whose time is the unit of others
     absent: list[str]  # a message for each provider that is not installed
@@ -445,8 +443,7 @@ def render(records: Sequence[Mapping[str, Any]], machine: str, format: str) -> b
 
     def draw(axes: Any) -> None:
         title, label = f"What a call costs the host, {machine}", "host, forward + backward, µs"
-        options: dict[str, Any] = {"colours": COLOURS, "gaps": False, "upright": False}
-        picture.grouped_bars(axes, groups, values, title, label, **options)
+        picture.grouped_bars(axes, groups, values, title, label, colours=COLOURS)
         times = [float(row["host_us"]) for row in timed]
         axes.set_ylim(min(times) / 3, 4 * max(times))  # leaves room for the legend
 

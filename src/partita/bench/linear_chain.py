@@ -248,10 +248,8 @@ class LinearChainCase(SequencesCase):
     sequences: int
     states: int
 
-    sizes = ("steps", "sequences", "states")
+    sizes: ClassVar[tuple[str, ...]] = ("steps", "sequences", "states")
     scores = "emissions"
-    slow: ClassVar[tuple[str, ...]] = ("torch", "pytorch-crf", "torch-struct")
-    slow_on_cpu = True
     width = "states"
 
     def inputs(self, buffers: Buffers) -> Any:
@@ -279,11 +277,10 @@ class Viterbi(BestCase, LinearChainCase):
     """The states of the best path."""
 
     def standard(self, inputs: LinearInputs) -> Tensor:
-        """Return the best scores, `[N]`, in fp64."""
         with torch.no_grad():
             return LinearChain(*in_fp64(inputs)).to_chain().logz(Max)
 
-    def path_scores(self, inputs: LinearInputs, found: Tensor, standard: Tensor) -> Tensor:
+    def path_scores(self, inputs: LinearInputs, found: Tensor) -> Tensor:
         emissions, transitions, start, end = in_fp64(inputs)
         states = found.long()
         known = states.clamp(0, self.states - 1)
@@ -298,7 +295,8 @@ class SemiMarkovCase(LinearChainCase):
 
     durations: int
 
-    differs_by = (*LinearChainCase.sizes, "durations")
+    sizes = (*LinearChainCase.sizes, "durations")
+    dimensions = LinearChainCase.sizes
 
     def inputs(self, buffers: Buffers) -> Any:
         emissions, transitions, *ends = super().inputs(buffers)
@@ -323,10 +321,9 @@ class SegmentsViterbi(BestCase, SemiMarkovCase):
     """The states of the best path, and where its segments start."""
 
     def standard(self, inputs: SemiMarkovInputs) -> Tensor:
-        """Return the best scores, `[N]`, in fp64."""
         return segments_logz(*in_fp64(inputs), total=torch.amax)
 
-    def path_scores(self, inputs: SemiMarkovInputs, found: Any, standard: Tensor) -> Tensor:
+    def path_scores(self, inputs: SemiMarkovInputs, found: Any) -> Tensor:
         chain = SemiMarkovChain(*in_fp64(inputs))
         with torch.no_grad():
             return chain.log_prob(*found) + chain.logz()

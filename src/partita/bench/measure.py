@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cli.console import first_line
 from ..runtime import private_names
 from ..testing.timing import between, mark
 
 WARM_UP = 3
+SLOW_SECONDS, SLOW_REPETITIONS = 0.25, 3  # work that takes longer is repeated less often
 REPETITIONS = 20
-# The bandwidth of a CPU is the least of many short times, as other programs run there too.
-CPU_REPETITIONS = 100
 # The host queues work for some 60 ms, so that the device never waits for it.
 HEAD_START_CYCLES = 120_000_000
 REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
@@ -36,37 +33,33 @@ def nothing() -> None:
 
 
 def wait(device: torch.device) -> None:
-    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of repetitions; `note` names an unusual way of measuring."""
+    """Milliseconds of repetitions."""
 
     mean: float
     median: float
     least: float
     greatest: float
     repetitions: int
-    note: str = ""
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
         middle = (statistics.fmean(samples), statistics.median(samples))
         return cls(*middle, min(samples), max(samples), len(samples))
 
-    def each(self, calls: int, note: str = "") -> Timing:
+    def each(self, calls: int) -> Timing:
         """Return the time of one call, where a repetition has this number of calls."""
         times = (self.mean, self.median, self.least, self.greatest)
         mean, median, least, greatest = (milliseconds / calls for milliseconds in times)
-        return Timing(mean, median, least, greatest, self.repetitions, note)
+        return Timing(mean, median, least, greatest, self.repetitions)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})" + (
-            f", {self.note}" if self.note else ""
-        )
+        return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})"
 
 
 @dataclass(frozen=True)
@@ -82,11 +75,6 @@ class Machine:
         return self.read if limit == "read" else self.copy
 
 
-def warm_up(repetitions: int) -> int:
-    """Return the number of warm-up runs; work that is repeated a few times only takes long."""
-    return max(1, min(WARM_UP, repetitions // 3))
-
-
 def time_steps(
     steps: Sequence[Step],
     device: torch.device,
@@ -98,12 +86,16 @@ def time_steps(
 
     `before` runs untimed before each repetition.
     """
-    for _ in range(warm_up(repetitions)):
+    for _ in range(max(1, min(WARM_UP, repetitions // 3))):
+        start = time.perf_counter()
         before()
         for _, step in steps:
             step()
-    if device.type == "cuda":
         wait(device)
+        if time.perf_counter() - start > SLOW_SECONDS:
+            repetitions = min(repetitions, SLOW_REPETITIONS)
+            break
+    if device.type == "cuda":
         private_names.sleep(HEAD_START_CYCLES)
     marks = []
     for _ in range(repetitions):
@@ -144,8 +136,8 @@ def time_replay(
 ) -> Timing:
     """Time one call inside a CUDA graph of many, over all inputs in turn.
 
-    Plain calls are timed where there is no GPU or no capture. All results live until the last
-    replay is over, so that no call writes to memory that the cache still has from another call.
+    Plain calls are timed where there is no GPU. All results live until the last replay is over, so
+    that no call writes to memory that the cache still has from another call.
     """
     if device.type != "cuda":
         timing = time_call(lambda: [function(x) for x in inputs], device, repetitions)
@@ -160,15 +152,9 @@ def time_replay(
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     results: list[Tensor] = []
-    try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(rounds):
-                results += [function(x) for x in inputs]
-    except Exception as error:
-        results.clear()
-        turns = itertools.cycle(inputs)
-        single = time_call(lambda: function(next(turns)), device, repetitions)
-        return single.each(1, f"single calls, for no capture: {first_line(error)[:80]}")
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(rounds):
+            results += [function(x) for x in inputs]
     try:
         return time_call(graph.replay, device, repetitions).each(rounds * len(inputs))
     finally:  # a replay that was interrupted still writes to the results
@@ -218,11 +204,7 @@ def measure_machine(device: torch.device, elements: int, repetitions: int = REPE
     size = source.nbytes
 
     def milliseconds(function: Callable[[Tensor], object]) -> float:
-        on_gpu = device.type == "cuda"
-        timing = time_call(
-            lambda: function(source), device, repetitions if on_gpu else CPU_REPETITIONS
-        )
-        return timing.median if on_gpu else timing.least
+        return time_call(lambda: function(source), device, repetitions).median
 
     readers: list[Callable[[Tensor], Tensor]] = [torch.sum]
     if device.type == "cuda":

@@ -104,6 +104,45 @@ class GradientCase(Case):
         yield from ()
 
 
+class PartsCase(GradientCase):
+    """A loss that is the sum of what rows or sequences give, whose truth is computed in parts."""
+
+    dims: ClassVar[tuple[int | None, ...]]  # the dimension of each input that counts them
+    # The inputs with a true gradient; 0 for the first input alone, and for its first part alone.
+    judged = 0
+
+    @property
+    def at_once(self) -> int:  # rows or sequences of a part
+        return 1
+
+    @abstractmethod
+    def exact(self, inputs: Any) -> Tensor:
+        """Compute what a part gives to the loss, from its inputs in fp64."""
+
+    def truth_in_parts(self, inputs: Any) -> tuple[Tensor, Sequence[Tensor]]:
+        """Compute the loss and its gradients in fp64."""
+        dims, total = self.dims, inputs[0].shape[self.dims[0]]
+        loss = inputs[0].new_zeros((), dtype=torch.float64)
+        gradients: Sequence[Tensor] = ()
+        for first in range(0, total, self.at_once):
+            part = []
+            for x, d in zip(inputs, dims, strict=True):
+                if d is not None and x is not None:
+                    x = x.narrow(d, first, min(self.at_once, total - first))
+                is_floating = isinstance(x, Tensor) and x.is_floating_point()
+                part.append(x.detach().double() if is_floating else x)
+            leaves = [x.requires_grad_() for x in part[: self.judged or int(first == 0)]]
+            own = self.exact(type(inputs)(*part))
+            loss += own.detach()
+            if leaves:
+                found = torch.autograd.grad(own, leaves)
+                gradients = [
+                    a + b if d is None else torch.cat([a, b], d)
+                    for a, b, d in zip(gradients, found, dims, strict=False)
+                ] or found
+        return loss, gradients
+
+
 @dataclass(frozen=True)
 class SumCase(GradientCase):
     """log Z or a loss, for one read of the scores; the gradient needs another and a write."""
@@ -137,45 +176,21 @@ class LogZCase(SumCase):
         return [inputs[-1].new_ones(self.shape[1])]
 
 
-class LossCase(SumCase):
-    """A loss that is the sum of what sequences give; the gradients of the first ones are judged."""
-
-    dims: ClassVar[tuple[int | None, ...]]  # the dimension of each input that counts sequences
-    judges_all = False
+class LossCase(PartsCase, SumCase):
+    """A loss that is the sum of what sequences give; gradients of the first ones are judged."""
 
     sequences: int
-
-    @property
-    def at_once(self) -> int:  # sequences whose truth is computed together
-        return 1
-
-    @abstractmethod
-    def exact(self, inputs: Any) -> Tensor:
-        """Compute what some sequences give to the loss, from their inputs in fp64."""
 
     def posterior_unit(self, inputs: Any) -> Tensor | float:
         """Return the gradient of a posterior, for the sequences that are judged."""
         return 1.0
 
     def standard(self, inputs: Any) -> Truth:
-        """Compute the loss in fp64, `at_once` sequences together, and the judged gradients."""
-        losses, gradients, dim = [], [], self.dims[0] or 0
-        for first in range(0, self.sequences, self.at_once):
-            part = []
-            for x, d in zip(inputs, self.dims, strict=True):
-                if d is not None and x is not None:
-                    x = x.detach().narrow(d, first, min(self.at_once, self.sequences - first))
-                is_floating = isinstance(x, Tensor) and x.is_floating_point()
-                part.append(x.double() if is_floating else x)
-            leaf = part[0].requires_grad_(self.judges_all or first == 0)
-            loss = self.exact(type(inputs)(*part))
-            if leaf.requires_grad:
-                gradients.append(torch.autograd.grad(loss, leaf)[0])
-            losses.append(loss.detach())
-        gradient = torch.cat(gradients, dim)
+        dim = self.dims[0] or 0
+        loss, (gradient,) = self.truth_in_parts(inputs)
         where = (*[slice(None)] * dim, slice(gradient.shape[dim]))
         judged = Gradient(0, where, gradient, self.posterior_unit(inputs))
-        return Truth(torch.stack(losses).sum(), ..., [judged])
+        return Truth(loss, ..., [judged])
 
 
 class BestCase(Case):
@@ -184,25 +199,23 @@ class BestCase(Case):
     work = READ
 
     @abstractmethod
-    def path_scores(self, inputs: Any, found: Any, standard: Any) -> Tensor:
+    def path_scores(self, inputs: Any, found: Any) -> Tensor:
         """Return the scores of the paths that were found, `[n]` in fp64."""
 
     def broken(self, inputs: Any, found: Any) -> Tensor:
         """Return which paths do not exist, `[N]`, where their score does not tell."""
         return torch.zeros(1, dtype=torch.bool)
 
-    def best(self, standard: Any) -> Tensor:
-        """Return the best scores, `[n]` in fp64."""
-        return standard
-
-    def verdicts(self, attempt: Attempt, standard: Any) -> Iterator[Verdict]:
+    def verdicts(self, attempt: Attempt, standard: Tensor) -> Iterator[Verdict]:
+        """Judge the scores of the paths by the best ones, `[n]` in fp64."""
         function, inputs, provider = attempt
         allowed = CONTRACT[1] if provider.is_ours else PEER_BOUND
         found = function(*inputs)
         broken = self.broken(inputs, found).double()
         yield worst(broken, allowed, broken, torch.zeros_like(broken))
-        scores, best = self.path_scores(inputs, found, standard), self.best(standard)
-        yield worst((best - scores).abs() / best.abs().clamp(min=1), allowed, scores, best)
+        scores = self.path_scores(inputs, found)
+        apart = (standard - scores).abs() / standard.abs().clamp(min=1)
+        yield worst(apart, allowed, scores, standard)
 
 
 def worst(error: Tensor, allowed: float, got: Tensor, expected: Tensor) -> Verdict:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,29 +37,27 @@ COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class Panel:
-    """Measurements that are shown together, and the function that draws them on axes."""
-
-    rows: list[Row]
-    draw: Callable[..., None]  # of axes, rows and the machine
+SWEEP = ("replay", "do_bench")
 
 
-def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Return a panel for the sweep, and one for each dtype of an op that has a caption."""
-    sweep = [row for row in rows if row.part in ("replay", "do_bench")]
+def panels(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return what panels show: the sweep, and each dtype of an op that has a caption."""
+    sweep = [row for row in rows if row.part in SWEEP]
     kinds: dict[tuple[str, torch.dtype], list[Row]] = {}
     for row in rows:
         if row.case.caption and row.part == "total" and row.timing:
             kinds.setdefault((row.case.op, row.case.dtype), []).append(row)
-    return [Panel(sweep, _sweep)] * bool(sweep) + [Panel(own, _bars) for own in kinds.values()]
+    return [*[sweep] * bool(sweep), *kinds.values()]
 
 
-def render(panels: Sequence[Panel], machine: Machine, format: str) -> bytes:
+def render(panels: Sequence[list[Row]], machine: Machine, format: str) -> bytes:
     """Return the picture as a file of this format; see `render_subplots`."""
-    bars = [panel.rows if panel.draw is _bars else [] for panel in panels]
+    bars = [rows if rows[0].part not in SWEEP else [] for rows in panels]
     width = max(bars_width(len({row.case for row in rows}), len(rows)) for rows in bars)
-    draw = [functools.partial(each.draw, rows=each.rows, machine=machine) for each in panels]
+    draw = [
+        functools.partial(_bars if own else _sweep, rows=rows, machine=machine)
+        for rows, own in zip(panels, bars, strict=True)
+    ]
     return render_subplots(draw, width, format)
 
 
@@ -125,19 +122,15 @@ def grouped_bars(
     *,
     least: Mapping[int, float] | None = None,
     colours: Mapping[str, str] = COLOURS,
-    gaps: bool = True,
-    upright: bool = True,
 ) -> None:
     """Draw the bars of each name at the groups that have a value, with the value above.
 
-    Dashed lines show the `least` values of some groups. With `gaps`, a name without a value leaves
-    its place in the group empty. Values that are not `upright` have room beside each other above
-    narrow bars.
+    Dashed lines show the `least` values of some groups.
     """
     names, width = list(values), 0.84 / len(values)
 
     def position(name: str, group: int) -> float:
-        present = [other for other in names if gaps or group in values[other]]
+        present = [other for other in names if group in values[other]]
         return group + (present.index(name) - (len(present) - 1) / 2) * width
 
     for name, own in values.items():
@@ -151,9 +144,9 @@ def grouped_bars(
         axes.bar_label(
             bars,
             [f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in own.values()],
-            padding=1 if upright else 3,
+            padding=3,
             fontsize=7.5,
-            rotation=0 if upright else 90,
+            rotation=90,  # values have room beside each other above narrow bars
         )
     if least:
         ends = ([group + side for group in least] for side in (-0.45, 0.45))

@@ -115,15 +115,15 @@ def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
 
 def _by_size(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, str]) -> Table:
     """Return a table with a line for each size and a column for each provider, or the reason."""
-    providers, varying = list(dict.fromkeys(row.provider for row in group)), group[0].case.varying
+    providers = list(dict.fromkeys(row.provider for row in group))
     lines: dict[str, dict[str, str]] = {}  # the cells of each provider by size
     for row in group:
-        line = lines.setdefault(row.case.size(varying), dict.fromkeys(providers, ""))
+        line = lines.setdefault(row.case.size(row.case.sizes), dict.fromkeys(providers, ""))
         if row.part in (part, ""):
             line[row.provider] = cells.get(row) or row.note.partition(":")[0]
     return Table(
         title,
-        [" × ".join(varying), *providers],
+        [" × ".join(group[0].case.sizes), *providers],
         [[size, *line.values()] for size, line in lines.items()],
     )
 

@@ -83,17 +83,6 @@ tr.fail td { background: var(--bad-card); color: var(--bad); font-weight: 600; }
 figure { flex: 1 1 36rem; min-width: 0; margin: .5rem 0; padding: .5rem; overflow-x: auto; }
 figure { border: 1px solid var(--line); border-radius: .5rem; background: #fff; }
 figure svg { display: block; min-width: 34rem; max-width: 100%; height: auto; margin: auto; }
-@media print {
-  :root { color-scheme: light; --card: #fff; --bad-card: #fff; }
-  @page { size: landscape; margin: 1cm; }
-  body { max-width: none; padding: 0; font-size: .75rem; }
-  nav { display: none; }
-  .scroll, figure { overflow: visible; }
-  table { font-size: .5rem; }
-  th, td { padding: .1rem .35rem; }
-  h2, h3, summary { break-after: avoid; }
-  tr, figure { break-inside: avoid; }
-}
 """
 
 READING = """\
@@ -200,12 +189,12 @@ def _table(table: Table) -> str:
     return f'<details open>{summary}\n<div class="scroll">{content}</div></details>\n'
 
 
-def _picture(panel: picture.Panel, machine: Machine, name: str) -> str:
+def _picture(rows: list[Row], machine: Machine, name: str) -> str:
     """Return the picture as inline SVG; `name` makes its anchors unique in the page."""
-    svg = picture.render([panel], machine, "svg").decode().partition("<svg")[2]
+    svg = picture.render([rows], machine, "svg").decode().partition("<svg")[2]
     for anchor in ('id="', 'href="#', "url(#"):
         svg = svg.replace(anchor, f"{anchor}{name}-")
-    label = panel.rows[0].case.caption or "bandwidth by number of columns"
+    label = rows[0].case.caption or "bandwidth by number of columns"
     return f'<figure><svg role="img" aria-label="{_text(label)}"{svg}</figure>\n'
 
 

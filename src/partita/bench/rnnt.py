@@ -158,7 +158,6 @@ class TransducerCase(Case):
     sizes: ClassVar[tuple[str, ...]] = ("sequences", "steps", "longest", "classes")
     width, least_width = "classes", 2
     versus = "torchaudio"
-    slow = ("torch",)
     shrinks: ClassVar[Mapping[str, int]] = {"sequences": 1, "steps": 1, "longest": 1}
 
     @property

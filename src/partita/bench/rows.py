@@ -135,7 +135,6 @@ class RowsCase(Case):
     columns: int
 
     sizes = ("rows", "columns")
-    differs_by = ("columns",)
     unit = "ulp"
     scale: ClassVar[Scale] = "element"  # of the errors of results, as in `ulp_error`
     grad_scale: ClassVar[Scale] = -1
@@ -168,7 +167,6 @@ class RowsCase(Case):
         yield from self.result_errors(function, inputs, result)
 
     def result_errors(self, function: Function, inputs: Any, result: Any) -> Iterator[Error]:
-        """Yield the errors of the result of a function."""
         outputs = [output.detach() for output in self.outputs(result)]
         stacked = torch.stack(outputs, -1) if len(outputs) > 1 else outputs[0]
         truth = lambda x, rows: self.truth(inputs, x, rows)  # noqa: E731

@@ -91,7 +91,7 @@ def _rows(
         times = case.times(attempt, machine.device, repetitions)
         memory = case.extra_memory(attempt, machine.device)
         return [
-            Row(case, provider.name, part, timing, worst, memory, timing.note)
+            Row(case, provider.name, part, timing, worst, memory, "")
             for part, timing in times.items()
         ]
     except Exception as error:

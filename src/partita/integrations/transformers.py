@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..ops.cross_entropy.api import cross_entropy
 from ..ops.cross_entropy.common import checked_options
-from ..ops.cross_entropy.quotient import cross_entropy_over
+from ..ops.cross_entropy.loss import cross_entropy_over
 from ..ops.linear_heads.loss import linear_loss
 from ..ops.rnnt.api import tdt_loss
 from ..runtime import checks

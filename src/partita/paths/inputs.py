@@ -139,9 +139,7 @@ def as_values(
 ) -> Tensor:
     """Return values in the shape of the scores that they belong to, zeros for None.
 
-    A wrong dtype, shape or device raises.
-
-    The argument that is called `device` is on the right one.
+    A wrong dtype, shape or device raises. The argument called `device` is on the right one.
     """
     if values is None:
         values = scalar(0.0, scores.dtype, scores.device)

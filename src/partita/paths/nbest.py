@@ -171,12 +171,8 @@ def best_paths(
             )
             for part in chunks(N, group)
         ]
-        scores_of_groups, states_of_groups, edges_of_groups = zip(*found, strict=True)
-        return (
-            torch.cat(scores_of_groups, -1),
-            torch.cat(states_of_groups, -1),
-            torch.cat(edges_of_groups, -1),
-        )
+        score, entered, taken = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
+        return score, entered, taken
     counts = torch.cat([active, active.new_zeros(S * L - T, N)]).view(S, L, N)
     start, first = initial[:, None], initial.new_zeros(N, 1)
     if S > 1:  # Segments start anywhere.

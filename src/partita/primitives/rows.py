@@ -59,17 +59,14 @@ def by_rows(
             return laid_out_like(found, rows) if isinstance(found, Tensor) else found
         rows_shape, results = rows.select(classes, 0).shape, list[Tensor]()
 
-        def part(tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
-            has_classes_second = classes == 1 and tensor.ndim == rows.ndim
-            return tensor[(index[0], slice(None), *index[1:]) if has_classes_second else index]
+        def classes_last(tensor: Tensor) -> Tensor:
+            return tensor.movedim(classes, -1) if tensor.ndim == rows.ndim else tensor
 
         def argument(value: Any, position: int, index: tuple[slice, ...]) -> Any:
             if not isinstance(value, Tensor) or position in shared:
                 return value
-            value = part(value, index)
-            if value.ndim < rows.ndim:
-                return value
-            return value.movedim(classes, -1).contiguous().movedim(-1, classes)
+            value = classes_last(value)[index]
+            return value.contiguous().movedim(-1, classes) if value.ndim == rows.ndim else value
 
         def memory(found: Tensor) -> Tensor:
             if found.ndim == rows.ndim and found.shape[classes] == rows.shape[classes]:
@@ -81,7 +78,7 @@ def by_rows(
             fields = (found,) if isinstance(found, Tensor) else found
             results = results or list(map(memory, fields))
             for result, field in zip(results, fields, strict=True):
-                part(result, index).copy_(field)
+                classes_last(result)[index].copy_(classes_last(field))
         if isinstance(found, Tensor):
             return results[0]
         return found._make(results) if hasattr(found, "_make") else tuple(results)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import private_names
-
-# The dtypes in which PyTorch's results are as exact as those of our ops.
-FULL_PRECISION = (torch.float32, torch.float64)
 
 Gradients = TypeVar("Gradients", Tensor, tuple[Tensor, ...])
 
@@ -213,10 +211,11 @@ def takes(op: Any, *more: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return with_signature
 
 
+@dataclass(eq=False)
 class DifferentiableOp:
     """An op on rows that is differentiable in its first tensor.
 
-    Args:
+    Fields:
         op: the op. Its last argument is the backend.
         backward: the op of the gradient. It takes the gradients of the differentiable results, the
             saved tensors and options, and the backend.
@@ -226,16 +225,11 @@ class DifferentiableOp:
         results: how many of the results are differentiable, from the first on.
     """
 
-    def __init__(
-        self,
-        op: Any,
-        backward: Any,
-        reference: Callable[..., Tensor],
-        saves: Callable[[tuple[Any, ...], Any], tuple[Sequence[Tensor], Sequence[Any]]],
-        results: int = 1,
-    ) -> None:
-        self.op, self.backward, self.reference = op, backward, reference
-        self.saves, self.results = saves, results
+    op: Any
+    backward: Any
+    reference: Callable[..., Tensor]
+    saves: Callable[[tuple[Any, ...], Any], tuple[Sequence[Tensor], Sequence[Any]]]
+    results: int = 1
 
     def __call__(self, first: Tensor, second: Any, *rest: Any) -> Any:
         if needs_no_derivative(first):
@@ -417,7 +411,7 @@ def native_serves(input: Tensor) -> bool:
     results of half types. Under transforms and in forward mode the op decides what is refused.
     """
     return (
-        input.dtype in FULL_PRECISION
+        input.dtype in (torch.float32, torch.float64)
         and input.is_contiguous()
         and plain_eager()
         and not private_names.may_have_tangents()

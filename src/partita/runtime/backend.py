@@ -122,11 +122,6 @@ def numba_problem() -> str | None:
     return None
 
 
-def has_numba() -> bool:
-    """Return whether Numba can be imported."""
-    return numba_problem() is None
-
-
 def caller_stacklevel() -> int:
     """Return the `stacklevel` with which the calling function warns at the user's line.
 
@@ -177,7 +172,7 @@ def resolve(name: str, device: torch.device, *, has_cpu: bool) -> Table:
         if device.type == "cuda" and has_triton():
             return "gpu"
         if has_cpu and device.type == "cpu":
-            return "cpu" if has_numba() else _without_numba()
+            return "cpu" if numba_problem() is None else _without_numba()
         return "reference"
     if name == "triton":
         if not has_triton():
@@ -196,7 +191,7 @@ def resolve(name: str, device: torch.device, *, has_cpu: bool) -> Table:
             )
         if device.type != "cpu":
             raise RuntimeError(f"backend 'numba': expected tensors on the CPU, got {device}")
-        if not has_numba():
+        if numba_problem() is not None:
             raise RuntimeError(f"backend 'numba': {numba_problem()}")
         return "cpu"
     return "reference"

@@ -29,7 +29,7 @@ def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> T
     The first call waits for the GPU, because later calls may read the tensor on other streams.
     """
     # A recorder is a dispatch mode, so that a call under it looks as if it were traced.
-    if device.type == "cpu" or not (plain_eager() or recording.recorder() is not None):
+    if device.type == "cpu" or not (plain_eager() or recording.thread.recorder is not None):
         return make(*args, device=device)
     key = (make, device, *args)
     written, tensor = _constants.get(key, (None, None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from . import launcher, private_names, recording
 from .backend import interpreting
 from .caches import BoundedCache, register_cache
-from .parts import first_tensor, tuple_types, with_views
 from .recording import FORK, JOIN, LEAVE
 from .sizes import cdiv as cdiv
 from .sizes import next_power_of_2 as next_power_of_2
@@ -33,18 +32,10 @@ def tl_acc_dtype(dtype: torch.dtype) -> Any:
 def zeroed_words(device: torch.device, *words: int) -> list[Tensor | None]:
     """Return zeroed 64-bit words for several kernels from one allocation and one fill.
 
-    Args:
-        device: the device of the words.
-        *words: the number of words of each kernel.
-
-    Returns:
-        A tensor for each kernel, or None for a kernel that needs no words.
+    A kernel that needs no words gets None.
     """
     if not any(words):
         return [None] * len(words)
-    if max(words) == sum(words):  # one kernel needs them all, so the views of a split are spared
-        zeros = torch.zeros(sum(words), dtype=torch.int64, device=device)
-        return [zeros if size else None for size in words]
     sizes = [size + size % 2 for size in words]  # each tensor starts on 16 bytes
     zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
     return [part if size else None for part, size in zip(zeros.split(sizes), words, strict=True)]
@@ -74,8 +65,8 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     Args:
         kernel: the Triton kernel.
         programs: the number of programs; nothing runs if it is 0.
-        *args: the run-time arguments in the order of the signature. Tensors may be parts, and what
-            belongs together may be a tuple.
+        *args: the run-time arguments in the order of the signature. What belongs together may be a
+            tuple.
         **options: further run-time arguments by name, the constexpr arguments and the launch
             options.
     """
@@ -92,17 +83,17 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
             if (active := recording.thread.recorder) is not None:
                 active.launch(bound, programs, args)
             return
-    first = first_tensor((*args, *options.values()))
+    every = launcher.members((*args, *options.values()))
+    first = next(arg for arg in every if isinstance(arg, Tensor))
     if first.is_cuda and first.device.index != private_names.current_device():
         with torch.cuda.device(first.device):
             launch(kernel, programs, *args, **options)
         return
-    if (active := recording.recorder()) is not None:
+    if (active := recording.thread.recorder) is not None:
         active.refuse("Triton has to launch one of its kernels")
-    options = dict(zip(options, with_views(tuple(options.values())), strict=True))
     if not INTERPRETED:
         options |= compiler_options()
-    kernel[(programs,)](*with_views(args), **options)
+    kernel[(programs,)](*args, **options)
 
 
 def _names_after(kernel: Any, number: int) -> list[str]:
@@ -116,7 +107,7 @@ def _compile(
     key: bytes, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
     """Compile a kernel and store it under its key; return whether the C module can launch it."""
-    compiled = kernel.warmup(*with_views(args), grid=(programs,), **options, **compiler_options())
+    compiled = kernel.warmup(*args, grid=(programs,), **options, **compiler_options())
     # The key names objects by their addresses, so they live as long as its entry.
     keep = kernel, options, list(tuple_types(args))
     bound = launcher.bind(compiled, kernel.arg_names, len(args), keep)
@@ -125,44 +116,39 @@ def _compile(
     return bound is not None
 
 
-class SideStream:
-    """A stream for short launches of few programs that run next to one that fills the GPU.
+def tuple_types(args: tuple[Any, ...]) -> Iterator[type]:
+    """Yield the types of the tuples among the arguments of a launch."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield type(arg)
+            yield from tuple_types(arg)
 
-    The launches inside the block overlap with those that the current stream gets until `join`. They
-    have the higher priority where both are ready. Without streams, or unless `wanted`, all launches
-    run in their order.
+
+def launch_alongside(tensor: Tensor, few: Callable[[], None], many: Callable[[], None]) -> None:
+    """Run the launches of `few`, which have few programs, next to those of `many`.
+
+    Those of `few` run on a side stream, and have the higher priority where both are ready. The
+    current stream then waits for them. Without streams all launches run in their order.
 
     Args:
         tensor: a tensor on the device of the launches.
-        wanted: whether the launches inside the block may overlap with others.
+        few, many: functions that launch, and allocate nothing.
     """
-
-    def __init__(self, tensor: Tensor, wanted: bool) -> None:
-        self.context: AbstractContextManager[Any] | None = None
-        if not wanted or not tensor.is_cuda:
-            return
-        self.recorder = recording.recorder()
-        self.main = torch.cuda.current_stream(tensor.device)
-        self.side, _ = launcher.side_stream(tensor.device.index)
-        self.side.wait_stream(self.main)
-        self.context = torch.cuda.stream(self.side)
-
-    def __enter__(self) -> None:
-        if self.context is not None:
-            self._note(FORK)
-            self.context.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        if self.context is not None:
-            self.context.__exit__(*raised)
-            self._note(LEAVE)
-
-    def join(self) -> None:
-        """Let the current stream wait for the launches of the block."""
-        if self.context is not None:
-            self._note(JOIN)
-            self.main.wait_stream(self.side)
-
-    def _note(self, kind: int) -> None:
-        if self.recorder is not None:
-            self.recorder.change_stream(kind)
+    if not tensor.is_cuda:
+        few()
+        many()
+        return
+    active, main = recording.thread.recorder, torch.cuda.current_stream(tensor.device)
+    note = active.change_stream if active is not None else lambda kind: None
+    side, _ = launcher.side_stream(tensor.device.index)
+    side.wait_stream(main)
+    try:
+        note(FORK)
+        with torch.cuda.stream(side):
+            few()
+        note(LEAVE)
+        many()
+    finally:
+        # The streams join after an error too, because the memory belongs to the current stream.
+        note(JOIN)
+        main.wait_stream(side)

@@ -31,6 +31,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <structmember.h>
 
 #define MAX_KEY 4096        /* bytes of a key; longer calls take the slow path */
 #define MAX_ARGS 64         /* arguments of an op or of a kernel */
@@ -76,9 +77,9 @@ typedef struct {
 /* These and the names below stay as `setup` and the module's start have left them. */
 static Driver driver;
 static const Exchange *exchange;
-static PyObject *tensor_type, *parameter_type, *dtype_type, *byte_dtype;
+static PyObject *tensor_type, *parameter_type, *dtype_type;
 static PyObject *allocate, *current_device;  /* functions, for PyTorch's current device */
-static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
+static PyObject *knobs, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
 
@@ -103,23 +104,18 @@ static void raise_driver_error(int status) {
 }
 
 /* Return whether profilers have asked to see launches, which only Triton's launcher reports. */
-static int has_hook(PyObject *name, PyObject *empty_chain) {
-    PyObject *chain = PyObject_GetAttr(knobs, name);
-    if (!chain) { PyErr_Clear(); return 1; }
-    int found = chain != empty_chain && chain != Py_None;
-    if (chain == empty_chain && chain != Py_None) {
-        PyObject *calls = PyObject_GetAttr(chain, name_calls);
-        found = !calls || !PyList_Check(calls) || PyList_GET_SIZE(calls) > 0;
-        if (!calls) PyErr_Clear();
-        Py_XDECREF(calls);
-    }
-    Py_DECREF(chain);
+static int has_hook(PyObject *name) {
+    PyObject *chain = PyObject_GetAttr(knobs, name), *calls = NULL;
+    if (chain && chain != Py_None) calls = PyObject_GetAttr(chain, name_calls);
+    int is_empty = calls && PyList_Check(calls) && PyList_GET_SIZE(calls) == 0;
+    int found = chain != Py_None && !is_empty;
+    PyErr_Clear();
+    Py_XDECREF(chain);
+    Py_XDECREF(calls);
     return found;
 }
 
-static int has_hooks(void) {
-    return has_hook(name_enter_hook, enter_hook) || has_hook(name_exit_hook, exit_hook);
-}
+static int has_hooks(void) { return has_hook(name_enter_hook) || has_hook(name_exit_hook); }
 
 /* Return a new reference to the value of a key, which has to be of a type of this module, or NULL,
    with an exception after an error only. */
@@ -152,16 +148,12 @@ static int is_tensor(PyObject *arg) {
     return (PyObject *)Py_TYPE(arg) == tensor_type || (PyObject *)Py_TYPE(arg) == parameter_type;
 }
 
-/* Describe the memory of a tensor on a device that is served; return 0 for any other. */
-static int describe_memory(PyObject *arg, View *view) {
+/* Describe a tensor on a device that is served, whose memory holds its values as they are; return 0
+   for any other. */
+static int describe(PyObject *arg, View *view) {
     if (exchange->describe(arg, view)) { PyErr_Clear(); return 0; }
     view->data += view->byte_offset;
-    return view->device.type == device_type;
-}
-
-/* Describe a tensor whose memory holds its values as they are; return 0 for any other. */
-static int describe(PyObject *arg, View *view) {
-    if (!describe_memory(arg, view) || view->dtype.code == 5) return 0;  /* 5: complex */
+    if (view->device.type != device_type || view->dtype.code == 5) return 0;  /* 5: complex */
     if (view->dtype.code == 2 || view->dtype.code == 4) {  /* only these may be negated views */
         PyObject *negated = PyObject_CallOneArg(is_neg, arg);
         if (negated != Py_False) { PyErr_Clear(); Py_XDECREF(negated); return 0; }
@@ -227,13 +219,9 @@ static void kernel_dealloc(Kernel *self) {
     PyObject_Free(self);
 }
 
-static PyObject *kernel_get_description(Kernel *self, void *unused) {
-    return Py_NewRef(self->description);
-}
-
-static PyGetSetDef kernel_attributes[] = {
-    {"description", (getter)kernel_get_description, NULL,
-     "function, threads, bytes of shared memory, and (argument, type) of each parameter", NULL},
+static PyMemberDef kernel_members[] = {
+    {"description", T_OBJECT_EX, offsetof(Kernel, description), READONLY,
+     "function, threads, bytes of shared memory, and (argument, type) of each parameter"},
     {NULL}};
 
 static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -271,15 +259,8 @@ static PyTypeObject kernel_type = {
     .tp_doc = "Kernel(function, threads, shared, parameters, keep): a compiled kernel.",
     .tp_new = kernel_new,
     .tp_dealloc = (destructor)kernel_dealloc,
-    .tp_getset = kernel_attributes,
+    .tp_members = kernel_members,
 };
-
-static uint64_t float_bits(double value) {
-    float narrow = (float)value;
-    uint32_t bits;
-    memcpy(&bits, &narrow, sizeof bits);
-    return bits;
-}
 
 /* Convert a number to a kernel parameter; return 0 and set an exception where it cannot be. */
 static int pack(PyObject *arg, char type, uint64_t *cell) {
@@ -289,43 +270,23 @@ static int pack(PyObject *arg, char type, uint64_t *cell) {
     }
     double value = PyFloat_AsDouble(arg);
     if (value == -1.0 && PyErr_Occurred()) return 0;
+    float narrow = (float)value;
+    *cell = 0;
     if (type == 'd') memcpy(cell, &value, sizeof value);
-    else *cell = float_bits(value);
+    else memcpy(cell, &narrow, sizeof narrow);
     return 1;
-}
-
-/* Return whether an argument of a launch is a part of a tensor's memory; see `parts.py`. */
-static int is_part(PyObject *arg) {
-    return PyTuple_CheckExact(arg) && PyTuple_GET_SIZE(arg) == 3 &&
-           is_tensor(PyTuple_GET_ITEM(arg, 0)) && PyLong_CheckExact(PyTuple_GET_ITEM(arg, 1)) &&
-           (PyObject *)Py_TYPE(PyTuple_GET_ITEM(arg, 2)) == dtype_type;
-}
-
-/* Describe the memory of a tensor or of a part of one, and add its dtype. */
-static int put_memory(Key *key, PyObject *arg, View *view) {
-    if (is_tensor(arg)) {
-        char properties[4] = {'t', 0, 0, 0};
-        if (!describe(arg, view)) return 0;
-        properties[1] = (char)view->dtype.code, properties[2] = (char)view->dtype.bits;
-        return put(key, properties, sizeof properties);
-    }
-    if (!describe_memory(PyTuple_GET_ITEM(arg, 0), view)) return 0;
-    Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GET_ITEM(arg, 1));
-    if (offset == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
-    view->data += offset;
-    PyObject *dtype = PyTuple_GET_ITEM(arg, 2);
-    return put_tagged(key, 'p', &dtype, sizeof dtype);
 }
 
 /* Add what Triton compiles a kernel for: an integer counts as 1, as a multiple of 16 and as beyond
    32 bits, a float does not count, and a tensor counts by its dtype and its alignment to 16.
    Return 0 for any other object, such as a tensor of a subclass, whose memory is not known here. */
 static int put_specialization(Key *key, PyObject *arg, View *view, int *device) {
-    if (is_tensor(arg) || is_part(arg)) {
-        if (!put_memory(key, arg, view)) return 0;
-        if (*device >= 0 && *device != view->device.index) return 0;
+    if (is_tensor(arg)) {
+        if (!describe(arg, view) || (*device >= 0 && *device != view->device.index)) return 0;
         *device = view->device.index;
-        return put(key, ((uintptr_t)view->data & 15) == 0 ? "a" : "u", 1);
+        char is_aligned = ((uintptr_t)view->data & 15) == 0;
+        char properties[] = {(char)view->dtype.code, (char)view->dtype.bits, is_aligned};
+        return put_tagged(key, 't', properties, sizeof properties);
     }
     if (PyLong_CheckExact(arg)) {
         int overflow;
@@ -339,7 +300,7 @@ static int put_specialization(Key *key, PyObject *arg, View *view, int *device) 
     return is_constant(arg) && put_value(key, arg);
 }
 
-/* The arguments of a launch: those of tuples are listed one by one. */
+/* The tensors of a call of an op, or all arguments of a launch, of tuples one by one. */
 typedef struct {
     PyObject *values[MAX_ARGS];
     View views[MAX_ARGS];
@@ -348,7 +309,7 @@ typedef struct {
 
 /* Add an argument, or each member of a tuple, whose type says how a kernel reads it. */
 static int put_argument(Key *key, PyObject *arg, Arguments *found) {
-    if (PyTuple_Check(arg) && !is_part(arg)) {
+    if (PyTuple_Check(arg)) {
         PyTypeObject *type = Py_TYPE(arg);
         int is_put = put_tagged(key, '(', &type, sizeof type);
         for (Py_ssize_t i = 0; is_put && i < PyTuple_GET_SIZE(arg); i++)
@@ -428,34 +389,29 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, of_device, byte_dtype, exchange, knobs, side_stream, addresses) */
+/* setup(device_type, tensor, parameter, dtype, allocate, current_device, exchange, knobs,
+         side_stream, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *of_device, *addresses;
-    unsigned long long address[8];
+    PyObject *api;
+    const char *addresses;
+    Py_ssize_t size;
     Py_INCREF(args);  /* for ever: another thread may still use what an earlier call stored */
-    if (!PyArg_ParseTuple(args, "iO!O!OOOOO!", &device_type, &PyTuple_Type, &types,
-                          &PyTuple_Type, &of_device, &byte_dtype, &api, &knobs, &side_stream,
-                          &PyTuple_Type, &addresses) ||
-        !PyArg_ParseTuple(of_device, "OO", &allocate, &current_device) ||
-        !PyArg_ParseTuple(types, "OOO", &tensor_type, &parameter_type, &dtype_type) ||
-        !PyArg_ParseTuple(addresses, "KKKKKKKK", &address[0], &address[1], &address[2], &address[3],
-                          &address[4], &address[5], &address[6], &address[7]))
+    if (!PyArg_ParseTuple(args, "iOOOOOOOOy#", &device_type, &tensor_type, &parameter_type,
+                          &dtype_type, &allocate, &current_device, &api, &knobs, &side_stream,
+                          &addresses, &size))
         return NULL;
-    exchange = PyCapsule_CheckExact(api) ? PyCapsule_GetPointer(api, "dlpack_exchange_api")
-                                         : PyLong_AsVoidPtr(api);
-    if (!exchange || exchange->version.major != 1 || !exchange->describe ||
-        !exchange->current_stream)
-        return PyErr_Occurred() ? NULL
-                                : PyErr_Format(PyExc_RuntimeError,
-                                               "expected version 1 of DLPack's exchange");
-    _Static_assert(sizeof driver == sizeof address, "a pointer has 64 bits");
-    for (int i = 0; i < 8; i++)
-        if (!address[i]) return PyErr_Format(PyExc_ValueError, "a driver's function is missing");
-    memcpy(&driver, address, sizeof driver);
-    enter_hook = PyObject_GetAttr(knobs, name_enter_hook);
-    exit_hook = PyObject_GetAttr(knobs, name_exit_hook);
+    exchange = PyCapsule_GetPointer(api, "dlpack_exchange_api");
+    if (!exchange) return NULL;
+    if (exchange->version.major != 1 || !exchange->describe || !exchange->current_stream)
+        return PyErr_Format(PyExc_RuntimeError, "expected version 1 of DLPack's exchange");
+    const uint64_t missing = 0;  /* a pointer has 64 bits, as in what Python packs */
+    int is_whole = size == sizeof driver;
+    for (Py_ssize_t i = 0; is_whole && i < size; i += sizeof missing)
+        is_whole = memcmp(addresses + i, &missing, sizeof missing) != 0;
+    if (!is_whole) return PyErr_Format(PyExc_ValueError, "a driver's function is missing");
+    memcpy(&driver, addresses, sizeof driver);
     is_neg = PyObject_GetAttrString(tensor_type, "is_neg");
-    if (!enter_hook || !exit_hook || !is_neg) return NULL;
+    if (!is_neg) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ import torch
 from . import private_names
 from .backend import has_triton, interpreting
 from .caches import register_cache
-from .parts import members
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
@@ -65,7 +65,7 @@ def build(
     """Compile the C module, or load it from Triton's cache, and connect it.
 
     Args:
-        exchange: PyTorch's table of DLPack functions, a capsule or an address.
+        exchange: PyTorch's table of DLPack functions, a capsule.
         knobs: the object with Triton's launch hooks.
         driver: the address of each of the `DRIVER_FUNCTIONS`.
         allocate: a function of size, stride and dtype that returns a tensor on the current device.
@@ -80,10 +80,9 @@ def build(
     # Triton's -O3 doubles the time of the C compiler, and makes no call faster.
     module = private_names.build_c_module(source, MODULE, ["-O1"])
     types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
-    addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
-    functions = (exchange, knobs, side_stream_handles)
-    of_device = allocate, current_device
-    module.setup(device_type, types, of_device, torch.uint8, *functions, addresses)
+    functions = (allocate, current_device, exchange, knobs, side_stream_handles)
+    addresses = struct.pack("=8Q", *(driver[name] for name in DRIVER_FUNCTIONS))
+    module.setup(device_type, *types, *functions, addresses)
     return module
 
 
@@ -117,7 +116,7 @@ def _connect() -> tuple[Any, str]:
     if not is_known_triton():
         return None, f"Triton launches: version {triton.__version__} of Triton is not known here"
     try:
-        exchange = exchange_api()
+        exchange = torch.Tensor.__dlpack_c_exchange_api__
         driver = {
             name: ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0
             for name in DRIVER_FUNCTIONS
@@ -169,14 +168,6 @@ def status() -> str:
     return (_found or _load())[1]
 
 
-def exchange_api() -> Any:
-    """Return PyTorch's table of DLPack functions: a capsule, or before PyTorch 2.11 an address."""
-    for name in ("__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"):
-        if (api := getattr(torch.Tensor, name, None)) is not None:
-            return api
-    raise RuntimeError("this PyTorch has no C exchange API of DLPack")
-
-
 def side_stream(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
     """Return this thread's side stream on a device, and an event for its forks and joins.
 
@@ -223,6 +214,18 @@ def bind(compiled: Any, arg_names: list[str], num_args: int, keep: Any) -> Any:
         return None
     threads = WARP * metadata.num_warps
     return loaded.Kernel(function, threads, metadata.shared, tuple(parameters), (compiled, keep))
+
+
+def members(args: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield the arguments of a launch, and those of tuples one by one, as the C module counts.
+
+    A kernel takes what belongs together as one tuple, whose members may be tuples again.
+    """
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from members(arg)
+        else:
+            yield arg
 
 
 def needs_more_than_a_launch(metadata: Any) -> bool:

@@ -27,10 +27,7 @@ def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
         return [row.to(device) for row in rows]  # a copy to the CPU has to wait
     words = len(on_host) * rows[0].shape[0]
     pinned = words > UNPINNED_WORDS or torch.cuda.is_current_stream_capturing()
-    copied = copy_together(on_host, device, pinned)
-    if len(copied) == len(rows):
-        return copied
-    copies = iter(copied)
+    copies = iter(copy_together(on_host, device, pinned))
     return [next(copies) if row.is_cpu else row.to(device) for row in rows]
 
 

@@ -145,19 +145,14 @@ def is_replica(model: torch.nn.Module) -> bool:
 
 
 # CUDA. The functions that serve instead do the same in more time.
-def _empty_strided(
-    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-
-def _current_raw_stream(index: int) -> int:
-    return torch.cuda.current_stream(index).cuda_stream
-
-
 current_device = _find("_C._cuda_getDevice", torch.cuda.current_device)
-current_raw_stream = _find("_C._cuda_getCurrentRawStream", _current_raw_stream)
-empty_strided_cuda = _find("_C._dynamo.guards._empty_strided_cuda", _empty_strided)
+current_raw_stream = _find(
+    "_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+empty_strided_cuda = _find(
+    "_C._dynamo.guards._empty_strided_cuda",
+    lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"),
+)
 # Without this, times of small kernels have some of the host's time in them.
 sleep = _find("cuda._sleep", lambda cycles: None)
 

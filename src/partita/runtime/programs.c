@@ -11,34 +11,25 @@ typedef struct {
     uint64_t words;
 } Step;
 
-/* The arguments of a call. */
-typedef struct {
-    View views[MAX_ARGS];
-    int device;
-} Operands;
-
 typedef struct {
     PyObject_HEAD
     int args, num_steps, uses_side_stream;
-    Py_ssize_t num_outputs, workspace;
     Step *steps;
     Cell *cells;
-    PyObject *outputs, *results, *workspace_size, *unit_stride, *keep;
+    PyObject *allocations, *results, *keep;
 } Program;
 
 static void program_dealloc(Program *self) {
     PyMem_Free(self->steps);
     PyMem_Free(self->cells);
-    Py_XDECREF(self->outputs);
-    Py_XDECREF(self->results);
-    Py_XDECREF(self->workspace_size);
-    Py_XDECREF(self->unit_stride);
-    Py_XDECREF(self->keep);
+    Py_DECREF(self->allocations);
+    Py_DECREF(self->results);
+    Py_DECREF(self->keep);
     PyObject_Free(self);
 }
 
 static int read_steps(Program *self, PyObject *steps) {
-    int used = 0, limit = self->args + (int)self->num_outputs + (self->workspace > 0);
+    int used = 0, limit = self->args + (int)PyTuple_GET_SIZE(self->allocations);
     for (int i = 0; i < self->num_steps; i++) {
         Step *step = &self->steps[i];
         unsigned long long function;
@@ -71,57 +62,44 @@ static int read_steps(Program *self, PyObject *steps) {
     return 1;
 }
 
-/* Return whether an entry of the results names an output, or a view of one. */
-static int is_entry(PyObject *entry, Py_ssize_t num_outputs) {
+/* Return whether an entry of the results names an allocation, or a view of one. */
+static int is_entry(PyObject *entry, Py_ssize_t allocations) {
     if (PyTuple_Check(entry) && PyTuple_GET_SIZE(entry) == 4) entry = PyTuple_GET_ITEM(entry, 0);
     int overflow;  /* for which the number is -1 */
     long number = PyLong_Check(entry) ? PyLong_AsLongAndOverflow(entry, &overflow) : -1;
-    return number >= 0 && number < num_outputs;
+    return number >= 0 && number < allocations;
 }
 
-static int check_results(PyObject *results, Py_ssize_t num_outputs) {
+static int check_results(PyObject *results, PyObject *allocations) {
+    Py_ssize_t count = PyTuple_GET_SIZE(allocations);
     int is_list = PyList_Check(results);
-    int is_right = is_list || results == Py_None || is_entry(results, num_outputs);
+    int is_right = is_list || results == Py_None || is_entry(results, count);
     for (Py_ssize_t i = 0; is_list && is_right && i < PyList_GET_SIZE(results); i++)
-        is_right = is_entry(PyList_GET_ITEM(results, i), num_outputs);
-    if (!is_right) PyErr_SetString(PyExc_ValueError, "expected results that name outputs");
+        is_right = is_entry(PyList_GET_ITEM(results, i), count);
+    for (Py_ssize_t i = 0; is_right && i < count; i++)
+        is_right = PyTuple_CheckExact(PyTuple_GET_ITEM(allocations, i));
+    if (!is_right) PyErr_SetString(PyExc_ValueError, "expected results that name allocations");
     return is_right;
-}
-
-static int check_outputs(PyObject *outputs) {
-    PyObject *size, *stride, *dtype;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outputs); i++)
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(outputs, i), "OOO;expected outputs of three fields",
-                              &size, &stride, &dtype))
-            return 0;
-    return 1;
 }
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     int count;
-    Py_ssize_t workspace;
-    PyObject *outputs, *results, *steps, *keep;
-    if (!PyArg_ParseTuple(args, "iO!OnO!O", &count, &PyTuple_Type, &outputs, &results, &workspace,
+    PyObject *allocations, *results, *steps, *keep;
+    if (!PyArg_ParseTuple(args, "iO!OO!O", &count, &PyTuple_Type, &allocations, &results,
                           &PyTuple_Type, &steps, &keep))
         return NULL;
-    if (count < 0 || count > MAX_ARGS || workspace < 0 ||
-        count + PyTuple_GET_SIZE(outputs) + 1 > MAX_SLOTS)
-        return PyErr_Format(PyExc_ValueError, "expected 0 to %d arguments, at most %d slots and a "
-                            "size of the workspace", MAX_ARGS, MAX_SLOTS);
+    if (count < 0 || count > MAX_ARGS || count + PyTuple_GET_SIZE(allocations) > MAX_SLOTS)
+        return PyErr_Format(PyExc_ValueError, "expected 0 to %d arguments and at most %d slots",
+                            MAX_ARGS, MAX_SLOTS);
     Program *self = PyObject_New(Program, type);
     if (!self) return NULL;
     self->args = count, self->num_steps = (int)PyTuple_GET_SIZE(steps);
     self->uses_side_stream = 0;
-    self->num_outputs = PyTuple_GET_SIZE(outputs), self->workspace = workspace;
     self->steps = PyMem_Calloc(self->num_steps + 1, sizeof(Step));
     self->cells = NULL;
-    self->outputs = Py_NewRef(outputs), self->results = Py_NewRef(results);
-    self->workspace_size = Py_BuildValue("(n)", workspace);
-    self->unit_stride = Py_BuildValue("(i)", 1);
+    self->allocations = Py_NewRef(allocations), self->results = Py_NewRef(results);
     self->keep = Py_NewRef(keep);
-    if (!self->steps || !self->workspace_size || !self->unit_stride ||
-        !check_outputs(outputs) || !check_results(results, self->num_outputs) ||
-        !read_steps(self, steps)) {
+    if (!self->steps || !check_results(results, allocations) || !read_steps(self, steps)) {
         Py_DECREF(self);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
@@ -133,7 +111,7 @@ static PyTypeObject program_type = {
     .tp_name = "partita.runtime.Program",
     .tp_basicsize = sizeof(Program),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Program(args, outputs, results, workspace, steps, keep): an op's recorded work.",
+    .tp_doc = "Program(args, allocations, results, steps, keep): an op's recorded work.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
 };
@@ -174,32 +152,22 @@ static int run_steps(const Program *self, const uint64_t *slots, void *main, voi
     return 0;
 }
 
-static PyObject *allocate_like(PyObject *size, PyObject *stride, PyObject *dtype, uint64_t *slot) {
-    PyObject *arguments[] = {size, stride, dtype};
-    PyObject *tensor = PyObject_Vectorcall(allocate, arguments, 3, NULL);
-    View view;
-    if (!tensor) return NULL;
-    if (exchange->describe(tensor, &view)) { Py_DECREF(tensor); return NULL; }
-    *slot = (uint64_t)(uintptr_t)(view.data + view.byte_offset);
-    return tensor;
-}
-
-/* Return the result that an entry names: an output by its number, or a view of one. */
-static PyObject *result_of(PyObject *entry, PyObject **outputs) {
-    if (PyLong_Check(entry)) return Py_NewRef(outputs[PyLong_AsSsize_t(entry)]);
-    PyObject *tensor = outputs[PyLong_AsSsize_t(PyTuple_GET_ITEM(entry, 0))];
+/* Return the result that an entry names: a tensor by its number, or a view of one. */
+static PyObject *result_of(PyObject *entry, PyObject **tensors) {
+    if (PyLong_Check(entry)) return Py_NewRef(tensors[PyLong_AsSsize_t(entry)]);
+    PyObject *tensor = tensors[PyLong_AsSsize_t(PyTuple_GET_ITEM(entry, 0))];
     PyObject *arguments[] = {tensor, PyTuple_GET_ITEM(entry, 1), PyTuple_GET_ITEM(entry, 2),
                              PyTuple_GET_ITEM(entry, 3)};
     return PyObject_VectorcallMethod(name_as_strided, arguments, 4, NULL);
 }
 
-static PyObject *results_of(Program *self, PyObject **outputs) {
+static PyObject *results_of(Program *self, PyObject **tensors) {
     if (self->results == Py_None) Py_RETURN_NONE;
-    if (!PyList_Check(self->results)) return result_of(self->results, outputs);
+    if (!PyList_Check(self->results)) return result_of(self->results, tensors);
     Py_ssize_t count = PyList_GET_SIZE(self->results);
     PyObject *results = PyTuple_New(count);
     for (Py_ssize_t i = 0; results && i < count; i++) {
-        PyObject *result = result_of(PyList_GET_ITEM(self->results, i), outputs);
+        PyObject *result = result_of(PyList_GET_ITEM(self->results, i), tensors);
         if (!result) Py_CLEAR(results);
         else PyTuple_SET_ITEM(results, i, result);
     }
@@ -207,23 +175,19 @@ static PyObject *results_of(Program *self, PyObject **outputs) {
 }
 
 /* Allocate the outputs and the workspace, run the steps, and return the results. */
-static PyObject *run_program(Program *self, const Operands *call) {
+static PyObject *run_program(Program *self, const Arguments *call) {
     uint64_t slots[MAX_SLOTS];
-    PyObject *outputs[MAX_SLOTS], *workspace = NULL, *results = NULL, *streams = NULL;
+    PyObject *tensors[MAX_SLOTS], *results = NULL, *streams = NULL;
     void *stream, *side = NULL, *event = NULL;
-    uint64_t *of_outputs = &slots[self->args], *of_workspace = of_outputs + self->num_outputs;
+    int allocated = 0, count = (int)PyTuple_GET_SIZE(self->allocations);
     for (int i = 0; i < self->args; i++) slots[i] = (uint64_t)(uintptr_t)call->views[i].data;
-    for (Py_ssize_t i = 0; i < self->num_outputs; i++) outputs[i] = NULL;
-    for (Py_ssize_t i = 0; i < self->num_outputs; i++) {
-        PyObject *spec = PyTuple_GET_ITEM(self->outputs, i);
-        outputs[i] = allocate_like(PyTuple_GET_ITEM(spec, 0), PyTuple_GET_ITEM(spec, 1),
-                                   PyTuple_GET_ITEM(spec, 2), &of_outputs[i]);
-        if (!outputs[i]) goto done;
-    }
-    if (self->workspace) {
-        workspace = allocate_like(self->workspace_size, self->unit_stride, byte_dtype,
-                                  of_workspace);
-        if (!workspace) goto done;
+    for (; allocated < count; allocated++) {
+        View view;
+        PyObject *spec = PyTuple_GET_ITEM(self->allocations, allocated);
+        tensors[allocated] = PyObject_Call(allocate, spec, NULL);
+        if (!tensors[allocated]) goto done;
+        if (exchange->describe(tensors[allocated], &view)) { allocated++; goto done; }
+        slots[self->args + allocated] = (uint64_t)(uintptr_t)(view.data + view.byte_offset);
     }
     if (exchange->current_stream(device_type, call->device, &stream)) goto done;
     if (self->uses_side_stream) {
@@ -241,10 +205,9 @@ static PyObject *run_program(Program *self, const Operands *call) {
     }
     Py_END_ALLOW_THREADS
     if (status) raise_driver_error(status);
-    else results = results_of(self, outputs);
+    else results = results_of(self, tensors);
 done:
-    for (Py_ssize_t i = 0; i < self->num_outputs; i++) Py_XDECREF(outputs[i]);
-    Py_XDECREF(workspace);
+    while (allocated) Py_DECREF(tensors[--allocated]);
     Py_XDECREF(streams);
     return results;
 }

@@ -12,8 +12,6 @@ refused and stays on the plain path.
 
 from __future__ import annotations
 
-import itertools
-import math
 import struct
 import threading
 import weakref
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .parts import is_part, members
+from .launcher import members
 from .private_names import TorchDispatchMode
 
 WORKSPACE_ALIGNMENT = 256
@@ -77,21 +75,16 @@ def _spec(tensor: Tensor) -> Spec:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _span(tensor: Tensor) -> int:
-    """Return the number of bytes from the first element of a tensor to its last."""
+def _memory(tensor: Tensor) -> range:
+    """Return the addresses from the first element of a tensor to its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    elements = 1 + sum((size - 1) * stride for size, stride in steps)
-    return elements * tensor.element_size() if tensor.numel() else 0
-
-
-def recorder() -> Recorder | None:
-    """Return the recorder of this thread, or None."""
-    return thread.recorder
+    elements = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    return range(tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size())
 
 
 def keep(*tensors: Tensor) -> None:
     """Tell the recorder that launches may read these cached tensors, which never change."""
-    if (active := recorder()) is not None:
+    if (active := thread.recorder) is not None:
         for tensor in tensors:
             active.constants[tensor.untyped_storage().data_ptr()] = tensor
 
@@ -101,7 +94,7 @@ def depend_on(tensor: Tensor) -> None:
 
     The call is refused unless the op names the argument in `by_identity`.
     """
-    active = recorder()
+    active = thread.recorder
     if active is not None and not any(tensor is known for known in active.known):
         active.refuse("the values of an argument decide what it launches")
 
@@ -120,15 +113,11 @@ class Recorder(TorchDispatchMode):
         self.reason: str | None = None  # why the call cannot be replayed
         self.constants: dict[int, Tensor] = {}
         self.kernels: list[Any] = []
-        self._arguments: dict[int, list[int]] = {}  # indices of arguments by address of storage
-        # The tensors that the op allocated, and the bytes of their storages. They are not owned, so
-        # a later buffer may have the address of one that is freed, which nothing can refer to.
-        self._buffers: list[tuple[Spec, int]] = []
-        self._at: dict[int, int] = {}  # the latest buffer at each address
+        # The memory of each slot. Buffers are not owned, so a later one may lie where another was
+        # freed, which nothing can refer to.
+        self._memory = [_memory(arg) if isinstance(arg, Tensor) else range(0) for arg in args]
+        self._buffers: list[Spec] = []  # the tensors that the op allocated
         self._steps: list[tuple[Any, ...]] = []
-        for i, arg in enumerate(args):
-            if isinstance(arg, Tensor):
-                self._arguments.setdefault(arg.untyped_storage().data_ptr(), []).append(i)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -175,9 +164,8 @@ class Recorder(TorchDispatchMode):
         if tensor.device != self.args[0].device:
             self.refuse("it makes a tensor on another device")
         elif tensor.numel():
-            storage = tensor.untyped_storage()
-            self._at[storage.data_ptr()] = len(self._buffers)
-            self._buffers.append((_spec(tensor), storage.nbytes()))
+            self._memory.append(_memory(tensor))
+            self._buffers.append(_spec(tensor))
 
     def _fill(self, tensor: Tensor, value: float) -> None:
         size = tensor.numel() * tensor.element_size()
@@ -197,7 +185,7 @@ class Recorder(TorchDispatchMode):
         cells, found = [], list(members(args))
         for i, letter in parameters:
             if letter == "p":
-                cell = self._locate_argument(found[i])
+                cell = self._locate(found[i])
             else:
                 cell = Address(ABSOLUTE, _bits(found[i], letter))
             if cell is None:
@@ -211,14 +199,6 @@ class Recorder(TorchDispatchMode):
         if self.reason is None:
             self._steps.append((kind, 0, 0, 0, 0, 0, ()))
 
-    def _locate_argument(self, arg: Any) -> Address | None:
-        """Return where an argument of a launch lies; see `_locate`."""
-        if not is_part(arg):
-            return self._locate(arg)
-        tensor, offset, _ = arg
-        address = self._locate(tensor)
-        return None if address is None else Address(address.slot, address.offset + offset)
-
     def _locate(self, tensor: Tensor) -> Address | None:
         """Return where a tensor lies, or refuse and return None if its origin is not known."""
         if tensor.numel() == 0:
@@ -226,32 +206,22 @@ class Recorder(TorchDispatchMode):
         for i, arg in enumerate(self.args):
             if arg is tensor:
                 return Address(i, 0)
-        storage, address = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
-        if (buffer := self._at.get(storage)) is not None:
-            return Address(len(self.args) + buffer, address - storage)
-        if storage in self._arguments:
-            number = self._argument_around(tensor, self._arguments[storage])
-            if number is not None:
-                return Address(number, address - self.args[number].data_ptr())
+        own = _memory(tensor)
+        around = [
+            (memory.start, slot)
+            for slot, memory in enumerate(self._memory)
+            if memory.start <= own.start and own.stop <= memory.stop
+        ]
+        if around:
+            first, slot = around[-1]
+            if slot >= len(self.args) or all(start == first for start, _ in around):
+                return Address(slot, own.start - first)
             self.refuse("its arguments share memory")
-        elif storage in self.constants:
-            return Address(ABSOLUTE, address)
+        elif tensor.untyped_storage().data_ptr() in self.constants:
+            return Address(ABSOLUTE, own.start)
         else:
-            self.refuse("a kernel reads a tensor of unknown origin")
+            self.refuse("it uses a tensor of unknown origin")
         return None
-
-    def _argument_around(self, tensor: Tensor, numbers: list[int]) -> int | None:
-        """Return which of these arguments a tensor lies in, or None where several may be meant."""
-        spans = {self.args[i].data_ptr(): i for i in reversed(numbers)}
-        if len(spans) == 1:
-            return numbers[0]
-        ends = {start: start + _span(self.args[i]) for start, i in spans.items()}
-        starts = sorted(spans)
-        if any(ends[a] > b for a, b in itertools.pairwise(starts)):
-            return None
-        address = tensor.data_ptr()
-        around = [a for a in starts if a <= address and address + _span(tensor) <= ends[a]]
-        return spans[around[0]] if around else None
 
     def program(self, module: Any, result: Any, drop: Callable[[], object]) -> Any:
         """Return the program of the call that returned `result`, or None if it was refused.
@@ -268,14 +238,16 @@ class Recorder(TorchDispatchMode):
         entries = [self._result(tensor, outputs, places) for tensor in results]
         if self.reason is not None:
             return None
-        workspace, slot = 0, len(self.args) + len(outputs)  # the workspace has the last slot
-        for buffer, (_, nbytes) in enumerate(self._buffers):
+        workspace, slot = 0, len(self.args) + len(outputs)
+        for buffer, memory in enumerate(self._memory[len(self.args) :]):
             if buffer not in places:
                 places[buffer] = Address(slot, workspace)
-                workspace += -(-nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+                workspace += -(-len(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         if workspace > MAX_WORKSPACE:
             self.refuse(f"it needs {workspace} bytes of temporary memory")
             return None
+        if workspace:  # which has the last slot
+            outputs.append(((workspace,), (1,), torch.uint8))
 
         def cell(address: Address) -> tuple[int, int]:
             if address.slot < len(self.args):
@@ -288,8 +260,7 @@ class Recorder(TorchDispatchMode):
         owners = [*self.known, *(tensor.untyped_storage() for tensor in self.known)]
         watches = [weakref.ref(owner, lambda _: drop()) for owner in owners]
         references = (self.kernels, list(self.constants.values()), watches)
-        sizes = (tuple(outputs), spec, workspace)
-        return module.Program(len(self.args), *sizes, steps, references)
+        return module.Program(len(self.args), tuple(outputs), spec, steps, references)
 
     def _result(self, tensor: Any, outputs: list[Spec], places: dict[int, Address]) -> Any:
         """Return the entry of a result, the number of an output or a view of one.
@@ -303,12 +274,12 @@ class Recorder(TorchDispatchMode):
         if tensor.numel() == 0:
             outputs.append((size, stride, dtype))
             return len(outputs) - 1
-        storage = tensor.untyped_storage().data_ptr()
-        buffer = self._at.get(storage)
-        if buffer is None:
+        address = self._locate(tensor)
+        if address is None or address.slot < len(self.args):
             self.refuse("it returns a tensor that it did not make")
             return None
-        spec, _ = self._buffers[buffer]
+        buffer = address.slot - len(self.args)
+        spec = self._buffers[buffer]
         if dtype != spec[2]:
             self.refuse("it returns a view in another dtype")
             return None
@@ -318,7 +289,7 @@ class Recorder(TorchDispatchMode):
         output = places[buffer].slot - len(self.args)
         if (size, stride) == spec[:2]:
             return output
-        return output, size, stride, (tensor.data_ptr() - storage) // tensor.element_size()
+        return output, size, stride, address.offset // tensor.element_size()
 
 
 def has_no_tensors(args: tuple[Any, ...], result: Any) -> bool:
@@ -336,8 +307,6 @@ def _bits(value: float, letter: str) -> int:
 
 def _pattern(value: float, dtype: torch.dtype) -> int | None:
     """Return the 32 bits that memory of this dtype and value repeats, or None if there are none."""
-    if value == 0 and math.copysign(1.0, value) == 1.0:
-        return 0
     try:
         element = bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
     except (RuntimeError, TypeError, ValueError):

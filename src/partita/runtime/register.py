@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import torch
 
 from . import launcher, private_names, recording
-from .autograd import plain_eager
+from .autograd import is_capturing, plain_eager
 from .backend import resolve
 from .caches import BoundedCache, register_cache
 
@@ -47,9 +47,9 @@ class Op:
             identity and version.
         parameters: the names of all arguments.
 
-    `programs` holds the recorded calls by key, and `reasons` says why calls of a key are not
-    replayed. `latest` says how the latest call that was not replayed was served; replays leave it
-    alone, which spares them its time.
+    `programs` holds the recorded calls by key, and `refusals` why recordings of a key were refused.
+    `latest` says how the latest call that was not replayed was served; replays leave it alone,
+    which spares them its time.
     """
 
     def __init__(
@@ -64,12 +64,10 @@ class Op:
         self.parameters = parameters
         self.latest = NOT_RECORDED
         self.programs: BoundedCache[bytes, Any] = BoundedCache(MAX_PROGRAMS)
-        self.tries: BoundedCache[bytes, int] = BoundedCache(4 * MAX_PROGRAMS)
-        self.reasons: BoundedCache[bytes, str] = BoundedCache(MAX_PROGRAMS)
+        self.refusals: BoundedCache[bytes, list[str]] = BoundedCache(4 * MAX_PROGRAMS)
         self._replay: Any = None
         register_cache(f"runtime.register.{name}.programs", self.programs.clear)
-        register_cache(f"runtime.register.{name}.tries", self.tries.clear)
-        register_cache(f"runtime.register.{name}.reasons", self.reasons.clear)
+        register_cache(f"runtime.register.{name}.refusals", self.refusals.clear)
 
     def __call__(self, first: torch.Tensor, *rest: Any) -> Any:
         if type(first) in PLAIN and plain_eager():
@@ -78,7 +76,7 @@ class Op:
 
     def eager(self, first: torch.Tensor, *rest: Any) -> Any:
         """Serve a call in plain eager mode."""
-        if not first.is_cuda or recording.recorder() is not None:
+        if not first.is_cuda or recording.thread.recorder is not None:
             return self.run(first, *rest)
         replay = self._replay or self.replay()
         if replay is None:
@@ -111,21 +109,23 @@ class Op:
         if args[-1] == "reference":  # which is no sequence of launches
             self.latest = BY_REFERENCE
             return self.run(*args)
-        tries = self.tries.get(key, 0)
-        self.tries.store(key, tries + 1)
-        if not 0 < tries <= MAX_TRIES or torch.cuda.is_current_stream_capturing():
-            self.latest = self.reasons.get(key, NOT_RECORDED)
+        refusals = self.refusals.get(key)
+        if refusals is None:
+            self.refusals.store(key, [])
+        if refusals is None or len(refusals) >= MAX_TRIES or is_capturing(args[0]):
+            self.latest = refusals[-1] if refusals else NOT_RECORDED
             return self.run(*args)
         with recording.Recorder(args, self.by_identity) as recorder:
             result = self.run(*args)
         drop = functools.partial(self.programs.pop, key, None)
         program = recorder.program(launcher.module(), result, drop)
         if program is None:
-            self.latest = self.reasons.store(key, recorder.reason or "")
+            self.latest = recorder.reason or ""
+            refusals.append(self.latest)
         else:
             self.latest = RECORDED
             self.programs.store(key, program)
-            self.tries.store(key, 1)  # a cache that was emptied is filled again
+            refusals.clear()  # a cache that was emptied is filled again
         return result
 
 
@@ -141,7 +141,7 @@ def watch() -> Iterator[list[tuple[str, str]]]:
     serve = Op.eager
 
     def note(self: Op, first: torch.Tensor, *rest: Any) -> Any:
-        if not first.is_cuda or recording.recorder() is not None:  # or a part of a recorded call
+        if not first.is_cuda or recording.thread.recorder is not None:  # or a part of a call
             return serve(self, first, *rest)
         self.latest = REPLAYED
         result = serve(self, first, *rest)
@@ -223,8 +223,8 @@ def define(
     parameters = flattened(kinds)
     has_tuples = len(parameters) > len(kinds)
     name = name or unwrapped(reference).__name__
+    overwritten = None if overwrites is None else list(parameters).index(overwrites)
     if overwrites is not None:
-        reference = writing_over(reference, list(parameters).index(overwrites))
         name, results, mutates = f"{name}_", type(None), overwrites
     qualified = f"partita::{name}"
     has_cpu = cpu is not None
@@ -247,6 +247,9 @@ def define(
         empty = reference_if_empty and not first.numel()
         serve = implementation(backend, first.device, empty)
         result = serve(*grouped(kinds, (first, *args))) if has_tuples else serve(first, *args)
+        if overwritten is not None and result is not None:  # of the reference
+            (first, *args)[overwritten].copy_(result)
+            return None
         return like(shapes(first, *rest), result) if empty and fake_by_backend else result
 
     def shapes(first: torch.Tensor, *rest: Any) -> Any:
@@ -280,19 +283,6 @@ def define(
     if vmap is not None:
         torch.library.register_vmap(qualified, functools.partial(vmap, op), lib=_library)
     return op
-
-
-def writing_over(function: Callable[..., torch.Tensor], position: int) -> Callable[..., None]:
-    """Return a function that writes the result of another over the argument at a position.
-
-    The fields of named tuples count one by one.
-    """
-
-    def run(*args: Any) -> None:
-        fields = (arg if hasattr(arg, "_fields") else (arg,) for arg in args)
-        list(itertools.chain(*fields))[position].copy_(function(*args))
-
-    return run
 
 
 def of_named(function: Callable[..., Any], names: list[str], op: str) -> Callable[..., Any]:

@@ -36,9 +36,9 @@ static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t ind
 
 /* Describe the tensors of a call and make its key; return 0 where the call cannot be replayed. */
 static int put_call(const Replay *self, Key *key, PyObject *const *args, Py_ssize_t nargs,
-                    Operands *operands) {
-    View *views = operands->views;
-    int *device = &operands->device;
+                    Arguments *found) {
+    View *views = found->views;
+    int *device = &found->device;
     key->used = 0, *device = -1;
     if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) return 0;
     for (Py_ssize_t i = 0; i < nargs; i++) {
@@ -65,7 +65,7 @@ static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nar
                              PyObject *names) {
     Replay *self = (Replay *)object;
     Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
-    Operands call;
+    Arguments call;
     Key key;
     if (names || is_set("PARTITA_CHECK", "0") || is_set("PARTITA_REPLAY", "1") || has_hooks() ||
         !put_call(self, &key, args, nargs, &call))

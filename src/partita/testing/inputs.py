@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+Layout = Literal["contiguous", "reversed", "framed", "every_other"]
 
 
 class Labelled(NamedTuple):
@@ -83,9 +85,15 @@ def sample_labels(
 
 
 def _framed(x: Tensor) -> Tensor:
-    frame = x.new_full((x.shape[0] + 2, x.shape[1] + 3), torch.nan)
-    frame[1:-1, 2:-1] = x
-    return frame[1:-1, 2:-1]
+    frame = x.new_full([size + 3 for size in x.shape], torch.nan)
+    inner = tuple(slice(1, size + 1) for size in x.shape)
+    frame[inner] = x
+    return frame[inner]
+
+
+def _reversed(x: Tensor) -> Tensor:
+    dims = range(x.ndim)[::-1]
+    return x.permute(*dims).contiguous().permute(*dims)
 
 
 def _leading_inf(x: Tensor) -> Tensor:
@@ -98,12 +106,12 @@ def _scattered_inf(x: Tensor) -> Tensor:
     return x
 
 
-def _inf_rows(x: Tensor) -> Tensor:
+def inf_rows(x: Tensor) -> Tensor:
     x[::2] = -torch.inf
     return x
 
 
-# Magnitudes that the catalogue of calls has too.
+# The catalogue of calls has these values and layouts too.
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x,
     "offset": lambda x: x + 1e4,
@@ -111,14 +119,20 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "huge": lambda x: torch.finfo(x.dtype).max / 64 * x.sign(),
     "equal": torch.zeros_like,
 }
+LAYOUTS: dict[Layout, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "reversed": _reversed,
+    "framed": _framed,
+    "every_other": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+}
 _EDGES: dict[str, Callable[[Tensor], Tensor]] = {
     **VALUES,
     "leading_inf": _leading_inf,
     "scattered_inf": _scattered_inf,
-    "inf_rows": _inf_rows,
-    "transposed": lambda x: x.T.contiguous().T,
+    "inf_rows": inf_rows,
+    "transposed": _reversed,
     "framed": _framed,
-    "every_other": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "every_other": LAYOUTS["every_other"],
     "one_row_expanded": lambda x: x[:1].expand_as(x),
     "one_column_expanded": lambda x: x[:, :1].expand_as(x),
     "one_column": lambda x: x[:, :1],

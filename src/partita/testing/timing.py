@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TextIO
 
 import torch
@@ -97,8 +97,5 @@ def report(timing: Timing, file: TextIO | None = None) -> None:
         tot: 4.50ms (4.00-5.00ms)
     """
     for name, times in zip(("fwd", "bwd", "tot"), timing, strict=True):
-        print(f"{name}: {_summary(times)}", file=file)
-
-
-def _summary(times: Sequence[float]) -> str:
-    return f"{sum(times) / len(times):.2f}ms ({min(times):.2f}-{max(times):.2f}ms)"
+        mean = sum(times) / len(times)
+        print(f"{name}: {mean:.2f}ms ({min(times):.2f}-{max(times):.2f}ms)", file=file)

@@ -8,8 +8,9 @@ import torch
 from helpers.rows import check_loss, class_weights, devices, dtypes, leaf, targets_for
 
 import partita
-from partita.ops.cross_entropy import native
+from partita.ops.cross_entropy import loss as losses
 from partita.ops.cross_entropy.autograd import scaled_gradient
+from partita.ops.cross_entropy.common import LossOptions
 from partita.ops.cross_entropy.gpu.plan import FUSED_ROWS, fused_block
 from partita.testing import EDGES, edge_rows, sample_labels, sample_rows
 
@@ -103,8 +104,8 @@ def test_pytorchs_function_serves_small_losses(monkeypatch: pytest.MonkeyPatch) 
     logits, target = sample_labels(6, CLASSES)
 
     def served(logits: torch.Tensor = logits, weight: torch.Tensor | None = None) -> bool:
-        arguments = (logits, target, weight, -100, 0.0, "mean")
-        return native.native_cross_entropy(*arguments) is not None
+        options = LossOptions(-100, 0.0, 0.0, 0.0, "mean")
+        return losses.native_cross_entropy(logits, target, weight, options) is not None
 
     assert served()
     assert served(weight=torch.ones(CLASSES))
@@ -112,7 +113,7 @@ def test_pytorchs_function_serves_small_losses(monkeypatch: pytest.MonkeyPatch) 
     assert not served(logits.T.contiguous().T)
     with torch.autograd.forward_ad.dual_level():
         assert not served()
-    monkeypatch.setattr(native, "NATIVE_ELEMENTS", 10)
+    monkeypatch.setattr(losses, "NATIVE_ELEMENTS", 10)
     assert not served()
     monkeypatch.undo()
     monkeypatch.setenv("PARTITA_CHECK", "0")

@@ -3,8 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
-from partita.ops.ctc.gpu.plan import CTCWorkspace, SavedScan, ctc_plan, saved_shape
+from partita.ops.ctc.gpu.plan import ctc_plan, saved_shape
 
 SHAPES = [(1, 1, 2), (17, 3, 5), (100, 2, 33), (64, 4, 200), (50, 2, 5000)]
 
@@ -19,7 +20,6 @@ def test_the_parts_of_the_workspace_fit_into_it(shape: tuple[int, int, int]) -> 
         assert (plan.words,) == saved_shape(shape, max_target_len, save, "gpu")
         (T, N, _), chunks = shape, plan.num_chunks
         elements = {
-            "zeros": 0,
             "tile_counter": 1,
             "finished": 1,
             "flags": N,
@@ -30,16 +30,19 @@ def test_the_parts_of_the_workspace_fit_into_it(shape: tuple[int, int, int]) -> 
             "sums": T * N,
             "table": N * (24 + T + 24) * plan.table_width,
         }
-        names = [*CTCWorkspace._fields[1:]]
-        names[3:4] = SavedScan._fields
-        assert [*elements] == names
+        buffer = torch.empty(plan.words, dtype=torch.float64)
+        _, zeros, counter, finished, saved, table = plan.workspace(buffer)
+        parts = [counter, finished, *saved, table]
+        assert (saved.maxima is not None) == (saved.sums is not None) == from_logits
+        assert (table is not None) == (plan.table_width > 0)
+        assert zeros.data_ptr() == buffer.data_ptr() and zeros.dtype == torch.int64
         end, zeroed = 0, ("tile_counter", "finished", "flags", "carries")[: 3 + (chunks > 1)]
-        for (name, number), part in zip(elements.items(), plan.parts, strict=True):
+        for (name, number), part in zip(elements.items(), parts, strict=True):
             if part is not None:
-                offset, dtype = part
-                assert offset >= end and offset % 16 == 0
-                end = offset + number * dtype.itemsize
-                assert (end <= 8 * plan.num_zeros) == (name in (*zeroed, "zeros"))
+                offset = part.data_ptr() - buffer.data_ptr()
+                assert offset >= end and offset % 16 == 0 and part.numel() >= number
+                end = offset + number * part.itemsize
+                assert (end <= 8 * plan.num_zeros) == (name in zeroed)
         assert end <= 8 * plan.words
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from partita.ops.divergence.gpu.plan import MAX_SPLITS, MIXTURE_WARPS, mixture_plan, one_pass_plan
-from partita.primitives.gpu.target import H100
+from partita.ops.divergence.gpu.plan import MIXTURE_WARPS, mixture_plan, one_pass_plan
+from partita.primitives.gpu.target import H100, MAX_SPLITS
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

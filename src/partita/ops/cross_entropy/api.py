@@ -8,26 +8,11 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import (
-    apply,
-    autocast_dtype,
-    check_inplace,
-    plain_eager,
-    refuse_forward_mode,
-)
-from ...runtime.backend import current_backend, resolve
-from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
-from ...runtime.sizes import same_sizes
+from ...runtime.autograd import autocast_dtype
+from ...runtime.backend import current_backend
 from . import autograd
-from .autograd import (
-    CROSS_ENTROPY_IN_PLACE,
-    CROSS_ENTROPY_ONE_PASS,
-    RowsOnePass,
-    cross_entropy_of_rows,
-    cross_entropy_reduced_op,
-)
-from .common import CrossEntropyOptions, check_logits, checked_options
-from .native import native_cross_entropy
+from .common import check_logits, checked_options
+from .loss import check_inputs, loss_of_batch, native_cross_entropy
 
 
 def cross_entropy(
@@ -88,23 +73,22 @@ def cross_entropy(
         (tensor(1.1269, grad_fn=<...>), tensor([[-0.0596,  0.0596],
                 [-0.4404,  0.4404]]))
     """
-    checked = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     check_inputs(input, target, weight, ignore_index)
     if weight is not None:
         weight = weight.contiguous()
-    backend, is_batch = current_backend(), input.ndim > 1
-    if is_batch and input.is_cpu and backend == "auto" and not (softcap or z_loss or inplace):
-        loss = native_cross_entropy(input, target, weight, ignore_index, label_smoothing, reduction)
+    is_batch = input.ndim > 1
+    if is_batch and not inplace:
+        loss = native_cross_entropy(input, target, weight, options)
         if loss is not None:
             return loss
     dtype = _loss_dtype(input, target, weight)
     if dtype == torch.float64:
         input = input.to(dtype)  # Probabilities or class weights may be in fp64.
-    options = CrossEntropyOptions(*checked[:4], reduction == "mean", dtype, backend)
     if is_batch:
-        return loss_of_batch(input, target, weight, options, reduction, inplace)
+        return loss_of_batch(input, target, weight, None, options, dtype, inplace)
     loss = loss_of_batch(
-        input.unsqueeze(0), target.unsqueeze(0), weight, options, reduction, inplace
+        input.unsqueeze(0), target.unsqueeze(0), weight, None, options, dtype, inplace
     )
     return loss.squeeze(0) if reduction == "none" else loss
 
@@ -174,45 +158,6 @@ def token_stats(
     return TokenStats(*fields[:4])
 
 
-def check_inputs(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> None:
-    checks.floating("input", input)
-    checks.tensor("target", target)
-    shape = input.shape
-    if not shape:
-        raise ValueError("input: expected shape [N, C, ...] or [C], got []")
-    if target.device != input.device:
-        checks.device("target", target, input, "input")
-    if target.is_floating_point() and same_sizes(target.shape, shape):
-        if target.dtype not in checks.FLOATING:
-            checks.floating("target", target)
-        if ignore_index >= 0:
-            raise ValueError(
-                "ignore_index: expected none (a negative number) with target probabilities,"
-                f" got {ignore_index}"
-            )
-    else:
-        if target.dtype not in checks.INTEGERS:
-            checks.integer("target", target)
-        rows = [] if len(shape) == 1 else [shape[0], *shape[2:]]
-        if not same_sizes(target.shape, rows):
-            if len(shape) > 2 and target.shape == shape[:-1]:
-                raise ValueError(
-                    f"target: expected shape [N, ...] of input without its classes = {rows},"
-                    f" got {list(target.shape)}; classes are dimension 1 of input, which"
-                    " input.movedim(-1, 1) makes of its last one"
-                )
-            checks.shape("target", target, rows, "[N, ...] of input without its classes")
-    if weight is not None:
-        checks.floating("weight", weight)
-        checks.device("weight", weight, input, "input")
-        checks.shape("weight", weight, [shape[0 if len(shape) == 1 else 1]], "[C]")
-        if weight.requires_grad and not target.is_floating_point() and torch.is_grad_enabled():
-            raise RuntimeError(
-                "weight: not differentiable with label targets, as in torch; detach it, or give"
-                " target probabilities"
-            )
-
-
 def _loss_dtype(input: Tensor, target: Tensor, weight: Tensor | None) -> torch.dtype:
     """Return the dtype that `F.cross_entropy` returns, or fp32 under autocast."""
     dtype = input.dtype
@@ -223,42 +168,3 @@ def _loss_dtype(input: Tensor, target: Tensor, weight: Tensor | None) -> torch.d
     if dtype in (torch.float16, torch.bfloat16) and autocast_dtype(input.device) is not None:
         return torch.float32
     return dtype
-
-
-def loss_of_batch(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    options: CrossEntropyOptions,
-    reduction: str,
-    inplace: bool,
-) -> Tensor:
-    """Return the loss of `[N, C, ...]` logits by the pass that suits the call."""
-    if not plain_eager():
-        return cross_entropy_of_rows(logits, target, weight, options, reduction)
-    others_need_grad = target.requires_grad or (weight is not None and weight.requires_grad)
-    if not (torch.is_grad_enabled() and (logits.requires_grad or others_need_grad)):
-        refuse_forward_mode(logits, target, weight)
-        if reduction == "none" or options.z_loss:
-            return cross_entropy_of_rows(logits, target, weight, options, reduction)
-        return cross_entropy_reduced_op(logits, target, weight, *options[:3], *options[4:])
-    inplace = inplace and logits.requires_grad and CAN_WRITE_OVER_LOGITS
-    if inplace:
-        check_inplace(logits)
-        if others_need_grad:
-            raise RuntimeError("inplace: expected targets and class weights that need no gradient")
-    is_one_pass = reduction != "none" and logits.dtype != torch.float16 and not others_need_grad
-    if is_one_pass and (inplace or has_one_pass(logits, options)):
-        loss = CROSS_ENTROPY_IN_PLACE if inplace else CROSS_ENTROPY_ONE_PASS
-        return apply(RowsOnePass, loss, logits, target, weight, None, options)
-    if inplace:
-        # The version changes before the logits are saved, so that only this backward pass may
-        # read them.
-        torch.autograd.graph.increment_version(logits)
-    return cross_entropy_of_rows(logits, target, weight, options, reduction, inplace)
-
-
-def has_one_pass(logits: Tensor, options: CrossEntropyOptions) -> bool:
-    """Return whether the backend computes the loss and its gradient together."""
-    device = logits.device
-    return device.type == "cpu" or resolve(options.backend, device, has_cpu=False) == "gpu"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,13 +29,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_one_pass
-from .common import (
-    CrossEntropyOptions,
-    RowLosses,
-    TokenStatsRows,
-    logsumexp_term,
-    reduce_losses,
-)
+from .common import LossOptions, RowLosses, TokenStatsRows, logsumexp_term, reduce_losses
 
 
 def _check_labels(logits: Tensor, target: Tensor, ignore_index: int) -> None:
@@ -74,52 +69,39 @@ def _gpu() -> tuple[ModuleType, ...]:
     return launch, reduction, token_stats
 
 
-cross_entropy_op = register.define(
-    reference_one_pass.cross_entropy,
-    _rows_fake,
-    gpu=_gpu,
-    check=_check_labels,
-    vmap=_rows_vmap,
+define_op = functools.partial(register.define, gpu=_gpu)
+cross_entropy_op = define_op(
+    reference_one_pass.cross_entropy, _rows_fake, check=_check_labels, vmap=_rows_vmap
 )
-cross_entropy_backward_op = register.define(
+cross_entropy_backward_op = define_op(
     reference_one_pass.cross_entropy_backward,
     lambda logits: torch.empty_like(logits),
     name="cross_entropy_backward",
-    gpu=_gpu,
     vmap=_rows_vmap,
 )
-cross_entropy_backward_inplace_op = register.define(
+cross_entropy_backward_inplace_op = define_op(
     reference_one_pass.cross_entropy_backward,
     lambda: None,
     name="cross_entropy_backward",
-    gpu=_gpu,
     overwrites="logits",
 )
-cross_entropy_reduced_op = register.define(
+cross_entropy_reduced_op = define_op(
     reference_one_pass.cross_entropy_reduced,
     lambda logits, dtype: logits.new_empty((), dtype=dtype),
-    gpu=_gpu,
     check=_check_labels,
 )
-cross_entropy_one_pass_op = register.define(
+cross_entropy_one_pass_op = define_op(
     reference_one_pass.cross_entropy_one_pass,
     lambda logits, dtype: (logits.new_empty((), dtype=dtype), torch.empty_like(logits)),
-    gpu=_gpu,
     check=_check_labels,
 )
-cross_entropy_one_pass_inplace_op = register.define(
+cross_entropy_one_pass_inplace_op = define_op(
     reference_one_pass.cross_entropy_one_pass_,
     lambda logits, dtype: logits.new_empty((), dtype=dtype),
-    gpu=_gpu,
     mutates="logits",
     check=_check_labels,
 )
-scale_gradient = register.define(
-    reference.scale_,
-    lambda: None,
-    gpu=_gpu,
-    mutates="grad",
-)
+scale_gradient = define_op(reference.scale_, lambda: None, mutates="grad")
 
 
 class CrossEntropyRows(torch.autograd.Function):
@@ -135,14 +117,15 @@ class CrossEntropyRows(torch.autograd.Function):
         logits: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        options: CrossEntropyOptions,
+        numbers: tuple[int, float, float],
+        backend: str,
         inplace: bool,
     ) -> tuple[Tensor, ...]:
-        return cross_entropy_op(logits, target, weight, *options[:3], options.backend)
+        return cross_entropy_op(logits, target, weight, *numbers, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, target, weight, ctx.options, ctx.inplace = inputs
+        logits, target, weight, ctx.options, ctx.backend, ctx.inplace = inputs
         if plain_eager():  # A zero gradient of the log-sum-exp would cost a launch.
             ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
@@ -154,7 +137,7 @@ class CrossEntropyRows(torch.autograd.Function):
         grad_loss, grad_logsumexp = grads[:2]
         if grad_loss is None:
             grad_loss = torch.zeros_like(statistics[0])
-        options, backend = ctx.options[:3], ctx.options.backend
+        options, backend = ctx.options, ctx.backend
         tensors = (grad_loss, grad_logsumexp, logits, target, weight, *statistics)
         if ctx.inplace:
             if torch.is_grad_enabled():
@@ -164,7 +147,7 @@ class CrossEntropyRows(torch.autograd.Function):
                 )
             cross_entropy_backward_inplace_op(*tensors, *options, backend)
             torch.autograd.graph.increment_version(logits)
-            return logits.detach(), None, None, None, None
+            return logits.detach(), None, None, None, None, None
         has_probabilities = target.is_floating_point()
         op = for_gradients(cross_entropy_backward_op, grad_loss, grad_logsumexp)
         if not is_double_backward():
@@ -191,17 +174,17 @@ class CrossEntropyRows(torch.autograd.Function):
                 *others,
             )[1]
             grad_target, grad_weight = (*vjp(grad_loss), None)[:2]
-        return grad_logits, grad_target, grad_weight, None, None
+        return grad_logits, grad_target, grad_weight, None, None, None
 
 
 class OnePassLoss(NamedTuple):
     """A reduced loss that is computed together with its gradients.
 
     Fields:
-        run: returns the loss and its gradients from tensors and options.
+        run: returns the loss and its gradients from tensors and a tuple of options.
         composed: returns the loss from the same arguments, differentiable any number of times; None
             if the gradient takes the place of the logits, and so serves one backward pass.
-        num_tensors: how many of the first arguments are tensors that a later backward pass needs.
+        num_tensors: how many of the arguments are tensors that a later backward pass needs.
     """
 
     run: Callable[..., tuple[Tensor, ...]]
@@ -209,41 +192,49 @@ class OnePassLoss(NamedTuple):
     num_tensors: int
 
 
-class RowsOnePass(torch.autograd.Function):
-    """A `OnePassLoss` of rows of logits, the first tensor. Its options end with the backend.
+class OnePass(torch.autograd.Function):
+    """A `OnePassLoss` of tensors, of which the first are differentiable, and of its options.
 
-    It is for eager code only: the first backward pass scales the saved gradient in place, and a
-    second one computes it again.
+    The options end with the backend. The first backward pass of eager code scales the saved
+    gradients in place, and later ones compute them again. A compiler keeps them as tensors of its
+    graph.
     """
 
     @staticmethod
     def forward(ctx: Any, loss: OnePassLoss, *args: Any) -> Tensor:
-        result, gradient = loss.run(*args)
-        ctx.save_for_backward(gradient, *args[: loss.num_tensors])
+        result, *gradients = loss.run(*args)
+        ctx.save_for_backward(*args[: loss.num_tensors], *gradients)
         ctx.set_materialize_grads(False)
         ctx.loss, ctx.options, ctx.is_spent = loss, args[-1], False
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        loss, options, dlogits = ctx.loss, ctx.options, None
-        if grads[0] is not None:
-            if loss.composed is None and (torch.is_grad_enabled() or ctx.is_spent):
-                raise RuntimeError(
-                    "inplace=True wrote the gradient over the logits: it serves one backward pass"
-                    " and no second derivative"
-                )
-            dlogits, *tensors = ctx.saved_tensors  # It raises if these were written to since.
-            if torch.is_grad_enabled():
-                logits, *others = tensors
-                (dlogits,) = double_backward(
-                    lambda x: loss.composed(x, *others, options), [logits], [True], grads[0]
-                )
-            else:
-                if ctx.is_spent:
-                    dlogits = loss.run(*tensors, options)[1]
-                dlogits = scaled_gradient(ctx, dlogits, grads[0], options[-1])
-        return None, dlogits, *(None,) * (len(ctx.needs_input_grad) - 2)
+        loss, options, grad = ctx.loss, ctx.options, grads[0]
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if loss.composed is None and (torch.is_grad_enabled() or ctx.is_spent):
+            raise RuntimeError(
+                "inplace=True wrote the gradient over the logits: it serves one backward pass"
+                " and no second derivative"
+            )
+        saved = ctx.saved_tensors  # It raises if these were written to since.
+        tensors, gradients = saved[: loss.num_tensors], saved[loss.num_tensors :]
+        wanted = ctx.needs_input_grad[1 : 1 + len(gradients)]
+        results: Sequence[Tensor | None]
+        if is_double_backward():
+            inputs, rest = tensors[: len(gradients)], tensors[len(gradients) :]
+            results = double_backward(
+                lambda *inputs: loss.composed(*inputs, *rest, options), inputs, wanted, grad
+            )
+        else:
+            if ctx.is_spent:
+                gradients = loss.run(*tensors, options)[1:]
+            results = [
+                scaled_gradient(ctx, gradient, grad, options[-1]) if wants else None
+                for gradient, wants in zip(gradients, wanted, strict=True)
+            ]
+        return None, *results, *(None,) * (len(ctx.needs_input_grad) - 1 - len(wanted))
 
 
 def _loss_and_gradient(*args: Any) -> tuple[Tensor, Tensor]:
@@ -257,10 +248,10 @@ def _composed_loss(
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor | None,
-    options: CrossEntropyOptions,
+    options: tuple[Any, ...],
 ) -> Tensor:
-    reduction = "mean" if options.mean else "sum"
-    loss = cross_entropy_of_rows(logits, target, weight, options, reduction)
+    *numbers, dtype, backend = options
+    loss = cross_entropy_of_rows(logits, target, weight, LossOptions(*numbers), dtype, backend)
     return loss if denominator is None else loss / denominator
 
 
@@ -295,8 +286,9 @@ def cross_entropy_of_rows(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropyOptions,
-    reduction: str,
+    options: LossOptions,
+    dtype: torch.dtype,
+    backend: str,
     inplace: bool = False,
 ) -> Tensor:
     """Return the loss, reduced from the rows' losses in PyTorch.
@@ -304,13 +296,13 @@ def cross_entropy_of_rows(
     A compiler or a function transform sees every step but the loss of the rows itself.
     """
     if needs_no_derivative(logits, target, weight):
-        fields = cross_entropy_op(logits, target, weight, *options[:3], options.backend)
+        fields = cross_entropy_op(logits, target, weight, *options[:3], backend)
     else:
-        fields = apply(CrossEntropyRows, logits, target, weight, options, inplace)
+        fields = apply(CrossEntropyRows, logits, target, weight, options[:3], backend, inplace)
     loss, logsumexp = fields[:2]
     z = logsumexp_term(options, logsumexp)
-    numbers = (logits.shape[1], options.ignore_index, reduction)
-    return reduce_losses(loss, z, target, weight, *numbers).to(options.dtype)
+    numbers = (logits.shape[1], options.ignore_index, options.reduction)
+    return reduce_losses(loss, z, target, weight, *numbers).to(dtype)
 
 
 def _stats_fake(logits: Tensor) -> tuple[Tensor, ...]:
@@ -326,18 +318,13 @@ def _check_stats_labels(logits: Tensor, target: Tensor | None, ignore_index: int
         checks.labels("target", target, logits.shape[-1], ignore_index)
 
 
-token_stats_op = register.define(
-    by_rows(reference.token_stats),
-    _stats_fake,
-    gpu=_gpu,
-    check=_check_stats_labels,
-    vmap=all_at_once,
+token_stats_op = define_op(
+    by_rows(reference.token_stats), _stats_fake, check=_check_stats_labels, vmap=all_at_once
 )
-token_stats_backward_op = register.define(
+token_stats_backward_op = define_op(
     by_rows(reference.token_stats_gradient, logits=3),
     lambda logits: torch.empty_like(logits),
     name="token_stats_backward",
-    gpu=_gpu,
     vmap=all_at_once,
 )
 

@@ -30,38 +30,18 @@ class LossOptions(NamedTuple):
     z_loss: float
     reduction: str
 
-    @property
-    def is_in_torch(self) -> bool:
-        """Return whether PyTorch's function of the same logits has all of these options."""
-        return not (self.softcap or self.z_loss)
-
     def keywords(self) -> dict[str, Any]:
         """Return the keyword arguments of `cross_entropy`."""
         return {**self._asdict(), "softcap": self.softcap or None}
 
-
-class CrossEntropyOptions(NamedTuple):
-    """The options of a loss of rows, in the order of the ops.
-
-    Fields:
-        ignore_index, label_smoothing, softcap, z_loss: as in `LossOptions`.
-        mean: whether the loss is a mean.
-        dtype: the dtype of the loss.
-        backend: the chosen backend, which the functions of one backend do not get.
-    """
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float
-    z_loss: float
-    mean: bool
-    dtype: torch.dtype
-    backend: str = ""
+    def has_logz_term(self) -> bool:
+        """Return whether the loss has a term that depends on log Z alone, which is the z-loss."""
+        return self.z_loss != 0.0
 
 
-def logsumexp_term(options: LossOptions | CrossEntropyOptions, logsumexp: Tensor) -> Tensor | None:
+def logsumexp_term(options: LossOptions, logsumexp: Tensor) -> Tensor | None:
     """Return the term of rows' losses that depends on log Z alone, or None without one."""
-    return options.z_loss * logsumexp.square() if options.z_loss else None
+    return options.z_loss * logsumexp.square() if options.has_logz_term() else None
 
 
 def checked_options(

@@ -13,7 +13,7 @@ from ...primitives.rows import by_rows, finite_shift, row_chunks
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import resolved
 from . import reference
-from .common import CrossEntropyOptions, mean_shares, valid_targets
+from .common import LossOptions, mean_shares, valid_targets
 from .reference import capped, label_losses
 
 # A loss is the negative logarithm of a probability that is at least this large. That of a smaller
@@ -36,20 +36,17 @@ def cross_entropy_reduced(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    mean: bool,
+    options: LossOptions,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the sum or the mean of the rows' losses."""
-    options = (weight, ignore_index, label_smoothing, softcap)
-    x = _rows_of(logits)
+    """Compute the sum or the mean of the rows' losses, without their z-loss."""
+    x, numbers = _rows_of(logits), options[:3]
     targets = _rows_of(target) if target.is_floating_point() else target.reshape(-1)
-    losses = [_losses(x[rows], targets[rows], *options) for rows in row_chunks(x)]
+    losses = [_losses(x[rows], targets[rows], weight, *numbers) for rows in row_chunks(x)]
     loss = torch.cat(losses or [x.new_zeros(0)])
-    numbers = (None, ignore_index, logits.shape[1], mean, loss.dtype)
-    return (loss.sum() * mean_shares(target, weight, *numbers)[0].reciprocal()).to(dtype)
+    is_mean = options.reduction == "mean"
+    divides = (None, options.ignore_index, logits.shape[1], is_mean, loss.dtype)
+    return (loss.sum() * mean_shares(target, weight, *divides)[0].reciprocal()).to(dtype)
 
 
 def _losses(
@@ -77,7 +74,7 @@ def one_pass(
     logits: Tensor,
     target: Tensor,
     class_weight: Tensor | None,
-    options: CrossEntropyOptions,
+    options: LossOptions,
     denominators: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -110,7 +107,7 @@ def _one_pass_of_chunk(
     out: Tensor,
     target: Tensor,
     class_weight: Tensor | None,
-    options: CrossEntropyOptions,
+    options: LossOptions,
     denominators: Tensor,
 ) -> Tensor:
     """Compute the sum of the losses of rows `[M, C]` and write their gradient to `out`."""
@@ -178,52 +175,21 @@ def cross_entropy_one_pass(
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
+    options: LossOptions,
     dtype: torch.dtype,
+    *,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the sum or the mean of the rows' losses, with their z-loss, and its gradient.
 
-    A denominator, `[]`, divides the sum and its gradient.
+    A denominator, `[]`, divides the sum and its gradient, which may replace the logits.
     """
-    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
-    return _loss_and_gradient(logits, target, weight, denominator, options, inplace=False)
-
-
-def cross_entropy_one_pass_(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute the reduced loss, and write its gradient over the logits."""
-    options = CrossEntropyOptions(ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
-    return _loss_and_gradient(logits, target, weight, denominator, options, inplace=True)[0]
-
-
-def _loss_and_gradient(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    denominator: Tensor | None,
-    options: CrossEntropyOptions,
-    inplace: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute the reduced loss and its gradient, which may replace the logits."""
-    numbers = (options.ignore_index, logits.shape[1], options.mean, acc_dtype(logits.dtype))
-    denominators = mean_shares(target, weight, denominator, *numbers)
+    is_mean = options.reduction == "mean"
+    divides = (denominator, options.ignore_index, logits.shape[1], is_mean, acc_dtype(logits.dtype))
+    denominators = mean_shares(target, weight, *divides)
     if target.is_floating_point() or not logits.numel():
         loss, grad = _two_passes(logits, target, weight, options, denominators)
-        return loss, logits.copy_(grad) if inplace else grad
+        return loss.to(dtype), logits.copy_(grad) if inplace else grad
     grad = logits if inplace else torch.empty_like(logits)
     rows, grad_rows = _rows_of(logits), _rows_of(grad)
     is_view = grad_rows.data_ptr() == grad.data_ptr()
@@ -232,14 +198,27 @@ def _loss_and_gradient(
     loss = one_pass(rows, target.reshape(-1), weight, options, denominators, grad_rows)
     if not is_view:
         grad.copy_(grad_rows.reshape(logits.movedim(1, -1).shape).movedim(-1, 1))
-    return loss.to(options.dtype), grad
+    return loss.to(dtype), grad
+
+
+def cross_entropy_one_pass_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    options: LossOptions,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute the reduced loss, and write its gradient over the logits."""
+    rest = (denominator, options, dtype)
+    return cross_entropy_one_pass(logits, target, weight, *rest, inplace=True)[0]
 
 
 def _two_passes(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropyOptions,
+    options: LossOptions,
     denominators: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute the reduced loss and its gradient from the losses of the rows."""
@@ -257,4 +236,4 @@ def _two_passes(
         *options[:3],
     )
     z = z_loss * rows.logsumexp.square().sum() * z_scale if z_loss else 0.0
-    return (rows.loss.sum() * scale + z).to(options.dtype), grad
+    return rows.loss.sum() * scale + z, grad

@@ -54,11 +54,20 @@ def longest_target(lengths: Tensor, targets: Tensor) -> int:
     return max(min(longest, size), 0)
 
 
-def reduce_over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
-    """Return the mean of loss / target length, the sum of the losses, or the losses themselves."""
+def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    """Reduce the losses of the sequences, `[N]`.
+
+    `mean` is the mean of loss / target length, `mean_batch` the mean of the losses, and
+    `mean_volume` the sum of the losses over the sum of the target lengths.
+    """
+    if reduction == "none":
+        return losses
     if reduction == "mean":
         return (losses / target_lengths.clamp(min=1)).mean()
-    return losses.sum() if reduction == "sum" else losses
+    if reduction == "mean_batch":
+        return losses.mean()
+    total = losses.sum()
+    return total if reduction == "sum" else total / target_lengths.sum().clamp(min=1)
 
 
 def gradient_per_sequence(grad: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:

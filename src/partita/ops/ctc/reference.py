@@ -15,7 +15,7 @@ from ...primitives.semiring import Log
 from ...runtime.dtypes import acc_dtype
 from ..chain.common import ChainPotentials
 from ..chain.reference import chain_gradient, chain_inputs, chain_viterbi, log_partition
-from .common import CTCInputs, gradient_per_sequence, reduce_over_lengths
+from .common import CTCInputs, gradient_per_sequence, reduce_losses
 
 
 class CTCLattice(NamedTuple):
@@ -107,7 +107,7 @@ def ctc_loss(
     logz = log_partition(chain_inputs(lattice.chain, Log), Log)
     losses = torch.where(lattice.invalid, torch.nan, 0.0 - logz)
     reduced = torch.where(losses == torch.inf, 0.0, losses) if zero_infinity else losses
-    value = reduce_over_lengths(reduced, x.target_lengths, reduction)
+    value = reduce_losses(reduced, x.target_lengths, reduction)
     return value.to(acc_dtype(x.logits.dtype), copy=True), losses, losses.new_empty(0)
 
 

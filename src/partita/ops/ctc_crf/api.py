@@ -18,16 +18,11 @@ from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import holds
 from ..ctc.common import longest_target
 from . import autograd as _crf
-from .common import check_shape, kmer_source, lattice_source
+from .common import check_least, check_scores, kmer_source, lattice_source
 
 # On a GPU the number of lattice states is rounded up to a multiple of this, because the first call
 # with a table of another size waits for the device.
 STATES_MULTIPLE = 64
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    checks.python_int(name, value)
-    checks.number(name, value, low=least)
 
 
 def debruijn_source(
@@ -60,16 +55,9 @@ def debruijn_source(
                 [2, 1, 3],
                 [3, 1, 3]])
     """
-    _at_least("n_base", n_base, 1)
-    _at_least("state_len", state_len, 1)
+    check_least("n_base", n_base, 1)
+    check_least("state_len", state_len, 1)
     return kmer_source(n_base, state_len, device)
-
-
-def _check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
-    checks.floating("scores", scores)
-    _at_least("state_len", state_len, 1)
-    _at_least("alphabet_size", alphabet_size, 2)
-    check_shape(scores, state_len, alphabet_size)
 
 
 def _check_targets(targets: Tensor, scores: Tensor) -> None:
@@ -138,7 +126,7 @@ def ctc_crf_loss(
         tensor(2.1972)
     """
     checks.choice("reduction", reduction, checks.REDUCTIONS)
-    _check_scores(scores, state_len, alphabet_size)
+    check_scores(scores, state_len, alphabet_size)
     _check_targets(targets, scores)
     (T, N), device = scores.shape[:2], scores.device
     given = [as_lengths("target_lengths", target_lengths, N)]

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ...paths.autograd import ones
+from ...runtime import checks
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ..chain.common import ChainPotentials
-from ..ctc.common import gradient_per_sequence, reduce_over_lengths
+from ..ctc.common import gradient_per_sequence, reduce_losses
 
 
 class CRFInputs(NamedTuple):
@@ -81,8 +82,17 @@ class CRFState(NamedTuple):
     lengths: Tensor
 
 
-def check_shape(scores: Tensor, state_len: int, alphabet_size: int) -> None:
-    """Raise for scores of another shape than k-mers and letters have."""
+def check_least(name: str, value: int, least: int) -> None:
+    """Raise unless the value is an int of at least this size."""
+    checks.python_int(name, value)
+    checks.number(name, value, low=least)
+
+
+def check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
+    """Raise for scores of another dtype or shape than k-mers and letters have."""
+    checks.floating("scores", scores)
+    check_least("state_len", state_len, 1)
+    check_least("alphabet_size", alphabet_size, 2)
     C, A, ndim = (alphabet_size - 1) ** state_len, alphabet_size, scores.ndim
     if ndim == 3 and scores.shape[2] == C * A:
         return
@@ -216,7 +226,7 @@ def reduced_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return the reduced loss in `dtype` and the losses `[N]` fp64, from log Z of both chains."""
     losses = torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
-    return reduce_over_lengths(losses, target_lengths, reduction).to(dtype, copy=True), losses
+    return reduce_losses(losses, target_lengths, reduction).to(dtype, copy=True), losses
 
 
 class CRFFunctions(NamedTuple):

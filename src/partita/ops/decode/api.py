@@ -11,7 +11,7 @@ from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import Lengths, as_lengths, on_device
 from ..chain.api import Chain
-from ..ctc_crf.common import check_shape, kmer_source, unflatten_scores
+from ..ctc_crf.common import check_least, check_scores, kmer_source, unflatten_scores
 from . import registered
 from .basecalls import Basecalls
 from .common import MAX_BEAM_WIDTH, Hypotheses
@@ -43,11 +43,10 @@ def _lengths(scores: Tensor, input_lengths: Lengths | None) -> Tensor:
     return on_device(scores.device, as_lengths("input_lengths", input_lengths, N))[0]
 
 
-def _number(name: str, value: int, least: int, greatest: int | None = None) -> None:
+def _up_to(name: str, value: int, greatest: int) -> None:
     checks.python_int(name, value)
-    if value < least or (greatest is not None and value > greatest):
-        bound = f"from {least} to {greatest}" if greatest is not None else f"of at least {least}"
-        raise ValueError(f"{name}: expected a number {bound}, got {value}")
+    if not 1 <= value <= greatest:
+        raise ValueError(f"{name}: expected a number from 1 to {greatest}, got {value}")
 
 
 def ctc_greedy_search(
@@ -134,10 +133,10 @@ def ctc_beam_search(
         (tensor([[[ 1, -1],
                  [-1, -1]]]), tensor([[0.6400, 0.3600]]))
     """
-    _number("beam_width", beam_width, 1, MAX_BEAM_WIDTH)
-    _number("nbest", nbest, 1, beam_width)
+    _up_to("beam_width", beam_width, MAX_BEAM_WIDTH)
+    _up_to("nbest", nbest, beam_width)
     if cutoff_top_n is not None:
-        _number("cutoff_top_n", cutoff_top_n, 1)
+        check_least("cutoff_top_n", cutoff_top_n, 1)
     if blank_skip_threshold is not None:
         checks.number(
             "blank_skip_threshold", blank_skip_threshold, low=0.0, high=1.0, open_low=True
@@ -196,8 +195,8 @@ def ctc_crf_decode(
         (tensor([[1, 3, 0, 0]]), tensor([[-1,  1, -1, -1]]), tensor([[False,  True, False]]))
     """
     checks.choice("method", method, METHODS)
-    _number("beam_width", beam_width, 1, MAX_BEAM_WIDTH)
-    _check_scores(scores, state_len, alphabet_size)
+    _up_to("beam_width", beam_width, MAX_BEAM_WIDTH)
+    check_scores(scores, state_len, alphabet_size)
     if method == "beam" and alphabet_size > MAX_ALPHABET:
         raise ValueError(
             f"alphabet_size: expected at most {MAX_ALPHABET} for a beam, got {alphabet_size}"
@@ -223,10 +222,3 @@ def ctc_crf_decode(
         unknown = posteriors[1].isnan().any(1, keepdim=True)
         log_probs = log_probs.masked_fill(unknown, torch.nan)
         return Basecalls(labels, counts, log_probs, steps, moves)
-
-
-def _check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
-    checks.floating("scores", scores)
-    _number("state_len", state_len, 1)
-    _number("alphabet_size", alphabet_size, 2)
-    check_shape(scores, state_len, alphabet_size)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ...runtime import register
 from ...runtime.autograd import DifferentiableOp, all_at_once, apply, plain_eager
 from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import OnePassLoss, RowsOnePass
+from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..logprobs.common import TopK
 from . import reference, reference_chunks
 from .common import DivergenceRows, reduced, row_factors
@@ -21,53 +22,41 @@ from .common import DivergenceRows, reduced, row_factors
 ROUNDING_ERRORS = 8
 
 
-def _fake(logits: Tensor) -> tuple[Tensor, ...]:
+def divergence_fake(logits: Tensor) -> tuple[Tensor, ...]:
     dtype = acc_dtype(logits.dtype)
     return tuple(logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in DivergenceRows._fields)
 
 
-def _gpu() -> ModuleType:
+def _gpu() -> tuple[Any, ...]:
     from .gpu import launch
 
-    return launch
+    return launch, launch.DIVERGENCE_KERNELS
 
 
-divergence_op = register.define(
-    by_rows(reference.divergence),
-    _fake,
-    gpu=_gpu,
-    vmap=all_at_once,
-)
-divergence_backward_op = register.define(
+define_op = functools.partial(register.define, gpu=_gpu)
+divergence_op = define_op(by_rows(reference.divergence), divergence_fake, vmap=all_at_once)
+divergence_backward_op = define_op(
     by_rows(reference.divergence_gradient, logits=1),
     lambda logits: torch.empty_like(logits),
     name="divergence_backward",
-    gpu=_gpu,
     vmap=all_at_once,
 )
-divergence_one_pass_op = register.define(
+divergence_one_pass_op = define_op(
     by_rows(reference.divergence_one_pass),
-    lambda logits: (_fake(logits)[0], torch.empty_like(logits)),
-    gpu=_gpu,
+    lambda logits: (divergence_fake(logits)[0], torch.empty_like(logits)),
 )
-divergence_state_op = register.define(
-    reference_chunks.divergence_state,
+divergence_state_op = define_op(
+    reference_chunks.DIVERGENCE_KERNELS.divergence_state,
     lambda logits: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
-    name="divergence_state",
-    gpu=_gpu,
 )
-divergence_mixture_op = register.define(
-    reference_chunks.divergence_mixture,
+divergence_mixture_op = define_op(
+    reference_chunks.DIVERGENCE_KERNELS.divergence_mixture,
     lambda logits, maximum: maximum.new_empty(2, logits.shape[0]),
-    name="divergence_mixture",
-    gpu=_gpu,
 )
 
 
-divergence_local_gradient_op = register.define(
-    reference_chunks.divergence_local_gradient,
-    lambda logits: torch.empty_like(logits),
-    gpu=_gpu,
+divergence_local_gradient_op = define_op(
+    reference_chunks.divergence_local_gradient, lambda logits: torch.empty_like(logits)
 )
 
 
@@ -130,7 +119,7 @@ def reduced_divergence(
     backend = current_backend()
     if is_one_pass and resolve(backend, logits.device, has_cpu=False) == "gpu":
         options = (beta, temperature, softcap, reduction, backend)
-        return apply(RowsOnePass, ONE_PASS, logits, teacher_logits.detach(), mask, options)
+        return apply(OnePass, ONE_PASS, logits, teacher_logits.detach(), mask, options)
     loss = divergence_of_rows(logits, teacher_logits, beta, temperature, softcap)
     return reduced(loss, mask, reduction)
 

@@ -71,51 +71,49 @@ class DivergenceKernels(NamedTuple):
     accumulate_mixture: Callable[..., None]
     gradient: Callable[..., None]
 
+    def divergence_state(
+        self,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        beta: float,
+        temperature: float,
+        softcap: float,
+    ) -> Tensor:
+        """Return what ranks exchange of some classes of both rows, `[M, C]` each.
 
-def state_of_classes(
-    kernels: DivergenceKernels,
-    logits: Tensor,
-    teacher_logits: Tensor,
-    beta: float,
-    temperature: float,
-    softcap: float,
-) -> Tensor:
-    """Return what ranks exchange of some classes of both rows, `[M, C]` each.
+        That is `[5, M]`: both maxima and sums, and the weighted sum of `DivergenceState`.
+        """
+        if not logits.shape[1]:
+            result = logits.new_zeros(5, len(logits), dtype=acc_dtype(logits.dtype))
+            result[:3:2] = -torch.inf
+            return result
+        state = self.new_state(logits)
+        self.accumulate(logits, teacher_logits, state, 0, beta, temperature, softcap)
+        return torch.stack([*state.rows[2:], state.weighted])
 
-    That is `[5, M]`: both maxima and sums, and the weighted sum of `DivergenceState`.
-    """
-    if not logits.shape[1]:
-        result = logits.new_zeros(5, len(logits), dtype=acc_dtype(logits.dtype))
-        result[:3:2] = -torch.inf
+    def divergence_mixture(
+        self,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        maximum: Tensor,
+        sumexp: Tensor,
+        teacher_maximum: Tensor,
+        teacher_sumexp: Tensor,
+        beta: float,
+        temperature: float,
+        softcap: float,
+    ) -> Tensor:
+        """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
+
+        The maxima and sums are those of all classes.
+        """
+        result = maximum.new_zeros(2, len(logits))
+        statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
+        if logits.shape[1]:
+            rows = DivergenceRows(result[0], result[1], *(each.contiguous() for each in statistics))
+            state = DivergenceState(rows, result[0])
+            self.accumulate_mixture(logits, teacher_logits, state, 0, beta, temperature, softcap)
         return result
-    state = kernels.new_state(logits)
-    kernels.accumulate(logits, teacher_logits, state, 0, beta, temperature, softcap)
-    return torch.stack([*state.rows[2:], state.weighted])
-
-
-def mixture_of_classes(
-    kernels: DivergenceKernels,
-    logits: Tensor,
-    teacher_logits: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    teacher_maximum: Tensor,
-    teacher_sumexp: Tensor,
-    beta: float,
-    temperature: float,
-    softcap: float,
-) -> Tensor:
-    """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
-
-    The maxima and sums are those of all classes.
-    """
-    result = maximum.new_zeros(2, len(logits))
-    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
-    if logits.shape[1]:
-        rows = DivergenceRows(result[0], result[1], *(each.contiguous() for each in statistics))
-        state = DivergenceState(rows, result[0])
-        kernels.accumulate_mixture(logits, teacher_logits, state, 0, beta, temperature, softcap)
-    return result
 
 
 def in_common_precision(logits: Tensor, teacher_logits: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -13,8 +11,6 @@ from .common import (
     DivergenceKernels,
     DivergenceRows,
     DivergenceState,
-    mixture_of_classes,
-    state_of_classes,
 )
 from .reference import expected, log_mixture, log_ratio
 
@@ -148,9 +144,6 @@ def write_gradient(
 
 
 DIVERGENCE_KERNELS = DivergenceKernels(new_state, accumulate, accumulate_mixture, write_gradient)
-
-divergence_state = functools.partial(state_of_classes, DIVERGENCE_KERNELS)
-divergence_mixture = functools.partial(mixture_of_classes, DIVERGENCE_KERNELS)
 
 
 def divergence_local_gradient(

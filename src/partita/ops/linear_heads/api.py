@@ -144,8 +144,8 @@ def linear_token_stats(
         ignore_index = -100  # The label of each row is its arg-max, which may be any class.
     else:
         labels = flat_labels(input, target)
-    head, needs_smoothing, needs_entropy = head.flat, False, True
-    options = RowOptions(*numbers, ignore_index, needs_smoothing, needs_entropy)
+    head = head.flat
+    options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
     chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), len(head.weight))
     call = (*head, labels, None, *options, chunk, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, inert_rows, softcapped
+from ...primitives.rows import inert_rows, softcapped
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -28,12 +28,12 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.autograd import OnePassLoss, scaled_gradient
-from ..cross_entropy.common import LossOptions, valid_targets
-from . import reference
+from ..cross_entropy.autograd import OnePassLoss, token_stats
+from ..cross_entropy.common import LossOptions
 from .chunked import empty_gradients
-from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
+from .common import RowOptions, RowStatistics, counted_rows, empty_statistics
 from .plan import padded_width
+from .reference import KERNELS, gradient_coefficients
 
 
 def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
@@ -41,12 +41,16 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
         checks.labels("target", target, len(weight), ignore_index)
 
 
+def saved_logits_fake(input: Tensor, weight: Tensor, save_logits: bool) -> Tensor:
+    """Return memory for all logits of a head, or none."""
+    return input.new_empty(input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0)
+
+
 def _rows_fake(
     input: Tensor, weight: Tensor, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    M, C = input.shape[0], weight.shape[0]
-    saved = input.new_empty(M * padded_width(C) if save_logits else 0)
-    return *empty_statistics(input, M, needs_smoothing, needs_entropy), saved
+    statistics = empty_statistics(input, input.shape[0], needs_smoothing, needs_entropy)
+    return *statistics, saved_logits_fake(input, weight, save_logits)
 
 
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -67,47 +71,24 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     return fake
 
 
-def _gpu() -> ModuleType:
-    from .gpu import launch
+def _gpu() -> tuple[Any, ...]:
+    """Import the kernels for GPUs, whose methods serve the ops, and those of packed rows."""
+    from .gpu import launch, packed
 
-    return launch
-
-
-def _gpu_packed() -> ModuleType:
-    from .gpu import packed
-
-    return packed
+    return launch.KERNELS, packed
 
 
-rows = register.define(
-    reference.linear_rows,
-    _rows_fake,
-    gpu=_gpu,
-    check=_check_labels,
-    vmap=one_by_one,
-)
-rows_backward = register.define(
-    reference.linear_rows_backward,
-    empty_gradients,
-    gpu=_gpu,
-    vmap=one_by_one,
-)
-one_pass = register.define(
-    reference.linear_one_pass,
-    one_pass_fake(has_rows=False),
-    gpu=_gpu,
-    check=_check_labels,
-    vmap=one_by_one,
-)
+define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
+rows = define_op(KERNELS.linear_rows, _rows_fake, check=_check_labels)
+rows_backward = define_op(KERNELS.linear_rows_backward, empty_gradients)
+one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake(has_rows=False), check=_check_labels)
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
 # `packing.packs_rows` names.
-packed_one_pass = register.define(
-    reference.linear_one_pass,
+packed_one_pass = define_op(
+    KERNELS.linear_one_pass,
     one_pass_fake(has_rows=False),
-    gpu=_gpu_packed,
     name="linear_packed_one_pass",
     check=_check_labels,
-    vmap=one_by_one,
 )
 
 
@@ -150,40 +131,6 @@ def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         result: Tensor = apply(RowsLinear, input, weight, bias)
         return result
     return F.linear(input, weight, bias)
-
-
-def differentiable_statistics(
-    head: Head,
-    target: Tensor,
-    class_weight: Tensor | None,
-    options: RowOptions,
-    is_inert: Tensor,
-) -> tuple[Tensor, ...]:
-    """Compute nll, log Z, smoothing loss and entropy from all logits at once.
-
-    The result is differentiable any number of times. Inert rows, `[M]`, have zeros for logits.
-    """
-    logits = torch.where(is_inert[:, None], 0, rows_linear(*head))
-    x, temperature = softcapped(logits, options.softcap), options.temperature
-    # Quotients of large logits would lose what tells the classes apart.
-    shift = finite_shift(x.detach().amax(-1))
-    x = (x - shift[:, None]) / temperature
-    logp = x.log_softmax(-1)
-    labels, valid, invalid = valid_targets(target, len(head.weight), options.ignore_index)
-    nan_mask = torch.where(invalid, torch.nan, 0.0).to(x.dtype)
-    nll = torch.where(valid, -logp.gather(1, labels[:, None])[:, 0], 0.0) + nan_mask
-    smoothing_loss, entropy = x.new_empty(0), x.new_empty(0)
-    if options.needs_smoothing:
-        weighted = logp
-        if class_weight is not None:
-            weights = class_weight.to(x.dtype)
-            weighted = torch.where(weights == 0, 0.0, logp * weights)
-        smoothing_loss = nan_mask - weighted.sum(1)
-    if options.needs_entropy:
-        p = logp.exp()
-        entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(1) + nan_mask
-    logsumexp = shift / temperature + x.logsumexp(1)
-    return nll, logsumexp + nan_mask, smoothing_loss, entropy
 
 
 def gradients_of_rows(
@@ -231,11 +178,6 @@ def head_backward(
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
-def takes_chunk(op: register.Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return `takes` for the parameters of an op and the chunk of its backward pass."""
-    return takes(SimpleNamespace(parameters=[*op.parameters, "backward_chunk"]))
-
-
 class LinearRows(torch.autograd.Function):
     """The `RowStatistics` of the rows, and the saved logits: the results of `rows`.
 
@@ -271,7 +213,7 @@ class LinearRows(torch.autograd.Function):
         if is_double_backward(*grads, *head):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
         statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
-        coefficients = reference.gradient_coefficients(
+        coefficients = gradient_coefficients(
             options.used(grads),
             target,
             class_weight,
@@ -291,95 +233,37 @@ class LinearRows(torch.autograd.Function):
         ctx: Any, grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
         input, weight, bias, target, class_weight, *outputs, _ = saved_tensors(ctx)
-        sizes = [output.numel() for output in outputs]
-        used = {
-            i: grad
-            for i, grad in enumerate(grads[:4])
-            if grad is not None and sizes[i] == grad.numel()
-        }
         statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
+        used = {i: grad for i, grad in enumerate(options.used(grads)) if grad is not None}
         counted = dict(used)
         if 0 in counted:  # that of nll
             counted[0] = torch.where(target == options.ignore_index, 0, counted[0])
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
         def used_statistics(*head: Any) -> list[Tensor]:
-            of_rows = (target, class_weight, options, is_inert)
-            found = differentiable_statistics(Head(*head), *of_rows)
+            logits, numbers = torch.where(is_inert[:, None], 0, rows_linear(*head)), options[:3]
+            logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
+            found = [-logprob, logsumexp, logsumexp, entropy]
+            if 2 in used:  # that of the smoothing loss
+                x = softcapped(logits, options.softcap) / options.temperature
+                terms = logsumexp[:, None] - x
+                if class_weight is not None:
+                    terms = torch.where(class_weight == 0, 0, class_weight.to(x.dtype) * terms)
+                found[2] = terms.sum(1)
             return [found[i] for i in used]
 
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
 
 
-def _composed_loss(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    denominator: Tensor | None,
-    *numbers: Any,
-) -> Tensor:
+def _composed_loss(*args: Any) -> Tensor:
+    *head, target, class_weight, denominator, numbers = args
+    logits = rows_linear(*head).to(acc_dtype(head[0].dtype))
     options = LossOptions._make(numbers[:5])
-    logits = rows_linear(input, weight, bias).to(acc_dtype(input.dtype))
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator
 
 
-# A denominator, `[]`, divides a sum before the gradients are rounded.
-ONE_PASS = OnePassLoss(lambda *args: one_pass(*args), _composed_loss, 6)
-PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: packed_one_pass(*args))
-
-
-class LinearOnePass(torch.autograd.Function):
-    """A `OnePassLoss` of a head and its gradients, which are not differentiable outputs.
-
-    The first three tensors are the head. After the tensors come the options, which gradients are
-    wanted, and the backend.
-
-    The first backward pass of eager code scales the saved gradients in place, and later ones
-    compute them again. A compiler keeps them as tensors of its graph.
-    """
-
-    @staticmethod
-    def forward(  # Dynamo counts the arguments, so they have names.
-        loss: OnePassLoss,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        denominator: Tensor | None,
-        options: tuple[Any, ...],
-        wanted: Wanted,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        tensors = (input, weight, bias, target, class_weight, denominator)
-        return loss.run(*tensors, *options, *wanted, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.loss, *tensors, ctx.options, ctx.wanted, ctx.backend = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output[1:])
-        ctx.is_spent = False
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        loss, grad, saved = ctx.loss, grads[0], ctx.saved_tensors
-        tensors, gradients = saved[: loss.num_tensors], saved[loss.num_tensors :]
-        results: tuple[Tensor | None, ...] = (None, None, None)
-        if grad is not None and is_double_backward():
-            rest = (*tensors[3:], *ctx.options)
-            results = double_backward(
-                lambda *head: loss.composed(*head, *rest), tensors[:3], ctx.wanted, grad
-            )
-        elif grad is not None:
-            if ctx.is_spent:
-                gradients = loss.run(*tensors, *ctx.options, *ctx.wanted, ctx.backend)[1:]
-            results = tuple(
-                scaled_gradient(ctx, gradient, grad, ctx.backend) if wants else None
-                for gradient, wants in zip(gradients, ctx.wanted, strict=True)
-            )
-        return None, *results, *(None,) * (len(ctx.needs_input_grad) - 4)
+# The tensors are a head, labels, class weights, and a denominator, `[]`, which divides a sum before
+# the gradients are rounded.
+ONE_PASS = OnePassLoss(lambda *args: one_pass(*args[:-1], *args[-1]), _composed_loss, 6)
+PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: packed_one_pass(*args[:-1], *args[-1]))

@@ -3,7 +3,7 @@
 A chunk holds the logits of some tokens for all classes, or those of all tokens for some classes.
 The full `[M, C]` logits need not exist at once. The loops and the matrix products are the same for
 every loss and device. Between the products of a chunk a loss reads its logits and overwrites them
-with their gradient; a backend supplies the functions that do this as `ChunkKernels`.
+with their gradient; a backend supplies the functions that do this as `HeadKernels`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import CrossEntropyOptions, LossOptions
+from ..cross_entropy.common import LossOptions
 from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
 from ..logprobs.common import (
     EntryKernels,
@@ -41,25 +41,8 @@ from .common import (
 )
 from .plan import CPU_CHUNK_TOKENS, padded_width
 
-
-class ChunkKernels(NamedTuple):
-    """The functions of one backend that work on a chunk of logits.
-
-    Fields:
-        accumulate_logits: updates a `RowState` in place with the classes of a chunk. The first
-            chunk overwrites it.
-        row_statistics: returns the `RowStatistics` of a `RowState` that has seen all classes.
-        logits_gradient: writes the gradient of a chunk's logits.
-        one_pass: returns a chunk's loss and overwrites the logits with their gradient.
-        mean_shares: returns what the loss and the z-loss of a row are divided by in a mean, or in
-            a sum with a denominator.
-    """
-
-    accumulate_logits: Callable[..., None]
-    row_statistics: Callable[..., RowStatistics]
-    logits_gradient: Callable[..., None]
-    one_pass: Callable[..., Tensor]
-    mean_shares: Callable[..., Tensor | None]
+Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
+Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
@@ -185,376 +168,387 @@ def tokens_at_once(input: Tensor, chunk: int) -> int:
     return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
 
 
-def linear_rows(
-    kernels: ChunkKernels,
-    head: Head,
-    target: Tensor | None,
-    class_weight: Tensor | None,
-    options: RowOptions,
-    chunk: int,
-    save_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the `RowStatistics` of a head, and its logits if they are saved.
+class HeadKernels(NamedTuple):
+    """The functions of one backend that work on a chunk of logits; the methods are its ops.
 
-    Without a target, which needs the entropy too, the label of a row is its arg-max.
+    Fields:
+        accumulate_logits: updates a `RowState` in place with the classes of a chunk. The first
+            chunk overwrites it.
+        row_statistics: returns the `RowStatistics` of a `RowState` that has seen all classes.
+        logits_gradient: writes the gradient of a chunk's logits.
+        one_pass: returns a chunk's loss and overwrites the logits with their gradient.
+        mean_shares: returns what the loss and the z-loss of a row are divided by in a mean, or in
+            a sum with a denominator.
+        of_ids: the functions for the logits of given classes.
+        topk_of_rows: writes the `TopKRows` of a chunk.
+        divergence: the functions for the logits of two heads.
+        packed_gradients: takes the place of `head_gradients` for packed rows, or None.
     """
-    no_class = target
-    if no_class is None:
-        no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
-    state = new_state(head.input, options.needs_smoothing, options.needs_entropy)
-    rest = (class_weight, state, *options[:2], chunk, save_logits)
-    saved = accumulate_hidden(kernels.accumulate_logits, head, no_class, *rest)
-    labels = no_class.contiguous()
-    if target is None:
-        assert state.argmax is not None
-        labels = state.argmax
-        state = state._replace(label=state.maximum)
-    numbers = (len(head.weight), options.temperature, options.ignore_index)
-    statistics = kernels.row_statistics(state, labels, class_weight, *numbers)
-    return *statistics, saved
 
+    accumulate_logits: Callable[..., None]
+    row_statistics: Callable[..., RowStatistics]
+    logits_gradient: Callable[..., None]
+    one_pass: Callable[..., Tensor]
+    mean_shares: Callable[..., Tensor | None]
+    of_ids: EntryKernels
+    topk_of_rows: Callable[..., None]
+    divergence: DivergenceKernels
+    packed_gradients: Callable[..., HeadGradients] | None = None
 
-def linear_rows_backward(
-    kernels: ChunkKernels,
-    coefficients: GradientCoefficients,
-    head: Head,
-    target: Tensor,
-    class_weight: Tensor | None,
-    maximum: Tensor,
-    sumexp: Tensor,
-    saved: Tensor,
-    temperature: float,
-    softcap: float,
-    chunk: int,
-    wanted: Wanted,
-) -> HeadGradients:
-    """Compute the `HeadGradients` from the coefficients of the rows.
+    def linear_rows(
+        self,
+        head: Head,
+        target: Tensor | None,
+        class_weight: Tensor | None,
+        options: RowOptions,
+        chunk: int,
+        save_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the `RowStatistics` of a head, and its logits if they are saved.
 
-    Saved logits are overwritten with their gradient. An empty `saved` means that they were not
-    saved; they are then computed again, `chunk` classes at a time.
-    """
-    target, options = target.contiguous(), (maximum, sumexp, temperature, softcap)
+        Without a target, which needs the entropy too, the label of a row is its arg-max.
+        """
+        no_class = target
+        if no_class is None:
+            no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
+        state = new_state(head.input, options.needs_smoothing, options.needs_entropy)
+        rest = (class_weight, state, *options[:2], chunk, save_logits)
+        saved = accumulate_hidden(self.accumulate_logits, head, no_class, *rest)
+        labels = no_class.contiguous()
+        if target is None:
+            assert state.argmax is not None
+            labels = state.argmax
+            state = state._replace(label=state.maximum)
+        numbers = (len(head.weight), options.temperature, options.ignore_index)
+        statistics = self.row_statistics(state, labels, class_weight, *numbers)
+        return *statistics, saved
 
-    def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
-        weights = None if class_weight is None else class_weight[part]
-        row_factors = (target, weights, coefficients)
-        kernels.logits_gradient(logits, part.start, *row_factors, *options, logits)
+    def linear_rows_backward(
+        self,
+        coefficients: GradientCoefficients,
+        head: Head,
+        target: Tensor,
+        class_weight: Tensor | None,
+        maximum: Tensor,
+        sumexp: Tensor,
+        saved: Tensor,
+        temperature: float,
+        softcap: float,
+        chunk: int,
+        wanted: Wanted,
+    ) -> HeadGradients:
+        """Compute the `HeadGradients` from the coefficients of the rows.
 
-    def counts(_: slice) -> Tensor:
-        return coefficients.counts()
+        Saved logits are overwritten with their gradient. An empty `saved` means that they were not
+        saved; they are then computed again, `chunk` classes at a time.
+        """
+        target, options = target.contiguous(), (maximum, sumexp, temperature, softcap)
 
-    return head_gradients([head], wanted, counts, write_gradient, len(target), chunk, [saved])
+        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
+            weights = None if class_weight is None else class_weight[part]
+            row_factors = (target, weights, coefficients)
+            self.logits_gradient(logits, part.start, *row_factors, *options, logits)
 
+        def counts(_: slice) -> Tensor:
+            return coefficients.counts()
 
-def linear_one_pass(
-    kernels: ChunkKernels,
-    packed_gradients: Callable[..., HeadGradients] | None,
-    head: Head,
-    target: Tensor,
-    class_weight: Tensor | None,
-    denominator: Tensor | None,
-    options: LossOptions,
-    chunk: int,
-    wanted: Wanted,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
+        return head_gradients([head], wanted, counts, write_gradient, len(target), chunk, [saved])
 
-    Each chunk takes three matrix products: its logits, and two from their gradient. A denominator,
-    `[]`, divides a sum before the gradients are rounded. `packed_gradients` takes the place of
-    `head_gradients` for packed rows.
-    """
-    (input, weight, _), ignore_index = head, options.ignore_index
-    dtype, mean, loss = acc_dtype(input.dtype), options.reduction == "mean", None
-    divides = (denominator, ignore_index, len(weight), mean, dtype)
-    divisors = kernels.mean_shares(target, class_weight, *divides)
-    mean = mean or denominator is not None
-    of_chunk = CrossEntropyOptions(*options[:4], mean, dtype)
+    def linear_one_pass(
+        self,
+        head: Head,
+        target: Tensor,
+        class_weight: Tensor | None,
+        denominator: Tensor | None,
+        options: LossOptions,
+        chunk: int,
+        wanted: Wanted,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
 
-    def write_gradient(logits: Tensor, labels: Tensor) -> None:
-        nonlocal loss
-        of_part = kernels.one_pass(logits, labels, class_weight, of_chunk, divisors)
-        loss = of_part if loss is None else loss + of_part
+        Each chunk takes three matrix products: its logits, and two from their gradient. A
+        denominator, `[]`, divides a sum before the gradients are rounded.
+        """
+        (input, weight, _), ignore_index = head, options.ignore_index
+        dtype, mean, loss = acc_dtype(input.dtype), options.reduction == "mean", None
+        divides = (denominator, ignore_index, len(weight), mean, dtype)
+        divisors = self.mean_shares(target, class_weight, *divides)
+        mean = mean or denominator is not None
+        of_chunk = options._replace(reduction="mean" if mean else "sum")
 
-    if packed_gradients is not None:
-        gradients = packed_gradients(head, wanted, target, ignore_index, write_gradient, chunk)
-    else:
-        gradients = head_gradients(
-            [head],
-            wanted,
-            lambda rows: target[rows] != ignore_index,
-            lambda rows, _, logits: write_gradient(logits, target[rows]),
-            tokens_at_once(input, chunk),
-            len(weight),
-        )
-    if loss is None:
-        loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
-    return loss, *gradients
+        def write_gradient(logits: Tensor, labels: Tensor) -> None:
+            nonlocal loss
+            of_part = self.one_pass(logits, labels, class_weight, of_chunk, divisors)
+            loss = of_part if loss is None else loss + of_part
 
+        if self.packed_gradients is not None:
+            gradients = self.packed_gradients(
+                head, wanted, target, ignore_index, write_gradient, chunk
+            )
+        else:
+            gradients = head_gradients(
+                [head],
+                wanted,
+                lambda rows: target[rows] != ignore_index,
+                lambda rows, _, logits: write_gradient(logits, target[rows]),
+                tokens_at_once(input, chunk),
+                len(weight),
+            )
+        if loss is None:
+            loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
+        return loss, *gradients
 
-def linear_logprobs(
-    kernels: ChunkKernels,
-    of_ids: EntryKernels,
-    head: Head,
-    ids: Tensor,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    needs_rest: bool,
-    chunk: int,
-    save_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `LogprobRows`, and the saved logits.
+    def linear_logprobs(
+        self,
+        head: Head,
+        ids: Tensor,
+        temperature: float,
+        softcap: float,
+        ignore_index: int,
+        needs_rest: bool,
+        chunk: int,
+        save_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the fields of `LogprobRows`, and the saved logits.
 
-    The last result is empty if the logits are not saved.
-    """
-    input, C = head.input, len(head.weight)
-    no_class = torch.full((len(input),), -1, dtype=torch.int64, device=input.device)
-    rest = new_rest(input, [len(input)])
-    needs_smoothing, needs_entropy = False, temperature != 1.0  # the kernel's sums need it then
-    state = new_state(input, needs_smoothing, needs_entropy)
-    # The fields of a row's label and origin hold the logits of all ids and the statistics of the
-    # rest, so that the loop cuts them into chunks too.
-    state = state._replace(label=state.label.new_zeros(ids.shape), origin=rest)
+        The last result is empty if the logits are not saved.
+        """
+        input, C = head.input, len(head.weight)
+        no_class = torch.full((len(input),), -1, dtype=torch.int64, device=input.device)
+        rest = new_rest(input, [len(input)])
+        needs_smoothing, needs_entropy = False, temperature != 1.0  # which the kernel's sums need
+        state = new_state(input, needs_smoothing, needs_entropy)
+        # The fields of a row's label and origin hold the logits of all ids and the statistics of
+        # the rest, so that the loop cuts them into chunks too.
+        state = state._replace(label=state.label.new_zeros(ids.shape), origin=rest)
 
-    def accumulate(
-        logits: Tensor, first: int, ids: Tensor, _: Any, state: RowState, *options: float
-    ) -> None:
-        of_ids.gather(logits, first, C, ids, state.label, softcap, ignore_index)
+        def accumulate(
+            logits: Tensor, first: int, ids: Tensor, _: Any, state: RowState, *options: float
+        ) -> None:
+            self.of_ids.gather(logits, first, C, ids, state.label, softcap, ignore_index)
+            if needs_rest:
+                self.of_ids.accumulate_rest(logits, first, ids, state.origin, *options)
+                return
+            rows = len(logits)
+            unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
+            self.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
+
+        numbers = (temperature, softcap, chunk, save_logits)
+        saved = accumulate_hidden(accumulate, head, ids, None, state, *numbers)
+        of_rows, of_ids_too = (state.maximum, state.sumexp), (C, temperature, ignore_index)
         if needs_rest:
-            of_ids.accumulate_rest(logits, first, ids, state.origin, *options)
-            return
-        rows = len(logits)
-        unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
-        kernels.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
+            of_rows = with_ids(rest, state.label, ids, *of_ids_too)
+        found = self.of_ids.finish(state.label, ids.contiguous(), *of_rows, *of_ids_too)
+        if needs_rest:
+            found = with_rest(found, rest, *of_rows, temperature)
+        return found, state.label, *of_rows, rest if needs_rest else rest[:, :0].clone(), saved
 
-    numbers = (temperature, softcap, chunk, save_logits)
-    saved = accumulate_hidden(accumulate, head, ids, None, state, *numbers)
-    of_rows, of_ids_too = (state.maximum, state.sumexp), (C, temperature, ignore_index)
-    if needs_rest:
-        of_rows = with_ids(rest, state.label, ids, *of_ids_too)
-    found = of_ids.finish(state.label, ids.contiguous(), *of_rows, *of_ids_too)
-    if needs_rest:
-        found = with_rest(found, rest, *of_rows, temperature)
-    return found, state.label, *of_rows, rest if needs_rest else rest[:, :0].clone(), saved
+    def linear_logprobs_backward(
+        self,
+        grad: Tensor,
+        head: Head,
+        ids: Tensor,
+        entries: Tensor,
+        maximum: Tensor,
+        sumexp: Tensor,
+        rest: Tensor,
+        saved: Tensor,
+        temperature: float,
+        softcap: float,
+        ignore_index: int,
+        chunk: int,
+        wanted: Wanted,
+    ) -> HeadGradients:
+        """Compute the `HeadGradients` from the gradient of the log-probabilities."""
+        C, K, ids = len(head.weight), ids.shape[1], ids.contiguous()
+        on_ids, on_rest = grad[:, :K].contiguous(), grad[:, K:]
+        entries, maximum, sumexp = entries.contiguous(), maximum.contiguous(), sumexp.contiguous()
+        totals, labels = self.of_ids.totals(on_ids, ids, C, ignore_index)
+        if rest.shape[1]:
+            totals = totals + on_rest[:, 0]
+        others = other_classes(grad, totals, maximum, sumexp, rest, temperature)
+        counts = ((on_ids != 0) & (ids != ignore_index)).any(1) | (on_rest != 0).any(1)
+        coefficients = GradientCoefficients(
+            others.factor / temperature, torch.zeros_like(others.factor), None, None
+        )
+        of_others = (labels.contiguous(), None, coefficients, others.maximum, others.sumexp)
+        of_entries = (on_ids, ids, totals, entries, maximum, sumexp)
+        numbers = (temperature, softcap)
 
+        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
+            self.logits_gradient(logits, part.start, *of_others, *numbers, logits)
+            self.of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
 
-def linear_logprobs_backward(
-    kernels: ChunkKernels,
-    of_ids: EntryKernels,
-    grad: Tensor,
-    head: Head,
-    ids: Tensor,
-    entries: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    rest: Tensor,
-    saved: Tensor,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    chunk: int,
-    wanted: Wanted,
-) -> HeadGradients:
-    """Compute the `HeadGradients` from the gradient of the log-probabilities."""
-    C, K, ids = len(head.weight), ids.shape[1], ids.contiguous()
-    on_ids, on_rest = grad[:, :K].contiguous(), grad[:, K:]
-    entries, maximum, sumexp = entries.contiguous(), maximum.contiguous(), sumexp.contiguous()
-    totals, labels = of_ids.totals(on_ids, ids, C, ignore_index)
-    if rest.shape[1]:
-        totals = totals + on_rest[:, 0]
-    others = other_classes(grad, totals, maximum, sumexp, rest, temperature)
-    counts = ((on_ids != 0) & (ids != ignore_index)).any(1) | (on_rest != 0).any(1)
-    coefficients = GradientCoefficients(
-        others.factor / temperature, torch.zeros_like(others.factor), None, None
-    )
-    of_others = (labels.contiguous(), None, coefficients, others.maximum, others.sumexp)
-    of_entries = (on_ids, ids, totals, entries, maximum, sumexp)
-    numbers = (temperature, softcap)
+        sizes = (len(ids), chunk)
+        return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
 
-    def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
-        kernels.logits_gradient(logits, part.start, *of_others, *numbers, logits)
-        of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
+    def linear_topk_logprobs(
+        self,
+        head: Head,
+        k: int,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        save_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the `TopKRows` of a head, and its logits if they are saved.
 
-    sizes = (len(ids), chunk)
-    return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
+        The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
+        empty otherwise.
+        """
+        M, C = len(head.input), len(head.weight)
+        found = topk_fake(head.input, k)
+        buffer = head.buffer(M if save_logits else min(tokens, M), C)
+        for rows in chunks(M, tokens):
+            memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
+            logits = head.part(rows, slice(C)).logits(memory)
+            part = TopKRows(*(field[rows] for field in found))
+            self.topk_of_rows(logits, k, temperature, softcap, part)
+        return *found, buffer if save_logits else buffer.new_empty(0)
 
-
-def linear_topk_logprobs(
-    topk_of_rows: Callable[..., None],
-    head: Head,
-    k: int,
-    temperature: float,
-    softcap: float,
-    tokens: int,
-    save_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the `TopKRows` of a head, and its logits if they are saved.
-
-    The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
-    empty otherwise. `topk_of_rows` writes the results of a chunk.
-    """
-    M, C = len(head.input), len(head.weight)
-    found = topk_fake(head.input, k)
-    buffer = head.buffer(M if save_logits else min(tokens, M), C)
-    for rows in chunks(M, tokens):
-        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-        logits = head.part(rows, slice(C)).logits(memory)
-        part = TopKRows(*(field[rows] for field in found))
-        topk_of_rows(logits, k, temperature, softcap, part)
-    return *found, buffer if save_logits else buffer.new_empty(0)
-
-
-Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
-Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
-
-
-def _accumulate_rows(
-    kernels: DivergenceKernels,
-    pairs: Sequence[tuple[Any, ...]],
-    state: DivergenceState,
-    numbers: Numbers,
-) -> None:
-    """Compute the divergences of rows from their logits, which come in parts of the classes."""
-    for first, logits, teacher_logits in pairs:
-        kernels.accumulate(logits, teacher_logits, state, first, *numbers)
-    if 0 < numbers[0] < 1:
+    def accumulate_rows(
+        self,
+        pairs: Sequence[tuple[Any, ...]],
+        state: DivergenceState,
+        numbers: Numbers,
+    ) -> None:
+        """Compute the divergences of rows from their logits, which come in parts of the classes."""
         for first, logits, teacher_logits in pairs:
-            kernels.accumulate_mixture(logits, teacher_logits, state, first, *numbers)
+            self.divergence.accumulate(logits, teacher_logits, state, first, *numbers)
+        if 0 < numbers[0] < 1:
+            for first, logits, teacher_logits in pairs:
+                self.divergence.accumulate_mixture(logits, teacher_logits, state, first, *numbers)
 
+    def accumulate_all(
+        self,
+        heads: tuple[Head, Head],
+        numbers: Numbers,
+        tokens: int,
+        saved: int,
+    ) -> tuple[DivergenceState, Buffers]:
+        """Return the state of all rows, and the logits of the last `saved` classes."""
+        (M, _), C = heads[0].input.shape, len(heads[0].weight)
+        state = self.divergence.new_state(heads[0].input)
+        of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
+        of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
+        for rows in chunks(M, tokens):
+            offset = rows.start * padded_width(saved)
+            memory = [buffer[offset:] for buffer in of_saved]
+            parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
+            pairs = [
+                (part.start, *logits_of(heads, buffers, rows, part))
+                for part, buffers in parts
+                if part.start < part.stop
+            ]
+            self.accumulate_rows(pairs, state.part(rows), numbers)
+        return state, of_saved
 
-def _accumulate_all(
-    kernels: DivergenceKernels,
-    heads: tuple[Head, Head],
-    numbers: Numbers,
-    tokens: int,
-    saved: int,
-) -> tuple[DivergenceState, Buffers]:
-    """Return the state of all rows, and the logits of the last `saved` classes."""
-    (M, _), C = heads[0].input.shape, len(heads[0].weight)
-    state = kernels.new_state(heads[0].input)
-    of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
-    of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
-    for rows in chunks(M, tokens):
-        offset = rows.start * padded_width(saved)
-        memory = [buffer[offset:] for buffer in of_saved]
-        parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
-        pairs = [
-            (part.start, *logits_of(heads, buffers, rows, part))
-            for part, buffers in parts
-            if part.start < part.stop
-        ]
-        _accumulate_rows(kernels, pairs, state.part(rows), numbers)
-    return state, of_saved
+    def linear_divergence(
+        self,
+        head: Head,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        save_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the `DivergenceRows` of two heads, and their logits if they are saved.
 
+        The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
+        """
+        heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+        numbers = (beta, temperature, softcap)
+        saved = len(head.weight) if save_logits else 0
+        state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
+        return *state.rows, *buffers
 
-def linear_divergence(
-    kernels: DivergenceKernels,
-    head: Head,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    beta: float,
-    temperature: float,
-    softcap: float,
-    tokens: int,
-    save_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the `DivergenceRows` of two heads, and their logits if they are saved, else nothing.
+    def linear_divergence_backward(
+        self,
+        grad: Tensor,
+        head: Head,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        student: Tensor,
+        maximum: Tensor,
+        sumexp: Tensor,
+        teacher_maximum: Tensor,
+        teacher_sumexp: Tensor,
+        saved: Tensor,
+        teacher_saved: Tensor,
+        beta: float,
+        temperature: float,
+        softcap: float,
+        chunk: int,
+        wanted: Wanted,
+    ) -> HeadGradients:
+        """Compute the `HeadGradients` from the gradient of the rows' divergences.
 
-    The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
-    """
-    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
-    numbers = (beta, temperature, softcap)
-    saved = len(head.weight) if save_logits else 0
-    state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
-    return *state.rows, *buffers
+        Saved logits, those of the last classes, are overwritten. Others are computed again.
+        """
+        heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+        statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
+        rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
+        numbers = (beta, temperature, softcap)
+        grad, sizes = grad.contiguous(), (len(grad), chunk)
 
+        def write_gradient(_: slice, part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+            self.divergence.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
 
-def linear_divergence_backward(
-    kernels: DivergenceKernels,
-    grad: Tensor,
-    head: Head,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    student: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    teacher_maximum: Tensor,
-    teacher_sumexp: Tensor,
-    saved: Tensor,
-    teacher_saved: Tensor,
-    beta: float,
-    temperature: float,
-    softcap: float,
-    chunk: int,
-    wanted: Wanted,
-) -> HeadGradients:
-    """Compute the `HeadGradients` from the gradient of the rows' divergences.
+        buffers = (saved, teacher_saved)
+        return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *sizes, buffers)
 
-    Saved logits, which are those of the last classes, are overwritten. Others are computed again.
-    """
-    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
-    statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
-    rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
-    numbers = (beta, temperature, softcap)
-    grad, sizes = grad.contiguous(), (len(grad), chunk)
+    def linear_divergence_one_pass(
+        self,
+        head: Head,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        factors: Tensor,
+        beta: float,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        saved: int,
+        chunk: int,
+        wanted: Wanted,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
 
-    def write_gradient(_: slice, part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
-        kernels.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
+        Args:
+            factors: the factor of each row, `[M]`.
+            tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix
+                products: its logits under both heads, and two from the gradient.
+            The others: as in `linear_divergence_backward`.
+        """
+        heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+        numbers = (beta, temperature, softcap)
+        if chunk:
+            state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
+            gradients = self.linear_divergence_backward(
+                factors,
+                head,
+                *heads[1],
+                *state.rows[1:],
+                *buffers,
+                *numbers,
+                chunk,
+                wanted,
+            )
+            return state.rows.loss, *gradients
+        state = self.divergence.new_state(head.input)
 
-    buffers = (saved, teacher_saved)
-    return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *sizes, buffers)
+        def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+            part = state.part(rows)
+            pair = (logits, teacher_logits)
+            self.accumulate_rows([(0, *pair)], part, numbers)
+            self.divergence.gradient(factors[rows], *pair, part.rows, *numbers, logits)
 
-
-def linear_divergence_one_pass(
-    kernels: DivergenceKernels,
-    head: Head,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    factors: Tensor,
-    beta: float,
-    temperature: float,
-    softcap: float,
-    tokens: int,
-    saved: int,
-    chunk: int,
-    wanted: Wanted,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
-
-    Args:
-        factors: the factor of each row, `[M]`.
-        tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix products:
-            its logits under both heads, and two from the gradient.
-        The others: as in `linear_divergence_backward`.
-    """
-    heads = head, Head(teacher_input, teacher_weight, teacher_bias)
-    numbers = (beta, temperature, softcap)
-    if chunk:
-        state, buffers = _accumulate_all(kernels, heads, numbers, tokens, saved)
-        gradients = linear_divergence_backward(
-            kernels,
-            factors,
-            head,
-            *heads[1],
-            *state.rows[1:],
-            *buffers,
-            *numbers,
-            chunk,
-            wanted,
+        chunk_sizes = (tokens_at_once(head.input, tokens), len(head.weight))
+        gradients = head_gradients(
+            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
         )
         return state.rows.loss, *gradients
-    state = kernels.new_state(head.input)
-
-    def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
-        part = state.part(rows)
-        _accumulate_rows(kernels, [(0, logits, teacher_logits)], part, numbers)
-        kernels.gradient(factors[rows], logits, teacher_logits, part.rows, *numbers, logits)
-
-    chunk_sizes = (tokens_at_once(head.input, tokens), len(head.weight))
-    gradients = head_gradients(
-        heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
-    )
-    return state.rows.loss, *gradients

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...runtime import checks, register
-from ...runtime.autograd import apply, one_by_one, plain_eager
+from ...runtime import checks
+from ...runtime.autograd import apply, plain_eager, takes
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import OnePassLoss
-from ..divergence.autograd import divergence_of_classes, divergence_of_rows
+from ..cross_entropy.autograd import OnePass, OnePassLoss
+from ..divergence.autograd import divergence_fake, divergence_of_classes, divergence_of_rows
 from ..divergence.common import (
     IGNORED,
-    DivergenceRows,
     check_options,
     check_teacher,
     ids_of_rows,
@@ -24,51 +22,31 @@ from ..divergence.common import (
     row_factors,
 )
 from ..logprobs.common import TopK
-from . import reference
-from .autograd import LinearOnePass, head_backward, one_pass_fake, rows_linear, takes_chunk
+from .autograd import (
+    define_op,
+    head_backward,
+    one_pass_fake,
+    rows_linear,
+    saved_logits_fake,
+)
 from .chunked import empty_gradients
-from .common import Head, Wanted, checked_head
+from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
-from .plan import check_budget, divergence_plan, padded_width
+from .plan import check_budget, divergence_plan
+from .reference import KERNELS
 
 
 def _rows_fake(
     input: Tensor, weight: Tensor, teacher_input: Tensor, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    dtype, M = acc_dtype(input.dtype), input.shape[0]
-    size = M * padded_width(weight.shape[0]) if save_logits else 0
-    return (
-        *(input.new_empty(M, dtype=dtype) for _ in DivergenceRows._fields),
-        input.new_empty(size),
-        teacher_input.new_empty(size),
-    )
+    saved = (saved_logits_fake(each, weight, save_logits) for each in (input, teacher_input))
+    return *divergence_fake(input), *saved
 
 
-def _gpu() -> ModuleType:
-    from .gpu import launch
-
-    return launch
-
-
-divergence_op = register.define(
-    reference.linear_divergence,
-    _rows_fake,
-    gpu=_gpu,
-    vmap=one_by_one,
-)
-divergence_backward_op = register.define(
-    reference.linear_divergence_backward,
-    empty_gradients,
-    gpu=_gpu,
-    vmap=one_by_one,
-)
-one_pass_op = register.define(
-    reference.linear_divergence_one_pass,
-    one_pass_fake(has_rows=True),
-    gpu=_gpu,
-    vmap=one_by_one,
-)
+divergence_op = define_op(KERNELS.linear_divergence, _rows_fake)
+divergence_backward_op = define_op(KERNELS.linear_divergence_backward, empty_gradients)
+one_pass_op = define_op(KERNELS.linear_divergence_one_pass, one_pass_fake(has_rows=True))
 
 
 def composed_rows(
@@ -87,7 +65,7 @@ class LinearDivergence(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @takes_chunk(divergence_op)
+    @takes(divergence_op, "backward_chunk")
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return divergence_op(*args[:-1])
 
@@ -107,42 +85,20 @@ class LinearDivergence(torch.autograd.Function):
 
 
 def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
-    *heads, factors, mask = args[:8]
-    rows, *gradients = one_pass_op(*heads, factors, *args[9:])
-    return reduced(rows, mask, args[8]), *gradients
+    *heads, factors, mask, (reduction, *numbers) = args
+    rows, *gradients = one_pass_op(*heads, factors, *numbers)
+    return reduced(rows, mask, reduction), *gradients
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    mask, reduction = args[7:9]
-    rows = composed_rows(Head(*args[:3]), Head(*args[3:6]), *args[9:12])
+    *heads, _, mask, (reduction, *numbers) = args
+    rows = composed_rows(Head(*heads[:3]), Head(*heads[3:]), *numbers[:3])
     return reduced(rows, mask, reduction)
 
 
 # The tensors are both heads, the factors of the rows and the mask. The options are the reduction
 # and those of `one_pass_op`.
 ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 8)
-
-
-class LinearDivergenceOnePass(LinearOnePass):
-    """The reduced divergence of heads and its gradients; see `LinearOnePass`."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        loss: OnePassLoss,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
-        teacher_bias: Tensor | None,
-        factors: Tensor,
-        mask: Tensor | None,
-        options: tuple[Any, ...],
-        wanted: Wanted,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        heads = (input, weight, bias, teacher_input, teacher_weight, teacher_bias)
-        return loss.run(*heads, factors, mask, *options, *wanted, backend)
 
 
 def linear_divergence(
@@ -228,8 +184,9 @@ def linear_divergence(
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
         tensors = (*head, *teacher, row_factors(mask, like, reduction), mask)
-        rest = ((reduction, *numbers, *sizes), wanted, backend)
-        return apply(LinearDivergenceOnePass, ONE_PASS, *tensors, *rest)[0]
+        options = (reduction, *numbers, *sizes, *wanted, backend)
+        result: Tensor = apply(OnePass, ONE_PASS, *tensors, options)
+        return result
     save_logits = plain_eager() and plan.saved > 0
     chunk = plan.chunk if any(wanted) else len(head.weight)
     call = (*head, *teacher, *numbers, plan.tokens, save_logits, backend, chunk)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...runtime import checks, register
-from ...runtime.autograd import apply, one_by_one, takes
+from ...runtime import checks
+from ...runtime.autograd import apply, takes
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
-from . import reference
-from .autograd import head_backward, takes_chunk
+from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
 from .common import chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
 from .plan import check_budget, padded_width
+from .reference import KERNELS
 
 DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given
 
@@ -30,41 +29,18 @@ def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
 def _fake(
     input: Tensor, weight: Tensor, ids: Tensor, needs_rest: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
-    return *logprobs_fake(input, ids, needs_rest), input.new_empty(saved)
+    saved = saved_logits_fake(input, weight, save_logits)
+    return *logprobs_fake(input, ids, needs_rest), saved
 
 
 def _topk_fake(input: Tensor, weight: Tensor, k: int, save_logits: bool) -> tuple[Tensor, ...]:
-    size = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
-    return *topk_fake(input, k), input.new_empty(size)
+    return *topk_fake(input, k), saved_logits_fake(input, weight, save_logits)
 
 
-def _gpu() -> ModuleType:
-    from .gpu import launch
+logprobs_op = define_op(KERNELS.linear_logprobs, _fake, check=_check)
+logprobs_backward_op = define_op(KERNELS.linear_logprobs_backward, empty_gradients)
 
-    return launch
-
-
-logprobs_op = register.define(
-    reference.linear_logprobs,
-    _fake,
-    gpu=_gpu,
-    check=_check,
-    vmap=one_by_one,
-)
-logprobs_backward_op = register.define(
-    reference.linear_logprobs_backward,
-    empty_gradients,
-    gpu=_gpu,
-    vmap=one_by_one,
-)
-
-topk_op = register.define(
-    reference.linear_topk_logprobs,
-    _topk_fake,
-    gpu=_gpu,
-    vmap=one_by_one,
-)
+topk_op = define_op(KERNELS.linear_topk_logprobs, _topk_fake)
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -103,7 +79,7 @@ class LinearTopK(LinearLogprobs):
     """
 
     @staticmethod
-    @takes_chunk(topk_op)
+    @takes(topk_op, "backward_chunk")
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return topk_op(*args[:-1])
 

@@ -13,6 +13,7 @@ from ...runtime.autograd import apply, plain_eager, refuse_forward_mode, require
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
+from ..cross_entropy.autograd import OnePass
 from ..cross_entropy.common import LossOptions, reduce_losses
 from . import autograd
 from .common import Head, chunk_and_save, loss_terms
@@ -143,8 +144,9 @@ def _planned_loss(call: LossCall) -> Tensor:
             packs = packs_rows(*head, reduction, backend)
             kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
             tensors = (*head, target, weight, divisor)
-            rest = ((*options, plan.chunk), head.wanted, backend)
-            return apply(autograd.LinearOnePass, kind, *tensors, *rest)[0]
+            plan_options = (*options, plan.chunk, *head.wanted, backend)
+            result: Tensor = apply(OnePass, kind, *tensors, plan_options)
+            return result
     classes = len(head.weight)
     chunk, save_logits = chunk_and_save(plan, classes)
     needs_smoothing, needs_entropy = options.label_smoothing > 0, False
@@ -178,7 +180,7 @@ def _composed_cross_entropy(
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     weighs_smoothing = options.label_smoothing and class_weight is not None
-    is_native = logits.is_cpu and options._replace(softcap=0.0).is_in_torch and not weighs_smoothing
+    is_native = logits.is_cpu and not options.has_logz_term() and not weighs_smoothing
     if is_native and current_backend() == "auto" and checks.should_check_values(logits.device):
         refuse_forward_mode(logits)
         try:

@@ -5,7 +5,6 @@ This module says what is done to a chunk. The loops over chunks stand in `chunke
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +15,7 @@ from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
 from ..divergence.reference_chunks import DIVERGENCE_KERNELS
 from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
-from . import chunked
-from .chunked import ChunkKernels
+from .chunked import HeadKernels
 from .common import GradientCoefficients, RowState, RowStatistics
 
 
@@ -153,8 +151,8 @@ def logits_gradient(
     `result` may be the logits themselves. `class_weight` holds the weights of these classes.
     """
     for rows in row_chunks(logits):
-        of_rows = (None if t is None else t[rows] for t in coefficients)
-        dlogits_coef, label_coef, log_coef, smoothing_coef = GradientCoefficients(*of_rows)  # type: ignore[arg-type]
+        dlogits_coef, label_coef = (t[rows] for t in coefficients[:2])
+        log_coef, smoothing_coef = (None if t is None else t[rows] for t in coefficients[2:])
         x = softcapped(logits[rows], softcap)
         exponent = (x - finite_shift(maximum[rows])[:, None]) / temperature
         sums = sumexp[rows, None]
@@ -176,22 +174,13 @@ def logits_gradient(
         result[rows].copy_(torch.where(active[:, None], grad, 0.0))
 
 
-CHUNK_KERNELS = ChunkKernels(
-    accumulate_logits, row_statistics, logits_gradient, one_pass, mean_shares
-)
-
-linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
-linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
-linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS, None)
-linear_logprobs = functools.partial(chunked.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
-linear_logprobs_backward = functools.partial(
-    chunked.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
-)
-linear_topk_logprobs = functools.partial(chunked.linear_topk_logprobs, topk_of_rows)
-linear_divergence = functools.partial(chunked.linear_divergence, DIVERGENCE_KERNELS)
-linear_divergence_backward = functools.partial(
-    chunked.linear_divergence_backward, DIVERGENCE_KERNELS
-)
-linear_divergence_one_pass = functools.partial(
-    chunked.linear_divergence_one_pass, DIVERGENCE_KERNELS
+KERNELS = HeadKernels(
+    accumulate_logits,
+    row_statistics,
+    logits_gradient,
+    one_pass,
+    mean_shares,
+    ENTRY_KERNELS,
+    topk_of_rows,
+    DIVERGENCE_KERNELS,
 )

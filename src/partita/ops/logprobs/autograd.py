@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -26,25 +27,12 @@ def _gpu() -> ModuleType:
     return launch
 
 
-logprobs_op = register.define(
-    by_rows(reference.logprobs),
-    lambda logits, ids, needs_rest: logprobs_fake(logits, ids, needs_rest),
-    gpu=_gpu,
-    check=_check_ids,
-    vmap=all_at_once,
+define_op = functools.partial(register.define, gpu=_gpu, vmap=all_at_once)
+logprobs_op = define_op(by_rows(reference.logprobs), logprobs_fake, check=_check_ids)
+logprobs_backward_op = define_op(
+    by_rows(reference.logprobs_backward, logits=1), lambda logits: torch.empty_like(logits)
 )
-logprobs_backward_op = register.define(
-    by_rows(reference.logprobs_backward, logits=1),
-    lambda logits: torch.empty_like(logits),
-    gpu=_gpu,
-    vmap=all_at_once,
-)
-topk_op = register.define(
-    by_rows(reference.topk_logprobs),
-    lambda logits, k: topk_fake(logits, k),
-    gpu=_gpu,
-    vmap=all_at_once,
-)
+topk_op = define_op(by_rows(reference.topk_logprobs), topk_fake)
 
 
 _logprobs = DifferentiableOp(

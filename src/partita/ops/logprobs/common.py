@@ -97,15 +97,15 @@ class OtherClasses(NamedTuple):
     sumexp: Tensor
 
 
-def logprobs_fake(rows: Tensor, ids: Tensor, rest: bool) -> LogprobRows:
-    """Return the shapes of the results for rows `[..., D]`."""
-    dtype, shape, K = acc_dtype(rows.dtype), rows.shape[:-1], ids.shape[-1]
+def logprobs_fake(logits: Tensor, ids: Tensor, needs_rest: bool) -> LogprobRows:
+    """Return the shapes of the results for rows of logits, or of hidden states."""
+    dtype, shape, K = acc_dtype(logits.dtype), logits.shape[:-1], ids.shape[-1]
     return LogprobRows(
-        logprobs=rows.new_empty((*shape, K + 1 if rest else K), dtype=dtype),
-        entries=rows.new_empty((*shape, K), dtype=dtype),
-        maximum=rows.new_empty(shape, dtype=dtype),
-        sumexp=rows.new_empty(shape, dtype=dtype),
-        rest=rows.new_empty((*shape, 2 if rest else 0), dtype=dtype),
+        logprobs=logits.new_empty((*shape, K + 1 if needs_rest else K), dtype=dtype),
+        entries=logits.new_empty((*shape, K), dtype=dtype),
+        maximum=logits.new_empty(shape, dtype=dtype),
+        sumexp=logits.new_empty(shape, dtype=dtype),
+        rest=logits.new_empty((*shape, 2 if needs_rest else 0), dtype=dtype),
     )
 
 
@@ -170,16 +170,16 @@ def other_classes(
     return OtherClasses(factor, rest_maximum.contiguous(), rest_sumexp)
 
 
-def topk_fake(rows: Tensor, k: int) -> TopKRows:
-    """Return the shapes of the results for rows `[..., D]`."""
-    dtype, shape = acc_dtype(rows.dtype), rows.shape[:-1]
+def topk_fake(logits: Tensor, k: int) -> TopKRows:
+    """Return the shapes of the results for rows of logits, or of hidden states."""
+    dtype, shape = acc_dtype(logits.dtype), logits.shape[:-1]
     return TopKRows(
-        logprobs=rows.new_empty((*shape, k), dtype=dtype),
-        indices=rows.new_empty((*shape, k), dtype=torch.int64),
-        logsumexp=rows.new_empty(shape, dtype=dtype),
-        entries=rows.new_empty((*shape, k), dtype=dtype),
-        maximum=rows.new_empty(shape, dtype=dtype),
-        sumexp=rows.new_empty(shape, dtype=dtype),
+        logprobs=logits.new_empty((*shape, k), dtype=dtype),
+        indices=logits.new_empty((*shape, k), dtype=torch.int64),
+        logsumexp=logits.new_empty(shape, dtype=dtype),
+        entries=logits.new_empty((*shape, k), dtype=dtype),
+        maximum=logits.new_empty(shape, dtype=dtype),
+        sumexp=logits.new_empty(shape, dtype=dtype),
     )
 
 

@@ -14,6 +14,7 @@ from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from ...runtime.sizes import same_sizes
+from ..ctc.common import reduce_losses
 from . import autograd as _rnnt
 from .arguments import (
     checked_durations,
@@ -23,7 +24,7 @@ from .arguments import (
     node_options,
     sequences_of,
 )
-from .common import NO_DURATIONS, REDUCTIONS, reduce_losses
+from .common import NO_DURATIONS, REDUCTIONS
 
 
 class RNNTAlignment(NamedTuple):
@@ -259,7 +260,6 @@ def tdt_loss(
     )
     nodes = (blank, numbers, True, False, sigma, 0.0)
     losses = _rnnt.losses_of(inputs, nodes, (0.0, 0.0, False), current_backend())
-    reduction = "mean_length" if reduction == "mean" else reduction
     return reduce_losses(losses, inputs[-1], reduction)
 
 

@@ -29,6 +29,7 @@ from ...runtime.autograd import (
     takes,
 )
 from ...runtime.dtypes import acc_dtype
+from ..ctc.common import reduce_losses
 from . import reference
 from .common import (
     JointInputs,
@@ -36,7 +37,6 @@ from .common import (
     NodeOptions,
     loss_factors,
     node_mask,
-    reduce_losses,
 )
 from .joint import chunk_logits, joint_hidden
 

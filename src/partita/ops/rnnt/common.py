@@ -106,23 +106,6 @@ def node_mask(steps: Tensor, labels: Tensor, first: int, T: int, U1: int) -> Ten
     return (t < steps[:, None])[:, :, None] & (u <= labels[:, None])[:, None]
 
 
-def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
-    """Reduce the losses of the sequences, `[B]`.
-
-    `mean_batch` is the mean, `mean_length` the mean of loss / target length, and `mean_volume` the
-    sum of the losses over the sum of the target lengths.
-    """
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    if reduction == "mean_batch":
-        return losses.mean()
-    if reduction == "mean_length":
-        return (losses / target_lengths.clamp(min=1)).mean()
-    return losses.sum() / target_lengths.sum().clamp(min=1)
-
-
 def posteriors_of_kinds(posteriors: Tensor, K: int) -> Tensor:
     """Return what the gradients need of the posteriors of the arcs, `[A, ...]`, blanks first.
 
@@ -141,7 +124,7 @@ def loss_factors(ones: Tensor, target_lengths: Tensor, reduction: str) -> Tensor
         return ones
     if reduction == "mean_batch":
         return ones / ones.shape[0]
-    if reduction == "mean_length":
+    if reduction == "mean":
         return ones / target_lengths.clamp(min=1) / ones.shape[0]
     return ones / target_lengths.sum().clamp(min=1)
 

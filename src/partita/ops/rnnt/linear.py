@@ -13,11 +13,12 @@ from ...runtime.autograd import apply, refuse_forward_mode, requires_grad, top_t
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
+from ..ctc.common import reduce_losses
 from ..linear_heads.common import cast_to_autocast
 from ..linear_heads.plan import check_budget
 from .arguments import checked_durations, class_index, node_options, sequences_of
 from .autograd import TENSORS, LinearLoss, losses_of_joint
-from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS, reduce_losses
+from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS
 from .plan import joint_chunks
 
 
@@ -88,8 +89,8 @@ def _loss(
     if durations is not None:
         chosen = checked_durations(durations, len(named["duration_weight"]))
     options = (activation, class_index(*blank, V), chosen, True, *numbers)
-    if reduction == "mean":
-        reduction = "mean_batch" if durations is None else "mean_length"
+    if reduction == "mean" and durations is None:
+        reduction = "mean_batch"
     backend, tensors = current_backend(), (*cast, *(None,) * (TENSORS - len(cast)))
     refuse_forward_mode(*tensors)
     if top_transform() is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -31,17 +32,16 @@ def _gpu() -> ModuleType:
     return launch
 
 
-softmax_op = register.define(
+define_op = functools.partial(register.define, gpu=_gpu)
+softmax_op = define_op(
     reference.over_any_dim(by_rows(reference.softmax)),
     lambda input, dtype: torch.empty_like(input, dtype=dtype),
-    gpu=_gpu,
     vmap=_softmax_vmap,
 )
-softmax_backward_op = register.define(
+softmax_backward_op = define_op(
     reference.over_any_dim(by_rows(reference.softmax_gradient, logits=1)),
     lambda output, dtype: torch.empty_like(output, dtype=dtype),
     name="softmax_backward",
-    gpu=_gpu,
     vmap=_softmax_vmap,
 )
 
@@ -51,16 +51,10 @@ def _logsumexp_fake(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return input.new_empty(input.shape[:-1], dtype=dtype), maximum, torch.empty_like(maximum)
 
 
-logsumexp_op = register.define(
-    by_rows(reference.logsumexp),
-    _logsumexp_fake,
-    gpu=_gpu,
-    vmap=all_at_once,
-)
-logsumexp_backward_op = register.define(
+logsumexp_op = define_op(by_rows(reference.logsumexp), _logsumexp_fake, vmap=all_at_once)
+logsumexp_backward_op = define_op(
     by_rows(reference.logsumexp_backward, logits=1),
     lambda input: torch.empty_like(input),
-    gpu=_gpu,
     vmap=all_at_once,
 )
 

@@ -6,6 +6,7 @@ merges them into the same statistics, bit for bit.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -69,29 +70,19 @@ def _gpu() -> ModuleType:
     return launch
 
 
-parallel_state = register.define(
-    reference.parallel_state,
-    _state_fake,
-    name="parallel_state",
-    gpu=_gpu,
-)
-parallel_fields = register.define(
+define_op = functools.partial(register.define, gpu=_gpu)
+parallel_state = define_op(reference.parallel_state, _state_fake, name="parallel_state")
+parallel_fields = define_op(
     reference.parallel_fields,
     lambda gathered, needs_smoothing, needs_entropy: empty_statistics(
         gathered, gathered.shape[2], needs_smoothing, needs_entropy
     ),
-    gpu=_gpu,
 )
-parallel_coefficients = register.define(
-    reference.parallel_coefficients,
-    _coefficients_fake,
-    gpu=_gpu,
-)
-parallel_gradient = register.define(
+parallel_coefficients = define_op(reference.parallel_coefficients, _coefficients_fake)
+parallel_gradient = define_op(
     reference.parallel_gradient,
     lambda logits: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     name="parallel_gradient",
-    gpu=_gpu,
 )
 
 

@@ -125,8 +125,8 @@ class ParallelLogprobs(torch.autograd.Function):
         shard: VocabShard,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        needs_smoothing, needs_entropy = False, True
-        options = RowOptions(temperature, softcap, NO_LABEL, needs_smoothing, needs_entropy)
+        numbers = (temperature, softcap, NO_LABEL)
+        options = RowOptions(*numbers, needs_smoothing=False, needs_entropy=True)
         no_label = ids.new_full((len(ids),), NO_LABEL)
         of_rows = (no_label, None, shard.first_class, *options, 0, False, backend)
         state, _ = parallel_state(logits, None, None, *of_rows)

@@ -19,7 +19,7 @@ from ...runtime.autograd import apply
 from ...runtime.backend import current_backend, resolve
 from ...runtime.register import PLAIN
 from ..cross_entropy.api import TokenStats
-from ..cross_entropy.autograd import OnePassLoss, RowsOnePass
+from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..cross_entropy.common import LossOptions
 from ..linear_heads.common import RowOptions, checked_head, chunk_and_save, loss_terms
 from ..linear_heads.plan import linear_cross_entropy_plan
@@ -52,8 +52,7 @@ class ParallelLossArguments(NamedTuple):
     def row_options(self) -> RowOptions:
         """The options of the statistics that the loss needs."""
         ignore_index, smoothing, softcap, *_ = self.options
-        needs_smoothing, needs_entropy = smoothing > 0, False
-        return RowOptions(1.0, softcap, ignore_index, needs_smoothing, needs_entropy)
+        return RowOptions(1.0, softcap, ignore_index, smoothing > 0, needs_entropy=False)
 
 
 def check_labels(
@@ -175,8 +174,8 @@ def local_token_stats(
     checks.python_int("ignore_index", ignore_index)
     check_labels(logits, target, None, shard, ignore_index)
     checks.shape("target", target, logits.shape[:-1], "logits without its classes")
-    needs_smoothing, needs_entropy = False, True
-    options = RowOptions(float(temperature), 0.0, ignore_index, needs_smoothing, needs_entropy)
+    numbers = (float(temperature), 0.0, ignore_index)
+    options = RowOptions(*numbers, needs_smoothing=False, needs_entropy=True)
     rows, labels = contiguous_classes(logits[None].flatten(0, -2)), target.reshape(-1).long()
     found = logits_statistics(rows, labels, None, shard, options)
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
@@ -207,8 +206,8 @@ def one_pass_loss(input: Tensor, target: Tensor, arguments: ParallelLossArgument
         return None
     if group_slots(logits, shard) is None:
         return None
-    call = OnePassOptions(shard, options, current_backend())
-    return apply(RowsOnePass, ONE_PASS, logits, labels.contiguous(), call)
+    call = (shard, options, current_backend())
+    return apply(OnePass, ONE_PASS, logits, labels.contiguous(), call)
 
 
 def group_slots(logits: Tensor, shard: VocabShard) -> SharedSlots | None:
@@ -218,16 +217,8 @@ def group_slots(logits: Tensor, shard: VocabShard) -> SharedSlots | None:
     return shared_slots(group, logits.device, slots)
 
 
-class OnePassOptions(NamedTuple):
-    """The options of `parallel_one_pass`, and the backend."""
-
-    shard: VocabShard
-    options: LossOptions
-    backend: str
-
-
 def _loss_and_gradient(
-    logits: Tensor, target: Tensor, call: OnePassOptions
+    logits: Tensor, target: Tensor, call: tuple[VocabShard, LossOptions, str]
 ) -> tuple[Tensor, Tensor]:
     """Return the reduced loss and the gradient of this rank's logits.
 
@@ -235,10 +226,11 @@ def _loss_and_gradient(
     """
     from .gpu.launch import parallel_one_pass
 
-    shared = group_slots(logits, call.shard)
+    shard, options, _ = call
+    shared = group_slots(logits, shard)
     assert shared is not None
     memory = shared.memory_of_next_call(logits.device)
-    rest = (shared.max_polls, call.shard.sizes, call.shard.rank, call.options)
+    rest = (shared.max_polls, shard.sizes, shard.rank, options)
     return parallel_one_pass(logits, target, memory, *rest)
 
 

@@ -22,6 +22,12 @@ def finite_shift(maximum):
 
 
 @triton.jit
+def weighted(weight, value):
+    """Return weight * value in fp64, with 0 for a weight of 0 and any value."""
+    return tl.where(weight == 0.0, 0.0, weight.to(tl.float64) * value)
+
+
+@triton.jit
 def exp(x):
     """Return e**x.
 
@@ -68,13 +74,8 @@ def divide(a, b):
 
 @triton.jit
 def reciprocal(b):
-    """Return 1 / b with one correction step, as in `divide`."""
-    inverse = 1.0 / b
-    if b.dtype == tl.float64:
-        return inverse
-    else:
-        corrected = tl.fma(tl.fma(-b, inverse, 1.0), inverse, inverse)
-        return tl.where(corrected == corrected, corrected, inverse)
+    """Return 1 / b with one correction step."""
+    return divide(1.0, b)
 
 
 @triton.jit
@@ -178,9 +179,30 @@ def tanh(x):
 
 
 @triton.jit
-def apply_softcap(x, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return soft-capped logits. The caller has to restore the -inf of masked classes."""
-    if HAS_SOFTCAP:
+def apply_softcap(x, softcap):
+    """Return logits with a soft-cap or None. The caller restores the -inf of masked classes."""
+    if softcap is not None:
         return softcap * tanh(x / softcap)
     else:
         return x
+
+
+@triton.jit
+def capped_logits(logits, mask, softcap, ACC_DTYPE: tl.constexpr):
+    """Return logits in the dtype of the arithmetic, soft-capped, and -inf outside of the mask.
+
+    Those outside of the mask were loaded as -inf.
+    """
+    x = logits.to(ACC_DTYPE)
+    if softcap is not None:
+        x = tl.where(mask, apply_softcap(x, softcap), -float("inf"))
+    return x
+
+
+@triton.jit
+def through_softcap(grad, x, softcap):
+    """Return the gradient of logits, given that of their soft-capped values x."""
+    if softcap is not None:
+        return grad * (1.0 - (x / softcap) * (x / softcap))
+    else:
+        return grad

@@ -20,25 +20,34 @@ def checked_length(lengths_ptr, n, T, LEAST: tl.constexpr, otherwise):
 
 
 @triton.jit
+def load_length(lengths_ptr, n, T, LEAST: tl.constexpr = 0, otherwise=0):
+    """Return the length of sequence n and 0.0; for one out of range, `otherwise` and NaN.
+
+    Without lengths it is T. A kernel adds the second value to its results, so that an invalid
+    length makes them NaN.
+    """
+    if lengths_ptr is None:
+        return T, 0.0
+    else:
+        length, invalid = checked_length(lengths_ptr, n, T, LEAST, otherwise)
+        return length, tl.where(invalid, float("nan"), 0.0)
+
+
+@triton.jit
 def load_streaming(ptr, mask, other, STREAM: tl.constexpr):
     """Load values that are not read again.
 
     With STREAM, for rows that programs share, they leave the cache to the exchange slots and to the
     loads in flight of other programs.
     """
-    if STREAM:
-        return tl.load(ptr, mask=mask, other=other, eviction_policy="evict_first")
-    else:
-        return tl.load(ptr, mask=mask, other=other)
+    return tl.load(ptr, mask=mask, other=other, eviction_policy="evict_first" if STREAM else "")
 
 
 @triton.jit
 def store_streaming(ptr, value, mask, STREAM: tl.constexpr):
     """Store values that are not read soon, rounded to the dtype of the memory."""
-    if STREAM:
-        tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
-    else:
-        tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
+    value = value.to(ptr.dtype.element_ty)
+    tl.store(ptr, value, mask=mask, cache_modifier=".cs" if STREAM else "")
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""The running statistics of rows that are read in blocks, one for each lane.
+"""The rows of a program, and the running statistics of rows that are read in blocks.
 
-A lane is a thread, if `RowPlan.lanes` says that each thread reads its own vectors of a row. Then no
-thread waits for another inside the loop, and the lanes are merged once after it. If there is one
-lane, it stands for the whole row.
+There is one of each statistic for each lane. A lane is a thread, if `RowPlan.lanes` says that each
+thread reads its own vectors of a row. Then no thread waits for another inside the loop, and the
+lanes are merged once after it. If there is one lane, it stands for the whole row.
 
 With `slope` = log2(e) / temperature, the exponentials are 2**u, u = slope (x - maximum).
 """
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .math import apply_softcap, finite_shift
+from .math import capped_logits, finite_shift
 from .memory import aligned_start, edge_columns, row_span
 from .sync import arrives_last, load_pairs, store_pair
 
 EDGE_BLOCK = tl.constexpr(0x3FFFFFFF)  # stands for the classes outside of a row's aligned vectors
+NOT_FOUND = tl.constexpr(0x7FFFFFFF)  # the class where no logit equals the maximum, which is NaN
 
 
 class ProgramRows(NamedTuple):
@@ -51,6 +52,28 @@ class ProgramRows(NamedTuple):
     last: Any
 
 
+class RowTile(NamedTuple):
+    """The rows and classes that a program reads at once.
+
+    Fields:
+        batch: the batch.
+        span: the index of the block of classes.
+        row: the rows, [ROWS].
+        column: the classes, [1, BLOCK_V].
+        index: the rows among those of all batches, [ROWS].
+        row_mask: which of the rows exist, [ROWS].
+        mask: which of the logits exist, [ROWS, BLOCK_V].
+    """
+
+    batch: Any
+    span: Any
+    row: Any
+    column: Any
+    index: Any
+    row_mask: Any
+    mask: Any
+
+
 class RunningState(NamedTuple):
     """The statistics of the classes that were read: of lanes, [ROWS, LANES], or of rows, [ROWS].
 
@@ -77,28 +100,35 @@ def program_rows(x, rows, classes, splits, span, VEC: tl.constexpr, ROWS: tl.con
     split = (tl.program_id(0) % splits).to(tl.int64)
     block = tl.program_id(0) // splits
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    first = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS
-    start = batch * x.batch + first * x.row
+    first_row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS
+    start = batch * x.batch + first_row * x.row
     head, body = row_span(start, classes, VEC)
-    row = first + tl.arange(0, ROWS)
+    row = first_row + tl.arange(0, ROWS)
     ptrs = x.ptr + batch * x.batch + row * x.row
     steps = tl.arange(0, ROWS).to(tl.int64)[:, None] * x.row
     vectors = x.ptr + aligned_start(start, VEC) + steps
-    last = tl.minimum((split + 1) * span, classes)
+    first, last = split * span, tl.minimum((split + 1) * span, classes)
+    index, mask = batch * rows + row, row < rows
     return ProgramRows(
-        batch * rows + row,
-        row < rows,
-        batch,
-        row,
-        ptrs,
-        vectors,
-        classes,
-        head,
-        body,
-        split,
-        split * span,
-        last,
+        index, mask, batch, row, ptrs, vectors, classes, head, body, split, first, last
     )
+
+
+@triton.jit
+def locate_tile(rows, classes, spans, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Return the tile of this program, if the classes are cut into `spans` blocks."""
+    block, span = tl.program_id(0) // spans, tl.program_id(0) % spans
+    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
+    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (span.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
+    mask = (row < rows)[:, None] & (column < classes)
+    return RowTile(batch, span, row, column, batch * rows + row, row < rows, mask)
+
+
+@triton.jit
+def tile_ptrs(x, tile):
+    """Return the addresses of the classes of a tile in `StridedRows`, [ROWS, BLOCK_V]."""
+    return x.ptr + tile.batch * x.batch + tile.row[:, None] * x.row + tile.column * x.column
 
 
 @triton.jit
@@ -203,24 +233,9 @@ def merge_lanes(state, slope):
         maximum,
         tl.sum(moved.total, axis=1),
         tl.sum(moved.sum_x_exp, axis=1),
-        tl.min(tl.where(is_maximum, state.argmax, 0x7FFFFFFF), axis=1),
+        tl.min(tl.where(is_maximum, state.argmax, NOT_FOUND), axis=1),
         tl.sum(moved.weight, axis=1),
         tl.sum(moved.loss, axis=1),
-    )
-
-
-@triton.jit
-def combined(state, other, slope):
-    """Return the statistics of the classes of two states; the first one's arg-max among equals."""
-    maximum = tl.maximum(state.maximum, other.maximum)
-    a, b = rescaled(state, maximum, slope), rescaled(other, maximum, slope)
-    return RunningState(
-        maximum,
-        a.total + b.total,
-        a.sum_x_exp + b.sum_x_exp,
-        tl.where(other.maximum > state.maximum, other.argmax, state.argmax),
-        a.weight + b.weight,
-        a.loss + b.loss,
     )
 
 
@@ -235,52 +250,54 @@ def merge_programs(
     WEIGHTS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Return the statistics of a row from those of its parts, and whether this program has them.
+    """Return the statistics of rows, and the mask of the rows that this program stores.
 
-    The program that arrives last has. Each row has a counter and, for each program, a slot for
-    maximum and total, one for entropy and arg-max and one for the weights, if these are wanted.
+    Where there are slots, programs share a row, and the one that arrives last merges its parts.
+    Each row has a counter and, for each program, a slot for maximum and total, one for entropy and
+    arg-max and one for the weights, if these are wanted.
     """
-    SLOTS: tl.constexpr = 1 + ENTROPY + WEIGHTS
-    slots_ptr += tl.sum(at.index, axis=0) * (1 + SLOTS * splits)
-    counter_ptr, slots_ptr, split = slots_ptr, slots_ptr + 1, at.split
-    weights_ptr = slots_ptr + (SLOTS - 1) * splits
-    if ENTROPY:
-        argmax = tl.sum(state.argmax, axis=0).to(tl.float32, bitcast=True)
-        sum_x_exp = tl.sum(state.sum_x_exp, axis=0).to(tl.float32)
-        store_pair(slots_ptr + splits, split, sum_x_exp, argmax)
-    if WEIGHTS:
-        loss = tl.sum(state.loss, axis=0).to(tl.float32)
-        store_pair(weights_ptr, split, tl.sum(state.weight, axis=0).to(tl.float32), loss)
-    maximum, total = tl.sum(state.maximum, axis=0), tl.sum(state.total, axis=0).to(tl.float32)
-    store_pair(slots_ptr, split, maximum, total)
-    is_last = arrives_last(counter_ptr, splits)
-    # The parts are merged as lanes are, [1, BLOCK_SPLITS].
-    valid = tl.arange(0, BLOCK_SPLITS)[None, :] < splits
-    maxima, totals = load_pairs(slots_ptr, splits, BLOCK_SPLITS)
-    zeros = tl.zeros([BLOCK_SPLITS], tl.float32)
-    sums_x_exp, argmaxima, weights, losses = zeros, zeros, zeros, zeros
-    if ENTROPY:
-        sums_x_exp, argmaxima = load_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
-    if WEIGHTS:
-        weights, losses = load_pairs(weights_ptr, splits, BLOCK_SPLITS)
-    parts = RunningState(
-        tl.where(valid, maxima, -float("inf")),
-        tl.where(valid, totals, 0.0).to(tl.float64),
-        tl.where(valid, sums_x_exp, 0.0).to(tl.float64),
-        tl.where(valid, argmaxima.to(tl.int32, bitcast=True), 0x7FFFFFFF),
-        tl.where(valid, weights, 0.0).to(tl.float64),
-        tl.where(valid, losses, 0.0).to(tl.float64),
-    )
-    return merge_lanes(parts, slope), is_last
+    if slots_ptr is None:
+        return state, at.mask
+    else:
+        SLOTS: tl.constexpr = 1 + ENTROPY + WEIGHTS
+        slots_ptr += tl.sum(at.index, axis=0) * (1 + SLOTS * splits)
+        counter_ptr, slots_ptr, split = slots_ptr, slots_ptr + 1, at.split
+        weights_ptr = slots_ptr + (SLOTS - 1) * splits
+        if ENTROPY:
+            argmax = tl.sum(state.argmax, axis=0).to(tl.float32, bitcast=True)
+            sum_x_exp = tl.sum(state.sum_x_exp, axis=0).to(tl.float32)
+            store_pair(slots_ptr + splits, split, sum_x_exp, argmax)
+        if WEIGHTS:
+            loss = tl.sum(state.loss, axis=0).to(tl.float32)
+            store_pair(weights_ptr, split, tl.sum(state.weight, axis=0).to(tl.float32), loss)
+        maximum, total = tl.sum(state.maximum, axis=0), tl.sum(state.total, axis=0).to(tl.float32)
+        store_pair(slots_ptr, split, maximum, total)
+        is_last = arrives_last(counter_ptr, splits)
+        # The parts are merged as lanes are, [1, BLOCK_SPLITS].
+        valid = tl.arange(0, BLOCK_SPLITS)[None, :] < splits
+        maxima, totals = load_pairs(slots_ptr, splits, BLOCK_SPLITS)
+        zeros = tl.zeros([BLOCK_SPLITS], tl.float32)
+        sums_x_exp, argmaxima, weights, losses = zeros, zeros, zeros, zeros
+        if ENTROPY:
+            sums_x_exp, argmaxima = load_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
+        if WEIGHTS:
+            weights, losses = load_pairs(weights_ptr, splits, BLOCK_SPLITS)
+        parts = RunningState(
+            tl.where(valid, maxima, -float("inf")),
+            tl.where(valid, totals, 0.0).to(tl.float64),
+            tl.where(valid, sums_x_exp, 0.0).to(tl.float64),
+            tl.where(valid, argmaxima.to(tl.int32, bitcast=True), NOT_FOUND),
+            tl.where(valid, weights, 0.0).to(tl.float64),
+            tl.where(valid, losses, 0.0).to(tl.float64),
+        )
+        return merge_lanes(parts, slope), at.mask & is_last
 
 
 @triton.jit
 def load_capped(pointers, mask, softcap, ACC_DTYPE: tl.constexpr):
     """Load logits, soft-capped if there is a soft-cap, -inf outside of the mask."""
-    x = tl.load(pointers, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    if softcap is not None:
-        x = tl.where(mask, apply_softcap(x, softcap, True), -float("inf"))
-    return x
+    logits = tl.load(pointers, mask=mask, other=-float("inf"))
+    return capped_logits(logits, mask, softcap, ACC_DTYPE)
 
 
 @triton.jit
@@ -301,11 +318,8 @@ def add_classes(
 ):
     """Load a block of classes, with their weights, and add it to the state of the lanes."""
     x = load_capped(x_ptrs, mask, softcap, state.maximum.dtype)
-    if weigh is None:
-        return add_block(state, x, block, None, slope, ENTROPY, EXACT, VECTOR)
-    else:
-        q = weigh(options, at, column, mask)
-        return add_block(state, x, block, q, slope, ENTROPY, EXACT, VECTOR)
+    q = None if weigh is None else weigh(options, at, column, mask)
+    return add_block(state, x, block, q, slope, ENTROPY, EXACT, VECTOR)
 
 
 @triton.jit

@@ -19,10 +19,7 @@ from torch import Tensor
 
 from ...runtime.caches import register_cache
 from ...runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype, zeroed_words
-from .target import Target, target_of
-
-# Programs that may wait for one another: far fewer than any supported GPU keeps resident.
-MAX_SPLITS = 64
+from .target import MAX_SPLITS, Target, target_of
 
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
@@ -108,16 +105,7 @@ def row_view(dim: int, *tensors: Tensor) -> RowView | None:
 
     It is None if the dimensions other than `dim` do not merge into two.
     """
-    shape = tensors[0].shape
-    if len(shape) == 2:  # the usual case, in less time than a cache takes for a new shape
-        rows, classes = shape if dim % 2 else shape[::-1]
-        has_rows, has_all = rows > 1, rows * classes > 0
-        strides = []
-        for tensor in tensors:
-            outer, inner = tensor.stride() if dim % 2 else tensor.stride()[::-1]
-            strides.append((0, outer * has_rows, inner) if has_all else (0, 0, 1))
-        return RowView(tensors, 1, rows, classes, tuple(strides))
-    merged = _merge(dim, shape, tuple([t.stride() for t in tensors]))
+    merged = _merge(dim, tensors[0].shape, tuple([t.stride() for t in tensors]))
     return None if merged is None else RowView(tensors, *merged)
 
 
@@ -234,34 +222,22 @@ class RowShape(NamedTuple):
 
 def shape_of(view: RowView, operands: int = 1) -> RowShape:
     """Return the shape of a launch whose programs hold the first `operands` tensors."""
-    sizes = [t.element_size() for t in view.tensors]
-    starts = 0
-    for t in view.tensors:
-        starts |= t.data_ptr()
+    sizes, strides = [t.element_size() for t in view.tensors], view.strides
+    rows_are_aligned = not any(
+        stride[1] * size % 16 for stride, size in zip(strides, sizes, strict=True)
+    )
+    # Common vectors serve tensors that start on 16 bytes and have the same strides.
+    has_vectors = strides.count(strides[0]) == len(strides) and not any(
+        t.data_ptr() % 16 for t in view.tensors
+    )
     return RowShape(
-        view.batches * view.rows,
-        view.classes,
-        max(sizes[:operands]),
-        *_layout(view.batches, view.classes, view.strides, tuple(sizes), starts % 16 == 0),
+        rows=view.batches * view.rows,
+        classes=view.classes,
+        itemsize=max(sizes[:operands]),
+        contiguous=view.classes <= 1 or all(stride[2] == 1 for stride in strides),
+        aligned=view.batches > 1 or rows_are_aligned or not has_vectors,
+        single=view.batches == 1,
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout(
-    batches: int,
-    classes: int,
-    strides: tuple[Strides, ...],
-    sizes: tuple[int, ...],
-    starts_aligned: bool,
-) -> tuple[bool, bool, bool]:
-    """Return the fields `contiguous`, `aligned` and `single` of a `RowShape`."""
-    rows_aligned = all(
-        stride[1] * size % 16 == 0 for stride, size in zip(strides, sizes, strict=True)
-    )
-    same_offsets = starts_aligned and all(stride == strides[0] for stride in strides)
-    contiguous = classes <= 1 or all(stride[2] == 1 for stride in strides)
-    aligned = batches > 1 or (starts_aligned and rows_aligned) or not same_offsets
-    return contiguous, aligned, batches == 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -418,7 +394,6 @@ def launch_reduction(
         rows=view.rows,
         splits=plan.splits,
         span=cdiv(cdiv(view.classes, plan.splits), plan.block) * plan.block,
-        SHARED=plan.splits > 1,
         BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
         VEC=plan.vector,
         LANES=plan.lanes(tensor.element_size()),
@@ -457,7 +432,6 @@ def exchange_slots(view: RowView, splits: int) -> Tensor | None:
     return zeroed_words(view.tensors[0].device, exchange_words(view, splits))[0]
 
 
-@functools.lru_cache(maxsize=4096)
 def tile_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constexpr arguments of kernels with a plan of kind `tile` or `loop`."""
     return {
@@ -481,7 +455,5 @@ def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
 
 
 register_cache("primitives.row_plan.merged_dims", _merge.cache_clear)
-register_cache("primitives.row_plan.layouts", _layout.cache_clear)
 register_cache("primitives.row_plan.row_plans", row_plan.cache_clear)
 register_cache("primitives.row_plan.reduce_plans", reduce_plan.cache_clear)
-register_cache("primitives.row_plan.tile_options", tile_options.cache_clear)

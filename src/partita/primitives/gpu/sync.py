@@ -66,16 +66,10 @@ def collect_pairs(slots_ptr, splits, BLOCK_SPLITS: tl.constexpr):
 
 
 @triton.jit
-def exchange_pairs(slots_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
-    """Give a pair to the programs that share the row, and return all pairs, [BLOCK_SPLITS] each."""
-    store_pair(slots_ptr, split, first, second)
-    return collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
-
-
-@triton.jit
 def exchange_normalizer(slots_ptr, split, splits, maximum, total, BLOCK_SPLITS: tl.constexpr):
     """Return a row's finite maximum and sum of exponentials, given those of this program's part."""
-    maxima, sums = exchange_pairs(slots_ptr, split, splits, maximum, total, BLOCK_SPLITS)
+    store_pair(slots_ptr, split, maximum, total)
+    maxima, sums = collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
     maximum, total = merge_normalizers(maxima, sums, tl.arange(0, BLOCK_SPLITS) < splits)
     return finite_shift(maximum), total
 
@@ -83,7 +77,8 @@ def exchange_normalizer(slots_ptr, split, splits, maximum, total, BLOCK_SPLITS: 
 @triton.jit
 def exchange_sums(slots_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
     """Return the sums of two numbers over the programs that share a row."""
-    firsts, seconds = exchange_pairs(slots_ptr, split, splits, first, second, BLOCK_SPLITS)
+    store_pair(slots_ptr, split, first, second)
+    firsts, seconds = collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
     valid = tl.arange(0, BLOCK_SPLITS) < splits
     first = tl.sum(tl.where(valid, firsts, 0.0), axis=0)
     return first, tl.sum(tl.where(valid, seconds, 0.0), axis=0)

@@ -13,6 +13,8 @@ import torch
 from ...runtime.backend import interpreting
 from ...runtime.caches import register_cache
 
+MAX_SPLITS = 64  # programs that may wait for one another: fewer than any GPU keeps resident
+
 
 class Target(NamedTuple):
     """A model of GPU.

@@ -14,7 +14,6 @@ from ...ops.ctc_crf.api import ctc_crf_loss
 from ...ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from ...ops.rnnt.api import rnnt_align, rnnt_loss, tdt_align, tdt_loss
 from ...ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
-from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes, past_lengths, together, without
 
 CTC = {"steps": 6, "batch": 3, "classes": 4, "labels": 2}
@@ -31,9 +30,7 @@ USUAL_CRF = {
 CHECKED_CRF = ({"steps": 19, "batch": 1, "labels": 6, "states": 64, "bases": 4},)
 SEARCH = {"steps": 6, "batch": 3, "classes": 4}
 USUAL_SEARCH = {"steps": (500,), "batch": (16,), "classes": (5, 32, 1024)}
-of_paths = partial(
-    Call, numba=True, scale=None, forward=Bound(8.0, 1e-6), backward=Bound(8.0, 4e-6)
-)
+of_paths = partial(Call, numba=True, forward=Bound(8.0, 1e-6), backward=Bound(8.0, 4e-6))
 
 
 def sequences(draw: Draw, sizes: Sizes, names: tuple[str, str], blank: int = 0) -> Inputs:
@@ -312,7 +309,6 @@ CALLS = (
         ctc_loss,
         options=CTC_LOSS,
         rows=(0,),
-        in_torch=in_torch.ctc_loss,
         checked=CHECKED_CTC,
     ),
     _ctc_call(

@@ -12,12 +12,11 @@ from torch import Tensor
 from ...runtime.backend import backend
 from ..budget import Scale
 from ..compare import Errors, contract_errors
-from ..inputs import VALUES
+from ..inputs import LAYOUTS, VALUES, Layout, inf_rows
 
 Sizes = Mapping[str, int]
 Inputs = dict[str, Any]
 Values = Literal["plain", "offset", "wide", "huge", "equal", "masked", "inf_rows"]
-Layout = Literal["contiguous", "reversed", "framed", "every_other"]
 
 HALF, SINGLE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
 ALL_DTYPES = (*HALF, *SINGLE)
@@ -75,7 +74,7 @@ class Draw:
         """Draw logits, scores or hidden states; `plain` ones are finite numbers near 0."""
         x = self.plain(self.dtype, *shape)
         x = x if plain else _VALUES[self.values](x)
-        return _LAYOUTS[self.layout](x).requires_grad_(self.grad)
+        return LAYOUTS[self.layout](x).requires_grad_(self.grad)
 
     def beside(self, *shape: int, grad: bool = True) -> Tensor:
         """Draw finite numbers of the second dtype, which are not those of `scores`."""
@@ -119,34 +118,11 @@ def _masked(x: Tensor) -> Tensor:
     return x.masked_fill((places % 5 == 2) & (places % max(x.shape[-1], 1) != 0), -torch.inf)
 
 
-def _inf_rows(x: Tensor) -> Tensor:
-    x[1::2] = -torch.inf
-    return x
-
-
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     **VALUES,
     "masked": _masked,
-    "inf_rows": _inf_rows,
+    "inf_rows": inf_rows,
 }
-
-
-def _framed(x: Tensor) -> Tensor:
-    frame = x.new_full([size + 2 for size in x.shape], torch.nan)
-    inner = tuple(slice(1, size + 1) for size in x.shape)
-    frame[inner] = x
-    return frame[inner]
-
-
-_LAYOUTS: dict[Layout, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "reversed": lambda x: (
-        x.permute(*range(x.ndim)[::-1]).contiguous().permute(*range(x.ndim)[::-1])
-    ),
-    "framed": _framed,
-    "every_other": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-}
-
 Option = Mapping[str, Any] | Callable[[Draw, Sizes], Mapping[str, Any]]
 
 
@@ -186,13 +162,12 @@ class Call:
         batch: the dimension of each input that counts rows or sequences, by name.
         rows: that dimension in each result. A result depends on its own row alone, bit for bit.
         uncounted: returns masks of the elements of inputs that do not count, by name.
-        in_torch: the same function in plain PyTorch, if that is a few lines.
+        in_torch: the same function of rows in plain PyTorch, whose errors bound those of ours.
         forward, backward: the bounds of results and gradients.
         rounds: whether a product is rounded to the dtype of its factors on the way.
-        scale, grad_scale: the scales of `ulp_error` for a comparison with `in_torch`; None for
-            paths, whose bounds do not follow PyTorch's errors. That of gradients may be a function
-            of the inputs.
-        checked: sizes at which `partita check` compares with `in_torch`.
+        scale, grad_scale: the scales of `ulp_error` for a comparison with `in_torch`. That of
+            gradients may be a function of the inputs.
+        checked: larger sizes at which `partita check` compares.
         second_derivatives: whether they exist.
     """
 
@@ -214,8 +189,8 @@ class Call:
     forward: Bound = EXACT
     backward: Bound = EXACT
     rounds: bool = False
-    scale: Scale | None = "tensor"
-    grad_scale: Scale | Callable[[Inputs], Tensor] | None = "tensor"
+    scale: Scale = "tensor"
+    grad_scale: Scale | Callable[[Inputs], Tensor] = "tensor"
     checked: tuple[Sizes, ...] = ()
     second_derivatives: bool = True
 
@@ -242,7 +217,7 @@ class Call:
         """Yield draws of extreme values, and of other layouts in memory, with their names."""
         for values in self.values:
             yield values, replace(draw, values=values)
-        for layout in _LAYOUTS:
+        for layout in LAYOUTS:
             if layout != "contiguous":
                 yield layout, replace(draw, layout=layout)
 
@@ -294,21 +269,15 @@ class Sample:
         inputs = {name: x for name, x in self.inputs.items() if name != "memory_budget"}
         return replace(self, inputs=inputs, dtype=dtype).with_inputs(cast)
 
-    def errors(self, *, in_torch: bool = False) -> dict[str, float]:
+    def errors(self) -> dict[str, float]:
         """Return the error of each result and gradient against fp64, as a share of its bound.
 
-        The share is infinite where a NaN, an infinity or an integer is another one.
-
-        Args:
-            in_torch: whether the truth is that of plain PyTorch and not that of the reference.
+        The truth is that of the reference. The share is infinite where a NaN, an infinity or an
+        integer is another one.
         """
         results = self.run()
         gradients = self.gradients(results)
         exact = self.to(torch.float64)
-        if in_torch:
-            assert self.call.in_torch is not None
-            exact = replace(exact, call=replace(self.call, function=self.call.in_torch))
-            results = tuple(result for result in results if result.requires_grad)
         with backend("reference"):
             truth = exact.run()
             true_gradients = exact.gradients(truth)
@@ -325,7 +294,7 @@ class Sample:
     def errors_beside_torch(self) -> Errors:
         """Return the errors of results and gradients in ulp, bounded by those of plain PyTorch."""
         call, leaves, in_torch = self.call, self.leaves, self.call.in_torch
-        assert in_torch is not None and call.scale is not None and call.grad_scale is not None
+        assert in_torch is not None
 
         def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
             found = self.run(**dict(zip(leaves, tensors, strict=True)))

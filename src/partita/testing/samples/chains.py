@@ -15,7 +15,6 @@ from ...ops.linear_chain.api import LinearChain
 from ...ops.semi_markov.api import SemiMarkovChain
 from ...primitives.semiring import Max
 from ...runtime.dtypes import acc_dtype
-from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes, past_lengths
 
 SPARSE = {"steps": 4, "batch": 3, "states": 3, "edges": 2}
@@ -39,7 +38,6 @@ USUAL_SEGMENTS: dict[str, Any] = {
 CHECKED_SEGMENTS = ({"steps": 19, "batch": 1, "states": 12, "durations": 7},)
 PATHS: dict[str, Any] = {
     "numba": True,
-    "scale": None,
     "forward": Bound(8.0, 2e-6),
     "backward": Bound(8.0, 2e-6),  # marginals
     "values": ("offset", "wide", "masked"),
@@ -102,15 +100,6 @@ def _method(
         return method(made, **inputs)
 
     return Call(name, call, rows=rows, **{**PATHS, **fields, **own})
-
-
-def without_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function for a batch whose sequences all have the full length."""
-
-    def call(lengths: Any = None, **others: Any) -> Any:
-        return function(**others)
-
-    return call
 
 
 def _like(draw: Draw, x: Tensor, dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -261,7 +250,6 @@ CALLS = (
         Chain.logz,
         (0,),
         usual=USUAL_SPARSE,
-        in_torch=without_lengths(in_torch.total_of_paths),
         checked=CHECKED_SPARSE,
     ),
     _sparse("logz, Max", lambda chain: chain.logz(Max), (0,), **PATH),
@@ -312,7 +300,6 @@ CALLS = (
         LinearChain.logz,
         (0,),
         usual=USUAL_DENSE,
-        in_torch=without_lengths(in_torch.linear_chain),
         checked=CHECKED_DENSE,
     ),
     _dense("linear_chain, Max", lambda chain: chain.logz(Max), (0,), second_derivatives=False),
@@ -357,7 +344,6 @@ CALLS = (
         SemiMarkovChain.logz,
         (0,),
         usual=USUAL_SEGMENTS,
-        in_torch=without_lengths(in_torch.semi_markov_chain),
         checked=CHECKED_SEGMENTS,
     ),
     _semi("SemiMarkovChain.state_marginals", SemiMarkovChain.state_marginals, (1,)),

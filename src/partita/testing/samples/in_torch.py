@@ -1,4 +1,4 @@
-"""Counterparts of the functions in plain PyTorch, with the same arguments.
+"""Counterparts of the functions in plain PyTorch, with the same arguments, and sums over paths.
 
 They compute in the dtype of their inputs, in fp32 at least, and PyTorch differentiates them.
 """
@@ -242,52 +242,36 @@ def linear_divergence(
     return found
 
 
-def ends(scores: Tensor, initial: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return initial and final scores, zeros where there are none."""
-    zeros = scores.new_zeros(scores.shape[1:3])
-    return zeros if initial is None else initial, zeros if final is None else final
-
-
 def reachable(scores: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     """Return scores with -inf where there is no edge, and a table in which all sources exist."""
     missing = source < 0
     return upcast(scores).masked_fill(missing, -torch.inf), source.masked_fill(missing, 0).long()
 
 
-def total_of_paths(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor | None = None,
-    final: Tensor | None = None,
-) -> Tensor:
+def total_of_paths(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor) -> Tensor:
     """Compute the sum over all paths of chains of one length."""
     scores, source = reachable(scores, source)
-    alpha, last = ends(scores, initial, final)
+    alpha = initial
     for step in scores:
         alpha = (step + alpha[:, source]).logsumexp(-1)
-    return (alpha + last).logsumexp(-1)
+    return (alpha + final).logsumexp(-1)
 
 
-def linear_chain(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None = None,
-    end: Tensor | None = None,
-) -> Tensor:
+def linear_chain(emissions: Tensor, transitions: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """Compute log Z of dense chains of one length."""
     emissions = upcast(emissions)
-    alpha = emissions[0] if start is None else emissions[0] + start
+    alpha = emissions[0] + start
     for row in emissions[1:]:
         alpha = (alpha[..., None] + transitions).logsumexp(1) + row
-    return (alpha if end is None else alpha + end).logsumexp(-1)
+    return (alpha + end).logsumexp(-1)
 
 
 def semi_markov_chain(
     emissions: Tensor,
     transitions: Tensor,
     durations: Tensor,
-    start: Tensor | None = None,
-    end: Tensor | None = None,
+    start: Tensor,
+    end: Tensor,
     *,
     total: Callable[..., Tensor] = torch.logsumexp,
 ) -> Tensor:
@@ -296,29 +280,10 @@ def semi_markov_chain(
     `ages[d]` has the scores of segments that are open since d + 1 steps.
     """
     emissions = upcast(emissions)
-    opened = emissions.new_zeros(()) if start is None else start
-    opened = opened.to(emissions.dtype).expand_as(emissions[0])
+    opened = start.to(emissions.dtype).expand_as(emissions[0])
     ages = emissions[:0]
     for row in emissions:
         ages = torch.cat([opened[None], ages[: len(durations) - 1]]) + row
         closed = total(ages + durations[: len(ages), None], 0)
         opened = total(closed[..., None] + transitions, 1)
-    return total(closed if end is None else closed + end, -1)
-
-
-def ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-    *,
-    from_logits: bool = False,
-) -> Tensor:
-    x = upcast(log_probs)
-    x = x.log_softmax(-1) if from_logits else x
-    # PyTorch's gradient assumes log-probabilities; through a log-softmax it is that of any scores.
-    lengths = (input_lengths.cpu(), target_lengths.cpu())
-    return F.ctc_loss(x, targets, *lengths, blank, reduction, zero_infinity)
+    return total(closed + end, -1)

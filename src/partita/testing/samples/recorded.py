@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...runtime.private_names import TorchDispatchMode
 from ...runtime.register import Op
+from .call import map_tensors
 
 
 class OpCall(NamedTuple):
@@ -36,12 +37,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == "partita":
-            self.found.append(OpCall(op, _copies(args)))
+            self.found.append(OpCall(op, tuple(map_tensors(_copy, arg) for arg in args)))
         return op(*args, **(kwargs or {}))
-
-
-def _copies(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_copy(arg) if isinstance(arg, Tensor) else arg for arg in args)
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -73,7 +70,7 @@ def recorded_ops(*, eager: bool = False) -> Iterator[list[OpCall]]:
     serve = Op.eager
 
     def note(op: Op, *args: Any) -> Any:
-        found.append(OpCall(op.dispatched, _copies(args)))
+        found.append(OpCall(op.dispatched, tuple(map_tensors(_copy, arg) for arg in args)))
         return serve(op, *args)
 
     Op.eager = note  # type: ignore[method-assign, assignment]

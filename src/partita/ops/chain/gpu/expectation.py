@@ -30,17 +30,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import exp, finite_shift
+from ....primitives.gpu.math import exp, finite_shift, weighted
+from ....primitives.gpu.memory import load_length
 from .arguments import StridedEdges
 from .steps import (
     edge_score,
-    edge_value,
     final_terms,
     from_step,
     is_renormalization_step,
-    load_length,
     load_slot,
-    load_source,
     load_state,
     log_normalizer,
     shifted_log,
@@ -91,36 +89,48 @@ def store_boundary_states(
 
 
 @triton.jit
-def weighted(weight, value):
-    """Return weight * value in fp64, with 0 * (±inf) = 0."""
-    return tl.where(weight == 0.0, 0.0, weight.to(tl.float64) * value)
+def load_slot_block(edges, c, j0, BLOCK_K: tl.constexpr, REVERSE: tl.constexpr):
+    """Load BLOCK_K slots of the states c from the j0-th on, [BLOCK_C, BLOCK_K]."""
+    j, c = (j0 + tl.arange(0, BLOCK_K))[None, :], c[:, None]
+    if not REVERSE:  # Past the last edge of a state, C stands for the state, which has no edges.
+        c = tl.where(j < edges.K, c, edges.C)
+    return load_slot(edges, c, j, REVERSE)
 
 
 @triton.jit
-def mean_step(states, scores, values, edges, c, ACC_DTYPE: tl.constexpr, REVERSE: tl.constexpr):
+def mean_step(
+    states,
+    scores,
+    values,
+    edges,
+    c,
+    BLOCK_K: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Compute alpha after a step and the mean of the values over the paths into the states c.
 
     With REVERSE, compute beta before the step and the mean of the values over the paths onward.
-    Each is [BLOCK_C] and fp64.
+    Each is [BLOCK_C] and fp64. The edges of a block are loaded together, so that they are waited
+    for once.
     """
     maximum = tl.full(c.shape, -float("inf"), tl.float64)
     total = tl.zeros(c.shape, ACC_DTYPE)
     mean = tl.zeros(c.shape, tl.float64)
-    count = slot_count(edges, c, REVERSE)
-    for j in range(count):
-        slot = load_slot(edges, c, j, REVERSE)
-        score = edge_score(scores, slot[1], slot[2], slot[0] >= 0)
-        maximum = tl.maximum(maximum, load_state(states.ptr, slot) + score)
-    shift = finite_shift(maximum)
-    for j in range(count):
-        slot = load_slot(edges, c, j, REVERSE)
+    for j0 in range(0, slot_count(edges, c, REVERSE), BLOCK_K):
+        slot = load_slot_block(edges, c, j0, BLOCK_K, REVERSE)  # [BLOCK_C, BLOCK_K]
         neighbor, target, k = slot
         term = load_state(states.ptr, slot) + edge_score(scores, target, k, neighbor >= 0)
-        value = edge_value(values, target, k, neighbor >= 0, 0.0)
-        weight = exp((term - shift).to(ACC_DTYPE))
-        total += weight
-        mean += weighted(weight, value + load_mean(states, neighbor, neighbor >= 0))
-    return shifted_log(shift, total), tl.where(total == 0.0, 0.0, mean / total.to(tl.float64))
+        value = edge_score(values, target, k, neighbor >= 0, 0.0)
+        value += load_mean(states, neighbor, neighbor >= 0)
+        before, maximum = maximum, tl.maximum(maximum, tl.max(term, axis=1))
+        shift = finite_shift(maximum)
+        scale = exp((before - shift).to(ACC_DTYPE))
+        weight = exp((term - shift[:, None]).to(ACC_DTYPE))
+        total = total * scale + tl.sum(weight, axis=1)
+        mean = weighted(scale, mean) + tl.sum(weighted(weight, value), axis=1)
+    alpha = shifted_log(finite_shift(maximum), total)
+    return alpha, tl.where(total == 0.0, 0.0, mean / total.to(tl.float64))
 
 
 @triton.jit
@@ -134,6 +144,7 @@ def chain_expectation_kernel(
     logz_ptr,  # [N] fp64
     SAVE: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Compute the mean of the values over all paths of a chain, and log Z."""
@@ -159,7 +170,7 @@ def chain_expectation_kernel(
         tl.debug_barrier()
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
-            alpha, state_mean = mean_step(before, *step, c, ACC_DTYPE, False)
+            alpha, state_mean = mean_step(before, *step, c, BLOCK_K, ACC_DTYPE, False)
             store_states(after, c, alpha, state_mean, c < C)
     tl.debug_barrier()
     last_row = tl.full([], length, tl.int64)
@@ -217,6 +228,7 @@ def chain_expectation_gradient_kernel(
     workspace_ptr,  # [2, 2, N, C] fp64: beta and means onward, two rows of each
     gradients,  # ChainGradients
     BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Scan beta and the mean onward down from the length, and store the gradients of each step."""
@@ -268,18 +280,18 @@ def chain_expectation_gradient_kernel(
             c = c0 + tl.arange(0, BLOCK_C)
             beta = tl.load(after.ptr + c, mask=c < C, other=-float("inf"))
             beta_mean = load_mean(after, c, c < C) - mean
-            for k in range(K):
-                source, valid = load_source(edges, c, k)
+            for k0 in range(0, K, BLOCK_K):
+                source, target, k = load_slot_block(edges, c, k0, BLOCK_K, False)
+                valid = source >= 0
                 alpha = tl.load(before.ptr + source, mask=valid, other=-float("inf"))
-                term = alpha + edge_score(step_scores, c, k, valid)
-                value = edge_value(step_values, c, k, valid, 0.0)
-                value += load_mean(before, source, valid) + beta_mean
-                posterior = exp((term + (beta - logz)).to(ACC_DTYPE)) * grad_mean
+                term = alpha + edge_score(step_scores, target, k, valid)
+                value = edge_score(step_values, target, k, valid, 0.0)
+                value += load_mean(before, source, valid) + beta_mean[:, None]
+                posterior = exp((term + (beta - logz)[:, None]).to(ACC_DTYPE)) * grad_mean
                 gradient = weighted(posterior, value).to(dtype)
-                tl.store(row_ptr + c * K + k, gradient, mask=c < C)
-            next_beta, next_mean = mean_step(
-                after, step_scores, step_values, edges, c, ACC_DTYPE, True
-            )
+                tl.store(row_ptr + target * K + k, gradient, mask=target < C)
+            step = (step_scores, step_values, edges)
+            next_beta, next_mean = mean_step(after, *step, c, BLOCK_K, ACC_DTYPE, True)
             store_states(result, c, next_beta, next_mean, c < C)
     tl.debug_barrier()
     ends = (alphas, betas, C, logz, mean, grad_mean)

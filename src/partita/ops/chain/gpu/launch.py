@@ -236,7 +236,7 @@ def chain_expectation(
     from .expectation import StatesWithMeans, chain_expectation_kernel
 
     scores, table = chain.scores, edge_table(chain.source)
-    T, N, C, _ = scores.shape
+    T, N, C, K = scores.shape
     saved_shape = (2, T + 1 if save else 2, N, C)
     saved = torch.empty(saved_shape, dtype=torch.float64, device=scores.device)
     edges, first, last = values
@@ -253,7 +253,7 @@ def chain_expectation(
         logz_ptr=logz,
         SAVE=save,
         ACC_DTYPE=tl_acc_dtype(scores.dtype),
-        **plan.block_options(C),
+        **plan.mean_options(C, K),
     )
     return mean, logz, saved if save else saved.new_empty(0)
 
@@ -270,7 +270,7 @@ def chain_expectation_gradient(
     from .expectation import StatesWithMeans, chain_expectation_gradient_kernel
 
     scores, table = chain.scores, edge_table(chain.source)
-    _, N, C, _ = scores.shape
+    _, N, C, K = scores.shape
     edges, _, last = values
     results = fake_gradient(*chain.variables, scores.dtype)
     launch(
@@ -286,6 +286,6 @@ def chain_expectation_gradient(
         workspace_ptr=torch.empty((2, 2, N, C), dtype=torch.float64, device=scores.device),
         gradients=ChainGradients(*results),
         ACC_DTYPE=tl_acc_dtype(scores.dtype),
-        **plan.block_options(C),
+        **plan.mean_options(C, K),
     )
     return results

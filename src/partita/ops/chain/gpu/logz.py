@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp
+from ....primitives.gpu.memory import load_length
 from .arguments import StridedEdges
 from .steps import (
     copy_states,
     from_step,
     is_renormalization_step,
-    load_length,
     log_normalizer,
     lse_add,
     shifted_log,

@@ -20,12 +20,12 @@ algorithm, 1967; Carter and Kohn, On Gibbs sampling for state space models, 1994
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.memory import load_length
 from .arguments import StridedEdges, StridedStates
 from .steps import (
     edge_score,
     final_terms,
     from_step,
-    load_length,
     load_source,
     max_add,
     store_boundary_scores,
@@ -104,31 +104,30 @@ def chain_viterbi_kernel(
 
 
 @triton.jit
-def edge_terms(alpha_ptr, scores, edges, state, k):
-    """Return alpha + score of the k-th edges into the states, [BLOCK_S, BLOCK_K]."""
-    state, k = state[:, None], k[None, :]
-    source = tl.load(edges.source_ptr + state * edges.K + k, mask=k < edges.K, other=-1)
-    score_ptrs = scores.ptr + state.to(tl.int64) * scores.c + k.to(tl.int64) * scores.k
-    score = tl.load(score_ptrs, mask=source >= 0, other=0.0)
-    alpha = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
-    return alpha + score.to(tl.float64)
+def terms_of(alpha_ptr, scores, edges, state, k):
+    """Return alpha + score of the k-th edges into the states, [BLOCK_S, BLOCK_K].
+
+    Without states, return alpha + final of the last states k, [1, BLOCK_K].
+    """
+    if state is None:
+        return final_terms(alpha_ptr, scores.ptr, k, edges.C, scores.c)[None, :]
+    else:
+        state, k = state[:, None], k[None, :]
+        source = tl.load(edges.source_ptr + state * edges.K + k, mask=k < edges.K, other=-1)
+        score_ptrs = scores.ptr + state.to(tl.int64) * scores.c + k.to(tl.int64) * scores.k
+        score = tl.load(score_ptrs, mask=source >= 0, other=0.0)
+        alpha = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
+        return alpha + score.to(tl.float64)
 
 
 @triton.jit
-def last_terms(alpha_ptr, final, edges, state, c):
-    """Return alpha + final of the last states c, [1, BLOCK_K]; no state follows them."""
-    return final_terms(alpha_ptr, final.ptr, c, edges.C, final.c)[None, :]
-
-
-@triton.jit
-def draw(
-    terms_of: tl.constexpr, alpha_ptr, scores, edges, state, count, uniform, BLOCK_K: tl.constexpr
-):
-    """Draw one of some indices in proportion to exp(terms_of(..., index)), [BLOCK_S].
+def draw(alpha_ptr, scores, edges, state, uniform, BLOCK_K: tl.constexpr):
+    """Draw one of the indices k in proportion to exp of the terms of `terms_of`, [BLOCK_S].
 
     Returns:
         The index drawn, the greatest term, and the sum of the weights exp(term - greatest term).
     """
+    count = edges.C if state is None else edges.K
     zeros, lane = tl.zeros(uniform.shape, tl.float64), tl.arange(0, BLOCK_K)
     maximum, total, cumulative = zeros - float("inf"), zeros, zeros
     for k0 in range(0, count, BLOCK_K):
@@ -177,7 +176,7 @@ def chain_sample_kernel(
     uniform = tl.load(uniforms_ptr + T * step_stride, mask=valid, other=0.0)
     last_ptr = alpha_ptr + length * row_stride
     final = StridedStates(final.ptr + n * final.n, *final[1:])
-    state, maximum, total = draw(last_terms, last_ptr, final, edges, uniform, C, uniform, BLOCK_K)
+    state, maximum, total = draw(last_ptr, final, edges, None, uniform, BLOCK_K)
     possible = (maximum > -float("inf")) & (total + invalid == total)
     for i in range(0, T + 1):
         t = tl.full([], T - i, tl.int64)
@@ -190,7 +189,7 @@ def chain_sample_kernel(
                 step_alpha_ptr = alpha_ptr + (t - 1) * row_stride
                 step_scores = from_step(scores, t - 1)
                 inputs = (step_alpha_ptr, step_scores, edges, state)
-                slot = draw(edge_terms, *inputs, edges.K, step_uniform, BLOCK_K)[0]
+                slot = draw(*inputs, step_uniform, BLOCK_K)[0]
             edge = state * edges.K + slot
             path_edge = tl.where(on_path, edge, -1).to(tl.int64)
             tl.store(path_edges_ptr + (t - 1) * N, path_edge, mask=valid)

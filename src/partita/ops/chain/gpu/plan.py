@@ -20,6 +20,7 @@ from ....runtime.sizes import cdiv, next_power_of_2
 
 MAX_UNROLLED_EDGES = 8  # edges into or out of a state that are loaded before the first use of one
 MAX_BLOCK_STATES = 1024
+MAX_BLOCK_MEANS = 64  # states whose edges the kernels of means load in blocks
 MAX_SAMPLED_EDGES = 1024  # edges into a state, or final states, in a block of weights of a sample
 MAX_SINGLE_SEGMENT = 64  # steps of a path in one segment per direction, which saves a launch
 MIN_PARALLEL_STEPS = 2048  # of chains whose time is cut into segments, see segments.py
@@ -35,6 +36,18 @@ def block_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments that all general kernels share: one state per thread."""
     block = min(next_power_of_2(max(C, 1)), MAX_BLOCK_STATES)
     return {"BLOCK_C": block, "num_warps": max(1, block // 32)}
+
+
+def mean_options(C: int, K: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernels of means.
+
+    The edges of few states are loaded in blocks, which are waited for once. Blocks of more states
+    would pass through shared memory, which costs more than it saves.
+    """
+    block_k = min(next_power_of_2(max(K, 1)), MAX_UNROLLED_EDGES) if C <= MAX_BLOCK_MEANS else 1
+    options = block_options(C)
+    num_warps = max(options["num_warps"], options["BLOCK_C"] * block_k // 128)
+    return options | {"BLOCK_K": block_k, "num_warps": num_warps}
 
 
 def unroll_options(K: int, max_out_degree: int) -> dict[str, int]:

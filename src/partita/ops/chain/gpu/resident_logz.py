@@ -41,6 +41,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import LOG2E, log_exact
+from ....primitives.gpu.memory import load_length
 from ....primitives.gpu.sync import unpack_pair
 from .resident_steps import (
     StepRows,
@@ -64,7 +65,6 @@ from .resident_steps import (
     without_prefetch,
     zero_if_infinite,
 )
-from .steps import load_length
 
 
 @gluon.jit

@@ -28,6 +28,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....primitives.gpu.memory import load_length
 from .arguments import StridedEdges
 from .resident_steps import (
     StepRows,
@@ -44,7 +45,7 @@ from .resident_steps import (
     split_fp64,
     store_row,
 )
-from .steps import from_step, load_length
+from .steps import from_step
 
 LANE_MASK = tl.constexpr(1023)
 EDGE_SHIFT = tl.constexpr(10)

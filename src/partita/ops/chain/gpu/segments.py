@@ -43,14 +43,13 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift
-from ....primitives.gpu.memory import load_matrix
+from ....primitives.gpu.memory import load_length, load_matrix
 from .arguments import StridedEdges
 from .steps import (
     add_term,
     edge_score,
     from_step,
     is_renormalization_step,
-    load_length,
     load_slot,
     load_slots,
     lse_value,
@@ -146,12 +145,6 @@ def rows_step(
             maximum, rest = add_term(maximum, rest, term, IS_MAX)
         value = maximum if IS_MAX else lse_value(maximum, rest)
     return tl.where(active, value, x)
-
-
-@triton.jit
-def without_offset(x, axis: tl.constexpr):
-    """Subtract the greatest state of each row, so that long chains lose no digits."""
-    return x - finite_shift(tl.expand_dims(tl.max(x, axis=axis), axis))
 
 
 @triton.jit
@@ -281,7 +274,8 @@ def chain_boundaries_kernel(
     else:
         at = (direction * N + n) * (groups.number + 1) + group + direction
         x = tl.load(known_ptr + at * C + c, mask=c < C, other=-float("inf"))
-        x = x if IS_MAX else without_offset(x, 0)
+        if not IS_MAX:  # Long chains lose no digits, because an offset is removed.
+            x -= finite_shift(tl.max(x, axis=0))
     first = group * groups.size
     last = tl.minimum((group + 1) * groups.size, groups.segments)
     operators_ptr += n * groups.segments * C * C
@@ -365,7 +359,9 @@ def chain_segment_gradient_kernel(
     alpha = tl.load(known_ptr, mask=c < C, other=-float("inf"))
     known_ptr += N64 * (segments + 1) * C + C
     beta = tl.load(known_ptr, mask=c < C, other=-float("inf"))
-    alpha, beta = without_offset(alpha, 1), without_offset(beta, 1)
+    # Long chains lose no digits, because the offset of each row is removed.
+    alpha -= finite_shift(tl.max(alpha, axis=1)[:, None])
+    beta -= finite_shift(tl.max(beta, axis=1)[:, None])
     alpha_ptr += n * C + c
     row_stride = N64 * C
     slots = load_slots(edges, c, DEGREE_IN, False)

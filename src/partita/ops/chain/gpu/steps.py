@@ -31,7 +31,6 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, log1p_pair, log_exact
-from ....primitives.gpu.memory import checked_length
 from .arguments import StridedEdges
 
 
@@ -74,16 +73,10 @@ def shifted_log(shift, total):
 
 
 @triton.jit
-def edge_value(values, c, k, valid, other):
+def edge_score(scores, c, k, valid, other=-float("inf")):
     """Load the first step's number of the k-th edge into c, fp64; `other` where invalid."""
-    ptrs = values.ptr + c.to(tl.int64) * values.c + k * tl.cast(values.k, tl.int64)
+    ptrs = scores.ptr + c.to(tl.int64) * scores.c + k * tl.cast(scores.k, tl.int64)
     return tl.load(ptrs, mask=valid, other=other).to(tl.float64)
-
-
-@triton.jit
-def edge_score(scores, c, k, valid):
-    """Load the first step's score of the k-th edge into c, fp64; -inf where invalid."""
-    return edge_value(scores, c, k, valid, -float("inf"))
 
 
 @triton.jit
@@ -197,19 +190,6 @@ def store_step(
         c = c0 + tl.arange(0, BLOCK_C)
         value = state_step(state_ptr, scores, edges, c, DEGREE, ACC_DTYPE, IS_MAX, REVERSE)
         tl.store(next_ptr + c, value, mask=c < edges.C)
-
-
-@triton.jit
-def load_length(lengths_ptr, n, T):
-    """Return the length of chain n and 0.0; for a length out of range, 0 and NaN.
-
-    Each kernel adds the second value to its results, so that an invalid length makes them NaN.
-    """
-    if lengths_ptr is None:
-        return T, 0.0
-    else:
-        length, invalid = checked_length(lengths_ptr, n, T, 0, 0)
-        return length, tl.where(invalid, float("nan"), 0.0)
 
 
 @triton.jit

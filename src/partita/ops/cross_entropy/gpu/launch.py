@@ -19,11 +19,10 @@ from ....primitives.gpu.row_plan import (
     row_plan_for,
     row_view,
     tile_options,
-    with_output,
 )
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, zeroed_words
-from ..common import CrossEntropyOptions, RowLosses
+from ..common import LossOptions, RowLosses
 from .one_pass import cross_entropy_row_kernel, cross_entropy_tile_kernel
 from .plan import HARD_LABELS, PROBABILITIES, SUM_WORDS, fused_block, smoothing_mode
 from .reduction import (
@@ -47,7 +46,7 @@ class _OnePassCall(NamedTuple):
         target: labels `[N, ...]` or probabilities `[N, C, ...]`.
         weight: class weights `[C]`, or None.
         denominator: what divides a sum of losses, `[]`, or None.
-        options: the options.
+        options, dtype: the options, and the dtype of the loss.
         is_chunk: whether these are some of the rows of a loss.
         shares: the shares of the denominators of that loss, or None for a sum.
     """
@@ -57,7 +56,8 @@ class _OnePassCall(NamedTuple):
     target: Tensor
     weight: Tensor | None
     denominator: Tensor | None
-    options: CrossEntropyOptions
+    options: LossOptions
+    dtype: torch.dtype
     is_chunk: bool = False
     shares: Tensor | None = None
 
@@ -112,23 +112,19 @@ def cross_entropy(
 
 
 def cross_entropy_backward(
-    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, *args: Any
+    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
 ) -> Tensor:
     """Compute the gradient of the logits from the rows' statistics."""
-    inputs = (logits, target) if target.is_floating_point() else (logits,)
-    return with_output(
-        lambda view: _launch_backward(view, grad_loss, grad_logsumexp, target, *args),
-        1,
-        *inputs,
-        dtype=logits.dtype,
-    )
+    dlogits = torch.empty_like(logits)
+    _write_gradient(dlogits, grad_loss, grad_logsumexp, logits, *args)
+    return dlogits
 
 
 def cross_entropy_backward_(
-    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, *args: Any
+    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
 ) -> None:
     """Write the gradient of the logits over them."""
-    _write_gradient(logits, grad_loss, grad_logsumexp, logits, target, *args)
+    _write_gradient(logits, grad_loss, grad_logsumexp, logits, *args)
 
 
 def _write_gradient(
@@ -136,21 +132,6 @@ def _write_gradient(
     grad_loss: Tensor,
     grad_logsumexp: Tensor | None,
     logits: Tensor,
-    target: Tensor,
-    *args: Any,
-) -> None:
-    """Write the gradient of the logits to `dlogits`, which may be the logits."""
-    view = view_of(logits, target, dlogits)
-    if view is None:
-        dlogits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, target, *args))
-    else:
-        _launch_backward(view, grad_loss, grad_logsumexp, target, *args)
-
-
-def _launch_backward(
-    view: RowView,
-    grad_loss: Tensor,
-    grad_logsumexp: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
     maximum: Tensor,
@@ -160,71 +141,67 @@ def _launch_backward(
     label_smoothing: float,
     softcap: float,
 ) -> None:
-    """Launch the backward kernel on a view of the logits, whose last tensor is their gradient."""
-    logits, *_, dlogits = view.strided
+    """Write the gradient of the logits to `dlogits`, which may be the logits."""
+    view, written = view_of(logits, target, dlogits), dlogits
+    if view is None:
+        logits, target, written = logits.contiguous(), target.contiguous(), dlogits.contiguous()
+        view = view_of(logits, target, written)
+        assert view is not None
+    rows = view.strided
     launch_elementwise(
         cross_entropy_backward_kernel,
         view,
         grad_loss=flat_rows(grad_loss),
         grad_logsumexp=flat_rows(grad_logsumexp),
-        logits=logits,
+        logits=rows[0],
         targets=targets_of(view, target, weight, ignore_index),
         maximum_ptr=maximum.contiguous(),
         sumexp_ptr=sumexp.contiguous(),
         total_weight_ptr=total_weight.contiguous(),
-        dlogits=dlogits,
+        dlogits=rows[-1],
         smoothing=label_smoothing,
         softcap=softcap,
         SMOOTHING_MODE=smoothing_mode(target, label_smoothing),
         HAS_SOFTCAP=softcap != 0,
     )
+    if written is not dlogits:
+        dlogits.copy_(written)
 
 
 def cross_entropy_reduced(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    mean: bool,
+    options: LossOptions,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the sum or the mean of the loss without a gradient."""
+    """Compute the sum or the mean of the loss without a gradient and without its z-loss."""
     workspace = torch.empty(SUM_WORDS, dtype=torch.int64, device=logits.device)
-    loss = cross_entropy(
-        logits, target, weight, ignore_index, label_smoothing, softcap, workspace
-    ).loss
-    if not mean:
+    loss = cross_entropy(logits, target, weight, *options[:3], workspace).loss
+    if options.reduction == "sum":
         return reduce_losses(loss, workspace, dtype)
     if target.is_floating_point():
         return reduce_losses(loss, workspace, dtype, shares=equal_shares(logits))
-    targets = Targets(target.contiguous(), None, weight, logits.shape[1], ignore_index)
+    targets = Targets(target.contiguous(), None, weight, logits.shape[1], options.ignore_index)
     return reduce_losses(loss, workspace, dtype, targets=targets)
 
 
-def cross_entropy_one_pass(
-    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor]:
+def cross_entropy_one_pass(logits: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     """Compute the reduced loss and its gradient together."""
     dlogits = torch.empty_like(logits)
-    call = _OnePassCall(logits, dlogits, target, weight, denominator, CrossEntropyOptions(*options))
-    return _one_pass(call), dlogits
+    return _one_pass(_OnePassCall(logits, dlogits, *call)), dlogits
 
 
-def cross_entropy_one_pass_(
-    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *options: Any
-) -> Tensor:
+def cross_entropy_one_pass_(logits: Tensor, *call: Any) -> Tensor:
     """Compute the reduced loss and write its gradient over the logits."""
-    call = _OnePassCall(logits, logits, target, weight, denominator, CrossEntropyOptions(*options))
-    return _one_pass(call)
+    return _one_pass(_OnePassCall(logits, logits, *call))
 
 
 def one_pass_of_chunk(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropyOptions,
+    options: LossOptions,
     shares: Tensor | None,
 ) -> Tensor:
     """Compute the loss of some of a loss's rows and write its gradient over the logits.
@@ -232,7 +209,8 @@ def one_pass_of_chunk(
     The logits are `[N, C]`, and the targets labels. `shares` are the shares of the denominators of
     a mean over all rows.
     """
-    return _one_pass(_OnePassCall(logits, logits, target, weight, None, options, True, shares))
+    numbers = (options, acc_dtype(logits.dtype), True, shares)
+    return _one_pass(_OnePassCall(logits, logits, target, weight, None, *numbers))
 
 
 def _one_pass(call: _OnePassCall) -> Tensor:
@@ -256,7 +234,7 @@ def _one_pass(call: _OnePassCall) -> Tensor:
     if block:
         sum_words = 0 if programs == 1 else 1 + programs
         sums, exchanged = zeroed_words(logits.device, sum_words, num_words)
-        losses = LossSum(logits.new_empty((), dtype=options.dtype), None, sums)
+        losses = LossSum(logits.new_empty((), dtype=call.dtype), None, sums)
     else:
         workspace, shares = _prepare_workspace(call, num_words)
         exchanged = workspace[SUM_WORDS:]
@@ -272,7 +250,7 @@ def _one_pass(call: _OnePassCall) -> Tensor:
         "z_loss": options.z_loss,
         "SMOOTHING_MODE": mode,
         "HAS_Z_LOSS": options.z_loss != 0,
-        "MEAN": options.mean or call.denominator is not None,
+        "MEAN": options.reduction == "mean" or call.denominator is not None,
         "FUSED_BLOCK": block,
     }
     if is_row:
@@ -298,7 +276,7 @@ def _one_pass(call: _OnePassCall) -> Tensor:
         )
     if block:
         return losses.loss
-    return reduce_losses(losses.loss, workspace, options.dtype, shares=shares)
+    return reduce_losses(losses.loss, workspace, call.dtype, shares=shares)
 
 
 def _reduced_two_passes(call: _OnePassCall) -> Tensor:
@@ -324,7 +302,7 @@ def _reduced_two_passes(call: _OnePassCall) -> Tensor:
     loss = rows.loss
     if z_loss:
         loss = loss + z_loss * rows.logsumexp.square() * (z_scale / scale)
-    return reduce_losses(loss, workspace, call.options.dtype, shares=shares)
+    return reduce_losses(loss, workspace, call.dtype, shares=shares)
 
 
 def _prepare_workspace(call: _OnePassCall, num_words: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -336,7 +314,7 @@ def _prepare_workspace(call: _OnePassCall, num_words: int = 0) -> tuple[Tensor, 
     size = SUM_WORDS + num_words
     workspace = torch.empty(size, dtype=torch.int64, device=call.logits.device)
     if call.denominator is None:
-        if not call.options.mean or call.is_chunk:
+        if call.options.reduction == "sum" or call.is_chunk:
             return workspace.zero_(), call.shares
         if call.target.is_floating_point():
             return workspace.zero_(), equal_shares(call.logits)

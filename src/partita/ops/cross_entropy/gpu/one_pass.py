@@ -5,21 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import exp_for_dtype, finite_shift, sum_for_dtype
+from ....primitives.gpu.math import capped_logits, exp_for_dtype, finite_shift, sum_for_dtype
+from ....primitives.gpu.reduce import load_capped, locate_tile
 from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 from .reduction import store_losses
 from .row_math import (
     Label,
     LossOptions,
     Smoothing,
-    acc_logits,
     class_gradient,
     exact_smoothing_weight,
     gradient_terms,
     label_weights,
     load_label,
-    load_label_logits,
-    locate_tile,
     loss_scales,
     row_loss,
     smoothing_terms,
@@ -69,20 +67,17 @@ def cross_entropy_tile_kernel(
     x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
     x_ptrs = x_rows[:, None] + column * logits.column
     packed = tl.load(x_ptrs, mask=mask, other=-float("inf"))
-    index = batch * rows + row
     # The labels are loaded before anything waits for the rows.
-    label = load_label(index, tile.row_mask, x_rows, logits.column, None, BLOCK_V, options)
+    label = load_label(tile.index, tile.row_mask, x_rows, logits.column, None, BLOCK_V, options)
     M = tl.num_programs(0) // tl.cdiv(rows, ROWS) * rows
     scales = loss_scales(losses, M, options, MEAN, FUSED_BLOCK)
-    x = acc_logits(packed, mask, options)
+    x = capped_logits(packed, mask, softcap, ACC_DTYPE)
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
     shift = finite_shift(tl.max(x, axis=1))
     e = exp_for_dtype(x - shift[:, None], dtype)
     total = sum_for_dtype(e, 1, dtype)
     if SMOOTHING_MODE:
-        t = targets.probabilities
-        t_ptrs = t.ptr + batch * t.batch + row[:, None] * t.row + column * t.column
-        q = smoothing_weights(t_ptrs, mask, column, options)
+        q = smoothing_weights(options, tile, column, mask)
         q_sum = sum_for_dtype(q, 1, dtype)
         q_loss = sum_for_dtype(smoothing_terms(q, shift[:, None], x), 1, dtype)
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
@@ -99,7 +94,7 @@ def cross_entropy_tile_kernel(
     store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None], False)
     loss = row_loss(label, sums, shift, total, scales, options)
     program = tl.program_id(0)
-    store_losses(losses, index, loss, tile.row_mask, program, scales, MEAN, FUSED_BLOCK)
+    store_losses(losses, tile.index, loss, tile.row_mask, program, scales, MEAN, FUSED_BLOCK)
     label_mask = label.in_range & tile.row_mask
     store_label_gradient(d_rows, dlogits.column, label, label_mask, terms, options)
 
@@ -139,7 +134,7 @@ def cross_entropy_of_part(
     label = tl.load(targets.labels + row).to(tl.int64)
     not_ignored, in_range, weight = label_weights(label, options)
     is_owner = has_class(part, label, in_range, BLOCK_V)
-    label_x = load_label_logits(row_ptr + label, in_range & is_owner, options)
+    label_x = load_capped(row_ptr + label, in_range & is_owner, options.softcap, tl.float32)
     label = Label(label, not_ignored, in_range, weight, label_x)
     loaded, weights, sums = part_logits(
         packed, row_ptr, part, targets.classes, options, zero, dtype, HALF, VEC

@@ -16,8 +16,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import apply_softcap, divide, exp_for_dtype, log_exact, reciprocal
+from ....primitives.gpu.math import (
+    divide,
+    exp_for_dtype,
+    log_exact,
+    reciprocal,
+    through_softcap,
+)
 from ....primitives.gpu.memory import store_streaming
+from ....primitives.gpu.reduce import load_capped
 from .reduction import load_labels, sum_label_weights, sum_of_shares
 
 
@@ -54,7 +61,7 @@ class Label(NamedTuple):
         not_ignored: whether it is not `ignore_index`.
         in_range: whether it also is a class of the row, so that it may index memory.
         weight: the target weight on the label alone; NaN if it is no class, 0 if it is ignored.
-        x: the soft-capped logit at the label.
+        x: the soft-capped logit at the label, -inf where it was not loaded.
     """
 
     index: Any
@@ -104,37 +111,6 @@ class GradientTerms(NamedTuple):
     scale: Any
 
 
-class RowTile(NamedTuple):
-    """The rows and classes that a program reads at once.
-
-    Fields:
-        batch: the batch.
-        span: the index of the block of classes.
-        row: the rows, [ROWS].
-        column: the classes, [1, BLOCK_V].
-        row_mask: which of the rows exist, [ROWS].
-        mask: which of the logits exist, [ROWS, BLOCK_V].
-    """
-
-    batch: Any
-    span: Any
-    row: Any
-    column: Any
-    row_mask: Any
-    mask: Any
-
-
-@triton.jit
-def locate_tile(rows, classes, spans, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Return the tile of this program, if the classes are cut into `spans` blocks."""
-    block, span = tl.program_id(0) // spans, tl.program_id(0) % spans
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (span.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
-    mask = (row < rows)[:, None] & (column < classes)
-    return RowTile(batch, span, row, column, row < rows, mask)
-
-
 @triton.jit
 def label_weights(label, options):
     """Return `not_ignored`, `in_range` and `weight` of `Label` for each row's label."""
@@ -146,13 +122,6 @@ def label_weights(label, options):
     if targets.weight is not None:
         weight *= tl.load(targets.weight + label, mask=in_range, other=1.0).to(dtype)
     return not_ignored, in_range, tl.where(not_ignored, weight, 0.0)
-
-
-@triton.jit
-def load_label_logits(x_ptr, mask, options):
-    """Return the soft-capped logits at the rows' labels, 0 outside of the mask."""
-    x = tl.load(x_ptr, mask=mask, other=0.0).to(options.smoothing.dtype)
-    return apply_softcap(x, options.softcap, options.softcap is not None)
 
 
 @triton.jit
@@ -171,7 +140,8 @@ def load_label(index, mask, x_rows, x_column, span, BLOCK_V: tl.constexpr, optio
         not_ignored, in_range, weight = label_weights(label, options)
         if span is not None:
             in_range &= mask & (label // BLOCK_V == span)
-        x = load_label_logits(x_rows + label * x_column, in_range, options)
+        x_ptrs = x_rows + label * x_column
+        x = load_capped(x_ptrs, in_range, options.softcap, options.smoothing.dtype)
         return Label(label, not_ignored, in_range, weight, x)
 
 
@@ -185,15 +155,17 @@ def load_row_gradient(grad, index, mask, ACC_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def smoothing_weights(probability_ptr, mask, column, options):
+def smoothing_weights(options, at, column, mask):
     """Return the target weights q of a block of classes, 0 outside of the mask.
 
-    They include the target probabilities, if there are any.
+    They include the target probabilities of the rows `at`, if there are any.
     """
     dtype: tl.constexpr = options.smoothing.dtype
     targets = options.targets
     if targets.labels is None:
-        probability = tl.load(probability_ptr, mask=mask, other=0.0).to(dtype)
+        t = targets.probabilities
+        t_ptrs = t.ptr + at.batch * t.batch + at.row[:, None] * t.row + column * t.column
+        probability = tl.load(t_ptrs, mask=mask, other=0.0).to(dtype)
     q = tl.where(mask, options.spread / targets.classes, 0.0).to(dtype)
     if targets.labels is None:
         q += probability * (1.0 - options.smoothing)
@@ -223,15 +195,6 @@ def smoothing_terms(q, shift, x):
 
 
 @triton.jit
-def through_softcap(grad, x, options):
-    """Return the gradient of logits, given that of their soft-capped values x."""
-    if options.softcap is not None:
-        return grad * (1.0 - (x / options.softcap) * (x / options.softcap))
-    else:
-        return grad
-
-
-@triton.jit
 def class_gradient(e, x, factor, scaled_q, options):
     """Return the gradient of the logits of rows that are not ignored, but for the label's weight.
 
@@ -240,7 +203,7 @@ def class_gradient(e, x, factor, scaled_q, options):
     grad = e * factor
     if options.spread is not None:
         grad -= scaled_q
-    return through_softcap(grad, x, options)
+    return through_softcap(grad, x, options.softcap)
 
 
 @triton.jit
@@ -263,22 +226,14 @@ def store_label_gradient(d_rows, d_column, label, mask, terms, options):
     if options.targets.labels is not None:
         weight = label.weight
         if options.spread is not None:  # smoothing gives the label a part too
-            weight += smoothing_weights(None, label.in_range, label.index, options)
+            weight += smoothing_weights(options, None, label.index, label.in_range)
         e = exp_for_dtype(label.x - terms.shift, options.smoothing.dtype)
-        grad = through_softcap(e * terms.factor - terms.scale * weight, label.x, options)
+        grad = e * terms.factor - terms.scale * weight
+        grad = through_softcap(grad, label.x, options.softcap)
         # Another warp of the program may have stored the other value.
         tl.debug_barrier()
         d_ptr = d_rows + label.index * d_column
         tl.store(d_ptr, grad.to(d_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def acc_logits(logits, mask, options):
-    """Return soft-capped logits in the dtype of the arithmetic, -inf outside of the mask."""
-    x = logits.to(options.smoothing.dtype)
-    if options.softcap is not None:
-        x = tl.where(mask, apply_softcap(x, options.softcap, True), -float("inf"))
-    return x
 
 
 @triton.jit

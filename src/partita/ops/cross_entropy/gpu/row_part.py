@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import exp, exp_for_dtype, finite_shift, sum_for_dtype
+from ....primitives.gpu.math import capped_logits, exp, exp_for_dtype, finite_shift, sum_for_dtype
 from ....primitives.gpu.memory import (
     aligned_start,
     edge_columns,
@@ -22,7 +22,6 @@ from ....primitives.gpu.memory import (
 )
 from .row_math import (
     Smoothing,
-    acc_logits,
     class_gradient,
     smoothing_terms,
     smoothing_weights,
@@ -123,8 +122,8 @@ def smooth_part(x, shift, part, edge, at_edge, edge_x, options, VEC: tl.constexp
         weight = q * tl.minimum(tl.maximum(part.body - first, 0), x.shape[0])
         loss = q * tl.sum(tl.where(part.mask, shift - x, 0.0), axis=0)
     else:
-        q = smoothing_weights(None, part.mask, part.head + part.column, options)
-        edge_q = smoothing_weights(None, at_edge, edge, options)
+        q = smoothing_weights(options, None, part.head + part.column, part.mask)
+        edge_q = smoothing_weights(options, None, edge, at_edge)
         weight = tl.sum(q, axis=0)
         loss = tl.sum(smoothing_terms(q, shift, x), axis=0)
     if VEC > 1:
@@ -151,24 +150,25 @@ def part_logits(
     sums with the target weights come before the exponentials, and before the program waits for
     others: then the logits need no registers beside the exponentials.
     """
-    x = acc_logits(logits, part.mask, options)
+    softcap = options.softcap
+    x = capped_logits(logits, part.mask, softcap, tl.float32)
     maximum = tl.max(x, axis=0)
     edge, at_edge, edge_x = 0, False, 0.0
     if VEC > 1:
         edge, at_edge = edge_columns(part.head, part.body, classes, VEC, 2 * VEC)  # [2 * VEC]
         at_edge &= part.split == 0
         edge_logits = tl.load(row_ptr + edge, mask=at_edge, other=-float("inf"))
-        edge_x = acc_logits(edge_logits, at_edge, options)
+        edge_x = capped_logits(edge_logits, at_edge, softcap, tl.float32)
         maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
     weights, sums = PartWeights(x, 0.0), Smoothing(0.0, 0.0)
     if options.spread is not None:
         if HALF:
-            x = acc_logits(opaque(logits, zero), part.mask, options)
+            x = capped_logits(opaque(logits, zero), part.mask, softcap, tl.float32)
         shift = finite_shift(maximum)
         weights, sums = smooth_part(x, shift, part, edge, at_edge, edge_x, options, VEC)
     if HALF:
         logits = opaque(logits, zero)
-        x = acc_logits(logits, part.mask, options)
+        x = capped_logits(logits, part.mask, softcap, tl.float32)
     shift = finite_shift(maximum)
     e = exp_for_dtype(x - shift, dtype)
     total = sum_for_dtype(e, 0, dtype)
@@ -195,13 +195,16 @@ def store_part_gradient(
     part, shift = loaded.part, terms.shift
     dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
     if HALF:
-        x = acc_logits(opaque(loaded.logits, loaded.zero), part.mask, options)
+        logits = opaque(loaded.logits, loaded.zero)
+        x = capped_logits(logits, part.mask, options.softcap, tl.float32)
         e, part_factor = exp(x - shift), terms.factor
     else:
         x, e = loaded.x, loaded.e
         part_factor = terms.factor * exp_for_dtype(loaded.shift - shift, dtype)
     grad = class_gradient(e, x, part_factor, terms.scale * weights.q, options)
-    if label.not_ignored:  # One branch for the row costs less than a select for each class.
+    # One branch for the row costs less than a select for each class. Each side computes the
+    # addresses, which would spill a register before the branch.
+    if label.not_ignored:
         d_ptrs = dlogits_ptr + aligned_start(start, VEC) + part.column
         store_streaming(d_ptrs, grad, part.mask, STREAM)
     else:

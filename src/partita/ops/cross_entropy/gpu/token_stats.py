@@ -13,18 +13,21 @@ from torch import Tensor
 from ....primitives.gpu.math import (
     LN2,
     LOG2E,
-    apply_softcap,
     finite_shift,
     log_exact,
     reciprocal,
+    through_softcap,
 )
 from ....primitives.gpu.memory import edge_columns
 from ....primitives.gpu.reduce import (
+    NOT_FOUND,
     RunningState,
     load_capped,
+    locate_tile,
     merge_programs,
     program_rows,
     scan_rows,
+    tile_ptrs,
 )
 from ....primitives.gpu.row_plan import (
     RowView,
@@ -38,8 +41,6 @@ from ....runtime.dtypes import acc_dtype
 from ..common import TokenStatsRows
 from .reduction import load_labels
 from .row_math import load_row_gradient
-
-NO_CLASS = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -66,10 +67,10 @@ def with_argmax(
         if softcap is not None:
             sought = tl.maximum(sought, tl.max(edge_x, axis=1))
     is_sought = block_x == sought[:, None]
-    argmax = tl.min(tl.where(is_sought, (at.head + column).to(tl.int32), NO_CLASS), axis=1)
+    argmax = tl.min(tl.where(is_sought, (at.head + column).to(tl.int32), NOT_FOUND), axis=1)
     if VEC > 1:
         is_sought = at_edge & (edge_x == sought[:, None])
-        edge = tl.where(is_sought, edge[None, :].to(tl.int32), NO_CLASS)
+        edge = tl.where(is_sought, edge[None, :].to(tl.int32), NOT_FOUND)
         argmax = tl.minimum(argmax, tl.min(edge, axis=1))
     maximum, total, sum_x_exp, _, weight, loss = found
     return RunningState(maximum, total, sum_x_exp, argmax, weight, loss)
@@ -80,7 +81,7 @@ def token_stats_kernel(
     logits,  # StridedRows
     target_ptr,  # [batches, rows], or None for the arg-max
     results,  # TokenStatsRows, [batches, rows]
-    slots_ptr,  # int64, zero; see `merge_programs`
+    slots_ptr,  # int64, zero, or None; see `merge_programs`
     rows,
     classes,
     splits,  # programs that share a row
@@ -89,7 +90,6 @@ def token_stats_kernel(
     softcap: tl.float64,
     ignore_index,
     HAS_SOFTCAP: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
@@ -114,15 +114,10 @@ def token_stats_kernel(
     not_ignored = label != ignore_index
     in_range = not_ignored & (label >= 0) & (label < classes)
     label_ptrs = at.ptrs + label * logits.column
-    label_x = tl.load(label_ptrs, mask=in_range & mask, other=0.0).to(ACC_DTYPE)
-    label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
+    label_x = load_capped(label_ptrs, in_range & mask, softcap, ACC_DTYPE)
     found = scan_rows(logits, at, slope, softcap, None, None, True, VEC, LANES, ROWS, BLOCK_V)
     found = with_argmax(logits, at, found, softcap, VEC, LANES, BLOCK_V)
-    if SHARED:
-        found, is_last = merge_programs(
-            found, at, slots_ptr, splits, slope, True, False, BLOCK_SPLITS
-        )
-        mask &= is_last
+    found, mask = merge_programs(found, at, slots_ptr, splits, slope, True, False, BLOCK_SPLITS)
     maximum, total = found.maximum, found.total.to(ACC_DTYPE)
     # The results are NaN where the label is no class. An ignored label has log-probability 0.
     x = maximum if target_ptr is None else label_x
@@ -165,12 +160,8 @@ def token_stats_backward_kernel(
     """Compute a tile of the gradient from the rows' statistics with one read and one write."""
     temperature = tl.full([], temperature, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    spans = tl.cdiv(classes, BLOCK_V)
-    block = tl.program_id(0) // spans
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    row_mask = row < rows
-    index = batch * rows + row
+    tile = locate_tile(rows, classes, tl.cdiv(classes, BLOCK_V), ROWS, BLOCK_V)
+    index, row_mask, mask = tile.index, tile.row_mask, tile.mask
     label = load_labels(target_ptr, index, row_mask, ignore_index)
     not_ignored = label != ignore_index
     out_of_range = not_ignored & ((label < 0) | (label >= classes))
@@ -181,27 +172,19 @@ def token_stats_backward_kernel(
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
     total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
     offset = tl.load(entropy_ptr + index, mask=row_mask, other=0.0) - log_exact(total)
-    column = (tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
-    column = column[None, :]  # [1, BLOCK_V]
-    mask = row_mask[:, None] & (column < classes)  # [ROWS, BLOCK_V]
-    x_rows = logits.ptr + batch * logits.batch + row[:, None] * logits.row  # [ROWS, 1]
-    x_ptrs = x_rows + column * logits.column
-    x = load_capped(x_ptrs, mask, softcap, ACC_DTYPE)
+    x = load_capped(tile_ptrs(logits, tile), mask, softcap, ACC_DTYPE)
     exponent = (x - shift[:, None]) * (tl.full([], LOG2E, ACC_DTYPE) / temperature)
     p = tl.exp2(exponent) * reciprocal(total)[:, None]
     # This is log p + entropy, which stays finite where p is 0.
     logp_plus_entropy = LN2 * tl.maximum(exponent, -10000.0) + offset[:, None]
     grad = p * (softmax_coef[:, None] - on_entropy[:, None] * logp_plus_entropy)
-    grad += tl.where(column == label[:, None], on_label[:, None], 0.0)
+    grad += tl.where(tile.column == label[:, None], on_label[:, None], 0.0)
     grad = tl.where(out_of_range[:, None], float("nan"), grad / temperature)
-    if HAS_SOFTCAP:
-        grad *= 1.0 - (x / softcap) * (x / softcap)
+    grad = through_softcap(grad, x, softcap)
     # A row without an upstream gradient has none, even if its logits are NaN.
     active = tl.abs(on_label) + tl.abs(softmax_coef) + tl.abs(on_entropy)  # [ROWS]
     grad = tl.where((active == 0.0)[:, None] & (out_of_range == 0)[:, None], 0.0, grad)
-    d_rows = dlogits.ptr + batch * dlogits.batch + row[:, None] * dlogits.row
-    d_ptrs = d_rows + column * dlogits.column
-    tl.store(d_ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=mask)
+    tl.store(tile_ptrs(dlogits, tile), grad.to(dlogits.ptr.dtype.element_ty), mask=mask)
 
 
 def token_stats(

@@ -13,7 +13,7 @@ from ....primitives.gpu.math import (
     finite_shift,
     log_exact,
 )
-from ....primitives.gpu.reduce import merge_programs, program_rows, scan_rows
+from ....primitives.gpu.reduce import locate_tile, merge_programs, program_rows, scan_rows
 from .reduction import clear_words
 from .row_math import (
     GradientTerms,
@@ -22,7 +22,6 @@ from .row_math import (
     exact_smoothing_weight,
     load_label,
     load_row_gradient,
-    locate_tile,
     smoothing_weights,
     store_label_gradient,
     store_valid_rows,
@@ -30,19 +29,11 @@ from .row_math import (
 
 
 @triton.jit
-def weights_of_classes(options, at, column, mask):
-    """Return the target weights q of a block of classes."""
-    t = options.targets.probabilities
-    t_ptrs = t.ptr + at.batch * t.batch + at.row[:, None] * t.row + column * t.column
-    return smoothing_weights(t_ptrs, mask, column, options)
-
-
-@triton.jit
 def cross_entropy_forward_kernel(
     logits,  # StridedRows
     targets,  # Targets
     results,  # RowLosses, [batches, rows]
-    slots_ptr,  # int64, zero; see `merge_programs`
+    slots_ptr,  # int64, zero, or None; see `merge_programs`
     workspace,  # Words, cleared for a later kernel, or None
     rows,
     splits,  # programs that share a row
@@ -51,7 +42,6 @@ def cross_entropy_forward_kernel(
     softcap: tl.float64,
     SMOOTHING_MODE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
@@ -73,14 +63,11 @@ def cross_entropy_forward_kernel(
     label = load_label(at.index, at.mask, at.ptrs, logits.column, None, BLOCK_V, options)
     if workspace is not None:
         clear_words(workspace, 64)
-    weigh: tl.constexpr = weights_of_classes if SMOOTHING_MODE else None
+    weigh: tl.constexpr = smoothing_weights if SMOOTHING_MODE else None
     state = scan_rows(logits, at, slope, softcap, options, weigh, False, VEC, LANES, ROWS, BLOCK_V)
-    mask = at.mask
-    if SHARED:
-        state, is_last = merge_programs(
-            state, at, slots_ptr, splits, slope, False, SMOOTHING_MODE != 0, BLOCK_SPLITS
-        )
-        mask &= is_last
+    state, mask = merge_programs(
+        state, at, slots_ptr, splits, slope, False, SMOOTHING_MODE != 0, BLOCK_SPLITS
+    )
     index, maximum, total = at.index, state.maximum, state.total.to(ACC_DTYPE)
     shift, log_total = finite_shift(maximum), log_exact(total)
     smoothing_weight = exact_smoothing_weight(state.weight.to(ACC_DTYPE), options)
@@ -122,11 +109,11 @@ def cross_entropy_backward_kernel(
     spans = tl.cdiv(targets.classes, BLOCK_V)
     tile = locate_tile(rows, targets.classes, spans, ROWS, BLOCK_V)
     batch, row, column, mask = tile.batch, tile.row, tile.column, tile.mask
-    index = batch * rows + row
+    index = tile.index
     x_rows = logits.ptr + batch * logits.batch + row * logits.row  # [ROWS]
     x_ptrs = x_rows[:, None] + column * logits.column
     x = tl.load(x_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    x = apply_softcap(x, softcap, HAS_SOFTCAP)
+    x = apply_softcap(x, softcap)
     on_loss = load_row_gradient(grad_loss, index, tile.row_mask, ACC_DTYPE)
     on_logsumexp = load_row_gradient(grad_logsumexp, index, tile.row_mask, ACC_DTYPE)
     shift = finite_shift(tl.load(maximum_ptr + index, mask=tile.row_mask, other=0.0))
@@ -136,9 +123,7 @@ def cross_entropy_backward_kernel(
     label = load_label(index, tile.row_mask, x_rows, logits.column, tile.span, BLOCK_V, options)
     q = x
     if SMOOTHING_MODE:
-        t = targets.probabilities
-        t_ptrs = t.ptr + batch * t.batch + row[:, None] * t.row + column * t.column
-        q = smoothing_weights(t_ptrs, mask, column, options)
+        q = smoothing_weights(options, tile, column, mask)
     e = exp_for_dtype(x - terms.shift[:, None], dlogits.ptr.dtype.element_ty)
     scaled_q = terms.scale[:, None] * q
     grad = class_gradient(e, x, terms.factor[:, None], scaled_q, options)

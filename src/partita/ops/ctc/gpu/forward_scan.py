@@ -8,8 +8,6 @@ states before each eighth step are saved for the posterior scan. The states at t
 saved, after those of the blocks; the partition function and the posteriors start from them.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -29,9 +27,9 @@ from .lattice import (
 )
 from .scores import sequence_rows
 from .steps import (
+    CarryLinks,
     advance,
     await_carries,
-    carry_links,
     chunk_source,
     decode_emissions,
     first_scan_half,
@@ -40,26 +38,13 @@ from .steps import (
 )
 
 
-class ChunkMemory(NamedTuple):
-    """The memory of a chunk in one direction of the scan.
-
-    Fields:
-        states_ptr: its saved states before the first step, words `[2, 32]`.
-        block_stride: offset from them to those of the next block of eight steps.
-        sent_ptr: the carries that it sends, one for each step of the half.
-        chunk_stride: offset from them to those of the next chunk.
-    """
-
-    states_ptr: tl.tensor
-    block_stride: tl.tensor
-    sent_ptr: tl.tensor
-    chunk_stride: tl.tensor
-
-
 @triton.jit
 def scan_half(
     target,
-    memory,
+    states_ptr,  # words [2, 32], the saved states before the first step
+    block_stride,  # offset from them to those of the next block of eight steps
+    sent_ptr,  # the carries that the chunk sends, one for each step of the half
+    chunk_stride,  # offset from them to those of the next chunk
     source,
     state,
     c,
@@ -76,7 +61,9 @@ def scan_half(
     """
     BLOCK_T: tl.constexpr = 1 if FP64 else 8
     half = first_scan_half(target.length, source.stride_t, FORWARD, BLOCK_T)
-    links = carry_links(memory.sent_ptr, memory.chunk_stride, c, target.target_len // 32, FORWARD)
+    last = target.target_len // 32
+    received_ptr = sent_ptr - chunk_stride if FORWARD else sent_ptr + chunk_stride
+    links = CarryLinks(sent_ptr, received_ptr, c < last, c > 0)
     is_sent = (lane == (31 if FORWARD else 0)) & links.has_next
     overflow, can_skip = lane.to(tl.float32) * 0.0, source.lattice.can_skip
     # A step 0 that is no constant leaves one translation of these functions, not two.
@@ -94,7 +81,7 @@ def scan_half(
         more_carries = links.has_previous & (p + BLOCK_T < half.steps + half.padding)
         words = prefetch_carries(links.received_ptr, p + BLOCK_T, more_carries, lane, BLOCK_T, FP64)
         if SAVE and p % 8 == 0:
-            store_states(memory.states_ptr + p // 8 * memory.block_stride, state, lane, FP64)
+            store_states(states_ptr + p // 8 * block_stride, state, lane, FP64)
         index = lane * 0
         for u in tl.static_range(BLOCK_T):
             store_carry(links.sent_ptr + p + index, state, can_skip, is_sent, FORWARD, FP64)
@@ -147,12 +134,11 @@ def ctc_forward_scan_kernel(
     for c in range(begin, tl.minimum(end, last + 1)):
         chunk = tl.where(direction == 0, c, last - c)
         states_ptr, sent_ptr = saved_ptr + chunk * 64, carries_ptr + chunk * chunk_stride
-        memory = ChunkMemory(states_ptr, block_stride, sent_ptr, chunk_stride)
         lattice, invalid_label = load_chunk(target, chunk, lane)
         source = chunk_source(rows, lattice, target, FP64, TABLE_WIDTH)
         first_position = tl.where(direction == 0, 0, target_len)
         start = boundary_states(chunk * 32 + lane, first_position, lane, FP64)
-        inputs = (target, memory, source, start, c, lane)
+        inputs = (target, states_ptr, block_stride, sent_ptr, chunk_stride, source, start, c, lane)
         if direction == 0:
             state, overflow = scan_half(*inputs, True, SAVE, FP64, TABLE_WIDTH)
         else:

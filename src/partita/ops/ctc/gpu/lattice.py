@@ -21,7 +21,6 @@ from .state import (
     constant_state,
     pack_state,
     select,
-    shift_lanes,
 )
 
 # Bits of a sequence's flags.
@@ -179,23 +178,6 @@ def boundary_states(position, end, lane, FP64: tl.constexpr):
     """Return the states with which a scan starts: 1 in the blank at position `end`, 0 elsewhere."""
     zero = constant_state(0, lane, FP64)
     return LaneStates(select(position == end, constant_state(1, lane, FP64), zero, FP64), zero)
-
-
-@triton.jit
-def sum_predecessors(state, can_skip, carry, lane, FORWARD: tl.constexpr, FP64: tl.constexpr):
-    """Sum what enters each blank and label: α from the states before a step, β from those after it.
-
-    The carry comes from the neighboring chunk (see `store_carry`). For α it is the label before
-    the first position; for β, the part that the position after the last one sends to its label.
-    """
-    blank, label = state
-    if FORWARD:
-        into_blank = add(blank, shift_lanes(label, carry, lane, -1, FP64), FP64)
-        return LaneStates(into_blank, add(label, select(can_skip, into_blank, blank, FP64), FP64))
-    else:
-        into_blank = add(blank, label, FP64)
-        sent = select(can_skip, into_blank, blank, FP64)
-        return LaneStates(into_blank, add(label, shift_lanes(sent, carry, lane, 1, FP64), FP64))
 
 
 @triton.jit

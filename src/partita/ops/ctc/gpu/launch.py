@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2, tl_acc_dtype
-from ....runtime.parts import Part
+from ....runtime.launch import cdiv, launch, launch_alongside, next_power_of_2, tl_acc_dtype
 from ..common import CTCInputs
 from .forward_scan import FORWARD_SCAN
 from .gradient import GRADIENT_SIZES, LogitTensors, ctc_lane_gradient_kernel
@@ -87,11 +86,11 @@ def row_tile(logits: Tensor, width: int) -> dict[str, int]:
 
 def launch_normalize(
     x: CTCInputs,
-    maxima: Tensor | Part | None,
-    sums: Tensor | Part | None,
-    table: Part | None = None,
+    maxima: Tensor | None,
+    sums: Tensor | None,
+    table: Tensor | None = None,
     table_width: int = 0,
-    zeros: Part | None = None,
+    zeros: Tensor | None = None,
     num_zeros: int = 0,
     flags: Tensor | None = None,
 ) -> None:
@@ -185,9 +184,7 @@ class CTCCall(NamedTuple):
         numbers, width = self.numbers, 0
         if table is not None and not fp64:
             width = self.plan.table_width
-            buffer, start, dtype = table
-            rows = buffer, start + 8 * TABLE_MARGIN * width, dtype
-            scores = ScoreTensors(rows, None, None, None, limit)
+            scores = ScoreTensors(table[TABLE_MARGIN * width :], None, None, None, limit)
             stride_n = (x.logits.shape[0] + 2 * TABLE_MARGIN) * width
             strides = {"stride_t": width, "stride_n": stride_n, "stride_c": 1}
             numbers = numbers | strides | {"prior_scale": None}
@@ -261,18 +258,12 @@ def ctc_loss(
         workspace.buffer[: plan.num_zeros].zero_()
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
     normalizes = x.from_logits and not plan.table_width
-    normalizes_alongside = normalizes and x.star is None
-    if normalizes and not normalizes_alongside:
-        normalize()
-    side_stream = SideStream(logits, normalizes_alongside)
-    try:
-        with side_stream:
-            call.launch_forward_scan()
-        if normalizes_alongside:
+    if normalizes and x.star is None:
+        launch_alongside(logits, call.launch_forward_scan, normalize)
+    else:
+        if normalizes:
             normalize()
-    finally:
-        # The streams join after an error too, because the memory belongs to the current stream.
-        side_stream.join()
+        call.launch_forward_scan()
     launch(
         ctc_loss_kernel,
         len(losses),

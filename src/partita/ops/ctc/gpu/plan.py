@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ....runtime.caches import register_cache
-from ....runtime.parts import Part
 from ....runtime.sizes import cdiv, choose, smaller
 
 CHUNK = 32  # positions of a target in a chunk, one per lane of a warp
@@ -39,12 +38,12 @@ class SavedScan(NamedTuple):
         sums: `[T, N]`, the sum of exponentials relative to it; None likewise.
     """
 
-    flags: Part
-    carries: Part
-    states: Part
-    logz: Part
-    maxima: Part | None
-    sums: Part | None
+    flags: Tensor
+    carries: Tensor
+    states: Tensor
+    logz: Tensor
+    maxima: Tensor | None
+    sums: Tensor | None
 
 
 class CTCWorkspace(NamedTuple):
@@ -60,11 +59,11 @@ class CTCWorkspace(NamedTuple):
     """
 
     buffer: Tensor
-    zeros: Part
-    tile_counter: Part | None
-    finished: Part
+    zeros: Tensor
+    tile_counter: Tensor | None
+    finished: Tensor
     saved: SavedScan
-    table: Part | None
+    table: Tensor | None
 
 
 class CTCPlan(NamedTuple):
@@ -80,8 +79,8 @@ class CTCPlan(NamedTuple):
         words: the size of the workspace in 64-bit words.
         num_zeros: how many of them must be 0 before the scan: the counters, the flags, and the
             carries if a target has several chunks.
-        parts: the offset in bytes and the dtype, or None, of the zeros, the counters, the fields of
-            `SavedScan` and the table.
+        sizes: the words of the counters, of the fields of `SavedScan` and of the table, 0 without
+            them, and the rest. Each starts on 16 bytes.
     """
 
     fp64: bool
@@ -92,13 +91,17 @@ class CTCPlan(NamedTuple):
     carry_steps: int
     words: int
     num_zeros: int
-    parts: tuple[tuple[int, torch.dtype] | None, ...]
+    sizes: tuple[int, ...]
 
     def workspace(self, buffer: Tensor) -> CTCWorkspace:
         """Return the parts of a buffer."""
-        parts: list[Any] = [part and (buffer, *part) for part in self.parts]
-        zeros, tile_counter, finished, *saved, table = parts
-        return CTCWorkspace(buffer, zeros, tile_counter, finished, SavedScan(*saved), table)
+        words = buffer.view(torch.int64)
+        parts: list[Any] = [part if len(part) else None for part in words.split(self.sizes)]
+        counter, finished, flags, carries, states, logz, *normalizers, table, _ = parts
+        dtype = torch.float64 if self.fp64 else torch.float32
+        of_rows = (part if part is None else part.view(dtype) for part in normalizers)
+        saved = SavedScan(flags, carries, states, logz.view(torch.float64), *of_rows)
+        return CTCWorkspace(buffer, words, counter, finished, saved, table)
 
 
 def table_width(C: int, max_target_len: int) -> int:
@@ -145,24 +148,20 @@ def ctc_plan(
     width = 0 if fp64 else table_width(C, max_target_len)
     num_blocks, num_chunks = cdiv(T + 1, 2 * SAVE_EVERY), max_target_len // CHUNK + 1
     carry_steps, chunks = num_blocks * SAVE_EVERY, N * num_chunks
-    acc_dtype = torch.float64 if fp64 else torch.float32
     normalizers = T * N if fp64 else cdiv(T * N, 2)
-    sizes = (
-        (num_chunks > 1 and not fp64, 1, torch.int64),  # tile_counter
-        (True, 1, torch.int64),  # finished
-        (True, N, torch.int64),  # flags
-        (True, 2 * chunks * carry_steps, torch.int64),  # carries
-        (True, 2 * (num_blocks * save + 1) * chunks * 2 * CHUNK, torch.int64),  # states
-        (True, N, torch.float64),  # logz
-        (from_logits, normalizers, acc_dtype),  # maxima
-        (from_logits, normalizers, acc_dtype),  # sums
-        (width > 0, (T + 2 * TABLE_MARGIN) * N * width, torch.int64),  # table
-    )
-    parts, starts, start = [], [], 0
-    for wanted, words, dtype in sizes:
-        parts.append((8 * start, dtype) if wanted else None)
-        starts.append(start)
-        start += words + words % 2 if wanted else 0
+    sizes = [
+        int(num_chunks > 1 and not fp64),  # tile_counter
+        1,  # finished
+        N,  # flags
+        2 * chunks * carry_steps,  # carries
+        2 * (num_blocks * save + 1) * chunks * 2 * CHUNK,  # states
+        N,  # logz
+        normalizers * from_logits,  # maxima
+        normalizers * from_logits,  # sums
+        (T + 2 * TABLE_MARGIN) * N * width,  # table
+    ]
+    sizes = [size + size % 2 for size in sizes]
+    words = saved_shape(shape, max_target_len, save, "gpu")[0]
     return CTCPlan(
         fp64=fp64,
         table_width=width,
@@ -170,9 +169,9 @@ def ctc_plan(
         class_groups=cdiv(C, 32) if C <= 64 else 0,
         num_blocks=num_blocks,
         carry_steps=carry_steps,
-        words=saved_shape(shape, max_target_len, save, "gpu")[0],
-        num_zeros=starts[4 if num_chunks > 1 else 3],
-        parts=((0, torch.int64), *parts),
+        words=words,
+        num_zeros=sum(sizes[: 4 if num_chunks > 1 else 3]),
+        sizes=(*sizes, words - sum(sizes)),
     )
 
 

@@ -36,9 +36,9 @@ from .lattice import (
 from .scores import sequence_rows
 from .state import posterior_of, unpack_state
 from .steps import (
+    CarryLinks,
     advance,
     await_carries,
-    carry_links,
     chunk_source,
     decode_emissions,
     first_scan_half,
@@ -140,33 +140,6 @@ def decode_block(
 
 
 @triton.jit
-def store_posteriors(
-    label_ptr,
-    blank_ptr,
-    labels,
-    blanks,
-    p,
-    padding,
-    lane,
-    FORWARD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Store the posteriors of a block of steps by label, and those of the blanks.
-
-    The pointers lead to the row of the first step in the order of the scan that is FORWARD.
-    The sums of the blanks have one step in every 32 / BLOCK_T lanes.
-    """
-    sign: tl.constexpr = 1 if FORWARD else -1
-    step = p - padding + lane * BLOCK_T // 32
-    total = sum_over_lanes(blanks, lane).to(blank_ptr.dtype.element_ty)
-    tl.store(blank_ptr + step * sign, total, mask=(lane % (32 // BLOCK_T) == 0) & (step >= 0))
-    row_ptr = label_ptr + (p - padding).to(tl.int64) * (sign * 32) + lane
-    for u in tl.static_range(BLOCK_T):
-        posterior = labels[u].to(label_ptr.dtype.element_ty)
-        tl.store(row_ptr + u * sign * 32, posterior, mask=p + u >= padding)
-
-
-@triton.jit
 def scan_other_half(
     target,
     memory,
@@ -187,10 +160,13 @@ def scan_other_half(
     """
     BLOCK_T: tl.constexpr = 1 if FP64 else 8
     BACK: tl.constexpr = not FORWARD
+    SIGN: tl.constexpr = 1 if BACK else -1  # the direction of the half's steps
     half = first_scan_half(target.length, source.stride_t, BACK, BLOCK_T)
     sent_ptr, chunk_stride, label_ptr, blank_ptr = memory[4:]
     other = (source, half, memory)  # the states of this half are recomputed in its own order
-    links = carry_links(sent_ptr, chunk_stride, c, target.target_len // 32, FORWARD)
+    last = target.target_len // 32
+    received_ptr = sent_ptr - chunk_stride if FORWARD else sent_ptr + chunk_stride
+    links = CarryLinks(sent_ptr, received_ptr, c < last, c > 0)
     if FORWARD:
         last_step = tl.maximum(target.length - 1, 0)
         label_ptr += last_step.to(tl.int64) * 32
@@ -235,8 +211,15 @@ def scan_other_half(
             label_posteriors = (through_label,) + label_posteriors
             blank_posteriors = (through_blank,) + blank_posteriors
             next_states, index = next_states + (other_state,), index - 1
-        posteriors = (label_posteriors, blank_posteriors)
-        store_posteriors(label_ptr, blank_ptr, *posteriors, p, padding, lane, BACK, BLOCK_T)
+        # The sums of the blanks have one step in every 32 / BLOCK_T lanes.
+        step = p - padding + lane * BLOCK_T // 32
+        value = sum_over_lanes(blank_posteriors, lane).to(blank_ptr.dtype.element_ty)
+        has_step = (lane % (32 // BLOCK_T) == 0) & (step >= 0)
+        tl.store(blank_ptr + step * SIGN, value, mask=has_step)
+        row_ptr = label_ptr + (p - padding).to(tl.int64) * (SIGN * 32) + lane
+        for u in tl.static_range(BLOCK_T):
+            value = label_posteriors[u].to(label_ptr.dtype.element_ty)
+            tl.store(row_ptr + u * SIGN * 32, value, mask=p + u >= padding)
         emissions, other_states = next_emissions, next_states
 
 

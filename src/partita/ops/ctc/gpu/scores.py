@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E
-from .state import ZERO_EXPONENT, constant_state, emission_of
+from .state import ZERO_EXPONENT, emission_of
 
 
 class ScoreTensors(NamedTuple):
@@ -117,21 +117,3 @@ def row_emission(maximum, sum_exp, limit):
     """Return e**lse of steps as an emission, given the maximum and the sum relative to it."""
     mantissa, exponent = emission_of(maximum, limit)
     return mantissa * sum_exp.to(tl.float32), exponent
-
-
-@triton.jit
-def star_emission(loaded, limit, lane, FP64: tl.constexpr):
-    """Return the emission of the star at a block of steps, with a step in each lane.
-
-    `loaded` is the maximum and the sum of each step; it is empty for log-probabilities.
-    """
-    if len(loaded) == 0:
-        one = constant_state(1, lane, FP64)
-        if FP64:
-            return one
-        else:
-            return (one[0], one[1] - 127)
-    elif FP64:
-        return (loaded[0].to(tl.float64) * LOG2E + tl.log2(loaded[1].to(tl.float64)),)
-    else:
-        return row_emission(loaded[0], loaded[1], limit)

@@ -20,17 +20,20 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E
-from .lattice import LaneStates, sum_predecessors
-from .scores import prior_emission, star_emission
+from .lattice import LaneStates
+from .scores import prior_emission, row_emission
 from .state import (
     ZERO_EXPONENT,
     ZERO_WORD,
     ZERO_WORD_FP64,
+    add,
     broadcast_lane,
+    constant_state,
     emission_of,
     multiply_emission,
     multiply_emissions,
     select,
+    shift_lanes,
     unpack_state,
 )
 
@@ -154,13 +157,6 @@ def chunk_source(rows, lattice, target, FP64: tl.constexpr, TABLE_WIDTH: tl.cons
 
 
 @triton.jit
-def carry_links(sent_ptr, chunk_stride, c, last, FORWARD: tl.constexpr):
-    """Return the links of the c-th chunk of a scan, whose last one is `last`."""
-    received_ptr = sent_ptr - chunk_stride if FORWARD else sent_ptr + chunk_stride
-    return CarryLinks(sent_ptr, received_ptr, c < last, c > 0)
-
-
-@triton.jit
 def row_index(half, p):
     """Return which row of the half serves padded step p; any serves padding and what follows."""
     return tl.minimum(tl.maximum(p - half.padding, 0), tl.maximum(half.steps - 1, 0))
@@ -227,8 +223,15 @@ def decode_emissions(
     """
     labels, overflow, star = (), lane.to(tl.float32) * 0.0, ()
     has_star: tl.constexpr = len(source.lattice.is_star) > 0 and TABLE_WIDTH == 0
-    if has_star:
-        star = star_emission(loaded.star, source.limit, lane, FP64)
+    if has_star and len(loaded.star) == 0:  # log-probabilities, in which the star has 1
+        star = constant_state(1, lane, FP64)
+        if not FP64:
+            star = (star[0], star[1] - 127)
+    elif has_star and FP64:
+        star_score = loaded.star[0].to(tl.float64) * LOG2E + tl.log2(loaded.star[1].to(tl.float64))
+        star = (star_score,)
+    elif has_star:
+        star = row_emission(loaded.star[0], loaded.star[1], source.limit)
     for u in tl.static_range(BLOCK_T):
         valid = source.lattice.has_label
         if TABLE_WIDTH:
@@ -289,11 +292,25 @@ def advance(
 ):
     """Take a step: return the sums that enter the states, and the states after it.
 
+    What enters a blank or a label comes from the states before the step for α, and from those after
+    it for β. The carry comes from the neighboring chunk (see `store_carry`). For α it is the label
+    before the first position; for β, the part that the position after the last one sends to its
+    label.
+
     `words` and `blanks` are the carries and the blank's emissions of a block, with a step in each
     lane; `label` are the labels' emissions of the step `index`. The index is a tensor `[32]`, so
     that Triton translates this function once, not for each unrolled step.
     """
     carry = unpack_state(tl.gather(words, index, 0), FP64)
-    incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
-    blank = multiply_emission(incoming.blank, broadcast_lane(blanks, index, FP64), FP64)
-    return incoming, LaneStates(blank, multiply_emission(incoming.label, label, FP64))
+    own_blank, own_label = state
+    if FORWARD:
+        into_blank = add(own_blank, shift_lanes(own_label, carry, lane, -1, FP64), FP64)
+        sent = select(can_skip, into_blank, own_blank, FP64)
+    else:
+        into_blank = add(own_blank, own_label, FP64)
+        sent = select(can_skip, into_blank, own_blank, FP64)
+        sent = shift_lanes(sent, carry, lane, 1, FP64)
+    into_label = add(own_label, sent, FP64)
+    blank = multiply_emission(into_blank, broadcast_lane(blanks, index, FP64), FP64)
+    after = LaneStates(blank, multiply_emission(into_label, label, FP64))
+    return LaneStates(into_blank, into_label), after

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .greedy import load_length
+from ....primitives.gpu.memory import checked_length
 from .select import UNROLL, Candidates, rank_candidates
 
 NEG_INF = tl.constexpr(-float("inf"))
@@ -236,24 +236,6 @@ def extend(memory, size, step, pairs_ptr, buffer, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def find_or_enter(memory, size, key, wanted, BLOCK_W: tl.constexpr):
-    """Return the slots of keys in the table; a key that is not there is entered."""
-    lane, table_mask = tl.arange(0, BLOCK_W), size.table_size - 1
-    mixed = key * -7046029254386353131  # an odd number, whose products have well mixed high bits
-    slot = ((mixed ^ (mixed >> 29)) >> 20).to(tl.int32) & table_mask
-    node, pending, empty = lane * 0 - 1, wanted, key * 0
-    while tl.max(pending.to(tl.int32), axis=0) > 0:
-        # The others compare a word that stays 0.
-        pointer = memory.keys + tl.where(pending, slot, size.table_size + lane)
-        found = tl.atomic_cas(pointer, empty, tl.where(pending, key, 0), sem="relaxed")
-        done = pending & ((found == 0) | (found == key))
-        node = tl.where(done, slot, node)
-        pending = pending & (done == 0)
-        slot = (slot + 1) & table_mask
-    return node
-
-
-@triton.jit
 def enter(memory, size, step, pairs_ptr, buffer, t, BLOCK_W: tl.constexpr):
     """Make the next beam of the chosen candidates."""
     lane = tl.arange(0, BLOCK_W)
@@ -265,7 +247,19 @@ def enter(memory, size, step, pairs_ptr, buffer, t, BLOCK_W: tl.constexpr):
     inflow, best_inflow, event = label_inflow(memory, size, buffer, i, label, is_new)
     parent = tl.where(is_new, integer(memory, size, buffer, NODE, i, is_new), -1)
     key = ((parent + 2).to(tl.int64) << 32) | label.to(tl.int64)
-    node = find_or_enter(memory, size, key, is_new, BLOCK_W)
+    # Find the keys in the table, and enter those that are not there.
+    table_mask = size.table_size - 1
+    mixed = key * -7046029254386353131  # an odd number, whose products have well mixed high bits
+    slot = ((mixed ^ (mixed >> 29)) >> 20).to(tl.int32) & table_mask
+    node, pending, empty = lane * 0 - 1, is_new, key * 0
+    while tl.max(pending.to(tl.int32), axis=0) > 0:
+        # The others compare a word that stays 0.
+        pointer = memory.keys + tl.where(pending, slot, size.table_size + lane)
+        found = tl.atomic_cas(pointer, empty, tl.where(pending, key, 0), sem="relaxed")
+        done = pending & ((found == 0) | (found == key))
+        node = tl.where(done, slot, node)
+        pending = pending & (done == 0)
+        slot = (slot + 1) & table_mask
     new_label = tl.where(is_new, inflow + value, NEG_INF)
     coded = tl.where(is_new, -3 - event, integer(memory, size, 2, EVENT_LABEL, i, stays))
     last = tl.where(is_new, label, integer(memory, size, buffer, LAST, i, stays))
@@ -323,7 +317,7 @@ def ctc_beam_search_kernel(
     That is the buffer of the last beam, or -1 for an invalid sequence.
     """
     n = tl.program_id(0).to(tl.int64)
-    length, valid = load_length(input_lengths_ptr, n, T)
+    length, invalid = checked_length(input_lengths_ptr, n, T, 0, 0)
     pairs, width, table_size = size.pairs, size.width, size.table_size
     scores_ptr, ties_ptr, order_ptr = batch.candidates
     memory = Memory(
@@ -347,7 +341,7 @@ def ctc_beam_search_kernel(
     padding = tl.full([BLOCK_P], NEG_INF, tl.float64)
     tl.store(memory.candidates.scores + tl.arange(0, BLOCK_P), padding)
     tl.debug_barrier()
-    t, buffer = length * 0, length * 0
+    t, buffer, valid = length * 0, length * 0, ~invalid
     while t < length:
         row = t.to(tl.int64) * row_t + n * row_n
         row_ptr = logits_ptr + t.to(tl.int64) * stride_t + n * stride_n

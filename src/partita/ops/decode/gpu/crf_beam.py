@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.memory import checked_length
 from .beam import log_add
-from .greedy import load_length
 from .select import ranks_in_order, select_in_order
 
 # Rows of numbers, fp64: for each of two buffers the log of the sum over the paths of a prefix, and
@@ -141,34 +141,6 @@ def same_prefixes(memory, a, b, wanted):
 
 
 @triton.jit
-def parent_slots(memory, buffer, alive, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Return the slot of the parent of each prefix in the beam, or -1, and the parent's node.
-
-    It is the node that the parent has now, so that the nodes are equal from then on. It must not be
-    stored over the one before, which slower warps may not have read yet.
-    """
-    lane = tl.arange(0, BLOCK_W)
-    hashes_ptr = memory.hashes + buffer * BUFFER_HASHES * BLOCK_W
-    integers_ptr = memory.integers + buffer * BUFFER_INTEGERS * BLOCK_W
-    hash = tl.load(hashes_ptr + PARENT_HASH * BLOCK_W + lane)
-    node = tl.load(integers_ptr + PARENT_NODE * BLOCK_W + lane)
-    slot = slots_by_hash(hashes_ptr, hash, lane * 0 + BLOCK_W, alive, BLOCK_W, BLOCK_J)
-    found = slot >= 0
-    other = tl.load(integers_ptr + NODE * BLOCK_W + slot, mask=found, other=NONE)
-    pending = found & (other != node)
-    while tl.max(pending.to(tl.int32), axis=0) > 0:
-        equal = same_prefixes(memory, node, other, pending)
-        node = tl.where(equal, other, node)
-        collides = pending & (equal == 0)
-        next_slot = slots_by_hash(hashes_ptr, hash, slot, collides, BLOCK_W, BLOCK_J)
-        slot = tl.where(collides, next_slot, slot)
-        found = collides & (slot >= 0)
-        other = tl.load(integers_ptr + NODE * BLOCK_W + slot, mask=found, other=NONE)
-        pending = found & (other != node)
-    return slot, node
-
-
-@triton.jit
 def stay(memory, size, step, buffer, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexpr):
     """Compute the prefixes that do not move, merged with the extensions of their parents."""
     lane = tl.arange(0, BLOCK_W)
@@ -180,7 +152,25 @@ def stay(memory, size, step, buffer, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexp
     stays = edge_scores(step, state, lane * 0, alive)
     move = edge_scores(step, state, 1 + parent_state // size.top, alive & (parent_state >= 0))
     later = tl.load(step.later_ptr + state, mask=alive, other=-float("inf"))
-    parent, node = parent_slots(memory, buffer, alive, BLOCK_W, BLOCK_J)
+    # The slot of each parent, or -1, and the node that the parent has now, so that the nodes are
+    # equal from then on. It must not be stored over the one before, which slower warps may not have
+    # read yet.
+    hashes_ptr = memory.hashes + buffer * BUFFER_HASHES * BLOCK_W
+    hash = tl.load(hashes_ptr + PARENT_HASH * BLOCK_W + lane)
+    node = tl.load(integers_ptr + PARENT_NODE * BLOCK_W + lane)
+    parent = slots_by_hash(hashes_ptr, hash, lane * 0 + BLOCK_W, alive, BLOCK_W, BLOCK_J)
+    found = parent >= 0
+    other = tl.load(integers_ptr + NODE * BLOCK_W + parent, mask=found, other=NONE)
+    pending = found & (other != node)
+    while tl.max(pending.to(tl.int32), axis=0) > 0:
+        equal = same_prefixes(memory, node, other, pending)
+        node = tl.where(equal, other, node)
+        collides = pending & (equal == 0)
+        next_slot = slots_by_hash(hashes_ptr, hash, parent, collides, BLOCK_W, BLOCK_J)
+        parent = tl.where(collides, next_slot, parent)
+        found = collides & (parent >= 0)
+        other = tl.load(integers_ptr + NODE * BLOCK_W + parent, mask=found, other=NONE)
+        pending = found & (other != node)
     merges = parent >= 0
     score = tl.load(numbers_ptr + SCORE * BLOCK_W + lane) + stays
     best = tl.load(numbers_ptr + BEST * BLOCK_W + lane) + stays
@@ -336,7 +326,7 @@ def ctc_crf_beam_search_kernel(
 ):
     """Search the prefixes of one sequence. The buffer of the last beam is the length modulo 2."""
     n = tl.program_id(0).to(tl.int64)
-    length, _ = load_length(input_lengths_ptr, n, T)
+    length, _ = checked_length(input_lengths_ptr, n, T, 0, 0)
     size = KmerSizes(C, bases, C // bases, width, hash_mask)
     memory = KmerMemory(
         batch.numbers + n * NUMBERS * BLOCK_W,
@@ -409,12 +399,12 @@ def ctc_crf_beam_trace_kernel(
 ):
     """Write the best path of the best prefix of one sequence, from its last event to its first."""
     n = tl.program_id(0).to(tl.int64)
-    length, valid = load_length(input_lengths_ptr, n, T)
+    length, invalid = checked_length(input_lengths_ptr, n, T, 0, 0)
     integers_ptr += n * INTEGERS * BLOCK_W
     beam_ptr = integers_ptr + (length % 2) * BUFFER_INTEGERS * BLOCK_W
     state = tl.load(beam_ptr + STATE * BLOCK_W).to(tl.int64)
     event = tl.load(beam_ptr + EVENT * BLOCK_W)
-    valid = valid & (state >= 0)
+    valid = ~invalid & (state >= 0)
     A, states_ptr, edges_ptr = bases + 1, states_ptr + n, edges_ptr + n
     t = tl.where(valid, length, 0)
     store_stays(states_ptr, edges_ptr, N, t, T, -1, -1, BLOCK)

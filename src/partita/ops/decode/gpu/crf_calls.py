@@ -10,7 +10,7 @@ over the steps of a base as a difference of sums over all steps up to its ends.
 import triton
 import triton.language as tl
 
-from .greedy import load_length
+from ....primitives.gpu.memory import checked_length
 
 
 @triton.jit(do_not_specialize=["T", "N", "C", "A", "bases"])
@@ -28,7 +28,7 @@ def ctc_crf_base_posteriors_kernel(
 ):
     """Sum the posteriors of the edges into the states that end in each base, after one step."""
     t, n = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
-    length, _ = load_length(lengths_ptr, n, T)
+    length, _ = checked_length(lengths_ptr, n, T, 0, 0)
     b, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
     rows = tl.where(t < length, C // bases, 0)
     marginals_ptr = marginals.ptr + t * marginals.t + n * marginals.n
@@ -96,7 +96,7 @@ def ctc_crf_first_posteriors_kernel(
     A sequence without steps may start in any k-mer. Posteriors of states are divided by their sum.
     """
     n = tl.program_id(0).to(tl.int64)
-    length, _ = load_length(lengths_ptr, n, T)
+    length, _ = checked_length(lengths_ptr, n, T, 0, 0)
     marginals_ptr = marginals.ptr + n * marginals.n
     first_ptr += n * C
     states = tl.where(length > 0, C, 0)  # those that are loaded
@@ -146,9 +146,9 @@ def ctc_crf_calls_kernel(
     """Write the bases of one sequence."""
     n, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     S = T + state_len
-    length, valid = load_length(lengths_ptr, n, T)
+    length, invalid = checked_length(lengths_ptr, n, T, 0, 0)
     first_state = tl.load(states_ptr + n)
-    valid = valid & (first_state >= 0)
+    valid = ~invalid & (first_state >= 0)
     length = tl.where(valid, length, 0)
     states_ptr, edges_ptr = states_ptr + n, edges_ptr + n
     labels_ptr, log_probs_ptr = calls.labels + n * S, calls.log_probs + n * S

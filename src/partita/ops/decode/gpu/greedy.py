@@ -7,13 +7,6 @@ from ....primitives.gpu.math import exp, finite_shift, log_exact
 from ....primitives.gpu.memory import checked_length
 
 
-@triton.jit
-def load_length(input_lengths_ptr, n, T):
-    """Return the length of a sequence, 0 if it is out of range, and whether it is valid."""
-    length, invalid = checked_length(input_lengths_ptr, n, T, 0, 0)
-    return length, ~invalid
-
-
 @triton.jit(do_not_specialize=["T", "N", "C", "stride_t", "stride_n"])
 def ctc_best_class_kernel(
     logits_ptr,  # [T, N, C]
@@ -91,7 +84,7 @@ def ctc_collapse_kernel(
 ):
     """Write the classes of a sequence without repeats and blanks, and their steps."""
     n = tl.program_id(0).to(tl.int64)
-    length, valid = load_length(input_lengths_ptr, n, T)
+    length, invalid = checked_length(input_lengths_ptr, n, T, 0, 0)
     row, lane = n * T, tl.arange(0, BLOCK_T)
     tokens_ptr, lengths_ptr, scores_ptr, steps_ptr = found
     num_tokens, total = length * 0, tl.zeros([BLOCK_T], tl.float64)
@@ -107,7 +100,7 @@ def ctc_collapse_kernel(
         tl.store(steps_ptr + row + position, t.to(tl.int64), mask=emits)
         num_tokens += tl.sum(emits.to(tl.int32), axis=0)
     score = tl.sum(total, axis=0)
-    valid = valid & (score == score)
+    valid = ~invalid & (score == score)
     num_tokens = tl.where(valid, num_tokens, 0)
     tl.debug_barrier()  # the padding of an invalid sequence overwrites its tokens
     for first in range(num_tokens, T, BLOCK_T):

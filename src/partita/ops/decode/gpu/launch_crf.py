@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2
+from ....runtime.launch import cdiv, launch, launch_alongside, next_power_of_2
 from ...chain.common import ChainPotentials
 from ...chain.gpu.arguments import StridedEdges
 from ...chain.gpu.launch import chain_gradient, chain_logz, chain_scan
@@ -63,16 +63,16 @@ def ctc_crf_path(
         # belongs to the current stream.
         later = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
         memory, states, edges = beam_buffers(scores, beam_width)
-        side_stream = SideStream(scores, True)
-        try:
-            with side_stream:
-                launch_backward_scores(chain_inputs, later)
-                launch_beam_search(scores, later, lengths, beam_width, memory, states, edges)
+
+        def search() -> None:
+            launch_backward_scores(chain_inputs, later)
+            launch_beam_search(scores, later, lengths, beam_width, memory, states, edges)
+
+        def compute_posteriors() -> None:
             launch_posteriors(chain_inputs, buffers, are_saved=False)
             sum_state_posteriors(buffers, lengths, by_base, first)
-        finally:
-            # The streams join after an error too, because the memory is freed afterwards.
-            side_stream.join()
+
+        launch_alongside(scores, search, compute_posteriors)
         return states, edges, by_base, first
     _, states, edges = chain_viterbi(chain_inputs, True, buffers.saved)
     launch_posteriors(chain_inputs, buffers, are_saved=True)

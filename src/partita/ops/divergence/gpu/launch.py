@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from ..common import (
     DivergenceKernels,
     DivergenceRows,
     DivergenceState,
-    mixture_of_classes,
-    state_of_classes,
 )
 from .mixture import divergence_mixture_row_kernel
 from .one_pass import divergence_row_kernel
@@ -292,6 +289,4 @@ def _mixture_plan(x: Tensor, t: Tensor, dlogits: Tensor, beta: float) -> Mixture
     return mixture_plan(x.shape[1])
 
 
-divergence_state = functools.partial(state_of_classes, DIVERGENCE_KERNELS)
-divergence_mixture = functools.partial(mixture_of_classes, DIVERGENCE_KERNELS)
 divergence_local_gradient = divergence_backward  # whose statistics are those of all ranks

@@ -133,8 +133,7 @@ def logits_of(words, cap, DTYPE: gl.constexpr):
     low, high = gl.inline_asm_elementwise(
         asm, "=f,=f,r", [words], (gl.float32, gl.float32), False, 1
     )
-    HAS_SOFTCAP: gl.constexpr = cap is not None
-    return apply_softcap(low, cap, HAS_SOFTCAP), apply_softcap(high, cap, HAS_SOFTCAP)
+    return apply_softcap(low, cap), apply_softcap(high, cap)
 
 
 @gluon.jit

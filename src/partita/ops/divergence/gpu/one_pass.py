@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LN2, reciprocal
 from ....primitives.gpu.memory import aligned_start
-from ....primitives.gpu.sync import collect_pairs, exchange_pairs, next_part, store_pair
+from ....primitives.gpu.sync import collect_pairs, exchange_sums, next_part, store_pair
 from .rows import (
     MIXTURE,
     NOTHING,
@@ -26,7 +26,6 @@ from .rows import (
     locate_pair,
     merged_shares,
     scan_part,
-    sum_of_both,
     unmasked_end,
 )
 
@@ -148,14 +147,12 @@ def divergence_row_kernel(
                 of_student, of_teacher = add_mixture(
                     of_student, of_teacher, part, share, start, False, FAST, VEC, BLOCK
                 )
-            of_student, of_teacher = sum_of_both(of_student, of_teacher)
+            of_student, of_teacher = tl.sum(of_student), tl.sum(of_teacher)
             if SHARED:
                 sums_ptr = slots_ptr + 2 * splits
-                xs, ts = exchange_pairs(
+                of_student, of_teacher = exchange_sums(
                     sums_ptr, split, splits, of_student, of_teacher, BLOCK_SPLITS
                 )
-                xs, ts = tl.where(valid, xs, 0.0), tl.where(valid, ts, 0.0)
-                of_student, of_teacher = sum_of_both(xs, ts)
             loss = (part.weight * of_teacher + (1.0 - part.weight) * of_student) * LN2
         for start in range(part.first, unmasked, BLOCK):
             store_block(d_ptr, grad, part, share, of_student, start, True, KIND, FAST, VEC, BLOCK)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ....primitives.gpu.target import Target
+from ....primitives.gpu.target import MAX_SPLITS, Target
 from ....runtime.caches import register_cache
 from ....runtime.sizes import cdiv, next_power_of_2
 
-MAX_SPLITS = 64  # programs that may wait for one another: fewer than any GPU keeps resident
 # What a program has of each of both rows. The parts of the programs of a multiprocessor then stay
 # in its cache, from which the gradient reads them. With 16,384 bytes they do not.
 PART_BYTES = 12288

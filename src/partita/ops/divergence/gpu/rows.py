@@ -22,7 +22,6 @@ from ....primitives.gpu.math import (
 )
 from ....primitives.gpu.memory import aligned_start
 from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum
-from ....runtime.backend import interpreting
 
 REVERSE, MIXTURE = tl.constexpr(1), tl.constexpr(2)
 NOTHING = tl.constexpr(-float("inf"))  # the logit of a class that there is not
@@ -31,8 +30,6 @@ FINITE = tl.constexpr(-1e37)  # the same where logits are finite
 # Without hints, lines that nothing reads again displace those that are about to be read again.
 READ_AGAIN = tl.constexpr("evict_last")
 READ_LAST = tl.constexpr("evict_first")
-# The interpreter calls a function of a reduction for each element, which takes it minutes.
-INTERPRETED = tl.constexpr(interpreting())
 SMALLEST = tl.constexpr(2.0**-126)
 NO_LOG = tl.constexpr(-1000.0)  # the base-2 logarithm of a probability of 0
 
@@ -124,38 +121,6 @@ def sum_of_pairs(a, b, c, d):
 
 
 @triton.jit
-def sum_of_triples(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def max_of_both(x, t):
-    """Return two maxima by one exchange between the threads."""
-    if INTERPRETED:
-        return tl.max(x), tl.max(t)
-    else:
-        return tl.reduce((x, t), None, max_of_pairs)
-
-
-@triton.jit
-def sum_of_both(x, t):
-    """Return two sums by one exchange between the threads."""
-    if INTERPRETED:
-        return tl.sum(x), tl.sum(t)
-    else:
-        return tl.reduce((x, t), None, sum_of_pairs)
-
-
-@triton.jit
-def sum_of_three(x, t, terms):
-    """Return three sums by one exchange between the threads."""
-    if INTERPRETED:
-        return tl.sum(x), tl.sum(t), tl.sum(terms)
-    else:
-        return tl.reduce((x, t, terms), None, sum_of_triples)
-
-
-@triton.jit
 def load_logits(
     row_ptr,
     stride,
@@ -186,7 +151,7 @@ def load_logits(
             is_pure=True,
             pack=2,
         )
-    x = apply_softcap(x.to(part.log2_scale.dtype), part.cap, part.cap is not None)
+    x = apply_softcap(x.to(part.log2_scale.dtype), part.cap)
     return x if UNMASKED else tl.where(v < part.last, x, FILL)
 
 
@@ -311,10 +276,10 @@ def scan_part(
         x, t = by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR)
         maximum, t_maximum = lane_max(x), lane_max(t)
     share = PairShare(maximum, zero, t_maximum, zero, zero)
-    last = unmasked_end(part, BLOCK)
-    for start in range(part.first, last, BLOCK):
+    unmasked = unmasked_end(part, BLOCK)
+    for start in range(part.first, unmasked, BLOCK):
         share = add_block(share, part, start, True, CAREFUL, KIND, FAST, VEC, BLOCK)
-    for start in range(last, part.last, TAIL):
+    for start in range(unmasked, part.last, TAIL):
         share = add_block(share, part, start, False, CAREFUL, KIND, FAST, VEC, TAIL)
     return share
 
@@ -322,14 +287,12 @@ def scan_part(
 @triton.jit
 def merged_shares(shares, part, KIND: tl.constexpr):
     """Return one `PairShare` of several."""
-    maximum, t_maximum = max_of_both(shares.maximum, shares.t_maximum)
+    maximum, t_maximum = tl.max(shares.maximum), tl.max(shares.t_maximum)
     moved = moved_share(shares, maximum, t_maximum, part, KIND)
-    if KIND == MIXTURE:
-        total, t_total = sum_of_both(moved.total, moved.t_total)
-        return PairShare(maximum, total, t_maximum, t_total, 0.0)
-    else:
-        total, t_total, weighted = sum_of_three(moved.total, moved.t_total, moved.weighted)
-        return PairShare(maximum, total, t_maximum, t_total, weighted)
+    total, t_total, weighted = tl.sum(moved.total), tl.sum(moved.t_total), 0.0
+    if KIND != MIXTURE:
+        weighted = tl.sum(moved.weighted)
+    return PairShare(maximum, total, t_maximum, t_total, weighted)
 
 
 @triton.jit

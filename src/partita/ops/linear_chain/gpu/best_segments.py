@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....primitives.gpu.memory import load_length
 from .arguments import Batch
 from .lanes import (
     MAX_STATES_OF_TABLE,
@@ -34,8 +35,7 @@ from .lanes import (
     lane_select,
     load_lane,
 )
-from .resident import load_rows, load_vector
-from .scores import fold_ends, load_tokens
+from .scores import fold_ends, load_end, load_rows
 from .viterbi import greater
 
 ALL_STATES = tl.constexpr(0x1111111111111111)  # times a state is the map of all states to it
@@ -99,7 +99,7 @@ def linear_chain_trace_words_kernel(
         state = tl.load(known_ptr + lane).to(tl.int64)
     tokens, has_path = low + SIZE, low >= 0
     if FINAL:
-        tokens, _ = load_tokens(lengths_ptr, column % N, length)
+        tokens, _ = load_length(lengths_ptr, column % N, length, 1, 1)
         has_path = tl.load(score_ptr + column % N) > -float("inf")
     for i in range(1, SIZE + 1):
         at = low + SIZE - i
@@ -154,7 +154,7 @@ def linear_chain_best_words_kernel(
     T, end = batch.T, batch.end
     lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments, LANES)
     n, segment = lane // segments, lane % segments
-    tokens, _ = load_tokens(batch.lengths, n, T)
+    tokens, _ = load_length(batch.lengths, n, T, 1, 1)
     low = segment * STEPS
     inputs = (batch.emissions.ptr + n * batch.emissions.n, batch.emissions)
     end_at = n * end.n
@@ -189,27 +189,10 @@ def best_matrix_product(x, matrix, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def unit_operator(LAYOUT: gl.constexpr):
-    """Return the operator of no step, `[16, 16]`."""
+def element_index(LAYOUT: gl.constexpr):
+    """Return the row and the column of each element of a matrix `[16, 16]`."""
     k = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)), 1)
-    c = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0)
-    return gl.where(k == c, 0.0, -float("inf")).to(gl.float64)
-
-
-@gluon.jit
-def load_operator(ptr, C, LAYOUT: gl.constexpr):
-    """Load a matrix `[C, C]`, with -inf outside of it."""
-    k = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)), 1)
-    c = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0)
-    return gl.load(ptr + k * C + c, mask=(k < C) & (c < C), other=-float("inf"))
-
-
-@gluon.jit
-def store_operator(ptr, x, C, LAYOUT: gl.constexpr):
-    """Store a matrix `[C, C]`."""
-    k = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)), 1)
-    c = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0)
-    gl.store(ptr + k * C + c, x, mask=(k < C) & (c < C))
+    return k, gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0)
 
 
 @gluon.jit
@@ -228,16 +211,20 @@ def linear_chain_best_operators_kernel(
         [1, 16, 8 // WARPS], [8, 1, 4], [2, 1, WARPS // 2], [2, 1, 0]
     )
     ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     SCORES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
     C, emissions = batch.C, batch.emissions
     n, segment = (gl.program_id(0) // segments).to(gl.int64), gl.program_id(0) % segments
-    tokens, _ = load_tokens(batch.lengths, n, batch.T)
+    tokens, _ = load_length(batch.lengths, n, batch.T, 1, 1)
     low = gl.minimum(segment * STEPS, tokens - 1)
     num_steps = gl.minimum(STEPS, tokens - 1 - low)
     c = gl.arange(0, 16, SCORES)
-    end = load_vector(batch.end, n, c, C)
-    table = load_operator(table_ptr, C, gl.SliceLayout(0, LAYOUT))
-    x, bad = unit_operator(ROWS), c * 0
+    end = load_end(batch.end, n, c, C)
+    row, column = element_index(COLUMNS)
+    mask = (row < C) & (column < C)
+    table = gl.load(table_ptr + row * C + column, mask=mask, other=-float("inf"))
+    row, column = element_index(ROWS)
+    x, bad = gl.where(row == column, 0.0, -float("inf")).to(gl.float64), c * 0
     score_ptr = emissions.ptr + n * emissions.n + c.to(gl.int64) * emissions.c
     score_ptr += gl.to_tensor(low).to(gl.int64) * emissions.t
     scores, _ = load_rows(score_ptr, None, 1, num_steps, emissions.t, 0, c, C, AHEAD)
@@ -251,7 +238,8 @@ def linear_chain_best_operators_kernel(
             x = gl.where(active, gl.convert_layout(y, ROWS), x)
         scores = following
     at = n * segments + segment
-    store_operator(operators.matrices + at * C * C, x, C, ROWS)
+    matrix_ptr = operators.matrices + at * C * C + row * C + column
+    gl.store(matrix_ptr, x, mask=(row < C) & (column < C))
     offset = gl.where(gl.max(bad, axis=0) > 0, float("nan"), 0.0)
     gl.store(operators.offsets + at, offset.to(gl.float64))
 
@@ -275,15 +263,21 @@ def linear_chain_best_groups_kernel(
     n, group = (gl.program_id(0) // groups).to(gl.int64), gl.program_id(0) % groups
     first, last = group * SIZE, gl.minimum((group + 1) * SIZE, segments) - 1
     at = n * segments + first
-    x, total = unit_operator(ROWS), gl.to_tensor(0.0).to(gl.float64)
-    matrix = load_operator(operators.matrices + at * C * C, C, COLUMNS)
+    row, column = element_index(COLUMNS)
+    element, mask = row * C + column, (row < C) & (column < C)
+    matrix = gl.load(operators.matrices + at * C * C + element, mask=mask, other=-float("inf"))
+    row, column = element_index(ROWS)
+    x = gl.where(row == column, 0.0, -float("inf")).to(gl.float64)
+    total = gl.to_tensor(0.0).to(gl.float64)
     for segment in range(first, last + 1):
         # The next operator is loaded while this one is used.
         at = n * segments + gl.minimum(segment + 1, last)
-        following = load_operator(operators.matrices + at * C * C, C, COLUMNS)
+        matrix_ptr = operators.matrices + at * C * C + element
+        following = gl.load(matrix_ptr, mask=mask, other=-float("inf"))
         total += gl.load(operators.offsets + n * segments + segment)
         x = gl.convert_layout(best_matrix_product(x, matrix, LAYOUT), ROWS)
         matrix = following
     at = n * groups + group
-    store_operator(group_operators.matrices + at * C * C, x, C, ROWS)
+    matrix_ptr = group_operators.matrices + at * C * C + row * C + column
+    gl.store(matrix_ptr, x, mask=(row < C) & (column < C))
     gl.store(group_operators.offsets + at, total)

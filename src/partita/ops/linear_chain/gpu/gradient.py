@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from .arguments import Batch
-from .lanes import lane_emissions
+from .lanes import lane_emissions, load_lane
 from .scores import (
     exp_split,
     exp_sum_term,
@@ -191,15 +191,6 @@ def linear_chain_counts_kernel(
 
 
 @triton.jit
-def load_row(ptr, at, mask, stride, C: tl.constexpr):
-    """Load one number for each state, with 0 outside of the mask."""
-    x = ()
-    for c in tl.static_range(C):
-        x += (tl.load(ptr + at + tl.full([], c, tl.int64) * stride, mask=mask, other=0.0),)
-    return x
-
-
-@triton.jit
 def linear_chain_lane_counts_kernel(
     batch,  # Batch, whose start has no scores
     saved,  # Saved, without scales
@@ -227,9 +218,9 @@ def linear_chain_lane_counts_kernel(
             row = base + i.to(tl.int64) * groups.stride
             t, n, tokens, inside = token_of_rows(batch.lengths, row, i < num_tokens, T, N)
             at = t * emissions.t + n * emissions.n
-            scores = load_row(emissions.ptr, at, inside, emissions.c, C)
-            beta = load_row(beta_ptr, row * C, inside, 1, C)
-            left = load_row(saved.states, (row - N) * C, inside, 1, C)
+            scores = load_lane(emissions.ptr + at, C, emissions.c, inside)
+            beta = load_lane(beta_ptr + row * C, C, mask=inside)
+            left = load_lane(saved.states + (row - N) * C, C, mask=inside)
             maximum = finite_shift(tl.load(saved.maxima + row, mask=inside, other=0.0))
             factor = tl.load(factors_ptr + row, mask=inside, other=0.0)
             scores = lane_emissions(batch.end, n * batch.end.n, tokens, scores, 0, t, C)

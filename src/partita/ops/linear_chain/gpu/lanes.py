@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .arguments import Batch
-from .scores import exp_split, load_tokens, power_of_2, serving_range, transition_range
+from .scores import exp_split, power_of_2, transition_range
 
 MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers of a lane
 
@@ -60,11 +61,12 @@ def lane_emissions(end, end_at, tokens, scores, first: tl.constexpr, t, C: tl.co
 
 
 @triton.jit
-def load_lane(ptr, NUMBER: tl.constexpr):
-    """Load numbers that follow one another, for all lanes or from an address of each."""
+def load_lane(ptr, NUMBER: tl.constexpr, stride=1, mask=None):
+    """Load numbers for all lanes or from an address of each; 0 where a mask excludes a lane."""
     x = ()
     for c in tl.static_range(NUMBER):
-        x += (tl.load(ptr + c),)
+        at = ptr + tl.full([], c, tl.int64) * stride
+        x += (tl.load(at, mask=mask, other=None if mask is None else 0.0),)
     return x
 
 
@@ -168,11 +170,11 @@ def linear_chain_lane_operators_kernel(
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     # The steps of a segment are a multiple of the tokens that are loaded at once.
     AHEAD: tl.constexpr = 4 if MAX_PLUS and C <= MAX_STATES_OF_TABLE else 1
-    serves, shift = serving_range(span, MAX_PLUS, BLOCK_PARTS)
+    serves, shift = transition_range(span, BLOCK_PARTS, MAX_PLUS)
     if serves:
         lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments * C, LANES)
         row, n, segment = lane % C, lane // C // segments, lane // C % segments
-        tokens, _ = load_tokens(batch.lengths, n, batch.T)
+        tokens, _ = load_length(batch.lengths, n, batch.T, 1, 1)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         inputs = (batch.emissions.ptr + n * batch.emissions.n, batch.emissions)
@@ -225,7 +227,7 @@ def linear_chain_lane_groups_kernel(
 ):
     """Form one row of the product of the operators of a group in each lane."""
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
-    if serving_range(span, MAX_PLUS, BLOCK_PARTS)[0]:
+    if transition_range(span, BLOCK_PARTS, MAX_PLUS)[0]:
         lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * groups * C, LANES)
         row, n, group = lane % C, lane // C // groups, lane // C % groups
         x, exponents = lane_unit(row, C, MAX_PLUS), tl.zeros([LANES], tl.float64)
@@ -276,15 +278,6 @@ def store_lane(ptr, x, mask, C: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def lane_sum(x, C: tl.constexpr):
-    """Return the sum over states."""
-    total = x[0]
-    for c in tl.static_range(1, C):
-        total += x[c]
-    return total
-
-
-@triton.jit
 def linear_chain_lane_states_kernel(
     batch,  # Batch, without start
     table_ptr,  # [2, C, C] fp64, exp of the transitions, and the same transposed
@@ -309,7 +302,7 @@ def linear_chain_lane_states_kernel(
         half, lanes = tl.num_programs(0) // 2, tl.full([], N, tl.int64) * segments
         lane, is_alpha = lane_index(tl.program_id(0) % half, lanes, LANES), tl.program_id(0) < half
         n, segment = lane // segments, lane % segments
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         t, dt = tl.where(is_alpha, low, low + num_steps), tl.where(is_alpha, 1, -1).to(tl.int64)
@@ -346,5 +339,9 @@ def linear_chain_lane_states_kernel(
             at, known = (low + num_steps) * N, load_lane(known_ptr + C, C)
             # The next segment starts from the known state, whose power of two may be another.
             store_lane(alpha_ptr + at * C, known, num_steps > 0, C, STORED)
-            power = exponent.to(tl.float64) + tl.log2(lane_sum(x, C) / lane_sum(known, C))
+            total, known_total = x[0], known[0]
+            for c in tl.static_range(1, C):
+                total += x[c]
+                known_total += known[c]
+            power = exponent.to(tl.float64) + tl.log2(total / known_total)
             tl.store(saved.scales + n + at, power, mask=num_steps > 0)

@@ -8,12 +8,14 @@ lanes, and puts the new state into shared memory: no sum crosses warps.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....primitives.gpu.memory import load_length
 from .arguments import Batch
 from .scores import (
     MAX_SPAN,
     exp_split,
     fold_ends,
-    load_tokens,
+    load_end,
+    load_rows,
     power_of_2,
     scan_steps,
     state_offset,
@@ -65,29 +67,6 @@ def resident_step(matrix, x, LANES: gl.constexpr, OUT: gl.constexpr, IN: gl.cons
 
 
 @gluon.jit
-def load_rows(score_ptr, maxima_ptr, i, num_steps, stride_t, stride_m, c, C, AHEAD: gl.constexpr):
-    """Load emissions, and maxima if there are some, of the AHEAD steps from step i, before use."""
-    scores, maxima = (), ()
-    for j in gl.static_range(AHEAD):
-        row = gl.to_tensor(i + j).to(gl.int64)
-        at = score_ptr + row * stride_t
-        scores += (gl.load(at, mask=(c < C) & (i + j <= num_steps), other=-float("inf")),)
-        if maxima_ptr is not None:
-            maxima += (gl.load(maxima_ptr + row * stride_m, mask=i + j <= num_steps, other=0.0),)
-    return scores, maxima
-
-
-@gluon.jit
-def load_vector(end, n, c, C):
-    """Return the scores of start or end in fp64; zeros if there are none."""
-    if end.ptr is None:
-        return c.to(gl.float64) * 0.0
-    else:
-        at = n * end.n + c.to(gl.int64) * end.c
-        return gl.load(end.ptr + at, mask=c < C, other=0.0).to(gl.float64)
-
-
-@gluon.jit
 def linear_chain_resident_scan_kernel(
     batch,  # Batch
     transitions,  # StridedSteps
@@ -119,7 +98,7 @@ def linear_chain_resident_scan_kernel(
         segment, rest = gl.program_id(0) % segments, gl.program_id(0) // segments
         direction, n = rest % 2, (rest // 2).to(gl.int64)
         is_alpha = direction == 0
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         low, num_steps = tokens * 0, scan_steps(tokens, is_alpha, SAVE)
         high = tokens - 1
         if boundaries_ptr is not None:
@@ -129,8 +108,8 @@ def linear_chain_resident_scan_kernel(
         t = gl.where(is_alpha, low, high).to(gl.int64)
         dt = gl.where(is_alpha, 1, -1).to(gl.int64)
         c = gl.arange(0, BLOCK_C, OUT)
-        start = load_vector(batch.start, n, c, C)
-        end = load_vector(batch.end, n, c, C)
+        start = load_end(batch.start, n, c, C)
+        end = load_end(batch.end, n, c, C)
         r = gl.expand_dims(gl.arange(0, BLOCK_C, IN), 1).to(gl.int64)
         o = gl.expand_dims(c, 0).to(gl.int64)
         stride_k, stride_c = transitions.k, transitions.c

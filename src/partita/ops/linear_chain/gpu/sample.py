@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .lanes import lane_index
-from .scores import load_tokens, transition_range
+from .scores import transition_range
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def linear_chain_sample_kernel(
     is_linear, shift = transition_range(span, BLOCK_PARTS)
     sample, n = (tl.program_id(0) % samples).to(tl.int64), tl.program_id(0) // samples
     n = n.to(tl.int64)
-    tokens, _ = load_tokens(lengths_ptr, n, T)
+    tokens, _ = load_length(lengths_ptr, n, T, 1, 1)
     has_path = tl.load(logz_ptr + n) > -float("inf")
     k = tl.arange(0, BLOCK_C)
     other = tl.where(is_linear, 0.0, -float("inf"))
@@ -118,7 +119,7 @@ def linear_chain_sample_words_kernel(
         lane = lane_index(tl.program_id(0), tl.full([], columns, tl.int64) * T, LANES)
         column, t = lane // T, lane % T
         sample, n = column // N, column % N
-        tokens, _ = load_tokens(lengths_ptr, n, T)
+        tokens, _ = load_length(lengths_ptr, n, T, 1, 1)
         at = t * uniforms.t + sample * uniforms.s + n * uniforms.n
         uniform, is_last = tl.load(uniforms.ptr + at), t == tokens - 1
         alpha = ()

@@ -26,15 +26,15 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .arguments import Batch
 from .scores import (
     LN2_FP64,
     exp_sum_term,
     fold_ends,
     load_end,
-    load_tokens,
+    load_rows,
     scan_steps,
-    serving_range,
     state_offset,
     token_of_rows,
     token_scores,
@@ -92,7 +92,7 @@ def linear_chain_table_kernel(
 
     Nothing is stored if the transitions need the log domain.
     """
-    serves, shift = serving_range(span, span is None, BLOCK_PARTS)
+    serves, shift = transition_range(span, BLOCK_PARTS, span is None)
     if serves:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         pairs = tl.full([], C, tl.int64) * C
@@ -127,7 +127,7 @@ def linear_chain_total_kernel(
         serves = not is_linear
     if serves:
         n = tl.program_id(0).to(tl.int64)
-        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        tokens, invalid = load_length(lengths_ptr, n, T, 1, 1)
         maxima, scales = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
         for first in range(0, tokens, BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
@@ -182,26 +182,6 @@ def matrix_step(matrix, x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_ahead(
-    batch, score_ptr, maxima_ptr, t, dt, i, num_steps, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Load the emissions and maxima of the AHEAD steps from step i, before the first is used.
-
-    The addresses are those of a sequence.
-    """
-    c = tl.arange(0, BLOCK_C)
-    scores, maxima = (), ()
-    for j in tl.static_range(AHEAD):
-        row = tl.full([], t, tl.int64) + (i + j) * dt
-        inside = i + j <= num_steps
-        at = row * batch.emissions.t + c.to(tl.int64) * batch.emissions.c
-        mask = (c < batch.C) & inside
-        scores += (tl.load(score_ptr + at, mask=mask, other=-float("inf")),)
-        maxima += (tl.load(maxima_ptr + row * batch.N, mask=inside, other=0.0),)
-    return scores, maxima
-
-
-@triton.jit
 def linear_chain_scan_kernel(
     batch,  # Batch
     transitions,  # StridedSteps
@@ -215,16 +195,19 @@ def linear_chain_scan_kernel(
 ):
     """Scan alpha of a sequence, or in every other program beta, if the transitions need it."""
     batch = Batch(*batch)
-    T, N, C = batch.T, batch.N, batch.C
+    T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
     if not transition_range(saved.span, BLOCK_PARTS)[0]:
         direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
         is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         num_steps = scan_steps(tokens, is_alpha, SAVE)
         start, end = load_end(batch.start, n, c, C), load_end(batch.end, n, c, C)
-        inputs = (batch, batch.emissions.ptr + n * batch.emissions.n, saved.maxima + n)
-        t, dt = tl.where(is_alpha, 0, tokens - 1), tl.where(is_alpha, 1, -1)
-        scores, maxima = load_ahead(*inputs, t, dt, 0, num_steps, 1, BLOCK_C)
+        t = tl.where(is_alpha, 0, tokens - 1).to(tl.int64)
+        dt = tl.where(is_alpha, 1, -1).to(tl.int64)
+        score_ptr = emissions.ptr + n * emissions.n + t * emissions.t
+        inputs = (score_ptr + c.to(tl.int64) * emissions.c, saved.maxima + t * N + n)
+        strides = (dt * emissions.t, dt * N, c, C)
+        scores, maxima = load_rows(*inputs, 0, num_steps, *strides, 1)
         y = tl.zeros([BLOCK_C], tl.float64)
         x = y + (fold_ends(scores[0], t, tokens, start, end) - finite_shift(maxima[0]))
         at, next_row = state_offset(direction, t, n, T, N, C, SAVE)
@@ -237,13 +220,12 @@ def linear_chain_scan_kernel(
         transitions_ptr = transitions.ptr + n * transitions.n
         if CONSTANT:
             matrix = load_matrix(transitions_ptr, C, stride_r, stride_o, BLOCK_C)
-        scores, maxima = load_ahead(*inputs, t, dt, 1, num_steps, AHEAD, BLOCK_C)
+        scores, maxima = load_rows(*inputs, 1, num_steps, *strides, AHEAD)
         for first in range(1, num_steps + 1, AHEAD):
-            left = first + AHEAD
-            next_scores, next_maxima = load_ahead(*inputs, t, dt, left, num_steps, AHEAD, BLOCK_C)
+            following = load_rows(*inputs, first + AHEAD, num_steps, *strides, AHEAD)
             for j in tl.static_range(AHEAD):
                 active = first + j <= num_steps
-                token = tl.full([], t, tl.int64) + (first + j) * dt
+                token = t + (first + j) * dt
                 if not CONSTANT:
                     entered = tl.where(active, tl.where(is_alpha, token - 1, token), 0)
                     step_ptr = transitions_ptr + entered * transitions.t
@@ -255,7 +237,7 @@ def linear_chain_scan_kernel(
                 tl.store(state_ptr, tl.where(is_alpha, x, y), mask=(c < C) & active)
                 mask = active & (is_alpha | (not SAVE))
                 tl.store(scale_ptr + token * N, scale, mask=mask)
-            scores, maxima = next_scores, next_maxima
+            scores, maxima = following
 
 
 @triton.jit
@@ -300,7 +282,7 @@ def linear_chain_log_scan_kernel(
     if not transition_range(saved.span, BLOCK_PARTS)[0]:
         direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
         is_alpha, row = direction == 0, tl.full([], N, tl.int64) * C
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         recent_ptr += direction * 2 * row + n * C
         stride_r = tl.where(is_alpha, transitions.k, transitions.c)
         stride_o = tl.where(is_alpha, transitions.c, transitions.k)

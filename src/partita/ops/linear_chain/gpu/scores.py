@@ -10,43 +10,25 @@ meant return at once, so the host never waits.
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.memory import checked_length
-
 MAX_SPAN = tl.constexpr(300.0)
 LN2_FP64 = tl.constexpr(0.6931471805599453)
 LOG2E_FP64 = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def transition_range(span, BLOCK_PARTS: tl.constexpr):
-    """Return whether the linear scans serve these transitions, and the greatest transition."""
-    part = tl.arange(0, BLOCK_PARTS)
-    greatest = tl.load(span.ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
-    least = tl.load(span.ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
-    maximum, minimum = tl.max(greatest, axis=0), tl.min(least, axis=0)
-    return (maximum - minimum <= MAX_SPAN) & (span.parts > 0), maximum
+def transition_range(span, BLOCK_PARTS: tl.constexpr, MAX_PLUS: tl.constexpr = False):
+    """Return whether the linear scans serve these transitions, and the greatest transition.
 
-
-@triton.jit
-def serving_range(span, MAX_PLUS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """Return whether a kernel serves these transitions, and what is subtracted from them.
-
-    Best paths take all transitions as they are.
+    With MAX_PLUS they serve all transitions, and subtract 0 from them.
     """
     if MAX_PLUS:
         return True, 0.0
     else:
-        return transition_range(span, BLOCK_PARTS)
-
-
-@triton.jit
-def load_tokens(lengths_ptr, n, T):
-    """Return the number of tokens of a sequence, at least 1, and NaN if it is invalid, else 0."""
-    if lengths_ptr is None:
-        return T, 0.0
-    else:
-        tokens, invalid = checked_length(lengths_ptr, n, T, 1, 1)
-        return tokens, tl.where(invalid, float("nan"), 0.0)
+        part = tl.arange(0, BLOCK_PARTS)
+        greatest = tl.load(span.ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
+        least = tl.load(span.ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
+        maximum, minimum = tl.max(greatest, axis=0), tl.min(least, axis=0)
+        return (maximum - minimum <= MAX_SPAN) & (span.parts > 0), maximum
 
 
 @triton.jit
@@ -115,12 +97,25 @@ def loaded_to_fp64(x):
 
 @triton.jit
 def load_end(end, n, c, C):
-    """Return the scores of start or end, `[BLOCK_C]` fp64; zeros if there are none."""
+    """Return the scores of start or end, `[BLOCK_C]` in their dtype; zeros if there are none."""
     if end.ptr is None:
-        return tl.zeros(c.shape, tl.float64)
+        return c.to(tl.float64) * 0.0
     else:
         at = n * end.n + c.to(tl.int64) * end.c
-        return loaded_to_fp64(tl.load(end.ptr + at, mask=c < C, other=0.0))
+        return tl.load(end.ptr + at, mask=c < C, other=0.0)
+
+
+@triton.jit
+def load_rows(score_ptr, maxima_ptr, i, num_steps, stride_t, stride_m, c, C, AHEAD: tl.constexpr):
+    """Load emissions, and maxima if there are some, of the AHEAD steps from step i, before use."""
+    scores, maxima = (), ()
+    for j in tl.static_range(AHEAD):
+        row = tl.cast(i + j, tl.int64)
+        at = score_ptr + row * stride_t
+        scores += (tl.load(at, mask=(c < C) & (i + j <= num_steps), other=-float("inf")),)
+        if maxima_ptr is not None:
+            maxima += (tl.load(maxima_ptr + row * stride_m, mask=i + j <= num_steps, other=0.0),)
+    return scores, maxima
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
-from ....primitives.gpu.memory import load_matrix
+from ....primitives.gpu.memory import load_length, load_matrix
 from .arguments import Batch
 from .scores import (
     LN2_FP64,
@@ -26,10 +26,9 @@ from .scores import (
     exponent_of,
     fold_ends,
     load_end,
-    load_tokens,
+    load_rows,
     loaded_to_fp64,
     power_of_2,
-    serving_range,
     transition_range,
 )
 
@@ -91,9 +90,9 @@ def linear_chain_operators_kernel(
     is_linear, shift = transition_range(span, BLOCK_PARTS)
     if is_linear:
         n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
-        tokens, _ = load_tokens(batch.lengths, n, T)
+        tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         c = tl.arange(0, BLOCK_C)
-        end = load_end(batch.end, n, c, C)
+        end = loaded_to_fp64(load_end(batch.end, n, c, C))
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         weights = load_matrix(
@@ -102,14 +101,12 @@ def linear_chain_operators_kernel(
         weights = tl.exp(loaded_to_fp64(weights) - shift)
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = shift * num_steps
-        score_ptr = emissions.ptr + n * emissions.n + c.to(tl.int64) * emissions.c
+        start_at = tl.cast(low, tl.int64)
+        score_ptr = emissions.ptr + n * emissions.n + start_at * emissions.t
+        score_ptr += c.to(tl.int64) * emissions.c
+        inputs = (score_ptr, maxima_ptr + start_at * N + n)
         for first in range(1, num_steps + 1, AHEAD):
-            scores, maxima = (), ()
-            for j in tl.static_range(AHEAD):
-                t, inside = tl.full([], low, tl.int64) + first + j, first + j <= num_steps
-                mask = (c < C) & inside
-                scores += (tl.load(score_ptr + t * emissions.t, mask=mask, other=-float("inf")),)
-                maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
+            scores, maxima = load_rows(*inputs, first, num_steps, emissions.t, N, c, C, AHEAD)
             for j in tl.static_range(AHEAD):
                 t, inside = low + first + j, first + j <= num_steps
                 score = fold_ends(loaded_to_fp64(scores[j]), t, tokens, end, end)
@@ -183,11 +180,11 @@ def linear_chain_boundaries_kernel(
     """Scan alpha or beta over the operators of a group, and compute log Z if there is one group."""
     batch = Batch(*batch)
     T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
-    if serving_range(span, MAX_PLUS, BLOCK_PARTS)[0]:
+    if transition_range(span, BLOCK_PARTS, MAX_PLUS)[0]:
         group, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
         n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
         is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
-        tokens, invalid = load_tokens(batch.lengths, n, T)
+        tokens, invalid = load_length(batch.lengths, n, T, 1, 1)
         first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)
         total, powers = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
         if known_ptr is None:

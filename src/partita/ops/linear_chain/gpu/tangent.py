@@ -13,16 +13,11 @@ Source: Li and Eisner, First- and second-order expectation semirings, 2009.
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.math import finite_shift, weighted
+from ....primitives.gpu.memory import load_length
 from .arguments import Batch
 from .gradient import store_end_gradient, tile_of_program
-from .scores import exp_sum_term, load_tokens, token_of_rows, token_scores, transition_range
-
-
-@triton.jit
-def weighted(weights, values):
-    """Return weights * values, with 0 for a weight of 0 and any value."""
-    return tl.where(weights == 0.0, 0.0, weights * values)
+from .scores import exp_sum_term, token_of_rows, token_scores, transition_range
 
 
 @triton.jit
@@ -101,7 +96,7 @@ def linear_chain_means_kernel(
     is_linear = transition_range(span, BLOCK_PARTS)[0]
     direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
     is_alpha, C, row = direction == 0, batch.C, tl.full([], batch.N, tl.int64) * batch.C
-    tokens, invalid = load_tokens(batch.lengths, n, batch.T)
+    tokens, invalid = load_length(batch.lengths, n, batch.T, 1, 1)
     scan = direction * batch.T * row + n * C
     for first in range(0, tokens, BLOCK):
         t = first + tl.arange(0, BLOCK).to(tl.int64)

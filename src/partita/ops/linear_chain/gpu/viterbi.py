@@ -20,10 +20,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....primitives.gpu.memory import load_matrix
+from ....primitives.gpu.memory import load_length, load_matrix
 from .arguments import Batch
-from .resident import load_rows, load_vector, row_groups
-from .scores import fold_ends, load_end, load_tokens
+from .resident import row_groups
+from .scores import fold_ends, load_end, load_rows
 from .steps import Step, load_scores, load_tokens_of, summed_scores
 
 
@@ -67,7 +67,7 @@ def linear_chain_resident_best_kernel(
     if ties_ptr is not None:
         runs = gl.load(ties_ptr + n) > 0
     if runs:
-        tokens, _ = load_tokens(batch.lengths, n, batch.T)
+        tokens, _ = load_length(batch.lengths, n, batch.T, 1, 1)
         middle = middle_token(tokens, MEETS)
         t = gl.where(forwards, 0, tokens - 1).to(gl.int64)
         num_steps = gl.where(forwards, middle, tokens - 1 - middle)
@@ -75,7 +75,7 @@ def linear_chain_resident_best_kernel(
             t, num_steps = gl.to_tensor(middle).to(gl.int64), tokens - 1 - middle
         dt = gl.where(forwards, 1, -1).to(gl.int64)
         c = gl.arange(0, BLOCK_C, OUT)
-        end = load_vector(batch.end, n, c, C)
+        end = load_end(batch.end, n, c, C)
         k = gl.expand_dims(gl.arange(0, BLOCK_C, IN), 1).to(gl.int64)
         o = gl.expand_dims(c, 0).to(gl.int64)
         stride_k, stride_c = transitions.k, transitions.c
@@ -92,7 +92,7 @@ def linear_chain_resident_best_kernel(
             x = gl.load(x_ptr, mask=c < C, other=-float("inf"))
         else:
             x = gl.load(score_ptr, mask=c < C, other=-float("inf"))
-            start = load_vector(batch.start, n, c, C)
+            start = load_end(batch.start, n, c, C)
             x = fold_ends(x, t, tokens, start, end)
             gl.store(x_ptr, x, mask=c < C)
         # No step enters the first token.
@@ -213,7 +213,7 @@ def linear_chain_best_last_kernel(
     if ties_ptr is not None and not MEETS:
         runs = tl.load(ties_ptr + n) > 0
     if runs:
-        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        tokens, invalid = load_length(lengths_ptr, n, T, 1, 1)
         middle = middle_token(tokens, MEETS)
         at = (tl.full([], 1, tl.int64) * middle * N + n) * C + c
         x = tl.load(states_ptr + at, mask=c < C, other=-float("inf"))
@@ -302,7 +302,7 @@ def linear_chain_best_trace_kernel(
 ):
     """Trace the best path of a sequence: before each state, the lowest that attains its score."""
     n, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
-    tokens, _ = load_tokens(lengths_ptr, n, T)
+    tokens, _ = load_length(lengths_ptr, n, T, 1, 1)
     state = tl.load(last_ptr + n)
     # Without a path, no token has a state.
     known = tl.where(state >= 0, tokens, 0)
@@ -371,7 +371,7 @@ def linear_chain_viterbi_kernel(
     C, emissions = batch.C, batch.emissions
     n, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
     row = tl.full([], batch.N, tl.int64) * C
-    tokens, invalid = load_tokens(batch.lengths, n, batch.T)
+    tokens, invalid = load_length(batch.lengths, n, batch.T, 1, 1)
     x, is_nan = tl.zeros([BLOCK_C], tl.float64), tl.zeros([BLOCK_C], tl.int32)
     transitions_ptr = transitions.ptr + n * transitions.n
     emissions_ptr = emissions.ptr + n * emissions.n
@@ -411,7 +411,7 @@ def segment_tokens(lengths_ptr, n, T, segment, is_after, STEPS: tl.constexpr, ME
 
     Segments are counted from the last token on, or from the middle on in both directions.
     """
-    tokens, _ = load_tokens(lengths_ptr, n, T)
+    tokens, _ = load_length(lengths_ptr, n, T, 1, 1)
     middle, low = middle_token(tokens, MEETS), segment * STEPS
     first = tl.where(is_after, middle + 1 + low, middle - low)
     left = tl.where(is_after, tokens - 1 - middle, middle) - low

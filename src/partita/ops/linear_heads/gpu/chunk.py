@@ -9,13 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LN2, LOG2E, apply_softcap, finite_shift, log_exact, reciprocal
+from ....primitives.gpu.math import (
+    LN2,
+    LOG2E,
+    apply_softcap,
+    finite_shift,
+    log_exact,
+    reciprocal,
+    through_softcap,
+)
 from ....primitives.gpu.reduce import (
     RunningState,
-    combined,
     load_capped,
     merge_programs,
     program_rows,
+    rescaled,
     scan_rows,
 )
 from ...cross_entropy.gpu.token_stats import with_argmax
@@ -36,7 +44,7 @@ def linear_accumulate_kernel(
     target_ptr,  # [rows]
     weight_ptr,  # [classes] or None
     state,  # RowState [rows]
-    slots_ptr,  # int64, zero; see `merge_programs`
+    slots_ptr,  # int64, zero, or None; see `merge_programs`
     rows,
     classes,
     splits,  # programs that share a row
@@ -45,7 +53,6 @@ def linear_accumulate_kernel(
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
@@ -72,26 +79,26 @@ def linear_accumulate_kernel(
     )
     if ENTROPY:
         chunk = with_argmax(logits, at, chunk, softcap, VEC, LANES, BLOCK_V)
-    if SHARED:
-        chunk, is_last = merge_programs(
-            chunk, at, slots_ptr, splits, slope, ENTROPY, SMOOTHING, BLOCK_SPLITS
-        )
-        mask &= is_last
+    chunk, mask = merge_programs(
+        chunk, at, slots_ptr, splits, slope, ENTROPY, SMOOTHING, BLOCK_SPLITS
+    )
     seen, zeros = mask & (first > 0), tl.zeros([ROWS], tl.float64)
-    maximum = tl.load(state.maximum + row, mask=seen, other=-float("inf"))
+    old_maximum = tl.load(state.maximum + row, mask=seen, other=-float("inf"))
     total = tl.load(state.sumexp + row, mask=seen, other=0.0).to(tl.float64)
     sum_x_exp = zeros
     if ENTROPY:
         sum_x_exp += tl.load(state.sum_x_exp + row, mask=seen, other=0.0) * LOG2E
-    before = RunningState(maximum, total, sum_x_exp, tl.zeros([ROWS], tl.int32), zeros, zeros)
-    both = combined(before, chunk, slope)
-    tl.store(state.maximum + row, both.maximum, mask=mask)
-    tl.store(state.sumexp + row, both.total.to(ACC_DTYPE), mask=mask)
+    before = RunningState(old_maximum, total, sum_x_exp, tl.zeros([ROWS], tl.int32), zeros, zeros)
+    maximum = tl.maximum(old_maximum, chunk.maximum)
+    before, moved = rescaled(before, maximum, slope), rescaled(chunk, maximum, slope)
+    tl.store(state.maximum + row, maximum, mask=mask)
+    tl.store(state.sumexp + row, (before.total + moved.total).to(ACC_DTYPE), mask=mask)
     label_mask = mask & (inside | (first == 0))
     tl.store(state.label + row, tl.where(inside, label_x, -float("inf")), mask=label_mask)
     if ENTROPY:
-        tl.store(state.sum_x_exp + row, (both.sum_x_exp * LN2).to(ACC_DTYPE), mask=mask)
-        is_higher = mask & ((first == 0) | (chunk.maximum > maximum))
+        sum_x_exp = (before.sum_x_exp + moved.sum_x_exp) * LN2
+        tl.store(state.sum_x_exp + row, sum_x_exp.to(ACC_DTYPE), mask=mask)
+        is_higher = mask & ((first == 0) | (chunk.maximum > old_maximum))
         argmax = first + tl.minimum(chunk.argmax, classes - 1).to(tl.int64)
         tl.store(state.argmax + row, argmax, mask=is_higher)
     if SMOOTHING:
@@ -165,14 +172,14 @@ def linear_gradient_kernel(
 ):
     """Compute the gradient of one block of a row from the coefficients of the row."""
     ACC_DTYPE: tl.constexpr = maximum_ptr.dtype.element_ty
-    softcap = tl.full([], softcap, ACC_DTYPE)
+    softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     log2_scale = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
     blocks = tl.cdiv(classes, BLOCK_V)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v // VEC * VEC < classes
     x = tl.load(logits.ptr + row * logits.row + v, mask=inside, other=0.0).to(ACC_DTYPE)
-    x = apply_softcap(x, softcap, HAS_SOFTCAP)
+    x = apply_softcap(x, softcap)
     label = tl.load(target_ptr + row).to(tl.int64) - first
     dlogits_coef = tl.load(coefficients.dlogits_coef + row)
     label_coef = tl.load(coefficients.label_coef + row)
@@ -195,8 +202,6 @@ def linear_gradient_kernel(
             grad += smoothing_coef
         active += tl.abs(smoothing_coef)
     grad += tl.where(v == label, label_coef, 0.0)
-    if HAS_SOFTCAP:
-        grad *= 1.0 - (x / softcap) * (x / softcap)
+    grad = tl.where(active == 0.0, 0.0, through_softcap(grad, x, softcap))
     pointers = result.ptr + row * result.row + v
-    grad = tl.where(active == 0.0, 0.0, grad)
     tl.store(pointers, grad.to(result.ptr.dtype.element_ty), mask=inside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import shares_of_denominators
 from ...divergence.gpu.launch import DIVERGENCE_KERNELS
 from ...logprobs.gpu.launch import ENTRY_KERNELS, topk_of_rows
-from .. import chunked
-from ..chunked import ChunkKernels
+from ..chunked import HeadKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from .chunk import linear_accumulate_kernel, linear_gradient_kernel, linear_statistics_kernel
 
@@ -161,22 +159,13 @@ def mean_shares(
     )
 
 
-CHUNK_KERNELS = ChunkKernels(
-    accumulate_logits, row_statistics, logits_gradient, one_pass_of_chunk, mean_shares
-)
-
-linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
-linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
-linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS, None)
-linear_logprobs = functools.partial(chunked.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
-linear_logprobs_backward = functools.partial(
-    chunked.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
-)
-linear_topk_logprobs = functools.partial(chunked.linear_topk_logprobs, topk_of_rows)
-linear_divergence = functools.partial(chunked.linear_divergence, DIVERGENCE_KERNELS)
-linear_divergence_backward = functools.partial(
-    chunked.linear_divergence_backward, DIVERGENCE_KERNELS
-)
-linear_divergence_one_pass = functools.partial(
-    chunked.linear_divergence_one_pass, DIVERGENCE_KERNELS
+KERNELS = HeadKernels(
+    accumulate_logits,
+    row_statistics,
+    logits_gradient,
+    one_pass_of_chunk,
+    mean_shares,
+    ENTRY_KERNELS,
+    topk_of_rows,
+    DIVERGENCE_KERNELS,
 )

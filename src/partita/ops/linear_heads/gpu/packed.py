@@ -7,7 +7,6 @@ for nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,9 +21,9 @@ from ....primitives.rows import chunks
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.reduction import load_labels
-from ..chunked import add_product, empty_gradients, linear_one_pass
+from ..chunked import add_product, empty_gradients
 from ..common import Head, HeadGradients, Wanted
-from .launch import CHUNK_KERNELS
+from .launch import KERNELS
 
 PACK_BLOCK = tl.constexpr(1024)  # labels that the packing kernel reads at a time
 COPY_BLOCK = 2048  # elements of a row that a program copies at a time
@@ -190,4 +189,4 @@ def packed_gradients(
     return result._replace(weight=dweight.to(weight.dtype))
 
 
-linear_packed_one_pass = functools.partial(linear_one_pass, CHUNK_KERNELS, packed_gradients)
+linear_packed_one_pass = KERNELS._replace(packed_gradients=packed_gradients).linear_one_pass

@@ -20,7 +20,7 @@ from ....primitives.gpu.math import (
     log_exact,
     reciprocal,
 )
-from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum
+from ....primitives.gpu.reduce import add_block, empty_state, load_capped, rescaled
 
 NO_ID = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # follows the last id of a row
 
@@ -109,8 +109,9 @@ def logprobs_gather_kernel(
     mask = entry < entries
     at = load_entries(ids, entry, mask)
     offset, in_chunk = locate_in_chunk(at, chunk)
+    softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     x = tl.load(chunk.logits.ptr + offset, mask=in_chunk, other=0.0).to(ACC_DTYPE)
-    x = apply_softcap(x, tl.full([], softcap, ACC_DTYPE), HAS_SOFTCAP)
+    x = apply_softcap(x, softcap)
     tl.store(entries_ptr + entry, x, mask=in_chunk | (mask & ~at.is_class))
 
 
@@ -219,7 +220,7 @@ class RestRow(NamedTuple):
         first, classes: the first class, and the number of classes.
         ids_ptr: the ids of the row in ascending order.
         K: the number of ids.
-        softcap: the bound of the logits.
+        softcap: the bound of the logits, or None.
         slope: the factor of logits in exponents of 2.
     """
 
@@ -233,52 +234,25 @@ class RestRow(NamedTuple):
     slope: Any
 
 
-class RestState(NamedTuple):
-    """The statistics of the lanes, [1, LANES], and the first id that is not reached yet.
-
-    Fields:
-        maximum: the maximum of the logits.
-        total: the sum of exponentials, fp64.
-        k: the index of the id.
-        id: the id, or NO_ID.
-    """
-
-    maximum: Any
-    total: Any
-    k: Any
-    id: Any
-
-
 @triton.jit
-def add_rest_block(
-    state, row, start, UNMASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Add the classes of a block that are no ids to the statistics of the lanes."""
+def add_rest_block(state, k, id, row, start, UNMASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the classes of a block that are no ids to the statistics of the lanes.
+
+    `k` is the index of the first id that is not reached yet, and `id` the id, or NO_ID.
+    """
     ACC_DTYPE: tl.constexpr = state.maximum.dtype
     LANES: tl.constexpr = state.maximum.shape[1]
     VECTOR: tl.constexpr = (
         1 if LANES == 1 else 128 // row.row_ptr.dtype.element_ty.primitive_bitwidth
     )
     v = (start + tl.arange(0, BLOCK).to(tl.int64))[None, :]  # [1, BLOCK]
-    if UNMASKED:
-        x = tl.load(row.row_ptr + v * row.class_stride).to(ACC_DTYPE)
-    else:
-        x = tl.load(row.row_ptr + v * row.class_stride, mask=v < row.classes, other=0.0)
-        x = x.to(ACC_DTYPE)
-    x = apply_softcap(x, row.softcap, HAS_SOFTCAP)
-    if not UNMASKED:
-        x = tl.where(v < row.classes, x, -float("inf"))
-    k, id = state.k, state.id
+    mask = tl.full([1, BLOCK], True, tl.int1) if UNMASKED else v < row.classes
+    x = load_capped(row.row_ptr + v * row.class_stride, mask, row.softcap, ACC_DTYPE)
     while id < row.first + start + BLOCK:
         x = tl.where(v == id - row.first, -float("inf"), x)
         k += 1
         id = tl.load(row.ids_ptr + k, mask=k < row.K, other=NO_ID)
-    x = by_lane(x, LANES, VECTOR)
-    maximum = tl.maximum(state.maximum, lane_max(x))
-    shift = finite_shift(maximum)
-    total = state.total * tl.exp2((state.maximum - shift) * row.slope).to(tl.float64)
-    total += lane_sum(tl.exp2((x - broadcast_lanes(shift)) * row.slope), False)
-    return RestState(maximum, total, k, id)
+    return add_block(state, x, 0, None, row.slope, False, False, VECTOR), k, id
 
 
 @triton.jit(do_not_specialize=["K", "classes", "first"])
@@ -310,22 +284,20 @@ def logprobs_rest_kernel(
         classes,
         ids_ptr + index * K,
         K,
-        tl.full([], softcap, ACC_DTYPE),
+        tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
         slope,
     )
-    nothing = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
+    state, k = empty_state(1, LANES, ACC_DTYPE), index * 0
     id = tl.load(row.ids_ptr, mask=K > 0, other=NO_ID)
-    state = RestState(nothing, tl.zeros([1, LANES], tl.float64), index * 0, id)
     unmasked_end = classes // BLOCK * BLOCK
     for start in range(0, unmasked_end, BLOCK):
-        state = add_rest_block(state, row, start, True, HAS_SOFTCAP, BLOCK)
+        state, k, id = add_rest_block(state, k, id, row, start, True, BLOCK)
     if unmasked_end < classes:
-        state = add_rest_block(state, row, unmasked_end, False, HAS_SOFTCAP, BLOCK)
+        state, k, id = add_rest_block(state, k, id, row, unmasked_end, False, BLOCK)
     before = tl.load(rest_ptr + 2 * index)
     maximum = tl.maximum(before, tl.max(state.maximum))
-    shift = finite_shift(maximum)
     total = tl.load(rest_ptr + 2 * index + 1).to(tl.float64)
-    total *= tl.exp2((before - shift) * slope).to(tl.float64)
-    total += tl.sum(state.total * tl.exp2((state.maximum - shift) * slope).to(tl.float64))
+    total *= tl.exp2((before - finite_shift(maximum)) * slope).to(tl.float64)
+    total += tl.sum(rescaled(state, maximum, slope).total)
     tl.store(rest_ptr + 2 * index, maximum)
     tl.store(rest_ptr + 2 * index + 1, total.to(ACC_DTYPE))

@@ -13,9 +13,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E, apply_softcap, divide, finite_shift, log_exact
-from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum
-
-NO_CLASS = tl.constexpr(0x7FFFFFFF)
+from ....primitives.gpu.reduce import NOT_FOUND, add_block, empty_state, rescaled
 
 
 class TopKRow(NamedTuple):
@@ -25,7 +23,7 @@ class TopKRow(NamedTuple):
         ptr: its first logit.
         class_stride: the stride over classes.
         classes: the number of classes.
-        cap: the soft-cap.
+        cap: the soft-cap, or None.
         log2_scale: the factor of logits in exponents of 2.
     """
 
@@ -37,38 +35,33 @@ class TopKRow(NamedTuple):
 
 
 @triton.jit
-def load_some(row, v, HAS_SOFTCAP: tl.constexpr, ACC_DTYPE: tl.constexpr, VEC: tl.constexpr):
+def load_some(row, v, VEC: tl.constexpr):
     """Load the soft-capped logits of the classes v, -inf past the last class; NaN is infinite."""
     pointers = row.ptr + v.to(tl.int64) * row.class_stride
-    x = tl.load(pointers, mask=v // VEC * VEC < row.classes, other=0.0).to(ACC_DTYPE)
-    x = tl.where(x == x, apply_softcap(x, row.cap, HAS_SOFTCAP), float("inf"))
+    x = tl.load(pointers, mask=v // VEC * VEC < row.classes, other=0.0)
+    x = apply_softcap(x.to(row.log2_scale.dtype), row.cap)
+    x = tl.where(x == x, x, float("inf"))
     return tl.where(v < row.classes, x, -float("inf"))
 
 
 @triton.jit
 def next_leader(
-    row,
-    value,
-    index,
-    HAS_SOFTCAP: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
-    LANE_BLOCK: tl.constexpr,
+    row, value, index, VEC: tl.constexpr, LANES: tl.constexpr, LANE_BLOCK: tl.constexpr
 ):
     """Return the logit and the class that follow those of a lane's leader."""
     lane = index // VEC % LANES
     found = tl.full([], -float("inf"), value.dtype)
-    found_index = tl.full([], NO_CLASS, tl.int32)
+    found_index = tl.full([], NOT_FOUND, tl.int32)
     for start in range(0, tl.cdiv(row.classes, LANES * VEC) * VEC, LANE_BLOCK):
         i = start + tl.arange(0, LANE_BLOCK)
         v = i // VEC * (LANES * VEC) + lane * VEC + i % VEC
-        x = load_some(row, v, HAS_SOFTCAP, value.dtype, 1)
+        x = load_some(row, v, 1)
         follows = (v < row.classes) & ((x < value) | ((x == value) & (v > index)))
         x = tl.where(follows, x, -float("inf"))
         block_value = tl.max(x)
-        block_index = tl.min(tl.where(follows & (x == block_value), v, NO_CLASS))
+        block_index = tl.min(tl.where(follows & (x == block_value), v, NOT_FOUND))
         # Later blocks have higher classes, so they need a larger logit.
-        is_next = (block_value > found) | (found_index == NO_CLASS)
+        is_next = (block_value > found) | (found_index == NOT_FOUND)
         found_index = tl.where(is_next, block_index, found_index)
         found = tl.where(is_next, block_value, found)
     return found, found_index
@@ -96,46 +89,37 @@ def topk_logprobs_kernel(
         logits.ptr + program * logits.row,
         logits.column,
         classes,
-        tl.full([], softcap, ACC_DTYPE),
+        tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
     )
     # Each lane finds its maximum, its sum of exponentials and the first block with the maximum.
-    maxima = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
-    totals = tl.zeros([1, LANES], tl.float64)
-    first_block = tl.zeros([1, LANES], tl.int32)
+    state = empty_state(1, LANES, ACC_DTYPE)
     for start in range(0, classes, BLOCK):
         v = (start + tl.arange(0, BLOCK))[None, :]
-        x = by_lane(load_some(row, v, HAS_SOFTCAP, ACC_DTYPE, VEC), LANES, VEC)
-        block_maximum = lane_max(x)
-        first_block = tl.where(block_maximum > maxima, start, first_block)
-        higher = tl.maximum(maxima, block_maximum)
-        lane_shift = finite_shift(higher)
-        totals *= tl.exp2((maxima - lane_shift) * row.log2_scale).to(tl.float64)
-        totals += lane_sum(tl.exp2((x - broadcast_lanes(lane_shift)) * row.log2_scale), False)
-        maxima = higher
-    maximum = tl.max(maxima)
+        x = load_some(row, v, VEC)
+        state = add_block(state, x, start, None, row.log2_scale, False, False, VEC)
+    maximum = tl.max(state.maximum)
     shift = finite_shift(maximum)
-    total = tl.sum(totals * tl.exp2((maxima - shift) * row.log2_scale).to(tl.float64))
-    total = total.to(ACC_DTYPE)
+    total = tl.sum(rescaled(state, maximum, row.log2_scale).total).to(ACC_DTYPE)
     log_total = log_exact(total)
     tl.store(found.logsumexp + program, divide(shift, temperature) + log_total)
     tl.store(found.maximum + program, maximum)
     tl.store(found.sumexp + program, total)
     # The leader of a lane is its largest logit and the lowest class that has it.
     lane = tl.arange(0, LANES)[None, :]
-    values, indices = maxima, tl.full([1, LANES], NO_CLASS, tl.int32)
+    values, indices = state.maximum, tl.full([1, LANES], NOT_FOUND, tl.int32)
     for i in range(0, BLOCK // LANES):
-        v = first_block + i // VEC * (LANES * VEC) + lane * VEC + i % VEC
-        x = load_some(row, v, HAS_SOFTCAP, ACC_DTYPE, 1)
-        indices = tl.minimum(indices, tl.where((x == values) & (v < classes), v, NO_CLASS))
+        v = state.argmax + i // VEC * (LANES * VEC) + lane * VEC + i % VEC
+        x = load_some(row, v, 1)
+        indices = tl.minimum(indices, tl.where((x == values) & (v < classes), v, NOT_FOUND))
     for k in range(0, K):
         value = tl.max(values)
-        index = tl.min(tl.where(values == value, indices, NO_CLASS))
+        index = tl.min(tl.where(values == value, indices, NOT_FOUND))
         entry = program * K + k
         tl.store(found.entries + entry, value)
         tl.store(found.indices + entry, index.to(tl.int64))
         tl.store(found.logprobs + entry, divide(value - shift, temperature) - log_total)
-        following = next_leader(row, value, index, HAS_SOFTCAP, VEC, LANES, LANE_BLOCK)
+        following = next_leader(row, value, index, VEC, LANES, LANE_BLOCK)
         is_lane = lane == index // VEC % LANES
         values = tl.where(is_lane, following[0], values)
         indices = tl.where(is_lane, following[1], indices)

@@ -81,13 +81,6 @@ def exp2_parts(x):
 
 
 @triton.jit
-def log2_of_parts(factor, exponent):
-    """Return the logarithm of what `exp2_parts` returns, -inf for an impossible one."""
-    score = tl.log2(factor) + exponent.to(tl.float64)
-    return tl.where(exponent == IMPOSSIBLE, -float("inf"), score)
-
-
-@triton.jit
 def halves(word):
     """Return the lower and the upper half of 64-bit numbers, as uint32."""
     bits = word.to(tl.uint64, bitcast=True)

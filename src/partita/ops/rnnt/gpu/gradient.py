@@ -158,20 +158,6 @@ def store_gradient(
     tl.store(d_special_ptr, special, mask=mask)
 
 
-@triton.jit
-def store_zeros(row, V, TILE: tl.constexpr):
-    """Write zeros to a row."""
-    BLOCK_V: tl.constexpr = TILE.block
-    if TILE.edges:
-        column, mask = edge_columns(row.head, row.columns, V, TILE.vector, 32)
-        zero = tl.zeros([32], row.ptr.dtype.element_ty)
-        tl.store(row.ptr + row.start + column_offset(column, row.stride_v), zero, mask=mask)
-    body_ptr = aligned_ptr(row, TILE)
-    for first in range(0, row.columns, BLOCK_V):
-        piece = first + tl.arange(0, BLOCK_V)
-        store_piece(body_ptr, row, piece, tl.zeros([BLOCK_V], tl.float32), TILE)
-
-
 class Upstream(NamedTuple):
     """The inputs of the gradients beside the logits.
 
@@ -195,32 +181,6 @@ class StridedLogits(NamedTuple):
     t: tl.tensor
     u: tl.tensor
     v: tl.tensor
-
-
-@triton.jit
-def store_duration_gradients(program, grad, durations, T, B, U1, K: tl.constexpr):
-    """Write the gradient in the logits of the durations of some nodes."""
-    dtype: tl.constexpr = grad.posteriors_ptr.dtype.element_ty
-    blocks = tl.cdiv(T * U1, BLOCK)
-    b, block = (program // blocks).to(tl.int64), program % blocks
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    mask = index < T * U1
-    node, size = b * T * U1 + index, B.to(tl.int64) * T * U1
-    scale = tl.load(grad.ptr + (b + index * 0) * grad.stride).to(dtype)
-    read = mask & (scale != 0.0)
-    arcs, total = (), tl.zeros([BLOCK], dtype)
-    for k in tl.static_range(K):
-        arc = tl.load(grad.posteriors_ptr + (2 + k) * size + node, mask=read, other=0.0)
-        arcs = arcs + (arc,)
-        total += arc
-    active = read & (total != 0.0)
-    lse = tl.load(durations.lse_ptr + node, mask=active, other=0.0).to(tl.float64)
-    for k in tl.static_range(K):
-        x = tl.load(durations.ptr + node * K + k, mask=active, other=0.0).to(tl.float64)
-        softmax = tl.exp(x - lse) if dtype == tl.float64 else tl.exp((x - lse).to(tl.float32))
-        d = tl.where(active, (total * softmax - arcs[k]) * scale, 0.0)
-        grad_ptr = durations.grad_ptr + node * K + k
-        tl.store(grad_ptr, d.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -254,6 +214,7 @@ def rnnt_gradient_kernel(
     """
     DTYPE: tl.constexpr = grad.posteriors_ptr.dtype.element_ty
     FUSED: tl.constexpr = logits.lse_ptr is not None
+    BLOCK_V: tl.constexpr = TILE.block
     programs = steps * tl.cdiv(U1, ROWS)
     if (durations.ptr is None) or tl.program_id(0) < programs:
         node = program_nodes(first_step, T, U1)
@@ -289,8 +250,34 @@ def rnnt_gradient_kernel(
             if active & (scale != 0.0):
                 row = (values, results, gradient, blank, V)
                 store_gradient(*row, FUSED, HAT, CLIP, TILE, DTYPE)
-            else:
-                store_zeros(results, V, TILE)
+            else:  # zeros
+                if TILE.edges:
+                    column, mask = edge_columns(results.head, results.columns, V, TILE.vector, 32)
+                    zero = tl.zeros([32], dlogits.ptr.dtype.element_ty)
+                    edge_ptr = results.ptr + results.start + column_offset(column, dlogits.v)
+                    tl.store(edge_ptr, zero, mask=mask)
+                body_ptr = aligned_ptr(results, TILE)
+                for first in range(0, results.columns, BLOCK_V):
+                    piece = first + tl.arange(0, BLOCK_V)
+                    store_piece(body_ptr, results, piece, tl.zeros([BLOCK_V], tl.float32), TILE)
     else:
-        program = tl.program_id(0) - programs
-        store_duration_gradients(program, grad, durations, T, B, U1, K)
+        program, blocks = tl.program_id(0) - programs, tl.cdiv(T * U1, BLOCK)
+        b, block = (program // blocks).to(tl.int64), program % blocks
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        mask = index < T * U1
+        nodes, size = b * T * U1 + index, B.to(tl.int64) * T * U1
+        scales = tl.load(grad.ptr + (b + index * 0) * grad.stride).to(DTYPE)
+        read = mask & (scales != 0.0)
+        arcs, total = (), tl.zeros([BLOCK], DTYPE)
+        for k in tl.static_range(K):
+            arc = tl.load(grad.posteriors_ptr + (2 + k) * size + nodes, mask=read, other=0.0)
+            arcs = arcs + (arc,)
+            total += arc
+        active = read & (total != 0.0)
+        lse = tl.load(durations.lse_ptr + nodes, mask=active, other=0.0).to(tl.float64)
+        for k in tl.static_range(K):
+            x = tl.load(durations.ptr + nodes * K + k, mask=active, other=0.0).to(tl.float64)
+            softmax = tl.exp(x - lse) if DTYPE == tl.float64 else tl.exp((x - lse).to(tl.float32))
+            d = tl.where(active, (total * softmax - arcs[k]) * scales, 0.0)
+            grad_ptr = durations.grad_ptr + nodes * K + k
+            tl.store(grad_ptr, d.to(grad_ptr.dtype.element_ty), mask=mask)

@@ -40,16 +40,6 @@ def activate(x, ACTIVATION: tl.constexpr):
         return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
-def activation_slope(x, ACTIVATION: tl.constexpr):
-    """Return the derivative of the activation at x."""
-    if ACTIVATION == 0:
-        return tl.where(x > 0.0, 1.0, tl.where(x == x, 0.0, x))
-    else:
-        y = activate(x, ACTIVATION)
-        return 1.0 - y * y if ACTIVATION == 1 else y * (1.0 - y)
-
-
 @triton.jit(do_not_specialize=JOINT_SIZES)
 def rnnt_joint_kernel(
     encoder,  # JointInput [B, T, D]
@@ -136,7 +126,12 @@ def rnnt_joint_gradient_kernel(
             x = e + inputs[i].to(DTYPE)[None, :]
             # NaN of a counted step or label is not read in a padding node.
             x = tl.where(mask & (first_u + i <= target_len), x, 0.0)
-            dx = dhidden[i].to(DTYPE) * activation_slope(x, ACTIVATION)
+            dx = dhidden[i].to(DTYPE)
+            if ACTIVATION == 0:
+                dx *= tl.where(x > 0.0, 1.0, tl.where(x == x, 0.0, x))
+            else:
+                y = activate(x, ACTIVATION)
+                dx *= 1.0 - y * y if ACTIVATION == 1 else y * (1.0 - y)
             total += dx
             if partials_ptr is not None:
                 ptr = partials_ptr + (step_block.to(tl.int64) * U1 + (first_u + i)) * D + d

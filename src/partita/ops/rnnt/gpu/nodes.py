@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LN2, LOG2E, finite_shift
 from .arc_rows import HAS_NAN, num_kinds
-from .arc_words import IMPOSSIBLE_ARC, arc_word, exp2_parts, exp_parts, log2_of_parts, sum_of_terms
+from .arc_words import IMPOSSIBLE, IMPOSSIBLE_ARC, arc_word, exp2_parts, exp_parts, sum_of_terms
 from .lattice import (
     LN2_FP32,
     MARGIN,
@@ -260,7 +260,9 @@ def rnnt_arcs_kernel(
             word, is_nan = arc_word(tokens[i // K], factors[i % K], valid & is_read, PRECISE)
             arc, has_nan = word.to(tl.float64, bitcast=True), has_nan | is_nan
         else:
-            score = tokens[i // K] + log2_of_parts(*factors[i % K])
+            factor, exponent = factors[i % K]
+            score = tl.log2(factor) + exponent.to(tl.float64)
+            score = tokens[i // K] + tl.where(exponent == IMPOSSIBLE, -float("inf"), score)
             arc = tl.where(valid, score, -float("inf"))
         tl.store(arcs_ptr + i * sizes.nodes + offset, arc, mask=is_read)
         if i == 0:  # The margin before this kind is like the one after it.

@@ -51,68 +51,6 @@ def step_of_rank(rank, first_u, sequence, BOTH_ENDS: tl.constexpr):
         return rank
 
 
-@triton.jit
-def store_arc_words(
-    durations,
-    source,
-    node,
-    sequence,
-    sizes,
-    scan,
-    V,
-    CODE: tl.constexpr,
-    HAT: tl.constexpr,
-    TILE: tl.constexpr,  # RowTile
-):
-    """Write the words of all arcs of some nodes, which are computed side by side, one in each lane.
-
-    A sequence in which one is NaN is flagged.
-    """
-    K: tl.constexpr = num_kinds(CODE) // 2
-    WIDTH: tl.constexpr = triton.next_power_of_2(K)
-    b, t, u = node.b.to(tl.int64), node.t, node.first_u + tl.arange(0, ROWS)
-    mask, k = u <= sequence.target_len, tl.arange(0, WIDTH)[None, :]
-    is_kind = mask[:, None] & (k < K)
-    if durations.ptr is not None:
-        ptr = durations.ptr + (node.index + tl.arange(0, ROWS)[:, None]) * K + k
-        values = tl.load(ptr, mask=is_kind, other=-float("inf"))
-        if not UNFUSED:
-            # Ask for the cache lines of the logits. A program reads one row after the other, so it
-            # would wait for memory once for each row. The registers of the scans leave too few
-            # programs on a multiprocessor to hide that time.
-            logits_ptr, stride_v, _ = source.logits
-            PER_LINE: tl.constexpr = 1024 // logits_ptr.dtype.element_ty.primitive_bitwidth
-            lines, lane = tl.cdiv(V, PER_LINE), tl.arange(0, 32)
-            rows = tl.minimum(ROWS, sequence.target_len + 1 - node.first_u)
-            for first in range(0, rows * lines, 32):
-                line = tl.minimum(first + lane, rows * lines - 1)
-                row, column = node.first_u + line // lines, line % lines * PER_LINE
-                offset = source.origin + row.to(tl.int64) * source.stride_u
-                prefetch_line(logits_ptr + (offset + column_offset(column, stride_v)))
-    blank_score, label_score = score_arcs(source, node, sequence, V, True, HAT, TILE, tl.float32)
-    factor, exponent = tl.full([ROWS, WIDTH], 1.0, tl.float64), tl.zeros([ROWS, WIDTH], tl.int32)
-    if durations.ptr is not None:
-        factor, exponent, lse = probability_block(values, tl.float32)
-        if durations.lse_ptr is not None:
-            lse_ptr = durations.lse_ptr + node.index + tl.arange(0, ROWS)
-            tl.store(lse_ptr, lse.to(lse_ptr.dtype.element_ty), mask=mask)
-    ptr = scan.arcs + (k.to(tl.int64) * sizes.nodes + node_offset(b, t, u, sizes)[:, None])
-    u, has_nan = u[:, None], is_kind & (k < 0)
-    for label in tl.static_range(2):
-        d = tl.zeros([1, WIDTH], tl.int32)
-        for i in tl.static_range(K):
-            d = tl.where(k == i, (CODE >> (8 * (i + label * K))) & 127, d)
-        token = exp2_parts(label_score if label else blank_score)
-        token = (token[0][:, None], token[1][:, None])
-        valid = is_kind & stays(t, u, d, sequence, label) & (d + label > 0)
-        arc, is_nan = arc_word(token, (factor, exponent), valid, False)
-        tl.store(ptr + label * K * sizes.nodes, arc, mask=valid)
-        has_nan = has_nan | is_nan
-    # The scan, which runs beside this, may have set the other flag.
-    lanes = u * 0 + k * 0
-    tl.atomic_or(scan.flags + b + lanes, lanes + HAS_NAN, mask=has_nan, sem="relaxed")
-
-
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_overlap_kernel(
     logits,  # Logits of the tokens
@@ -162,5 +100,49 @@ def rnnt_overlap_kernel(
             origin = b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t
             options = (targets.labels, target_stride, blank, sigma, delay_penalty)
             source = NodeSource(logits, origin, stride_u, *options)
-            inputs = (source, node, sequence, sizes, scan, V)
-            store_arc_words(durations, *inputs, CODE, HAT, TILE)
+            # The arcs of all kinds are computed side by side, one in each lane.
+            K: tl.constexpr = num_kinds(CODE) // 2
+            WIDTH: tl.constexpr = triton.next_power_of_2(K)
+            u = first_u + tl.arange(0, ROWS)
+            mask, k = u <= sequence.target_len, tl.arange(0, WIDTH)[None, :]
+            is_kind = mask[:, None] & (k < K)
+            if durations.ptr is not None:
+                ptr = durations.ptr + (node.index + tl.arange(0, ROWS)[:, None]) * K + k
+                values = tl.load(ptr, mask=is_kind, other=-float("inf"))
+                if not UNFUSED:
+                    # Ask for the cache lines of the logits. A program reads one row after the
+                    # other, so it would wait for memory once for each row. The registers of the
+                    # scans leave too few programs on a multiprocessor to hide that time.
+                    PER_LINE: tl.constexpr = 1024 // logits.ptr.dtype.element_ty.primitive_bitwidth
+                    lines, lane = tl.cdiv(V, PER_LINE), tl.arange(0, 32)
+                    rows = tl.minimum(ROWS, sequence.target_len + 1 - first_u)
+                    for first in range(0, rows * lines, 32):
+                        line = tl.minimum(first + lane, rows * lines - 1)
+                        row, column = first_u + line // lines, line % lines * PER_LINE
+                        offset = origin + row.to(tl.int64) * stride_u
+                        offset += column_offset(column, logits.stride_v)
+                        prefetch_line(logits.ptr + offset)
+            scores = score_arcs(source, node, sequence, V, True, HAT, TILE, tl.float32)
+            factor = tl.full([ROWS, WIDTH], 1.0, tl.float64)
+            exponent = tl.zeros([ROWS, WIDTH], tl.int32)
+            if durations.ptr is not None:
+                factor, exponent, lse = probability_block(values, tl.float32)
+                if durations.lse_ptr is not None:
+                    lse_ptr = durations.lse_ptr + node.index + tl.arange(0, ROWS)
+                    tl.store(lse_ptr, lse.to(lse_ptr.dtype.element_ty), mask=mask)
+            ptr = scan.arcs + (k.to(tl.int64) * sizes.nodes + node_offset(b, t, u, sizes)[:, None])
+            u, has_nan = u[:, None], is_kind & (k < 0)
+            for label in tl.static_range(2):
+                d = tl.zeros([1, WIDTH], tl.int32)
+                for i in tl.static_range(K):
+                    d = tl.where(k == i, (CODE >> (8 * (i + label * K))) & 127, d)
+                token = exp2_parts(scores[label])
+                token = (token[0][:, None], token[1][:, None])
+                valid = is_kind & stays(t, u, d, sequence, label) & (d + label > 0)
+                arc, is_nan = arc_word(token, (factor, exponent), valid, False)
+                tl.store(ptr + label * K * sizes.nodes, arc, mask=valid)
+                has_nan = has_nan | is_nan
+            # The scan, which runs beside this, may have set the other flag of the sequence.
+            lanes = u * 0 + k * 0
+            flags_ptr = scan.flags + b.to(tl.int64) + lanes
+            tl.atomic_or(flags_ptr, lanes + HAS_NAN, mask=has_nan, sem="relaxed")

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .scores import exp_term, load_steps, load_total, rounded
+from ....primitives.gpu.memory import load_length
+from .scores import exp_term, load_total, rounded
 
 
 class Splits(NamedTuple):
@@ -52,7 +53,7 @@ def semi_markov_changes_kernel(
     program = tl.program_id(0).to(tl.int64)
     lengths_ptr, logz_ptr, _, T, _, C = scans
     n, split = program // splits.number, program % splits.number
-    steps, _ = load_steps(lengths_ptr, n, T)
+    steps, _ = load_length(lengths_ptr, n, T, 1, T)
     total = load_total(logz_ptr, n)
     change = tl.zeros([BLOCK_C], tl.float64)
     for tile in range(0, splits.steps, ROWS):
@@ -83,7 +84,7 @@ def semi_markov_states_kernel(
     n, split = program // splits.number, program % splits.number
     lengths_ptr, logz_ptr, saved_ptr, T, N, C = scans
     c = tl.arange(0, BLOCK_C)[None, :]
-    steps, _ = load_steps(lengths_ptr, n, T)
+    steps, _ = load_length(lengths_ptr, n, T, 1, T)
     total = load_total(logz_ptr, n)
     grad = tl.load(grad_ptr + n * grad_n).to(tl.float64)
     row_size = tl.full([], N, tl.int64) * C
@@ -141,7 +142,7 @@ def semi_markov_segments_kernel(
     n, split = program // splits.number % N, program % splits.number
     c = program // splits.number // N * BLOCK_C + tl.arange(0, BLOCK_C)
     column = c[None, :]
-    steps, invalid = load_steps(lengths_ptr, n, T)
+    steps, invalid = load_length(lengths_ptr, n, T, 1, T)
     total = load_total(logz_ptr, n)
     part = tl.full([], T, tl.int64) * N * C
     row_size = tl.full([], N, tl.int64) * C
@@ -192,7 +193,7 @@ def semi_markov_pairs_kernel(
     mask = (k < C) & (c < C)
     at = k * transitions.row + c * transitions.column
     score = tl.load(transitions.ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
-    steps, invalid = load_steps(lengths_ptr, n, T)
+    steps, invalid = load_length(lengths_ptr, n, T, 1, T)
     score -= load_total(logz_ptr, n)
     part = tl.full([], T, tl.int64) * N * C
     row_size = tl.full([], N, tl.int64) * C

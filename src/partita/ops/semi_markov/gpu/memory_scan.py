@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .paths import better, store_best
-from .scores import exp_term, load_end, load_steps, log_of_sum, store_logz
+from .scores import exp_term, load_end, log_of_sum, store_logz
 
 
 @triton.jit
@@ -66,12 +67,6 @@ def add_block(maximum, rest, terms, index, EXACT: tl.constexpr, IS_MAX: tl.const
 
 
 @triton.jit
-def total_of(maximum, rest, EXACT: tl.constexpr, IS_MAX: tl.constexpr):
-    """Return the log-sum-exp, or the maximum, of the terms."""
-    return maximum if IS_MAX else log_of_sum(rest, EXACT) + maximum  # -inf without a term
-
-
-@triton.jit
 def semi_markov_memory_scan_kernel(
     chains,  # Chains
     tables_ptr,  # see `semi_markov_tables_kernel`
@@ -96,7 +91,7 @@ def semi_markov_memory_scan_kernel(
     n = (tl.program_id(0) // 2 if BOTH else tl.program_id(0)).to(tl.int64)
     # Triton 3.6 loses a stride of 1 in a tuple of a tuple in loops, so the tuples are taken out.
     emissions, starts, ends, lengths_ptr, T, N, C, D = chains
-    steps, invalid = load_steps(lengths_ptr, n, T)
+    steps, invalid = load_length(lengths_ptr, n, T, 1, T)
     pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
     ring_ptr += tl.program_id(0).to(tl.int64) * (D + 2) * C
     recent_ptr = ring_ptr + tl.full([], D, tl.int64) * C
@@ -119,7 +114,8 @@ def semi_markov_memory_scan_kernel(
                     terms = tl.load(table_ptr + at, mask=mask, other=-float("inf"))
                     terms += tl.load(before_ptr + other, mask=other < C, other=0.0)
                     opened, state = add_block(opened, state, terms, other, EXACT, IS_MAX)
-                opened = total_of(opened, state, EXACT, IS_MAX)
+                if not IS_MAX:
+                    opened = log_of_sum(state, EXACT) + opened  # -inf without a term
             step = n * emissions.n + row * emissions.t + c.to(tl.int64) * emissions.c
             emission = tl.load(emissions.ptr + step, mask=c < C, other=-float("inf")).to(tl.float64)
             # The emissions are added to the open segments, whose sum is what closes.
@@ -136,7 +132,8 @@ def semi_markov_memory_scan_kernel(
                 at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
                 durations = tl.load(at, mask=mask, other=-float("inf"))
                 closed, size = add_block(closed, size, ring + durations, age, EXACT, IS_MAX)
-            closed = total_of(closed, size, EXACT, IS_MAX)
+            if not IS_MAX:
+                closed = log_of_sum(size, EXACT) + closed
             tl.store(recent_ptr + k % 2 * C + c, closed, mask=c < C)
             if SAVE:
                 at = row * N * C + c

@@ -10,31 +10,24 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
-from .scan import Sequence, load_emission, load_matrix
-from .scores import load_end, load_steps, rounded
-
-
-@triton.jit
-def first_is_better(a, i, b, j):
-    """Return whether a score is better: NaN is best, and ties go to the lower choice."""
-    a_is_nan, b_is_nan = a != a, b != b
-    tie = (a == b) | (a_is_nan & b_is_nan)
-    return (a > b) | (a_is_nan & ~b_is_nan) | (tie & (i < j))
+from ....primitives.gpu.memory import load_length
+from .scan import Sequence, load_emission
+from .scores import load_end, rounded
 
 
 @triton.jit
 def better_of(a, i, b, j):
-    """Return the better of two scores, and its choice."""
-    first = first_is_better(a, i, b, j)
+    """Return the better score and its choice: NaN is best, and ties go to the lower choice."""
+    a_is_nan, b_is_nan = a != a, b != b
+    tie = (a == b) | (a_is_nan & b_is_nan)
+    first = (a > b) | (a_is_nan & ~b_is_nan) | (tie & (i < j))
     return tl.where(first, a, b), tl.where(first, i, j)
 
 
 @triton.jit
 def better_of_both(a, i, x, k, b, j, y, m):
-    """Return the better of two scores and its choice, for two pairs of scores."""
-    first, other = first_is_better(a, i, b, j), first_is_better(x, k, y, m)
-    best, choice = tl.where(first, a, b), tl.where(first, i, j)
-    return best, choice, tl.where(other, x, y), tl.where(other, k, m)
+    """Do what `better_of` does for two pairs of scores."""
+    return better_of(a, i, b, j) + better_of(x, k, y, m)
 
 
 @triton.jit
@@ -75,11 +68,13 @@ def semi_markov_best_scan_kernel(
     # Triton 3.6 loses a stride of 1 in a tuple of a tuple in loops, so the tuples are taken out.
     emissions, starts, ends, lengths_ptr, T, N, C, D = chains
     c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
-    steps, invalid = load_steps(lengths_ptr, n, T)
+    steps, invalid = load_length(lengths_ptr, n, T, 1, T)
     part = tl.full([], T, tl.int64) * N * C
     sequence = Sequence(emissions.ptr + n * emissions.n, emissions.t, emissions.c, steps, 0, 1, C)
-    matrix = load_matrix(weights_ptr + (4 * SLOTS + 2) * (BLOCK_C + 1), BLOCK_C)
-    states = tl.arange(0, BLOCK_C)[:, None] + tl.zeros([BLOCK_C, BLOCK_C], tl.int32)
+    states = tl.arange(0, BLOCK_C)[:, None]
+    matrix_ptr = weights_ptr + (4 * SLOTS + 2) * (BLOCK_C + 1)
+    matrix = tl.load(matrix_ptr + states * (BLOCK_C + 1) + c[None, :])
+    states += tl.zeros([BLOCK_C, BLOCK_C], tl.int32)
     scores_ptr = weights_ptr + 2 * SLOTS * (BLOCK_C + 1)
     one_step = tl.load(scores_ptr + c)  # row 0 has the duration 1
     ring = tl.full([SLOTS, BLOCK_C], -float("inf"), tl.float64)
@@ -144,7 +139,7 @@ def semi_markov_trace_kernel(
     The states before segments are in the rows of their last steps with BY_END, else of their first.
     """
     n = tl.program_id(0).to(tl.int64)
-    steps, _ = load_steps(lengths_ptr, n, T)
+    steps, _ = load_length(lengths_ptr, n, T, 1, T)
     part = tl.full([], T, tl.int64) * N * C
     state, t = tl.load(last_ptr + n).to(tl.int64), steps.to(tl.int64) - 1
     t = tl.where(state < 0, -1, t)
@@ -205,7 +200,7 @@ def semi_markov_sample_kernel(
     lengths_ptr, logz_ptr, saved_ptr, T, N, C = scans
     n, k = (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64)
     c, d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
-    steps, _ = load_steps(lengths_ptr, n, T)
+    steps, _ = load_length(lengths_ptr, n, T, 1, T)
     row_size, part = tl.full([], N, tl.int64) * C, tl.full([], T, tl.int64) * N * C
     path = k * T * N + n
     has_path = tl.load(logz_ptr + n) > -float("inf")  # False for NaN

@@ -29,15 +29,15 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_length
 from .scores import (
     LN2_FP64,
     LOG_SMALL,
     exp_term,
     exponent_bits,
     load_end,
-    load_steps,
-    log_of_number,
     log_of_sum,
+    scores_of,
     store_logz,
     weight_term,
 )
@@ -163,13 +163,6 @@ def load_emission(sequence, k, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def load_matrix(ptr, BLOCK_C: tl.constexpr):
-    """Return the scores of transitions, [from, to] in the direction of a scan, -inf outside."""
-    row, column = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
-    return tl.load(ptr + row * (BLOCK_C + 1) + column)
-
-
-@triton.jit
 def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
     """Return the scores of open segments by slot, with the emissions of their own steps alone."""
     C = sequence.C
@@ -192,17 +185,10 @@ def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl
 
 
 @triton.jit
-def scores_of(numbers, EXACT: tl.constexpr):
-    """Return the scores of numbers relative to an offset."""
-    number, offset = numbers
-    return log_of_number(number, EXACT) + offset
-
-
-@triton.jit
 def exact_step(
     k,  # the number of the step in the scan
     sequence,  # Sequence
-    transitions_ptr,  # scores, see load_matrix
+    transitions_ptr,  # scores, [from, to] in the direction of the scan
     durations_ptr,  # scores
     ring_ptr,
     opened_at,  # [BLOCK_C], see ScanState
@@ -229,7 +215,8 @@ def exact_step(
     other = tl.arange(0, BLOCK_C)[:, None]
     closed_ptr = ring_ptr + SLOTS * (BLOCK_C + 1)
     closed = tl.load(closed_ptr + other, mask=other < C, other=-float("inf"))
-    terms = load_matrix(transitions_ptr, BLOCK_C) + closed
+    matrix_ptr = transitions_ptr + other * (BLOCK_C + 1) + c
+    terms = tl.load(matrix_ptr) + closed
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
     first = tl.load(
@@ -254,7 +241,7 @@ def exact_step(
     highest = tl.max(closed - source, axis=0)
     level = tl.where(highest > -float("inf"), highest, level)
     weight = weight_term(closed - source - level, EXACT)
-    matrix = load_matrix(transitions_ptr, BLOCK_C) + source[:, None]
+    matrix = tl.load(matrix_ptr) + source[:, None]
     target = finite_shift(tl.max(matrix, axis=0))
     matrix = weight_term(matrix - target[None, :], EXACT)
     base = tl.max(scores, axis=0)
@@ -273,17 +260,6 @@ def exact_step(
 def add_both(a, b, c, d):
     """Add two pairs of numbers."""
     return a + c, b + d
-
-
-@triton.jit
-def two_sums(ring, weights, matrix, weight, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
-    """Return the sums of products over slots and over states, which are exchanged together."""
-    products = ring * weights
-    if SLOTS >= BLOCK_C:
-        products = tl.sum(tl.reshape(products, (SLOTS // BLOCK_C, BLOCK_C, BLOCK_C)), axis=0)
-        return tl.reduce((products, matrix * weight[:, None]), 0, add_both)
-    else:
-        return tl.sum(products, axis=0), tl.sum(matrix * weight[:, None], axis=0)
 
 
 @triton.jit
@@ -385,7 +361,7 @@ def semi_markov_scan_kernel(
     n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
     emissions, C, D = chains.emissions, chains.C, chains.D
     c = tl.arange(0, BLOCK_C)
-    steps, invalid = load_steps(chains.lengths, n, chains.T)
+    steps, invalid = load_length(chains.lengths, n, chains.T, 1, chains.T)
     end = load_end(chains.end, n, c, C)
     first = tl.where(is_alpha, load_end(chains.start, n, c, C), end)
     t, dt = tl.where(is_alpha, 0, steps - 1), tl.where(is_alpha, 1, -1)
@@ -415,8 +391,12 @@ def semi_markov_scan_kernel(
     for k in range(0, steps):
         after = load_emission(sequence, k + 2, BLOCK_C)
         row = (-k & (SLOTS - 1)) + slot
-        weights = tl.load(weights_ptr + row * (BLOCK_C + 1) + c[None, :])
-        sums = two_sums(state.ring, weights, matrix, weight, BLOCK_C, SLOTS)
+        older = state.ring * tl.load(weights_ptr + row * (BLOCK_C + 1) + c[None, :])
+        if SLOTS >= BLOCK_C:  # both sums are exchanged together
+            older = tl.sum(tl.reshape(older, (SLOTS // BLOCK_C, BLOCK_C, BLOCK_C)), axis=0)
+            sums = tl.reduce((older, matrix * weight[:, None]), 0, add_both)
+        else:
+            sums = tl.sum(older, axis=0), tl.sum(matrix * weight[:, None], axis=0)
         # Logarithms of the step before, in the time that this step waits for its sums.
         before = scores_of(opened, EXACT), scores_of(closed, EXACT)
         store_step(k - 1, before, ring_ptr, sequence, saved, BLOCK_C, SLOTS, SAVE)

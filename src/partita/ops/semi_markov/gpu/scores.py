@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
-from ....primitives.gpu.memory import checked_length
 
 LOG2E_FP64 = tl.constexpr(1.4426950408889634)
 LN2_FP64 = tl.constexpr(0.6931471805599453)
@@ -124,32 +123,20 @@ def exponent_bits(x):
 
 
 @triton.jit
-def log_of_number(x, EXACT: tl.constexpr):
-    """Return the logarithm of 0 or a normal number, with an absolute error of 1e-12.
+def scores_of(numbers, EXACT: tl.constexpr):
+    """Return the logarithms of numbers plus their offset, with an absolute error of 1e-12.
 
-    That of NaN is NaN, and so is that of infinity.
+    A number is 0 or normal. That of NaN is NaN, and so is that of infinity.
     """
+    x, offset = numbers
     if EXACT:
-        return tl.log(x)
+        return tl.log(x) + offset
     else:
         bits = x.to(tl.int64, bitcast=True)
         power = ((bits >> 52) - 1023).to(tl.float64)
         significand = ((bits & 0xFFFFFFFFFFFFF) | ONE_BITS).to(tl.float64, bitcast=True)
         logarithm = power * LN2_FP64 + log_of_sum(significand, EXACT)
-        return tl.where((x > 0.0) & (x < float("inf")), logarithm, x - float("inf"))
-
-
-@triton.jit
-def load_steps(lengths_ptr, n, T):
-    """Return the number of steps of a sequence, and NaN if its length is invalid, else 0.
-
-    An invalid sequence has T steps.
-    """
-    if lengths_ptr is None:
-        return T, 0.0
-    else:
-        steps, invalid = checked_length(lengths_ptr, n, T, 1, T)
-        return steps, tl.where(invalid, float("nan"), 0.0)
+        return tl.where((x > 0.0) & (x < float("inf")), logarithm, x - float("inf")) + offset
 
 
 @triton.jit

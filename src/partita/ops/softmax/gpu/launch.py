@@ -26,12 +26,10 @@ from ....runtime.caches import register_cache
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ..common import LogSumExp
-from .logsumexp import logsumexp_backward_kernel, logsumexp_kernel
+from .logsumexp import logsumexp_kernel, softmax_elementwise_kernel
 from .rows import (
-    softmax_backward_loop_kernel,
     softmax_backward_row_kernel,
     softmax_backward_tile_kernel,
-    softmax_loop_kernel,
     softmax_row_kernel,
     softmax_tile_kernel,
 )
@@ -45,25 +43,27 @@ def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
 def _softmax(view: RowView, log: bool) -> None:
     input, output = view.strided
     plan, dtype = row_plan_for(view), input.ptr.dtype
-    kernels = (softmax_row_kernel, softmax_tile_kernel, softmax_loop_kernel)
+    if plan.kind == "loop":  # A row that is too long to hold is read for its statistics first.
+        source = view._replace(tensors=view.tensors[:1], strides=view.strides[:1])
+        rows = view.batches * view.rows
+        fields = (input.ptr.new_empty(rows, dtype=acc_dtype(dtype)) for _ in range(3))
+        statistics = _statistics(source, LogSumExp(*fields))
+        _normalize(view, None, statistics.maximum, statistics.sumexp, log)
+        return
     options: dict[str, Any] = {"LOG": log}
     if plan.kind == "tile":
         plan, options["PARTS"] = _in_parts(plan, view.classes, dtype.itemsize)
-    if plan.kind != "row":
         options["LANES"] = plan.lanes(dtype.itemsize)
-    _launch(kernels, view, plan, input=input, output=output, **options)
+    kernel = softmax_row_kernel if plan.kind == "row" else softmax_tile_kernel
+    _launch(kernel, view, plan, input=input, output=output, **options)
 
 
-def _launch(kernels: tuple[Any, Any, Any], view: RowView, plan: RowPlan, **arguments: Any) -> None:
-    """Launch the kernel of a plan on rows of the dtype of the view's first tensor.
-
-    The kernels are those of plans of kind `row`, `tile` and `loop`.
-    """
-    of_row, of_tile, of_loop = kernels
+def _launch(kernel: Any, view: RowView, plan: RowPlan, **arguments: Any) -> None:
+    """Launch the kernel of a plan on rows of the dtype of the view's first tensor."""
     dtype = view.tensors[0].dtype
     if plan.kind == "row":
         launch(
-            of_row,
+            kernel,
             view.rows * plan.splits,
             slots_ptr=exchange_slots(view, plan.splits),
             classes=view.classes,
@@ -74,7 +74,7 @@ def _launch(kernels: tuple[Any, Any, Any], view: RowView, plan: RowPlan, **argum
         )
         return
     launch(
-        of_tile if plan.kind == "tile" else of_loop,
+        kernel,
         view.batches * cdiv(view.rows, plan.rows),
         rows=view.rows,
         classes=view.classes,
@@ -119,14 +119,11 @@ def _softmax_backward(view: RowView, log: bool) -> None:
     planned = view
     if is_broadcast:
         planned = view._replace(tensors=view.tensors[::2], strides=view.strides[::2])
-    kernels = (
-        softmax_backward_row_kernel,
-        softmax_backward_tile_kernel,
-        softmax_backward_loop_kernel,
-    )
-    tensors = {"grad": grad, "output": output, "result": result}
     plan = row_plan_for(planned, operands=2)
-    _launch(kernels, view, plan, **tensors, LOG=log, BROADCAST=is_broadcast)
+    kernel, options = softmax_backward_row_kernel, {"LOG": log, "BROADCAST": is_broadcast}
+    if plan.kind != "row":
+        kernel, options["WHOLE"] = softmax_backward_tile_kernel, plan.kind == "tile"
+    _launch(kernel, view, plan, grad=grad, output=output, result=result, **options)
 
 
 def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
@@ -136,29 +133,37 @@ def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
     outputs = LogSumExp(
         input.new_empty(input.shape[:-1], dtype=dtype), maximum, torch.empty_like(maximum)
     )
+    return _statistics(view, outputs)
+
+
+def _statistics(view: RowView, results: LogSumExp) -> LogSumExp:
+    """Write the statistics of the rows of a view, and return them."""
     launch_reduction(
         logsumexp_kernel,
         view,
         1,
         input=view.strided[0],
-        results=outputs,
+        results=results,
         classes=view.classes,
     )
-    return outputs
+    return results
 
 
 def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Tensor) -> Tensor:
     """Return the gradient of the input from the statistics of the forward pass."""
     maximum, sumexp = maximum.contiguous(), sumexp.contiguous()
     return with_output(
-        lambda view: _logsumexp_backward(view, grad, maximum, sumexp), -1, input, dtype=input.dtype
+        lambda view: _normalize(view, grad, maximum, sumexp), -1, input, dtype=input.dtype
     )
 
 
-def _logsumexp_backward(view: RowView, grad: Tensor, maximum: Tensor, sumexp: Tensor) -> None:
+def _normalize(
+    view: RowView, grad: Tensor | None, maximum: Tensor, sumexp: Tensor, log: bool = False
+) -> None:
+    """Write the softmax times the rows' gradients, if there are any, or the log-softmax."""
     input, result = view.strided
     launch_elementwise(
-        logsumexp_backward_kernel,
+        softmax_elementwise_kernel,
         view,
         grad=flat_rows(grad),
         input=input,
@@ -166,4 +171,5 @@ def _logsumexp_backward(view: RowView, grad: Tensor, maximum: Tensor, sumexp: Te
         sumexp_ptr=sumexp,
         result=result,
         classes=view.classes,
+        LOG=log,
     )

@@ -1,22 +1,27 @@
-"""The kernels of log-sum-exp and of its gradient."""
+"""The kernels of log-sum-exp, and of softmax and gradients from the statistics of rows."""
 
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E, divide, exp_for_dtype, finite_shift, log_exact
-from ....primitives.gpu.reduce import merge_programs, program_rows, scan_rows
+from ....primitives.gpu.reduce import (
+    locate_tile,
+    merge_programs,
+    program_rows,
+    scan_rows,
+    tile_ptrs,
+)
 
 
 @triton.jit
 def logsumexp_kernel(
     input,  # StridedRows
     results,  # LogSumExp, [batches, rows]
-    slots_ptr,  # int64, zero; see `merge_programs`
+    slots_ptr,  # int64, zero, or None; see `merge_programs`
     rows,
     classes,
     splits,  # programs that share a row
     span,  # classes that each of them reads
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
@@ -31,12 +36,7 @@ def logsumexp_kernel(
     slope = tl.full([], LOG2E, ACC_DTYPE)
     at = program_rows(input, rows, classes, splits, span, VEC, ROWS)
     state = scan_rows(input, at, slope, None, None, None, False, VEC, LANES, ROWS, BLOCK_V)
-    mask = at.mask
-    if SHARED:
-        state, is_last = merge_programs(
-            state, at, slots_ptr, splits, slope, False, False, BLOCK_SPLITS
-        )
-        mask &= is_last
+    state, mask = merge_programs(state, at, slots_ptr, splits, slope, False, False, BLOCK_SPLITS)
     maximum, total = state.maximum, state.total.to(ACC_DTYPE)
     result = tl.where(maximum == float("inf"), maximum, maximum + log_exact(total))
     result_ptrs = results.logsumexp + at.index
@@ -46,35 +46,32 @@ def logsumexp_kernel(
 
 
 @triton.jit
-def logsumexp_backward_kernel(
-    grad,  # RowNumbers
+def softmax_elementwise_kernel(
+    grad,  # RowNumbers, with None for ones
     input,  # StridedRows
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
     result,  # StridedRows
     rows,
     classes,
+    LOG: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute a tile of the softmax times the row's gradient, with one read and one write."""
-    column_blocks = tl.cdiv(classes, BLOCK_V)
-    block = tl.program_id(0) // column_blocks
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    index = batch * rows + row
-    scale = divide(
-        tl.load(grad.ptr + index * grad.step, mask=row < rows, other=0.0).to(ACC_DTYPE),
-        tl.load(sumexp_ptr + index, mask=row < rows, other=1.0),
-    )
-    shift = finite_shift(tl.load(maximum_ptr + index, mask=row < rows, other=0.0))
-    column_block = (tl.program_id(0) % column_blocks).to(tl.int64)
-    column = (column_block * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
-    mask = (row < rows)[:, None] & (column < classes)
-    input_ptrs = input.ptr + batch * input.batch + row[:, None] * input.row + column * input.column
-    x = tl.load(input_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+    """Compute a tile of the softmax times the rows' gradients, or of the log-softmax."""
+    tile = locate_tile(rows, classes, tl.cdiv(classes, BLOCK_V), ROWS, BLOCK_V)
+    index, row_mask = tile.index, tile.row_mask
+    total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
+    shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
+    x = tl.load(tile_ptrs(input, tile), mask=tile.mask, other=-float("inf")).to(ACC_DTYPE)
     dtype: tl.constexpr = result.ptr.dtype.element_ty
-    dx = exp_for_dtype(x - shift[:, None], dtype) * scale[:, None]
-    result_rows = result.ptr + batch * result.batch + row[:, None] * result.row  # [ROWS, 1]
-    tl.store(result_rows + column * result.column, dx.to(dtype), mask=mask)
+    if LOG:
+        y = x - shift[:, None] - log_exact(total)[:, None]
+    else:
+        on_row = tl.full([ROWS], 1.0, ACC_DTYPE)
+        if grad.ptr is not None:
+            grad_ptrs = grad.ptr + index * grad.step
+            on_row = tl.load(grad_ptrs, mask=row_mask, other=0.0).to(ACC_DTYPE)
+        y = exp_for_dtype(x - shift[:, None], dtype) * divide(on_row, total)[:, None]
+    tl.store(tile_ptrs(result, tile), y.to(dtype), mask=tile.mask)

@@ -1,10 +1,9 @@
-"""The kernels of softmax, log-softmax and their gradients, one for each kind of `RowPlan`."""
+"""The kernels of softmax and log-softmax of rows that programs hold, and of their gradients."""
 
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import (
-    LOG2E,
     divide,
     exp,
     exp_exact,
@@ -22,7 +21,7 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.reduce import add_block, by_lane, empty_state, lane_sum, merge_lanes
+from ....primitives.gpu.reduce import by_lane, lane_sum, locate_tile, tile_ptrs
 from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 
 
@@ -44,19 +43,13 @@ def softmax_tile_kernel(
     Only the last tile of a row reaches beyond its end.
     """
     DTYPE: tl.constexpr = output.ptr.dtype.element_ty
-    blocks = tl.cdiv(rows, ROWS)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    column = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    row_mask = (row < rows)[:, None]
-    mask = row_mask & (column < classes - (PARTS - 1) * BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
-    input_rows = input.ptr + batch * input.batch + row[:, None] * input.row  # [ROWS, 1]
-    input_ptrs = input_rows + column.to(tl.int64)[None, :] * input.column
+    tile = locate_tile(rows, classes - (PARTS - 1) * BLOCK_V, 1, ROWS, BLOCK_V)
+    row_mask = tile.row_mask[:, None]
     x = ()
     for i in tl.static_range(PARTS):
-        at = input_ptrs + i * BLOCK_V * input.column
-        tile_mask = mask if i == PARTS - 1 else row_mask
-        x += (tl.load(at, mask=tile_mask, other=-float("inf")).to(ACC_DTYPE),)
+        ptrs = tile_ptrs(input, tile) + i * BLOCK_V * input.column
+        mask = tile.mask if i == PARTS - 1 else row_mask
+        x += (tl.load(ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE),)
     maxima = x[0]  # type: ignore[misc]
     for i in tl.static_range(1, PARTS):
         maxima = tl.maximum(maxima, x[i])
@@ -75,23 +68,10 @@ def softmax_tile_kernel(
     else:
         total = sum_for_dtype(sums, 1, DTYPE)[:, None]
     scale = log_exact(total) if LOG else reciprocal(total)
-    output_rows = output.ptr + batch * output.batch + row[:, None] * output.row
-    output_ptrs = output_rows + column.to(tl.int64)[None, :] * output.column
     for i in tl.static_range(PARTS):
-        at = output_ptrs + i * BLOCK_V * output.column
+        ptrs = tile_ptrs(output, tile) + i * BLOCK_V * output.column
         y = x[i] - shift - scale if LOG else terms[i] * scale
-        tl.store(at, y.to(DTYPE), mask=mask if i == PARTS - 1 else row_mask)
-
-
-@triton.jit
-def normalize(x, shift, total, LOG: tl.constexpr, EXACT: tl.constexpr):
-    """Return the softmax or log-softmax of logits, given their row's finite maximum and sum."""
-    if LOG:
-        return x - shift - log_exact(total)
-    elif EXACT:
-        return exp_exact(x - shift) * reciprocal(total)
-    else:
-        return exp(x - shift) * reciprocal(total)
+        tl.store(ptrs, y.to(DTYPE), mask=tile.mask if i == PARTS - 1 else row_mask)
 
 
 @triton.jit
@@ -134,9 +114,8 @@ def softmax_row_kernel(
         packed = opaque(packed, zero)
         x = packed.to(tl.float32)
     DTYPE: tl.constexpr = output.ptr.dtype.element_ty
-    EXACT: tl.constexpr = DTYPE == tl.float32 and not LOG
     part_shift = finite_shift(maximum)
-    e = exp_exact(x - part_shift) if EXACT else exp(x - part_shift)
+    e = exp(x - part_shift) if LOG else exp_for_dtype(x - part_shift, DTYPE)
     total = sum_for_dtype(e, 0, DTYPE)
     shift = part_shift
     if VEC > 1:
@@ -147,58 +126,20 @@ def softmax_row_kernel(
         )
     if HALF:
         x = opaque(packed, zero).to(tl.float32)
-    y = (
-        normalize(x, shift, total, LOG, EXACT)
-        if LOG or HALF
-        else e * divide(exp_exact(part_shift - shift), total)
-    )
+    if LOG:
+        y = x - shift - log_exact(total)
+    elif HALF:
+        y = exp_for_dtype(x - shift, DTYPE) * reciprocal(total)
+    else:
+        y = e * divide(exp_exact(part_shift - shift), total)
     store_streaming(output_row + column, y, mask, STREAM)
     if VEC > 1:
-        edge_y = normalize(edge_x, shift, total, LOG, EXACT)
+        if LOG:
+            edge_y = edge_x - shift - log_exact(total)
+        else:
+            edge_y = exp_for_dtype(edge_x - shift, DTYPE) * reciprocal(total)
         edge_ptrs = output.ptr + row * output.row + edge
         tl.store(edge_ptrs, edge_y.to(DTYPE), mask=edge_mask)
-
-
-@triton.jit
-def softmax_loop_kernel(
-    input,  # StridedRows
-    output,  # StridedRows
-    rows,
-    classes,
-    LOG: tl.constexpr,
-    LANES: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Compute the softmax of rows that are too long to hold.
-
-    The first pass reads a row for its maximum and sum, and the second for the result.
-    """
-    EXACT: tl.constexpr = output.ptr.dtype.element_ty == tl.float32
-    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input.ptr.dtype.element_ty.primitive_bitwidth
-    blocks = tl.cdiv(rows, ROWS)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    input_rows = input.ptr + batch * input.batch + row[:, None] * input.row  # [ROWS, 1]
-    output_rows = output.ptr + batch * output.batch + row[:, None] * output.row
-    state, slope = empty_state(ROWS, LANES, ACC_DTYPE), tl.full([], LOG2E, ACC_DTYPE)
-    for start in range(0, classes, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
-        mask = (row < rows)[:, None] & (column < classes)[None, :]
-        x = tl.load(input_rows + column[None, :] * input.column, mask=mask, other=-float("inf"))
-        x = x.to(ACC_DTYPE)
-        state = add_block(state, x, 0, None, slope, False, LANES == 1 and EXACT, VECTOR)
-    state = merge_lanes(state, slope)
-    shift, total = finite_shift(state.maximum), state.total.to(ACC_DTYPE)
-    for start in range(0, classes, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
-        mask = (row < rows)[:, None] & (column < classes)[None, :]
-        x = tl.load(input_rows + column[None, :] * input.column, mask=mask, other=-float("inf"))
-        x = x.to(ACC_DTYPE)
-        y = normalize(x, shift[:, None], total[:, None], LOG, EXACT)
-        output_ptrs = output_rows + column[None, :] * output.column
-        tl.store(output_ptrs, y.to(output.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -236,26 +177,50 @@ def softmax_backward_tile_kernel(
     classes,
     LOG: tl.constexpr,
     BROADCAST: tl.constexpr,
+    WHOLE: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute the gradient of whole rows in one tile, with two reads and one write."""
-    blocks = tl.cdiv(rows, ROWS)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    block = (tl.program_id(0) % blocks).to(tl.int64)
-    row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
-    column = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]  # [1, BLOCK_V]
-    mask = (row < rows) & (column < classes)
-    grad_rows = grad.ptr + batch * grad.batch + row * grad.row  # [ROWS, 1]
-    dy = load_output_gradient(grad_rows, column, grad.column, row < rows, mask, False, BROADCAST)
-    dy = dy.to(ACC_DTYPE)
-    output_ptrs = output.ptr + batch * output.batch + row * output.row + column * output.column
-    y = tl.load(output_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
-    total = tl.sum(dy if LOG else dy * y, axis=1)[:, None]
-    dx = input_gradient(dy, y, total, LOG, result.ptr.dtype.element_ty)
-    result_ptrs = result.ptr + batch * result.batch + row * result.row + column * result.column
-    tl.store(result_ptrs, dx.to(result.ptr.dtype.element_ty), mask=mask)
+    """Compute the gradient of rows with two reads, if a tile is WHOLE rows, and one write.
+
+    Rows that are too long to hold are read for their sums first, and then for the result.
+    """
+    DTYPE: tl.constexpr = result.ptr.dtype.element_ty
+    tile = locate_tile(rows, classes, 1, ROWS, BLOCK_V)
+    row_mask = tile.row_mask[:, None]
+    grad_rows = grad.ptr + tile.batch * grad.batch + tile.row[:, None] * grad.row  # [ROWS, 1]
+    if WHOLE:
+        dy = load_output_gradient(
+            grad_rows, tile.column, grad.column, row_mask, tile.mask, False, BROADCAST
+        ).to(ACC_DTYPE)
+        y = tl.load(tile_ptrs(output, tile), mask=tile.mask, other=0.0).to(ACC_DTYPE)
+        total = tl.sum(dy if LOG else dy * y, axis=1)[:, None]
+        dx = input_gradient(dy, y, total, LOG, DTYPE)
+        tl.store(tile_ptrs(result, tile), dx.to(DTYPE), mask=tile.mask)
+    else:
+        output_rows = output.ptr + tile.batch * output.batch + tile.row[:, None] * output.row
+        result_rows = result.ptr + tile.batch * result.batch + tile.row[:, None] * result.row
+        total = tl.zeros([ROWS], tl.float64)
+        for start in range(0, classes, BLOCK_V):
+            column = start + tile.column  # [1, BLOCK_V]
+            mask = row_mask & (column < classes)
+            dy = load_output_gradient(
+                grad_rows, column, grad.column, row_mask, mask, False, BROADCAST
+            ).to(ACC_DTYPE)
+            if not LOG:
+                y = tl.load(output_rows + column * output.column, mask=mask, other=0.0)
+                dy *= y.to(ACC_DTYPE)
+            total += tl.sum(dy, axis=1).to(tl.float64)
+        for start in range(0, classes, BLOCK_V):
+            column = start + tile.column  # [1, BLOCK_V]
+            mask = row_mask & (column < classes)
+            dy = load_output_gradient(
+                grad_rows, column, grad.column, row_mask, mask, False, BROADCAST
+            ).to(ACC_DTYPE)
+            y = tl.load(output_rows + column * output.column, mask=mask, other=0.0).to(ACC_DTYPE)
+            dx = input_gradient(dy, y, total.to(ACC_DTYPE)[:, None], LOG, DTYPE)
+            tl.store(result_rows + column * result.column, dx.to(DTYPE), mask=mask)
 
 
 @triton.jit
@@ -315,51 +280,3 @@ def softmax_backward_row_kernel(
     if VEC > 1:
         edge_dx = input_gradient(edge_dy, edge_y, total, LOG, DTYPE)
         tl.store(result.ptr + row * result.row + edge, edge_dx.to(DTYPE), mask=edge_mask)
-
-
-@triton.jit
-def softmax_backward_loop_kernel(
-    grad,  # StridedRows
-    output,  # StridedRows
-    result,  # StridedRows
-    rows,
-    classes,
-    LOG: tl.constexpr,
-    BROADCAST: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Compute the gradient of rows that are too long to hold.
-
-    The first pass reads a row for its sum, and the second for the result.
-    """
-    blocks = tl.cdiv(rows, ROWS)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    block = (tl.program_id(0) % blocks).to(tl.int64)
-    row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
-    grad_rows = grad.ptr + batch * grad.batch + row * grad.row  # [ROWS, 1]
-    output_rows = output.ptr + batch * output.batch + row * output.row
-    result_rows = result.ptr + batch * result.batch + row * result.row
-    total = tl.zeros([ROWS], tl.float64)
-    for start in range(0, classes, BLOCK_V):
-        column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        mask = (row < rows) & (column < classes)
-        dy = load_output_gradient(
-            grad_rows, column, grad.column, row < rows, mask, False, BROADCAST
-        ).to(ACC_DTYPE)
-        if not LOG:
-            y = tl.load(output_rows + column * output.column, mask=mask, other=0.0)
-            dy *= y.to(ACC_DTYPE)
-        total += tl.sum(dy, axis=1).to(tl.float64)
-    for start in range(0, classes, BLOCK_V):
-        column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        mask = (row < rows) & (column < classes)
-        dy = load_output_gradient(
-            grad_rows, column, grad.column, row < rows, mask, False, BROADCAST
-        ).to(ACC_DTYPE)
-        y = tl.load(output_rows + column * output.column, mask=mask, other=0.0).to(ACC_DTYPE)
-        dx = input_gradient(dy, y, total.to(ACC_DTYPE)[:, None], LOG, result.ptr.dtype.element_ty)
-        tl.store(
-            result_rows + column * result.column, dx.to(result.ptr.dtype.element_ty), mask=mask
-        )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.reduce import load_capped
 from ....primitives.gpu.sync import merge_normalizers, next_part, pack_pair, unpack_pair
 from ...cross_entropy.gpu.reduction import Targets
 from ...cross_entropy.gpu.row_math import (
@@ -18,7 +19,6 @@ from ...cross_entropy.gpu.row_math import (
     Smoothing,
     gradient_terms,
     label_weights,
-    load_label_logits,
     loss_scales,
     row_loss,
     store_label_gradient,
@@ -99,7 +99,7 @@ def parallel_row_kernel(
     label -= first_class
     is_owner = valid & (label >= 0) & (label < V_local)
     is_owner &= has_class(part, label, True, BLOCK_V)
-    x = load_label_logits(row_ptr + label, is_owner, options)
+    x = load_capped(row_ptr + label, is_owner, options.softcap, tl.float32)
     label = Label(label, not_ignored, is_owner, weight, x)
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
     loaded, _, _ = part_logits(packed, row_ptr, part, V_local, options, zero, dtype, HALF, VEC)
