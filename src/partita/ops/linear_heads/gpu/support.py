@@ -42,11 +42,10 @@ def support_logits_kernel(
 ):
     """Compute the logits of entries that are next to each other in the order."""
     place = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
-    mask = place < E
-    entry = tl.load(support.order + place, mask=mask, other=0)
-    key = tl.load(support.sorted + place, mask=mask, other=0)
+    entry = tl.load(support.order + place, mask=place < E, other=0)
+    key = tl.load(support.sorted + place, mask=place < E, other=0)
     row, label = key % M, key // M - first_class
-    counts = mask & (label >= 0) & (label < C)
+    counts = (place < E) & (label >= 0) & (label < C)
     states = input.ptr + row[:, None] * input.row  # [ENTRIES, 1]
     weights = weight.ptr + label[:, None] * weight.row
     sums = tl.zeros([ENTRIES, BLOCK_H], ACC_DTYPE)

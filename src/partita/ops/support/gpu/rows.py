@@ -31,7 +31,7 @@ from ..common import EVERY_CLASS, INVALID, RECORDED, Support, SupportRows
 
 KIND_RECORDED, KIND_EVERY_CLASS = tl.constexpr(RECORDED), tl.constexpr(EVERY_CLASS)
 KIND_INVALID = tl.constexpr(INVALID)
-ROW_BLOCK, ENTRY_BLOCK = 1024, 128  # logits that a program reads together, of classes or entries
+ROW_BLOCK, ENTRY_BLOCK = 1024, 64  # logits that a program reads together, of classes or entries
 
 
 class SupportRow(NamedTuple):
