@@ -1,95 +1,19 @@
-"""Statistics over recorded supports from hidden states: the registered ops and the call."""
+"""Statistics over recorded supports from hidden states."""
 
 from __future__ import annotations
-
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...runtime import checks, register
-from ...runtime.autograd import (
-    apply,
-    double_backward,
-    for_gradients,
-    is_double_backward,
-    needed_gradients,
-    one_by_one,
-    saved_tensors,
-    takes,
-)
+from ...runtime import checks
+from ...runtime.autograd import apply
 from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
 from ..support.autograd import sets_of, stats_of
-from ..support.common import (
-    EVERY_CLASS,
-    Support,
-    SupportStats,
-    check_support,
-    rows_without_ids,
-    with_rows,
-)
-from . import reference_support
+from ..support.common import EVERY_CLASS, SupportStats, check_support, rows_without_ids, with_rows
 from .api import linear_token_stats
-from .chunked import empty_gradients
-from .common import Head
+from .autograd import EntryLogits
 from .inputs import all_logits, cast_and_check, flat_labels, needs_logits
 from .plan import check_budget
-
-
-def _gpu() -> ModuleType:
-    from .gpu import support
-
-    return support
-
-
-logits_op = register.define(
-    reference_support.linear_support_logits,
-    lambda input, order: input.new_empty(order.shape, dtype=acc_dtype(input.dtype)),
-    gpu=_gpu,
-    vmap=one_by_one,
-)
-logits_backward_op = register.define(
-    reference_support.linear_support_logits_backward, empty_gradients, gpu=_gpu, vmap=one_by_one
-)
-
-
-class EntryLogits(torch.autograd.Function):
-    """The logits of the entries of supports, `[E]`, differentiable in the head."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @takes(logits_op)
-    def forward(*args: Any) -> Tensor:
-        found: Tensor = logits_op(*args)
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.first_class, ctx.backend = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        *head, kinds, starts, numbers, classes, ordered, order = saved_tensors(ctx)
-        support = Support(kinds, starts, numbers, classes, ordered, order)
-        wanted = needed_gradients(ctx, *head)
-        if is_double_backward(grad, *head):
-
-            def composed(*head: Any) -> Tensor:
-                return reference_support.linear_support_logits(
-                    Head(*head), support, ctx.first_class
-                )
-
-            gradients = double_backward(composed, head, wanted, grad)
-        else:
-            op = for_gradients(logits_backward_op, grad)
-            found = op(grad, *head, *support, ctx.first_class, *wanted, ctx.backend)
-            pairs = zip(found, wanted, strict=True)
-            gradients = tuple(grad if wants else None for grad, wants in pairs)
-        return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 def linear_support_stats(

@@ -43,7 +43,7 @@ sets_op = register.define(
 stats_op = register.define(reference.support_stats, _stats_fake, gpu=_gpu, vmap=one_by_one)
 stats_backward_op = register.define(
     reference.support_gradient,
-    lambda logits: logits.new_empty(logits.shape),
+    lambda logits: torch.empty_like(logits),
     name="support_stats_backward",
     gpu=_gpu,
     vmap=one_by_one,

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
+from ..linear_heads.autograd import EntryLogits
 from ..linear_heads.common import Head, RowOptions, RowStatistics, checked_head
-from ..linear_heads.support import EntryLogits
 from ..support.autograd import sets_of, stats_of
 from ..support.common import (
     EVERY_CLASS,
@@ -55,8 +55,9 @@ class SumOverRanks(torch.autograd.Function):
         _, ctx.shard, ctx.of_gradients = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("classes")
+        grad = grads[0]
         if ctx.of_gradients:
             grad = wait_for(sum_over_ranks(grad.clone(), ctx.shard))
         return grad, None, None

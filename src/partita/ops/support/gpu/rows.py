@@ -218,7 +218,7 @@ def support_stats_backward(
     softcap: float,
 ) -> Tensor:
     """Compute the gradient of the logits, 0 outside of the supports."""
-    dlogits = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+    dlogits = torch.zeros_like(logits)
     launch(
         support_gradient_kernel,
         len(target),
