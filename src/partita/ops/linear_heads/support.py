@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.autograd import apply
 from ...runtime.backend import current_backend
-from ..support.autograd import sets_of, stats_of
-from ..support.common import EVERY_CLASS, SupportStats, check_support, rows_without_ids, with_rows
+from ..support.api import support_stats
+from ..support.autograd import stats_of_parts
+from ..support.common import Support, SupportStats, check_support
 from .api import linear_token_stats
 from .autograd import EntryLogits
-from .inputs import all_logits, cast_and_check, flat_labels, needs_logits
+from .inputs import all_logits, cast_and_check, needs_logits
 from .plan import check_budget
 
 
@@ -66,31 +66,40 @@ def linear_support_stats(
         SupportStats(logprob=tensor([-0.6931]), entropy=tensor([0.6931]), in_set=tensor([True]))
     """
     head = cast_and_check(input, linear_weight, linear_bias, target)
-    labels, shape = flat_labels(input, target), input.shape[:-1]
-    check_support(ids, offsets, labels, "input")
+    checks.integer("target", target)
+    checks.shape("target", target, input.shape[:-1], "input without H")
+    check_support(ids, offsets, target.reshape(-1), "input")
     checks.python_int("ignore_index", ignore_index)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    support, in_set = sets_of(labels, ids, offsets, head.weight.shape[0], ignore_index)
     if needs_logits(head.weight, None):
-        logits = all_logits(*head)[None].flatten(0, -2)
-        logprob, entropy = stats_of(logits, labels, support, *numbers)
-        return SupportStats(logprob.reshape(shape), entropy.reshape(shape), in_set.reshape(shape))
+        return support_stats(
+            all_logits(*head),
+            target,
+            ids,
+            offsets,
+            temperature=temperature,
+            softcap=softcap,
+            ignore_index=ignore_index,
+        )
     head = head.flat
-    x = apply(EntryLogits, *head, *support, 0, current_backend())
-    logprob, entropy = stats_of(x, labels, support, *numbers)
-    rows = rows_without_ids(support.kinds, offsets)
-    if rows is not None:
+
+    def entries(support: Support) -> Tensor:
+        x: Tensor = apply(EntryLogits, *head, *support, 0, current_backend())
+        return x
+
+    def all_classes(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         found = linear_token_stats(
             head.input[rows],
             head.weight,
-            torch.where(support.kinds == EVERY_CLASS, labels, 0)[rows],
+            labels,
             linear_bias=head.bias,
             temperature=temperature,
             softcap=softcap,
             ignore_index=checks.NOTHING_IGNORED,
             memory_budget=memory_budget,
         )
-        logprob = with_rows(logprob, support.kinds, rows, found.logprob)
-        entropy = with_rows(entropy, support.kinds, rows, found.entropy)
-    return SupportStats(logprob.reshape(shape), entropy.reshape(shape), in_set.reshape(shape))
+        return found.logprob, found.entropy
+
+    of_rows = (target, ids, offsets, len(head.weight), ignore_index, *numbers)
+    return stats_of_parts(entries, all_classes, *of_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,15 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import on_device
 from . import common, reference
-from .common import Support, SupportRows, check_offsets, check_values
+from .common import (
+    EVERY_CLASS,
+    Support,
+    SupportRows,
+    SupportStats,
+    check_offsets,
+    check_values,
+    rows_without_ids,
+)
 
 
 def _gpu() -> ModuleType:
@@ -88,3 +97,37 @@ def stats_of(
     call = (logits, target, *support, temperature, softcap, current_backend())
     logprob, entropy = _stats(*call)[:2]
     return logprob, entropy
+
+
+def stats_of_parts(
+    entries: Callable[[Support], Tensor],
+    all_classes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    target: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    num_classes: int,
+    ignore_index: int,
+    temperature: float,
+    softcap: float,
+) -> SupportStats:
+    """Return the statistics of rows with ids from the logits of their entries, and of the others.
+
+    Args:
+        entries: returns the logits of the entries, `[E]`.
+        all_classes: takes rows without ids and their labels, and returns their log-probabilities
+            and entropies. It is called if there are such rows.
+        target: labels `[...]`.
+    """
+    labels = target.reshape(-1).long().contiguous()
+    support, in_set = sets_of(labels, ids, offsets, num_classes, ignore_index)
+    found = stats_of(entries(support), labels, support, temperature, softcap)
+    rows = rows_without_ids(support.kinds, offsets)
+    if rows is not None:
+        is_whole = support.kinds == EVERY_CLASS
+        others = all_classes(rows, torch.where(is_whole, labels, 0)[rows])
+        logprob, entropy = (
+            torch.where(is_whole, torch.zeros_like(field).index_put((rows,), other), field)
+            for field, other in zip(found, others, strict=True)
+        )
+        found = logprob, entropy
+    return SupportStats(*(field.reshape(target.shape) for field in (*found, in_set)))

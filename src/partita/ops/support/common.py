@@ -142,12 +142,6 @@ def rows_without_ids(kinds: Tensor, offsets: Tensor) -> Tensor | None:
     return rows if len(rows) else None
 
 
-def with_rows(of_entries: Tensor, kinds: Tensor, rows: Tensor, of_rows: Tensor) -> Tensor:
-    """Return a statistic of all rows from that of rows with ids, `[M]`, and that of `rows`."""
-    others = torch.zeros_like(of_entries).index_put((rows,), of_rows)
-    return torch.where(kinds == EVERY_CLASS, others, of_entries)
-
-
 def check_support(ids: Tensor, offsets: Tensor, labels: Tensor, name: str) -> None:
     """Raise unless ids `[K]` and offsets `[M + 1]` fit the labels `[M]` of the named tensor."""
     checks.integer("ids", ids)

@@ -7,7 +7,6 @@ from them. A rank's gradients are those of its own entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +17,9 @@ from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads.autograd import EntryLogits
-from ..linear_heads.common import Head, RowOptions, RowStatistics, checked_head
-from ..support.autograd import sets_of, stats_of
-from ..support.common import (
-    EVERY_CLASS,
-    Support,
-    SupportStats,
-    check_support,
-    rows_without_ids,
-    with_rows,
-)
+from ..linear_heads.common import Head, RowOptions, checked_head
+from ..support.autograd import stats_of_parts
+from ..support.common import Support, SupportStats, check_support
 from .autograd import logits_statistics
 from .local_losses import check_labels, contiguous_classes, hidden_statistics
 from .shard import (
@@ -41,9 +33,9 @@ from .shard import (
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks, whose gradient is the same on all of them.
+    """The sum over the ranks of a tensor, or of its gradients if it is the same on all ranks.
 
-    With `of_gradients` the tensor is the same on all ranks, and its gradients are added up.
+    The gradient of the sum is the same on all ranks.
     """
 
     @staticmethod
@@ -57,49 +49,19 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("classes")
-        grad = grads[0]
-        if ctx.of_gradients:
-            grad = wait_for(sum_over_ranks(grad.clone(), ctx.shard))
-        return grad, None, None
+        if not ctx.of_gradients:
+            return grads[0], None, None
+        return wait_for(sum_over_ranks(grads[0].clone(), ctx.shard)), None, None
 
 
 def entry_logits(logits: Tensor, support: Support, first_class: int) -> Tensor:
     """Return the logits of the entries whose classes are among those of `[M, C]`, 0 for others."""
-    columns = support.classes - first_class
-    x = logits.to(acc_dtype(logits.dtype))
+    columns, dtype = support.classes - first_class, acc_dtype(logits.dtype)
     if logits.shape[1] == 0:
-        return x.new_zeros(columns.shape) + x.sum()
+        return logits.sum().to(dtype).expand(columns.shape)  # zeros, differentiable as on all ranks
     is_own = (support.classes >= 0) & (columns >= 0) & (columns < logits.shape[1])
-    return torch.where(is_own, logits[support.rows(), torch.where(is_own, columns, 0)].to(x), 0)
-
-
-def _statistics(
-    entries: Callable[[Support], Tensor],
-    whole: Callable[[Tensor, Tensor, RowOptions], RowStatistics],
-    target: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    shard: VocabShard,
-    numbers: tuple[float, float],
-    ignore_index: int,
-) -> SupportStats:
-    """Return the statistics from what two functions return.
-
-    They return this rank's logits of the entries, and the statistics of some rows, given their
-    labels, over all classes of all ranks.
-    """
-    labels = target.reshape(-1).long().contiguous()
-    support, in_set = sets_of(labels, ids, offsets, shard.classes, ignore_index)
-    x = SumOverRanks.apply(entries(support), shard, False)
-    logprob, entropy = stats_of(x, labels, support, *numbers)
-    rows = rows_without_ids(support.kinds, offsets)  # the same on all ranks
-    if rows is not None:
-        options = RowOptions(*numbers, checks.NOTHING_IGNORED, False, needs_entropy=True)
-        labels = torch.where(support.kinds == EVERY_CLASS, labels, 0)
-        found = whole(rows, labels[rows], options)
-        logprob = with_rows(logprob, support.kinds, rows, -found.nll)
-        entropy = with_rows(entropy, support.kinds, rows, found.entropy)
-    return SupportStats(*(each.reshape(target.shape) for each in (logprob, entropy, in_set)))
+    x = logits[support.rows(), torch.where(is_own, columns, 0)]
+    return torch.where(is_own, x, 0).to(dtype)
 
 
 def support_stats(
@@ -151,11 +113,19 @@ def support_stats(
     check_support(ids, offsets, target.reshape(-1), "logits")
     numbers = checks.temperature_and_softcap(temperature, softcap)
     x = contiguous_classes(logits[None].flatten(0, -2))
-    return _statistics(
-        lambda support: entry_logits(x, support, shard.first_class),
-        lambda rows, labels, options: logits_statistics(x[rows], labels, None, shard, options),
-        *(target, ids, offsets, shard, numbers, ignore_index),
-    )
+    options = RowOptions(*numbers, checks.NOTHING_IGNORED, False, needs_entropy=True)
+
+    def entries(support: Support) -> Tensor:
+        own = entry_logits(x, support, shard.first_class)
+        total: Tensor = SumOverRanks.apply(own, shard, False)
+        return total
+
+    def all_classes(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        found = logits_statistics(x[rows], labels, None, shard, options)
+        return -found.nll, found.entropy
+
+    call = (target, ids, offsets, shard.classes, ignore_index, *numbers)
+    return stats_of_parts(entries, all_classes, *call)
 
 
 def linear_support_stats(
@@ -209,16 +179,20 @@ def linear_support_stats(
     check_support(ids, offsets, target.reshape(-1), "input")
     numbers = checks.temperature_and_softcap(temperature, softcap)
     head = head.flat
+    options = RowOptions(*numbers, checks.NOTHING_IGNORED, False, needs_entropy=True)
 
     def entries(support: Support) -> Tensor:
-        # The sum over the ranks of the gradients of hidden states is in the accumulator's dtype.
+        # The gradients of hidden states are added up in the accumulator's dtype.
         states = SumOverRanks.apply(head.input.to(acc_dtype(input.dtype)), shard, True)
         place = (shard.first_class, current_backend())
-        x: Tensor = EntryLogits.apply(states, head.weight, head.bias, *support, *place)
-        return x
+        x = EntryLogits.apply(states, head.weight, head.bias, *support, *place)
+        total: Tensor = SumOverRanks.apply(x, shard, False)
+        return total
 
-    def whole(rows: Tensor, labels: Tensor, options: RowOptions) -> RowStatistics:
+    def all_classes(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         part = Head(head.input[rows], head.weight, head.bias)
-        return hidden_statistics(part, labels, None, shard, options, False, memory_budget)
+        found = hidden_statistics(part, labels, None, shard, options, False, memory_budget)
+        return -found.nll, found.entropy
 
-    return _statistics(entries, whole, target, ids, offsets, shard, numbers, ignore_index)
+    call = (target, ids, offsets, shard.classes, ignore_index, *numbers)
+    return stats_of_parts(entries, all_classes, *call)
