@@ -30,7 +30,6 @@ import partita
 CLASSES, WIDTH, BATCH, PARTS = 24, 32, 256, 4
 TOP_K, TEMPERATURE = 6, 0.8
 CLIP = 0.2  # how far the ratio of probabilities may move from 1
-BUDGET = 2**20  # bytes; with a budget so small the logits of recorded classes are computed alone
 
 
 class Drawn(NamedTuple):
@@ -84,7 +83,7 @@ class Policy(nn.Module):
     def stats(self, states: Tensor, drawn: Sequence[Tensor]) -> partita.SupportStats:
         """Return the statistics over recorded sets; `drawn` are tokens, ids and offsets."""
         return partita.linear_support_stats(
-            states, self.head.weight, *drawn, temperature=TEMPERATURE, memory_budget=BUDGET
+            states, self.head.weight, *drawn, temperature=TEMPERATURE
         )
 
 

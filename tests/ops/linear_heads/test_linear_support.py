@@ -275,6 +275,18 @@ def test_offsets_on_the_host(device: str) -> None:
             torch.autograd.grad(call(x, on_host).logprob.sum(), x[:2])
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        graph, x = torch.cuda.CUDAGraph(), x._replace(input=x.input.detach())
+        with torch.cuda.graph(graph):
+            captured = call(x, on_host)
+        x.input.copy_(x.input.flip(0).clone())
+        graph.replay()
+        expected = call(x, given)
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+        with (
+            raises("RuntimeError: offsets: expected offsets on the CPU"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            call(x, given)
     with raises(r"ValueError: offsets: expected 0 at \[0\], got 1"):
         call(x, on_host._replace(offsets=on_host.offsets + 1))
 
