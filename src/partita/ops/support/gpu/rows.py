@@ -7,7 +7,7 @@ of the entries, and rows without ids have no statistics then.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -34,33 +34,20 @@ KIND_INVALID = tl.constexpr(INVALID)
 ROW_BLOCK, ENTRY_BLOCK = 1024, 64  # logits that a program reads together, of classes or entries
 
 
-class SupportRow(NamedTuple):
-    """The row of a program.
-
-    Fields:
-        row: its index, and that of its target among the entries.
-        ids: the entry of its first id.
-        number: how many logits the program reads.
-        has_all: whether these are the logits of all classes.
-    """
-
-    row: Any
-    ids: Any
-    number: Any
-    has_all: Any
-
-
 @triton.jit
-def support_block(logits, support, at, start, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the columns of some logits of a row, [BLOCK], and which of them count.
+def support_block(
+    support, row, ids, number, has_all, start, LISTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the columns of a block of the row's `number` logits, and which of them count.
 
-    With LISTED the columns are entries.
+    They are the classes of the row's entries, which are `row` and those from `ids` on, or all
+    classes. With LISTED the columns are entries.
     """
     place = start + tl.arange(0, BLOCK)
-    mask = place < at.number
-    entry = tl.where(place == 0, at.row, at.ids + place - 1)
-    label = tl.load(support.classes + entry, mask=mask & (at.has_all == 0), other=-1)
-    column = tl.where(at.has_all & mask, place, label)
+    mask = place < number
+    entry = tl.where(place == 0, row, ids + place - 1)
+    label = tl.load(support.classes + entry, mask=mask & (has_all == 0), other=-1)
+    column = tl.where(has_all & mask, place, label)
     counts = column >= 0
     return entry if LISTED else column, counts
 
@@ -88,14 +75,14 @@ def support_rows_kernel(
     kind = tl.load(support.kinds + row)
     has_all = kind == KIND_EVERY_CLASS if not LISTED else kind < 0
     counts = (kind == KIND_RECORDED) | has_all
+    ids = M + tl.load(support.starts + row)
     number = tl.where(has_all, C, tl.load(support.numbers + row) + 1)
-    at = SupportRow(row, M + tl.load(support.starts + row), number, has_all)
     label = row if LISTED else tl.load(target_ptr + row, mask=counts, other=0)
     ptrs = logits.ptr + row * logits.row
     label_x = load_capped(ptrs + label * logits.column, counts, softcap, ACC_DTYPE)
     state = empty_state(1, 1, ACC_DTYPE)
     for start in range(0, tl.where(counts, number, 0), BLOCK):
-        column, mask = support_block(logits, support, at, start, LISTED, BLOCK)
+        column, mask = support_block(support, row, ids, number, has_all, start, LISTED, BLOCK)
         x = load_capped(ptrs + column * logits.column, mask, softcap, ACC_DTYPE)
         state = add_block(state, x[None, :], 0, None, slope, True, True, 1)
     found = merge_lanes(state, slope)
@@ -137,8 +124,8 @@ def support_gradient_kernel(
     is_invalid = kind == KIND_INVALID
     has_all = (kind == KIND_EVERY_CLASS) | is_invalid if not LISTED else kind < 0
     counts = (kind == KIND_RECORDED) | is_invalid | has_all
+    ids = M + tl.load(support.starts + row)
     number = tl.where(has_all, C, tl.load(support.numbers + row) + 1)
-    at = SupportRow(row, M + tl.load(support.starts + row), number, has_all)
     label = row if LISTED else tl.load(target_ptr + row)
     on_label = load_row_gradient(grad_logprob, row, counts, ACC_DTYPE)
     on_entropy = load_row_gradient(grad_entropy, row, counts, ACC_DTYPE)
@@ -149,7 +136,7 @@ def support_gradient_kernel(
     offset = tl.load(results.entropy + row) - log_exact(total)
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     for start in range(0, tl.where(counts, number, 0), BLOCK):
-        column, mask = support_block(logits, support, at, start, LISTED, BLOCK)
+        column, mask = support_block(support, row, ids, number, has_all, start, LISTED, BLOCK)
         ptrs = logits.ptr + row * logits.row + column * logits.column
         x = load_capped(ptrs, mask, softcap, ACC_DTYPE)
         exponent = (x - shift) * slope
@@ -183,7 +170,7 @@ def options(logits: Tensor, target: Tensor, temperature: float, softcap: float) 
         "LISTED": is_listed,
         "ACC_DTYPE": tl_acc_dtype(logits.dtype),
         "BLOCK": ENTRY_BLOCK if is_listed else ROW_BLOCK,
-        "num_warps": 1 if is_listed else 4,
+        "num_warps": 2 if is_listed else 4,
     }
 
 
