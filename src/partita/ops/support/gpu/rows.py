@@ -31,7 +31,7 @@ from ..common import EVERY_CLASS, INVALID, RECORDED, Support, SupportRows
 
 KIND_RECORDED, KIND_EVERY_CLASS = tl.constexpr(RECORDED), tl.constexpr(EVERY_CLASS)
 KIND_INVALID = tl.constexpr(INVALID)
-ROW_BLOCK, ENTRY_BLOCK = 1024, 64  # logits that a program reads together, of classes or entries
+ROW_BLOCK, ENTRY_BLOCK = 1024, 32  # logits that a program reads together, of classes or entries
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def options(logits: Tensor, target: Tensor, temperature: float, softcap: float) 
         "LISTED": is_listed,
         "ACC_DTYPE": tl_acc_dtype(logits.dtype),
         "BLOCK": ENTRY_BLOCK if is_listed else ROW_BLOCK,
-        "num_warps": 2 if is_listed else 4,
+        "num_warps": 1 if is_listed else 4,
     }
 
 
