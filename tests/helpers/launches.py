@@ -386,13 +386,15 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(loss, hidden)
     found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
     torch.autograd.grad(found.sum(), hidden)
-    offsets = torch.arange(4)
-    for softcap, leaves in ((None, (matrix, offset)), (5.0, (matrix, None))):
+    offsets, wide = torch.arange(4), zeros_with_gradient((3, 4096), dtype)
+    for states, leaves, softcap in (
+        (hidden, (matrix, offset), None),
+        (wide, (torch.zeros_like(wide), None), 5.0),
+    ):
         leaves = [t if t is None else t.detach().requires_grad_() for t in leaves]
-        head = (hidden, leaves[0], target, target, offsets)
-        options = {"linear_bias": leaves[1], "softcap": softcap, "memory_budget": 2 * budget}
-        found = partita.linear_support_stats(*head, **options)
-        leaves = [hidden, *(t for t in leaves if t is not None)]
+        head = (states, leaves[0], target, target, offsets)
+        found = partita.linear_support_stats(*head, linear_bias=leaves[1], softcap=softcap)
+        leaves = [states, *(t for t in leaves if t is not None)]
         torch.autograd.grad((found.logprob + found.entropy).sum(), leaves)
     index = packed.pack_rows(target, -100, 2).index
     packed.copy_rows(matrix[:3], index, matrix[:3], None)
