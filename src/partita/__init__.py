@@ -43,6 +43,7 @@ from .ops.semi_markov.api import (
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
+from .runtime.invariance import batch_invariant
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "TopK",
     "ViterbiPath",
     "backend",
+    "batch_invariant",
     "cross_entropy",
     "ctc_align",
     "ctc_beam_search",

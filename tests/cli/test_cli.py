@@ -94,7 +94,7 @@ def lines_of(printed: str) -> dict[str, str]:
     return {line.split()[0]: line for line in printed.splitlines() if line.split()}
 
 
-def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["info"]) == 0
     printed = capsys.readouterr().out
     lines = lines_of(printed)
@@ -104,6 +104,10 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     for index in range(torch.cuda.device_count()):
         assert torch.cuda.get_device_name(index) in lines[f"cuda:{index}"]
     assert ("No GPU: " in printed) == (torch.cuda.device_count() == 0)
+    assert "batch-invariant inside batch_invariant() and with PARTITA_BATCH_INVARIANT=1" in printed
+    monkeypatch.setenv("PARTITA_BATCH_INVARIANT", "1")
+    assert main(["info"]) == 0
+    assert "Linear heads are batch-invariant: " in capsys.readouterr().out
 
 
 def test_info_says_what_is_missing_and_what_brings_it(
@@ -127,6 +131,7 @@ def test_the_ops_of_info_are_all() -> None:
     tables = ("debruijn_source", "dense_source", "edges_from_states")
     others = (
         "backend",
+        "batch_invariant",
         "nn",
         "parallel",
         "testing",

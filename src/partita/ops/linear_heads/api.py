@@ -15,6 +15,7 @@ from ..cross_entropy.common import checked_options
 from . import autograd
 from .common import Head, RowOptions, RowStatistics, chunk_and_save
 from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
+from .invariance import block_tokens, in_blocks
 from .loss import linear_loss
 from .plan import check_budget
 
@@ -130,9 +131,10 @@ def linear_token_stats(
     if target is None or not is_usual(*head, target):
         head = cast_and_check(*head, target)
     check_budget(memory_budget)
-    if takes_all_logits([head], target, memory_budget):
+    block = block_tokens()
+    if takes_all_logits([head], target, memory_budget, block):
         return token_stats(
-            autograd.rows_linear(*head),
+            autograd.rows_linear(*head, block),
             target,
             temperature=temperature,
             softcap=softcap,
@@ -143,11 +145,11 @@ def linear_token_stats(
     if target is None:
         ignore_index = -100  # The label of each row is its arg-max, which may be any class.
     else:
-        labels = flat_labels(input, target)
-    head = head.flat
+        labels = in_blocks(flat_labels(input, target), block, ignore_index)
+    rows, head = input.shape[:-1], head.flat.in_blocks(block)
     options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
-    chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), len(head.weight))
-    call = (*head, labels, None, *options, chunk, save_logits, current_backend())
+    chunk, save_logits = chunk_and_save(head.plan(memory_budget, False, block), len(head.weight))
+    call = (*head, labels, None, *options, chunk, block, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
-    return TokenStats(*(field.reshape(input.shape[:-1]) for field in fields))
+    return TokenStats(*(field[: rows.numel()].reshape(rows) for field in fields))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...primitives.rows import inert_rows, softcapped
@@ -32,6 +31,7 @@ from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from .chunked import empty_gradients
 from .common import RowOptions, RowStatistics, counted_rows, empty_statistics
+from .invariance import linear_by_blocks
 from .plan import padded_width
 from .reference import KERNELS, gradient_coefficients
 
@@ -102,12 +102,13 @@ class RowsLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(input, weight, bias)
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
+        return linear_by_blocks(input, weight, bias, block)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+        *tensors, ctx.block = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -115,22 +116,25 @@ class RowsLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
         if of_input:
-            dinput = grad @ weight
+            dinput = linear_by_blocks(grad, weight.T, None, ctx.block)
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
         if of_weight:
             dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
         if of_bias:
             dbias = grad.sum(0)
-        return dinput, dweight, dbias
+        return dinput, dweight, dbias, None
 
 
-def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
-    if requires_grad(weight) and torch.is_grad_enabled():
-        result: Tensor = apply(RowsLinear, input, weight, bias)
+def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None, block: int = 0) -> Tensor:
+    """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`.
+
+    Each product has `block` rows, unless that is 0.
+    """
+    if (block or requires_grad(weight)) and torch.is_grad_enabled():
+        result: Tensor = apply(RowsLinear, input, weight, bias, block)
         return result
-    return F.linear(input, weight, bias)
+    return linear_by_blocks(input, weight, bias, block)
 
 
 def gradients_of_rows(
@@ -153,7 +157,7 @@ def gradients_of_rows(
         # A batch of gradients would overwrite the logits more than once.
         saved = spend(ctx, *logits)
     saved = saved or tuple(each.new_empty(0) for each in logits)
-    found = call(*tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
+    found = call(*tensors, *saved, *ctx.options, ctx.chunk, ctx.block, *wanted, ctx.backend)
     return tuple(grad if wants else None for grad, wants in zip(found, wanted, strict=True))
 
 
@@ -194,7 +198,7 @@ class LinearRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         head, ctx.row_options = list(inputs[:5]), inputs[5:10]
-        ctx.options, (ctx.chunk, save_logits, ctx.backend) = inputs[5:7], inputs[10:]
+        ctx.options, (ctx.chunk, ctx.block, save_logits, ctx.backend) = inputs[5:7], inputs[10:]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
         if head[3] is None:
@@ -204,7 +208,7 @@ class LinearRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grads, no_option_grads = grads[:4], (None,) * 10
+        grads, no_option_grads = grads[:4], (None,) * 11
         if all(grad is None for grad in grads):
             return None, None, None, *no_option_grads
         saved = saved_tensors(ctx)

@@ -81,11 +81,11 @@ def empty_gradients(
 
 
 def logits_of(
-    heads: Sequence[Head], buffers: Sequence[Tensor], tokens: slice, classes: slice
+    heads: Sequence[Head], buffers: Sequence[Tensor], tokens: slice, classes: slice, block: int
 ) -> list[Tensor]:
     """Compute the logits of some tokens and classes under each head, in its buffer."""
     pairs = zip(heads, buffers, strict=True)
-    return [head.part(tokens, classes).logits(buffer) for head, buffer in pairs]
+    return [head.part(tokens, classes).logits(buffer, block) for head, buffer in pairs]
 
 
 def head_gradients(
@@ -96,6 +96,7 @@ def head_gradients(
     tokens: int,
     chunk: int,
     saved: Sequence[Tensor] = (),
+    block: int = 0,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -105,9 +106,11 @@ def head_gradients(
         counts: returns which rows of some tokens have a gradient.
         write_gradient: takes the tokens and the classes of a chunk and the logits of each head, and
             overwrites those of the first head with their gradient.
-        tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all.
+        tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all, but
+            in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
+        block: the tokens of each product, or 0 for those of a chunk.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
@@ -140,15 +143,17 @@ def head_gradients(
             if saved_classes and part.stop == C:
                 logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
             else:
-                logits = logits_of(heads, buffers, rows, part)
+                logits = logits_of(heads, buffers, rows, part, block)
             write_gradient(rows, part, *logits)
             dlogits, is_first = logits[0], rows.start == 0
             if weight_grad:
                 add_product(dweight[part], dlogits.T, states, is_first)
-            if input_grad and one_part:
-                torch.mm(dlogits, head.weight, out=dinput[rows])
-            elif input_grad:
-                add_product(dinput, dlogits, head.weight[part])
+            if input_grad:
+                for some in chunks(len(dlogits), block or len(dlogits)):
+                    if one_part:
+                        torch.mm(dlogits[some], head.weight, out=dinput[rows][some])
+                    else:
+                        add_product(dinput[rows][some], dlogits[some], head.weight[part])
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums
@@ -166,6 +171,11 @@ def tokens_at_once(input: Tensor, chunk: int) -> int:
     """Return the tokens in a chunk, fewer on a CPU that adds up the matrix's gradient in place."""
     in_place = not input.is_cuda and input.dtype == acc_dtype(input.dtype)
     return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
+
+
+def tokens_of_chunk(tokens: int, saved: Tensor, block: int) -> int:
+    """Return the tokens in a chunk of a backward pass: all, or a block of them if none is saved."""
+    return block if block and not saved.numel() else tokens
 
 
 class HeadKernels(NamedTuple):
@@ -202,6 +212,7 @@ class HeadKernels(NamedTuple):
         class_weight: Tensor | None,
         options: RowOptions,
         chunk: int,
+        block: int,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `RowStatistics` of a head, and its logits if they are saved.
@@ -212,7 +223,7 @@ class HeadKernels(NamedTuple):
         if no_class is None:
             no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
         state = new_state(head.input, options.needs_smoothing, options.needs_entropy)
-        rest = (class_weight, state, *options[:2], chunk, save_logits)
+        rest = (class_weight, state, *options[:2], chunk, save_logits, block)
         saved = accumulate_hidden(self.accumulate_logits, head, no_class, *rest)
         labels = no_class.contiguous()
         if target is None:
@@ -235,6 +246,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         chunk: int,
+        block: int,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the coefficients of the rows.
@@ -242,17 +254,19 @@ class HeadKernels(NamedTuple):
         Saved logits are overwritten with their gradient. An empty `saved` means that they were not
         saved; they are then computed again, `chunk` classes at a time.
         """
-        target, options = target.contiguous(), (maximum, sumexp, temperature, softcap)
+        target = target.contiguous()
 
-        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
+        def write_gradient(rows: slice, part: slice, logits: Tensor) -> None:
             weights = None if class_weight is None else class_weight[part]
-            row_factors = (target, weights, coefficients)
+            row_factors = (target[rows], weights, coefficients.part(rows))
+            options = (maximum[rows], sumexp[rows], temperature, softcap)
             self.logits_gradient(logits, part.start, *row_factors, *options, logits)
 
-        def counts(_: slice) -> Tensor:
-            return coefficients.counts()
+        def counts(rows: slice) -> Tensor:
+            return coefficients.part(rows).counts()
 
-        return head_gradients([head], wanted, counts, write_gradient, len(target), chunk, [saved])
+        sizes = tokens_of_chunk(len(target), saved, block), chunk
+        return head_gradients([head], wanted, counts, write_gradient, *sizes, [saved], block)
 
     def linear_one_pass(
         self,
@@ -262,6 +276,7 @@ class HeadKernels(NamedTuple):
         denominator: Tensor | None,
         options: LossOptions,
         chunk: int,
+        block: int,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
@@ -291,8 +306,9 @@ class HeadKernels(NamedTuple):
                 wanted,
                 lambda rows: target[rows] != ignore_index,
                 lambda rows, _, logits: write_gradient(logits, target[rows]),
-                tokens_at_once(input, chunk),
+                max(block, tokens_at_once(input, chunk)),
                 len(weight),
+                block=block,
             )
         if loss is None:
             loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
@@ -307,6 +323,7 @@ class HeadKernels(NamedTuple):
         ignore_index: int,
         needs_rest: bool,
         chunk: int,
+        block: int,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of `LogprobRows`, and the saved logits.
@@ -333,7 +350,7 @@ class HeadKernels(NamedTuple):
             unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
             self.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
 
-        numbers = (temperature, softcap, chunk, save_logits)
+        numbers = (temperature, softcap, chunk, save_logits, block)
         saved = accumulate_hidden(accumulate, head, ids, None, state, *numbers)
         of_rows, of_ids_too = (state.maximum, state.sumexp), (C, temperature, ignore_index)
         if needs_rest:
@@ -357,6 +374,7 @@ class HeadKernels(NamedTuple):
         softcap: float,
         ignore_index: int,
         chunk: int,
+        block: int,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradient of the log-probabilities."""
@@ -371,16 +389,20 @@ class HeadKernels(NamedTuple):
         coefficients = GradientCoefficients(
             others.factor / temperature, torch.zeros_like(others.factor), None, None
         )
-        of_others = (labels.contiguous(), None, coefficients, others.maximum, others.sumexp)
-        of_entries = (on_ids, ids, totals, entries, maximum, sumexp)
+        labels, of_entries = labels.contiguous(), (on_ids, ids, totals, entries, maximum, sumexp)
         numbers = (temperature, softcap)
 
-        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
-            self.logits_gradient(logits, part.start, *of_others, *numbers, logits)
-            self.of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
+        def write_gradient(rows: slice, part: slice, logits: Tensor) -> None:
+            row_factors = (labels[rows], None, coefficients.part(rows))
+            of_others = (others.maximum[rows], others.sumexp[rows], *numbers)
+            self.logits_gradient(logits, part.start, *row_factors, *of_others, logits)
+            of_rows = (each[rows] for each in of_entries)
+            self.of_ids.write(logits, part.start, C, *of_rows, *numbers, ignore_index)
 
-        sizes = (len(ids), chunk)
-        return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
+        sizes = tokens_of_chunk(len(ids), saved, block), chunk
+        return head_gradients(
+            [head], wanted, lambda rows: counts[rows], write_gradient, *sizes, [saved], block
+        )
 
     def linear_topk_logprobs(
         self,
@@ -389,6 +411,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         tokens: int,
+        block: int,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `TopKRows` of a head, and its logits if they are saved.
@@ -401,7 +424,7 @@ class HeadKernels(NamedTuple):
         buffer = head.buffer(M if save_logits else min(tokens, M), C)
         for rows in chunks(M, tokens):
             memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory)
+            logits = head.part(rows, slice(C)).logits(memory, block)
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
         return *found, buffer if save_logits else buffer.new_empty(0)
@@ -425,6 +448,7 @@ class HeadKernels(NamedTuple):
         numbers: Numbers,
         tokens: int,
         saved: int,
+        block: int,
     ) -> tuple[DivergenceState, Buffers]:
         """Return the state of all rows, and the logits of the last `saved` classes."""
         (M, _), C = heads[0].input.shape, len(heads[0].weight)
@@ -436,7 +460,7 @@ class HeadKernels(NamedTuple):
             memory = [buffer[offset:] for buffer in of_saved]
             parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
             pairs = [
-                (part.start, *logits_of(heads, buffers, rows, part))
+                (part.start, *logits_of(heads, buffers, rows, part, block))
                 for part, buffers in parts
                 if part.start < part.stop
             ]
@@ -453,6 +477,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         tokens: int,
+        block: int,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `DivergenceRows` of two heads, and their logits if they are saved.
@@ -462,7 +487,7 @@ class HeadKernels(NamedTuple):
         heads = head, Head(teacher_input, teacher_weight, teacher_bias)
         numbers = (beta, temperature, softcap)
         saved = len(head.weight) if save_logits else 0
-        state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
+        state, buffers = self.accumulate_all(heads, numbers, tokens, saved, block)
         return *state.rows, *buffers
 
     def linear_divergence_backward(
@@ -483,6 +508,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         chunk: int,
+        block: int,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradient of the rows' divergences.
@@ -491,15 +517,19 @@ class HeadKernels(NamedTuple):
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias)
         statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
-        rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
+        of_all = DivergenceRows(grad, *(field.contiguous() for field in statistics))
         numbers = (beta, temperature, softcap)
-        grad, sizes = grad.contiguous(), (len(grad), chunk)
+        grad, sizes = grad.contiguous(), (tokens_of_chunk(len(grad), saved, block), chunk)
 
-        def write_gradient(_: slice, part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
-            self.divergence.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
+        def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+            of_rows = DivergenceRows(*(field[rows] for field in of_all))
+            self.divergence.gradient(grad[rows], logits, teacher_logits, of_rows, *numbers, logits)
+
+        def counts(rows: slice) -> Tensor:
+            return grad[rows] != 0
 
         buffers = (saved, teacher_saved)
-        return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *sizes, buffers)
+        return head_gradients(heads, wanted, counts, write_gradient, *sizes, buffers, block)
 
     def linear_divergence_one_pass(
         self,
@@ -514,6 +544,7 @@ class HeadKernels(NamedTuple):
         tokens: int,
         saved: int,
         chunk: int,
+        block: int,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
@@ -527,7 +558,7 @@ class HeadKernels(NamedTuple):
         heads = head, Head(teacher_input, teacher_weight, teacher_bias)
         numbers = (beta, temperature, softcap)
         if chunk:
-            state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
+            state, buffers = self.accumulate_all(heads, numbers, tokens, saved, block)
             gradients = self.linear_divergence_backward(
                 factors,
                 head,
@@ -536,6 +567,7 @@ class HeadKernels(NamedTuple):
                 *buffers,
                 *numbers,
                 chunk,
+                block,
                 wanted,
             )
             return state.rows.loss, *gradients
@@ -547,8 +579,8 @@ class HeadKernels(NamedTuple):
             self.accumulate_rows([(0, *pair)], part, numbers)
             self.divergence.gradient(factors[rows], *pair, part.rows, *numbers, logits)
 
-        chunk_sizes = (tokens_at_once(head.input, tokens), len(head.weight))
+        sizes = max(block, tokens_at_once(head.input, tokens)), len(head.weight)
         gradients = head_gradients(
-            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
+            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *sizes, block=block
         )
         return state.rows.loss, *gradients

@@ -21,6 +21,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions, logsumexp_term
+from .invariance import aligned_columns, in_blocks
 from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, linear_cross_entropy_plan, padded_width
 
 
@@ -50,6 +51,13 @@ class Head(NamedTuple):
         """The head with hidden states `[M, H]`, of hidden states `[..., H]`."""
         return self._replace(input=self.input[None].flatten(0, -2))
 
+    def in_blocks(self, block: int) -> Head:
+        """Return the head with hidden states that are padded to whole blocks, unless that is 0."""
+        if not block:
+            return self
+        input = in_blocks(aligned_columns(self.input), block)
+        return Head(input, aligned_columns(self.weight), self.bias)
+
     @property
     def wanted(self) -> Wanted:
         """Return which gradients are needed."""
@@ -59,8 +67,8 @@ class Head(NamedTuple):
             requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
         )
 
-    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
-        """Return the plan of this head."""
+    def plan(self, memory_budget: int | None, reduced: bool, block: int = 0) -> MemoryPlan:
+        """Return the plan of this head. Products have `block` tokens each, unless that is 0."""
         input_grad, weight_grad, bias_grad = self.wanted
         tokens, hidden = self.input.shape
         return linear_cross_entropy_plan(
@@ -72,6 +80,7 @@ class Head(NamedTuple):
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
+            batch_invariant=block > 0,
         )
 
     def part(self, tokens: slice, classes: slice) -> Head:
@@ -83,8 +92,8 @@ class Head(NamedTuple):
         """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
         return self.input.new_empty(tokens * padded_width(classes))
 
-    def logits(self, buffer: Tensor) -> Tensor:
-        """Compute the logits in the buffer."""
+    def logits(self, buffer: Tensor, block: int = 0) -> Tensor:
+        """Compute the logits in the buffer, by products of `block` tokens each unless that is 0."""
         (M, _), C, width = self.input.shape, len(self.weight), padded_width(len(self.weight))
         padded = buffer[: M * width].view(M, width)
         if padded.device.type == "cpu":
@@ -92,9 +101,12 @@ class Head(NamedTuple):
             # memory may be NaN there, and 0 times NaN is NaN.
             padded[:, C:].zero_()
         logits = padded[:, :C]
-        if self.bias is None:
-            return torch.mm(self.input, self.weight.T, out=logits)
-        return torch.addmm(self.bias, self.input, self.weight.T, out=logits)
+        for rows in chunks(M, block or M):
+            if self.bias is None:
+                torch.mm(self.input[rows], self.weight.T, out=logits[rows])
+            else:
+                torch.addmm(self.bias, self.input[rows], self.weight.T, out=logits[rows])
+        return logits
 
 
 def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -284,21 +296,23 @@ def accumulate_hidden(
     softcap: float,
     chunk: int,
     save_logits: bool,
+    block: int = 0,
 ) -> Tensor:
     """Update the state in place with the logits of a head, and return them if they are saved.
 
     The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
-    holds all classes; otherwise the result is empty.
+    holds all classes; otherwise the result is empty. Each product has `block` tokens, unless that
+    is 0.
     """
     M, C, target = len(head.input), len(head.weight), target.contiguous()
-    tokens = M if save_logits else min(M, LOSS_CHUNK_TOKENS)
+    tokens = M if save_logits else min(M, block or LOSS_CHUNK_TOKENS)
     buffer = head.buffer(tokens, min(chunk, C))
     for rows in chunks(M, tokens):
         part_state = state.part(rows)
         for part in chunks(C, chunk):
             weights = None if class_weight is None else class_weight[part]
             options = (weights, part_state, temperature, softcap)
-            logits = head.part(rows, part).logits(buffer)
+            logits = head.part(rows, part).logits(buffer, block)
             accumulate_logits(logits, part.start, target[rows], *options)
     return buffer if save_logits else buffer.new_empty(0)
 
@@ -359,6 +373,10 @@ class GradientCoefficients(NamedTuple):
     label_coef: Tensor
     log_coef: Tensor | None
     smoothing_coef: Tensor | None
+
+    def part(self, rows: slice) -> GradientCoefficients:
+        """Return the coefficients of some rows."""
+        return GradientCoefficients(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
     def counts(self) -> Tensor:
         """Return which rows have a gradient, `[M]`."""

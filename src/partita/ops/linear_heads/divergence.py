@@ -32,6 +32,7 @@ from .autograd import (
 from .chunked import empty_gradients
 from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
+from .invariance import block_tokens, in_blocks, linear_by_blocks
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan
 from .reference import KERNELS
@@ -50,10 +51,10 @@ one_pass_op = define_op(KERNELS.linear_divergence_one_pass, one_pass_fake(has_ro
 
 
 def composed_rows(
-    head: Head, teacher: Head, beta: float, temperature: float, softcap: float
+    head: Head, teacher: Head, beta: float, temperature: float, softcap: float, block: int = 0
 ) -> Tensor:
     """Compute the divergence of each row from all logits at once, `[...]`."""
-    logits, teacher_logits = rows_linear(*head), torch.nn.functional.linear(*teacher)
+    logits, teacher_logits = rows_linear(*head, block), linear_by_blocks(*teacher, block)
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
     return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
@@ -71,7 +72,7 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options, (_, save_logits, ctx.backend, ctx.chunk) = inputs[6:9], inputs[9:]
+        ctx.options, (_, ctx.block, save_logits, ctx.backend, ctx.chunk) = inputs[6:9], inputs[9:]
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:6], *output[1:])
         ctx.is_spent = not save_logits
@@ -159,11 +160,16 @@ def linear_divergence(
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    if takes_all_logits([head, teacher], mask, memory_budget):
-        rows = composed_rows(head, teacher, *numbers)
+    block = block_tokens()
+    if takes_all_logits([head, teacher], mask, memory_budget, block):
+        rows = composed_rows(head, teacher, *numbers, block)
         return reduced(rows, mask, reduction)
-    shape, head, teacher = input.shape[:-1], head.flat, teacher.flat
-    mask, wanted = None if mask is None else mask.reshape(-1), head.wanted
+    shape, head, teacher = input.shape[:-1], head.flat.in_blocks(block), teacher.flat
+    teacher, wanted = teacher.in_blocks(block), head.wanted
+    mask = None if mask is None else mask.reshape(-1)
+    if block:  # The padding does not count.
+        mask = head.input.new_ones(shape.numel(), dtype=torch.bool) if mask is None else mask
+        mask = in_blocks(mask, block, False)
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     # The gradients of fp16 would underflow before a loss scale is known.
     is_reduced = reduction != "none" and head.input.dtype != torch.float16
@@ -179,8 +185,9 @@ def linear_divergence(
         wanted.input_grad,
         wanted.weight_grad or wanted.bias_grad,
         one_pass,
+        block,
     )
-    backend, sizes = current_backend(), plan[:3]
+    backend, sizes = current_backend(), (*plan[:3], block)
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
         tensors = (*head, *teacher, row_factors(mask, like, reduction), mask)
@@ -189,9 +196,9 @@ def linear_divergence(
         return result
     save_logits = plain_eager() and plan.saved > 0
     chunk = plan.chunk if any(wanted) else len(head.weight)
-    call = (*head, *teacher, *numbers, plan.tokens, save_logits, backend, chunk)
+    call = (*head, *teacher, *numbers, plan.tokens, block, save_logits, backend, chunk)
     loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
-    return loss.reshape(shape) if reduction == "none" else loss
+    return loss[: shape.numel()].reshape(shape) if reduction == "none" else loss
 
 
 def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:

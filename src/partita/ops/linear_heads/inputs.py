@@ -90,13 +90,14 @@ def flat_labels(input: Tensor, target: Tensor) -> Tensor:
     return target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
 
 
-def all_logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute all logits.
+def all_logits(input: Tensor, weight: Tensor, bias: Tensor | None, block: int = 0) -> Tensor:
+    """Compute all logits, by products of `block` tokens unless that is 0.
 
     The classes are in the last dimension for a matrix `[C, H]`, in dimension 1 for one with more
     dimensions.
     """
-    logits = rows_linear(input, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    flat_bias = None if bias is None else bias.flatten()
+    logits = rows_linear(input, weight.flatten(0, -2), flat_bias, block)
     return logits if weight.ndim == 2 else logits.unflatten(1, weight.shape[:-1])
 
 
@@ -108,13 +109,16 @@ def needs_logits(linear_weight: Tensor, target: Tensor | None) -> bool:
 
 
 def takes_all_logits(
-    heads: Sequence[Head], target: Tensor | None, memory_budget: int | None
+    heads: Sequence[Head], target: Tensor | None, memory_budget: int | None, block: int
 ) -> bool:
-    """Return whether a call computes all logits of these heads at once."""
+    """Return whether a call computes all logits of these heads at once.
+
+    A small call does, but not in the batch-invariant mode, as the number of tokens must not decide.
+    """
     input, weight, _ = heads[0]
     if needs_logits(weight, None):
         return True
-    if not all(is_plain(*head, target) for head in heads):
+    if block or not all(is_plain(*head, target) for head in heads):
         return False
     tokens = len(heads) * input.shape[:-1].numel()  # which would fix a size that is traced
     return is_small(tokens, len(weight), input.dtype, memory_budget)

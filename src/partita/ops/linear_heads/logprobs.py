@@ -16,6 +16,7 @@ from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
 from .common import chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
+from .invariance import block_tokens, in_blocks
 from .plan import check_budget, padded_width
 from .reference import KERNELS
 
@@ -55,7 +56,7 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options, (_, ctx.chunk, save_logits, ctx.backend) = inputs[4:7], inputs[7:]
+        ctx.options, (_, ctx.chunk, ctx.block, save_logits, ctx.backend) = inputs[4:7], inputs[7:]
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:4], *output[1:])
         ctx.is_spent = not save_logits
@@ -85,7 +86,7 @@ class LinearTopK(LinearLogprobs):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, _, temperature, softcap, _, save_logits, ctx.backend, ctx.chunk = inputs
+        *head, _, temperature, softcap, _, ctx.block, save_logits, ctx.backend, ctx.chunk = inputs
         ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
         ctx.mark_non_differentiable(*output[1:])
         rows = TopKRows(*output[:-1])
@@ -157,14 +158,16 @@ def linear_logprobs_of(
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
-    if takes_all_logits([head], ids, memory_budget):
-        return logprobs_of(all_logits(*head), ids, *numbers, needs_rest)
-    flat, head = ids[None].flatten(0, -2).contiguous(), head.flat
-    plan = head.plan(memory_budget, False)
+    block = block_tokens()
+    if takes_all_logits([head], ids, memory_budget, block):
+        return logprobs_of(all_logits(*head, block), ids, *numbers, needs_rest)
+    flat, rows = ids[None].flatten(0, -2).contiguous(), ids.shape[:-1]
+    head, flat = head.flat.in_blocks(block), in_blocks(flat, block)
+    plan = head.plan(memory_budget, False, block)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))
-    call = (*head, flat, *numbers, needs_rest, chunk, save_logits, current_backend())
+    call = (*head, flat, *numbers, needs_rest, chunk, block, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
-    return found.reshape(*ids.shape[:-1], found.shape[-1])
+    return found[: rows.numel()].reshape(*rows, found.shape[-1])
 
 
 def linear_topk_logprobs(
@@ -211,13 +214,16 @@ def linear_topk_logprobs(
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    if takes_all_logits([head], None, memory_budget):
-        return topk_of(all_logits(*head), k, *numbers)
-    head, chunk, save_logits = head.flat, classes, False
+    block = block_tokens()
+    if takes_all_logits([head], None, memory_budget, block):
+        return topk_of(all_logits(*head, block), k, *numbers)
+    head, chunk, save_logits = head.flat.in_blocks(block), classes, False
     if any(head.wanted):
-        chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
+        chunk, save_logits = chunk_and_save(head.plan(memory_budget, False, block), classes)
     room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget
     at_once = max(1, room // (padded_width(classes) * head.input.element_size()))
-    call = (*head, k, *numbers, at_once, save_logits, current_backend(), chunk)
+    if block:
+        at_once = max(1, at_once // block) * block
+    call = (*head, k, *numbers, at_once, block, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
-    return TopK(*(field.reshape(*rows, *field.shape[1:]) for field in found))
+    return TopK(*(field[: rows.numel()].reshape(*rows, *field.shape[1:]) for field in found))

@@ -25,6 +25,7 @@ from .inputs import (
     is_usual,
     needs_logits,
 )
+from .invariance import block_tokens, in_blocks
 from .packing import packs_rows
 from .plan import check_budget, is_small
 
@@ -32,7 +33,10 @@ FEW_LABELS = 128  # that many labels are read in Python in less time than one te
 
 
 class LossCall(NamedTuple):
-    """A checked call: hidden states `[M, H]`, labels `[M]` int64, and what may divide a sum."""
+    """A checked call: hidden states `[M, H]`, labels `[M]` int64, and what may divide a sum.
+
+    In the batch-invariant mode each product has `block` tokens, which is 0 otherwise.
+    """
 
     head: Head
     target: Tensor
@@ -40,6 +44,7 @@ class LossCall(NamedTuple):
     options: LossOptions
     memory_budget: int | None
     denominator: float | Tensor | None
+    block: int
 
 
 def linear_loss(
@@ -69,10 +74,10 @@ def linear_loss(
         input, linear_weight, linear_bias = checked
     if memory_budget is not None:
         check_budget(memory_budget)
-    weight_grad = requires_grad(weight)
+    weight_grad, block = requires_grad(weight), block_tokens()
     if weight_grad or (not usual and needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
-        logits = all_logits(input, linear_weight, linear_bias).to(dtype)
+        logits = all_logits(input, linear_weight, linear_bias, block).to(dtype)
         if linear_weight.ndim == 2 and input.ndim > 2:
             logits = logits.movedim(-1, 1)
             target = target.movedim(-1, 1) if target.is_floating_point() else target
@@ -87,7 +92,7 @@ def linear_loss(
         checks.device("weight", weight, input, "input")
         checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
-    call = LossCall(head, labels, weight, options, memory_budget, denominator)
+    call = LossCall(head, labels, weight, options, memory_budget, denominator, block)
     if not usual and not is_plain(input, linear_weight, linear_bias, target):
         loss = _planned_loss(call)
     elif input.is_cpu:
@@ -124,7 +129,8 @@ def _loss_without_ignored(call: LossCall) -> Tensor:
 def _loss(call: LossCall) -> Tensor:
     """Compute the loss of a plain eager call."""
     input, matrix, _ = call.head
-    if is_small(input.shape[0], matrix.shape[0], input.dtype, call.memory_budget):
+    sizes = input.shape[0], matrix.shape[0], input.dtype
+    if not call.block and is_small(*sizes, call.memory_budget):
         loss = _composed_cross_entropy(call.head, call.target, call.weight, call.options)
         return loss if call.denominator is None else loss / call.denominator
     return _planned_loss(call)
@@ -132,29 +138,32 @@ def _loss(call: LossCall) -> Tensor:
 
 def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
-    head, target, weight, options, memory_budget, denominator = call
+    head, target, weight, options, memory_budget, denominator, block = call
+    tokens, head = len(target), head.in_blocks(block)
+    target = in_blocks(target, block, options.ignore_index)
     backend, reduction, input = current_backend(), options.reduction, head.input
-    plan = head.plan(memory_budget, reduction != "none")
+    plan = head.plan(memory_budget, reduction != "none", block)
     if plan.name == "fast" and reduction != "none" and input.dtype != torch.float16:
         divisor = denominator
         if not (divisor is None or isinstance(divisor, Tensor)):
             dtype = acc_dtype(input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=input.device)
         if plain_eager() or torch.compiler.is_compiling():
-            packs = packs_rows(*head, reduction, backend)
+            packs = not block and packs_rows(*head, reduction, backend)
             kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
             tensors = (*head, target, weight, divisor)
-            plan_options = (*options, plan.chunk, *head.wanted, backend)
+            plan_options = (*options, plan.chunk, block, *head.wanted, backend)
             result: Tensor = apply(OnePass, kind, *tensors, plan_options)
             return result
     classes = len(head.weight)
     chunk, save_logits = chunk_and_save(plan, classes)
     needs_smoothing, needs_entropy = options.label_smoothing > 0, False
     needs = (options.softcap, options.ignore_index, needs_smoothing, needs_entropy)
-    numbers = (1.0, *needs, chunk, save_logits, backend)
+    numbers = (1.0, *needs, chunk, block, save_logits, backend)
     statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
     loss, z = loss_terms(statistics, target, weight, classes, options)
     loss = reduce_losses(loss, z, target, weight, classes, options.ignore_index, reduction)
+    loss = loss[:tokens] if reduction == "none" else loss
     return loss if denominator is None else loss / denominator
 
 

@@ -34,6 +34,9 @@ LOSS_CHUNK_TOKENS = 8192  # more tokens at a time would not make the products fa
 CPU_CHUNK_TOKENS = 512
 ROW_WORDS = 24  # upper bound on the 4-byte words that a token needs in addition to its logits
 ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
+# Tokens of each product in the batch-invariant mode. The library chooses a product's kernel, and so
+# the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
+BLOCK_TOKENS = 1024
 
 DIVERGENCE_BUDGET = 2**32  # bytes of workspace of a divergence if no budget is given
 DIVERGENCE_LOSS_BUDGET = 2**28  # the same without gradients, for which more is not faster
@@ -43,6 +46,7 @@ FORWARD_TOKENS = 512
 MIN_FORWARD_TOKENS = 16
 
 ALL_AT_ONCE = "the workspace holds all logits at once"
+BLOCKS_OF_TOKENS = "the workspace holds the logits of 1,024 tokens"
 CHUNKS_OF_TOKENS = "the workspace holds chunks of tokens, but not all logits"
 TOO_SMALL = "the workspace holds no chunk of 2,048 tokens beside the matrix's gradient in fp32"
 NO_CHUNKS_OF_TOKENS = (
@@ -84,6 +88,7 @@ def linear_cross_entropy_plan(
     weight_grad: bool = True,
     reduced: bool = True,
     parallel: bool = False,
+    batch_invariant: bool = False,
 ) -> MemoryPlan:
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
@@ -114,6 +119,10 @@ def linear_cross_entropy_plan(
         parallel: whether this is the plan of one rank of `partita.parallel`, which has these
             classes. Its losses are never reduced, and ranks exchange the gradient of the hidden
             states in fp32.
+        batch_invariant: whether this is the plan of a call inside `partita.batch_invariant()`. Its
+            tokens are padded to a multiple of 1,024. The classes of a product depend on no number
+            of tokens: they are all classes, unless the logits of 1,024 tokens take more than half
+            of the budget (2 GiB without one).
 
     Returns:
         `MemoryPlan(name, chunk, workspace_bytes, flops, reason)`.
@@ -144,6 +153,10 @@ def linear_cross_entropy_plan(
     check_budget(memory_budget)
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
+    if batch_invariant:
+        return _invariant_plan(
+            tokens, hidden, vocabulary, dtype, memory_budget, input_grad, weight_grad, reduced
+        )
     packs = reduced and not parallel and packing_wanted()
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
@@ -216,6 +229,78 @@ def linear_cross_entropy_plan(
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
 
 
+def _invariant_plan(
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    memory_budget: int | None,
+    input_grad: bool,
+    weight_grad: bool,
+    reduced: bool,
+) -> MemoryPlan:
+    """Return the plan of a batch-invariant call.
+
+    The number of classes in a chunk decides the order of a row's sums, so it depends on no number
+    of tokens and on no wanted gradient. How many blocks of tokens there are at once changes no bit.
+    """
+    itemsize, is_half = dtype.itemsize, dtype.itemsize == 2
+    has_gradient = input_grad or weight_grad
+    tokens = larger(-(-tokens // BLOCK_TOKENS), 1) * BLOCK_TOKENS
+    chunk = block_classes(vocabulary, itemsize, memory_budget)
+    row_bytes = padded_width(chunk) * itemsize
+    fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens
+    if weight_grad and not input_grad:
+        fixed_bytes += tokens * hidden * itemsize
+    if input_grad and is_half and chunk < vocabulary:
+        fixed_bytes += tokens * hidden * 4
+    # As in the other plans, the matrix's gradient is rounded in the memory of the logits.
+    dweight_bytes = hidden * vocabulary * 2 if weight_grad and is_half else 0
+    budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+    flops = 2 * tokens * hidden * vocabulary * (1 + input_grad + weight_grad)
+    block_bytes = max(BLOCK_TOKENS * row_bytes, dweight_bytes)
+    name, some, reason = "loss", chunk, BLOCKS_OF_TOKENS
+    workspace_bytes = block_bytes + dweight_bytes + fixed_bytes
+    if has_gradient and chunk == vocabulary:
+        all_at_once = tokens * row_bytes + fixed_bytes
+        fits = all_at_once <= budget
+        if decide(fits, otherwise=False):
+            return MemoryPlan("fast", tokens, all_at_once, flops, ALL_AT_ONCE)
+        takes_chunks = memory_budget is None or block_bytes + dweight_bytes < memory_budget
+        if reduced and takes_chunks and dtype != torch.float16:
+            room = max(DEFAULT_CHUNK_BYTES, dweight_bytes)
+            if memory_budget is not None:
+                room = memory_budget - dweight_bytes - fixed_bytes
+            name, reason = "fast", CHUNKS_OF_TOKENS
+            blocks = larger(room // row_bytes // BLOCK_TOKENS, 1)
+            some = smaller(blocks * BLOCK_TOKENS, tokens)
+            logits_bytes = larger(some * row_bytes, dweight_bytes)
+            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
+    if has_gradient and name != "fast":
+        name, flops = "lean", flops + 2 * tokens * hidden * vocabulary
+    if memory_budget is not None and decide(workspace_bytes > memory_budget, otherwise=False):
+        raise ValueError(
+            f"memory_budget: expected at least {workspace_bytes:,} bytes for {tokens:,} tokens"
+            f" inside batch_invariant(), or None, got {memory_budget:,}"
+        )
+    return MemoryPlan(name, some, workspace_bytes, flops, reason)
+
+
+def block_classes(vocabulary: int, itemsize: int, memory_budget: int | None) -> int:
+    """Return the classes of a batch-invariant product, whose logits have this size in bytes."""
+    room = (DEFAULT_BUDGET if memory_budget is None else memory_budget) // 2
+    width = room // (BLOCK_TOKENS * itemsize)
+    if width >= padded_width(vocabulary):
+        return vocabulary
+    if width < min(MIN_CHUNK_CLASSES, padded_width(vocabulary)):
+        least = 2 * BLOCK_TOKENS * itemsize * min(MIN_CHUNK_CLASSES, padded_width(vocabulary))
+        raise ValueError(
+            f"memory_budget: expected at least {least:,} bytes inside batch_invariant(), or None,"
+            f" got {memory_budget:,}"
+        )
+    return _equal_chunk(vocabulary, width)
+
+
 def _chunk_classes(room: int, vocabulary: int) -> int:
     """Return the classes in a chunk if the workspace has room for `room` classes."""
     largest = smaller(room, MAX_CHUNK_CLASSES) // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
@@ -277,11 +362,13 @@ def divergence_plan(
     input_grad: bool,
     weight_grad: bool,
     one_pass: bool,
+    block: int = 0,
 ) -> DivergencePlan:
     """Return the chunks of a batch; raise ValueError for too small a budget.
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
-    computed in the forward pass.
+    computed in the forward pass, and `block` how many tokens each product has in the
+    batch-invariant mode. Chunks then have all classes, and some blocks of tokens.
     """
     itemsize = dtype.itemsize + teacher_dtype.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
@@ -299,6 +386,18 @@ def divergence_plan(
         return at_once
     half_type = dtype.itemsize == 2
     dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
+    if block:
+        rows = block
+        if one_pass or not has_gradient:
+            rows = larger((budget - dweight_bytes - fixed_bytes) // row_bytes // block, 1) * block
+        workspace_bytes = rows * row_bytes + dweight_bytes + fixed_bytes
+        if memory_budget is not None and decide(workspace_bytes > budget, otherwise=False):
+            raise ValueError(
+                f"memory_budget: expected at least {workspace_bytes:,} bytes for {tokens:,} tokens"
+                f" inside batch_invariant(), or None, got {memory_budget:,}"
+            )
+        by_blocks = DivergencePlan(rows, 0, vocabulary if saved else 0, workspace_bytes)
+        return _choose(fits, at_once, by_blocks)
     rows = _round((budget - dweight_bytes - fixed_bytes) // row_bytes, 256)
     by_tokens = DivergencePlan(rows, 0, 0, rows * row_bytes + dweight_bytes + fixed_bytes)
     takes_tokens = has_gradient and one_pass

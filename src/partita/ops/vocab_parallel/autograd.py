@@ -220,6 +220,7 @@ def _hidden_gradients(
         input.new_empty(0) if saved is None else saved[0],
         *ctx.options[:2],
         ctx.chunk,
+        0,  # as many tokens in a product as there are
         *(needed if saved is None else (False, False, False)),
         ctx.backend,
     )

@@ -1,0 +1,93 @@
+"""The bits of a row or sequence depend on that row alone, and not on its batch.
+
+Linear heads have a mode for this, which tests/ops/linear_heads/test_linear_invariance.py is about.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.catalogue import BACKEND, all_samples
+from helpers.invariance import BATCHES, DRAWN, differences
+from helpers.rows import INTERPRETING
+
+import partita
+from partita.ops.softmax.api import SMALL_ELEMENTS
+from partita.testing.samples import CALLS, Draw, Sample, heads, rows
+
+WIDE = [call.name for call in rows.CALLS]
+HEADS = [call.name for call in heads.CALLS]
+NAMES = [name for name, call in CALLS.items() if call.batch and name not in (*HEADS, *DRAWN)]
+
+ATEN = "ATen adds up rows in another order by their number, their place or their stride"
+ALIGNMENT = "the order of sums depends on whether a row starts on 16 bytes"
+PRODUCTS = "the kernel of a product depends on the number of its rows"
+# What does not hold yet. A function that is mended leaves the table, or its test fails.
+BROKEN = {
+    "cpu": dict.fromkeys(("softmax", "log_softmax", "cross_entropy", "divergence"), ATEN),
+    "interpreted": dict.fromkeys(("softmax", "rnnt_loss", "tdt_loss"), ALIGNMENT),
+    "cuda": dict.fromkeys(
+        (
+            *("softmax", "log_softmax", "logsumexp", "cross_entropy", "cross_entropy, in place"),
+            *("token_stats", "token_stats, logprob", "logprobs", "divergence"),
+            *("ctc_loss", "ctc_align", "ctc_greedy_search"),
+            *("rnnt_loss", "rnnt_align", "tdt_loss"),
+        ),
+        ALIGNMENT,
+    )
+    | {"linear_tdt_loss": PRODUCTS},
+}
+
+
+def cases() -> Iterator[object]:
+    for name in NAMES:
+        for device in ("cpu", "cuda"):
+            reason = BROKEN["interpreted" if INTERPRETING and device == "cpu" else device].get(name)
+            marks = [pytest.mark.gpu] * (device == "cuda")
+            marks += [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+            yield pytest.param(name, device, marks=marks)
+
+
+def samples(name: str, device: str) -> Iterator[Sample]:
+    """Yield calls of rows of 781 classes, which start anywhere, and of small sequences."""
+    call, draw = CALLS[name], Draw(device=device)
+    if name in WIDE:
+        yield call.sample(draw, sizes={"rows": 5, "classes": 781}, name="781 classes")
+    if device == "cuda":
+        yield call.sample(draw)
+    else:
+        yield from all_samples(name, draw)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("name", "device"), cases())
+def test_rows_and_sequences_have_bits_of_their_own(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the same alone as in each batch, in each place, and wherever rows start."""
+    # As users have it: PyTorch serves small batches.
+    monkeypatch.setattr("partita.ops.softmax.api.SMALL_ELEMENTS", SMALL_ELEMENTS)
+    batches = BATCHES if device == "cuda" else (1, 2, 7) if INTERPRETING else (1, 2, 7, 33)
+    with partita.backend(BACKEND):
+        wrong = [
+            f"{sample}: {found}"
+            for sample in samples(name, device)
+            for found in differences(sample, batches)
+        ]
+    assert not wrong
+
+
+def test_the_comparison_finds_a_sum_over_the_batch() -> None:
+    """A function whose rows depend on their number, or on their place, is found."""
+
+    def by_number(input: torch.Tensor, **_: object) -> torch.Tensor:
+        return input * len(input)
+
+    def by_place(input: torch.Tensor, **_: object) -> torch.Tensor:
+        return input + torch.arange(len(input))[:, None]
+
+    sample = CALLS["softmax"].sample(Draw())
+    for function in (by_number, by_place):
+        changed = replace(sample, call=replace(sample.call, function=function, name="changed"))
+        assert any("result 0" in found for found in differences(changed, (1, 2, 7)))
