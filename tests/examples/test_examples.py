@@ -19,6 +19,7 @@ import hmm
 import language_model
 import post_training
 import pytest
+import recorded_support
 import tagger
 import torch
 import torch.distributed as dist
@@ -252,6 +253,13 @@ def test_chain_exactness_out_of_contract(
         == 1
     )
     assert "Out of contract: CTC, up to 200 labels, 50 steps." in capsys.readouterr().err
+
+
+def test_ratios_over_recorded_sets_are_1(capsys: pytest.CaptureFixture[str]) -> None:
+    report = recorded_support.train(steps=3)
+    assert report.with_sets == 0.0 and report.without_sets > 0.02
+    assert recorded_support.main(["--steps", "2"]) == 1, "two steps are too few to learn"
+    assert "over the recorded sets" in capsys.readouterr().out
 
 
 def test_post_training_command(

@@ -1,0 +1,96 @@
+"""The registered ops of statistics over recorded supports."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from ...runtime import register
+from ...runtime.autograd import DifferentiableOp, one_by_one
+from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
+from ...runtime.lengths import on_device
+from . import reference
+from .common import (
+    Support,
+    SupportRows,
+    SupportSets,
+    check_offsets,
+    check_values,
+    empty_sets,
+)
+
+
+def _gpu() -> ModuleType:
+    from .gpu import launch
+
+    return launch
+
+
+def _stats_fake(logits: Tensor) -> tuple[Tensor, ...]:
+    shape, dtype = logits.shape[:-1], acc_dtype(logits.dtype)
+    return tuple(logits.new_empty(shape, dtype=dtype) for _ in SupportRows._fields)
+
+
+sets_op = register.define(
+    reference.support_sets,
+    lambda target, ids: empty_sets(target, ids),
+    gpu=_gpu,
+    check=check_values,
+    vmap=one_by_one,
+)
+stats_op = register.define(
+    reference.support_stats,
+    _stats_fake,
+    gpu=_gpu,
+    vmap=one_by_one,
+)
+stats_backward_op = register.define(
+    reference.support_gradient,
+    lambda logits: logits.new_empty(logits.shape),
+    name="support_stats_backward",
+    gpu=_gpu,
+    vmap=one_by_one,
+)
+
+
+def _saves(args: tuple[Any, ...], output: SupportRows) -> tuple[Any, Any]:
+    (logits, target, *support, temperature, softcap, _), (_, *statistics) = args, output
+    return (logits, target, *support, *statistics), (temperature, softcap)
+
+
+def _gradient(*args: Any) -> Tensor:
+    """Compute the gradient of the logits; the fields of the `Support` come one by one."""
+    (on_label, on_entropy, logits, target), support, rest = args[:4], args[4:10], args[10:]
+    grads = (on_label, on_entropy)
+    return reference.support_gradient(*grads, logits, target, Support(*support), *rest)
+
+
+_stats = DifferentiableOp(stats_op, stats_backward_op, _gradient, _saves, results=2)
+
+
+def sets_of(
+    target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
+) -> tuple[Support, Tensor]:
+    """Return the supports of rows with labels `[M]`, and whether each target was recorded.
+
+    The offsets may be on the CPU.
+    """
+    ids, offsets = ids.long().contiguous(), offsets.long().contiguous()
+    if offsets.device != target.device:
+        check_offsets(offsets, ids.shape[0])
+        offsets = on_device(target.device, offsets)[0]
+    call = (target, ids, offsets, num_classes, ignore_index, current_backend())
+    found = SupportSets(*sets_op(*call))
+    return Support(offsets, *found[:-1]), found.in_set
+
+
+def stats_of(
+    logits: Tensor, target: Tensor, support: Support, temperature: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Return log-probability and entropy of checked logits `[M, C]`."""
+    call = (logits, target, *support, temperature, softcap, current_backend())
+    logprob, entropy = _stats(*call)[:2]
+    return logprob, entropy
