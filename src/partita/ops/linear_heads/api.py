@@ -5,6 +5,7 @@ The full logits are in memory for small calls only.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...runtime import checks
@@ -15,9 +16,9 @@ from ..cross_entropy.common import checked_options
 from . import autograd
 from .common import Head, RowOptions, RowStatistics, chunk_and_save
 from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
-from .invariance import block_tokens, in_blocks
 from .loss import linear_loss
 from .plan import check_budget
+from .products import in_blocks, products_of_call
 
 
 def linear_cross_entropy(
@@ -33,6 +34,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute cross-entropy from hidden states and the vocabulary's matrix, without the logits.
 
@@ -60,6 +62,9 @@ def linear_cross_entropy(
         label_smoothing, softcap, z_loss: as in `cross_entropy`.
         memory_budget: bytes of workspace in addition to inputs and results; None for what
             `linear_cross_entropy_plan` finds sensible for these sizes.
+        logits_dtype: `torch.float32` for logits that are not rounded to a half type: they are what
+            the product adds up in fp32. Their gradient is still rounded to the dtype of `input`.
+            None for logits in the dtype of `input`.
 
     Returns:
         The loss in nats, a number or `[...]`, fp32 for half types.
@@ -85,7 +90,8 @@ def linear_cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    return linear_loss(input, linear_weight, target, linear_bias, weight, options, memory_budget)
+    numbers = (options, memory_budget, None, logits_dtype)
+    return linear_loss(input, linear_weight, target, linear_bias, weight, *numbers)
 
 
 def linear_token_stats(
@@ -98,6 +104,7 @@ def linear_token_stats(
     softcap: float | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> TokenStats:
     """Compute token statistics from hidden states, without the logits in memory.
 
@@ -111,6 +118,7 @@ def linear_token_stats(
         target: labels `[...]`, any integer dtype; None for the arg-max, as in `token_stats`.
         temperature, softcap, ignore_index: as in `token_stats`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         `TokenStats(logprob, logsumexp, entropy, argmax)`, fields `[...]`, fp32 (fp64 for fp64) in
@@ -131,10 +139,10 @@ def linear_token_stats(
     if target is None or not is_usual(*head, target):
         head = cast_and_check(*head, target)
     check_budget(memory_budget)
-    block = block_tokens()
-    if takes_all_logits([head], target, memory_budget, block):
+    products = products_of_call(head.input, logits_dtype)
+    if takes_all_logits([head], target, memory_budget, products):
         return token_stats(
-            autograd.rows_linear(*head, block),
+            autograd.rows_linear(*head, products),
             target,
             temperature=temperature,
             softcap=softcap,
@@ -145,11 +153,12 @@ def linear_token_stats(
     if target is None:
         ignore_index = -100  # The label of each row is its arg-max, which may be any class.
     else:
-        labels = in_blocks(flat_labels(input, target), block, ignore_index)
-    rows, head = input.shape[:-1], head.flat.in_blocks(block)
+        labels = in_blocks(flat_labels(input, target), products, ignore_index)
+    rows, head = input.shape[:-1], head.flat.aligned(products)
     options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
-    chunk, save_logits = chunk_and_save(head.plan(memory_budget, False, block), len(head.weight))
-    call = (*head, labels, None, *options, chunk, block, save_logits, current_backend())
+    plan = head.plan(memory_budget, False, products)
+    chunk, save_logits = chunk_and_save(plan, len(head.weight))
+    call = (*head, labels, None, *options, chunk, *products, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
     return TokenStats(*(field[: rows.numel()].reshape(rows) for field in fields))

@@ -31,8 +31,7 @@ from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from .chunked import empty_gradients
 from .common import RowOptions, RowStatistics, counted_rows, empty_statistics
-from .invariance import linear_by_blocks
-from .plan import padded_width
+from .products import USUAL, Products, composed_linear
 from .reference import KERNELS, gradient_coefficients
 
 
@@ -41,16 +40,26 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
         checks.labels("target", target, len(weight), ignore_index)
 
 
-def saved_logits_fake(input: Tensor, weight: Tensor, save_logits: bool) -> Tensor:
+def saved_logits_fake(
+    input: Tensor, weight: Tensor, save_logits: bool, block: int, widens: bool
+) -> Tensor:
     """Return memory for all logits of a head, or none."""
-    return input.new_empty(input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0)
+    products = Products(block, widens)
+    found = products.buffer(input, input.shape[0], weight.shape[0])
+    return found if save_logits else found.new_empty(0)
 
 
 def _rows_fake(
-    input: Tensor, weight: Tensor, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
+    input: Tensor,
+    weight: Tensor,
+    needs_smoothing: bool,
+    needs_entropy: bool,
+    block: int,
+    widens: bool,
+    save_logits: bool,
 ) -> tuple[Tensor, ...]:
     statistics = empty_statistics(input, input.shape[0], needs_smoothing, needs_entropy)
-    return *statistics, saved_logits_fake(input, weight, save_logits)
+    return *statistics, saved_logits_fake(input, weight, save_logits, block, widens)
 
 
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -102,12 +111,14 @@ class RowsLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
-        return linear_by_blocks(input, weight, bias, block)
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, products: Products
+    ) -> Tensor:
+        return composed_linear(input, weight, bias, products)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.block = inputs
+        *tensors, ctx.products = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
@@ -116,25 +127,25 @@ class RowsLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
         if of_input:
-            dinput = linear_by_blocks(grad, weight.T, None, ctx.block)
+            dinput = composed_linear(grad, weight.T, None, ctx.products).to(input.dtype)
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
         if of_weight:
-            dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
+            states = counted_rows(input.reshape(rows, input.shape[-1]), grad).to(grad.dtype)
+            dweight = (grad.T @ states).to(weight.dtype)
         if of_bias:
-            dbias = grad.sum(0)
+            dbias = grad.sum(0).to(bias.dtype)
         return dinput, dweight, dbias, None
 
 
-def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None, block: int = 0) -> Tensor:
-    """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`.
-
-    Each product has `block` rows, unless that is 0.
-    """
-    if (block or requires_grad(weight)) and torch.is_grad_enabled():
-        result: Tensor = apply(RowsLinear, input, weight, bias, block)
+def rows_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, products: Products = USUAL
+) -> Tensor:
+    """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
+    if (products.block or requires_grad(weight)) and torch.is_grad_enabled():
+        result: Tensor = apply(RowsLinear, input, weight, bias, products)
         return result
-    return linear_by_blocks(input, weight, bias, block)
+    return composed_linear(input, weight, bias, products)
 
 
 def gradients_of_rows(
@@ -157,7 +168,7 @@ def gradients_of_rows(
         # A batch of gradients would overwrite the logits more than once.
         saved = spend(ctx, *logits)
     saved = saved or tuple(each.new_empty(0) for each in logits)
-    found = call(*tensors, *saved, *ctx.options, ctx.chunk, ctx.block, *wanted, ctx.backend)
+    found = call(*tensors, *saved, *ctx.options, ctx.chunk, *ctx.products, *wanted, ctx.backend)
     return tuple(grad if wants else None for grad, wants in zip(found, wanted, strict=True))
 
 
@@ -198,7 +209,8 @@ class LinearRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         head, ctx.row_options = list(inputs[:5]), inputs[5:10]
-        ctx.options, (ctx.chunk, ctx.block, save_logits, ctx.backend) = inputs[5:7], inputs[10:]
+        ctx.options, (ctx.chunk, *products, save_logits, ctx.backend) = inputs[5:7], inputs[10:]
+        ctx.products = Products(*products)
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
         if head[3] is None:
@@ -208,7 +220,7 @@ class LinearRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grads, no_option_grads = grads[:4], (None,) * 11
+        grads, no_option_grads = grads[:4], (None,) * 12
         if all(grad is None for grad in grads):
             return None, None, None, *no_option_grads
         saved = saved_tensors(ctx)
@@ -245,7 +257,8 @@ class LinearRows(torch.autograd.Function):
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
         def used_statistics(*head: Any) -> list[Tensor]:
-            logits, numbers = torch.where(is_inert[:, None], 0, rows_linear(*head)), options[:3]
+            logits = rows_linear(*head, Products(widens=ctx.products.widens))
+            logits, numbers = torch.where(is_inert[:, None], 0, logits), options[:3]
             logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
             found = [-logprob, logsumexp, logsumexp, entropy]
             if 2 in used:  # that of the smoothing loss
@@ -261,7 +274,9 @@ class LinearRows(torch.autograd.Function):
 
 def _composed_loss(*args: Any) -> Tensor:
     *head, target, class_weight, denominator, numbers = args
-    logits = rows_linear(*head).to(acc_dtype(head[0].dtype))
+    _, _, widens = numbers[5:8]  # after the chunk and the block
+    products = Products(widens=widens)
+    logits = rows_linear(*head, products).to(acc_dtype(head[0].dtype))
     options = LossOptions._make(numbers[:5])
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator

@@ -39,23 +39,11 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, padded_width, spare_rows
+from .products import USUAL, Products, multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
 Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
-    """Add `a @ b` to `total`, with sums in the dtype of `total`; the first product replaces it."""
-    widens = a.is_cuda and a.dtype != total.dtype
-    if widens and is_first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    elif widens:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif is_first:
-        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def empty_gradients(
@@ -81,11 +69,15 @@ def empty_gradients(
 
 
 def logits_of(
-    heads: Sequence[Head], buffers: Sequence[Tensor], tokens: slice, classes: slice, block: int
+    heads: Sequence[Head],
+    buffers: Sequence[Tensor],
+    tokens: slice,
+    classes: slice,
+    products: Products,
 ) -> list[Tensor]:
     """Compute the logits of some tokens and classes under each head, in its buffer."""
     pairs = zip(heads, buffers, strict=True)
-    return [head.part(tokens, classes).logits(buffer, block) for head, buffer in pairs]
+    return [head.part(tokens, classes).logits(buffer, products) for head, buffer in pairs]
 
 
 def head_gradients(
@@ -96,7 +88,7 @@ def head_gradients(
     tokens: int,
     chunk: int,
     saved: Sequence[Tensor] = (),
-    block: int = 0,
+    products: Products = USUAL,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -104,22 +96,26 @@ def head_gradients(
         heads: the heads whose logits the loss reads.
         wanted: which gradients are wanted.
         counts: returns which rows of some tokens have a gradient.
-        write_gradient: takes the tokens and the classes of a chunk and the logits of each head, and
-            overwrites those of the first head with their gradient.
+        write_gradient: takes the tokens and the classes of a chunk, memory for the gradient of the
+            first head's logits, which may be their own, and the logits of each head.
         tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all, but
             in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
-        block: the tokens of each product, or 0 for those of a chunk.
+        products: how the products are computed.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
     buffers = list(saved)
-    saved_classes = min(len(buffers[0]) // max(M, 1), C) if buffers else 0  # without padding
+    saved_classes = 0
+    if buffers and M:  # without the padding of a row
+        rows_of_buffer = products.rows(M) + spare_rows(products.widens)
+        saved_classes = min(len(buffers[0]) // rows_of_buffer, C)
     parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
     parts += chunks(C - saved_classes, chunk)
     if not saved_classes:
-        buffers = [each.buffer(min(tokens, M), min(chunk, C)) for each in heads]
+        sizes = min(tokens, M), min(chunk, C)
+        buffers = [products.buffer(each.input, *sizes) for each in heads]
     one_part, rounds_sum = len(parts) == 1, tokens < M and head.input.dtype != accumulator
     result = empty_gradients(*head, input_grad, weight_grad and not rounds_sum, bias_grad)
     dinput, dweight, dbias = result
@@ -141,23 +137,30 @@ def head_gradients(
             states = counted_states(states, counts(rows), memory)
         for part in parts:
             if saved_classes and part.stop == C:
-                logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
+                logits = [
+                    products.logits_in(buffer, M, saved_classes)[:M, :saved_classes]
+                    for buffer in buffers
+                ]
             else:
-                logits = logits_of(heads, buffers, rows, part, block)
-            write_gradient(rows, part, *logits)
-            dlogits, is_first = logits[0], rows.start == 0
+                logits = logits_of(heads, buffers, rows, part, products)
+            sizes = len(states), part.stop - part.start
+            padded = products.gradient_in(buffers[0], head.input.dtype, *sizes)
+            dlogits = padded[: sizes[0], : sizes[1]]
+            for some in products.gradient_parts(sizes[0]):
+                those = slice(rows.start + some.start, rows.start + some.stop)
+                write_gradient(those, part, dlogits[some], *(each[some] for each in logits))
+            if padded.device.type == "cpu" and padded.dtype != logits[0].dtype:
+                padded[:, sizes[1] :].zero_()  # as in `Head.logits`
+            is_first = rows.start == 0
             if weight_grad:
-                add_product(dweight[part], dlogits.T, states, is_first)
+                multiply(dlogits.T, states, dweight[part], adds=not is_first)
             if input_grad:
-                for some in chunks(len(dlogits), block or len(dlogits)):
-                    if one_part:
-                        torch.mm(dlogits[some], head.weight, out=dinput[rows][some])
-                    else:
-                        add_product(dinput[rows][some], dlogits[some], head.weight[part])
+                some = padded[:, : sizes[1]], head.weight[part], dinput[rows]
+                multiply_blocks(*some, products, adds=not one_part)
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums
-            del logits, dlogits
+            del logits, dlogits, padded
     if dinput is not result.input:
         result.input.copy_(dinput)
     if rounds_sum:
@@ -173,9 +176,9 @@ def tokens_at_once(input: Tensor, chunk: int) -> int:
     return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
 
 
-def tokens_of_chunk(tokens: int, saved: Tensor, block: int) -> int:
-    """Return the tokens in a chunk of a backward pass: all, or a block of them if none is saved."""
-    return block if block and not saved.numel() else tokens
+def tokens_of_chunk(tokens: int, saved: Tensor, products: Products) -> int:
+    """Return the tokens in a chunk of a backward pass: all, unless blocks are computed again."""
+    return products.block if products.block and not saved.numel() else tokens
 
 
 class HeadKernels(NamedTuple):
@@ -212,7 +215,7 @@ class HeadKernels(NamedTuple):
         class_weight: Tensor | None,
         options: RowOptions,
         chunk: int,
-        block: int,
+        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `RowStatistics` of a head, and its logits if they are saved.
@@ -223,7 +226,7 @@ class HeadKernels(NamedTuple):
         if no_class is None:
             no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
         state = new_state(head.input, options.needs_smoothing, options.needs_entropy)
-        rest = (class_weight, state, *options[:2], chunk, save_logits, block)
+        rest = (class_weight, state, *options[:2], chunk, save_logits, products)
         saved = accumulate_hidden(self.accumulate_logits, head, no_class, *rest)
         labels = no_class.contiguous()
         if target is None:
@@ -246,7 +249,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         chunk: int,
-        block: int,
+        products: Products,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the coefficients of the rows.
@@ -256,17 +259,18 @@ class HeadKernels(NamedTuple):
         """
         target = target.contiguous()
 
-        def write_gradient(rows: slice, part: slice, logits: Tensor) -> None:
+        def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
             weights = None if class_weight is None else class_weight[part]
             row_factors = (target[rows], weights, coefficients.part(rows))
             options = (maximum[rows], sumexp[rows], temperature, softcap)
-            self.logits_gradient(logits, part.start, *row_factors, *options, logits)
+            self.logits_gradient(logits, part.start, *row_factors, *options, result)
 
         def counts(rows: slice) -> Tensor:
             return coefficients.part(rows).counts()
 
-        sizes = tokens_of_chunk(len(target), saved, block), chunk
-        return head_gradients([head], wanted, counts, write_gradient, *sizes, [saved], block)
+        sizes = tokens_of_chunk(len(target), saved, products), chunk
+        rest = (counts, write_gradient, *sizes, [saved], products)
+        return head_gradients([head], wanted, *rest)
 
     def linear_one_pass(
         self,
@@ -276,7 +280,7 @@ class HeadKernels(NamedTuple):
         denominator: Tensor | None,
         options: LossOptions,
         chunk: int,
-        block: int,
+        products: Products,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
@@ -291,9 +295,9 @@ class HeadKernels(NamedTuple):
         mean = mean or denominator is not None
         of_chunk = options._replace(reduction="mean" if mean else "sum")
 
-        def write_gradient(logits: Tensor, labels: Tensor) -> None:
+        def write_gradient(labels: Tensor, result: Tensor, logits: Tensor) -> None:
             nonlocal loss
-            of_part = self.one_pass(logits, labels, class_weight, of_chunk, divisors)
+            of_part = self.one_pass(logits, labels, class_weight, of_chunk, divisors, result)
             loss = of_part if loss is None else loss + of_part
 
         if self.packed_gradients is not None:
@@ -305,10 +309,10 @@ class HeadKernels(NamedTuple):
                 [head],
                 wanted,
                 lambda rows: target[rows] != ignore_index,
-                lambda rows, _, logits: write_gradient(logits, target[rows]),
-                max(block, tokens_at_once(input, chunk)),
+                lambda rows, _, *memory: write_gradient(target[rows], *memory),
+                max(products.block, tokens_at_once(input, chunk)),
                 len(weight),
-                block=block,
+                products=products,
             )
         if loss is None:
             loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
@@ -323,7 +327,7 @@ class HeadKernels(NamedTuple):
         ignore_index: int,
         needs_rest: bool,
         chunk: int,
-        block: int,
+        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of `LogprobRows`, and the saved logits.
@@ -350,7 +354,7 @@ class HeadKernels(NamedTuple):
             unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
             self.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
 
-        numbers = (temperature, softcap, chunk, save_logits, block)
+        numbers = (temperature, softcap, chunk, save_logits, products)
         saved = accumulate_hidden(accumulate, head, ids, None, state, *numbers)
         of_rows, of_ids_too = (state.maximum, state.sumexp), (C, temperature, ignore_index)
         if needs_rest:
@@ -374,7 +378,7 @@ class HeadKernels(NamedTuple):
         softcap: float,
         ignore_index: int,
         chunk: int,
-        block: int,
+        products: Products,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradient of the log-probabilities."""
@@ -392,16 +396,16 @@ class HeadKernels(NamedTuple):
         labels, of_entries = labels.contiguous(), (on_ids, ids, totals, entries, maximum, sumexp)
         numbers = (temperature, softcap)
 
-        def write_gradient(rows: slice, part: slice, logits: Tensor) -> None:
+        def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
             row_factors = (labels[rows], None, coefficients.part(rows))
             of_others = (others.maximum[rows], others.sumexp[rows], *numbers)
-            self.logits_gradient(logits, part.start, *row_factors, *of_others, logits)
+            self.logits_gradient(logits, part.start, *row_factors, *of_others, result)
             of_rows = (each[rows] for each in of_entries)
-            self.of_ids.write(logits, part.start, C, *of_rows, *numbers, ignore_index)
+            self.of_ids.write(result, part.start, C, *of_rows, *numbers, ignore_index)
 
-        sizes = tokens_of_chunk(len(ids), saved, block), chunk
+        sizes = tokens_of_chunk(len(ids), saved, products), chunk
         return head_gradients(
-            [head], wanted, lambda rows: counts[rows], write_gradient, *sizes, [saved], block
+            [head], wanted, lambda rows: counts[rows], write_gradient, *sizes, [saved], products
         )
 
     def linear_topk_logprobs(
@@ -411,7 +415,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         tokens: int,
-        block: int,
+        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `TopKRows` of a head, and its logits if they are saved.
@@ -421,10 +425,10 @@ class HeadKernels(NamedTuple):
         """
         M, C = len(head.input), len(head.weight)
         found = topk_fake(head.input, k)
-        buffer = head.buffer(M if save_logits else min(tokens, M), C)
+        buffer = products.buffer(head.input, M if save_logits else min(tokens, M), C)
         for rows in chunks(M, tokens):
             memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory, block)
+            logits = head.part(rows, slice(C)).logits(memory, products)
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
         return *found, buffer if save_logits else buffer.new_empty(0)
@@ -448,19 +452,21 @@ class HeadKernels(NamedTuple):
         numbers: Numbers,
         tokens: int,
         saved: int,
-        block: int,
+        products: Products,
     ) -> tuple[DivergenceState, Buffers]:
         """Return the state of all rows, and the logits of the last `saved` classes."""
         (M, _), C = heads[0].input.shape, len(heads[0].weight)
         state = self.divergence.new_state(heads[0].input)
-        of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
-        of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
+        student, teacher = (head.input for head in heads)
+        of_saved = products.buffer(student, M, saved), products.buffer(teacher, M, saved)
+        sizes = min(tokens, M), C - saved
+        of_others = [products.buffer(each, *sizes) for each in (student, teacher)]
         for rows in chunks(M, tokens):
             offset = rows.start * padded_width(saved)
             memory = [buffer[offset:] for buffer in of_saved]
             parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
             pairs = [
-                (part.start, *logits_of(heads, buffers, rows, part, block))
+                (part.start, *logits_of(heads, buffers, rows, part, products))
                 for part, buffers in parts
                 if part.start < part.stop
             ]
@@ -477,7 +483,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         tokens: int,
-        block: int,
+        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `DivergenceRows` of two heads, and their logits if they are saved.
@@ -487,7 +493,7 @@ class HeadKernels(NamedTuple):
         heads = head, Head(teacher_input, teacher_weight, teacher_bias)
         numbers = (beta, temperature, softcap)
         saved = len(head.weight) if save_logits else 0
-        state, buffers = self.accumulate_all(heads, numbers, tokens, saved, block)
+        state, buffers = self.accumulate_all(heads, numbers, tokens, saved, products)
         return *state.rows, *buffers
 
     def linear_divergence_backward(
@@ -508,7 +514,7 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         chunk: int,
-        block: int,
+        products: Products,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradient of the rows' divergences.
@@ -519,17 +525,17 @@ class HeadKernels(NamedTuple):
         statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
         of_all = DivergenceRows(grad, *(field.contiguous() for field in statistics))
         numbers = (beta, temperature, softcap)
-        grad, sizes = grad.contiguous(), (tokens_of_chunk(len(grad), saved, block), chunk)
+        grad, sizes = grad.contiguous(), (tokens_of_chunk(len(grad), saved, products), chunk)
 
-        def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
             of_rows = DivergenceRows(*(field[rows] for field in of_all))
-            self.divergence.gradient(grad[rows], logits, teacher_logits, of_rows, *numbers, logits)
+            self.divergence.gradient(grad[rows], *logits, of_rows, *numbers, result)
 
         def counts(rows: slice) -> Tensor:
             return grad[rows] != 0
 
         buffers = (saved, teacher_saved)
-        return head_gradients(heads, wanted, counts, write_gradient, *sizes, buffers, block)
+        return head_gradients(heads, wanted, counts, write_gradient, *sizes, buffers, products)
 
     def linear_divergence_one_pass(
         self,
@@ -544,7 +550,7 @@ class HeadKernels(NamedTuple):
         tokens: int,
         saved: int,
         chunk: int,
-        block: int,
+        products: Products,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
@@ -558,7 +564,7 @@ class HeadKernels(NamedTuple):
         heads = head, Head(teacher_input, teacher_weight, teacher_bias)
         numbers = (beta, temperature, softcap)
         if chunk:
-            state, buffers = self.accumulate_all(heads, numbers, tokens, saved, block)
+            state, buffers = self.accumulate_all(heads, numbers, tokens, saved, products)
             gradients = self.linear_divergence_backward(
                 factors,
                 head,
@@ -567,20 +573,18 @@ class HeadKernels(NamedTuple):
                 *buffers,
                 *numbers,
                 chunk,
-                block,
+                products,
                 wanted,
             )
             return state.rows.loss, *gradients
         state = self.divergence.new_state(head.input)
 
-        def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
             part = state.part(rows)
-            pair = (logits, teacher_logits)
-            self.accumulate_rows([(0, *pair)], part, numbers)
-            self.divergence.gradient(factors[rows], *pair, part.rows, *numbers, logits)
+            self.accumulate_rows([(0, *logits)], part, numbers)
+            self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-        sizes = max(block, tokens_at_once(head.input, tokens)), len(head.weight)
-        gradients = head_gradients(
-            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *sizes, block=block
-        )
+        sizes = max(products.block, tokens_at_once(head.input, tokens)), len(head.weight)
+        rest = (lambda rows: factors[rows] != 0, write_gradient, *sizes, (), products)
+        gradients = head_gradients(heads, wanted, *rest)
         return state.rows.loss, *gradients

@@ -21,8 +21,15 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions, logsumexp_term
-from .invariance import aligned_columns, in_blocks
-from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, linear_cross_entropy_plan, padded_width
+from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, linear_cross_entropy_plan
+from .products import (
+    USUAL,
+    Products,
+    aligned_columns,
+    aligned_rows,
+    in_blocks,
+    multiply_blocks,
+)
 
 
 class Wanted(NamedTuple):
@@ -51,11 +58,11 @@ class Head(NamedTuple):
         """The head with hidden states `[M, H]`, of hidden states `[..., H]`."""
         return self._replace(input=self.input[None].flatten(0, -2))
 
-    def in_blocks(self, block: int) -> Head:
-        """Return the head with hidden states that are padded to whole blocks, unless that is 0."""
-        if not block:
+    def aligned(self, products: Products) -> Head:
+        """Return the head with rows on 16 bytes, for products whose bits depend on no batch."""
+        if not products.block:
             return self
-        input = in_blocks(aligned_columns(self.input), block)
+        input = in_blocks(aligned_rows(self.input), products)
         return Head(input, aligned_columns(self.weight), self.bias)
 
     @property
@@ -67,8 +74,10 @@ class Head(NamedTuple):
             requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
         )
 
-    def plan(self, memory_budget: int | None, reduced: bool, block: int = 0) -> MemoryPlan:
-        """Return the plan of this head. Products have `block` tokens each, unless that is 0."""
+    def plan(
+        self, memory_budget: int | None, reduced: bool, products: Products = USUAL
+    ) -> MemoryPlan:
+        """Return the plan of this head."""
         input_grad, weight_grad, bias_grad = self.wanted
         tokens, hidden = self.input.shape
         return linear_cross_entropy_plan(
@@ -80,7 +89,8 @@ class Head(NamedTuple):
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
-            batch_invariant=block > 0,
+            batch_invariant=products.block > 0,
+            logits_dtype=torch.float32 if products.widens else None,
         )
 
     def part(self, tokens: slice, classes: slice) -> Head:
@@ -88,25 +98,17 @@ class Head(NamedTuple):
         bias = None if self.bias is None else self.bias[classes]
         return Head(self.input[tokens], self.weight[classes], bias)
 
-    def buffer(self, tokens: int, classes: int) -> Tensor:
-        """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
-        return self.input.new_empty(tokens * padded_width(classes))
-
-    def logits(self, buffer: Tensor, block: int = 0) -> Tensor:
-        """Compute the logits in the buffer, by products of `block` tokens each unless that is 0."""
-        (M, _), C, width = self.input.shape, len(self.weight), padded_width(len(self.weight))
-        padded = buffer[: M * width].view(M, width)
+    def logits(self, buffer: Tensor, products: Products = USUAL) -> Tensor:
+        """Compute the logits in the buffer."""
+        tokens, C = len(self.input), len(self.weight)
+        padded = products.logits_in(buffer, tokens, C)
         if padded.device.type == "cpu":
             # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized
             # memory may be NaN there, and 0 times NaN is NaN.
             padded[:, C:].zero_()
         logits = padded[:, :C]
-        for rows in chunks(M, block or M):
-            if self.bias is None:
-                torch.mm(self.input[rows], self.weight.T, out=logits[rows])
-            else:
-                torch.addmm(self.bias, self.input[rows], self.weight.T, out=logits[rows])
-        return logits
+        multiply_blocks(self.input, self.weight.T, logits, products, self.bias)
+        return logits[:tokens]
 
 
 def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -296,23 +298,22 @@ def accumulate_hidden(
     softcap: float,
     chunk: int,
     save_logits: bool,
-    block: int = 0,
+    products: Products = USUAL,
 ) -> Tensor:
     """Update the state in place with the logits of a head, and return them if they are saved.
 
     The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
-    holds all classes; otherwise the result is empty. Each product has `block` tokens, unless that
-    is 0.
+    holds all classes; otherwise the result is empty.
     """
     M, C, target = len(head.input), len(head.weight), target.contiguous()
-    tokens = M if save_logits else min(M, block or LOSS_CHUNK_TOKENS)
-    buffer = head.buffer(tokens, min(chunk, C))
+    tokens = M if save_logits else min(M, products.block or LOSS_CHUNK_TOKENS)
+    buffer = products.buffer(head.input, tokens, min(chunk, C))
     for rows in chunks(M, tokens):
         part_state = state.part(rows)
         for part in chunks(C, chunk):
             weights = None if class_weight is None else class_weight[part]
             options = (weights, part_state, temperature, softcap)
-            logits = head.part(rows, part).logits(buffer, block)
+            logits = head.part(rows, part).logits(buffer, products)
             accumulate_logits(logits, part.start, target[rows], *options)
     return buffer if save_logits else buffer.new_empty(0)
 

@@ -32,16 +32,22 @@ from .autograd import (
 from .chunked import empty_gradients
 from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
-from .invariance import block_tokens, in_blocks, linear_by_blocks
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan
+from .products import USUAL, Products, composed_linear, in_blocks, products_of_call
 from .reference import KERNELS
 
 
 def _rows_fake(
-    input: Tensor, weight: Tensor, teacher_input: Tensor, save_logits: bool
+    input: Tensor,
+    weight: Tensor,
+    teacher_input: Tensor,
+    block: int,
+    widens: bool,
+    save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    saved = (saved_logits_fake(each, weight, save_logits) for each in (input, teacher_input))
+    rest = (weight, save_logits, block, widens)
+    saved = (saved_logits_fake(each, *rest) for each in (input, teacher_input))
     return *divergence_fake(input), *saved
 
 
@@ -51,10 +57,15 @@ one_pass_op = define_op(KERNELS.linear_divergence_one_pass, one_pass_fake(has_ro
 
 
 def composed_rows(
-    head: Head, teacher: Head, beta: float, temperature: float, softcap: float, block: int = 0
+    head: Head,
+    teacher: Head,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    products: Products = USUAL,
 ) -> Tensor:
     """Compute the divergence of each row from all logits at once, `[...]`."""
-    logits, teacher_logits = rows_linear(*head, block), linear_by_blocks(*teacher, block)
+    logits, teacher_logits = rows_linear(*head, products), composed_linear(*teacher, products)
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
     return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
@@ -72,7 +83,8 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options, (_, ctx.block, save_logits, ctx.backend, ctx.chunk) = inputs[6:9], inputs[9:]
+        ctx.options, (_, *products, save_logits, ctx.backend, ctx.chunk) = inputs[6:9], inputs[9:]
+        ctx.products = Products(*products)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:6], *output[1:])
         ctx.is_spent = not save_logits
@@ -80,7 +92,8 @@ class LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         def composed(*tensors: Any) -> Tensor:
-            return composed_rows(Head(*tensors[:3]), Head(*tensors[3:6]), *ctx.options)
+            heads = Head(*tensors[:3]), Head(*tensors[3:6])
+            return composed_rows(*heads, *ctx.options, Products(widens=ctx.products.widens))
 
         return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
 
@@ -93,7 +106,9 @@ def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
 
 def _composed_loss(*args: Any) -> Tensor:
     *heads, _, mask, (reduction, *numbers) = args
-    rows = composed_rows(Head(*heads[:3]), Head(*heads[3:]), *numbers[:3])
+    *_, widens = numbers[3:8]  # after the sizes of the plan and the block
+    products = Products(widens=widens)
+    rows = composed_rows(Head(*heads[:3]), Head(*heads[3:]), *numbers[:3], products)
     return reduced(rows, mask, reduction)
 
 
@@ -116,6 +131,7 @@ def linear_divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Divergence of a student from a teacher, from the hidden states of both, without the logits.
 
@@ -136,6 +152,7 @@ def linear_divergence(
         beta, temperature, softcap, mask, reduction: as in `divergence`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 4 GiB, or
             256 MiB without a gradient.
+        logits_dtype: as in `linear_cross_entropy`, for both heads.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for an fp64 student), differentiable
@@ -160,16 +177,16 @@ def linear_divergence(
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    block = block_tokens()
-    if takes_all_logits([head, teacher], mask, memory_budget, block):
-        rows = composed_rows(head, teacher, *numbers, block)
+    products = products_of_call(head.input, logits_dtype)
+    if takes_all_logits([head, teacher], mask, memory_budget, products):
+        rows = composed_rows(head, teacher, *numbers, products)
         return reduced(rows, mask, reduction)
-    shape, head, teacher = input.shape[:-1], head.flat.in_blocks(block), teacher.flat
-    teacher, wanted = teacher.in_blocks(block), head.wanted
+    shape, head, teacher = input.shape[:-1], head.flat.aligned(products), teacher.flat
+    teacher, wanted = teacher.aligned(products), head.wanted
     mask = None if mask is None else mask.reshape(-1)
-    if block:  # The padding does not count.
+    if products.block:  # The padding does not count.
         mask = head.input.new_ones(shape.numel(), dtype=torch.bool) if mask is None else mask
-        mask = in_blocks(mask, block, False)
+        mask = in_blocks(mask, products, False)
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     # The gradients of fp16 would underflow before a loss scale is known.
     is_reduced = reduction != "none" and head.input.dtype != torch.float16
@@ -185,9 +202,10 @@ def linear_divergence(
         wanted.input_grad,
         wanted.weight_grad or wanted.bias_grad,
         one_pass,
-        block,
+        products.block,
+        products.widens,
     )
-    backend, sizes = current_backend(), (*plan[:3], block)
+    backend, sizes = current_backend(), (*plan[:3], *products)
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
         tensors = (*head, *teacher, row_factors(mask, like, reduction), mask)
@@ -196,7 +214,7 @@ def linear_divergence(
         return result
     save_logits = plain_eager() and plan.saved > 0
     chunk = plan.chunk if any(wanted) else len(head.weight)
-    call = (*head, *teacher, *numbers, plan.tokens, block, save_logits, backend, chunk)
+    call = (*head, *teacher, *numbers, plan.tokens, *products, save_logits, backend, chunk)
     loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
     return loss[: shape.numel()].reshape(shape) if reduction == "none" else loss
 
@@ -234,6 +252,7 @@ def linear_topk_divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Divergence of a student's head from a teacher whose k most probable classes are known.
 
@@ -247,6 +266,7 @@ def linear_topk_divergence(
         linear_bias: `[C]` in the same dtype.
         beta, temperature, softcap, mask, reduction: as in `topk_divergence`.
         memory_budget: bytes of workspace, as in `linear_logprobs`.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for fp64), differentiable in hidden
@@ -268,6 +288,7 @@ def linear_topk_divergence(
     classes = len(linear_weight)
     check_teacher(teacher, input, "input", classes, beta, mask, reduction)
     needs_rest = teacher.indices.shape[-1] < classes
-    options = (linear_bias, temperature, softcap, IGNORED, memory_budget, needs_rest)
-    logp = linear_logprobs_of(input, linear_weight, ids_of_rows(teacher, mask), *options)
+    numbers = (temperature, softcap, IGNORED, memory_budget, logits_dtype, needs_rest)
+    ids = ids_of_rows(teacher, mask)
+    logp = linear_logprobs_of(input, linear_weight, ids, linear_bias, *numbers)
     return divergence_of_classes(logp, teacher, float(beta), mask, reduction)

@@ -14,6 +14,7 @@ from ...runtime.register import PLAIN
 from .autograd import rows_linear
 from .common import Head, checked_head
 from .plan import is_small
+from .products import USUAL, Products
 
 
 def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
@@ -90,14 +91,16 @@ def flat_labels(input: Tensor, target: Tensor) -> Tensor:
     return target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
 
 
-def all_logits(input: Tensor, weight: Tensor, bias: Tensor | None, block: int = 0) -> Tensor:
-    """Compute all logits, by products of `block` tokens unless that is 0.
+def all_logits(
+    input: Tensor, weight: Tensor, bias: Tensor | None, products: Products = USUAL
+) -> Tensor:
+    """Compute all logits.
 
     The classes are in the last dimension for a matrix `[C, H]`, in dimension 1 for one with more
     dimensions.
     """
     flat_bias = None if bias is None else bias.flatten()
-    logits = rows_linear(input, weight.flatten(0, -2), flat_bias, block)
+    logits = rows_linear(input, weight.flatten(0, -2), flat_bias, products)
     return logits if weight.ndim == 2 else logits.unflatten(1, weight.shape[:-1])
 
 
@@ -109,7 +112,7 @@ def needs_logits(linear_weight: Tensor, target: Tensor | None) -> bool:
 
 
 def takes_all_logits(
-    heads: Sequence[Head], target: Tensor | None, memory_budget: int | None, block: int
+    heads: Sequence[Head], target: Tensor | None, memory_budget: int | None, products: Products
 ) -> bool:
     """Return whether a call computes all logits of these heads at once.
 
@@ -118,7 +121,7 @@ def takes_all_logits(
     input, weight, _ = heads[0]
     if needs_logits(weight, None):
         return True
-    if block or not all(is_plain(*head, target) for head in heads):
+    if products != USUAL or not all(is_plain(*head, target) for head in heads):
         return False
     tokens = len(heads) * input.shape[:-1].numel()  # which would fix a size that is traced
     return is_small(tokens, len(weight), input.dtype, memory_budget)

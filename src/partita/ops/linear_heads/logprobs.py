@@ -16,8 +16,8 @@ from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
 from .common import chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
-from .invariance import block_tokens, in_blocks
 from .plan import check_budget, padded_width
+from .products import Products, in_blocks, products_of_call
 from .reference import KERNELS
 
 DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given
@@ -28,14 +28,22 @@ def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
 
 
 def _fake(
-    input: Tensor, weight: Tensor, ids: Tensor, needs_rest: bool, save_logits: bool
+    input: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    needs_rest: bool,
+    block: int,
+    widens: bool,
+    save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    saved = saved_logits_fake(input, weight, save_logits)
+    saved = saved_logits_fake(input, weight, save_logits, block, widens)
     return *logprobs_fake(input, ids, needs_rest), saved
 
 
-def _topk_fake(input: Tensor, weight: Tensor, k: int, save_logits: bool) -> tuple[Tensor, ...]:
-    return *topk_fake(input, k), saved_logits_fake(input, weight, save_logits)
+def _topk_fake(
+    input: Tensor, weight: Tensor, k: int, block: int, widens: bool, save_logits: bool
+) -> tuple[Tensor, ...]:
+    return *topk_fake(input, k), saved_logits_fake(input, weight, save_logits, block, widens)
 
 
 logprobs_op = define_op(KERNELS.linear_logprobs, _fake, check=_check)
@@ -56,7 +64,8 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options, (_, ctx.chunk, ctx.block, save_logits, ctx.backend) = inputs[4:7], inputs[7:]
+        ctx.options, (_, ctx.chunk, *products, save_logits, ctx.backend) = inputs[4:7], inputs[7:]
+        ctx.products = Products(*products)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:4], *output[1:])
         ctx.is_spent = not save_logits
@@ -67,8 +76,9 @@ class LinearLogprobs(torch.autograd.Function):
 
         def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
             (ids, *_, rest), (temperature, softcap, ignore_index) = saved, ctx.options
+            wide = Products(widens=ctx.products.widens)
             options = (temperature, softcap, ignore_index, rest.shape[1] > 0)
-            return logprobs_of(all_logits(input, weight, bias), ids, *options)
+            return logprobs_of(all_logits(input, weight, bias, wide), ids, *options)
 
         return head_backward(ctx, logprobs_backward_op, grads[0], composed)
 
@@ -86,7 +96,9 @@ class LinearTopK(LinearLogprobs):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, _, temperature, softcap, _, ctx.block, save_logits, ctx.backend, ctx.chunk = inputs
+        *head, _, temperature, softcap, _ = inputs[:7]
+        *products, save_logits, ctx.backend, ctx.chunk = inputs[7:]
+        ctx.products = Products(*products)
         ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
         ctx.mark_non_differentiable(*output[1:])
         rows = TopKRows(*output[:-1])
@@ -105,6 +117,7 @@ def linear_logprobs(
     softcap: float | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute the log-probabilities of K given classes from hidden states, without the logits.
 
@@ -119,6 +132,7 @@ def linear_logprobs(
         temperature, softcap: as in `logprobs`.
         ignore_index: such ids have log-probability and gradient zero.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         Log-probabilities in nats, `[..., K]`, fp32 (fp64 for fp64), differentiable in hidden
@@ -136,7 +150,7 @@ def linear_logprobs(
         >>> partita.linear_logprobs(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([[2, 0]]))
         tensor([[-1.3863, -1.3863]])
     """
-    options = (linear_bias, temperature, softcap, ignore_index, memory_budget)
+    options = (linear_bias, temperature, softcap, ignore_index, memory_budget, logits_dtype)
     return linear_logprobs_of(input, linear_weight, ids, *options)
 
 
@@ -149,6 +163,7 @@ def linear_logprobs_of(
     softcap: float | None,
     ignore_index: int,
     memory_budget: int | None,
+    logits_dtype: torch.dtype | None,
     needs_rest: bool = False,
 ) -> Tensor:
     """Return `linear_logprobs`, with the rest `[..., K + 1]`; see `reference.logprobs`."""
@@ -158,14 +173,14 @@ def linear_logprobs_of(
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
-    block = block_tokens()
-    if takes_all_logits([head], ids, memory_budget, block):
-        return logprobs_of(all_logits(*head, block), ids, *numbers, needs_rest)
+    products = products_of_call(head.input, logits_dtype)
+    if takes_all_logits([head], ids, memory_budget, products):
+        return logprobs_of(all_logits(*head, products), ids, *numbers, needs_rest)
     flat, rows = ids[None].flatten(0, -2).contiguous(), ids.shape[:-1]
-    head, flat = head.flat.in_blocks(block), in_blocks(flat, block)
-    plan = head.plan(memory_budget, False, block)
+    head, flat = head.flat.aligned(products), in_blocks(flat, products)
+    plan = head.plan(memory_budget, False, products)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))
-    call = (*head, flat, *numbers, needs_rest, chunk, block, save_logits, current_backend())
+    call = (*head, flat, *numbers, needs_rest, chunk, *products, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
     return found[: rows.numel()].reshape(*rows, found.shape[-1])
 
@@ -179,6 +194,7 @@ def linear_topk_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> TopK:
     """Find the k most probable classes from hidden states, without all logits in memory.
 
@@ -193,6 +209,7 @@ def linear_topk_logprobs(
         temperature, softcap: as in `topk_logprobs`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
             2 GiB with a gradient. The logits of one token are there in any case.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         `TopK(logprobs, indices, logsumexp)` in nats, as in `topk_logprobs`. The log-probabilities
@@ -214,16 +231,17 @@ def linear_topk_logprobs(
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    block = block_tokens()
-    if takes_all_logits([head], None, memory_budget, block):
-        return topk_of(all_logits(*head, block), k, *numbers)
-    head, chunk, save_logits = head.flat.in_blocks(block), classes, False
+    products = products_of_call(head.input, logits_dtype)
+    if takes_all_logits([head], None, memory_budget, products):
+        return topk_of(all_logits(*head, products), k, *numbers)
+    head, chunk, save_logits = head.flat.aligned(products), classes, False
     if any(head.wanted):
-        chunk, save_logits = chunk_and_save(head.plan(memory_budget, False, block), classes)
-    room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget
-    at_once = max(1, room // (padded_width(classes) * head.input.element_size()))
-    if block:
-        at_once = max(1, at_once // block) * block
-    call = (*head, k, *numbers, at_once, block, save_logits, current_backend(), chunk)
+        chunk, save_logits = chunk_and_save(head.plan(memory_budget, False, products), classes)
+    row_bytes = padded_width(classes) * head.input.element_size()
+    room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget // (1 + products.widens)
+    at_once = max(1, room // row_bytes)
+    if products.block:
+        at_once = max(1, at_once // products.block) * products.block
+    call = (*head, k, *numbers, at_once, *products, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
     return TopK(*(field[: rows.numel()].reshape(*rows, *field.shape[1:]) for field in found))

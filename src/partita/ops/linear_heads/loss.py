@@ -25,18 +25,15 @@ from .inputs import (
     is_usual,
     needs_logits,
 )
-from .invariance import block_tokens, in_blocks
 from .packing import packs_rows
 from .plan import check_budget, is_small
+from .products import USUAL, Products, in_blocks, products_of_call
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
 
 
 class LossCall(NamedTuple):
-    """A checked call: hidden states `[M, H]`, labels `[M]` int64, and what may divide a sum.
-
-    In the batch-invariant mode each product has `block` tokens, which is 0 otherwise.
-    """
+    """A checked call: hidden states `[M, H]`, labels `[M]` int64, and what may divide a sum."""
 
     head: Head
     target: Tensor
@@ -44,7 +41,7 @@ class LossCall(NamedTuple):
     options: LossOptions
     memory_budget: int | None
     denominator: float | Tensor | None
-    block: int
+    products: Products
 
 
 def linear_loss(
@@ -56,6 +53,7 @@ def linear_loss(
     options: LossOptions,
     memory_budget: int | None,
     denominator: float | Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute `linear_cross_entropy`, or the quotient of its sum and a denominator.
 
@@ -74,10 +72,10 @@ def linear_loss(
         input, linear_weight, linear_bias = checked
     if memory_budget is not None:
         check_budget(memory_budget)
-    weight_grad, block = requires_grad(weight), block_tokens()
+    weight_grad, products = requires_grad(weight), products_of_call(input, logits_dtype)
     if weight_grad or (not usual and needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
-        logits = all_logits(input, linear_weight, linear_bias, block).to(dtype)
+        logits = all_logits(input, linear_weight, linear_bias, products).to(dtype)
         if linear_weight.ndim == 2 and input.ndim > 2:
             logits = logits.movedim(-1, 1)
             target = target.movedim(-1, 1) if target.is_floating_point() else target
@@ -92,7 +90,7 @@ def linear_loss(
         checks.device("weight", weight, input, "input")
         checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
-    call = LossCall(head, labels, weight, options, memory_budget, denominator, block)
+    call = LossCall(head, labels, weight, options, memory_budget, denominator, products)
     if not usual and not is_plain(input, linear_weight, linear_bias, target):
         loss = _planned_loss(call)
     elif input.is_cpu:
@@ -130,7 +128,7 @@ def _loss(call: LossCall) -> Tensor:
     """Compute the loss of a plain eager call."""
     input, matrix, _ = call.head
     sizes = input.shape[0], matrix.shape[0], input.dtype
-    if not call.block and is_small(*sizes, call.memory_budget):
+    if call.products == USUAL and is_small(*sizes, call.memory_budget):
         loss = _composed_cross_entropy(call.head, call.target, call.weight, call.options)
         return loss if call.denominator is None else loss / call.denominator
     return _planned_loss(call)
@@ -138,28 +136,28 @@ def _loss(call: LossCall) -> Tensor:
 
 def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
-    head, target, weight, options, memory_budget, denominator, block = call
-    tokens, head = len(target), head.in_blocks(block)
-    target = in_blocks(target, block, options.ignore_index)
+    head, target, weight, options, memory_budget, denominator, products = call
+    tokens, head = len(target), head.aligned(products)
+    target = in_blocks(target, products, options.ignore_index)
     backend, reduction, input = current_backend(), options.reduction, head.input
-    plan = head.plan(memory_budget, reduction != "none", block)
+    plan = head.plan(memory_budget, reduction != "none", products)
     if plan.name == "fast" and reduction != "none" and input.dtype != torch.float16:
         divisor = denominator
         if not (divisor is None or isinstance(divisor, Tensor)):
             dtype = acc_dtype(input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=input.device)
         if plain_eager() or torch.compiler.is_compiling():
-            packs = not block and packs_rows(*head, reduction, backend)
+            packs = products == USUAL and packs_rows(*head, reduction, backend)
             kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
             tensors = (*head, target, weight, divisor)
-            plan_options = (*options, plan.chunk, block, *head.wanted, backend)
+            plan_options = (*options, plan.chunk, *products, *head.wanted, backend)
             result: Tensor = apply(OnePass, kind, *tensors, plan_options)
             return result
     classes = len(head.weight)
     chunk, save_logits = chunk_and_save(plan, classes)
     needs_smoothing, needs_entropy = options.label_smoothing > 0, False
     needs = (options.softcap, options.ignore_index, needs_smoothing, needs_entropy)
-    numbers = (1.0, *needs, chunk, block, save_logits, backend)
+    numbers = (1.0, *needs, chunk, *products, save_logits, backend)
     statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
     loss, z = loss_terms(statistics, target, weight, classes, options)
     loss = reduce_losses(loss, z, target, weight, classes, options.ignore_index, reduction)

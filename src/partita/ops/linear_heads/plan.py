@@ -37,6 +37,8 @@ ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start 
 # Tokens of each product in the batch-invariant mode. The library chooses a product's kernel, and so
 # the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
 BLOCK_TOKENS = 1024
+# Rows of gradients that have memory before the fp32 logits; see `Products.gradient_parts`.
+SPARE_ROWS = 8
 
 DIVERGENCE_BUDGET = 2**32  # bytes of workspace of a divergence if no budget is given
 DIVERGENCE_LOSS_BUDGET = 2**28  # the same without gradients, for which more is not faster
@@ -89,6 +91,7 @@ def linear_cross_entropy_plan(
     reduced: bool = True,
     parallel: bool = False,
     batch_invariant: bool = False,
+    logits_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
@@ -123,6 +126,8 @@ def linear_cross_entropy_plan(
             tokens are padded to a multiple of 1,024. The classes of a product depend on no number
             of tokens: they are all classes, unless the logits of 1,024 tokens take more than half
             of the budget (2 GiB without one).
+        logits_dtype: as in `linear_cross_entropy`. Logits in fp32 take twice the memory of those of
+            a half type, so the numbers of bytes above are doubled.
 
     Returns:
         `MemoryPlan(name, chunk, workspace_bytes, flops, reason)`.
@@ -153,15 +158,19 @@ def linear_cross_entropy_plan(
     check_budget(memory_budget)
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
+    widens = widens_logits(logits_dtype, dtype, "dtype")
     if batch_invariant:
+        wanted = (input_grad, weight_grad)
         return _invariant_plan(
-            tokens, hidden, vocabulary, dtype, memory_budget, input_grad, weight_grad, reduced
+            tokens, hidden, vocabulary, dtype, memory_budget, *wanted, reduced, widens
         )
-    packs = reduced and not parallel and packing_wanted()
+    packs = reduced and not parallel and not widens and packing_wanted()
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
+    logit_size = 2 * itemsize if widens else itemsize
+    size_ratio, spare = logit_size // itemsize, spare_rows(widens)
     product_flops = 2 * tokens * hidden * vocabulary
-    row_bytes = max(padded_width(vocabulary) * itemsize, 1)
+    row_bytes = max(padded_width(vocabulary) * logit_size, 1)
     # Programs that share a row exchange one byte for every 512 classes.
     token_bytes = ROW_WORDS * 4 + vocabulary // 512
     fixed_bytes = token_bytes * tokens
@@ -181,24 +190,26 @@ def linear_cross_entropy_plan(
         logits_bytes = row_bytes
         packed_bytes = hidden * itemsize if packs else 0
         row_bytes += packed_bytes
-        all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
+        spare_bytes = spare * row_bytes
+        all_at_once = tokens * row_bytes + spare_bytes + fixed_bytes + exchanged_bytes
         # The matrix's gradient is added up in fp32. It is rounded into its result, which is half as
         # large, when the logits are no longer needed.
         dweight_bytes = hidden * vocabulary * 2 if weight_grad and half_type else 0
         takes_chunks = reduced and not parallel and dtype != torch.float16
         budget = memory_budget
         if budget is None:
-            budget = DEFAULT_BUDGET + tokens * packed_bytes
-        room = budget - dweight_bytes - fixed_bytes
+            budget = DEFAULT_BUDGET * size_ratio + tokens * packed_bytes
+        room = budget - dweight_bytes - fixed_bytes - spare_bytes
         if memory_budget is None and takes_chunks:
-            chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) // logits_bytes // 256 * 256
-            room = max(max(chunk, MIN_CHUNK_TOKENS) * row_bytes, dweight_bytes)
-            budget = larger(budget, room + dweight_bytes + fixed_bytes)
+            chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio // logits_bytes
+            chunk = max(chunk // 256 * 256, MIN_CHUNK_TOKENS)
+            room = max(chunk * row_bytes, dweight_bytes)
+            budget = larger(budget, room + dweight_bytes + fixed_bytes + spare_bytes)
         fits = all_at_once <= budget
         if decide(fits, otherwise=False):
             return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
         least_room = max(MIN_CHUNK_TOKENS * row_bytes, dweight_bytes)
-        spare = 0 if memory_budget is None else memory_budget - dweight_bytes - least_room
+        spare = 0 if memory_budget is None else memory_budget - dweight_bytes - least_room - spare_bytes
         has_room = decide(room >= least_room, otherwise=spare >= MIN_CHUNK_TOKENS * token_bytes)
         if takes_chunks and has_room:
             chunk = larger(room // row_bytes // 256 * 256, 256)
@@ -206,14 +217,14 @@ def linear_cross_entropy_plan(
             rows = -(-tokens // chunks)  # all chunks get about the same length
             chunk = choose(fits, larger(tokens, 1), -(-rows // 256) * 256)
             logits_bytes = larger(chunk * row_bytes, dweight_bytes)
-            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
+            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes + spare_bytes
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
         reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
         flops += product_flops
         if input_grad:  # the gradient of half types is added up in fp32, that of others in place
             fixed_bytes += tokens * hidden * 4 if half_type else states_bytes
     chunk_width = min(padded_width(MIN_CHUNK_CLASSES), padded_width(vocabulary))
-    least = chunk_tokens * chunk_width * itemsize + fixed_bytes
+    least = (chunk_tokens + spare) * chunk_width * logit_size + fixed_bytes
     if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
             f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
@@ -222,10 +233,10 @@ def linear_cross_entropy_plan(
     if memory_budget is not None:
         chunk_bytes = memory_budget - fixed_bytes
     else:
-        chunk_bytes = LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES
-    room = chunk_bytes // larger(chunk_tokens * itemsize, 1)
+        chunk_bytes = (LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES) * size_ratio
+    room = chunk_bytes // larger((chunk_tokens + spare) * logit_size, 1)
     chunk = choose(fits, vocabulary, _chunk_classes(room, vocabulary))
-    workspace_bytes = chunk_tokens * padded_width(chunk) * itemsize + fixed_bytes
+    workspace_bytes = (chunk_tokens + spare) * padded_width(chunk) * logit_size + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
 
 
@@ -238,25 +249,26 @@ def _invariant_plan(
     input_grad: bool,
     weight_grad: bool,
     reduced: bool,
+    widens: bool,
 ) -> MemoryPlan:
     """Return the plan of a batch-invariant call.
 
     The number of classes in a chunk decides the order of a row's sums, so it depends on no number
     of tokens and on no wanted gradient. How many blocks of tokens there are at once changes no bit.
     """
-    itemsize, is_half = dtype.itemsize, dtype.itemsize == 2
+    itemsize, is_half, size_ratio = dtype.itemsize, dtype.itemsize == 2, 1 + widens
     has_gradient = input_grad or weight_grad
     tokens = larger(-(-tokens // BLOCK_TOKENS), 1) * BLOCK_TOKENS
-    chunk = block_classes(vocabulary, itemsize, memory_budget)
-    row_bytes = padded_width(chunk) * itemsize
-    fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens
+    chunk = block_classes(vocabulary, itemsize * size_ratio, memory_budget, size_ratio)
+    row_bytes = padded_width(chunk) * itemsize * size_ratio
+    fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens + spare_rows(widens) * row_bytes
     if weight_grad and not input_grad:
         fixed_bytes += tokens * hidden * itemsize
     if input_grad and is_half and chunk < vocabulary:
         fixed_bytes += tokens * hidden * 4
     # As in the other plans, the matrix's gradient is rounded in the memory of the logits.
     dweight_bytes = hidden * vocabulary * 2 if weight_grad and is_half else 0
-    budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+    budget = DEFAULT_BUDGET * size_ratio if memory_budget is None else memory_budget
     flops = 2 * tokens * hidden * vocabulary * (1 + input_grad + weight_grad)
     block_bytes = max(BLOCK_TOKENS * row_bytes, dweight_bytes)
     name, some, reason = "loss", chunk, BLOCKS_OF_TOKENS
@@ -268,7 +280,7 @@ def _invariant_plan(
             return MemoryPlan("fast", tokens, all_at_once, flops, ALL_AT_ONCE)
         takes_chunks = memory_budget is None or block_bytes + dweight_bytes < memory_budget
         if reduced and takes_chunks and dtype != torch.float16:
-            room = max(DEFAULT_CHUNK_BYTES, dweight_bytes)
+            room = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio
             if memory_budget is not None:
                 room = memory_budget - dweight_bytes - fixed_bytes
             name, reason = "fast", CHUNKS_OF_TOKENS
@@ -286,9 +298,11 @@ def _invariant_plan(
     return MemoryPlan(name, some, workspace_bytes, flops, reason)
 
 
-def block_classes(vocabulary: int, itemsize: int, memory_budget: int | None) -> int:
+def block_classes(
+    vocabulary: int, itemsize: int, memory_budget: int | None, size_ratio: int = 1
+) -> int:
     """Return the classes of a batch-invariant product, whose logits have this size in bytes."""
-    room = (DEFAULT_BUDGET if memory_budget is None else memory_budget) // 2
+    room = (DEFAULT_BUDGET * size_ratio if memory_budget is None else memory_budget) // 2
     width = room // (BLOCK_TOKENS * itemsize)
     if width >= padded_width(vocabulary):
         return vocabulary
@@ -328,6 +342,28 @@ def check_budget(memory_budget: int | None) -> None:
         )
 
 
+def widens_logits(
+    logits_dtype: torch.dtype | None, dtype: torch.dtype, name: str = "input"
+) -> bool:
+    """Return whether logits of this dtype are wider than the product's factors; raise if narrower.
+
+    `name` is that of the argument which has the dtype of the factors.
+    """
+    if logits_dtype is None:
+        return False
+    if logits_dtype != torch.float32 or dtype == torch.float64:
+        raise TypeError(
+            f"logits_dtype: expected None, or torch.float32 where {name} has at most 32 bits,"
+            f" got {logits_dtype!r} and {dtype}"
+        )
+    return dtype.itemsize == 2
+
+
+def spare_rows(widens: bool) -> int:
+    """Return the rows of a buffer before its logits, in which their first gradients start."""
+    return SPARE_ROWS // 2 if widens else 0
+
+
 def padded_width(classes: int) -> int:
     """Return the columns of a buffer for this number of classes."""
     return -(-classes // ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -363,21 +399,25 @@ def divergence_plan(
     weight_grad: bool,
     one_pass: bool,
     block: int = 0,
+    widens: bool = False,
 ) -> DivergencePlan:
     """Return the chunks of a batch; raise ValueError for too small a budget.
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
     computed in the forward pass, and `block` how many tokens each product has in the
-    batch-invariant mode. Chunks then have all classes, and some blocks of tokens.
+    batch-invariant mode. Chunks then have all classes, and some blocks of tokens. `widens` says
+    whether logits are in fp32.
     """
-    itemsize = dtype.itemsize + teacher_dtype.itemsize
+    itemsize, usual_size = 0, dtype.itemsize + teacher_dtype.itemsize
+    for each in (dtype, teacher_dtype):
+        itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
-    fixed_bytes = ROW_WORDS * 4 * tokens
+    fixed_bytes = ROW_WORDS * 4 * tokens + spare_rows(widens) * row_bytes
     has_gradient = input_grad or weight_grad
     if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0
         fixed_bytes += tokens * hidden * dtype.itemsize
     default = DIVERGENCE_BUDGET if has_gradient else DIVERGENCE_LOSS_BUDGET
-    budget = default if memory_budget is None else memory_budget
+    budget = default * itemsize // usual_size if memory_budget is None else memory_budget
     all_bytes = tokens * row_bytes + fixed_bytes
     saved = 0 if one_pass or not has_gradient else vocabulary
     at_once = DivergencePlan(larger(tokens, 1), saved, vocabulary if saved else 0, all_bytes)

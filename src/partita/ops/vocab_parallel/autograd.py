@@ -26,6 +26,7 @@ from ..linear_heads.common import (
     empty_statistics,
 )
 from ..linear_heads.plan import padded_width
+from ..linear_heads.products import USUAL
 from . import reference
 from .common import packed_size
 from .shard import (
@@ -220,7 +221,7 @@ def _hidden_gradients(
         input.new_empty(0) if saved is None else saved[0],
         *ctx.options[:2],
         ctx.chunk,
-        0,  # as many tokens in a product as there are
+        *USUAL,
         *(needed if saved is None else (False, False, False)),
         ctx.backend,
     )

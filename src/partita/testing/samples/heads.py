@@ -67,6 +67,15 @@ def _lean_heads(draw: Draw, sizes: Sizes) -> Inputs:
     return _lean(draw, sizes, heads=4)
 
 
+def _wide(draw: Draw, sizes: Sizes) -> Inputs:
+    """Return the dtype of logits that are wider than their factors may be."""
+    return {} if draw.dtype == torch.float64 else {"logits_dtype": torch.float32}
+
+
+def _wide_lean(draw: Draw, sizes: Sizes) -> Inputs:
+    return {**_wide(draw, sizes), **_lean(draw, sizes, heads=3)}
+
+
 FAST = {"memory_budget": 2**20}
 BUDGETS: dict[str, Any] = {"lean": _lean, "fast": FAST}
 LINEAR_CROSS_ENTROPY: dict[str, Any] = {
@@ -82,6 +91,10 @@ LINEAR_CROSS_ENTROPY: dict[str, Any] = {
     "bias, all options, lean": together(_bias, all_options, _lean),
     "bias, all options, mean, fast": together(_bias, all_options, {"reduction": "mean"}, FAST),
     "probabilities": probabilities,
+    "fp32 logits": _wide,
+    "fp32 logits, bias, all options, lean": together(_bias, all_options, _wide_lean),
+    "fp32 logits, mean": together(_wide, {"reduction": "mean"}, FAST),
+    "fp32 logits, probabilities": together(probabilities, _wide),
     "several leading dimensions": lambda draw, sizes: {
         "input": draw.scores(2, sizes["rows"], sizes["hidden"], plain=True),
         "target": draw.labels(0, sizes["classes"], 2, sizes["rows"]),
@@ -92,6 +105,8 @@ LINEAR_CROSS_ENTROPY: dict[str, Any] = {
 LINEAR: dict[str, Any] = {
     **BUDGETS,
     "all options": together(_bias, {"temperature": 0.7, "softcap": 5.0}, _lean),
+    "fp32 logits": _wide,
+    "fp32 logits, lean": _wide_lean,
 }
 
 
@@ -137,6 +152,8 @@ SOFT_LINEAR: dict[str, Any] = {
     "lean": _lean_heads,
     "beta 0.3, mean, fast": {"beta": 0.3, "reduction": "mean", **FAST},
     "bias, beta 1, lean": together(_bias, {"beta": 1.0}, _lean_heads),
+    "fp32 logits": _wide,
+    "fp32 logits, beta 0.3, mean, fast": together(_wide, {"beta": 0.3, "reduction": "mean"}, FAST),
 }
 
 

@@ -203,14 +203,15 @@ def one_pass_of_chunk(
     weight: Tensor | None,
     options: LossOptions,
     shares: Tensor | None,
+    result: Tensor,
 ) -> Tensor:
-    """Compute the loss of some of a loss's rows and write its gradient over the logits.
+    """Compute the loss of some of a loss's rows, and write its gradient to `result`.
 
     The logits are `[N, C]`, and the targets labels. `shares` are the shares of the denominators of
-    a mean over all rows.
+    a mean over all rows. `result` may be the logits.
     """
     numbers = (options, acc_dtype(logits.dtype), True, shares)
-    return _one_pass(_OnePassCall(logits, logits, target, weight, None, *numbers))
+    return _one_pass(_OnePassCall(logits, result, target, weight, None, *numbers))
 
 
 def _one_pass(call: _OnePassCall) -> Tensor:

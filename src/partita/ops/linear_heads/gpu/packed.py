@@ -21,8 +21,9 @@ from ....primitives.rows import chunks
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.reduction import load_labels
-from ..chunked import add_product, empty_gradients
+from ..chunked import empty_gradients
 from ..common import Head, HeadGradients, Wanted
+from ..products import multiply
 from .launch import KERNELS
 
 PACK_BLOCK = tl.constexpr(1024)  # labels that the packing kernel reads at a time
@@ -151,12 +152,12 @@ def packed_gradients(
     wanted: Wanted,
     target: Tensor,
     ignore_index: int,
-    write_gradient: Callable[[Tensor, Tensor], None],
+    write_gradient: Callable[[Tensor, Tensor, Tensor], None],
     chunk: int,
 ) -> HeadGradients:
     """Compute the gradients of a head without a bias, `chunk` packed rows at a time.
 
-    `write_gradient` overwrites the logits of a chunk with their gradient, given its labels, and
+    `write_gradient` takes the labels of a chunk and overwrites its logits with their gradient, and
     `packing.packs_rows` says which heads are served. A gradient of the matrix that comes from
     several chunks is added up in fp32 by a product of whole chunks, whose ignored rows are 0.
     """
@@ -177,11 +178,11 @@ def packed_gradients(
         copy_rows(input, index, hidden, None)
         # Logits past the limit are not written. Their labels are ignored, so their gradient is 0.
         logits = F.grouped_mm(hidden, weight.T[None], offs=limit)
-        write_gradient(logits, packed.target[part])
+        write_gradient(packed.target[part], logits, logits)
         if weight_grad and one_chunk:
             dweight = F.grouped_mm(logits.T, hidden, offs=limit)[0]
         elif weight_grad:
-            add_product(dweight, logits.T, hidden, is_first=i == 0)
+            multiply(logits.T, hidden, dweight, adds=i > 0)
         del hidden  # its memory is that of its gradient
         if input_grad:
             copy_rows(F.grouped_mm(logits, weight[None], offs=limit), None, result.input, index)
