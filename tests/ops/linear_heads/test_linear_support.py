@@ -13,7 +13,8 @@ from helpers.support import IGNORED, Recorded, enumerated, recorded
 from torch import Tensor
 
 import partita
-from partita.ops.linear_heads import chunked_support
+from partita.ops.linear_heads import support
+from partita.ops.support import common
 from partita.testing import poisoned_memory
 
 pytestmark = pytest.mark.interpreted
@@ -58,8 +59,8 @@ def test_values_and_gradients(
     single = torch.float64 if dtype == torch.float64 else torch.float32
     assert found.logprob.dtype == found.entropy.dtype == single
     assert torch.equal(found.in_set, expected[2])
-    # Only rows without ids and small calls round their logits, by half an eps of about 16.
-    rounded = torch.finfo(dtype).eps if empty or plan == "small" else torch.finfo(single).eps
+    # Only rows without ids round their logits, by half an eps of about 16.
+    rounded = torch.finfo(dtype).eps if empty else torch.finfo(single).eps
     atol = (32 if INTERPRETING else 16) * rounded
     torch.testing.assert_close(found.logprob.double(), expected[0], rtol=0, atol=atol)
     torch.testing.assert_close(found.entropy.double(), expected[1], rtol=0, atol=atol)
@@ -72,11 +73,10 @@ def test_values_and_gradients(
 
 @devices
 def test_rows_with_ids_form_no_product(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **options: object) -> None:
         raise AssertionError("all logits are computed")
 
-    for name in ("linear_rows", "linear_rows_backward"):
-        monkeypatch.setattr(chunked_support, name, refuse)
+    monkeypatch.setattr(support, "linear_token_stats", refuse)
     x = leaves_of(batch_of(bias=True, device=device))
     given = recorded(TOKENS, CLASSES, device, empty=False)
     gradients(call(x, given), x)
@@ -110,16 +110,10 @@ def test_rows_without_ids_are_those_of_token_stats(plan: str, device: str) -> No
 
 @kernel_devices
 @pytest.mark.parametrize("bias_alone", [False, True])
-@pytest.mark.parametrize("empty", [False, True])
-def test_sums_of_common_classes_are_cut(
-    empty: bool, bias_alone: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One class has entries in most rows, another in two parts of the order, others in one."""
-    from partita.ops.linear_heads.gpu import support as kernels
-
-    monkeypatch.setattr(kernels, "SPLIT", 8)
+def test_common_classes(bias_alone: bool, device: str) -> None:
+    """One class has entries in most rows, and another one in many."""
     x = leaves_of(batch_of(bias=True, device=device))
-    given = recorded(TOKENS, CLASSES, device, empty=empty)
+    given = recorded(TOKENS, CLASSES, device)
     given.target[4:] = 11
     given.ids[::5] = 200
     x.weight.requires_grad_(not bias_alone)
@@ -135,21 +129,39 @@ def test_sums_of_common_classes_are_cut(
 
 
 @devices
-def test_bits(device: str) -> None:
-    """A row has the bits of any other batch, and the same call the same bits."""
-    x = leaves_of(batch_of(dtype=torch.bfloat16, device=device))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_depends_on_itself_alone(dtype: torch.dtype, device: str) -> None:
+    """It has the same bits in every batch: of any size, at any place, with other rows and sets."""
+    x = leaves_of(batch_of(dtype=dtype, device=device))
     given = recorded(TOKENS, CLASSES, device, empty=False)
-    first, second = call(x, given), call(x, given)
-    of_first, of_second = gradients(first, x), gradients(second, x)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(of_first, of_second, strict=True))
-    (grad,) = torch.autograd.grad(first.logprob.sum() + first.entropy.sum(), x.input)
-    for begin, end in ((3, 4), (5, 22)):
-        part = leaves_of(x._replace(input=x.input.detach()[begin:end]))
-        found = call(part, given.rows(begin, end))
-        assert all(torch.equal(a, b[begin:end]) for a, b in zip(found, first, strict=True))
-        (of_part,) = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), part.input)
-        assert torch.equal(of_part, grad[begin:end])
+
+    def outcome(x: Batch, given: Recorded) -> list[Tensor]:
+        found = partita.linear_support_stats(x.input, x.weight, *given, temperature=0.7)
+        loss = found.logprob.sum() + found.entropy.sum()
+        return [*found, *torch.autograd.grad(loss, [x.input, x.weight])]
+
+    whole, again = outcome(x, given), outcome(x, given)
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+    def batch(rows: list[int]) -> tuple[Batch, Recorded]:
+        ids = [given.rows(row, row + 1).ids for row in rows]
+        numbers = torch.tensor([0, *map(len, ids)], device=device)
+        part = leaves_of(x._replace(input=x.input.detach()[rows]))
+        return part, Recorded(given.target[rows], torch.cat(ids), numbers.cumsum(0))
+
+    every = list(range(TOKENS))
+    for rows in ([0], [TOKENS // 2], every[3:5], every[5:12], every[::-1], every * 2 + [7]):
+        found = outcome(*batch(rows))
+        assert all(torch.equal(a, b[rows]) for a, b in zip(found[:-1], whole, strict=False))
+    # Only the first row stays; the others have other states and longer sets.
+    others = [0] + [row for row in every[1:] for _ in range(2)]
+    part, other = batch(others)
+    other = other._replace(offsets=torch.cat([other.offsets[:2], other.offsets[3::2]]))
+    part = leaves_of(part._replace(input=part.input.detach()[[0, *range(2, len(others), 2)]] + 1))
+    part.input.data[0] = x.input.detach()[0]
+    found = outcome(part, other._replace(target=given.target))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(found[:-1], whole, strict=False))
+    assert not torch.equal(found[0], whole[0])
 
 
 @devices
@@ -248,35 +260,30 @@ def test_frozen_parts_strides_and_leading_dimensions(device: str) -> None:
 
 
 @devices
-def test_offsets_on_the_host(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With them a call whose rows all have ids does not look for rows without, or wait."""
-    x = leaves_of(batch_of(device=device))
-    looks, look = list[int](), chunked_support.rows_without_ids
-
-    def counted(kinds: Tensor) -> tuple[Tensor, Tensor]:
-        looks.append(len(kinds))
-        return look(kinds)
-
-    monkeypatch.setattr(chunked_support, "rows_without_ids", counted)
+def test_offsets_on_the_host(device: str) -> None:
     for empty in (True, False):
+        x = leaves_of(batch_of(device=device))
         given = recorded(TOKENS, CLASSES, device, empty=empty)
-        expected = call(x, given)
-        found = call(x, given._replace(offsets=given.offsets.cpu()))
+        on_host = given._replace(offsets=given.offsets.cpu())
+        expected, found = call(x, given), call(x, on_host)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         pairs = zip(gradients(found, x), gradients(expected, x), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
-    # Offsets that are on the device of a CPU call are on the host.
-    assert len(looks) == (1 + 1 if device == "cpu" else 2 + 1)
-    if device == "cuda":
-        on_host = given._replace(offsets=given.offsets.cpu())
+    if device == "cuda":  # Every row has ids, so nothing waits.
         torch.cuda.set_sync_debug_mode("error")
         try:
             torch.autograd.grad(call(x, on_host).logprob.sum(), x[:2])
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    wrong = given._replace(offsets=given.offsets.cpu() + 1)
     with raises(r"ValueError: offsets: expected 0 at \[0\], got 1"):
-        call(x, wrong)
+        call(x, on_host._replace(offsets=on_host.offsets + 1))
+
+
+def test_a_captured_call_needs_ids_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "is_capturing", lambda _: True)
+    call(batch_of(), recorded(TOKENS, CLASSES, empty=False))
+    with raises("RuntimeError: offsets: expected offsets on the CPU and ids in every row while"):
+        call(batch_of(), recorded(TOKENS, CLASSES))
 
 
 def test_bad_input() -> None:

@@ -1,138 +1,75 @@
-"""Statistics over recorded supports from hidden states, in plain PyTorch."""
+"""Logits of the entries of recorded supports from hidden states, in plain PyTorch."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ...primitives.rows import ELEMENTS, chunks, finite_shift, softcapped
+from ...primitives.rows import ELEMENTS, chunks
 from ...runtime.dtypes import acc_dtype
-from ..support.common import INVALID, RECORDED, Support, SupportKernels, SupportRows
-from ..support.reference import statistics
-from . import chunked_support
+from ..support.common import INVALID, Support
 from .chunked import empty_gradients
 from .common import Head, HeadGradients, Wanted
-from .reference import CHUNK_KERNELS
 
 
-def entry_dots(head: Head, support: Support, softcap: float) -> Tensor:
-    """Return the soft-capped logits of the entries that count, 0 for others, `[E]`."""
+def parts_of(
+    support: Support, head: Head, first_class: int, counts: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield some entries that count at a time, with their rows and their classes in the head.
+
+    They are in the order of the support, and the others' classes are those of other heads.
+    """
+    M, (C, hidden) = max(len(support.kinds), 1), head.weight.shape
+    classes = support.sorted // M - first_class
+    is_own = (classes >= 0) & (classes < C)
+    place = (is_own if counts is None else is_own & counts[support.order]).nonzero()[:, 0]
+    for part in chunks(len(place), ELEMENTS // max(hidden, 1)):
+        here = place[part]
+        yield support.order[here], support.sorted[here] % M, classes[here]
+
+
+def linear_support_logits(head: Head, support: Support, first_class: int) -> Tensor:
+    """Return the logits of the entries whose classes the head has, 0 for others, `[E]`.
+
+    Args:
+        head: hidden states `[M, H]`, and the matrix of the classes from `first_class` on.
+        support: the classes that count in each row.
+        first_class: the class of the first row of the matrix.
+    """
     input, weight, bias = head
-    x = input.new_zeros(len(support.rows), dtype=acc_dtype(input.dtype))
-    places = (support.keys < len(weight)).nonzero()[:, 0]
-    for part in chunks(len(places), ELEMENTS // max(input.shape[1], 1)):
-        place = places[part]
-        rows, classes = support.rows[place].long(), support.keys[place].long()
-        products = input[rows].to(x.dtype) * weight[classes].to(x.dtype)
-        logits = products.sum(1)
+    x = input.new_zeros(len(support.order), dtype=acc_dtype(input.dtype))
+    for entries, rows, classes in parts_of(support, head, first_class):
+        logits = (input[rows].to(x.dtype) * weight[classes].to(x.dtype)).sum(1)
         if bias is not None:
             logits = logits + bias[classes].to(x.dtype)
-        x[support.order[place]] = softcapped(logits, softcap)
+        x = x.index_put((entries,), logits)
     return x
 
 
-def entry_statistics(
-    x: Tensor, target: Tensor, support: Support, temperature: float
-) -> SupportRows:
-    """Return the statistics of rows with ids from the logits of their entries.
-
-    They are laid out as a matrix, `[M, W]`, whose width is that of the longest row.
-    """
-    M, offsets = len(target), support.offsets
-    is_listed = support.kinds == RECORDED
-    base = offsets[:-1] + torch.arange(M, device=offsets.device)
-    numbers = torch.where(is_listed, offsets.diff() + 1, 1)
-    width = int(numbers.max()) if M else 1
-    place = torch.arange(width, device=x.device)
-    is_entry = is_listed.unsqueeze(-1) & (place < numbers.unsqueeze(-1))
-    entry = torch.where(is_entry, base.unsqueeze(-1) + place, 0)
-    counts = is_entry & (support.classes[entry] >= 0)
-    rows = torch.where(counts, x[entry], -torch.inf)
-    # Rows that have no statistics here are rows of zeros.
-    rows = torch.where(is_listed.unsqueeze(-1), rows, 0)
-    return statistics(rows, rows[:, 0], support.kinds, temperature)
-
-
-def entry_coefficients(
-    grad_logprob: Tensor,
-    grad_entropy: Tensor,
-    x: Tensor,
-    target: Tensor,
-    support: Support,
-    results: SupportRows,
-    temperature: float,
-    softcap: float,
-) -> Tensor:
-    """Return the gradients of the logits of the entries, 0 for those that do not count, `[E]`."""
-    counts = support.classes >= 0
-    rows = support.rows_of_entries()
-    if not len(target):
-        return torch.zeros_like(x)
-    on_label, on_entropy = grad_logprob[rows], grad_entropy[rows]
-    _, entropy, maximum, sumexp = (field[rows] for field in results)
-    exponent = (x - finite_shift(maximum)) / temperature
-    p = exponent.exp() / sumexp
-    logp_plus_entropy = torch.where(p == 0, 0, exponent - sumexp.log() + entropy)
-    is_label = support.classes == target[rows]
-    grad = torch.where(is_label, on_label, 0) - p * (on_label + on_entropy * logp_plus_entropy)
-    grad = grad / temperature
-    if softcap:
-        t = x / softcap
-        grad = grad * (1 - t) * (1 + t)
-    # A row without a gradient has the gradient 0, whatever its logits are.
-    grad = torch.where((on_label == 0) & (on_entropy == 0), 0, grad)
-    grad = torch.where(support.kinds[rows] == INVALID, torch.nan, grad)
-    return torch.where(counts, grad, 0)
-
-
-def entry_gradients(
-    coefficients: Tensor,
-    head: Head,
-    support: Support,
-    others: HeadGradients | None,
-    wanted: Wanted,
-    partial_input: bool = False,
+def linear_support_logits_backward(
+    grad: Tensor, head: Head, support: Support, first_class: int, wanted: Wanted
 ) -> HeadGradients:
-    """Return the gradients of the head from those of the entries' logits.
+    """Compute the `HeadGradients` from those of the logits of entries, `[E]`.
 
-    `others` are the gradients of matrix and bias by other rows, to which these are added. A partial
-    gradient of the hidden states is in the accumulator's dtype.
+    Entries with the gradient 0 do not count, whatever their hidden states hold. The gradient of the
+    hidden state of an invalid row is NaN.
     """
-    (input, weight, _), dtype = head, coefficients.dtype
+    input, weight, _ = head
     result = empty_gradients(*head, *wanted)
-    totals = [torch.zeros_like(field, dtype=dtype) for field in result]
-    if others is not None:
-        totals[1:] = [field.to(dtype) for field in others[1:]]
-    dinput, dweight, dbias = totals
-    # Rows and entries without a gradient do not count, whatever they hold.
-    counts = (coefficients[support.order] != 0) & (support.keys < len(weight))
-    places = counts.nonzero()[:, 0]
-    for part in chunks(len(places), ELEMENTS // max(input.shape[1], 1)):
-        place = places[part]
-        factor = coefficients[support.order[place]].unsqueeze(-1)
-        rows, classes = support.rows[place].long(), support.keys[place].long()
+    totals = HeadGradients(*(torch.zeros_like(field, dtype=grad.dtype) for field in result))
+    for entries, rows, classes in parts_of(support, head, first_class, grad != 0):
+        factor = grad[entries].unsqueeze(-1)
         # PyTorch adds these up in a fixed order.
         if wanted.input_grad:
-            products = factor * weight[classes].to(dtype)
-            dinput.index_put_((rows,), products, accumulate=True)
+            products = factor * weight[classes].to(grad.dtype)
+            totals.input.index_put_((rows,), products, accumulate=True)
         if wanted.weight_grad:
-            products = factor * input[rows].to(dtype)
-            dweight.index_put_((classes,), products, accumulate=True)
+            products = factor * input[rows].to(grad.dtype)
+            totals.weight.index_put_((classes,), products, accumulate=True)
         if wanted.bias_grad:
-            dbias.index_put_((classes,), factor[:, 0], accumulate=True)
+            totals.bias.index_put_((classes,), factor[:, 0], accumulate=True)
     if wanted.input_grad:
-        is_invalid = (support.kinds == INVALID).unsqueeze(-1)
-        dinput = torch.where(is_invalid, torch.nan, dinput)
-    if not partial_input:
-        dinput = dinput.to(input.dtype)
-    return HeadGradients(dinput, dweight.to(weight.dtype), dbias.to(weight.dtype))
-
-
-SUPPORT_KERNELS = SupportKernels(entry_dots, entry_statistics, entry_coefficients, entry_gradients)
-
-linear_support = functools.partial(chunked_support.linear_support, CHUNK_KERNELS, SUPPORT_KERNELS)
-linear_support_backward = functools.partial(
-    chunked_support.linear_support_backward, CHUNK_KERNELS, SUPPORT_KERNELS
-)
+        totals.input[support.kinds == INVALID] = torch.nan
+    return HeadGradients(*(a.to(b.dtype) for a, b in zip(totals, result, strict=True)))

@@ -23,25 +23,19 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..support.autograd import sets_of, stats_of
 from ..support.common import (
+    EVERY_CLASS,
     Support,
-    SupportRows,
     SupportStats,
     check_support,
-    may_lack_ids,
+    rows_without_ids,
+    with_rows,
 )
 from . import reference_support
+from .api import linear_token_stats
 from .chunked import empty_gradients
-from .common import chunk_and_save
-from .inputs import all_logits, cast_and_check, flat_labels, takes_all_logits
+from .common import Head
+from .inputs import all_logits, cast_and_check, flat_labels, needs_logits
 from .plan import check_budget
-
-
-def _fake(input: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    dtype, M = acc_dtype(input.dtype), input.shape[0]
-    statistics = (input.new_empty(M, dtype=dtype) for _ in SupportRows._fields)
-    x = input.new_empty(rows.shape[0], dtype=dtype)
-    whole_rows = input.new_empty(M, dtype=torch.int64)
-    return *statistics, x, whole_rows, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _gpu() -> ModuleType:
@@ -50,51 +44,49 @@ def _gpu() -> ModuleType:
     return support
 
 
-support_op = register.define(
-    reference_support.linear_support,
-    _fake,
+logits_op = register.define(
+    reference_support.linear_support_logits,
+    lambda input, order: input.new_empty(order.shape, dtype=acc_dtype(input.dtype)),
     gpu=_gpu,
     vmap=one_by_one,
 )
-support_backward_op = register.define(
-    reference_support.linear_support_backward,
-    empty_gradients,
-    gpu=_gpu,
-    vmap=one_by_one,
+logits_backward_op = register.define(
+    reference_support.linear_support_logits_backward, empty_gradients, gpu=_gpu, vmap=one_by_one
 )
 
 
-class LinearSupport(torch.autograd.Function):
-    """The results of `support_op`, of which log-probability and entropy are differentiable."""
+class EntryLogits(torch.autograd.Function):
+    """The logits of the entries of supports, `[E]`, differentiable in the head."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    @takes(support_op)
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return support_op(*args)
+    @takes(logits_op)
+    def forward(*args: Any) -> Tensor:
+        found: Tensor = logits_op(*args)
+        return found
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, temperature, softcap, ctx.chunk, _, ctx.backend = inputs
-        ctx.options = (temperature, softcap)
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.save_for_backward(*tensors, *output[1:])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.first_class, ctx.backend = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grads, saved = grads[:2], saved_tensors(ctx)
-        head, (target, *support) = saved[:3], saved[3:10]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        *head, kinds, starts, numbers, classes, ordered, order = saved_tensors(ctx)
+        support = Support(kinds, starts, numbers, classes, ordered, order)
         wanted = needed_gradients(ctx, *head)
-        if is_double_backward(*grads, *head):
+        if is_double_backward(grad, *head):
 
-            def composed(*head: Any) -> tuple[Tensor, Tensor]:
-                return stats_of(all_logits(*head), target, Support(*support), *ctx.options)
+            def composed(*head: Any) -> Tensor:
+                return reference_support.linear_support_logits(
+                    Head(*head), support, ctx.first_class
+                )
 
-            gradients = double_backward(composed, head, wanted, grads)
+            gradients = double_backward(composed, head, wanted, grad)
         else:
-            op = for_gradients(support_backward_op, *grads)
-            found = op(*grads, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
+            op = for_gradients(logits_backward_op, grad)
+            found = op(grad, *head, *support, ctx.first_class, *wanted, ctx.backend)
             pairs = zip(found, wanted, strict=True)
             gradients = tuple(grad if wants else None for grad, wants in pairs)
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
@@ -115,12 +107,11 @@ def linear_support_stats(
 ) -> SupportStats:
     """Compute statistics over recorded supports from hidden states, without the other logits.
 
-    They are `support_stats(input @ linear_weight.T + linear_bias, target, ids, offsets, ...)`, and
-    a small call computes just that; see `linear_cross_entropy`. Otherwise rows with ids take one
-    dot product for each class of their sets, and rows without ids those of `linear_token_stats`.
-    For the number of these rows a call on a GPU waits once. It waits for nothing if the offsets are
-    on the CPU and every row has ids. While a CUDA graph is captured, which cannot wait, all rows
-    take the products with the whole matrix otherwise.
+    They are `support_stats(input @ linear_weight.T + linear_bias, target, ids, offsets, ...)`. Rows
+    with ids take one dot product for each class of their sets, and rows without ids those of
+    `linear_token_stats`. For the number of these rows a call waits for the GPU once. It waits for
+    nothing if the offsets are on the CPU and every row has ids, which is what a CUDA graph needs.
+    A compiler does not know the number either: in its code all rows take these products too.
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
@@ -156,14 +147,26 @@ def linear_support_stats(
     checks.python_int("ignore_index", ignore_index)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    classes, may_lack = len(head.weight), may_lack_ids(offsets)
-    support, in_set = sets_of(labels, ids, offsets, classes, ignore_index)
-    if takes_all_logits([head], target, memory_budget):
+    support, in_set = sets_of(labels, ids, offsets, head.weight.shape[0], ignore_index)
+    if needs_logits(head.weight, None):
         logits = all_logits(*head)[None].flatten(0, -2)
         logprob, entropy = stats_of(logits, labels, support, *numbers)
-    else:
-        head = head.flat
-        chunk, _ = chunk_and_save(head.plan(memory_budget, False), classes)
-        call = (*head, labels, *support, *numbers, chunk, may_lack, current_backend())
-        logprob, entropy = apply(LinearSupport, *call)[:2]
+        return SupportStats(logprob.reshape(shape), entropy.reshape(shape), in_set.reshape(shape))
+    head = head.flat
+    x = apply(EntryLogits, *head, *support, 0, current_backend())
+    logprob, entropy = stats_of(x, labels, support, *numbers)
+    rows = rows_without_ids(support.kinds, offsets)
+    if rows is not None:
+        found = linear_token_stats(
+            head.input[rows],
+            head.weight,
+            torch.where(support.kinds == EVERY_CLASS, labels, 0)[rows],
+            linear_bias=head.bias,
+            temperature=temperature,
+            softcap=softcap,
+            ignore_index=checks.NOTHING_IGNORED,
+            memory_budget=memory_budget,
+        )
+        logprob = with_rows(logprob, support.kinds, rows, found.logprob)
+        entropy = with_rows(entropy, support.kinds, rows, found.entropy)
     return SupportStats(logprob.reshape(shape), entropy.reshape(shape), in_set.reshape(shape))

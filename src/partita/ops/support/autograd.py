@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...runtime import register
@@ -12,41 +13,34 @@ from ...runtime.autograd import DifferentiableOp, one_by_one
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import on_device
-from . import reference
-from .common import (
-    Support,
-    SupportRows,
-    SupportSets,
-    check_offsets,
-    check_values,
-    empty_sets,
-)
+from . import common, reference
+from .common import Support, SupportRows, check_offsets, check_values
 
 
 def _gpu() -> ModuleType:
-    from .gpu import launch
+    from .gpu import rows
 
-    return launch
+    return rows
 
 
-def _stats_fake(logits: Tensor) -> tuple[Tensor, ...]:
-    shape, dtype = logits.shape[:-1], acc_dtype(logits.dtype)
-    return tuple(logits.new_empty(shape, dtype=dtype) for _ in SupportRows._fields)
+def _sets_fake(target: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    M, E = target.shape[0], target.shape[0] + ids.shape[0]
+    return *(target.new_empty(n) for n in (M, M, M, E, E, E)), target.new_empty(M, dtype=torch.bool)
+
+
+def _stats_fake(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    dtype = acc_dtype(logits.dtype)
+    return tuple(logits.new_empty(target.shape, dtype=dtype) for _ in SupportRows._fields)
 
 
 sets_op = register.define(
-    reference.support_sets,
-    lambda target, ids: empty_sets(target, ids),
-    gpu=_gpu,
+    common.support_sets,
+    _sets_fake,
+    gpu=lambda: common,  # PyTorch sorts on any device
     check=check_values,
     vmap=one_by_one,
 )
-stats_op = register.define(
-    reference.support_stats,
-    _stats_fake,
-    gpu=_gpu,
-    vmap=one_by_one,
-)
+stats_op = register.define(reference.support_stats, _stats_fake, gpu=_gpu, vmap=one_by_one)
 stats_backward_op = register.define(
     reference.support_gradient,
     lambda logits: logits.new_empty(logits.shape),
@@ -83,14 +77,14 @@ def sets_of(
         check_offsets(offsets, ids.shape[0])
         offsets = on_device(target.device, offsets)[0]
     call = (target, ids, offsets, num_classes, ignore_index, current_backend())
-    found = SupportSets(*sets_op(*call))
-    return Support(offsets, *found[:-1]), found.in_set
+    *support, in_set = sets_op(*call)
+    return Support(*support), in_set
 
 
 def stats_of(
     logits: Tensor, target: Tensor, support: Support, temperature: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy of checked logits `[M, C]`."""
+    """Return log-probability and entropy of logits `[M, C]`, or of those of the entries, `[E]`."""
     call = (logits, target, *support, temperature, softcap, current_backend())
     logprob, entropy = _stats(*call)[:2]
     return logprob, entropy

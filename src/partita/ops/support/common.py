@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import is_batched, is_capturing, is_traced
+from ...runtime.autograd import is_capturing, plain_eager
 
 # What is known of a row: its recorded classes, that it has none and every class is possible, that
 # its target is ignored, or that its target, an id or the offsets are out of range.
@@ -31,44 +30,32 @@ class SupportStats(NamedTuple):
 
 
 class Support(NamedTuple):
-    """The classes that count in each row: its target and its recorded ids, as a flat list.
+    """The classes that count in each row, as a list of E = M + K entries: M targets, then K ids.
 
-    Row r has the entries from `offsets[r]` + r on. The first one is its target, and its ids follow,
-    so that M rows with K ids have E = K + M entries.
+    All fields are int64. Rows with all classes in their support have no entry that counts.
 
     Fields:
-        offsets: where the ids of each row begin, and the number of all ids, `[M + 1]` int64.
-        classes: the class of each entry, or -1 for an entry that does not count, `[E]` int32. Of
-            the entries of a row that name the same class the first one counts.
-        order: the entries sorted by class, those of a class by row, `[E]` int64.
-        keys: the classes in this order, with those of repeated entries; the number of all classes
-            stands for none, `[E]` int32.
-        rows: the rows in this order, 0 where there is no class, `[E]` int32.
-        kinds: `RECORDED`, `EVERY_CLASS`, `IGNORED` or `INVALID` for each row, `[M]` int32.
+        kinds: `RECORDED`, `EVERY_CLASS`, `IGNORED` or `INVALID`, `[M]`.
+        starts: where the ids of each row begin among all ids, `[M]`.
+        numbers: how many ids of each row are read, `[M]`.
+        classes: the class of each entry, or -1 for one that does not count, `[E]`. Of the entries
+            of a row that name the same class the first one counts, which may be the target.
+        sorted: class * M + row in ascending order, with repeated entries. The number of all classes
+            stands for none, `[E]`.
+        order: the entries in this order, `[E]`.
     """
 
-    offsets: Tensor
-    classes: Tensor
-    order: Tensor
-    keys: Tensor
-    rows: Tensor
     kinds: Tensor
-
-    def rows_of_entries(self) -> Tensor:
-        """Return the row of each entry, 0 where it has no class, `[E]` int64."""
-        rows = self.rows.long()
-        return torch.zeros_like(rows).scatter(0, self.order, rows)
-
-
-class SupportSets(NamedTuple):
-    """The fields of a `Support` without the offsets, and whether a row's target was recorded."""
-
+    starts: Tensor
+    numbers: Tensor
     classes: Tensor
+    sorted: Tensor
     order: Tensor
-    keys: Tensor
-    rows: Tensor
-    kinds: Tensor
-    in_set: Tensor
+
+    def rows(self) -> Tensor:
+        """Return the row of each entry, 0 for one without a class, `[E]`."""
+        rows = self.sorted % max(self.kinds.shape[0], 1)
+        return torch.empty_like(rows).scatter(0, self.order, rows)
 
 
 class SupportRows(NamedTuple):
@@ -86,55 +73,79 @@ class SupportRows(NamedTuple):
     sumexp: Tensor
 
 
-class SupportKernels(NamedTuple):
-    """The functions of one backend that work on the entries of supports from hidden states.
+def support_sets(
+    target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of a `Support`, and whether each target was recorded, `[M]`.
 
-    Fields:
-        dots: returns the soft-capped logits of the entries that count, 0 for others, `[E]`.
-        statistics: returns the `SupportRows` of rows with ids.
-        coefficients: returns the gradients of the entries' logits before the soft-cap, `[E]`.
-        gradients: returns `HeadGradients` from these, to which it adds those of other rows.
+    One sort by class and row finds the entries that repeat. It waits for nothing.
+
+    Args:
+        target: labels `[M]` int64.
+        ids: recorded classes `[K]` int64, one row after another. Classes may repeat.
+        offsets: where the ids of each row begin, and their number, `[M + 1]` int64.
+        num_classes: the number of all classes.
+        ignore_index: the label of rows that do not count.
     """
+    M, device = len(target), target.device
+    begin, end = offsets[:-1], offsets[1:]
+    is_bad = (begin > end).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
+    if M == 0:
+        ids = ids[:0]
+    places = torch.arange(len(ids), device=device)
+    row_of_id = (torch.searchsorted(offsets, places, right=True) - 1).clamp(0, max(M - 1, 0))
+    rows = torch.cat([torch.arange(M, device=device), row_of_id])
+    entries = torch.cat([target, ids])
 
-    dots: Callable[..., Tensor]
-    statistics: Callable[..., SupportRows]
-    coefficients: Callable[..., Tensor]
-    gradients: Callable[..., Any]
+    def any_in_row(flags: Tensor, rows: Tensor) -> Tensor:
+        found = torch.zeros(M + 1, dtype=torch.bool, device=device)
+        return found.scatter(0, torch.where(flags, rows, M), True)[:M]
 
-
-def rows_without_ids(kinds: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that need all classes, and their number, `[]` on the host.
-
-    The rows are the first numbers of a tensor `[M]`. In a CUDA graph, which cannot wait for the
-    number, they are all rows.
-    """
-    if is_capturing(kinds):
-        rows = torch.arange(len(kinds), device=kinds.device)
-        return rows, torch.tensor(len(kinds))
-    found = (kinds == EVERY_CLASS).nonzero()[:, 0]
-    rows = found.new_zeros(len(kinds))
-    rows[: len(found)] = found
-    return rows, torch.tensor(len(found))
-
-
-def empty_sets(target: Tensor, ids: Tensor) -> SupportSets:
-    """Return memory for the supports of M rows with K ids."""
-    rows, entries = target.shape[0], target.shape[0] + ids.shape[0]
-    return SupportSets(
-        classes=target.new_empty(entries, dtype=torch.int32),
-        order=target.new_empty(entries, dtype=torch.int64),
-        keys=target.new_empty(entries, dtype=torch.int32),
-        rows=target.new_empty(entries, dtype=torch.int32),
-        kinds=target.new_empty(rows, dtype=torch.int32),
-        in_set=target.new_empty(rows, dtype=torch.bool),
+    is_class = (entries >= 0) & (entries < num_classes)
+    kinds = torch.where(end > begin, RECORDED, EVERY_CLASS)
+    kinds = torch.where(any_in_row(~is_class, rows), INVALID, kinds)
+    kinds = torch.where(target == ignore_index, IGNORED, kinds)
+    kinds = torch.where(is_bad, INVALID, kinds)
+    is_listed = ((kinds == RECORDED) | (kinds == INVALID)) & (end > begin) & ~is_bad
+    counts = is_class & is_listed[rows]
+    keys = torch.where(counts, entries * M + rows, num_classes * M)
+    keys, order = keys.sort(stable=True)
+    is_first = counts.scatter(0, order[1:], keys[1:] != keys[:-1])
+    recorded = any_in_row(ids == target[row_of_id], row_of_id)
+    return (
+        kinds,
+        begin.clone(),
+        torch.where(is_listed, end - begin, 0),
+        torch.where(counts & is_first, entries, -1),
+        keys,
+        order,
+        (kinds == EVERY_CLASS) | (recorded & (kinds == RECORDED)),
     )
 
 
-def may_lack_ids(offsets: Tensor) -> bool:
-    """Return whether a row may have no ids, which only offsets on the CPU tell without waiting."""
-    if not offsets.is_cpu or is_traced() or is_batched(offsets):
-        return True
-    return bool((offsets.diff() <= 0).any())
+def rows_without_ids(kinds: Tensor, offsets: Tensor) -> Tensor | None:
+    """Return the rows that need all classes, or None if there are none.
+
+    The host waits for their number unless offsets on the CPU tell that every row has ids. Compilers
+    and transforms do not know it: there these are all rows.
+    """
+    if not plain_eager():
+        return torch.arange(kinds.shape[0], device=kinds.device)
+    if offsets.is_cpu and bool((offsets.diff() > 0).all()):
+        return None
+    if is_capturing(kinds):
+        raise RuntimeError(
+            "offsets: expected offsets on the CPU and ids in every row while a CUDA graph is"
+            " captured, because the number of rows without ids is read on the host"
+        )
+    rows = (kinds == EVERY_CLASS).nonzero()[:, 0]
+    return rows if len(rows) else None
+
+
+def with_rows(of_entries: Tensor, kinds: Tensor, rows: Tensor, of_rows: Tensor) -> Tensor:
+    """Return a statistic of all rows from that of rows with ids, `[M]`, and that of `rows`."""
+    others = torch.zeros_like(of_entries).index_put((rows,), of_rows)
+    return torch.where(kinds == EVERY_CLASS, others, of_entries)
 
 
 def check_support(ids: Tensor, offsets: Tensor, labels: Tensor, name: str) -> None:

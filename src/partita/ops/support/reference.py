@@ -2,151 +2,130 @@
 
 The support of a row is the set of its recorded classes and its target, or all classes if none are
 recorded. With logits x, soft-capped and divided by the temperature, its distribution is the softmax
-of x over the support alone.
+of x over the support alone. The logits are those of all classes, `[M, C]`, or those of the entries
+of a `Support`, `[E]`. In the second form rows without ids have the results 0.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...primitives.rows import (
+    by_rows,
     finite_shift,
-    row_chunks,
+    inert_rows,
     softcap_slope,
     softcapped,
-    without_inert_rows,
 )
-from ..cross_entropy.common import valid_targets
-from .common import EVERY_CLASS, IGNORED, INVALID, RECORDED, Support, SupportRows, SupportSets
+from .common import EVERY_CLASS, INVALID, RECORDED, Support, SupportRows
 
 
-def support_sets(
-    target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
-) -> SupportSets:
-    """Find which entries of each row count, and sort them by class.
-
-    Args:
-        target: labels `[M]` int64.
-        ids: recorded classes `[K]` int64, one row after another. Classes may repeat.
-        offsets: where the ids of each row begin, and their number, `[M + 1]` int64.
-        num_classes: the number of all classes.
-        ignore_index: the label of rows that do not count.
-    """
-    M, K, device = len(target), len(ids), target.device
-    is_bad = (offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != K)
-    offsets = torch.where(is_bad, 0, offsets)
-    row_of_id = torch.searchsorted(offsets[1:], torch.arange(K, device=device), right=True)
-    row_of_id = row_of_id.clamp(max=max(M - 1, 0))
-    labels, not_ignored, target_invalid = valid_targets(target, num_classes, ignore_index)
-    id_invalid = (ids < 0) | (ids >= num_classes)
-    has_ids = offsets[1:] > offsets[:-1]
-    rows = torch.arange(M, device=device)
-    keys = target.new_full((K + M,), num_classes)
-    row_of_entry = torch.zeros_like(keys)
-    if M > 0:
-        places = torch.arange(K, device=device) + row_of_id + 1
-        counts = not_ignored[row_of_id] & ~id_invalid
-        keys[places] = torch.where(counts, ids, num_classes)
-        row_of_entry[places] = row_of_id
-        places = offsets[:-1] + rows
-        counts = not_ignored & ~target_invalid & has_ids
-        keys[places] = torch.where(counts, labels, num_classes)
-        row_of_entry[places] = rows
-    invalid_ids = _any_of_rows(id_invalid, row_of_id, M)
-    kinds = torch.where(has_ids, RECORDED, EVERY_CLASS)
-    kinds = torch.where(target_invalid | invalid_ids, INVALID, kinds)
-    kinds = torch.where(not_ignored, kinds, IGNORED)
-    kinds = torch.where(is_bad, INVALID, kinds)
-    sorted_keys, order = keys.sort(stable=True)
-    sorted_rows = row_of_entry[order]
-    is_repeated = torch.zeros_like(keys, dtype=torch.bool)
-    is_same = (sorted_keys[1:] == sorted_keys[:-1]) & (sorted_rows[1:] == sorted_rows[:-1])
-    is_repeated[order[1:]] = is_same
-    classes = torch.where(is_repeated | (keys == num_classes) | is_bad, -1, keys)
-    if M > 0:
-        recorded = _any_of_rows(ids == target[row_of_id], row_of_id, M)
-    else:
-        recorded = torch.zeros_like(not_ignored)
-    return SupportSets(
-        classes=classes.int(),
-        order=order,
-        keys=sorted_keys.int(),
-        rows=torch.where((sorted_keys < num_classes) & ~is_bad, sorted_rows, 0).int(),
-        kinds=kinds.int(),
-        in_set=(kinds == EVERY_CLASS) | (recorded & (kinds == RECORDED)),
-    )
-
-
-def _any_of_rows(of_ids: Tensor, row_of_id: Tensor, M: int) -> Tensor:
-    """Return whether a flag is set for any id of each row, `[M]`."""
-    number = torch.zeros(M, dtype=torch.int64, device=of_ids.device)
-    return number.index_add(0, row_of_id, of_ids.long()) > 0 if M else number > 0
-
-
-def row_parts(logits: Tensor, support: Support) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the rows, few of them at a time on a CPU, and of their entries."""
-    M = len(logits)
-    for rows in row_chunks(logits) if M else [slice(0, 0)]:
-        if rows.stop - rows.start == M:
-            yield rows, slice(None)
-        else:
-            first, end = support.offsets[rows.start], support.offsets[rows.stop]
-            yield rows, slice(int(first) + rows.start, int(end) + rows.stop)
-
-
-def members(
-    support: Support, row_of_entry: Tensor, rows: slice, entries: slice, num_classes: int
-) -> Tensor:
-    """Return which classes are in the supports of some rows, all of them in rows without ids."""
-    kinds = support.kinds[rows]
-    found = torch.zeros((len(kinds), num_classes + 1), dtype=torch.bool, device=kinds.device)
-    classes = support.classes[entries].long()
-    counts = classes >= 0
+def members(logits: Tensor, support: Support) -> Tensor:
+    """Return which logits are in the supports: all of them in rows without ids and invalid ones."""
+    counts = support.classes >= 0
+    if logits.ndim == 1:
+        return counts
+    M, C = logits.shape
     # Entries that do not count have the column after the last class.
-    row = torch.where(counts, row_of_entry[entries] - rows.start, 0)
-    if len(kinds):
-        found[row, torch.where(counts, classes, num_classes)] = True
-    return found[:, :num_classes] | (kinds != RECORDED).unsqueeze(-1)
+    places = (support.rows(), torch.where(counts, support.classes, C))
+    found = torch.zeros(M, C + 1, dtype=torch.bool, device=logits.device)
+    found = found.index_put(places, torch.ones_like(counts)) if M else found
+    return found[:, :C] | (support.kinds != RECORDED).unsqueeze(-1)
 
 
-def supported_rows(logits: Tensor, is_member: Tensor, softcap: float) -> Tensor:
-    """Return the soft-capped logits, -inf outside of the supports, whatever the logits are there.
+def labels(logits: Tensor, target: Tensor) -> Tensor:
+    """Return which logits are those of the targets, which are the first entries of a `Support`."""
+    place = torch.arange(logits.shape[-1], device=logits.device)
+    return place < len(target) if logits.ndim == 1 else place == target.unsqueeze(-1)
 
-    Rows that do not count are rows of zeros before this.
-    """
+
+def spread(numbers: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the number of each row for each of its logits. Entries have `rows`, `[E]`."""
+    return numbers.unsqueeze(-1) if rows is None else numbers[rows]
+
+
+def row_sums(x: Tensor, like: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the sum of each row, `[M]`. Entries are added up one by one, in their order."""
+    if rows is None:
+        return x.sum(-1)
+    sums = torch.zeros_like(like, dtype=torch.float64)
+    return sums.index_put((rows,), x.double(), accumulate=True).to(x.dtype)
+
+
+@by_rows
+def row_statistics(
+    logits: Tensor,
+    is_member: Tensor,
+    target: Tensor,
+    kinds: Tensor,
+    rows: Tensor | None,
+    temperature: float,
+    softcap: float,
+) -> SupportRows:
+    """Return the statistics of rows of logits."""
     x = softcapped(torch.where(is_member, logits, 0), softcap)
-    return torch.where(is_member, x, -torch.inf)
-
-
-def statistics(x: Tensor, label: Tensor, kinds: Tensor, temperature: float) -> SupportRows:
-    """Compute the statistics of rows of soft-capped logits, -inf outside of the supports.
-
-    Args:
-        x: `[M, W]`; columns are classes or entries.
-        label: the soft-capped logit of the target, `[M]`.
-        kinds: a field of `Support`.
-        temperature: what the logits are divided by.
-    """
-    maximum = x.detach().amax(-1)
+    x = torch.where(is_member, x, -torch.inf)
+    label = row_sums(torch.where(labels(logits, target) & is_member, x, 0), target, rows)
+    if rows is None:
+        maximum = x.amax(-1)
+    else:
+        maximum = torch.full_like(label, -torch.inf).scatter_reduce(0, rows, x, "amax")
     shift = finite_shift(maximum)
-    y = (x - shift.unsqueeze(-1)) / temperature
+    y = (x - spread(shift, rows)) / temperature
     e = y.exp()
-    sumexp = e.sum(-1)
+    sumexp = row_sums(e, target, rows)
     log_sumexp = sumexp.log()
-    logprob = (label - shift) / temperature - log_sumexp
     # The sum of p log p would multiply the rounding error of log Z by the entropy.
-    entropy = log_sumexp - (e * torch.where(e == 0, 0, y)).sum(-1) / sumexp
-    counts = kinds <= EVERY_CLASS
+    entropy = log_sumexp - row_sums(e * torch.where(e == 0, 0, y), target, rows) / sumexp
+    logprob = (label - shift) / temperature - log_sumexp
+    counts = (kinds == RECORDED) | ((kinds == EVERY_CLASS) & (rows is None))
     nan_or_zero = torch.where(kinds == INVALID, torch.nan, 0.0).to(x.dtype)
     return SupportRows(
-        logprob=torch.where(counts, logprob, 0) + nan_or_zero,
-        entropy=torch.where(counts, entropy, 0) + nan_or_zero,
+        logprob=torch.where(counts, logprob, nan_or_zero),
+        entropy=torch.where(counts, entropy, nan_or_zero),
         maximum=maximum,
         sumexp=sumexp,
     )
+
+
+@by_rows
+def row_gradient(
+    logits: Tensor,
+    is_member: Tensor,
+    target: Tensor,
+    kinds: Tensor,
+    rows: Tensor | None,
+    on_label: Tensor,
+    on_entropy: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    temperature: float,
+    softcap: float,
+) -> Tensor:
+    """Return the gradient of rows of logits. The statistics say which rows are not finite."""
+    counts = (kinds == RECORDED) | (kinds == EVERY_CLASS)
+    on_label, on_entropy = (torch.where(counts, grad, 0) for grad in (on_label, on_entropy))
+    is_inert = inert_rows((maximum, sumexp), (on_label, on_entropy)) | ~counts
+    logits = torch.where(is_member & ~spread(is_inert, rows), logits, 0)
+    x = torch.where(is_member, softcapped(logits, softcap), -torch.inf)
+    shift = torch.where(is_inert, 0, finite_shift(maximum))
+    y = (x - spread(shift, rows)) / temperature
+    e = y.exp()
+    total = row_sums(e, target, rows)
+    total = torch.where(total == 0, 1, total)  # which rows without members have
+    p, logp = e / spread(total, rows), y - spread(total.log(), rows)
+    # The select comes before the product, so that the second derivative is finite too.
+    p_logp = p * torch.where(p == 0, 0, logp)
+    negative_entropy = row_sums(p_logp, target, rows)
+    one_hot = labels(logits, target).to(x.dtype)
+    a, c = (spread(grad.to(x.dtype), rows) for grad in (on_label, on_entropy))
+    grad = a * (one_hot - p) - c * (p_logp - p * spread(negative_entropy, rows))
+    grad = grad / temperature
+    if softcap:
+        grad = grad * softcap_slope(logits, softcap)
+    is_invalid = spread(kinds == INVALID, rows)
+    return torch.where(is_invalid & is_member, torch.nan, grad).to(logits.dtype)
 
 
 def support_stats(
@@ -155,22 +134,15 @@ def support_stats(
     """Compute log-probability and entropy of each row over its support.
 
     Args:
-        logits: `[M, C]`.
+        logits: `[M, C]`, or `[E]` of the entries.
         target: labels `[M]` int64.
         support: the classes that count in each row.
         temperature: what the soft-capped logits are divided by.
         softcap: the soft-cap, or 0.
     """
-    C, found, row_of_entry = logits.shape[-1], list[SupportRows](), support.rows_of_entries()
-    for rows, entries in row_parts(logits, support):
-        kinds = support.kinds[rows]
-        counts = kinds <= EVERY_CLASS
-        of_rows = torch.where(counts.unsqueeze(-1), logits[rows], 0)
-        is_member = members(support, row_of_entry, rows, entries, C)
-        x = supported_rows(of_rows, is_member, softcap)
-        label = x.gather(-1, torch.where(counts, target[rows], 0).unsqueeze(-1)).squeeze(-1)
-        found.append(statistics(x, label, kinds, temperature))
-    return SupportRows(*map(torch.cat, zip(*found, strict=True)))
+    rows = support.rows() if logits.ndim == 1 else None
+    of_rows = (members(logits, support), target, support.kinds, rows)
+    return SupportRows(*row_statistics(logits, *of_rows, temperature, softcap))
 
 
 def support_gradient(
@@ -187,35 +159,11 @@ def support_gradient(
 ) -> Tensor:
     """Compute the gradient of the logits, differentiable in the first three arguments.
 
-    A gradient of None is zero. The statistics only say which rows are not finite.
+    A gradient of None is zero.
     """
     if grad_entropy is None:
         grad_entropy = torch.zeros_like(grad_logprob)
-    C, found, row_of_entry = logits.shape[-1], list[Tensor](), support.rows_of_entries()
-    for rows, entries in row_parts(logits, support):
-        kinds = support.kinds[rows]
-        counts = kinds <= EVERY_CLASS
-        on_label = torch.where(counts, grad_logprob[rows], 0)
-        on_entropy = torch.where(counts, grad_entropy[rows], 0)
-        of_rows = torch.where(counts.unsqueeze(-1), logits[rows], 0)
-        is_member = members(support, row_of_entry, rows, entries, C)
-        of_rows = torch.where(is_member, of_rows, 0)
-        of_rows = without_inert_rows(of_rows, (maximum[rows], sumexp[rows]), (on_label, on_entropy))
-        x = supported_rows(of_rows, is_member, softcap)
-        shift = finite_shift(x.detach().amax(-1, keepdim=True))
-        logp = ((x - shift) / temperature).log_softmax(-1)
-        p = logp.exp()
-        # The select comes before the product, so that the second derivative is finite too.
-        p_logp = p * torch.where(p == 0, 0, logp)
-        label = torch.where(counts, target[rows], 0).unsqueeze(-1)
-        one_hot = (torch.arange(C, device=x.device) == label).to(x.dtype)
-        grad = on_label.to(x.dtype).unsqueeze(-1) * (one_hot - p)
-        grad = grad - on_entropy.to(x.dtype).unsqueeze(-1) * (
-            p_logp - p * p_logp.sum(-1, keepdim=True)
-        )
-        grad = grad / temperature
-        if softcap:
-            grad = grad * softcap_slope(of_rows, softcap)
-        is_invalid = (kinds == INVALID).unsqueeze(-1)
-        found.append(torch.where(is_invalid, torch.nan, grad).to(logits.dtype))
-    return torch.cat(found)
+    rows = support.rows() if logits.ndim == 1 else None
+    of_rows = (members(logits, support), target, support.kinds, rows, grad_logprob, grad_entropy)
+    found: Tensor = row_gradient(logits, *of_rows, maximum, sumexp, temperature, softcap)
+    return found

@@ -7,39 +7,29 @@ from them. A rank's gradients are those of its own entries.
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...primitives.rows import softcapped
-from ...runtime import checks, register
-from ...runtime.autograd import is_traced
+from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ..linear_heads.common import (
-    HeadGradients,
-    RowOptions,
-    RowStatistics,
-    checked_head,
-    chunk_and_save,
-)
-from ..linear_heads.plan import linear_cross_entropy_plan
-from ..support.autograd import sets_of
+from ..linear_heads.common import Head, RowOptions, RowStatistics, checked_head
+from ..linear_heads.support import EntryLogits
+from ..support.autograd import sets_of, stats_of
 from ..support.common import (
     EVERY_CLASS,
     Support,
-    SupportRows,
     SupportStats,
     check_support,
-    may_lack_ids,
     rows_without_ids,
+    with_rows,
 )
-from . import reference_support
-from .autograd import ParallelRows
-from .local_losses import check_labels, contiguous_classes
+from .autograd import logits_statistics
+from .local_losses import check_labels, contiguous_classes, hidden_statistics
 from .shard import (
     Classes,
     VocabShard,
@@ -50,189 +40,64 @@ from .shard import (
 )
 
 
-def _gpu() -> ModuleType:
-    from .gpu import support
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks, whose gradient is the same on all of them.
 
-    return support
-
-
-def _gradients_fake(
-    coefficients: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> HeadGradients:
-    return HeadGradients(
-        coefficients.new_empty(input.shape if input_grad else (0,)),
-        weight.new_empty(weight.shape if weight_grad else (0,)),
-        weight.new_empty(weight.shape[:1] if bias_grad else (0,)),
-    )
-
-
-dots_op = register.define(
-    reference_support.parallel_support_dots,
-    lambda input, rows: input.new_empty(rows.shape, dtype=acc_dtype(input.dtype)),
-    gpu=_gpu,
-)
-rows_op = register.define(
-    reference_support.parallel_support_rows,
-    lambda x, target: tuple(x.new_empty(target.shape) for _ in SupportRows._fields),
-    gpu=_gpu,
-)
-coefficients_op = register.define(
-    reference_support.parallel_support_coefficients,
-    lambda x: torch.empty_like(x),
-    gpu=_gpu,
-)
-gradients_op = register.define(
-    reference_support.parallel_support_gradients,
-    _gradients_fake,
-    gpu=_gpu,
-)
-
-
-def local_support(support: Support, shard: VocabShard) -> Support:
-    """Return the supports with classes relative to this rank's; those of others do not count."""
-    first, size = shard.first_class, shard.sizes[shard.rank]
-    classes, keys = support.classes - first, support.keys - first
-    is_own = (support.classes >= first) & (classes < size)
-    has_key = (keys >= 0) & (keys < size)
-    return Support(
-        offsets=support.offsets,
-        classes=torch.where(is_own, classes, -1),
-        order=support.order,
-        keys=torch.where(has_key, keys, size),
-        rows=support.rows,
-        kinds=support.kinds,
-    )
-
-
-def _places(support: Support) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return which entries this rank has, and their rows and columns, 0 for others."""
-    counts = support.classes >= 0
-    columns = torch.where(counts, support.classes, 0).long()
-    return counts, (torch.where(counts, support.rows_of_entries(), 0), columns)
-
-
-class ParallelSupport(torch.autograd.Function):
-    """The `SupportRows` of rows with ids from the classes of all ranks, and the entries' logits.
-
-    Without a matrix the input is this rank's logits. The first two results are differentiable. The
-    gradient of hidden states is complete on every rank.
+    With `of_gradients` the tensor is the same on all ranks, and its gradients are added up.
     """
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        target: Tensor,
-        support: tuple[Tensor, ...],
-        temperature: float,
-        softcap: float,
-        shard: VocabShard,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        local = local_support(Support(*support), shard)
-        if weight is not None:
-            x = dots_op(input, weight, bias, *local, softcap, backend)
-        elif input.shape[1]:
-            counts, places = _places(local)
-            x = torch.where(counts, softcapped(input[places], softcap), 0)
-        else:
-            x = input.new_zeros(local.rows.shape, dtype=acc_dtype(input.dtype))
-        x = wait_for(sum_over_ranks(x, shard))
-        return *rows_op(x, target, *support, temperature, backend), x
+    def forward(x: Tensor, shard: VocabShard, of_gradients: bool) -> Tensor:
+        return x.view_as(x) if of_gradients else wait_for(sum_over_ranks(x.clone(), shard))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, target, support, temperature, softcap, ctx.shard, ctx.backend = inputs
-        ctx.options = (temperature, softcap)
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.save_for_backward(*head, target, *support, *output[1:])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.shard, ctx.of_gradients = inputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        input, weight, bias, target, *rest = ctx.saved_tensors
-        refuse_second_derivative("logits" if weight is None else "matrix")
-        support, (*statistics, x) = rest[:6], rest[6:]
-        call = (*grads[:2], x, target, *support, *statistics, *ctx.options, ctx.backend)
-        coefficients = coefficients_op(*call)
-        local, no_others = local_support(Support(*support), ctx.shard), (None,) * 6
-        if weight is None:
-            dlogits = torch.zeros(input.shape, dtype=input.dtype, device=input.device)
-            if input.shape[1]:
-                # An entry of another rank adds 0 to the first logit, in a fixed order.
-                counts, places = _places(local)
-                values = torch.where(counts, coefficients, 0).to(input.dtype)
-                dlogits.index_put_(places, values, accumulate=True)
-            return dlogits, None, None, *no_others
-        wanted = ctx.needs_input_grad[:3]
-        found = gradients_op(coefficients, input, weight, bias, *local, *wanted, ctx.backend)
-        dinput, dweight, dbias = found
-        if wanted[0]:
-            dinput = wait_for(sum_over_ranks(dinput, ctx.shard)).to(input.dtype)
-        pairs = zip((dinput, dweight, dbias), wanted, strict=True)
-        return *(grad if wants else None for grad, wants in pairs), *no_others
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        refuse_second_derivative("classes")
+        if ctx.of_gradients:
+            grad = wait_for(sum_over_ranks(grad.clone(), ctx.shard))
+        return grad, None, None
+
+
+def entry_logits(logits: Tensor, support: Support, first_class: int) -> Tensor:
+    """Return the logits of the entries whose classes are among those of `[M, C]`, 0 for others."""
+    columns = support.classes - first_class
+    x = logits.to(acc_dtype(logits.dtype))
+    if logits.shape[1] == 0:
+        return x.new_zeros(columns.shape) + x.sum()
+    is_own = (support.classes >= 0) & (columns >= 0) & (columns < logits.shape[1])
+    return torch.where(is_own, logits[support.rows(), torch.where(is_own, columns, 0)].to(x), 0)
 
 
 def _statistics(
-    head: tuple[Tensor, Tensor | None, Tensor | None],
+    entries: Callable[[Support], Tensor],
+    whole: Callable[[Tensor, Tensor, RowOptions], RowStatistics],
     target: Tensor,
     ids: Tensor,
     offsets: Tensor,
     shard: VocabShard,
-    temperature: float,
-    softcap: float,
+    numbers: tuple[float, float],
     ignore_index: int,
-    memory_budget: int | None,
 ) -> SupportStats:
-    """Return the statistics of this rank's logits, or of hidden states `[M, H]` and a matrix.
+    """Return the statistics from what two functions return.
 
-    Rows without ids take the statistics over all classes of all ranks.
+    They return this rank's logits of the entries, and the statistics of some rows, given their
+    labels, over all classes of all ranks.
     """
-    input, weight, bias = head
     labels = target.reshape(-1).long().contiguous()
     support, in_set = sets_of(labels, ids, offsets, shard.classes, ignore_index)
-    backend = current_backend()
-    options = (temperature, softcap, shard, backend)
-    logprob, entropy, *_ = ParallelSupport.apply(*head, labels, tuple(support), *options)
-    if not may_lack_ids(offsets):
-        index = labels[:0]
-    elif is_traced():  # A compiler does not know which rows have no ids.
-        index = torch.arange(labels.shape[0], device=labels.device)
-    else:
-        rows, number = rows_without_ids(support.kinds)  # the same on all ranks
-        index = rows[: int(number)]
-    if is_traced() or len(index):
-        is_whole = support.kinds == EVERY_CLASS
-        of_rows = RowOptions(temperature, softcap, -100, needs_smoothing=False, needs_entropy=True)
-        chunk, save_logits = 0, False
-        if weight is not None:
-            needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in head]
-            plan = linear_cross_entropy_plan(
-                index.shape[0],
-                input.shape[1],
-                max(shard.sizes),
-                input.dtype,
-                memory_budget=memory_budget,
-                input_grad=needs[0],
-                weight_grad=needs[1] or needs[2],
-                parallel=True,
-            )
-            chunk, save_logits = chunk_and_save(plan, max(weight.shape[0], 1))
-        of_whole = torch.where(is_whole, labels, 0)[index]
-        call = (of_whole, None, shard, of_rows, chunk, save_logits, False, backend)
-        found = RowStatistics(*ParallelRows.apply(input[index], weight, bias, *call)[:-1])
-        whole = [
-            torch.zeros_like(logprob).index_put((index,), field)
-            for field in (-found.nll, found.entropy)
-        ]
-        logprob = torch.where(is_whole, whole[0], logprob)
-        entropy = torch.where(is_whole, whole[1], entropy)
+    x = SumOverRanks.apply(entries(support), shard, False)
+    logprob, entropy = stats_of(x, labels, support, *numbers)
+    rows = rows_without_ids(support.kinds, offsets)  # the same on all ranks
+    if rows is not None:
+        options = RowOptions(*numbers, checks.NOTHING_IGNORED, False, needs_entropy=True)
+        labels = torch.where(support.kinds == EVERY_CLASS, labels, 0)
+        found = whole(rows, labels[rows], options)
+        logprob = with_rows(logprob, support.kinds, rows, -found.nll)
+        entropy = with_rows(entropy, support.kinds, rows, found.entropy)
     return SupportStats(*(each.reshape(target.shape) for each in (logprob, entropy, in_set)))
 
 
@@ -284,9 +149,12 @@ def support_stats(
     checks.shape("target", target, logits.shape[:-1], "logits without its classes")
     check_support(ids, offsets, target.reshape(-1), "logits")
     numbers = checks.temperature_and_softcap(temperature, softcap)
-    rows = contiguous_classes(logits[None].flatten(0, -2))
-    call = (target, ids, offsets, shard, *numbers, ignore_index, None)
-    return _statistics((rows, None, None), *call)
+    x = contiguous_classes(logits[None].flatten(0, -2))
+    return _statistics(
+        lambda support: entry_logits(x, support, shard.first_class),
+        lambda rows, labels, options: logits_statistics(x[rows], labels, None, shard, options),
+        *(target, ids, offsets, shard, numbers, ignore_index),
+    )
 
 
 def linear_support_stats(
@@ -339,6 +207,17 @@ def linear_support_stats(
     checks.shape("target", target, input.shape[:-1], "input without H")
     check_support(ids, offsets, target.reshape(-1), "input")
     numbers = checks.temperature_and_softcap(temperature, softcap)
-    flat = head.flat
-    call = (target, ids, offsets, shard, *numbers, ignore_index, memory_budget)
-    return _statistics((flat.input, flat.weight, flat.bias), *call)
+    head = head.flat
+
+    def entries(support: Support) -> Tensor:
+        # The sum over the ranks of the gradients of hidden states is in the accumulator's dtype.
+        states = SumOverRanks.apply(head.input.to(acc_dtype(input.dtype)), shard, True)
+        place = (shard.first_class, current_backend())
+        x: Tensor = EntryLogits.apply(states, head.weight, head.bias, *support, *place)
+        return x
+
+    def whole(rows: Tensor, labels: Tensor, options: RowOptions) -> RowStatistics:
+        part = Head(head.input[rows], head.weight, head.bias)
+        return hidden_statistics(part, labels, None, shard, options, False, memory_budget)
+
+    return _statistics(entries, whole, target, ids, offsets, shard, numbers, ignore_index)

@@ -1,116 +1,102 @@
-"""Kernels of the statistics of supports, and of their gradient.
+"""Kernels of the statistics of supports and of their gradient, and their launches.
 
-A program has one row. It reads the logits at the classes of the row's entries, or all of them in a
-row without ids; or it reads numbers that were computed for the entries, as linear heads do.
+A program has one row. It reads the logits of the row's entries, or all of them in a row without
+ids. Logits `[M, C]` are those of all classes; logits `[E]`, which linear heads compute, are those
+of the entries, and rows without ids have no statistics then.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ....primitives.gpu.math import (
     LN2,
     LOG2E,
-    apply_softcap,
     finite_shift,
     log_exact,
     reciprocal,
+    through_softcap,
 )
-from ....primitives.gpu.reduce import add_block, empty_state, merge_lanes
+from ....primitives.gpu.reduce import add_block, empty_state, load_capped, merge_lanes
+from ....primitives.gpu.row_plan import StridedRows, flat_rows, matrix_rows
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import launch, tl_acc_dtype
 from ...cross_entropy.gpu.row_math import load_row_gradient
-from .sets import KIND_EVERY_CLASS, KIND_INVALID, KIND_RECORDED
+from ..common import EVERY_CLASS, INVALID, RECORDED, Support, SupportRows
+
+KIND_RECORDED, KIND_EVERY_CLASS = tl.constexpr(RECORDED), tl.constexpr(EVERY_CLASS)
+KIND_INVALID = tl.constexpr(INVALID)
+ROW_BLOCK, ENTRY_BLOCK = 1024, 64  # logits that a program reads together, of classes or entries
 
 
 class SupportRow(NamedTuple):
-    """What a program reads of its row.
+    """The row of a program.
 
     Fields:
-        row: the row.
-        base: its first entry, which is its target.
-        number: how many classes or entries the program reads.
-        has_all: whether these are all classes.
+        row: its index, and that of its target among the entries.
+        ids: the entry of its first id.
+        number: how many logits the program reads.
+        has_all: whether these are the logits of all classes.
     """
 
     row: Any
-    base: Any
+    ids: Any
     number: Any
     has_all: Any
 
 
 @triton.jit
-def support_row(support, has_all, K, classes):
-    """Return the row of this program, with all of its entries or, if `has_all`, all classes.
+def support_block(logits, support, at, start, LISTED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the columns of some logits of a row, [BLOCK], and which of them count.
 
-    Offsets that are out of range give a row without entries.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(support.offsets + row), tl.load(support.offsets + row + 1)
-    is_good = (begin >= 0) & (begin <= end) & (end <= K)
-    base = tl.where(is_good, begin, 0) + row
-    number = tl.where(has_all, classes, tl.where(is_good, end - begin + 1, 0))
-    return SupportRow(row, base, number, has_all)
-
-
-@triton.jit
-def load_support(
-    logits, x_ptr, support, at, start, softcap, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return soft-capped logits of a block of a row's support, their classes, and which count.
-
-    Those that do not count are -inf.
+    With LISTED the columns are entries.
     """
     place = start + tl.arange(0, BLOCK)
     mask = place < at.number
-    listed = tl.load(support.classes + at.base + place, mask=mask & (at.has_all == 0), other=-1)
-    column = tl.where(at.has_all & mask, place, listed.to(tl.int64))
+    entry = tl.where(place == 0, at.row, at.ids + place - 1)
+    label = tl.load(support.classes + entry, mask=mask & (at.has_all == 0), other=-1)
+    column = tl.where(at.has_all & mask, place, label)
     counts = column >= 0
-    if logits is None:
-        x = tl.load(x_ptr + at.base + place, mask=counts, other=-float("inf"))
-    else:
-        ptrs = logits.ptr + at.row * logits.row + column * logits.column
-        x = tl.load(ptrs, mask=counts, other=-float("inf")).to(ACC_DTYPE)
-        if softcap is not None:
-            x = tl.where(counts, apply_softcap(x, softcap, True), -float("inf"))
-    return x, column, counts
+    return entry if LISTED else column, counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def support_rows_kernel(
-    logits,  # StridedRows [M, classes], or None where the entries have numbers
-    x_ptr,  # [E] soft-capped logits of the entries, or None
+    logits,  # StridedRows [M, C]; or [E] with LISTED, with a row stride of 0
     target_ptr,  # [M]
     support,  # Support
     results,  # SupportRows [M]
-    K,
-    classes,
+    M,
+    C,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
+    LISTED: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the statistics of one row. Without logits, rows without ids get no meaning."""
+    """Compute the statistics of one row."""
     temperature = tl.full([], temperature, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
-    kind = tl.load(support.kinds + tl.program_id(0))
-    counts = (kind == KIND_RECORDED) | (kind == KIND_EVERY_CLASS)
-    has_all = kind == KIND_EVERY_CLASS if logits is not None else kind < 0
-    at = support_row(support, has_all, K, classes)
-    row = at.row
-    if logits is None:
-        label_x = tl.load(x_ptr + at.base, mask=kind == KIND_RECORDED, other=0.0)
-    else:
-        label = tl.load(target_ptr + row, mask=counts, other=0)
-        label_ptr = logits.ptr + row * logits.row + label * logits.column
-        label_x = tl.load(label_ptr, mask=counts, other=0.0).to(ACC_DTYPE)
-        label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
+    row = tl.program_id(0).to(tl.int64)
+    kind = tl.load(support.kinds + row)
+    has_all = kind == KIND_EVERY_CLASS if not LISTED else kind < 0
+    counts = (kind == KIND_RECORDED) | has_all
+    number = tl.where(has_all, C, tl.load(support.numbers + row) + 1)
+    at = SupportRow(row, M + tl.load(support.starts + row), number, has_all)
+    label = row if LISTED else tl.load(target_ptr + row, mask=counts, other=0)
+    ptrs = logits.ptr + row * logits.row
+    label_x = load_capped(ptrs + label * logits.column, counts, softcap, ACC_DTYPE)
     state = empty_state(1, 1, ACC_DTYPE)
-    for start in range(0, tl.where(counts, at.number, 0), BLOCK):
-        x, _, _ = load_support(logits, x_ptr, support, at, start, softcap, ACC_DTYPE, BLOCK)
+    for start in range(0, tl.where(counts, number, 0), BLOCK):
+        column, mask = support_block(logits, support, at, start, LISTED, BLOCK)
+        x = load_capped(ptrs + column * logits.column, mask, softcap, ACC_DTYPE)
         state = add_block(state, x[None, :], 0, None, slope, True, True, 1)
     found = merge_lanes(state, slope)
     maximum = tl.sum(found.maximum, axis=0)
@@ -125,42 +111,35 @@ def support_rows_kernel(
     tl.store(results.sumexp + row, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def support_gradient_kernel(
     grad_logprob,  # RowNumbers
     grad_entropy,  # RowNumbers, with None for zeros
-    logits,  # StridedRows [M, classes], or None where the entries have numbers
-    x_ptr,  # [E] soft-capped logits of the entries, or None
+    logits,  # StridedRows [M, C]; or [E] with LISTED, with a row stride of 0
     target_ptr,  # [M]
     support,  # Support
     results,  # SupportRows [M]
-    dlogits,  # StridedRows [M, classes], 0; or None
-    dx_ptr,  # [E], 0 for entries that do not count; or None
-    K,
-    classes,
+    dlogits,  # StridedRows as of the logits, 0
+    M,
+    C,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
+    LISTED: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of the logits of one row's support.
-
-    That of an invalid row is NaN, for all of its logits. Without logits, entries of rows without
-    ids do not count.
-    """
+    """Compute the gradient of the logits of one row. In an invalid row all of them are NaN."""
     temperature = tl.full([], temperature, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    kind = tl.load(support.kinds + tl.program_id(0))
+    row = tl.program_id(0).to(tl.int64)
+    kind = tl.load(support.kinds + row)
     is_invalid = kind == KIND_INVALID
-    counts = (kind == KIND_RECORDED) | (kind == KIND_EVERY_CLASS)
-    if logits is not None:
-        has_all = (kind == KIND_EVERY_CLASS) | is_invalid
-    else:
-        has_all = kind < 0
-    at = support_row(support, has_all, K, classes)
-    row = at.row
-    label = tl.load(target_ptr + row)
+    has_all = (kind == KIND_EVERY_CLASS) | is_invalid if not LISTED else kind < 0
+    counts = (kind == KIND_RECORDED) | is_invalid | has_all
+    number = tl.where(has_all, C, tl.load(support.numbers + row) + 1)
+    at = SupportRow(row, M + tl.load(support.starts + row), number, has_all)
+    label = row if LISTED else tl.load(target_ptr + row)
     on_label = load_row_gradient(grad_logprob, row, counts, ACC_DTYPE)
     on_entropy = load_row_gradient(grad_entropy, row, counts, ACC_DTYPE)
     is_active = (tl.abs(on_label) + tl.abs(on_entropy)) != 0.0
@@ -169,26 +148,87 @@ def support_gradient_kernel(
     inverse = reciprocal(total)
     offset = tl.load(results.entropy + row) - log_exact(total)
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
-    for start in range(0, tl.where(counts | is_invalid, at.number, 0), BLOCK):
-        x, column, is_counted = load_support(
-            logits, x_ptr, support, at, start, softcap, ACC_DTYPE, BLOCK
-        )
+    for start in range(0, tl.where(counts, number, 0), BLOCK):
+        column, mask = support_block(logits, support, at, start, LISTED, BLOCK)
+        ptrs = logits.ptr + row * logits.row + column * logits.column
+        x = load_capped(ptrs, mask, softcap, ACC_DTYPE)
         exponent = (x - shift) * slope
         p = tl.exp2(exponent) * inverse
         # This is log p + entropy, which stays finite where p is 0.
         logp_plus_entropy = LN2 * tl.maximum(exponent, -10000.0) + offset
         grad = -p * (on_label + on_entropy * logp_plus_entropy)
         grad = (grad + tl.where(column == label, on_label, 0.0)) / temperature
-        if HAS_SOFTCAP:
-            t = x / softcap
-            grad *= (1.0 - t) * (1.0 + t)
+        grad = through_softcap(grad, x, softcap)
         # A row without an upstream gradient has none, even if its logits are NaN.
         grad = tl.where(is_active, grad, 0.0)
         grad = tl.where(is_invalid, float("nan"), grad)
-        if dlogits is None:
-            place = start + tl.arange(0, BLOCK)
-            grad = tl.where(is_counted, grad, 0.0)
-            tl.store(dx_ptr + at.base + place, grad, mask=place < at.number)
-        else:
-            ptrs = dlogits.ptr + row * dlogits.row + column * dlogits.column
-            tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=is_counted)
+        ptrs = dlogits.ptr + row * dlogits.row + column * dlogits.column
+        tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=mask)
+
+
+def strided(logits: Tensor) -> StridedRows:
+    """Return logits `[M, C]` as rows, or the entries `[E]` as the columns of each row."""
+    return matrix_rows(logits) if logits.ndim == 2 else StridedRows(logits, 0, 0, 1)
+
+
+def options(logits: Tensor, target: Tensor, temperature: float, softcap: float) -> dict[str, Any]:
+    """Return the arguments that both kernels have."""
+    is_listed = logits.ndim == 1
+    return {
+        "M": len(target),
+        "C": logits.shape[-1],
+        "temperature": temperature,
+        "softcap": softcap,
+        "HAS_SOFTCAP": softcap != 0,
+        "LISTED": is_listed,
+        "ACC_DTYPE": tl_acc_dtype(logits.dtype),
+        "BLOCK": ENTRY_BLOCK if is_listed else ROW_BLOCK,
+        "num_warps": 1 if is_listed else 4,
+    }
+
+
+def support_stats(
+    logits: Tensor, target: Tensor, support: Support, temperature: float, softcap: float
+) -> SupportRows:
+    """Compute log-probability and entropy of each row over its support; see the reference."""
+    M, dtype = len(target), acc_dtype(logits.dtype)
+    results = SupportRows(*(logits.new_empty(M, dtype=dtype) for _ in SupportRows._fields))
+    launch(
+        support_rows_kernel,
+        M,
+        logits=strided(logits),
+        target_ptr=target,
+        support=support,
+        results=results,
+        **options(logits, target, temperature, softcap),
+    )
+    return results
+
+
+def support_stats_backward(
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    support: Support,
+    entropy: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    temperature: float,
+    softcap: float,
+) -> Tensor:
+    """Compute the gradient of the logits, 0 outside of the supports."""
+    dlogits = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+    launch(
+        support_gradient_kernel,
+        len(target),
+        grad_logprob=flat_rows(grad_logprob),
+        grad_entropy=flat_rows(grad_entropy),
+        logits=strided(logits),
+        target_ptr=target,
+        support=support,
+        results=SupportRows(entropy, entropy, maximum, sumexp),  # the first one is not read
+        dlogits=strided(dlogits),
+        **options(logits, target, temperature, softcap),
+    )
+    return dlogits
