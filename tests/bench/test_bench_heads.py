@@ -31,7 +31,7 @@ from helpers.bench import (
 from torch import Tensor
 
 import partita
-from partita.bench import heads, picture, providers, report, rows
+from partita.bench import heads, picture, providers, report, rows, support
 from partita.bench.case import Attempt, Buffers, Function, Provider
 from partita.bench.providers import PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH
 from partita.ops.linear_heads.plan import MemoryPlan
@@ -483,6 +483,27 @@ def test_log_probabilities() -> None:
     )
     assert all(verdict.failed for verdict in scaled)
     assert case.moves["total"].bytes == 3 * case.bytes
+
+
+def test_recorded_supports() -> None:
+    case = support.LinearSupport("linear_support_stats", torch.float32, 150, 16, 20_000)
+    inputs = case.inputs(Buffers(CPU.device))
+    numbers = inputs.offsets.diff()
+    assert numbers.min() >= 1 and numbers.max() == 512 and len(inputs.ids) == numbers.sum()
+    own = case.standard(inputs)
+
+    def failed(function: Function, provider: Provider) -> list[bool]:
+        found = case.verdicts(Attempt(function, inputs, provider), own)
+        return [verdict.failed for verdict in found]
+
+    assert failed(support.mean_loss, providers.PARTITA) == [False] * 5
+    assert failed(support.composed_loss, providers.TORCH) == [False] * 5
+
+    def without_ids(*x: Tensor) -> Tensor:
+        return support.mean_loss(*x[:3], x[3][:0], torch.zeros_like(x[4]))
+
+    assert sum(failed(without_ids, providers.PARTITA)) >= 4
+    assert not any(failed(lambda *x: support.products_of_head()(*x), PRODUCTS))
 
 
 @pytest.mark.parametrize("beta", heads.BETAS)

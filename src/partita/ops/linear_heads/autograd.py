@@ -29,6 +29,8 @@ from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
+from ..support.common import Support
+from . import reference_support
 from .chunked import empty_gradients
 from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
 from .plan import USUAL, Products
@@ -80,10 +82,10 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _gpu() -> tuple[Any, ...]:
-    """Import the kernels for GPUs, whose methods serve the ops, and those of packed rows."""
-    from .gpu import launch, packed
+    """Import the kernels for GPUs, whose methods serve the ops; of packed rows; of supports."""
+    from .gpu import launch, packed, support
 
-    return launch.KERNELS, packed
+    return launch.KERNELS, packed, support
 
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
@@ -98,6 +100,11 @@ packed_one_pass = define_op(
     name="linear_packed_one_pass",
     check=_check_labels,
 )
+entry_logits = define_op(
+    reference_support.linear_support_logits,
+    lambda input, order: input.new_empty(order.shape, dtype=acc_dtype(input.dtype)),
+)
+entry_logits_backward = define_op(reference_support.linear_support_logits_backward, empty_gradients)
 
 
 class RowsLinear(torch.autograd.Function):
@@ -270,6 +277,41 @@ class LinearRows(torch.autograd.Function):
             return [found[i] for i in used]
 
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
+
+
+class EntryLogits(torch.autograd.Function):
+    """The logits of the entries of recorded supports, `[E]`, differentiable in the head."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(entry_logits)
+    def forward(*args: Any) -> Any:
+        return entry_logits(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.first_class, ctx.backend = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (grad,), (input, weight, bias, *support) = grads, saved_tensors(ctx)
+        head = (input, weight, bias)
+        wanted = needed_gradients(ctx, *head)
+        if is_double_backward(grad, *head):
+
+            def composed(*head: Any) -> Tensor:
+                sets = Support(*support)
+                return reference_support.linear_support_logits(Head(*head), sets, ctx.first_class)
+
+            gradients = double_backward(composed, head, wanted, grad)
+        else:
+            op = for_gradients(entry_logits_backward, grad)
+            found = op(grad, *head, *support, ctx.first_class, *wanted, ctx.backend)
+            pairs = zip(found, wanted, strict=True)
+            gradients = tuple(grad if wants else None for grad, wants in pairs)
+        return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 def _composed_loss(*args: Any) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ...ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
 from ...ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
+from ...ops.linear_heads.support import linear_support_stats
 from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes, together
 from .rows import (
@@ -22,9 +23,11 @@ from .rows import (
     best_classes,
     best_few,
     labels,
+    many_ids,
     masked_rows,
     probabilities,
     some_classes,
+    support,
 )
 
 HIDDEN = {"rows": 6, "classes": 300, "hidden": 5}
@@ -107,6 +110,19 @@ LINEAR: dict[str, Any] = {
 }
 
 
+SUPPORTS: dict[str, Any] = {
+    **BUDGETS,
+    "many ids": many_ids,
+    "bias, all options, lean": together(
+        _bias, {"temperature": 0.7, "softcap": 5.0}, many_ids, _lean
+    ),
+    "several leading dimensions": lambda draw, sizes: {
+        "input": draw.scores(1, sizes["rows"], sizes["hidden"], plain=True),
+        "target": labels(draw, sizes)["target"][None],
+    },
+}
+
+
 def _linear_logprobs(draw: Draw, sizes: Sizes) -> Inputs:
     """Ignore all ids of every third row, and one of the others."""
     ids = torch.where(draw.counts(sizes["rows"]).unsqueeze(-1), some_classes(draw, sizes), IGNORED)
@@ -178,6 +194,15 @@ CALLS = (
         options={**LINEAR, "no target": {"target": None}},
         batch={"input": 0, "target": 0},
         in_torch=in_torch.from_hidden(in_torch.token_stats),
+    ),
+    _from_hidden(
+        "linear_support_stats",
+        linear_support_stats,
+        together(_hidden, support),
+        options=SUPPORTS,
+        batch={"input": 0, "target": 0},
+        uncounted=_ignored_tokens,
+        in_torch=in_torch.from_hidden(in_torch.support_stats),
     ),
     _from_hidden(
         "linear_logprobs",

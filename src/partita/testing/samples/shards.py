@@ -24,9 +24,11 @@ from .call import Call, Draw, Inputs, Sizes
 _OPTIONS = {
     "cross_entropy": ("mean", "sum", "all options", "all options, mean"),
     "token_stats": (),
+    "support_stats": ("temperature and softcap", "many ids"),
     "logprobs": ("temperature and softcap",),
     "divergence": tuple(rows.SOFT),
     "linear_cross_entropy": ("mean", "bias, all options", "lean", "fp32 logits"),
+    "linear_support_stats": ("many ids", "bias, all options, lean"),
     "linear_logprobs": ("fp32 logits",),
     "linear_divergence": (*rows.SOFT, "fp32 logits"),
 }

@@ -1,0 +1,109 @@
+"""Statistics over recorded supports from hidden states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.autograd import apply
+from ...runtime.backend import current_backend
+from ..support.api import support_stats
+from ..support.autograd import stats_of_parts
+from ..support.common import Support, SupportStats, check_support
+from .api import linear_token_stats
+from .autograd import EntryLogits
+from .inputs import all_logits, cast_and_check, needs_logits
+from .plan import check_budget
+
+
+def linear_support_stats(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> SupportStats:
+    """Compute statistics over recorded supports from hidden states, without the other logits.
+
+    They are `support_stats(input @ linear_weight.T + linear_bias, target, ids, offsets, ...)`. Rows
+    with ids take one dot product for each class of their sets, and rows without ids those of
+    `linear_token_stats`. For the number of these rows a call waits for the GPU once. It waits for
+    nothing if the offsets are on the CPU and every row has ids, which is what a CUDA graph needs.
+    A compiler does not know the number either: in its code all rows take these products too.
+
+    Args:
+        input: hidden states `[..., H]`, floating dtype.
+        linear_weight: `[C, H]` in the same dtype.
+        target: labels `[...]`, any integer dtype.
+        ids, offsets: the recorded classes `[K]` and where those of each row begin, `[M + 1]`, as in
+            `support_stats`.
+        linear_bias: `[C]` in the same dtype.
+        temperature, softcap, ignore_index: as in `support_stats`.
+        memory_budget: bytes of workspace for rows without ids; None for 2 GiB.
+        logits_dtype: as in `linear_cross_entropy`, for rows without ids.
+
+    Returns:
+        `SupportStats(logprob, entropy, in_set)` as in `support_stats`. The first two are
+        differentiable in hidden states, matrix and bias. The sums are in fp32, and the logits of
+        rows with ids are not rounded to a half type.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `support_stats` and `linear_cross_entropy`.
+
+    Source: as `support_stats`; the matrix's gradient is a segmented sum over entries sorted by
+    class.
+
+    Example:
+        >>> import torch, partita
+        >>> ids, offsets = torch.tensor([2, 3]), torch.tensor([0, 2])
+        >>> target = torch.tensor([2])
+        >>> partita.linear_support_stats(torch.zeros(1, 3), torch.zeros(4, 3), target, ids, offsets)
+        SupportStats(logprob=tensor([-0.6931]), entropy=tensor([0.6931]), in_set=tensor([True]))
+    """
+    head = cast_and_check(input, linear_weight, linear_bias, target)
+    checks.integer("target", target)
+    checks.shape("target", target, input.shape[:-1], "input without H")
+    check_support(ids, offsets, target.reshape(-1), "input")
+    checks.python_int("ignore_index", ignore_index)
+    numbers = checks.temperature_and_softcap(temperature, softcap)
+    check_budget(memory_budget)
+    if needs_logits(head.weight, None):
+        return support_stats(
+            all_logits(*head),
+            target,
+            ids,
+            offsets,
+            temperature=temperature,
+            softcap=softcap,
+            ignore_index=ignore_index,
+        )
+    head = head.flat
+
+    def entries(support: Support) -> Tensor:
+        x: Tensor = apply(EntryLogits, *head, *support, 0, current_backend())
+        return x
+
+    def all_classes(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        found = linear_token_stats(
+            head.input[rows],
+            head.weight,
+            labels,
+            linear_bias=head.bias,
+            temperature=temperature,
+            softcap=softcap,
+            ignore_index=checks.NOTHING_IGNORED,
+            memory_budget=memory_budget,
+            logits_dtype=logits_dtype,
+        )
+        return found.logprob, found.entropy
+
+    of_rows = (target, ids, offsets, len(head.weight), ignore_index, *numbers)
+    return stats_of_parts(entries, all_classes, *of_rows)
