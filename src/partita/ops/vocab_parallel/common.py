@@ -81,9 +81,17 @@ def pack_state(
         state.clear()
     numbers, saved = (options.temperature, options.softcap), input.new_empty(0)
     if weight is not None:
-        head, of_rows = Head(input, weight, bias), (target, class_weight, state)
-        rest = (*numbers, chunk, save_logits, Products(widens=widens))
-        saved = accumulate_hidden(kernels.accumulate_logits, head, *of_rows, *rest)
+        saved = accumulate_hidden(
+            kernels.accumulate_logits,
+            Head(input, weight, bias),
+            target,
+            class_weight,
+            state,
+            *numbers,
+            chunk,
+            save_logits,
+            Products(widens=widens),
+        )
     elif input.numel():
         kernels.accumulate_logits(input, 0, target.contiguous(), class_weight, state, *numbers)
     if state.argmax is not None:
