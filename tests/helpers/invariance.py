@@ -15,6 +15,7 @@ LEADING = (
     *("softmax", "log_softmax", "logsumexp", "token_stats", "logprobs", "topk_logprobs"),
     *("divergence", "topk_divergence", "linear_cross_entropy", "linear_token_stats"),
     *("linear_logprobs", "linear_topk_logprobs", "linear_divergence", "linear_topk_divergence"),
+    *("support_stats", "linear_support_stats"),
 )
 # The numbers that a sample is drawn from are drawn for the whole batch.
 DRAWN = ("Chain.sample", "LinearChain.sample", "SemiMarkovChain.sample")
@@ -71,6 +72,13 @@ def of_rows(
 ) -> Sample:
     """Return the call for these rows of a sample, which may be repeated."""
     inputs = dict(sample.inputs)
+    if "offsets" in inputs:  # where the ids of each row begin
+        offsets = inputs["offsets"].cpu()
+        numbers = offsets.diff().view(number_of_rows(sample, rows), -1)
+        lists = inputs["ids"].tensor_split(numbers.sum(1).cumsum(0)[:-1])
+        inputs["ids"] = torch.cat([lists[i] for i in index])
+        chosen = torch.cat([offsets[:1], numbers[list(index)].flatten().cumsum(0)])
+        inputs["offsets"] = chosen.to(inputs["offsets"].device)
     for name, dim in rows.inputs.items():
         if isinstance(inputs[name], list):
             inputs[name] = [inputs[name][i] for i in index]

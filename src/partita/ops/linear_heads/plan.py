@@ -213,10 +213,10 @@ def linear_cross_entropy_plan(
         if decide(fits, otherwise=False):
             return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
         least_room = max(MIN_CHUNK_TOKENS * row_bytes, dweight_bytes)
-        spare = (
+        left = (
             0 if memory_budget is None else memory_budget - dweight_bytes - least_room - spare_bytes
         )
-        has_room = decide(room >= least_room, otherwise=spare >= MIN_CHUNK_TOKENS * token_bytes)
+        has_room = decide(room >= least_room, otherwise=left >= MIN_CHUNK_TOKENS * token_bytes)
         if takes_chunks and has_room:
             chunk = larger(room // row_bytes // 256 * 256, 256)
             chunks = larger(-(-tokens // chunk), 1)
