@@ -26,13 +26,11 @@ PRODUCTS = "the kernel of a product depends on the number of its rows"
 # What does not hold yet. A function that is mended leaves the table, or its test fails.
 BROKEN = {
     "cpu": dict.fromkeys(("softmax", "log_softmax"), ATEN),
-    "interpreted": dict.fromkeys(("softmax", "rnnt_loss", "tdt_loss"), ALIGNMENT),
+    "interpreted": dict.fromkeys(("softmax",), ALIGNMENT),
     "cuda": dict.fromkeys(
         (
             *("softmax", "log_softmax", "logsumexp", "cross_entropy", "cross_entropy, in place"),
             *("token_stats", "token_stats, logprob", "logprobs", "divergence"),
-            *("ctc_loss", "ctc_align", "ctc_greedy_search"),
-            *("rnnt_loss", "rnnt_align", "tdt_loss"),
         ),
         ALIGNMENT,
     )
