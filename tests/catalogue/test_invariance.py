@@ -30,7 +30,7 @@ BROKEN = {
     "cuda": dict.fromkeys(
         (
             *("softmax", "log_softmax", "logsumexp", "cross_entropy", "cross_entropy, in place"),
-            *("token_stats", "token_stats, logprob", "logprobs", "divergence"),
+            *("token_stats", "token_stats, logprob", "logprobs", "divergence", "ctc_beam_search"),
         ),
         ALIGNMENT,
     )
