@@ -110,8 +110,13 @@ def test_rows_without_ids_are_those_of_token_stats(plan: str, device: str) -> No
 
 @kernel_devices
 @pytest.mark.parametrize("bias_alone", [False, True])
-def test_common_classes(bias_alone: bool, device: str) -> None:
-    """One class has entries in most rows, and another one in many."""
+def test_sums_of_common_classes_are_cut(
+    bias_alone: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One class has entries in most rows, another one in many, and others in one or two parts."""
+    from partita.ops.linear_heads.gpu import support as kernels
+
+    monkeypatch.setattr(kernels, "SPLIT", 8)
     x = leaves_of(batch_of(bias=True, device=device))
     given = recorded(TOKENS, CLASSES, device)
     given.target[4:] = 11

@@ -21,13 +21,13 @@ def parts_of(
 
     They are in the order of the support, and the others' classes are those of other heads.
     """
-    M, (C, hidden) = max(len(support.kinds), 1), head.weight.shape
-    classes = support.sorted // M - first_class
+    C, hidden = head.weight.shape
+    classes = support.keys.long() - first_class
     is_own = (classes >= 0) & (classes < C)
     place = (is_own if counts is None else is_own & counts[support.order]).nonzero()[:, 0]
     for part in chunks(len(place), ELEMENTS // max(hidden, 1)):
         here = place[part]
-        yield support.order[here], support.sorted[here] % M, classes[here]
+        yield support.order[here], support.ordered_rows[here], classes[here]
 
 
 def linear_support_logits(head: Head, support: Support, first_class: int) -> Tensor:

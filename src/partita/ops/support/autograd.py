@@ -22,6 +22,7 @@ from .common import (
     SupportStats,
     check_offsets,
     check_values,
+    empty_sets,
     rows_without_ids,
 )
 
@@ -32,9 +33,10 @@ def _gpu() -> ModuleType:
     return rows
 
 
-def _sets_fake(target: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    M, E = target.shape[0], target.shape[0] + ids.shape[0]
-    return *(target.new_empty(n) for n in (M, M, M, E, E, E)), target.new_empty(M, dtype=torch.bool)
+def _gpu_sets() -> ModuleType:
+    from .gpu import sets
+
+    return sets
 
 
 def _stats_fake(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -44,8 +46,8 @@ def _stats_fake(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
 
 sets_op = register.define(
     common.support_sets,
-    _sets_fake,
-    gpu=lambda: common,  # PyTorch sorts on any device
+    lambda target, ids: empty_sets(target, ids),
+    gpu=_gpu_sets,
     check=check_values,
     vmap=one_by_one,
 )
@@ -66,7 +68,7 @@ def _saves(args: tuple[Any, ...], output: SupportRows) -> tuple[Any, Any]:
 
 def _gradient(*args: Any) -> Tensor:
     """Compute the gradient of the logits; the fields of the `Support` come one by one."""
-    (on_label, on_entropy, logits, target), support, rest = args[:4], args[4:10], args[10:]
+    (on_label, on_entropy, logits, target), support, rest = args[:4], args[4:11], args[11:]
     grads = (on_label, on_entropy)
     return reference.support_gradient(*grads, logits, target, Support(*support), *rest)
 

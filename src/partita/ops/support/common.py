@@ -32,7 +32,8 @@ class SupportStats(NamedTuple):
 class Support(NamedTuple):
     """The classes that count in each row, as a list of E = M + K entries: M targets, then K ids.
 
-    All fields are int64. Rows with all classes in their support have no entry that counts.
+    All fields but `keys` are int64. Rows with all classes in their support have no entry that
+    counts. The order of the entries is by class, then targets before ids, then by row.
 
     Fields:
         kinds: `RECORDED`, `EVERY_CLASS`, `IGNORED` or `INVALID`, `[M]`.
@@ -40,22 +41,23 @@ class Support(NamedTuple):
         numbers: how many ids of each row are read, `[M]`.
         classes: the class of each entry, or -1 for one that does not count, `[E]`. Of the entries
             of a row that name the same class the first one counts, which may be the target.
-        sorted: class * M + row in ascending order, with repeated entries. The number of all classes
-            stands for none, `[E]`.
-        order: the entries in this order, `[E]`.
+        order: the entries in their order, `[E]`.
+        keys: their classes in this order, int32, with repeated ids. The number of all classes
+            stands for none, also of an id that is its row's target, `[E]`.
+        ordered_rows: their rows in this order, `[E]`.
     """
 
     kinds: Tensor
     starts: Tensor
     numbers: Tensor
     classes: Tensor
-    sorted: Tensor
     order: Tensor
+    keys: Tensor
+    ordered_rows: Tensor
 
     def rows(self) -> Tensor:
         """Return the row of each entry, 0 for one without a class, `[E]`."""
-        rows = self.sorted % max(self.kinds.shape[0], 1)
-        return torch.empty_like(rows).scatter(0, self.order, rows)
+        return torch.empty_like(self.ordered_rows).scatter(0, self.order, self.ordered_rows)
 
 
 class SupportRows(NamedTuple):
@@ -73,12 +75,23 @@ class SupportRows(NamedTuple):
     sumexp: Tensor
 
 
+def empty_sets(target: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    """Allocate what `support_sets` returns."""
+    M = target.shape[0]
+    E = M + ids.shape[0]
+    kinds, starts, numbers = (target.new_empty(M) for _ in range(3))
+    classes, order, ordered_rows = (target.new_empty(E) for _ in range(3))
+    keys, in_set = target.new_empty(E, dtype=torch.int32), target.new_empty(M, dtype=torch.bool)
+    return kinds, starts, numbers, classes, order, keys, ordered_rows, in_set
+
+
 def support_sets(
     target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of a `Support`, and whether each target was recorded, `[M]`.
 
-    One sort by class and row finds the entries that repeat. It waits for nothing.
+    A stable sort by class finds the ids that repeat in a row: they are neighbours in the order,
+    because ids that are the target of their row have no key. It waits for nothing.
 
     Args:
         target: labels `[M]` int64.
@@ -107,18 +120,22 @@ def support_sets(
     kinds = torch.where(target == ignore_index, IGNORED, kinds)
     kinds = torch.where(is_bad, INVALID, kinds)
     is_listed = ((kinds == RECORDED) | (kinds == INVALID)) & (end > begin) & ~is_bad
-    counts = is_class & is_listed[rows]
-    keys = torch.where(counts, entries * M + rows, num_classes * M)
-    keys, order = keys.sort(stable=True)
-    is_first = counts.scatter(0, order[1:], keys[1:] != keys[:-1])
-    recorded = any_in_row(ids == target[row_of_id], row_of_id)
+    is_target = ids == target[row_of_id]
+    is_own = torch.cat([torch.ones_like(target, dtype=torch.bool), ~is_target])
+    counts = is_class & is_listed[rows] & is_own
+    keys, order = torch.where(counts, entries, num_classes).int().sort(stable=True)
+    ordered_rows = torch.where(counts, rows, 0)[order]
+    differs = (keys[1:] != keys[:-1]) | (ordered_rows[1:] != ordered_rows[:-1])
+    is_first = counts.scatter(0, order[1:], differs)
+    recorded = any_in_row(is_target, row_of_id)
     return (
         kinds,
         begin.clone(),
         torch.where(is_listed, end - begin, 0),
         torch.where(counts & is_first, entries, -1),
-        keys,
         order,
+        keys,
+        ordered_rows,
         (kinds == EVERY_CLASS) | (recorded & (kinds == RECORDED)),
     )
 
