@@ -22,7 +22,6 @@ from .common import (
     SupportStats,
     check_offsets,
     check_values,
-    empty_sets,
     rows_without_ids,
 )
 
@@ -33,10 +32,11 @@ def _gpu() -> ModuleType:
     return rows
 
 
-def _gpu_sets() -> ModuleType:
-    from .gpu import sets
-
-    return sets
+def _sets_fake(target: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    M, E = target.shape[0], target.shape[0] + ids.shape[0]
+    keys, in_set = target.new_empty(E, dtype=torch.int32), target.new_empty(M, dtype=torch.bool)
+    kinds, starts, numbers, classes, order, rows = map(target.new_empty, (M, M, M, E, E, E))
+    return kinds, starts, numbers, classes, order, keys, rows, in_set
 
 
 def _stats_fake(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -46,8 +46,8 @@ def _stats_fake(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
 
 sets_op = register.define(
     common.support_sets,
-    lambda target, ids: empty_sets(target, ids),
-    gpu=_gpu_sets,
+    _sets_fake,
+    gpu=_gpu,
     check=check_values,
     vmap=one_by_one,
 )

@@ -56,7 +56,7 @@ class Support(NamedTuple):
     ordered_rows: Tensor
 
     def rows(self) -> Tensor:
-        """Return the row of each entry, 0 for one without a class, `[E]`."""
+        """Return the row of each entry, `[E]`."""
         return torch.empty_like(self.ordered_rows).scatter(0, self.order, self.ordered_rows)
 
 
@@ -75,14 +75,20 @@ class SupportRows(NamedTuple):
     sumexp: Tensor
 
 
-def empty_sets(target: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """Allocate what `support_sets` returns."""
-    M = target.shape[0]
-    E = M + ids.shape[0]
-    kinds, starts, numbers = (target.new_empty(M) for _ in range(3))
-    classes, order, ordered_rows = (target.new_empty(E) for _ in range(3))
-    keys, in_set = target.new_empty(E, dtype=torch.int32), target.new_empty(M, dtype=torch.bool)
-    return kinds, starts, numbers, classes, order, keys, ordered_rows, in_set
+def sorted_entries(
+    keys: Tensor, rows: Tensor, num_classes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the last four fields of a `Support` from the key and the row of each entry.
+
+    A stable sort by class finds the ids that repeat in a row: they are neighbours in the order,
+    because ids that are the target of their row have no class as their key.
+    """
+    ordered, order = keys.sort(stable=True)
+    ordered_rows = rows[order]
+    is_same = (ordered[1:] == ordered[:-1]) & (ordered_rows[1:] == ordered_rows[:-1])
+    is_repeated = torch.zeros_like(keys, dtype=torch.bool).scatter(0, order[1:], is_same)
+    classes = torch.where(is_repeated | (keys == num_classes), -1, keys).long()
+    return classes, order, ordered, ordered_rows
 
 
 def support_sets(
@@ -90,8 +96,7 @@ def support_sets(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of a `Support`, and whether each target was recorded, `[M]`.
 
-    A stable sort by class finds the ids that repeat in a row: they are neighbours in the order,
-    because ids that are the target of their row have no key. It waits for nothing.
+    It waits for nothing.
 
     Args:
         target: labels `[M]` int64.
@@ -123,19 +128,13 @@ def support_sets(
     is_target = ids == target[row_of_id]
     is_own = torch.cat([torch.ones_like(target, dtype=torch.bool), ~is_target])
     counts = is_class & is_listed[rows] & is_own
-    keys, order = torch.where(counts, entries, num_classes).int().sort(stable=True)
-    ordered_rows = torch.where(counts, rows, 0)[order]
-    differs = (keys[1:] != keys[:-1]) | (ordered_rows[1:] != ordered_rows[:-1])
-    is_first = counts.scatter(0, order[1:], differs)
+    keys = torch.where(counts, entries, num_classes).int()
     recorded = any_in_row(is_target, row_of_id)
     return (
         kinds,
         begin.clone(),
         torch.where(is_listed, end - begin, 0),
-        torch.where(counts & is_first, entries, -1),
-        order,
-        keys,
-        ordered_rows,
+        *sorted_entries(keys, rows, num_classes),
         (kinds == EVERY_CLASS) | (recorded & (kinds == RECORDED)),
     )
 

@@ -1,4 +1,4 @@
-"""Kernels of the statistics of supports and of their gradient, and their launches.
+"""Kernels of the sets of supports, of their statistics and the gradient, and their launches.
 
 A program has one row. It reads the logits of the row's entries, or all of them in a row without
 ids. Logits `[M, C]` are those of all classes; logits `[E]`, which linear heads compute, are those
@@ -27,11 +27,73 @@ from ....primitives.gpu.row_plan import StridedRows, flat_rows, matrix_rows
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
 from ...cross_entropy.gpu.row_math import load_row_gradient
-from ..common import EVERY_CLASS, INVALID, RECORDED, Support, SupportRows
+from ..common import (
+    EVERY_CLASS,
+    IGNORED,
+    INVALID,
+    RECORDED,
+    Support,
+    SupportRows,
+    sorted_entries,
+)
 
 KIND_RECORDED, KIND_EVERY_CLASS = tl.constexpr(RECORDED), tl.constexpr(EVERY_CLASS)
-KIND_INVALID = tl.constexpr(INVALID)
+KIND_IGNORED, KIND_INVALID = tl.constexpr(IGNORED), tl.constexpr(INVALID)
+ID_BLOCK = 64  # ids of a row that its program reads together; the usual row has eight
 ROW_BLOCK, ENTRY_BLOCK = 1024, 32  # logits that a program reads together, of classes or entries
+
+
+@triton.jit(do_not_specialize=["M", "K", "num_classes"])
+def support_entries_kernel(
+    target_ptr,  # [M] int64
+    ids_ptr,  # [K] int64
+    offsets_ptr,  # [M + 1] int64
+    decreases_ptr,  # [] bool, whether the offsets do
+    kinds_ptr,  # [M]
+    starts_ptr,  # [M]
+    numbers_ptr,  # [M]
+    in_set_ptr,  # [M] bool
+    keys_ptr,  # [E] int32, the number of all classes
+    rows_ptr,  # [E], 0
+    M,
+    K,
+    num_classes,
+    ignore_index: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """Write key and row of each entry of one row, and say what is known of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(offsets_ptr + row), tl.load(offsets_ptr + row + 1)
+    is_bad = tl.load(offsets_ptr) != 0
+    is_bad = is_bad | (tl.load(offsets_ptr + M) != K) | (tl.load(decreases_ptr) != 0)
+    number = tl.where(is_bad, 0, end - begin)
+    label = tl.load(target_ptr + row)
+    is_ignored = label == ignore_index
+    is_class = (label >= 0) & (label < num_classes)
+    is_listed = (is_ignored == 0) & (number > 0)
+    tl.store(rows_ptr + row, row)
+    tl.store(keys_ptr + row, tl.where(is_class & is_listed, label, num_classes).to(tl.int32))
+    has_target = tl.zeros([BLOCK], tl.int32)
+    has_invalid = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, number, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        mask = place < number
+        id = tl.load(ids_ptr + begin + place, mask=mask, other=0)
+        is_id, is_target = (id >= 0) & (id < num_classes), id == label
+        key = tl.where(is_id & (is_target == 0) & is_listed, id, num_classes)
+        tl.store(rows_ptr + M + begin + place, tl.full([BLOCK], row, tl.int64), mask=mask)
+        tl.store(keys_ptr + M + begin + place, key.to(tl.int32), mask=mask)
+        has_target = has_target | (mask & is_target).to(tl.int32)
+        has_invalid = has_invalid | (mask & (is_id == 0)).to(tl.int32)
+    kind = tl.where(number > 0, KIND_RECORDED, KIND_EVERY_CLASS)
+    kind = tl.where((is_class == 0) | (tl.max(has_invalid, axis=0) > 0), KIND_INVALID, kind)
+    kind = tl.where(is_ignored, KIND_IGNORED, kind)
+    kind = tl.where(is_bad, KIND_INVALID, kind)
+    is_recorded = (kind == KIND_RECORDED) & (tl.max(has_target, axis=0) > 0)
+    tl.store(kinds_ptr + row, kind)
+    tl.store(starts_ptr + row, begin)
+    tl.store(numbers_ptr + row, tl.where(is_listed, number, 0))
+    tl.store(in_set_ptr + row, is_recorded | (kind == KIND_EVERY_CLASS))
 
 
 @triton.jit
@@ -151,6 +213,38 @@ def support_gradient_kernel(
         grad = tl.where(is_invalid, float("nan"), grad)
         ptrs = dlogits.ptr + row * dlogits.row + column * dlogits.column
         tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=mask)
+
+
+def support_sets(
+    target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
+) -> tuple[Tensor, ...]:
+    """Find which entries of each row count, and sort them by class; see the reference."""
+    M = len(target)
+    ids = ids if M else ids[:0]
+    kinds, starts, numbers = (target.new_empty(M) for _ in range(3))
+    in_set, rows = target.new_empty(M, dtype=torch.bool), target.new_zeros(M + len(ids))
+    keys = torch.full_like(rows, num_classes, dtype=torch.int32)
+    launch(
+        support_entries_kernel,
+        M,
+        target_ptr=target,
+        ids_ptr=ids,
+        offsets_ptr=offsets,
+        decreases_ptr=(offsets[1:] < offsets[:-1]).any(),
+        kinds_ptr=kinds,
+        starts_ptr=starts,
+        numbers_ptr=numbers,
+        in_set_ptr=in_set,
+        keys_ptr=keys,
+        rows_ptr=rows,
+        M=M,
+        K=len(ids),
+        num_classes=num_classes,
+        ignore_index=ignore_index,
+        BLOCK=ID_BLOCK,
+        num_warps=1,
+    )
+    return kinds, starts, numbers, *sorted_entries(keys, rows, num_classes), in_set
 
 
 def strided(logits: Tensor) -> StridedRows:
