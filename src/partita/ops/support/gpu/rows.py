@@ -27,15 +27,7 @@ from ....primitives.gpu.row_plan import StridedRows, flat_rows, matrix_rows
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
 from ...cross_entropy.gpu.row_math import load_row_gradient
-from ..common import (
-    EVERY_CLASS,
-    IGNORED,
-    INVALID,
-    RECORDED,
-    Support,
-    SupportRows,
-    sorted_entries,
-)
+from ..common import EVERY_CLASS, IGNORED, INVALID, RECORDED, Support, SupportRows, sorted_entries
 
 KIND_RECORDED, KIND_EVERY_CLASS = tl.constexpr(RECORDED), tl.constexpr(EVERY_CLASS)
 KIND_IGNORED, KIND_INVALID = tl.constexpr(IGNORED), tl.constexpr(INVALID)
@@ -50,7 +42,6 @@ def support_entries_kernel(
     offsets_ptr,  # [M + 1] int64
     decreases_ptr,  # [] bool, whether the offsets do
     kinds_ptr,  # [M]
-    starts_ptr,  # [M]
     numbers_ptr,  # [M]
     in_set_ptr,  # [M] bool
     keys_ptr,  # [E] int32, the number of all classes
@@ -91,7 +82,6 @@ def support_entries_kernel(
     kind = tl.where(is_bad, KIND_INVALID, kind)
     is_recorded = (kind == KIND_RECORDED) & (tl.max(has_target, axis=0) > 0)
     tl.store(kinds_ptr + row, kind)
-    tl.store(starts_ptr + row, begin)
     tl.store(numbers_ptr + row, tl.where(is_listed, number, 0))
     tl.store(in_set_ptr + row, is_recorded | (kind == KIND_EVERY_CLASS))
 
@@ -221,7 +211,7 @@ def support_sets(
     """Find which entries of each row count, and sort them by class; see the reference."""
     M = len(target)
     ids = ids if M else ids[:0]
-    kinds, starts, numbers = (target.new_empty(M) for _ in range(3))
+    kinds, numbers = target.new_empty(M), target.new_empty(M)
     in_set, rows = target.new_empty(M, dtype=torch.bool), target.new_zeros(M + len(ids))
     keys = torch.full_like(rows, num_classes, dtype=torch.int32)
     launch(
@@ -232,7 +222,6 @@ def support_sets(
         offsets_ptr=offsets,
         decreases_ptr=(offsets[1:] < offsets[:-1]).any(),
         kinds_ptr=kinds,
-        starts_ptr=starts,
         numbers_ptr=numbers,
         in_set_ptr=in_set,
         keys_ptr=keys,
@@ -244,7 +233,8 @@ def support_sets(
         BLOCK=ID_BLOCK,
         num_warps=1,
     )
-    return kinds, starts, numbers, *sorted_entries(keys, rows, num_classes), in_set
+    entries = sorted_entries(keys, rows, num_classes)
+    return kinds, offsets[:-1].clone(), numbers, *entries, in_set
 
 
 def strided(logits: Tensor) -> StridedRows:
