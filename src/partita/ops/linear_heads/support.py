@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from torch import Tensor
 
-from ...runtime import checks
-from ...runtime.autograd import apply
-from ...runtime.backend import current_backend
+from ...runtime.checks import NOTHING_IGNORED
 from ..support.api import support_stats
 from ..support.autograd import stats_of_parts
-from ..support.common import Support, SupportStats, check_support
+from ..support.common import SupportStats
 from .api import linear_token_stats
-from .autograd import EntryLogits
+from .autograd import logits_of_entries
 from .inputs import all_logits, cast_and_check, needs_logits
 from .plan import check_budget
 
@@ -66,40 +67,19 @@ def linear_support_stats(
         SupportStats(logprob=tensor([-0.6931]), entropy=tensor([0.6931]), in_set=tensor([True]))
     """
     head = cast_and_check(input, linear_weight, linear_bias, target)
-    checks.integer("target", target)
-    checks.shape("target", target, input.shape[:-1], "input without H")
-    check_support(ids, offsets, target.reshape(-1), "input")
-    checks.python_int("ignore_index", ignore_index)
-    numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
+    numbers: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
+    rest = (target, ids, offsets)
     if needs_logits(head.weight, None):
-        return support_stats(
-            all_logits(*head),
-            target,
-            ids,
-            offsets,
-            temperature=temperature,
-            softcap=softcap,
-            ignore_index=ignore_index,
-        )
+        return support_stats(all_logits(*head), *rest, **numbers, ignore_index=ignore_index)
     head = head.flat
 
-    def entries(support: Support) -> Tensor:
-        x: Tensor = apply(EntryLogits, *head, *support, 0, current_backend())
-        return x
-
-    def all_classes(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        found = linear_token_stats(
-            head.input[rows],
-            head.weight,
-            labels,
-            linear_bias=head.bias,
-            temperature=temperature,
-            softcap=softcap,
-            ignore_index=checks.NOTHING_IGNORED,
-            memory_budget=memory_budget,
-        )
+    def all_classes(rows: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        options = {**numbers, "ignore_index": NOTHING_IGNORED, "memory_budget": memory_budget}
+        call = (head.input[rows], head.weight, labels)
+        found = linear_token_stats(*call, linear_bias=head.bias, **options)
         return found.logprob, found.entropy
 
-    of_rows = (target, ids, offsets, len(head.weight), ignore_index, *numbers)
-    return stats_of_parts(entries, all_classes, *of_rows)
+    entries = functools.partial(logits_of_entries, head, 0)
+    call = (input, "input", len(head.weight), *rest, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, *call)

@@ -1,135 +1,140 @@
-"""The registered ops of statistics over recorded supports."""
+"""The registered ops of statistics over recorded supports, and their autograd function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...runtime import register
-from ...runtime.autograd import DifferentiableOp, one_by_one
+from ...runtime import checks, register
+from ...runtime.autograd import (
+    apply,
+    double_backward,
+    is_capturing,
+    is_double_backward,
+    one_by_one,
+    plain_eager,
+    saved_tensors,
+    takes,
+)
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import on_device
 from . import common, reference
-from .common import (
-    EVERY_CLASS,
-    Support,
-    SupportRows,
-    SupportStats,
-    check_offsets,
-    check_values,
-    rows_without_ids,
-)
+from .common import Support, SupportRows, SupportStats
 
 
-def _gpu() -> ModuleType:
+def _gpu() -> tuple[ModuleType, ...]:
     from .gpu import rows
 
-    return rows
+    return rows, common
 
 
-def _sets_fake(target: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    M, E = target.shape[0], target.shape[0] + ids.shape[0]
-    keys, in_set = target.new_empty(E, dtype=torch.int32), target.new_empty(M, dtype=torch.bool)
-    kinds, starts, numbers, classes, order, rows = map(target.new_empty, (M, M, M, E, E, E))
-    return kinds, starts, numbers, classes, order, keys, rows, in_set
+def _sets_fake(target: Tensor, ids: Tensor, offsets: Tensor) -> Support:
+    entries = target.shape[0] and target.shape[0] + ids.shape[0]
+    return Support(ids.new_empty(entries), ids.new_empty(entries), torch.empty_like(offsets))
 
 
-def _stats_fake(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    dtype = acc_dtype(logits.dtype)
-    return tuple(logits.new_empty(target.shape, dtype=dtype) for _ in SupportRows._fields)
+def _stats_fake(logits: Tensor, offsets: Tensor) -> SupportRows:
+    dtype, M = acc_dtype(logits.dtype), offsets.shape[0] - 1
+    logprob, entropy = (logits.new_empty(M, dtype=dtype) for _ in range(2))
+    dlogprob, dentropy = (torch.empty_like(logits, dtype=dtype) for _ in range(2))
+    in_set = offsets.new_empty(M, dtype=torch.bool)
+    return SupportRows(logprob, entropy, in_set, dlogprob, dentropy)
 
 
-sets_op = register.define(
-    common.support_sets,
-    _sets_fake,
-    gpu=_gpu,
-    check=check_values,
-    vmap=one_by_one,
-)
-stats_op = register.define(reference.support_stats, _stats_fake, gpu=_gpu, vmap=one_by_one)
-stats_backward_op = register.define(
-    reference.support_gradient,
-    lambda logits: torch.empty_like(logits),
-    name="support_stats_backward",
-    gpu=_gpu,
-    vmap=one_by_one,
-)
+define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
+sets_op = define_op(common.support_sets, _sets_fake, check=common.check_values)
+stats_op = define_op(reference.support_stats, _stats_fake)
 
 
-def _saves(args: tuple[Any, ...], output: SupportRows) -> tuple[Any, Any]:
-    (logits, target, *support, temperature, softcap, _), (_, *statistics) = args, output
-    return (logits, target, *support, *statistics), (temperature, softcap)
+class EntryStats(torch.autograd.Function):
+    """The `SupportRows` of the logits of entries, of which the first two are differentiable."""
 
+    generate_vmap_rule = True
 
-def _gradient(*args: Any) -> Tensor:
-    """Compute the gradient of the logits; the fields of the `Support` come one by one."""
-    (on_label, on_entropy, logits, target), support, rest = args[:4], args[4:11], args[11:]
-    grads = (on_label, on_entropy)
-    return reference.support_gradient(*grads, logits, target, Support(*support), *rest)
+    @staticmethod
+    @takes(stats_op)
+    def forward(*args: Any) -> Any:
+        return stats_op(*args)
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.options = inputs[4:-1]
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*inputs[:4], *output[3:])
 
-_stats = DifferentiableOp(stats_op, stats_backward_op, _gradient, _saves, results=2)
-
-
-def sets_of(
-    target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
-) -> tuple[Support, Tensor]:
-    """Return the supports of rows with labels `[M]`, and whether each target was recorded.
-
-    The offsets may be on the CPU.
-    """
-    ids, offsets = ids.long().contiguous(), offsets.long().contiguous()
-    if offsets.device != target.device:
-        check_offsets(offsets, ids.shape[0])
-        offsets = on_device(target.device, offsets)[0]
-    call = (target, ids, offsets, num_classes, ignore_index, current_backend())
-    *support, in_set = sets_op(*call)
-    return Support(*support), in_set
-
-
-def stats_of(
-    logits: Tensor, target: Tensor, support: Support, temperature: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy of logits `[M, C]`, or of those of the entries, `[E]`."""
-    call = (logits, target, *support, temperature, softcap, current_backend())
-    logprob, entropy = _stats(*call)[:2]
-    return logprob, entropy
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        logits, *support, dlogprob, dentropy = saved_tensors(ctx)
+        if is_double_backward(logits, *grads[:2]):
+            (gradient,) = double_backward(
+                lambda x: reference.support_stats(x, Support(*support), *ctx.options)[:2],
+                [logits],
+                [True],
+                grads[:2],
+            )
+        else:
+            a, c = (grad[support[0]] for grad in grads[:2])
+            # A row without an upstream gradient has none, even if its logits are NaN.
+            gradient = torch.where((a == 0) & (c == 0), 0, a * dlogprob + c * dentropy)
+        return gradient, *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
 def stats_of_parts(
     entries: Callable[[Support], Tensor],
-    all_classes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    all_classes: Callable[..., Sequence[Tensor]],
+    input: Tensor,
+    name: str,
+    num_classes: int,
     target: Tensor,
     ids: Tensor,
     offsets: Tensor,
-    num_classes: int,
-    ignore_index: int,
     temperature: float,
-    softcap: float,
+    softcap: float | None,
+    ignore_index: int,
 ) -> SupportStats:
     """Return the statistics of rows with ids from the logits of their entries, and of the others.
 
+    The host waits for the number of rows without ids, unless offsets on the CPU tell that every row
+    has some. Compilers, transforms and captured graphs do not know it: there these are all rows.
+
     Args:
-        entries: returns the logits of the entries, `[E]`.
-        all_classes: takes rows without ids and their labels, and returns their log-probabilities
-            and entropies. It is called if there are such rows.
-        target: labels `[...]`.
+        entries: returns the logits of the entries in the accumulator's dtype, `[E]`.
+        all_classes: takes rows without ids, their labels, temperature, softcap, and a label that
+            none of them has. It returns their log-probabilities and entropies. It is called if
+            there are such rows.
+        input: what the public function calls `name`, with the rows in its leading dimensions.
+        num_classes: the number of all classes; the rest are arguments of the public function.
     """
+    common.check_support(input, name, target, ids, offsets)
+    checks.python_int("ignore_index", ignore_index)
+    numbers = checks.temperature_and_softcap(temperature, softcap)
     labels = target.reshape(-1).long().contiguous()
-    support, in_set = sets_of(labels, ids, offsets, num_classes, ignore_index)
-    found = stats_of(entries(support), labels, support, temperature, softcap)
-    rows = rows_without_ids(support.kinds, offsets)
-    if rows is not None:
-        is_whole = support.kinds == EVERY_CLASS
-        others = all_classes(rows, torch.where(is_whole, labels, 0)[rows])
-        logprob, entropy = (
-            torch.where(is_whole, torch.zeros_like(field).index_put((rows,), other), field)
-            for field, other in zip(found, others, strict=True)
-        )
-        found = logprob, entropy
+    ids, begins = ids.long().contiguous(), offsets.long().contiguous()
+    if offsets.device != target.device:
+        common.check_offsets(begins, len(ids))
+        begins = on_device(target.device, begins)[0]
+    options, backend = (num_classes, ignore_index), current_backend()
+    support = Support(*sets_op(labels, ids, begins, *options, backend))
+    call = (entries(support), *support, *options, *numbers, backend)
+    *found, in_set = apply(EntryStats, *call)[:3]
+    if not (plain_eager() and offsets.is_cpu and bool((offsets.diff() > 0).all())):
+        begin, end = support.offsets[:-1], support.offsets[1:]
+        has_all = (begin == end) & (begin >= 0) & (labels != ignore_index)
+        if plain_eager() and not is_capturing(labels):
+            rows = has_all.nonzero()[:, 0]
+        else:
+            rows = torch.arange(len(labels), device=labels.device)
+        if len(rows):
+            chosen = torch.where(has_all, labels, 0)[rows]
+            others = all_classes(rows, chosen, *numbers, checks.NOTHING_IGNORED)
+            found = [
+                torch.where(has_all, torch.zeros_like(field).index_put((rows,), other), field)
+                for field, other in zip(found, others, strict=True)
+            ]
     return SupportStats(*(field.reshape(target.shape) for field in (*found, in_set)))
