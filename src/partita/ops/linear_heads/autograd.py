@@ -309,7 +309,7 @@ def logits_of_entries(head: Head, first_class: int, support: Support) -> Tensor:
     input, weight, bias = head
     columns = support.classes - first_class if first_class else support.classes
     x: Tensor = apply(EntryLogits, input, weight, support.rows, columns, current_backend())
-    if bias is None:
+    if bias is None or len(bias) == 0:
         return x
     is_own = (columns >= 0) & (columns < len(bias))
     return x + torch.where(is_own, bias.to(x.dtype)[torch.where(is_own, columns, 0)], 0)

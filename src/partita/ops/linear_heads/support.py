@@ -74,9 +74,9 @@ def linear_support_stats(
         return support_stats(all_logits(*head), *rest, **numbers, ignore_index=ignore_index)
     head = head.flat
 
-    def all_classes(rows: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def all_classes(rows: Tensor | None, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         options = {**numbers, "ignore_index": NOTHING_IGNORED, "memory_budget": memory_budget}
-        call = (head.input[rows], head.weight, labels)
+        call = (head.input if rows is None else head.input[rows], head.weight, labels)
         found = linear_token_stats(*call, linear_bias=head.bias, **options)
         return found.logprob, found.entropy
 

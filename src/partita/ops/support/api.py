@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ...runtime.autograd import apply
 from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import token_stats
 from ..cross_entropy.common import check_logits
-from .autograd import stats_of_parts
+from .autograd import LogitsOfEntries, stats_of_parts
 from .common import Support, SupportStats
 
 
@@ -67,11 +67,11 @@ def support_stats(
 
     def entries(support: Support) -> Tensor:
         # Entries that are no class have the gradient 0, or NaN like all of their row.
-        return x[support.rows, support.classes.clamp(0, classes - 1)].to(acc_dtype(x.dtype))
+        columns = support.classes.clamp(0, classes - 1)
+        return apply(LogitsOfEntries, x, support.rows, columns)
 
-    def all_classes(rows: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        chosen = x if len(rows) == len(x) else x[rows]
-        found = token_stats(chosen, *rest, current_backend())
+    def all_classes(rows: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        found = token_stats(x if rows is None else x[rows], *rest, current_backend())
         return found[0], found[2]
 
     call = (logits, "logits", classes, target, ids, offsets)

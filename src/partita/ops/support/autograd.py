@@ -35,7 +35,7 @@ def _gpu() -> tuple[ModuleType, ...]:
 
 
 def _sets_fake(target: Tensor, ids: Tensor, offsets: Tensor) -> Support:
-    entries = target.shape[0] and target.shape[0] + ids.shape[0]
+    entries = target.shape[0] + ids.shape[0]
     return Support(ids.new_empty(entries), ids.new_empty(entries), torch.empty_like(offsets))
 
 
@@ -85,6 +85,33 @@ class EntryStats(torch.autograd.Function):
         return gradient, *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
+class LogitsOfEntries(torch.autograd.Function):
+    """The logits `[M, C]` of entries, `[E]`, in the accumulator's dtype.
+
+    A row with a gradient that is NaN gets NaN as its gradient everywhere, because it is invalid.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        return logits[rows, columns].to(acc_dtype(logits.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        logits, *entries = inputs
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        ctx.save_for_backward(*entries)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (grad,), (rows, columns) = grads, saved_tensors(ctx)
+        nan_or_zero = grad.new_zeros(ctx.shape[0]).index_put((rows,), 0 * grad, accumulate=True)
+        dlogits = nan_or_zero.to(ctx.dtype).unsqueeze(1).expand(ctx.shape).clone()
+        dlogits.index_put_((rows, columns), grad.to(ctx.dtype), accumulate=True)
+        return dlogits, None, None
+
+
 def stats_of_parts(
     entries: Callable[[Support], Tensor],
     all_classes: Callable[..., Sequence[Tensor]],
@@ -105,9 +132,9 @@ def stats_of_parts(
 
     Args:
         entries: returns the logits of the entries in the accumulator's dtype, `[E]`.
-        all_classes: takes rows without ids, their labels, temperature, softcap, and a label that
-            none of them has. It returns their log-probabilities and entropies. It is called if
-            there are such rows.
+        all_classes: takes the indices of some rows, or None for all, their labels, temperature,
+            softcap, and a label that none of them has. It returns their log-probabilities and
+            entropies. It is called if there are rows without ids.
         input: what the public function calls `name`, with the rows in its leading dimensions.
         num_classes: the number of all classes; the rest are arguments of the public function.
     """
@@ -121,20 +148,21 @@ def stats_of_parts(
         begins = on_device(target.device, begins)[0]
     options, backend = (num_classes, ignore_index), current_backend()
     support = Support(*sets_op(labels, ids, begins, *options, backend))
-    call = (entries(support), *support, *options, *numbers, backend)
+    call = (entries(support), *support, num_classes, *numbers, backend)
     *found, in_set = apply(EntryStats, *call)[:3]
     if not (plain_eager() and offsets.is_cpu and bool((offsets.diff() > 0).all())):
         begin, end = support.offsets[:-1], support.offsets[1:]
         has_all = (begin == end) & (begin >= 0) & (labels != ignore_index)
+        rows, labels = None, torch.where(has_all, labels, 0)
         if plain_eager() and not is_capturing(labels):
             rows = has_all.nonzero()[:, 0]
-        else:
-            rows = torch.arange(len(labels), device=labels.device)
-        if len(rows):
-            chosen = torch.where(has_all, labels, 0)[rows]
-            others = all_classes(rows, chosen, *numbers, checks.NOTHING_IGNORED)
-            found = [
-                torch.where(has_all, torch.zeros_like(field).index_put((rows,), other), field)
-                for field, other in zip(found, others, strict=True)
-            ]
+            labels = labels[rows]
+        if rows is None or len(rows):
+            others = all_classes(rows, labels, *numbers, checks.NOTHING_IGNORED)
+            if rows is not None:
+                others = [
+                    torch.zeros_like(x).index_put((rows,), y)
+                    for x, y in zip(found, others, strict=True)
+                ]
+            found = [torch.where(has_all, y, x) for x, y in zip(found, others, strict=True)]
     return SupportStats(*(field.reshape(target.shape) for field in (*found, in_set)))

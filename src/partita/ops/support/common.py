@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ...runtime import checks
 
+IGNORED = -2  # the class of a target that is ignored
+
 
 class SupportStats(NamedTuple):
     """Statistics of each row over the classes that its sampler recorded as possible.
@@ -29,9 +31,10 @@ class Support(NamedTuple):
 
     Fields:
         rows: the row of each entry, `[E]`.
-        classes: the class of each entry, `[E]`. Ids ascend in each row, and may repeat.
+        classes: the class of each entry, -1 or C for none, `[E]`. Ids ascend in each row, and may
+            repeat. Those of an ignored row are -1, and its target is `IGNORED`.
         offsets: where the ids of each row begin among all ids, and K, `[M + 1]`. If these are
-            wrong they are -1, and no id is a class.
+            wrong they are -1, and so are all ids.
     """
 
     rows: Tensor
@@ -65,14 +68,16 @@ def support_sets(
     """
     M, K = len(target), len(ids) if len(target) else 0
     is_wrong = (offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
+    is_ignored, label = target == ignore_index, target.clamp(-1, num_classes)
     places = torch.arange(max(M, K), device=ids.device)
     rows = torch.searchsorted(offsets[1:], places[:K], right=True).clamp(max=M - 1)
-    # Ids out of range stay so. The rows are in order before and after the sort.
+    # The rows are in order before and after the sort.
     keys = torch.add(ids[:K].clamp(-1, num_classes), rows, alpha=num_classes + 2)
     ids = torch.sub(keys.sort().values, rows, alpha=num_classes + 2)
+    ids = torch.where(is_wrong | is_ignored[rows], -1, ids)
     return Support(
         rows=torch.cat([places[:M], rows]),
-        classes=torch.cat([target, torch.where(is_wrong, -1, ids)]),
+        classes=torch.cat([torch.where(is_ignored, IGNORED, label), ids]),
         offsets=torch.where(is_wrong, -1, offsets),
     )
 

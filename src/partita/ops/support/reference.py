@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, softcap_slope, softcapped
-from .common import Support, SupportRows
+from .common import IGNORED, Support, SupportRows
 
 
 def support_stats(
     logits: Tensor,
     support: Support,
     num_classes: int,
-    ignore_index: int,
     temperature: float,
     softcap: float,
 ) -> SupportRows:
@@ -31,7 +30,6 @@ def support_stats(
         logits: the logits of the entries, `[E]`.
         support: the entries.
         num_classes: the number of all classes.
-        ignore_index: the label of rows that do not count.
         temperature: what the soft-capped logits are divided by.
         softcap: the soft-cap, or 0.
     """
@@ -50,7 +48,7 @@ def support_stats(
     is_recorded = is_id & (classes == target[rows])
     is_same = is_id[:-1] & (classes[1:] == classes[:-1]) & (rows[1:] == rows[:-1])
     is_repeated = is_recorded | torch.cat([is_id[:1], is_same])
-    is_ignored = (target == ignore_index) & (offsets[1:] >= 0)
+    is_ignored = (target == IGNORED) & (offsets[1:] >= 0)
     is_invalid = (any_in_row(~is_class) | (offsets[1:] < 0)) & ~is_ignored
     counts = ~(is_ignored | is_invalid)
     in_set = counts & (any_in_row(is_recorded) | (offsets[1:] == offsets[:-1]))

@@ -119,8 +119,10 @@ def support_stats(
         )
         return total
 
-    def all_classes(rows: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        found = logits_statistics(x[rows], labels, None, shard, row_options(*options))
+    def all_classes(rows: Tensor | None, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        found = logits_statistics(
+            x if rows is None else x[rows], labels, None, shard, row_options(*options)
+        )
         return -found.nll, found.entropy
 
     call = (logits, "logits", shard.classes, target, ids, offsets)
@@ -180,8 +182,9 @@ def linear_support_stats(
         total: Tensor = SumOverRanks.apply(own, shard, False)
         return total
 
-    def all_classes(rows: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        part = Head(head.input[rows], head.weight, head.bias)
+    def all_classes(rows: Tensor | None, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        states = head.input if rows is None else head.input[rows]
+        part = Head(states, head.weight, head.bias)
         rest = (None, shard, row_options(*options), False, memory_budget)
         found = hidden_statistics(part, labels, *rest)
         return -found.nll, found.entropy

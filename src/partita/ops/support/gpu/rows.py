@@ -18,8 +18,9 @@ from ....primitives.gpu.math import (
 from ....primitives.gpu.reduce import add_block, empty_state, load_capped, merge_lanes
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
-from ..common import Support, SupportRows
+from ..common import IGNORED, Support, SupportRows
 
+IGNORED_CLASS = tl.constexpr(IGNORED)
 BLOCK = 32  # entries of a row that its program reads together; the usual row has nine
 
 
@@ -49,7 +50,6 @@ def support_rows_kernel(
     results,  # SupportRows
     M,
     C,
-    ignore_index: tl.int64,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
@@ -62,7 +62,7 @@ def support_rows_kernel(
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + row), tl.load(support.offsets + row + 1)
-    is_ignored = (tl.load(support.classes + row) == ignore_index) & (begin >= 0)
+    is_ignored = (tl.load(support.classes + row) == IGNORED_CLASS) & (begin >= 0)
     number = tl.where(is_ignored, 0, end - begin + 1)
     state = empty_state(1, 1, ACC_DTYPE)
     has_target = tl.zeros([BLOCK], tl.int32)
@@ -107,7 +107,6 @@ def support_stats(
     logits: Tensor,
     support: Support,
     num_classes: int,
-    ignore_index: int,
     temperature: float,
     softcap: float,
 ) -> SupportRows:
@@ -128,7 +127,6 @@ def support_stats(
         results=results,
         M=M,
         C=num_classes,
-        ignore_index=ignore_index,
         temperature=temperature,
         softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
