@@ -34,7 +34,7 @@ from ..cross_entropy.common import LossOptions
 from ..support.common import Support
 from . import reference_support
 from .chunked import empty_gradients
-from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
+from .common import RowOptions, RowStatistics, counted_rows, empty_statistics
 from .plan import padded_width
 from .reference import KERNELS, gradient_coefficients
 
@@ -301,12 +301,13 @@ class EntryLogits(torch.autograd.Function):
         return dinput, dweight, None, None, None
 
 
-def logits_of_entries(head: Head, first_class: int, support: Support) -> Tensor:
+def logits_of_entries(
+    input: Tensor, weight: Tensor, bias: Tensor | None, first_class: int, support: Support
+) -> Tensor:
     """Return the logits of the entries whose classes a head has, and 0 for others, `[E]`.
 
     The classes of the head are those from `first_class` on.
     """
-    input, weight, bias = head
     columns = support.classes - first_class if first_class else support.classes
     x: Tensor = apply(EntryLogits, input, weight, support.rows, columns, current_backend())
     if bias is None or len(bias) == 0:

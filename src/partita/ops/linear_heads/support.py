@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from ...runtime.checks import NOTHING_IGNORED
 from ..support.api import support_stats
 from ..support.autograd import stats_of_parts
-from ..support.common import SupportStats
+from ..support.common import Support, SupportStats
 from .api import linear_token_stats
 from .autograd import logits_of_entries
 from .inputs import all_logits, cast_and_check, needs_logits
@@ -72,14 +71,15 @@ def linear_support_stats(
     rest = (target, ids, offsets)
     if needs_logits(head.weight, None):
         return support_stats(all_logits(*head), *rest, **numbers, ignore_index=ignore_index)
-    head = head.flat
+    weight, bias = head.weight, head.bias
 
-    def all_classes(rows: Tensor | None, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def entries(x: Tensor, support: Support) -> Tensor:
+        return logits_of_entries(x, weight, bias, 0, support)
+
+    def all_classes(x: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         options = {**numbers, "ignore_index": NOTHING_IGNORED, "memory_budget": memory_budget}
-        call = (head.input if rows is None else head.input[rows], head.weight, labels)
-        found = linear_token_stats(*call, linear_bias=head.bias, **options)
+        found = linear_token_stats(x, weight, labels, linear_bias=bias, **options)
         return found.logprob, found.entropy
 
-    entries = functools.partial(logits_of_entries, head, 0)
-    call = (input, "input", len(head.weight), *rest, temperature, softcap, ignore_index)
-    return stats_of_parts(entries, all_classes, *call)
+    call = (head.input, "input", len(weight), *rest, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, True, *call)

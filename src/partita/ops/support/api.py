@@ -63,16 +63,15 @@ def support_stats(
                      in_set=tensor([ True, False]))
     """
     check_logits(logits)
-    x, classes = logits[None].flatten(0, -2), logits.shape[-1]
+    classes = logits.shape[-1]
 
-    def entries(support: Support) -> Tensor:
+    def entries(x: Tensor, support: Support) -> Tensor:
         # Entries that are no class have the gradient 0, or NaN like all of their row.
-        columns = support.classes.clamp(0, classes - 1)
-        return apply(LogitsOfEntries, x, support.rows, columns)
+        return apply(LogitsOfEntries, x, support.rows, support.classes.clamp(0, classes - 1))
 
-    def all_classes(rows: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-        found = token_stats(x if rows is None else x[rows], *rest, current_backend())
+    def all_classes(*of_rows: Any) -> tuple[Tensor, Tensor]:
+        found = token_stats(*of_rows, current_backend())
         return found[0], found[2]
 
     call = (logits, "logits", classes, target, ids, offsets)
-    return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, False, *call, temperature, softcap, ignore_index)

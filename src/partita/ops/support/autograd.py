@@ -25,7 +25,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import on_device
 from . import common, reference
-from .common import Support, SupportRows, SupportStats
+from .common import Support, SupportStats
 
 
 def _gpu() -> tuple[ModuleType, ...]:
@@ -39,17 +39,9 @@ def _sets_fake(target: Tensor, ids: Tensor, offsets: Tensor) -> Support:
     return Support(ids.new_empty(entries), ids.new_empty(entries), torch.empty_like(offsets))
 
 
-def _stats_fake(logits: Tensor, offsets: Tensor) -> SupportRows:
-    dtype, M = acc_dtype(logits.dtype), offsets.shape[0] - 1
-    logprob, entropy = (logits.new_empty(M, dtype=dtype) for _ in range(2))
-    dlogprob, dentropy = (torch.empty_like(logits, dtype=dtype) for _ in range(2))
-    in_set = offsets.new_empty(M, dtype=torch.bool)
-    return SupportRows(logprob, entropy, in_set, dlogprob, dentropy)
-
-
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
 sets_op = define_op(common.support_sets, _sets_fake, check=common.check_values)
-stats_op = define_op(reference.support_stats, _stats_fake)
+stats_op = define_op(reference.support_stats, common.empty_rows)
 
 
 class EntryStats(torch.autograd.Function):
@@ -113,8 +105,9 @@ class LogitsOfEntries(torch.autograd.Function):
 
 
 def stats_of_parts(
-    entries: Callable[[Support], Tensor],
+    entries: Callable[[Tensor, Support], Tensor],
     all_classes: Callable[..., Sequence[Tensor]],
+    waits: bool,
     input: Tensor,
     name: str,
     num_classes: int,
@@ -127,42 +120,43 @@ def stats_of_parts(
 ) -> SupportStats:
     """Return the statistics of rows with ids from the logits of their entries, and of the others.
 
-    The host waits for the number of rows without ids, unless offsets on the CPU tell that every row
-    has some. Compilers, transforms and captured graphs do not know it: there these are all rows.
+    If every row has ids, offsets on the CPU tell so. Else the host waits for the number of rows
+    without ids, or all rows count as such: where it must not wait, in compiled code, under
+    transforms, and in a captured graph.
 
     Args:
-        entries: returns the logits of the entries in the accumulator's dtype, `[E]`.
-        all_classes: takes the indices of some rows, or None for all, their labels, temperature,
-            softcap, and a label that none of them has. It returns their log-probabilities and
-            entropies. It is called if there are rows without ids.
-        input: what the public function calls `name`, with the rows in its leading dimensions.
+        entries: takes the input as rows `[M, ...]` and a `Support`, and returns the logits of the
+            entries in the accumulator's dtype, `[E]`.
+        all_classes: takes some rows, their labels, temperature, softcap, and a label that none of
+            them has. It returns their log-probabilities and entropies.
+        waits: whether the host may wait.
+        input: logits or hidden states, which the public function calls `name`.
         num_classes: the number of all classes; the rest are arguments of the public function.
     """
     common.check_support(input, name, target, ids, offsets)
     checks.python_int("ignore_index", ignore_index)
     numbers = checks.temperature_and_softcap(temperature, softcap)
-    labels = target.reshape(-1).long().contiguous()
+    x, labels = input[None].flatten(0, -2), target.reshape(-1).long().contiguous()
     ids, begins = ids.long().contiguous(), offsets.long().contiguous()
     if offsets.device != target.device:
         common.check_offsets(begins, len(ids))
         begins = on_device(target.device, begins)[0]
     options, backend = (num_classes, ignore_index), current_backend()
     support = Support(*sets_op(labels, ids, begins, *options, backend))
-    call = (entries(support), *support, num_classes, *numbers, backend)
+    call = (entries(x, support), *support, num_classes, *numbers, backend)
     *found, in_set = apply(EntryStats, *call)[:3]
     if not (plain_eager() and offsets.is_cpu and bool((offsets.diff() > 0).all())):
         begin, end = support.offsets[:-1], support.offsets[1:]
         has_all = (begin == end) & (begin >= 0) & (labels != ignore_index)
-        rows, labels = None, torch.where(has_all, labels, 0)
-        if plain_eager() and not is_capturing(labels):
-            rows = has_all.nonzero()[:, 0]
-            labels = labels[rows]
-        if rows is None or len(rows):
-            others = all_classes(rows, labels, *numbers, checks.NOTHING_IGNORED)
-            if rows is not None:
-                others = [
-                    torch.zeros_like(x).index_put((rows,), y)
-                    for x, y in zip(found, others, strict=True)
-                ]
-            found = [torch.where(has_all, y, x) for x, y in zip(found, others, strict=True)]
+        whole = torch.where(has_all, labels, 0)
+        of_all = (*numbers, checks.NOTHING_IGNORED)
+        if not (waits and plain_eager()) or is_capturing(labels):
+            others = all_classes(x, whole, *of_all)
+            found = [torch.where(has_all, b, a) for a, b in zip(found, others, strict=True)]
+        elif len(rows := has_all.nonzero()[:, 0]):
+            others = all_classes(x[rows], whole[rows], *of_all)
+            found = [
+                torch.where(has_all, torch.zeros_like(a).index_put((rows,), b), a)
+                for a, b in zip(found, others, strict=True)
+            ]
     return SupportStats(*(field.reshape(target.shape) for field in (*found, in_set)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
+from ...runtime.dtypes import acc_dtype
 
 IGNORED = -2  # the class of a target that is ignored
 
@@ -59,6 +60,15 @@ class SupportRows(NamedTuple):
     dentropy: Tensor
 
 
+def empty_rows(logits: Tensor, offsets: Tensor) -> SupportRows:
+    """Return memory for the statistics of logits of entries, `[E]`, with offsets `[M + 1]`."""
+    M, dtype = offsets.shape[0] - 1, acc_dtype(logits.dtype)
+    logprob, entropy = (logits.new_empty(M, dtype=dtype) for _ in range(2))
+    dlogprob, dentropy = (torch.empty_like(logits, dtype=dtype) for _ in range(2))
+    in_set = logits.new_empty(M, dtype=torch.bool)
+    return SupportRows(logprob, entropy, in_set, dlogprob, dentropy)
+
+
 def support_sets(
     target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
 ) -> Support:
@@ -67,7 +77,7 @@ def support_sets(
     The ids of a row are sorted, so that those that repeat are neighbours. Nothing waits for a GPU.
     """
     M, K = len(target), len(ids) if len(target) else 0
-    is_wrong = (offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
+    is_wrong = (offsets[1:] < offsets[:-1]).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
     is_ignored, label = target == ignore_index, target.clamp(-1, num_classes)
     places = torch.arange(max(M, K), device=ids.device)
     rows = torch.searchsorted(offsets[1:], places[:K], right=True).clamp(max=M - 1)

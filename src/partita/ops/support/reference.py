@@ -16,11 +16,7 @@ from .common import IGNORED, Support, SupportRows
 
 
 def support_stats(
-    logits: Tensor,
-    support: Support,
-    num_classes: int,
-    temperature: float,
-    softcap: float,
+    logits: Tensor, support: Support, num_classes: int, temperature: float, softcap: float
 ) -> SupportRows:
     """Compute log-probability and entropy of each row over its support, and their derivatives.
 

@@ -17,7 +17,7 @@ from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads.autograd import logits_of_entries
 from ..linear_heads.common import Head, RowOptions, checked_head
-from ..support.autograd import stats_of_parts
+from ..support.autograd import LogitsOfEntries, stats_of_parts
 from ..support.common import Support, SupportStats
 from .autograd import logits_statistics
 from .local_losses import contiguous_classes, hidden_statistics
@@ -56,16 +56,6 @@ class SumOverRanks(torch.autograd.Function):
 def row_options(temperature: float, softcap: float, ignore_index: int) -> RowOptions:
     """Return the options of rows without ids."""
     return RowOptions(temperature, softcap, ignore_index, needs_smoothing=False, needs_entropy=True)
-
-
-def entry_logits(logits: Tensor, support: Support, first_class: int) -> Tensor:
-    """Return the logits of the entries whose classes are among those of `[M, C]`, 0 for others."""
-    columns, dtype = support.classes - first_class, acc_dtype(logits.dtype)
-    if logits.shape[1] == 0:
-        return logits.sum().to(dtype).expand(columns.shape)  # zeros, differentiable as on all ranks
-    is_own = (columns >= 0) & (columns < logits.shape[1])
-    x = logits[support.rows, torch.where(is_own, columns, 0)]
-    return torch.where(is_own, x, 0).to(dtype)
 
 
 def support_stats(
@@ -111,22 +101,23 @@ def support_stats(
     if logits.ndim == 0:
         raise ValueError("logits: expected shape [..., C_local], got []")
     shard = vocab_shard("logits", logits, -1, group, classes)
-    x = contiguous_classes(logits[None].flatten(0, -2))
 
-    def entries(support: Support) -> Tensor:
-        total: Tensor = SumOverRanks.apply(
-            entry_logits(x, support, shard.first_class), shard, False
-        )
+    def entries(x: Tensor, support: Support) -> Tensor:
+        columns, width = support.classes - shard.first_class, max(x.shape[1], 1)
+        # A rank without classes has a column of zeros.
+        x = x if x.shape[1] else x.sum(1, keepdim=True)
+        own = LogitsOfEntries.apply(x, support.rows, columns.clamp(0, width - 1))
+        own = torch.where((columns >= 0) & (columns < logits.shape[-1]), own, 0)
+        total: Tensor = SumOverRanks.apply(own, shard, False)
         return total
 
-    def all_classes(rows: Tensor | None, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        found = logits_statistics(
-            x if rows is None else x[rows], labels, None, shard, row_options(*options)
-        )
+    def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        of_rows = (contiguous_classes(x), labels, None, shard, row_options(*options))
+        found = logits_statistics(*of_rows)
         return -found.nll, found.entropy
 
     call = (logits, "logits", shard.classes, target, ids, offsets)
-    return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, False, *call, temperature, softcap, ignore_index)
 
 
 def linear_support_stats(
@@ -172,22 +163,21 @@ def linear_support_stats(
         tensor([-0.6931])
         >>> dist.destroy_process_group()
     """
-    head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]").flat
+    head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
     shard = vocab_shard("linear_weight", head.weight, 0, group, classes)
 
-    def entries(support: Support) -> Tensor:
+    def entries(x: Tensor, support: Support) -> Tensor:
         # The gradients of hidden states are added up in the accumulator's dtype.
-        states = SumOverRanks.apply(head.input.to(acc_dtype(input.dtype)), shard, True)
-        own = logits_of_entries(Head(states, head.weight, head.bias), shard.first_class, support)
+        x = SumOverRanks.apply(x.to(acc_dtype(x.dtype)), shard, True)
+        own = logits_of_entries(x, head.weight, head.bias, shard.first_class, support)
         total: Tensor = SumOverRanks.apply(own, shard, False)
         return total
 
-    def all_classes(rows: Tensor | None, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        states = head.input if rows is None else head.input[rows]
-        part = Head(states, head.weight, head.bias)
-        rest = (None, shard, row_options(*options), False, memory_budget)
-        found = hidden_statistics(part, labels, *rest)
+    def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        part = Head(x, head.weight, head.bias)
+        of_rows = (labels, None, shard, row_options(*options), False, memory_budget)
+        found = hidden_statistics(part, *of_rows)
         return -found.nll, found.entropy
 
-    call = (input, "input", shard.classes, target, ids, offsets)
-    return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)
+    call = (head.input, "input", shard.classes, target, ids, offsets)
+    return stats_of_parts(entries, all_classes, True, *call, temperature, softcap, ignore_index)

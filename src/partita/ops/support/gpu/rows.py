@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,9 +15,8 @@ from ....primitives.gpu.math import (
     through_softcap,
 )
 from ....primitives.gpu.reduce import add_block, empty_state, load_capped, merge_lanes
-from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
-from ..common import IGNORED, Support, SupportRows
+from ..common import IGNORED, Support, SupportRows, empty_rows
 
 IGNORED_CLASS = tl.constexpr(IGNORED)
 BLOCK = 32  # entries of a row that its program reads together; the usual row has nine
@@ -104,28 +102,17 @@ def support_rows_kernel(
 
 
 def support_stats(
-    logits: Tensor,
-    support: Support,
-    num_classes: int,
-    temperature: float,
-    softcap: float,
+    logits: Tensor, support: Support, num_classes: int, temperature: float, softcap: float
 ) -> SupportRows:
     """Compute the statistics of each row over its support; see the reference."""
-    M, dtype = len(support.offsets) - 1, acc_dtype(logits.dtype)
-    results = SupportRows(
-        logprob=logits.new_empty(M, dtype=dtype),
-        entropy=logits.new_empty(M, dtype=dtype),
-        in_set=logits.new_empty(M, dtype=torch.bool),
-        dlogprob=logits.new_zeros(len(logits), dtype=dtype),
-        dentropy=logits.new_zeros(len(logits), dtype=dtype),
-    )
+    results = empty_rows(logits, support.offsets)
     launch(
         support_rows_kernel,
-        M,
+        len(results.logprob),
         logits_ptr=logits,
         support=support,
         results=results,
-        M=M,
+        M=len(results.logprob),
         C=num_classes,
         temperature=temperature,
         softcap=softcap,
