@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from ...runtime.checks import NOTHING_IGNORED
-from ..support.api import support_stats
 from ..support.autograd import stats_of_parts
 from ..support.common import Support, SupportStats
 from .api import linear_token_stats
 from .autograd import logits_of_entries
-from .inputs import all_logits, cast_and_check, needs_logits
+from .inputs import cast_and_check
 from .plan import check_budget
 
 
@@ -67,19 +66,23 @@ def linear_support_stats(
     """
     head = cast_and_check(input, linear_weight, linear_bias, target)
     check_budget(memory_budget)
-    numbers: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
-    rest = (target, ids, offsets)
-    if needs_logits(head.weight, None):
-        return support_stats(all_logits(*head), *rest, **numbers, ignore_index=ignore_index)
     weight, bias = head.weight, head.bias
 
     def entries(x: Tensor, support: Support) -> Tensor:
         return logits_of_entries(x, weight, bias, 0, support)
 
     def all_classes(x: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        options = {**numbers, "ignore_index": NOTHING_IGNORED, "memory_budget": memory_budget}
-        found = linear_token_stats(x, weight, labels, linear_bias=bias, **options)
+        found = linear_token_stats(
+            x,
+            weight,
+            labels,
+            linear_bias=bias,
+            temperature=temperature,
+            softcap=softcap,
+            ignore_index=NOTHING_IGNORED,
+            memory_budget=memory_budget,
+        )
         return found.logprob, found.entropy
 
-    call = (head.input, "input", len(weight), *rest, temperature, softcap, ignore_index)
-    return stats_of_parts(entries, all_classes, True, *call)
+    call = (head.input, "input", len(weight), target, ids, offsets)
+    return stats_of_parts(entries, all_classes, True, *call, temperature, softcap, ignore_index)
