@@ -272,18 +272,19 @@ class EntryLogits(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @takes(entry_logits)
+    @takes(entry_logits, "offsets", "order", "starts")
     def forward(*args: Any) -> Any:
-        return entry_logits(*args)
+        return entry_logits(*args[:5])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:4])
+        ctx.save_for_backward(*inputs[:4], *inputs[5:])
         ctx.backend = inputs[4]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (grad,), (input, weight, rows, classes) = grads, saved_tensors(ctx)
+        (grad,), tensors = grads, saved_tensors(ctx)
+        input, weight, rows, classes, offsets, order, starts = tensors
         wanted = needed_gradients(ctx, input, weight)
         if is_double_backward(grad, input, weight):
             found = double_backward(
@@ -292,13 +293,13 @@ class EntryLogits(torch.autograd.Function):
                 wanted,
                 grad,
             )
-            return *found, None, None, None
+            return *found, *(None,) * 6
         op, (dinput, dweight) = for_gradients(entry_sums, grad), (None, None)
-        if wanted[0]:  # The bits of a row do not depend on others.
-            dinput = op(grad, rows, classes, weight, input, False, ctx.backend)
+        if wanted[0]:
+            dinput = op(grad, rows, classes, None, offsets, weight, input, ctx.backend)
         if wanted[1]:
-            dweight = op(grad, classes, rows, input, weight, True, ctx.backend)
-        return dinput, dweight, None, None, None
+            dweight = op(grad, classes, rows, order, starts, input, weight, ctx.backend)
+        return dinput, dweight, *(None,) * 6
 
 
 def logits_of_entries(
@@ -308,8 +309,11 @@ def logits_of_entries(
 
     The classes of the head are those from `first_class` on.
     """
-    columns = support.classes - first_class if first_class else support.classes
-    x: Tensor = apply(EntryLogits, input, weight, support.rows, columns, current_backend())
+    rows, classes, offsets, order, starts = support
+    columns = classes - first_class if first_class else classes
+    of_classes = starts[first_class : first_class + len(weight) + 1]
+    call = (rows, columns, current_backend(), offsets, order, of_classes)
+    x: Tensor = apply(EntryLogits, input, weight, *call)
     if bias is None or len(bias) == 0:
         return x
     is_own = (columns >= 0) & (columns < len(bias))

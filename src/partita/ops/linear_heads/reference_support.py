@@ -27,7 +27,13 @@ def linear_entries(input: Tensor, weight: Tensor, rows: Tensor, classes: Tensor)
 
 
 def linear_entries_sums(
-    grad: Tensor, names: Tensor, columns: Tensor, table: Tensor, like: Tensor, cut: bool
+    grad: Tensor,
+    names: Tensor,
+    columns: Tensor,
+    order: Tensor | None,
+    starts: Tensor,
+    table: Tensor,
+    like: Tensor,
 ) -> Tensor:
     """Return the sum over the entries of each name of gradient times row of the table.
 
@@ -38,9 +44,11 @@ def linear_entries_sums(
         grad: the gradients of the logits, `[E]`.
         names: the sum that each entry belongs to, `[E]`; others than 0 to S - 1 do not count.
         columns: the row of the table of each entry, `[E]`, which it may not have.
+        order: the entries sorted by name, `[E]`, for kernels. They cut long sums where others end,
+            so that these change the rounding. None if the names are rows, which have no cuts.
+        starts: where the entries of each name begin in the order, or the offsets, `[S + 1]`.
         table: `[N, H]`.
         like: has the shape and the dtype of the sums, `[S, H]`.
-        cut: whether other names may change the rounding of a sum, which is faster for long ones.
     """
     sums = torch.zeros_like(like, dtype=grad.dtype)
     is_name, is_row = (names >= 0) & (names < len(like)), (columns >= 0) & (columns < len(table))

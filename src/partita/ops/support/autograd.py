@@ -34,9 +34,11 @@ def _gpu() -> tuple[ModuleType, ...]:
     return rows, common
 
 
-def _sets_fake(target: Tensor, ids: Tensor, offsets: Tensor) -> Support:
-    entries = target.shape[0] + ids.shape[0]
-    return Support(ids.new_empty(entries), ids.new_empty(entries), torch.empty_like(offsets))
+def _sets_fake(target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int) -> Support:
+    E = target.shape[0] + ids.shape[0]
+    rows, classes, order = (ids.new_empty(E) for _ in range(3))
+    starts = ids.new_empty(num_classes + 1)
+    return Support(rows, classes, torch.empty_like(offsets), order, starts)
 
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
@@ -56,9 +58,9 @@ class EntryStats(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options = inputs[4:-1]
+        ctx.options = inputs[6:-1]
         ctx.mark_non_differentiable(*output[2:])
-        ctx.save_for_backward(*inputs[:4], *output[3:])
+        ctx.save_for_backward(*inputs[:6], *output[3:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

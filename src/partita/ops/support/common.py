@@ -36,11 +36,15 @@ class Support(NamedTuple):
             repeat. Those of an ignored row are -1, and its target is `IGNORED`.
         offsets: where the ids of each row begin among all ids, and K, `[M + 1]`. If these are
             wrong they are -1, and so are all ids.
+        order: the entries sorted by class, `[E]`.
+        starts: where the entries of each class begin in this order, `[C + 1]`.
     """
 
     rows: Tensor
     classes: Tensor
     offsets: Tensor
+    order: Tensor
+    starts: Tensor
 
 
 class SupportRows(NamedTuple):
@@ -79,16 +83,20 @@ def support_sets(
     M, K = len(target), len(ids) if len(target) else 0
     is_wrong = (offsets[1:] < offsets[:-1]).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
     is_ignored, label = target == ignore_index, target.clamp(-1, num_classes)
-    places = torch.arange(max(M, K), device=ids.device)
-    rows = torch.searchsorted(offsets[1:], places[:K], right=True).clamp(max=M - 1)
+    numbers = torch.arange(max(M, K, num_classes + 1), device=ids.device)
+    rows = torch.searchsorted(offsets[1:], numbers[:K], right=True).clamp(max=M - 1)
     # The rows are in order before and after the sort.
     keys = torch.add(ids[:K].clamp(-1, num_classes), rows, alpha=num_classes + 2)
     ids = torch.sub(keys.sort().values, rows, alpha=num_classes + 2)
     ids = torch.where(is_wrong | is_ignored[rows], -1, ids)
+    classes = torch.cat([torch.where(is_ignored, IGNORED, label), ids])
+    ordered, order = classes.sort(stable=True)
     return Support(
-        rows=torch.cat([places[:M], rows]),
-        classes=torch.cat([torch.where(is_ignored, IGNORED, label), ids]),
+        rows=torch.cat([numbers[:M], rows]),
+        classes=classes,
         offsets=torch.where(is_wrong, -1, offsets),
+        order=order,
+        starts=torch.searchsorted(ordered, numbers[: num_classes + 1]),
     )
 
 

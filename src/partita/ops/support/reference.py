@@ -29,7 +29,7 @@ def support_stats(
         temperature: what the soft-capped logits are divided by.
         softcap: the soft-cap, or 0.
     """
-    (rows, classes, offsets), M = support, len(support.offsets) - 1
+    (rows, classes, offsets, *_), M = support, len(support.offsets) - 1
     target, is_id = classes[:M], torch.arange(len(rows), device=rows.device) >= M
 
     def any_in_row(flags: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ sparse matrix, the gradient of the logits, with a dense one.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +16,7 @@ from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 
 # Entries and hidden dimensions of the tile that a program has in registers.
 LOGIT_ENTRIES, LOGIT_BLOCK = 8, 512
-SUM_ENTRIES, SUM_BLOCK = 2, 1024
+ROW_ENTRIES, PART_ENTRIES, CLASS_ENTRIES, SUM_BLOCK = 4, 8, 2, 1024
 # Many rows name a common class. Its sum is cut at places in the order that are multiples of this,
 # so that no program adds up more entries. Without cuts, Zipf's ids take 1.63 ms on an H100.
 SPLIT = 512
@@ -54,35 +53,52 @@ def linear_entries_kernel(
     tl.store(x_ptr + entry, tl.sum(sums, axis=1), mask=counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "S"])
 def linear_entries_sums_kernel(
     grad_ptr,  # [E]
-    order_ptr,  # [E], the entry at each place
+    names_ptr,  # [E], the sum that each entry belongs to
     columns_ptr,  # [E], the row of the table of each entry
-    begins_ptr,  # [S], the first place of each sum
-    ends_ptr,  # [S]
+    order_ptr,  # [E], the entry at each place; or None, where sums are rows
+    starts_ptr,  # [S + 1], the first place of each sum
     table,  # StridedRows [N, H]
-    parts_ptr,  # [E / SPLIT, H], what the places from each multiple of SPLIT on add; or None
-    sums,  # StridedRows [S, H]
+    parts_ptr,  # [E / SPLIT, H], or None
+    sums,  # StridedRows [S, H], or the parts
+    M,
     N,
+    S,
     hidden,
     SPLIT: tl.constexpr,
+    OF_PARTS: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Add up a part of rows of the table, each times the gradient of an entry, over some places."""
+    """Add up a part of rows of the table, each times the gradient of an entry, over some places.
+
+    The places are those of a sum up to the first multiple of SPLIT, where there are parts, which
+    are added then. With OF_PARTS they are those from a multiple on that belong to the same sum. The
+    sum of a row has no parts, and its target stands before its ids.
+    """
     ACC_DTYPE: tl.constexpr = grad_ptr.dtype.element_ty
     spans = tl.cdiv(hidden, BLOCK_H)
     name = (tl.program_id(0) // spans).to(tl.int64)
     h = (tl.program_id(0) % spans).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-    begin, end = tl.load(begins_ptr + name), tl.load(ends_ptr + name)
-    stop = end
+    if OF_PARTS:
+        begin = name * SPLIT
+        of_sum = tl.load(names_ptr + tl.load(order_ptr + begin))
+        exists = (of_sum >= 0) & (of_sum < S)
+        end = tl.minimum(tl.load(starts_ptr + of_sum + 1, mask=exists, other=0), begin + SPLIT)
+    else:
+        begin, end = tl.load(starts_ptr + name), tl.load(starts_ptr + name + 1)
+    stop = end + 1 if order_ptr is None else end
     if parts_ptr is not None:
         stop = tl.minimum(end, tl.cdiv(begin, SPLIT) * SPLIT)
     totals = tl.zeros([ENTRIES, BLOCK_H], ACC_DTYPE)
     for start in range(begin, stop, ENTRIES):
         place = start + tl.arange(0, ENTRIES)
-        entry = tl.load(order_ptr + place, mask=place < stop, other=0)
+        if order_ptr is None:
+            entry = tl.where(place == begin, name, M + place - 1)
+        else:
+            entry = tl.load(order_ptr + place, mask=place < stop, other=0)
         factor = tl.load(grad_ptr + entry, mask=place < stop, other=0.0)
         column = tl.load(columns_ptr + entry, mask=place < stop, other=-1)
         # What has no gradient does not count, whatever it holds.
@@ -121,39 +137,45 @@ def linear_entries(input: Tensor, weight: Tensor, rows: Tensor, classes: Tensor)
 
 
 def linear_entries_sums(
-    grad: Tensor, names: Tensor, columns: Tensor, table: Tensor, like: Tensor, cut: bool
+    grad: Tensor,
+    names: Tensor,
+    columns: Tensor,
+    order: Tensor | None,
+    starts: Tensor,
+    table: Tensor,
+    like: Tensor,
 ) -> Tensor:
     """Return sums of rows of the table times gradients of entries; see the reference."""
-    keys, order = names.sort(stable=True)
-    grad, hidden = grad.contiguous(), table.shape[1]
+    grad, hidden, result = grad.contiguous(), table.shape[1], like.new_empty(like.shape)
     block = min(SUM_BLOCK, next_power_of_2(max(hidden, 1)))
 
-    def sums(begins: Tensor, ends: Tensor, parts: Tensor | None, result: Tensor) -> Tensor:
+    def add(parts: Tensor | None, sums: Tensor, entries: int) -> None:
         launch(
             linear_entries_sums_kernel,
-            len(begins) * cdiv(hidden, block),
+            len(sums) * cdiv(hidden, block),
             grad_ptr=grad,
-            order_ptr=order,
+            names_ptr=names,
             columns_ptr=columns,
-            begins_ptr=begins,
-            ends_ptr=ends,
+            order_ptr=order,
+            starts_ptr=starts,
             table=matrix_rows(table),
             parts_ptr=parts,
-            sums=matrix_rows(result),
+            sums=matrix_rows(sums),
+            M=len(like),
             N=len(table),
+            S=len(like),
             hidden=hidden,
             SPLIT=SPLIT,
-            ENTRIES=SUM_ENTRIES,
+            OF_PARTS=sums is not result,
+            ENTRIES=entries,
             BLOCK_H=block,
             num_warps=4,
         )
-        return result
 
-    parts = None
-    if cut:  # The places of the name at each cut, as far as the next one.
-        cuts = torch.arange(0, len(keys), SPLIT, device=keys.device)
-        ends = torch.searchsorted(keys, keys[::SPLIT].contiguous(), right=True)
-        ends = torch.minimum(cuts + SPLIT, ends)
-        parts = sums(cuts, ends, None, grad.new_empty(len(cuts), hidden))
-    starts = torch.searchsorted(keys, torch.arange(len(like) + 1, device=keys.device))
-    return sums(starts[:-1], starts[1:], parts, like.new_empty(like.shape))
+    if order is None:
+        add(None, result, ROW_ENTRIES)
+    else:
+        parts = grad.new_empty(cdiv(len(order), SPLIT), hidden)
+        add(None, parts, PART_ENTRIES)
+        add(parts, result, CLASS_ENTRIES)
+    return result

@@ -61,11 +61,11 @@ def support_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + row), tl.load(support.offsets + row + 1)
     is_ignored = (tl.load(support.classes + row) == IGNORED_CLASS) & (begin >= 0)
-    number = tl.where(is_ignored, 0, end - begin + 1)
+    number = end - begin + 1
     state = empty_state(1, 1, ACC_DTYPE)
     has_target = tl.zeros([BLOCK], tl.int32)
     has_no_class = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, number, BLOCK):
+    for start in range(0, tl.where(is_ignored, 0, number), BLOCK):
         _, x, _, is_recorded, is_no_class = load_entries(
             logits_ptr, support, row, start, number, M, C, softcap, BLOCK
         )
