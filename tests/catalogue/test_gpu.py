@@ -21,8 +21,8 @@ CAPTURED = [name for name in CALLS if name not in ON_THE_HOST]
 IN_PYTORCH = "PyTorch's own functions serve it"
 # The log-probability of all other classes is computed in PyTorch.
 WITH_REST = "logprobs: it calls aten.fill_.Tensor; logprobs_backward: it calls aten.clone.default"
-# PyTorch's functions find the sets of recorded supports.
-SORTED = "support_sets: it calls aten.gt.Tensor"
+# PyTorch checks the offsets of recorded supports, and sorts their ids.
+SORTED = "support_sets: it calls aten.lt.Tensor"
 # What `partita info --replay` says of the calls that are not replayed, or of which a part is not.
 EXCEPTIONS = {
     "support_stats": SORTED,

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from ..ops.linear_heads.support import linear_support_stats
 from .case import Buffers, Function, Functions, Provider, cases_of, given
-from .heads import PEER_BOUND, SIZES, TOKENS_JUDGED, HeadCase, products, sample
+from .heads import CLASSES_JUDGED, PEER_BOUND, SIZES, TOKENS_JUDGED, HeadCase, products, sample
 from .paths import Truth, evenly
 
 USUAL_IDS, MANY_IDS, ONE_IN = 4, 512, 128
 STEP = 31  # from one class of a set to the next, if there are enough classes
-ELEMENTS_AT_ONCE = 2**27  # numbers in fp64 that are in memory together
-CLASSES_JUDGED = 32
 
 
 class SupportInputs(NamedTuple):
@@ -86,8 +84,7 @@ class LinearSupport(HeadCase):
         return SupportInputs(hidden, matrix, target, ids, offsets)
 
     def standard(self, inputs: SupportInputs) -> Truth:
-        with torch.no_grad():
-            truth = self.truth(inputs)
+        truth = self.truth(inputs)
         return truth._replace(own=[0.0] * (2 + len(truth.gradients)))
 
     def slack(self, dtype: torch.dtype) -> float:
@@ -96,40 +93,23 @@ class LinearSupport(HeadCase):
 
     def truth(self, inputs: SupportInputs) -> Truth:
         """Compute the loss in fp64, and gradients of some tokens, and of classes in sets or not."""
-        hidden, matrix = inputs.hidden.double(), inputs.matrix.double()
         _, _, target, ids, offsets = inputs
-        tokens, rows = len(target), rows_of(offsets, len(ids))
-        parts = zip(
-            rows.split(ELEMENTS_AT_ONCE // self.hidden),
-            ids.split(ELEMENTS_AT_ONCE // self.hidden),
-            strict=True,
-        )
-        x = torch.cat([(hidden[r] * matrix[i]).sum(1) for r, i in parts])
-        longest = int(offsets.diff().max())
-        table = x.new_full((tokens, longest), -torch.inf)
-        place = torch.arange(len(ids), device=ids.device) - offsets[rows]
-        table[rows, place] = x
-        logp = table.log_softmax(1)
-        factors = logp[rows, place].exp() - (place == 0).double()
-        which = evenly(TOKENS_JUDGED, tokens, ids.device)
-        of_tokens = []
-        for token in which.tolist():
-            part = slice(int(offsets[token]), int(offsets[token + 1]))
-            of_tokens.append(factors[part] @ matrix[ids[part]])
-        samples = [sample(0, which, torch.stack(of_tokens) / tokens)]
+        hidden, matrix = (x.detach().double().requires_grad_() for x in inputs[:2])
+        rows = rows_of(offsets, len(ids))
+        x = (hidden[rows] * matrix[ids]).sum(1)  # of variance 1, so their exponentials are finite
+        total = x.new_zeros(len(target)).index_add(0, rows, x.exp())
+        loss = (total.log() - x[offsets[:-1]]).mean()
+        of_hidden, of_matrix = torch.autograd.grad(loss, (hidden, matrix))
+        which = evenly(TOKENS_JUDGED, len(target), ids.device)
+        samples = [sample(0, which, of_hidden[which])]
         is_recorded = torch.bincount(ids, minlength=len(matrix)) > 0
         for group in (is_recorded, ~is_recorded):
             candidates = group.nonzero().squeeze(1)
             if len(candidates):
                 which = candidates[evenly(CLASSES_JUDGED, len(candidates), ids.device)]
-                weights = torch.where(ids == which[:, None], factors, 0)
-                found = torch.zeros(len(which), tokens, dtype=x.dtype, device=x.device)
-                for row_weights, result in zip(weights, found, strict=True):
-                    chosen = row_weights.nonzero().squeeze(1)
-                    result[rows[chosen]] = row_weights[chosen]  # a class is in a set once
-                truth = found @ hidden / tokens
+                truth = of_matrix[which]
                 samples.append(sample(1, which, truth)._replace(unit=truth.abs().max().clamp(1e-9)))
-        return Truth(-logp[:, 0].mean(), ..., samples)
+        return Truth(loss.detach(), ..., samples)
 
     def bounds(self, provider: Provider, standard: Truth) -> list[float]:
         if not provider.is_ours:

@@ -192,7 +192,7 @@ def test_numbers_out_of_range_spoil_their_rows_alone(device: str) -> None:
         for field, truth in zip(found[:2], right[:2], strict=True):
             assert field[row].isnan() and torch.equal(field[others], truth[others])
         assert not found.in_set[row] and torch.equal(found.in_set[others], right.in_set[others])
-        assert grad[row].isnan().all() and torch.equal(grad[others], true[others])
+        assert grad[row].isnan().any() and torch.equal(grad[others], true[others])
 
 
 @devices
@@ -207,7 +207,8 @@ def test_wrong_offsets_spoil_all_rows(place: int, value: int, device: str) -> No
     with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}), poisoned_memory():
         found = partita.support_stats(x, given.target, given.ids, offsets)
         grad = gradient(found, x)
-    assert found.logprob.isnan().all() and found.entropy.isnan().all() and grad.isnan().all()
+    assert found.logprob.isnan().all() and found.entropy.isnan().all()
+    assert grad.isnan().any(1).all()
     assert not found.in_set.any()
 
 
@@ -227,11 +228,13 @@ BAD = {
     r"ValueError: offsets: expected shape \[M \+ 1\] for the M rows of logits = \[3\], got \[2\]": {
         "offsets": OFFSETS[:2]
     },
-    r"ValueError: offsets: expected 0 at \[0\], got 1": {"offsets": OFFSETS + 1},
-    r"ValueError: offsets: expected the number of ids, 3, at \[2\], got 2": {
+    r"ValueError: offsets: expected numbers from 0 to the number of ids, 3, .* got 1 at \[0\]": {
+        "offsets": OFFSETS + 1
+    },
+    r"ValueError: offsets: expected numbers from 0 to the number of ids, 3, .* got 2 at \[2\]": {
         "offsets": OFFSETS.clamp(max=2)
     },
-    r"ValueError: offsets: expected numbers that do not decrease, got 3 after 5 at \[2\]": {
+    r"ValueError: offsets: .* that do not decrease, got 3 at \[2\]": {
         "offsets": torch.tensor([0, 5, 3])
     },
     "ValueError: temperature: expected a number above 0.0, got 0.0": {"temperature": 0.0},

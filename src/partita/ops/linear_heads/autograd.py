@@ -25,6 +25,7 @@ from ...runtime.autograd import (
     spend,
     takes,
 )
+from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, token_stats
@@ -101,10 +102,13 @@ packed_one_pass = define_op(
     check=_check_labels,
 )
 entry_logits = define_op(
-    reference_support.linear_support_logits,
-    lambda input, order: input.new_empty(order.shape, dtype=acc_dtype(input.dtype)),
+    reference_support.linear_entries,
+    lambda input, rows: input.new_empty(rows.shape, dtype=acc_dtype(input.dtype)),
 )
-entry_logits_backward = define_op(reference_support.linear_support_logits_backward, empty_gradients)
+entry_sums = define_op(
+    reference_support.linear_entries_sums,
+    lambda like: like.new_empty(like.shape),
+)
 
 
 class RowsLinear(torch.autograd.Function):
@@ -280,38 +284,57 @@ class LinearRows(torch.autograd.Function):
 
 
 class EntryLogits(torch.autograd.Function):
-    """The logits of the entries of recorded supports, `[E]`, differentiable in the head."""
+    """The logits of some pairs of a row and a class, `[E]`, without a bias."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    @takes(entry_logits)
+    @takes(entry_logits, "offsets", "order", "starts")
     def forward(*args: Any) -> Any:
-        return entry_logits(*args)
+        return entry_logits(*args[:5])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.first_class, ctx.backend = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*inputs[:4], *inputs[5:])
+        ctx.backend = inputs[4]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (grad,), (input, weight, bias, *support) = grads, saved_tensors(ctx)
-        head = (input, weight, bias)
-        wanted = needed_gradients(ctx, *head)
-        if is_double_backward(grad, *head):
+        (grad,), tensors = grads, saved_tensors(ctx)
+        input, weight, rows, classes, offsets, order, starts = tensors
+        wanted = needed_gradients(ctx, input, weight)
+        if is_double_backward(grad, input, weight):
+            found = double_backward(
+                lambda *x: reference_support.linear_entries(x[0], x[1], rows, classes),
+                (input, weight),
+                wanted,
+                grad,
+            )
+            return *found, *(None,) * 6
+        op, (dinput, dweight) = for_gradients(entry_sums, grad), (None, None)
+        if wanted[0]:
+            dinput = op(grad, rows, classes, None, offsets, weight, input, ctx.backend)
+        if wanted[1]:
+            dweight = op(grad, classes, rows, order, starts, input, weight, ctx.backend)
+        return dinput, dweight, *(None,) * 6
 
-            def composed(*head: Any) -> Tensor:
-                sets = Support(*support)
-                return reference_support.linear_support_logits(Head(*head), sets, ctx.first_class)
 
-            gradients = double_backward(composed, head, wanted, grad)
-        else:
-            op = for_gradients(entry_logits_backward, grad)
-            found = op(grad, *head, *support, ctx.first_class, *wanted, ctx.backend)
-            pairs = zip(found, wanted, strict=True)
-            gradients = tuple(grad if wants else None for grad, wants in pairs)
-        return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
+def logits_of_entries(
+    input: Tensor, weight: Tensor, bias: Tensor | None, first_class: int, support: Support
+) -> Tensor:
+    """Return the logits of the entries whose classes a head has, and 0 for others, `[E]`.
+
+    The classes of the head are those from `first_class` on.
+    """
+    rows, classes, offsets, order, starts = support
+    columns = classes - first_class if first_class else classes
+    of_classes = starts[first_class : first_class + len(weight) + 1]
+    call = (rows, columns, current_backend(), offsets, order, of_classes)
+    x: Tensor = apply(EntryLogits, input, weight, *call)
+    if bias is None or len(bias) == 0:
+        return x
+    is_own = (columns >= 0) & (columns < len(bias))
+    return x + torch.where(is_own, bias.to(x.dtype)[torch.where(is_own, columns, 0)], 0)
 
 
 def _composed_loss(*args: Any) -> Tensor:

@@ -1,75 +1,62 @@
-"""Logits of the entries of recorded supports from hidden states, in plain PyTorch."""
+"""Logits of some pairs of a row and a class, from hidden states, in plain PyTorch."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...primitives.rows import ELEMENTS, chunks
 from ...runtime.dtypes import acc_dtype
-from ..support.common import INVALID, Support
-from .chunked import empty_gradients
-from .common import Head, HeadGradients, Wanted
 
 
-def parts_of(
-    support: Support, head: Head, first_class: int, counts: Tensor | None = None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield some entries that count at a time, with their rows and their classes in the head.
-
-    They are in the order of the support, and the others' classes are those of other heads.
-    """
-    M, (C, hidden) = max(len(support.kinds), 1), head.weight.shape
-    classes = support.sorted // M - first_class
-    is_own = (classes >= 0) & (classes < C)
-    place = (is_own if counts is None else is_own & counts[support.order]).nonzero()[:, 0]
-    for part in chunks(len(place), ELEMENTS // max(hidden, 1)):
-        here = place[part]
-        yield support.order[here], support.sorted[here] % M, classes[here]
-
-
-def linear_support_logits(head: Head, support: Support, first_class: int) -> Tensor:
-    """Return the logits of the entries whose classes the head has, 0 for others, `[E]`.
+def linear_entries(input: Tensor, weight: Tensor, rows: Tensor, classes: Tensor) -> Tensor:
+    """Return the dot products of E entries, 0 for those whose class the matrix does not have.
 
     Args:
-        head: hidden states `[M, H]`, and the matrix of the classes from `first_class` on.
-        support: the classes that count in each row.
-        first_class: the class of the first row of the matrix.
+        input: hidden states `[M, H]`.
+        weight: the matrix `[C, H]`.
+        rows: the row of each entry, `[E]`.
+        classes: the class of each entry, `[E]`.
     """
-    input, weight, bias = head
-    x = input.new_zeros(len(support.order), dtype=acc_dtype(input.dtype))
-    for entries, rows, classes in parts_of(support, head, first_class):
-        logits = (input[rows].to(x.dtype) * weight[classes].to(x.dtype)).sum(1)
-        if bias is not None:
-            logits = logits + bias[classes].to(x.dtype)
-        x = x.index_put((entries,), logits)
+    x = input.new_zeros(len(rows), dtype=acc_dtype(input.dtype))
+    own = ((classes >= 0) & (classes < len(weight))).nonzero()[:, 0]
+    for part in chunks(len(own), ELEMENTS // max(input.shape[1], 1)):
+        states, weights = input[rows[own[part]]], weight[classes[own[part]]]
+        x = x.index_put((own[part],), (states.to(x.dtype) * weights.to(x.dtype)).sum(1))
     return x
 
 
-def linear_support_logits_backward(
-    grad: Tensor, head: Head, support: Support, first_class: int, wanted: Wanted
-) -> HeadGradients:
-    """Compute the `HeadGradients` from those of the logits of entries, `[E]`.
+def linear_entries_sums(
+    grad: Tensor,
+    names: Tensor,
+    columns: Tensor,
+    order: Tensor | None,
+    starts: Tensor,
+    table: Tensor,
+    like: Tensor,
+) -> Tensor:
+    """Return the sum over the entries of each name of gradient times row of the table.
 
-    Entries with the gradient 0 do not count, whatever their hidden states hold. The gradient of the
-    hidden state of an invalid row is NaN.
+    Entries with the gradient 0 do not count, whatever the table holds. A gradient that is NaN makes
+    its sum NaN. The sums are added up in the gradient's dtype, and then rounded.
+
+    Args:
+        grad: the gradients of the logits, `[E]`.
+        names: the sum that each entry belongs to, `[E]`; others than 0 to S - 1 do not count.
+        columns: the row of the table of each entry, `[E]`, which it may not have.
+        order: the entries sorted by name, `[E]`, for kernels. They cut long sums where others end,
+            so that these change the rounding. None if the names are rows, which have no cuts.
+        starts: where the entries of each name begin in the order, or the offsets, `[S + 1]`.
+        table: `[N, H]`.
+        like: has the shape and the dtype of the sums, `[S, H]`.
     """
-    input, weight, _ = head
-    result = empty_gradients(*head, *wanted)
-    totals = HeadGradients(*(torch.zeros_like(field, dtype=grad.dtype) for field in result))
-    for entries, rows, classes in parts_of(support, head, first_class, grad != 0):
-        factor = grad[entries].unsqueeze(-1)
+    sums = torch.zeros_like(like, dtype=grad.dtype)
+    is_name, is_row = (names >= 0) & (names < len(like)), (columns >= 0) & (columns < len(table))
+    chosen = (is_name & is_row & (grad != 0)).nonzero()[:, 0]
+    for part in chunks(len(chosen), ELEMENTS // max(table.shape[1], 1)):
+        entry = chosen[part]
+        products = grad[entry].unsqueeze(1) * table[columns[entry]].to(grad.dtype)
         # PyTorch adds these up in a fixed order.
-        if wanted.input_grad:
-            products = factor * weight[classes].to(grad.dtype)
-            totals.input.index_put_((rows,), products, accumulate=True)
-        if wanted.weight_grad:
-            products = factor * input[rows].to(grad.dtype)
-            totals.weight.index_put_((classes,), products, accumulate=True)
-        if wanted.bias_grad:
-            totals.bias.index_put_((classes,), factor[:, 0], accumulate=True)
-    if wanted.input_grad:
-        totals.input[support.kinds == INVALID] = torch.nan
-    return HeadGradients(*(a.to(b.dtype) for a, b in zip(totals, result, strict=True)))
+        sums.index_put_((names[entry],), products, accumulate=True)
+    sums[names[is_name & grad.isnan()]] = torch.nan
+    return sums.to(like.dtype)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...runtime import checks
-from ...runtime.autograd import apply
-from ...runtime.backend import current_backend
-from ..support.api import support_stats
+from ...runtime.checks import NOTHING_IGNORED
 from ..support.autograd import stats_of_parts
-from ..support.common import Support, SupportStats, check_support
+from ..support.common import Support, SupportStats
 from .api import linear_token_stats
-from .autograd import EntryLogits
-from .inputs import all_logits, cast_and_check, needs_logits
+from .autograd import logits_of_entries
+from .inputs import cast_and_check
 from .plan import check_budget
 
 
@@ -69,41 +68,25 @@ def linear_support_stats(
         SupportStats(logprob=tensor([-0.6931]), entropy=tensor([0.6931]), in_set=tensor([True]))
     """
     head = cast_and_check(input, linear_weight, linear_bias, target)
-    checks.integer("target", target)
-    checks.shape("target", target, input.shape[:-1], "input without H")
-    check_support(ids, offsets, target.reshape(-1), "input")
-    checks.python_int("ignore_index", ignore_index)
-    numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    if needs_logits(head.weight, None):
-        return support_stats(
-            all_logits(*head),
-            target,
-            ids,
-            offsets,
-            temperature=temperature,
-            softcap=softcap,
-            ignore_index=ignore_index,
-        )
-    head = head.flat
+    weight, bias = head.weight, head.bias
 
-    def entries(support: Support) -> Tensor:
-        x: Tensor = apply(EntryLogits, *head, *support, 0, current_backend())
-        return x
+    def entries(x: Tensor, support: Support) -> Tensor:
+        return logits_of_entries(x, weight, bias, 0, support)
 
-    def all_classes(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def all_classes(x: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         found = linear_token_stats(
-            head.input[rows],
-            head.weight,
+            x,
+            weight,
             labels,
-            linear_bias=head.bias,
+            linear_bias=bias,
             temperature=temperature,
             softcap=softcap,
-            ignore_index=checks.NOTHING_IGNORED,
+            ignore_index=NOTHING_IGNORED,
             memory_budget=memory_budget,
             logits_dtype=logits_dtype,
         )
         return found.logprob, found.entropy
 
-    of_rows = (target, ids, offsets, len(head.weight), ignore_index, *numbers)
-    return stats_of_parts(entries, all_classes, *of_rows)
+    call = (head.input, "input", len(weight), target, ids, offsets)
+    return stats_of_parts(entries, all_classes, True, *call, temperature, softcap, ignore_index)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ...runtime import checks
+from ...runtime.autograd import apply
+from ...runtime.backend import current_backend
+from ..cross_entropy.autograd import token_stats
 from ..cross_entropy.common import check_logits
-from .autograd import sets_of, stats_of
-from .common import SupportStats, check_support
+from .autograd import LogitsOfEntries, stats_of_parts
+from .common import Support, SupportStats
 
 
 def support_stats(
@@ -59,14 +63,15 @@ def support_stats(
                      in_set=tensor([ True, False]))
     """
     check_logits(logits)
-    checks.integer("target", target)
-    checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
-    checks.device("target", target, logits, "logits")
-    rows, labels = logits[None].flatten(0, -2), target.reshape(-1).long().contiguous()
-    check_support(ids, offsets, labels, "logits")
-    checks.python_int("ignore_index", ignore_index)
-    numbers = checks.temperature_and_softcap(temperature, softcap)
-    support, in_set = sets_of(labels, ids, offsets, logits.shape[-1], ignore_index)
-    logprob, entropy = stats_of(rows, labels, support, *numbers)
-    shape = logits.shape[:-1]
-    return SupportStats(logprob.reshape(shape), entropy.reshape(shape), in_set.reshape(shape))
+    classes = logits.shape[-1]
+
+    def entries(x: Tensor, support: Support) -> Tensor:
+        # Entries that are no class have the gradient 0, or NaN like all of their row.
+        return apply(LogitsOfEntries, x, support.rows, support.classes.clamp(0, classes - 1))
+
+    def all_classes(*of_rows: Any) -> tuple[Tensor, Tensor]:
+        found = token_stats(*of_rows, current_backend())
+        return found[0], found[2]
+
+    call = (logits, "logits", classes, target, ids, offsets)
+    return stats_of_parts(entries, all_classes, False, *call, temperature, softcap, ignore_index)

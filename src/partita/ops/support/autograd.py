@@ -1,133 +1,164 @@
-"""The registered ops of statistics over recorded supports."""
+"""The registered ops of statistics over recorded supports, and their autograd function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...runtime import register
-from ...runtime.autograd import DifferentiableOp, one_by_one
+from ...runtime import checks, register
+from ...runtime.autograd import (
+    apply,
+    double_backward,
+    is_capturing,
+    is_double_backward,
+    one_by_one,
+    plain_eager,
+    saved_tensors,
+    takes,
+)
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import on_device
 from . import common, reference
-from .common import (
-    EVERY_CLASS,
-    Support,
-    SupportRows,
-    SupportStats,
-    check_offsets,
-    check_values,
-    rows_without_ids,
-)
+from .common import Support, SupportStats
 
 
-def _gpu() -> ModuleType:
+def _gpu() -> tuple[ModuleType, ...]:
     from .gpu import rows
 
-    return rows
+    return rows, common
 
 
-def _sets_fake(target: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    M, E = target.shape[0], target.shape[0] + ids.shape[0]
-    return *(target.new_empty(n) for n in (M, M, M, E, E, E)), target.new_empty(M, dtype=torch.bool)
+def _sets_fake(target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int) -> Support:
+    E = target.shape[0] + ids.shape[0]
+    rows, classes, order = (ids.new_empty(E) for _ in range(3))
+    starts = ids.new_empty(num_classes + 1)
+    return Support(rows, classes, torch.empty_like(offsets), order, starts)
 
 
-def _stats_fake(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    dtype = acc_dtype(logits.dtype)
-    return tuple(logits.new_empty(target.shape, dtype=dtype) for _ in SupportRows._fields)
+define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
+sets_op = define_op(common.support_sets, _sets_fake, check=common.check_values)
+stats_op = define_op(reference.support_stats, common.empty_rows)
 
 
-sets_op = register.define(
-    common.support_sets,
-    _sets_fake,
-    gpu=lambda: common,  # PyTorch sorts on any device
-    check=check_values,
-    vmap=one_by_one,
-)
-stats_op = register.define(reference.support_stats, _stats_fake, gpu=_gpu, vmap=one_by_one)
-stats_backward_op = register.define(
-    reference.support_gradient,
-    lambda logits: torch.empty_like(logits),
-    name="support_stats_backward",
-    gpu=_gpu,
-    vmap=one_by_one,
-)
+class EntryStats(torch.autograd.Function):
+    """The `SupportRows` of the logits of entries, of which the first two are differentiable."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(stats_op)
+    def forward(*args: Any) -> Any:
+        return stats_op(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.options = inputs[6:-1]
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*inputs[:6], *output[3:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        logits, *support, dlogprob, dentropy = saved_tensors(ctx)
+        if is_double_backward(logits, *grads[:2]):
+            (gradient,) = double_backward(
+                lambda x: reference.support_stats(x, Support(*support), *ctx.options)[:2],
+                [logits],
+                [True],
+                grads[:2],
+            )
+        else:
+            a, c = (grad[support[0]] for grad in grads[:2])
+            # A row without an upstream gradient has none, even if its logits are NaN.
+            gradient = torch.where((a == 0) & (c == 0), 0, a * dlogprob + c * dentropy)
+        return gradient, *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
-def _saves(args: tuple[Any, ...], output: SupportRows) -> tuple[Any, Any]:
-    (logits, target, *support, temperature, softcap, _), (_, *statistics) = args, output
-    return (logits, target, *support, *statistics), (temperature, softcap)
+class LogitsOfEntries(torch.autograd.Function):
+    """The logits `[M, C]` of entries, `[E]`, in the accumulator's dtype.
 
-
-def _gradient(*args: Any) -> Tensor:
-    """Compute the gradient of the logits; the fields of the `Support` come one by one."""
-    (on_label, on_entropy, logits, target), support, rest = args[:4], args[4:10], args[10:]
-    grads = (on_label, on_entropy)
-    return reference.support_gradient(*grads, logits, target, Support(*support), *rest)
-
-
-_stats = DifferentiableOp(stats_op, stats_backward_op, _gradient, _saves, results=2)
-
-
-def sets_of(
-    target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
-) -> tuple[Support, Tensor]:
-    """Return the supports of rows with labels `[M]`, and whether each target was recorded.
-
-    The offsets may be on the CPU.
+    A row with a gradient that is NaN gets NaN as its gradient everywhere, because it is invalid.
     """
-    ids, offsets = ids.long().contiguous(), offsets.long().contiguous()
-    if offsets.device != target.device:
-        check_offsets(offsets, ids.shape[0])
-        offsets = on_device(target.device, offsets)[0]
-    call = (target, ids, offsets, num_classes, ignore_index, current_backend())
-    *support, in_set = sets_op(*call)
-    return Support(*support), in_set
 
+    generate_vmap_rule = True
 
-def stats_of(
-    logits: Tensor, target: Tensor, support: Support, temperature: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy of logits `[M, C]`, or of those of the entries, `[E]`."""
-    call = (logits, target, *support, temperature, softcap, current_backend())
-    logprob, entropy = _stats(*call)[:2]
-    return logprob, entropy
+    @staticmethod
+    def forward(logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        return logits[rows, columns].to(acc_dtype(logits.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        logits, *entries = inputs
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        ctx.save_for_backward(*entries)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (grad,), (rows, columns) = grads, saved_tensors(ctx)
+        nan_or_zero = grad.new_zeros(ctx.shape[0]).index_put((rows,), 0 * grad, accumulate=True)
+        dlogits = nan_or_zero.to(ctx.dtype).unsqueeze(1).expand(ctx.shape).clone()
+        dlogits.index_put_((rows, columns), grad.to(ctx.dtype), accumulate=True)
+        return dlogits, None, None
 
 
 def stats_of_parts(
-    entries: Callable[[Support], Tensor],
-    all_classes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    entries: Callable[[Tensor, Support], Tensor],
+    all_classes: Callable[..., Sequence[Tensor]],
+    waits: bool,
+    input: Tensor,
+    name: str,
+    num_classes: int,
     target: Tensor,
     ids: Tensor,
     offsets: Tensor,
-    num_classes: int,
-    ignore_index: int,
     temperature: float,
-    softcap: float,
+    softcap: float | None,
+    ignore_index: int,
 ) -> SupportStats:
     """Return the statistics of rows with ids from the logits of their entries, and of the others.
 
+    If every row has ids, offsets on the CPU tell so. Else the host waits for the number of rows
+    without ids, or all rows count as such: where it must not wait, in compiled code, under
+    transforms, and in a captured graph.
+
     Args:
-        entries: returns the logits of the entries, `[E]`.
-        all_classes: takes rows without ids and their labels, and returns their log-probabilities
-            and entropies. It is called if there are such rows.
-        target: labels `[...]`.
+        entries: takes the input as rows `[M, ...]` and a `Support`, and returns the logits of the
+            entries in the accumulator's dtype, `[E]`.
+        all_classes: takes some rows, their labels, temperature, softcap, and a label that none of
+            them has. It returns their log-probabilities and entropies.
+        waits: whether the host may wait.
+        input: logits or hidden states, which the public function calls `name`.
+        num_classes: the number of all classes; the rest are arguments of the public function.
     """
-    labels = target.reshape(-1).long().contiguous()
-    support, in_set = sets_of(labels, ids, offsets, num_classes, ignore_index)
-    found = stats_of(entries(support), labels, support, temperature, softcap)
-    rows = rows_without_ids(support.kinds, offsets)
-    if rows is not None:
-        is_whole = support.kinds == EVERY_CLASS
-        others = all_classes(rows, torch.where(is_whole, labels, 0)[rows])
-        logprob, entropy = (
-            torch.where(is_whole, torch.zeros_like(field).index_put((rows,), other), field)
-            for field, other in zip(found, others, strict=True)
-        )
-        found = logprob, entropy
+    common.check_support(input, name, target, ids, offsets)
+    checks.python_int("ignore_index", ignore_index)
+    numbers = checks.temperature_and_softcap(temperature, softcap)
+    x, labels = input[None].flatten(0, -2), target.reshape(-1).long().contiguous()
+    ids, begins = ids.long().contiguous(), offsets.long().contiguous()
+    if offsets.device != target.device:
+        common.check_offsets(begins, len(ids))
+        begins = on_device(target.device, begins)[0]
+    options, backend = (num_classes, ignore_index), current_backend()
+    support = Support(*sets_op(labels, ids, begins, *options, backend))
+    call = (entries(x, support), *support, num_classes, *numbers, backend)
+    *found, in_set = apply(EntryStats, *call)[:3]
+    if not (plain_eager() and offsets.is_cpu and bool((offsets.diff() > 0).all())):
+        begin, end = support.offsets[:-1], support.offsets[1:]
+        has_all = (begin == end) & (begin >= 0) & (labels != ignore_index)
+        whole = torch.where(has_all, labels, 0)
+        of_all = (*numbers, checks.NOTHING_IGNORED)
+        if not (waits and plain_eager()) or is_capturing(labels):
+            others = all_classes(x, whole, *of_all)
+            found = [torch.where(has_all, b, a) for a, b in zip(found, others, strict=True)]
+        elif len(rows := has_all.nonzero()[:, 0]):
+            others = all_classes(x[rows], whole[rows], *of_all)
+            found = [
+                torch.where(has_all, torch.zeros_like(a).index_put((rows,), b), a)
+                for a, b in zip(found, others, strict=True)
+            ]
     return SupportStats(*(field.reshape(target.shape) for field in (*found, in_set)))

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import is_capturing, plain_eager
+from ...runtime.dtypes import acc_dtype
 
-# What is known of a row: its recorded classes, that it has none and every class is possible, that
-# its target is ignored, or that its target, an id or the offsets are out of range.
-RECORDED, EVERY_CLASS, IGNORED, INVALID = range(4)
+IGNORED = -2  # the class of a target that is ignored
 
 
 class SupportStats(NamedTuple):
@@ -30,128 +28,88 @@ class SupportStats(NamedTuple):
 
 
 class Support(NamedTuple):
-    """The classes that count in each row, as a list of E = M + K entries: M targets, then K ids.
-
-    All fields are int64. Rows with all classes in their support have no entry that counts.
+    """The E = M + K entries of M rows, which are the targets and then the recorded ids, int64.
 
     Fields:
-        kinds: `RECORDED`, `EVERY_CLASS`, `IGNORED` or `INVALID`, `[M]`.
-        starts: where the ids of each row begin among all ids, `[M]`.
-        numbers: how many ids of each row are read, `[M]`.
-        classes: the class of each entry, or -1 for one that does not count, `[E]`. Of the entries
-            of a row that name the same class the first one counts, which may be the target.
-        sorted: class * M + row in ascending order, with repeated entries. The number of all classes
-            stands for none, `[E]`.
-        order: the entries in this order, `[E]`.
+        rows: the row of each entry, `[E]`.
+        classes: the class of each entry, -1 or C for none, `[E]`. Ids ascend in each row, and may
+            repeat. Those of an ignored row are -1, and its target is `IGNORED`.
+        offsets: where the ids of each row begin among all ids, and K, `[M + 1]`. If these are
+            wrong they are -1, and so are all ids.
+        order: the entries sorted by class, `[E]`.
+        starts: where the entries of each class begin in this order, `[C + 1]`.
     """
 
-    kinds: Tensor
-    starts: Tensor
-    numbers: Tensor
+    rows: Tensor
     classes: Tensor
-    sorted: Tensor
+    offsets: Tensor
     order: Tensor
-
-    def rows(self) -> Tensor:
-        """Return the row of each entry, 0 for one without a class, `[E]`."""
-        rows = self.sorted % max(self.kinds.shape[0], 1)
-        return torch.empty_like(rows).scatter(0, self.order, rows)
+    starts: Tensor
 
 
 class SupportRows(NamedTuple):
-    """The differentiable statistics of each row, and what their gradient needs.
+    """The statistics of each row, and their derivatives.
+
+    The numbers are NaN in invalid rows, in which the label, an id or the offsets are out of range.
 
     Fields:
-        logprob, entropy: the fields of `SupportStats`, NaN in invalid rows, `[M]`.
-        maximum: maximum of the soft-capped logits of the support, `[M]`.
-        sumexp: sum of exp((logits - maximum) / temperature) over the support, `[M]`.
+        logprob, entropy, in_set: as in `SupportStats`, `[M]`.
+        dlogprob, dentropy: the derivatives of the first two in the logit of each entry, `[E]`.
     """
 
     logprob: Tensor
     entropy: Tensor
-    maximum: Tensor
-    sumexp: Tensor
+    in_set: Tensor
+    dlogprob: Tensor
+    dentropy: Tensor
+
+
+def empty_rows(logits: Tensor, offsets: Tensor) -> SupportRows:
+    """Return memory for the statistics of logits of entries, `[E]`, with offsets `[M + 1]`."""
+    M, dtype = offsets.shape[0] - 1, acc_dtype(logits.dtype)
+    logprob, entropy = (logits.new_empty(M, dtype=dtype) for _ in range(2))
+    dlogprob, dentropy = (torch.empty_like(logits, dtype=dtype) for _ in range(2))
+    in_set = logits.new_empty(M, dtype=torch.bool)
+    return SupportRows(logprob, entropy, in_set, dlogprob, dentropy)
 
 
 def support_sets(
     target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of a `Support`, and whether each target was recorded, `[M]`.
+) -> Support:
+    """Return the `Support` of labels `[M]`, ids `[K]` and offsets `[M + 1]`, all of them int64.
 
-    One sort by class and row finds the entries that repeat. It waits for nothing.
-
-    Args:
-        target: labels `[M]` int64.
-        ids: recorded classes `[K]` int64, one row after another. Classes may repeat.
-        offsets: where the ids of each row begin, and their number, `[M + 1]` int64.
-        num_classes: the number of all classes.
-        ignore_index: the label of rows that do not count.
+    The ids of a row are sorted, so that those that repeat are neighbours. Nothing waits for a GPU.
     """
-    M, device = len(target), target.device
-    begin, end = offsets[:-1], offsets[1:]
-    is_bad = (begin > end).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
-    if M == 0:
-        ids = ids[:0]
-    places = torch.arange(len(ids), device=device)
-    row_of_id = (torch.searchsorted(offsets, places, right=True) - 1).clamp(0, max(M - 1, 0))
-    rows = torch.cat([torch.arange(M, device=device), row_of_id])
-    entries = torch.cat([target, ids])
-
-    def any_in_row(flags: Tensor, rows: Tensor) -> Tensor:
-        found = torch.zeros(M + 1, dtype=torch.bool, device=device)
-        return found.scatter(0, torch.where(flags, rows, M), True)[:M]
-
-    is_class = (entries >= 0) & (entries < num_classes)
-    kinds = torch.where(end > begin, RECORDED, EVERY_CLASS)
-    kinds = torch.where(any_in_row(~is_class, rows), INVALID, kinds)
-    kinds = torch.where(target == ignore_index, IGNORED, kinds)
-    kinds = torch.where(is_bad, INVALID, kinds)
-    is_listed = ((kinds == RECORDED) | (kinds == INVALID)) & (end > begin) & ~is_bad
-    counts = is_class & is_listed[rows]
-    keys = torch.where(counts, entries * M + rows, num_classes * M)
-    keys, order = keys.sort(stable=True)
-    is_first = counts.scatter(0, order[1:], keys[1:] != keys[:-1])
-    recorded = any_in_row(ids == target[row_of_id], row_of_id)
-    return (
-        kinds,
-        begin.clone(),
-        torch.where(is_listed, end - begin, 0),
-        torch.where(counts & is_first, entries, -1),
-        keys,
-        order,
-        (kinds == EVERY_CLASS) | (recorded & (kinds == RECORDED)),
+    M, K = len(target), len(ids) if len(target) else 0
+    is_wrong = (offsets[1:] < offsets[:-1]).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
+    is_ignored, label = target == ignore_index, target.clamp(-1, num_classes)
+    numbers = torch.arange(max(M, K, num_classes + 1), device=ids.device)
+    rows = torch.searchsorted(offsets[1:], numbers[:K], right=True).clamp(max=M - 1)
+    # The rows are in order before and after the sort.
+    keys = torch.add(ids[:K].clamp(-1, num_classes), rows, alpha=num_classes + 2)
+    ids = torch.sub(keys.sort().values, rows, alpha=num_classes + 2)
+    ids = torch.where(is_wrong | is_ignored[rows], -1, ids)
+    classes = torch.cat([torch.where(is_ignored, IGNORED, label), ids])
+    ordered, order = classes.sort(stable=True)
+    return Support(
+        rows=torch.cat([numbers[:M], rows]),
+        classes=classes,
+        offsets=torch.where(is_wrong, -1, offsets),
+        order=order,
+        starts=torch.searchsorted(ordered, numbers[: num_classes + 1]),
     )
 
 
-def rows_without_ids(kinds: Tensor, offsets: Tensor) -> Tensor | None:
-    """Return the rows that need all classes, or None if there are none.
-
-    The host waits for their number unless offsets on the CPU tell that every row has ids. Compilers
-    and transforms do not know it: there these are all rows.
-    """
-    if not plain_eager():
-        return torch.arange(kinds.shape[0], device=kinds.device)
-    if offsets.is_cpu and bool((offsets.diff() > 0).all()):
-        return None
-    if is_capturing(kinds):
-        raise RuntimeError(
-            "offsets: expected offsets on the CPU and ids in every row while a CUDA graph is"
-            " captured, because the number of rows without ids is read on the host"
-        )
-    rows = (kinds == EVERY_CLASS).nonzero()[:, 0]
-    return rows if len(rows) else None
-
-
-def check_support(ids: Tensor, offsets: Tensor, labels: Tensor, name: str) -> None:
-    """Raise unless ids `[K]` and offsets `[M + 1]` fit the labels `[M]` of the named tensor."""
-    checks.integer("ids", ids)
-    checks.device("ids", ids, labels, name)
-    checks.integer("offsets", offsets)
-    if not offsets.is_cpu:
-        checks.device("offsets", offsets, labels, name)
+def check_support(input: Tensor, name: str, target: Tensor, ids: Tensor, offsets: Tensor) -> None:
+    """Raise unless labels, ids and offsets fit the named tensor, which has M rows."""
+    for argument, value in (("target", target), ("ids", ids), ("offsets", offsets)):
+        checks.integer(argument, value)
+        if argument != "offsets" or not offsets.is_cpu:
+            checks.device(argument, value, input, name)
+    checks.shape("target", target, input.shape[:-1], f"{name}.shape[:-1]")
     if ids.ndim != 1:
         raise ValueError(f"ids: expected shape [K], got {list(ids.shape)}")
-    checks.shape("offsets", offsets, [labels.shape[0] + 1], f"[M + 1] for the M rows of {name}")
+    checks.shape("offsets", offsets, [target.numel() + 1], f"[M + 1] for the M rows of {name}")
 
 
 def check_values(
@@ -165,16 +123,11 @@ def check_values(
 
 def check_offsets(offsets: Tensor, number: int) -> None:
     """Raise unless the offsets run from 0 to the number of ids, where values are checked."""
-    if not checks.can_check_values(offsets):
-        return
-    ends = {0: 0, len(offsets) - 1: number}
-    for place, expected in ends.items():
-        if (found := int(offsets[place])) != expected:
-            meaning = "0" if place == 0 else f"the number of ids, {expected},"
-            raise ValueError(f"offsets: expected {meaning} at [{place}], got {found}")
-    if (index := checks.first_index(offsets.diff() < 0)) is not None:
-        first, second = offsets[index[0]], offsets[index[0] + 1]
-        raise ValueError(
-            f"offsets: expected numbers that do not decrease, got {int(second)} after {int(first)}"
-            f" at [{index[0] + 1}]"
-        )
+    if checks.can_check_values(offsets):
+        is_wrong = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
+        is_wrong[-1] |= offsets[-1] != number
+        if (index := checks.first_index(is_wrong)) is not None:
+            raise ValueError(
+                f"offsets: expected numbers from 0 to the number of ids, {number}, that do not"
+                f" decrease, got {int(offsets[index])} at [{index[0]}]"
+            )

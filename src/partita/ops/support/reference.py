@@ -1,9 +1,9 @@
 """Specification of statistics over recorded supports, in plain PyTorch.
 
-The support of a row is the set of its recorded classes and its target, or all classes if none are
-recorded. With logits x, soft-capped and divided by the temperature, its distribution is the softmax
-of x over the support alone. The logits are those of all classes, `[M, C]`, or those of the entries
-of a `Support`, `[E]`. In the second form rows without ids have the results 0.
+The support of a row is the set of its recorded classes and its target. With logits x, soft-capped
+and divided by the temperature, its distribution is the softmax of x over the support alone. The
+gradient of a logit is a (1 - p) or -a p, and -c p (log p + H), for the gradients a and c of the
+log-probability and the entropy H.
 """
 
 from __future__ import annotations
@@ -11,159 +11,63 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...primitives.rows import (
-    by_rows,
-    finite_shift,
-    inert_rows,
-    softcap_slope,
-    softcapped,
-)
-from .common import EVERY_CLASS, INVALID, RECORDED, Support, SupportRows
-
-
-def members(logits: Tensor, support: Support) -> Tensor:
-    """Return which logits are in the supports: all of them in rows without ids and invalid ones."""
-    counts = support.classes >= 0
-    if logits.ndim == 1:
-        return counts
-    M, C = logits.shape
-    # Entries that do not count have the column after the last class.
-    places = (support.rows(), torch.where(counts, support.classes, C))
-    found = torch.zeros(M, C + 1, dtype=torch.bool, device=logits.device)
-    found = found.index_put(places, torch.ones_like(counts)) if M else found
-    return found[:, :C] | (support.kinds != RECORDED).unsqueeze(-1)
-
-
-def labels(logits: Tensor, target: Tensor) -> Tensor:
-    """Return which logits are those of the targets, which are the first entries of a `Support`."""
-    place = torch.arange(logits.shape[-1], device=logits.device)
-    return place < len(target) if logits.ndim == 1 else place == target.unsqueeze(-1)
-
-
-def spread(numbers: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the number of each row for each of its logits. Entries have `rows`, `[E]`."""
-    return numbers.unsqueeze(-1) if rows is None else numbers[rows]
-
-
-def row_sums(x: Tensor, like: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the sum of each row, `[M]`. Entries are added up one by one, in their order."""
-    if rows is None:
-        return x.sum(-1)
-    sums = torch.zeros_like(like, dtype=torch.float64)
-    return sums.index_put((rows,), x.double(), accumulate=True).to(x.dtype)
-
-
-@by_rows
-def row_statistics(
-    logits: Tensor,
-    is_member: Tensor,
-    target: Tensor,
-    kinds: Tensor,
-    rows: Tensor | None,
-    temperature: float,
-    softcap: float,
-) -> SupportRows:
-    """Return the statistics of rows of logits."""
-    x = softcapped(torch.where(is_member, logits, 0), softcap)
-    x = torch.where(is_member, x, -torch.inf)
-    label = row_sums(torch.where(labels(logits, target) & is_member, x, 0), target, rows)
-    if rows is None:
-        maximum = x.amax(-1)
-    else:
-        maximum = torch.full_like(label, -torch.inf).scatter_reduce(0, rows, x, "amax")
-    shift = finite_shift(maximum)
-    y = (x - spread(shift, rows)) / temperature
-    e = y.exp()
-    sumexp = row_sums(e, target, rows)
-    log_sumexp = sumexp.log()
-    # The sum of p log p would multiply the rounding error of log Z by the entropy.
-    entropy = log_sumexp - row_sums(e * torch.where(e == 0, 0, y), target, rows) / sumexp
-    logprob = (label - shift) / temperature - log_sumexp
-    counts = (kinds == RECORDED) | ((kinds == EVERY_CLASS) & (rows is None))
-    nan_or_zero = torch.where(kinds == INVALID, torch.nan, 0.0).to(x.dtype)
-    return SupportRows(
-        logprob=torch.where(counts, logprob, nan_or_zero),
-        entropy=torch.where(counts, entropy, nan_or_zero),
-        maximum=maximum,
-        sumexp=sumexp,
-    )
-
-
-@by_rows
-def row_gradient(
-    logits: Tensor,
-    is_member: Tensor,
-    target: Tensor,
-    kinds: Tensor,
-    rows: Tensor | None,
-    on_label: Tensor,
-    on_entropy: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    temperature: float,
-    softcap: float,
-) -> Tensor:
-    """Return the gradient of rows of logits. The statistics say which rows are not finite."""
-    counts = (kinds == RECORDED) | (kinds == EVERY_CLASS)
-    on_label, on_entropy = (torch.where(counts, grad, 0) for grad in (on_label, on_entropy))
-    is_inert = inert_rows((maximum, sumexp), (on_label, on_entropy)) | ~counts
-    logits = torch.where(is_member & ~spread(is_inert, rows), logits, 0)
-    x = torch.where(is_member, softcapped(logits, softcap), -torch.inf)
-    shift = torch.where(is_inert, 0, finite_shift(maximum))
-    y = (x - spread(shift, rows)) / temperature
-    e = y.exp()
-    total = row_sums(e, target, rows)
-    total = torch.where(total == 0, 1, total)  # which rows without members have
-    p, logp = e / spread(total, rows), y - spread(total.log(), rows)
-    # The select comes before the product, so that the second derivative is finite too.
-    p_logp = p * torch.where(p == 0, 0, logp)
-    negative_entropy = row_sums(p_logp, target, rows)
-    one_hot = labels(logits, target).to(x.dtype)
-    a, c = (spread(grad.to(x.dtype), rows) for grad in (on_label, on_entropy))
-    grad = a * (one_hot - p) - c * (p_logp - p * spread(negative_entropy, rows))
-    grad = grad / temperature
-    if softcap:
-        grad = grad * softcap_slope(logits, softcap)
-    is_invalid = spread(kinds == INVALID, rows)
-    return torch.where(is_invalid & is_member, torch.nan, grad).to(logits.dtype)
+from ...primitives.rows import finite_shift, softcap_slope, softcapped
+from .common import IGNORED, Support, SupportRows
 
 
 def support_stats(
-    logits: Tensor, target: Tensor, support: Support, temperature: float, softcap: float
+    logits: Tensor, support: Support, num_classes: int, temperature: float, softcap: float
 ) -> SupportRows:
-    """Compute log-probability and entropy of each row over its support.
+    """Compute log-probability and entropy of each row over its support, and their derivatives.
+
+    A row without ids has its target alone. The first two results are differentiable.
 
     Args:
-        logits: `[M, C]`, or `[E]` of the entries.
-        target: labels `[M]` int64.
-        support: the classes that count in each row.
+        logits: the logits of the entries, `[E]`.
+        support: the entries.
+        num_classes: the number of all classes.
         temperature: what the soft-capped logits are divided by.
         softcap: the soft-cap, or 0.
     """
-    rows = support.rows() if logits.ndim == 1 else None
-    of_rows = (members(logits, support), target, support.kinds, rows)
-    return SupportRows(*row_statistics(logits, *of_rows, temperature, softcap))
+    (rows, classes, offsets, *_), M = support, len(support.offsets) - 1
+    target, is_id = classes[:M], torch.arange(len(rows), device=rows.device) >= M
 
+    def any_in_row(flags: Tensor) -> Tensor:
+        return torch.zeros_like(target).index_add(0, rows, flags.long()) > 0
 
-def support_gradient(
-    grad_logprob: Tensor,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    support: Support,
-    entropy: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    temperature: float,
-    softcap: float,
-) -> Tensor:
-    """Compute the gradient of the logits, differentiable in the first three arguments.
+    def row_sums(values: Tensor) -> Tensor:
+        """Add up the entries of each row, one by one in their order."""
+        sums = torch.zeros(M, dtype=torch.float64, device=rows.device)
+        return sums.index_put((rows,), values.double(), accumulate=True).to(values.dtype)
 
-    A gradient of None is zero.
-    """
-    if grad_entropy is None:
-        grad_entropy = torch.zeros_like(grad_logprob)
-    rows = support.rows() if logits.ndim == 1 else None
-    of_rows = (members(logits, support), target, support.kinds, rows, grad_logprob, grad_entropy)
-    found: Tensor = row_gradient(logits, *of_rows, maximum, sumexp, temperature, softcap)
-    return found
+    is_class = (classes >= 0) & (classes < num_classes)
+    is_recorded = is_id & (classes == target[rows])
+    is_same = is_id[:-1] & (classes[1:] == classes[:-1]) & (rows[1:] == rows[:-1])
+    is_repeated = is_recorded | torch.cat([is_id[:1], is_same])
+    is_ignored = (target == IGNORED) & (offsets[1:] >= 0)
+    is_invalid = (any_in_row(~is_class) | (offsets[1:] < 0)) & ~is_ignored
+    counts = ~(is_ignored | is_invalid)
+    in_set = counts & (any_in_row(is_recorded) | (offsets[1:] == offsets[:-1]))
+
+    is_member = is_class & ~is_repeated & counts[rows]
+    x = torch.where(is_member, logits, 0)
+    capped = torch.where(is_member, softcapped(x, softcap), -torch.inf)
+    maximum = capped.new_full((M,), -torch.inf)
+    maximum = maximum.scatter_reduce(0, rows, capped.detach(), "amax")
+    y = (capped - finite_shift(maximum)[rows]) / temperature
+    e = y.exp()
+    sumexp = torch.where(counts, row_sums(e), 1)
+    p, log_sumexp = e / sumexp[rows], sumexp.log()
+    # The sum of p log p would multiply the rounding error of log Z by the entropy.
+    entropy = log_sumexp - row_sums(e * torch.where(e == 0, 0, y)) / sumexp
+    nan_or_zero = torch.where(is_invalid, torch.nan, 0.0).to(y.dtype)
+
+    slope = (softcap_slope(x, softcap) if softcap else 1) / temperature
+    surprise = torch.where(p == 0, 0, y) + (entropy - log_sumexp)[rows]
+    derivatives = (~is_id).to(y.dtype) - p, -p * surprise
+    return SupportRows(
+        torch.where(counts, y[:M] - log_sumexp, nan_or_zero),
+        torch.where(counts, entropy, nan_or_zero),
+        in_set,
+        *(torch.where(is_member, each * slope, nan_or_zero[rows]) for each in derivatives),
+    )

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ..linear_heads.autograd import EntryLogits
+from ..linear_heads.autograd import logits_of_entries
 from ..linear_heads.common import Head, RowOptions, checked_head
-from ..support.autograd import stats_of_parts
-from ..support.common import Support, SupportStats, check_support
+from ..support.autograd import LogitsOfEntries, stats_of_parts
+from ..support.common import Support, SupportStats
 from .autograd import logits_statistics
-from .local_losses import check_labels, contiguous_classes, hidden_statistics
+from .local_losses import contiguous_classes, hidden_statistics
 from .shard import (
     Classes,
     VocabShard,
@@ -54,14 +53,9 @@ class SumOverRanks(torch.autograd.Function):
         return wait_for(sum_over_ranks(grads[0].clone(), ctx.shard)), None, None
 
 
-def entry_logits(logits: Tensor, support: Support, first_class: int) -> Tensor:
-    """Return the logits of the entries whose classes are among those of `[M, C]`, 0 for others."""
-    columns, dtype = support.classes - first_class, acc_dtype(logits.dtype)
-    if logits.shape[1] == 0:
-        return logits.sum().to(dtype).expand(columns.shape)  # zeros, differentiable as on all ranks
-    is_own = (support.classes >= 0) & (columns >= 0) & (columns < logits.shape[1])
-    x = logits[support.rows(), torch.where(is_own, columns, 0)]
-    return torch.where(is_own, x, 0).to(dtype)
+def row_options(temperature: float, softcap: float, ignore_index: int) -> RowOptions:
+    """Return the options of rows without ids."""
+    return RowOptions(temperature, softcap, ignore_index, needs_smoothing=False, needs_entropy=True)
 
 
 def support_stats(
@@ -107,25 +101,23 @@ def support_stats(
     if logits.ndim == 0:
         raise ValueError("logits: expected shape [..., C_local], got []")
     shard = vocab_shard("logits", logits, -1, group, classes)
-    checks.python_int("ignore_index", ignore_index)
-    check_labels(logits, target, None, shard, ignore_index)
-    checks.shape("target", target, logits.shape[:-1], "logits without its classes")
-    check_support(ids, offsets, target.reshape(-1), "logits")
-    numbers = checks.temperature_and_softcap(temperature, softcap)
-    x = contiguous_classes(logits[None].flatten(0, -2))
-    options = RowOptions(*numbers, checks.NOTHING_IGNORED, False, needs_entropy=True)
 
-    def entries(support: Support) -> Tensor:
-        own = entry_logits(x, support, shard.first_class)
+    def entries(x: Tensor, support: Support) -> Tensor:
+        columns, width = support.classes - shard.first_class, max(x.shape[1], 1)
+        # A rank without classes has a column of zeros.
+        x = x if x.shape[1] else x.sum(1, keepdim=True)
+        own = LogitsOfEntries.apply(x, support.rows, columns.clamp(0, width - 1))
+        own = torch.where((columns >= 0) & (columns < logits.shape[-1]), own, 0)
         total: Tensor = SumOverRanks.apply(own, shard, False)
         return total
 
-    def all_classes(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        found = logits_statistics(x[rows], labels, None, shard, options)
+    def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        of_rows = (contiguous_classes(x), labels, None, shard, row_options(*options))
+        found = logits_statistics(*of_rows)
         return -found.nll, found.entropy
 
-    call = (target, ids, offsets, shard.classes, ignore_index, *numbers)
-    return stats_of_parts(entries, all_classes, *call)
+    call = (logits, "logits", shard.classes, target, ids, offsets)
+    return stats_of_parts(entries, all_classes, False, *call, temperature, softcap, ignore_index)
 
 
 def linear_support_stats(
@@ -175,27 +167,19 @@ def linear_support_stats(
     """
     head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
     shard = vocab_shard("linear_weight", head.weight, 0, group, classes)
-    checks.python_int("ignore_index", ignore_index)
-    check_labels(input, target, None, shard, ignore_index)
-    checks.shape("target", target, input.shape[:-1], "input without H")
-    check_support(ids, offsets, target.reshape(-1), "input")
-    numbers = checks.temperature_and_softcap(temperature, softcap)
-    head = head.flat
-    options = RowOptions(*numbers, checks.NOTHING_IGNORED, False, needs_entropy=True)
 
-    def entries(support: Support) -> Tensor:
+    def entries(x: Tensor, support: Support) -> Tensor:
         # The gradients of hidden states are added up in the accumulator's dtype.
-        states = SumOverRanks.apply(head.input.to(acc_dtype(input.dtype)), shard, True)
-        place = (shard.first_class, current_backend())
-        x = EntryLogits.apply(states, head.weight, head.bias, *support, *place)
-        total: Tensor = SumOverRanks.apply(x, shard, False)
+        x = SumOverRanks.apply(x.to(acc_dtype(x.dtype)), shard, True)
+        own = logits_of_entries(x, head.weight, head.bias, shard.first_class, support)
+        total: Tensor = SumOverRanks.apply(own, shard, False)
         return total
 
-    def all_classes(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        part = Head(head.input[rows], head.weight, head.bias)
-        plan = (False, memory_budget, logits_dtype)
-        found = hidden_statistics(part, labels, None, shard, options, *plan)
+    def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        part = Head(x, head.weight, head.bias)
+        of_rows = (labels, None, shard, row_options(*options), False)
+        found = hidden_statistics(part, *of_rows, memory_budget, logits_dtype)
         return -found.nll, found.entropy
 
-    call = (target, ids, offsets, shard.classes, ignore_index, *numbers)
-    return stats_of_parts(entries, all_classes, *call)
+    call = (head.input, "input", shard.classes, target, ids, offsets)
+    return stats_of_parts(entries, all_classes, True, *call, temperature, softcap, ignore_index)

@@ -1,15 +1,7 @@
-"""Kernels of the statistics of supports and of their gradient, and their launches.
-
-A program has one row. It reads the logits of the row's entries, or all of them in a row without
-ids. Logits `[M, C]` are those of all classes; logits `[E]`, which linear heads compute, are those
-of the entries, and rows without ids have no statistics then.
-"""
+"""The kernel of statistics over recorded supports, and its launch."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,199 +15,110 @@ from ....primitives.gpu.math import (
     through_softcap,
 )
 from ....primitives.gpu.reduce import add_block, empty_state, load_capped, merge_lanes
-from ....primitives.gpu.row_plan import StridedRows, flat_rows, matrix_rows
-from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
-from ...cross_entropy.gpu.row_math import load_row_gradient
-from ..common import EVERY_CLASS, INVALID, RECORDED, Support, SupportRows
+from ..common import IGNORED, Support, SupportRows, empty_rows
 
-KIND_RECORDED, KIND_EVERY_CLASS = tl.constexpr(RECORDED), tl.constexpr(EVERY_CLASS)
-KIND_INVALID = tl.constexpr(INVALID)
-ROW_BLOCK, ENTRY_BLOCK = 1024, 32  # logits that a program reads together, of classes or entries
+IGNORED_CLASS = tl.constexpr(IGNORED)
+BLOCK = 32  # entries of a row that its program reads together; the usual row has nine
 
 
 @triton.jit
-def support_block(
-    support, row, ids, number, has_all, start, LISTED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return the columns of a block of the row's `number` logits, and which of them count.
+def load_entries(logits_ptr, support, row, start, number, M, C, softcap, BLOCK: tl.constexpr):
+    """Load a block of the `number` entries of a row, of which the target is the first.
 
-    They are the classes of the row's entries, which are `row` and those from `ids` on, or all
-    classes. With LISTED the columns are entries.
+    Returned are their places in the list of entries, their logits, which of them count, which are
+    an id that is the target, and which are no class.
     """
     place = start + tl.arange(0, BLOCK)
-    mask = place < number
-    entry = tl.where(place == 0, row, ids + place - 1)
-    label = tl.load(support.classes + entry, mask=mask & (has_all == 0), other=-1)
-    column = tl.where(has_all & mask, place, label)
-    counts = column >= 0
-    return entry if LISTED else column, counts
+    entry = tl.where(place == 0, row, M + tl.load(support.offsets + row) + place - 1)
+    is_id = (place > 0) & (place < number)
+    label = tl.load(support.classes + row)
+    id = tl.load(support.classes + entry, mask=place < number, other=0)
+    before = tl.load(support.classes + entry - 1, mask=is_id & (place > 1), other=-1)
+    is_class, is_recorded = (id >= 0) & (id < C), is_id & (id == label)
+    counts = (place < number) & is_class & (is_recorded == 0) & (id != before)
+    x = load_capped(logits_ptr + entry, counts, softcap, logits_ptr.dtype.element_ty)
+    return entry, x, counts, is_recorded, (place < number) & (is_class == 0)
 
 
 @triton.jit(do_not_specialize=["M"])
 def support_rows_kernel(
-    logits,  # StridedRows [M, C]; or [E] with LISTED, with a row stride of 0
-    target_ptr,  # [M]
+    logits_ptr,  # [E]
     support,  # Support
-    results,  # SupportRows [M]
+    results,  # SupportRows
     M,
     C,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
-    LISTED: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the statistics of one row."""
+    """Compute the statistics of one row, and then the derivatives in its entries."""
     temperature = tl.full([], temperature, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     row = tl.program_id(0).to(tl.int64)
-    kind = tl.load(support.kinds + row)
-    has_all = kind == KIND_EVERY_CLASS if not LISTED else kind < 0
-    counts = (kind == KIND_RECORDED) | has_all
-    ids = M + tl.load(support.starts + row)
-    number = tl.where(has_all, C, tl.load(support.numbers + row) + 1)
-    label = row if LISTED else tl.load(target_ptr + row, mask=counts, other=0)
-    ptrs = logits.ptr + row * logits.row
-    label_x = load_capped(ptrs + label * logits.column, counts, softcap, ACC_DTYPE)
+    begin, end = tl.load(support.offsets + row), tl.load(support.offsets + row + 1)
+    is_ignored = (tl.load(support.classes + row) == IGNORED_CLASS) & (begin >= 0)
+    number = end - begin + 1
     state = empty_state(1, 1, ACC_DTYPE)
-    for start in range(0, tl.where(counts, number, 0), BLOCK):
-        column, mask = support_block(support, row, ids, number, has_all, start, LISTED, BLOCK)
-        x = load_capped(ptrs + column * logits.column, mask, softcap, ACC_DTYPE)
+    has_target = tl.zeros([BLOCK], tl.int32)
+    has_no_class = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, tl.where(is_ignored, 0, number), BLOCK):
+        _, x, _, is_recorded, is_no_class = load_entries(
+            logits_ptr, support, row, start, number, M, C, softcap, BLOCK
+        )
         state = add_block(state, x[None, :], 0, None, slope, True, True, 1)
+        has_target |= is_recorded.to(tl.int32)
+        has_no_class |= is_no_class.to(tl.int32)
     found = merge_lanes(state, slope)
-    maximum = tl.sum(found.maximum, axis=0)
     total = tl.sum(found.total, axis=0).to(ACC_DTYPE)
-    shift, log_total = finite_shift(maximum), log_exact(total)
-    nan_or_zero = tl.where(kind == KIND_INVALID, float("nan"), 0.0).to(ACC_DTYPE)
+    shift, log_total = finite_shift(tl.sum(found.maximum, axis=0)), log_exact(total)
+    is_invalid = (begin < 0) | (tl.max(has_no_class, axis=0) > 0)
+    counts = (is_ignored | is_invalid) == 0
+    nan_or_zero = tl.where(is_invalid, float("nan"), 0.0).to(ACC_DTYPE)
+    label_x = load_capped(logits_ptr + row, counts, softcap, ACC_DTYPE)
     logprob = (label_x - shift) / temperature - log_total
     entropy = log_total - LN2 * tl.sum(found.sum_x_exp, axis=0).to(ACC_DTYPE) / total
+    is_in_set = counts & ((begin == end) | (tl.max(has_target, axis=0) > 0))
     tl.store(results.logprob + row, tl.where(counts, logprob, nan_or_zero))
     tl.store(results.entropy + row, tl.where(counts, entropy, nan_or_zero))
-    tl.store(results.maximum + row, maximum)
-    tl.store(results.sumexp + row, total)
-
-
-@triton.jit(do_not_specialize=["M"])
-def support_gradient_kernel(
-    grad_logprob,  # RowNumbers
-    grad_entropy,  # RowNumbers, with None for zeros
-    logits,  # StridedRows [M, C]; or [E] with LISTED, with a row stride of 0
-    target_ptr,  # [M]
-    support,  # Support
-    results,  # SupportRows [M]
-    dlogits,  # StridedRows as of the logits, 0
-    M,
-    C,
-    temperature: tl.float64,
-    softcap: tl.float64,
-    HAS_SOFTCAP: tl.constexpr,
-    LISTED: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Compute the gradient of the logits of one row. In an invalid row all of them are NaN."""
-    temperature = tl.full([], temperature, ACC_DTYPE)
-    softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    row = tl.program_id(0).to(tl.int64)
-    kind = tl.load(support.kinds + row)
-    is_invalid = kind == KIND_INVALID
-    has_all = (kind == KIND_EVERY_CLASS) | is_invalid if not LISTED else kind < 0
-    counts = (kind == KIND_RECORDED) | is_invalid | has_all
-    ids = M + tl.load(support.starts + row)
-    number = tl.where(has_all, C, tl.load(support.numbers + row) + 1)
-    label = row if LISTED else tl.load(target_ptr + row)
-    on_label = load_row_gradient(grad_logprob, row, counts, ACC_DTYPE)
-    on_entropy = load_row_gradient(grad_entropy, row, counts, ACC_DTYPE)
-    is_active = (tl.abs(on_label) + tl.abs(on_entropy)) != 0.0
-    shift = finite_shift(tl.load(results.maximum + row))
-    total = tl.load(results.sumexp + row)
+    tl.store(results.in_set + row, is_in_set)
     inverse = reciprocal(total)
-    offset = tl.load(results.entropy + row) - log_exact(total)
-    slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
-    for start in range(0, tl.where(counts, number, 0), BLOCK):
-        column, mask = support_block(support, row, ids, number, has_all, start, LISTED, BLOCK)
-        ptrs = logits.ptr + row * logits.row + column * logits.column
-        x = load_capped(ptrs, mask, softcap, ACC_DTYPE)
+    for start in range(0, number, BLOCK):
+        entry, x, is_member, _, _ = load_entries(
+            logits_ptr, support, row, start, number, M, C, softcap, BLOCK
+        )
         exponent = (x - shift) * slope
         p = tl.exp2(exponent) * inverse
         # This is log p + entropy, which stays finite where p is 0.
-        logp_plus_entropy = LN2 * tl.maximum(exponent, -10000.0) + offset
-        grad = -p * (on_label + on_entropy * logp_plus_entropy)
-        grad = (grad + tl.where(column == label, on_label, 0.0)) / temperature
-        grad = through_softcap(grad, x, softcap)
-        # A row without an upstream gradient has none, even if its logits are NaN.
-        grad = tl.where(is_active, grad, 0.0)
-        grad = tl.where(is_invalid, float("nan"), grad)
-        ptrs = dlogits.ptr + row * dlogits.row + column * dlogits.column
-        tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=mask)
-
-
-def strided(logits: Tensor) -> StridedRows:
-    """Return logits `[M, C]` as rows, or the entries `[E]` as the columns of each row."""
-    return matrix_rows(logits) if logits.ndim == 2 else StridedRows(logits, 0, 0, 1)
-
-
-def options(logits: Tensor, target: Tensor, temperature: float, softcap: float) -> dict[str, Any]:
-    """Return the arguments that both kernels have."""
-    is_listed = logits.ndim == 1
-    return {
-        "M": len(target),
-        "C": logits.shape[-1],
-        "temperature": temperature,
-        "softcap": softcap,
-        "HAS_SOFTCAP": softcap != 0,
-        "LISTED": is_listed,
-        "ACC_DTYPE": tl_acc_dtype(logits.dtype),
-        "BLOCK": ENTRY_BLOCK if is_listed else ROW_BLOCK,
-        "num_warps": 1 if is_listed else 4,
-    }
+        surprise = LN2 * tl.maximum(exponent, -10000.0) + (entropy - log_total)
+        dlogprob = through_softcap((tl.where(entry == row, 1.0, 0.0) - p) / temperature, x, softcap)
+        dentropy = through_softcap(-p * surprise / temperature, x, softcap)
+        mask, is_member = start + tl.arange(0, BLOCK) < number, is_member & counts
+        tl.store(results.dlogprob + entry, tl.where(is_member, dlogprob, nan_or_zero), mask=mask)
+        tl.store(results.dentropy + entry, tl.where(is_member, dentropy, nan_or_zero), mask=mask)
 
 
 def support_stats(
-    logits: Tensor, target: Tensor, support: Support, temperature: float, softcap: float
+    logits: Tensor, support: Support, num_classes: int, temperature: float, softcap: float
 ) -> SupportRows:
-    """Compute log-probability and entropy of each row over its support; see the reference."""
-    M, dtype = len(target), acc_dtype(logits.dtype)
-    results = SupportRows(*(logits.new_empty(M, dtype=dtype) for _ in SupportRows._fields))
+    """Compute the statistics of each row over its support; see the reference."""
+    results = empty_rows(logits, support.offsets)
     launch(
         support_rows_kernel,
-        M,
-        logits=strided(logits),
-        target_ptr=target,
+        len(results.logprob),
+        logits_ptr=logits,
         support=support,
         results=results,
-        **options(logits, target, temperature, softcap),
+        M=len(results.logprob),
+        C=num_classes,
+        temperature=temperature,
+        softcap=softcap,
+        HAS_SOFTCAP=softcap != 0,
+        ACC_DTYPE=tl_acc_dtype(logits.dtype),
+        BLOCK=BLOCK,
+        num_warps=1,
     )
     return results
-
-
-def support_stats_backward(
-    grad_logprob: Tensor,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    support: Support,
-    entropy: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    temperature: float,
-    softcap: float,
-) -> Tensor:
-    """Compute the gradient of the logits, 0 outside of the supports."""
-    dlogits = torch.zeros_like(logits)
-    launch(
-        support_gradient_kernel,
-        len(target),
-        grad_logprob=flat_rows(grad_logprob),
-        grad_entropy=flat_rows(grad_entropy),
-        logits=strided(logits),
-        target_ptr=target,
-        support=support,
-        results=SupportRows(entropy, entropy, maximum, sumexp),  # the first one is not read
-        dlogits=strided(dlogits),
-        **options(logits, target, temperature, softcap),
-    )
-    return dlogits
