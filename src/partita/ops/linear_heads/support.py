@@ -34,9 +34,9 @@ def linear_support_stats(
 
     They are `support_stats(input @ linear_weight.T + linear_bias, target, ids, offsets, ...)`. Rows
     with ids take one dot product for each class of their sets, and rows without ids those of
-    `linear_token_stats`. For the number of these rows a call waits for the GPU once. It waits for
-    nothing if the offsets are on the CPU and every row has ids, which is what a CUDA graph needs.
-    A compiler does not know the number either: in its code all rows take these products too.
+    `linear_token_stats`. For the number of these rows a call waits for the GPU once, unless offsets
+    on the CPU tell that every row has ids. In compiled code and in a CUDA graph, which do not know
+    the number, all rows take these products too.
 
     Args:
         input: hidden states `[..., H]`, floating dtype.

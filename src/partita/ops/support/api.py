@@ -36,7 +36,8 @@ def support_stats(
         ids: recorded classes `[K]`, any integer dtype, one row after another. Classes may repeat.
         offsets: where the ids of each of the M rows begin in `ids`, and K, `[M + 1]`, any integer
             dtype, on the device of the logits or on the CPU. Rows are counted as in
-            `logits.flatten(0, -2)`. A row without ids has all classes in its set.
+            `logits.flatten(0, -2)`. A row without ids has all classes in its set. If every row has
+            ids and the offsets are on the CPU, which tells so, only logits of the sets are read.
         temperature: positive; what the logits are divided by.
         softcap: replace the logits by `softcap * tanh(logits / softcap)` first.
         ignore_index: rows with this label have log-probability, entropy and gradient 0.

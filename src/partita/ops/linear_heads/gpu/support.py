@@ -18,7 +18,7 @@ from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 LOGIT_ENTRIES, LOGIT_BLOCK = 8, 512
 ROW_ENTRIES, PART_ENTRIES, CLASS_ENTRIES, SUM_BLOCK = 4, 8, 2, 1024
 # Many rows name a common class. Its sum is cut at places in the order that are multiples of this,
-# so that no program adds up more entries. Without cuts, Zipf's ids take 1.63 ms on an H100.
+# so that no program adds up more entries. Without cuts, Zipf's ids took 1.63 ms on an H100.
 SPLIT = 512
 
 
