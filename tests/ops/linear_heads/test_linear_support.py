@@ -72,6 +72,31 @@ def test_values_and_gradients(
 
 
 @devices
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_matrix_in_fp32(empty: bool, device: str) -> None:
+    """Recorded classes take it as it is, and rows without ids take a rounded copy."""
+    x = batch_of(bias=True, device=device)
+    x = leaves_of(x._replace(input=x.input.bfloat16()))
+    given = recorded(TOKENS, CLASSES, device, empty=empty)
+    with poisoned_memory():
+        found = call(x, given, logits_dtype=torch.float32)
+        grads = gradients(found, x)
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
+    exact = leaves_of(x, torch.float64)
+    logits = F.linear(exact.input, exact.weight, exact.bias)
+    rounded = F.linear(exact.input, *(t.bfloat16().double() for t in exact[1:3]))
+    has_all = (given.offsets.diff() == 0)[:, None]
+    assert has_all.any() == empty
+    expected = enumerated(torch.where(has_all, rounded, logits), given)
+    for field, true in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(field.double(), true, rtol=0, atol=1e-5)
+    for grad, true in zip(grads, gradients(expected, exact), strict=True):
+        eps = torch.finfo(torch.bfloat16 if empty else grad.dtype).eps
+        bound = (64 if INTERPRETING else 32) * eps * true.abs().amax().item()
+        torch.testing.assert_close(grad.double(), true, rtol=0, atol=bound)
+
+
+@devices
 def test_rows_with_ids_form_no_product(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("all logits are computed")

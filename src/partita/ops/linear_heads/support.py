@@ -40,11 +40,11 @@ def linear_support_stats(
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32 beside a half type.
         target: labels `[...]`, any integer dtype.
         ids, offsets: the recorded classes `[K]` and where those of each row begin, `[M + 1]`, as in
             `support_stats`.
-        linear_bias: `[C]` in the same dtype.
+        linear_bias: `[C]` in the dtype of the matrix.
         temperature, softcap, ignore_index: as in `support_stats`.
         memory_budget: bytes of workspace for rows without ids; None for 2 GiB.
         logits_dtype: as in `linear_cross_entropy`, for rows without ids.
