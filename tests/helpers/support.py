@@ -15,12 +15,6 @@ class Recorded(NamedTuple):
     ids: Tensor
     offsets: Tensor
 
-    def rows(self, first: int, end: int) -> "Recorded":
-        """Return what was recorded for some rows."""
-        begin, stop = int(self.offsets[first]), int(self.offsets[end])
-        offsets = self.offsets[first : end + 1] - begin
-        return Recorded(self.target[first:end], self.ids[begin:stop], offsets)
-
 
 def recorded(rows: int, classes: int, device: str = "cpu", *, empty: bool = True) -> Recorded:
     """Return supports with repeated ids, without the target, of one class, of many, and empty.
@@ -47,8 +41,9 @@ def enumerated(
     x = logits.double()
     x = softcap * (x / softcap).tanh() if softcap else x
     fields: tuple[list[Tensor], ...] = ([], [], [])
-    for row, label in enumerate(given.target.tolist()):
-        of_row = set(given.rows(row, row + 1).ids.tolist())
+    lists = given.ids.tensor_split(given.offsets[1:-1].cpu())
+    for row, (label, ids) in enumerate(zip(given.target.tolist(), lists, strict=True)):
+        of_row = set(ids.tolist())
         if label == IGNORED:
             found = (x.new_zeros(()), x.new_zeros(()), False)
         else:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.errors import raises
+from helpers.invariance import differences, of_rows, rows_of
 from helpers.linear import CLASSES, PLANS, TOKENS, Batch, batch_of, budgets, leaves_of
 from helpers.rows import INTERPRETING, devices, kernel_devices
 from helpers.support import IGNORED, Recorded, enumerated, recorded
@@ -16,6 +17,7 @@ import partita
 from partita.ops.linear_heads import support
 from partita.ops.support import autograd
 from partita.testing import poisoned_memory
+from partita.testing.samples import CALLS, Draw
 
 pytestmark = pytest.mark.interpreted
 
@@ -160,38 +162,16 @@ def test_sums_of_common_classes_are_cut(
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_row_depends_on_itself_alone(dtype: torch.dtype, device: str) -> None:
-    """It has the same bits in every batch: of any size, at any place, with other rows and sets."""
-    x = leaves_of(batch_of(dtype=dtype, device=device))
-    given = recorded(TOKENS, CLASSES, device, empty=False)
-
-    def outcome(x: Batch, given: Recorded) -> list[Tensor]:
-        found = partita.linear_support_stats(x.input, x.weight, *given, temperature=0.7)
-        loss = found.logprob.sum() + found.entropy.sum()
-        return [*found, *torch.autograd.grad(loss, [x.input, x.weight])]
-
-    whole, again = outcome(x, given), outcome(x, given)
-    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
-
-    def batch(rows: list[int]) -> tuple[Batch, Recorded]:
-        ids = [given.rows(row, row + 1).ids for row in rows]
-        numbers = torch.tensor([0, *map(len, ids)], device=device)
-        part = leaves_of(x._replace(input=x.input.detach()[rows]))
-        return part, Recorded(given.target[rows], torch.cat(ids), numbers.cumsum(0))
-
-    every = list(range(TOKENS))
-    for rows in ([0], [TOKENS // 2], every[3:5], every[5:12], every[::-1], every * 2 + [7]):
-        found = outcome(*batch(rows))
-        assert all(torch.equal(a, b[rows]) for a, b in zip(found[:-1], whole, strict=False))
-    # Only the first row stays; the others have other states and longer sets.
-    others = [0] + [row for row in every[1:] for _ in range(2)]
-    part, other = batch(others)
-    other = other._replace(offsets=torch.cat([other.offsets[:2], other.offsets[3::2]]))
-    part = leaves_of(part._replace(input=part.input.detach()[[0, *range(2, len(others), 2)]] + 1))
-    part.input.data[0] = x.input.detach()[0]
-    found = outcome(part, other._replace(target=given.target))
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(found[:-1], whole, strict=False))
-    assert not torch.equal(found[0], whole[0])
+@pytest.mark.parametrize("option", ["", "many ids"])
+def test_a_row_with_ids_depends_on_itself_alone(
+    option: str, dtype: torch.dtype, device: str
+) -> None:
+    """It does so outside of the batch-invariant mode too."""
+    sample = CALLS["linear_support_stats"].sample(Draw(dtype, device=device), option)
+    where, numbers = rows_of(sample), sample.inputs["offsets"].diff()
+    assert where is not None and (numbers == 0).any()
+    with_ids = of_rows(sample, where, numbers.nonzero()[:, 0].tolist(), lambda x: x)
+    assert not list(differences(with_ids, (1, 2, 7, 33)))
 
 
 @devices

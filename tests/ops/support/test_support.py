@@ -112,21 +112,6 @@ def test_strides_and_leading_dimensions(device: str) -> None:
 
 
 @devices
-def test_a_row_depends_on_itself_alone(device: str) -> None:
-    given, x = recorded(ROWS, 300, device), sample_rows(ROWS, 300, device=device)
-    x.requires_grad_()
-    whole = partita.support_stats(x, *given)
-    (grad,) = torch.autograd.grad(whole.logprob.sum() + whole.entropy.sum(), x)
-    for first, end in ((0, 1), (2, 5), (7, ROWS)):
-        part = x.detach()[first:end].requires_grad_()
-        found = partita.support_stats(part, *given.rows(first, end))
-        pairs = zip(found, whole, strict=True)
-        assert all(torch.equal(a, b[first:end]) for a, b in pairs)
-        (of_part,) = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), part)
-        assert torch.equal(of_part, grad[first:end])
-
-
-@devices
 def test_nothing_but_the_set_counts(device: str) -> None:
     """Ignored rows and classes outside of the sets may hold NaN; ignored rows are zeros."""
     given = recorded(ROWS, 40, device, empty=False)
