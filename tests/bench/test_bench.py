@@ -23,7 +23,7 @@ CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,koi,seqdist,"
-    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,warprnnt,fast-ctc-decode,pyctcdecode"
+    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode"
 )
 TINY = "--elements 2048 --columns 16,33 --repetitions 2"
 SOFTMAX = f"softmax {TINY} --no-sweep --device cpu"

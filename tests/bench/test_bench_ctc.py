@@ -144,13 +144,6 @@ def test_a_wrong_gradient_of_a_transducer_is_found() -> None:
     note_of_wrong(TRANSDUCERS[0], function)
 
 
-def test_what_libraries_of_transducers_cannot_take() -> None:
-    peers = {peer.name: peer for peer in providers.PEERS}
-    inputs = TRANSDUCERS[0].inputs(Buffers(CPU.device))
-    assert peers["warprnnt"].refusal("rnnt", inputs) == "needs a GPU"
-    assert peers["torchaudio"].refusal("rnnt", inputs) is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @devices
 def test_the_recipe_of_basecallers_is_right(device: str, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from helpers.bench import CPU, run, run_as, settings_with, stand_in
 
 import partita
 from partita.bench import decode
-from partita.bench.case import Buffers, needs_gpu
+from partita.bench.case import Buffers
 from partita.bench.providers import PARTITA
 
 GREEDY = decode.Greedy("ctc_greedy", torch.float32, 12, 2, 5, 4)
@@ -94,18 +94,6 @@ def test_pyctcdecode_gets_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> 
     inputs = BEAM.inputs(Buffers(CPU.device))
     found = decode.pyctcdecode_beam()(inputs)
     assert decode.tokens_of(found, range(2)) == found_by_ours(inputs)
-
-
-def test_torchaudio_gets_the_batch_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our class of the same interface stands in for torchaudio's CUDA decoder."""
-    from partita.integrations.torchaudio import CUCTCDecoder
-
-    stand_in(monkeypatch, "torchaudio.models.decoder", CUCTCDecoder=CUCTCDecoder)
-    inputs = BEAM.inputs(Buffers(CPU.device))
-    found = decode.torchaudio_beam()(inputs)
-    assert decode.tokens_of(found, range(2)) == found_by_ours(inputs)
-    assert needs_gpu(inputs) == "needs a GPU"
-    assert decode.on_the_host(inputs) is None
 
 
 def test_koi_gets_moves_without_the_blank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,11 @@ from .case import (
     Case,
     Function,
     Functions,
-    Limited,
     Moves,
     Provider,
     Settings,
     Sizes,
     cases_of,
-    needs_gpu,
 )
 from .paths import LossCase
 
@@ -118,15 +116,6 @@ def torchaudio_rnnt() -> Function:
     return function
 
 
-def warprnnt_rnnt() -> Function:
-    """Return the summed loss of warprnnt_numba, which is a loop in Python on a CPU."""
-    library: Any = importlib.import_module("warprnnt_numba")
-    loss = library.RNNTLossNumba(blank=0, reduction="sum")
-    return lambda logits, durations, targets, lengths: loss(
-        logits.float(), targets, *lengths
-    ).squeeze()
-
-
 TORCH: dict[str, Function] = {
     "rnnt": reference_rnnt,
     "tdt": reference_rnnt,
@@ -142,7 +131,6 @@ PROVIDERS: Functions = {
         "rnnt": torchaudio_rnnt,
         "linear_rnnt": lambda: with_joint(torchaudio_rnnt()),
     },
-    "warprnnt": {"rnnt": Limited(warprnnt_rnnt, needs_gpu)},
 }
 
 
