@@ -17,17 +17,7 @@ from torch import Tensor
 from ..ops.rnnt.api import rnnt_loss, tdt_loss
 from ..ops.rnnt.linear import linear_rnnt_loss
 from ..runtime.backend import backend
-from .case import (
-    Buffers,
-    Case,
-    Function,
-    Functions,
-    Moves,
-    Provider,
-    Settings,
-    Sizes,
-    cases_of,
-)
+from .case import Buffers, Case, Function, Functions, Moves, Provider, Settings, Sizes, cases_of
 from .paths import LossCase
 
 DURATIONS = (0, 1, 2, 3, 4)
@@ -127,10 +117,7 @@ PROVIDERS: Functions = {
         "tdt": lambda: partita_rnnt,
         "linear_rnnt": lambda: partita_joint,
     },
-    "torchaudio": {
-        "rnnt": torchaudio_rnnt,
-        "linear_rnnt": lambda: with_joint(torchaudio_rnnt()),
-    },
+    "torchaudio": {"rnnt": torchaudio_rnnt, "linear_rnnt": lambda: with_joint(torchaudio_rnnt())},
 }
 
 
