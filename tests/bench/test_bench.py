@@ -124,11 +124,7 @@ def test_all_ops_with_table_csv_and_picture(
             assert any(text and text.startswith(caption.format(dtype)) for text in texts)
     printed = capsys.readouterr().out
     assert "mean" not in printed
-    for title in (
-        "softmax fp32",
-        "softmax sweep fp32",
-        "viterbi bf16",
-    ):
+    for title in ("softmax fp32", "softmax sweep fp32", "viterbi bf16"):
         assert f"\n{title}\n" in printed
     assert ("cross_entropy bf16, total: percent of copy bandwidth" in printed) == (device == "cuda")
     assert ("%" in printed) == (device == "cuda")
@@ -268,10 +264,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
             "expected some of softmax, cross_entropy, token_stats, logprobs, linear_cross_entropy,"
             " divergence, chain, linear_chain, semi_markov, ctc, rnnt, decode, got 'chess'",
         ),
-        (
-            "--peers nobody",
-            f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'",
-        ),
+        ("--peers nobody", f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'"),
         ("--dtype fp8", "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
         ("--columns 8,-1", "expected positive whole numbers, got '8,-1'"),
         ("--elements 1,2", "expected one positive whole number, got '1,2'"),

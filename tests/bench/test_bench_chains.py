@@ -253,10 +253,7 @@ def test_libraries_are_called_as_they_want_it(monkeypatch: pytest.MonkeyPatch) -
         stand_in(monkeypatch, name, **members)
     for name in ("koi", "seqdist"):
         called.clear()
-        rows = run(
-            [LOGZ, VITERBI],
-            installed(name),
-        )
+        rows = run([LOGZ, VITERBI], installed(name))
         assert all(row.timing for row in rows) and len(rows) == 5
         assert set(called) == {partita.Log, partita.Max}
 

@@ -184,9 +184,7 @@ def bent(
     [{"loss": 1.001}, {"leaf": 0, "factor": 0.999}, {"leaf": 1, "factor": 1.001}],
     ids=str,
 )
-def test_the_bound_of_peers_is_looser_than_the_error_of_pytorch(
-    changes: dict[str, float],
-) -> None:
+def test_the_bound_of_peers_is_looser_than_the_error_of_pytorch(changes: dict[str, float]) -> None:
     assert all(row.timing for row in run_as("another", CASE, bent(**changes)))
     note_of_wrong(CASE, bent(**changes), "partita-fast")
 

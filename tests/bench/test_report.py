@@ -200,8 +200,7 @@ def test_pictures_share_a_page(tmp_path: Path) -> None:
     ]
     path = tmp_path / "report.html"
     path.write_text(
-        _report.page(_report.Report("", "", [], [], Measured(rows, machine))),
-        encoding="utf-8",
+        _report.page(_report.Report("", "", [], [], Measured(rows, machine))), encoding="utf-8"
     )
     page = Page(path)
     assert page.source.count("<figure><svg ") == 2
