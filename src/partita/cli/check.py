@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -65,24 +66,30 @@ def _compared(call: Call, draw: Draw) -> Iterator[Sample]:
                 yield call.sample(changed, sizes=sizes, name=name)
 
 
-def _errors(call: Call, draw: Draw) -> Iterator[tuple[str, float, float, float | None]]:
-    """Yield what is compared in words, its error, the bound, and PyTorch's error if it is known.
+class Comparison(NamedTuple):
+    """A result or gradient beside fp64."""
 
-    Larger samples are compared with the counterpart in PyTorch if there is one, others with the
-    reference, by shares of their bounds.
-    """
-    shares = [*call.samples(draw)] if draw.dtype == torch.float32 else [call.sample(draw)]
-    for sample in _compared(call, draw):
-        if call.in_torch is None:
-            shares.append(sample)
-            continue
+    text: str  # what is compared, and where it is off the most
+    error: float
+    bound: float
+    torch_error: float | None = None  # None where the error is a share of its bound
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound
+
+
+def _comparisons(call: Call, draw: Draw) -> Iterator[Comparison]:
+    """Compare larger samples with the counterpart in PyTorch, and others with the reference."""
+    for sample in _compared(call, draw) if call.in_torch else ():
         errors = sample.errors_beside_torch()
         for name, parts in (("forward", errors.forward), ("backward", errors.backward)):
             for x in parts:
-                yield f"{sample.name}, {name}: {x}", x.ulp, x.budget, x.baseline
-    for sample in shares:
+                yield Comparison(f"{sample.name}, {name}: {x}", x.ulp, x.budget, x.baseline)
+    small = call.samples(draw) if draw.dtype == torch.float32 else [call.sample(draw)]
+    for sample in (*small, *(() if call.in_torch else _compared(call, draw))):
         for part, share in sample.errors().items():
-            yield f"{sample.name}: {part} is beyond its bound", share, 1.0, None
+            yield Comparison(f"{sample.name}: {part} is beyond its bound", share, 1.0)
 
 
 def run(call: Call, device: torch.device, dtype: str) -> Line:
@@ -92,13 +99,18 @@ def run(call: Call, device: torch.device, dtype: str) -> Line:
     """
     line = Line(call.name, backend_of(device, numba=call.numba), dtype)
     try:
-        found = list(_errors(call, Draw(DTYPES[dtype], device=device)))
+        found = list(_comparisons(call, Draw(DTYPES[dtype], device=device)))
     except Exception as error:
         return replace(line, note=first_line(error))
-    text, *numbers = max(found, key=lambda x: (not x[1] <= x[2], x[3] is not None, x[1] / x[2]))
-    passed = numbers[0] <= numbers[1]
-    shown = ("" if number is None else f"{number:.2g}" for number in numbers)
-    return Line(call.name, line.backend, dtype, *shown, passed, "" if passed else text)
+    x = max(found, key=lambda x: (not x.passed, x.torch_error is not None, x.error / x.bound))
+    return replace(
+        line,
+        error=f"{x.error:.2g}",
+        bound=f"{x.bound:.2g}",
+        torch_error="" if x.torch_error is None else f"{x.torch_error:.2g}",
+        passed=x.passed,
+        note="" if x.passed else x.text,
+    )
 
 
 def served(name: str | None) -> tuple[list[torch.device], list[str]]:
