@@ -7,10 +7,21 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers.bench import CPU, SETTINGS, bench, devices, read, run, run_as, texts_of
+from helpers.bench import (
+    CPU,
+    SETTINGS,
+    bench,
+    devices,
+    read,
+    run,
+    run_as,
+    settings_with,
+    texts_of,
+)
 from torch import Tensor
 
 from partita.bench import chain, cli, providers, rows, runner
@@ -160,6 +171,35 @@ def test_the_peers_that_are_known() -> None:
         "quack",
         "torch",
     ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("op", cli.OPS)
+def test_sizes(op: str, device: str) -> None:
+    """Quick runs are smaller, widths are those that are asked for, and logits as many as fit."""
+
+    def cases(**changes: Any) -> list[Any]:
+        settings = settings_with(dtypes=(), device=torch.device(device), **changes)
+        found: list[Any] = list(cli.OPS[op](settings))
+        assert len(set(found)) == len(found)
+        return found
+
+    def logits(cases: list[Any]) -> int:
+        return sum(math.prod(case.shape) for case in cases)
+
+    full, quick = cases(quick=False), cases()
+    assert {(case.op, case.dtype) for case in quick} == {(case.op, case.dtype) for case in full}
+    assert logits(quick) < logits(full) or quick == full
+    for case in cases(columns=(1, 50)):
+        if case.width:
+            assert getattr(case, case.width) in (case.least_width, 50)
+        elif isinstance(case, rows.RowsCase) and not isinstance(case, rows.Sweep):
+            assert case.columns in (1, 50) and case.rows == case.shape[0]
+    for limit in (5000, 1):
+        for case in cases(elements=limit):
+            sizes = case.shrinks or {"rows": 1}
+            is_least = all(getattr(case, name) <= least for name, least in sizes.items())
+            assert math.prod(case.shape) <= 1.1 * limit or is_least
 
 
 def _wrong_gradient(logits: Tensor, target: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.bench import (
     CPU,
-    SETTINGS,
     devices,
     installed,
     machine_with,
@@ -17,7 +16,6 @@ from helpers.bench import (
     row_of,
     run,
     run_as,
-    shapes,
     stand_in,
 )
 from torch import Tensor, nn
@@ -65,52 +63,6 @@ def test_tables() -> None:
             (16, slots),
             (CHAINS, 16),
         )
-
-
-def test_sizes() -> None:
-    def of_chains(**changes: Any) -> list[tuple[int, ...]]:
-        return shapes(chain.chain_cases, "chain", **changes)
-
-    full = [
-        (800, 64, 64, 5),
-        (800, 64, 256, 5),
-        (800, 64, 1024, 5),
-        (2000, 128, 256, 5),
-        (2000, 64, 1024, 5),
-        (500, 128, 201, 3),
-        (100_000, 1, 16, 5),
-        (1_000_000, 1, 4, 4),
-    ]
-    assert of_chains(device=GPU, quick=False) == full
-    assert of_chains(device=GPU) == full[:2]
-    assert of_chains(quick=False) == [(500, 8, 64, 5), (200, 4, 1024, 5), (500, 8, 201, 3)]
-    assert of_chains() == [(100, 4, 64, 5), (100, 4, 256, 5)]
-    assert of_chains(device=GPU, columns=(16, 100)) == [(800, 64, 16, 5), (800, 64, 100, 5)]
-    assert of_chains(elements=2 * 100 * 64 * 5) == [(100, 2, 64, 5), (50, 1, 256, 5)]
-    assert of_chains(elements=1) == [(1, 1, 64, 5), (1, 1, 256, 5)]
-    cases = list(chain.chain_cases(dataclasses.replace(SETTINGS, columns=())))
-    assert [(case.op, case.dtype) for case in cases] == [
-        (op, dtype) for dtype in SETTINGS.dtypes for op in ("chain", "viterbi") for _ in range(2)
-    ]
-
-
-def test_sizes_of_linear_and_semi_markov_chains() -> None:
-    def of_linear(**changes: Any) -> list[tuple[int, ...]]:
-        return shapes(linear_chain.linear_chain_cases, "linear_chain", **changes)
-
-    def of_segments(**changes: Any) -> list[tuple[int, ...]]:
-        return shapes(linear_chain.semi_markov_cases, "semi_markov", **changes)
-
-    assert of_linear(device=GPU, quick=False) == list(map(tuple, linear_chain.FULL_SIZES))
-    assert of_linear(device=GPU) == [(100, 64, 20), (500, 32, 50)]
-    assert of_linear(quick=False) == [(100, 64, 20), (500, 32, 50), (100_000, 1, 16)]
-    assert of_linear() == [(40, 8, 10), (300, 1, 16)]
-    assert of_linear(device=GPU, columns=(7,)) == [(100, 64, 7)]
-    assert of_linear(elements=800) == [(40, 2, 10), (50, 1, 16)]
-    assert of_linear(elements=1) == [(2, 1, 10), (2, 1, 16)]
-    assert of_segments(device=GPU, quick=False)[0] == (1000, 32, 24)
-    assert of_segments() == [(40, 4, 6)]
-    assert of_segments(elements=100) == [(16, 1, 6)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.bench import CPU, run, run_as, settings_with, stand_in
+from helpers.bench import CPU, run, run_as, stand_in
 
 import partita
 from partita.bench import decode
@@ -16,17 +16,6 @@ GREEDY = decode.Greedy("ctc_greedy", torch.float32, 12, 2, 5, 4)
 BEAM = decode.Beam("ctc_beam", torch.float32, 12, 2, 5, 4)
 VITERBI = decode.CrfCase("ctc_crf_viterbi", torch.float32, 12, 2, 16, 4)
 CRF_BEAM = decode.CrfCase("ctc_crf_beam", torch.float32, 12, 2, 16, 4)
-
-
-def test_sizes() -> None:
-    def shapes(**changes: Any) -> list[tuple[int, ...]]:
-        settings = settings_with(dtypes=(), **changes)
-        return [case.shape for case in decode.decode_cases(settings)]
-
-    gpu = shapes(device=torch.device("cuda"), quick=False)
-    assert (1000, 64, 5) in gpu and gpu[-1] == (2000, 64, 1024, 5)
-    assert shapes() == [(30, 2, 5)] * 2 + [(20, 2, 16, 5)] * 2
-    assert shapes(elements=50)[0] == (10, 1, 5)
 
 
 def test_ours_loses_nothing() -> None:
