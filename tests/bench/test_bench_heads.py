@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from helpers.bench import (
     CPU,
-    SETTINGS,
     bench,
     devices,
     installed,
@@ -40,25 +39,6 @@ CASE = heads.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 3
 DIVERGENCE = heads.LinearDivergence("linear_divergence", torch.float32, 96, 16, 300, 0.5)
 PARTS = report.PARTS[:4]
 QUICK = "linear_cross_entropy --quick --repetitions 2 --device cpu"
-
-
-def test_sizes() -> None:
-    def sized(**changes: Any) -> list[tuple[int, ...]]:
-        cases = list(heads.linear_cross_entropy_cases(settings_with(dtypes=(), **changes)))
-        assert {case.dtype for case in cases} == {torch.bfloat16}
-        return [(case.tokens, case.hidden, case.vocabulary) for case in cases]
-
-    gpu = torch.device("cuda")
-    full = [(8192, 4096, 128256), (16384, 2048, 262144), (8192, 2048, 32768), (4096, 4096, 128256)]
-    assert sized(device=gpu, quick=False) == full
-    assert sized(device=gpu) == full[2:3]
-    assert sized(quick=False) == [(256, 128, 4000)]
-    assert sized() == [(128, 64, 1000)]
-    assert sized(columns=(1, 50)) == [(128, 64, 2), (128, 64, 50)]
-    assert sized(elements=5000) == [(5, 64, 1000)]
-    assert sized(elements=10) == [(1, 64, 1000)]
-    cases = heads.linear_cross_entropy_cases(dataclasses.replace(SETTINGS, columns=()))
-    assert [case.dtype for case in cases] == list(SETTINGS.dtypes)
 
 
 def test_inputs() -> None:
@@ -184,9 +164,7 @@ def bent(
     [{"loss": 1.001}, {"leaf": 0, "factor": 0.999}, {"leaf": 1, "factor": 1.001}],
     ids=str,
 )
-def test_the_bound_of_peers_is_looser_than_the_error_of_pytorch(
-    changes: dict[str, float],
-) -> None:
+def test_the_bound_of_peers_is_looser_than_the_error_of_pytorch(changes: dict[str, float]) -> None:
     assert all(row.timing for row in run_as("another", CASE, bent(**changes)))
     note_of_wrong(CASE, bent(**changes), "partita-fast")
 

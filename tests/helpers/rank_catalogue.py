@@ -15,11 +15,11 @@ from helpers.rank_data import (
     local_shard,
     shard_sizes,
 )
+from helpers.shard_calls import SHARDS
 from torch import Tensor
 
 import partita
 from partita.testing.samples import CALLS, Draw, Sample
-from partita.testing.samples.shards import CALLS as SHARDS
 
 # The dimension of the classes in each input that the ranks share.
 SHARDED = {"linear_weight": 0, "linear_bias": 0, "teacher_weight": 0, "teacher_logits": 1}

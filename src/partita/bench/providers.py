@@ -73,7 +73,6 @@ PEERS = (
     _provider("flash-semicrf", "flash-semicrf"),
     _provider("pytorch-crf", "pytorch-crf", ("torchcrf",)),
     _provider("torchaudio", "torchaudio"),
-    _provider("warprnnt", "warprnnt-numba", ("warprnnt_numba",)),
     _provider("fast-ctc-decode", "fast-ctc-decode"),
     _provider("pyctcdecode", "pyctcdecode"),
 )
