@@ -151,15 +151,31 @@ def exp_for_dtype(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def sum_for_dtype(terms, axis: tl.constexpr, dtype: tl.constexpr):
-    """Return the sum along an axis in the precision that a result of `dtype` needs.
+def row_sum(terms, PARTIALS: tl.constexpr, LARGEST: tl.constexpr = None):
+    """Return the sums [ROWS] of terms [ROWS, N], whose bits do not depend on the block's layout.
 
-    For fp32 results the sum is in fp64, if a row has few terms; then bandwidth hides the cost.
+    Terms whose columns are equal modulo PARTIALS, at most 4,096, are added first, in their order.
+    PARTIALS is so large that a thread has all terms of a partial sum. Partial sums are rounded to
+    multiples of 2**-41 of a bound, so that their sum in fp64 is exact, and threads may add in any
+    order. LARGEST is a power of two that no term exceeds, if one is known. Terms in fp64 are added
+    in halves.
     """
-    if dtype == tl.float32 and terms.shape[axis] <= 4096:
-        return tl.sum(terms.to(tl.float64), axis=axis).to(tl.float32)
+    if terms.dtype == tl.float64:
+        for _ in tl.static_range(16):
+            if terms.shape[1] > 1:
+                terms = tl.sum(tl.reshape(terms, [terms.shape[0], 2, terms.shape[1] // 2]), axis=1)
+        return tl.reshape(terms, [terms.shape[0]])
     else:
-        return tl.sum(terms, axis=axis)
+        COUNT: tl.constexpr = terms.shape[1] // PARTIALS
+        partial = tl.sum(tl.reshape(terms, [terms.shape[0], COUNT, PARTIALS]), axis=1)
+        if LARGEST is None:
+            largest = tl.max(tl.abs(partial), axis=1)[:, None].to(tl.int32, bitcast=True)
+            bound = 2.0 * (largest & 0x7F800000).to(tl.float32, bitcast=True).to(tl.float64)
+        else:
+            bound = tl.full([], LARGEST * COUNT, tl.float64)
+        partial, magic = partial.to(tl.float64), 3072.0 * bound
+        rounded = tl.where(magic < float("inf"), (partial + magic) - magic, partial)
+        return tl.sum(rounded, axis=1).to(tl.float32)
 
 
 @triton.jit

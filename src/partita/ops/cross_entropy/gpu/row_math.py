@@ -195,6 +195,21 @@ def smoothing_terms(q, shift, x):
 
 
 @triton.jit
+def smoothing_loss(options, at, x, shift, column, mask):
+    """Return the target weights q of classes, and terms whose sum times a factor is their loss.
+
+    The weights are one number where all classes have the same one.
+    """
+    targets = options.targets
+    if targets.labels is not None and targets.weight is None:
+        q = options.spread / targets.classes
+        return q, q, tl.where(mask, shift - x, 0.0)
+    else:
+        q = smoothing_weights(options, at, column, mask)
+        return q, 1.0, smoothing_terms(q, shift, x)
+
+
+@triton.jit
 def class_gradient(e, x, factor, scaled_q, options):
     """Return the gradient of the logits of rows that are not ignored, but for the label's weight.
 

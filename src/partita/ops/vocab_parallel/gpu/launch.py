@@ -163,25 +163,16 @@ def parallel_one_pass(
         zero=0.0,
         WORLD=len(sizes),
         BLOCK_SLOTS=next_power_of_2(len(sizes) + slots_per_row(sizes, itemsize)),
-        **_row_options(logits, dlogits, sizes),
+        **_row_options(logits, sizes),
     )
     loss = reduce_losses(losses, workspace, acc_dtype(logits.dtype), shares=shares)
     return loss, dlogits
 
 
-def _row_options(logits: Tensor, dlogits: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+def _row_options(logits: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Return the compile-time arguments of `parallel_row_kernel` that are not flags."""
-    V_local, itemsize = logits.shape[1], logits.element_size()
+    itemsize = logits.element_size()
     splits, block = row_split(sizes, itemsize)
-    same_alignment = (logits.data_ptr() | dlogits.data_ptr()) % 16 == 0 and (
-        logits.stride(0) - dlogits.stride(0)
-    ) * itemsize % 16 == 0
-    # Aligned vectors matter only where rows start anywhere: elsewhere the compiler finds them.
-    plain_accesses = (
-        not same_alignment
-        or V_local < 512
-        or (V_local % 16 == 0 and logits.stride(0) * itemsize % 16 == 0)
-    )
     plan = RowPlan(
         "row",
         1,
@@ -189,8 +180,9 @@ def _row_options(logits: Tensor, dlogits: Tensor, sizes: tuple[int, ...]) -> dic
         max(1, block // (4096 if itemsize == 2 else 2048)),
         splits,
         96 if itemsize == 2 else 168,
-        1 if plain_accesses else 16 // itemsize,
     )
-    options = row_options(plan.compiled_for(target_of(logits.device)), logits.dtype)
-    del options["SHARED"], options["BLOCK_SPLITS"]  # Programs of all ranks share a row.
+    plan = plan.with_partials(itemsize).compiled_for(target_of(logits.device))
+    options = row_options(plan, logits.dtype)
+    # Programs of all ranks share a row.
+    del options["SHARED"], options["BLOCK_SPLITS"], options["VEC"]
     return options
