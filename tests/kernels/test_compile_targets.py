@@ -39,6 +39,7 @@ SPILLED = {
     # A few numbers of the row. With more registers, fewer programs would load at the same time.
     "divergence_mixture_row_kernel": 32,
     "divergence_row_kernel": 8,
+    "softmax_row_kernel": 8,
     # A scan of log Z alone loads two numbers in four steps.
     "linear_chain_resident_scan_kernel": 8,
     # The largest of the blocks that stay in registers: a few numbers of each step.
