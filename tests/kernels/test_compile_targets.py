@@ -34,12 +34,9 @@ SPILLED = {
     "chain_gradient_kernel": 8,
     "chain_logz_kernel": 8,
     "chain_viterbi_kernel": 8,
-    # Once in a row, in fp32 rows that start anywhere.
-    "cross_entropy_row_kernel": 112,
     # A few numbers of the row. With more registers, fewer programs would load at the same time.
     "divergence_mixture_row_kernel": 32,
     "divergence_row_kernel": 8,
-    "softmax_row_kernel": 8,
     # A scan of log Z alone loads two numbers in four steps.
     "linear_chain_resident_scan_kernel": 8,
     # The largest of the blocks that stay in registers: a few numbers of each step.
@@ -72,6 +69,7 @@ SPILLED_SINCE_3_7 = {
     "chain_gradient_kernel": 16,
     "chain_resident_gradient_kernel": 16,
     "chain_viterbi_kernel": 16,
+    "cross_entropy_row_kernel": 16,
     # In the scan of log Z alone, with the weights of 128 states in registers.
     "linear_chain_resident_scan_kernel": 24,
     "linear_chain_scan_kernel": 16,

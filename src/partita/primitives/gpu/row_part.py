@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .math import row_sum
-from .memory import load_streaming, store_streaming
+from .memory import load_streaming, opaque, store_streaming
 
 
 class RowPart(NamedTuple):
@@ -82,6 +82,19 @@ def load_part(x, part, other, STREAM: tl.constexpr, VEC: tl.constexpr):
     """Load the vectors of a part, and `other` outside of them."""
     mask = part.column // VEC * VEC < part.end if VEC > 1 else part.mask
     return load_streaming(part_ptr(x, part, VEC) + part.column, mask, other, STREAM)
+
+
+@triton.jit
+def load_logits(x, part, zero, HALF: tl.constexpr, STREAM: tl.constexpr, VEC: tl.constexpr):
+    """Load the classes of a part, and -inf outside of it."""
+    packed = load_part(x, part, -float("inf"), STREAM, VEC)
+    if VEC > 1:
+        # The interpreter has no constants of type bf16, only conversions.
+        lowest = tl.full([], -float("inf"), tl.float32).to(packed.dtype)
+        packed = tl.where(part.mask, packed, lowest)
+        if HALF:  # Selected numbers of a half type occupy a register each until they are packed.
+            packed = opaque(packed, zero)
+    return packed
 
 
 @triton.jit

@@ -199,6 +199,18 @@ class RowPlan:
         """Return the classes of a part of a row: a multiple of any vector, if there are several."""
         return self.block if self.splits == 1 else cdiv(cdiv(classes, self.splits), 16) * 16
 
+    def for_any_start(self, shape: RowShape) -> RowPlan:
+        """Return the plan of kind `row`, with vectors, for rows that start between vectors.
+
+        They are the largest vectors that a block has room for if one more than a part's is loaded.
+        """
+        size, vector = min(self.part(shape.classes), shape.classes), 16 // shape.itemsize
+        while vector > 1 and size + vector - 1 > self.block:
+            vector //= 2
+        if shape.aligned or vector == 1:
+            return self
+        return replace(self, kind="row", rows=1, vector=vector)
+
     def compiled_for(self, target: Target) -> RowPlan:
         """Return the plan without a limit of registers where the compiler takes none."""
         return self if target.runs_ptx else replace(self, max_registers=None)
@@ -261,18 +273,11 @@ def row_plan(shape: RowShape, target: Target, operands: int = 1, patched: bool =
         patched: whether the kernel stores one class of each row a second time.
     """
     plan = _aligned_plan(shape, target, operands, patched).with_partials(shape.itemsize)
-    vector = 16 // shape.itemsize
-    if shape.aligned or shape.itemsize > 4 or plan.kind == "loop":
-        return plan
+    is_half_row = shape.itemsize == 2 and plan.block >= 512
     # Threads load and store few numbers, or a whole row of fp32, one by one in the same time.
-    if plan.kind == "tile" and (shape.itemsize == 4 or plan.block < 512):
-        return plan
-    if plan.part(shape.classes) + vector > plan.block + 1:
-        return plan  # A block has no room for one more vector.
-    if plan.kind == "tile":
-        num_warps = max(1, min(plan.block * operands // 512, 16))
-        plan = replace(plan, kind="row", rows=1, num_warps=num_warps)
-    return replace(plan, vector=vector)
+    if plan.kind == "row" or (plan.kind == "tile" and plan.contiguous and is_half_row):
+        return plan.for_any_start(shape)
+    return plan
 
 
 def _aligned_plan(shape: RowShape, target: Target, operands: int, patched: bool) -> RowPlan:

@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import capped_logits, exp_for_dtype, finite_shift, row_sum
-from ....primitives.gpu.memory import opaque
 from ....primitives.gpu.reduce import load_capped, locate_tile
-from ....primitives.gpu.row_part import load_part, locate_part, row_offset
+from ....primitives.gpu.row_part import load_logits, locate_part, row_offset
 from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 from .reduction import store_losses
 from .row_math import (
@@ -134,12 +133,8 @@ def cross_entropy_row_kernel(
     index = next_part(slots_ptr, SHARED).to(tl.int32)
     part = locate_part(logits, index, rows, targets.classes, splits, size, PARTIALS, VEC, BLOCK_V)
     row, split = part.row, part.split
-    packed = load_part(logits, part, -float("inf"), STREAM, VEC)
+    packed = load_logits(logits, part, zero, HALF, STREAM, VEC)
     label = tl.load(targets.labels + row).to(tl.int64)
-    if VEC > 1:
-        packed = tl.where(part.mask, packed, -float("inf"))
-        if HALF:  # Selected numbers of a half type occupy a register each until they are packed.
-            packed = opaque(packed, zero)
     scales = loss_scales(losses, parts // splits, options, MEAN, FUSED_BLOCK)
     not_ignored, in_range, weight = label_weights(label, options)
     is_owner = has_class(part, label, in_range, size)

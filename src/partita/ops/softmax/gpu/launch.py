@@ -92,7 +92,7 @@ def _in_parts(plan: RowPlan, classes: int, itemsize: int) -> tuple[RowPlan, int]
     lie beyond the row's end, and takes time and registers all the same. Of eight blocks, those
     beyond the end are left out. Half as many warps then suffice, which wait less for one another.
     That costs more than it saves for most rows of a half type. A plan of kind `row` gets the same
-    partial sums.
+    warps and partial sums.
     """
     if not 2048 <= plan.block <= 8192 or itemsize > 4 or not plan.contiguous:
         return plan, 1
@@ -101,7 +101,7 @@ def _in_parts(plan: RowPlan, classes: int, itemsize: int) -> tuple[RowPlan, int]
     if parts > (7 if itemsize == 4 or plan.block == 2048 else 5):
         return plan, 1
     in_parts = replace(plan, block=part, num_warps=plan.block // 2048).with_partials(itemsize)
-    return in_parts if plan.kind == "tile" else replace(plan, partials=in_parts.partials), parts
+    return in_parts if plan.kind == "tile" else replace(in_parts, block=plan.block), parts
 
 
 register_cache("ops.softmax.plans_in_parts", _in_parts.cache_clear)

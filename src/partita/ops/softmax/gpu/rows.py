@@ -17,6 +17,7 @@ from ....primitives.gpu.memory import opaque
 from ....primitives.gpu.reduce import locate_tile, tile_ptrs
 from ....primitives.gpu.row_part import (
     edge_of_part,
+    load_logits,
     load_part,
     locate_part,
     part_ptr,
@@ -95,9 +96,7 @@ def softmax_row_kernel(
     STREAM: tl.constexpr = SHARED and VEC == 1
     index = next_part(slots_ptr, SHARED).to(tl.int32)
     part = locate_part(input, index, rows, classes, splits, size, PARTIALS, VEC, BLOCK_V)
-    packed = load_part(input, part, -float("inf"), STREAM, VEC)
-    if VEC > 1:
-        packed = tl.where(part.mask, packed, -float("inf"))
+    packed = load_logits(input, part, zero, HALF, STREAM, VEC)
     x = packed.to(tl.float32)
     maximum = tl.max(x)
     if HALF:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.reduce import load_capped
-from ....primitives.gpu.row_part import load_part, locate_part, row_offset
+from ....primitives.gpu.row_part import load_logits, locate_part, row_offset
 from ....primitives.gpu.sync import merge_normalizers, next_part, pack_pair, unpack_pair
 from ...cross_entropy.gpu.reduction import Targets
 from ...cross_entropy.gpu.row_math import (
@@ -66,6 +66,7 @@ def parallel_row_kernel(
     first_class,  # of this rank
     rank,
     splits,
+    size,  # classes of a part
     max_polls,
     ignore_index,
     terms,  # OptionalTerms
@@ -74,6 +75,7 @@ def parallel_row_kernel(
     HALF: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     PARTIALS: tl.constexpr,
+    VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Compute loss and gradient of the part of a row that this program holds.
@@ -84,10 +86,11 @@ def parallel_row_kernel(
     smoothing = tl.full([], 0.0, tl.float32)
     targets = Targets(target_ptr, None, None, V, ignore_index)
     options = LossOptions(targets, smoothing, *terms, None)  # type: ignore[call-arg]
-    tile = next_part(tile_counter_ptr, True)
-    part = locate_part(logits, tile.to(tl.int32), M, V_local, splits, BLOCK_V, PARTIALS, 1, BLOCK_V)
+    STREAM: tl.constexpr = VEC == 1  # The hints would spill registers beside masks.
+    tile = next_part(tile_counter_ptr, True).to(tl.int32)
+    part = locate_part(logits, tile, M, V_local, splits, size, PARTIALS, VEC, BLOCK_V)
     row, split = part.row, part.split
-    packed = load_part(logits, part, -float("inf"), True, 1)
+    packed = load_logits(logits, part, zero, HALF, STREAM, VEC)
     x_ptr = logits.ptr + row_offset(logits, row, M)
     scales = loss_scales(losses, M, options, losses.shares is not None, 0)
     # The label is counted from the first class of this rank. The program that has it alone reads
@@ -96,7 +99,7 @@ def parallel_row_kernel(
     not_ignored, valid, weight = label_weights(label, options)
     label -= first_class
     is_owner = valid & (label >= 0) & (label < V_local)
-    is_owner &= has_class(part, label, True, BLOCK_V)
+    is_owner &= has_class(part, label, True, size)
     x = load_capped(x_ptr + label, is_owner, options.softcap, tl.float32)
     label = Label(label, not_ignored, is_owner, weight, x)
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
@@ -105,7 +108,7 @@ def parallel_row_kernel(
     # Give the statistics of the part to all ranks.
     pairs = WORLD * splits
     lane = tl.arange(0, BLOCK_SLOTS)
-    row_slot = WORLD + tile // splits * (pairs + 1)
+    row_slot = WORLD + row.to(tl.int64) * (pairs + 1)
     own_slot = row_slot + rank * splits + split
     programs = (M * splits).to(tl.float32)
     peers_ptr = memory.peers_ptr
@@ -142,7 +145,7 @@ def parallel_row_kernel(
 
     sums = Smoothing(0.0, 0.0)
     terms = gradient_terms(label, sums, shift, sumexp, scales, options)
-    store_part_gradient(dlogits, logits, loaded, 0.0, label, terms, options, HALF, True, 1)
+    store_part_gradient(dlogits, logits, loaded, 0.0, label, terms, options, HALF, STREAM, VEC)
     row_label = Label(label.index, not_ignored, valid, weight, label_x)
     loss = row_loss(row_label, sums, shift, sumexp, scales, options)
     tl.store(losses.loss + row, loss, mask=split == 0)
