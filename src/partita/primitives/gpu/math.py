@@ -151,31 +151,31 @@ def exp_for_dtype(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def row_sum(terms, PARTIALS: tl.constexpr, LARGEST: tl.constexpr = None):
+def row_sum(terms, PARTIALS: tl.constexpr):
     """Return the sums [ROWS] of terms [ROWS, N], whose bits do not depend on the block's layout.
 
-    Terms whose columns are equal modulo PARTIALS, at most 4,096, are added first, in their order.
-    PARTIALS is so large that a thread has all terms of a partial sum. Partial sums are rounded to
-    multiples of 2**-41 of a bound, so that their sum in fp64 is exact, and threads may add in any
-    order. LARGEST is a power of two that no term exceeds, if one is known. Terms in fp64 are added
-    in halves.
+    Terms whose columns are equal modulo PARTIALS, which a thread has all, are added first.
     """
-    if terms.dtype == tl.float64:
-        for _ in tl.static_range(16):
-            if terms.shape[1] > 1:
-                terms = tl.sum(tl.reshape(terms, [terms.shape[0], 2, terms.shape[1] // 2]), axis=1)
-        return tl.reshape(terms, [terms.shape[0]])
-    else:
-        COUNT: tl.constexpr = terms.shape[1] // PARTIALS
-        partial = tl.sum(tl.reshape(terms, [terms.shape[0], COUNT, PARTIALS]), axis=1)
-        if LARGEST is None:
-            largest = tl.max(tl.abs(partial), axis=1)[:, None].to(tl.int32, bitcast=True)
-            bound = 2.0 * (largest & 0x7F800000).to(tl.float32, bitcast=True).to(tl.float64)
-        else:
-            bound = tl.full([], LARGEST * COUNT, tl.float64)
-        partial, magic = partial.to(tl.float64), 3072.0 * bound
-        rounded = tl.where(magic < float("inf"), (partial + magic) - magic, partial)
-        return tl.sum(rounded, axis=1).to(tl.float32)
+    ROWS: tl.constexpr = terms.shape[0]
+    partial = tl.sum(tl.reshape(terms, [ROWS, terms.shape[1] // PARTIALS, PARTIALS]), axis=1)
+    return tree_sum(tl.reshape(partial, [ROWS * PARTIALS]), ROWS)
+
+
+@triton.jit
+def tree_sum(terms, ROWS: tl.constexpr = 1):
+    """Return the sums [ROWS] of rows of terms [ROWS * N], added in pairs of neighbours.
+
+    A sum of two numbers has no order, so the bits do not follow from the layout of the terms. The
+    numbers of a thread come first, then those of a warp. Those of several warps are at last in the
+    lanes of each.
+    """
+    SEVERAL_WARPS: tl.constexpr = ROWS == 1 and terms.shape[0] > 256
+    for _ in tl.static_range(13):
+        if terms.shape[0] > ROWS:
+            if SEVERAL_WARPS and terms.shape[0] == 16:
+                terms = tl.gather(terms, tl.arange(0, 16), 0)
+            terms = tl.sum(tl.reshape(terms, [terms.shape[0] // 2, 2]), axis=1)
+    return terms + 0.0  # The sum of zeros is not negative.
 
 
 @triton.jit

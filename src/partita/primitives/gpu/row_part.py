@@ -1,8 +1,8 @@
-"""The part of a row that a program holds in registers, wherever the row starts in memory.
+"""The part of a row that a program holds, from its load to its store.
 
-With VEC > 1, rows may start between two vectors of 16 bytes. A program then loads all vectors that
-have a class of its part, and stores the vectors that lie in it. The classes at its two ends, fewer
-than VEC each, are its edges, which are loaded and stored one by one.
+A part is a tuple of slices, [LANES] each, of which a thread has one aligned vector. Rows start at
+any address: a program loads the vectors that hold a class of its part, and stores those that lie in
+it. The classes at its two ends, fewer than VEC each, are its edges, which are stored one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .math import row_sum
+from .math import tree_sum
 from .memory import load_streaming, opaque, store_streaming
 
 
@@ -24,8 +24,10 @@ class RowPart(NamedTuple):
         split: the index of the program among those that share the row.
         start: the class of column `begin`.
         begin, end: the columns of the first class, below VEC, and after the last one.
-        column: the columns of the block, [BLOCK_V / PARTIALS, PARTIALS].
-        mask: which of them are in the part.
+        lane: the columns of the first slice, [LANES].
+        masks: for each slice which columns are classes of the part, [LANES].
+        loaded: for each slice the columns of the vectors that hold such a class, [LANES].
+        stored: for each slice the columns of the vectors that hold no other class, [LANES].
     """
 
     row: Any
@@ -34,8 +36,10 @@ class RowPart(NamedTuple):
     start: Any
     begin: Any
     end: Any
-    column: Any
-    mask: Any
+    lane: Any
+    masks: Any
+    loaded: Any
+    stored: Any
 
 
 @triton.jit
@@ -46,23 +50,36 @@ def locate_part(
     classes,
     splits,
     size,
-    PARTIALS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLICES: tl.constexpr,
+    FULL: tl.constexpr,
     VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Return part `index` of the rows of x, `StridedRows`, which have `splits` parts each.
 
-    All but the last part of a row have `size` classes, which is a multiple of VEC.
+    All but the last part of a row have `size` classes, which is a multiple of VEC. Of the slices of
+    any part, the first FULL ones end before it does.
     """
     row, split = index // splits, index % splits
     begin = row_offset(x, row, rows).to(tl.int32) & (VEC - 1)
     end = begin + tl.minimum(classes - split * size, size)
-    first = (tl.arange(0, BLOCK_V // PARTIALS) * PARTIALS)[:, None]
-    lane = tl.arange(0, PARTIALS)[None, :]
-    mask = lane < end - first  # A thread has few lanes, so this is one comparison a class.
-    if VEC > 1:
-        mask &= first + lane >= begin
-    return RowPart(row, rows, split, split * size, begin, end, first + lane, mask)
+    lane = tl.arange(0, LANES)
+    masks, loaded, stored = (), (), ()
+    for i in tl.static_range(SLICES):
+        mask = tl.full([LANES], True, tl.int1)
+        load, store = mask, mask
+        if i >= FULL:
+            # A thread has few lanes, so this is one comparison a class.
+            mask = lane < end - i * LANES
+            load, store = mask, mask
+        if VEC > 1:
+            vector = lane // VEC * VEC
+            if i >= FULL:
+                load, store = vector < end - i * LANES, vector < end - i * LANES - (VEC - 1)
+            if i == 0:
+                mask, store = mask & (lane >= begin), store & (vector >= begin)
+        masks, loaded, stored = masks + (mask,), loaded + (load,), stored + (store,)
+    return RowPart(row, rows, split, split * size, begin, end, lane, masks, loaded, stored)
 
 
 @triton.jit
@@ -78,33 +95,62 @@ def part_ptr(x, part, VEC: tl.constexpr):
 
 
 @triton.jit
-def load_part(x, part, other, STREAM: tl.constexpr, VEC: tl.constexpr):
-    """Load the vectors of a part, and `other` outside of them."""
-    mask = part.column // VEC * VEC < part.end if VEC > 1 else part.mask
-    return load_streaming(part_ptr(x, part, VEC) + part.column, mask, other, STREAM)
+def load_part(
+    x,
+    part,
+    other: tl.constexpr,
+    zero,
+    HALF: tl.constexpr,
+    STREAM: tl.constexpr,
+    FULL: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Load the classes of a part, and `other` outside of it."""
+    ptrs = part_ptr(x, part, VEC) + part.lane
+    slices = ()
+    for i in tl.static_range(len(part.masks)):
+        packed = load_streaming(ptrs + i * part.lane.shape[0], part.loaded[i], other, STREAM)
+        if VEC > 1 and (i == 0 or i >= FULL):
+            # The interpreter has no constants of type bf16, only conversions.
+            outside = tl.full([], other, tl.float32).to(packed.dtype)
+            packed = tl.where(part.masks[i], packed, outside)
+            if (
+                HALF
+            ):  # Selected numbers of a half type occupy a register each until they are packed.
+                packed = opaque(packed, zero)
+        slices += (packed,)
+    return slices
 
 
 @triton.jit
-def load_logits(x, part, zero, HALF: tl.constexpr, STREAM: tl.constexpr, VEC: tl.constexpr):
-    """Load the classes of a part, and -inf outside of it."""
-    packed = load_part(x, part, -float("inf"), STREAM, VEC)
-    if VEC > 1:
-        # The interpreter has no constants of type bf16, only conversions.
-        lowest = tl.full([], -float("inf"), tl.float32).to(packed.dtype)
-        packed = tl.where(part.mask, packed, lowest)
-        if HALF:  # Selected numbers of a half type occupy a register each until they are packed.
-            packed = opaque(packed, zero)
-    return packed
+def renewed(slices, zero, HALF: tl.constexpr):
+    """Return slices as values that the compiler regards as new if they have a HALF type.
+
+    See `opaque`. It finds out that two such values are equal if both follow from the same one.
+    """
+    if HALF:
+        values = ()
+        for i in tl.static_range(len(slices)):
+            values += (opaque(slices[i], zero),)
+        return values
+    else:
+        return slices
 
 
 @triton.jit
-def store_part(x, part, value, STREAM: tl.constexpr, VEC: tl.constexpr):
-    """Store the classes of a part, but for its edges."""
-    mask = part.mask
-    if VEC > 1:
-        vector = part.column // VEC * VEC
-        mask = (vector >= part.begin) & (vector + VEC <= part.end)
-    store_streaming(part_ptr(x, part, VEC) + part.column, value, mask, STREAM)
+def in_fp32(slices):
+    """Return slices in fp32."""
+    values = ()
+    for i in tl.static_range(len(slices)):
+        values += (slices[i].to(tl.float32),)
+    return values
+
+
+@triton.jit
+def store_slice(x, part, i: tl.constexpr, value, STREAM: tl.constexpr, VEC: tl.constexpr):
+    """Store the classes of a slice, but for the edges of the part."""
+    ptrs = part_ptr(x, part, VEC) + (i * part.lane.shape[0] + part.lane)
+    store_streaming(ptrs, value, part.stored[i], STREAM)
 
 
 @triton.jit
@@ -118,7 +164,27 @@ def edge_of_part(part, VEC: tl.constexpr):
 
 
 @triton.jit
-def part_sum(terms, LARGEST: tl.constexpr = None):
-    """Return the sum of the terms of a part, [N, PARTIALS]; see `row_sum`."""
-    row = tl.reshape(terms, [1, terms.shape[0] * terms.shape[1]])
-    return tl.sum(row_sum(row, terms.shape[1], LARGEST))
+def part_maximum(slices):
+    """Return the maximum of a part."""
+    maximum = slices[0]
+    for i in tl.static_range(1, len(slices)):
+        maximum = tl.maximum(maximum, slices[i])
+    return tl.max(maximum)
+
+
+@triton.jit
+def part_sum(terms, factors, part, VEC: tl.constexpr):
+    """Return the sum of terms, or of their products with factors, with bits that rows share.
+
+    Classes that are equal modulo LANES are added in their order. They are in one lane, which is
+    `begin` lanes after that of a row that starts on a vector.
+    """
+    total = terms[0] if factors is None else terms[0] * factors[0]
+    for i in tl.static_range(1, len(terms)):
+        total = total + terms[i] if factors is None else tl.fma(terms[i], factors[i], total)
+    LANES: tl.constexpr = total.shape[0]
+    if VEC > 1:
+        # The condition is true but for NaN. It gives the index the layout of the sums.
+        lane = tl.where(total == total, (part.lane + part.begin) & (LANES - 1), part.lane)
+        total = tl.gather(total, lane, 0)
+    return tl.sum(tree_sum(total))

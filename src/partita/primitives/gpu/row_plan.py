@@ -197,19 +197,13 @@ class RowPlan:
 
     def part(self, classes: int) -> int:
         """Return the classes of a part of a row: a multiple of any vector, if there are several."""
-        return self.block if self.splits == 1 else cdiv(cdiv(classes, self.splits), 16) * 16
+        return classes if self.splits == 1 else cdiv(cdiv(classes, self.splits), 16) * 16
 
     def for_any_start(self, shape: RowShape) -> RowPlan:
-        """Return the plan of kind `row`, with vectors, for rows that start between vectors.
-
-        They are the largest vectors that a block has room for if one more than a part's is loaded.
-        """
-        size, vector = min(self.part(shape.classes), shape.classes), 16 // shape.itemsize
-        while vector > 1 and size + vector - 1 > self.block:
-            vector //= 2
-        if shape.aligned or vector == 1:
+        """Return the plan of kind `row`, with vectors, for rows that start between vectors."""
+        if shape.aligned or shape.itemsize > 4:
             return self
-        return replace(self, kind="row", rows=1, vector=vector)
+        return replace(self, kind="row", rows=1, vector=16 // shape.itemsize)
 
     def compiled_for(self, target: Target) -> RowPlan:
         """Return the plan without a limit of registers where the compiler takes none."""
@@ -450,15 +444,17 @@ def tile_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
+def row_options(plan: RowPlan, classes: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constexpr arguments of kernels with a plan of kind `row`."""
+    size = plan.part(classes)
     return {
         "HALF": plan.max_registers is not None and dtype.itemsize == 2,
         "SHARED": plan.splits > 1,
         "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
-        "PARTIALS": plan.partials,
+        "LANES": plan.partials,
+        "SLICES": cdiv(size + plan.vector - 1, plan.partials),
+        "FULL": max(0, classes - (plan.splits - 1) * size) // plan.partials,
         "VEC": plan.vector,
-        "BLOCK_V": plan.block,
         **plan.options,
     }
 

@@ -263,7 +263,7 @@ def _one_pass(call: _OnePassCall) -> Tensor:
             size=plan.part(view.classes),
             zero=0.0,
             **arguments,
-            **row_options(plan, logits.dtype),
+            **row_options(plan, view.classes, logits.dtype),
         )
     else:
         launch(

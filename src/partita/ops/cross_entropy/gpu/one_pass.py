@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import capped_logits, exp_for_dtype, finite_shift, row_sum
 from ....primitives.gpu.reduce import load_capped, locate_tile
-from ....primitives.gpu.row_part import load_logits, locate_part, row_offset
+from ....primitives.gpu.row_part import load_part, locate_part, row_offset
 from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 from .reduction import store_losses
 from .row_math import (
@@ -70,7 +70,7 @@ def cross_entropy_tile_kernel(
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
     shift = finite_shift(tl.max(x, axis=1))
     e = exp_for_dtype(x - shift[:, None], dtype)
-    total = row_sum(e, PARTIALS, 1)
+    total = row_sum(e, PARTIALS)
     if SMOOTHING_MODE:
         q, factor, q_terms = smoothing_loss(options, tile, x, shift[:, None], column, mask)
         q_loss = factor * row_sum(q_terms, PARTIALS)
@@ -115,9 +115,10 @@ def cross_entropy_row_kernel(
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
-    PARTIALS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLICES: tl.constexpr,
+    FULL: tl.constexpr,
     VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Compute loss and gradient of rows of any width and alignment with one read and one write.
 
@@ -131,9 +132,9 @@ def cross_entropy_row_kernel(
     STREAM: tl.constexpr = SHARED and VEC == 1
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
     index = next_part(slots_ptr, SHARED).to(tl.int32)
-    part = locate_part(logits, index, rows, targets.classes, splits, size, PARTIALS, VEC, BLOCK_V)
+    part = locate_part(logits, index, rows, targets.classes, splits, size, LANES, SLICES, FULL, VEC)
     row, split = part.row, part.split
-    packed = load_logits(logits, part, zero, HALF, STREAM, VEC)
+    packed = load_part(logits, part, -float("inf"), zero, HALF, STREAM, FULL, VEC)
     label = tl.load(targets.labels + row).to(tl.int64)
     scales = loss_scales(losses, parts // splits, options, MEAN, FUSED_BLOCK)
     not_ignored, in_range, weight = label_weights(label, options)
@@ -142,7 +143,7 @@ def cross_entropy_row_kernel(
     x_ptr = logits.ptr + row_offset(logits, row, rows) + label
     label_x = load_capped(x_ptr, mask, options.softcap, tl.float32)
     label = Label(label, not_ignored, in_range, weight, label_x)
-    loaded, q, sums = part_logits(packed, part, options, zero, dtype, HALF)
+    loaded, sums = part_logits(packed, part, options, zero, dtype, HALF, VEC)
     shift, total = loaded.shift, loaded.total
     if SHARED:
         slot_ptr = slots_ptr + 1 + row * splits
@@ -158,7 +159,7 @@ def cross_entropy_row_kernel(
             )
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
     terms = gradient_terms(label, sums, shift, total, scales, options)
-    store_part_gradient(dlogits, logits, loaded, q, label, terms, options, HALF, STREAM, VEC)
+    store_part_gradient(dlogits, logits, loaded, label, terms, options, HALF, STREAM, VEC)
     loss = row_loss(label, sums, shift, total, scales, options)
     store_losses(losses, row, loss, is_owner, index, scales, MEAN, FUSED_BLOCK)
     d_ptr = dlogits.ptr + row_offset(dlogits, row, rows)

@@ -8,9 +8,15 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import capped_logits, exp, exp_for_dtype, finite_shift
-from ....primitives.gpu.memory import opaque
 from ....primitives.gpu.reduce import load_capped
-from ....primitives.gpu.row_part import edge_of_part, part_ptr, part_sum, store_part
+from ....primitives.gpu.row_part import (
+    edge_of_part,
+    part_maximum,
+    part_ptr,
+    part_sum,
+    renewed,
+    store_slice,
+)
 from .row_math import Smoothing, class_gradient, smoothing_loss, store_valid_rows
 
 
@@ -20,9 +26,9 @@ class PartLogits(NamedTuple):
     Fields:
         part: which classes they are, `RowPart`.
         zero: 0.0, which the compiler does not know.
-        logits: the logits as loaded, [., PARTIALS].
-        x: the soft-capped logits, [., PARTIALS].
-        e: exp(x - shift), [., PARTIALS].
+        logits: the logits as loaded, slices.
+        x: the soft-capped logits, slices.
+        e: exp(x - shift), slices.
         maximum: the maximum of x over the part.
         shift: the maximum, or 0 if that is -inf.
         total: the sum of exp(x - shift) over the part.
@@ -46,6 +52,21 @@ def has_class(part, label, valid, size):
 
 
 @triton.jit
+def capped_part(logits, part, softcap):
+    """Return the soft-capped logits of a part in fp32."""
+    x = ()
+    for i in tl.static_range(len(logits)):
+        x += (capped_logits(logits[i], part.masks[i], softcap, tl.float32),)
+    return x
+
+
+@triton.jit
+def class_of(part, i: tl.constexpr):
+    """Return the classes of the columns of a slice."""
+    return part.start - part.begin + i * part.lane.shape[0] + part.lane
+
+
+@triton.jit
 def part_logits(
     logits,
     part,
@@ -53,37 +74,38 @@ def part_logits(
     zero,
     dtype: tl.constexpr,
     HALF: tl.constexpr,
+    VEC: tl.constexpr,
 ):
-    """Return the statistics of a part whose logits were loaded, its target weights and their sums.
+    """Return the statistics of a part whose logits were loaded, and the sums of target weights.
 
     `dtype` is that of the gradient. The sums with the target weights come before the exponentials,
     and before the program waits for others: then the logits need no registers beside the
     exponentials.
     """
     softcap = options.softcap
-    x = capped_logits(logits, part.mask, softcap, tl.float32)
-    maximum = tl.max(x)
-    q, sums = x, Smoothing(0.0, 0.0)
-    if options.spread is not None:
-        if HALF:
-            x = capped_logits(opaque(logits, zero), part.mask, softcap, tl.float32)
-        start = part.start - part.begin
-        q, factor, terms = smoothing_loss(
-            options, None, x, finite_shift(maximum), start + part.column, part.mask
-        )
-        if options.targets.weight is None:
-            weight = q * (part.end - part.begin)
-        else:
-            weight = part_sum(q)
-        sums = Smoothing(weight, factor * part_sum(terms))
-    if HALF:
-        logits = opaque(logits, zero)
-        x = capped_logits(logits, part.mask, softcap, tl.float32)
+    x = capped_part(logits, part, softcap)
+    maximum = part_maximum(x)
     shift = finite_shift(maximum)
-    e = exp_for_dtype(x - shift, dtype)
-    total = part_sum(e, 1)
-    loaded = PartLogits(part, zero, logits, x, e, maximum, shift, total)
-    return loaded, q, sums
+    sums = Smoothing(0.0, 0.0)
+    if options.spread is not None:
+        logits = renewed(logits, zero, HALF)
+        x, weights, losses = capped_part(logits, part, softcap), (), ()
+        for i in tl.static_range(len(x)):
+            q, factor, loss = smoothing_loss(
+                options, None, x[i], shift, class_of(part, i), part.masks[i]
+            )
+            weights, losses = weights + (q,), losses + (loss,)
+        if options.targets.weight is None:
+            weight = weights[0] * (part.end - part.begin)
+        else:
+            weight = part_sum(weights, None, part, VEC)
+        sums = Smoothing(weight, factor * part_sum(losses, None, part, VEC))
+    logits = renewed(logits, zero, HALF)
+    x, e = capped_part(logits, part, softcap), ()
+    for i in tl.static_range(len(x)):
+        e += (exp_for_dtype(x[i] - shift, dtype),)
+    total = part_sum(e, None, part, VEC)
+    return PartLogits(part, zero, logits, x, e, maximum, shift, total), sums
 
 
 @triton.jit
@@ -91,7 +113,6 @@ def store_part_gradient(
     dlogits,
     logits,
     loaded,
-    q,
     label,
     terms,
     options,
@@ -99,36 +120,46 @@ def store_part_gradient(
     STREAM: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Store the gradient of a part of a row, given its target weights q.
+    """Store the gradient of a part of a row.
 
     The logits at its edges are read here, so they need no registers before. They may be replaced.
     """
-    part, shift = loaded.part, terms.shift
+    part, shift, softcap = loaded.part, terms.shift, options.softcap
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
+    if HALF:
+        part_shift, factor = shift, terms.factor
+    else:
+        part_shift = loaded.shift
+        factor = terms.factor * exp_for_dtype(part_shift - shift, dtype)
     if VEC > 1:
         edge, at_edge = edge_of_part(part, VEC)  # [2 * VEC]
         x_ptrs = part_ptr(logits, part, VEC) + edge
-        edge_x = load_capped(x_ptrs, at_edge, options.softcap, tl.float32)
-    if HALF:
-        packed = opaque(loaded.logits, loaded.zero)
-        x = capped_logits(packed, part.mask, options.softcap, tl.float32)
-        e, part_factor = exp(x - shift), terms.factor
-    else:
-        x, e = loaded.x, loaded.e
-        part_factor = terms.factor * exp_for_dtype(loaded.shift - shift, dtype)
-    grad = class_gradient(e, x, part_factor, terms.scale * q, options)
+        edge_x = load_capped(x_ptrs, at_edge, softcap, tl.float32)
+    x = capped_part(renewed(loaded.logits, loaded.zero, HALF), part, softcap)
     # One branch for the row costs less than a select for each class. Each side computes the
     # addresses, which would spill a register before the branch.
     if label.not_ignored:
-        store_part(dlogits, part, grad, STREAM, VEC)
+        for i in tl.static_range(len(x)):
+            e = exp(x[i] - shift) if HALF else loaded.e[i]
+            q = part_weights(options, x[i], shift, class_of(part, i), part.masks[i])
+            grad = class_gradient(e, x[i], factor, terms.scale * q, options)
+            store_slice(dlogits, part, i, grad, STREAM, VEC)
     else:
-        store_part(dlogits, part, tl.zeros_like(grad), STREAM, VEC)
+        for i in tl.static_range(len(x)):
+            store_slice(dlogits, part, i, tl.zeros_like(x[i]), STREAM, VEC)
     if VEC > 1:
-        e = exp_for_dtype(edge_x - shift, dtype)
-        edge_q = e
-        if options.spread is not None:
-            column = part.start - part.begin + edge
-            edge_q, _, _ = smoothing_loss(options, None, edge_x, shift, column, at_edge)
-        grad = class_gradient(e, edge_x, terms.factor, terms.scale * edge_q, options)
+        e = exp_for_dtype(edge_x - part_shift, dtype)
+        q = part_weights(options, edge_x, shift, part.start - part.begin + edge, at_edge)
+        grad = class_gradient(e, edge_x, factor, terms.scale * q, options)
         edge_ptrs = part_ptr(dlogits, part, VEC) + edge
         store_valid_rows(edge_ptrs, grad, at_edge, label.not_ignored, False)
+
+
+@triton.jit
+def part_weights(options, x, shift, column, mask):
+    """Return the target weights q of classes, or anything if the loss has none."""
+    if options.spread is None:
+        return x
+    else:
+        q, _, _ = smoothing_loss(options, None, x, shift, column, mask)
+        return q

@@ -72,7 +72,7 @@ def _launch(kernel: Any, view: RowView, plan: RowPlan, **arguments: Any) -> None
             size=plan.part(view.classes),
             zero=0.0,
             **arguments,
-            **row_options(plan, dtype),
+            **row_options(plan, view.classes, dtype),
         )
         return
     launch(

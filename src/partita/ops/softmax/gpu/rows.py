@@ -13,17 +13,18 @@ from ....primitives.gpu.math import (
     reciprocal,
     row_sum,
 )
-from ....primitives.gpu.memory import opaque
 from ....primitives.gpu.reduce import locate_tile, tile_ptrs
 from ....primitives.gpu.row_part import (
     edge_of_part,
-    load_logits,
+    in_fp32,
     load_part,
     locate_part,
+    part_maximum,
     part_ptr,
     part_sum,
+    renewed,
     row_offset,
-    store_part,
+    store_slice,
 )
 from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 
@@ -63,7 +64,7 @@ def softmax_tile_kernel(
     sums = terms[0]  # type: ignore[misc]
     for i in tl.static_range(1, PARTS):
         sums += terms[i]
-    total = row_sum(sums, PARTIALS, 8 if PARTS > 1 else 1)[:, None]
+    total = row_sum(sums, PARTIALS)[:, None]
     scale = log_exact(total) if LOG else reciprocal(total)
     for i in tl.static_range(PARTS):
         ptrs = tile_ptrs(output, tile) + i * BLOCK_V * output.column
@@ -85,50 +86,54 @@ def softmax_row_kernel(
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
-    PARTIALS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLICES: tl.constexpr,
+    FULL: tl.constexpr,
     VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Compute the softmax of a row, or of one program's part of a row that several programs share.
 
     The row is read once and written once, at any width and alignment.
     """
     STREAM: tl.constexpr = SHARED and VEC == 1
-    index = next_part(slots_ptr, SHARED).to(tl.int32)
-    part = locate_part(input, index, rows, classes, splits, size, PARTIALS, VEC, BLOCK_V)
-    packed = load_logits(input, part, zero, HALF, STREAM, VEC)
-    x = packed.to(tl.float32)
-    maximum = tl.max(x)
-    if HALF:
-        packed = opaque(packed, zero)
-        x = packed.to(tl.float32)
     DTYPE: tl.constexpr = output.ptr.dtype.element_ty
+    index = next_part(slots_ptr, SHARED).to(tl.int32)
+    part = locate_part(input, index, rows, classes, splits, size, LANES, SLICES, FULL, VEC)
+    packed = load_part(input, part, -float("inf"), zero, HALF, STREAM, FULL, VEC)
+    maximum = part_maximum(in_fp32(packed))
     part_shift = finite_shift(maximum)
-    e = exp(x - part_shift) if LOG else exp_for_dtype(x - part_shift, DTYPE)
-    total = part_sum(e, 1)
+    packed = renewed(packed, zero, HALF)
+    x, e = in_fp32(packed), ()
+    for i in tl.static_range(SLICES):
+        e += (exp(x[i] - part_shift) if LOG else exp_for_dtype(x[i] - part_shift, DTYPE),)
+    total = part_sum(e, None, part, VEC)
     shift = part_shift
     if SHARED:
         shift, total = exchange_normalizer(
             slots_ptr + 1 + part.row * splits, part.split, splits, maximum, total, BLOCK_SPLITS
         )
+    x = in_fp32(renewed(packed, zero, HALF))
     if VEC > 1:
         edge, edge_mask = edge_of_part(part, VEC)  # [2 * VEC]
         edge_ptrs = part_ptr(input, part, VEC) + edge
         edge_x = tl.load(edge_ptrs, mask=edge_mask, other=-float("inf")).to(tl.float32)
-    if HALF:
-        x = opaque(packed, zero).to(tl.float32)
     if LOG:
-        y = x - shift - log_exact(total)
-    elif HALF:
-        y = exp_for_dtype(x - shift, DTYPE) * reciprocal(total)
+        log_total = log_exact(total)
+        for i in tl.static_range(SLICES):
+            store_slice(output, part, i, x[i] - shift - log_total, STREAM, VEC)
     else:
-        y = e * divide(exp_exact(part_shift - shift), total)
-    store_part(output, part, y, STREAM, VEC)
+        if HALF:
+            scale, part_shift = reciprocal(total), shift
+        else:
+            scale = divide(exp_exact(part_shift - shift), total)
+        for i in tl.static_range(SLICES):
+            y = exp_for_dtype(x[i] - shift, DTYPE) if HALF else e[i]
+            store_slice(output, part, i, y * scale, STREAM, VEC)
     if VEC > 1:
         if LOG:
-            edge_y = edge_x - shift - log_exact(total)
+            edge_y = edge_x - shift - log_total
         else:
-            edge_y = exp_for_dtype(edge_x - shift, DTYPE) * reciprocal(total)
+            edge_y = exp_for_dtype(edge_x - part_shift, DTYPE) * scale
         tl.store(part_ptr(output, part, VEC) + edge, edge_y.to(DTYPE), mask=edge_mask)
 
 
@@ -228,45 +233,43 @@ def softmax_backward_row_kernel(
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
-    PARTIALS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLICES: tl.constexpr,
+    FULL: tl.constexpr,
     VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Compute the gradient of a row, or of one program's part of a row that programs share.
 
     Both tensors are read once and the gradient is written once, at any width and alignment.
     """
     STREAM: tl.constexpr = SHARED and VEC == 1
+    DTYPE: tl.constexpr = result.ptr.dtype.element_ty
     index = next_part(slots_ptr, SHARED).to(tl.int32)
-    part = locate_part(output, index, rows, classes, splits, size, PARTIALS, VEC, BLOCK_V)
+    part = locate_part(output, index, rows, classes, splits, size, LANES, SLICES, FULL, VEC)
     if BROADCAST:
-        packed_dy = tl.load(grad.ptr + row_offset(grad, part.row, rows))
+        edge_dy = tl.load(grad.ptr + row_offset(grad, part.row, rows)).to(tl.float32)
+        packed_dy = ()
+        for i in tl.static_range(SLICES):
+            packed_dy += (tl.where(part.masks[i], edge_dy, 0.0),)
     else:
-        packed_dy = load_part(grad, part, 0.0, STREAM, VEC)
-    packed_y = load_part(output, part, 0.0, STREAM, VEC)
-    dy, y = packed_dy.to(tl.float32), packed_y.to(tl.float32)
-    terms = dy if LOG else dy * y
-    if BROADCAST or VEC > 1:
-        terms = tl.where(part.mask, terms, 0.0)
-    total = part_sum(terms)
+        packed_dy = load_part(grad, part, 0.0, zero, HALF, STREAM, FULL, VEC)
+    packed_y = load_part(output, part, 0.0, zero, HALF, STREAM, FULL, VEC)
+    dy, y = in_fp32(packed_dy), in_fp32(packed_y)
+    total = part_sum(dy, None if LOG else y, part, VEC)
     if SHARED:
         slot_ptr = slots_ptr + 1 + part.row * splits
         total, _ = exchange_sums(slot_ptr, part.split, splits, total, total, BLOCK_SPLITS)
+    dy = in_fp32(renewed(packed_dy, zero, HALF and not BROADCAST))
+    y = in_fp32(renewed(packed_y, zero, HALF))
     if VEC > 1:
         edge, edge_mask = edge_of_part(part, VEC)  # [2 * VEC]
-        edge_dy = packed_dy.to(tl.float32)
         if not BROADCAST:
             edge_ptrs = part_ptr(grad, part, VEC) + edge
             edge_dy = tl.load(edge_ptrs, mask=edge_mask, other=0.0).to(tl.float32)
         edge_ptrs = part_ptr(output, part, VEC) + edge
         edge_y = tl.load(edge_ptrs, mask=edge_mask, other=0.0).to(tl.float32)
-    if HALF:
-        y = opaque(packed_y, zero).to(tl.float32)
-        if not BROADCAST:
-            dy = opaque(packed_dy, zero).to(tl.float32)
-    DTYPE: tl.constexpr = result.ptr.dtype.element_ty
-    dx = input_gradient(dy, y, total, LOG, DTYPE)
-    store_part(result, part, dx, STREAM, VEC)
+    for i in tl.static_range(SLICES):
+        store_slice(result, part, i, input_gradient(dy[i], y[i], total, LOG, DTYPE), STREAM, VEC)
     if VEC > 1:
         edge_dx = input_gradient(edge_dy, edge_y, total, LOG, DTYPE)
         tl.store(part_ptr(result, part, VEC) + edge, edge_dx.to(DTYPE), mask=edge_mask)

@@ -143,7 +143,7 @@ def parallel_one_pass(
     view = row_view(-1, logits, dlogits)
     assert view is not None
     plan = _row_plan(view, sizes)
-    constants = row_options(plan, logits.dtype)
+    constants = row_options(plan, V_local, logits.dtype)
     # Programs of all ranks share a row.
     del constants["SHARED"], constants["BLOCK_SPLITS"]
     launch(

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.reduce import load_capped
-from ....primitives.gpu.row_part import load_logits, locate_part, row_offset
+from ....primitives.gpu.row_part import load_part, locate_part, row_offset
 from ....primitives.gpu.sync import merge_normalizers, next_part, pack_pair, unpack_pair
 from ...cross_entropy.gpu.reduction import Targets
 from ...cross_entropy.gpu.row_math import (
@@ -74,9 +74,10 @@ def parallel_row_kernel(
     WORLD: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
-    PARTIALS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLICES: tl.constexpr,
+    FULL: tl.constexpr,
     VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Compute loss and gradient of the part of a row that this program holds.
 
@@ -88,9 +89,9 @@ def parallel_row_kernel(
     options = LossOptions(targets, smoothing, *terms, None)  # type: ignore[call-arg]
     STREAM: tl.constexpr = VEC == 1  # The hints would spill registers beside masks.
     tile = next_part(tile_counter_ptr, True).to(tl.int32)
-    part = locate_part(logits, tile, M, V_local, splits, size, PARTIALS, VEC, BLOCK_V)
+    part = locate_part(logits, tile, M, V_local, splits, size, LANES, SLICES, FULL, VEC)
     row, split = part.row, part.split
-    packed = load_logits(logits, part, zero, HALF, STREAM, VEC)
+    packed = load_part(logits, part, -float("inf"), zero, HALF, STREAM, FULL, VEC)
     x_ptr = logits.ptr + row_offset(logits, row, M)
     scales = loss_scales(losses, M, options, losses.shares is not None, 0)
     # The label is counted from the first class of this rank. The program that has it alone reads
@@ -103,7 +104,7 @@ def parallel_row_kernel(
     x = load_capped(x_ptr + label, is_owner, options.softcap, tl.float32)
     label = Label(label, not_ignored, is_owner, weight, x)
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
-    loaded, _, _ = part_logits(packed, part, options, zero, dtype, HALF)
+    loaded, _ = part_logits(packed, part, options, zero, dtype, HALF, VEC)
 
     # Give the statistics of the part to all ranks.
     pairs = WORLD * splits
@@ -145,7 +146,7 @@ def parallel_row_kernel(
 
     sums = Smoothing(0.0, 0.0)
     terms = gradient_terms(label, sums, shift, sumexp, scales, options)
-    store_part_gradient(dlogits, logits, loaded, 0.0, label, terms, options, HALF, STREAM, VEC)
+    store_part_gradient(dlogits, logits, loaded, label, terms, options, HALF, STREAM, VEC)
     row_label = Label(label.index, not_ignored, valid, weight, label_x)
     loss = row_loss(row_label, sums, shift, sumexp, scales, options)
     tl.store(losses.loss + row, loss, mask=split == 0)
