@@ -1,8 +1,8 @@
 """The part of a row that a program holds, from its load to its store.
 
 A part is a tuple of slices, [LANES] each, of which a thread has one aligned vector. Rows start at
-any address: a program loads the vectors that hold a class of its part, and stores those that lie in
-it. The classes at its two ends, fewer than VEC each, are its edges, which are stored one by one.
+any address: a program loads the vectors that hold a class of its part, and stores those that hold
+no other. The classes at its two ends, fewer than VEC each, are stored one by one.
 """
 
 from __future__ import annotations
@@ -147,20 +147,20 @@ def in_fp32(slices):
 
 
 @triton.jit
-def store_slice(x, part, i: tl.constexpr, value, STREAM: tl.constexpr, VEC: tl.constexpr):
-    """Store the classes of a slice, but for the edges of the part."""
+def store_slice(
+    x,
+    part,
+    i: tl.constexpr,
+    value,
+    STREAM: tl.constexpr,
+    FULL: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Store the classes of a slice: vectors, and what the ends of the part have of a vector."""
     ptrs = part_ptr(x, part, VEC) + (i * part.lane.shape[0] + part.lane)
     store_streaming(ptrs, value, part.stored[i], STREAM)
-
-
-@triton.jit
-def edge_of_part(part, VEC: tl.constexpr):
-    """Return the columns of the edges of a part, and which exist, [2 * VEC]."""
-    lane, tail = tl.arange(0, 2 * VEC), part.end // VEC * VEC
-    column = tl.where(lane < VEC, lane, tail + lane - VEC)
-    at_head = (part.begin > 0) & (column >= part.begin)
-    mask = tl.where(lane < VEC, at_head, (part.begin == 0) | (tail > 0))
-    return column, mask & (column < part.end)
+    if VEC > 1 and (i == 0 or i >= FULL):
+        store_streaming(ptrs, value, part.masks[i] & (part.stored[i] == 0), STREAM)
 
 
 @triton.jit

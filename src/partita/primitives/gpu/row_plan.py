@@ -148,6 +148,9 @@ def with_output(
     return output.copy_(with_output(run, dim, *(t.contiguous() for t in inputs), dtype=dtype))
 
 
+LEAST_WARPS = 2  # of rows that start between vectors: one warp would shuffle its partial sums
+
+
 @dataclass(frozen=True)
 class RowPlan:
     """The division of a kernel's rows into programs and blocks.
@@ -192,8 +195,9 @@ class RowPlan:
 
     def with_partials(self, itemsize: int) -> RowPlan:
         """Return the plan with the partial sums of threads that load vectors of a row."""
-        threads = 32 * self.num_warps if self.contiguous else 1
-        return replace(self, partials=min(self.block, threads * 16 // itemsize))
+        threads = 32 * max(self.num_warps, LEAST_WARPS if itemsize == 2 else 1)
+        lanes = threads * 16 // itemsize if self.contiguous else 1
+        return replace(self, partials=min(self.block, lanes))
 
     def part(self, classes: int) -> int:
         """Return the classes of a part of a row: a multiple of any vector, if there are several."""
@@ -201,9 +205,11 @@ class RowPlan:
 
     def for_any_start(self, shape: RowShape) -> RowPlan:
         """Return the plan of kind `row`, with vectors, for rows that start between vectors."""
-        if shape.aligned or shape.itemsize > 4:
+        if shape.aligned:
             return self
-        return replace(self, kind="row", rows=1, vector=16 // shape.itemsize)
+        num_warps = max(self.num_warps, LEAST_WARPS)
+        vector = 16 // shape.itemsize
+        return replace(self, kind="row", rows=1, num_warps=num_warps, vector=vector)
 
     def compiled_for(self, target: Target) -> RowPlan:
         """Return the plan without a limit of registers where the compiler takes none."""
@@ -267,11 +273,12 @@ def row_plan(shape: RowShape, target: Target, operands: int = 1, patched: bool =
         patched: whether the kernel stores one class of each row a second time.
     """
     plan = _aligned_plan(shape, target, operands, patched).with_partials(shape.itemsize)
-    is_half_row = shape.itemsize == 2 and plan.block >= 512
-    # Threads load and store few numbers, or a whole row of fp32, one by one in the same time.
-    if plan.kind == "row" or (plan.kind == "tile" and plan.contiguous and is_half_row):
-        return plan.for_any_start(shape)
-    return plan
+    if plan.kind == "loop" or not plan.contiguous or shape.itemsize > 4:
+        return plan
+    # Threads load and store few numbers one by one in the same time.
+    return (
+        plan.for_any_start(shape) if plan.block >= (512 if shape.itemsize == 2 else 4096) else plan
+    )
 
 
 def _aligned_plan(shape: RowShape, target: Target, operands: int, patched: bool) -> RowPlan:
@@ -290,7 +297,7 @@ def _aligned_plan(shape: RowShape, target: Target, operands: int, patched: bool)
     if fits and not (patched and can_exchange and shape.itemsize == 4 and block > 8192):
         if is_half and block > 8192 and operands == 1 and can_exchange:
             return RowPlan("row", 1, block, 4, max_registers=96)
-        return _whole_row_plan(block, elements, is_half)
+        return _whole_row_plan(shape, block, operands, patched)
     if is_half and block == 32768 and operands <= 2 and can_exchange:
         # A program that holds the whole row waits for no other.
         return RowPlan("row", 1, block, 8 * operands, max_registers=128)
@@ -307,15 +314,27 @@ def _aligned_plan(shape: RowShape, target: Target, operands: int, patched: bool)
     return RowPlan("loop", 1, 4096, 4)
 
 
-def _whole_row_plan(block: int, elements: int, is_half: bool) -> RowPlan:
-    """Return the plan of a kernel whose programs hold whole contiguous rows, `elements` each."""
+def _whole_row_plan(shape: RowShape, block: int, operands: int, patched: bool) -> RowPlan:
+    """Return the plan of a kernel whose programs hold whole contiguous rows, `operands` of each."""
+    is_half, elements, rows = shape.itemsize == 2, block * operands, 1
     if elements <= 2048:
         # A thread holds 16 fp32 elements, or 32 of a half type. If that is one warp, it waits for
         # no other.
         rows = max(1, (1024 if is_half else 512) // elements)
-        return RowPlan("tile", rows, block, 2 if elements > (2048 if is_half else 512) else 1)
-    num_warps = elements // (512 if is_half else 1024)
-    return RowPlan("tile", 1, block, max(4, min(num_warps, 8 if is_half else 16)))
+        num_warps = 2 if elements > (2048 if is_half else 512) else 1
+    else:
+        num_warps = max(4, min(elements // (512 if is_half else 1024), 8 if is_half else 16))
+    # Half as many warps suffice for a row that leaves much of its block empty. They wait less.
+    most = 7 if shape.itemsize == 4 or block == 2048 else 5
+    if (
+        operands == 1
+        and not patched
+        and 2048 <= block <= 8192
+        and 8 * shape.classes <= most * block
+    ):
+        num_warps = block // 2048
+    # There is no kernel of kind `row` for fp64.
+    return RowPlan("row" if rows == 1 and shape.itemsize <= 4 else "tile", rows, block, num_warps)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -220,10 +221,12 @@ def _one_pass(call: _OnePassCall) -> Tensor:
     mode = smoothing_mode(call.target, options.label_smoothing)
     if view is None or plan is None or plan.kind == "loop":
         return _reduced_two_passes(call)
+    # Registers hold no target probabilities beside a long row, nor the slopes of a soft-cap.
+    if plan.kind == "row" and (mode == PROBABILITIES or options.softcap):
+        if plan.splits > 1 or plan.max_registers is not None:
+            return _reduced_two_passes(call)
+        plan = replace(plan, kind="tile")
     is_row = plan.kind == "row"
-    # Registers hold no target probabilities beside a row, nor the slopes of a soft-cap.
-    if is_row and (mode == PROBABILITIES or options.softcap):
-        return _reduced_two_passes(call)
     programs = view.batches * (view.rows * plan.splits if is_row else cdiv(view.rows, plan.rows))
     slots = 1 if mode == HARD_LABELS else 2
     num_words = exchange_words(view, plan.splits, slots) if is_row else 0

@@ -159,7 +159,7 @@ def cross_entropy_row_kernel(
             )
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
     terms = gradient_terms(label, sums, shift, total, scales, options)
-    store_part_gradient(dlogits, logits, loaded, label, terms, options, HALF, STREAM, VEC)
+    store_part_gradient(dlogits, loaded, label, terms, options, HALF, STREAM, FULL, VEC)
     loss = row_loss(label, sums, shift, total, scales, options)
     store_losses(losses, row, loss, is_owner, index, scales, MEAN, FUSED_BLOCK)
     d_ptr = dlogits.ptr + row_offset(dlogits, row, rows)

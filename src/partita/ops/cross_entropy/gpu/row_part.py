@@ -8,16 +8,8 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import capped_logits, exp, exp_for_dtype, finite_shift
-from ....primitives.gpu.reduce import load_capped
-from ....primitives.gpu.row_part import (
-    edge_of_part,
-    part_maximum,
-    part_ptr,
-    part_sum,
-    renewed,
-    store_slice,
-)
-from .row_math import Smoothing, class_gradient, smoothing_loss, store_valid_rows
+from ....primitives.gpu.row_part import part_maximum, part_sum, renewed, store_slice
+from .row_math import Smoothing, class_gradient, smoothing_loss
 
 
 class PartLogits(NamedTuple):
@@ -111,55 +103,31 @@ def part_logits(
 @triton.jit
 def store_part_gradient(
     dlogits,
-    logits,
     loaded,
     label,
     terms,
     options,
     HALF: tl.constexpr,
     STREAM: tl.constexpr,
+    FULL: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Store the gradient of a part of a row.
-
-    The logits at its edges are read here, so they need no registers before. They may be replaced.
-    """
-    part, shift, softcap = loaded.part, terms.shift, options.softcap
-    dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
-    if HALF:
-        part_shift, factor = shift, terms.factor
-    else:
-        part_shift = loaded.shift
-        factor = terms.factor * exp_for_dtype(part_shift - shift, dtype)
-    if VEC > 1:
-        edge, at_edge = edge_of_part(part, VEC)  # [2 * VEC]
-        x_ptrs = part_ptr(logits, part, VEC) + edge
-        edge_x = load_capped(x_ptrs, at_edge, softcap, tl.float32)
-    x = capped_part(renewed(loaded.logits, loaded.zero, HALF), part, softcap)
+    """Store the gradient of a part of a row."""
+    part, shift, factor = loaded.part, terms.shift, terms.factor
+    if not HALF:
+        factor *= exp_for_dtype(loaded.shift - shift, dlogits.ptr.dtype.element_ty)
+    x = capped_part(renewed(loaded.logits, loaded.zero, HALF), part, options.softcap)
     # One branch for the row costs less than a select for each class. Each side computes the
     # addresses, which would spill a register before the branch.
     if label.not_ignored:
         for i in tl.static_range(len(x)):
             e = exp(x[i] - shift) if HALF else loaded.e[i]
-            q = part_weights(options, x[i], shift, class_of(part, i), part.masks[i])
+            q = e
+            if options.spread is not None:
+                column, mask = class_of(part, i), part.masks[i]
+                q, _, _ = smoothing_loss(options, None, x[i], shift, column, mask)
             grad = class_gradient(e, x[i], factor, terms.scale * q, options)
-            store_slice(dlogits, part, i, grad, STREAM, VEC)
+            store_slice(dlogits, part, i, grad, STREAM, FULL, VEC)
     else:
         for i in tl.static_range(len(x)):
-            store_slice(dlogits, part, i, tl.zeros_like(x[i]), STREAM, VEC)
-    if VEC > 1:
-        e = exp_for_dtype(edge_x - part_shift, dtype)
-        q = part_weights(options, edge_x, shift, part.start - part.begin + edge, at_edge)
-        grad = class_gradient(e, edge_x, factor, terms.scale * q, options)
-        edge_ptrs = part_ptr(dlogits, part, VEC) + edge
-        store_valid_rows(edge_ptrs, grad, at_edge, label.not_ignored, False)
-
-
-@triton.jit
-def part_weights(options, x, shift, column, mask):
-    """Return the target weights q of classes, or anything if the loss has none."""
-    if options.spread is None:
-        return x
-    else:
-        q, _, _ = smoothing_loss(options, None, x, shift, column, mask)
-        return q
+            store_slice(dlogits, part, i, tl.zeros_like(x[i]), STREAM, FULL, VEC)

@@ -15,12 +15,10 @@ from ....primitives.gpu.math import (
 )
 from ....primitives.gpu.reduce import locate_tile, tile_ptrs
 from ....primitives.gpu.row_part import (
-    edge_of_part,
     in_fp32,
     load_part,
     locate_part,
     part_maximum,
-    part_ptr,
     part_sum,
     renewed,
     row_offset,
@@ -40,36 +38,16 @@ def softmax_tile_kernel(
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
-    """Compute the softmax of whole rows in PARTS tiles, with one read and one write.
-
-    Only the last tile of a row reaches beyond its end.
-    """
+    """Compute the softmax of whole rows in one tile, with one read and one write."""
     DTYPE: tl.constexpr = output.ptr.dtype.element_ty
-    tile = locate_tile(rows, classes - (PARTS - 1) * BLOCK_V, 1, ROWS, BLOCK_V)
-    row_mask = tile.row_mask[:, None]
-    x = ()
-    for i in tl.static_range(PARTS):
-        ptrs = tile_ptrs(input, tile) + i * BLOCK_V * input.column
-        mask = tile.mask if i == PARTS - 1 else row_mask
-        x += (tl.load(ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE),)
-    maxima = x[0]  # type: ignore[misc]
-    for i in tl.static_range(1, PARTS):
-        maxima = tl.maximum(maxima, x[i])
-    shift = finite_shift(tl.max(maxima, axis=1))[:, None]
-    terms = ()
-    for i in tl.static_range(PARTS):
-        terms += (exp(x[i] - shift) if LOG else exp_for_dtype(x[i] - shift, DTYPE),)
-    sums = terms[0]  # type: ignore[misc]
-    for i in tl.static_range(1, PARTS):
-        sums += terms[i]
-    total = row_sum(sums, PARTIALS)[:, None]
-    scale = log_exact(total) if LOG else reciprocal(total)
-    for i in tl.static_range(PARTS):
-        ptrs = tile_ptrs(output, tile) + i * BLOCK_V * output.column
-        y = x[i] - shift - scale if LOG else terms[i] * scale
-        tl.store(ptrs, y.to(DTYPE), mask=tile.mask if i == PARTS - 1 else row_mask)
+    tile = locate_tile(rows, classes, 1, ROWS, BLOCK_V)
+    x = tl.load(tile_ptrs(input, tile), mask=tile.mask, other=-float("inf")).to(ACC_DTYPE)
+    x -= finite_shift(tl.max(x, axis=1))[:, None]
+    e = exp(x) if LOG else exp_for_dtype(x, DTYPE)
+    total = row_sum(e, PARTIALS)[:, None]
+    y = x - log_exact(total) if LOG else e * reciprocal(total)
+    tl.store(tile_ptrs(output, tile), y.to(DTYPE), mask=tile.mask)
 
 
 @triton.jit
@@ -113,28 +91,20 @@ def softmax_row_kernel(
             slots_ptr + 1 + part.row * splits, part.split, splits, maximum, total, BLOCK_SPLITS
         )
     x = in_fp32(renewed(packed, zero, HALF))
-    if VEC > 1:
-        edge, edge_mask = edge_of_part(part, VEC)  # [2 * VEC]
-        edge_ptrs = part_ptr(input, part, VEC) + edge
-        edge_x = tl.load(edge_ptrs, mask=edge_mask, other=-float("inf")).to(tl.float32)
     if LOG:
-        log_total = log_exact(total)
-        for i in tl.static_range(SLICES):
-            store_slice(output, part, i, x[i] - shift - log_total, STREAM, VEC)
+        scale = log_exact(total)
+    elif HALF:
+        scale = reciprocal(total)
     else:
-        if HALF:
-            scale, part_shift = reciprocal(total), shift
-        else:
-            scale = divide(exp_exact(part_shift - shift), total)
-        for i in tl.static_range(SLICES):
-            y = exp_for_dtype(x[i] - shift, DTYPE) if HALF else e[i]
-            store_slice(output, part, i, y * scale, STREAM, VEC)
-    if VEC > 1:
+        scale = divide(exp_exact(part_shift - shift), total)
+    for i in tl.static_range(SLICES):
         if LOG:
-            edge_y = edge_x - shift - log_total
+            y = x[i] - shift - scale
+        elif HALF:
+            y = exp_for_dtype(x[i] - shift, DTYPE) * scale
         else:
-            edge_y = exp_for_dtype(edge_x - part_shift, DTYPE) * scale
-        tl.store(part_ptr(output, part, VEC) + edge, edge_y.to(DTYPE), mask=edge_mask)
+            y = e[i] * scale
+        store_slice(output, part, i, y, STREAM, FULL, VEC)
 
 
 @triton.jit
@@ -247,10 +217,10 @@ def softmax_backward_row_kernel(
     index = next_part(slots_ptr, SHARED).to(tl.int32)
     part = locate_part(output, index, rows, classes, splits, size, LANES, SLICES, FULL, VEC)
     if BROADCAST:
-        edge_dy = tl.load(grad.ptr + row_offset(grad, part.row, rows)).to(tl.float32)
+        number = tl.load(grad.ptr + row_offset(grad, part.row, rows)).to(tl.float32)
         packed_dy = ()
         for i in tl.static_range(SLICES):
-            packed_dy += (tl.where(part.masks[i], edge_dy, 0.0),)
+            packed_dy += (tl.where(part.masks[i], number, 0.0),)
     else:
         packed_dy = load_part(grad, part, 0.0, zero, HALF, STREAM, FULL, VEC)
     packed_y = load_part(output, part, 0.0, zero, HALF, STREAM, FULL, VEC)
@@ -261,15 +231,6 @@ def softmax_backward_row_kernel(
         total, _ = exchange_sums(slot_ptr, part.split, splits, total, total, BLOCK_SPLITS)
     dy = in_fp32(renewed(packed_dy, zero, HALF and not BROADCAST))
     y = in_fp32(renewed(packed_y, zero, HALF))
-    if VEC > 1:
-        edge, edge_mask = edge_of_part(part, VEC)  # [2 * VEC]
-        if not BROADCAST:
-            edge_ptrs = part_ptr(grad, part, VEC) + edge
-            edge_dy = tl.load(edge_ptrs, mask=edge_mask, other=0.0).to(tl.float32)
-        edge_ptrs = part_ptr(output, part, VEC) + edge
-        edge_y = tl.load(edge_ptrs, mask=edge_mask, other=0.0).to(tl.float32)
     for i in tl.static_range(SLICES):
-        store_slice(result, part, i, input_gradient(dy[i], y[i], total, LOG, DTYPE), STREAM, VEC)
-    if VEC > 1:
-        edge_dx = input_gradient(edge_dy, edge_y, total, LOG, DTYPE)
-        tl.store(part_ptr(result, part, VEC) + edge, edge_dx.to(DTYPE), mask=edge_mask)
+        dx = input_gradient(dy[i], y[i], total, LOG, DTYPE)
+        store_slice(result, part, i, dx, STREAM, FULL, VEC)
