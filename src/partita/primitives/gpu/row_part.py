@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .math import tree_sum
+from .math import capped_logits, tree_sum
 from .memory import load_streaming, opaque, store_streaming
 
 
@@ -138,28 +138,20 @@ def renewed(slices, zero, HALF: tl.constexpr):
 
 
 @triton.jit
-def in_fp32(slices):
-    """Return slices in fp32."""
+def in_fp32(slices, part, softcap=None):
+    """Return the slices of a part in fp32, soft-capped if they are logits with a soft-cap."""
     values = ()
     for i in tl.static_range(len(slices)):
-        values += (slices[i].to(tl.float32),)
+        values += (capped_logits(slices[i], part.masks[i], softcap, tl.float32),)
     return values
 
 
 @triton.jit
-def store_slice(
-    x,
-    part,
-    i: tl.constexpr,
-    value,
-    STREAM: tl.constexpr,
-    FULL: tl.constexpr,
-    VEC: tl.constexpr,
-):
+def store_slice(x, part, i: tl.constexpr, value, STREAM: tl.constexpr, VEC: tl.constexpr):
     """Store the classes of a slice: vectors, and what the ends of the part have of a vector."""
     ptrs = part_ptr(x, part, VEC) + (i * part.lane.shape[0] + part.lane)
     store_streaming(ptrs, value, part.stored[i], STREAM)
-    if VEC > 1 and (i == 0 or i >= FULL):
+    if VEC > 1:  # The compiler drops what none of the classes needs.
         store_streaming(ptrs, value, part.masks[i] & (part.stored[i] == 0), STREAM)
 
 

@@ -468,10 +468,9 @@ def row_options(plan: RowPlan, classes: int, dtype: torch.dtype) -> dict[str, An
     size = plan.part(classes)
     return {
         "HALF": plan.max_registers is not None and dtype.itemsize == 2,
-        "SHARED": plan.splits > 1,
-        "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
+        "BLOCK_SPLITS": next_power_of_2(plan.splits),
         "LANES": plan.partials,
-        "SLICES": cdiv(size + plan.vector - 1, plan.partials),
+        "SLICES": max(1, cdiv(size + plan.vector - 1, plan.partials)),
         "FULL": max(0, classes - (plan.splits - 1) * size) // plan.partials,
         "VEC": plan.vector,
         **plan.options,

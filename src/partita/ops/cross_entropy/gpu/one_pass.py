@@ -86,7 +86,7 @@ def cross_entropy_tile_kernel(
     # before any warp writes over it.
     tl.debug_barrier()
     d_ptrs = d_rows[:, None] + column * dlogits.column
-    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None], False)
+    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None])
     loss = row_loss(label, sums, shift, total, scales, options)
     program = tl.program_id(0)
     store_losses(losses, tile.index, loss, tile.row_mask, program, scales, MEAN, FUSED_BLOCK)
@@ -113,7 +113,6 @@ def cross_entropy_row_kernel(
     MEAN: tl.constexpr,
     FUSED_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     LANES: tl.constexpr,
     SLICES: tl.constexpr,
@@ -122,13 +121,14 @@ def cross_entropy_row_kernel(
 ):
     """Compute loss and gradient of rows of any width and alignment with one read and one write.
 
-    Programs of a SHARED row exchange maxima and sums of their parts through the slots. With
+    Programs of a shared row exchange maxima and sums of their parts through the slots. With
     FUSED_BLOCK the kernel also reduces the loss.
     """
     smoothing = tl.full([], smoothing, tl.float32)
     z_loss = tl.full([], z_loss, tl.float32) if HAS_Z_LOSS else None
     spread = smoothing if SMOOTHING_MODE else None
     options = LossOptions(targets, smoothing, None, z_loss, spread)
+    SHARED: tl.constexpr = BLOCK_SPLITS > 1
     STREAM: tl.constexpr = SHARED and VEC == 1
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
     index = next_part(slots_ptr, SHARED).to(tl.int32)
@@ -159,7 +159,7 @@ def cross_entropy_row_kernel(
             )
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
     terms = gradient_terms(label, sums, shift, total, scales, options)
-    store_part_gradient(dlogits, loaded, label, terms, options, HALF, STREAM, FULL, VEC)
+    store_part_gradient(dlogits, part, loaded, label, terms, options, zero, HALF, STREAM, VEC)
     loss = row_loss(label, sums, shift, total, scales, options)
     store_losses(losses, row, loss, is_owner, index, scales, MEAN, FUSED_BLOCK)
     d_ptr = dlogits.ptr + row_offset(dlogits, row, rows)

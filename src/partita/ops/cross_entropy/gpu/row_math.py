@@ -23,7 +23,6 @@ from ....primitives.gpu.math import (
     reciprocal,
     through_softcap,
 )
-from ....primitives.gpu.memory import store_streaming
 from ....primitives.gpu.reduce import load_capped
 from .reduction import load_labels, sum_label_weights, sum_of_shares
 
@@ -222,13 +221,14 @@ def class_gradient(e, x, factor, scaled_q, options):
 
 
 @triton.jit
-def store_valid_rows(ptr, grad, mask, not_ignored, STREAM: tl.constexpr):
+def store_valid_rows(ptr, grad, mask, not_ignored):
     """Store the gradient of rows that are not ignored, and zeros in rows that are.
 
     Two masked stores cost less than a select for each class.
     """
-    store_streaming(ptr, grad, mask & not_ignored, STREAM)
-    store_streaming(ptr, tl.zeros_like(grad), mask & (not_ignored == 0), STREAM)
+    grad = grad.to(ptr.dtype.element_ty)
+    tl.store(ptr, grad, mask=mask & not_ignored)
+    tl.store(ptr, tl.zeros_like(grad), mask=mask & (not_ignored == 0))
 
 
 @triton.jit

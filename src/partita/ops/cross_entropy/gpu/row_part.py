@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import capped_logits, exp, exp_for_dtype, finite_shift
-from ....primitives.gpu.row_part import part_maximum, part_sum, renewed, store_slice
+from ....primitives.gpu.math import exp, exp_for_dtype, finite_shift
+from ....primitives.gpu.row_part import in_fp32, part_maximum, part_sum, renewed, store_slice
 from .row_math import Smoothing, class_gradient, smoothing_loss
 
 
@@ -16,20 +16,14 @@ class PartLogits(NamedTuple):
     """The logits of a part in registers, and their statistics.
 
     Fields:
-        part: which classes they are, `RowPart`.
-        zero: 0.0, which the compiler does not know.
         logits: the logits as loaded, slices.
-        x: the soft-capped logits, slices.
-        e: exp(x - shift), slices.
+        e: exp(x - shift) of the soft-capped logits x, slices.
         maximum: the maximum of x over the part.
         shift: the maximum, or 0 if that is -inf.
         total: the sum of exp(x - shift) over the part.
     """
 
-    part: Any
-    zero: Any
     logits: Any
-    x: Any
     e: Any
     maximum: Any
     shift: Any
@@ -41,15 +35,6 @@ def has_class(part, label, valid, size):
     """Return whether a class belongs to this program; invalid ones belong to the first program."""
     label = tl.where(valid, label, 0)  # A division by the size would spill registers.
     return (label >= part.start) & (label < part.start + size)
-
-
-@triton.jit
-def capped_part(logits, part, softcap):
-    """Return the soft-capped logits of a part in fp32."""
-    x = ()
-    for i in tl.static_range(len(logits)):
-        x += (capped_logits(logits[i], part.masks[i], softcap, tl.float32),)
-    return x
 
 
 @triton.jit
@@ -75,13 +60,13 @@ def part_logits(
     exponentials.
     """
     softcap = options.softcap
-    x = capped_part(logits, part, softcap)
+    x = in_fp32(logits, part, softcap)
     maximum = part_maximum(x)
     shift = finite_shift(maximum)
     sums = Smoothing(0.0, 0.0)
     if options.spread is not None:
         logits = renewed(logits, zero, HALF)
-        x, weights, losses = capped_part(logits, part, softcap), (), ()
+        x, weights, losses = in_fp32(logits, part, softcap), (), ()
         for i in tl.static_range(len(x)):
             q, factor, loss = smoothing_loss(
                 options, None, x[i], shift, class_of(part, i), part.masks[i]
@@ -93,30 +78,31 @@ def part_logits(
             weight = part_sum(weights, None, part, VEC)
         sums = Smoothing(weight, factor * part_sum(losses, None, part, VEC))
     logits = renewed(logits, zero, HALF)
-    x, e = capped_part(logits, part, softcap), ()
+    x, e = in_fp32(logits, part, softcap), ()
     for i in tl.static_range(len(x)):
         e += (exp_for_dtype(x[i] - shift, dtype),)
     total = part_sum(e, None, part, VEC)
-    return PartLogits(part, zero, logits, x, e, maximum, shift, total), sums
+    return PartLogits(logits, e, maximum, shift, total), sums
 
 
 @triton.jit
 def store_part_gradient(
     dlogits,
+    part,
     loaded,
     label,
     terms,
     options,
+    zero,
     HALF: tl.constexpr,
     STREAM: tl.constexpr,
-    FULL: tl.constexpr,
     VEC: tl.constexpr,
 ):
     """Store the gradient of a part of a row."""
-    part, shift, factor = loaded.part, terms.shift, terms.factor
+    shift, factor = terms.shift, terms.factor
     if not HALF:
         factor *= exp_for_dtype(loaded.shift - shift, dlogits.ptr.dtype.element_ty)
-    x = capped_part(renewed(loaded.logits, loaded.zero, HALF), part, options.softcap)
+    x = in_fp32(renewed(loaded.logits, zero, HALF), part, options.softcap)
     # One branch for the row costs less than a select for each class. Each side computes the
     # addresses, which would spill a register before the branch.
     if label.not_ignored:
@@ -127,7 +113,7 @@ def store_part_gradient(
                 column, mask = class_of(part, i), part.masks[i]
                 q, _, _ = smoothing_loss(options, None, x[i], shift, column, mask)
             grad = class_gradient(e, x[i], factor, terms.scale * q, options)
-            store_slice(dlogits, part, i, grad, STREAM, FULL, VEC)
+            store_slice(dlogits, part, i, grad, STREAM, VEC)
     else:
         for i in tl.static_range(len(x)):
-            store_slice(dlogits, part, i, tl.zeros_like(x[i]), STREAM, FULL, VEC)
+            store_slice(dlogits, part, i, tl.zeros_like(x[i]), STREAM, VEC)

@@ -62,7 +62,6 @@ def softmax_row_kernel(
     zero,  # 0.0
     LOG: tl.constexpr,
     HALF: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     LANES: tl.constexpr,
     SLICES: tl.constexpr,
@@ -73,15 +72,16 @@ def softmax_row_kernel(
 
     The row is read once and written once, at any width and alignment.
     """
+    SHARED: tl.constexpr = BLOCK_SPLITS > 1
     STREAM: tl.constexpr = SHARED and VEC == 1
     DTYPE: tl.constexpr = output.ptr.dtype.element_ty
     index = next_part(slots_ptr, SHARED).to(tl.int32)
     part = locate_part(input, index, rows, classes, splits, size, LANES, SLICES, FULL, VEC)
     packed = load_part(input, part, -float("inf"), zero, HALF, STREAM, FULL, VEC)
-    maximum = part_maximum(in_fp32(packed))
+    maximum = part_maximum(in_fp32(packed, part))
     part_shift = finite_shift(maximum)
     packed = renewed(packed, zero, HALF)
-    x, e = in_fp32(packed), ()
+    x, e = in_fp32(packed, part), ()
     for i in tl.static_range(SLICES):
         e += (exp(x[i] - part_shift) if LOG else exp_for_dtype(x[i] - part_shift, DTYPE),)
     total = part_sum(e, None, part, VEC)
@@ -90,7 +90,7 @@ def softmax_row_kernel(
         shift, total = exchange_normalizer(
             slots_ptr + 1 + part.row * splits, part.split, splits, maximum, total, BLOCK_SPLITS
         )
-    x = in_fp32(renewed(packed, zero, HALF))
+    x = in_fp32(renewed(packed, zero, HALF), part)
     if LOG:
         scale = log_exact(total)
     elif HALF:
@@ -104,7 +104,7 @@ def softmax_row_kernel(
             y = exp_for_dtype(x[i] - shift, DTYPE) * scale
         else:
             y = e[i] * scale
-        store_slice(output, part, i, y, STREAM, FULL, VEC)
+        store_slice(output, part, i, y, STREAM, VEC)
 
 
 @triton.jit
@@ -201,7 +201,6 @@ def softmax_backward_row_kernel(
     LOG: tl.constexpr,
     BROADCAST: tl.constexpr,
     HALF: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     LANES: tl.constexpr,
     SLICES: tl.constexpr,
@@ -212,6 +211,7 @@ def softmax_backward_row_kernel(
 
     Both tensors are read once and the gradient is written once, at any width and alignment.
     """
+    SHARED: tl.constexpr = BLOCK_SPLITS > 1
     STREAM: tl.constexpr = SHARED and VEC == 1
     DTYPE: tl.constexpr = result.ptr.dtype.element_ty
     index = next_part(slots_ptr, SHARED).to(tl.int32)
@@ -224,13 +224,13 @@ def softmax_backward_row_kernel(
     else:
         packed_dy = load_part(grad, part, 0.0, zero, HALF, STREAM, FULL, VEC)
     packed_y = load_part(output, part, 0.0, zero, HALF, STREAM, FULL, VEC)
-    dy, y = in_fp32(packed_dy), in_fp32(packed_y)
+    dy, y = in_fp32(packed_dy, part), in_fp32(packed_y, part)
     total = part_sum(dy, None if LOG else y, part, VEC)
     if SHARED:
         slot_ptr = slots_ptr + 1 + part.row * splits
         total, _ = exchange_sums(slot_ptr, part.split, splits, total, total, BLOCK_SPLITS)
-    dy = in_fp32(renewed(packed_dy, zero, HALF and not BROADCAST))
-    y = in_fp32(renewed(packed_y, zero, HALF))
+    dy = in_fp32(renewed(packed_dy, zero, HALF and not BROADCAST), part)
+    y = in_fp32(renewed(packed_y, zero, HALF), part)
     for i in tl.static_range(SLICES):
         dx = input_gradient(dy[i], y[i], total, LOG, DTYPE)
-        store_slice(result, part, i, dx, STREAM, FULL, VEC)
+        store_slice(result, part, i, dx, STREAM, VEC)

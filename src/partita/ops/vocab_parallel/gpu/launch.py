@@ -144,8 +144,7 @@ def parallel_one_pass(
     assert view is not None
     plan = _row_plan(view, sizes)
     constants = row_options(plan, V_local, logits.dtype)
-    # Programs of all ranks share a row.
-    del constants["SHARED"], constants["BLOCK_SPLITS"]
+    del constants["BLOCK_SPLITS"]  # Programs of all ranks share a row.
     launch(
         parallel_row_kernel,
         M * plan.splits,

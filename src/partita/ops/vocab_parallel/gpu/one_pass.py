@@ -146,7 +146,7 @@ def parallel_row_kernel(
 
     sums = Smoothing(0.0, 0.0)
     terms = gradient_terms(label, sums, shift, sumexp, scales, options)
-    store_part_gradient(dlogits, loaded, label, terms, options, HALF, STREAM, FULL, VEC)
+    store_part_gradient(dlogits, part, loaded, label, terms, options, zero, HALF, STREAM, VEC)
     row_label = Label(label.index, not_ignored, valid, weight, label_x)
     loss = row_loss(row_label, sums, shift, sumexp, scales, options)
     tl.store(losses.loss + row, loss, mask=split == 0)
