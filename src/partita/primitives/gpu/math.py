@@ -154,11 +154,19 @@ def exp_for_dtype(x, dtype: tl.constexpr):
 def row_sum(terms, PARTIALS: tl.constexpr):
     """Return the sums [ROWS] of terms [ROWS, N], whose bits do not depend on the block's layout.
 
-    Terms whose columns are equal modulo PARTIALS, which a thread has all, are added first.
+    Terms whose columns are equal modulo PARTIALS, which a thread has all, are added first. With one
+    partial sum, for rows that are columns in memory, terms are added in halves.
     """
     ROWS: tl.constexpr = terms.shape[0]
-    partial = tl.sum(tl.reshape(terms, [ROWS, terms.shape[1] // PARTIALS, PARTIALS]), axis=1)
-    return tree_sum(tl.reshape(partial, [ROWS * PARTIALS]), ROWS)
+    if PARTIALS == 1:
+        for _ in tl.static_range(16):
+            if terms.shape[1] > 1:
+                terms = tl.sum(tl.reshape(terms, [ROWS, 2, terms.shape[1] // 2]), axis=1)
+        return tl.reshape(terms, [ROWS]) + 0.0
+    else:
+        shape: tl.constexpr = [ROWS, terms.shape[1] // PARTIALS, PARTIALS]
+        partial = tl.sum(tl.reshape(terms, shape), axis=1)
+        return tree_sum(tl.reshape(partial, [ROWS * PARTIALS]), ROWS)
 
 
 @triton.jit

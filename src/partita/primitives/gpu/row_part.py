@@ -114,9 +114,7 @@ def load_part(
             # The interpreter has no constants of type bf16, only conversions.
             outside = tl.full([], other, tl.float32).to(packed.dtype)
             packed = tl.where(part.masks[i], packed, outside)
-            if (
-                HALF
-            ):  # Selected numbers of a half type occupy a register each until they are packed.
+            if HALF:  # Selected numbers occupy a register each until they are packed.
                 packed = opaque(packed, zero)
         slices += (packed,)
     return slices

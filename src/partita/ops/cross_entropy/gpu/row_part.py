@@ -73,7 +73,7 @@ def part_logits(
             )
             weights, losses = weights + (q,), losses + (loss,)
         if options.targets.weight is None:
-            weight = weights[0] * (part.end - part.begin)
+            weight = q * (part.end - part.begin)
         else:
             weight = part_sum(weights, None, part, VEC)
         sums = Smoothing(weight, factor * part_sum(losses, None, part, VEC))
