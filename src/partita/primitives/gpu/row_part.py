@@ -173,7 +173,12 @@ def part_sum(terms, factors, part, VEC: tl.constexpr):
     for i in tl.static_range(1, len(terms)):
         total = total + terms[i] if factors is None else tl.fma(terms[i], factors[i], total)
     LANES: tl.constexpr = total.shape[0]
-    if VEC > 1:
+    if LANES == 32 * VEC:  # A warp moves them by the bits of `begin`.
+        for bit in tl.static_range(VEC.bit_length() - 1):
+            lane = (part.lane + (1 << bit)) & (LANES - 1)
+            moved = tl.gather(total, lane, 0)
+            total = tl.where((part.begin & (1 << bit)) != 0, moved, total)
+    elif VEC > 1:
         # The condition is true but for NaN. It gives the index the layout of the sums.
         lane = tl.where(total == total, (part.lane + part.begin) & (LANES - 1), part.lane)
         total = tl.gather(total, lane, 0)

@@ -148,9 +148,6 @@ def with_output(
     return output.copy_(with_output(run, dim, *(t.contiguous() for t in inputs), dtype=dtype))
 
 
-LEAST_WARPS = 2  # of rows that start between vectors: one warp would shuffle its partial sums
-
-
 @dataclass(frozen=True)
 class RowPlan:
     """The division of a kernel's rows into programs and blocks.
@@ -195,8 +192,7 @@ class RowPlan:
 
     def with_partials(self, itemsize: int) -> RowPlan:
         """Return the plan with the partial sums of threads that load vectors of a row."""
-        threads = 32 * max(self.num_warps, LEAST_WARPS if itemsize == 2 else 1)
-        lanes = threads * 16 // itemsize if self.contiguous else 1
+        lanes = 32 * self.num_warps * 16 // itemsize if self.contiguous else 1
         return replace(self, partials=min(self.block, lanes))
 
     def part(self, classes: int) -> int:
@@ -207,9 +203,7 @@ class RowPlan:
         """Return the plan of kind `row`, with vectors, for rows that start between vectors."""
         if shape.aligned:
             return self
-        num_warps = max(self.num_warps, LEAST_WARPS)
-        vector = 16 // shape.itemsize
-        return replace(self, kind="row", rows=1, num_warps=num_warps, vector=vector)
+        return replace(self, kind="row", rows=1, vector=16 // shape.itemsize)
 
     def compiled_for(self, target: Target) -> RowPlan:
         """Return the plan without a limit of registers where the compiler takes none."""
@@ -323,7 +317,7 @@ def _whole_row_plan(shape: RowShape, block: int, operands: int, patched: bool) -
         rows = max(1, (1024 if is_half else 512) // elements)
         num_warps = 2 if elements > (2048 if is_half else 512) else 1
     else:
-        num_warps = max(4, min(elements // (512 if is_half else 1024), 8 if is_half else 16))
+        num_warps = max(4, min(elements // 1024, 8 if is_half else 16))
     # Half as many warps suffice for a row that leaves much of its block empty. They wait less.
     most = 7 if shape.itemsize == 4 or block == 2048 else 5
     if (
