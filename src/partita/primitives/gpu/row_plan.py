@@ -163,6 +163,7 @@ class RowPlan:
         vector: the elements of an aligned access if rows start at any address; 1 if plain accesses
             are aligned.
         contiguous: whether the classes of a row are adjacent, and plain accesses are aligned.
+        partials: the partial sums in which kernels add up a block; see `math.row_sum`.
     """
 
     kind: str
@@ -173,6 +174,7 @@ class RowPlan:
     max_registers: int | None = None
     vector: int = 1
     contiguous: bool = True
+    partials: int = 0
 
     def lanes(self, itemsize: int) -> int:
         """Return the number of threads over which each row of a block is distributed.
@@ -187,6 +189,21 @@ class RowPlan:
             and self.block * itemsize >= 16 * threads
         )
         return threads if distributed else 1
+
+    def with_partials(self, itemsize: int) -> RowPlan:
+        """Return the plan with the partial sums of threads that load vectors of a row."""
+        lanes = 32 * self.num_warps * 16 // itemsize if self.contiguous else 1
+        return replace(self, partials=min(self.block, lanes))
+
+    def part(self, classes: int) -> int:
+        """Return the classes of a part of a row: a multiple of any vector, if there are several."""
+        return classes if self.splits == 1 else cdiv(cdiv(classes, self.splits), 16) * 16
+
+    def for_any_start(self, shape: RowShape) -> RowPlan:
+        """Return the plan of kind `row`, with vectors, for rows that start between vectors."""
+        if shape.aligned:
+            return self
+        return replace(self, kind="row", rows=1, vector=16 // shape.itemsize)
 
     def compiled_for(self, target: Target) -> RowPlan:
         """Return the plan without a limit of registers where the compiler takes none."""
@@ -209,7 +226,6 @@ class RowShape(NamedTuple):
         contiguous: whether the classes of a row are adjacent.
         aligned: whether plain accesses serve: the rows start on 16 bytes, or the tensors differ so
             much that no common vectors serve them.
-        single: whether there is one batch.
     """
 
     rows: int
@@ -217,7 +233,6 @@ class RowShape(NamedTuple):
     itemsize: int
     contiguous: bool
     aligned: bool
-    single: bool
 
 
 def shape_of(view: RowView, operands: int = 1) -> RowShape:
@@ -236,7 +251,6 @@ def shape_of(view: RowView, operands: int = 1) -> RowShape:
         itemsize=max(sizes[:operands]),
         contiguous=view.classes <= 1 or all(stride[2] == 1 for stride in strides),
         aligned=view.batches > 1 or rows_are_aligned or not has_vectors,
-        single=view.batches == 1,
     )
 
 
@@ -244,12 +258,25 @@ def shape_of(view: RowView, operands: int = 1) -> RowShape:
 def row_plan(shape: RowShape, target: Target, operands: int = 1, patched: bool = False) -> RowPlan:
     """Return the plan of a kernel whose programs hold whole rows, or parts of one row.
 
+    The order of sums follows from block, splits and partials, and these from width and dtype.
+
     Args:
         shape: the shape of the launch.
         target: the GPU.
         operands: the number of tensors that a program holds.
         patched: whether the kernel stores one class of each row a second time.
     """
+    plan = _aligned_plan(shape, target, operands, patched).with_partials(shape.itemsize)
+    if plan.kind == "loop" or not plan.contiguous or shape.itemsize > 4:
+        return plan
+    # Threads load and store few numbers one by one in the same time.
+    return (
+        plan.for_any_start(shape) if plan.block >= (512 if shape.itemsize == 2 else 4096) else plan
+    )
+
+
+def _aligned_plan(shape: RowShape, target: Target, operands: int, patched: bool) -> RowPlan:
+    """Return the plan of rows that start on 16 bytes."""
     block = next_power_of_2(max(shape.classes, 1))
     is_half = shape.itemsize == 2
     if not shape.contiguous:
@@ -257,47 +284,51 @@ def row_plan(shape: RowShape, target: Target, operands: int = 1, patched: bool =
             rows = max(1, min(64, 8192 // block // operands))
             return RowPlan("tile", rows, block, 4, contiguous=False)
         return RowPlan("loop", 64, 64, 4, contiguous=False)
-    plain_access = shape.aligned or block < (512 if is_half else 4096) or shape.itemsize > 4
-    vector = 1 if plain_access else 16 // shape.itemsize
-    can_exchange = shape.single and not target.interpreted
+    can_exchange = not target.interpreted
     elements = block * operands
     fits = elements <= (32768 if shape.itemsize == 4 else 16384)
     # Programs share fp32 rows of more than 8,192 classes if they are patched.
     if fits and not (patched and can_exchange and shape.itemsize == 4 and block > 8192):
         if is_half and block > 8192 and operands == 1 and can_exchange:
-            return RowPlan("row", 1, block, 4, max_registers=96, vector=vector)
-        return _whole_row_plan(shape, block, elements, vector)
-    if is_half and block == 32768 and operands <= 2 and can_exchange and vector == 1:
+            return RowPlan("row", 1, block, 4, max_registers=96)
+        return _whole_row_plan(shape, block, operands, patched)
+    if is_half and block == 32768 and operands <= 2 and can_exchange:
         # A program that holds the whole row waits for no other.
         return RowPlan("row", 1, block, 8 * operands, max_registers=128)
-    # The edges of an fp32 row cost the registers that would hold 16,384 columns.
-    has_edges = vector > 1 and not is_half
-    part = 8192 if has_edges or (operands > 1 and not is_half) else 16384
+    part, num_warps = 16384, 4
+    splits = cdiv(shape.classes, 8192)
+    if operands > 1 and not is_half:
+        part = 8192
+    elif splits % 2 and splits <= MAX_SPLITS and (patched or not is_half):
+        part, num_warps = 8192, 2  # Half of the last block would be empty.
     splits = cdiv(shape.classes, part)
     if can_exchange and shape.itemsize <= 4 and splits <= MAX_SPLITS:
-        if is_half and patched and vector > 1 and 2 * splits <= MAX_SPLITS:
-            return RowPlan("row", 1, 8192, 2, cdiv(shape.classes, 8192), 96, vector)
-        if has_edges and operands == 1:
-            return RowPlan("row", 1, part, 2, splits, 168, vector)
         max_registers = 96 if is_half and operands == 1 else 168
-        return RowPlan("row", 1, part, 4, splits, max_registers, vector)
+        return RowPlan("row", 1, part, num_warps, splits, max_registers)
     return RowPlan("loop", 1, 4096, 4)
 
 
-def _whole_row_plan(shape: RowShape, block: int, elements: int, vector: int) -> RowPlan:
-    """Return the plan of a kernel whose programs hold whole contiguous rows, `elements` each."""
-    is_half = shape.itemsize == 2
-    num_warps = elements // (512 if is_half else 1024)
-    if vector > 1:
-        return RowPlan("row", 1, block, max(1, min(num_warps, 16)), vector=vector)
+def _whole_row_plan(shape: RowShape, block: int, operands: int, patched: bool) -> RowPlan:
+    """Return the plan of a kernel whose programs hold whole contiguous rows, `operands` of each."""
+    is_half, elements, rows = shape.itemsize == 2, block * operands, 1
     if elements <= 2048:
         # A thread holds 16 fp32 elements, or 32 of a half type. If that is one warp, it waits for
         # no other.
         rows = max(1, (1024 if is_half else 512) // elements)
         num_warps = 2 if elements > (2048 if is_half else 512) else 1
-        return RowPlan("tile", rows, block, num_warps, contiguous=shape.aligned)
-    num_warps = max(4, min(num_warps, 8 if is_half else 16))
-    return RowPlan("tile", 1, block, num_warps, contiguous=shape.aligned)
+    else:
+        num_warps = max(4, min(elements // 1024, 8 if is_half else 16))
+    # Half as many warps suffice for a row that leaves much of its block empty. They wait less.
+    most = 7 if shape.itemsize == 4 or block == 2048 else 5
+    if (
+        operands == 1
+        and not patched
+        and 2048 <= block <= 8192
+        and 8 * shape.classes <= most * block
+    ):
+        num_warps = block // 2048
+    # There is no kernel of kind `row` for fp64.
+    return RowPlan("row" if rows == 1 and shape.itemsize <= 4 else "tile", rows, block, num_warps)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -341,22 +372,6 @@ def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> Row
     target = target_of(view.tensors[0].device)
     plan = row_plan(shape_of(view, operands), target, operands, patched)
     return plan.compiled_for(target)
-
-
-def patched_programs(view: RowView, plan: RowPlan) -> int:
-    """Return how many programs a kernel that patches rows launches for a plan of kind `row`.
-
-    Programs of a half type take several parts of shared rows that start anywhere. That saves the
-    time in which a multiprocessor starts a program, and a program asks for its next part while it
-    stores the last one.
-    """
-    parts, logits, limit = view.rows * plan.splits, view.tensors[0], plan.max_registers
-    takes_several = plan.splits > 1 and plan.vector > 1 and logits.element_size() == 2
-    if not takes_several or limit is None or logits.device.type != "cuda":
-        return parts
-    target = target_of(logits.device)
-    resident = target.registers // (limit * target.warp_size * plan.num_warps)
-    return min(parts, resident * target.multiprocessors)
 
 
 def launch_elementwise(kernel: Any, view: RowView, **arguments: Any) -> None:
@@ -442,14 +457,16 @@ def tile_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
+def row_options(plan: RowPlan, classes: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constexpr arguments of kernels with a plan of kind `row`."""
+    size = plan.part(classes)
     return {
         "HALF": plan.max_registers is not None and dtype.itemsize == 2,
-        "SHARED": plan.splits > 1,
-        "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
+        "BLOCK_SPLITS": next_power_of_2(plan.splits),
+        "LANES": plan.partials,
+        "SLICES": max(1, cdiv(size + plan.vector - 1, plan.partials)),
+        "FULL": max(0, classes - (plan.splits - 1) * size) // plan.partials,
         "VEC": plan.vector,
-        "BLOCK_V": plan.block,
         **plan.options,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from ....primitives.gpu.row_plan import (
     flat_rows,
     launch_elementwise,
     launch_reduction,
-    patched_programs,
     row_options,
     row_plan_for,
     row_view,
@@ -222,11 +222,13 @@ def _one_pass(call: _OnePassCall) -> Tensor:
     mode = smoothing_mode(call.target, options.label_smoothing)
     if view is None or plan is None or plan.kind == "loop":
         return _reduced_two_passes(call)
+    # Registers hold no target probabilities beside a long row, nor the slopes of a soft-cap.
+    if plan.kind == "row" and (mode == PROBABILITIES or options.softcap):
+        if plan.splits > 1 or plan.max_registers is not None:
+            return _reduced_two_passes(call)
+        plan = replace(plan, kind="tile")
     is_row = plan.kind == "row"
-    # Registers hold no target probabilities beside a row, nor the slopes of a soft-cap.
-    if is_row and (mode == PROBABILITIES or options.softcap):
-        return _reduced_two_passes(call)
-    programs = view.rows * plan.splits if is_row else view.batches * cdiv(view.rows, plan.rows)
+    programs = view.batches * (view.rows * plan.splits if is_row else cdiv(view.rows, plan.rows))
     slots = 1 if mode == HARD_LABELS else 2
     num_words = exchange_words(view, plan.splits, slots) if is_row else 0
     block, is_plain = 0, not call.is_chunk and call.denominator is None
@@ -247,6 +249,7 @@ def _one_pass(call: _OnePassCall) -> Tensor:
         "targets": targets_of(view, call.target, call.weight, options.ignore_index),
         "losses": losses,
         "dlogits": gradient,
+        "rows": view.rows,
         "smoothing": options.label_smoothing,
         "z_loss": options.z_loss,
         "SMOOTHING_MODE": mode,
@@ -257,21 +260,22 @@ def _one_pass(call: _OnePassCall) -> Tensor:
     if is_row:
         launch(
             cross_entropy_row_kernel,
-            patched_programs(view, plan),
+            programs,
             slots_ptr=exchanged,
             parts=programs,
             splits=plan.splits,
+            size=plan.part(view.classes),
             zero=0.0,
             **arguments,
-            **row_options(plan, logits.dtype),
+            **row_options(plan, view.classes, logits.dtype),
         )
     else:
         launch(
             cross_entropy_tile_kernel,
             programs,
-            rows=view.rows,
             softcap=options.softcap,
             HAS_SOFTCAP=options.softcap != 0,
+            PARTIALS=plan.partials,
             **arguments,
             **tile_options(plan, logits.dtype),
         )

@@ -131,5 +131,5 @@ def cross_entropy_backward_kernel(
     # The gradient may replace the logits, so every warp must have read the logit at the label.
     tl.debug_barrier()
     d_ptrs = d_rows[:, None] + column * dlogits.column
-    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None], False)
+    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None])
     store_label_gradient(d_rows, dlogits.column, label, label.in_range, terms, options)
