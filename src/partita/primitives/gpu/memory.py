@@ -80,6 +80,130 @@ def edge_columns(head, body, classes, VEC: tl.constexpr, LANES: tl.constexpr):
     return column, tl.where(lane < VEC, lane < head, (lane < 2 * VEC) & (column < classes))
 
 
+@triton.constexpr_function
+def load_assembly(access, itemsize, masked, policy):
+    """Return PTX that loads 16 bytes as four words, `access` bytes at a time, from the address $4.
+
+    Where 16-bit numbers are loaded by words, there are five, and $6 is the bit at which the first
+    number starts. With a mask, words that lie $5 bytes or more from the address are not loaded.
+    """
+    load = "ld.global" + (f".L1::{policy}" if policy else "")
+    words = ["$0", "$1", "$2", "$3"]
+    code, loads = [], [(0, f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4];")]
+    if access == 4:
+        words += ["fifth"] if itemsize == 2 else []
+        loads = [(4 * i, f"{load}.b32 {word}, [$4+{4 * i}];") for i, word in enumerate(words)]
+    if masked:
+        code += [f"mov.b32 {word}, 0;" for word in words]
+    for byte, line in loads:
+        if byte == 16 and not masked:
+            code += ["setp.ne.s32 p, $6, 0;", "@p " + line]
+        elif masked:
+            code += [f"setp.gt.s32 p, $5, {byte};", "@p " + line]
+        else:
+            code += [line]
+    if access == 4 and itemsize == 2:
+        code += [f"shf.r.wrap.b32 ${i}, ${i}, {words[i + 1]}, $6;" for i in range(4)]
+    return "{ .reg .pred p; .reg .b32 fifth; " + " ".join(code) + " }"
+
+
+@triton.jit
+def unpack_words(words, dtype: tl.constexpr):
+    """Return the numbers in four words of memory as fp32 or fp64, along a new first dimension.
+
+    A thread has all of them, so the selects vanish.
+    """
+    VEC: tl.constexpr = 128 // dtype.primitive_bitwidth
+    number = tl.arange(0, VEC)[:, None, None, None]
+    index = number * 4 // VEC
+    word = tl.where(index == 0, words[0][None], words[1][None])
+    word = tl.where(index == 2, words[2][None], word)
+    if dtype == tl.float64:
+        high = tl.where(index == 0, words[1][None], words[3][None]).to(tl.int64)
+        return ((high << 32) | (word.to(tl.int64) & 0xFFFFFFFF)).to(tl.float64, bitcast=True)
+    else:
+        word = tl.where(index == 3, words[3][None], word)
+        if dtype == tl.float32:
+            return word.to(tl.float32, bitcast=True)
+        elif dtype == tl.bfloat16:
+            high = tl.where(number % 2 == 0, word << 16, word & -65536)
+            return high.to(tl.float32, bitcast=True)
+        else:
+            low = tl.where(number % 2 == 0, word, word >> 16).to(tl.int16)
+            return low.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_vectors(
+    ptrs,
+    stride,
+    first,
+    last,
+    row_mask,
+    MASKED: tl.constexpr,
+    POLICY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Load a block of classes of rows, [VEC, ., ROWS, LANES], from `first` on.
+
+    They are dealt to the lanes of a `LaneTile`, vector after vector. Wherever the rows start, a
+    lane has the same classes, and Triton lays them out in the same way. No word is read that has no
+    class of the row.
+
+    Args:
+        ptrs: the addresses of the rows, [ROWS].
+        stride: the stride over classes.
+        first, last: the first class of the block, and the end of the classes.
+        row_mask: which rows exist, [ROWS].
+        MASKED: whether the block may lie past the last class or have rows that do not exist.
+        POLICY: a hint for the cache, or "".
+        BLOCK: the classes of the block, a multiple of those that all lanes get at a time.
+
+    Returns:
+        The numbers, -inf outside of the mask, their classes, and the mask.
+    """
+    VEC: tl.constexpr = TILE.vector
+    BLOCKS: tl.constexpr = BLOCK // (TILE.lanes * VEC)
+    dtype: tl.constexpr = ptrs.dtype.element_ty
+    lane = tl.arange(0, TILE.lanes)[None, None, :]
+    lane = tl.arange(0, BLOCKS)[:, None, None] * TILE.lanes + lane
+    start = first + lane.to(tl.int64) * VEC  # [., 1, LANES]
+    number = tl.arange(0, VEC)[:, None, None, None]
+    column = start[None] + number
+    # The classes of each vector that exist, as 32-bit numbers.
+    existing = tl.full([BLOCKS, TILE.rows, TILE.lanes], VEC, tl.int32)
+    if MASKED:
+        existing = tl.minimum(last - start, VEC).to(tl.int32)
+        existing = tl.where(row_mask[None, :, None], existing, -VEC)
+        mask = number < existing[None]
+    else:
+        mask = tl.full([VEC, BLOCKS, TILE.rows, TILE.lanes], True, tl.int1)
+    if TILE.access == 0:
+        x_ptrs = ptrs[None, None, :, None] + column * stride
+        x = tl.load(x_ptrs, mask=mask, other=-float("inf"), eviction_policy=POLICY)
+    else:
+        ITEMSIZE: tl.constexpr = dtype.primitive_bitwidth // 8
+        address = ptrs.to(tl.int64)
+        lost = address & (2 if TILE.access == 4 and ITEMSIZE == 2 else 0)
+        words = tl.inline_asm_elementwise(
+            load_assembly(TILE.access, ITEMSIZE, MASKED, POLICY),
+            "=&r,=&r,=&r,=&r,l,r,r",
+            [
+                (address - lost)[None, :, None] + start * ITEMSIZE,
+                existing * ITEMSIZE + lost.to(tl.int32)[None, :, None],
+                lost.to(tl.int32)[None, :, None] * 8,
+            ],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        x = unpack_words(words, dtype)
+        if MASKED:
+            x = tl.where(mask, x, -float("inf"))
+    return x, column, mask
+
+
 @triton.jit
 def load_matrix(ptr, C, stride_k, stride_c, BLOCK_C: tl.constexpr, OTHER: tl.constexpr):
     """Load a matrix `[BLOCK_C, BLOCK_C]`."""

@@ -21,6 +21,9 @@ from ...runtime.caches import register_cache
 from ...runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype, zeroed_words
 from .target import MAX_SPLITS, Target, target_of
 
+SEGMENT = 16384  # classes, at least, that a program reads of a row that programs share
+MAX_SEGMENTS = 32  # of a row, in which a warp merges them
+
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
 
@@ -43,6 +46,25 @@ class RowNumbers(NamedTuple):
 
     ptr: Any
     step: Any
+
+
+class Segments(NamedTuple):
+    """The segments of the classes of a row, and the programs that have them.
+
+    Fields:
+        size: the classes of a segment, a multiple of a block.
+        number: the segments of a row.
+        share: the segments of a program.
+        programs: the programs that share a row.
+        slots: zeroed int64 words in which they merge their segments, or None for one program: a
+            counter of each row, and words of each segment.
+    """
+
+    size: int
+    number: int
+    share: int
+    programs: int
+    slots: Tensor | None
 
 
 class RowView(NamedTuple):
@@ -300,40 +322,107 @@ def _whole_row_plan(shape: RowShape, block: int, elements: int, vector: int) -> 
     return RowPlan("tile", 1, block, num_warps, contiguous=shape.aligned)
 
 
-@functools.lru_cache(maxsize=4096)
-def reduce_plan(shape: RowShape, carried: int = 2) -> RowPlan:
-    """Return the plan of a kernel that only reads.
+class LaneTile(NamedTuple):
+    """How a kernel takes the classes of rows that it only reads. All but `access` fixes their bits.
 
-    The kernel carries `carried` numbers from block to block. If there are few rows, several
-    programs share each row.
+    Fields:
+        rows: the rows of a program.
+        block: the classes of a block.
+        lanes: the threads to which a row of a block is dealt.
+        vector: the successive classes that a lane gets at a time.
+        access: the bytes of a load: 16 where rows start on 16 bytes, otherwise 4; 0 where the
+            compiler chooses.
+        num_warps: the warps of a program.
+        segments: the next power of two from the number of segments of a row.
     """
-    block = next_power_of_2(max(shape.classes, 1))
-    if not shape.contiguous:
-        return RowPlan("loop", 64, min(block, 64), 4, contiguous=False)
+
+    rows: int
+    block: int
+    lanes: int
+    vector: int
+    access: int
+    num_warps: int
+    segments: int = 1
+
+
+def row_access(*rows: StridedRows) -> int:
+    """Return the `access` of a `LaneTile` to rows that are read in the same way."""
+    if not target_of(rows[0].ptr.device).runs_ptx or any(x.column != 1 for x in rows):
+        return 0
+    if any(x.ptr.dtype != rows[0].ptr.dtype for x in rows):
+        return 0
+    starts = (x.ptr.data_ptr() | x.ptr.element_size() * (x.batch | x.row) for x in rows)
+    return 4 if any(start % 16 for start in starts) else 16
+
+
+def segment_size(classes: int, block: int) -> int:
+    """Return the classes of a segment of a row."""
+    segments = max(1, min(cdiv(classes, SEGMENT), MAX_SEGMENTS))
+    return cdiv(cdiv(max(classes, 1), segments), block) * block
+
+
+def segments_of(tile: LaneTile, x: StridedRows, rows: int, classes: int, words: int) -> Segments:
+    """Return the segments of rows, with as many words of each as programs send each other.
+
+    If there are few rows, several programs share the segments of each.
+    """
+    size = segment_size(classes, tile.block)
+    number, programs = cdiv(classes, size), cdiv(2048, max(rows, 1)) if rows < 1024 else 1
+    share = max(1, cdiv(number, programs))
+    programs = max(1, cdiv(number, share))
+    words = 0 if programs == 1 else rows * (1 + words * number)
+    return Segments(size, number, share, programs, zeroed_words(x.ptr.device, words)[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _lane_tile(classes: int, largest: int, num_warps: int, vector: int, access: int) -> LaneTile:
+    """Return the tile of one row, and of blocks of at most `largest` classes for `num_warps`."""
+    block = max(min(next_power_of_2(classes), largest), vector)
+    num_warps = max(num_warps * block // largest, 1)
+    lanes = min(32 * num_warps, block // vector)
+    segments = next_power_of_2(cdiv(classes, segment_size(classes, block)))
+    return LaneTile(1, block, lanes, vector, access, num_warps, segments)
+
+
+def lane_tile(classes: int, largest: int, num_warps: int, *rows: StridedRows) -> LaneTile:
+    """Return the tile of a kernel whose programs read a row of each tensor.
+
+    Args:
+        classes: the classes of a row.
+        largest: the classes of a block of long rows.
+        num_warps: the warps for such a block; smaller blocks have fewer.
+        rows: the tensors.
+    """
+    vector = 16 // max(x.ptr.element_size() for x in rows)
+    return _lane_tile(classes, largest, num_warps, vector, row_access(*rows))
+
+
+@functools.lru_cache(maxsize=4096)
+def reduce_plan(
+    classes: int, itemsize: int, access: int, contiguous: bool, carried: int = 2
+) -> LaneTile:
+    """Return the tile of a kernel that only reads, and carries `carried` numbers between blocks.
+
+    It does not depend on the number of rows, so the bits of a row do not.
+    """
+    block, vector = next_power_of_2(max(classes, 1)), 16 // itemsize
+    if not contiguous:
+        block = min(block, 64)
+        return LaneTile(64, block, 1, block, 0, 4)
     if block < 4096:
-        return RowPlan("loop", max(1, 1024 // block), block, 2)
-    splits = 1
-    if shape.itemsize <= 4 and shape.rows < 1024:
-        splits = min(cdiv(2048, max(shape.rows, 1)), cdiv(shape.classes, 8192), MAX_SPLITS)
-        splits = max(1, splits)
-    part = shape.classes // splits
-    vector = 1 if shape.aligned or shape.itemsize > 4 else 16 // shape.itemsize
-    if shape.itemsize == 2:
-        if part <= 8192:
-            block, num_warps = 2048, 1
-        elif carried > 2:
-            block, num_warps = 2048, 2
-        elif part <= 16384:
-            block, num_warps = 4096, 2
-        elif part <= 131072:
-            block, num_warps = 8192, 4
-        else:
-            block, num_warps = 4096, 4
-    elif shape.itemsize == 4 and part > 32768 and carried <= 2:
+        block = max(block, vector)
+        rows = max(1, min(64, 1024 // block))
+        return LaneTile(rows, block, min(64 // rows, block // vector), vector, access, 2)
+    if itemsize == 2 and classes > 8192 and carried > 2:
+        block, num_warps = 2048, 2
+    elif itemsize == 2:
+        num_warps = 1 if classes <= 8192 else 2 if classes <= 16384 else 4
+        block = 2048 * num_warps if classes <= 131072 else 4096
+    elif itemsize == 4 and classes > 32768 and carried <= 2:
         block, num_warps = 8192, 8
     else:
-        block, num_warps = 4096 if shape.itemsize == 4 else 2048, 4
-    return RowPlan("loop", 1, block, num_warps, splits, vector=vector)
+        block, num_warps = 4096 if itemsize == 4 else 2048, 4
+    return _lane_tile(classes, block, num_warps, vector, access)
 
 
 def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> RowPlan:
@@ -377,28 +466,22 @@ def launch_elementwise(kernel: Any, view: RowView, **arguments: Any) -> None:
     )
 
 
-def launch_reduction(
-    kernel: Any, view: RowView, slots: int, carried: int = 2, **arguments: Any
-) -> None:
-    """Launch a kernel that only reads, and carries `carried` numbers from block to block.
-
-    Programs that share a row get zeroed memory for a counter, and `slots` words for each of them.
-    """
-    plan = reduce_plan(shape_of(view), carried)
-    tensor, rows = view.tensors[0], view.batches * view.rows
-    words = 0 if plan.splits == 1 else rows * (1 + slots * plan.splits)
+def launch_reduction(kernel: Any, view: RowView, carried: int = 2, **arguments: Any) -> None:
+    """Launch a kernel that only reads, and carries `carried` numbers from block to block."""
+    tensor, rows, classes = view.tensors[0], view.batches * view.rows, view.classes
+    contiguous = classes <= 1 or all(stride[2] == 1 for stride in view.strides)
+    access = row_access(view.strided[0]) if contiguous else 0
+    tile = reduce_plan(classes, tensor.element_size(), access, contiguous, carried)
+    segments = segments_of(tile, view.strided[0], rows, classes, 6)
     launch(
         kernel,
-        view.batches * cdiv(view.rows, plan.rows) * plan.splits,
-        slots_ptr=zeroed_words(tensor.device, words)[0],
+        view.batches * cdiv(view.rows, tile.rows) * segments.programs,
+        segments=segments,
         rows=view.rows,
-        splits=plan.splits,
-        span=cdiv(cdiv(view.classes, plan.splits), plan.block) * plan.block,
-        BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
-        VEC=plan.vector,
-        LANES=plan.lanes(tensor.element_size()),
+        TILE=tile,
+        ACC_DTYPE=tl_acc_dtype(tensor.dtype),
+        num_warps=tile.num_warps,
         **arguments,
-        **tile_options(plan, tensor.dtype),
     )
 
 
@@ -416,6 +499,22 @@ def vector_width(*rows: Tensor) -> int:
         if tensor.stride(1) != 1 or not (is_aligned and is_whole):
             return 1
     return vector
+
+
+def stored_tile(largest: int, num_warps: int, *rows: Tensor) -> LaneTile:
+    """Return the tile of a kernel that adds nothing up, and stores rows `[M, C]`.
+
+    Its threads have `vector_width` classes in succession.
+    """
+    vector = vector_width(*rows)
+    access = row_access(*map(matrix_rows, rows)) if vector > 1 else 0
+    tile = _lane_tile(rows[0].shape[1], largest, num_warps, vector, access)
+    return _stored(tile)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored(tile: LaneTile) -> LaneTile:
+    return tile._replace(lanes=tile.block // tile.vector)
 
 
 def exchange_words(view: RowView, splits: int, words: int = 1) -> int:
@@ -456,4 +555,5 @@ def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
 
 register_cache("primitives.row_plan.merged_dims", _merge.cache_clear)
 register_cache("primitives.row_plan.row_plans", row_plan.cache_clear)
+register_cache("primitives.row_plan.lane_tiles", _lane_tile.cache_clear)
 register_cache("primitives.row_plan.reduce_plans", reduce_plan.cache_clear)

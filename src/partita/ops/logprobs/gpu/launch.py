@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import matrix_rows, row_view_or_copy, vector_width
+from ....primitives.gpu.row_plan import lane_tile, matrix_rows, row_view_or_copy
 from ....runtime import checks
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
@@ -108,9 +108,7 @@ def accumulate_rest(
     The arguments are those of the reference. The rest is contiguous.
     """
     view = row_view_or_copy(-1, logits)
-    block = min(next_power_of_2(view.classes), REST_BLOCK)
-    num_warps = max(REST_WARPS * block // REST_BLOCK, 1)
-    lanes = WARP * num_warps
+    tile = lane_tile(view.classes, REST_BLOCK, REST_WARPS, view.strided[0])
     launch(
         logprobs_rest_kernel,
         rest.numel() // 2,
@@ -125,9 +123,8 @@ def accumulate_rest(
         softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
-        LANES=lanes if block * logits.element_size() >= 16 * lanes else 1,
-        BLOCK=block,
-        num_warps=num_warps,
+        TILE=tile,
+        num_warps=tile.num_warps,
     )
 
 
@@ -272,14 +269,15 @@ def topk_of_rows(
     logits: Tensor, k: int, temperature: float, softcap: float, found: TopKRows
 ) -> None:
     """Write the k most probable classes of rows `[M, C]` to the results."""
-    classes, vector = logits.shape[1], vector_width(logits)
+    classes, vector = logits.shape[1], 16 // logits.element_size()
     warps = 8 if classes >= LONGEST_ROW else 4 if classes >= LONG_ROW else 1
-    lanes = WARP * warps
-    per_lane = cdiv(classes, lanes)
+    rows, block = matrix_rows(logits), WARP * warps * vector * TOPK_VECTORS
+    tile = lane_tile(block, block, warps, rows)
+    per_lane = cdiv(classes, tile.lanes)
     launch(
         topk_logprobs_kernel,
         len(logits),
-        logits=matrix_rows(logits),
+        logits=rows,
         found=found,
         classes=classes,
         K=k,
@@ -287,11 +285,9 @@ def topk_of_rows(
         softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
         ACC_DTYPE=tl_acc_dtype(found.maximum.dtype),
-        VEC=vector,
-        LANES=lanes,
-        BLOCK=lanes * vector * TOPK_VECTORS,
+        TILE=tile,
         LANE_BLOCK=min(max(next_power_of_2(per_lane), vector), LANE_BLOCK),
-        num_warps=warps,
+        num_warps=tile.num_warps,
     )
 
 
