@@ -224,7 +224,7 @@ def divergence_one_pass(
     dlogits, target = x.new_empty(x.shape), target_of(x.device)
     if row_factor is not None:
         row_factor = row_factor.contiguous()
-    plan: MixturePlan | OnePassPlan | None = _mixture_plan(x, t, dlogits, beta)
+    plan: MixturePlan | OnePassPlan | None = _mixture_plan(x, t, beta)
     if plan is None and x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
         plan = one_pass_plan(x.shape[1], x.element_size(), target)
     if plan is None:
@@ -239,7 +239,10 @@ def divergence_one_pass(
         return loss, laid_out_like(dlogits.view(logits.shape), logits)
     kernel: Any = divergence_mixture_row_kernel
     block_splits = next_power_of_2(plan.splits)
+    options: dict[str, Any]
     if isinstance(plan, MixturePlan):
+        if vector_width(x, t) == 1:  # Copies start on 16 bytes.
+            x, t = (rows.clone(memory_format=torch.contiguous_format) for rows in (x, t))
         options = {
             "BLOCK_SPLITS": max(32, block_splits),
             "BLOCKS": plan.blocks,
@@ -278,13 +281,16 @@ def divergence_one_pass(
     return loss, laid_out_like(dlogits.view(logits.shape), logits)
 
 
-def _mixture_plan(x: Tensor, t: Tensor, dlogits: Tensor, beta: float) -> MixturePlan | None:
-    """Return the plan of a divergence from a mixture whose rows stay in registers, or None."""
+def _mixture_plan(x: Tensor, t: Tensor, beta: float) -> MixturePlan | None:
+    """Return the plan of a divergence from a mixture whose rows stay in registers, or None.
+
+    It serves widths of whole vectors. Rows that do not start on one are copied.
+    """
     if not 0 < beta < 1 or not target_of(x.device).runs_ptx:
         return None
     if x.dtype != t.dtype or x.element_size() != 2:
         return None
-    if vector_width(x, t, dlogits) != ROW_BYTES // x.element_size():
+    if x.shape[1] % (ROW_BYTES // x.element_size()):
         return None
     return mixture_plan(x.shape[1])
 
