@@ -166,15 +166,18 @@ def load_vectors(
     VEC: tl.constexpr = TILE.vector
     BLOCKS: tl.constexpr = BLOCK // (TILE.lanes * VEC)
     dtype: tl.constexpr = ptrs.dtype.element_ty
-    lane = tl.arange(0, TILE.lanes)[None, None, :]
-    lane = tl.arange(0, BLOCKS)[:, None, None] * TILE.lanes + lane
-    start = first + lane.to(tl.int64) * VEC  # [., 1, LANES]
+    # Vectors of a lane are a constant apart, [., 1, LANES], so one address serves for all.
+    lane = tl.arange(0, TILE.lanes)[None, None, :] * VEC
+    block = tl.arange(0, BLOCKS)[:, None, None] * (TILE.lanes * VEC)
+    lane_start = first + lane.to(tl.int64)
+    start = lane_start + block.to(tl.int64)
     number = tl.arange(0, VEC)[:, None, None, None]
     column = start[None] + number
     # The classes of each vector that exist, as 32-bit numbers.
     existing = tl.full([BLOCKS, TILE.rows, TILE.lanes], VEC, tl.int32)
     if MASKED:
-        existing = tl.minimum(last - start, VEC).to(tl.int32)
+        left = tl.minimum(last - first, BLOCK).to(tl.int32) - lane
+        existing = tl.minimum(left - block, VEC)
         existing = tl.where(row_mask[None, :, None], existing, -VEC)
         mask = number < existing[None]
     else:
@@ -190,7 +193,7 @@ def load_vectors(
             load_assembly(TILE.access, ITEMSIZE, MASKED, POLICY),
             "=&r,=&r,=&r,=&r,l,r,r",
             [
-                (address - lost)[None, :, None] + start * ITEMSIZE,
+                ((address - lost)[None, :, None] + lane_start * ITEMSIZE) + block * ITEMSIZE,
                 existing * ITEMSIZE + lost.to(tl.int32)[None, :, None],
                 lost.to(tl.int32)[None, :, None] * 8,
             ],

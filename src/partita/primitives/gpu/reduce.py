@@ -275,27 +275,31 @@ def scan_segment(
 
 
 @triton.jit
-def collect_segments(values, segments, row, split):
-    """Return the values of all segments of a row, and whether this program merges them.
+def store_segment(values, segments, row, segment):
+    """Store the tuple of values of one segment of a row in fp64; they have the shape of `row`."""
+    ptrs = segments.slots + (row * segments.number + segment) * len(values)
+    for i in tl.static_range(len(values)):
+        tl.store(ptrs + i, values[i].to(tl.float64))
 
-    Each program gives a tuple of the values of its own segments, `[1, TILE.segments]` each. They
-    come back in fp64. The program that arrives last at the row gets those of all.
+
+@triton.jit
+def load_segments(empty, segments, row):
+    """Return the values of all segments of a row in fp64, and whether this program merges them.
+
+    The program that arrives last at the row merges them. `empty` is the tuple of the values of no
+    classes, `[1, TILE.segments]` each.
     """
-    index = tl.arange(0, values[0].shape[1])[None, :]
-    exists, number = index < segments.number, segments.number
-    own = exists & (index // segments.share == split)
-    counter_ptr = segments.slots + row * (1 + len(values) * number)
-    ptrs = counter_ptr + 1 + index
-    for i in tl.static_range(len(values)):
-        word = values[i].to(tl.float64).to(tl.int64, bitcast=True)
-        tl.store(ptrs + i * number, word, mask=own)
+    index = tl.arange(0, empty[0].shape[1])[None, :]
+    exists = index < segments.number
+    ptrs = segments.slots + (row * segments.number + index) * len(empty)
     tl.debug_barrier()
-    is_last = arrives_last(counter_ptr, segments.programs)
+    is_last = True
+    if segments.counters is not None:
+        is_last = arrives_last(segments.counters + row, segments.programs)
     found = ()
-    for i in tl.static_range(len(values)):
-        word = tl.load(ptrs + i * number, mask=exists, other=0, volatile=True)
-        value = tl.where(exists, word.to(tl.float64, bitcast=True), values[i].to(tl.float64))
-        found = found + (value,)
+    for i in tl.static_range(len(empty)):
+        value = tl.load(ptrs + i, mask=exists, cache_modifier=".cg")
+        found = found + (tl.where(exists, value, empty[i].to(tl.float64)),)
     return found, is_last
 
 
@@ -321,26 +325,14 @@ def scan_rows(
     if TILE.segments == 1:
         return scan_segment(x, at, 0, at.classes, *args, weigh, ENTROPY, TILE), at.mask
     else:
-        index = tl.arange(0, TILE.segments)[None, :]
         first = at.split.to(tl.int64) * segments.share
-        parts = empty_state(1, TILE.segments, slope.dtype)
         for s in range(first, tl.minimum(first + segments.share, segments.number)):
             start = s * segments.size
             last = tl.minimum(start + segments.size, at.classes)
             found = scan_segment(x, at, start, last, *args, weigh, ENTROPY, TILE)
-            here = index == s
-            parts = RunningState(
-                tl.where(here, found.maximum[:, None], parts.maximum),
-                tl.where(here, found.total[:, None], parts.total),
-                tl.where(here, found.sum_x_exp[:, None], parts.sum_x_exp),
-                tl.where(here, found.argmax[:, None], parts.argmax),
-                tl.where(here, found.weight[:, None], parts.weight),
-                tl.where(here, found.loss[:, None], parts.loss),
-            )
-        mask = at.mask
-        if segments.slots is not None:
-            found, is_last = collect_segments(parts, segments, tl.sum(at.index, axis=0), at.split)
-            maximum, argmax = found[0].to(slope.dtype), found[3].to(tl.int32)
-            parts = RunningState(maximum, found[1], found[2], argmax, found[4], found[5])
-            mask &= is_last
-        return merge_lanes(parts, slope), mask
+            store_segment(found, segments, at.index, s)
+        empty = empty_state(1, TILE.segments, slope.dtype)
+        found, is_last = load_segments(empty, segments, tl.sum(at.index, axis=0))
+        maximum, argmax = found[0].to(slope.dtype), found[3].to(tl.int32)
+        parts = RunningState(maximum, found[1], found[2], argmax, found[4], found[5])
+        return merge_lanes(parts, slope), at.mask & is_last

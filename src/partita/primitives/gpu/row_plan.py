@@ -56,14 +56,15 @@ class Segments(NamedTuple):
         number: the segments of a row.
         share: the segments of a program.
         programs: the programs that share a row.
-        slots: zeroed int64 words in which they merge their segments, or None for one program: a
-            counter of each row, and words of each segment.
+        counters: zeroed int64 words, one for each row that programs share, or None.
+        slots: memory for the statistics of each segment, fp64, or None if a row is one.
     """
 
     size: int
     number: int
     share: int
     programs: int
+    counters: Tensor | None
     slots: Tensor | None
 
 
@@ -362,7 +363,7 @@ def segment_size(classes: int, block: int) -> int:
 
 
 def segments_of(tile: LaneTile, x: StridedRows, rows: int, classes: int, words: int) -> Segments:
-    """Return the segments of rows, with as many words of each as programs send each other.
+    """Return the segments of rows, with memory for as many words of each.
 
     If there are few rows, several programs share the segments of each.
     """
@@ -370,8 +371,12 @@ def segments_of(tile: LaneTile, x: StridedRows, rows: int, classes: int, words: 
     number, programs = cdiv(classes, size), cdiv(2048, max(rows, 1)) if rows < 1024 else 1
     share = max(1, cdiv(number, programs))
     programs = max(1, cdiv(number, share))
-    words = 0 if programs == 1 else rows * (1 + words * number)
-    return Segments(size, number, share, programs, zeroed_words(x.ptr.device, words)[0])
+    device = x.ptr.device
+    counters = zeroed_words(device, rows if programs > 1 else 0)[0]
+    slots = None
+    if number > 1:
+        slots = torch.empty(rows * words * number, dtype=torch.float64, device=device)
+    return Segments(size, number, share, programs, counters, slots)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -466,13 +471,25 @@ def launch_elementwise(kernel: Any, view: RowView, **arguments: Any) -> None:
     )
 
 
-def launch_reduction(kernel: Any, view: RowView, carried: int = 2, **arguments: Any) -> None:
-    """Launch a kernel that only reads, and carries `carried` numbers from block to block."""
+def launch_reduction(
+    kernel: Any,
+    view: RowView,
+    carried: int = 2,
+    max_registers: int | None = None,
+    **arguments: Any,
+) -> None:
+    """Launch a kernel that only reads, and carries `carried` numbers from block to block.
+
+    `max_registers` limits those of a thread where wide rows start on 16 bytes.
+    """
+    options: dict[str, Any] = {}
     tensor, rows, classes = view.tensors[0], view.batches * view.rows, view.classes
     contiguous = classes <= 1 or all(stride[2] == 1 for stride in view.strides)
     access = row_access(view.strided[0]) if contiguous else 0
     tile = reduce_plan(classes, tensor.element_size(), access, contiguous, carried)
     segments = segments_of(tile, view.strided[0], rows, classes, 6)
+    if tile.segments > 1 and access == 16 and tensor.element_size() <= 4:
+        options["maxnreg"] = max_registers
     launch(
         kernel,
         view.batches * cdiv(view.rows, tile.rows) * segments.programs,
@@ -481,6 +498,7 @@ def launch_reduction(kernel: Any, view: RowView, carried: int = 2, **arguments: 
         TILE=tile,
         ACC_DTYPE=tl_acc_dtype(tensor.dtype),
         num_warps=tile.num_warps,
+        **options,
         **arguments,
     )
 

@@ -176,6 +176,8 @@ def token_stats(
         token_stats_kernel,
         view,
         carried=4,
+        # With more, 1,024 programs would not run at the same time; a soft-cap would spill.
+        max_registers=64 if softcap == 0 else None,
         logits=view.strided[0],
         target_ptr=None if target is None else target.contiguous(),
         results=rows,

@@ -21,7 +21,13 @@ from ....primitives.gpu.math import (
     reciprocal,
 )
 from ....primitives.gpu.memory import aligned_start, load_vectors
-from ....primitives.gpu.reduce import collect_segments, max_of_lanes, of_lanes, sum_of_lanes
+from ....primitives.gpu.reduce import (
+    load_segments,
+    max_of_lanes,
+    of_lanes,
+    store_segment,
+    sum_of_lanes,
+)
 
 REVERSE, MIXTURE = tl.constexpr(1), tl.constexpr(2)
 NOTHING = tl.constexpr(-float("inf"))  # the logit of a class that there is not
@@ -320,6 +326,16 @@ def add_mixture(
 
 
 @triton.jit
+def mixture_of_part(part, share, first, last, TILE: tl.constexpr):
+    """Return the divergences of student and teacher from their mixture over some classes."""
+    student = of_block(TILE, share.total.dtype)
+    teacher = student
+    for start in range(first, last, TILE.block):
+        student, teacher = add_mixture(student, teacher, part, share, start, False, False, TILE)
+    return tl.sum(student), tl.sum(teacher)
+
+
+@triton.jit
 def gradient_of_block(x, t, on_row, part, share, student, KIND: tl.constexpr, FAST: tl.constexpr):
     """Return the gradient of a block of the student's logits.
 
@@ -369,30 +385,27 @@ def divergence_accumulate_kernel(
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     pair = locate_pair(logits, teacher, row, 0, classes, 0.0, temperature, ACC_DTYPE)
     whole = PairPart(*pair, 1, 1, cap)  # type: ignore[call-arg]
-    index, first = tl.arange(0, TILE.segments)[None, :], split.to(tl.int64) * segments.share
-    maxima = tl.full([1, TILE.segments], -float("inf"), ACC_DTYPE)
-    zeros = tl.full([1, TILE.segments], 0.0, tl.float64)
-    shares = PairShare(maxima, zeros, maxima, zeros, zeros)
-    for s in range(first, tl.minimum(first + segments.share, segments.number)):
-        start = s * segments.size
-        end = tl.minimum(start + segments.size, classes)
-        own = locate_pair(logits, teacher, row, start, end, 0.0, temperature, ACC_DTYPE)
-        part = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
-        found = merged_shares(scan_part(part, True, KIND, TILE, tl.float64), part, KIND)
-        here = index == s
-        shares = PairShare(
-            tl.where(here, found.maximum, shares.maximum),
-            tl.where(here, found.total, shares.total),
-            tl.where(here, found.t_maximum, shares.t_maximum),
-            tl.where(here, found.t_total, shares.t_total),
-            tl.where(here, found.weighted, shares.weighted),
-        )
     stores = True
-    if segments.slots is not None:
-        found, stores = collect_segments(shares, segments, row, split)
+    if TILE.segments == 1:
+        part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
+        share = merged_shares(scan_part(part, True, KIND, TILE, tl.float64), part, KIND)
+    else:
+        first = split.to(classes.dtype) * segments.share
+        for s in range(first, tl.minimum(first + segments.share, segments.number)):
+            start = s * segments.size
+            end = start + tl.minimum(segments.size, classes - start)
+            own = locate_pair(logits, teacher, row, start, end, 0.0, temperature, ACC_DTYPE)
+            part = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
+            found = merged_shares(scan_part(part, True, KIND, TILE, tl.float64), part, KIND)
+            store_segment(found, segments, row, s)
+        maxima = tl.full([1, TILE.segments], -float("inf"), ACC_DTYPE)
+        zeros = tl.full([1, TILE.segments], 0.0, tl.float64)
+        empty = PairShare(maxima, zeros, maxima, zeros, zeros)
+        found, stores = load_segments(empty, segments, row)
         maxima, t_maxima = found[0].to(ACC_DTYPE), found[2].to(ACC_DTYPE)
         shares = PairShare(maxima, found[1], t_maxima, found[3], found[4])
-    share, seen = merged_shares(shares, whole, KIND), num_seen > 0
+        share = merged_shares(shares, whole, KIND)
+    seen = num_seen > 0
     before = PairShare(
         tl.load(statistics.maximum + row, mask=seen, other=-float("inf")),
         tl.load(statistics.total + row, mask=seen, other=0.0).to(tl.float64),
@@ -453,27 +466,24 @@ def divergence_mixture_kernel(
     pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, ACC_DTYPE)
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     share = load_share(statistics, row)
-    index, first = tl.arange(0, TILE.segments)[None, :], split.to(tl.int64) * segments.share
-    students = tl.full([1, TILE.segments], 0.0, ACC_DTYPE)
-    teachers = students
-    for s in range(first, tl.minimum(first + segments.share, segments.number)):
-        of_student = of_block(TILE, ACC_DTYPE)
-        of_teacher = of_student
-        end = tl.minimum((s + 1) * segments.size, classes)
-        for start in range(s * segments.size, end, TILE.block):
-            of_student, of_teacher = add_mixture(
-                of_student, of_teacher, part, share, start, False, False, TILE
-            )
-        students = tl.where(index == s, tl.sum(of_student), students)
-        teachers = tl.where(index == s, tl.sum(of_teacher), teachers)
-    stores = True
-    if segments.slots is not None:
-        found, stores = collect_segments((students, teachers), segments, row, split)
-        students, teachers = found[0].to(ACC_DTYPE), found[1].to(ACC_DTYPE)
+    if TILE.segments == 1:
+        student_term, teacher_term = mixture_of_part(part, share, 0, classes, TILE)
+        stores = True
+    else:
+        first = split.to(classes.dtype) * segments.share
+        for s in range(first, tl.minimum(first + segments.share, segments.number)):
+            start = s * segments.size
+            end = start + tl.minimum(segments.size, classes - start)
+            found = mixture_of_part(part, share, start, end, TILE)
+            store_segment(found, segments, row, s)
+        zeros = tl.full([1, TILE.segments], 0.0, tl.float64)
+        found, stores = load_segments((zeros, zeros), segments, row)
+        student_term = tl.sum(found[0].to(ACC_DTYPE))
+        teacher_term = tl.sum(found[1].to(ACC_DTYPE))
     seen = num_seen > 0
     loss = tl.load(loss_ptr + row, mask=seen, other=0.0)
     student = tl.load(student_ptr + row, mask=seen, other=0.0)
-    student_term, teacher_term = tl.sum(students) * LN2, tl.sum(teachers) * LN2
+    student_term, teacher_term = student_term * LN2, teacher_term * LN2
     loss += part.weight * teacher_term + (1.0 - part.weight) * student_term
     tl.store(loss_ptr + row, loss, mask=stores)
     tl.store(student_ptr + row, student + student_term, mask=stores)
