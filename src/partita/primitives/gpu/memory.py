@@ -81,56 +81,53 @@ def edge_columns(head, body, classes, VEC: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.constexpr_function
-def load_assembly(access, itemsize, masked, policy):
-    """Return PTX that loads 16 bytes as four words, `access` bytes at a time, from the address $4.
+def load_assembly(itemsize, vector, whole, masked, policy):
+    """Return PTX that loads the words of a vector from an address, where a predicate is not 0.
 
-    Where 16-bit numbers are loaded by words, there are five, and $6 is the bit at which the first
-    number starts. With a mask, words that lie $5 bytes or more from the address are not loaded.
+    The vector is loaded at once if it is `whole`, otherwise number by number.
     """
-    load = "ld.global" + (f".L1::{policy}" if policy else "")
-    words = ["$0", "$1", "$2", "$3"]
-    code, loads = [], [(0, f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4];")]
-    if access == 4:
-        words += ["fifth"] if itemsize == 2 else []
-        loads = [(4 * i, f"{load}.b32 {word}, [$4+{4 * i}];") for i, word in enumerate(words)]
-    if masked:
-        code += [f"mov.b32 {word}, 0;" for word in words]
-    for byte, line in loads:
-        if byte == 16 and not masked:
-            code += ["setp.ne.s32 p, $6, 0;", "@p " + line]
-        elif masked:
-            code += [f"setp.gt.s32 p, $5, {byte};", "@p " + line]
-        else:
-            code += [line]
-    if access == 4 and itemsize == 2:
-        code += [f"shf.r.wrap.b32 ${i}, ${i}, {words[i + 1]}, $6;" for i in range(4)]
-    return "{ .reg .pred p; .reg .b32 fifth; " + " ".join(code) + " }"
+    words = max(vector * itemsize // 4, 1)
+    out, address = [f"${i}" for i in range(words)], f"${words}"
+    load = ("@p " if masked else "") + "ld.global" + (f".L1::{policy}" if policy else "")
+    code = [f"setp.ne.s32 p, ${words + 1}, 0;"] if masked else []
+    code += [f"mov.b32 {word}, 0;" for word in out] if masked else []
+    if whole and words > 1:
+        code += [f"{load}.v{words}.b32 {{{', '.join(out)}}}, [{address}];"]
+    elif itemsize > 2:
+        code += [f"{load}.b32 {word}, [{address}+{4 * i}];" for i, word in enumerate(out)]
+    else:
+        code += [f"{load}.u16 {out[i // 2]}, [{address}+{2 * i}];" for i in range(0, vector, 2)]
+        for i in range(1, vector, 2):
+            code += [f"{load}.u16 high, [{address}+{2 * i}];"]
+            code += [f"prmt.b32 {out[i // 2]}, {out[i // 2]}, high, 0x5410;"]
+    return "{ .reg .pred p; .reg .b32 high; " + " ".join(code) + " }"
 
 
 @triton.jit
-def unpack_words(words, dtype: tl.constexpr):
-    """Return the numbers in four words of memory as fp32 or fp64, along a new first dimension.
+def select_word(words, index):
+    """Return the words at an index along a first dimension that a thread has whole."""
+    word = words[0][None]
+    for i in tl.static_range(1, len(words)):
+        word = tl.where(index == i, words[i][None], word)
+    return word
 
-    A thread has all of them, so the selects vanish.
-    """
-    VEC: tl.constexpr = 128 // dtype.primitive_bitwidth
+
+@triton.jit
+def unpack_words(words, VEC: tl.constexpr, dtype: tl.constexpr):
+    """Return the numbers in words of memory as fp32 or fp64, along a new first dimension."""
     number = tl.arange(0, VEC)[:, None, None, None]
-    index = number * 4 // VEC
-    word = tl.where(index == 0, words[0][None], words[1][None])
-    word = tl.where(index == 2, words[2][None], word)
+    word = select_word(words, number * dtype.primitive_bitwidth // 32)
     if dtype == tl.float64:
-        high = tl.where(index == 0, words[1][None], words[3][None]).to(tl.int64)
+        high = select_word(words, number * 2 + 1).to(tl.int64)
         return ((high << 32) | (word.to(tl.int64) & 0xFFFFFFFF)).to(tl.float64, bitcast=True)
+    elif dtype == tl.float32:
+        return word.to(tl.float32, bitcast=True)
+    elif dtype == tl.bfloat16:
+        high = tl.where(number % 2 == 0, word << 16, word & -65536)
+        return high.to(tl.float32, bitcast=True)
     else:
-        word = tl.where(index == 3, words[3][None], word)
-        if dtype == tl.float32:
-            return word.to(tl.float32, bitcast=True)
-        elif dtype == tl.bfloat16:
-            high = tl.where(number % 2 == 0, word << 16, word & -65536)
-            return high.to(tl.float32, bitcast=True)
-        else:
-            low = tl.where(number % 2 == 0, word, word >> 16).to(tl.int16)
-            return low.to(tl.float16, bitcast=True).to(tl.float32)
+        low = tl.where(number % 2 == 0, word, word >> 16).to(tl.int16)
+        return low.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -148,13 +145,14 @@ def load_vectors(
     """Load a block of classes of rows, [VEC, ., ROWS, LANES], from `first` on.
 
     They are dealt to the lanes of a `LaneTile`, vector after vector. Wherever the rows start, a
-    lane has the same classes, and Triton lays them out in the same way. No word is read that has no
-    class of the row.
+    lane has the same classes, and Triton lays them out in the same way. Only classes of the row are
+    read.
 
     Args:
         ptrs: the addresses of the rows, [ROWS].
         stride: the stride over classes.
-        first, last: the first class of the block, and the end of the classes.
+        first, last: the first class of the block, and the end of the classes; whole vectors lie
+            between them.
         row_mask: which rows exist, [ROWS].
         MASKED: whether the block may lie past the last class or have rows that do not exist.
         POLICY: a hint for the cache, or "".
@@ -170,38 +168,28 @@ def load_vectors(
     lane = tl.arange(0, TILE.lanes)[None, None, :] * VEC
     block = tl.arange(0, BLOCKS)[:, None, None] * (TILE.lanes * VEC)
     lane_start = first + lane.to(tl.int64)
-    start = lane_start + block.to(tl.int64)
-    number = tl.arange(0, VEC)[:, None, None, None]
-    column = start[None] + number
-    # The classes of each vector that exist, as 32-bit numbers.
-    existing = tl.full([BLOCKS, TILE.rows, TILE.lanes], VEC, tl.int32)
+    column = (lane_start + block.to(tl.int64))[None] + tl.arange(0, VEC)[:, None, None, None]
+    exists = tl.full([BLOCKS, TILE.rows, TILE.lanes], True, tl.int1)
     if MASKED:
-        left = tl.minimum(last - first, BLOCK).to(tl.int32) - lane
-        existing = tl.minimum(left - block, VEC)
-        existing = tl.where(row_mask[None, :, None], existing, -VEC)
-        mask = number < existing[None]
-    else:
-        mask = tl.full([VEC, BLOCKS, TILE.rows, TILE.lanes], True, tl.int1)
+        left = tl.minimum(last - first, BLOCK).to(tl.int32)
+        exists = (block < left - lane) & row_mask[None, :, None]
+    mask = tl.broadcast_to(exists[None], [VEC, BLOCKS, TILE.rows, TILE.lanes])
     if TILE.access == 0:
         x_ptrs = ptrs[None, None, :, None] + column * stride
         x = tl.load(x_ptrs, mask=mask, other=-float("inf"), eviction_policy=POLICY)
     else:
         ITEMSIZE: tl.constexpr = dtype.primitive_bitwidth // 8
-        address = ptrs.to(tl.int64)
-        lost = address & (2 if TILE.access == 4 and ITEMSIZE == 2 else 0)
+        WORDS: tl.constexpr = max(VEC * ITEMSIZE // 4, 1)
+        start = ptrs.to(tl.int64)[None, :, None] + lane_start * ITEMSIZE
         words = tl.inline_asm_elementwise(
-            load_assembly(TILE.access, ITEMSIZE, MASKED, POLICY),
-            "=&r,=&r,=&r,=&r,l,r,r",
-            [
-                ((address - lost)[None, :, None] + lane_start * ITEMSIZE) + block * ITEMSIZE,
-                existing * ITEMSIZE + lost.to(tl.int32)[None, :, None],
-                lost.to(tl.int32)[None, :, None] * 8,
-            ],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            load_assembly(ITEMSIZE, VEC, TILE.access == 2, MASKED, POLICY),
+            "=&r," * WORDS + "l,r",
+            [start + block * ITEMSIZE, exists.to(tl.int32)],
+            dtype=(tl.int32,) * WORDS,
             is_pure=True,
             pack=1,
         )
-        x = unpack_words(words, dtype)
+        x = unpack_words(words, VEC, dtype)
         if MASKED:
             x = tl.where(mask, x, -float("inf"))
     return x, column, mask

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from ...runtime.caches import register_cache
+from ...runtime.dtypes import acc_dtype
 from ...runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype, zeroed_words
 from .target import MAX_SPLITS, Target, target_of
 
-SEGMENT = 16384  # classes, at least, that a program reads of a row that programs share
-MAX_SEGMENTS = 32  # of a row, in which a warp merges them
+SEGMENT = 8192  # classes of a row, at least, that lanes add up before they add it to the row
+MAX_SEGMENTS = 32  # of a row
+# So many programs share the rows, about, where there are few.
+FEW_ROWS, SHARING_PROGRAMS = 512, 1024
 
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
@@ -57,7 +60,7 @@ class Segments(NamedTuple):
         share: the segments of a program.
         programs: the programs that share a row.
         counters: zeroed int64 words, one for each row that programs share, or None.
-        slots: memory for the statistics of each segment, fp64, or None if a row is one.
+        slots: memory for the statistics of the lanes over each segment of these rows, or None.
     """
 
     size: int
@@ -331,10 +334,10 @@ class LaneTile(NamedTuple):
         block: the classes of a block.
         lanes: the threads to which a row of a block is dealt.
         vector: the successive classes that a lane gets at a time.
-        access: the bytes of a load: 16 where rows start on 16 bytes, otherwise 4; 0 where the
-            compiler chooses.
+        access: how a vector is loaded: 2 at once, as all vectors start on a multiple of their size;
+            1 number by number; 0 as the compiler chooses.
         num_warps: the warps of a program.
-        segments: the next power of two from the number of segments of a row.
+        has_segments: whether a row may have several segments.
     """
 
     rows: int
@@ -343,17 +346,26 @@ class LaneTile(NamedTuple):
     vector: int
     access: int
     num_warps: int
-    segments: int = 1
+    has_segments: bool = False
 
 
-def row_access(*rows: StridedRows) -> int:
+def vector_classes(classes: int, itemsize: int) -> int:
+    """Return the classes of a vector of 16 bytes, or 1 where rows do not consist of whole vectors.
+
+    Their rows start anywhere, and single numbers of successive lanes are loaded together.
+    """
+    return 1 if classes * itemsize % 16 else 16 // itemsize
+
+
+def row_access(vector: int, *rows: StridedRows) -> int:
     """Return the `access` of a `LaneTile` to rows that are read in the same way."""
     if not target_of(rows[0].ptr.device).runs_ptx or any(x.column != 1 for x in rows):
         return 0
-    if any(x.ptr.dtype != rows[0].ptr.dtype for x in rows):
-        return 0
-    starts = (x.ptr.data_ptr() | x.ptr.element_size() * (x.batch | x.row) for x in rows)
-    return 4 if any(start % 16 for start in starts) else 16
+    for x in rows:
+        itemsize = x.ptr.element_size()
+        if (x.ptr.data_ptr() | itemsize * (x.batch | x.row)) % (itemsize * vector):
+            return 1
+    return 2
 
 
 def segment_size(classes: int, block: int) -> int:
@@ -363,19 +375,18 @@ def segment_size(classes: int, block: int) -> int:
 
 
 def segments_of(tile: LaneTile, x: StridedRows, rows: int, classes: int, words: int) -> Segments:
-    """Return the segments of rows, with memory for as many words of each.
+    """Return the segments of rows, with memory for as many words of each lane.
 
     If there are few rows, several programs share the segments of each.
     """
-    size = segment_size(classes, tile.block)
-    number, programs = cdiv(classes, size), cdiv(2048, max(rows, 1)) if rows < 1024 else 1
-    share = max(1, cdiv(number, programs))
-    programs = max(1, cdiv(number, share))
-    device = x.ptr.device
-    counters = zeroed_words(device, rows if programs > 1 else 0)[0]
-    slots = None
-    if number > 1:
-        slots = torch.empty(rows * words * number, dtype=torch.float64, device=device)
+    size, counters, slots = segment_size(classes, tile.block), None, None
+    number = max(1, cdiv(classes, size)) if tile.has_segments else 1
+    share = cdiv(number, cdiv(SHARING_PROGRAMS, max(rows, 1)) if rows < FEW_ROWS else 1)
+    programs = cdiv(number, share)
+    if programs > 1:
+        device, dtype = x.ptr.device, acc_dtype(x.ptr.dtype)
+        counters = zeroed_words(device, rows)[0]
+        slots = torch.empty(rows * number * words * tile.lanes, dtype=dtype, device=device)
     return Segments(size, number, share, programs, counters, slots)
 
 
@@ -385,8 +396,7 @@ def _lane_tile(classes: int, largest: int, num_warps: int, vector: int, access: 
     block = max(min(next_power_of_2(classes), largest), vector)
     num_warps = max(num_warps * block // largest, 1)
     lanes = min(32 * num_warps, block // vector)
-    segments = next_power_of_2(cdiv(classes, segment_size(classes, block)))
-    return LaneTile(1, block, lanes, vector, access, num_warps, segments)
+    return LaneTile(1, block, lanes, vector, access, num_warps, classes > SEGMENT)
 
 
 def lane_tile(classes: int, largest: int, num_warps: int, *rows: StridedRows) -> LaneTile:
@@ -398,8 +408,8 @@ def lane_tile(classes: int, largest: int, num_warps: int, *rows: StridedRows) ->
         num_warps: the warps for such a block; smaller blocks have fewer.
         rows: the tensors.
     """
-    vector = 16 // max(x.ptr.element_size() for x in rows)
-    return _lane_tile(classes, largest, num_warps, vector, row_access(*rows))
+    vector = min(vector_classes(classes, x.ptr.element_size()) for x in rows)
+    return _lane_tile(classes, largest, num_warps, vector, row_access(vector, *rows))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -410,10 +420,10 @@ def reduce_plan(
 
     It does not depend on the number of rows, so the bits of a row do not.
     """
-    block, vector = next_power_of_2(max(classes, 1)), 16 // itemsize
+    block, vector = next_power_of_2(max(classes, 1)), vector_classes(classes, itemsize)
     if not contiguous:
         block = min(block, 64)
-        return LaneTile(64, block, 1, block, 0, 4)
+        return LaneTile(64, block, 1, 1, 0, 4)
     if block < 4096:
         block = max(block, vector)
         rows = max(1, min(64, 1024 // block))
@@ -485,10 +495,11 @@ def launch_reduction(
     options: dict[str, Any] = {}
     tensor, rows, classes = view.tensors[0], view.batches * view.rows, view.classes
     contiguous = classes <= 1 or all(stride[2] == 1 for stride in view.strides)
-    access = row_access(view.strided[0]) if contiguous else 0
-    tile = reduce_plan(classes, tensor.element_size(), access, contiguous, carried)
+    itemsize = tensor.element_size()
+    access = row_access(vector_classes(classes, itemsize), view.strided[0])
+    tile = reduce_plan(classes, itemsize, access, contiguous, carried)
     segments = segments_of(tile, view.strided[0], rows, classes, 6)
-    if tile.segments > 1 and access == 16 and tensor.element_size() <= 4:
+    if tile.has_segments and tile.vector > 1 and access == 2 and itemsize <= 4:
         options["maxnreg"] = max_registers
     launch(
         kernel,
@@ -525,7 +536,7 @@ def stored_tile(largest: int, num_warps: int, *rows: Tensor) -> LaneTile:
     Its threads have `vector_width` classes in succession.
     """
     vector = vector_width(*rows)
-    access = row_access(*map(matrix_rows, rows)) if vector > 1 else 0
+    access = row_access(vector, *map(matrix_rows, rows)) if vector > 1 else 0
     tile = _lane_tile(rows[0].shape[1], largest, num_warps, vector, access)
     return _stored(tile)
 

@@ -255,7 +255,7 @@ def divergence_one_pass(
             "BLOCK_SPLITS": block_splits if plan.splits > 1 else 0,
             "KIND": _kind(beta),
             "FAST": target.runs_ptx and x.element_size() == 2,
-            "TILE": lane_tile(plan.block, *sizes, matrix_rows(x), matrix_rows(t)),
+            "TILE": lane_tile(x.shape[1], *sizes, matrix_rows(x), matrix_rows(t)),
             "STORED": stored_tile(*sizes, x, t, dlogits),
             "num_warps": plan.num_warps,
         }

@@ -19,13 +19,12 @@ from .rows import (
     READ_LAST,
     PairPart,
     PairShare,
-    add_mixture,
     divergence_of_share,
     gradient_of_block,
     load_both,
     locate_pair,
     merged_shares,
-    of_block,
+    mixture_of_part,
     scan_part,
     unmasked_end,
 )
@@ -137,16 +136,7 @@ def divergence_row_kernel(
         of_student = 0.0
         unmasked = unmasked_end(part, TILE.block)
         if KIND == MIXTURE:
-            of_student = of_block(TILE, tl.float32)
-            of_teacher = of_student
-            for start in range(part.first, unmasked, TILE.block):
-                of_student, of_teacher = add_mixture(
-                    of_student, of_teacher, part, share, start, True, FAST, TILE
-                )
-            for start in range(unmasked, part.last, TILE.block):
-                of_student, of_teacher = add_mixture(
-                    of_student, of_teacher, part, share, start, False, FAST, TILE
-                )
+            of_student, of_teacher = mixture_of_part(part, share, FAST, TILE)
             of_student, of_teacher = tl.sum(of_student), tl.sum(of_teacher)
             if SHARED:
                 sums_ptr = slots_ptr + 2 * splits

@@ -22,7 +22,9 @@ from ....primitives.gpu.math import (
 )
 from ....primitives.gpu.memory import aligned_start, load_vectors
 from ....primitives.gpu.reduce import (
-    load_segments,
+    LOADED_SEGMENTS,
+    is_last_program,
+    load_segment,
     max_of_lanes,
     of_lanes,
     store_segment,
@@ -213,16 +215,24 @@ def add_block(
     b = exponent(t, of_lanes(shift_of(share.t_maximum, part)), part)
     e, t_e = tl.exp2(a), tl.exp2(b)
     dtype: tl.constexpr = share.total.dtype
-    total = share.total + sum_of_lanes(e).to(dtype)
-    t_total = share.t_total + sum_of_lanes(t_e).to(dtype)
+    total = share.total + sum_of_lanes(e, dtype)
+    t_total = share.t_total + sum_of_lanes(t_e, dtype)
     weighted = share.weighted
     if KIND != MIXTURE:
         weight = e if KIND == REVERSE else t_e
         terms = weight * (a - b if KIND == REVERSE else b - a)
         if CAREFUL:  # A class of probability 0 counts as 0, even with infinite logits.
             terms = tl.where(weight == 0.0, 0.0, terms)
-        weighted += sum_of_lanes(terms).to(dtype)
+        weighted += sum_of_lanes(terms, dtype)
     return PairShare(share.maximum, total, share.t_maximum, t_total, weighted)
+
+
+@triton.jit
+def no_share(TILE: tl.constexpr, ACC_DTYPE: tl.constexpr, SUM_DTYPE: tl.constexpr):
+    """Return the statistics of the lanes over no classes, with sums of a dtype."""
+    maximum = tl.full([1, TILE.lanes], -float("inf"), ACC_DTYPE)
+    zero = tl.full([1, TILE.lanes], 0.0, SUM_DTYPE)
+    return PairShare(maximum, zero, maximum, zero, zero)
 
 
 @triton.jit
@@ -234,21 +244,32 @@ def scan_part(
     SUM_DTYPE: tl.constexpr,
 ):
     """Return the statistics of the lanes over a part, with sums of a dtype."""
-    TAIL: tl.constexpr = TILE.lanes * TILE.vector
-    zero = tl.full([1, TILE.lanes], 0.0, SUM_DTYPE)
-    maximum = tl.full([1, TILE.lanes], -float("inf"), part.log2_scale.dtype)
-    t_maximum = maximum
+    # Blocks at the end are smaller: a vector of each lane, or some single numbers.
+    TAIL: tl.constexpr = max(TILE.lanes * TILE.vector, (TILE.vector == 1) * TILE.block // 4)
+    share = no_share(TILE, part.log2_scale.dtype, SUM_DTYPE)
     if not CAREFUL:
-        first = part.first
+        first, zero = part.first, share.total
         _, x, t = load_both(part, first, False, NOTHING, READ_AGAIN, TAIL, TILE)
-        maximum, t_maximum = max_of_lanes(x), max_of_lanes(t)
-    share = PairShare(maximum, zero, t_maximum, zero, zero)
+        share = PairShare(max_of_lanes(x), zero, max_of_lanes(t), zero, zero)
     unmasked = unmasked_end(part, TILE.block)
     for start in range(part.first, unmasked, TILE.block):
         share = add_block(share, part, start, True, CAREFUL, KIND, TILE.block, TILE)
     for start in range(unmasked, part.last, TAIL):
         share = add_block(share, part, start, False, CAREFUL, KIND, TAIL, TILE)
     return share
+
+
+@triton.jit
+def joined_shares(share, found, part, KIND: tl.constexpr):
+    """Return one `PairShare` of two, of which the first has sums in fp64."""
+    maximum = tl.maximum(share.maximum, found.maximum)
+    t_maximum = tl.maximum(share.t_maximum, found.t_maximum)
+    share = moved_share(share, maximum, t_maximum, part, KIND)
+    found = moved_share(found, maximum, t_maximum, part, KIND)
+    total = share.total + found.total.to(tl.float64)
+    t_total = share.t_total + found.t_total.to(tl.float64)
+    weighted = share.weighted + found.weighted.to(tl.float64)
+    return PairShare(maximum, total, t_maximum, t_total, weighted)
 
 
 @triton.jit
@@ -302,13 +323,6 @@ def mixture_of_block(x, t, part, share, FAST: tl.constexpr):
 
 
 @triton.jit
-def of_block(TILE: tl.constexpr, dtype: tl.constexpr):
-    """Return zeros for the classes of a block of `load_both`."""
-    BLOCKS: tl.constexpr = TILE.block // (TILE.lanes * TILE.vector)
-    return tl.full([TILE.vector, BLOCKS, 1, TILE.lanes], 0.0, dtype)
-
-
-@triton.jit
 def add_mixture(
     student,
     teacher,
@@ -319,20 +333,23 @@ def add_mixture(
     FAST: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add one block of classes to the divergences of both rows from their mixture."""
+    """Add one block of classes to the lanes' divergences of both rows from their mixture."""
     _, x, t = load_both(part, start, UNMASKED, NOTHING, READ_AGAIN, TILE.block, TILE)
     p, q, ratio, t_ratio = mixture_of_block(x, t, part, share, FAST)
-    return student + p * ratio, teacher + q * t_ratio
+    dtype: tl.constexpr = student.dtype
+    return student + sum_of_lanes(p * ratio, dtype), teacher + sum_of_lanes(q * t_ratio, dtype)
 
 
 @triton.jit
-def mixture_of_part(part, share, first, last, TILE: tl.constexpr):
-    """Return the divergences of student and teacher from their mixture over some classes."""
-    student = of_block(TILE, share.total.dtype)
-    teacher = student
-    for start in range(first, last, TILE.block):
-        student, teacher = add_mixture(student, teacher, part, share, start, False, False, TILE)
-    return tl.sum(student), tl.sum(teacher)
+def mixture_of_part(part, share, FAST: tl.constexpr, TILE: tl.constexpr):
+    """Return the lanes' divergences of student and teacher from their mixture over a part."""
+    student = tl.full([1, TILE.lanes], 0.0, part.log2_scale.dtype)
+    teacher, unmasked = student, unmasked_end(part, TILE.block)
+    for start in range(part.first, unmasked, TILE.block):
+        student, teacher = add_mixture(student, teacher, part, share, start, True, FAST, TILE)
+    for start in range(unmasked, part.last, TILE.block):
+        student, teacher = add_mixture(student, teacher, part, share, start, False, FAST, TILE)
+    return student, teacher
 
 
 @triton.jit
@@ -384,49 +401,49 @@ def divergence_accumulate_kernel(
     split = tl.program_id(0) % segments.programs
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     pair = locate_pair(logits, teacher, row, 0, classes, 0.0, temperature, ACC_DTYPE)
-    whole = PairPart(*pair, 1, 1, cap)  # type: ignore[call-arg]
+    part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     stores = True
-    if TILE.segments == 1:
-        part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
-        share = merged_shares(scan_part(part, True, KIND, TILE, tl.float64), part, KIND)
+    if not TILE.has_segments:
+        share = scan_part(part, True, KIND, TILE, tl.float64)
     else:
+        KEPT: tl.constexpr = (True, True, True, True, True)
+        share = no_share(TILE, ACC_DTYPE, tl.float64)
         first = split.to(classes.dtype) * segments.share
         for s in range(first, tl.minimum(first + segments.share, segments.number)):
             start = s * segments.size
             end = start + tl.minimum(segments.size, classes - start)
             own = locate_pair(logits, teacher, row, start, end, 0.0, temperature, ACC_DTYPE)
-            part = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
-            found = merged_shares(scan_part(part, True, KIND, TILE, tl.float64), part, KIND)
-            store_segment(found, segments, row, s)
-        maxima = tl.full([1, TILE.segments], -float("inf"), ACC_DTYPE)
-        zeros = tl.full([1, TILE.segments], 0.0, tl.float64)
-        empty = PairShare(maxima, zeros, maxima, zeros, zeros)
-        found, stores = load_segments(empty, segments, row)
-        maxima, t_maxima = found[0].to(ACC_DTYPE), found[2].to(ACC_DTYPE)
-        shares = PairShare(maxima, found[1], t_maxima, found[3], found[4])
-        share = merged_shares(shares, whole, KIND)
+            piece = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
+            found = scan_part(piece, True, KIND, TILE, ACC_DTYPE)
+            if segments.slots is None:
+                share = joined_shares(share, found, part, KIND)
+            else:
+                store_segment(found, segments, row, s, KEPT)
+        if segments.slots is not None:
+            stores = is_last_program(segments, row)
+            empty = no_share(TILE, ACC_DTYPE, ACC_DTYPE)
+            for s in range(0, tl.where(stores, segments.number, 0), LOADED_SEGMENTS):
+                for i in tl.static_range(LOADED_SEGMENTS):
+                    found = load_segment(empty, segments, row, s + i, KEPT)
+                    share = joined_shares(share, PairShare(*found), part, KIND)
+    share = merged_shares(share, part, KIND)
     seen = num_seen > 0
     before = PairShare(
         tl.load(statistics.maximum + row, mask=seen, other=-float("inf")),
         tl.load(statistics.total + row, mask=seen, other=0.0).to(tl.float64),
         tl.load(statistics.teacher_maximum + row, mask=seen, other=-float("inf")),
         tl.load(statistics.teacher_total + row, mask=seen, other=0.0).to(tl.float64),
-        tl.load(weighted_ptr + row, mask=seen, other=0.0).to(tl.float64) * whole.log2_scale,
+        tl.load(weighted_ptr + row, mask=seen, other=0.0).to(tl.float64) * part.log2_scale,
     )
-    maximum = tl.maximum(before.maximum, share.maximum)
-    t_maximum = tl.maximum(before.t_maximum, share.t_maximum)
-    before = moved_share(before, maximum, t_maximum, whole, KIND)
-    share = moved_share(share, maximum, t_maximum, whole, KIND)
-    total, t_total = before.total + share.total, before.t_total + share.t_total
-    share = PairShare(maximum, total, t_maximum, t_total, before.weighted + share.weighted)
+    share = joined_shares(before, share, part, KIND)
     kl = divergence_of_share(share, KIND).to(ACC_DTYPE)
-    weighted = (share.weighted / whole.log2_scale).to(ACC_DTYPE)
+    weighted = (share.weighted / part.log2_scale).to(ACC_DTYPE)
     tl.store(kl_ptr + row, kl, mask=stores)
     tl.store(student_ptr + row, kl if KIND == REVERSE else tl.zeros_like(kl), mask=stores)
-    tl.store(statistics.maximum + row, maximum, mask=stores)
-    tl.store(statistics.total + row, total.to(ACC_DTYPE), mask=stores)
-    tl.store(statistics.teacher_maximum + row, t_maximum, mask=stores)
-    tl.store(statistics.teacher_total + row, t_total.to(ACC_DTYPE), mask=stores)
+    tl.store(statistics.maximum + row, share.maximum, mask=stores)
+    tl.store(statistics.total + row, share.total.to(ACC_DTYPE), mask=stores)
+    tl.store(statistics.teacher_maximum + row, share.t_maximum, mask=stores)
+    tl.store(statistics.teacher_total + row, share.t_total.to(ACC_DTYPE), mask=stores)
     tl.store(weighted_ptr + row, weighted, mask=stores)
 
 
@@ -466,20 +483,35 @@ def divergence_mixture_kernel(
     pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, ACC_DTYPE)
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     share = load_share(statistics, row)
-    if TILE.segments == 1:
-        student_term, teacher_term = mixture_of_part(part, share, 0, classes, TILE)
-        stores = True
+    stores = True
+    if not TILE.has_segments:
+        student_term, teacher_term = mixture_of_part(part, share, False, TILE)
     else:
+        KEPT: tl.constexpr = (True, True)
+        zeros = tl.full([1, TILE.lanes], 0.0, ACC_DTYPE)
+        student_term = zeros.to(tl.float64)
+        teacher_term = student_term
         first = split.to(classes.dtype) * segments.share
         for s in range(first, tl.minimum(first + segments.share, segments.number)):
             start = s * segments.size
             end = start + tl.minimum(segments.size, classes - start)
-            found = mixture_of_part(part, share, start, end, TILE)
-            store_segment(found, segments, row, s)
-        zeros = tl.full([1, TILE.segments], 0.0, tl.float64)
-        found, stores = load_segments((zeros, zeros), segments, row)
-        student_term = tl.sum(found[0].to(ACC_DTYPE))
-        teacher_term = tl.sum(found[1].to(ACC_DTYPE))
+            own = locate_pair(logits, teacher, row, start, end, beta, temperature, ACC_DTYPE)
+            piece = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
+            found = mixture_of_part(piece, share, False, TILE)
+            if segments.slots is None:
+                student_term += found[0].to(tl.float64)
+                teacher_term += found[1].to(tl.float64)
+            else:
+                store_segment(found, segments, row, s, KEPT)
+        if segments.slots is not None:
+            stores = is_last_program(segments, row)
+            for s in range(0, tl.where(stores, segments.number, 0), LOADED_SEGMENTS):
+                for i in tl.static_range(LOADED_SEGMENTS):
+                    found = load_segment((zeros, zeros), segments, row, s + i, KEPT)
+                    student_term += found[0].to(tl.float64)
+                    teacher_term += found[1].to(tl.float64)
+    student_term = tl.sum(student_term).to(ACC_DTYPE)
+    teacher_term = tl.sum(teacher_term).to(ACC_DTYPE)
     seen = num_seen > 0
     loss = tl.load(loss_ptr + row, mask=seen, other=0.0)
     student = tl.load(student_ptr + row, mask=seen, other=0.0)

@@ -285,7 +285,7 @@ def logprobs_rest_kernel(
         tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
         slope,
     )
-    state, k = empty_state(1, TILE.lanes, ACC_DTYPE), index * 0
+    state, k = empty_state(1, TILE.lanes, ACC_DTYPE, tl.float64), index * 0
     id = tl.load(row.ids_ptr, mask=K > 0, other=NO_ID)
     unmasked_end = classes // TILE.block * TILE.block
     for start in range(0, unmasked_end, TILE.block):

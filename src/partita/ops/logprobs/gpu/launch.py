@@ -40,7 +40,7 @@ REST_BLOCK = 4096  # classes that a program reads together
 REST_WARPS = 8
 WARP = 32
 ROW_BLOCK = 1024  # entries of a program that sums over rows
-TOPK_VECTORS = 2  # that a lane loads at once
+TOPK_BYTES = 32  # that a lane loads at once
 LANE_BLOCK = 512  # classes of a lane that are read together
 # Classes from which on four and eight warps share a row.
 LONG_ROW, LONGEST_ROW = 4096, 32_768
@@ -269,10 +269,10 @@ def topk_of_rows(
     logits: Tensor, k: int, temperature: float, softcap: float, found: TopKRows
 ) -> None:
     """Write the k most probable classes of rows `[M, C]` to the results."""
-    classes, vector = logits.shape[1], 16 // logits.element_size()
+    classes = logits.shape[1]
     warps = 8 if classes >= LONGEST_ROW else 4 if classes >= LONG_ROW else 1
-    rows, block = matrix_rows(logits), WARP * warps * vector * TOPK_VECTORS
-    tile = lane_tile(block, block, warps, rows)
+    rows, block = matrix_rows(logits), WARP * warps * TOPK_BYTES // logits.element_size()
+    tile = lane_tile(classes, block, warps, rows)
     per_lane = cdiv(classes, tile.lanes)
     launch(
         topk_logprobs_kernel,
@@ -286,7 +286,7 @@ def topk_of_rows(
         HAS_SOFTCAP=softcap != 0,
         ACC_DTYPE=tl_acc_dtype(found.maximum.dtype),
         TILE=tile,
-        LANE_BLOCK=min(max(next_power_of_2(per_lane), vector), LANE_BLOCK),
+        LANE_BLOCK=min(max(next_power_of_2(per_lane), tile.vector), LANE_BLOCK),
         num_warps=tile.num_warps,
     )
 

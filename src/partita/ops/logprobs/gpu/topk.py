@@ -99,7 +99,7 @@ def topk_logprobs_kernel(
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
     )
     # Each lane finds its maximum, its sum of exponentials and the first block with the maximum.
-    state = empty_state(1, LANES, ACC_DTYPE)
+    state = empty_state(1, LANES, ACC_DTYPE, tl.float64)
     row_ptrs, exists = row.ptr + tl.arange(0, 1), tl.full([1], True, tl.int1)
     for start in range(0, classes, TILE.block):
         x, _, mask = load_vectors(
