@@ -81,53 +81,38 @@ def edge_columns(head, body, classes, VEC: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.constexpr_function
-def load_assembly(itemsize, vector, whole, masked, policy):
-    """Return PTX that loads the words of a vector from an address, where a predicate is not 0.
+def load_assembly(dtype, vector, whole, masked, policy):
+    """Return PTX that loads successive numbers from an address, before a given number of bytes.
 
-    The vector is loaded at once if it is `whole`, otherwise number by number.
+    They are loaded at once if they are `whole`, which start on a multiple of their size. Otherwise
+    16-bit numbers come from words, in which the first one starts at the bit of the last operand.
+    The bits of each number are returned, those of bf16 as fp32; above those of fp16 may be others.
     """
-    words = max(vector * itemsize // 4, 1)
-    out, address = [f"${i}" for i in range(words)], f"${words}"
-    load = ("@p " if masked else "") + "ld.global" + (f".L1::{policy}" if policy else "")
-    code = [f"setp.ne.s32 p, ${words + 1}, 0;"] if masked else []
-    code += [f"mov.b32 {word}, 0;" for word in out] if masked else []
-    if whole and words > 1:
-        code += [f"{load}.v{words}.b32 {{{', '.join(out)}}}, [{address}];"]
-    elif itemsize > 2:
-        code += [f"{load}.b32 {word}, [{address}+{4 * i}];" for i, word in enumerate(out)]
-    else:
-        code += [f"{load}.u16 {out[i // 2]}, [{address}+{2 * i}];" for i in range(0, vector, 2)]
-        for i in range(1, vector, 2):
-            code += [f"{load}.u16 high, [{address}+{2 * i}];"]
-            code += [f"prmt.b32 {out[i // 2]}, {out[i // 2]}, high, 0x5410;"]
-    return "{ .reg .pred p; .reg .b32 high; " + " ".join(code) + " }"
-
-
-@triton.jit
-def select_word(words, index):
-    """Return the words at an index along a first dimension that a thread has whole."""
-    word = words[0][None]
-    for i in tl.static_range(1, len(words)):
-        word = tl.where(index == i, words[i][None], word)
-    return word
-
-
-@triton.jit
-def unpack_words(words, VEC: tl.constexpr, dtype: tl.constexpr):
-    """Return the numbers in words of memory as fp32 or fp64, along a new first dimension."""
-    number = tl.arange(0, VEC)[:, None, None, None]
-    word = select_word(words, number * dtype.primitive_bitwidth // 32)
-    if dtype == tl.float64:
-        high = select_word(words, number * 2 + 1).to(tl.int64)
-        return ((high << 32) | (word.to(tl.int64) & 0xFFFFFFFF)).to(tl.float64, bitcast=True)
-    elif dtype == tl.float32:
-        return word.to(tl.float32, bitcast=True)
-    elif dtype == tl.bfloat16:
-        high = tl.where(number % 2 == 0, word << 16, word & -65536)
-        return high.to(tl.float32, bitcast=True)
-    else:
-        low = tl.where(number % 2 == 0, word, word >> 16).to(tl.int16)
-        return low.to(tl.float16, bitcast=True).to(tl.float32)
+    address, end, shift = (f"${vector + i}" for i in range(3))
+    itemsize = dtype.primitive_bitwidth // 8
+    bits = max(32, 8 * itemsize)
+    loaded = [f"${i}" for i in range(0, vector, bits // (8 * itemsize))]
+    load = "ld.global" + (f".L1::{policy}" if policy else "")
+    loads = [
+        (i * bits // 8, f"{load}.b{bits} {x}, [{address}+{i * bits // 8}];")
+        for i, x in enumerate(loaded)
+    ]
+    if whole and len(loaded) > 1:
+        loads = [(0, f"{load}.v{len(loaded)}.b{bits} {{{', '.join(loaded)}}}, [{address}];")]
+    code = [f"mov.b{bits} {x}, 0;" for x in loaded] if masked else []
+    for byte, line in loads:
+        code += [f"setp.gt.s32 p, {end}, {byte};", "@p " + line] if masked else [line]
+    if itemsize == 2 and not whole:
+        byte = 2 * vector
+        code += [f"setp.ne.s32 p, {shift}, 0;", "mov.b32 after, 0;"]
+        code += [f"setp.gt.and.s32 p, {end}, {byte}, p;"] if masked else []
+        code += [f"@p {load}.b32 after, [{address}+{byte}];"]
+        for x, following in zip(loaded, [*loaded[1:], "after"], strict=True):
+            code += [f"shf.r.wrap.b32 {x}, {x}, {following}, {shift};"]
+    for i in range(0, vector, 2) if itemsize == 2 else ():
+        high = "and.b32 ${}, ${}, 0xffff0000;" if dtype.is_bf16() else "shr.u32 ${}, ${}, 16;"
+        code += [high.format(i + 1, i)] + [f"shl.b32 ${i}, ${i}, 16;"] * dtype.is_bf16()
+    return "{ .reg .pred p; .reg .b32 after; " + " ".join(code) + " }"
 
 
 @triton.jit
@@ -145,14 +130,13 @@ def load_vectors(
     """Load a block of classes of rows, [VEC, ., ROWS, LANES], from `first` on.
 
     They are dealt to the lanes of a `LaneTile`, vector after vector. Wherever the rows start, a
-    lane has the same classes, and Triton lays them out in the same way. Only classes of the row are
-    read.
+    lane has the same classes, and Triton lays them out in the same way. No 4 bytes are read that
+    have no class of the row.
 
     Args:
         ptrs: the addresses of the rows, [ROWS].
         stride: the stride over classes.
-        first, last: the first class of the block, and the end of the classes; whole vectors lie
-            between them.
+        first, last: the first class of the block, and the end of the classes.
         row_mask: which rows exist, [ROWS].
         MASKED: whether the block may lie past the last class or have rows that do not exist.
         POLICY: a hint for the cache, or "".
@@ -169,27 +153,42 @@ def load_vectors(
     block = tl.arange(0, BLOCKS)[:, None, None] * (TILE.lanes * VEC)
     lane_start = first + lane.to(tl.int64)
     column = (lane_start + block.to(tl.int64))[None] + tl.arange(0, VEC)[:, None, None, None]
-    exists = tl.full([BLOCKS, TILE.rows, TILE.lanes], True, tl.int1)
+    # The numbers that exist from the start of each vector on.
+    existing = tl.full([BLOCKS, TILE.rows, TILE.lanes], VEC, tl.int32)
+    mask = tl.full([VEC, BLOCKS, TILE.rows, TILE.lanes], True, tl.int1)
     if MASKED:
-        left = tl.minimum(last - first, BLOCK).to(tl.int32)
-        exists = (block < left - lane) & row_mask[None, :, None]
-    mask = tl.broadcast_to(exists[None], [VEC, BLOCKS, TILE.rows, TILE.lanes])
+        left = tl.where(row_mask, tl.minimum(last - first, BLOCK).to(tl.int32), -1)
+        existing = (left[None, :, None] - lane) - block
+        if VEC * ptrs.dtype.element_ty.primitive_bitwidth == 128:
+            mask = mask & (existing > 0)[None]
+        else:
+            mask = tl.arange(0, VEC)[:, None, None, None] < existing[None]
     if TILE.access == 0:
         x_ptrs = ptrs[None, None, :, None] + column * stride
         x = tl.load(x_ptrs, mask=mask, other=-float("inf"), eviction_policy=POLICY)
     else:
         ITEMSIZE: tl.constexpr = dtype.primitive_bitwidth // 8
-        WORDS: tl.constexpr = max(VEC * ITEMSIZE // 4, 1)
-        start = ptrs.to(tl.int64)[None, :, None] + lane_start * ITEMSIZE
-        words = tl.inline_asm_elementwise(
-            load_assembly(ITEMSIZE, VEC, TILE.access == 2, MASKED, POLICY),
-            "=&r," * WORDS + "l,r",
-            [start + block * ITEMSIZE, exists.to(tl.int32)],
-            dtype=(tl.int32,) * WORDS,
+        address = ptrs.to(tl.int64)[None, :, None]
+        lost = address & (2 if ITEMSIZE == 2 and TILE.access == 1 else 0)
+        numbers = tl.inline_asm_elementwise(
+            load_assembly(dtype, VEC, TILE.access == 2, MASKED, POLICY),
+            ("=&l," if ITEMSIZE == 8 else "=&r,") * VEC + "l,r,r",
+            [
+                (address - lost + lane_start * ITEMSIZE) + block * ITEMSIZE,
+                existing * ITEMSIZE + lost.to(tl.int32),
+                lost.to(tl.int32) * 8,
+            ],
+            dtype=(tl.int64,) * VEC if ITEMSIZE == 8 else (tl.int32,) * VEC,
             is_pure=True,
             pack=1,
         )
-        x = unpack_words(words, VEC, dtype)
+        bits = numbers[0][None]
+        for i in tl.static_range(1, VEC):  # The selects vanish, as a thread has whole vectors.
+            bits = tl.where(tl.arange(0, VEC)[:, None, None, None] == i, numbers[i][None], bits)
+        if dtype == tl.float16:
+            x = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            x = bits.to(tl.float64 if ITEMSIZE == 8 else tl.float32, bitcast=True)
         if MASKED:
             x = tl.where(mask, x, -float("inf"))
     return x, column, mask

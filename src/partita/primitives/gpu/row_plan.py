@@ -22,7 +22,7 @@ from ...runtime.dtypes import acc_dtype
 from ...runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype, zeroed_words
 from .target import MAX_SPLITS, Target, target_of
 
-SEGMENT = 8192  # classes of a row, at least, that lanes add up before they add it to the row
+SEGMENT = 16384  # classes of a row, at least, that lanes add up before they add it to the row
 MAX_SEGMENTS = 32  # of a row
 # So many programs share the rows, about, where there are few.
 FEW_ROWS, SHARING_PROGRAMS = 512, 1024
@@ -335,7 +335,7 @@ class LaneTile(NamedTuple):
         lanes: the threads to which a row of a block is dealt.
         vector: the successive classes that a lane gets at a time.
         access: how a vector is loaded: 2 at once, as all vectors start on a multiple of their size;
-            1 number by number; 0 as the compiler chooses.
+            1 in parts, wherever it starts; 0 as the compiler chooses.
         num_warps: the warps of a program.
         has_segments: whether a row may have several segments.
     """
@@ -350,11 +350,11 @@ class LaneTile(NamedTuple):
 
 
 def vector_classes(classes: int, itemsize: int) -> int:
-    """Return the classes of a vector of 16 bytes, or 1 where rows do not consist of whole vectors.
+    """Return the successive classes of a lane: those of 16 bytes, if rows consist of such vectors.
 
-    Their rows start anywhere, and single numbers of successive lanes are loaded together.
+    Others start anywhere. Their lanes get 4 or 8 bytes, so that a load reads adjacent memory.
     """
-    return 1 if classes * itemsize % 16 else 16 // itemsize
+    return max(1, 4 // itemsize) if classes * itemsize % 16 else 16 // itemsize
 
 
 def row_access(vector: int, *rows: StridedRows) -> int:
@@ -428,7 +428,9 @@ def reduce_plan(
         block = max(block, vector)
         rows = max(1, min(64, 1024 // block))
         return LaneTile(rows, block, min(64 // rows, block // vector), vector, access, 2)
-    if itemsize == 2 and classes > 8192 and carried > 2:
+    if vector * itemsize < 16 and (itemsize == 2 or carried > 2):
+        block, num_warps = 4096 if carried <= 2 else 2048, 4
+    elif itemsize == 2 and classes > 8192 and carried > 2:
         block, num_warps = 2048, 2
     elif itemsize == 2:
         num_warps = 1 if classes <= 8192 else 2 if classes <= 16384 else 4
@@ -499,7 +501,7 @@ def launch_reduction(
     access = row_access(vector_classes(classes, itemsize), view.strided[0])
     tile = reduce_plan(classes, itemsize, access, contiguous, carried)
     segments = segments_of(tile, view.strided[0], rows, classes, 6)
-    if tile.has_segments and tile.vector > 1 and access == 2 and itemsize <= 4:
+    if tile.has_segments and access and segments.slots is None and itemsize <= 4:
         options["maxnreg"] = max_registers
     launch(
         kernel,

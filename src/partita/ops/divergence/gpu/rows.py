@@ -244,8 +244,8 @@ def scan_part(
     SUM_DTYPE: tl.constexpr,
 ):
     """Return the statistics of the lanes over a part, with sums of a dtype."""
-    # Blocks at the end are smaller: a vector of each lane, or some single numbers.
-    TAIL: tl.constexpr = max(TILE.lanes * TILE.vector, (TILE.vector == 1) * TILE.block // 4)
+    # Blocks at the end are smaller: a vector of each lane, or the same number of small vectors.
+    TAIL: tl.constexpr = min(TILE.block, TILE.lanes * max(TILE.vector, 4))
     share = no_share(TILE, part.log2_scale.dtype, SUM_DTYPE)
     if not CAREFUL:
         first, zero = part.first, share.total
