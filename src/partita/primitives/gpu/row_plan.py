@@ -539,13 +539,7 @@ def stored_tile(largest: int, num_warps: int, *rows: Tensor) -> LaneTile:
     """
     vector = vector_width(*rows)
     access = row_access(vector, *map(matrix_rows, rows)) if vector > 1 else 0
-    tile = _lane_tile(rows[0].shape[1], largest, num_warps, vector, access)
-    return _stored(tile)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stored(tile: LaneTile) -> LaneTile:
-    return tile._replace(lanes=tile.block // tile.vector)
+    return _lane_tile(rows[0].shape[1], largest, num_warps, vector, access)
 
 
 def exchange_words(view: RowView, splits: int, words: int = 1) -> int:
