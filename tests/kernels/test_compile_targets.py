@@ -34,6 +34,8 @@ SPILLED = {
     "chain_gradient_kernel": 8,
     "chain_logz_kernel": 8,
     "chain_viterbi_kernel": 8,
+    # In rows whose classes are not adjacent.
+    "divergence_accumulate_kernel": 32,
     # A few numbers of the row. With more registers, fewer programs would load at the same time.
     "divergence_mixture_row_kernel": 32,
     "divergence_row_kernel": 8,

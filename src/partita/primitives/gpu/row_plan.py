@@ -18,8 +18,14 @@ import torch
 from torch import Tensor
 
 from ...runtime.caches import register_cache
+from ...runtime.dtypes import acc_dtype
 from ...runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype, zeroed_words
 from .target import MAX_SPLITS, Target, target_of
+
+SEGMENT = 16384  # classes of a row, at least, that lanes add up before they add it to the row
+MAX_SEGMENTS = 32  # of a row
+# So many programs share the rows, about, where there are few.
+FEW_ROWS, SHARING_PROGRAMS = 512, 1024
 
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
@@ -43,6 +49,26 @@ class RowNumbers(NamedTuple):
 
     ptr: Any
     step: Any
+
+
+class Segments(NamedTuple):
+    """The segments of the classes of a row, and the programs that have them.
+
+    Fields:
+        size: the classes of a segment, a multiple of a block.
+        number: the segments of a row.
+        share: the segments of a program.
+        programs: the programs that share a row.
+        counters: zeroed int64 words, one for each row that programs share, or None.
+        slots: memory for the statistics of the lanes over each segment of these rows, or None.
+    """
+
+    size: int
+    number: int
+    share: int
+    programs: int
+    counters: Tensor | None
+    slots: Tensor | None
 
 
 class RowView(NamedTuple):
@@ -331,40 +357,120 @@ def _whole_row_plan(shape: RowShape, block: int, operands: int, patched: bool) -
     return RowPlan("row" if rows == 1 and shape.itemsize <= 4 else "tile", rows, block, num_warps)
 
 
-@functools.lru_cache(maxsize=4096)
-def reduce_plan(shape: RowShape, carried: int = 2) -> RowPlan:
-    """Return the plan of a kernel that only reads.
+class LaneTile(NamedTuple):
+    """How a kernel takes the classes of rows that it only reads. All but `access` fixes their bits.
 
-    The kernel carries `carried` numbers from block to block. If there are few rows, several
-    programs share each row.
+    Fields:
+        rows: the rows of a program.
+        block: the classes of a block.
+        lanes: the threads to which a row of a block is dealt.
+        vector: the successive classes that a lane gets at a time.
+        access: how a vector is loaded: 2 at once, as all vectors start on a multiple of their size;
+            1 in parts, wherever it starts; 0 as the compiler chooses.
+        num_warps: the warps of a program.
+        has_segments: whether a row may have several segments.
     """
-    block = next_power_of_2(max(shape.classes, 1))
-    if not shape.contiguous:
-        return RowPlan("loop", 64, min(block, 64), 4, contiguous=False)
+
+    rows: int
+    block: int
+    lanes: int
+    vector: int
+    access: int
+    num_warps: int
+    has_segments: bool = False
+
+
+def vector_classes(classes: int, itemsize: int) -> int:
+    """Return the successive classes of a lane: those of 16 bytes, if rows consist of such vectors.
+
+    Others start anywhere. Their lanes get 4 or 8 bytes, so that a load reads adjacent memory.
+    """
+    return max(1, 4 // itemsize) if classes * itemsize % 16 else 16 // itemsize
+
+
+def row_access(vector: int, *rows: StridedRows) -> int:
+    """Return the `access` of a `LaneTile` to rows that are read in the same way."""
+    if not target_of(rows[0].ptr.device).runs_ptx or any(x.column != 1 for x in rows):
+        return 0
+    for x in rows:
+        itemsize = x.ptr.element_size()
+        if (x.ptr.data_ptr() | itemsize * (x.batch | x.row)) % (itemsize * vector):
+            return 1
+    return 2
+
+
+def segment_size(classes: int, block: int) -> int:
+    """Return the classes of a segment of a row."""
+    segments = max(1, min(cdiv(classes, SEGMENT), MAX_SEGMENTS))
+    return cdiv(cdiv(max(classes, 1), segments), block) * block
+
+
+def segments_of(tile: LaneTile, x: StridedRows, rows: int, classes: int, words: int) -> Segments:
+    """Return the segments of rows, with memory for as many words of each lane.
+
+    If there are few rows, several programs share the segments of each.
+    """
+    size, counters, slots = segment_size(classes, tile.block), None, None
+    number = max(1, cdiv(classes, size)) if tile.has_segments else 1
+    share = cdiv(number, cdiv(SHARING_PROGRAMS, max(rows, 1)) if rows < FEW_ROWS else 1)
+    programs = cdiv(number, share)
+    if programs > 1:
+        device, dtype = x.ptr.device, acc_dtype(x.ptr.dtype)
+        counters = zeroed_words(device, rows)[0]
+        slots = torch.empty(rows * number * words * tile.lanes, dtype=dtype, device=device)
+    return Segments(size, number, share, programs, counters, slots)
+
+
+@functools.lru_cache(maxsize=4096)
+def _lane_tile(classes: int, largest: int, num_warps: int, vector: int, access: int) -> LaneTile:
+    """Return the tile of one row, and of blocks of at most `largest` classes for `num_warps`."""
+    block = max(min(next_power_of_2(classes), largest), vector)
+    num_warps = max(num_warps * block // largest, 1)
+    lanes = min(32 * num_warps, block // vector)
+    return LaneTile(1, block, lanes, vector, access, num_warps, classes > SEGMENT)
+
+
+def lane_tile(classes: int, largest: int, num_warps: int, *rows: StridedRows) -> LaneTile:
+    """Return the tile of a kernel whose programs read a row of each tensor.
+
+    Args:
+        classes: the classes of a row.
+        largest: the classes of a block of long rows.
+        num_warps: the warps for such a block; smaller blocks have fewer.
+        rows: the tensors.
+    """
+    vector = min(vector_classes(classes, x.ptr.element_size()) for x in rows)
+    return _lane_tile(classes, largest, num_warps, vector, row_access(vector, *rows))
+
+
+@functools.lru_cache(maxsize=4096)
+def reduce_plan(
+    classes: int, itemsize: int, access: int, contiguous: bool, carried: int = 2
+) -> LaneTile:
+    """Return the tile of a kernel that only reads, and carries `carried` numbers between blocks.
+
+    It does not depend on the number of rows, so the bits of a row do not.
+    """
+    block, vector = next_power_of_2(max(classes, 1)), vector_classes(classes, itemsize)
+    if not contiguous:
+        block = min(block, 64)
+        return LaneTile(64, block, 1, 1, 0, 4)
     if block < 4096:
-        return RowPlan("loop", max(1, 1024 // block), block, 2)
-    splits = 1
-    if shape.itemsize <= 4 and shape.rows < 1024:
-        splits = min(cdiv(2048, max(shape.rows, 1)), cdiv(shape.classes, 8192), MAX_SPLITS)
-        splits = max(1, splits)
-    part = shape.classes // splits
-    vector = 1 if shape.aligned or shape.itemsize > 4 else 16 // shape.itemsize
-    if shape.itemsize == 2:
-        if part <= 8192:
-            block, num_warps = 2048, 1
-        elif carried > 2:
-            block, num_warps = 2048, 2
-        elif part <= 16384:
-            block, num_warps = 4096, 2
-        elif part <= 131072:
-            block, num_warps = 8192, 4
-        else:
-            block, num_warps = 4096, 4
-    elif shape.itemsize == 4 and part > 32768 and carried <= 2:
+        block = max(block, vector)
+        rows = max(1, min(64, 1024 // block))
+        return LaneTile(rows, block, min(64 // rows, block // vector), vector, access, 2)
+    if vector * itemsize < 16 and (itemsize == 2 or carried > 2):
+        block, num_warps = 4096 if carried <= 2 else 2048, 4
+    elif itemsize == 2 and classes > 8192 and carried > 2:
+        block, num_warps = 2048, 2
+    elif itemsize == 2:
+        num_warps = 1 if classes <= 8192 else 2 if classes <= 16384 else 4
+        block = 2048 * num_warps if classes <= 131072 else 4096
+    elif itemsize == 4 and classes > 32768 and carried <= 2:
         block, num_warps = 8192, 8
     else:
-        block, num_warps = 4096 if shape.itemsize == 4 else 2048, 4
-    return RowPlan("loop", 1, block, num_warps, splits, vector=vector)
+        block, num_warps = 4096 if itemsize == 4 else 2048, 4
+    return _lane_tile(classes, block, num_warps, vector, access)
 
 
 def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> RowPlan:
@@ -393,27 +499,35 @@ def launch_elementwise(kernel: Any, view: RowView, **arguments: Any) -> None:
 
 
 def launch_reduction(
-    kernel: Any, view: RowView, slots: int, carried: int = 2, **arguments: Any
+    kernel: Any,
+    view: RowView,
+    carried: int = 2,
+    max_registers: int | None = None,
+    **arguments: Any,
 ) -> None:
     """Launch a kernel that only reads, and carries `carried` numbers from block to block.
 
-    Programs that share a row get zeroed memory for a counter, and `slots` words for each of them.
+    `max_registers` limits those of a thread where wide rows start on 16 bytes.
     """
-    plan = reduce_plan(shape_of(view), carried)
-    tensor, rows = view.tensors[0], view.batches * view.rows
-    words = 0 if plan.splits == 1 else rows * (1 + slots * plan.splits)
+    options: dict[str, Any] = {}
+    tensor, rows, classes = view.tensors[0], view.batches * view.rows, view.classes
+    contiguous = classes <= 1 or all(stride[2] == 1 for stride in view.strides)
+    itemsize = tensor.element_size()
+    access = row_access(vector_classes(classes, itemsize), view.strided[0])
+    tile = reduce_plan(classes, itemsize, access, contiguous, carried)
+    segments = segments_of(tile, view.strided[0], rows, classes, 6)
+    if tile.has_segments and access and segments.slots is None and itemsize <= 4:
+        options["maxnreg"] = max_registers
     launch(
         kernel,
-        view.batches * cdiv(view.rows, plan.rows) * plan.splits,
-        slots_ptr=zeroed_words(tensor.device, words)[0],
+        view.batches * cdiv(view.rows, tile.rows) * segments.programs,
+        segments=segments,
         rows=view.rows,
-        splits=plan.splits,
-        span=cdiv(cdiv(view.classes, plan.splits), plan.block) * plan.block,
-        BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
-        VEC=plan.vector,
-        LANES=plan.lanes(tensor.element_size()),
+        TILE=tile,
+        ACC_DTYPE=tl_acc_dtype(tensor.dtype),
+        num_warps=tile.num_warps,
+        **options,
         **arguments,
-        **tile_options(plan, tensor.dtype),
     )
 
 
@@ -431,6 +545,16 @@ def vector_width(*rows: Tensor) -> int:
         if tensor.stride(1) != 1 or not (is_aligned and is_whole):
             return 1
     return vector
+
+
+def stored_tile(largest: int, num_warps: int, *rows: Tensor) -> LaneTile:
+    """Return the tile of a kernel that adds nothing up, and stores rows `[M, C]`.
+
+    Its threads have `vector_width` classes in succession.
+    """
+    vector = vector_width(*rows)
+    access = row_access(vector, *map(matrix_rows, rows)) if vector > 1 else 0
+    return _lane_tile(rows[0].shape[1], largest, num_warps, vector, access)
 
 
 def exchange_words(view: RowView, splits: int, words: int = 1) -> int:
@@ -473,4 +597,5 @@ def row_options(plan: RowPlan, classes: int, dtype: torch.dtype) -> dict[str, An
 
 register_cache("primitives.row_plan.merged_dims", _merge.cache_clear)
 register_cache("primitives.row_plan.row_plans", row_plan.cache_clear)
+register_cache("primitives.row_plan.lane_tiles", _lane_tile.cache_clear)
 register_cache("primitives.row_plan.reduce_plans", reduce_plan.cache_clear)

@@ -98,7 +98,7 @@ def cross_entropy(
     launch_reduction(
         cross_entropy_forward_kernel,
         view,
-        1 if mode == HARD_LABELS else 2,
+        carried=2 if mode == HARD_LABELS else 4,
         logits=view.strided[0],
         targets=targets_of(view, target, weight, ignore_index),
         results=rows,

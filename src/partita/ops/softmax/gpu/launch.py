@@ -113,7 +113,6 @@ def _statistics(view: RowView, results: LogSumExp) -> LogSumExp:
     launch_reduction(
         logsumexp_kernel,
         view,
-        1,
         input=view.strided[0],
         results=results,
         classes=view.classes,
