@@ -365,8 +365,6 @@ def call_rnnt_overlap(dtype: torch.dtype) -> None:
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:
-    from partita.ops.linear_heads.gpu import packed
-
     hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     matrix = torch.zeros(C, 8, dtype=dtype)
     target, weight = torch.zeros(3, dtype=torch.int64), torch.ones(C, dtype=dtype)
@@ -386,9 +384,6 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(loss, hidden)
     found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
     torch.autograd.grad(found.sum(), hidden)
-    index = packed.pack_rows(target, -100, 2).index
-    packed.copy_rows(matrix[:3], index, matrix[:3], None)
-    packed.copy_rows(matrix[:3], None, matrix[:3], index)
 
 
 def call_parallel(dtype: torch.dtype) -> None:
