@@ -365,8 +365,6 @@ def call_rnnt_overlap(dtype: torch.dtype) -> None:
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:
-    from partita.ops.linear_heads.gpu import packed
-
     hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     matrix, offset = torch.zeros(C, 8, dtype=dtype), torch.zeros(C, dtype=dtype)
     target, weight = torch.zeros(3, dtype=torch.int64), torch.ones(C, dtype=dtype)
@@ -396,9 +394,6 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         found = partita.linear_support_stats(*head, linear_bias=leaves[1], softcap=softcap)
         leaves = [states, *(t for t in leaves if t is not None)]
         torch.autograd.grad((found.logprob + found.entropy).sum(), leaves)
-    index = packed.pack_rows(target, -100, 2).index
-    packed.copy_rows(matrix[:3], index, matrix[:3], None)
-    packed.copy_rows(matrix[:3], None, matrix[:3], index)
 
 
 def call_parallel(dtype: torch.dtype) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime import checks
@@ -25,12 +24,11 @@ from .autograd import (
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
 )
-from .common import LossOptions
+from .common import LossOptions, torch_cross_entropy
 
 # The elements of logits up to which PyTorch's function is faster than one pass that computes loss
 # and gradient, which takes more calls and less memory.
 NATIVE_ELEMENTS = 2**20
-FEW_LABELS = 64
 
 
 def cross_entropy_over(
@@ -129,7 +127,7 @@ def native_cross_entropy(
         return None
     labels = labels.long()
     rows, row_labels = logits, labels
-    if ignore_index >= 0 or _lowest(labels) < 0:
+    if ignore_index >= 0 or int(labels.min()) < 0:
         not_ignored = labels != ignore_index
         if not bool(not_ignored.all()):
             if logits.ndim == 1:
@@ -139,25 +137,7 @@ def native_cross_entropy(
             else:
                 index = not_ignored.nonzero()[:, 0]
                 rows, row_labels = logits.index_select(0, index), labels.index_select(0, index)
-    try:
-        return F.cross_entropy(
-            rows,
-            row_labels,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
-    except IndexError:  # This check names the label and its place.
-        checks.labels("target", labels, logits.shape[1], ignore_index)
-        raise
-
-
-def _lowest(labels: Tensor) -> int:
-    """Return the lowest label. Python finds it among few labels in less time than PyTorch."""
-    if labels.ndim == 1 and len(labels) <= FEW_LABELS:
-        return min(labels.tolist())
-    return int(labels.min())
+    return torch_cross_entropy(rows, row_labels, weight, options, labels)
 
 
 def loss_of_batch(

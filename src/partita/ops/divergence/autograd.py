@@ -16,7 +16,7 @@ from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..logprobs.common import TopK
 from ..softmax.autograd import logsumexp
-from . import reference, reference_chunks
+from . import reference
 from .common import DivergenceRows, reduced, row_factors
 
 # Rounding errors of log-probabilities that the sum of their exponentials may have.
@@ -47,17 +47,15 @@ divergence_one_pass_op = define_op(
     lambda logits: (divergence_fake(logits)[0], torch.empty_like(logits)),
 )
 divergence_state_op = define_op(
-    reference_chunks.DIVERGENCE_KERNELS.divergence_state,
+    reference.DIVERGENCE_KERNELS.divergence_state,
     lambda logits: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
 )
 divergence_mixture_op = define_op(
-    reference_chunks.DIVERGENCE_KERNELS.divergence_mixture,
+    reference.DIVERGENCE_KERNELS.divergence_mixture,
     lambda logits, maximum: maximum.new_empty(2, logits.shape[0]),
 )
-
-
 divergence_local_gradient_op = define_op(
-    reference_chunks.divergence_local_gradient, lambda logits: torch.empty_like(logits)
+    reference.divergence_local_gradient, lambda logits: torch.empty_like(logits)
 )
 
 

@@ -14,7 +14,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePass
-from ..cross_entropy.common import LossOptions, reduce_losses
+from ..cross_entropy.common import LossOptions, reduce_losses, torch_cross_entropy
 from . import autograd
 from .common import Head, chunk_and_save, loss_terms
 from .inputs import (
@@ -180,27 +180,18 @@ def _composed_cross_entropy(
 
     The labels are `[M]`, the class weights `[C]` or None.
     """
-    input, weight, bias = head
-    ignore_index, softcap = options.ignore_index, options.softcap
+    input, matrix, bias = head
+    softcap = options.softcap
     if not input.is_cpu:  # NaN in ignored rows would reach the gradient of the matrix
-        input = input.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
-    logits = F.linear(input, weight, bias)
+        input = input.masked_fill((target == options.ignore_index).unsqueeze(1), 0.0)
+    logits = F.linear(input, matrix, bias)
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     weighs_smoothing = options.label_smoothing and class_weight is not None
     is_native = logits.is_cpu and not options.has_logz_term() and not weighs_smoothing
     if is_native and current_backend() == "auto" and checks.should_check_values(logits.device):
         refuse_forward_mode(logits)
-        try:
-            return F.cross_entropy(
-                softcap * (logits / softcap).tanh() if softcap else logits,
-                target,
-                None if class_weight is None else class_weight.to(logits.dtype),
-                ignore_index=ignore_index,
-                reduction=options.reduction,
-                label_smoothing=options.label_smoothing,
-            )
-        except IndexError:  # This check names the label and its place.
-            checks.labels("target", target, logits.shape[1], ignore_index)
-            raise
+        capped = softcap * (logits / softcap).tanh() if softcap else logits
+        weight = None if class_weight is None else class_weight.to(logits.dtype)
+        return torch_cross_entropy(capped, target, weight, options, target)
     return cross_entropy(logits, target, class_weight, **options.keywords())
