@@ -84,9 +84,7 @@ def support_rows_kernel(
     is_in_set = counts & ((begin == end) | (tl.max(has_target, axis=0) > 0))
     tl.store(results.logprob + row, tl.where(counts, logprob, nan_or_zero))
     tl.store(results.entropy + row, tl.where(counts, entropy, nan_or_zero))
-    tl.store(
-        results.status + row, tl.where(is_invalid & (is_ignored == 0), -1, is_in_set.to(tl.int8))
-    )
+    tl.store(results.status + row, tl.where(is_invalid, -1, is_in_set.to(tl.int8)))
     inverse = reciprocal(total)
     for start in range(0, number, BLOCK):
         entry, x, is_member, _, _ = load_entries(
