@@ -25,7 +25,7 @@ from ..divergence.autograd import (
 from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
 from ..linear_heads.autograd import rows_linear
 from ..linear_heads.common import RowOptions, checked_head, counted_rows
-from ..linear_heads.plan import Products, widens_logits
+from ..linear_heads.plan import widens_logits
 from ..logprobs.common import check_ids
 from .autograd import (
     matmul_in_acc_dtype,
@@ -204,7 +204,7 @@ class LocalLinear(torch.autograd.Function):
     def forward(
         input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard, widens: bool
     ) -> Tensor:
-        return rows_linear(input, weight, bias, Products(widens=widens))
+        return rows_linear(input, weight, bias, 0, widens)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

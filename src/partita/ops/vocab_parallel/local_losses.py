@@ -124,7 +124,7 @@ def hidden_losses(
 ) -> RowLosses:
     """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
     head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
-    input, linear_weight, _ = head
+    input, linear_weight, *_ = head
     shard = vocab_shard("linear_weight", linear_weight, 0, arguments.group, arguments.classes)
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
     tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
