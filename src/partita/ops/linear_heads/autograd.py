@@ -29,8 +29,8 @@ from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
-from .chunked import empty_gradients
-from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
+from .chunked import empty_gradients, gradients_like
+from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
 from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
 
@@ -74,7 +74,9 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        return loss, *empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
+        wanted, is_fp16 = Wanted(input_grad, weight_grad, bias_grad), input.dtype == torch.float16
+        dtype = loss.dtype if is_fp16 and not has_rows else None  # see `linear_one_pass`
+        return loss, *gradients_like(Head(input, weight, bias), wanted, dtype)
 
     return fake
 
@@ -292,5 +294,5 @@ def _run(op: register.Op, *args: Any) -> tuple[Tensor, ...]:
 
 # The tensors are those of a head, labels, class weights, and a denominator, `[]`, which divides a
 # sum before the gradients are rounded. The options begin with the block and the width of the head.
-ONE_PASS = OnePassLoss(functools.partial(_run, one_pass), _composed_loss, 6)
-PACKED_ONE_PASS = ONE_PASS._replace(run=functools.partial(_run, packed_one_pass))
+ONE_PASS = OnePassLoss(lambda *args: _run(one_pass, *args), _composed_loss, 6)
+PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: _run(packed_one_pass, *args))

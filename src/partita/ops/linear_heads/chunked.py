@@ -39,7 +39,7 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, FP16_SCALE, padded_width
 from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
@@ -55,15 +55,16 @@ def empty_gradients(
     bias_grad: bool,
 ) -> HeadGradients:
     """Return memory for the gradients; those that are not wanted are empty."""
-    wanted = (
-        (input, input_grad),
-        (weight, weight_grad),
-        (input if bias is None else bias, bias_grad),
-    )
+    return gradients_like(Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad))
+
+
+def gradients_like(head: Head, wanted: Wanted, dtype: torch.dtype | None = None) -> HeadGradients:
+    """Return memory for gradients in the dtypes of the head's tensors, or in another one."""
+    like = (head.input, head.weight, head.input if head.bias is None else head.bias)
     return HeadGradients(
         *(
-            torch.empty(tensor.shape if wants else (0,), dtype=tensor.dtype, device=tensor.device)
-            for tensor, wants in wanted
+            x.new_empty(x.shape if wants else (0,), dtype=dtype or x.dtype)
+            for x, wants in zip(like, wanted, strict=True)
         )
     )
 
@@ -84,6 +85,7 @@ def head_gradients(
     tokens: int,
     chunk: int,
     saved: Sequence[Tensor] = (),
+    dtype: torch.dtype | None = None,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -97,18 +99,20 @@ def head_gradients(
             in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
+        dtype: that of the gradients, if it is not that of their tensors.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
-    dtype, buffers, heads = head.weight.dtype, list(saved), [each.rounded for each in heads]
-    saved_classes = min(len(buffers[0]) // head.rows(max(M, 1)), C) if buffers else 0  # unpadded
+    buffers, heads = list(saved), [each.rounded for each in heads]
+    saved_classes = min(len(buffers[0]) // head.buffer_rows(max(M, 1)), C) if buffers else 0
     parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
     parts += chunks(C - saved_classes, chunk)
     if not saved_classes:
         sizes = min(tokens, M), min(chunk, C)
         buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
-    one_part, rounds_sum = len(parts) == 1, tokens < M and dtype != accumulator
-    result = empty_gradients(*head[:3], input_grad, weight_grad and not rounds_sum, bias_grad)
+    rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
+    one_part, fits = len(parts) == 1, Wanted(input_grad, weight_grad and not rounds_sum, bias_grad)
+    result, of_weight = gradients_like(head, fits, dtype), head.weight.dtype
     (dinput, dweight, dbias), head = result, heads[0]
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
@@ -157,7 +161,7 @@ def head_gradients(
     if rounds_sum:
         result.bias.copy_(dbias)
         buffers.clear()  # the rounded gradient takes their memory
-        result = result._replace(weight=dweight.to(dtype))
+        result = result._replace(weight=dweight.to(of_weight))
     return result
 
 
@@ -277,8 +281,13 @@ class HeadKernels(NamedTuple):
         """
         (input, weight, *_), ignore_index = head, options.ignore_index
         dtype, mean, loss = acc_dtype(input.dtype), options.reduction == "mean", None
+        is_fp16 = input.dtype == torch.float16
+        if is_fp16 and not mean and denominator is None:
+            denominator = input.new_ones((), dtype=dtype)
         divides = (denominator, ignore_index, len(weight), mean, dtype)
         divisors = self.mean_shares(target, class_weight, *divides)
+        if is_fp16 and divisors is not None:
+            divisors = divisors / FP16_SCALE
         mean = mean or denominator is not None
         of_chunk = options._replace(reduction="mean" if mean else "sum")
 
@@ -299,9 +308,13 @@ class HeadKernels(NamedTuple):
                 lambda rows, _, *memory: write_gradient(target[rows], *memory),
                 tokens_at_once(head, chunk),
                 len(weight),
+                dtype=dtype if is_fp16 else None,
             )
         if loss is None:
             loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
+        if is_fp16:
+            for each in (loss, *gradients):
+                each /= FP16_SCALE
         return loss, *gradients
 
     def linear_logprobs(

@@ -143,22 +143,23 @@ class Head(NamedTuple):
         return Head(self.input[tokens], self.weight[classes], bias, *self[3:])
 
     def rows(self, tokens: int) -> int:
-        """Return the rows of memory for the logits of tokens: whole blocks, or an even number."""
-        return tokens + -tokens % (BLOCK_TOKENS if self.block else 1 + self.widens)
+        """Return the rows that the logits of tokens have in a buffer, which fill whole blocks."""
+        return tokens + -tokens % BLOCK_TOKENS if self.block else tokens
 
-    def rows_to_read(self, tokens: int) -> int:
-        """Return the rows of memory for wide logits that are not saved: half of the tokens."""
-        return self.rows((tokens + 1) // 2) if self.block else (tokens + 1) // 2
+    def buffer_rows(self, tokens: int) -> int:
+        """Return the rows of a buffer: an even number, for gradients of half the size."""
+        rows = self.rows(tokens)
+        return rows + rows % 2 if self.widens else rows
 
     def buffer(self, tokens: int, classes: int, for_gradient: bool = False) -> Tensor:
         """Return memory for the logits of some tokens and classes, flat, whose rows are padded.
 
         The gradient takes their place, or lies before logits that are wider; see `parts_to_read`.
         """
-        rows, dtype = self.rows(tokens), self.input.dtype
+        rows, dtype = self.buffer_rows(tokens), self.input.dtype
         if self.widens:
             dtype = acc_dtype(dtype)
-            rows = rows // 2 + self.rows_to_read(tokens) if for_gradient else rows
+            rows = rows // 2 + self.rows((tokens + 1) // 2) if for_gradient else rows
         return self.input.new_empty(rows * padded_width(classes), dtype=dtype)
 
     def rows_in(self, buffer: Tensor, tokens: int, classes: int) -> Tensor:
@@ -176,7 +177,7 @@ class Head(NamedTuple):
         if not self.widens:
             return [slice(0, tokens)]
         if not are_saved:
-            return list(chunks(tokens, self.rows_to_read(tokens)))
+            return list(chunks(tokens, self.rows((tokens + 1) // 2)))
         stops = [*(2**i for i in range((tokens - 1).bit_length())), tokens]
         return [slice(*ends) for ends in zip([0, *stops], stops, strict=False)]
 

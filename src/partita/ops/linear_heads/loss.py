@@ -26,7 +26,7 @@ from .inputs import (
     needs_logits,
 )
 from .packing import packs_rows
-from .plan import check_budget, is_small
+from .plan import ALL_AT_ONCE, check_budget, is_small
 from .products import in_blocks, without_padding
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
@@ -138,8 +138,12 @@ def _planned_loss(call: LossCall) -> Tensor:
     (head, target, weight, options, memory_budget, denominator), shape = call, call.target.shape
     head, target = head.aligned, in_blocks(target, head.block, options.ignore_index)
     backend, reduction, input = current_backend(), options.reduction, head.input
-    plan = head.plan(memory_budget, reduction != "none")
-    if plan.name == "fast" and reduction != "none" and input.dtype != torch.float16:
+    is_reduced, is_fp16 = reduction != "none", input.dtype == torch.float16
+    if is_fp16 and reduction == "sum" and weight is not None and denominator is None:
+        is_reduced = False  # gradients without an upstream factor that is small might overflow
+    plan = head.plan(memory_budget, is_reduced)
+    # Fp16 has saved logits, and gradients that need no scale, where the workspace holds all.
+    if plan.name == "fast" and is_reduced and not (is_fp16 and plan.reason == ALL_AT_ONCE):
         divisor = denominator
         if not (divisor is None or isinstance(divisor, Tensor)):
             dtype = acc_dtype(input.dtype)

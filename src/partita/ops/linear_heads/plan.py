@@ -34,6 +34,9 @@ LOSS_CHUNK_TOKENS = 8192  # more tokens at a time would not make the products fa
 CPU_CHUNK_TOKENS = 512
 ROW_WORDS = 24  # upper bound on the 4-byte words that a token needs in addition to its logits
 ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
+# What gradients of fp16 logits are multiplied by where they are computed with the loss. Otherwise
+# they would underflow, as a loss scale is not known before the backward pass.
+FP16_SCALE = 2.0**12
 # Tokens of each product in the batch-invariant mode. The library chooses a product's kernel, and so
 # the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
 BLOCK_TOKENS = 1024
@@ -50,8 +53,8 @@ BLOCKS_OF_TOKENS = "the workspace holds the logits of 1,024 tokens"
 CHUNKS_OF_TOKENS = "the workspace holds chunks of tokens, but not all logits"
 TOO_SMALL = "the workspace holds no chunk of 2,048 tokens beside the matrix's gradient in fp32"
 NO_CHUNKS_OF_TOKENS = (
-    "the workspace does not hold all logits, and fp16, unreduced and parallel losses cannot take"
-    " chunks of tokens"
+    "the workspace does not hold all logits, and unreduced and parallel losses, and weighted sums"
+    " in fp16, cannot take chunks of tokens"
 )
 
 
@@ -99,8 +102,8 @@ def linear_cross_entropy_plan(
 
     Without a budget, a mean or sum holds all logits if they fit 2 GiB. Otherwise it takes chunks of
     tokens of equal length, whose logits take at most 0.5 GiB, or as many bytes as the matrix if
-    that is more, with room for at least 2,048 tokens; fp16 takes the lean plan instead. The
-    workspace depends on the arguments alone, so that results do too.
+    that is more, with room for at least 2,048 tokens. The workspace depends on the arguments alone,
+    so that results do too.
 
     With `PARTITA_PACK_ROWS=1` it is the plan of a GPU that packs rows, which needs a copy of a
     chunk's hidden states. This concerns means and sums in bf16 with `hidden` and `vocabulary` that
@@ -194,11 +197,13 @@ def linear_cross_entropy_plan(
         # large, when the logits are no longer needed.
         has_sum = weight_grad and half_type and not rounds
         dweight_bytes = hidden * vocabulary * 2 if has_sum else 0
-        takes_chunks = reduced and not parallel and dtype != torch.float16
+        # In fp16, so is that of the hidden states, until its upstream factor is known.
+        takes_chunks = reduced and not parallel
+        dinput_bytes = 6 * tokens * hidden if takes_chunks and dtype == torch.float16 else 0
         budget = memory_budget
         if budget is None:
             budget = DEFAULT_BUDGET * size_ratio + tokens * packed_bytes + copy_bytes
-        room = budget - dweight_bytes - fixed_bytes
+        room = budget - dweight_bytes - fixed_bytes - dinput_bytes
         if memory_budget is None and takes_chunks:
             chunk_bytes = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio
             chunk = chunk_bytes // logits_bytes // 256 * 256
@@ -216,7 +221,7 @@ def linear_cross_entropy_plan(
             rows = -(-tokens // chunks)  # all chunks get about the same length
             chunk = choose(fits, larger(tokens, 1), -(-rows // 256) * 256)
             logits_bytes = larger(chunk * row_bytes, dweight_bytes)
-            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
+            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes + dinput_bytes
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
         reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
         flops += product_flops
@@ -263,7 +268,6 @@ def _invariant_plan(
     row_bytes = padded_width(chunk) * itemsize * size_ratio
     copy_bytes = rounds * hidden * vocabulary * itemsize
     fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens + copy_bytes
-    fixed_bytes += widens * (BLOCK_TOKENS // 2) * row_bytes  # half a block beside one that is alone
     if weight_grad and not input_grad:
         fixed_bytes += tokens * hidden * itemsize
     if input_grad and is_half and chunk < vocabulary:
@@ -274,23 +278,28 @@ def _invariant_plan(
     if budget is None:
         budget = DEFAULT_BUDGET * size_ratio + copy_bytes
     flops = 2 * tokens * hidden * vocabulary * (1 + input_grad + weight_grad)
-    block_bytes = max(BLOCK_TOKENS * row_bytes, dweight_bytes)
+    # Half of the fp32 logits exist at a time beside their gradient, but no half of a block.
+    half_block = widens * (BLOCK_TOKENS // 2) * row_bytes
+    block_bytes = max(BLOCK_TOKENS * row_bytes, dweight_bytes) + half_block
     name, some, reason = "loss", chunk, BLOCKS_OF_TOKENS
     workspace_bytes = block_bytes + dweight_bytes + fixed_bytes
     if has_gradient and chunk == vocabulary:
         all_at_once = tokens * row_bytes + fixed_bytes
+        all_at_once += widens * (tokens % (2 * BLOCK_TOKENS) // 2 + 1) * row_bytes
         fits = all_at_once <= budget
         if decide(fits, otherwise=False):
             return MemoryPlan("fast", tokens, all_at_once, flops, ALL_AT_ONCE)
-        takes_chunks = memory_budget is None or block_bytes + dweight_bytes < memory_budget
-        if reduced and takes_chunks and dtype != torch.float16:
+        dinput_bytes = 6 * tokens * hidden if dtype == torch.float16 else 0
+        takes_chunks = memory_budget is None or workspace_bytes + dinput_bytes <= memory_budget
+        if reduced and takes_chunks:
+            fixed_bytes += dinput_bytes
             room = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio
             if memory_budget is not None:
-                room = memory_budget - dweight_bytes - fixed_bytes
+                room = memory_budget - dweight_bytes - fixed_bytes - half_block
             name, reason = "fast", CHUNKS_OF_TOKENS
             blocks = larger(room // row_bytes // BLOCK_TOKENS, 1)
             some = smaller(blocks * BLOCK_TOKENS, tokens)
-            logits_bytes = larger(some * row_bytes, dweight_bytes)
+            logits_bytes = larger(some * row_bytes, dweight_bytes) + half_block
             workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
     if has_gradient and name != "fast":
         name, flops = "lean", flops + 2 * tokens * hidden * vocabulary

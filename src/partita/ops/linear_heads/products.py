@@ -56,7 +56,7 @@ def multiply_blocks(
     """
     rows = min(len(a), len(out))
     if not block:
-        return multiply(a[:rows], b, out[:rows], bias, adds)
+        return multiply(a, b, out, bias, adds)
     full = rows // BLOCK_TOKENS * BLOCK_TOKENS
     together = _is_proven(full, a, b, out, bias, adds)
     for some in chunks(full, full if together else BLOCK_TOKENS):
