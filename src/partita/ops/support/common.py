@@ -85,7 +85,7 @@ def support_sets(
     """Return the `Support` of labels `[M]`, ids `[K]` and offsets `[M + 1]`, all of them int64.
 
     The ids of a row are sorted, so that those that repeat are neighbours. Nothing waits for a GPU.
-    Offsets that come from `sound_offsets` are sound.
+    Sound offsets are those of `sound_offsets`.
     """
     M, K = len(target), len(ids) if len(target) else 0
     offsets = offsets.clone() if is_sound else sound_offsets(offsets, len(ids))
@@ -108,9 +108,21 @@ def support_sets(
 
 
 def sound_offsets(offsets: Tensor, number: int) -> Tensor:
-    """Return the offsets, or `WRONG` for all of them if they do not run from 0 to the number."""
-    is_wrong = (offsets[1:] < offsets[:-1]).any() | (offsets[0] != 0) | (offsets[-1] != number)
-    return torch.where(is_wrong, WRONG, offsets)
+    """Return the offsets, or `WRONG` for all of them if they do not run from 0 to the number.
+
+    Where values are checked, wrong ones raise.
+    """
+    decreases = offsets[1:] < offsets[:-1]
+    is_wrong = torch.cat([offsets[:1] != 0, decreases])
+    is_wrong[-1:] |= offsets[-1:] != number
+    if not checks.can_check_values(offsets):
+        return torch.where(is_wrong.any(), WRONG, offsets)
+    if (index := checks.first_index(is_wrong)) is not None:
+        raise ValueError(
+            f"offsets: expected numbers from 0 to the number of ids, {number}, that do not"
+            f" decrease, got {int(offsets[index])} at [{index[0]}]"
+        )
+    return offsets.clone()
 
 
 def check_support(input: Tensor, name: str, target: Tensor, ids: Tensor, offsets: Tensor) -> None:
@@ -125,28 +137,7 @@ def check_support(input: Tensor, name: str, target: Tensor, ids: Tensor, offsets
     checks.shape("offsets", offsets, [target.numel() + 1], f"[M + 1] for the M rows of {name}")
 
 
-def check_values(
-    target: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    num_classes: int,
-    ignore_index: int,
-    is_sound: bool,
-) -> None:
-    """Raise for the first label, id or offset that is out of range, where values are checked."""
+def check_values(target: Tensor, ids: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise for the first label or id that is no class, where values are checked."""
     checks.labels("target", target, num_classes, ignore_index)
     checks.labels("ids", ids, num_classes, checks.NOTHING_IGNORED)
-    if not is_sound:
-        check_offsets(offsets, len(ids))
-
-
-def check_offsets(offsets: Tensor, number: int) -> None:
-    """Raise unless the offsets run from 0 to the number of ids, where values are checked."""
-    if checks.can_check_values(offsets):
-        is_wrong = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
-        is_wrong[-1] |= offsets[-1] != number
-        if (index := checks.first_index(is_wrong)) is not None:
-            raise ValueError(
-                f"offsets: expected numbers from 0 to the number of ids, {number}, that do not"
-                f" decrease, got {int(offsets[index])} at [{index[0]}]"
-            )
