@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partita
-from partita.ops.linear_heads.plan import SPARE_ROWS, MemoryPlan, Products, spare_rows
+from partita.ops.linear_heads.common import Head
+from partita.ops.linear_heads.plan import MemoryPlan
 from partita.testing import poisoned_memory
 
 TOKENS, CLASSES, HIDDEN = 2600, 299, 48
 WIDE: dict[str, Any] = {"logits_dtype": torch.float32}
 # A budget for each way to compute the loss: chunks of tokens, of classes, and all logits at once.
-BUDGETS = {"chunks of tokens": 3_100_000, "lean": 2_200_000, "all at once": None}
+BUDGETS = {"chunks of tokens": 3_100_000, "lean": 2_100_000, "all at once": None}
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -98,14 +99,24 @@ def test_the_workspace_is_at_most_twice_that_of_half_logits() -> None:
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 6, 7, 1000, 8192])
-def test_gradients_take_the_place_of_logits_that_were_read(tokens: int) -> None:
-    """Rows of gradients have half the size of those of logits, which start after the spare rows."""
-    parts = Products(widens=True).gradient_parts(tokens)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 6, 7, 1000, 1500, 8192])
+@pytest.mark.parametrize("block", [0, 1024])
+@pytest.mark.parametrize("are_saved", [False, True])
+def test_gradients_overwrite_no_logits_that_are_read_later(
+    tokens: int, block: int, are_saved: bool
+) -> None:
+    """Rows of gradients have half the size of those of logits, and begin where saved logits do."""
+    input = torch.empty(tokens, 1, dtype=torch.bfloat16)
+    head = Head(input, torch.empty(5, 1), None, block, True)
+    parts = head.parts_to_read(tokens, are_saved)
     assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-    assert parts[-1].stop == tokens
-    for part in parts:
-        assert part.stop <= 2 * (spare_rows(True) + part.start) == SPARE_ROWS + 2 * part.start
+    assert parts[-1].stop == tokens and all(part.start < part.stop for part in parts)
+    if are_saved:  # but for the first row, which is copied
+        assert parts[0].stop == 1 and all(part.stop <= 2 * part.start for part in parts[1:])
+    else:
+        rows = head.buffer(tokens, 5, for_gradient=True).numel() // 16
+        assert head.rows(tokens) / 2 + max(head.rows(p.stop - p.start) for p in parts) <= rows
+        assert len(parts) <= 2 and rows <= head.buffer_rows(tokens) + (512 if block else 0)
 
 
 @halves

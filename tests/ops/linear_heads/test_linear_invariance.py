@@ -10,7 +10,6 @@ from torch import Tensor
 
 import partita
 from partita.ops.linear_heads import api, common, divergence, logprobs, loss, products
-from partita.ops.linear_heads.plan import USUAL, Products
 from partita.testing import poisoned_memory
 from partita.testing.samples import CALLS, Draw, Sample, heads
 
@@ -135,7 +134,7 @@ def test_blocks_of_a_product(rows: int, adds: bool, monkeypatch: pytest.MonkeyPa
         for room in (rows, rows + -rows % 1024):
             seen.clear()
             out = torch.ones(room, 8, dtype=torch.float64)
-            products.multiply_blocks(a, b.T, out, Products(1024), adds=adds)
+            products.multiply_blocks(a, b.T, out, 1024, adds=adds)
             torch.testing.assert_close(out[:rows], a @ b.T + adds)
             full = rows // 1024
             blocks = [1024 * full] * (full > 0) if is_proven else [1024] * full
@@ -165,19 +164,15 @@ def test_the_comparison_of_a_product_with_its_blocks(monkeypatch: pytest.MonkeyP
 
 def test_the_gradient_of_the_matrix_takes_whole_chunks() -> None:
     """Without room for all logits, chunks of tokens have the memory of the rounded gradient."""
-    in_mode = Products(1024)
     for hidden, budget, tokens in ((512, 2_900_000, 1024), (4096, 6_500_000, 4096)):
         states, matrix = (
             torch.zeros(rows, hidden, dtype=torch.bfloat16, requires_grad=True)
             for rows in (9000, 320)
         )
-        head = common.Head(states, matrix, None)
-        lean = head.plan(budget, False, in_mode)
-        assert lean[:2] == ("lean", 320)
-        assert head.chunks_of_blocks(lean, in_mode).block == tokens
-        fast = head.plan(None, False, in_mode)
-        assert fast.name == "fast" and head.chunks_of_blocks(fast, in_mode).block == 9216
-        assert head.chunks_of_blocks(lean, USUAL) == USUAL
+        head = common.Head(states, matrix, None, 1024)
+        lean, fast = (head.plan(room, False) for room in (budget, None))
+        assert lean[:2] == ("lean", 320) and head.with_blocks_of(lean).block == tokens
+        assert fast.name == "fast" and head.with_blocks_of(fast).block == 9216
 
 
 def test_the_backward_pass_has_the_mode_of_the_forward_pass() -> None:

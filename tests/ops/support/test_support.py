@@ -101,11 +101,13 @@ def test_strides_and_leading_dimensions(device: str) -> None:
     for logits in (padded[..., 10:110:2], transposed):
         leaf = logits.detach().requires_grad_()
         found = partita.support_stats(leaf, *shaped)
-        assert all(torch.equal(a.flatten(), b) for a, b in zip(found, expected, strict=True))
+        # Rows without ids are read in vectors if their classes are contiguous.
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.flatten(), b)
         upstream = torch.linspace(-1, 2, 24, dtype=torch.float64).float().to(device)
         factors = [upstream.view(4, 6), upstream.flip(0).view(4, 6)]
         (grad,) = torch.autograd.grad(found[:2], leaf, factors)
-        assert torch.equal(grad.reshape(24, 50), true)
+        torch.testing.assert_close(grad.reshape(24, 50), true)
     narrow = (given.target.to(torch.int16), given.ids.to(torch.uint8), given.offsets.int())
     found = partita.support_stats(x, *narrow)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

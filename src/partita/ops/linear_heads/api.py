@@ -18,7 +18,7 @@ from .common import Head, RowOptions, RowStatistics, chunk_and_save
 from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
 from .loss import linear_loss
 from .plan import check_budget
-from .products import in_blocks, products_of_call, without_padding
+from .products import in_blocks, without_padding
 
 
 def linear_cross_entropy(
@@ -137,13 +137,13 @@ def linear_token_stats(
                    entropy=tensor([1.3863]), argmax=tensor([0]))
     """
     head = Head(input, linear_weight, linear_bias)
-    if target is None or not is_usual(*head, target):
-        head = cast_and_check(*head, target)
+    if target is None or not is_usual(*head[:3], target):
+        head = cast_and_check(*head[:3], target)
     check_budget(memory_budget)
-    products = products_of_call(head.input, logits_dtype)
-    if takes_all_logits([head], target, memory_budget, products):
+    head = head.of_call(logits_dtype)
+    if takes_all_logits([head], target, memory_budget):
         return token_stats(
-            autograd.rows_linear(*head, products),
+            autograd.rows_linear(*head),
             target,
             temperature=temperature,
             softcap=softcap,
@@ -154,13 +154,13 @@ def linear_token_stats(
     if target is None:
         ignore_index = -100  # The label of each row is its arg-max, which may be any class.
     else:
-        labels = in_blocks(flat_labels(input, target), products, ignore_index)
-    rows, head = input.shape[:-1], head.flat.aligned(products)
+        labels = in_blocks(flat_labels(input, target), head.block, ignore_index)
+    head = head.flat.aligned
     options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
-    plan = head.plan(memory_budget, False, products)
+    plan = head.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))
-    products = head.chunks_of_blocks(plan, products)
-    call = (*head, labels, None, *options, chunk, *products, save_logits, current_backend())
+    head = head.with_blocks_of(plan)
+    call = (*head, labels, None, *options, chunk, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
-    return TokenStats(*(without_padding(field, rows, products) for field in fields))
+    return TokenStats(*(without_padding(each, input.shape[:-1], head.block) for each in fields))

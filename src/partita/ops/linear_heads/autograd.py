@@ -32,9 +32,8 @@ from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from ..support.common import Support
 from . import reference_support
-from .chunked import empty_gradients
-from .common import Head, RowOptions, RowStatistics, counted_rows, empty_statistics
-from .plan import USUAL, Products
+from .chunked import empty_gradients, gradients_like
+from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
 from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
 
@@ -45,23 +44,24 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
 
 
 def saved_logits_fake(
-    input: Tensor, classes: int, save_logits: bool, block: int, widens: bool
+    input: Tensor, weight: Tensor, block: int, widens: bool, save_logits: bool
 ) -> Tensor:
     """Return memory for all logits of a head, or none."""
-    return Products(block, widens).buffer(input, input.shape[0], classes if save_logits else 0)
+    head = Head(input, weight, None, block, widens)
+    return head.buffer(input.shape[0], weight.shape[0] if save_logits else 0)
 
 
 def _rows_fake(
     input: Tensor,
     weight: Tensor,
-    needs_smoothing: bool,
-    needs_entropy: bool,
     block: int,
     widens: bool,
+    needs_smoothing: bool,
+    needs_entropy: bool,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
     statistics = empty_statistics(input, input.shape[0], needs_smoothing, needs_entropy)
-    return *statistics, saved_logits_fake(input, len(weight), save_logits, block, widens)
+    return *statistics, saved_logits_fake(input, weight, block, widens, save_logits)
 
 
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -77,7 +77,9 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        return loss, *empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
+        wanted, is_fp16 = Wanted(input_grad, weight_grad, bias_grad), input.dtype == torch.float16
+        dtype = loss.dtype if is_fp16 and not has_rows else None  # see `linear_one_pass`
+        return loss, *gradients_like(Head(input, weight, bias), wanted, dtype)
 
     return fake
 
@@ -121,12 +123,14 @@ class RowsLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
-        return composed_linear(input, weight, bias, products)
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, block: int, widens: bool
+    ) -> Tensor:
+        return composed_linear(input, weight, bias, block, widens)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.products = inputs
+        *tensors, ctx.block, _ = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
@@ -136,8 +140,7 @@ class RowsLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
         if of_input:
-            products = Products(ctx.products.block)
-            dinput = composed_linear(grad, weight.T, None, products)
+            dinput = composed_linear(grad, weight.T, None, ctx.block, False)
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
         if of_weight:
@@ -145,18 +148,18 @@ class RowsLinear(torch.autograd.Function):
             dweight = grad.T.to(weight.dtype) @ states.to(weight.dtype)
         if of_bias:
             dbias = grad.sum(0, dtype=bias.dtype)
-        return dinput, dweight, dbias, None
+        return dinput, dweight, dbias, None, None
 
 
 def rows_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, products: Products = USUAL
+    input: Tensor, weight: Tensor, bias: Tensor | None, block: int = 0, widens: bool = False
 ) -> Tensor:
     """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
-    is_function = products != USUAL or weight.dtype != input.dtype or requires_grad(weight)
-    if is_function and torch.is_grad_enabled():
-        result: Tensor = apply(RowsLinear, input, weight, bias, products)
+    head = Head(input, weight, bias, block, widens)
+    if torch.is_grad_enabled() and (requires_grad(weight) or not head.is_usual):
+        result: Tensor = apply(RowsLinear, *head)
         return result
-    return composed_linear(input, weight, bias, products)
+    return composed_linear(*head)
 
 
 def gradients_of_rows(
@@ -179,7 +182,7 @@ def gradients_of_rows(
         # A batch of gradients would overwrite the logits more than once.
         saved = spend(ctx, *logits)
     saved = saved or tuple(each.new_empty(0) for each in logits)
-    found = call(*tensors, *saved, *ctx.options, ctx.chunk, *ctx.products, *wanted, ctx.backend)
+    found = call(*tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
     return tuple(grad if wants else None for grad, wants in zip(found, wanted, strict=True))
 
 
@@ -190,17 +193,18 @@ def head_backward(
 
     The saved tensors are those that the op takes after the gradient, of which hidden states, matrix
     and bias are the first, and the logits of each head. `composed` computes the output from the
-    saved tensors, differentiable any number of times.
+    head and the other saved tensors, differentiable any number of times.
     """
     saved = saved_tensors(ctx)
-    tensors, logits = saved[:-heads], saved[-heads:]
-    wanted = needed_gradients(ctx, *tensors[:3])
-    if is_double_backward(grad, *tensors[:3]):
+    head, tensors, logits = saved[:3], saved[3:-heads], saved[-heads:]
+    wanted = needed_gradients(ctx, *head)
+    if is_double_backward(grad, *head):
         gradients = double_backward(
-            lambda *head: composed(*head, *tensors[3:]), tensors[:3], wanted, grad
+            lambda *x: composed(Head._make((*x, 0, ctx.products[1])), *tensors), head, wanted, grad
         )
     else:
-        gradients = gradients_of_rows(ctx, op, [grad], [grad, *tensors], logits, wanted)
+        arguments = [grad, *head, *ctx.products, *tensors]
+        gradients = gradients_of_rows(ctx, op, [grad], arguments, logits, wanted)
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
@@ -219,9 +223,9 @@ class LinearRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        head, ctx.row_options = list(inputs[:5]), inputs[5:10]
-        ctx.options, (ctx.chunk, *products, save_logits, ctx.backend) = inputs[5:7], inputs[10:]
-        ctx.products = Products(*products)
+        head, ctx.products, ctx.row_options = list(inputs[:3]), inputs[3:5], inputs[7:12]
+        ctx.options, (ctx.chunk, save_logits, ctx.backend) = inputs[7:9], inputs[12:]
+        head += inputs[5:7]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
         if head[3] is None:
@@ -251,7 +255,7 @@ class LinearRows(torch.autograd.Function):
             statistics.maximum.dtype,
         )
         of_rows = (target, class_weight, statistics.maximum, statistics.sumexp)
-        tensors = (*coefficients, *head, *of_rows)
+        tensors = (*coefficients, *head, *ctx.products, *of_rows)
         gradients = gradients_of_rows(ctx, rows_backward, grads, tensors, saved[-1:], wanted)
         return *gradients, *no_option_grads
 
@@ -267,8 +271,8 @@ class LinearRows(torch.autograd.Function):
             counted[0] = torch.where(target == options.ignore_index, 0, counted[0])
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
-        def used_statistics(*head: Any) -> list[Tensor]:
-            logits = rows_linear(*Head(*head), Products(widens=ctx.products.widens))
+        def used_statistics(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+            logits = rows_linear(input, weight, bias, widens=ctx.products[1])
             logits, numbers = torch.where(is_inert[:, None], 0, logits), options[:3]
             logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
             found = [-logprob, logsumexp, logsumexp, entropy]
@@ -338,15 +342,22 @@ def logits_of_entries(
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    head, (target, class_weight, denominator, numbers) = Head(*args[:3]), args[3:]
-    _, _, widens = numbers[5:8]  # after the chunk and the block
-    logits = rows_linear(*head, Products(widens=widens)).to(acc_dtype(head.input.dtype))
+    input, weight, bias, target, class_weight, denominator, (_, widens, *numbers) = args
+    logits = rows_linear(input, weight, bias, widens=widens).to(acc_dtype(input.dtype))
     options = LossOptions._make(numbers[:5])
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator
 
 
-# The tensors are a head, labels, class weights, and a denominator, `[]`, which divides a sum before
-# the gradients are rounded.
-ONE_PASS = OnePassLoss(lambda *args: one_pass(*args[:-1], *args[-1]), _composed_loss, 6)
-PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: packed_one_pass(*args[:-1], *args[-1]))
+def _run(op: register.Op, *args: Any) -> tuple[Tensor, ...]:
+    *head, target, class_weight, denominator, (block, widens, *numbers) = args
+    found: tuple[Tensor, ...] = op(
+        *head, block, widens, target, class_weight, denominator, *numbers
+    )
+    return found
+
+
+# The tensors are those of a head, labels, class weights, and a denominator, `[]`, which divides a
+# sum before the gradients are rounded. The options begin with the block and the width of the head.
+ONE_PASS = OnePassLoss(lambda *args: _run(one_pass, *args), _composed_loss, 6)
+PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: _run(packed_one_pass, *args))

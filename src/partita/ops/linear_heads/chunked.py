@@ -39,7 +39,7 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, USUAL, Products, padded_width, spare_rows
+from .plan import CPU_CHUNK_TOKENS, FP16_SCALE, padded_width
 from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
@@ -55,29 +55,26 @@ def empty_gradients(
     bias_grad: bool,
 ) -> HeadGradients:
     """Return memory for the gradients; those that are not wanted are empty."""
-    wanted = (
-        (input, input_grad),
-        (weight, weight_grad),
-        (input if bias is None else bias, bias_grad),
-    )
+    return gradients_like(Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad))
+
+
+def gradients_like(head: Head, wanted: Wanted, dtype: torch.dtype | None = None) -> HeadGradients:
+    """Return memory for gradients in the dtypes of the head's tensors, or in another one."""
+    like = (head.input, head.weight, head.input if head.bias is None else head.bias)
     return HeadGradients(
         *(
-            torch.empty(tensor.shape if wants else (0,), dtype=tensor.dtype, device=tensor.device)
-            for tensor, wants in wanted
+            x.new_empty(x.shape if wants else (0,), dtype=dtype or x.dtype)
+            for x, wants in zip(like, wanted, strict=True)
         )
     )
 
 
 def logits_of(
-    heads: Sequence[Head],
-    buffers: Sequence[Tensor],
-    tokens: slice,
-    classes: slice,
-    products: Products,
+    heads: Sequence[Head], buffers: Sequence[Tensor], tokens: slice, classes: slice
 ) -> list[Tensor]:
     """Compute the logits of some tokens and classes under each head, in its buffer."""
     pairs = zip(heads, buffers, strict=True)
-    return [head.part(tokens, classes).logits(buffer, products) for head, buffer in pairs]
+    return [head.part(tokens, classes).logits(buffer) for head, buffer in pairs]
 
 
 def head_gradients(
@@ -88,7 +85,7 @@ def head_gradients(
     tokens: int,
     chunk: int,
     saved: Sequence[Tensor] = (),
-    products: Products = USUAL,
+    dtype: torch.dtype | None = None,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -96,29 +93,26 @@ def head_gradients(
         heads: the heads whose logits the loss reads.
         wanted: which gradients are wanted.
         counts: returns which rows of some tokens have a gradient.
-        write_gradient: takes the tokens and the classes of a chunk, memory for the gradient of the
+        write_gradient: takes tokens and the classes of a chunk, memory for the gradient of the
             first head's logits, which may be their own, and the logits of each head.
         tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all, but
             in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
-        products: how the products are computed.
+        dtype: that of the gradients, if it is not that of their tensors.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
-    dtype, heads = head.weight.dtype, [each.rounded for each in heads]
-    buffers = list(saved)
-    saved_classes = 0
-    if buffers and M:  # without the padding of a row
-        rows_of_buffer = products.rows(M) + spare_rows(products.widens)
-        saved_classes = min(len(buffers[0]) // rows_of_buffer, C)
+    buffers, heads = list(saved), [each.rounded for each in heads]
+    saved_classes = min(len(buffers[0]) // head.buffer_rows(max(M, 1)), C) if buffers else 0
     parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
     parts += chunks(C - saved_classes, chunk)
     if not saved_classes:
         sizes = min(tokens, M), min(chunk, C)
-        buffers = [products.buffer(each.input, *sizes) for each in heads]
-    one_part, rounds_sum = len(parts) == 1, tokens < M and dtype != accumulator
-    result = empty_gradients(*head, input_grad, weight_grad and not rounds_sum, bias_grad)
+        buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
+    rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
+    one_part, fits = len(parts) == 1, Wanted(input_grad, weight_grad and not rounds_sum, bias_grad)
+    result, of_weight = gradients_like(head, fits, dtype), head.weight.dtype
     (dinput, dweight, dbias), head = result, heads[0]
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
@@ -137,27 +131,27 @@ def head_gradients(
             memory = result.input[rows] if is_free else states[:0]
             states = counted_states(states, counts(rows), memory)
         for part in parts:
-            if saved_classes and part.stop == C:
-                logits = [
-                    products.logits_in(buffer, M, saved_classes)[:M, :saved_classes]
-                    for buffer in buffers
-                ]
-            else:
-                logits = logits_of(heads, buffers, rows, part, products)
-            sizes = len(states), part.stop - part.start
-            padded = products.gradient_in(buffers[0], head.input.dtype, *sizes)
+            sizes, is_first = (len(states), part.stop - part.start), rows.start == 0
+            padded = head.rows_in(buffers[0].view(head.input.dtype), *sizes)
             dlogits = padded[: sizes[0], : sizes[1]]
-            for some in products.gradient_parts(sizes[0]):
+            are_saved = saved_classes > 0 and part.stop == C
+            for some in head.parts_to_read(sizes[0], are_saved):
                 those = slice(rows.start + some.start, rows.start + some.stop)
-                write_gradient(those, part, dlogits[some], *(each[some] for each in logits))
-            if padded.device.type == "cpu" and padded.dtype != logits[0].dtype:
+                if are_saved:
+                    logits = [head.rows_in(each, *sizes)[some, : sizes[1]] for each in buffers]
+                    if head.widens and some.start == 0:
+                        logits[0] = logits[0].clone()  # the only one that its gradient overlaps
+                else:
+                    offset = padded.numel() // 2 if head.widens else 0
+                    logits = logits_of(heads, [buffers[0][offset:], *buffers[1:]], those, part)
+                write_gradient(those, part, dlogits[some], *logits)
+            if head.widens and padded.device.type == "cpu":
                 padded[:, sizes[1] :].zero_()  # as in `Head.logits`
-            is_first = rows.start == 0
             if weight_grad:
                 multiply(dlogits.T, states, dweight[part], adds=not is_first)
             if input_grad:
                 factors = padded[:, : sizes[1]], head.weight[part]
-                multiply_blocks(*factors, dinput[rows], products, adds=not one_part)
+                multiply_blocks(*factors, dinput[rows], head.block, adds=not one_part)
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums
@@ -167,19 +161,20 @@ def head_gradients(
     if rounds_sum:
         result.bias.copy_(dbias)
         buffers.clear()  # the rounded gradient takes their memory
-        result = result._replace(weight=dweight.to(dtype))
+        result = result._replace(weight=dweight.to(of_weight))
     return result
 
 
-def tokens_at_once(input: Tensor, chunk: int) -> int:
+def tokens_at_once(head: Head, chunk: int) -> int:
     """Return the tokens in a chunk, fewer on a CPU that adds up the matrix's gradient in place."""
-    in_place = not input.is_cuda and input.dtype == acc_dtype(input.dtype)
+    (input, *_), in_place = head, not head.block
+    in_place = in_place and not input.is_cuda and input.dtype == acc_dtype(input.dtype)
     return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
 
 
-def tokens_of_chunk(tokens: int, saved: Tensor, products: Products) -> int:
+def tokens_of_backward(head: Head, saved: Tensor) -> int:
     """Return the tokens in a chunk of a backward pass: all, unless blocks are computed again."""
-    return products.block if products.block and not saved.numel() else tokens
+    return len(head.input) if saved.numel() or not head.block else head.block
 
 
 class HeadKernels(NamedTuple):
@@ -190,7 +185,7 @@ class HeadKernels(NamedTuple):
             chunk overwrites it.
         row_statistics: returns the `RowStatistics` of a `RowState` that has seen all classes.
         logits_gradient: writes the gradient of a chunk's logits.
-        one_pass: returns a chunk's loss and overwrites the logits with their gradient.
+        one_pass: returns a chunk's loss and writes the gradient of its logits.
         mean_shares: returns what the loss and the z-loss of a row are divided by in a mean, or in
             a sum with a denominator.
         of_ids: the functions for the logits of given classes.
@@ -216,7 +211,6 @@ class HeadKernels(NamedTuple):
         class_weight: Tensor | None,
         options: RowOptions,
         chunk: int,
-        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `RowStatistics` of a head, and its logits if they are saved.
@@ -227,7 +221,7 @@ class HeadKernels(NamedTuple):
         if no_class is None:
             no_class = head.input.new_full((len(head.input),), -1, dtype=torch.int64)
         state = new_state(head.input, options.needs_smoothing, options.needs_entropy)
-        rest = (class_weight, state, *options[:2], chunk, save_logits, products)
+        rest = (class_weight, state, *options[:2], chunk, save_logits)
         saved = accumulate_hidden(self.accumulate_logits, head, no_class, *rest)
         labels = no_class.contiguous()
         if target is None:
@@ -250,7 +244,6 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         chunk: int,
-        products: Products,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the coefficients of the rows.
@@ -258,7 +251,7 @@ class HeadKernels(NamedTuple):
         Saved logits are overwritten with their gradient. An empty `saved` means that they were not
         saved; they are then computed again, `chunk` classes at a time.
         """
-        target = target.contiguous()
+        target, tokens = target.contiguous(), tokens_of_backward(head, saved)
 
         def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
             weights = None if class_weight is None else class_weight[part]
@@ -269,9 +262,7 @@ class HeadKernels(NamedTuple):
         def counts(rows: slice) -> Tensor:
             return coefficients.part(rows).counts()
 
-        sizes = tokens_of_chunk(len(target), saved, products), chunk
-        rest = (counts, write_gradient, *sizes, [saved], products)
-        return head_gradients([head], wanted, *rest)
+        return head_gradients([head], wanted, counts, write_gradient, tokens, chunk, [saved])
 
     def linear_one_pass(
         self,
@@ -281,7 +272,6 @@ class HeadKernels(NamedTuple):
         denominator: Tensor | None,
         options: LossOptions,
         chunk: int,
-        products: Products,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
@@ -289,10 +279,15 @@ class HeadKernels(NamedTuple):
         Each chunk takes three matrix products: its logits, and two from their gradient. A
         denominator, `[]`, divides a sum before the gradients are rounded.
         """
-        (input, weight, _), ignore_index = head, options.ignore_index
+        (input, weight, *_), ignore_index = head, options.ignore_index
         dtype, mean, loss = acc_dtype(input.dtype), options.reduction == "mean", None
+        is_fp16 = input.dtype == torch.float16
+        if is_fp16 and not mean and denominator is None:
+            denominator = input.new_ones((), dtype=dtype)
         divides = (denominator, ignore_index, len(weight), mean, dtype)
         divisors = self.mean_shares(target, class_weight, *divides)
+        if is_fp16 and divisors is not None:
+            divisors = divisors / FP16_SCALE
         mean = mean or denominator is not None
         of_chunk = options._replace(reduction="mean" if mean else "sum")
 
@@ -311,12 +306,15 @@ class HeadKernels(NamedTuple):
                 wanted,
                 lambda rows: target[rows] != ignore_index,
                 lambda rows, _, *memory: write_gradient(target[rows], *memory),
-                max(products.block, tokens_at_once(input, chunk)),
+                tokens_at_once(head, chunk),
                 len(weight),
-                products=products,
+                dtype=dtype if is_fp16 else None,
             )
         if loss is None:
             loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
+        if is_fp16:
+            for each in (loss, *gradients):
+                each /= FP16_SCALE
         return loss, *gradients
 
     def linear_logprobs(
@@ -328,7 +326,6 @@ class HeadKernels(NamedTuple):
         ignore_index: int,
         needs_rest: bool,
         chunk: int,
-        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of `LogprobRows`, and the saved logits.
@@ -355,7 +352,7 @@ class HeadKernels(NamedTuple):
             unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
             self.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
 
-        numbers = (temperature, softcap, chunk, save_logits, products)
+        numbers = (temperature, softcap, chunk, save_logits)
         saved = accumulate_hidden(accumulate, head, ids, None, state, *numbers)
         of_rows, of_ids_too = (state.maximum, state.sumexp), (C, temperature, ignore_index)
         if needs_rest:
@@ -379,7 +376,6 @@ class HeadKernels(NamedTuple):
         softcap: float,
         ignore_index: int,
         chunk: int,
-        products: Products,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradient of the log-probabilities."""
@@ -395,19 +391,17 @@ class HeadKernels(NamedTuple):
             others.factor / temperature, torch.zeros_like(others.factor), None, None
         )
         labels, of_entries = labels.contiguous(), (on_ids, ids, totals, entries, maximum, sumexp)
-        numbers = (temperature, softcap)
+        numbers, sizes = (temperature, softcap), (tokens_of_backward(head, saved), chunk)
 
         def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
             row_factors = (labels[rows], None, coefficients.part(rows))
             of_others = (others.maximum[rows], others.sumexp[rows], *numbers)
             self.logits_gradient(logits, part.start, *row_factors, *of_others, result)
-            of_rows = (each[rows] for each in of_entries)
-            self.of_ids.write(result, part.start, C, *of_rows, *numbers, ignore_index)
+            parts = (each[rows] for each in of_entries)
+            self.of_ids.write(result, part.start, C, *parts, *numbers, ignore_index)
 
-        sizes = tokens_of_chunk(len(ids), saved, products), chunk
-        return head_gradients(
-            [head], wanted, lambda rows: counts[rows], write_gradient, *sizes, [saved], products
-        )
+        of_rows = (lambda rows: counts[rows], write_gradient)
+        return head_gradients([head], wanted, *of_rows, *sizes, [saved])
 
     def linear_topk_logprobs(
         self,
@@ -416,7 +410,6 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         tokens: int,
-        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `TopKRows` of a head, and its logits if they are saved.
@@ -426,10 +419,10 @@ class HeadKernels(NamedTuple):
         """
         M, C, head = len(head.input), len(head.weight), head.rounded
         found = topk_fake(head.input, k)
-        buffer = products.buffer(head.input, M if save_logits else min(tokens, M), C)
+        buffer = head.buffer(M if save_logits else min(tokens, M), C)
         for rows in chunks(M, tokens):
             memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory, products)
+            logits = head.part(rows, slice(C)).logits(memory)
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
         return *found, buffer if save_logits else buffer.new_empty(0)
@@ -453,22 +446,19 @@ class HeadKernels(NamedTuple):
         numbers: Numbers,
         tokens: int,
         saved: int,
-        products: Products,
     ) -> tuple[DivergenceState, Buffers]:
         """Return the state of all rows, and the logits of the last `saved` classes."""
         heads = heads[0].rounded, heads[1]
         (M, _), C = heads[0].input.shape, len(heads[0].weight)
         state = self.divergence.new_state(heads[0].input)
-        student, teacher = (head.input for head in heads)
-        of_saved = products.buffer(student, M, saved), products.buffer(teacher, M, saved)
-        sizes = min(tokens, M), C - saved
-        of_others = [products.buffer(each, *sizes) for each in (student, teacher)]
+        of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
+        of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
         for rows in chunks(M, tokens):
             offset = rows.start * padded_width(saved)
             memory = [buffer[offset:] for buffer in of_saved]
             parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
             pairs = [
-                (part.start, *logits_of(heads, buffers, rows, part, products))
+                (part.start, *logits_of(heads, buffers, rows, part))
                 for part, buffers in parts
                 if part.start < part.stop
             ]
@@ -485,17 +475,16 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         tokens: int,
-        products: Products,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `DivergenceRows` of two heads, and their logits if they are saved.
 
         The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
         numbers = (beta, temperature, softcap)
         saved = len(head.weight) if save_logits else 0
-        state, buffers = self.accumulate_all(heads, numbers, tokens, saved, products)
+        state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
         return *state.rows, *buffers
 
     def linear_divergence_backward(
@@ -516,28 +505,24 @@ class HeadKernels(NamedTuple):
         temperature: float,
         softcap: float,
         chunk: int,
-        products: Products,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradient of the rows' divergences.
 
         Saved logits, those of the last classes, are overwritten. Others are computed again.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
         statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
         of_all = DivergenceRows(grad, *(field.contiguous() for field in statistics))
         numbers = (beta, temperature, softcap)
-        grad, sizes = grad.contiguous(), (tokens_of_chunk(len(grad), saved, products), chunk)
+        grad, sizes = grad.contiguous(), (tokens_of_backward(head, saved), chunk)
 
         def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
             of_rows = DivergenceRows(*(field[rows] for field in of_all))
             self.divergence.gradient(grad[rows], *logits, of_rows, *numbers, result)
 
-        def counts(rows: slice) -> Tensor:
-            return grad[rows] != 0
-
-        buffers = (saved, teacher_saved)
-        return head_gradients(heads, wanted, counts, write_gradient, *sizes, buffers, products)
+        rest = (lambda rows: grad[rows] != 0, write_gradient, *sizes, (saved, teacher_saved))
+        return head_gradients(heads, wanted, *rest)
 
     def linear_divergence_one_pass(
         self,
@@ -552,7 +537,6 @@ class HeadKernels(NamedTuple):
         tokens: int,
         saved: int,
         chunk: int,
-        products: Products,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
@@ -563,19 +547,18 @@ class HeadKernels(NamedTuple):
                 products: its logits under both heads, and two from the gradient.
             The others: as in `linear_divergence_backward`.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
         numbers = (beta, temperature, softcap)
         if chunk:
-            state, buffers = self.accumulate_all(heads, numbers, tokens, saved, products)
+            state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
             gradients = self.linear_divergence_backward(
                 factors,
                 head,
-                *heads[1],
+                *heads[1][:3],
                 *state.rows[1:],
                 *buffers,
                 *numbers,
                 chunk,
-                products,
                 wanted,
             )
             return state.rows.loss, *gradients
@@ -586,7 +569,8 @@ class HeadKernels(NamedTuple):
             self.accumulate_rows([(0, *logits)], part, numbers)
             self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-        sizes = max(products.block, tokens_at_once(head.input, tokens)), len(head.weight)
-        rest = (lambda rows: factors[rows] != 0, write_gradient, *sizes, (), products)
-        gradients = head_gradients(heads, wanted, *rest)
+        chunk_sizes = (tokens_at_once(head, tokens), len(head.weight))
+        gradients = head_gradients(
+            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
+        )
         return state.rows.loss, *gradients

@@ -20,15 +20,15 @@ from ...runtime.autograd import (
     requires_grad,
 )
 from ...runtime.dtypes import acc_dtype
+from ...runtime.invariance import is_batch_invariant
 from ..cross_entropy.common import LossOptions, logsumexp_term
 from .plan import (
     BLOCK_TOKENS,
     LOSS_CHUNK_TOKENS,
-    USUAL,
     MemoryPlan,
-    Products,
     linear_cross_entropy_plan,
     padded_width,
+    widens_logits,
 )
 from .products import aligned_columns, aligned_rows, in_blocks, multiply_blocks
 
@@ -42,17 +42,27 @@ class Wanted(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The hidden states and the matrix of the vocabulary, whose product are the logits.
+    """The hidden states and the matrix from which logits are computed, and how.
 
     Fields:
         input: hidden states, `[M, H]`.
         weight: matrix of the vocabulary, `[C, H]`, in their dtype, or in fp32.
         bias: its bias, `[C]` in the dtype of the matrix, or None.
+        block: 0, or in the batch-invariant mode the tokens in a chunk whose logits are not kept, a
+            multiple of 1,024.
+        widens: whether logits of half types are fp32, as the product adds them up.
     """
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
+    block: int = 0
+    widens: bool = False
+
+    def of_call(self, logits_dtype: torch.dtype | None) -> Head:
+        """Return the head whose logits are computed as a call asks for."""
+        widens = widens_logits(logits_dtype, self.input.dtype)
+        return Head(*self[:3], BLOCK_TOKENS if is_batch_invariant() else 0, widens)
 
     @property
     def rounds(self) -> bool:
@@ -62,20 +72,27 @@ class Head(NamedTuple):
     @property
     def rounded(self) -> Head:
         """The head whose tensors all have the dtype of the hidden states."""
-        (input, weight, bias), dtype = self, self.input.dtype
-        return Head(input, weight.to(dtype), None if bias is None else bias.to(dtype))
+        dtype, bias = self.input.dtype, self.bias
+        bias = None if bias is None else bias.to(dtype)
+        return Head(self.input, self.weight.to(dtype), bias, *self[3:])
+
+    @property
+    def is_usual(self) -> bool:
+        """Return whether PyTorch's linear layer computes the same logits."""
+        return not (self.block or self.widens or self.rounds)
 
     @property
     def flat(self) -> Head:
         """The head with hidden states `[M, H]`, of hidden states `[..., H]`."""
         return self._replace(input=self.input[None].flatten(0, -2))
 
-    def aligned(self, products: Products) -> Head:
-        """Return the head with rows on 16 bytes, for products whose bits depend on no batch."""
-        if not products.block:
+    @property
+    def aligned(self) -> Head:
+        """The head with rows on 16 bytes in the batch-invariant mode."""
+        if not self.block:
             return self
-        input = in_blocks(aligned_rows(self.input), products)
-        return Head(input, aligned_columns(self.weight), self.bias)
+        input = in_blocks(aligned_rows(self.input), self.block)
+        return Head(input, aligned_columns(self.weight), *self[2:])
 
     @property
     def wanted(self) -> Wanted:
@@ -86,9 +103,7 @@ class Head(NamedTuple):
             requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
         )
 
-    def plan(
-        self, memory_budget: int | None, reduced: bool, products: Products = USUAL
-    ) -> MemoryPlan:
+    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
         """Return the plan of this head."""
         input_grad, weight_grad, bias_grad = self.wanted
         tokens, hidden = self.input.shape
@@ -101,44 +116,81 @@ class Head(NamedTuple):
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
-            batch_invariant=products.block > 0,
-            logits_dtype=torch.float32 if products.widens else None,
+            batch_invariant=self.block > 0,
+            logits_dtype=torch.float32 if self.widens else None,
             weight_dtype=self.weight.dtype,
         )
 
-    def chunks_of_blocks(self, plan: MemoryPlan, products: Products) -> Products:
-        """Return the products of a plan, in the batch-invariant mode with the tokens of a chunk.
+    def with_blocks_of(self, plan: MemoryPlan) -> Head:
+        """Return the head with the tokens in a chunk of a plan, in the batch-invariant mode.
 
         The gradient of the matrix takes one product for each chunk. Where it is added up in fp32,
         it is rounded at last in memory that chunks have until then, as many blocks as fit.
         """
-        if not products.block or plan.name == "loss":
-            return products
-        tokens = plan.chunk
+        if not self.block or plan.name == "loss":
+            return self
+        tokens, dtype = plan.chunk, self.input.dtype
         if plan.name == "lean":
-            dtype = self.input.dtype
-            size = acc_dtype(dtype).itemsize if products.widens else dtype.itemsize
             has_sum = self.wanted.weight_grad and not self.rounds and dtype.itemsize == 2
-            room = len(self.weight) * self.weight.shape[1] * 2 if has_sum else 0
-            blocks = room // (BLOCK_TOKENS * padded_width(plan.chunk) * size)
-            tokens = max(blocks, 1) * BLOCK_TOKENS
-        return Products(tokens, products.widens)
+            room = self.weight.numel() * 2 if has_sum else 0
+            row_bytes = padded_width(plan.chunk) * dtype.itemsize * (1 + self.widens)
+            tokens = max(room // (BLOCK_TOKENS * row_bytes), 1) * BLOCK_TOKENS
+        return self._replace(block=tokens)
 
     def part(self, tokens: slice, classes: slice) -> Head:
         """Return the head of some tokens and some classes."""
         bias = None if self.bias is None else self.bias[classes]
-        return Head(self.input[tokens], self.weight[classes], bias)
+        return Head(self.input[tokens], self.weight[classes], bias, *self[3:])
 
-    def logits(self, buffer: Tensor, products: Products = USUAL) -> Tensor:
+    def rows(self, tokens: int) -> int:
+        """Return the rows that the logits of tokens have in a buffer, which fill whole blocks."""
+        return tokens + -tokens % BLOCK_TOKENS if self.block else tokens
+
+    def buffer_rows(self, tokens: int) -> int:
+        """Return the rows of a buffer: an even number, for gradients of half the size."""
+        rows = self.rows(tokens)
+        return rows + rows % 2 if self.widens else rows
+
+    def buffer(self, tokens: int, classes: int, for_gradient: bool = False) -> Tensor:
+        """Return memory for the logits of some tokens and classes, flat, whose rows are padded.
+
+        The gradient takes their place, or lies before logits that are wider; see `parts_to_read`.
+        """
+        rows, dtype = self.buffer_rows(tokens), self.input.dtype
+        if self.widens:
+            dtype = acc_dtype(dtype)
+            rows = rows // 2 + self.rows((tokens + 1) // 2) if for_gradient else rows
+        return self.input.new_empty(rows * padded_width(classes), dtype=dtype)
+
+    def rows_in(self, buffer: Tensor, tokens: int, classes: int) -> Tensor:
+        """Return the view of a buffer that has the rows of tokens, and their padding."""
+        rows, width = self.rows(tokens), padded_width(classes)
+        return buffer[: rows * width].view(rows, width)
+
+    def parts_to_read(self, tokens: int, are_saved: bool) -> list[slice]:
+        """Return the tokens whose logits are read, and their gradients written, one after another.
+
+        The gradient of wide logits has half their size. That of saved logits starts where they do.
+        It takes the place of logits that were read before, so that each part has as many tokens as
+        all before it. Half of the other logits exist at a time, behind the gradient.
+        """
+        if not self.widens:
+            return [slice(0, tokens)]
+        if not are_saved:
+            return list(chunks(tokens, self.rows((tokens + 1) // 2)))
+        stops = [*(2**i for i in range((tokens - 1).bit_length())), tokens]
+        return [slice(*ends) for ends in zip([0, *stops], stops, strict=False)]
+
+    def logits(self, buffer: Tensor) -> Tensor:
         """Compute the logits in the buffer."""
         tokens, C = len(self.input), len(self.weight)
-        padded = products.logits_in(buffer, tokens, C)
+        padded = self.rows_in(buffer, tokens, C)
         if padded.device.type == "cpu":
             # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized
             # memory may be NaN there, and 0 times NaN is NaN.
             padded[:, C:].zero_()
         logits = padded[:, :C]
-        multiply_blocks(self.input, self.weight.T, logits, products, self.bias)
+        multiply_blocks(self.input, self.weight.T, logits, self.block, self.bias)
         return logits[:tokens]
 
 
@@ -175,14 +227,12 @@ def checked_head(
             checks.floating(name, tensor)
             checks.device(name, tensor, input, names[0])  # type: ignore[arg-type]
     head = Head(*cast_to_autocast(input, weight, bias))  # type: ignore[arg-type]
-    dtype, is_named = head.input.dtype, names[0]
+    like, dtype = names[0], head.input.dtype
     if may_round and head.weight.dtype == torch.float32 and dtype.itemsize == 2:
-        dtype, is_named = torch.float32, names[1]
-    for name, tensor in zip(names[1:], head[1:], strict=True):
+        like, dtype = names[1], torch.float32
+    for name, tensor in zip(names[1:], head[1:3], strict=True):
         if tensor is not None and tensor.dtype != dtype:
-            raise TypeError(
-                f"{name}: expected the dtype of {is_named}, {dtype}, got {tensor.dtype}"
-            )
+            raise TypeError(f"{name}: expected the dtype of {like}, {dtype}, got {tensor.dtype}")
     if weight.ndim < 2 or (weight.ndim > 2 and not more_dimensions):
         raise ValueError(f"{names[1]}: expected shape {shape}, got {list(weight.shape)}")
     if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
@@ -333,7 +383,6 @@ def accumulate_hidden(
     softcap: float,
     chunk: int,
     save_logits: bool,
-    products: Products = USUAL,
 ) -> Tensor:
     """Update the state in place with the logits of a head, and return them if they are saved.
 
@@ -341,14 +390,14 @@ def accumulate_hidden(
     holds all classes; otherwise the result is empty.
     """
     M, C, target, head = len(head.input), len(head.weight), target.contiguous(), head.rounded
-    tokens = M if save_logits else min(M, products.block or LOSS_CHUNK_TOKENS)
-    buffer = products.buffer(head.input, tokens, min(chunk, C))
+    tokens = M if save_logits else min(M, head.block or LOSS_CHUNK_TOKENS)
+    buffer = head.buffer(tokens, min(chunk, C))
     for rows in chunks(M, tokens):
         part_state = state.part(rows)
         for part in chunks(C, chunk):
             weights = None if class_weight is None else class_weight[part]
             options = (weights, part_state, temperature, softcap)
-            logits = head.part(rows, part).logits(buffer, products)
+            logits = head.part(rows, part).logits(buffer)
             accumulate_logits(logits, part.start, target[rows], *options)
     return buffer if save_logits else buffer.new_empty(0)
 

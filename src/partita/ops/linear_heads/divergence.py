@@ -33,20 +33,20 @@ from .chunked import empty_gradients
 from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
-from .plan import USUAL, Products, check_budget, divergence_plan
-from .products import composed_linear, in_blocks, products_of_call, without_padding
+from .plan import check_budget, divergence_plan
+from .products import composed_linear, in_blocks, without_padding
 from .reference import KERNELS
 
 
 def _rows_fake(
     input: Tensor,
     weight: Tensor,
-    teacher_input: Tensor,
     block: int,
     widens: bool,
+    teacher_input: Tensor,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    rest = (len(weight), save_logits, block, widens)
+    rest = (weight, block, widens, save_logits)
     saved = (saved_logits_fake(each, *rest) for each in (input, teacher_input))
     return *divergence_fake(input), *saved
 
@@ -57,15 +57,10 @@ one_pass_op = define_op(KERNELS.linear_divergence_one_pass, one_pass_fake(has_ro
 
 
 def composed_rows(
-    head: Head,
-    teacher: Head,
-    beta: float,
-    temperature: float,
-    softcap: float,
-    products: Products = USUAL,
+    head: Head, teacher: Head, beta: float, temperature: float, softcap: float
 ) -> Tensor:
     """Compute the divergence of each row from all logits at once, `[...]`."""
-    logits, teacher_logits = rows_linear(*head, products), composed_linear(*teacher, products)
+    logits, teacher_logits = rows_linear(*head), composed_linear(*teacher)
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
     return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
@@ -83,39 +78,36 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options, (_, *products, save_logits, ctx.backend, ctx.chunk) = inputs[6:9], inputs[9:]
-        ctx.products = Products(*products)
+        ctx.products, ctx.options = inputs[3:5], inputs[8:11]
+        _, save_logits, ctx.backend, ctx.chunk = inputs[11:]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*inputs[:6], *output[1:])
+        ctx.save_for_backward(*inputs[:3], *inputs[5:8], *output[1:])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        def composed(*tensors: Any) -> Tensor:
-            heads = Head(*tensors[:3]), Head(*tensors[3:6])
-            beta, temperature, softcap = ctx.options
-            products = Products(widens=ctx.products.widens)
-            return composed_rows(*heads, beta, temperature, softcap, products)
+        def composed(head: Head, *tensors: Any) -> Tensor:
+            return composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options)
 
         return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
 
 
 def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
-    *heads, factors, mask, (reduction, *numbers) = args
-    rows, *gradients = one_pass_op(*heads, factors, *numbers)
+    *heads, factors, mask, (block, widens, reduction, *numbers) = args
+    rest = (*heads[3:], factors, *numbers)
+    rows, *gradients = one_pass_op(*heads[:3], block, widens, *rest)
     return reduced(rows, mask, reduction), *gradients
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    *heads, _, mask, (reduction, beta, temperature, softcap, *sizes) = args
-    _, _, _, _, widens, *_ = sizes  # after those of the plan and the block
-    pair = Head(*heads[:3]), Head(*heads[3:])
-    rows = composed_rows(*pair, beta, temperature, softcap, Products(widens=widens))
+    *heads, _, mask, (_, widens, reduction, *numbers) = args
+    head, teacher = (Head._make((*each, 0, widens)) for each in (heads[:3], heads[3:]))
+    rows = composed_rows(head, teacher, *numbers[:3])
     return reduced(rows, mask, reduction)
 
 
-# The tensors are both heads, the factors of the rows and the mask. The options are the reduction
-# and those of `one_pass_op`.
+# The tensors are those of both heads, the factors of the rows and the mask. The options are the
+# block and the width of the heads, the reduction, and those of `one_pass_op`.
 ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 8)
 
 
@@ -179,16 +171,16 @@ def linear_divergence(
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    products = products_of_call(head.input, logits_dtype)
-    if takes_all_logits([head, teacher], mask, memory_budget, products):
-        rows = composed_rows(head, teacher, *numbers, products)
+    head = head.of_call(logits_dtype)
+    teacher = Head(*teacher[:3], *head[3:])
+    if takes_all_logits([head, teacher], mask, memory_budget):
+        rows = composed_rows(head, teacher, *numbers)
         return reduced(rows, mask, reduction)
-    shape, head, teacher = input.shape[:-1], head.flat.aligned(products), teacher.flat
-    teacher, wanted = teacher.aligned(products), head.wanted
-    mask = None if mask is None else mask.reshape(-1)
-    if products.block:  # The padding does not count.
+    shape, head, teacher = input.shape[:-1], head.flat.aligned, teacher.flat.aligned
+    mask, wanted = None if mask is None else mask.reshape(-1), head.wanted
+    if head.block:  # The padding does not count.
         mask = head.input.new_ones(shape.numel(), dtype=torch.bool) if mask is None else mask
-        mask = in_blocks(mask, products, False)
+        mask = in_blocks(mask, head.block, False)
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     # The gradients of fp16 would underflow before a loss scale is known.
     is_reduced = reduction != "none" and head.input.dtype != torch.float16
@@ -204,22 +196,21 @@ def linear_divergence(
         wanted.input_grad,
         wanted.weight_grad or wanted.bias_grad,
         one_pass,
-        products.block,
-        products.widens,
+        *head[3:],
         head.rounds,
     )
-    backend, sizes = current_backend(), (*plan[:3], *products)
+    backend, sizes = current_backend(), plan[:3]
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
-        tensors = (*head, *teacher, row_factors(mask, like, reduction), mask)
-        options = (reduction, *numbers, *sizes, *wanted, backend)
+        tensors = (*head[:3], *teacher[:3], row_factors(mask, like, reduction), mask)
+        options = (*head[3:], reduction, *numbers, *sizes, *wanted, backend)
         result: Tensor = apply(OnePass, ONE_PASS, *tensors, options)
         return result
     save_logits = plain_eager() and plan.saved > 0
     chunk = plan.chunk if any(wanted) else len(head.weight)
-    call = (*head, *teacher, *numbers, plan.tokens, *products, save_logits, backend, chunk)
+    call = (*head, *teacher[:3], *numbers, plan.tokens, save_logits, backend, chunk)
     loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
-    return without_padding(loss, shape, products) if reduction == "none" else loss
+    return without_padding(loss, shape, head.block) if reduction == "none" else loss
 
 
 def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
@@ -227,10 +218,11 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
 
     The results have no gradient.
     """
-    input, matrix, _ = head
+    input, matrix, *_ = head
     checks.floating("teacher_input", hidden)
     checks.device("teacher_input", hidden, input, "input")
-    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_", "[C, K]", may_round=True)
+    checked = checked_head(hidden, weight, bias, "teacher_", "[C, K]", may_round=True)
+    hidden, weight, bias, *_ = checked
     if len(weight) != len(matrix):
         shorter = "teacher_weight" if len(weight) > len(matrix) else "linear_weight"
         classes = min(len(weight), len(matrix))

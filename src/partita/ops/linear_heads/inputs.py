@@ -13,7 +13,7 @@ from ...runtime.checks import FLOATING
 from ...runtime.register import PLAIN
 from .autograd import rows_linear
 from .common import Head, checked_head
-from .plan import USUAL, Products, is_small
+from .plan import is_small
 
 
 def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
@@ -91,7 +91,7 @@ def flat_labels(input: Tensor, target: Tensor) -> Tensor:
 
 
 def all_logits(
-    input: Tensor, weight: Tensor, bias: Tensor | None, products: Products = USUAL
+    input: Tensor, weight: Tensor, bias: Tensor | None, block: int, widens: bool
 ) -> Tensor:
     """Compute all logits.
 
@@ -99,7 +99,7 @@ def all_logits(
     dimensions.
     """
     flat_bias = None if bias is None else bias.flatten()
-    logits = rows_linear(input, weight.flatten(0, -2), flat_bias, products)
+    logits = rows_linear(input, weight.flatten(0, -2), flat_bias, block, widens)
     return logits if weight.ndim == 2 else logits.unflatten(1, weight.shape[:-1])
 
 
@@ -111,16 +111,16 @@ def needs_logits(linear_weight: Tensor, target: Tensor | None) -> bool:
 
 
 def takes_all_logits(
-    heads: Sequence[Head], target: Tensor | None, memory_budget: int | None, products: Products
+    heads: Sequence[Head], target: Tensor | None, memory_budget: int | None
 ) -> bool:
     """Return whether a call computes all logits of these heads at once.
 
     A small call does, but not in the batch-invariant mode, as the number of tokens must not decide.
     """
-    input, weight, _ = heads[0]
+    input, weight, *_ = heads[0]
     if needs_logits(weight, None):
         return True
-    if products != USUAL or heads[0].rounds or not all(is_plain(*head, target) for head in heads):
+    if not all(is_plain(*head[:3], target) and head.is_usual for head in heads):
         return False
     tokens = len(heads) * input.shape[:-1].numel()  # which would fix a size that is traced
     return is_small(tokens, len(weight), input.dtype, memory_budget)

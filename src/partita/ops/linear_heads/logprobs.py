@@ -14,10 +14,10 @@ from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
 from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
-from .common import chunk_and_save
+from .common import Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
-from .plan import BLOCK_TOKENS, Products, check_budget, padded_width
-from .products import in_blocks, products_of_call, without_padding
+from .plan import BLOCK_TOKENS, check_budget, padded_width
+from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given
@@ -30,20 +30,20 @@ def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
 def _fake(
     input: Tensor,
     weight: Tensor,
-    ids: Tensor,
-    needs_rest: bool,
     block: int,
     widens: bool,
+    ids: Tensor,
+    needs_rest: bool,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    saved = saved_logits_fake(input, len(weight), save_logits, block, widens)
+    saved = saved_logits_fake(input, weight, block, widens, save_logits)
     return *logprobs_fake(input, ids, needs_rest), saved
 
 
 def _topk_fake(
-    input: Tensor, weight: Tensor, k: int, block: int, widens: bool, save_logits: bool
+    input: Tensor, weight: Tensor, block: int, widens: bool, k: int, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    return *topk_fake(input, k), saved_logits_fake(input, len(weight), save_logits, block, widens)
+    return *topk_fake(input, k), saved_logits_fake(input, weight, block, widens, save_logits)
 
 
 logprobs_op = define_op(KERNELS.linear_logprobs, _fake, check=_check)
@@ -64,21 +64,20 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options, (_, ctx.chunk, *products, save_logits, ctx.backend) = inputs[4:7], inputs[7:]
-        ctx.products = Products(*products)
+        ctx.products, ctx.options = inputs[3:5], inputs[6:9]
+        _, ctx.chunk, save_logits, ctx.backend = inputs[9:]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*inputs[:4], *output[1:])
+        ctx.save_for_backward(*inputs[:3], inputs[5], *output[1:])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return the gradients from that of the log-probabilities of saved ids."""
 
-        def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
+        def composed(head: Head, *saved: Tensor) -> Tensor:
             (ids, *_, rest), (temperature, softcap, ignore_index) = saved, ctx.options
-            wide = Products(widens=ctx.products.widens)
             options = (temperature, softcap, ignore_index, rest.shape[1] > 0)
-            return logprobs_of(all_logits(input, weight, bias, wide), ids, *options)
+            return logprobs_of(all_logits(*head), ids, *options)
 
         return head_backward(ctx, logprobs_backward_op, grads[0], composed)
 
@@ -96,9 +95,8 @@ class LinearTopK(LinearLogprobs):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, _, temperature, softcap, _ = inputs[:7]
-        *products, save_logits, ctx.backend, ctx.chunk = inputs[7:]
-        ctx.products = Products(*products)
+        *head, block, widens, _, temperature, softcap, _, save_logits = inputs[:-2]
+        (ctx.backend, ctx.chunk), ctx.products = inputs[-2:], (block, widens)
         ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
         ctx.mark_non_differentiable(*output[1:])
         rows = TopKRows(*output[:-1])
@@ -173,17 +171,16 @@ def linear_logprobs_of(
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
-    products = products_of_call(head.input, logits_dtype)
-    if takes_all_logits([head], ids, memory_budget, products):
-        return logprobs_of(all_logits(*head, products), ids, *numbers, needs_rest)
-    flat, rows = ids[None].flatten(0, -2).contiguous(), ids.shape[:-1]
-    head, flat = head.flat.aligned(products), in_blocks(flat, products)
-    plan = head.plan(memory_budget, False, products)
+    head = head.of_call(logits_dtype)
+    if takes_all_logits([head], ids, memory_budget):
+        return logprobs_of(all_logits(*head), ids, *numbers, needs_rest)
+    flat, head = ids[None].flatten(0, -2).contiguous(), head.flat.aligned
+    plan = head.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(head.weight))
-    products = head.chunks_of_blocks(plan, products)
-    call = (*head, flat, *numbers, needs_rest, chunk, *products, save_logits, current_backend())
+    flat, head = in_blocks(flat, head.block), head.with_blocks_of(plan)
+    call = (*head, flat, *numbers, needs_rest, chunk, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
-    return without_padding(found, rows, products)
+    return without_padding(found, ids.shape[:-1], head.block)
 
 
 def linear_topk_logprobs(
@@ -232,19 +229,19 @@ def linear_topk_logprobs(
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
-    products = products_of_call(head.input, logits_dtype)
-    if takes_all_logits([head], None, memory_budget, products):
-        return topk_of(all_logits(*head, products), k, *numbers)
-    head, chunk, save_logits = head.flat.aligned(products), classes, False
+    head = head.of_call(logits_dtype)
+    if takes_all_logits([head], None, memory_budget):
+        return topk_of(all_logits(*head), k, *numbers)
+    head, chunk, save_logits = head.flat.aligned, classes, False
     if any(head.wanted):
-        plan = head.plan(memory_budget, False, products)
+        plan = head.plan(memory_budget, False)
         chunk, save_logits = chunk_and_save(plan, classes)
-        products = head.chunks_of_blocks(plan, products)
-    row_bytes = padded_width(classes) * head.input.element_size()
-    room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget // (1 + products.widens)
-    at_once = max(1, room // row_bytes)
-    if products.block:
-        at_once = max(1, at_once // BLOCK_TOKENS) * BLOCK_TOKENS
-    call = (*head, k, *numbers, at_once, *products, save_logits, current_backend(), chunk)
+        head = head.with_blocks_of(plan)
+    row_bytes, step = padded_width(classes) * head.input.element_size(), 1
+    room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget // (1 + head.widens)
+    if head.block:
+        step = BLOCK_TOKENS
+    at_once = max(1, room // (row_bytes * step)) * step
+    call = (*head, k, *numbers, at_once, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
-    return TopK(*(without_padding(field, rows, products) for field in found))
+    return TopK(*(without_padding(field, rows, head.block) for field in found))

@@ -26,8 +26,8 @@ from .inputs import (
     needs_logits,
 )
 from .packing import packs_rows
-from .plan import USUAL, Products, check_budget, is_small
-from .products import in_blocks, products_of_call, without_padding
+from .plan import ALL_AT_ONCE, check_budget, is_small
+from .products import in_blocks, without_padding
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
 
@@ -41,7 +41,6 @@ class LossCall(NamedTuple):
     options: LossOptions
     memory_budget: int | None
     denominator: float | Tensor | None
-    products: Products
 
 
 def linear_loss(
@@ -69,20 +68,20 @@ def linear_loss(
     usual = is_usual(input, linear_weight, linear_bias, target)
     if not usual:
         checked = cast_and_check(input, linear_weight, linear_bias, target, more_dimensions=True)
-        input, linear_weight, linear_bias = checked
+        input, linear_weight, linear_bias, *_ = checked
     if memory_budget is not None:
         check_budget(memory_budget)
-    weight_grad, products = requires_grad(weight), products_of_call(input, logits_dtype)
+    weight_grad = requires_grad(weight)
+    head, labels = Head(input, linear_weight, linear_bias).of_call(logits_dtype), target
     if weight_grad or (not usual and needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
-        logits = all_logits(input, linear_weight, linear_bias, products).to(dtype)
+        logits = all_logits(*head).to(dtype)
         if linear_weight.ndim == 2 and input.ndim > 2:
             logits = logits.movedim(-1, 1)
             target = target.movedim(-1, 1) if target.is_floating_point() else target
         loss = cross_entropy(logits, target, weight, **options.keywords())
         loss = loss.to(dtype)  # autocast may have changed the dtype
         return loss if denominator is None else loss / denominator
-    head, labels = Head(input, linear_weight, linear_bias), target
     if not usual:
         labels, head = flat_labels(input, target), head.flat
     if weight is not None:
@@ -90,7 +89,7 @@ def linear_loss(
         checks.device("weight", weight, input, "input")
         checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
-    call = LossCall(head, labels, weight, options, memory_budget, denominator, products)
+    call = LossCall(head, labels, weight, options, memory_budget, denominator)
     if not usual and not is_plain(input, linear_weight, linear_bias, target):
         loss = _planned_loss(call)
     elif input.is_cpu:
@@ -126,9 +125,9 @@ def _loss_without_ignored(call: LossCall) -> Tensor:
 
 def _loss(call: LossCall) -> Tensor:
     """Compute the loss of a plain eager call."""
-    input, matrix, _ = call.head
+    input, matrix, *_ = call.head
     sizes = input.shape[0], matrix.shape[0], input.dtype
-    if call.products == USUAL and not call.head.rounds and is_small(*sizes, call.memory_budget):
+    if call.head.is_usual and is_small(*sizes, call.memory_budget):
         loss = _composed_cross_entropy(call.head, call.target, call.weight, call.options)
         return loss if call.denominator is None else loss / call.denominator
     return _planned_loss(call)
@@ -136,33 +135,35 @@ def _loss(call: LossCall) -> Tensor:
 
 def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
-    head, target, weight, options, memory_budget, denominator, products = call
-    shape, head = target.shape, head.aligned(products)
-    target = in_blocks(target, products, options.ignore_index)
+    (head, target, weight, options, memory_budget, denominator), shape = call, call.target.shape
+    head, target = head.aligned, in_blocks(target, head.block, options.ignore_index)
     backend, reduction, input = current_backend(), options.reduction, head.input
-    plan = head.plan(memory_budget, reduction != "none", products)
-    if plan.name == "fast" and reduction != "none" and input.dtype != torch.float16:
+    is_reduced, is_fp16 = reduction != "none", input.dtype == torch.float16
+    if is_fp16 and reduction == "sum" and weight is not None and denominator is None:
+        is_reduced = False  # gradients without an upstream factor that is small might overflow
+    plan = head.plan(memory_budget, is_reduced)
+    # Fp16 has saved logits, and gradients that need no scale, where the workspace holds all.
+    if plan.name == "fast" and is_reduced and not (is_fp16 and plan.reason == ALL_AT_ONCE):
         divisor = denominator
         if not (divisor is None or isinstance(divisor, Tensor)):
             dtype = acc_dtype(input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=input.device)
         if plain_eager() or torch.compiler.is_compiling():
-            packs = products == USUAL and packs_rows(*head, reduction, backend)
+            packs = head.is_usual and packs_rows(*head[:3], reduction, backend)
             kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
-            tensors = (*head, target, weight, divisor)
-            plan_options = (*options, plan.chunk, *products, *head.wanted, backend)
+            tensors = (*head[:3], target, weight, divisor)
+            plan_options = (*head[3:], *options, plan.chunk, *head.wanted, backend)
             result: Tensor = apply(OnePass, kind, *tensors, plan_options)
             return result
-    classes = len(head.weight)
+    classes, head = len(head.weight), head.with_blocks_of(plan)
     chunk, save_logits = chunk_and_save(plan, classes)
-    products = head.chunks_of_blocks(plan, products)
     needs_smoothing, needs_entropy = options.label_smoothing > 0, False
     needs = (options.softcap, options.ignore_index, needs_smoothing, needs_entropy)
-    numbers = (1.0, *needs, chunk, *products, save_logits, backend)
+    numbers = (1.0, *needs, chunk, save_logits, backend)
     statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
     loss, z = loss_terms(statistics, target, weight, classes, options)
     loss = reduce_losses(loss, z, target, weight, classes, options.ignore_index, reduction)
-    loss = without_padding(loss, shape, products) if reduction == "none" else loss
+    loss = without_padding(loss, shape, head.block) if reduction == "none" else loss
     return loss if denominator is None else loss / denominator
 
 
@@ -180,7 +181,7 @@ def _composed_cross_entropy(
 
     The labels are `[M]`, the class weights `[C]` or None.
     """
-    input, matrix, bias = head
+    input, matrix, bias, *_ = head
     softcap = options.softcap
     if not input.is_cpu:  # NaN in ignored rows would reach the gradient of the matrix
         input = input.masked_fill((target == options.ignore_index).unsqueeze(1), 0.0)

@@ -55,7 +55,6 @@ def packs_rows(
         and type(input) in PLAIN
         and type(weight) in PLAIN
         and bias is None
-        and weight.dtype == input.dtype
         and backend in ("auto", "triton")
         and len(input) > 0
         and sizes_allow_packing(weight.shape[1], len(weight), input.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
@@ -35,11 +34,12 @@ LOSS_CHUNK_TOKENS = 8192  # more tokens at a time would not make the products fa
 CPU_CHUNK_TOKENS = 512
 ROW_WORDS = 24  # upper bound on the 4-byte words that a token needs in addition to its logits
 ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
+# What gradients of fp16 logits are multiplied by where they are computed with the loss. Otherwise
+# they would underflow, as a loss scale is not known before the backward pass.
+FP16_SCALE = 2.0**12
 # Tokens of each product in the batch-invariant mode. The library chooses a product's kernel, and so
 # the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
 BLOCK_TOKENS = 1024
-# Rows of gradients that have memory before the fp32 logits; see `Products.gradient_parts`.
-SPARE_ROWS = 2
 
 DIVERGENCE_BUDGET = 2**32  # bytes of workspace of a divergence if no budget is given
 DIVERGENCE_LOSS_BUDGET = 2**28  # the same without gradients, for which more is not faster
@@ -53,8 +53,8 @@ BLOCKS_OF_TOKENS = "the workspace holds the logits of 1,024 tokens"
 CHUNKS_OF_TOKENS = "the workspace holds chunks of tokens, but not all logits"
 TOO_SMALL = "the workspace holds no chunk of 2,048 tokens beside the matrix's gradient in fp32"
 NO_CHUNKS_OF_TOKENS = (
-    "the workspace does not hold all logits, and fp16, unreduced and parallel losses cannot take"
-    " chunks of tokens"
+    "the workspace does not hold all logits, and unreduced and parallel losses, and weighted sums"
+    " in fp16, cannot take chunks of tokens"
 )
 
 
@@ -102,8 +102,8 @@ def linear_cross_entropy_plan(
 
     Without a budget, a mean or sum holds all logits if they fit 2 GiB. Otherwise it takes chunks of
     tokens of equal length, whose logits take at most 0.5 GiB, or as many bytes as the matrix if
-    that is more, with room for at least 2,048 tokens; fp16 takes the lean plan instead. The
-    workspace depends on the arguments alone, so that results do too.
+    that is more, with room for at least 2,048 tokens. The workspace depends on the arguments alone,
+    so that results do too.
 
     With `PARTITA_PACK_ROWS=1` it is the plan of a GPU that packs rows, which needs a copy of a
     chunk's hidden states. This concerns means and sums in bf16 with `hidden` and `vocabulary` that
@@ -168,14 +168,14 @@ def linear_cross_entropy_plan(
         return _invariant_plan(tokens, hidden, vocabulary, dtype, *options)
     packs = reduced and not (parallel or widens or rounds) and packing_wanted()
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
-    half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
-    logit_size = 2 * itemsize if widens else itemsize
-    size_ratio, spare = logit_size // itemsize, spare_rows(widens)
+    half_type, itemsize, size_ratio = dtype.itemsize == 2, dtype.itemsize, 1 + widens
+    logit_size, copy_bytes = itemsize * size_ratio, rounds * hidden * vocabulary * itemsize
     product_flops = 2 * tokens * hidden * vocabulary
     row_bytes = max(padded_width(vocabulary) * logit_size, 1)
     # Programs that share a row exchange one byte for every 512 classes.
     token_bytes = ROW_WORDS * 4 + vocabulary // 512
-    fixed_bytes = token_bytes * tokens + rounds * hidden * vocabulary * itemsize
+    fixed_bytes = token_bytes * tokens + copy_bytes
+    fixed_bytes += widens * (1 + tokens % 2) * row_bytes  # a row that is copied, and an even number
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
         name, chunk_tokens = "loss", smaller(tokens, LOSS_CHUNK_TOKENS)
@@ -192,45 +192,43 @@ def linear_cross_entropy_plan(
         logits_bytes = row_bytes
         packed_bytes = hidden * itemsize if packs else 0
         row_bytes += packed_bytes
-        spare_bytes = spare * row_bytes
-        all_at_once = tokens * row_bytes + spare_bytes + fixed_bytes + exchanged_bytes
+        all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
         # The matrix's gradient is added up in fp32. It is rounded into its result, which is half as
         # large, when the logits are no longer needed.
         has_sum = weight_grad and half_type and not rounds
         dweight_bytes = hidden * vocabulary * 2 if has_sum else 0
-        takes_chunks = reduced and not parallel and dtype != torch.float16
+        # In fp16, so is that of the hidden states, until its upstream factor is known.
+        takes_chunks = reduced and not parallel
+        dinput_bytes = 6 * tokens * hidden if takes_chunks and dtype == torch.float16 else 0
         budget = memory_budget
         if budget is None:
-            budget = DEFAULT_BUDGET * size_ratio + tokens * packed_bytes
-            budget += rounds * hidden * vocabulary * itemsize
-        room = budget - dweight_bytes - fixed_bytes - spare_bytes
+            budget = DEFAULT_BUDGET * size_ratio + tokens * packed_bytes + copy_bytes
+        room = budget - dweight_bytes - fixed_bytes - dinput_bytes
         if memory_budget is None and takes_chunks:
-            chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio // logits_bytes
-            chunk = max(chunk // 256 * 256, MIN_CHUNK_TOKENS)
-            room = max(chunk * row_bytes, dweight_bytes)
-            budget = larger(budget, room + dweight_bytes + fixed_bytes + spare_bytes)
+            chunk_bytes = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio
+            chunk = chunk_bytes // logits_bytes // 256 * 256
+            room = max(max(chunk, MIN_CHUNK_TOKENS) * row_bytes, dweight_bytes)
+            budget = larger(budget, room + dweight_bytes + fixed_bytes)
         fits = all_at_once <= budget
         if decide(fits, otherwise=False):
             return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
         least_room = max(MIN_CHUNK_TOKENS * row_bytes, dweight_bytes)
-        left = (
-            0 if memory_budget is None else memory_budget - dweight_bytes - least_room - spare_bytes
-        )
-        has_room = decide(room >= least_room, otherwise=left >= MIN_CHUNK_TOKENS * token_bytes)
+        spare = 0 if memory_budget is None else memory_budget - dweight_bytes - least_room
+        has_room = decide(room >= least_room, otherwise=spare >= MIN_CHUNK_TOKENS * token_bytes)
         if takes_chunks and has_room:
             chunk = larger(room // row_bytes // 256 * 256, 256)
             chunks = larger(-(-tokens // chunk), 1)
             rows = -(-tokens // chunks)  # all chunks get about the same length
             chunk = choose(fits, larger(tokens, 1), -(-rows // 256) * 256)
             logits_bytes = larger(chunk * row_bytes, dweight_bytes)
-            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes + spare_bytes
+            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes + dinput_bytes
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
         reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
         flops += product_flops
         if input_grad:  # the gradient of half types is added up in fp32, that of others in place
             fixed_bytes += tokens * hidden * 4 if half_type else states_bytes
     chunk_width = min(padded_width(MIN_CHUNK_CLASSES), padded_width(vocabulary))
-    least = (chunk_tokens + spare) * chunk_width * logit_size + fixed_bytes
+    least = chunk_tokens * chunk_width * logit_size + fixed_bytes
     if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
             f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
@@ -240,9 +238,9 @@ def linear_cross_entropy_plan(
         chunk_bytes = memory_budget - fixed_bytes
     else:
         chunk_bytes = (LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES) * size_ratio
-    room = chunk_bytes // larger((chunk_tokens + spare) * logit_size, 1)
+    room = chunk_bytes // larger(chunk_tokens * logit_size, 1)
     chunk = choose(fits, vocabulary, _chunk_classes(room, vocabulary))
-    workspace_bytes = (chunk_tokens + spare) * padded_width(chunk) * logit_size + fixed_bytes
+    workspace_bytes = chunk_tokens * padded_width(chunk) * logit_size + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
 
 
@@ -268,34 +266,40 @@ def _invariant_plan(
     tokens = larger(-(-tokens // BLOCK_TOKENS), 1) * BLOCK_TOKENS
     chunk = block_classes(vocabulary, itemsize * size_ratio, memory_budget, size_ratio)
     row_bytes = padded_width(chunk) * itemsize * size_ratio
-    fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens + spare_rows(widens) * row_bytes
-    fixed_bytes += rounds * hidden * vocabulary * itemsize
+    copy_bytes = rounds * hidden * vocabulary * itemsize
+    fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens + copy_bytes
     if weight_grad and not input_grad:
         fixed_bytes += tokens * hidden * itemsize
     if input_grad and is_half and chunk < vocabulary:
         fixed_bytes += tokens * hidden * 4
     # As in the other plans, the matrix's gradient is rounded in the memory of the logits.
     dweight_bytes = hidden * vocabulary * 2 if weight_grad and is_half and not rounds else 0
-    budget = DEFAULT_BUDGET * size_ratio if memory_budget is None else memory_budget
-    budget += rounds * hidden * vocabulary * itemsize if memory_budget is None else 0
+    budget = memory_budget
+    if budget is None:
+        budget = DEFAULT_BUDGET * size_ratio + copy_bytes
     flops = 2 * tokens * hidden * vocabulary * (1 + input_grad + weight_grad)
-    block_bytes = max(BLOCK_TOKENS * row_bytes, dweight_bytes)
+    # Half of the fp32 logits exist at a time beside their gradient, but no half of a block.
+    half_block = widens * (BLOCK_TOKENS // 2) * row_bytes
+    block_bytes = max(BLOCK_TOKENS * row_bytes, dweight_bytes) + half_block
     name, some, reason = "loss", chunk, BLOCKS_OF_TOKENS
     workspace_bytes = block_bytes + dweight_bytes + fixed_bytes
     if has_gradient and chunk == vocabulary:
         all_at_once = tokens * row_bytes + fixed_bytes
+        all_at_once += widens * (tokens % (2 * BLOCK_TOKENS) // 2 + 1) * row_bytes
         fits = all_at_once <= budget
         if decide(fits, otherwise=False):
             return MemoryPlan("fast", tokens, all_at_once, flops, ALL_AT_ONCE)
-        takes_chunks = memory_budget is None or block_bytes + dweight_bytes < memory_budget
-        if reduced and takes_chunks and dtype != torch.float16:
+        dinput_bytes = 6 * tokens * hidden if dtype == torch.float16 else 0
+        takes_chunks = memory_budget is None or workspace_bytes + dinput_bytes <= memory_budget
+        if reduced and takes_chunks:
+            fixed_bytes += dinput_bytes
             room = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio
             if memory_budget is not None:
-                room = memory_budget - dweight_bytes - fixed_bytes
+                room = memory_budget - dweight_bytes - fixed_bytes - half_block
             name, reason = "fast", CHUNKS_OF_TOKENS
             blocks = larger(room // row_bytes // BLOCK_TOKENS, 1)
             some = smaller(blocks * BLOCK_TOKENS, tokens)
-            logits_bytes = larger(some * row_bytes, dweight_bytes)
+            logits_bytes = larger(some * row_bytes, dweight_bytes) + half_block
             workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
     if has_gradient and name != "fast":
         name, flops = "lean", flops + 2 * tokens * hidden * vocabulary
@@ -368,73 +372,9 @@ def widens_logits(
     return dtype.itemsize == 2
 
 
-def spare_rows(widens: bool) -> int:
-    """Return the rows of a buffer before its logits, in which their first gradients start."""
-    return SPARE_ROWS // 2 if widens else 0
-
-
 def padded_width(classes: int) -> int:
     """Return the columns of a buffer for this number of classes."""
     return -(-classes // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-class Products(NamedTuple):
-    """How the products of a call are computed.
-
-    Fields:
-        block: 0, or in the batch-invariant mode the tokens in a chunk whose logits are not kept,
-            a multiple of 1,024.
-        widens: whether logits of half types are fp32, as the product adds them up.
-    """
-
-    block: int = 0
-    widens: bool = False
-
-    def rows(self, tokens: int) -> int:
-        """Return the rows of memory for the logits of tokens, which whole blocks fill."""
-        return tokens + -tokens % BLOCK_TOKENS if self.block else tokens
-
-    def buffer(self, input: Tensor, tokens: int, classes: int) -> Tensor:
-        """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
-        rows, dtype = self.rows(tokens), input.dtype
-        if self.widens:
-            rows, dtype = rows + spare_rows(True), acc_dtype(dtype)
-        return input.new_empty(rows * padded_width(classes), dtype=dtype)
-
-    def logits_in(self, buffer: Tensor, tokens: int, classes: int) -> Tensor:
-        """Return the view of a buffer that takes logits, with the padding of tokens and classes."""
-        width = padded_width(classes)
-        memory, rows = buffer[spare_rows(self.widens) * width :], self.rows(tokens)
-        return memory[: rows * width].view(rows, width)
-
-    def gradient_in(self, buffer: Tensor, dtype: torch.dtype, tokens: int, classes: int) -> Tensor:
-        """Return the view of a buffer that takes the gradient of its logits, with its padding.
-
-        A gradient of another dtype starts before the logits; see `gradient_parts`.
-        """
-        if buffer.dtype == dtype:
-            return self.logits_in(buffer, tokens, classes)
-        width, rows = padded_width(classes), self.rows(tokens)
-        return buffer.view(dtype)[: rows * width].view(rows, width)
-
-    def gradient_parts(self, tokens: int) -> list[slice]:
-        """Return the tokens whose gradients are written together over their logits, in order.
-
-        A gradient that is as large as the logits takes their place. One of half their size takes
-        the place of logits that were read before, so that each part has twice the rows of all
-        before it.
-        """
-        if not self.widens:
-            return [slice(0, tokens)]
-        parts, first = [], 0
-        while first < tokens:
-            stop = min(SPARE_ROWS + 2 * first, tokens)
-            parts.append(slice(first, stop))
-            first = stop
-        return parts
-
-
-USUAL = Products()
 
 
 class DivergencePlan(NamedTuple):
@@ -482,7 +422,7 @@ def divergence_plan(
         itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
     copy_bytes = rounds * hidden * vocabulary * dtype.itemsize
-    fixed_bytes = ROW_WORDS * 4 * tokens + spare_rows(widens) * row_bytes + copy_bytes
+    fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + widens * max(block // 2, 2) * row_bytes
     has_gradient = input_grad or weight_grad
     if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0
         fixed_bytes += tokens * hidden * dtype.itemsize

@@ -18,23 +18,11 @@ from ...primitives.rows import chunks
 from ...runtime.autograd import is_capturing, plain_eager
 from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.dtypes import acc_dtype
-from ...runtime.invariance import is_batch_invariant
 from ...runtime.register import PLAIN
-from .plan import (
-    BLOCK_TOKENS,
-    ROW_ALIGNMENT,
-    Products,
-    widens_logits,
-)
+from .plan import BLOCK_TOKENS, ROW_ALIGNMENT
 
 _proofs: BoundedCache[tuple[Any, ...], bool] = BoundedCache(256)
 register_cache("linear_heads.products.proofs", _proofs.clear)
-
-
-def products_of_call(input: Tensor, logits_dtype: torch.dtype | None) -> Products:
-    """Return how the products of a call with these hidden states are computed."""
-    widens = widens_logits(logits_dtype, input.dtype)
-    return Products(BLOCK_TOKENS if is_batch_invariant() else 0, widens)
 
 
 def multiply(
@@ -57,17 +45,17 @@ def multiply_blocks(
     a: Tensor,
     b: Tensor,
     out: Tensor,
-    products: Products,
+    block: int,
     bias: Tensor | None = None,
     adds: bool = False,
 ) -> None:
-    """Do the same with the bits that each row has in a product of one block of rows.
+    """Do the same, with the bits that each row has in a product of one block if `block` is not 0.
 
     Both `a` and `out` may have rows more that fill the last block, whose values do not matter.
     Otherwise that block is computed from a copy.
     """
     rows = min(len(a), len(out))
-    if not products.block:
+    if not block:
         return multiply(a, b, out, bias, adds)
     full = rows // BLOCK_TOKENS * BLOCK_TOKENS
     together = _is_proven(full, a, b, out, bias, adds)
@@ -136,20 +124,20 @@ def blocks_are_alike(
     return True
 
 
-def in_blocks(rows: Tensor, products: Products, value: float = 0.0) -> Tensor:
+def in_blocks(rows: Tensor, block: int, value: float = 0.0) -> Tensor:
     """Return rows `[M, ...]` as the functions between products take them, padded to whole blocks.
 
     PyTorch's functions for the CPU give a row other bits by the number of rows. Kernels do not.
     """
-    if not products.block or rows.device.type != "cpu":
+    if not block or rows.device.type != "cpu":
         return rows
     missing = -rows.shape[0] % BLOCK_TOKENS
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing), value=value)
 
 
-def without_padding(rows: Tensor, shape: torch.Size, products: Products) -> Tensor:
+def without_padding(rows: Tensor, shape: torch.Size, block: int) -> Tensor:
     """Return the result of each token, in the shape of the tokens, from that of whole blocks."""
-    if products.block:  # The number fixes a size that is traced.
+    if block:  # The number fixes a size that is traced.
         rows = rows[: shape.numel()]
     return rows.reshape(*shape, *rows.shape[1:])
 
@@ -168,13 +156,13 @@ def aligned_columns(matrix: Tensor) -> Tensor:
 
 
 def composed_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, products: Products
+    input: Tensor, weight: Tensor, bias: Tensor | None, block: int, widens: bool
 ) -> Tensor:
     """Return `torch.nn.functional.linear`, from any tensors that PyTorch can transform."""
     rows, classes, weight = input.shape[:-1].numel(), len(weight), weight.to(input.dtype)
     bias = None if bias is None else bias.to(input.dtype)
-    linear = _wide_linear if products.widens else F.linear
-    if not products.block or not rows:
+    linear = _wide_linear if widens else F.linear
+    if not block or not rows:
         return linear(input, weight, bias)
     if padding := -classes % ROW_ALIGNMENT:
         weight = F.pad(weight, (0, 0, 0, padding))

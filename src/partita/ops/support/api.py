@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...runtime.autograd import apply
 from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import token_stats
 from ..cross_entropy.common import check_logits
-from .autograd import LogitsOfEntries, stats_of_parts
+from .autograd import stats_of_parts
 from .common import Support, SupportStats
 
 
@@ -68,7 +68,8 @@ def support_stats(
 
     def entries(x: Tensor, support: Support) -> Tensor:
         # Entries that are no class have the gradient 0, or NaN like all of their row.
-        return apply(LogitsOfEntries, x, support.rows, support.classes.clamp(0, classes - 1))
+        x = x[support.rows, support.classes.clamp(0, classes - 1)]
+        return x.to(acc_dtype(x.dtype))
 
     def all_classes(*of_rows: Any) -> tuple[Tensor, Tensor]:
         found = token_stats(*of_rows, current_backend())

@@ -22,7 +22,6 @@ from ...runtime.autograd import (
     takes,
 )
 from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import on_device
 from . import common, reference
 from .common import Support, SupportStats
@@ -79,33 +78,6 @@ class EntryStats(torch.autograd.Function):
         return gradient, *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
-class LogitsOfEntries(torch.autograd.Function):
-    """The logits `[M, C]` of entries, `[E]`, in the accumulator's dtype.
-
-    A row with a gradient that is NaN gets NaN as its gradient everywhere, because it is invalid.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        return logits[rows, columns].to(acc_dtype(logits.dtype))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        logits, *entries = inputs
-        ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        ctx.save_for_backward(*entries)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (grad,), (rows, columns) = grads, saved_tensors(ctx)
-        nan_or_zero = grad.new_zeros(ctx.shape[0]).index_put((rows,), 0 * grad, accumulate=True)
-        dlogits = nan_or_zero.to(ctx.dtype).unsqueeze(1).expand(ctx.shape).clone()
-        dlogits.index_put_((rows, columns), grad.to(ctx.dtype), accumulate=True)
-        return dlogits, None, None
-
-
 def stats_of_parts(
     entries: Callable[[Tensor, Support], Tensor],
     all_classes: Callable[..., Sequence[Tensor]],
@@ -140,25 +112,28 @@ def stats_of_parts(
     numbers = checks.temperature_and_softcap(temperature, softcap)
     x, labels = input[None].flatten(0, -2), target.reshape(-1).long().contiguous()
     ids, begins = ids.long().contiguous(), offsets.long().contiguous()
-    if offsets.device != target.device:
-        common.check_offsets(begins, len(ids))
-        begins = on_device(target.device, begins)[0]
-    options, backend = (num_classes, ignore_index), current_backend()
-    support = Support(*sets_op(labels, ids, begins, *options, backend))
+    is_sound = offsets.device != target.device
+    if is_sound:  # It takes the host less time on the CPU.
+        begins = on_device(target.device, common.sound_offsets(begins, len(ids)))[0]
+    of_rows, backend = (labels, ids, begins, num_classes, ignore_index), current_backend()
+    support = Support(*sets_op(*of_rows, is_sound, backend))
     call = (entries(x, support), *support, num_classes, *numbers, backend)
-    *found, in_set = apply(EntryStats, *call)[:3]
+    *found, status = apply(EntryStats, *call)[:3]
     if not (plain_eager() and offsets.is_cpu and bool((offsets.diff() > 0).all())):
         begin, end = support.offsets[:-1], support.offsets[1:]
-        has_all = (begin == end) & (begin >= 0) & (labels != ignore_index)
-        whole = torch.where(has_all, labels, 0)
+        has_all = (begin == end) & (begin != common.WRONG) & (labels != ignore_index)
         of_all = (*numbers, checks.NOTHING_IGNORED)
         if not (waits and plain_eager()) or is_capturing(labels):
-            others = all_classes(x, whole, *of_all)
-            found = [torch.where(has_all, b, a) for a, b in zip(found, others, strict=True)]
+            # The gradient of an invalid row of logits is NaN for all classes, by the factor here.
+            is_invalid = status < 0
+            factor = torch.where(is_invalid, torch.nan, 1.0).to(found[0].dtype)
+            others = all_classes(x, torch.where(has_all & ~is_invalid, labels, 0), *of_all)
+            pairs = zip(found, others, strict=True)
+            found = [torch.where(has_all | is_invalid, b * factor, a) for a, b in pairs]
         elif len(rows := has_all.nonzero()[:, 0]):
-            others = all_classes(x[rows], whole[rows], *of_all)
+            others = all_classes(x[rows], labels[rows], *of_all)
             found = [
                 torch.where(has_all, torch.zeros_like(a).index_put((rows,), b), a)
                 for a, b in zip(found, others, strict=True)
             ]
-    return SupportStats(*(field.reshape(target.shape) for field in (*found, in_set)))
+    return SupportStats(*(field.reshape(target.shape) for field in (*found, status == 1)))

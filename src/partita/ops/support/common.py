@@ -10,7 +10,8 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 
-IGNORED = -2  # the class of a target that is ignored
+IGNORED = -(2**62)  # the class of a target that is ignored
+WRONG = 2**62  # offsets that do not run from 0 to the number of ids
 
 
 class SupportStats(NamedTuple):
@@ -32,10 +33,9 @@ class Support(NamedTuple):
 
     Fields:
         rows: the row of each entry, `[E]`.
-        classes: the class of each entry, -1 or C for none, `[E]`. Ids ascend in each row, and may
-            repeat. Those of an ignored row are -1, and its target is `IGNORED`.
-        offsets: where the ids of each row begin among all ids, and K, `[M + 1]`. If these are
-            wrong they are -1, and so are all ids.
+        classes: the class of each entry, `[E]`. Ids ascend in each row, and may repeat. Those of an
+            ignored row are -1, and its target is `IGNORED`.
+        offsets: where the ids of each row begin among all ids, and K, `[M + 1]`; or all `WRONG`.
         order: the entries sorted by class, `[E]`.
         starts: where the entries of each class begin in this order, `[C + 1]`.
     """
@@ -53,13 +53,14 @@ class SupportRows(NamedTuple):
     The numbers are NaN in invalid rows, in which the label, an id or the offsets are out of range.
 
     Fields:
-        logprob, entropy, in_set: as in `SupportStats`, `[M]`.
+        logprob, entropy: as in `SupportStats`, `[M]`.
+        status: 1 if the target was recorded, 0 if it was not, -1 in invalid rows, `[M]` int8.
         dlogprob, dentropy: the derivatives of the first two in the logit of each entry, `[E]`.
     """
 
     logprob: Tensor
     entropy: Tensor
-    in_set: Tensor
+    status: Tensor
     dlogprob: Tensor
     dentropy: Tensor
 
@@ -69,35 +70,59 @@ def empty_rows(logits: Tensor, offsets: Tensor) -> SupportRows:
     M, dtype = offsets.shape[0] - 1, acc_dtype(logits.dtype)
     logprob, entropy = (logits.new_empty(M, dtype=dtype) for _ in range(2))
     dlogprob, dentropy = (torch.empty_like(logits, dtype=dtype) for _ in range(2))
-    in_set = logits.new_empty(M, dtype=torch.bool)
-    return SupportRows(logprob, entropy, in_set, dlogprob, dentropy)
+    status = logits.new_empty(M, dtype=torch.int8)
+    return SupportRows(logprob, entropy, status, dlogprob, dentropy)
 
 
 def support_sets(
-    target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
+    target: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    num_classes: int,
+    ignore_index: int,
+    is_sound: bool,
 ) -> Support:
     """Return the `Support` of labels `[M]`, ids `[K]` and offsets `[M + 1]`, all of them int64.
 
     The ids of a row are sorted, so that those that repeat are neighbours. Nothing waits for a GPU.
+    Sound offsets are those of `sound_offsets`.
     """
     M, K = len(target), len(ids) if len(target) else 0
-    is_wrong = (offsets[1:] < offsets[:-1]).any() | (offsets[0] != 0) | (offsets[-1] != len(ids))
-    is_ignored, label = target == ignore_index, target.clamp(-1, num_classes)
+    offsets = offsets.clone() if is_sound else sound_offsets(offsets, len(ids))
+    is_ignored = target == ignore_index
     numbers = torch.arange(max(M, K, num_classes + 1), device=ids.device)
-    rows = torch.searchsorted(offsets[1:], numbers[:K], right=True).clamp(max=M - 1)
-    # The rows are in order before and after the sort.
+    rows = torch.searchsorted(offsets[1:], numbers[:K], right=True)
+    # The rows are in order before and after the sort. Ids out of range stay so.
     keys = torch.add(ids[:K].clamp(-1, num_classes), rows, alpha=num_classes + 2)
     ids = torch.sub(keys.sort().values, rows, alpha=num_classes + 2)
-    ids = torch.where(is_wrong | is_ignored[rows], -1, ids)
-    classes = torch.cat([torch.where(is_ignored, IGNORED, label), ids])
+    ids = torch.where(is_ignored[rows], -1, ids)
+    classes = torch.cat([torch.where(is_ignored, IGNORED, target), ids])
     ordered, order = classes.sort(stable=True)
     return Support(
         rows=torch.cat([numbers[:M], rows]),
         classes=classes,
-        offsets=torch.where(is_wrong, -1, offsets),
+        offsets=offsets,
         order=order,
         starts=torch.searchsorted(ordered, numbers[: num_classes + 1]),
     )
+
+
+def sound_offsets(offsets: Tensor, number: int) -> Tensor:
+    """Return the offsets, or `WRONG` for all of them if they do not run from 0 to the number.
+
+    Where values are checked, wrong ones raise.
+    """
+    decreases = offsets[1:] < offsets[:-1]
+    is_wrong = torch.cat([offsets[:1] != 0, decreases])
+    is_wrong[-1:] |= offsets[-1:] != number
+    if not checks.can_check_values(offsets):
+        return torch.where(is_wrong.any(), WRONG, offsets)
+    if (index := checks.first_index(is_wrong)) is not None:
+        raise ValueError(
+            f"offsets: expected numbers from 0 to the number of ids, {number}, that do not"
+            f" decrease, got {int(offsets[index])} at [{index[0]}]"
+        )
+    return offsets.clone()
 
 
 def check_support(input: Tensor, name: str, target: Tensor, ids: Tensor, offsets: Tensor) -> None:
@@ -112,22 +137,7 @@ def check_support(input: Tensor, name: str, target: Tensor, ids: Tensor, offsets
     checks.shape("offsets", offsets, [target.numel() + 1], f"[M + 1] for the M rows of {name}")
 
 
-def check_values(
-    target: Tensor, ids: Tensor, offsets: Tensor, num_classes: int, ignore_index: int
-) -> None:
-    """Raise for the first label, id or offset that is out of range, where values are checked."""
+def check_values(target: Tensor, ids: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise for the first label or id that is no class, where values are checked."""
     checks.labels("target", target, num_classes, ignore_index)
     checks.labels("ids", ids, num_classes, checks.NOTHING_IGNORED)
-    check_offsets(offsets, len(ids))
-
-
-def check_offsets(offsets: Tensor, number: int) -> None:
-    """Raise unless the offsets run from 0 to the number of ids, where values are checked."""
-    if checks.can_check_values(offsets):
-        is_wrong = torch.cat([offsets[:1] != 0, offsets.diff() < 0])
-        is_wrong[-1] |= offsets[-1] != number
-        if (index := checks.first_index(is_wrong)) is not None:
-            raise ValueError(
-                f"offsets: expected numbers from 0 to the number of ids, {number}, that do not"
-                f" decrease, got {int(offsets[index])} at [{index[0]}]"
-            )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, softcap_slope, softcapped
-from .common import IGNORED, Support, SupportRows
+from .common import IGNORED, WRONG, Support, SupportRows
 
 
 def support_stats(
@@ -44,8 +44,8 @@ def support_stats(
     is_recorded = is_id & (classes == target[rows])
     is_same = is_id[:-1] & (classes[1:] == classes[:-1]) & (rows[1:] == rows[:-1])
     is_repeated = is_recorded | torch.cat([is_id[:1], is_same])
-    is_ignored = (target == IGNORED) & (offsets[1:] >= 0)
-    is_invalid = (any_in_row(~is_class) | (offsets[1:] < 0)) & ~is_ignored
+    is_ignored = (target == IGNORED) & (offsets[1:] != WRONG)
+    is_invalid = (any_in_row(~is_class) | (offsets[1:] == WRONG)) & ~is_ignored
     counts = ~(is_ignored | is_invalid)
     in_set = counts & (any_in_row(is_recorded) | (offsets[1:] == offsets[:-1]))
 
@@ -68,6 +68,6 @@ def support_stats(
     return SupportRows(
         torch.where(counts, y[:M] - log_sumexp, nan_or_zero),
         torch.where(counts, entropy, nan_or_zero),
-        in_set,
+        torch.where(is_invalid, -1, in_set.to(torch.int8)),
         *(torch.where(is_member, each * slope, nan_or_zero[rows]) for each in derivatives),
     )

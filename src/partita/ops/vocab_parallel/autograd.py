@@ -20,12 +20,12 @@ from ...runtime.dtypes import acc_dtype
 from ..linear_heads import autograd as linear_heads
 from ..linear_heads.common import (
     GradientCoefficients,
+    Head,
     RowOptions,
     RowStatistics,
     counted_states,
     empty_statistics,
 )
-from ..linear_heads.plan import Products
 from . import reference
 from .common import packed_size
 from .shard import (
@@ -47,8 +47,9 @@ def _state_fake(
     save_logits: bool,
 ) -> tuple[Tensor, Tensor]:
     size = (packed_size(needs_smoothing, needs_entropy), input.shape[0])
-    classes = 0 if weight is None else weight.shape[0]
-    saved = linear_heads.saved_logits_fake(input, classes, save_logits, 0, widens)
+    saved = input.new_empty(0)
+    if weight is not None:
+        saved = linear_heads.saved_logits_fake(input, weight, 0, widens, save_logits)
     return input.new_empty(size, dtype=acc_dtype(input.dtype)), saved
 
 
@@ -138,9 +139,8 @@ class ParallelRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.shard, ctx.options = inputs[:7]
-        ctx.chunk, widens, save_logits, ctx.scattered, ctx.backend = inputs[7:]
-        ctx.products = Products(widens=widens)
+        *tensors, ctx.shard, ctx.options, ctx.chunk = inputs[:8]
+        ctx.widens, save_logits, ctx.scattered, ctx.backend = inputs[8:]
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
@@ -219,19 +219,16 @@ def _hidden_gradients(
     needed = to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
     if ctx.scattered:
         input = gather_ranks(input, ctx.shard).flatten(0, 1)
-    saved = spend(ctx, logits)
+    head, saved = Head(input, weight, bias, 0, ctx.widens), spend(ctx, logits)
     d_input, d_weight, d_bias = linear_heads.rows_backward(
         *coefficients,
-        input,
-        weight,
-        bias,
+        *head,
         *ctx.shard.local(target, class_weight),
         statistics.maximum,
         statistics.sumexp,
         input.new_empty(0) if saved is None else saved[0],
         *ctx.options[:2],
         ctx.chunk,
-        *ctx.products,
         *(needed if saved is None else (False, False, False)),
         ctx.backend,
     )
@@ -241,7 +238,7 @@ def _hidden_gradients(
             d_input = start_sum(d_input.to(statistics.nll.dtype), ctx.shard)
     else:
         sizes = len(input), len(weight)
-        dlogits = ctx.products.gradient_in(saved[0], input.dtype, *sizes)[:, : len(weight)]
+        dlogits = head.rows_in(saved[0].view(input.dtype), *sizes)[: sizes[0], : sizes[1]]
         if to_input:
             d_input = start_sum(matmul_in_acc_dtype(dlogits, weight), ctx.shard)
         if to_weight:  # while the ranks add up the gradient of the hidden states

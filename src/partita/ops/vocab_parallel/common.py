@@ -19,7 +19,6 @@ from ..linear_heads.common import (
     RowState,
     accumulate_hidden,
 )
-from ..linear_heads.plan import Products
 
 
 def packed_size(needs_smoothing: bool, needs_entropy: bool) -> int:
@@ -59,7 +58,7 @@ def pack_state(
         first_class: this rank's first class among all classes.
         options: the options of the statistics.
         chunk, save_logits: as in `accumulate_hidden`.
-        widens: as in `Products`.
+        widens: as in `Head`.
         kernels: the `HeadKernels` of the backend.
     """
     M, classes = len(input), input.shape[1] if weight is None else len(weight)
@@ -81,16 +80,9 @@ def pack_state(
         state.clear()
     numbers, saved = (options.temperature, options.softcap), input.new_empty(0)
     if weight is not None:
+        head, rest = Head(input, weight, bias, 0, widens), (*numbers, chunk, save_logits)
         saved = accumulate_hidden(
-            kernels.accumulate_logits,
-            Head(input, weight, bias),
-            target,
-            class_weight,
-            state,
-            *numbers,
-            chunk,
-            save_logits,
-            Products(widens=widens),
+            kernels.accumulate_logits, head, target, class_weight, state, *rest
         )
     elif input.numel():
         kernels.accumulate_logits(input, 0, target.contiguous(), class_weight, state, *numbers)

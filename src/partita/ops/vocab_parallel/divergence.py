@@ -25,7 +25,7 @@ from ..divergence.autograd import (
 from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
 from ..linear_heads.autograd import rows_linear
 from ..linear_heads.common import RowOptions, checked_head, counted_rows
-from ..linear_heads.plan import Products, widens_logits
+from ..linear_heads.plan import widens_logits
 from ..logprobs.common import check_ids
 from .autograd import (
     matmul_in_acc_dtype,
@@ -166,7 +166,7 @@ class LocalLinear(torch.autograd.Function):
     def forward(
         input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard, widens: bool
     ) -> Tensor:
-        return rows_linear(input, weight, bias, Products(widens=widens))
+        return rows_linear(input, weight, bias, 0, widens)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -440,5 +440,5 @@ def _local_logits(
     head = checked_head(input, weight, bias, prefix, "[C_local, H]")
     shard = vocab_shard(f"{prefix or 'linear_'}weight", head.weight, 0, group, classes)
     widens = widens_logits(logits_dtype, head.input.dtype)
-    logits = LocalLinear.apply(*head.flat, shard, widens)
+    logits = LocalLinear.apply(*head.flat[:3], shard, widens)
     return logits.reshape(*input.shape[:-1], len(weight)), shard

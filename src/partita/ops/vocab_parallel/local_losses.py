@@ -131,7 +131,7 @@ def hidden_losses(
 ) -> RowLosses:
     """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
     head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
-    input, linear_weight, _ = head
+    input, linear_weight, *_ = head
     shard = vocab_shard("linear_weight", linear_weight, 0, arguments.group, arguments.classes)
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
     tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
@@ -171,7 +171,7 @@ def hidden_statistics(
     chunk, save_logits = chunk_and_save(plan, max(len(head.weight), 1))
     widens = widens_logits(logits_dtype, head.input.dtype)
     of_rows = (target, class_weight, shard, options, chunk, widens, save_logits, sequence_parallel)
-    return RowStatistics(*ParallelRows.apply(*head, *of_rows, current_backend())[:-1])
+    return RowStatistics(*ParallelRows.apply(*head[:3], *of_rows, current_backend())[:-1])
 
 
 def local_token_stats(

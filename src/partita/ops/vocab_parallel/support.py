@@ -17,7 +17,7 @@ from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads.autograd import logits_of_entries
 from ..linear_heads.common import Head, RowOptions, checked_head
-from ..support.autograd import LogitsOfEntries, stats_of_parts
+from ..support.autograd import stats_of_parts
 from ..support.common import Support, SupportStats
 from .autograd import logits_statistics
 from .local_losses import contiguous_classes, hidden_statistics
@@ -106,7 +106,7 @@ def support_stats(
         columns, width = support.classes - shard.first_class, max(x.shape[1], 1)
         # A rank without classes has a column of zeros.
         x = x if x.shape[1] else x.sum(1, keepdim=True)
-        own = LogitsOfEntries.apply(x, support.rows, columns.clamp(0, width - 1))
+        own = x[support.rows, columns.clamp(0, width - 1)].to(acc_dtype(x.dtype))
         own = torch.where((columns >= 0) & (columns < logits.shape[-1]), own, 0)
         total: Tensor = SumOverRanks.apply(own, shard, False)
         return total

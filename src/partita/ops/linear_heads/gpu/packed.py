@@ -35,7 +35,7 @@ def packed_gradients(
     `packing.packs_rows` says which heads are served. A gradient of the matrix that comes from
     several chunks is added up in fp32 by a product of whole chunks, whose ignored rows are 0.
     """
-    input, weight, bias = head
+    input, weight, bias, *_ = head
     assert bias is None and len(input) > 0
     (M, _), (input_grad, weight_grad, _) = input.shape, wanted
     one_chunk = chunk >= M

@@ -93,8 +93,8 @@ def linear_entries_sums_kernel(
     if parts_ptr is not None:
         stop = tl.minimum(end, tl.cdiv(begin, SPLIT) * SPLIT)
     totals = tl.zeros([ENTRIES, BLOCK_H], ACC_DTYPE)
-    for start in range(begin, stop, ENTRIES):
-        place = start + tl.arange(0, ENTRIES)
+    for start in range(0, stop - begin, ENTRIES):
+        place = begin + start + tl.arange(0, ENTRIES)
         if order_ptr is None:
             entry = tl.where(place == begin, name, M + place - 1)
         else:

@@ -16,9 +16,9 @@ from ....primitives.gpu.math import (
 )
 from ....primitives.gpu.reduce import add_block, empty_state, load_capped, merge_lanes
 from ....runtime.launch import launch, tl_acc_dtype
-from ..common import IGNORED, Support, SupportRows, empty_rows
+from ..common import IGNORED, WRONG, Support, SupportRows, empty_rows
 
-IGNORED_CLASS = tl.constexpr(IGNORED)
+IGNORED_CLASS, WRONG_OFFSET = tl.constexpr(IGNORED), tl.constexpr(WRONG)
 BLOCK = 32  # entries of a row that its program reads together; the usual row has nine
 
 
@@ -60,7 +60,7 @@ def support_rows_kernel(
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + row), tl.load(support.offsets + row + 1)
-    is_ignored = (tl.load(support.classes + row) == IGNORED_CLASS) & (begin >= 0)
+    is_ignored = (tl.load(support.classes + row) == IGNORED_CLASS) & (begin != WRONG_OFFSET)
     number = end - begin + 1
     state = empty_state(1, 1, ACC_DTYPE)
     has_target = tl.zeros([BLOCK], tl.int32)
@@ -75,7 +75,7 @@ def support_rows_kernel(
     found = merge_lanes(state, slope)
     total = tl.sum(found.total, axis=0).to(ACC_DTYPE)
     shift, log_total = finite_shift(tl.sum(found.maximum, axis=0)), log_exact(total)
-    is_invalid = (begin < 0) | (tl.max(has_no_class, axis=0) > 0)
+    is_invalid = (begin == WRONG_OFFSET) | (tl.max(has_no_class, axis=0) > 0)
     counts = (is_ignored | is_invalid) == 0
     nan_or_zero = tl.where(is_invalid, float("nan"), 0.0).to(ACC_DTYPE)
     label_x = load_capped(logits_ptr + row, counts, softcap, ACC_DTYPE)
@@ -84,7 +84,7 @@ def support_rows_kernel(
     is_in_set = counts & ((begin == end) | (tl.max(has_target, axis=0) > 0))
     tl.store(results.logprob + row, tl.where(counts, logprob, nan_or_zero))
     tl.store(results.entropy + row, tl.where(counts, entropy, nan_or_zero))
-    tl.store(results.in_set + row, is_in_set)
+    tl.store(results.status + row, tl.where(is_invalid, -1, is_in_set.to(tl.int8)))
     inverse = reciprocal(total)
     for start in range(0, number, BLOCK):
         entry, x, is_member, _, _ = load_entries(
