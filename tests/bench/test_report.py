@@ -387,10 +387,8 @@ def test_a_disk_that_is_full_leaves_what_was_there(
 
     monkeypatch.setattr(Path, "replace", full)
     assert run(path, "--force", "--no-bench") == 1
-    assert (
-        capsys.readouterr().err
-        == f"partita report: {path}: cannot be written: No space left on device\n"
-    )
+    *_, told = capsys.readouterr().err.splitlines()  # a slow machine shows its progress before
+    assert told == f"partita report: {path}: cannot be written: No space left on device"
     assert [file.name for file in tmp_path.iterdir()] == [
         "report.html"
     ] and path.read_text() == "mine"
