@@ -196,8 +196,8 @@ class RowPlan:
         return replace(self, partials=min(self.block, lanes))
 
     def part(self, classes: int) -> int:
-        """Return the classes of a part of a row: a multiple of any vector, if there are several."""
-        return classes if self.splits == 1 else cdiv(cdiv(classes, self.splits), 16) * 16
+        """Return the classes of a part of a row but for the last: a multiple of any vector."""
+        return cdiv(cdiv(classes, self.splits), 16) * 16
 
     def for_any_start(self, shape: RowShape) -> RowPlan:
         """Return the plan of kind `row`, with vectors, for rows that start between vectors."""
@@ -464,7 +464,7 @@ def row_options(plan: RowPlan, classes: int, dtype: torch.dtype) -> dict[str, An
         "HALF": plan.max_registers is not None and dtype.itemsize == 2,
         "BLOCK_SPLITS": next_power_of_2(plan.splits),
         "LANES": plan.partials,
-        "SLICES": max(1, cdiv(size + plan.vector - 1, plan.partials)),
+        "SLICES": max(1, cdiv(min(size, classes) + plan.vector - 1, plan.partials)),
         "FULL": max(0, classes - (plan.splits - 1) * size) // plan.partials,
         "VEC": plan.vector,
         **plan.options,
