@@ -190,9 +190,9 @@ class RowPlan:
         )
         return threads if distributed else 1
 
-    def with_partials(self, itemsize: int) -> RowPlan:
+    def with_partials(self, itemsize: int, target: Target) -> RowPlan:
         """Return the plan with the partial sums of threads that load vectors of a row."""
-        lanes = 32 * self.num_warps * 16 // itemsize if self.contiguous else 1
+        lanes = target.warp_size * self.num_warps * 16 // itemsize if self.contiguous else 1
         return replace(self, partials=min(self.block, lanes))
 
     def part(self, classes: int) -> int:
@@ -266,7 +266,7 @@ def row_plan(shape: RowShape, target: Target, operands: int = 1, patched: bool =
         operands: the number of tensors that a program holds.
         patched: whether the kernel stores one class of each row a second time.
     """
-    plan = _aligned_plan(shape, target, operands, patched).with_partials(shape.itemsize)
+    plan = _aligned_plan(shape, target, operands, patched).with_partials(shape.itemsize, target)
     if plan.kind == "loop" or not plan.contiguous or shape.itemsize > 4:
         return plan
     # Threads load and store few numbers one by one in the same time.
