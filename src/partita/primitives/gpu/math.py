@@ -154,8 +154,9 @@ def exp_for_dtype(x, dtype: tl.constexpr):
 def row_sum(terms, PARTIALS: tl.constexpr):
     """Return the sums [ROWS] of terms [ROWS, N], whose bits do not depend on the block's layout.
 
-    Terms whose columns are equal modulo PARTIALS, which a thread has all, are added first. With one
-    partial sum, for rows that are columns in memory, terms are added in halves.
+    Terms whose columns are equal modulo PARTIALS, which a thread has all, are added first. They are
+    at most two, which have no order, in rows that other kernels serve too. With one partial sum,
+    for rows that are columns in memory, terms are added in halves.
     """
     ROWS: tl.constexpr = terms.shape[0]
     if PARTIALS == 1:

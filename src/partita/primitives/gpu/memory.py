@@ -1,7 +1,4 @@
-"""Loads of lengths and small matrices; loads and stores of rows.
-
-Rows have cache hints, aligned vectors, or any address.
-"""
+"""Loads of lengths and small matrices; the aligned vectors of rows that start at any address."""
 
 import triton
 import triton.language as tl
@@ -31,23 +28,6 @@ def load_length(lengths_ptr, n, T, LEAST: tl.constexpr = 0, otherwise=0):
     else:
         length, invalid = checked_length(lengths_ptr, n, T, LEAST, otherwise)
         return length, tl.where(invalid, float("nan"), 0.0)
-
-
-@triton.jit
-def load_streaming(ptr, mask, other, STREAM: tl.constexpr):
-    """Load values that are not read again.
-
-    With STREAM, for rows that programs share, they leave the cache to the exchange slots and to the
-    loads in flight of other programs.
-    """
-    return tl.load(ptr, mask=mask, other=other, eviction_policy="evict_first" if STREAM else "")
-
-
-@triton.jit
-def store_streaming(ptr, value, mask, STREAM: tl.constexpr):
-    """Store values that are not read soon, rounded to the dtype of the memory."""
-    value = value.to(ptr.dtype.element_ty)
-    tl.store(ptr, value, mask=mask, cache_modifier=".cs" if STREAM else "")
 
 
 @triton.jit
@@ -199,20 +179,6 @@ def load_matrix(ptr, C, stride_k, stride_c, BLOCK_C: tl.constexpr, OTHER: tl.con
     """Load a matrix `[BLOCK_C, BLOCK_C]`."""
     k, c = tl.arange(0, BLOCK_C).to(tl.int64)[:, None], tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
     return tl.load(ptr + k * stride_k + c * stride_c, mask=(k < C) & (c < C), other=OTHER)
-
-
-@triton.jit
-def opaque(packed, zero):
-    """Return `packed`, a block of a half type, as values that the compiler regards as new.
-
-    The compiler then converts them to fp32 once more. Otherwise it would hold the fp32 copies,
-    which double the registers that a row occupies while its program waits. `zero` is 0.0, which the
-    compiler does not know.
-    """
-    zeros = tl.full(packed.shape, zero, tl.float32).to(packed.dtype)
-    return tl.inline_asm_elementwise(
-        "xor.b32 $0, $1, $2;", "=r,r,r", [packed, zeros], dtype=packed.dtype, is_pure=False, pack=2
-    )
 
 
 @triton.jit

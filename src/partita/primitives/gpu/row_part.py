@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from .math import capped_logits, tree_sum
-from .memory import load_streaming, opaque, store_streaming
 
 
 class RowPart(NamedTuple):
@@ -105,34 +104,51 @@ def load_part(
     FULL: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Load the classes of a part, and `other` outside of it."""
+    """Load the classes of a part, and `other` outside of it.
+
+    With STREAM, for rows that programs share, they leave the cache to the exchange slots and to the
+    loads in flight of other programs.
+    """
+    POLICY: tl.constexpr = "evict_first" if STREAM else ""
     ptrs = part_ptr(x, part, VEC) + part.lane
     slices = ()
     for i in tl.static_range(len(part.masks)):
-        packed = load_streaming(ptrs + i * part.lane.shape[0], part.loaded[i], other, STREAM)
+        mask = part.loaded[i]
+        packed = tl.load(ptrs + i * part.lane.shape[0], mask, other, eviction_policy=POLICY)
         if VEC > 1 and (i == 0 or i >= FULL):
             # The interpreter has no constants of type bf16, only conversions.
             outside = tl.full([], other, tl.float32).to(packed.dtype)
-            packed = tl.where(part.masks[i], packed, outside)
-            if HALF:  # Selected numbers occupy a register each until they are packed.
-                packed = opaque(packed, zero)
+            # Selected numbers of a half type occupy a register each until they are packed.
+            packed = opaque(tl.where(part.masks[i], packed, outside), zero, HALF)
         slices += (packed,)
     return slices
 
 
 @triton.jit
-def renewed(slices, zero, HALF: tl.constexpr):
-    """Return slices as values that the compiler regards as new if they have a HALF type.
+def opaque(packed, zero, HALF: tl.constexpr):
+    """Return numbers of a HALF type as values that the compiler regards as new.
 
-    See `opaque`. It finds out that two such values are equal if both follow from the same one.
+    The compiler then converts them to fp32 once more. Otherwise it would hold the fp32 copies,
+    which double the registers that a row occupies while its program waits. `zero` is 0.0, which the
+    compiler does not know. It knows that two values are equal that are made from the same one.
     """
     if HALF:
-        values = ()
-        for i in tl.static_range(len(slices)):
-            values += (opaque(slices[i], zero),)
-        return values
+        zeros = tl.full(packed.shape, zero, tl.float32).to(packed.dtype)
+        xor: tl.constexpr = "xor.b32 $0, $1, $2;"
+        return tl.inline_asm_elementwise(
+            xor, "=r,r,r", [packed, zeros], dtype=packed.dtype, is_pure=False, pack=2
+        )
     else:
-        return slices
+        return packed
+
+
+@triton.jit
+def renewed(slices, zero, HALF: tl.constexpr):
+    """Return slices as new values; see `opaque`."""
+    values = ()
+    for i in tl.static_range(len(slices)):
+        values += (opaque(slices[i], zero, HALF),)
+    return values
 
 
 @triton.jit
@@ -147,10 +163,12 @@ def in_fp32(slices, part, softcap=None):
 @triton.jit
 def store_slice(x, part, i: tl.constexpr, value, STREAM: tl.constexpr, VEC: tl.constexpr):
     """Store the classes of a slice: vectors, and what the ends of the part have of a vector."""
+    MODIFIER: tl.constexpr = ".cs" if STREAM else ""
     ptrs = part_ptr(x, part, VEC) + (i * part.lane.shape[0] + part.lane)
-    store_streaming(ptrs, value, part.stored[i], STREAM)
+    value = value.to(x.ptr.dtype.element_ty)
+    tl.store(ptrs, value, part.stored[i], cache_modifier=MODIFIER)
     if VEC > 1:  # The compiler drops what none of the classes needs.
-        store_streaming(ptrs, value, part.masks[i] & (part.stored[i] == 0), STREAM)
+        tl.store(ptrs, value, part.masks[i] & (part.stored[i] == 0))
 
 
 @triton.jit

@@ -216,14 +216,14 @@ class RowPlan:
         )
         return threads if distributed else 1
 
-    def with_partials(self, itemsize: int) -> RowPlan:
+    def with_partials(self, itemsize: int, target: Target) -> RowPlan:
         """Return the plan with the partial sums of threads that load vectors of a row."""
-        lanes = 32 * self.num_warps * 16 // itemsize if self.contiguous else 1
+        lanes = target.warp_size * self.num_warps * 16 // itemsize if self.contiguous else 1
         return replace(self, partials=min(self.block, lanes))
 
     def part(self, classes: int) -> int:
-        """Return the classes of a part of a row: a multiple of any vector, if there are several."""
-        return classes if self.splits == 1 else cdiv(cdiv(classes, self.splits), 16) * 16
+        """Return the classes of a part of a row but for the last: a multiple of any vector."""
+        return cdiv(cdiv(classes, self.splits), 16) * 16
 
     def for_any_start(self, shape: RowShape) -> RowPlan:
         """Return the plan of kind `row`, with vectors, for rows that start between vectors."""
@@ -292,7 +292,7 @@ def row_plan(shape: RowShape, target: Target, operands: int = 1, patched: bool =
         operands: the number of tensors that a program holds.
         patched: whether the kernel stores one class of each row a second time.
     """
-    plan = _aligned_plan(shape, target, operands, patched).with_partials(shape.itemsize)
+    plan = _aligned_plan(shape, target, operands, patched).with_partials(shape.itemsize, target)
     if plan.kind == "loop" or not plan.contiguous or shape.itemsize > 4:
         return plan
     # Threads load and store few numbers one by one in the same time.
@@ -588,7 +588,7 @@ def row_options(plan: RowPlan, classes: int, dtype: torch.dtype) -> dict[str, An
         "HALF": plan.max_registers is not None and dtype.itemsize == 2,
         "BLOCK_SPLITS": next_power_of_2(plan.splits),
         "LANES": plan.partials,
-        "SLICES": max(1, cdiv(size + plan.vector - 1, plan.partials)),
+        "SLICES": max(1, cdiv(min(size, classes) + plan.vector - 1, plan.partials)),
         "FULL": max(0, classes - (plan.splits - 1) * size) // plan.partials,
         "VEC": plan.vector,
         **plan.options,

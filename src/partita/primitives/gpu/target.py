@@ -23,12 +23,14 @@ class Target(NamedTuple):
         vendor: `nvidia` or `amd`.
         multiprocessors: their number; AMD calls them compute units.
         shared_memory: the bytes of shared memory that a program may use.
+        warp_size: the number of threads of a warp.
         interpreted: whether Triton's interpreter stands for the GPU.
     """
 
     vendor: str
     multiprocessors: int
     shared_memory: int
+    warp_size: int
     interpreted: bool = False
 
     @property
@@ -37,10 +39,10 @@ class Target(NamedTuple):
         return self.vendor == "nvidia" and not self.interpreted
 
 
-A100 = Target("nvidia", 108, 166_912)
-H100 = Target("nvidia", 132, 232_448)
-B200 = Target("nvidia", 148, 232_448)
-MI300 = Target("amd", 304, 65_536)
+A100 = Target("nvidia", 108, 166_912, 32)
+H100 = Target("nvidia", 132, 232_448, 32)
+B200 = Target("nvidia", 148, 232_448, 32)
+MI300 = Target("amd", 304, 65_536, 64)
 TARGETS = {"A100": A100, "H100": H100, "B200": B200, "MI300": MI300}
 
 # The GPU of tensors that are on none: the interpreter's, or one that a test compiles kernels for.
@@ -59,6 +61,7 @@ def _target_of_gpu(device: torch.device) -> Target:
         assumed.vendor,
         properties.multi_processor_count,
         getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
+        properties.warp_size,
         assumed.interpreted,
     )
 

@@ -13,7 +13,7 @@ from ....primitives.gpu.math import (
     reciprocal,
     row_sum,
 )
-from ....primitives.gpu.reduce import locate_tile, tile_ptrs
+from ....primitives.gpu.reduce import RowTile, locate_tile, tile_ptrs
 from ....primitives.gpu.row_part import (
     in_fp32,
     load_part,
@@ -120,15 +120,27 @@ def input_gradient(grad, y, total, LOG: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_output_gradient(rows_ptr, column, class_stride, row_mask, mask, BROADCAST: tl.constexpr):
-    """Return the gradient of the output in a block of classes, 0 outside of the mask.
+def load_gradient_tile(grad, output, tile, BROADCAST: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Return the gradient of the output and the output in a tile, 0 outside of its mask.
 
     With BROADCAST, all classes of a row share one number, as in the gradient of a sum.
     """
+    y = tl.load(tile_ptrs(output, tile), mask=tile.mask, other=0.0)
     if BROADCAST:
-        return tl.where(mask, tl.load(rows_ptr, mask=row_mask, other=0.0), 0.0)
+        ptrs = grad.ptr + tile.batch * grad.batch + tile.row * grad.row
+        dy = tl.load(ptrs, mask=tile.row_mask, other=0.0)[:, None]
+        dy = tl.where(tile.mask, dy, 0.0)
     else:
-        return tl.load(rows_ptr + column * class_stride, mask=mask, other=0.0)
+        dy = tl.load(tile_ptrs(grad, tile), mask=tile.mask, other=0.0)
+    return dy.to(ACC_DTYPE), y.to(ACC_DTYPE)
+
+
+@triton.jit
+def tile_from(tile, start, classes):
+    """Return a tile of the first classes moved to those from `start` on."""
+    column = start + tile.column
+    mask = tile.row_mask[:, None] & (column < classes)
+    return RowTile(tile.batch, tile.span, tile.row, column, tile.index, tile.row_mask, mask)
 
 
 @triton.jit
@@ -151,40 +163,23 @@ def softmax_backward_tile_kernel(
     Rows that are too long to hold are read for their sums first, and then for the result.
     """
     DTYPE: tl.constexpr = result.ptr.dtype.element_ty
-    tile = locate_tile(rows, classes, 1, ROWS, BLOCK_V)
-    row_mask = tile.row_mask[:, None]
-    grad_rows = grad.ptr + tile.batch * grad.batch + tile.row[:, None] * grad.row  # [ROWS, 1]
+    first = locate_tile(rows, classes, 1, ROWS, BLOCK_V)
     if WHOLE:
-        dy = load_output_gradient(
-            grad_rows, tile.column, grad.column, row_mask, tile.mask, BROADCAST
-        ).to(ACC_DTYPE)
-        y = tl.load(tile_ptrs(output, tile), mask=tile.mask, other=0.0).to(ACC_DTYPE)
+        dy, y = load_gradient_tile(grad, output, first, BROADCAST, ACC_DTYPE)
         total = row_sum(dy if LOG else dy * y, PARTIALS)[:, None]
         dx = input_gradient(dy, y, total, LOG, DTYPE)
-        tl.store(tile_ptrs(result, tile), dx.to(DTYPE), mask=tile.mask)
+        tl.store(tile_ptrs(result, first), dx.to(DTYPE), mask=first.mask)
     else:
-        output_rows = output.ptr + tile.batch * output.batch + tile.row[:, None] * output.row
-        result_rows = result.ptr + tile.batch * result.batch + tile.row[:, None] * result.row
         total = tl.zeros([ROWS], tl.float64)
         for start in range(0, classes, BLOCK_V):
-            column = start + tile.column  # [1, BLOCK_V]
-            mask = row_mask & (column < classes)
-            dy = load_output_gradient(grad_rows, column, grad.column, row_mask, mask, BROADCAST).to(
-                ACC_DTYPE
-            )
-            if not LOG:
-                y = tl.load(output_rows + column * output.column, mask=mask, other=0.0)
-                dy *= y.to(ACC_DTYPE)
-            total += row_sum(dy, PARTIALS).to(tl.float64)
+            tile = tile_from(first, start, classes)
+            dy, y = load_gradient_tile(grad, output, tile, BROADCAST, ACC_DTYPE)
+            total += row_sum(dy if LOG else dy * y, PARTIALS).to(tl.float64)
         for start in range(0, classes, BLOCK_V):
-            column = start + tile.column  # [1, BLOCK_V]
-            mask = row_mask & (column < classes)
-            dy = load_output_gradient(grad_rows, column, grad.column, row_mask, mask, BROADCAST).to(
-                ACC_DTYPE
-            )
-            y = tl.load(output_rows + column * output.column, mask=mask, other=0.0).to(ACC_DTYPE)
+            tile = tile_from(first, start, classes)
+            dy, y = load_gradient_tile(grad, output, tile, BROADCAST, ACC_DTYPE)
             dx = input_gradient(dy, y, total.to(ACC_DTYPE)[:, None], LOG, DTYPE)
-            tl.store(result_rows + column * result.column, dx.to(DTYPE), mask=mask)
+            tl.store(tile_ptrs(result, tile), dx.to(DTYPE), mask=tile.mask)
 
 
 @triton.jit

@@ -181,5 +181,6 @@ def _row_plan(view: RowView, sizes: tuple[int, ...]) -> RowPlan:
     splits, block = row_split(sizes, shape.itemsize)
     num_warps = max(1, block // (4096 if shape.itemsize == 2 else 2048))
     registers = 96 if shape.itemsize == 2 else 168
-    plan = RowPlan("row", 1, block, num_warps, splits, registers).with_partials(shape.itemsize)
-    return plan.for_any_start(shape).compiled_for(target_of(view.tensors[0].device))
+    target = target_of(view.tensors[0].device)
+    plan = RowPlan("row", 1, block, num_warps, splits, registers)
+    return plan.with_partials(shape.itemsize, target).for_any_start(shape).compiled_for(target)
