@@ -25,7 +25,7 @@ from .target import MAX_SPLITS, Target, target_of
 SEGMENT = 16384  # classes of a row, at least, that lanes add up before they add it to the row
 MAX_SEGMENTS = 32  # of a row
 # So many programs share the rows, about, where there are few.
-FEW_ROWS, SHARING_PROGRAMS = 512, 1024
+FEW_ROWS, SHARING_PROGRAMS = 512, 2048
 
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
