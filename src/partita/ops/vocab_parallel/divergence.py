@@ -24,7 +24,7 @@ from ..divergence.autograd import (
 )
 from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
 from ..linear_heads.autograd import rows_linear
-from ..linear_heads.common import RowOptions, checked_head, counted_rows
+from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
 from ..linear_heads.plan import widens_logits
 from ..logprobs.common import check_ids
 from .autograd import (
@@ -204,7 +204,7 @@ class LocalLinear(torch.autograd.Function):
     def forward(
         input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard, widens: bool
     ) -> Tensor:
-        return rows_linear(input, weight, bias, 0, widens)
+        return rows_linear(Head(input, weight, bias, widens=widens))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -478,5 +478,5 @@ def _local_logits(
     head = checked_head(input, weight, bias, prefix, "[C_local, H]")
     shard = vocab_shard(f"{prefix or 'linear_'}weight", head.weight, 0, group, classes)
     widens = widens_logits(logits_dtype, head.input.dtype)
-    logits = LocalLinear.apply(*head.flat, shard, widens)
+    logits = LocalLinear.apply(*head.flat[:3], shard, widens)
     return logits.reshape(*input.shape[:-1], len(weight)), shard
