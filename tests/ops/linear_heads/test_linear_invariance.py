@@ -134,7 +134,7 @@ def test_blocks_of_a_product(rows: int, adds: bool, monkeypatch: pytest.MonkeyPa
         for room in (rows, rows + -rows % 1024):
             seen.clear()
             out = torch.ones(room, 8, dtype=torch.float64)
-            products.multiply_blocks(a, b.T, out, 1024, adds=adds)
+            products.multiply_blocks(a, b.T, out, True, adds=adds)
             torch.testing.assert_close(out[:rows], a @ b.T + adds)
             full = rows // 1024
             blocks = [1024 * full] * (full > 0) if is_proven else [1024] * full
@@ -146,7 +146,7 @@ def test_the_comparison_of_a_product_with_its_blocks(monkeypatch: pytest.MonkeyP
     a, b, out = torch.zeros(2048, 16), torch.zeros(16, 8), torch.zeros(2048, 8)
 
     def alike(adds: bool) -> bool:
-        return products.blocks_are_alike(2048, a, b, out, None, adds)
+        return products.blocks_are_alike(a, b, out, None, adds)
 
     def by_rows(a: Tensor, b: Tensor, out: Tensor, *_: object) -> None:
         out.copy_((a.double() @ b.double()) * (1 + 1e-6 * (len(a) > 1024)))

@@ -143,7 +143,7 @@ def linear_token_stats(
     head = head.of_call(logits_dtype)
     if takes_all_logits([head], target, memory_budget):
         return token_stats(
-            autograd.rows_linear(*head),
+            autograd.rows_linear(head),
             target,
             temperature=temperature,
             softcap=softcap,
@@ -154,13 +154,11 @@ def linear_token_stats(
     if target is None:
         ignore_index = -100  # The label of each row is its arg-max, which may be any class.
     else:
-        labels = in_blocks(flat_labels(input, target), head.block, ignore_index)
+        labels = in_blocks(flat_labels(input, target), head.invariant, ignore_index)
     head = head.flat.aligned
     options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
-    plan = head.plan(memory_budget, False)
-    chunk, save_logits = chunk_and_save(plan, len(head.weight))
-    head = head.with_blocks_of(plan)
+    chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), len(head.weight))
     call = (*head, labels, None, *options, chunk, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
-    return TokenStats(*(without_padding(each, input.shape[:-1], head.block) for each in fields))
+    return TokenStats(*(without_padding(each, input.shape[:-1], head.invariant) for each in fields))

@@ -44,24 +44,24 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
 
 
 def saved_logits_fake(
-    input: Tensor, weight: Tensor, block: int, widens: bool, save_logits: bool
+    input: Tensor, weight: Tensor, invariant: bool, widens: bool, save_logits: bool
 ) -> Tensor:
     """Return memory for all logits of a head, or none."""
-    head = Head(input, weight, None, block, widens)
+    head = Head(input, weight, None, invariant, widens)
     return head.buffer(input.shape[0], weight.shape[0] if save_logits else 0)
 
 
 def _rows_fake(
     input: Tensor,
     weight: Tensor,
-    block: int,
+    invariant: bool,
     widens: bool,
     needs_smoothing: bool,
     needs_entropy: bool,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
     statistics = empty_statistics(input, input.shape[0], needs_smoothing, needs_entropy)
-    return *statistics, saved_logits_fake(input, weight, block, widens, save_logits)
+    return *statistics, saved_logits_fake(input, weight, invariant, widens, save_logits)
 
 
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -124,13 +124,13 @@ class RowsLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, block: int, widens: bool
+        input: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, widens: bool
     ) -> Tensor:
-        return composed_linear(input, weight, bias, block, widens)
+        return composed_linear(input, weight, bias, invariant, widens)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.block, _ = inputs
+        *tensors, ctx.invariant, _ = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
@@ -140,7 +140,7 @@ class RowsLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
         if of_input:
-            dinput = composed_linear(grad, weight.T, None, ctx.block, False)
+            dinput = composed_linear(grad, weight.T, None, ctx.invariant, False)
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
         if of_weight:
@@ -151,12 +151,9 @@ class RowsLinear(torch.autograd.Function):
         return dinput, dweight, dbias, None, None
 
 
-def rows_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, block: int = 0, widens: bool = False
-) -> Tensor:
+def rows_linear(head: Head) -> Tensor:
     """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
-    head = Head(input, weight, bias, block, widens)
-    if torch.is_grad_enabled() and (requires_grad(weight) or not head.is_usual):
+    if torch.is_grad_enabled() and (requires_grad(head.weight) or not head.is_usual):
         result: Tensor = apply(RowsLinear, *head)
         return result
     return composed_linear(*head)
@@ -272,7 +269,7 @@ class LinearRows(torch.autograd.Function):
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
         def used_statistics(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-            logits = rows_linear(input, weight, bias, widens=ctx.products[1])
+            logits = rows_linear(Head(input, weight, bias, widens=ctx.products[1]))
             logits, numbers = torch.where(is_inert[:, None], 0, logits), options[:3]
             logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
             found = [-logprob, logsumexp, logsumexp, entropy]
@@ -343,21 +340,21 @@ def logits_of_entries(
 
 def _composed_loss(*args: Any) -> Tensor:
     input, weight, bias, target, class_weight, denominator, (_, widens, *numbers) = args
-    logits = rows_linear(input, weight, bias, widens=widens).to(acc_dtype(input.dtype))
+    logits = rows_linear(Head(input, weight, bias, widens=widens)).to(acc_dtype(input.dtype))
     options = LossOptions._make(numbers[:5])
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator
 
 
 def _run(op: register.Op, *args: Any) -> tuple[Tensor, ...]:
-    *head, target, class_weight, denominator, (block, widens, *numbers) = args
+    *head, target, class_weight, denominator, (invariant, widens, *numbers) = args
     found: tuple[Tensor, ...] = op(
-        *head, block, widens, target, class_weight, denominator, *numbers
+        *head, invariant, widens, target, class_weight, denominator, *numbers
     )
     return found
 
 
 # The tensors are those of a head, labels, class weights, and a denominator, `[]`, which divides a
-# sum before the gradients are rounded. The options begin with the block and the width of the head.
+# sum before the gradients are rounded. The options begin with how products are computed.
 ONE_PASS = OnePassLoss(lambda *args: _run(one_pass, *args), _composed_loss, 6)
 PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: _run(packed_one_pass, *args))

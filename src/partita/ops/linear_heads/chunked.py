@@ -39,7 +39,7 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, FP16_SCALE, padded_width
+from .plan import CPU_CHUNK_TOKENS, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
 from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
@@ -151,7 +151,7 @@ def head_gradients(
                 multiply(dlogits.T, states, dweight[part], adds=not is_first)
             if input_grad:
                 factors = padded[:, : sizes[1]], head.weight[part]
-                multiply_blocks(*factors, dinput[rows], head.block, adds=not one_part)
+                multiply_blocks(*factors, dinput[rows], head.invariant, adds=not one_part)
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums
@@ -167,14 +167,14 @@ def head_gradients(
 
 def tokens_at_once(head: Head, chunk: int) -> int:
     """Return the tokens in a chunk, fewer on a CPU that adds up the matrix's gradient in place."""
-    (input, *_), in_place = head, not head.block
+    (input, *_), in_place = head, not head.invariant
     in_place = in_place and not input.is_cuda and input.dtype == acc_dtype(input.dtype)
     return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
 
 
 def tokens_of_backward(head: Head, saved: Tensor) -> int:
     """Return the tokens in a chunk of a backward pass: all, unless blocks are computed again."""
-    return len(head.input) if saved.numel() or not head.block else head.block
+    return MIN_CHUNK_TOKENS if head.invariant and not saved.numel() else len(head.input)
 
 
 class HeadKernels(NamedTuple):

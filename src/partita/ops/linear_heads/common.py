@@ -25,6 +25,7 @@ from ..cross_entropy.common import LossOptions, logsumexp_term
 from .plan import (
     BLOCK_TOKENS,
     LOSS_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
     MemoryPlan,
     linear_cross_entropy_plan,
     padded_width,
@@ -48,21 +49,20 @@ class Head(NamedTuple):
         input: hidden states, `[M, H]`.
         weight: matrix of the vocabulary, `[C, H]`, in their dtype, or in fp32.
         bias: its bias, `[C]` in the dtype of the matrix, or None.
-        block: 0, or in the batch-invariant mode the tokens in a chunk whose logits are not kept, a
-            multiple of 1,024.
+        invariant: whether products have blocks of 1,024 tokens, so that bits depend on no batch.
         widens: whether logits of half types are fp32, as the product adds them up.
     """
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
-    block: int = 0
+    invariant: bool = False
     widens: bool = False
 
     def of_call(self, logits_dtype: torch.dtype | None) -> Head:
         """Return the head whose logits are computed as a call asks for."""
         widens = widens_logits(logits_dtype, self.input.dtype)
-        return Head(*self[:3], BLOCK_TOKENS if is_batch_invariant() else 0, widens)
+        return Head(*self[:3], is_batch_invariant(), widens)
 
     @property
     def rounds(self) -> bool:
@@ -79,7 +79,7 @@ class Head(NamedTuple):
     @property
     def is_usual(self) -> bool:
         """Return whether PyTorch's linear layer computes the same logits."""
-        return not (self.block or self.widens or self.rounds)
+        return not (self.invariant or self.widens or self.rounds)
 
     @property
     def flat(self) -> Head:
@@ -89,9 +89,9 @@ class Head(NamedTuple):
     @property
     def aligned(self) -> Head:
         """The head with rows on 16 bytes in the batch-invariant mode."""
-        if not self.block:
+        if not self.invariant:
             return self
-        input = in_blocks(aligned_rows(self.input), self.block)
+        input = in_blocks(aligned_rows(self.input), self.invariant)
         return Head(input, aligned_columns(self.weight), *self[2:])
 
     @property
@@ -116,26 +116,10 @@ class Head(NamedTuple):
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
-            batch_invariant=self.block > 0,
+            batch_invariant=self.invariant,
             logits_dtype=torch.float32 if self.widens else None,
             weight_dtype=self.weight.dtype,
         )
-
-    def with_blocks_of(self, plan: MemoryPlan) -> Head:
-        """Return the head with the tokens in a chunk of a plan, in the batch-invariant mode.
-
-        The gradient of the matrix takes one product for each chunk. Where it is added up in fp32,
-        it is rounded at last in memory that chunks have until then, as many blocks as fit.
-        """
-        if not self.block or plan.name == "loss":
-            return self
-        tokens, dtype = plan.chunk, self.input.dtype
-        if plan.name == "lean":
-            has_sum = self.wanted.weight_grad and not self.rounds and dtype.itemsize == 2
-            room = self.weight.numel() * 2 if has_sum else 0
-            row_bytes = padded_width(plan.chunk) * dtype.itemsize * (1 + self.widens)
-            tokens = max(room // (BLOCK_TOKENS * row_bytes), 1) * BLOCK_TOKENS
-        return self._replace(block=tokens)
 
     def part(self, tokens: slice, classes: slice) -> Head:
         """Return the head of some tokens and some classes."""
@@ -144,7 +128,7 @@ class Head(NamedTuple):
 
     def rows(self, tokens: int) -> int:
         """Return the rows that the logits of tokens have in a buffer, which fill whole blocks."""
-        return tokens + -tokens % BLOCK_TOKENS if self.block else tokens
+        return tokens + -tokens % BLOCK_TOKENS if self.invariant else tokens
 
     def buffer_rows(self, tokens: int) -> int:
         """Return the rows of a buffer: an even number, for gradients of half the size."""
@@ -190,7 +174,7 @@ class Head(NamedTuple):
             # memory may be NaN there, and 0 times NaN is NaN.
             padded[:, C:].zero_()
         logits = padded[:, :C]
-        multiply_blocks(self.input, self.weight.T, logits, self.block, self.bias)
+        multiply_blocks(self.input, self.weight.T, logits, self.invariant, self.bias)
         return logits[:tokens]
 
 
@@ -390,7 +374,8 @@ def accumulate_hidden(
     holds all classes; otherwise the result is empty.
     """
     M, C, target, head = len(head.input), len(head.weight), target.contiguous(), head.rounded
-    tokens = M if save_logits else min(M, head.block or LOSS_CHUNK_TOKENS)
+    tokens = min(M, MIN_CHUNK_TOKENS if head.invariant else LOSS_CHUNK_TOKENS)
+    tokens = M if save_logits else tokens
     buffer = head.buffer(tokens, min(chunk, C))
     for rows in chunks(M, tokens):
         part_state = state.part(rows)

@@ -41,12 +41,12 @@ from .reference import KERNELS
 def _rows_fake(
     input: Tensor,
     weight: Tensor,
-    block: int,
+    invariant: bool,
     widens: bool,
     teacher_input: Tensor,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    rest = (weight, block, widens, save_logits)
+    rest = (weight, invariant, widens, save_logits)
     saved = (saved_logits_fake(each, *rest) for each in (input, teacher_input))
     return *divergence_fake(input), *saved
 
@@ -60,7 +60,7 @@ def composed_rows(
     head: Head, teacher: Head, beta: float, temperature: float, softcap: float
 ) -> Tensor:
     """Compute the divergence of each row from all logits at once, `[...]`."""
-    logits, teacher_logits = rows_linear(*head), composed_linear(*teacher)
+    logits, teacher_logits = rows_linear(head), composed_linear(*teacher)
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
     return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
@@ -93,9 +93,9 @@ class LinearDivergence(torch.autograd.Function):
 
 
 def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
-    *heads, factors, mask, (block, widens, reduction, *numbers) = args
+    *heads, factors, mask, (invariant, widens, reduction, *numbers) = args
     rest = (*heads[3:], factors, *numbers)
-    rows, *gradients = one_pass_op(*heads[:3], block, widens, *rest)
+    rows, *gradients = one_pass_op(*heads[:3], invariant, widens, *rest)
     return reduced(rows, mask, reduction), *gradients
 
 
@@ -107,7 +107,7 @@ def _composed_loss(*args: Any) -> Tensor:
 
 
 # The tensors are those of both heads, the factors of the rows and the mask. The options are the
-# block and the width of the heads, the reduction, and those of `one_pass_op`.
+# way in which products are computed, the reduction, and those of `one_pass_op`.
 ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 8)
 
 
@@ -178,9 +178,9 @@ def linear_divergence(
         return reduced(rows, mask, reduction)
     shape, head, teacher = input.shape[:-1], head.flat.aligned, teacher.flat.aligned
     mask, wanted = None if mask is None else mask.reshape(-1), head.wanted
-    if head.block:  # The padding does not count.
+    if head.invariant:  # The padding does not count.
         mask = head.input.new_ones(shape.numel(), dtype=torch.bool) if mask is None else mask
-        mask = in_blocks(mask, head.block, False)
+        mask = in_blocks(mask, head.invariant, False)
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     # The gradients of fp16 would underflow before a loss scale is known.
     is_reduced = reduction != "none" and head.input.dtype != torch.float16
@@ -210,7 +210,7 @@ def linear_divergence(
     chunk = plan.chunk if any(wanted) else len(head.weight)
     call = (*head, *teacher[:3], *numbers, plan.tokens, save_logits, backend, chunk)
     loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
-    return without_padding(loss, shape, head.block) if reduction == "none" else loss
+    return without_padding(loss, shape, head.invariant) if reduction == "none" else loss
 
 
 def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:

@@ -90,16 +90,15 @@ def flat_labels(input: Tensor, target: Tensor) -> Tensor:
     return target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
 
 
-def all_logits(
-    input: Tensor, weight: Tensor, bias: Tensor | None, block: int, widens: bool
-) -> Tensor:
+def all_logits(head: Head) -> Tensor:
     """Compute all logits.
 
     The classes are in the last dimension for a matrix `[C, H]`, in dimension 1 for one with more
     dimensions.
     """
+    input, weight, bias, *products = head
     flat_bias = None if bias is None else bias.flatten()
-    logits = rows_linear(input, weight.flatten(0, -2), flat_bias, block, widens)
+    logits = rows_linear(Head(input, weight.flatten(0, -2), flat_bias, *products))
     return logits if weight.ndim == 2 else logits.unflatten(1, weight.shape[:-1])
 
 

@@ -30,20 +30,20 @@ def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
 def _fake(
     input: Tensor,
     weight: Tensor,
-    block: int,
+    invariant: bool,
     widens: bool,
     ids: Tensor,
     needs_rest: bool,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    saved = saved_logits_fake(input, weight, block, widens, save_logits)
+    saved = saved_logits_fake(input, weight, invariant, widens, save_logits)
     return *logprobs_fake(input, ids, needs_rest), saved
 
 
 def _topk_fake(
-    input: Tensor, weight: Tensor, block: int, widens: bool, k: int, save_logits: bool
+    input: Tensor, weight: Tensor, invariant: bool, widens: bool, k: int, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    return *topk_fake(input, k), saved_logits_fake(input, weight, block, widens, save_logits)
+    return *topk_fake(input, k), saved_logits_fake(input, weight, invariant, widens, save_logits)
 
 
 logprobs_op = define_op(KERNELS.linear_logprobs, _fake, check=_check)
@@ -77,7 +77,7 @@ class LinearLogprobs(torch.autograd.Function):
         def composed(head: Head, *saved: Tensor) -> Tensor:
             (ids, *_, rest), (temperature, softcap, ignore_index) = saved, ctx.options
             options = (temperature, softcap, ignore_index, rest.shape[1] > 0)
-            return logprobs_of(all_logits(*head), ids, *options)
+            return logprobs_of(all_logits(head), ids, *options)
 
         return head_backward(ctx, logprobs_backward_op, grads[0], composed)
 
@@ -95,8 +95,8 @@ class LinearTopK(LinearLogprobs):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, block, widens, _, temperature, softcap, _, save_logits = inputs[:-2]
-        (ctx.backend, ctx.chunk), ctx.products = inputs[-2:], (block, widens)
+        *head, invariant, widens, _, temperature, softcap, _, save_logits = inputs[:-2]
+        (ctx.backend, ctx.chunk), ctx.products = inputs[-2:], (invariant, widens)
         ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
         ctx.mark_non_differentiable(*output[1:])
         rows = TopKRows(*output[:-1])
@@ -173,14 +173,13 @@ def linear_logprobs_of(
     ids = ids.long()  # a narrow type would wrap the bounds
     head = head.of_call(logits_dtype)
     if takes_all_logits([head], ids, memory_budget):
-        return logprobs_of(all_logits(*head), ids, *numbers, needs_rest)
+        return logprobs_of(all_logits(head), ids, *numbers, needs_rest)
     flat, head = ids[None].flatten(0, -2).contiguous(), head.flat.aligned
-    plan = head.plan(memory_budget, False)
-    chunk, save_logits = chunk_and_save(plan, len(head.weight))
-    flat, head = in_blocks(flat, head.block), head.with_blocks_of(plan)
+    flat = in_blocks(flat, head.invariant)
+    chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), len(head.weight))
     call = (*head, flat, *numbers, needs_rest, chunk, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
-    return without_padding(found, ids.shape[:-1], head.block)
+    return without_padding(found, ids.shape[:-1], head.invariant)
 
 
 def linear_topk_logprobs(
@@ -231,17 +230,13 @@ def linear_topk_logprobs(
     check_budget(memory_budget)
     head = head.of_call(logits_dtype)
     if takes_all_logits([head], None, memory_budget):
-        return topk_of(all_logits(*head), k, *numbers)
+        return topk_of(all_logits(head), k, *numbers)
     head, chunk, save_logits = head.flat.aligned, classes, False
     if any(head.wanted):
-        plan = head.plan(memory_budget, False)
-        chunk, save_logits = chunk_and_save(plan, classes)
-        head = head.with_blocks_of(plan)
-    row_bytes, step = padded_width(classes) * head.input.element_size(), 1
+        chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
     room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget // (1 + head.widens)
-    if head.block:
-        step = BLOCK_TOKENS
-    at_once = max(1, room // (row_bytes * step)) * step
+    step = BLOCK_TOKENS if head.invariant else 1
+    at_once = max(1, room // (step * padded_width(classes) * head.input.element_size())) * step
     call = (*head, k, *numbers, at_once, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
-    return TopK(*(without_padding(field, rows, head.block) for field in found))
+    return TopK(*(without_padding(field, rows, head.invariant) for field in found))

@@ -75,7 +75,7 @@ def linear_loss(
     head, labels = Head(input, linear_weight, linear_bias).of_call(logits_dtype), target
     if weight_grad or (not usual and needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
-        logits = all_logits(*head).to(dtype)
+        logits = all_logits(head).to(dtype)
         if linear_weight.ndim == 2 and input.ndim > 2:
             logits = logits.movedim(-1, 1)
             target = target.movedim(-1, 1) if target.is_floating_point() else target
@@ -136,7 +136,7 @@ def _loss(call: LossCall) -> Tensor:
 def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
     (head, target, weight, options, memory_budget, denominator), shape = call, call.target.shape
-    head, target = head.aligned, in_blocks(target, head.block, options.ignore_index)
+    head, target = head.aligned, in_blocks(target, head.invariant, options.ignore_index)
     backend, reduction, input = current_backend(), options.reduction, head.input
     is_reduced, is_fp16 = reduction != "none", input.dtype == torch.float16
     if is_fp16 and reduction == "sum" and weight is not None and denominator is None:
@@ -155,7 +155,7 @@ def _planned_loss(call: LossCall) -> Tensor:
             plan_options = (*head[3:], *options, plan.chunk, *head.wanted, backend)
             result: Tensor = apply(OnePass, kind, *tensors, plan_options)
             return result
-    classes, head = len(head.weight), head.with_blocks_of(plan)
+    classes = len(head.weight)
     chunk, save_logits = chunk_and_save(plan, classes)
     needs_smoothing, needs_entropy = options.label_smoothing > 0, False
     needs = (options.softcap, options.ignore_index, needs_smoothing, needs_entropy)
@@ -163,7 +163,7 @@ def _planned_loss(call: LossCall) -> Tensor:
     statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
     loss, z = loss_terms(statistics, target, weight, classes, options)
     loss = reduce_losses(loss, z, target, weight, classes, options.ignore_index, reduction)
-    loss = without_padding(loss, shape, head.block) if reduction == "none" else loss
+    loss = without_padding(loss, shape, head.invariant) if reduction == "none" else loss
     return loss if denominator is None else loss / denominator
 
 

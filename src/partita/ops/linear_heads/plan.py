@@ -49,7 +49,6 @@ FORWARD_TOKENS = 512
 MIN_FORWARD_TOKENS = 16
 
 ALL_AT_ONCE = "the workspace holds all logits at once"
-BLOCKS_OF_TOKENS = "the workspace holds the logits of 1,024 tokens"
 CHUNKS_OF_TOKENS = "the workspace holds chunks of tokens, but not all logits"
 TOO_SMALL = "the workspace holds no chunk of 2,048 tokens beside the matrix's gradient in fp32"
 NO_CHUNKS_OF_TOKENS = (
@@ -163,22 +162,28 @@ def linear_cross_entropy_plan(
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
     widens, rounds = widens_logits(logits_dtype, dtype, "dtype"), weight_dtype not in (None, dtype)
-    if batch_invariant:
-        options = (memory_budget, input_grad, weight_grad, reduced, widens, rounds)
-        return _invariant_plan(tokens, hidden, vocabulary, dtype, *options)
     packs = reduced and not (parallel or widens or rounds) and packing_wanted()
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize, size_ratio = dtype.itemsize == 2, dtype.itemsize, 1 + widens
     logit_size, copy_bytes = itemsize * size_ratio, rounds * hidden * vocabulary * itemsize
+    step, unit, classes = 256, 1, vocabulary
+    if batch_invariant:
+        step, unit = BLOCK_TOKENS * size_ratio, BLOCK_TOKENS
+        tokens = larger(-(-tokens // unit), 1) * unit
+        default = DEFAULT_BUDGET * size_ratio
+        room = default if memory_budget is None else memory_budget
+        classes = block_classes(vocabulary, logit_size, room)
     product_flops = 2 * tokens * hidden * vocabulary
     row_bytes = max(padded_width(vocabulary) * logit_size, 1)
     # Programs that share a row exchange one byte for every 512 classes.
     token_bytes = ROW_WORDS * 4 + vocabulary // 512
     fixed_bytes = token_bytes * tokens + copy_bytes
-    fixed_bytes += widens * (1 + tokens % 2) * row_bytes  # a row that is copied, and an even number
+    # Half of the tokens have fp32 logits at a time beside their gradient, or a row is copied.
+    fixed_bytes += widens * (1 + (tokens % (2 * unit) + 1) // 2) * row_bytes
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
-        name, chunk_tokens = "loss", smaller(tokens, LOSS_CHUNK_TOKENS)
+        name = "loss"
+        chunk_tokens = smaller(tokens, MIN_CHUNK_TOKENS if batch_invariant else LOSS_CHUNK_TOKENS)
         flops, fits = product_flops, False
     else:
         name, chunk_tokens = "lean", tokens
@@ -198,7 +203,7 @@ def linear_cross_entropy_plan(
         has_sum = weight_grad and half_type and not rounds
         dweight_bytes = hidden * vocabulary * 2 if has_sum else 0
         # In fp16, so is that of the hidden states, until its upstream factor is known.
-        takes_chunks = reduced and not parallel
+        takes_chunks = reduced and not parallel and classes == vocabulary
         dinput_bytes = 6 * tokens * hidden if takes_chunks and dtype == torch.float16 else 0
         budget = memory_budget
         if budget is None:
@@ -206,20 +211,20 @@ def linear_cross_entropy_plan(
         room = budget - dweight_bytes - fixed_bytes - dinput_bytes
         if memory_budget is None and takes_chunks:
             chunk_bytes = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio
-            chunk = chunk_bytes // logits_bytes // 256 * 256
+            chunk = chunk_bytes // logits_bytes // step * step
             room = max(max(chunk, MIN_CHUNK_TOKENS) * row_bytes, dweight_bytes)
             budget = larger(budget, room + dweight_bytes + fixed_bytes)
-        fits = all_at_once <= budget
+        fits = classes == vocabulary and all_at_once <= budget
         if decide(fits, otherwise=False):
             return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
         least_room = max(MIN_CHUNK_TOKENS * row_bytes, dweight_bytes)
         spare = 0 if memory_budget is None else memory_budget - dweight_bytes - least_room
         has_room = decide(room >= least_room, otherwise=spare >= MIN_CHUNK_TOKENS * token_bytes)
         if takes_chunks and has_room:
-            chunk = larger(room // row_bytes // 256 * 256, 256)
+            chunk = larger(room // row_bytes // step * step, step)
             chunks = larger(-(-tokens // chunk), 1)
             rows = -(-tokens // chunks)  # all chunks get about the same length
-            chunk = choose(fits, larger(tokens, 1), -(-rows // 256) * 256)
+            chunk = choose(fits, larger(tokens, 1), -(-rows // step) * step)
             logits_bytes = larger(chunk * row_bytes, dweight_bytes)
             workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes + dinput_bytes
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
@@ -227,7 +232,10 @@ def linear_cross_entropy_plan(
         flops += product_flops
         if input_grad:  # the gradient of half types is added up in fp32, that of others in place
             fixed_bytes += tokens * hidden * 4 if half_type else states_bytes
-    chunk_width = min(padded_width(MIN_CHUNK_CLASSES), padded_width(vocabulary))
+        if batch_invariant:
+            chunk_tokens = smaller(tokens, MIN_CHUNK_TOKENS)
+            fixed_bytes += 2 * dweight_bytes
+    chunk_width = padded_width(classes if batch_invariant else min(MIN_CHUNK_CLASSES, vocabulary))
     least = chunk_tokens * chunk_width * logit_size + fixed_bytes
     if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
@@ -240,92 +248,25 @@ def linear_cross_entropy_plan(
         chunk_bytes = (LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES) * size_ratio
     room = chunk_bytes // larger(chunk_tokens * logit_size, 1)
     chunk = choose(fits, vocabulary, _chunk_classes(room, vocabulary))
+    chunk = classes if batch_invariant else chunk
     workspace_bytes = chunk_tokens * padded_width(chunk) * logit_size + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
 
 
-def _invariant_plan(
-    tokens: int,
-    hidden: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    memory_budget: int | None,
-    input_grad: bool,
-    weight_grad: bool,
-    reduced: bool,
-    widens: bool,
-    rounds: bool,
-) -> MemoryPlan:
-    """Return the plan of a batch-invariant call.
+def block_classes(vocabulary: int, itemsize: int, budget: int) -> int:
+    """Return the classes of a batch-invariant product, whose logits have this size in bytes.
 
-    The number of classes in a chunk decides the order of a row's sums, so it depends on no number
-    of tokens and on no wanted gradient. How many blocks of tokens there are at once changes no bit.
+    Their number decides the order of a row's sums, so it depends on no number of tokens and on no
+    wanted gradient. The logits of a block take at most half of the budget.
     """
-    itemsize, is_half, size_ratio = dtype.itemsize, dtype.itemsize == 2, 1 + widens
-    has_gradient = input_grad or weight_grad
-    tokens = larger(-(-tokens // BLOCK_TOKENS), 1) * BLOCK_TOKENS
-    chunk = block_classes(vocabulary, itemsize * size_ratio, memory_budget, size_ratio)
-    row_bytes = padded_width(chunk) * itemsize * size_ratio
-    copy_bytes = rounds * hidden * vocabulary * itemsize
-    fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens + copy_bytes
-    if weight_grad and not input_grad:
-        fixed_bytes += tokens * hidden * itemsize
-    if input_grad and is_half and chunk < vocabulary:
-        fixed_bytes += tokens * hidden * 4
-    # As in the other plans, the matrix's gradient is rounded in the memory of the logits.
-    dweight_bytes = hidden * vocabulary * 2 if weight_grad and is_half and not rounds else 0
-    budget = memory_budget
-    if budget is None:
-        budget = DEFAULT_BUDGET * size_ratio + copy_bytes
-    flops = 2 * tokens * hidden * vocabulary * (1 + input_grad + weight_grad)
-    # Half of the fp32 logits exist at a time beside their gradient, but no half of a block.
-    half_block = widens * (BLOCK_TOKENS // 2) * row_bytes
-    block_bytes = max(BLOCK_TOKENS * row_bytes, dweight_bytes) + half_block
-    name, some, reason = "loss", chunk, BLOCKS_OF_TOKENS
-    workspace_bytes = block_bytes + dweight_bytes + fixed_bytes
-    if has_gradient and chunk == vocabulary:
-        all_at_once = tokens * row_bytes + fixed_bytes
-        all_at_once += widens * (tokens % (2 * BLOCK_TOKENS) // 2 + 1) * row_bytes
-        fits = all_at_once <= budget
-        if decide(fits, otherwise=False):
-            return MemoryPlan("fast", tokens, all_at_once, flops, ALL_AT_ONCE)
-        dinput_bytes = 6 * tokens * hidden if dtype == torch.float16 else 0
-        takes_chunks = memory_budget is None or workspace_bytes + dinput_bytes <= memory_budget
-        if reduced and takes_chunks:
-            fixed_bytes += dinput_bytes
-            room = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio
-            if memory_budget is not None:
-                room = memory_budget - dweight_bytes - fixed_bytes - half_block
-            name, reason = "fast", CHUNKS_OF_TOKENS
-            blocks = larger(room // row_bytes // BLOCK_TOKENS, 1)
-            some = smaller(blocks * BLOCK_TOKENS, tokens)
-            logits_bytes = larger(some * row_bytes, dweight_bytes) + half_block
-            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
-    if has_gradient and name != "fast":
-        name, flops = "lean", flops + 2 * tokens * hidden * vocabulary
-    if memory_budget is not None and decide(workspace_bytes > memory_budget, otherwise=False):
+    least = min(MIN_CHUNK_CLASSES, padded_width(vocabulary))
+    width = budget // (2 * BLOCK_TOKENS * itemsize)
+    if width < least:
         raise ValueError(
-            f"memory_budget: expected at least {workspace_bytes:,} bytes for {tokens:,} tokens"
-            f" inside batch_invariant(), or None, got {memory_budget:,}"
+            f"memory_budget: expected at least {2 * BLOCK_TOKENS * itemsize * least:,} bytes inside"
+            f" batch_invariant(), or None, got {budget:,}"
         )
-    return MemoryPlan(name, some, workspace_bytes, flops, reason)
-
-
-def block_classes(
-    vocabulary: int, itemsize: int, memory_budget: int | None, size_ratio: int = 1
-) -> int:
-    """Return the classes of a batch-invariant product, whose logits have this size in bytes."""
-    room = (DEFAULT_BUDGET * size_ratio if memory_budget is None else memory_budget) // 2
-    width = room // (BLOCK_TOKENS * itemsize)
-    if width >= padded_width(vocabulary):
-        return vocabulary
-    if width < min(MIN_CHUNK_CLASSES, padded_width(vocabulary)):
-        least = 2 * BLOCK_TOKENS * itemsize * min(MIN_CHUNK_CLASSES, padded_width(vocabulary))
-        raise ValueError(
-            f"memory_budget: expected at least {least:,} bytes inside batch_invariant(), or None,"
-            f" got {memory_budget:,}"
-        )
-    return _equal_chunk(vocabulary, width)
+    return vocabulary if width >= padded_width(vocabulary) else _equal_chunk(vocabulary, width)
 
 
 def _chunk_classes(room: int, vocabulary: int) -> int:
@@ -406,23 +347,23 @@ def divergence_plan(
     input_grad: bool,
     weight_grad: bool,
     one_pass: bool,
-    block: int = 0,
+    invariant: bool = False,
     widens: bool = False,
     rounds: bool = False,
 ) -> DivergencePlan:
     """Return the chunks of a batch; raise ValueError for too small a budget.
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
-    computed in the forward pass, and `block` how many tokens each product has in the
-    batch-invariant mode. Chunks then have all classes, and some blocks of tokens. `widens` says
-    whether logits are in fp32, and `rounds` whether the student's matrix is copied.
+    computed in the forward pass, `widens` whether logits are in fp32, and `rounds` whether the
+    student's matrix is copied. Chunks have all classes in the batch-invariant mode.
     """
     itemsize, usual_size = 0, dtype.itemsize + teacher_dtype.itemsize
     for each in (dtype, teacher_dtype):
         itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
     copy_bytes = rounds * hidden * vocabulary * dtype.itemsize
-    fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + widens * max(block // 2, 2) * row_bytes
+    spare_rows = widens * (BLOCK_TOKENS // 2 if invariant else 2)
+    fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + spare_rows * row_bytes
     has_gradient = input_grad or weight_grad
     if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0
         fixed_bytes += tokens * hidden * dtype.itemsize
@@ -438,10 +379,11 @@ def divergence_plan(
         return at_once
     half_type = dtype.itemsize == 2
     dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type and not rounds else 0
-    if block:
-        rows = block
+    if invariant:
+        rows = MIN_CHUNK_TOKENS
         if one_pass or not has_gradient:
-            rows = larger((budget - dweight_bytes - fixed_bytes) // row_bytes // block, 1) * block
+            blocks = (budget - dweight_bytes - fixed_bytes) // (row_bytes * BLOCK_TOKENS)
+            rows = larger(blocks, 1) * BLOCK_TOKENS
         workspace_bytes = rows * row_bytes + dweight_bytes + fixed_bytes
         if memory_budget is not None and decide(workspace_bytes > budget, otherwise=False):
             raise ValueError(

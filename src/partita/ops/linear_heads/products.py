@@ -45,20 +45,20 @@ def multiply_blocks(
     a: Tensor,
     b: Tensor,
     out: Tensor,
-    block: int,
+    invariant: bool,
     bias: Tensor | None = None,
     adds: bool = False,
 ) -> None:
-    """Do the same, with the bits that each row has in a product of one block if `block` is not 0.
+    """Do the same, with the bits that each row has in a product of one block if `invariant`.
 
     Both `a` and `out` may have rows more that fill the last block, whose values do not matter.
     Otherwise that block is computed from a copy.
     """
     rows = min(len(a), len(out))
-    if not block:
+    if not invariant:
         return multiply(a, b, out, bias, adds)
     full = rows // BLOCK_TOKENS * BLOCK_TOKENS
-    together = _is_proven(full, a, b, out, bias, adds)
+    together = _is_proven(a[:full], b, out[:full], bias, adds)
     for some in chunks(full, full if together else BLOCK_TOKENS):
         multiply(a[some], b, out[some], bias, adds)
     if full < rows:
@@ -75,69 +75,62 @@ def _filled(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def _is_proven(
-    rows: int, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool
-) -> bool:
-    """Return whether a product of these rows gives each of its blocks the bits of its own.
+def _is_proven(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> bool:
+    """Return whether a product gives each block of rows the bits of its own.
 
-    This compares both once on random numbers, and needs memory of their size. Without that memory,
-    and while a graph is captured, the answer is False until it can be found out.
+    Without memory to find it out, and while a graph is captured, the answer is False until then.
     """
-    if rows <= BLOCK_TOKENS or not a.is_cuda:
-        return rows <= BLOCK_TOKENS
+    if len(a) <= BLOCK_TOKENS or not a.is_cuda:
+        return len(a) <= BLOCK_TOKENS
     settings = torch.backends.cuda.matmul
     key = (
-        *(rows, a.device, a.dtype, out.dtype, adds, None if bias is None else bias.dtype),
-        *(a.stride(), b.shape, b.stride(), out.stride(), settings.fp32_precision),
-        *(settings.allow_bf16_reduced_precision_reduction, b.data_ptr() % 16 == 0),
+        *(a.device, a.dtype, out.dtype, adds, None if bias is None else bias.dtype),
+        *(a.shape, a.stride(), b.shape, b.stride(), out.stride(), b.data_ptr() % 16 == 0),
+        *(settings.fp32_precision, settings.allow_bf16_reduced_precision_reduction),
         settings.allow_fp16_reduced_precision_reduction,
     )
     known = _proofs.get(key)
     if known is None and not is_capturing(a):
         try:
-            known = _proofs.store(key, blocks_are_alike(rows, a, b, out, bias, adds))
+            known = _proofs.store(key, blocks_are_alike(a, b, out, bias, adds))
         except torch.OutOfMemoryError:
             return False
     return bool(known)
 
 
-def blocks_are_alike(
-    rows: int, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool
-) -> bool:
-    """Compare a product of random numbers, of this form and so many rows, with its blocks."""
+def blocks_are_alike(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> bool:
+    """Compare a product of random numbers in tensors of this form with its blocks of rows."""
     generator = torch.Generator(a.device).manual_seed(0)
 
-    def random(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        memory = torch.empty_strided(shape, like.stride(), dtype=like.dtype, device=like.device)
-        return memory.normal_(generator=generator)
+    def memory(like: Tensor) -> Tensor:
+        sizes = like.shape, like.stride()
+        return torch.empty_strided(*sizes, dtype=like.dtype, device=like.device)
 
-    x, y = random(a, (rows, a.shape[1])), random(b, tuple(b.shape))
-    bias = None if bias is None else random(bias, tuple(bias.shape))
-    whole = random(out, (rows, out.shape[1]))
-    before = [whole[some].clone() for some in chunks(rows, BLOCK_TOKENS)] if adds else []
+    x, y = (memory(each).normal_(generator=generator) for each in (a, b))
+    bias = None if bias is None else memory(bias).normal_(generator=generator)
+    whole, block = memory(out).fill_(1), memory(out[:BLOCK_TOKENS])
     multiply(x, y, whole, bias, adds)
-    for i, some in enumerate(chunks(rows, BLOCK_TOKENS)):
-        block = before[i] if adds else random(out, (BLOCK_TOKENS, out.shape[1]))
-        multiply(x[some], y, block, bias, adds)
+    for some in chunks(len(a), BLOCK_TOKENS):
+        multiply(x[some], y, block.fill_(1), bias, adds)
         if not torch.equal(block, whole[some]):
             return False
     return True
 
 
-def in_blocks(rows: Tensor, block: int, value: float = 0.0) -> Tensor:
+def in_blocks(rows: Tensor, invariant: bool, value: float = 0.0) -> Tensor:
     """Return rows `[M, ...]` as the functions between products take them, padded to whole blocks.
 
     PyTorch's functions for the CPU give a row other bits by the number of rows. Kernels do not.
     """
-    if not block or rows.device.type != "cpu":
+    if not invariant or rows.device.type != "cpu":
         return rows
     missing = -rows.shape[0] % BLOCK_TOKENS
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing), value=value)
 
 
-def without_padding(rows: Tensor, shape: torch.Size, block: int) -> Tensor:
+def without_padding(rows: Tensor, shape: torch.Size, invariant: bool) -> Tensor:
     """Return the result of each token, in the shape of the tokens, from that of whole blocks."""
-    if block:  # The number fixes a size that is traced.
+    if invariant:  # The number fixes a size that is traced.
         rows = rows[: shape.numel()]
     return rows.reshape(*shape, *rows.shape[1:])
 
@@ -156,13 +149,13 @@ def aligned_columns(matrix: Tensor) -> Tensor:
 
 
 def composed_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, block: int, widens: bool
+    input: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, widens: bool
 ) -> Tensor:
     """Return `torch.nn.functional.linear`, from any tensors that PyTorch can transform."""
     rows, classes, weight = input.shape[:-1].numel(), len(weight), weight.to(input.dtype)
     bias = None if bias is None else bias.to(input.dtype)
     linear = _wide_linear if widens else F.linear
-    if not block or not rows:
+    if not invariant or not rows:
         return linear(input, weight, bias)
     if padding := -classes % ROW_ALIGNMENT:
         weight = F.pad(weight, (0, 0, 0, padding))

@@ -49,7 +49,7 @@ def _state_fake(
     size = (packed_size(needs_smoothing, needs_entropy), input.shape[0])
     saved = input.new_empty(0)
     if weight is not None:
-        saved = linear_heads.saved_logits_fake(input, weight, 0, widens, save_logits)
+        saved = linear_heads.saved_logits_fake(input, weight, False, widens, save_logits)
     return input.new_empty(size, dtype=acc_dtype(input.dtype)), saved
 
 
@@ -219,7 +219,7 @@ def _hidden_gradients(
     needed = to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
     if ctx.scattered:
         input = gather_ranks(input, ctx.shard).flatten(0, 1)
-    head, saved = Head(input, weight, bias, 0, ctx.widens), spend(ctx, logits)
+    head, saved = Head(input, weight, bias, widens=ctx.widens), spend(ctx, logits)
     d_input, d_weight, d_bias = linear_heads.rows_backward(
         *coefficients,
         *head,

@@ -24,7 +24,7 @@ from ..divergence.autograd import (
 )
 from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
 from ..linear_heads.autograd import rows_linear
-from ..linear_heads.common import RowOptions, checked_head, counted_rows
+from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
 from ..linear_heads.plan import widens_logits
 from ..logprobs.common import check_ids
 from .autograd import (
@@ -166,7 +166,7 @@ class LocalLinear(torch.autograd.Function):
     def forward(
         input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard, widens: bool
     ) -> Tensor:
-        return rows_linear(input, weight, bias, 0, widens)
+        return rows_linear(Head(input, weight, bias, widens=widens))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
