@@ -59,20 +59,26 @@ class EntryStats(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[6:-1]
         ctx.mark_non_differentiable(*output[2:])
+        if plain_eager():  # Zeros for results that nobody uses would cost a launch each.
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:6], *output[3:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         logits, *support, dlogprob, dentropy = saved_tensors(ctx)
-        if is_double_backward(logits, *grads[:2]):
+        used = [grad for grad in grads[:2] if grad is not None]
+        if not used:
+            return (None,) * len(ctx.needs_input_grad)
+        upstream = tuple(torch.zeros_like(used[0]) if g is None else g for g in grads[:2])
+        if is_double_backward(logits, *upstream):
             (gradient,) = double_backward(
                 lambda x: reference.support_stats(x, Support(*support), *ctx.options)[:2],
                 [logits],
                 [True],
-                grads[:2],
+                upstream,
             )
         else:
-            a, c = (grad[support[0]] for grad in grads[:2])
+            a, c = (grad[support[0]] for grad in upstream)
             # A row without an upstream gradient has none, even if its logits are NaN.
             gradient = torch.where((a == 0) & (c == 0), 0, a * dlogprob + c * dentropy)
         return gradient, *(None,) * (len(ctx.needs_input_grad) - 1)
