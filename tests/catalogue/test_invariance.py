@@ -1,6 +1,6 @@
 """The bits of a row or sequence depend on that row alone, and not on its batch.
 
-Linear heads have a mode for this, which tests/ops/linear_heads/test_linear_invariance.py is about.
+Linear heads have `partita.batch_invariant()` for this, in which these tests run.
 """
 
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.catalogue import BACKEND, all_samples
-from helpers.invariance import BATCHES, DRAWN, differences
-from helpers.rows import INTERPRETING
+from helpers.catalogue import BACKEND, all_samples, outcome, same_bits
+from helpers.invariance import BATCHES, DRAWN, LAYOUTS, differences
+from helpers.rows import INTERPRETING, devices
 
 import partita
 from partita.ops.softmax.api import SMALL_ELEMENTS
@@ -18,7 +18,10 @@ from partita.testing.samples import CALLS, Draw, Sample, heads, rows
 
 WIDE = [call.name for call in rows.CALLS]
 HEADS = [call.name for call in heads.CALLS]
-NAMES = [name for name, call in CALLS.items() if call.batch and name not in (*HEADS, *DRAWN)]
+NAMES = [name for name, call in CALLS.items() if call.batch and name not in DRAWN]
+if INTERPRETING:  # Blocks of 1,024 tokens take long there, and heads have the same kernels.
+    NAMES = [name for name in NAMES if name not in HEADS[1:]]
+OF_HEADS = ("", "bias, all options", "all options", "sum, lean", "beta 0.5, all options")
 
 ATEN = "ATen adds up rows in another order by their number, their place or their stride"
 ALIGNMENT = "the order of sums depends on whether a row starts on 16 bytes"
@@ -51,6 +54,16 @@ def cases() -> Iterator[object]:
 def samples(name: str, device: str) -> Iterator[Sample]:
     """Yield calls of rows of 781 classes, which start anywhere, and of small sequences."""
     call, draw = CALLS[name], Draw(device=device)
+    if name in HEADS:
+        options = (*OF_HEADS, "probabilities", "fp32 logits")
+        for option in options[: 1 if INTERPRETING else None]:
+            half = Draw(torch.bfloat16, device=device) if "fp32" in option else draw
+            if option in ("", *call.options):
+                sample = call.sample(half, option)
+                if "memory_budget" in sample.inputs:  # in chunks of classes too
+                    sample.inputs["memory_budget"] = 2**23 if "lean" in option else 2**24
+                yield sample
+        return
     if name in WIDE:
         yield call.sample(draw, sizes={"rows": 5, "classes": 781}, name="781 classes")
     if device == "cuda":
@@ -68,13 +81,40 @@ def test_rows_and_sequences_have_bits_of_their_own(
     # As users have it: PyTorch serves small batches.
     monkeypatch.setattr("partita.ops.softmax.api.SMALL_ELEMENTS", SMALL_ELEMENTS)
     batches = BATCHES if device == "cuda" else (1, 2, 7) if INTERPRETING else (1, 2, 7, 33)
-    with partita.backend(BACKEND):
+    layouts = ("", "odd start") if name in HEADS else tuple(LAYOUTS)
+    with partita.backend(BACKEND), partita.batch_invariant():
         wrong = [
             f"{sample}: {found}"
             for sample in samples(name, device)
-            for found in differences(sample, batches)
+            for found in differences(sample, batches, layouts)
         ]
     assert not wrong
+
+
+@devices
+@pytest.mark.parametrize("name", HEADS)
+def test_compiled_replayed_and_captured_heads_have_the_bits_of_eager_ones(
+    name: str, device: str
+) -> None:
+    """In the mode; other tests of the catalogue compare all other calls."""
+    torch._dynamo.reset()
+    with partita.batch_invariant():
+        for sample in samples(name, device):
+            expected = outcome(sample)
+            compiled = torch.compile(sample.call.function, fullgraph=True, backend="aot_eager")
+            found = [outcome(replace(sample, call=replace(sample.call, function=compiled)))]
+            if device == "cuda":
+                found += [outcome(sample) for _ in range(3)]
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    results = sample.run()
+                    gradients = sample.gradients(results).values()
+                graph.replay()
+                captured = (*(result.detach() for result in results), *gradients)
+                found.append(dict(zip(expected, captured, strict=True)))
+            of_rows = {part for part in expected if not part.startswith("linear_")}  # no sums
+            for each in found:
+                assert all(same_bits(each[part], expected[part]) for part in of_rows), sample
 
 
 def test_the_comparison_finds_a_sum_over_the_batch() -> None:

@@ -125,7 +125,7 @@ def linear_cross_entropy_plan(
             states in fp32.
         batch_invariant: whether this is the plan of a call inside `partita.batch_invariant()`. Its
             tokens are padded to a multiple of 1,024. The classes of a product depend on no number
-            of tokens: they are all classes, unless the logits of 1,024 tokens take more than half
+            of tokens: they are all classes, unless the logits of 2,048 tokens take more than half
             of the budget (2 GiB without one).
         logits_dtype: as in `linear_cross_entropy`. Logits in fp32 take twice the memory of those of
             a half type, so the numbers of bytes above are doubled.
@@ -172,7 +172,7 @@ def linear_cross_entropy_plan(
         tokens = larger(-(-tokens // unit), 1) * unit
         default = DEFAULT_BUDGET * size_ratio
         room = default if memory_budget is None else memory_budget
-        classes = block_classes(vocabulary, logit_size, room)
+        classes = invariant_classes(vocabulary, logit_size, room)
     product_flops = 2 * tokens * hidden * vocabulary
     row_bytes = max(padded_width(vocabulary) * logit_size, 1)
     # Programs that share a row exchange one byte for every 512 classes.
@@ -253,18 +253,18 @@ def linear_cross_entropy_plan(
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
 
 
-def block_classes(vocabulary: int, itemsize: int, budget: int) -> int:
+def invariant_classes(vocabulary: int, itemsize: int, budget: int) -> int:
     """Return the classes of a batch-invariant product, whose logits have this size in bytes.
 
     Their number decides the order of a row's sums, so it depends on no number of tokens and on no
-    wanted gradient. The logits of a block take at most half of the budget.
+    wanted gradient. The logits of 2,048 tokens take at most half of the budget.
     """
     least = min(MIN_CHUNK_CLASSES, padded_width(vocabulary))
-    width = budget // (2 * BLOCK_TOKENS * itemsize)
+    width = budget // (2 * MIN_CHUNK_TOKENS * itemsize)
     if width < least:
         raise ValueError(
-            f"memory_budget: expected at least {2 * BLOCK_TOKENS * itemsize * least:,} bytes inside"
-            f" batch_invariant(), or None, got {budget:,}"
+            f"memory_budget: expected at least {2 * MIN_CHUNK_TOKENS * itemsize * least:,} bytes"
+            f" inside batch_invariant(), or None, got {budget:,}"
         )
     return vocabulary if width >= padded_width(vocabulary) else _equal_chunk(vocabulary, width)
 
