@@ -22,10 +22,10 @@ from ...runtime.dtypes import acc_dtype
 from ...runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype, zeroed_words
 from .target import MAX_SPLITS, Target, target_of
 
-SEGMENT = 16384  # classes of a row, at least, that lanes add up before they add it to the row
+SEGMENT = 16384  # classes of a row, about, that lanes add up before they add them to the row
 MAX_SEGMENTS = 32  # of a row
-# So many programs share the rows, about, where there are few.
-FEW_ROWS, SHARING_PROGRAMS = 512, 2048
+# So many programs, about, share fewer rows than that. More rows have a program each.
+SHARING_PROGRAMS, FEW_ROWS = 2048, 512
 
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
@@ -401,7 +401,9 @@ def row_access(vector: int, *rows: StridedRows) -> int:
 
 def segment_size(classes: int, block: int) -> int:
     """Return the classes of a segment of a row."""
-    segments = max(1, min(cdiv(classes, SEGMENT), MAX_SEGMENTS))
+    # Rows of few segments have smaller ones, which more programs share if there are few rows.
+    least = SEGMENT // 2 if SEGMENT < classes <= 2 * SEGMENT else SEGMENT
+    segments = max(1, min(cdiv(classes, least), MAX_SEGMENTS))
     return cdiv(cdiv(max(classes, 1), segments), block) * block
 
 
