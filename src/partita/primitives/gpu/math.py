@@ -154,20 +154,14 @@ def exp_for_dtype(x, dtype: tl.constexpr):
 def row_sum(terms, PARTIALS: tl.constexpr):
     """Return the sums [ROWS] of terms [ROWS, N], whose bits do not depend on the block's layout.
 
-    Terms whose columns are equal modulo PARTIALS, which a thread has all, are added first. They are
-    at most two, which have no order, in rows that other kernels serve too. With one partial sum,
-    for rows that are columns in memory, terms are added in halves.
+    Terms are added in halves until PARTIALS are left, and then as in `tree_sum`. In the usual
+    layout a thread has all terms of a partial sum.
     """
     ROWS: tl.constexpr = terms.shape[0]
-    if PARTIALS == 1:
-        for _ in tl.static_range(16):
-            if terms.shape[1] > 1:
-                terms = tl.sum(tl.reshape(terms, [ROWS, 2, terms.shape[1] // 2]), axis=1)
-        return tl.reshape(terms, [ROWS]) + 0.0
-    else:
-        shape: tl.constexpr = [ROWS, terms.shape[1] // PARTIALS, PARTIALS]
-        partial = tl.sum(tl.reshape(terms, shape), axis=1)
-        return tree_sum(tl.reshape(partial, [ROWS * PARTIALS]), ROWS)
+    for _ in tl.static_range(16):
+        if terms.shape[1] > PARTIALS:
+            terms = tl.sum(tl.reshape(terms, [ROWS, 2, terms.shape[1] // 2]), axis=1)
+    return tree_sum(tl.reshape(terms, [ROWS * PARTIALS]), ROWS)
 
 
 @triton.jit

@@ -218,7 +218,9 @@ class RowPlan:
 
     def with_partials(self, itemsize: int, target: Target) -> RowPlan:
         """Return the plan with the partial sums of threads that load vectors of a row."""
-        lanes = target.warp_size * self.num_warps * 16 // itemsize if self.contiguous else 1
+        lanes = target.warp_size * self.num_warps * 16 // itemsize
+        if not self.contiguous:  # Vectors lie across rows.
+            lanes = max(1, lanes // self.rows)
         return replace(self, partials=min(self.block, lanes))
 
     def part(self, classes: int) -> int:
@@ -347,12 +349,12 @@ def _whole_row_plan(shape: RowShape, block: int, operands: int, patched: bool) -
     # Half as many warps suffice for a row that leaves much of its block empty. They wait less.
     most = 7 if shape.itemsize == 4 or block == 2048 else 5
     if (
-        operands == 1
+        (operands == 1 or is_half)
         and not patched
         and 2048 <= block <= 8192
         and 8 * shape.classes <= most * block
     ):
-        num_warps = block // 2048
+        num_warps = elements // 2048
     # There is no kernel of kind `row` for fp64.
     return RowPlan("row" if rows == 1 and shape.itemsize <= 4 else "tile", rows, block, num_warps)
 
