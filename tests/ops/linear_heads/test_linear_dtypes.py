@@ -11,13 +11,13 @@ from partita.ops.linear_heads.common import Head
 from partita.testing import poisoned_memory
 from partita.testing.samples import Draw, heads
 
-TOKENS, CLASSES, HIDDEN = 4001, 299, 16
+TOKENS, CLASSES, HIDDEN = 3601, 299, 16
 WIDE: dict[str, Any] = {"logits_dtype": torch.float32}
 # Bytes for each way to compute the loss, in chunks of tokens, of classes, and all logits at once,
 # without fp32 logits and with them.
 BUDGETS = {
-    "tokens": (2_300_000, 3_600_000),
-    "classes": (1_750_000, 2_900_000),
+    "tokens": (2_100_000, 3_400_000),
+    "classes": (1_550_000, 2_600_000),
     "all": (None, None),
 }
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
