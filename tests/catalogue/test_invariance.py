@@ -13,7 +13,6 @@ from helpers.invariance import BATCHES, DRAWN, LAYOUTS, differences
 from helpers.rows import INTERPRETING, devices
 
 import partita
-from partita.ops.softmax.api import SMALL_ELEMENTS
 from partita.testing.samples import CALLS, Draw, Sample, heads, rows
 
 WIDE = [call.name for call in rows.CALLS]
@@ -74,12 +73,9 @@ def samples(name: str, device: str) -> Iterator[Sample]:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("name", "device"), cases())
-def test_rows_and_sequences_have_bits_of_their_own(
-    name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_sequences_have_bits_of_their_own(name: str, device: str) -> None:
     """They are the same alone as in each batch, in each place, and wherever rows start."""
     # As users have it: PyTorch serves small batches.
-    monkeypatch.setattr("partita.ops.softmax.api.SMALL_ELEMENTS", SMALL_ELEMENTS)
     batches = BATCHES if device == "cuda" else (1, 2, 7) if INTERPRETING else (1, 2, 7, 33)
     layouts = ("", "odd start") if name in HEADS else tuple(LAYOUTS)
     with partita.backend(BACKEND), partita.batch_invariant():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import laid_out_like
+from ...runtime import private_names
 from ...runtime.dtypes import acc_dtype
 from .common import LogSumExp
 
@@ -27,8 +28,8 @@ def softmax_gradient(
 
     It has the bits of PyTorch's own gradient, which serves adjacent rows on a CPU.
     """
-    acc, aten = acc_dtype(output.dtype), torch.ops.aten
-    function = aten._log_softmax_backward_data if log else aten._softmax_backward_data
+    acc = acc_dtype(output.dtype)
+    function = private_names.log_softmax_gradient if log else private_names.softmax_gradient
     return function(grad.to(acc), output.to(acc), dim, acc).to(dtype)
 
 
