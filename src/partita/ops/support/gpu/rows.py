@@ -62,14 +62,14 @@ def support_rows_kernel(
     begin, end = tl.load(support.offsets + row), tl.load(support.offsets + row + 1)
     is_ignored = (tl.load(support.classes + row) == IGNORED_CLASS) & (begin != WRONG_OFFSET)
     number = end - begin + 1
-    state = empty_state(1, 1, ACC_DTYPE)
+    state = empty_state(1, BLOCK, ACC_DTYPE, tl.float64)
     has_target = tl.zeros([BLOCK], tl.int32)
     has_no_class = tl.zeros([BLOCK], tl.int32)
     for start in range(0, tl.where(is_ignored, 0, number), BLOCK):
         _, x, _, is_recorded, is_no_class = load_entries(
             logits_ptr, support, row, start, number, M, C, softcap, BLOCK
         )
-        state = add_block(state, x[None, :], 0, None, slope, True, True, 1)
+        state = add_block(state, x[None, None, None, :], 0, None, slope, True)
         has_target |= is_recorded.to(tl.int32)
         has_no_class |= is_no_class.to(tl.int32)
     found = merge_lanes(state, slope)
