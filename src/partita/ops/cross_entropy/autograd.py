@@ -319,10 +319,13 @@ def _check_stats_labels(logits: Tensor, target: Tensor | None, ignore_index: int
 
 
 token_stats_op = define_op(
-    by_rows(reference.token_stats), _stats_fake, check=_check_stats_labels, vmap=all_at_once
+    reference.of_read_rows(by_rows(reference.token_stats)),
+    _stats_fake,
+    check=_check_stats_labels,
+    vmap=all_at_once,
 )
 token_stats_backward_op = define_op(
-    by_rows(reference.token_stats_gradient, logits=3),
+    reference.of_read_rows(by_rows(reference.token_stats_gradient, logits=3), logits=3),
     lambda logits: torch.empty_like(logits),
     name="token_stats_backward",
     vmap=all_at_once,

@@ -117,7 +117,7 @@ def support_stats(
         return -found.nll, found.entropy
 
     call = (logits, "logits", shard.classes, target, ids, offsets)
-    return stats_of_parts(entries, all_classes, False, *call, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)
 
 
 def linear_support_stats(
@@ -182,4 +182,4 @@ def linear_support_stats(
         return -found.nll, found.entropy
 
     call = (head.input, "input", shard.classes, target, ids, offsets)
-    return stats_of_parts(entries, all_classes, True, *call, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)
