@@ -75,7 +75,8 @@ def support_stats(
     Args:
         logits: this rank's `[..., C_local]`.
         target: labels among all classes `[...]`, the same on all ranks.
-        ids, offsets: as in `partita.support_stats`, among all classes, the same on all ranks.
+        ids, offsets: as in `partita.support_stats`, among all classes, the same on all ranks. As in
+            `partita.linear_support_stats` a call waits for the number of rows without ids.
         group, classes: as in `partita.parallel.cross_entropy`.
         temperature, softcap, ignore_index: as in `partita.support_stats`.
 
