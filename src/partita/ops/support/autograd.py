@@ -82,8 +82,8 @@ def statistics(
     *found, in_set, labels, dlogprob, dentropy = of_sets(entries.to(acc_dtype(logits.dtype)), *args)
     others = of_all(logits, labels, temperature, softcap, NOT_READ, backend)
     logprob, _, entropy, _, maximum, sumexp = others
-    pairs = zip(found, (logprob, entropy), strict=True)
-    found = [torch.where(labels == NOT_READ, a, b) for a, b in pairs]
+    is_of_set = labels == NOT_READ
+    found = [torch.where(is_of_set, *pair) for pair in zip(found, (logprob, entropy), strict=True)]
     return *found, in_set, labels, dlogprob, dentropy, maximum, sumexp, entropy
 
 

@@ -105,15 +105,15 @@ def sound_offsets(offsets: Tensor, number: int) -> Tensor:
 
     Where values are checked, wrong ones raise.
     """
-    decreases = offsets[1:] < offsets[:-1]
-    is_wrong = torch.cat([offsets[:1] != 0, decreases])
-    is_wrong[-1:] |= offsets[-1:] != number
+    decreases, ends_wrong = offsets[1:] < offsets[:-1], offsets[-1:] != number
+    is_wrong = torch.cat([offsets[:1] != 0, decreases, ends_wrong])
     if not checks.can_check_values(offsets):
         return torch.where(is_wrong.any(), WRONG, offsets)
     if (index := checks.first_index(is_wrong)) is not None:
+        place = min(index[0], len(offsets) - 1)
         raise ValueError(
             f"offsets: expected numbers from 0 to the number of ids, {number}, that do not"
-            f" decrease, got {int(offsets[index])} at [{index[0]}]"
+            f" decrease, got {int(offsets[place])} at [{place}]"
         )
     return offsets.clone()
 
