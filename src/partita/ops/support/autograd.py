@@ -20,6 +20,7 @@ from ...runtime.autograd import (
     one_by_one,
     plain_eager,
     saved_tensors,
+    takes,
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
@@ -51,35 +52,15 @@ def entry_index(logits: Tensor, rows: Tensor, classes: Tensor) -> tuple[Tensor, 
     return rows, classes.clamp(0, logits.shape[1] - 1)
 
 
-def sets_in_torch(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Compute what `stats_op` does, differentiable any number of times."""
-    return reference.support_stats(logits, Support(*args[:3]), *args[3:-1])
-
-
-def all_in_torch(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Compute what `token_stats_op` does, differentiable any number of times."""
-    found: tuple[Tensor, ...] = token_stats(
-        torch.where((labels == NOT_READ).unsqueeze(1), 0, logits), labels, *args
-    )
-    return found
-
-
 def statistics(
     of_sets: Callable[..., Any], of_all: Callable[..., Any], logits: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
-    """Return the results of `SupportFunction`.
-
-    Args:
-        of_sets: computes the `SupportRows` of logits of entries.
-        of_all: computes the token statistics of rows with a label.
-        logits: the logits, of entries or of all classes.
-        args: the other arguments of `SupportFunction`.
-    """
-    *support, _, temperature, softcap, backend = args
+    """Compute the results of `SupportFunction` by functions like its two ops."""
     if logits.ndim == 1:
         return of_sets(logits, *args)
-    entries = logits[entry_index(logits, *support[:2])]
-    *found, in_set, labels, dlogprob, dentropy = of_sets(entries.to(acc_dtype(logits.dtype)), *args)
+    rows, classes, _, _, temperature, softcap, backend = args
+    x = logits[entry_index(logits, rows, classes)].to(acc_dtype(logits.dtype))
+    *found, in_set, labels, dlogprob, dentropy = of_sets(x, *args)
     others = of_all(logits, labels, temperature, softcap, NOT_READ, backend)
     logprob, _, entropy, _, maximum, sumexp = others
     is_of_set = labels == NOT_READ
@@ -97,18 +78,9 @@ class SupportFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        logits: Tensor,
-        rows: Tensor,
-        classes: Tensor,
-        offsets: Tensor,
-        num_classes: int,
-        temperature: float,
-        softcap: float,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        args = (rows, classes, offsets, num_classes, temperature, softcap, backend)
-        return statistics(stats_op, token_stats_op, logits, *args)
+    @takes(stats_op)
+    def forward(*args: Any) -> Any:
+        return statistics(stats_op, token_stats_op, *args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -127,13 +99,17 @@ class SupportFunction(torch.autograd.Function):
             return (None,) * 8
         upstream = tuple(torch.zeros_like(used[0]) if g is None else g for g in grads[:2])
         if is_double_backward(logits, *upstream):
-            (gradient,) = double_backward(
-                lambda x: statistics(sets_in_torch, all_in_torch, x, *support, *ctx.options)[:2],
-                [logits],
-                [True],
-                upstream,
+            calls = (
+                lambda x, *args: reference.support_stats(x, Support(*args[:3]), *args[3:-1]),
+                lambda x, y, *args: token_stats(
+                    torch.where((y == NOT_READ)[:, None], 0, x), y, *args
+                ),
             )
-            return gradient, *(None,) * 7
+            args = (*support, *ctx.options)
+            found = double_backward(
+                lambda x: statistics(*calls, x, *args)[:2], [logits], [True], upstream
+            )
+            return *found, *(None,) * 7
         is_invalid = labels == INVALID
         a, c = (torch.where(is_invalid, torch.nan, grad)[support[0]] for grad in upstream)
         # A row without an upstream gradient has none, even if its logits are NaN.
