@@ -178,12 +178,15 @@ def of_read_rows(function: Callable[..., Any], logits: int = 0) -> Callable[...,
     def run(*args: Any) -> Any:
         if args[-1] != NOT_READ:
             return function(*args)
-        is_read = args[logits + 1] != NOT_READ
-        found = function(*(arg[is_read] if isinstance(arg, Tensor) else arg for arg in args))
+        labels = args[logits + 1]
+        rows = (labels != NOT_READ).nonzero(as_tuple=True)
+        if len(rows[0]) == 1:  # PyTorch adds up a single row in another order.
+            rows = tuple(each.repeat(2) for each in rows)
+        found = function(*(arg[rows] if isinstance(arg, Tensor) else arg for arg in args))
 
         def spread(x: Tensor) -> Tensor:
-            like = args[logits] if x.ndim > 1 else is_read
-            return torch.zeros_like(like, dtype=x.dtype).index_put_((is_read,), x)
+            like = args[logits] if x.ndim > 1 else labels
+            return torch.zeros_like(like, dtype=x.dtype).index_put_(rows, x)
 
         return spread(found) if isinstance(found, Tensor) else found._make(map(spread, found))
 
