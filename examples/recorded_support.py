@@ -60,7 +60,7 @@ class Drawn(NamedTuple):
     @property
     def sets(self) -> tuple[Tensor, Tensor]:
         """What was kept as ids and offsets."""
-        return self.kept.nonzero()[:, 1], F.pad(self.kept.sum(1).cumsum(0), (1, 0))
+        return as_sets(self.kept)
 
 
 class Spread(NamedTuple):
@@ -111,6 +111,20 @@ class Policy(nn.Module):
             inner = F.gelu(linear(x, first.weight.bfloat16()))
             x = x + linear(inner, second.weight.bfloat16())
         return F.rms_norm(x, (WIDTH,))[prompts]
+
+
+def as_sets(kept: Tensor | Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return recorded classes as ids and offsets.
+
+    They are a mask over the vocabulary, `[N, CLASSES]` bool, or a list for each token, as engines
+    return them. A token of which nothing was recorded has all classes in its set.
+    """
+    if isinstance(kept, Tensor):
+        ids, numbers = kept.nonzero()[:, 1], kept.sum(1)
+    else:
+        ids = torch.tensor([each for of_token in kept for each in of_token], dtype=torch.int64)
+        numbers = torch.tensor([*map(len, kept)], dtype=torch.int64)
+    return ids, F.pad(numbers.cumsum(0), (1, 0))
 
 
 def engine_head(states: Tensor, matrix: Tensor, partial: torch.dtype = torch.float32) -> Tensor:

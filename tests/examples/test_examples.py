@@ -267,6 +267,16 @@ def test_recorded_support_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+def test_recorded_support_takes_masks_and_lists() -> None:
+    lists = [[3, 7], [], [0], [1, 2, 5]]
+    mask = torch.zeros(4, 8, dtype=torch.bool)
+    for row, kept in enumerate(lists):
+        mask[row, kept] = True
+    for found in (recorded_support.as_sets(mask), recorded_support.as_sets(lists)):
+        assert [x.tolist() for x in found] == [[3, 7, 0, 1, 2, 5], [0, 2, 2, 3, 6]]
+    assert [x.tolist() for x in recorded_support.as_sets([])] == [[], [0]]
+
+
 def test_recorded_support_tells_the_causes_of_a_mismatch_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from helpers.rank_losses import (
     check_unfinished_collective,
 )
 from helpers.rank_models import check_fused_models, check_transducers
+from helpers.rank_supports import check_bits_of_supports, check_invalid_supports
 from helpers.rows import INTERPRETING
 
 import partita
@@ -50,6 +51,8 @@ CHECKS = (
     check_symmetric_memory,
     check_transducers,
     check_fused_models,
+    check_invalid_supports,
+    check_bits_of_supports,
 )
 
 

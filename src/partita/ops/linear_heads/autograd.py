@@ -290,7 +290,7 @@ class EntryLogits(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @takes(entry_logits, "offsets", "order", "starts")
+    @takes(entry_logits, "offsets")
     def forward(*args: Any) -> Any:
         return entry_logits(*args[:5])
 
@@ -302,7 +302,7 @@ class EntryLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (grad,), tensors = grads, saved_tensors(ctx)
-        input, weight, rows, classes, offsets, order, starts = tensors
+        input, weight, rows, classes, offsets = tensors
         wanted = needed_gradients(ctx, input, weight)
         if is_double_backward(grad, input, weight):
             found = double_backward(
@@ -311,13 +311,16 @@ class EntryLogits(torch.autograd.Function):
                 wanted,
                 grad,
             )
-            return *found, *(None,) * 6
+            return *found, *(None,) * 4
         op, (dinput, dweight) = for_gradients(entry_sums, grad), (None, None)
         if wanted[0]:
             dinput = op(grad, rows, classes, None, offsets, weight, input, ctx.backend)
         if wanted[1]:
+            ordered, order = classes.sort(stable=True)
+            numbers = torch.arange(weight.shape[0] + 1, device=classes.device)
+            starts = torch.searchsorted(ordered, numbers)
             dweight = op(grad, classes, rows, order, starts, input, weight, ctx.backend)
-        return dinput, dweight, *(None,) * 6
+        return dinput, dweight, *(None,) * 4
 
 
 def logits_of_entries(
@@ -327,11 +330,9 @@ def logits_of_entries(
 
     The classes of the head are those from `first_class` on.
     """
-    rows, classes, offsets, order, starts = support
+    rows, classes, offsets = support
     columns = classes - first_class if first_class else classes
-    of_classes = starts[first_class : first_class + len(weight) + 1]
-    call = (rows, columns, current_backend(), offsets, order, of_classes)
-    x: Tensor = apply(EntryLogits, input, weight, *call)
+    x: Tensor = apply(EntryLogits, input, weight, rows, columns, current_backend(), offsets)
     if bias is None or len(bias) == 0:
         return x
     is_own = (columns >= 0) & (columns < len(bias))
