@@ -58,13 +58,21 @@ def empty_gradients(
     return gradients_like(Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad))
 
 
-def gradients_like(head: Head, wanted: Wanted, dtype: torch.dtype | None = None) -> HeadGradients:
-    """Return memory for gradients in the dtypes of the head's tensors, or in another one."""
+def gradients_like(
+    head: Head, wanted: Wanted, dtype: torch.dtype | None = None, adds_ranks: bool = False
+) -> HeadGradients:
+    """Return memory for gradients in the dtypes of the head's tensors, or in another one.
+
+    That of the hidden states is in the accumulator's dtype where ranks add it up.
+    """
     like = (head.input, head.weight, head.input if head.bias is None else head.bias)
+    dtypes = [dtype or x.dtype for x in like]
+    if adds_ranks:
+        dtypes[0] = acc_dtype(dtypes[0])
     return HeadGradients(
         *(
-            x.new_empty(x.shape if wants else (0,), dtype=dtype or x.dtype)
-            for x, wants in zip(like, wanted, strict=True)
+            x.new_empty(x.shape if wants else (0,), dtype=of_x)
+            for x, wants, of_x in zip(like, wanted, dtypes, strict=True)
         )
     )
 
@@ -86,6 +94,7 @@ def head_gradients(
     chunk: int,
     saved: Sequence[Tensor] = (),
     dtype: torch.dtype | None = None,
+    adds_ranks: bool = False,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -99,7 +108,7 @@ def head_gradients(
             in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
-        dtype: that of the gradients, if it is not that of their tensors.
+        dtype, adds_ranks: as in `gradients_like`.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
@@ -112,7 +121,7 @@ def head_gradients(
         buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
     rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
     one_part, fits = len(parts) == 1, Wanted(input_grad, weight_grad and not rounds_sum, bias_grad)
-    result, of_weight = gradients_like(head, fits, dtype), head.weight.dtype
+    result, of_weight = gradients_like(head, fits, dtype, adds_ranks), head.weight.dtype
     (dinput, dweight, dbias), head = result, heads[0]
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
@@ -243,13 +252,15 @@ class HeadKernels(NamedTuple):
         saved: Tensor,
         temperature: float,
         softcap: float,
+        adds_ranks: bool,
         chunk: int,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the coefficients of the rows.
 
         Saved logits are overwritten with their gradient. An empty `saved` means that they were not
-        saved; they are then computed again, `chunk` classes at a time.
+        saved; they are then computed again, `chunk` classes at a time. With `adds_ranks` the
+        gradient of the hidden states is one rank's part, which is not rounded.
         """
         target, tokens = target.contiguous(), tokens_of_backward(head, saved)
 
@@ -262,7 +273,8 @@ class HeadKernels(NamedTuple):
         def counts(rows: slice) -> Tensor:
             return coefficients.part(rows).counts()
 
-        return head_gradients([head], wanted, counts, write_gradient, tokens, chunk, [saved])
+        rest = (counts, write_gradient, tokens, chunk, [saved])
+        return head_gradients([head], wanted, *rest, adds_ranks=adds_ranks)
 
     def linear_one_pass(
         self,

@@ -88,11 +88,16 @@ class Head(NamedTuple):
 
     @property
     def aligned(self) -> Head:
+        """The head with rows on 16 bytes, in whole blocks, in the batch-invariant mode."""
+        head = self.with_aligned_rows
+        return Head(in_blocks(head.input, head.invariant), *head[1:])
+
+    @property
+    def with_aligned_rows(self) -> Head:
         """The head with rows on 16 bytes in the batch-invariant mode."""
         if not self.invariant:
             return self
-        input = in_blocks(aligned_rows(self.input), self.invariant)
-        return Head(input, aligned_columns(self.weight), *self[2:])
+        return Head(aligned_rows(self.input), aligned_columns(self.weight), *self[2:])
 
     @property
     def wanted(self) -> Wanted:
