@@ -90,8 +90,8 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        wanted, is_fp16 = Wanted(input_grad, weight_grad, bias_grad), input.dtype == torch.float16
-        dtype = loss.dtype if is_fp16 and not has_rows else None  # see `linear_one_pass`
+        wanted = Wanted(input_grad, weight_grad, bias_grad)
+        dtype = loss.dtype if input.dtype == torch.float16 else None  # see `linear_one_pass`
         return loss, *gradients_like(Head(input, weight, bias), wanted, dtype)
 
     return fake

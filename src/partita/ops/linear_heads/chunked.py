@@ -39,7 +39,7 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, FP16_FACTOR, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
 from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
@@ -560,7 +560,11 @@ class HeadKernels(NamedTuple):
             The others: as in `linear_divergence_backward`.
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
-        numbers = (beta, temperature, softcap)
+        numbers, is_fp16 = (beta, temperature, softcap), head.input.dtype == torch.float16
+        if is_fp16:
+            largest = factors.amax() if len(factors) else factors.new_ones(())
+            scale = FP16_FACTOR / largest.clamp(min=1e-30)
+            factors = factors * scale
         if chunk:
             state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
             gradients = self.linear_divergence_backward(
@@ -573,16 +577,23 @@ class HeadKernels(NamedTuple):
                 chunk,
                 wanted,
             )
-            return state.rows.loss, *gradients
-        state = self.divergence.new_state(head.input)
+        else:
+            state = self.divergence.new_state(head.input)
 
-        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-            part = state.part(rows)
-            self.accumulate_rows([(0, *logits)], part, numbers)
-            self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
+            def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
+                part = state.part(rows)
+                self.accumulate_rows([(0, *logits)], part, numbers)
+                self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-        chunk_sizes = (tokens_at_once(head, tokens), len(head.weight))
-        gradients = head_gradients(
-            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
-        )
+            gradients = head_gradients(
+                heads,
+                wanted,
+                lambda rows: factors[rows] != 0,
+                write_gradient,
+                tokens_at_once(head, tokens),
+                len(head.weight),
+                dtype=factors.dtype if is_fp16 else None,
+            )
+        if is_fp16:
+            gradients = HeadGradients(*(each.to(scale.dtype).div_(scale) for each in gradients))
         return state.rows.loss, *gradients

@@ -37,6 +37,9 @@ ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start 
 # What gradients of fp16 logits are multiplied by where they are computed with the loss. Otherwise
 # they would underflow, as a loss scale is not known before the backward pass.
 FP16_SCALE = 2.0**12
+# The factor of each row of a divergence there. It is smaller, since a logarithm of probabilities
+# stands in the gradient of the logits.
+FP16_FACTOR = 2.0**8
 # Tokens of each product in the batch-invariant mode. The library chooses a product's kernel, and so
 # the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
 BLOCK_TOKENS = 1024
@@ -392,8 +395,11 @@ def divergence_plan(
             )
         by_blocks = DivergencePlan(rows, 0, vocabulary if saved else 0, workspace_bytes)
         return _choose(fits, at_once, by_blocks)
-    rows = _round((budget - dweight_bytes - fixed_bytes) // row_bytes, 256)
-    by_tokens = DivergencePlan(rows, 0, 0, rows * row_bytes + dweight_bytes + fixed_bytes)
+    by_tokens_bytes = dweight_bytes + fixed_bytes
+    if input_grad and dtype == torch.float16:  # in fp32 until it has its upstream factor
+        by_tokens_bytes += 6 * tokens * hidden
+    rows = _round((budget - by_tokens_bytes) // row_bytes, 256)
+    by_tokens = DivergencePlan(rows, 0, 0, rows * row_bytes + by_tokens_bytes)
     takes_tokens = has_gradient and one_pass
     if takes_tokens and decide(rows >= MIN_CHUNK_TOKENS, otherwise=False):
         return _choose(fits, at_once, by_tokens)
