@@ -143,10 +143,13 @@ def head_gradients(
             sizes, is_first = (len(states), part.stop - part.start), rows.start == 0
             padded = head.rows_in(buffers[0].view(head.input.dtype), *sizes)
             dlogits = padded[: sizes[0], : sizes[1]]
-            are_saved = saved_classes > 0 and part.stop == C
-            for some in head.parts_to_read(sizes[0], are_saved):
+            in_place = saved_classes > 0 and part.stop == C
+            if not in_place and head.is_read_in_place(sizes[0]):
+                logits_of(heads, buffers, rows, part)
+                in_place = True
+            for some in head.parts_to_read(sizes[0], in_place):
                 those = slice(rows.start + some.start, rows.start + some.stop)
-                if are_saved:
+                if in_place:
                     logits = [head.rows_in(each, *sizes)[some, : sizes[1]] for each in buffers]
                     if head.widens and some.start == 0:
                         logits[0] = logits[0].clone()  # the only one that its gradient overlaps

@@ -171,8 +171,8 @@ def linear_cross_entropy_plan(
     logit_size, copy_bytes = itemsize * size_ratio, rounds * hidden * vocabulary * itemsize
     step, unit, classes = 256, 1, vocabulary
     if batch_invariant:
-        step, unit = BLOCK_TOKENS * size_ratio, BLOCK_TOKENS
-        tokens = larger(-(-tokens // unit), 1) * unit
+        step = BLOCK_TOKENS * size_ratio
+        tokens = larger(-(-tokens // BLOCK_TOKENS), 1) * BLOCK_TOKENS
         default = DEFAULT_BUDGET * size_ratio
         room = default if memory_budget is None else memory_budget
         classes = invariant_classes(vocabulary, logit_size, room)
@@ -365,8 +365,7 @@ def divergence_plan(
         itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
     copy_bytes = rounds * hidden * vocabulary * dtype.itemsize
-    spare_rows = widens * (BLOCK_TOKENS // 2 if invariant else 2)
-    fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + spare_rows * row_bytes
+    fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + 2 * widens * row_bytes
     has_gradient = input_grad or weight_grad
     if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0
         fixed_bytes += tokens * hidden * dtype.itemsize
