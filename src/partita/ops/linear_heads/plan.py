@@ -55,8 +55,8 @@ ALL_AT_ONCE = "the workspace holds all logits at once"
 CHUNKS_OF_TOKENS = "the workspace holds chunks of tokens, but not all logits"
 TOO_SMALL = "the workspace holds no chunk of 2,048 tokens beside the matrix's gradient in fp32"
 NO_CHUNKS_OF_TOKENS = (
-    "the workspace does not hold all logits, and unreduced and parallel losses, and weighted sums"
-    " in fp16, cannot take chunks of tokens"
+    "the workspace does not hold all logits, and unreduced and parallel losses, weighted sums in"
+    " fp16, and fp16 inside batch_invariant() cannot take chunks of tokens"
 )
 
 
@@ -207,6 +207,8 @@ def linear_cross_entropy_plan(
         dweight_bytes = hidden * vocabulary * 2 if has_sum else 0
         # In fp16, so is that of the hidden states, until its upstream factor is known.
         takes_chunks = reduced and not parallel and classes == vocabulary
+        # Fp16 rounds gradients in another way there, and the number of tokens must not decide.
+        takes_chunks = takes_chunks and not (batch_invariant and dtype == torch.float16)
         dinput_bytes = 6 * tokens * hidden if takes_chunks and dtype == torch.float16 else 0
         budget = memory_budget
         if budget is None:
