@@ -31,7 +31,13 @@ from .plan import (
     padded_width,
     widens_logits,
 )
-from .products import aligned_columns, aligned_rows, in_blocks, multiply_blocks
+from .products import (
+    aligned_columns,
+    aligned_rows,
+    in_blocks,
+    multiply_blocks,
+    without_padding,
+)
 
 
 class Wanted(NamedTuple):
@@ -196,6 +202,18 @@ class Head(NamedTuple):
         logits = padded[:, :C]
         multiply_blocks(self.input, self.weight.T, logits, self.invariant, self.bias)
         return logits[:tokens]
+
+    def input_gradient(self, dlogits: Tensor, out: Tensor) -> None:
+        """Write the gradient of the hidden states from that of the logits, as `multiply_blocks`."""
+        multiply_blocks(dlogits, self.weight, out, self.invariant)
+
+    def in_blocks(self, rows: Tensor, value: float = 0.0) -> Tensor:
+        """Return what belongs to the tokens, `[M, ...]`, as `in_blocks` does."""
+        return in_blocks(rows, self.invariant, value)
+
+    def of_tokens(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """Return results in the shape of the tokens, as `without_padding` does."""
+        return without_padding(rows, shape, self.invariant)
 
 
 def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

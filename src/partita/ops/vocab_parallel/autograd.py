@@ -27,7 +27,6 @@ from ..linear_heads.common import (
     counted_states,
     empty_statistics,
 )
-from ..linear_heads.products import multiply_blocks
 from . import reference
 from .common import packed_size
 from .shard import (
@@ -240,7 +239,7 @@ def _hidden_gradients(
         rows = head.rows_in(saved[0].view(input.dtype), len(input), len(weight))[:, : len(weight)]
         if to_input:
             d_input = d_input.new_empty(len(rows), input.shape[1])
-            multiply_blocks(rows, weight, d_input, head.invariant)
+            head.input_gradient(rows, d_input)
     if to_input:
         rest = (ctx.shard, input.dtype, head.invariant, ctx.scattered)
         sum_of_ranks = sum_of_rows(d_input[:tokens], *rest)

@@ -23,8 +23,8 @@ from ..divergence.autograd import (
     divergence_state_op,
 )
 from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
-from ..linear_heads.common import RowOptions, checked_head, counted_rows
-from ..linear_heads.products import composed_linear, in_blocks, without_padding
+from ..linear_heads.autograd import rows_linear
+from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
 from ..logprobs.common import check_ids
 from .autograd import (
     merged_statistics,
@@ -171,7 +171,7 @@ class LocalLinear(torch.autograd.Function):
         widens: bool,
         shard: VocabShard,
     ) -> Tensor:
-        return composed_linear(input, weight, bias, invariant, widens)
+        return rows_linear(Head(input, weight, bias, invariant, widens))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -185,7 +185,7 @@ class LocalLinear(torch.autograd.Function):
         grad = grads[0].to(input.dtype)  # of logits that may be wider
         dinput = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            partial = composed_linear(grad, weight.T, None, ctx.invariant, widens=True)
+            partial = rows_linear(Head(grad, weight.T, None, ctx.invariant, widens=True))
             dinput = sum_of_rows(partial, ctx.shard, input.dtype, ctx.invariant)()
         if ctx.needs_input_grad[1]:
             dweight = grad.T @ counted_rows(input, grad)
@@ -310,7 +310,7 @@ def linear_divergence(
         tensor(0.)
         >>> dist.destroy_process_group()
     """
-    logits, shard, invariant = _local_logits(
+    logits, shard, head = _local_logits(
         input, linear_weight, linear_bias, "", group, classes, logits_dtype
     )
     teacher_logits, *_ = _local_logits(
@@ -326,7 +326,7 @@ def linear_divergence(
     checks.shape("teacher_input", teacher_input, expected, "the rows of input and K")
     check_options(beta, mask, reduction, input, "input")
     rows = _divergences(logits, teacher_logits, shard, beta, temperature, softcap)
-    return reduced(without_padding(rows, input.shape[:-1], invariant), mask, reduction)
+    return reduced(head.of_tokens(rows, input.shape[:-1]), mask, reduction)
 
 
 def logprobs(
@@ -368,7 +368,8 @@ def logprobs(
         raise ValueError("logits: expected shape [..., C_local], got []")
     shard = vocab_shard("logits", logits, -1, group, classes)
     check_ids(ids, logits, "the logits")
-    return _logprobs(logits[None].flatten(0, -2), ids, shard, temperature, softcap, False)
+    rows, flat = logits[None].flatten(0, -2), ids.long()[None].flatten(0, -2)
+    return _logprobs(rows, flat, shard, temperature, softcap).reshape(ids.shape)
 
 
 def _logprobs(
@@ -377,15 +378,13 @@ def _logprobs(
     shard: VocabShard,
     temperature: float,
     softcap: float | None,
-    invariant: bool,
 ) -> Tensor:
-    """Return the log-probabilities of ids `[..., K]` from rows of logits `[M, C_local]`."""
+    """Return the log-probabilities of ids `[M, K]` from rows of logits `[M, C_local]`."""
     numbers = checks.temperature_and_softcap(temperature, softcap)
     checks.labels("ids", ids, shard.classes, checks.NOTHING_IGNORED)
-    flat = in_blocks(ids.long()[None].flatten(0, -2), invariant)
-    of_rows = (contiguous_classes(logits), flat)
-    found = ParallelLogprobs.apply(*of_rows, *numbers, shard, current_backend())[0]
-    return without_padding(found, ids.shape[:-1], invariant)
+    of_rows = (contiguous_classes(logits), ids)
+    result: Tensor = ParallelLogprobs.apply(*of_rows, *numbers, shard, current_backend())[0]
+    return result
 
 
 def linear_logprobs(
@@ -429,11 +428,12 @@ def linear_logprobs(
         tensor([[-1.3863, -1.3863]])
         >>> dist.destroy_process_group()
     """
-    logits, shard, invariant = _local_logits(
+    logits, shard, head = _local_logits(
         input, linear_weight, linear_bias, "", group, classes, logits_dtype
     )
     check_ids(ids, input, "input")
-    return _logprobs(logits, ids, shard, temperature, softcap, invariant)
+    flat = head.in_blocks(ids.long()[None].flatten(0, -2))
+    return head.of_tokens(_logprobs(logits, flat, shard, temperature, softcap), ids.shape[:-1])
 
 
 def _local_logits(
@@ -444,8 +444,8 @@ def _local_logits(
     group: dist.ProcessGroup | None,
     classes: Classes,
     logits_dtype: torch.dtype | None,
-) -> tuple[Tensor, VocabShard, bool]:
-    """Return the logits of this rank's classes, its shard, and whether the call is in the mode.
+) -> tuple[Tensor, VocabShard, Head]:
+    """Return the logits of this rank's classes, its shard, and the head that has computed them.
 
     The logits are rows `[M, C_local]`, which fill whole blocks on a CPU in the mode. The prefix
     stands before the names of the tensors in errors.
@@ -453,4 +453,4 @@ def _local_logits(
     head = checked_head(input, weight, bias, prefix, "[C_local, H]")
     shard = vocab_shard(f"{prefix or 'linear_'}weight", head.weight, 0, group, classes)
     head = head.of_call(logits_dtype).flat.aligned
-    return LocalLinear.apply(*head, shard), shard, head.invariant
+    return LocalLinear.apply(*head, shard), shard, head

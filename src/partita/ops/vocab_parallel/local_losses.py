@@ -30,7 +30,6 @@ from ..linear_heads.common import (
     loss_terms,
 )
 from ..linear_heads.plan import linear_cross_entropy_plan
-from ..linear_heads.products import in_blocks
 from .autograd import ParallelRows, logits_statistics
 from .gpu.plan import slot_count
 from .shard import Classes, VocabShard, refuse_second_derivative, vocab_shard
@@ -172,7 +171,7 @@ def hidden_statistics(
         batch_invariant=head.invariant,
     )
     chunk, save_logits = chunk_and_save(plan, max(len(head.weight), 1))
-    of_rows = (in_blocks(target, head.invariant, options.ignore_index), class_weight, shard)
+    of_rows = (head.in_blocks(target, options.ignore_index), class_weight, shard)
     rest = (options, chunk, *head[3:], save_logits, sequence_parallel, current_backend())
     found = RowStatistics(*ParallelRows.apply(*head[:3], *of_rows, *rest)[:-1])
     return RowStatistics(*(field[:tokens] for field in found)) if head.invariant else found

@@ -180,7 +180,7 @@ def sum_of_rows(
     received = _collectives.all_to_all_single(filled, shares, shares, shard.group)
 
     def finish() -> Tensor:
-        own = sum_in_rank_order(wait_for(received).unflatten(0, (world, -1))).to(dtype)
+        own = sum_in_rank_order(wait_for(received).unflatten(0, (world, shares[0]))).to(dtype)
         return own if scattered else gather_ranks(own, shard).flatten(0, 1)[:number]
 
     return finish
