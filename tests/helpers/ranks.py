@@ -18,6 +18,7 @@ from helpers.rank_dtensors import (
     check_uneven_batch,
     check_wrappers,
 )
+from helpers.rank_invariance import check_invariance, check_invariance_of_plans
 from helpers.rank_losses import (
     check_bad_arguments,
     check_compile,
@@ -49,6 +50,8 @@ CHECKS = (
     check_unfinished_collective,
     check_compile,
     check_symmetric_memory,
+    check_invariance,
+    check_invariance_of_plans,
     check_transducers,
     check_fused_models,
     check_invalid_supports,

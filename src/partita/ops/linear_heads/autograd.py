@@ -32,7 +32,7 @@ from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from ..support.common import Support
 from . import reference_support
-from .chunked import empty_gradients, gradients_like
+from .chunked import gradients_like
 from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
 from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
@@ -64,6 +64,19 @@ def _rows_fake(
     return *statistics, saved_logits_fake(input, weight, invariant, widens, save_logits)
 
 
+def _rows_backward_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adds_ranks: bool,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, ...]:
+    head, wanted = Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad)
+    return gradients_like(head, wanted, adds_ranks=adds_ranks)
+
+
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     """Return the fake of an op that returns a loss, of all rows or of each, and its gradients."""
 
@@ -77,8 +90,8 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        wanted, is_fp16 = Wanted(input_grad, weight_grad, bias_grad), input.dtype == torch.float16
-        dtype = loss.dtype if is_fp16 and not has_rows else None  # see `linear_one_pass`
+        wanted = Wanted(input_grad, weight_grad, bias_grad)
+        dtype = loss.dtype if input.dtype == torch.float16 else None  # see `linear_one_pass`
         return loss, *gradients_like(Head(input, weight, bias), wanted, dtype)
 
     return fake
@@ -93,7 +106,7 @@ def _gpu() -> tuple[Any, ...]:
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
 rows = define_op(KERNELS.linear_rows, _rows_fake, check=_check_labels)
-rows_backward = define_op(KERNELS.linear_rows_backward, empty_gradients)
+rows_backward = define_op(KERNELS.linear_rows_backward, _rows_backward_fake)
 one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake(has_rows=False), check=_check_labels)
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
 # `packing.packs_rows` names.
@@ -221,7 +234,8 @@ class LinearRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         head, ctx.products, ctx.row_options = list(inputs[:3]), inputs[3:5], inputs[7:12]
-        ctx.options, (ctx.chunk, save_logits, ctx.backend) = inputs[7:9], inputs[12:]
+        ctx.options = (*inputs[7:9], False)  # one rank has all classes
+        ctx.chunk, save_logits, ctx.backend = inputs[12:]
         head += inputs[5:7]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)

@@ -39,7 +39,7 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, FP16_FACTOR, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
 from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
@@ -58,13 +58,21 @@ def empty_gradients(
     return gradients_like(Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad))
 
 
-def gradients_like(head: Head, wanted: Wanted, dtype: torch.dtype | None = None) -> HeadGradients:
-    """Return memory for gradients in the dtypes of the head's tensors, or in another one."""
+def gradients_like(
+    head: Head, wanted: Wanted, dtype: torch.dtype | None = None, adds_ranks: bool = False
+) -> HeadGradients:
+    """Return memory for gradients in the dtypes of the head's tensors, or in another one.
+
+    That of the hidden states is in the accumulator's dtype where ranks add it up.
+    """
     like = (head.input, head.weight, head.input if head.bias is None else head.bias)
+    dtypes = [dtype or x.dtype for x in like]
+    if adds_ranks:
+        dtypes[0] = acc_dtype(dtypes[0])
     return HeadGradients(
         *(
-            x.new_empty(x.shape if wants else (0,), dtype=dtype or x.dtype)
-            for x, wants in zip(like, wanted, strict=True)
+            x.new_empty(x.shape if wants else (0,), dtype=of_x)
+            for x, wants, of_x in zip(like, wanted, dtypes, strict=True)
         )
     )
 
@@ -86,6 +94,7 @@ def head_gradients(
     chunk: int,
     saved: Sequence[Tensor] = (),
     dtype: torch.dtype | None = None,
+    adds_ranks: bool = False,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -99,7 +108,7 @@ def head_gradients(
             in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
-        dtype: that of the gradients, if it is not that of their tensors.
+        dtype, adds_ranks: as in `gradients_like`.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
@@ -112,7 +121,7 @@ def head_gradients(
         buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
     rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
     one_part, fits = len(parts) == 1, Wanted(input_grad, weight_grad and not rounds_sum, bias_grad)
-    result, of_weight = gradients_like(head, fits, dtype), head.weight.dtype
+    result, of_weight = gradients_like(head, fits, dtype, adds_ranks), head.weight.dtype
     (dinput, dweight, dbias), head = result, heads[0]
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
@@ -134,10 +143,13 @@ def head_gradients(
             sizes, is_first = (len(states), part.stop - part.start), rows.start == 0
             padded = head.rows_in(buffers[0].view(head.input.dtype), *sizes)
             dlogits = padded[: sizes[0], : sizes[1]]
-            are_saved = saved_classes > 0 and part.stop == C
-            for some in head.parts_to_read(sizes[0], are_saved):
+            in_place = saved_classes > 0 and part.stop == C
+            if not in_place and head.is_read_in_place(sizes[0]):
+                logits_of(heads, buffers, rows, part)
+                in_place = True
+            for some in head.parts_to_read(sizes[0], in_place):
                 those = slice(rows.start + some.start, rows.start + some.stop)
-                if are_saved:
+                if in_place:
                     logits = [head.rows_in(each, *sizes)[some, : sizes[1]] for each in buffers]
                     if head.widens and some.start == 0:
                         logits[0] = logits[0].clone()  # the only one that its gradient overlaps
@@ -243,13 +255,15 @@ class HeadKernels(NamedTuple):
         saved: Tensor,
         temperature: float,
         softcap: float,
+        adds_ranks: bool,
         chunk: int,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the coefficients of the rows.
 
         Saved logits are overwritten with their gradient. An empty `saved` means that they were not
-        saved; they are then computed again, `chunk` classes at a time.
+        saved; they are then computed again, `chunk` classes at a time. With `adds_ranks` the
+        gradient of the hidden states is one rank's part, which is not rounded.
         """
         target, tokens = target.contiguous(), tokens_of_backward(head, saved)
 
@@ -262,7 +276,8 @@ class HeadKernels(NamedTuple):
         def counts(rows: slice) -> Tensor:
             return coefficients.part(rows).counts()
 
-        return head_gradients([head], wanted, counts, write_gradient, tokens, chunk, [saved])
+        rest = (counts, write_gradient, tokens, chunk, [saved])
+        return head_gradients([head], wanted, *rest, adds_ranks=adds_ranks)
 
     def linear_one_pass(
         self,
@@ -548,7 +563,11 @@ class HeadKernels(NamedTuple):
             The others: as in `linear_divergence_backward`.
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
-        numbers = (beta, temperature, softcap)
+        numbers, is_fp16 = (beta, temperature, softcap), head.input.dtype == torch.float16
+        if is_fp16:
+            largest = factors.amax() if len(factors) else factors.new_ones(())
+            scale = FP16_FACTOR / largest.clamp(min=1e-30)
+            factors = factors * scale
         if chunk:
             state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
             gradients = self.linear_divergence_backward(
@@ -561,16 +580,23 @@ class HeadKernels(NamedTuple):
                 chunk,
                 wanted,
             )
-            return state.rows.loss, *gradients
-        state = self.divergence.new_state(head.input)
+        else:
+            state = self.divergence.new_state(head.input)
 
-        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-            part = state.part(rows)
-            self.accumulate_rows([(0, *logits)], part, numbers)
-            self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
+            def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
+                part = state.part(rows)
+                self.accumulate_rows([(0, *logits)], part, numbers)
+                self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-        chunk_sizes = (tokens_at_once(head, tokens), len(head.weight))
-        gradients = head_gradients(
-            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
-        )
+            gradients = head_gradients(
+                heads,
+                wanted,
+                lambda rows: factors[rows] != 0,
+                write_gradient,
+                tokens_at_once(head, tokens),
+                len(head.weight),
+                dtype=factors.dtype if is_fp16 else None,
+            )
+        if is_fp16:
+            gradients = HeadGradients(*(each.to(scale.dtype).div_(scale) for each in gradients))
         return state.rows.loss, *gradients

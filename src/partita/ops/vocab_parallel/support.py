@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from ...runtime.invariance import is_batch_invariant
 from ..linear_heads.autograd import logits_of_entries
 from ..linear_heads.common import Head, RowOptions, checked_head
 from ..support.autograd import stats_of_parts
@@ -25,6 +26,7 @@ from .shard import (
     Classes,
     VocabShard,
     refuse_second_derivative,
+    sum_of_rows,
     sum_over_ranks,
     vocab_shard,
     wait_for,
@@ -38,19 +40,20 @@ class SumOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, shard: VocabShard, of_gradients: bool) -> Tensor:
+    def forward(x: Tensor, shard: VocabShard, of_gradients: bool, invariant: bool) -> Tensor:
         return x.view_as(x) if of_gradients else wait_for(sum_over_ranks(x.clone(), shard))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.shard, ctx.of_gradients = inputs
+        _, ctx.shard, ctx.of_gradients, ctx.invariant = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("classes")
-        if not ctx.of_gradients:
-            return grads[0], None, None
-        return wait_for(sum_over_ranks(grads[0].clone(), ctx.shard)), None, None
+        grad = grads[0]
+        if ctx.of_gradients:
+            grad = sum_of_rows(grad.clone(), ctx.shard, grad.dtype, ctx.invariant)()
+        return grad, None, None, None
 
 
 class LocalEntries(torch.autograd.Function):
@@ -138,7 +141,7 @@ def support_stats(
 
     def entries(x: Tensor, support: Support) -> Tensor:
         own = LocalEntries.apply(x, support.rows, support.classes - shard.first_class)
-        total: Tensor = SumOverRanks.apply(own, shard, False)
+        total: Tensor = SumOverRanks.apply(own, shard, False, False)
         return total
 
     def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -200,9 +203,9 @@ def linear_support_stats(
 
     def entries(x: Tensor, support: Support) -> Tensor:
         # The gradients of hidden states are added up in the accumulator's dtype.
-        x = SumOverRanks.apply(x.to(acc_dtype(x.dtype)), shard, True)
+        x = SumOverRanks.apply(x.to(acc_dtype(x.dtype)), shard, True, is_batch_invariant())
         own = logits_of_entries(x, head.weight, head.bias, shard.first_class, support)
-        total: Tensor = SumOverRanks.apply(own, shard, False)
+        total: Tensor = SumOverRanks.apply(own, shard, False, False)
         return total
 
     def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
