@@ -169,7 +169,7 @@ def linear_cross_entropy_plan(
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize, size_ratio = dtype.itemsize == 2, dtype.itemsize, 1 + widens
     logit_size, copy_bytes = itemsize * size_ratio, rounds * hidden * vocabulary * itemsize
-    step, unit, classes = 256, 1, vocabulary
+    step, classes = 256, vocabulary
     if batch_invariant:
         step = BLOCK_TOKENS * size_ratio
         tokens = larger(-(-tokens // BLOCK_TOKENS), 1) * BLOCK_TOKENS
@@ -182,7 +182,7 @@ def linear_cross_entropy_plan(
     token_bytes = ROW_WORDS * 4 + vocabulary // 512
     fixed_bytes = token_bytes * tokens + copy_bytes
     if widens:  # Half of the tokens have fp32 logits at a time beside their gradient, or one row.
-        fixed_bytes += (1 + (tokens % (2 * unit) + 1) // 2) * row_bytes
+        fixed_bytes += (1 + tokens % 2) * row_bytes
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
         name = "loss"

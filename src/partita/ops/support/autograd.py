@@ -164,7 +164,8 @@ def stats_of_parts(
     support = Support(*sets_op(*of_rows, is_sound, backend))
     call = (entries(x, support), *support, num_classes, *numbers, backend)
     logprob, entropy, in_set, labels = apply(SupportFunction, *call)[:4]
-    if all_classes and not (plain_eager() and offsets.is_cpu and bool((offsets.diff() > 0).all())):
+    all_have_ids = plain_eager() and offsets.is_cpu and bool((offsets.diff() > 0).all())
+    if all_classes is not None and not all_have_ids:
         has_all, waits = labels >= 0, plain_eager() and not is_capturing(labels)
         if waits:
             rows = has_all.nonzero()[:, 0]
