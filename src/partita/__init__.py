@@ -41,6 +41,8 @@ from .ops.semi_markov.api import (
     semi_markov_chain,
 )
 from .ops.softmax.api import log_softmax, logsumexp, softmax
+from .ops.truncated.api import truncated_stats
+from .ops.truncated.common import TruncatedStats
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
 
@@ -66,6 +68,7 @@ __all__ = [
     "TokenSpans",
     "TokenStats",
     "TopK",
+    "TruncatedStats",
     "ViterbiPath",
     "backend",
     "cross_entropy",
@@ -108,6 +111,7 @@ __all__ = [
     "token_stats",
     "topk_divergence",
     "topk_logprobs",
+    "truncated_stats",
     "word_spans",
 ]
 

@@ -1,0 +1,179 @@
+"""The specification of statistics over the classes that a sampler keeps, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...primitives.rows import finite_shift, inert_rows, softcap_slope, softcapped
+from ...runtime.dtypes import acc_dtype
+from ..cross_entropy.common import valid_targets
+from .common import TruncatedRows, is_valid
+
+
+def truncated_stats(
+    logits: Tensor,
+    target: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    temperature: Tensor | None,
+    min_p_first: bool,
+    keeps_target: bool,
+    softcap: float,
+    ignore_index: int,
+) -> TruncatedRows:
+    """Compute the statistics of rows, `[..., C]`, over the classes that the rules keep.
+
+    The other arguments are those of `Rules`, the soft-cap or 0, and the ignored label. Without a
+    target, the label of a row is its arg-max.
+    """
+    x, maximum = scaled_rows(logits, temperature, softcap)
+    e = x.exp()
+    sumexp, raw = e.sum(-1), logits.to(x.dtype)
+    least = threshold_of(raw, x, e, top_k, top_p, min_p, min_p_first)
+    label = x.argmax(-1) if target is None else target.to(torch.int64, copy=True)
+    labels, not_ignored, out_of_range = valid_targets(label, x.shape[-1], ignore_index)
+    of_label = labels.unsqueeze(-1)
+    kept, label_kept = kept_classes(raw, least, labels, not_ignored & keeps_target)
+    invalid = out_of_range
+    for rule, value in (("top_p", top_p), ("min_p", min_p), ("temperature", temperature)):
+        invalid = invalid if value is None else invalid | ~is_valid(rule, value)
+    nan_or_zero = torch.where(invalid, torch.nan, 0.0).to(x.dtype)
+    kept_sumexp = torch.where(kept, e, 0).sum(-1) + nan_or_zero
+    log_sum, shift = kept_sumexp.log(), finite_shift(maximum)
+    if temperature is not None:
+        shift = shift / temperature.to(x.dtype)
+    logprob = x.gather(-1, of_label).squeeze(-1) - log_sum
+    if not keeps_target:
+        logprob = torch.where(label_kept, logprob, -torch.inf)
+    terms = torch.where(kept & (e != 0), e * x, 0)
+    return TruncatedRows(
+        logprob=torch.where(not_ignored, logprob, 0) + nan_or_zero,
+        logsumexp=shift + sumexp.log() + nan_or_zero,
+        kept_logsumexp=shift + log_sum,
+        entropy=log_sum - terms.sum(-1) / kept_sumexp,
+        kept=kept.sum(-1),
+        in_set=(label_kept | ~not_ignored) & ~invalid,
+        threshold=least,
+        label=label,
+        maximum=maximum,
+        sumexp=sumexp,
+        kept_sumexp=kept_sumexp,
+    )
+
+
+def scaled_rows(
+    logits: Tensor, temperature: Tensor | None, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Return (x - maximum) / temperature with soft-capped logits x, and the maximum of each row."""
+    x = softcapped(logits, softcap)
+    maximum = x.detach().amax(-1)
+    x = x - finite_shift(maximum).unsqueeze(-1)
+    return x if temperature is None else x / temperature.to(x.dtype).unsqueeze(-1), maximum
+
+
+def kept_classes(
+    raw: Tensor, threshold: Tensor, labels: Tensor, adds_label: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return which classes are kept, and whether the rules keep the label.
+
+    Masked classes are not, unless one is a label and `adds_label` of its row is true.
+    """
+    kept = (raw >= threshold.unsqueeze(-1)) & (raw > -torch.inf)
+    of_label = labels.unsqueeze(-1)
+    is_label = torch.arange(raw.shape[-1], device=raw.device) == of_label
+    return kept | (is_label & adds_label.unsqueeze(-1)), kept.gather(-1, of_label).squeeze(-1)
+
+
+def threshold_of(
+    raw: Tensor,
+    x: Tensor,
+    e: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    min_p_first: bool,
+) -> Tensor:
+    """Return the least logit of each row that the rules keep; -inf if they keep all.
+
+    Args:
+        raw: the logits, `[..., C]`.
+        x: the same, soft-capped, relative to the maximum and over the temperature.
+        e: exp(x).
+        top_k, top_p, min_p, min_p_first: the `Rules`.
+    """
+    classes, (ordered, index) = raw.shape[-1], raw.sort(-1, descending=True)
+    nothing = torch.full_like(raw[..., 0], -torch.inf)
+
+    def at(position: Tensor) -> Tensor:
+        return ordered.gather(-1, position.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
+
+    of_min_p = nothing
+    if min_p is not None:
+        passes = x >= min_p.to(x.dtype).log().unsqueeze(-1)
+        of_min_p = torch.where(min_p > 0, at(passes.sum(-1) - 1), nothing)
+    before = of_min_p if min_p_first else nothing
+    if top_k is not None:
+        is_active = (top_k > 0) & (top_k < classes)
+        before = torch.maximum(before, torch.where(is_active, at(top_k - 1), nothing))
+    least = torch.maximum(before, of_min_p)
+    if top_p is not None:
+        mass = torch.where(ordered >= before.unsqueeze(-1), e.gather(-1, index), 0)
+        mass = mass.double().cumsum(-1)
+        below = (mass < top_p.unsqueeze(-1) * mass[..., -1:]).sum(-1)
+        least = torch.maximum(least, torch.where(top_p < 1, at(below), nothing))
+    return least
+
+
+def truncated_stats_gradient(
+    grad_logprob: Tensor,
+    grad_logsumexp: Tensor | None,
+    grad_kept: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    label: Tensor,
+    temperature: Tensor | None,
+    threshold: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    kept_sumexp: Tensor,
+    entropy: Tensor,
+    keeps_target: bool,
+    softcap: float,
+    ignore_index: int,
+) -> Tensor:
+    """Compute the gradient of the logits, differentiable in the first five arguments.
+
+    A gradient of None is zero. The kept classes are those that the forward pass has found.
+    """
+    labels, not_ignored, out_of_range = valid_targets(label, logits.shape[-1], ignore_index)
+    raw = logits.detach().to(acc_dtype(logits.dtype))
+    kept, label_kept = kept_classes(raw, threshold, labels, not_ignored & keeps_target)
+    # The derivative of a log-probability of -inf is 0.
+    on_label = torch.where(not_ignored & (label_kept | keeps_target), grad_logprob, 0)
+    grads = (on_label, grad_logsumexp, grad_kept, grad_entropy)
+    is_inert = inert_rows((maximum, sumexp, kept_sumexp), grads).unsqueeze(-1)
+    logits, kept = torch.where(is_inert, 0, logits), kept | is_inert
+    x, _ = scaled_rows(logits, temperature, softcap)
+    logp = x.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    p = logp.exp()
+    one_hot = (torch.arange(x.shape[-1], device=x.device) == labels.unsqueeze(-1)).to(x.dtype)
+    result = on_label.to(x.dtype).unsqueeze(-1) * (one_hot - p)
+    if grad_logsumexp is not None:
+        result = result + grad_logsumexp.to(x.dtype).unsqueeze(-1) * x.softmax(-1)
+    if grad_kept is not None:
+        result = result + grad_kept.to(x.dtype).unsqueeze(-1) * p
+    if grad_entropy is not None:
+        # The select comes before the product, so that the second derivative is finite too.
+        p_logp = p * torch.where(p == 0, 0, logp)
+        result = result - grad_entropy.to(x.dtype).unsqueeze(-1) * (
+            p_logp - p * p_logp.sum(-1, keepdim=True)
+        )
+    if temperature is not None:
+        result = result / temperature.to(x.dtype).unsqueeze(-1)
+    if softcap:
+        result = result * softcap_slope(logits, softcap)
+    is_active = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
+    invalid = out_of_range | (is_active & kept_sumexp.isnan())
+    return torch.where(invalid.unsqueeze(-1), torch.nan, result).to(logits.dtype)
