@@ -436,6 +436,9 @@ def call_rows(x: torch.Tensor) -> None:
         *(partita.logprobs(x, target[:, None].expand(-1, 3), softcap=c) for c in (None, 5.0)),
     ]
     results += [partita.topk_logprobs(x, 3, softcap=c).logprobs for c in (None, 5.0)]
+    everything = {"top_k": 3, "top_p": 0.9, "min_p": 0.1, "temperature": 0.7}
+    for options in ({"top_p": 0.9}, everything, {**everything, "missing": "inf", "softcap": 5.0}):
+        results += partita.truncated_stats(x, target, **options)[:4]
     indices = torch.arange(2).expand(len(x), -1)
     teacher = partita.TopK(torch.zeros(len(x), 2, dtype=x.dtype), indices, x.detach()[:, 0])
     results += [partita.topk_divergence(x, teacher, softcap=c) for c in (None, 5.0)]

@@ -45,8 +45,8 @@ def truncated_stats(
     if temperature is not None:
         shift = shift / temperature.to(x.dtype)
     logprob = x.gather(-1, of_label).squeeze(-1) - log_sum
-    if not keeps_target:
-        logprob = torch.where(label_kept, logprob, -torch.inf)
+    has_logprob = kept.gather(-1, of_label).squeeze(-1) | (logprob != logprob)
+    logprob = torch.where(has_logprob, logprob, -torch.inf)
     terms = torch.where(kept & (e != 0), e * x, 0)
     return TruncatedRows(
         logprob=torch.where(not_ignored, logprob, 0) + nan_or_zero,
@@ -78,12 +78,13 @@ def kept_classes(
 ) -> tuple[Tensor, Tensor]:
     """Return which classes are kept, and whether the rules keep the label.
 
-    Masked classes are not, unless one is a label and `adds_label` of its row is true.
+    A label that they drop is kept where `adds_label` is true. Masked classes are never kept.
     """
-    kept = (raw >= threshold.unsqueeze(-1)) & (raw > -torch.inf)
-    of_label = labels.unsqueeze(-1)
+    exists, of_label = raw > -torch.inf, labels.unsqueeze(-1)
+    kept = (raw >= threshold.unsqueeze(-1)) & exists
     is_label = torch.arange(raw.shape[-1], device=raw.device) == of_label
-    return kept | (is_label & adds_label.unsqueeze(-1)), kept.gather(-1, of_label).squeeze(-1)
+    adds = is_label & adds_label.unsqueeze(-1) & exists
+    return kept | adds, kept.gather(-1, of_label).squeeze(-1)
 
 
 def threshold_of(
