@@ -488,8 +488,6 @@ def truncated_search_kernel(
         VECTOR: tl.constexpr = 128 // row.ptr.dtype.element_ty.primitive_bitwidth
         i, vectors = tl.arange(0, SAMPLE).to(tl.int64), classes // VECTOR
         column = i // VECTOR * vectors // (SAMPLE // VECTOR) * VECTOR + i % VECTOR
-        sample = tl.load(row.ptr + column * row.column, mask=column < classes, other=0.0)
-        sample = sample.to(ACC_DTYPE)
         share = tl.full([], SAMPLE, ACC_DTYPE) / classes
         zero = tl.full([], 0.0, tl.float64)
         sums, count = Sums(tl.full([], 0, tl.int32), zero, zero), tl.full([], 0, tl.int32)
@@ -500,6 +498,8 @@ def truncated_search_kernel(
             goal = tl.where(by_mass, 0.0, top_k.to(ACC_DTYPE))
             low, high = lowest, top
             searches = tl.where(by_mass, top_p < 1.0, top_k > 0)
+            sample = tl.load(row.ptr + column * row.column, mask=column < classes, other=0.0)
+            sample = sample.to(ACC_DTYPE)
             weight = tl.where(by_mass, exponents(row, sample)[0], 1.0)
             drawn = goal * share  # the goal of the sample
             if by_mass & searches:

@@ -23,8 +23,9 @@ from .kernels import (
 WARP = 32
 TILE = 4096  # classes that are searched on chip
 SOME = 128  # groups of classes in a tile
-SCAN_WARPS, SEARCH_WARPS = 4, 8
-SEARCH_BLOCK, SAMPLE = 8192, 8192
+SCAN_WARPS, SEARCH_WARPS = 8, 8
+SEARCH_BLOCK, SAMPLE = 4096, 4096
+SCAN_REGISTERS, REGISTERS = None, 128
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -84,6 +85,7 @@ def truncated_of_rows(
         SOME=some,
         TILE=tile,
         num_warps=max(tile // 1024, 1) if whole else SCAN_WARPS,
+        **({'maxnreg': SCAN_REGISTERS} if SCAN_REGISTERS else {}),
     )
     if not whole:
         launch(
@@ -102,6 +104,7 @@ def truncated_of_rows(
             TILE=TILE,
             SAMPLE=SAMPLE,
             num_warps=SEARCH_WARPS,
+            **({'maxnreg': REGISTERS} if REGISTERS else {}),
         )
 
 
