@@ -13,18 +13,29 @@ from ...primitives.rows import by_rows
 from ...runtime import register
 from ...runtime.autograd import DifferentiableOp, all_at_once
 from . import reference
-from .common import TruncatedRows, check_values, truncated_fake
+from .common import (
+    Rules,
+    TruncatedRows,
+    TruncatedSums,
+    check_values,
+    sums_of_results,
+    truncated_fake,
+)
 
 
 def _check(
     logits: Tensor,
     target: Tensor | None,
+    top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
     temperature: Tensor | None,
+    min_p_first: bool,
+    keeps_target: bool,
     ignore_index: int,
 ) -> None:
-    check_values(logits.shape[-1], target, top_p, min_p, temperature, ignore_index)
+    rules = Rules(top_k, top_p, min_p, temperature, min_p_first, keeps_target)
+    check_values(logits.shape[-1], target, rules, ignore_index)
 
 
 def _gpu() -> ModuleType:
@@ -39,20 +50,21 @@ truncated_stats_backward_op = define_op(
     by_rows(reference.truncated_stats_gradient, logits=4),
     lambda logits: torch.empty_like(logits),
     name="truncated_stats_backward",
+    vmap=all_at_once,
 )
 
 
 def _saved(args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Any, Any]:
-    logits, _, _, _, _, temperature, _, *options, _ = args
-    rows = TruncatedRows(*output)
-    sums = (rows.maximum, rows.sumexp, rows.kept_sumexp, rows.entropy)
-    return (logits, rows.label, temperature, rows.threshold, *sums), options
+    (logits, _, *rules), options = args[:8], args[7:-1]
+    temperature = Rules(*rules).temperature
+    return (logits, *sums_of_results(TruncatedRows(*output), temperature)), options
+
+
+def _gradient(*args: Any) -> Tensor:
+    grads, logits, sums, options = args[:4], args[4], args[5:13], args[13:]
+    return reference.truncated_stats_gradient(*grads, logits, TruncatedSums(*sums), *options)
 
 
 truncated_stats = DifferentiableOp(
-    truncated_stats_op,
-    truncated_stats_backward_op,
-    reference.truncated_stats_gradient,
-    _saved,
-    results=4,
+    truncated_stats_op, truncated_stats_backward_op, _gradient, _saved, results=4
 )

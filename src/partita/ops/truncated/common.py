@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,47 @@ class Rules(NamedTuple):
     min_p_first: bool
     keeps_target: bool
 
+    def checked(self) -> list[tuple[str, Tensor]]:
+        """Return the names and the numbers of the rules that have a range."""
+        values = (("top_p", self.top_p), ("min_p", self.min_p), ("temperature", self.temperature))
+        return [(rule, value) for rule, value in values if value is not None]
+
+
+class TruncatedSums(NamedTuple):
+    """What the gradient of rows needs beside their logits, `[...]`.
+
+    Fields:
+        temperature: that of the rules, or None.
+        The others: as in `TruncatedRows`.
+    """
+
+    label: Tensor
+    in_set: Tensor
+    temperature: Tensor | None
+    threshold: Tensor
+    maximum: Tensor
+    sumexp: Tensor
+    kept_sumexp: Tensor
+    entropy: Tensor
+
+
+class TruncatedKernels(NamedTuple):
+    """The functions of one backend that work on rows of logits `[M, C]`.
+
+    Fields:
+        of_rows: writes the `TruncatedRows`.
+        gradient: overwrites the logits of some classes with their gradient.
+    """
+
+    of_rows: Callable[..., None]
+    gradient: Callable[..., None]
+
+
+def sums_of_results(rows: TruncatedRows, temperature: Tensor | None) -> TruncatedSums:
+    """Return what the gradient needs of the results of rows."""
+    sums = (rows.maximum, rows.sumexp, rows.kept_sumexp, rows.entropy)
+    return TruncatedSums(rows.label, rows.in_set, temperature, rows.threshold, *sums)
+
 
 def truncated_fake(logits: Tensor) -> TruncatedRows:
     """Return the shapes of the results for rows of logits, or of hidden states."""
@@ -133,19 +175,12 @@ def checked_rules(
     )
 
 
-def check_values(
-    classes: int,
-    target: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-) -> None:
-    """Raise for the first label or number of a rule that is out of range, where they are checked."""
+def check_values(classes: int, target: Tensor | None, rules: Rules, ignore_index: int) -> None:
+    """Raise for the first label or number of a rule that is out of range, if they are checked."""
     if target is not None:
         checks.labels("target", target, classes, ignore_index)
-    for rule, value in (("top_p", top_p), ("min_p", min_p), ("temperature", temperature)):
-        if value is None or not checks.can_check_values(value):
+    for rule, value in rules.checked():
+        if not checks.can_check_values(value):
             continue
         if (index := checks.first_index(~is_valid(rule, value))) is not None:
             bounds = "above 0" if rule == "temperature" else "from 0 to 1"

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, inert_rows, softcap_slope, softcapped
+from ...primitives.rows import finite_shift, inert_rows, row_chunks, softcap_slope, softcapped
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import valid_targets
-from .common import TruncatedRows, is_valid
+from .common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, is_valid
 
 
 def truncated_stats(
     logits: Tensor,
     target: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    temperature: Tensor | None,
-    min_p_first: bool,
-    keeps_target: bool,
+    rules: Rules,
     softcap: float,
     ignore_index: int,
 ) -> TruncatedRows:
     """Compute the statistics of rows, `[..., C]`, over the classes that the rules keep.
 
-    The other arguments are those of `Rules`, the soft-cap or 0, and the ignored label. Without a
-    target, the label of a row is its arg-max.
+    A soft-cap of 0 is none. Without a target, the label of a row is its arg-max.
     """
+    temperature, keeps_target = rules.temperature, rules.keeps_target
     x, maximum = scaled_rows(logits, temperature, softcap)
     e = x.exp()
     sumexp, raw = e.sum(-1), logits.to(x.dtype)
-    least = threshold_of(raw, x, e, top_k, top_p, min_p, min_p_first)
+    least = threshold_of(raw, x, e, rules)
     label = x.argmax(-1) if target is None else target.to(torch.int64, copy=True)
     labels, not_ignored, out_of_range = valid_targets(label, x.shape[-1], ignore_index)
     of_label = labels.unsqueeze(-1)
     kept, label_kept = kept_classes(raw, least, labels, not_ignored & keeps_target)
     invalid = out_of_range
-    for rule, value in (("top_p", top_p), ("min_p", min_p), ("temperature", temperature)):
-        invalid = invalid if value is None else invalid | ~is_valid(rule, value)
+    for rule, value in rules.checked():
+        invalid = invalid | ~is_valid(rule, value)
     nan_or_zero = torch.where(invalid, torch.nan, 0.0).to(x.dtype)
     kept_sumexp = torch.where(kept, e, 0).sum(-1) + nan_or_zero
     log_sum, shift = kept_sumexp.log(), finite_shift(maximum)
@@ -87,23 +84,16 @@ def kept_classes(
     return kept | adds, kept.gather(-1, of_label).squeeze(-1)
 
 
-def threshold_of(
-    raw: Tensor,
-    x: Tensor,
-    e: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    min_p_first: bool,
-) -> Tensor:
+def threshold_of(raw: Tensor, x: Tensor, e: Tensor, rules: Rules) -> Tensor:
     """Return the least logit of each row that the rules keep; -inf if they keep all.
 
     Args:
         raw: the logits, `[..., C]`.
         x: the same, soft-capped, relative to the maximum and over the temperature.
         e: exp(x).
-        top_k, top_p, min_p, min_p_first: the `Rules`.
+        rules: the rules.
     """
+    top_k, top_p, min_p = rules[:3]
     classes, (ordered, index) = raw.shape[-1], raw.sort(-1, descending=True)
     nothing = torch.full_like(raw[..., 0], -torch.inf)
 
@@ -114,7 +104,7 @@ def threshold_of(
     if min_p is not None:
         passes = x >= min_p.to(x.dtype).log().unsqueeze(-1)
         of_min_p = torch.where(min_p > 0, at(passes.sum(-1) - 1), nothing)
-    before = of_min_p if min_p_first else nothing
+    before = of_min_p if rules.min_p_first else nothing
     if top_k is not None:
         is_active = (top_k > 0) & (top_k < classes)
         before = torch.maximum(before, torch.where(is_active, at(top_k - 1), nothing))
@@ -133,13 +123,7 @@ def truncated_stats_gradient(
     grad_kept: Tensor | None,
     grad_entropy: Tensor | None,
     logits: Tensor,
-    label: Tensor,
-    temperature: Tensor | None,
-    threshold: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    kept_sumexp: Tensor,
-    entropy: Tensor,
+    rows: TruncatedSums,
     keeps_target: bool,
     softcap: float,
     ignore_index: int,
@@ -148,15 +132,15 @@ def truncated_stats_gradient(
 
     A gradient of None is zero. The kept classes are those that the forward pass has found.
     """
-    labels, not_ignored, out_of_range = valid_targets(label, logits.shape[-1], ignore_index)
+    labels, not_ignored, out_of_range = valid_targets(rows.label, logits.shape[-1], ignore_index)
     raw = logits.detach().to(acc_dtype(logits.dtype))
-    kept, label_kept = kept_classes(raw, threshold, labels, not_ignored & keeps_target)
+    kept, _ = kept_classes(raw, rows.threshold, labels, not_ignored & keeps_target)
     # The derivative of a log-probability of -inf is 0.
-    on_label = torch.where(not_ignored & (label_kept | keeps_target), grad_logprob, 0)
+    on_label = torch.where(not_ignored & (rows.in_set | keeps_target), grad_logprob, 0)
     grads = (on_label, grad_logsumexp, grad_kept, grad_entropy)
-    is_inert = inert_rows((maximum, sumexp, kept_sumexp), grads).unsqueeze(-1)
+    is_inert = inert_rows((rows.maximum, rows.sumexp, rows.kept_sumexp), grads).unsqueeze(-1)
     logits, kept = torch.where(is_inert, 0, logits), kept | is_inert
-    x, _ = scaled_rows(logits, temperature, softcap)
+    x, _ = scaled_rows(logits, rows.temperature, softcap)
     logp = x.masked_fill(~kept, -torch.inf).log_softmax(-1)
     p = logp.exp()
     one_hot = (torch.arange(x.shape[-1], device=x.device) == labels.unsqueeze(-1)).to(x.dtype)
@@ -171,10 +155,83 @@ def truncated_stats_gradient(
         result = result - grad_entropy.to(x.dtype).unsqueeze(-1) * (
             p_logp - p * p_logp.sum(-1, keepdim=True)
         )
-    if temperature is not None:
-        result = result / temperature.to(x.dtype).unsqueeze(-1)
+    if rows.temperature is not None:
+        result = result / rows.temperature.to(x.dtype).unsqueeze(-1)
     if softcap:
         result = result * softcap_slope(logits, softcap)
     is_active = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
-    invalid = out_of_range | (is_active & kept_sumexp.isnan())
+    invalid = out_of_range | (is_active & rows.kept_sumexp.isnan())
     return torch.where(invalid.unsqueeze(-1), torch.nan, result).to(logits.dtype)
+
+
+def truncated_of_rows(
+    logits: Tensor,
+    target: Tensor | None,
+    rules: Rules,
+    softcap: float,
+    ignore_index: int,
+    found: TruncatedRows,
+) -> None:
+    """Write the statistics of rows `[M, C]` to the results."""
+    for rows in row_chunks(logits):
+        of_rows = Rules(*(each[rows] if isinstance(each, Tensor) else each for each in rules))
+        labels = None if target is None else target[rows]
+        part = truncated_stats(logits[rows], labels, of_rows, softcap, ignore_index)
+        for field, value in zip(found, part, strict=True):
+            field[rows] = value
+
+
+def truncated_gradient(
+    logits: Tensor,
+    first: int,
+    classes: int,
+    grads: Sequence[Tensor | None],
+    rows: TruncatedSums,
+    keeps_target: bool,
+    softcap: float,
+    ignore_index: int,
+) -> None:
+    """Overwrite the logits of some classes, `[M, width]`, with their gradient.
+
+    Args:
+        logits: the logits of the classes from `first` on.
+        first, classes: the first of these classes, and the number of all.
+        grads: the gradients of the first four `TruncatedStats`, `[M]`, or None for zeros.
+        rows: the rows' statistics.
+        keeps_target, softcap, ignore_index: as in `truncated_stats`.
+    """
+    for part in row_chunks(logits):
+        of_rows = TruncatedSums(*(None if each is None else each[part] for each in rows))
+        zeros = torch.zeros_like(of_rows.maximum)
+        on_label, on_all, on_kept, on_entropy = (
+            zeros if each is None else each[part].to(zeros.dtype) for each in grads
+        )
+        label = of_rows.label
+        _, not_ignored, out_of_range = valid_targets(label, classes, ignore_index)
+        on_label = torch.where(not_ignored & (of_rows.in_set | keeps_target), on_label, 0)
+        on_kept = on_kept - on_label
+        raw = logits[part].to(zeros.dtype)
+        column = torch.arange(first, first + raw.shape[1], device=raw.device)
+        is_label = column == label[:, None]
+        kept = raw >= of_rows.threshold[:, None]
+        kept = (kept | (is_label & (not_ignored & keeps_target)[:, None])) & (raw > -torch.inf)
+        x = softcapped(raw, softcap) - finite_shift(of_rows.maximum)[:, None]
+        temperature = of_rows.temperature
+        slope = zeros + 1 if temperature is None else 1 / temperature.to(zeros.dtype)
+        x = x * slope[:, None]
+        e, total = x.exp(), of_rows.kept_sumexp
+        offset = (of_rows.entropy - total.log())[:, None]
+        logp_plus_entropy = torch.where(e == 0, 0, x) + offset
+        of_kept = on_kept[:, None] - on_entropy[:, None] * logp_plus_entropy
+        result = torch.where(kept, e / total[:, None] * of_kept, 0)
+        result = result + e * (on_all / of_rows.sumexp)[:, None]
+        result = (result + torch.where(is_label, on_label[:, None], 0)) * slope[:, None]
+        if softcap:
+            result = result * softcap_slope(raw, softcap)
+        active = torch.stack([on_label, on_all, on_kept, on_entropy]).ne(0).any(0)
+        invalid = out_of_range | (active & total.isnan())
+        result = torch.where(active[:, None], result, 0)
+        logits[part] = torch.where(invalid[:, None], torch.nan, result).to(logits.dtype)
+
+
+TRUNCATED_KERNELS = TruncatedKernels(truncated_of_rows, truncated_gradient)

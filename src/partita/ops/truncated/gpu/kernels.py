@@ -375,7 +375,15 @@ def truncated_stats_kernel(
 
 @triton.jit
 def collect_block(
-    row, lanes, start, low, high, buffer_ptr, count, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    row,
+    lanes,
+    start,
+    low,
+    high,
+    buffer_ptr,
+    count,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Add the classes of a block above `high` to `Sums` of lanes, and store those from `low` on.
@@ -592,17 +600,18 @@ def truncated_search_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def truncated_stats_backward_kernel(
-    grad_logprob,  # RowNumbers
-    grad_logsumexp,  # RowNumbers, like the next two with None for zeros
-    grad_kept,
-    grad_entropy,
-    logits,  # StridedRows
-    temperature_ptr,  # [batches, rows] or None
-    found,  # TruncatedRows, [batches, rows], of which those are read that follow from the rules
-    dlogits,  # StridedRows
+    on_label,  # RowNumbers, the gradients of the first four results; None for zeros
+    on_all,
+    on_kept,
+    on_entropy,
+    logits,  # StridedRows, from the class `first` on
+    found,  # TruncatedSums, [batches, rows]
+    dlogits,  # StridedRows, which may be the logits
     rows,
+    width,  # of these classes
+    first,
     classes,
     softcap: tl.float64,
     ignore_index,
@@ -612,34 +621,31 @@ def truncated_stats_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute a tile of the gradient from the rows' statistics with one read and one write."""
+    """Compute a tile of the gradient from the rows' statistics with one read and one write.
+
+    The gradient of the log-probability is 0 where the rules drop the target and it is not kept.
+    """
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    tile = locate_tile(rows, classes, tl.cdiv(classes, BLOCK_V), ROWS, BLOCK_V)
+    tile = locate_tile(rows, width, tl.cdiv(width, BLOCK_V), ROWS, BLOCK_V)
     index, row_mask, mask = tile.index, tile.row_mask, tile.mask
     temperature = tl.full([ROWS], 1.0, ACC_DTYPE)
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + index, mask=row_mask, other=1.0).to(ACC_DTYPE)
+    if found.temperature is not None:
+        temperature = tl.load(found.temperature + index, mask=row_mask, other=1.0).to(ACC_DTYPE)
     label = tl.load(found.label + index, mask=row_mask, other=0)
     not_ignored = row_mask & (label != ignore_index)
-    in_range = not_ignored & (label >= 0) & (label < classes)
-    least = tl.load(found.threshold + index, mask=row_mask, other=0.0)
-    on_label = load_row_gradient(grad_logprob, index, row_mask, ACC_DTYPE)
-    if not KEEPS_TARGET:
-        row_ptrs = logits.ptr + tile.batch * logits.batch + tile.row * logits.row
-        x = tl.load(row_ptrs + label * logits.column, mask=in_range, other=-float("inf"))
-        x = x.to(ACC_DTYPE)
-        on_label = tl.where((x >= least) & (x > -float("inf")), on_label, 0.0)
+    in_range = (label >= 0) & (label < classes)
+    on_label = load_row_gradient(on_label, index, row_mask, ACC_DTYPE)
     on_label = tl.where(not_ignored, on_label, 0.0)
-    on_all = load_row_gradient(grad_logsumexp, index, row_mask, ACC_DTYPE)
-    on_kept = load_row_gradient(grad_kept, index, row_mask, ACC_DTYPE) - on_label
-    on_entropy = load_row_gradient(grad_entropy, index, row_mask, ACC_DTYPE)
+    on_all = load_row_gradient(on_all, index, row_mask, ACC_DTYPE)
+    on_kept = load_row_gradient(on_kept, index, row_mask, ACC_DTYPE) - on_label
+    on_entropy = load_row_gradient(on_entropy, index, row_mask, ACC_DTYPE)
+    least = tl.load(found.threshold + index, mask=row_mask, other=0.0)
     shift = finite_shift(tl.load(found.maximum + index, mask=row_mask, other=0.0))
     total = tl.load(found.sumexp + index, mask=row_mask, other=1.0)
     kept_total = tl.load(found.kept_sumexp + index, mask=row_mask, other=1.0)
-    entropy = tl.load(found.entropy + index, mask=row_mask, other=0.0)
-    offset = entropy - log_exact(kept_total)
+    offset = tl.load(found.entropy + index, mask=row_mask, other=0.0) - log_exact(kept_total)
     raw = tl.load(tile_ptrs(logits, tile), mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    is_label = tile.column == label[:, None]
+    is_label = first + tile.column == label[:, None]
     kept = raw >= least[:, None]
     if KEEPS_TARGET:
         kept |= is_label & not_ignored[:, None]
@@ -656,8 +662,7 @@ def truncated_stats_backward_kernel(
     grad = through_softcap(grad / temperature[:, None], x, softcap)
     # A row without an upstream gradient has none, even if its logits are NaN.
     active = tl.abs(on_label) + tl.abs(on_all) + tl.abs(on_kept) + tl.abs(on_entropy)  # [ROWS]
-    is_nan = (not_ignored & (in_range == 0)) | (kept_total != kept_total)
-    grad = tl.where(is_nan[:, None], float("nan"), grad)
-    is_zero = (active == 0.0) & (in_range | (not_ignored == 0))
-    grad = tl.where(is_zero[:, None], 0.0, grad)
+    grad = tl.where((kept_total == kept_total)[:, None], grad, float("nan"))
+    grad = tl.where((active == 0.0)[:, None], 0.0, grad)
+    grad = tl.where((not_ignored & (in_range == 0))[:, None], float("nan"), grad)
     tl.store(tile_ptrs(dlogits, tile), grad.to(dlogits.ptr.dtype.element_ty), mask=mask)

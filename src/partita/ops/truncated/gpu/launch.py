@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,10 +13,11 @@ from ....primitives.gpu.row_plan import (
     flat_rows,
     launch_elementwise,
     matrix_rows,
+    row_view,
     with_output,
 )
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
-from ..common import TruncatedRows, truncated_fake
+from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, truncated_fake
 from .kernels import (
     truncated_search_kernel,
     truncated_stats_backward_kernel,
@@ -33,17 +37,14 @@ SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 def truncated_of_rows(
     logits: Tensor,
     target: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    temperature: Tensor | None,
-    min_p_first: bool,
-    keeps_target: bool,
+    rules: Rules,
     softcap: float,
     ignore_index: int,
     found: TruncatedRows,
 ) -> None:
-    """Write the statistics of rows `[M, C]` to the results. The other tensors are contiguous."""
+    """Write the statistics of rows `[M, C]` to the results."""
+    target = None if target is None else target.contiguous()
+    rules = Rules(*(r.contiguous() if isinstance(r, Tensor) else r for r in rules))
     (M, classes), dtype = logits.shape, found.maximum.dtype
     whole = classes <= TILE
     tile = max(next_power_of_2(classes), 2 * WARP) if whole else TILE
@@ -51,15 +52,17 @@ def truncated_of_rows(
     block = tile if whole else max(TILE * lanes // SOME, next_power_of_2(cdiv(classes, 32)))
     groups = 0 if whole else cdiv(classes, block) * lanes
     some = max(tile * lanes // block, 1)
-    rules = {
-        "top_k_ptr": top_k,
-        "top_p_ptr": top_p,
-        "min_p_ptr": min_p,
-        "temperature_ptr": temperature,
-    }
     options = {
-        "MIN_P_FIRST": min_p_first,
-        "KEEPS_TARGET": keeps_target,
+        "top_k_ptr": rules.top_k,
+        "top_p_ptr": rules.top_p,
+        "min_p_ptr": rules.min_p,
+        "temperature_ptr": rules.temperature,
+        "results": found,
+        "classes": classes,
+        "softcap": softcap,
+        "ignore_index": ignore_index,
+        "MIN_P_FIRST": rules.min_p_first,
+        "KEEPS_TARGET": rules.keeps_target,
         "HAS_SOFTCAP": softcap != 0,
         "SHIFT": SHARED_BITS.get(logits.dtype, 0),
         "ACC_DTYPE": tl_acc_dtype(logits.dtype),
@@ -69,14 +72,9 @@ def truncated_of_rows(
         M,
         logits=matrix_rows(logits),
         target_ptr=target,
-        **rules,
-        results=found,
         maxima_ptr=logits.new_empty((M, groups), dtype=dtype),
         chosen_ptr=logits.new_empty((M, some), dtype=torch.int32),
-        classes=classes,
         groups=groups,
-        softcap=softcap,
-        ignore_index=ignore_index,
         **options,
         WHOLE=whole,
         LANES=lanes,
@@ -85,54 +83,36 @@ def truncated_of_rows(
         SOME=some,
         TILE=tile,
         num_warps=max(tile // 1024, 1) if whole else SCAN_WARPS,
-        **({'maxnreg': SCAN_REGISTERS} if SCAN_REGISTERS else {}),
+        **({"maxnreg": SCAN_REGISTERS} if SCAN_REGISTERS else {}),
     )
     if not whole:
         launch(
             truncated_search_kernel,
             M,
             logits=matrix_rows(logits),
-            **rules,
-            results=found,
             buffer_ptr=logits.new_empty((M, TILE), dtype=dtype),
-            classes=classes,
-            softcap=softcap,
-            ignore_index=ignore_index,
             **options,
             LANES=WARP * SEARCH_WARPS,
             BLOCK=SEARCH_BLOCK,
             TILE=TILE,
             SAMPLE=SAMPLE,
             num_warps=SEARCH_WARPS,
-            **({'maxnreg': REGISTERS} if REGISTERS else {}),
+            **({"maxnreg": REGISTERS} if REGISTERS else {}),
         )
 
 
 def truncated_stats(
     logits: Tensor,
     target: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    temperature: Tensor | None,
-    min_p_first: bool,
-    keeps_target: bool,
+    rules: Rules,
     softcap: float,
     ignore_index: int,
 ) -> TruncatedRows:
     """Compute the statistics of rows, `[..., C]`, over the classes that the rules keep."""
     found = truncated_fake(logits)
     if found.label.numel():
-        of_rows = (target, top_k, top_p, min_p, temperature)
-        truncated_of_rows(
-            logits.reshape(-1, logits.shape[-1]),
-            *(None if each is None else each.contiguous() for each in of_rows),
-            min_p_first,
-            keeps_target,
-            softcap,
-            ignore_index,
-            found,
-        )
+        rows = logits.reshape(-1, logits.shape[-1])
+        truncated_of_rows(rows, target, rules, softcap, ignore_index, found)
     return found
 
 
@@ -142,39 +122,58 @@ def truncated_stats_backward(
     grad_kept: Tensor | None,
     grad_entropy: Tensor | None,
     logits: Tensor,
-    label: Tensor,
-    temperature: Tensor | None,
-    threshold: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    kept_sumexp: Tensor,
-    entropy: Tensor,
+    rows: TruncatedSums,
     keeps_target: bool,
     softcap: float,
     ignore_index: int,
 ) -> Tensor:
     """Compute the gradient of the logits from the rows' statistics; a gradient of None is zero."""
-    saved = (entropy, threshold, label, maximum, sumexp, kept_sumexp)
-    entropy, threshold, label, *sums = (each.contiguous() for each in saved)
-    found = TruncatedRows(entropy, entropy, entropy, entropy, label, label, threshold, label, *sums)
+    grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
+    options = (grads, rows, keeps_target, softcap, ignore_index)
 
     def run(view: RowView) -> None:
-        launch_elementwise(
-            truncated_stats_backward_kernel,
-            view,
-            grad_logprob=flat_rows(grad_logprob),
-            grad_logsumexp=flat_rows(grad_logsumexp),
-            grad_kept=flat_rows(grad_kept),
-            grad_entropy=flat_rows(grad_entropy),
-            logits=view.strided[0],
-            temperature_ptr=None if temperature is None else temperature.contiguous(),
-            found=found,
-            dlogits=view.strided[1],
-            classes=view.classes,
-            softcap=softcap,
-            ignore_index=ignore_index,
-            KEEPS_TARGET=keeps_target,
-            HAS_SOFTCAP=softcap != 0,
-        )
+        _write_gradient(view, 0, view.classes, *options)
 
     return with_output(run, -1, logits, dtype=logits.dtype)
+
+
+def truncated_gradient(logits: Tensor, *args: Any) -> None:
+    """Overwrite the logits of some classes with their gradient; see the reference."""
+    view = row_view(-1, logits, logits)
+    assert view is not None
+    _write_gradient(view, *args)
+
+
+def _write_gradient(
+    view: RowView,
+    first: int,
+    classes: int,
+    grads: Sequence[Tensor | None],
+    rows: TruncatedSums,
+    keeps_target: bool,
+    softcap: float,
+    ignore_index: int,
+) -> None:
+    on_label, *others = grads
+    if not keeps_target and on_label is not None:
+        on_label = torch.where(rows.in_set, on_label, 0)
+    numbers = ("on_label", "on_all", "on_kept", "on_entropy")
+    gradients = map(flat_rows, (on_label, *others))
+    launch_elementwise(
+        truncated_stats_backward_kernel,
+        view,
+        **dict(zip(numbers, gradients, strict=True)),
+        logits=view.strided[0],
+        found=TruncatedSums(*(None if each is None else each.contiguous() for each in rows)),
+        dlogits=view.strided[1],
+        width=view.classes,
+        first=first,
+        classes=classes,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        KEEPS_TARGET=keeps_target,
+        HAS_SOFTCAP=softcap != 0,
+    )
+
+
+TRUNCATED_KERNELS = TruncatedKernels(truncated_of_rows, truncated_gradient)
