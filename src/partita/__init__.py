@@ -28,6 +28,7 @@ from .ops.linear_heads.divergence import linear_divergence, linear_topk_divergen
 from .ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from .ops.linear_heads.plan import MemoryPlan as _MemoryPlan
 from .ops.linear_heads.plan import linear_cross_entropy_plan
+from .ops.linear_heads.truncated import linear_truncated_stats
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
 from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss, tdt_align, tdt_loss
@@ -94,6 +95,7 @@ __all__ = [
     "linear_token_stats",
     "linear_topk_divergence",
     "linear_topk_logprobs",
+    "linear_truncated_stats",
     "log_softmax",
     "logprobs",
     "logsumexp",

@@ -27,6 +27,13 @@ from ..logprobs.common import (
     with_ids,
     with_rest,
 )
+from ..truncated.common import (
+    Rules,
+    TruncatedKernels,
+    TruncatedRows,
+    TruncatedSums,
+    truncated_fake,
+)
 from .common import (
     GradientCoefficients,
     Head,
@@ -181,6 +188,7 @@ class HeadKernels(NamedTuple):
             a sum with a denominator.
         of_ids: the functions for the logits of given classes.
         topk_of_rows: writes the `TopKRows` of a chunk.
+        truncated: the functions for the classes that a sampler keeps.
         divergence: the functions for the logits of two heads.
         packed_gradients: takes the place of `head_gradients` for packed rows, or None.
     """
@@ -192,6 +200,7 @@ class HeadKernels(NamedTuple):
     mean_shares: Callable[..., Tensor | None]
     of_ids: EntryKernels
     topk_of_rows: Callable[..., None]
+    truncated: TruncatedKernels
     divergence: DivergenceKernels
     packed_gradients: Callable[..., HeadGradients] | None = None
 
@@ -405,6 +414,74 @@ class HeadKernels(NamedTuple):
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
         return *found, buffer if save_logits else buffer.new_empty(0)
+
+    def linear_truncated_stats(
+        self,
+        head: Head,
+        target: Tensor | None,
+        rules: Rules,
+        softcap: float,
+        ignore_index: int,
+        tokens: int,
+        save_logits: bool,
+    ) -> tuple[
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+    ]:
+        """Return the `TruncatedRows` of a head, and its logits if they are saved.
+
+        The arguments are those of `linear_topk_logprobs`.
+        """
+        M, C = len(head.input), len(head.weight)
+        found = truncated_fake(head.input)
+        buffer = head.buffer(M if save_logits else min(tokens, M), C)
+        for rows in chunks(M, tokens):
+            memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
+            logits = head.part(rows, slice(C)).logits(memory)
+            labels = None if target is None else target[rows]
+            of_rows = Rules(*(each[rows] if isinstance(each, Tensor) else each for each in rules))
+            part = TruncatedRows(*(field[rows] for field in found))
+            self.truncated.of_rows(logits, labels, of_rows, softcap, ignore_index, part)
+        return *found, buffer if save_logits else buffer.new_empty(0)
+
+    def linear_truncated_stats_backward(
+        self,
+        grad_logprob: Tensor | None,
+        grad_logsumexp: Tensor | None,
+        grad_kept: Tensor | None,
+        grad_entropy: Tensor | None,
+        head: Head,
+        rows: TruncatedSums,
+        saved: Tensor,
+        keeps_target: bool,
+        softcap: float,
+        ignore_index: int,
+        chunk: int,
+        wanted: Wanted,
+    ) -> HeadGradients:
+        """Compute the `HeadGradients` from the gradients of the statistics."""
+        if grad_logprob is not None:
+            has_logprob = (rows.label != ignore_index) & (rows.in_set | keeps_target)
+            grad_logprob = torch.where(has_logprob, grad_logprob, 0)
+        grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
+        counts = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
+        options = (len(head.weight), grads, rows, keeps_target, softcap, ignore_index)
+
+        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
+            self.truncated.gradient(logits, part.start, *options)
+
+        sizes = (len(counts), chunk)
+        return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
 
     def accumulate_rows(
         self,

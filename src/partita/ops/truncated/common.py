@@ -40,7 +40,9 @@ class TruncatedRows(NamedTuple):
 
     Fields:
         logprob, logsumexp, kept_logsumexp, entropy, kept, in_set: the fields of `TruncatedStats`.
-        threshold: the rules keep the logits of at least this number, before soft-capping.
+        threshold: the rules keep the logits of at least this number, before soft-capping. It lies
+            between the least kept and the greatest dropped logit, so that logits that are computed
+            again, with other rounding errors, are kept too.
         label: the target, or the arg-max without one, int64.
         maximum: maximum of the soft-capped logits.
         sumexp: sum of exp((logits - maximum) / temperature).

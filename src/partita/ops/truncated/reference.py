@@ -52,7 +52,7 @@ def truncated_stats(
         entropy=log_sum - terms.sum(-1) / kept_sumexp,
         kept=kept.sum(-1),
         in_set=(label_kept | ~not_ignored) & ~invalid,
-        threshold=least,
+        threshold=between(raw, least),
         label=label,
         maximum=maximum,
         sumexp=sumexp,
@@ -82,6 +82,14 @@ def kept_classes(
     is_label = torch.arange(raw.shape[-1], device=raw.device) == of_label
     adds = is_label & adds_label.unsqueeze(-1) & exists
     return kept | adds, kept.gather(-1, of_label).squeeze(-1)
+
+
+def between(raw: Tensor, least: Tensor) -> Tensor:
+    """Return a number between the logits from `least` on and those below it, `[...]`."""
+    is_kept = (raw >= least.unsqueeze(-1)) & (raw > -torch.inf)
+    dropped = raw.masked_fill(is_kept, -torch.inf).amax(-1)
+    middle = raw.masked_fill(~is_kept, torch.inf).amin(-1) / 2 + dropped / 2
+    return torch.where((middle > dropped) & (middle < torch.inf), middle, least)
 
 
 def threshold_of(raw: Tensor, x: Tensor, e: Tensor, rules: Rules) -> Tensor:

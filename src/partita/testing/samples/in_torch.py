@@ -103,6 +103,63 @@ def token_stats(
     return torch.where(counts, picked, 0), maximum / temperature + logsumexp(x, -1), entropy
 
 
+def truncated_stats(
+    logits: Tensor,
+    target: Tensor | None = None,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    order: str = "vllm",
+    missing: str = "keep",
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the statistics of the classes that the formulas of vLLM's sampler keep."""
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    with torch.no_grad():
+        p = capped(logits, softcap)
+        p = p / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+        p = p.softmax(-1)
+        if min_p and order == "vllm":
+            kept &= p >= min_p * p.amax(-1, keepdim=True)
+        if top_k:
+            kept &= logits >= logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
+        if top_p is not None:
+            ordered, index = logits.sort(-1, descending=True)
+            share = torch.where(kept, p, 0).gather(-1, index)
+            before = share.cumsum(-1) - share
+            last = (before < top_p * share.sum(-1, keepdim=True)).sum(-1, keepdim=True) - 1
+            kept &= logits >= ordered.gather(-1, last.clamp(min=0))
+        if min_p and order != "vllm":
+            kept &= p >= min_p * p.amax(-1, keepdim=True)
+        if target is None:
+            target, ignore_index = logits.argmax(-1), -100
+        counts = target != ignore_index
+        label = torch.where(counts, target, 0).long().unsqueeze(-1)
+        in_set = kept.gather(-1, label).squeeze(-1)
+        if missing == "keep":
+            kept = kept | (torch.zeros_like(kept).scatter(-1, label, True) & counts.unsqueeze(-1))
+    x = capped(logits, softcap)
+    maximum = x.detach().amax(-1)
+    maximum = torch.where(maximum.isinf(), 0, maximum)
+    x = x - maximum.unsqueeze(-1)
+    x = x / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+    logp = x.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    p = logp.exp()
+    picked = logp.gather(-1, label).squeeze(-1)
+    if missing == "inf":
+        picked = torch.where(in_set, picked, -torch.inf)
+    shift = maximum / temperature
+    return (
+        torch.where(counts, picked, 0),
+        shift + logsumexp(x, -1),
+        shift + logsumexp(x.masked_fill(~kept, -torch.inf), -1),
+        -(p * logp.masked_fill(p == 0, 0)).sum(-1),
+    )
+
+
 def logprobs(
     logits: Tensor,
     ids: Tensor,

@@ -141,6 +141,17 @@ def sums_of(row, x, least):
 
 
 @triton.jit
+def cut_of(x, threshold, dropped):
+    """Return a number between the least logit of a tile that is kept and the greatest dropped one.
+
+    It is the threshold where the tile does not have the least one, or nothing is between the two.
+    """
+    kept = tl.min(tl.where((x >= threshold) & (x > -float("inf")), x, float("inf")))
+    cut = 0.5 * kept + 0.5 * dropped
+    return tl.where((kept < float("inf")) & (cut > dropped), cut, threshold)
+
+
+@triton.jit
 def load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr):
     """Return the rules of a row as numbers; those without effect are 0 classes, 1 and 0."""
     top_k, top_p, min_p = row.index * 0, tl.full([], 1.0, tl.float64), tl.full([], 0.0, tl.float64)
@@ -161,6 +172,7 @@ def finish_row(
     sums,
     total,
     least,
+    cut,
     maximum,
     label,
     temperature,
@@ -198,7 +210,7 @@ def finish_row(
     tl.store(results.entropy + index, entropy)
     tl.store(results.kept + index, number.to(tl.int64))
     tl.store(results.in_set + index, valid & (in_set | (not_ignored == 0)))
-    tl.store(results.threshold + index, least)
+    tl.store(results.threshold + index, cut)
     tl.store(results.kept_sumexp + index, kept_sumexp)
 
 
@@ -323,6 +335,7 @@ def truncated_stats_kernel(
     x = tl.load(row.ptr + column.to(tl.int64) * row.column, mask=exists, other=-float("inf"))
     x = x.to(ACC_DTYPE)
     greatest = tl.max(x) if WHOLE else tl.max(best)
+    all_x = x
     x = tl.where(x >= logit_of(bound, SHIFT), x, -float("inf"))
     e = exponents(row, x)[0]
     top = key_of(tl.where(greatest == greatest, greatest, 0.0), SHIFT)
@@ -355,12 +368,17 @@ def truncated_stats_kernel(
     tl.store(results.sumexp + index, total)
     if WHOLE or complete or (valid == 0):
         threshold = logit_of(least, SHIFT)
+        dropped = tl.max(tl.where(all_x < threshold, all_x, -float("inf")))
+        if not WHOLE:
+            of_groups = tl.max(tl.where(best < logit_of(bound, SHIFT), best, -float("inf")))
+            dropped = tl.maximum(dropped, of_groups)
         finish_row(
             row,
             results,
             sums_of(row, x, threshold),
             total,
             threshold,
+            cut_of(x, threshold, dropped),
             maximum,
             label,
             temperature,
@@ -585,12 +603,15 @@ def truncated_search_kernel(
         sums = Sums(
             sums.number + of_x.number, sums.mass + of_x.mass, sums.sum_x_exp + of_x.sum_x_exp
         )
+        dropped = tl.max(tl.where(x < threshold, x, -float("inf")))
+        cut = tl.where(dropped > -float("inf"), cut_of(x, threshold, dropped), threshold)
         finish_row(
             row,
             results,
             sums,
             total,
             threshold,
+            cut,
             maximum,
             tl.load(results.label + index),
             temperature,

@@ -1,0 +1,193 @@
+"""Statistics over the classes that a sampler keeps, from hidden states: ops and the call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.autograd import (
+    apply,
+    double_backward,
+    is_double_backward,
+    needed_gradients,
+    saved_tensors,
+    skip_unused_gradients,
+    takes,
+)
+from ...runtime.backend import current_backend
+from ..truncated.autograd import truncated_stats as stats_of_rows
+from ..truncated.common import (
+    Rules,
+    TruncatedRows,
+    TruncatedStats,
+    check_values,
+    checked_rules,
+    sums_of_results,
+    truncated_fake,
+)
+from .autograd import define_op, gradients_of_rows, saved_logits_fake
+from .chunked import empty_gradients
+from .common import chunk_and_save
+from .inputs import all_logits, cast_and_check, flat_labels, takes_all_logits
+from .plan import check_budget, padded_width
+from .reference import KERNELS
+
+DEFAULT_BYTES = 2**30  # of the workspace, if no budget is given
+SEARCH_BYTES = 40 * 2**10  # of a token beside its logits, in which thresholds are searched
+
+
+def even_chunk(tokens: int, most: int) -> int:
+    """Return the tokens of a chunk, at most `most`, if all chunks have about the same number."""
+    each = -(-tokens // max(-(-tokens // most), 1))
+    return min(-(-each // 128) * 128, most)
+
+
+def _check(
+    weight: Tensor,
+    target: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+) -> None:
+    rules = Rules(top_k, top_p, min_p, temperature, False, False)
+    check_values(len(weight), target, rules, ignore_index)
+
+
+def _fake(input: Tensor, weight: Tensor, save_logits: bool) -> tuple[Tensor, ...]:
+    return *truncated_fake(input), saved_logits_fake(input, weight, save_logits)
+
+
+truncated_op = define_op(KERNELS.linear_truncated_stats, _fake, check=_check)
+truncated_backward_op = define_op(KERNELS.linear_truncated_stats_backward, empty_gradients)
+
+
+class LinearTruncated(torch.autograd.Function):
+    """The results of `truncated_op`, of which the first four are differentiable.
+
+    The chunk of the backward pass is the last argument.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(truncated_op, "backward_chunk")
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return truncated_op(*args[:-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        head, ctx.choices, ctx.numbers = inputs[:4], inputs[8:10], inputs[10:12]
+        ctx.options = (ctx.choices[1], *ctx.numbers)
+        _, save_logits, ctx.backend, ctx.chunk = inputs[12:]
+        ctx.mark_non_differentiable(*output[4:])
+        skip_unused_gradients(ctx)
+        sums = sums_of_results(TruncatedRows(*output[:-1]), inputs[7])
+        ctx.save_for_backward(*head, *inputs[4:7], *sums, output[-1])
+        ctx.is_spent = not save_logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of hidden states, matrix and bias."""
+        grads, nothing = grads[:4], (None,) * (len(ctx.needs_input_grad) - 3)
+        if all(grad is None for grad in grads):
+            return None, None, None, *nothing
+        head, (target, *of_rules), sums, logits = _grouped(saved_tensors(ctx))
+        wanted = needed_gradients(ctx, *head)
+        if not is_double_backward(*grads, *head):
+            tensors = (*grads, *head, *sums)
+            gradients = gradients_of_rows(
+                ctx, truncated_backward_op, grads, tensors, [logits], wanted
+            )
+            return *gradients, *nothing
+        used = [i for i, grad in enumerate(grads) if grad is not None]
+
+        def statistics(*head: Any) -> list[Tensor]:
+            rules = (*of_rules, *ctx.choices)
+            found = stats_of_rows(all_logits(*head), target, *rules, *ctx.numbers, ctx.backend)
+            return [found[i] for i in used]
+
+        given = [grads[i] for i in used]
+        return *double_backward(statistics, head, wanted, given), *nothing
+
+
+def _grouped(saved: tuple[Any, ...]) -> tuple[Any, Any, Any, Tensor]:
+    """Return the head, target and rules, the statistics of rows and the logits that are saved."""
+    head, (target, *rules), sums = saved[:3], saved[3:7], saved[7:-1]
+    return head, (target, *rules, sums[2]), sums, saved[-1]
+
+
+def linear_truncated_stats(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    linear_bias: Tensor | None = None,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    order: str = "vllm",
+    missing: str = "keep",
+    ignore_index: int = -100,
+    memory_budget: int | None = None,
+) -> TruncatedStats:
+    """Compute statistics over kept classes from hidden states, without all logits in memory.
+
+    They are `truncated_stats(input @ linear_weight.T + linear_bias, target, ...)`, and a small call
+    computes just that; see `linear_cross_entropy`.
+
+    Args:
+        input: hidden states `[..., H]`, floating dtype.
+        linear_weight: `[C, H]` in the same dtype.
+        target: labels `[...]`, any integer dtype; None for the arg-max, as in `truncated_stats`.
+        linear_bias: `[C]` in the same dtype.
+        top_k, top_p, min_p, temperature, softcap, order, missing, ignore_index: as in
+            `truncated_stats`; tensors have the shape of `target`.
+        memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
+            2 GiB with a gradient. The logits of one token are there in any case.
+
+    Returns:
+        `TruncatedStats`, as in `truncated_stats`. The first four fields are differentiable in
+        hidden states, matrix and bias.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `truncated_stats` and `linear_cross_entropy`.
+
+    Source: as `truncated_stats`, over chunks of the tokens.
+
+    Example:
+        >>> import torch, partita
+        >>> hidden, matrix = torch.ones(1, 2), torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+        >>> stats = partita.linear_truncated_stats(hidden, matrix, torch.tensor([1]), top_p=0.5)
+        >>> stats.logprob, stats.kept
+        (tensor([-0.6931]), tensor([2]))
+    """
+    head = cast_and_check(input, linear_weight, linear_bias, target)
+    rows, classes = head.input, len(head.weight)
+    labels = None if target is None else flat_labels(rows, target)
+    checks.python_int("ignore_index", ignore_index)
+    if softcap is not None:
+        checks.number("softcap", softcap, low=0.0, open_low=True)
+    options = (top_k, top_p, min_p, temperature, order, missing)
+    rules = checked_rules(rows, "input", classes, *options)
+    check_budget(memory_budget)
+    numbers = (float(softcap or 0.0), checks.NOTHING_IGNORED if target is None else ignore_index)
+    if takes_all_logits([head], target, memory_budget):
+        call = (all_logits(*head), target, *rules, *numbers, current_backend())
+        return TruncatedStats(*stats_of_rows(*call)[:6])
+    head, chunk, save_logits = head.flat, classes, False
+    if any(head.wanted):
+        chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
+    room = DEFAULT_BYTES if memory_budget is None else memory_budget
+    bytes_of_token = padded_width(classes) * head.input.element_size() + SEARCH_BYTES
+    most = even_chunk(len(head.input), max(1, room // bytes_of_token))
+    flat = (each.reshape(-1) if isinstance(each, Tensor) else each for each in rules)
+    call = (*head, labels, *flat, *numbers, most, save_logits, current_backend(), chunk)
+    found = apply(LinearTruncated, *call)[:6]
+    return TruncatedStats(*(field.reshape(rows.shape[:-1]) for field in found))
