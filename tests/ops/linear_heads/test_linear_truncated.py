@@ -45,7 +45,9 @@ def results(function: Any, inputs: tuple[Tensor, ...], options: Any) -> tuple[Te
 
 
 @devices
-@pytest.mark.parametrize("budget", [60_000, 4 * CLASSES * 38 * 8, None], ids=["lean", "fast", "small"])
+@pytest.mark.parametrize(
+    "budget", [60_000, 4 * CLASSES * 38 * 8, None], ids=["lean", "fast", "small"]
+)
 @pytest.mark.parametrize("name", RULES)
 def test_results_are_those_of_the_logits(name: str, budget: int | None, device: str) -> None:
     inputs = head(torch.float64, device)

@@ -456,7 +456,7 @@ class HeadKernels(NamedTuple):
 
     def linear_truncated_stats_backward(
         self,
-        grad_logprob: Tensor | None,
+        grad_logprob: Tensor,
         grad_logsumexp: Tensor | None,
         grad_kept: Tensor | None,
         grad_entropy: Tensor | None,
@@ -470,9 +470,8 @@ class HeadKernels(NamedTuple):
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradients of the statistics."""
-        if grad_logprob is not None:
-            has_logprob = (rows.label != ignore_index) & (rows.in_set | keeps_target)
-            grad_logprob = torch.where(has_logprob, grad_logprob, 0)
+        has_logprob = (rows.label != ignore_index) & (rows.in_set | keeps_target)
+        grad_logprob = torch.where(has_logprob, grad_logprob, 0)
         grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
         counts = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
         options = (len(head.weight), grads, rows, keeps_target, softcap, ignore_index)

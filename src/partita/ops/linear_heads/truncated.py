@@ -99,7 +99,10 @@ class LinearTruncated(torch.autograd.Function):
         head, (target, *of_rules), sums, logits = _grouped(saved_tensors(ctx))
         wanted = needed_gradients(ctx, *head)
         if not is_double_backward(*grads, *head):
-            tensors = (*grads, *head, *sums)
+            first = grads[0]
+            if first is None:  # An op takes its device from its first tensor.
+                first = torch.zeros_like(next(grad for grad in grads if grad is not None))
+            tensors = (first, *grads[1:], *head, *sums)
             gradients = gradients_of_rows(
                 ctx, truncated_backward_op, grads, tensors, [logits], wanted
             )

@@ -34,19 +34,18 @@ def truncated_stats(
         logits: `[..., C]`, floating dtype, any strides; may be -inf (masked classes, which no rule
             keeps).
         target: labels `[...]`, any integer dtype; without it the label is the arg-max.
-        top_k: keep the classes of at least the k-th greatest logit. Numbers below 1, and those of
-            at least C, keep all.
-        top_p: of what is left, normalised, keep the most probable classes until their sum reaches
-            `top_p`, 0 to 1.
-        min_p: keep the classes of at least `min_p` times the greatest probability, 0 to 1.
-        temperature: positive; what the logits are divided by first.
+        top_k: a number, or `[...]`. Keep the classes of at least the k-th greatest logit. Numbers
+            below 1, and those of at least C, keep all.
+        top_p: a number from 0 to 1, or `[...]`. Of what is left, normalised, keep the most probable
+            classes until their sum reaches `top_p`.
+        min_p: a number from 0 to 1, or `[...]`. Keep the classes of at least `min_p` times the
+            greatest probability.
+        temperature: a positive number, or `[...]`, by which the logits are divided first.
         softcap: replace the logits by `softcap * tanh(logits / softcap)` first.
         order: `vllm` (min-p, top-k, top-p) or `transformers` (top-k, top-p, min-p).
         missing: what a target is that the rules drop: with `keep` it is kept too, and with `inf` it
             has log-probability -inf and no gradient.
         ignore_index: rows with this label have log-probability 0; their other fields are as usual.
-
-    `top_k`, `top_p`, `min_p` and `temperature` may be tensors `[...]`, without a gradient.
 
     Returns:
         `TruncatedStats`, fields `[...]`, fp32 (fp64 for fp64) in nats, `kept` int64 and `in_set`
