@@ -9,6 +9,7 @@ with their gradient; a backend supplies the functions that do this as `HeadKerne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -449,7 +450,7 @@ class HeadKernels(NamedTuple):
             memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
             logits = head.part(rows, slice(C)).logits(memory)
             labels = None if target is None else target[rows]
-            of_rows = Rules(*(each[rows] if isinstance(each, Tensor) else each for each in rules))
+            of_rows = rules.map(itemgetter(rows))
             part = TruncatedRows(*(field[rows] for field in found))
             self.truncated.of_rows(logits, labels, of_rows, softcap, ignore_index, part)
         return *found, buffer if save_logits else buffer.new_empty(0)

@@ -182,15 +182,15 @@ def linear_truncated_stats(
     check_budget(memory_budget)
     numbers = (float(softcap or 0.0), checks.NOTHING_IGNORED if target is None else ignore_index)
     if takes_all_logits([head], target, memory_budget):
-        call = (all_logits(*head), target, *rules, *numbers, current_backend())
-        return TruncatedStats(*stats_of_rows(*call)[:6])
+        of_rows = (all_logits(*head), target, *rules, *numbers, current_backend())
+        return TruncatedStats(*stats_of_rows(*of_rows)[:6])
     head, chunk, save_logits = head.flat, classes, False
     if any(head.wanted):
         chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
     room = DEFAULT_BYTES if memory_budget is None else memory_budget
     bytes_of_token = padded_width(classes) * head.input.element_size() + SEARCH_BYTES
     most = even_chunk(len(head.input), max(1, room // bytes_of_token))
-    flat = (each.reshape(-1) if isinstance(each, Tensor) else each for each in rules)
+    flat = rules.map(lambda each: each.reshape(-1))
     call = (*head, labels, *flat, *numbers, most, save_logits, current_backend(), chunk)
     found = apply(LinearTruncated, *call)[:6]
     return TruncatedStats(*(field.reshape(rows.shape[:-1]) for field in found))

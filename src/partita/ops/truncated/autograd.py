@@ -62,7 +62,8 @@ def _saved(args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Any, Any]
 
 def _gradient(*args: Any) -> Tensor:
     grads, logits, sums, options = args[:4], args[4], args[5:13], args[13:]
-    return reference.truncated_stats_gradient(*grads, logits, TruncatedSums(*sums), *options)
+    found: Any = (*grads, logits, TruncatedSums(*sums), *options)
+    return reference.truncated_stats_gradient(*found)
 
 
 truncated_stats = DifferentiableOp(

@@ -79,6 +79,11 @@ class Rules(NamedTuple):
     min_p_first: bool
     keeps_target: bool
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Rules:
+        """Return the rules with each tensor changed."""
+        fields: Any = (change(x) if isinstance(x, Tensor) else x for x in self)
+        return Rules(*fields)
+
     def checked(self) -> list[tuple[str, Tensor]]:
         """Return the names and the numbers of the rules that have a range."""
         values = (("top_p", self.top_p), ("min_p", self.min_p), ("temperature", self.temperature))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,7 +184,7 @@ def truncated_of_rows(
 ) -> None:
     """Write the statistics of rows `[M, C]` to the results."""
     for rows in row_chunks(logits):
-        of_rows = Rules(*(each[rows] if isinstance(each, Tensor) else each for each in rules))
+        of_rows = rules.map(itemgetter(rows))
         labels = None if target is None else target[rows]
         part = truncated_stats(logits[rows], labels, of_rows, softcap, ignore_index)
         for field, value in zip(found, part, strict=True):
@@ -209,7 +211,8 @@ def truncated_gradient(
         keeps_target, softcap, ignore_index: as in `truncated_stats`.
     """
     for part in row_chunks(logits):
-        of_rows = TruncatedSums(*(None if each is None else each[part] for each in rows))
+        fields: Any = (None if each is None else each[part] for each in rows)
+        of_rows = TruncatedSums(*fields)
         zeros = torch.zeros_like(of_rows.maximum)
         on_label, on_all, on_kept, on_entropy = (
             zeros if each is None else each[part].to(zeros.dtype) for each in grads

@@ -28,8 +28,7 @@ WARP = 32
 TILE = 4096  # classes that are searched on chip
 SOME = 128  # groups of classes in a tile
 SCAN_WARPS, SEARCH_WARPS = 8, 8
-SEARCH_BLOCK, SAMPLE = 4096, 4096
-SCAN_REGISTERS, REGISTERS = None, 128
+SEARCH_BLOCK, SAMPLE = 2048, 4096
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -44,7 +43,7 @@ def truncated_of_rows(
 ) -> None:
     """Write the statistics of rows `[M, C]` to the results."""
     target = None if target is None else target.contiguous()
-    rules = Rules(*(r.contiguous() if isinstance(r, Tensor) else r for r in rules))
+    rules = rules.map(Tensor.contiguous)
     (M, classes), dtype = logits.shape, found.maximum.dtype
     whole = classes <= TILE
     tile = max(next_power_of_2(classes), 2 * WARP) if whole else TILE
@@ -83,7 +82,6 @@ def truncated_of_rows(
         SOME=some,
         TILE=tile,
         num_warps=max(tile // 1024, 1) if whole else SCAN_WARPS,
-        **({"maxnreg": SCAN_REGISTERS} if SCAN_REGISTERS else {}),
     )
     if not whole:
         launch(
@@ -97,7 +95,6 @@ def truncated_of_rows(
             TILE=TILE,
             SAMPLE=SAMPLE,
             num_warps=SEARCH_WARPS,
-            **({"maxnreg": REGISTERS} if REGISTERS else {}),
         )
 
 
@@ -159,12 +156,13 @@ def _write_gradient(
         on_label = torch.where(rows.in_set, on_label, 0)
     numbers = ("on_label", "on_all", "on_kept", "on_entropy")
     gradients = map(flat_rows, (on_label, *others))
+    contiguous: Any = (None if each is None else each.contiguous() for each in rows)
     launch_elementwise(
         truncated_stats_backward_kernel,
         view,
         **dict(zip(numbers, gradients, strict=True)),
         logits=view.strided[0],
-        found=TruncatedSums(*(None if each is None else each.contiguous() for each in rows)),
+        found=TruncatedSums(*contiguous),
         dlogits=view.strided[1],
         width=view.classes,
         first=first,
