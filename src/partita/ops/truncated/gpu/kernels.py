@@ -37,7 +37,6 @@ from ....primitives.gpu.reduce import (
     by_lane,
     empty_state,
     lane_max,
-    lane_sum,
     locate_tile,
     merge_lanes,
     tile_ptrs,
@@ -317,9 +316,14 @@ def truncated_stats_kernel(
         GROUP: tl.constexpr = BLOCK // LANES
         tl.debug_barrier()  # other threads stored the maxima that this one reads
         group = tl.arange(0, GROUPS)
-        best = tl.load(maxima_ptr + group, mask=group < groups, other=-float("inf"))
+        best = tl.load(maxima_ptr + group, mask=group < groups, other=-float("inf")).to(ACC_DTYPE)
+        # The maxima of lanes, which are fewer, nearly always give a bound that is high enough.
+        of_lanes = tl.max(tl.reshape(best, [GROUPS // LANES, LANES]), axis=0)
         wanted = tl.where((top_k > 0) & (top_k <= SOME), top_k, SOME // 2).to(tl.float32)
-        bound = find_key(best, 1.0, wanted, lowest, key_of(tl.max(best), SHIFT), SHIFT)
+        best_key = key_of(tl.max(of_lanes), SHIFT)
+        bound = find_key(of_lanes, 1.0, wanted, lowest, best_key, SHIFT)
+        if tl.sum((best >= logit_of(bound, SHIFT)).to(tl.int32)) > SOME:
+            bound = find_key(best, 1.0, wanted, bound, best_key, SHIFT)
         chosen = (best >= logit_of(bound, SHIFT)) & (group < groups)
         place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         number = tl.sum(chosen.to(tl.int32))
@@ -392,6 +396,40 @@ def truncated_stats_kernel(
 
 
 @triton.jit
+def find_bracket(
+    row, sample, weight, drawn, low, high, by_mass, SHIFT: tl.constexpr, COARSE: tl.constexpr
+):
+    """Return two keys of [low, high] between which the threshold of the whole row probably is.
+
+    `drawn` is the goal of the weights of the sample. The keys are those that reach it with three
+    standard deviations to spare, and without; the lowest COARSE bits of a key do not matter.
+    """
+    side = tl.arange(0, 2)  # [2], the first key and the last
+    low, high = tl.where(side >= 0, low, low), tl.where(side >= 0, high, high)
+    sample, weight = sample[:, None], weight[:, None]
+    while tl.max(((low >> COARSE) < (high >> COARSE)).to(tl.int32)) > 0:
+        middle = (low | high) - ((low ^ high) >> 1)
+        pivot = logit_of(middle, SHIFT)
+        reached = sample >= pivot[None, :]  # [SAMPLE, 2]
+        # Classes below the threshold have small weights, so the sum of these varies little.
+        is_light = reached ^ by_mass
+        variance = tl.sum(tl.where(is_light, weight * weight, 0.0), axis=0)
+        margin = 3.0 * tl.sqrt(variance) + 4.0 * tl.where(by_mass, exponents(row, pivot)[0], 1.0)
+        goal = drawn + tl.where(side == 0, margin, -margin)
+        reaches = tl.sum(tl.where(reached, weight, 0.0), axis=0) >= goal
+        low, high = tl.where(reaches, middle, low), tl.where(reaches, high, middle - 1)
+    last = tl.max(tl.where(side == 1, high, tl.min(low)))
+    return tl.minimum(tl.min(tl.where(side == 0, low, tl.max(high))), last), last
+
+
+@triton.jit
+def per_lane(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Reshape a block [1, BLOCK] to [LANES, .], where each row has what one thread loads."""
+    each = tl.permute(by_lane(x, LANES, VECTOR), (0, 2, 1, 3))
+    return tl.reshape(each, [LANES, x.shape[1] // LANES])
+
+
+@triton.jit
 def collect_block(
     row,
     lanes,
@@ -399,62 +437,63 @@ def collect_block(
     low,
     high,
     buffer_ptr,
-    count,
+    counts,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Add the classes of a block above `high` to `Sums` of lanes, and store those from `low` on.
 
-    Return the sums, and the number of the classes from `low` to `high`.
+    Return the sums, and each lane's number of classes from `low` to `high`. No thread waits for
+    another here.
     """
-    LANES: tl.constexpr = lanes.mass.shape[1]
+    LANES: tl.constexpr = lanes.mass.shape[0]
     VECTOR: tl.constexpr = 128 // row.ptr.dtype.element_ty.primitive_bitwidth
     column = (start + tl.arange(0, BLOCK))[None, :]  # [1, BLOCK]
     pointers = row.ptr + column.to(tl.int64) * row.column
-    if MASKED:
-        x = tl.load(pointers, mask=column < row.classes, other=-float("inf")).to(low.dtype)
-        exists = column < row.classes
+    if MASKED:  # NaN is neither above nor inside.
+        x = tl.load(pointers, mask=column < row.classes, other=float("nan")).to(low.dtype)
     else:
         x = tl.load(pointers).to(low.dtype)
-        exists = True
+    x = per_lane(x, LANES, VECTOR)
     u = (apply_softcap(x, row.softcap) - row.shift) * row.slope
     above = x > high
     e = tl.where(above, tl.exp2(u), 0.0)
-    inside = ((x >= low) & (x <= high) & exists).to(tl.int32)
-    place = count + tl.cumsum(inside, axis=1) - 1
-    tl.store(buffer_ptr + place, x, mask=(inside > 0) & (place < TILE))
-    number = lanes.number + tl.sum(tl.sum(by_lane(above.to(tl.int32), LANES, VECTOR), 3), 1)
-    mass = lanes.mass + lane_sum(by_lane(e, LANES, VECTOR), False)
-    terms = by_lane(e * tl.maximum(u, -10000.0), LANES, VECTOR)
-    sums = Sums(number, mass, lanes.sum_x_exp + lane_sum(terms, False))
-    return sums, count + tl.sum(inside)
+    inside = ((x >= low) & (x <= high)).to(tl.int32)
+    slot = counts[:, None] + tl.cumsum(inside, axis=1) - 1
+    lane = tl.arange(0, LANES)[:, None]
+    tl.store(buffer_ptr + slot * LANES + lane, x, mask=(inside > 0) & (slot < SLOTS))
+    terms = tl.where(above, e * tl.maximum(u, -10000.0), 0.0)
+    sums = Sums(
+        lanes.number + tl.sum(above.to(tl.int32), axis=1),
+        lanes.mass + tl.sum(e, axis=1).to(tl.float64),
+        lanes.sum_x_exp + tl.sum(terms, axis=1).to(tl.float64),
+    )
+    return sums, counts + tl.sum(inside, axis=1)
 
 
 @triton.jit
 def collect(
-    row, low, high, buffer_ptr, LANES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    row, low, high, buffer_ptr, LANES: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Return the `Sums` of the classes above `high`, and how many there are from `low` to `high`.
+    """Return the `Sums` of the classes above `high`, and how many each lane has from `low` to it.
 
-    The first TILE of these are stored in the buffer, in the order of the classes.
+    The first SLOTS of these of each lane are stored in the buffer, in the order of the classes.
     """
     tl.debug_barrier()  # other threads may still read the buffer
-    zeros = tl.zeros([1, LANES], tl.float64)
-    lanes = Sums(tl.zeros([1, LANES], tl.int32), zeros, zeros)
-    count = tl.full([], 0, tl.int32)
+    counts, zeros = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.float64)
+    lanes = Sums(counts, zeros, zeros)
     unmasked = row.classes // BLOCK * BLOCK
     for start in range(0, unmasked, BLOCK):
-        lanes, count = collect_block(
-            row, lanes, start, low, high, buffer_ptr, count, False, BLOCK, TILE
+        lanes, counts = collect_block(
+            row, lanes, start, low, high, buffer_ptr, counts, False, BLOCK, SLOTS
         )
     for start in range(unmasked, row.classes, BLOCK):
-        lanes, count = collect_block(
-            row, lanes, start, low, high, buffer_ptr, count, True, BLOCK, TILE
+        lanes, counts = collect_block(
+            row, lanes, start, low, high, buffer_ptr, counts, True, BLOCK, SLOTS
         )
     tl.debug_barrier()  # other threads stored what this one reads
-    sums = Sums(tl.sum(lanes.number), tl.sum(lanes.mass), tl.sum(lanes.sum_x_exp))
-    return sums, count
+    return Sums(tl.sum(lanes.number), tl.sum(lanes.mass), tl.sum(lanes.sum_x_exp)), counts
 
 
 @triton.jit
@@ -465,7 +504,7 @@ def truncated_search_kernel(
     min_p_ptr,
     temperature_ptr,
     results,  # TruncatedRows [M]
-    buffer_ptr,  # [M, TILE], memory for classes around the threshold
+    buffer_ptr,  # [M, SLOTS, LANES], memory for classes around the threshold
     classes,
     softcap: tl.float64,
     ignore_index,
@@ -476,7 +515,7 @@ def truncated_search_kernel(
     ACC_DTYPE: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):
     """Find the threshold of one row whose number of kept classes is -1, and finish its statistics.
@@ -499,7 +538,7 @@ def truncated_search_kernel(
             finite_shift(maximum),
         )
         top_k, top_p, min_p = load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr)
-        buffer_ptr += index * TILE
+        buffer_ptr += index * (SLOTS * LANES)
         lowest = key_of(tl.full([], -float("inf"), ACC_DTYPE), SHIFT)
         greatest = tl.load(results.threshold + index)
         top = key_of(greatest, SHIFT)
@@ -512,19 +551,23 @@ def truncated_search_kernel(
                 before = of_min_p
         # The sample is cut into vectors, which lie evenly over the row.
         VECTOR: tl.constexpr = 128 // row.ptr.dtype.element_ty.primitive_bitwidth
-        i, vectors = tl.arange(0, SAMPLE).to(tl.int64), classes // VECTOR
-        column = i // VECTOR * vectors // (SAMPLE // VECTOR) * VECTOR + i % VECTOR
+        i, stride = tl.arange(0, SAMPLE), classes // SAMPLE * VECTOR
+        column = i // VECTOR * tl.maximum(stride, VECTOR) + i % VECTOR
         share = tl.full([], SAMPLE, ACC_DTYPE) / classes
         zero = tl.full([], 0.0, tl.float64)
-        sums, count = Sums(tl.full([], 0, tl.int32), zero, zero), tl.full([], 0, tl.int32)
+        sums, counts = Sums(tl.full([], 0, tl.int32), zero, zero), tl.zeros([LANES], tl.int32)
         first, last = top + 1, top  # the bracket of the latest read, which is none
-        least, slot = tl.maximum(before, of_min_p), tl.arange(0, TILE)
+        least, slot = tl.maximum(before, of_min_p), tl.arange(0, SLOTS)[:, None]
+        buffer = buffer_ptr + slot * LANES + tl.arange(0, LANES)[None, :]  # [SLOTS, LANES]
+        COARSE: tl.constexpr = 45 if ACC_DTYPE == tl.float64 else 16 - SHIFT
         for stage in range(0, 2):
             by_mass = index * 0 + stage == 1
             goal = tl.where(by_mass, 0.0, top_k.to(ACC_DTYPE))
             low, high = lowest, top
             searches = tl.where(by_mass, top_p < 1.0, top_k > 0)
-            sample = tl.load(row.ptr + column * row.column, mask=column < classes, other=0.0)
+            sample = tl.load(
+                row.ptr + column.to(tl.int64) * row.column, mask=column < classes, other=0.0
+            )
             sample = sample.to(ACC_DTYPE)
             weight = tl.where(by_mass, exponents(row, sample)[0], 1.0)
             drawn = goal * share  # the goal of the sample
@@ -532,38 +575,33 @@ def truncated_search_kernel(
                 mass = total
                 if before > lowest:
                     low, first, last = before, before, before - 1
-                    sums, count = collect(
+                    sums, counts = collect(
                         row,
                         logit_of(before, SHIFT),
                         logit_of(before - 1, SHIFT),
                         buffer_ptr,
                         LANES,
                         BLOCK,
-                        TILE,
+                        SLOTS,
                     )
                     mass = sums.mass.to(ACC_DTYPE)
                 goal = top_p.to(ACC_DTYPE) * mass
-                # Classes below the threshold have small weights, so their sum varies little.
                 kept = sample >= logit_of(low, SHIFT)
                 weight = tl.where(kept, weight, 0.0)
                 drawn = tl.sum(weight) - (mass - goal) * share
             if searches & (low < high):
-                middle = find_key(sample, weight, drawn, low, high, SHIFT)
-                is_light = (sample >= logit_of(middle, SHIFT)) ^ by_mass
-                margin = 3.0 * tl.sqrt(tl.sum(tl.where(is_light, weight * weight, 0.0)))
-                last = find_key(sample, weight, drawn - margin, low, high, SHIFT)
-                first = find_key(sample, weight, drawn + margin, low, last, SHIFT)
-                few = find_key(sample, 1.0, 16.0, low, last, SHIFT)
-                first = tl.minimum(first, few)
+                first, last = find_bracket(
+                    row, sample, weight, drawn, low, high, by_mass, SHIFT, COARSE
+                )
             while searches & (low < high):
-                sums, count = collect(
+                sums, counts = collect(
                     row,
                     logit_of(first, SHIFT),
                     logit_of(last, SHIFT),
                     buffer_ptr,
                     LANES,
                     BLOCK,
-                    TILE,
+                    SLOTS,
                 )
                 reached = tl.where(by_mass, sums.mass.to(ACC_DTYPE), sums.number.to(ACC_DTYPE))
                 if reached >= goal:
@@ -571,34 +609,36 @@ def truncated_search_kernel(
                     first, last = low, high
                 else:
                     high = last
-                    x = tl.load(buffer_ptr + slot, mask=slot < count, other=-float("inf"))
-                    weight_of_x = tl.where(by_mass, exponents(row, x)[0], 1.0)
-                    weight_of_x = tl.where(slot < count, weight_of_x, 0.0)
-                    inside = tl.sum(weight_of_x)
-                    if count > TILE:
+                    if tl.max(counts) > SLOTS:
                         if first == last:  # all of them are equal
-                            inside = inside * (count.to(ACC_DTYPE) / TILE)
+                            weight_of_x = exponents(row, logit_of(first, SHIFT))[0]
+                            weight_of_x = tl.where(by_mass, weight_of_x, 1.0)
+                            inside = weight_of_x * tl.sum(counts).to(ACC_DTYPE)
                             low = tl.where(reached + inside >= goal, first, low)
                             high = tl.where(reached + inside >= goal, high, first - 1)
                             first, last = low, high
                         else:
                             first = (first | last) - ((first ^ last) >> 1)
-                    elif (reached + inside >= goal) | (first == low):
-                        goal_of_x = goal - reached
-                        low = find_key(x, weight_of_x, goal_of_x, first, last, SHIFT)
-                        high = low
                     else:
-                        high = first - 1
-                        first, last = low, high
+                        x = tl.load(buffer, mask=slot < counts[None, :], other=-float("inf"))
+                        x = x.to(ACC_DTYPE)
+                        of_x = tl.where(by_mass, exponents(row, x)[0], 1.0)
+                        of_x = tl.where(slot < counts[None, :], of_x, 0.0)
+                        if (reached + tl.sum(of_x) >= goal) | (first == low):
+                            low = find_key(x, of_x, goal - reached, first, last, SHIFT)
+                            high = low
+                        else:
+                            high = first - 1
+                            first, last = low, high
             if searches:
                 least = tl.maximum(least, low)
                 before = tl.maximum(before, low)
         # The sums of the latest read serve if its bracket has the threshold.
         threshold = logit_of(least, SHIFT)
-        if (least < first) | (least > last) | (count > TILE):
+        if (least < first) | (least > last) | (tl.max(counts) > SLOTS):
             below = logit_of(tl.maximum(least - 1, lowest), SHIFT)
-            sums, count = collect(row, threshold, below, buffer_ptr, LANES, BLOCK, TILE)
-        x = tl.load(buffer_ptr + slot, mask=slot < count, other=-float("inf"))
+            sums, counts = collect(row, threshold, below, buffer_ptr, LANES, BLOCK, SLOTS)
+        x = tl.load(buffer, mask=slot < counts[None, :], other=-float("inf")).to(ACC_DTYPE)
         of_x = sums_of(row, x, threshold)
         sums = Sums(
             sums.number + of_x.number, sums.mass + of_x.mass, sums.sum_x_exp + of_x.sum_x_exp

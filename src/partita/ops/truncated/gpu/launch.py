@@ -28,7 +28,8 @@ WARP = 32
 TILE = 4096  # classes that are searched on chip
 SOME = 128  # groups of classes in a tile
 SCAN_WARPS, SEARCH_WARPS = 8, 8
-SEARCH_BLOCK, SAMPLE = 2048, 4096
+SLOTS = 32  # classes around the threshold that each thread of a search collects
+SEARCH_BLOCK, SAMPLE = 4096, 2048
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -44,7 +45,7 @@ def truncated_of_rows(
     """Write the statistics of rows `[M, C]` to the results."""
     target = None if target is None else target.contiguous()
     rules = rules.map(Tensor.contiguous)
-    (M, classes), dtype = logits.shape, found.maximum.dtype
+    M, classes = logits.shape
     whole = classes <= TILE
     tile = max(next_power_of_2(classes), 2 * WARP) if whole else TILE
     lanes = 1 if whole else WARP * SCAN_WARPS
@@ -71,7 +72,7 @@ def truncated_of_rows(
         M,
         logits=matrix_rows(logits),
         target_ptr=target,
-        maxima_ptr=logits.new_empty((M, groups), dtype=dtype),
+        maxima_ptr=logits.new_empty((M, groups)),
         chosen_ptr=logits.new_empty((M, some), dtype=torch.int32),
         groups=groups,
         **options,
@@ -88,11 +89,11 @@ def truncated_of_rows(
             truncated_search_kernel,
             M,
             logits=matrix_rows(logits),
-            buffer_ptr=logits.new_empty((M, TILE), dtype=dtype),
+            buffer_ptr=logits.new_empty((M, SLOTS * WARP * SEARCH_WARPS)),
             **options,
             LANES=WARP * SEARCH_WARPS,
             BLOCK=SEARCH_BLOCK,
-            TILE=TILE,
+            SLOTS=SLOTS,
             SAMPLE=SAMPLE,
             num_warps=SEARCH_WARPS,
         )
