@@ -396,30 +396,20 @@ def truncated_stats_kernel(
 
 
 @triton.jit
-def find_bracket(
-    row, sample, weight, drawn, low, high, by_mass, SHIFT: tl.constexpr, COARSE: tl.constexpr
-):
+def find_bracket(row, sample, weight, drawn, low, high, by_mass, SHIFT: tl.constexpr):
     """Return two keys of [low, high] between which the threshold of the whole row probably is.
 
-    `drawn` is the goal of the weights of the sample. The keys are those that reach it with three
-    standard deviations to spare, and without; the lowest COARSE bits of a key do not matter.
+    `drawn` is the goal of the weights of the sample. The first key reaches it with three standard
+    deviations to spare, and the last one misses it by no more than these.
     """
-    side = tl.arange(0, 2)  # [2], the first key and the last
-    low, high = tl.where(side >= 0, low, low), tl.where(side >= 0, high, high)
-    sample, weight = sample[:, None], weight[:, None]
-    while tl.max(((low >> COARSE) < (high >> COARSE)).to(tl.int32)) > 0:
-        middle = (low | high) - ((low ^ high) >> 1)
-        pivot = logit_of(middle, SHIFT)
-        reached = sample >= pivot[None, :]  # [SAMPLE, 2]
-        # Classes below the threshold have small weights, so the sum of these varies little.
-        is_light = reached ^ by_mass
-        variance = tl.sum(tl.where(is_light, weight * weight, 0.0), axis=0)
-        margin = 3.0 * tl.sqrt(variance) + 4.0 * tl.where(by_mass, exponents(row, pivot)[0], 1.0)
-        goal = drawn + tl.where(side == 0, margin, -margin)
-        reaches = tl.sum(tl.where(reached, weight, 0.0), axis=0) >= goal
-        low, high = tl.where(reaches, middle, low), tl.where(reaches, high, middle - 1)
-    last = tl.max(tl.where(side == 1, high, tl.min(low)))
-    return tl.minimum(tl.min(tl.where(side == 0, low, tl.max(high))), last), last
+    # Classes below the threshold have small weights, so the sum of these varies little.
+    middle = find_key(sample, weight, drawn, low, high, SHIFT)
+    is_light = (sample >= logit_of(middle, SHIFT)) ^ by_mass
+    variance = tl.sum(tl.where(is_light, weight * weight, 0.0))
+    one = tl.where(by_mass, exponents(row, logit_of(middle, SHIFT))[0], 1.0)
+    margin = 3.0 * tl.sqrt(variance) + 4.0 * one
+    last = find_key(sample, weight, drawn - margin, middle, high, SHIFT)
+    return find_key(sample, weight, drawn + margin, low, middle, SHIFT), last
 
 
 @triton.jit
@@ -559,7 +549,6 @@ def truncated_search_kernel(
         first, last = top + 1, top  # the bracket of the latest read, which is none
         least, slot = tl.maximum(before, of_min_p), tl.arange(0, SLOTS)[:, None]
         buffer = buffer_ptr + slot * LANES + tl.arange(0, LANES)[None, :]  # [SLOTS, LANES]
-        COARSE: tl.constexpr = 45 if ACC_DTYPE == tl.float64 else 16 - SHIFT
         for stage in range(0, 2):
             by_mass = index * 0 + stage == 1
             goal = tl.where(by_mass, 0.0, top_k.to(ACC_DTYPE))
@@ -590,9 +579,7 @@ def truncated_search_kernel(
                 weight = tl.where(kept, weight, 0.0)
                 drawn = tl.sum(weight) - (mass - goal) * share
             if searches & (low < high):
-                first, last = find_bracket(
-                    row, sample, weight, drawn, low, high, by_mass, SHIFT, COARSE
-                )
+                first, last = find_bracket(row, sample, weight, drawn, low, high, by_mass, SHIFT)
             while searches & (low < high):
                 sums, counts = collect(
                     row,

@@ -27,9 +27,10 @@ from .kernels import (
 WARP = 32
 TILE = 4096  # classes that are searched on chip
 SOME = 128  # groups of classes in a tile
-SCAN_WARPS, SEARCH_WARPS = 8, 8
-SLOTS = 32  # classes around the threshold that each thread of a search collects
-SEARCH_BLOCK, SAMPLE = 4096, 2048
+SCAN_WARPS, SEARCH_WARPS = 16, 8
+SEARCH_BYTES = 32  # the bytes of a row that each thread of a search reads at once
+SLOTS = 32  # the classes around the threshold that it collects
+SAMPLE = 4096  # the classes from which a search guesses the threshold
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -92,7 +93,7 @@ def truncated_of_rows(
             buffer_ptr=logits.new_empty((M, SLOTS * WARP * SEARCH_WARPS)),
             **options,
             LANES=WARP * SEARCH_WARPS,
-            BLOCK=SEARCH_BLOCK,
+            BLOCK=WARP * SEARCH_WARPS * SEARCH_BYTES // logits.element_size(),
             SLOTS=SLOTS,
             SAMPLE=SAMPLE,
             num_warps=SEARCH_WARPS,
