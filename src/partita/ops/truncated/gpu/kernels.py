@@ -24,6 +24,7 @@ import triton.language as tl
 from ....primitives.gpu.math import (
     LN2,
     LOG2E,
+    UNFUSED,
     apply_softcap,
     divide,
     finite_shift,
@@ -33,12 +34,7 @@ from ....primitives.gpu.math import (
 )
 from ....primitives.gpu.reduce import (
     NOT_FOUND,
-    add_block,
-    by_lane,
-    empty_state,
-    lane_max,
     locate_tile,
-    merge_lanes,
     tile_ptrs,
 )
 from ...cross_entropy.gpu.row_math import load_row_gradient
@@ -54,7 +50,6 @@ class TruncatedRow(NamedTuple):
         classes: the number of classes.
         softcap: the soft-cap, or None.
         slope: log2(e) / temperature.
-        shift: the finite maximum of the soft-capped logits.
     """
 
     index: Any
@@ -63,7 +58,6 @@ class TruncatedRow(NamedTuple):
     classes: Any
     softcap: Any
     slope: Any
-    shift: Any
 
 
 class Sums(NamedTuple):
@@ -78,6 +72,41 @@ class Sums(NamedTuple):
     number: Any
     mass: Any
     sum_x_exp: Any
+
+
+class Lanes(NamedTuple):
+    """What each lane knows of the classes that it has read, [LANES].
+
+    Fields:
+        counts: the number of classes in the bracket.
+        number, mass, sum_x_exp: the `Sums` of the classes above it; mass that of all at first.
+        maximum: the maximum of the soft-capped logits.
+        block: the first block that has it.
+    """
+
+    counts: Any
+    number: Any
+    mass: Any
+    sum_x_exp: Any
+    maximum: Any
+    block: Any
+
+
+class Sample(NamedTuple):
+    """A sample of a row: the number of logits in each bin, the greatest one, a bin's width."""
+
+    counts: Any
+    greatest: Any
+    width: Any
+
+
+class Tile(NamedTuple):
+    """Logits on chip: those of a bracket of keys from `first` to `last`, if it is complete."""
+
+    x: Any
+    first: Any
+    last: Any
+    complete: Any
 
 
 @triton.jit
@@ -113,30 +142,33 @@ def find_key(x, weight, goal, low, high, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def min_p_key(row, ln_min_p, temperature, low, high, SHIFT: tl.constexpr):
+def min_p_key(row, shift, ln_min_p, temperature, low, high, SHIFT: tl.constexpr):
     """Return the least key whose probability is at least min-p times the greatest."""
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)
         x = apply_softcap(logit_of(middle, SHIFT), row.softcap)
-        passes = divide(x - row.shift, temperature) >= ln_min_p
+        passes = divide(x - shift, temperature) >= ln_min_p
         low, high = tl.where(passes, low, middle + 1), tl.where(passes, middle, high)
     return low
 
 
 @triton.jit
-def exponents(row, x):
-    """Return 2**u and u of logits before soft-capping; 0 and a finite number for -inf."""
-    u = (apply_softcap(x, row.softcap) - row.shift) * row.slope
-    return tl.where(x > -float("inf"), tl.exp2(u), 0.0), tl.maximum(u, -10000.0)
+def exponent(row, shift, x):
+    """Return u of soft-capped logits, up to a constant; u of the maximum is the constant.
+
+    One multiply-add is half of the work of a difference and a product.
+    """
+    if UNFUSED:
+        return (x - shift) * row.slope
+    else:
+        return tl.fma(x, row.slope, -shift * row.slope)
 
 
 @triton.jit
-def sums_of(row, x, least):
-    """Return the `Sums` of the logits of a tile that are at least `least`."""
-    e, u = exponents(row, x)
-    e = tl.where(x >= least, e, 0.0)
-    number = tl.sum(((x >= least) & (x > -float("inf"))).to(tl.int32))
-    return Sums(number, tl.sum(e.to(tl.float64)), tl.sum((e * u).to(tl.float64)))
+def exponents(row, shift, x):
+    """Return 2**u and u of logits before soft-capping; 0 and a finite number for -inf."""
+    u = exponent(row, shift, apply_softcap(x, row.softcap))
+    return tl.where(x > -float("inf"), tl.exp2(u), 0.0), tl.maximum(u, -10000.0)
 
 
 @triton.jit
@@ -167,6 +199,7 @@ def load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr):
 @triton.jit
 def finish_row(
     row,
+    shift,
     results,
     sums,
     total,
@@ -184,10 +217,10 @@ def finish_row(
     not_ignored = label != ignore_index
     in_range = not_ignored & (label >= 0) & (label < row.classes)
     x = tl.load(row.ptr + label * row.column, mask=in_range, other=-float("inf")).to(dtype)
-    e, u = exponents(row, x)
+    e, u = exponents(row, shift, x)
     in_set = (x >= least) & (x > -float("inf"))
     number, mass, sum_x_exp = sums
-    logprob = divide(apply_softcap(x, row.softcap) - row.shift, temperature)
+    logprob = divide(apply_softcap(x, row.softcap) - shift, temperature)
     if KEEPS_TARGET:
         adds = in_range & (in_set == 0) & (x > -float("inf"))
         number += adds.to(tl.int32)
@@ -199,7 +232,7 @@ def finish_row(
     valid &= in_range | (not_ignored == 0)
     nan_or_zero = tl.where(valid, 0.0, float("nan")).to(dtype)
     kept_sumexp = mass.to(dtype) + nan_or_zero
-    log_sum, shift = log_exact(kept_sumexp), divide(row.shift, temperature)
+    log_sum, shift = log_exact(kept_sumexp), divide(shift, temperature)
     index = row.index
     logprob = tl.where(not_ignored, logprob - log_sum, 0.0) + nan_or_zero
     tl.store(results.logprob + index, logprob)
@@ -214,28 +247,181 @@ def finish_row(
 
 
 @triton.jit
-def add_group_maxima(
-    row, state, start, maxima_ptr, WHOLE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+def by_thread(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Reshape a block of classes to [., LANES], where each lane has what one thread loads.
+
+    Triton gives a lane to a thread if it is the last axis, and then a scan is one of its registers.
+    """
+    x = tl.reshape(x, [x.shape[0] // (LANES * VECTOR), LANES, VECTOR])
+    return tl.reshape(tl.permute(x, (0, 2, 1)), [x.shape[0] * VECTOR, LANES])
+
+
+@triton.jit
+def read_block(
+    row,
+    shift,
+    state,
+    start,
+    low,
+    high,
+    buffer_ptr,
+    FIRST: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """Add a block of the row to the state of its lanes, and store the greatest logit of each."""
-    LANES: tl.constexpr = state.maximum.shape[1]
-    dtype: tl.constexpr = state.maximum.dtype
-    BITS: tl.constexpr = row.ptr.dtype.element_ty.primitive_bitwidth
-    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // BITS
-    EXACT: tl.constexpr = LANES == 1 and row.ptr.dtype.element_ty == tl.float32
-    column = (start + tl.arange(0, BLOCK))[None, :]  # [1, BLOCK]
+    """Add a block of classes to the state of lanes, and collect its classes of the bracket."""
+    LANES: tl.constexpr = state.counts.shape[0]
+    counts, number, mass, sum_x_exp, maximum, block = state
+    column = start + tl.arange(0, BLOCK)
     pointers = row.ptr + column.to(tl.int64) * row.column
     if MASKED:
-        raw = tl.load(pointers, mask=column < row.classes, other=-float("inf")).to(dtype)
+        raw = tl.load(pointers, mask=column < row.classes, other=-float("inf"))
     else:
-        raw = tl.load(pointers).to(dtype)
-    if not WHOLE:
-        group = start // BLOCK * LANES + tl.arange(0, LANES)[None, :]
-        tl.store(maxima_ptr + group, lane_max(by_lane(raw, LANES, VECTOR)))
-    x = apply_softcap(raw, row.softcap)
-    if MASKED:
-        x = tl.where(column < row.classes, x, -float("inf"))
-    return add_block(state, x, start // BLOCK, None, row.slope, False, EXACT, VECTOR)
+        raw = tl.load(pointers)
+    raw = by_thread(raw, LANES, VECTOR)
+    logit = raw.to(low.dtype)
+    x = apply_softcap(logit, row.softcap)
+    if MASKED and row.softcap is not None:
+        x = tl.where(by_thread(column < row.classes, LANES, VECTOR), x, -float("inf"))
+    u = exponent(row, shift, x)
+    if FIRST:
+        inside = logit >= low
+        of_block = tl.max(x, axis=0)
+        block = tl.where(of_block > maximum, start // BLOCK, block)
+        maximum = tl.maximum(maximum, of_block)
+        mass += tl.sum(tl.exp2(u), axis=0).to(tl.float64)
+    else:
+        above = logit > high
+        inside = (logit >= low) & (above == 0)
+        u = tl.where(above, u, -10000.0)
+        e = tl.exp2(u)
+        number += tl.sum(above.to(tl.int32), axis=0)
+        mass += tl.sum(e, axis=0).to(tl.float64)
+        sum_x_exp += tl.sum(e * u, axis=0).to(tl.float64)
+    # The buffer has room for one block more than its slots. Offsets are in bytes, which saves the
+    # multiplications. Triton gives threads the last axis of a scan, and the first one of a store
+    # whose addresses it does not know.
+    BYTES: tl.constexpr = LANES * raw.dtype.primitive_bitwidth // 8
+    used = tl.minimum(counts, SLOTS) * LANES + tl.arange(0, LANES)
+    used = (buffer_ptr + used).to(tl.pointer_type(tl.uint8), bitcast=True) - BYTES
+    step = tl.where(inside, BYTES, 0)
+    place = used[:, None] + tl.trans(tl.cumsum(step, axis=0)).to(tl.uint32)
+    place = place.to(tl.pointer_type(raw.dtype), bitcast=True)
+    tl.store(place, tl.trans(raw), mask=tl.trans(inside))
+    counts += tl.sum(step, axis=0) // BYTES
+    return Lanes(counts, number, mass, sum_x_exp, maximum, block)
+
+
+@triton.jit
+def read_row(
+    row,
+    shift,
+    low,
+    high,
+    buffer_ptr,
+    FIRST: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Read a row and return the state of `Lanes`; no thread waits for another meanwhile.
+
+    Classes from `low` to `high` are stored in the buffer, where each lane has a column of SLOTS.
+    What is too much for it overwrites the last one. The first read takes the totals and has no
+    upper end. Later ones start at the end of the row, whose logits the cache still has.
+    """
+    tl.debug_barrier()  # other threads may still read the buffer
+    zeros, counts = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
+    maximum = tl.full([LANES], -float("inf"), low.dtype)
+    state = Lanes(counts, counts, zeros, zeros, maximum, counts)
+    args = (low, high, buffer_ptr)
+    unmasked = row.classes // BLOCK * BLOCK
+    for start in range(unmasked, row.classes, BLOCK):
+        state = read_block(row, shift, state, start, *args, FIRST, True, BLOCK, SLOTS, VECTOR)
+    for start in range(0, unmasked, BLOCK):
+        at = start if FIRST else unmasked - BLOCK - start
+        state = read_block(row, shift, state, at, *args, FIRST, False, BLOCK, SLOTS, VECTOR)
+    tl.debug_barrier()  # other threads stored what this one reads
+    return state
+
+
+@triton.jit
+def count_sample(row, SAMPLE: tl.constexpr, BINS: tl.constexpr, VECTOR: tl.constexpr):
+    """Count a sample of the row's logits in bins of equal width below the greatest one.
+
+    The sample is cut into vectors, which lie evenly over the row. The last bin has all that is
+    below it too.
+    """
+    i, stride = tl.arange(0, SAMPLE), row.classes // SAMPLE * VECTOR
+    column = i // VECTOR * stride + i % VECTOR
+    x = tl.load(row.ptr + column.to(tl.int64) * row.column).to(row.slope.dtype)
+    greatest = tl.max(x)
+    least = tl.min(tl.where(x > -float("inf"), x, greatest))
+    width = tl.minimum(greatest - least, 32.0 / row.slope) / (BINS - 1)
+    place = (greatest - x) / tl.maximum(width, 1e-30)
+    place = tl.where(place < BINS - 1, place, BINS - 1.0)
+    return Sample(tl.histogram(place.to(tl.int32), BINS), greatest, width)
+
+
+@triton.jit
+def key_of_edge(sample, bin, UP: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the greatest key that is not above the lower edge of a bin, or the least not below."""
+    edge = sample.greatest - (bin + 1) * sample.width
+    key = key_of(edge, SHIFT)
+    if UP:
+        return key + (logit_of(key, SHIFT) < edge)
+    else:
+        return key - (logit_of(key, SHIFT) > edge)
+
+
+@triton.jit
+def guess_bracket(row, shift, sample, goal, rest, margin, low, high, by_mass, SHIFT: tl.constexpr):
+    """Return two keys of [low, high] between which a threshold of the row probably is.
+
+    `goal` and `rest` are the weights of the sample from the threshold on and below it, and the
+    bracket has `margin` standard deviations of the sample's sums on both sides. Masses are compared
+    below the threshold, where they vary less.
+    """
+    BINS: tl.constexpr = sample.counts.shape[0]
+    bin = tl.arange(0, BINS)
+    middle = sample.greatest - (bin.to(row.slope.dtype) + 0.5) * sample.width
+    weight = tl.where(by_mass, exponents(row, shift, middle)[0], 1.0)
+    weights = sample.counts.to(row.slope.dtype) * weight
+    from_here, squares = tl.cumsum(weights, axis=0), tl.cumsum(weights * weight, axis=0)
+    below, squares_below = tl.sum(weights) - from_here, tl.sum(weights * weight) - squares
+    spare = tl.where(by_mass, rest - below, from_here - goal)
+    variance = tl.where(by_mass, squares_below, squares)
+    margin = margin * tl.sqrt(tl.maximum(variance, 0.0)) + 2.0 * weight
+    enough = tl.min(tl.where(spare >= margin, bin, BINS - 1))
+    too_few = tl.max(tl.where(spare <= -margin, bin, -1))
+    first = tl.where(enough < BINS - 1, key_of_edge(sample, enough, False, SHIFT), low)
+    last = tl.where(too_few >= 0, key_of_edge(sample, too_few, True, SHIFT), high)
+    last = tl.maximum(tl.minimum(last, high), low)
+    return tl.minimum(tl.maximum(first, low), last), last
+
+
+@triton.jit
+def locate(tile, weight, goal, above, low, high, SHIFT: tl.constexpr):
+    """Find the greatest key of [low, high] from which on the weights reach a goal.
+
+    `above` is the weight of the classes above the bracket. Return whether the tile has the key, and
+    the bounds of it that are known now; the key is both of them.
+    """
+    is_below = (above < goal) | (tile.last >= high)
+    reaches = (above + tl.sum(weight) >= goal) | (tile.first <= low)
+    found = is_below & tile.complete & reaches
+    if found:
+        first = tl.maximum(tile.first, low)
+        last = tl.minimum(tl.minimum(tile.last, high), key_of(tl.max(tile.x), SHIFT))
+        low = find_key(tile.x, weight, goal - above, first, tl.maximum(first, last), SHIFT)
+        high = low
+    else:
+        low = tl.where(is_below, low, tile.last + 1)
+        high = tl.where(is_below & tile.complete, tile.first - 1, high)
+    return found, low, high
 
 
 @triton.jit
@@ -247,10 +433,8 @@ def truncated_stats_kernel(
     min_p_ptr,
     temperature_ptr,
     results,  # TruncatedRows [M]
-    maxima_ptr,  # [M, groups], memory for the maxima of groups
-    chosen_ptr,  # [M, SOME] int32, memory for the chosen groups
+    buffer_ptr,  # [M, TILE + BLOCK], memory for the classes of a bracket
     classes,
-    groups,
     softcap: tl.float64,
     ignore_index,
     MIN_P_FIRST: tl.constexpr,
@@ -259,16 +443,15 @@ def truncated_stats_kernel(
     SHIFT: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,  # whether the tile is the whole row
+    TILE: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SOME: tl.constexpr,
-    TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BINS: tl.constexpr,
+    COMMON: tl.constexpr,  # classes of the sample from which on the first read collects
 ):
-    """Compute the statistics of one row, which is read once, and a few groups of it again.
-
-    The number of kept classes is -1 if the threshold is not among the classes of these groups.
-    """
+    """Compute the statistics of one row."""
     temperature = tl.full([], 1.0, ACC_DTYPE)
     index = tl.program_id(0).to(tl.int64)
     if temperature_ptr is not None:
@@ -280,372 +463,177 @@ def truncated_stats_kernel(
         classes,
         tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
-        tl.full([], 0.0, ACC_DTYPE),
     )
     top_k, top_p, min_p = load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr)
-    maxima_ptr += index * groups
-    state = empty_state(1, LANES, ACC_DTYPE)
-    unmasked = classes // BLOCK * BLOCK
-    for start in range(0, unmasked, BLOCK):
-        state = add_group_maxima(row, state, start, maxima_ptr, WHOLE, False, BLOCK)
-    for start in range(unmasked, classes, BLOCK):
-        state = add_group_maxima(row, state, start, maxima_ptr, WHOLE, True, BLOCK)
-    found = merge_lanes(state, row.slope)
-    maximum, total = tl.sum(found.maximum, axis=0), tl.sum(found.total, axis=0).to(ACC_DTYPE)
-    row = TruncatedRow(
-        index, row.ptr, row.column, classes, row.softcap, row.slope, finite_shift(maximum)
-    )
+    SLOTS: tl.constexpr = TILE // LANES
+    lowest = key_of(tl.full([], -float("inf"), ACC_DTYPE), SHIFT) + 1
+    highest = key_of(tl.full([], float("inf"), ACC_DTYPE), SHIFT)
+    first, last = lowest, highest
+    counts, i = tl.zeros([LANES], tl.int32), tl.arange(0, TILE)
+    buffer_ptr += index * (TILE + BLOCK)
+    if WHOLE:
+        pointers = row.ptr + i.to(tl.int64) * row.column
+        x = tl.load(pointers, mask=i < classes, other=-float("inf")).to(ACC_DTYPE)
+        capped = tl.where(i < classes, apply_softcap(x, row.softcap), -float("inf"))
+        maximum, block = tl.max(capped), index.to(tl.int32) * 0
+        shift = finite_shift(maximum)
+        total = tl.sum(tl.exp2(exponent(row, shift, capped)).to(tl.float64))
+    else:
+        sample = count_sample(row, SAMPLE, BINS, VECTOR)
+        common = tl.sum((tl.cumsum(sample.counts, axis=0) < COMMON).to(tl.int32))
+        first = key_of_edge(sample, common, False, SHIFT)
+        first = tl.minimum(tl.maximum(first, lowest), highest)
+        maximum = apply_softcap(sample.greatest, row.softcap)
+        shift, total, block = maximum, tl.full([], 0.0, tl.float64), index.to(tl.int32) * 0
+        tries = block
+        # The sums overflow if the greatest logit of the sample is far below that of the row.
+        while (tries < 2) & ((total >= 1.0) & (total <= 1e30) == 0):
+            shift = finite_shift(maximum)
+            state = read_row(
+                row,
+                shift,
+                logit_of(first, SHIFT),
+                logit_of(last, SHIFT),
+                buffer_ptr,
+                True,
+                LANES,
+                BLOCK,
+                SLOTS,
+                VECTOR,
+            )
+            counts, maximum, total = state.counts, tl.max(state.maximum), tl.sum(state.mass)
+            block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
+            tries += 1
     if target_ptr is not None:
         label = tl.load(target_ptr + index).to(tl.int64)
     else:  # The first block that has the maximum is read again.
-        column = tl.sum(found.argmax, axis=0) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(
-            row.ptr + column.to(tl.int64) * row.column,
-            mask=column < classes,
-            other=-float("inf"),
-        ).to(ACC_DTYPE)
-        x = tl.where(column < classes, apply_softcap(x, row.softcap), -float("inf"))
-        label = tl.min(tl.where(x == tl.max(x), column, NOT_FOUND))
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        pointers = row.ptr + column.to(tl.int64) * row.column
+        y = tl.load(pointers, mask=column < classes, other=-float("inf")).to(ACC_DTYPE)
+        y = tl.where(column < classes, apply_softcap(y, row.softcap), -float("inf"))
+        label = tl.min(tl.where(y == tl.max(y), column, NOT_FOUND))
         label = tl.minimum(label, classes - 1).to(tl.int64)
-    lowest = key_of(tl.full([], -float("inf"), ACC_DTYPE), SHIFT)
-    complete, bound, i = index >= 0, lowest, tl.arange(0, TILE)
-    if WHOLE:
-        column, exists = i, i < classes
-    else:
-        VECTOR: tl.constexpr = 128 // row.ptr.dtype.element_ty.primitive_bitwidth
-        GROUP: tl.constexpr = BLOCK // LANES
-        tl.debug_barrier()  # other threads stored the maxima that this one reads
-        group = tl.arange(0, GROUPS)
-        best = tl.load(maxima_ptr + group, mask=group < groups, other=-float("inf")).to(ACC_DTYPE)
-        # The maxima of lanes, which are fewer, nearly always give a bound that is high enough.
-        of_lanes = tl.max(tl.reshape(best, [GROUPS // LANES, LANES]), axis=0)
-        wanted = tl.where((top_k > 0) & (top_k <= SOME), top_k, SOME // 2).to(tl.float32)
-        best_key = key_of(tl.max(of_lanes), SHIFT)
-        bound = find_key(of_lanes, 1.0, wanted, lowest, best_key, SHIFT)
-        if tl.sum((best >= logit_of(bound, SHIFT)).to(tl.int32)) > SOME:
-            bound = find_key(best, 1.0, wanted, bound, best_key, SHIFT)
-        chosen = (best >= logit_of(bound, SHIFT)) & (group < groups)
-        place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        number = tl.sum(chosen.to(tl.int32))
-        complete &= number <= SOME
-        chosen_ptr += index * SOME
-        tl.store(chosen_ptr + place, group, mask=chosen & (place < SOME))
-        tl.debug_barrier()  # other threads stored the groups that this one reads
-        exists = i // GROUP < tl.minimum(number, SOME)
-        group = tl.load(chosen_ptr + i // GROUP, mask=exists, other=0)
-        inside = i % GROUP // VECTOR * (LANES * VECTOR) + group % LANES * VECTOR + i % VECTOR
-        column = group // LANES * BLOCK + inside
-        exists &= column < classes
-    x = tl.load(row.ptr + column.to(tl.int64) * row.column, mask=exists, other=-float("inf"))
-    x = x.to(ACC_DTYPE)
-    greatest = tl.max(x) if WHOLE else tl.max(best)
-    all_x = x
-    x = tl.where(x >= logit_of(bound, SHIFT), x, -float("inf"))
-    e = exponents(row, x)[0]
-    top = key_of(tl.where(greatest == greatest, greatest, 0.0), SHIFT)
-    of_min_p, before = lowest, lowest
+    of_min_p = lowest
     if min_p_ptr is not None:
         if min_p > 0.0:
             ln_min_p = tl.log(min_p).to(ACC_DTYPE)
-            of_min_p = min_p_key(row, ln_min_p, temperature, lowest, top, SHIFT)
-        if MIN_P_FIRST:
-            before = of_min_p
-    if top_k_ptr is not None:
-        if top_k > 0:
-            complete &= top_k <= SOME
-            k = top_k.to(tl.float32)
-            before = tl.maximum(before, find_key(x, 1.0, k, bound, top, SHIFT))
-    least = tl.maximum(before, of_min_p)
-    if top_p_ptr is not None:
-        if top_p < 1.0:
-            of_before = tl.where(x >= logit_of(before, SHIFT), e, 0.0)
-            of_tile = tl.sum(of_before)
-            goal = tl.where(before == lowest, total, of_tile) * top_p.to(ACC_DTYPE)
-            complete &= ((before == lowest) | (before >= bound)) & (of_tile >= goal)
-            low = tl.maximum(before, bound)
-            least = tl.maximum(least, find_key(x, e, goal, low, top, SHIFT))
-    complete &= least >= bound
+            greatest = finite_shift(maximum)
+            of_min_p = min_p_key(row, greatest, ln_min_p, temperature, lowest, highest, SHIFT)
+    before = of_min_p if MIN_P_FIRST else lowest
     valid = (top_p >= 0.0) & (top_p <= 1.0) & (min_p >= 0.0) & (min_p <= 1.0)
     valid &= (temperature > 0.0) & (temperature < float("inf")) & (total == total)
-    tl.store(results.label + index, label)
-    tl.store(results.maximum + index, maximum)
-    tl.store(results.sumexp + index, total)
-    if WHOLE or complete or (valid == 0):
-        threshold = logit_of(least, SHIFT)
-        dropped = tl.max(tl.where(all_x < threshold, all_x, -float("inf")))
+    # The steps are: find the k-th class, add up what is left, find the threshold of its share, add
+    # up what that keeps. A step whose threshold is not in the bracket has the row read again.
+    zero = tl.full([], 0.0, tl.float64)
+    above = Sums(block * 0, zero, zero)
+    kept, least, cut = above, of_min_p, logit_of(lowest, SHIFT)
+    top = highest if HAS_SOFTCAP else key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT)
+    low, high, goal, margin = lowest, top, top_k.to(ACC_DTYPE), tl.full([], 2.5, ACC_DTYPE)
+    step = tl.where(valid, 0, 4)
+    while step < 4:
+        complete, each = index >= 0, tl.full([], 1.0, ACC_DTYPE)
         if not WHOLE:
-            of_groups = tl.max(tl.where(best < logit_of(bound, SHIFT), best, -float("inf")))
-            dropped = tl.maximum(dropped, of_groups)
-        finish_row(
-            row,
-            results,
-            sums_of(row, x, threshold),
-            total,
-            threshold,
-            cut_of(x, threshold, dropped),
-            maximum,
-            label,
-            temperature,
-            valid,
-            ignore_index,
-            KEEPS_TARGET,
-        )
-    else:
-        tl.store(results.threshold + index, greatest)
-        tl.store(results.kept + index, -1)
-
-
-@triton.jit
-def find_bracket(row, sample, weight, drawn, low, high, by_mass, SHIFT: tl.constexpr):
-    """Return two keys of [low, high] between which the threshold of the whole row probably is.
-
-    `drawn` is the goal of the weights of the sample. The first key reaches it with three standard
-    deviations to spare, and the last one misses it by no more than these.
-    """
-    # Classes below the threshold have small weights, so the sum of these varies little.
-    middle = find_key(sample, weight, drawn, low, high, SHIFT)
-    is_light = (sample >= logit_of(middle, SHIFT)) ^ by_mass
-    variance = tl.sum(tl.where(is_light, weight * weight, 0.0))
-    one = tl.where(by_mass, exponents(row, logit_of(middle, SHIFT))[0], 1.0)
-    margin = 3.0 * tl.sqrt(variance) + 4.0 * one
-    last = find_key(sample, weight, drawn - margin, middle, high, SHIFT)
-    return find_key(sample, weight, drawn + margin, low, middle, SHIFT), last
-
-
-@triton.jit
-def per_lane(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Reshape a block [1, BLOCK] to [LANES, .], where each row has what one thread loads."""
-    each = tl.permute(by_lane(x, LANES, VECTOR), (0, 2, 1, 3))
-    return tl.reshape(each, [LANES, x.shape[1] // LANES])
-
-
-@triton.jit
-def collect_block(
-    row,
-    lanes,
-    start,
-    low,
-    high,
-    buffer_ptr,
-    counts,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    """Add the classes of a block above `high` to `Sums` of lanes, and store those from `low` on.
-
-    Return the sums, and each lane's number of classes from `low` to `high`. No thread waits for
-    another here.
-    """
-    LANES: tl.constexpr = lanes.mass.shape[0]
-    VECTOR: tl.constexpr = 128 // row.ptr.dtype.element_ty.primitive_bitwidth
-    column = (start + tl.arange(0, BLOCK))[None, :]  # [1, BLOCK]
-    pointers = row.ptr + column.to(tl.int64) * row.column
-    if MASKED:  # NaN is neither above nor inside.
-        x = tl.load(pointers, mask=column < row.classes, other=float("nan")).to(low.dtype)
-    else:
-        x = tl.load(pointers).to(low.dtype)
-    x = per_lane(x, LANES, VECTOR)
-    u = (apply_softcap(x, row.softcap) - row.shift) * row.slope
-    above = x > high
-    e = tl.where(above, tl.exp2(u), 0.0)
-    inside = ((x >= low) & (x <= high)).to(tl.int32)
-    slot = counts[:, None] + tl.cumsum(inside, axis=1) - 1
-    lane = tl.arange(0, LANES)[:, None]
-    tl.store(buffer_ptr + slot * LANES + lane, x, mask=(inside > 0) & (slot < SLOTS))
-    terms = tl.where(above, e * tl.maximum(u, -10000.0), 0.0)
-    sums = Sums(
-        lanes.number + tl.sum(above.to(tl.int32), axis=1),
-        lanes.mass + tl.sum(e, axis=1).to(tl.float64),
-        lanes.sum_x_exp + tl.sum(terms, axis=1).to(tl.float64),
-    )
-    return sums, counts + tl.sum(inside, axis=1)
-
-
-@triton.jit
-def collect(
-    row, low, high, buffer_ptr, LANES: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
-):
-    """Return the `Sums` of the classes above `high`, and how many each lane has from `low` to it.
-
-    The first SLOTS of these of each lane are stored in the buffer, in the order of the classes.
-    """
-    tl.debug_barrier()  # other threads may still read the buffer
-    counts, zeros = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.float64)
-    lanes = Sums(counts, zeros, zeros)
-    unmasked = row.classes // BLOCK * BLOCK
-    for start in range(0, unmasked, BLOCK):
-        lanes, counts = collect_block(
-            row, lanes, start, low, high, buffer_ptr, counts, False, BLOCK, SLOTS
-        )
-    for start in range(unmasked, row.classes, BLOCK):
-        lanes, counts = collect_block(
-            row, lanes, start, low, high, buffer_ptr, counts, True, BLOCK, SLOTS
-        )
-    tl.debug_barrier()  # other threads stored what this one reads
-    return Sums(tl.sum(lanes.number), tl.sum(lanes.mass), tl.sum(lanes.sum_x_exp)), counts
-
-
-@triton.jit
-def truncated_search_kernel(
-    logits,  # StridedRows of one batch
-    top_k_ptr,  # [M] or None, like the other rules
-    top_p_ptr,
-    min_p_ptr,
-    temperature_ptr,
-    results,  # TruncatedRows [M]
-    buffer_ptr,  # [M, SLOTS, LANES], memory for classes around the threshold
-    classes,
-    softcap: tl.float64,
-    ignore_index,
-    MIN_P_FIRST: tl.constexpr,
-    KEEPS_TARGET: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    SHIFT: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SAMPLE: tl.constexpr,
-):
-    """Find the threshold of one row whose number of kept classes is -1, and finish its statistics.
-
-    The bracket of keys has the threshold between `low` and `high`, and each read moves one of them.
-    """
-    index = tl.program_id(0).to(tl.int64)
-    if tl.load(results.kept + index) < 0:
-        temperature = tl.full([], 1.0, ACC_DTYPE)
-        if temperature_ptr is not None:
-            temperature = tl.load(temperature_ptr + index).to(ACC_DTYPE)
-        maximum, total = tl.load(results.maximum + index), tl.load(results.sumexp + index)
-        row = TruncatedRow(
-            index,
-            logits.ptr + index * logits.row,
-            logits.column,
-            classes,
-            tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
-            tl.full([], LOG2E, ACC_DTYPE) / temperature,
-            finite_shift(maximum),
-        )
-        top_k, top_p, min_p = load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr)
-        buffer_ptr += index * (SLOTS * LANES)
-        lowest = key_of(tl.full([], -float("inf"), ACC_DTYPE), SHIFT)
-        greatest = tl.load(results.threshold + index)
-        top = key_of(greatest, SHIFT)
-        of_min_p, before = lowest, lowest
-        if min_p_ptr is not None:
-            if min_p > 0.0:
-                ln_min_p = tl.log(min_p).to(ACC_DTYPE)
-                of_min_p = min_p_key(row, ln_min_p, temperature, lowest, top, SHIFT)
-            if MIN_P_FIRST:
-                before = of_min_p
-        # The sample is cut into vectors, which lie evenly over the row.
-        VECTOR: tl.constexpr = 128 // row.ptr.dtype.element_ty.primitive_bitwidth
-        i, stride = tl.arange(0, SAMPLE), classes // SAMPLE * VECTOR
-        column = i // VECTOR * tl.maximum(stride, VECTOR) + i % VECTOR
-        share = tl.full([], SAMPLE, ACC_DTYPE) / classes
-        zero = tl.full([], 0.0, tl.float64)
-        sums, counts = Sums(tl.full([], 0, tl.int32), zero, zero), tl.zeros([LANES], tl.int32)
-        first, last = top + 1, top  # the bracket of the latest read, which is none
-        least, slot = tl.maximum(before, of_min_p), tl.arange(0, SLOTS)[:, None]
-        buffer = buffer_ptr + slot * LANES + tl.arange(0, LANES)[None, :]  # [SLOTS, LANES]
-        for stage in range(0, 2):
-            by_mass = index * 0 + stage == 1
-            goal = tl.where(by_mass, 0.0, top_k.to(ACC_DTYPE))
-            low, high = lowest, top
-            searches = tl.where(by_mass, top_p < 1.0, top_k > 0)
-            sample = tl.load(
-                row.ptr + column.to(tl.int64) * row.column, mask=column < classes, other=0.0
+            complete = tl.max(counts) <= SLOTS
+            is_one = (complete == 0) & (first == last)
+            each = tl.where(is_one, tl.sum(counts).to(ACC_DTYPE), 1.0)
+            exists = tl.reshape(
+                tl.arange(0, SLOTS)[:, None] < counts[None, :], [TILE]
             )
-            sample = sample.to(ACC_DTYPE)
-            weight = tl.where(by_mass, exponents(row, sample)[0], 1.0)
-            drawn = goal * share  # the goal of the sample
-            if by_mass & searches:
-                mass = total
-                if before > lowest:
-                    low, first, last = before, before, before - 1
-                    sums, counts = collect(
-                        row,
-                        logit_of(before, SHIFT),
-                        logit_of(before - 1, SHIFT),
-                        buffer_ptr,
-                        LANES,
-                        BLOCK,
-                        SLOTS,
+            x = tl.load(buffer_ptr + i, mask=exists, other=-float("inf")).to(ACC_DTYPE)
+            complete |= is_one
+            if is_one:  # They are all equal, and one stands for them.
+                x = tl.where(i == 0, logit_of(first, SHIFT), -float("inf"))
+        tile = Tile(x, first, last, complete)
+        if step == 0:
+            found = top_k <= 0
+            if top_k > 0:
+                number = tl.where(x > -float("inf"), each, 0.0)
+                above_it = above.number.to(ACC_DTYPE)
+                found, low, high = locate(tile, number, goal, above_it, low, high, SHIFT)
+            if found:
+                before, step = tl.maximum(before, low), 1
+                low, high = lowest, top
+        if step == 1:
+            if top_p >= 1.0:
+                least, step = tl.maximum(least, before), 3
+            elif before == lowest:
+                goal, step = (top_p * total).to(ACC_DTYPE), 2
+            elif complete & (before >= first) & (before <= last):
+                e = tl.where(x >= logit_of(before, SHIFT), exponents(row, shift, x)[0], 0.0)
+                mass = above.mass + each * tl.sum(e)
+                goal, low, step = (top_p * mass).to(ACC_DTYPE), before, 2
+        if step == 2:
+            e, above_it = exponents(row, shift, x)[0] * each, above.mass.to(ACC_DTYPE)
+            found, low, high = locate(tile, e, goal, above_it, low, high, SHIFT)
+            if found:
+                least, step = tl.maximum(least, tl.maximum(before, low)), 3
+        if step == 3:
+            if complete & (least >= first) & (least <= last):
+                threshold = logit_of(least, SHIFT)
+                e, u = exponents(row, shift, x)
+                e = tl.where(x >= threshold, e * each, 0.0)
+                number = tl.where((x >= threshold) & (x > -float("inf")), each, 0.0)
+                kept = Sums(
+                    above.number + tl.sum(number).to(tl.int32),
+                    above.mass + tl.sum(e.to(tl.float64)),
+                    above.sum_x_exp + tl.sum((e * u).to(tl.float64)),
+                )
+                dropped = tl.max(tl.where(x < threshold, x, -float("inf")))
+                cut = cut_of(x, threshold, dropped)
+                step = 4
+        if not WHOLE:
+            if step < 4:
+                if (step == 1) | (step == 3):
+                    first = tl.where(step == 1, before, least)
+                    last = first
+                elif complete | (margin < 3.0):
+                    share = tl.full([], SAMPLE, ACC_DTYPE) / classes
+                    rest = (total.to(ACC_DTYPE) - goal) * share
+                    first, last = guess_bracket(
+                        row, shift, sample, goal * share, rest, margin, low, high, step == 2, SHIFT
                     )
-                    mass = sums.mass.to(ACC_DTYPE)
-                goal = top_p.to(ACC_DTYPE) * mass
-                kept = sample >= logit_of(low, SHIFT)
-                weight = tl.where(kept, weight, 0.0)
-                drawn = tl.sum(weight) - (mass - goal) * share
-            if searches & (low < high):
-                first, last = find_bracket(row, sample, weight, drawn, low, high, by_mass, SHIFT)
-            while searches & (low < high):
-                sums, counts = collect(
+                    margin *= 2.0
+                else:
+                    first = (first | last) - ((first ^ last) >> 1)
+                state = read_row(
                     row,
+                    shift,
                     logit_of(first, SHIFT),
                     logit_of(last, SHIFT),
                     buffer_ptr,
+                    False,
                     LANES,
                     BLOCK,
                     SLOTS,
+                    VECTOR,
                 )
-                reached = tl.where(by_mass, sums.mass.to(ACC_DTYPE), sums.number.to(ACC_DTYPE))
-                if reached >= goal:
-                    low = last + 1
-                    first, last = low, high
-                else:
-                    high = last
-                    if tl.max(counts) > SLOTS:
-                        if first == last:  # all of them are equal
-                            weight_of_x = exponents(row, logit_of(first, SHIFT))[0]
-                            weight_of_x = tl.where(by_mass, weight_of_x, 1.0)
-                            inside = weight_of_x * tl.sum(counts).to(ACC_DTYPE)
-                            low = tl.where(reached + inside >= goal, first, low)
-                            high = tl.where(reached + inside >= goal, high, first - 1)
-                            first, last = low, high
-                        else:
-                            first = (first | last) - ((first ^ last) >> 1)
-                    else:
-                        x = tl.load(buffer, mask=slot < counts[None, :], other=-float("inf"))
-                        x = x.to(ACC_DTYPE)
-                        of_x = tl.where(by_mass, exponents(row, x)[0], 1.0)
-                        of_x = tl.where(slot < counts[None, :], of_x, 0.0)
-                        if (reached + tl.sum(of_x) >= goal) | (first == low):
-                            low = find_key(x, of_x, goal - reached, first, last, SHIFT)
-                            high = low
-                        else:
-                            high = first - 1
-                            first, last = low, high
-            if searches:
-                least = tl.maximum(least, low)
-                before = tl.maximum(before, low)
-        # The sums of the latest read serve if its bracket has the threshold.
-        threshold = logit_of(least, SHIFT)
-        if (least < first) | (least > last) | (tl.max(counts) > SLOTS):
-            below = logit_of(tl.maximum(least - 1, lowest), SHIFT)
-            sums, counts = collect(row, threshold, below, buffer_ptr, LANES, BLOCK, SLOTS)
-        x = tl.load(buffer, mask=slot < counts[None, :], other=-float("inf")).to(ACC_DTYPE)
-        of_x = sums_of(row, x, threshold)
-        sums = Sums(
-            sums.number + of_x.number, sums.mass + of_x.mass, sums.sum_x_exp + of_x.sum_x_exp
-        )
-        dropped = tl.max(tl.where(x < threshold, x, -float("inf")))
-        cut = tl.where(dropped > -float("inf"), cut_of(x, threshold, dropped), threshold)
-        finish_row(
-            row,
-            results,
-            sums,
-            total,
-            threshold,
-            cut,
-            maximum,
-            tl.load(results.label + index),
-            temperature,
-            index >= 0,
-            ignore_index,
-            KEEPS_TARGET,
-        )
+                counts = state.counts
+                above = Sums(
+                    tl.sum(state.number), tl.sum(state.mass), tl.sum(state.sum_x_exp)
+                )
+    # The results are relative to the maximum of the row.
+    moved = ((finite_shift(maximum) - shift) * row.slope).to(tl.float64)
+    scale = tl.exp(-LN2 * moved)
+    total, mass = (total * scale).to(ACC_DTYPE), kept.mass * scale
+    kept = Sums(kept.number, mass, kept.sum_x_exp * scale - mass * moved)
+    tl.store(results.label + index, label)
+    tl.store(results.maximum + index, maximum)
+    tl.store(results.sumexp + index, total)
+    finish_row(
+        row,
+        finite_shift(maximum),
+        results,
+        kept,
+        total,
+        logit_of(least, SHIFT),
+        cut,
+        maximum,
+        label,
+        temperature,
+        valid,
+        ignore_index,
+        KEEPS_TARGET,
+    )
 
 
 @triton.jit(do_not_specialize=["first"])

@@ -19,18 +19,18 @@ from ....primitives.gpu.row_plan import (
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, truncated_fake
 from .kernels import (
-    truncated_search_kernel,
     truncated_stats_backward_kernel,
     truncated_stats_kernel,
 )
 
 WARP = 32
-TILE = 4096  # classes that are searched on chip
-SOME = 128  # groups of classes in a tile
-SCAN_WARPS, SEARCH_WARPS = 16, 8
-SEARCH_BYTES = 32  # the bytes of a row that each thread of a search reads at once
-SLOTS = 32  # the classes around the threshold that it collects
-SAMPLE = 4096  # the classes from which a search guesses the threshold
+TILE = 8192  # classes that are searched on chip
+WARPS = 16
+NREG = 64
+EACH = 16  # classes that each thread reads at once
+SAMPLE = 4096  # classes from which thresholds are guessed
+BINS = 256
+COMMON = 64  # classes of the sample from which on the first read collects
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -49,55 +49,39 @@ def truncated_of_rows(
     M, classes = logits.shape
     whole = classes <= TILE
     tile = max(next_power_of_2(classes), 2 * WARP) if whole else TILE
-    lanes = 1 if whole else WARP * SCAN_WARPS
-    block = tile if whole else max(TILE * lanes // SOME, next_power_of_2(cdiv(classes, 32)))
-    groups = 0 if whole else cdiv(classes, block) * lanes
-    some = max(tile * lanes // block, 1)
-    options = {
-        "top_k_ptr": rules.top_k,
-        "top_p_ptr": rules.top_p,
-        "min_p_ptr": rules.min_p,
-        "temperature_ptr": rules.temperature,
-        "results": found,
-        "classes": classes,
-        "softcap": softcap,
-        "ignore_index": ignore_index,
-        "MIN_P_FIRST": rules.min_p_first,
-        "KEEPS_TARGET": rules.keeps_target,
-        "HAS_SOFTCAP": softcap != 0,
-        "SHIFT": SHARED_BITS.get(logits.dtype, 0),
-        "ACC_DTYPE": tl_acc_dtype(logits.dtype),
-    }
+    warps = max(tile // 1024, 1) if whole else WARPS
+    lanes = WARP * warps
+    is_aligned = logits.stride(1) == 1 and logits.stride(0) % 16 == 0
     launch(
         truncated_stats_kernel,
         M,
         logits=matrix_rows(logits),
         target_ptr=target,
-        maxima_ptr=logits.new_empty((M, groups)),
-        chosen_ptr=logits.new_empty((M, some), dtype=torch.int32),
-        groups=groups,
-        **options,
+        top_k_ptr=rules.top_k,
+        top_p_ptr=rules.top_p,
+        min_p_ptr=rules.min_p,
+        temperature_ptr=rules.temperature,
+        results=found,
+        buffer_ptr=logits.new_empty(0 if whole else (M, TILE + lanes * EACH)),
+        classes=classes,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        MIN_P_FIRST=rules.min_p_first,
+        KEEPS_TARGET=rules.keeps_target,
+        HAS_SOFTCAP=softcap != 0,
+        SHIFT=SHARED_BITS.get(logits.dtype, 0),
+        ACC_DTYPE=tl_acc_dtype(logits.dtype),
         WHOLE=whole,
-        LANES=lanes,
-        BLOCK=block,
-        GROUPS=next_power_of_2(max(groups, 1)),
-        SOME=some,
         TILE=tile,
-        num_warps=max(tile // 1024, 1) if whole else SCAN_WARPS,
+        LANES=lanes,
+        BLOCK=tile if whole else lanes * EACH,
+        VECTOR=16 // logits.element_size() if is_aligned else 1,
+        SAMPLE=SAMPLE,
+        BINS=BINS,
+        COMMON=COMMON,
+        num_warps=warps,
+        maxnreg=NREG,
     )
-    if not whole:
-        launch(
-            truncated_search_kernel,
-            M,
-            logits=matrix_rows(logits),
-            buffer_ptr=logits.new_empty((M, SLOTS * WARP * SEARCH_WARPS)),
-            **options,
-            LANES=WARP * SEARCH_WARPS,
-            BLOCK=WARP * SEARCH_WARPS * SEARCH_BYTES // logits.element_size(),
-            SLOTS=SLOTS,
-            SAMPLE=SAMPLE,
-            num_warps=SEARCH_WARPS,
-        )
 
 
 def truncated_stats(
