@@ -101,9 +101,13 @@ class Sample(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Logits on chip: those of a bracket of keys from `first` to `last`, if it is complete."""
+    """Logits on chip, which are those of the keys from `first` to `last` if it is complete.
+
+    Each of them stands for `each` classes.
+    """
 
     x: Any
+    each: Any
     first: Any
     last: Any
     complete: Any
@@ -172,11 +176,12 @@ def exponents(row, shift, x):
 
 
 @triton.jit
-def cut_of(x, threshold, dropped):
+def cut_of(x, threshold):
     """Return a number between the least logit of a tile that is kept and the greatest dropped one.
 
-    It is the threshold where the tile does not have the least one, or nothing is between the two.
+    It is the threshold where the tile does not have both, or nothing is between them.
     """
+    dropped = tl.max(tl.where(x < threshold, x, -float("inf")))
     kept = tl.min(tl.where((x >= threshold) & (x > -float("inf")), x, float("inf")))
     cut = 0.5 * kept + 0.5 * dropped
     return tl.where((kept < float("inf")) & (cut > dropped), cut, threshold)
@@ -217,32 +222,36 @@ def finish_row(
     not_ignored = label != ignore_index
     in_range = not_ignored & (label >= 0) & (label < row.classes)
     x = tl.load(row.ptr + label * row.column, mask=in_range, other=-float("inf")).to(dtype)
-    e, u = exponents(row, shift, x)
     in_set = (x >= least) & (x > -float("inf"))
+    adds = in_range & (in_set == 0) & (x > -float("inf")) & KEEPS_TARGET
+    e, u = exponents(row, shift, x)
     number, mass, sum_x_exp = sums
-    logprob = divide(apply_softcap(x, row.softcap) - shift, temperature)
-    if KEEPS_TARGET:
-        adds = in_range & (in_set == 0) & (x > -float("inf"))
-        number += adds.to(tl.int32)
-        mass += tl.where(adds, e, 0.0).to(tl.float64)
-        sum_x_exp += tl.where(adds, e * u, 0.0).to(tl.float64)
-        logprob = tl.where(x > -float("inf"), logprob, -float("inf"))
-    else:
-        logprob = tl.where(in_set, logprob, -float("inf"))
-    valid &= in_range | (not_ignored == 0)
+    mass += tl.where(adds, e, 0.0).to(tl.float64)
+    sum_x_exp += tl.where(adds, e * u, 0.0).to(tl.float64)
+    # The results are relative to the maximum of the row.
+    moved = exponent(row, shift, finite_shift(maximum)).to(tl.float64)
+    scale = tl.exp(-LN2 * moved)
+    sum_x_exp = scale * (sum_x_exp - mass * moved)
+    total, mass = (total * scale).to(dtype), mass * scale
+    shift, valid = finite_shift(maximum), valid & (in_range | (not_ignored == 0))
     nan_or_zero = tl.where(valid, 0.0, float("nan")).to(dtype)
     kept_sumexp = mass.to(dtype) + nan_or_zero
+    logprob = divide(apply_softcap(x, row.softcap) - shift, temperature)
+    logprob = tl.where(in_set | adds, logprob, -float("inf"))
     log_sum, shift = log_exact(kept_sumexp), divide(shift, temperature)
     index = row.index
     logprob = tl.where(not_ignored, logprob - log_sum, 0.0) + nan_or_zero
+    entropy = log_sum - divide((sum_x_exp * LN2).to(dtype), kept_sumexp)
     tl.store(results.logprob + index, logprob)
     tl.store(results.logsumexp + index, shift + log_exact(total) + nan_or_zero)
     tl.store(results.kept_logsumexp + index, shift + log_sum)
-    entropy = log_sum - divide((sum_x_exp * LN2).to(dtype), kept_sumexp)
     tl.store(results.entropy + index, entropy)
-    tl.store(results.kept + index, number.to(tl.int64))
+    tl.store(results.kept + index, (number + adds).to(tl.int64))
     tl.store(results.in_set + index, valid & (in_set | (not_ignored == 0)))
     tl.store(results.threshold + index, cut)
+    tl.store(results.label + index, label)
+    tl.store(results.maximum + index, maximum)
+    tl.store(results.sumexp + index, total)
     tl.store(results.kept_sumexp + index, kept_sumexp)
 
 
@@ -262,8 +271,7 @@ def read_block(
     shift,
     state,
     start,
-    low,
-    high,
+    bracket,
     buffer_ptr,
     FIRST: tl.constexpr,
     MASKED: tl.constexpr,
@@ -274,6 +282,7 @@ def read_block(
     """Add a block of classes to the state of lanes, and collect its classes of the bracket."""
     LANES: tl.constexpr = state.counts.shape[0]
     counts, number, mass, sum_x_exp, maximum, block = state
+    low, high = bracket
     column = start + tl.arange(0, BLOCK)
     pointers = row.ptr + column.to(tl.int64) * row.column
     if MASKED:
@@ -318,8 +327,7 @@ def read_block(
 def read_row(
     row,
     shift,
-    low,
-    high,
+    bracket,
     buffer_ptr,
     FIRST: tl.constexpr,
     LANES: tl.constexpr,
@@ -329,15 +337,15 @@ def read_row(
 ):
     """Read a row and return the state of `Lanes`; no thread waits for another meanwhile.
 
-    Classes from `low` to `high` are stored in the buffer, where each lane has a column of SLOTS.
+    Classes of the bracket, two logits, are stored in the buffer, where each lane has a column of SLOTS.
     What is too much for it overwrites the last one. The first read takes the totals and has no
     upper end. Later ones start at the end of the row, whose logits the cache still has.
     """
     tl.debug_barrier()  # other threads may still read the buffer
     zeros, counts = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
-    maximum = tl.full([LANES], -float("inf"), low.dtype)
+    maximum = tl.full([LANES], -float("inf"), row.slope.dtype)
     state = Lanes(counts, counts, zeros, zeros, maximum, counts)
-    args = (low, high, buffer_ptr)
+    args = (bracket, buffer_ptr)
     unmasked = row.classes // BLOCK * BLOCK
     for start in range(unmasked, row.classes, BLOCK):
         state = read_block(row, shift, state, start, *args, FIRST, True, BLOCK, SLOTS, VECTOR)
@@ -349,14 +357,14 @@ def read_row(
 
 
 @triton.jit
-def count_sample(row, SAMPLE: tl.constexpr, BINS: tl.constexpr, VECTOR: tl.constexpr):
+def count_sample(row, SAMPLE: tl.constexpr, BINS: tl.constexpr):
     """Count a sample of the row's logits in bins of equal width below the greatest one.
 
-    The sample is cut into vectors, which lie evenly over the row. The last bin has all that is
-    below it too.
+    The sample is cut into runs of 16 classes, which lie evenly over the row. The last bin has all
+    that is below it too.
     """
-    i, stride = tl.arange(0, SAMPLE), row.classes // SAMPLE * VECTOR
-    column = i // VECTOR * stride + i % VECTOR
+    i = tl.arange(0, SAMPLE)
+    column = i // 16 * (row.classes // SAMPLE * 16) + i % 16
     x = tl.load(row.ptr + column.to(tl.int64) * row.column).to(row.slope.dtype)
     greatest = tl.max(x)
     least = tl.min(tl.where(x > -float("inf"), x, greatest))
@@ -399,8 +407,9 @@ def guess_bracket(row, shift, sample, goal, rest, margin, low, high, by_mass, SH
     too_few = tl.max(tl.where(spare <= -margin, bin, -1))
     first = tl.where(enough < BINS - 1, key_of_edge(sample, enough, False, SHIFT), low)
     last = tl.where(too_few >= 0, key_of_edge(sample, too_few, True, SHIFT), high)
-    last = tl.maximum(tl.minimum(last, high), low)
-    return tl.minimum(tl.maximum(first, low), last), last
+    overlaps = (first <= high) & (last >= low)
+    last = tl.where(overlaps, tl.minimum(last, high), high)
+    return tl.minimum(tl.where(overlaps, tl.maximum(first, low), low), last), last
 
 
 @triton.jit
@@ -422,6 +431,28 @@ def locate(tile, weight, goal, above, low, high, SHIFT: tl.constexpr):
         low = tl.where(is_below, low, tile.last + 1)
         high = tl.where(is_below & tile.complete, tile.first - 1, high)
     return found, low, high
+
+
+@triton.jit
+def has_key(tile, key):
+    """Return whether a tile has all classes of a key, and of those between it and its end."""
+    return tile.complete & (key >= tile.first) & (key <= tile.last)
+
+
+@triton.jit
+def load_tile(buffer_ptr, counts, first, last, ACC_DTYPE: tl.constexpr, SHIFT, TILE: tl.constexpr):
+    """Load what a read of the row has collected between two keys.
+
+    If it is too much for the buffer but all equal, one class stands for all of them.
+    """
+    SLOTS: tl.constexpr = TILE // counts.shape[0]
+    i, complete = tl.arange(0, TILE), tl.max(counts) <= SLOTS
+    exists = tl.reshape(tl.arange(0, SLOTS)[:, None] < counts[None, :], [TILE])
+    x = tl.load(buffer_ptr + i, mask=exists, other=-float("inf")).to(ACC_DTYPE)
+    equal = (complete == 0) & (first == last)
+    x = tl.where(equal, tl.where(i == 0, logit_of(first, SHIFT), -float("inf")), x)
+    each = tl.where(equal, tl.sum(counts), 1).to(ACC_DTYPE)
+    return Tile(x, each, first, last, complete | equal)
 
 
 @triton.jit
@@ -451,7 +482,7 @@ def truncated_stats_kernel(
     BINS: tl.constexpr,
     COMMON: tl.constexpr,  # classes of the sample from which on the first read collects
 ):
-    """Compute the statistics of one row."""
+    """Compute the statistics of one row, which is read again until a tile has its threshold."""
     temperature = tl.full([], 1.0, ACC_DTYPE)
     index = tl.program_id(0).to(tl.int64)
     if temperature_ptr is not None:
@@ -465,45 +496,102 @@ def truncated_stats_kernel(
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
     )
     top_k, top_p, min_p = load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr)
-    SLOTS: tl.constexpr = TILE // LANES
     lowest = key_of(tl.full([], -float("inf"), ACC_DTYPE), SHIFT) + 1
-    highest = key_of(tl.full([], float("inf"), ACC_DTYPE), SHIFT)
-    first, last = lowest, highest
-    counts, i = tl.zeros([LANES], tl.int32), tl.arange(0, TILE)
+    first, last = lowest, key_of(tl.full([], float("inf"), ACC_DTYPE), SHIFT)
+    counts, block = tl.zeros([LANES], tl.int32), tl.full([], 0, tl.int32)
     buffer_ptr += index * (TILE + BLOCK)
     if WHOLE:
+        i = tl.arange(0, TILE)
         pointers = row.ptr + i.to(tl.int64) * row.column
         x = tl.load(pointers, mask=i < classes, other=-float("inf")).to(ACC_DTYPE)
         capped = tl.where(i < classes, apply_softcap(x, row.softcap), -float("inf"))
-        maximum, block = tl.max(capped), index.to(tl.int32) * 0
+        maximum = tl.max(capped)
         shift = finite_shift(maximum)
         total = tl.sum(tl.exp2(exponent(row, shift, capped)).to(tl.float64))
+        tile = Tile(x, tl.full([], 1.0, ACC_DTYPE), first, last, index >= 0)
     else:
-        sample = count_sample(row, SAMPLE, BINS, VECTOR)
+        sample = count_sample(row, SAMPLE, BINS)
         common = tl.sum((tl.cumsum(sample.counts, axis=0) < COMMON).to(tl.int32))
         first = key_of_edge(sample, common, False, SHIFT)
-        first = tl.minimum(tl.maximum(first, lowest), highest)
+        first = tl.minimum(tl.maximum(first, lowest), last)
         maximum = apply_softcap(sample.greatest, row.softcap)
-        shift, total, block = maximum, tl.full([], 0.0, tl.float64), index.to(tl.int32) * 0
-        tries = block
+        shift, total, reads = maximum, tl.full([], 0.0, tl.float64), block
         # The sums overflow if the greatest logit of the sample is far below that of the row.
-        while (tries < 2) & ((total >= 1.0) & (total <= 1e30) == 0):
+        while (reads < 2) & ((total >= 1.0) & (total <= 1e30) == 0):
             shift = finite_shift(maximum)
+            bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
             state = read_row(
-                row,
-                shift,
-                logit_of(first, SHIFT),
-                logit_of(last, SHIFT),
-                buffer_ptr,
-                True,
-                LANES,
-                BLOCK,
-                SLOTS,
-                VECTOR,
+                row, shift, bracket, buffer_ptr, True, LANES, BLOCK, TILE // LANES, VECTOR
             )
             counts, maximum, total = state.counts, tl.max(state.maximum), tl.sum(state.mass)
             block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
-            tries += 1
+            reads += 1
+    of_min_p, top = lowest, last
+    if not HAS_SOFTCAP:
+        top = key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT)
+    if min_p_ptr is not None:
+        if min_p > 0.0:
+            ln_min_p, greatest = tl.log(min_p).to(ACC_DTYPE), finite_shift(maximum)
+            of_min_p = min_p_key(row, greatest, ln_min_p, temperature, lowest, top, SHIFT)
+    before, least = of_min_p if MIN_P_FIRST else lowest, of_min_p
+    valid = (top_p >= 0.0) & (top_p <= 1.0) & (min_p >= 0.0) & (min_p <= 1.0)
+    valid &= (temperature > 0.0) & (temperature < float("inf")) & (total == total)
+    zero = tl.full([], 0.0, tl.float64)
+    above = Sums(tl.full([], 0, tl.int32), zero, zero)
+    low, high, goal, margin = lowest, top, top_k.to(ACC_DTYPE), tl.full([], 2.5, ACC_DTYPE)
+    # The steps: 0 finds the k-th class, 1 adds up what is left, 2 finds the threshold of its share,
+    # and 3 needs the tile around the row's threshold.
+    step = tl.where(valid, 0, 4)
+    while step < 4:
+        if not WHOLE:
+            tile = load_tile(buffer_ptr, counts, first, last, ACC_DTYPE, SHIFT, TILE)
+        if step == 0:
+            found = top_k <= 0
+            if top_k > 0:
+                number = tl.where(tile.x > -float("inf"), tile.each, 0.0)
+                above_tile = above.number.to(ACC_DTYPE)
+                found, low, high = locate(tile, number, goal, above_tile, low, high, SHIFT)
+            if found:
+                before, step = tl.maximum(before, low), 1
+                low, high = lowest, top
+        if step == 1:
+            if top_p >= 1.0:
+                least, step = tl.maximum(least, before), 3
+            elif before == lowest:
+                goal, step = (top_p * total).to(ACC_DTYPE), 2
+            elif has_key(tile, before):
+                e = exponents(row, shift, tile.x)[0]
+                mass = tl.sum(tl.where(tile.x >= logit_of(before, SHIFT), e, 0.0)) * tile.each
+                goal, low, step = (top_p * (above.mass + mass)).to(ACC_DTYPE), before, 2
+        if step == 2:
+            e, above_tile = exponents(row, shift, tile.x)[0] * tile.each, above.mass.to(ACC_DTYPE)
+            found, low, high = locate(tile, e, goal, above_tile, low, high, SHIFT)
+            if found:
+                least, step = tl.maximum(least, tl.maximum(before, low)), 3
+        if step == 3:
+            step += has_key(tile, least).to(tl.int32)
+        if not WHOLE:
+            if step < 4:
+                if (step == 1) | (step == 3):
+                    first = tl.where(step == 1, before, least)
+                    last = first
+                elif tile.complete | (margin < 3.0):
+                    share = tl.full([], SAMPLE, ACC_DTYPE) / classes
+                    rest = (total.to(ACC_DTYPE) - goal) * share
+                    first, last = guess_bracket(
+                        row, shift, sample, goal * share, rest, margin, low, high, step == 2, SHIFT
+                    )
+                    margin *= 2.0
+                else:
+                    first = (first | last) - ((first ^ last) >> 1)
+                bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
+                state = read_row(
+                    row, shift, bracket, buffer_ptr, False, LANES, BLOCK, TILE // LANES, VECTOR
+                )
+                counts, mass = state.counts, tl.sum(state.mass)
+                above = Sums(tl.sum(state.number), mass, tl.sum(state.sum_x_exp))
+    if not WHOLE:
+        tile = load_tile(buffer_ptr, counts, first, last, ACC_DTYPE, SHIFT, TILE)
     if target_ptr is not None:
         label = tl.load(target_ptr + index).to(tl.int64)
     else:  # The first block that has the maximum is read again.
@@ -513,119 +601,24 @@ def truncated_stats_kernel(
         y = tl.where(column < classes, apply_softcap(y, row.softcap), -float("inf"))
         label = tl.min(tl.where(y == tl.max(y), column, NOT_FOUND))
         label = tl.minimum(label, classes - 1).to(tl.int64)
-    of_min_p = lowest
-    if min_p_ptr is not None:
-        if min_p > 0.0:
-            ln_min_p = tl.log(min_p).to(ACC_DTYPE)
-            greatest = finite_shift(maximum)
-            of_min_p = min_p_key(row, greatest, ln_min_p, temperature, lowest, highest, SHIFT)
-    before = of_min_p if MIN_P_FIRST else lowest
-    valid = (top_p >= 0.0) & (top_p <= 1.0) & (min_p >= 0.0) & (min_p <= 1.0)
-    valid &= (temperature > 0.0) & (temperature < float("inf")) & (total == total)
-    # The steps are: find the k-th class, add up what is left, find the threshold of its share, add
-    # up what that keeps. A step whose threshold is not in the bracket has the row read again.
-    zero = tl.full([], 0.0, tl.float64)
-    above = Sums(block * 0, zero, zero)
-    kept, least, cut = above, of_min_p, logit_of(lowest, SHIFT)
-    top = highest if HAS_SOFTCAP else key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT)
-    low, high, goal, margin = lowest, top, top_k.to(ACC_DTYPE), tl.full([], 2.5, ACC_DTYPE)
-    step = tl.where(valid, 0, 4)
-    while step < 4:
-        complete, each = index >= 0, tl.full([], 1.0, ACC_DTYPE)
-        if not WHOLE:
-            complete = tl.max(counts) <= SLOTS
-            is_one = (complete == 0) & (first == last)
-            each = tl.where(is_one, tl.sum(counts).to(ACC_DTYPE), 1.0)
-            exists = tl.reshape(
-                tl.arange(0, SLOTS)[:, None] < counts[None, :], [TILE]
-            )
-            x = tl.load(buffer_ptr + i, mask=exists, other=-float("inf")).to(ACC_DTYPE)
-            complete |= is_one
-            if is_one:  # They are all equal, and one stands for them.
-                x = tl.where(i == 0, logit_of(first, SHIFT), -float("inf"))
-        tile = Tile(x, first, last, complete)
-        if step == 0:
-            found = top_k <= 0
-            if top_k > 0:
-                number = tl.where(x > -float("inf"), each, 0.0)
-                above_it = above.number.to(ACC_DTYPE)
-                found, low, high = locate(tile, number, goal, above_it, low, high, SHIFT)
-            if found:
-                before, step = tl.maximum(before, low), 1
-                low, high = lowest, top
-        if step == 1:
-            if top_p >= 1.0:
-                least, step = tl.maximum(least, before), 3
-            elif before == lowest:
-                goal, step = (top_p * total).to(ACC_DTYPE), 2
-            elif complete & (before >= first) & (before <= last):
-                e = tl.where(x >= logit_of(before, SHIFT), exponents(row, shift, x)[0], 0.0)
-                mass = above.mass + each * tl.sum(e)
-                goal, low, step = (top_p * mass).to(ACC_DTYPE), before, 2
-        if step == 2:
-            e, above_it = exponents(row, shift, x)[0] * each, above.mass.to(ACC_DTYPE)
-            found, low, high = locate(tile, e, goal, above_it, low, high, SHIFT)
-            if found:
-                least, step = tl.maximum(least, tl.maximum(before, low)), 3
-        if step == 3:
-            if complete & (least >= first) & (least <= last):
-                threshold = logit_of(least, SHIFT)
-                e, u = exponents(row, shift, x)
-                e = tl.where(x >= threshold, e * each, 0.0)
-                number = tl.where((x >= threshold) & (x > -float("inf")), each, 0.0)
-                kept = Sums(
-                    above.number + tl.sum(number).to(tl.int32),
-                    above.mass + tl.sum(e.to(tl.float64)),
-                    above.sum_x_exp + tl.sum((e * u).to(tl.float64)),
-                )
-                dropped = tl.max(tl.where(x < threshold, x, -float("inf")))
-                cut = cut_of(x, threshold, dropped)
-                step = 4
-        if not WHOLE:
-            if step < 4:
-                if (step == 1) | (step == 3):
-                    first = tl.where(step == 1, before, least)
-                    last = first
-                elif complete | (margin < 3.0):
-                    share = tl.full([], SAMPLE, ACC_DTYPE) / classes
-                    rest = (total.to(ACC_DTYPE) - goal) * share
-                    first, last = guess_bracket(
-                        row, shift, sample, goal * share, rest, margin, low, high, step == 2, SHIFT
-                    )
-                    margin *= 2.0
-                else:
-                    first = (first | last) - ((first ^ last) >> 1)
-                state = read_row(
-                    row,
-                    shift,
-                    logit_of(first, SHIFT),
-                    logit_of(last, SHIFT),
-                    buffer_ptr,
-                    False,
-                    LANES,
-                    BLOCK,
-                    SLOTS,
-                    VECTOR,
-                )
-                counts = state.counts
-                above = Sums(
-                    tl.sum(state.number), tl.sum(state.mass), tl.sum(state.sum_x_exp)
-                )
-    # The results are relative to the maximum of the row.
-    moved = ((finite_shift(maximum) - shift) * row.slope).to(tl.float64)
-    scale = tl.exp(-LN2 * moved)
-    total, mass = (total * scale).to(ACC_DTYPE), kept.mass * scale
-    kept = Sums(kept.number, mass, kept.sum_x_exp * scale - mass * moved)
-    tl.store(results.label + index, label)
-    tl.store(results.maximum + index, maximum)
-    tl.store(results.sumexp + index, total)
+    threshold = logit_of(least, SHIFT)
+    kept = tile.x >= threshold
+    cut = cut_of(tile.x, threshold)
+    e, u = exponents(row, shift, tile.x)
+    e = tl.where(kept, e * tile.each, 0.0)
+    number = tl.sum(tl.where(kept & (tile.x > -float("inf")), tile.each, 0.0)).to(tl.int32)
+    sums = Sums(
+        tl.where(valid, above.number + number, 0),
+        above.mass + tl.sum(e.to(tl.float64)),
+        above.sum_x_exp + tl.sum((e * u).to(tl.float64)),
+    )
     finish_row(
         row,
-        finite_shift(maximum),
+        shift,
         results,
-        kept,
+        sums,
         total,
-        logit_of(least, SHIFT),
+        threshold,
         cut,
         maximum,
         label,
