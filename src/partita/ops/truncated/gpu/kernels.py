@@ -188,6 +188,13 @@ def cut_of(x, threshold):
 
 
 @triton.jit
+def range_of_keys(ACC_DTYPE: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the keys of the least finite number and of infinity."""
+    infinity = tl.full([], float("inf"), ACC_DTYPE)
+    return key_of(-infinity, SHIFT) + 1, key_of(infinity, SHIFT)
+
+
+@triton.jit
 def load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr):
     """Return the rules of a row as numbers; those without effect are 0 classes, 1 and 0."""
     top_k, top_p, min_p = row.index * 0, tl.full([], 1.0, tl.float64), tl.full([], 0.0, tl.float64)
@@ -376,8 +383,8 @@ def count_sample(row, SAMPLE: tl.constexpr, BINS: tl.constexpr):
 
 @triton.jit
 def key_of_edge(sample, bin, UP: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the greatest key that is not above the lower edge of a bin, or the least not below."""
-    edge = sample.greatest - (bin + 1) * sample.width
+    """Return the greatest key that is not above the upper edge of a bin, or the least not below."""
+    edge = sample.greatest - bin * sample.width
     key = key_of(edge, SHIFT)
     if UP:
         return key + (logit_of(key, SHIFT) < edge)
@@ -402,11 +409,17 @@ def guess_bracket(row, shift, sample, goal, rest, margin, low, high, by_mass, SH
     below, squares_below = tl.sum(weights) - from_here, tl.sum(weights * weight) - squares
     spare = tl.where(by_mass, rest - below, from_here - goal)
     variance = tl.where(by_mass, squares_below, squares)
-    margin = margin * tl.sqrt(tl.maximum(variance, 0.0)) + 2.0 * weight
+    margin *= tl.sqrt(tl.maximum(variance, 0.0))
     enough = tl.min(tl.where(spare >= margin, bin, BINS - 1))
-    too_few = tl.max(tl.where(spare <= -margin, bin, -1))
-    first = tl.where(enough < BINS - 1, key_of_edge(sample, enough, False, SHIFT), low)
-    last = tl.where(too_few >= 0, key_of_edge(sample, too_few, True, SHIFT), high)
+    too_few = tl.min(tl.where(spare > -margin, bin, BINS - 1))
+    # Inside of a bin, the weights lie evenly.
+    weights = tl.maximum(weights, 1e-30)
+    part = tl.sum(tl.where(bin == enough, (spare - margin) / weights, 0.0))
+    edge = enough + 1 - tl.minimum(tl.maximum(part, 0.0), 1.0)
+    first = tl.where(enough < BINS - 1, key_of_edge(sample, edge, False, SHIFT), low)
+    part = tl.sum(tl.where(bin == too_few, (spare + margin) / weights, 0.0))
+    edge = too_few + 1 - tl.minimum(tl.maximum(part, 0.0), 1.0)
+    last = tl.where(edge > 0.0, key_of_edge(sample, edge, True, SHIFT), high)
     overlaps = (first <= high) & (last >= low)
     last = tl.where(overlaps, tl.minimum(last, high), high)
     return tl.minimum(tl.where(overlaps, tl.maximum(first, low), low), last), last
@@ -456,6 +469,72 @@ def load_tile(buffer_ptr, counts, first, last, ACC_DTYPE: tl.constexpr, SHIFT, T
 
 
 @triton.jit
+def truncated_totals_kernel(
+    logits,  # StridedRows of one batch
+    temperature_ptr,  # [M] or None
+    results,  # TruncatedRows [M], for what the search starts from
+    buffer_ptr,  # [M, TILE + BLOCK], memory for the classes of a bracket
+    counts_ptr,  # [M, LANES] int32, memory for the number of them that each lane has
+    sample_ptr,  # [M, BINS] int32, memory for the counts of a sample
+    classes,
+    softcap: tl.float64,
+    HAS_SOFTCAP: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BINS: tl.constexpr,
+    COMMON: tl.constexpr,  # classes of the sample from which on the read collects
+):
+    """Read one row, take its maximum and the sum of its exponentials, and collect its top classes.
+
+    A sample says which classes these are. The results' memory has what the search starts from.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    temperature = tl.full([], 1.0, ACC_DTYPE)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + index).to(ACC_DTYPE)
+    row = TruncatedRow(
+        index,
+        logits.ptr + index * logits.row,
+        logits.column,
+        classes,
+        tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
+        tl.full([], LOG2E, ACC_DTYPE) / temperature,
+    )
+    buffer_ptr += index * (TILE + BLOCK)
+    lowest, highest = range_of_keys(ACC_DTYPE, SHIFT)
+    sample = count_sample(row, SAMPLE, BINS)
+    common = tl.sum((tl.cumsum(sample.counts, axis=0) < COMMON).to(tl.int32))
+    first = key_of_edge(sample, common + 1, False, SHIFT)
+    first = tl.minimum(tl.maximum(first, lowest), highest)
+    tl.store(sample_ptr + index * BINS + tl.arange(0, BINS), sample.counts)
+    tl.store(results.threshold + index, sample.greatest)
+    tl.store(results.kept_sumexp + index, sample.width)
+    tl.store(results.kept + index, first.to(tl.int64))
+    maximum = apply_softcap(sample.greatest, row.softcap)
+    total, reads = tl.full([], 0.0, tl.float64), tl.full([], 0, tl.int32)
+    # The sums overflow if the greatest logit of the sample is far below that of the row.
+    while (reads < 2) & ((total >= 1.0) & (total <= 1e30) == 0):
+        shift = finite_shift(maximum)
+        bracket = (logit_of(first, SHIFT), logit_of(highest, SHIFT))
+        state = read_row(
+            row, shift, bracket, buffer_ptr, True, LANES, BLOCK, TILE // LANES, VECTOR
+        )
+        tl.store(counts_ptr + index * LANES + tl.arange(0, LANES), state.counts)
+        maximum, total = tl.max(state.maximum), tl.sum(state.mass)
+        block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
+        tl.store(results.label + index, block.to(tl.int64))
+        tl.store(results.entropy + index, shift)
+        reads += 1
+    tl.store(results.maximum + index, maximum)
+    tl.store(results.sumexp + index, total.to(ACC_DTYPE))
+
+
+@triton.jit
 def truncated_stats_kernel(
     logits,  # StridedRows of one batch
     target_ptr,  # [M], or None for the arg-max
@@ -464,7 +543,9 @@ def truncated_stats_kernel(
     min_p_ptr,
     temperature_ptr,
     results,  # TruncatedRows [M]
-    buffer_ptr,  # [M, TILE + BLOCK], memory for the classes of a bracket
+    buffer_ptr,  # as in `truncated_totals_kernel`
+    counts_ptr,
+    sample_ptr,
     classes,
     softcap: tl.float64,
     ignore_index,
@@ -480,11 +561,11 @@ def truncated_stats_kernel(
     VECTOR: tl.constexpr,
     SAMPLE: tl.constexpr,
     BINS: tl.constexpr,
-    COMMON: tl.constexpr,  # classes of the sample from which on the first read collects
+    MARGIN: tl.constexpr,  # of the first guess from the sample, in standard deviations
 ):
-    """Compute the statistics of one row, which is read again until a tile has its threshold."""
-    temperature = tl.full([], 1.0, ACC_DTYPE)
+    """Compute the statistics of one row, which is read again while no tile has its threshold."""
     index = tl.program_id(0).to(tl.int64)
+    temperature = tl.full([], 1.0, ACC_DTYPE)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + index).to(ACC_DTYPE)
     row = TruncatedRow(
@@ -496,12 +577,9 @@ def truncated_stats_kernel(
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
     )
     top_k, top_p, min_p = load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr)
-    lowest = key_of(tl.full([], -float("inf"), ACC_DTYPE), SHIFT) + 1
-    first, last = lowest, key_of(tl.full([], float("inf"), ACC_DTYPE), SHIFT)
-    counts, block = tl.zeros([LANES], tl.int32), tl.full([], 0, tl.int32)
-    buffer_ptr += index * (TILE + BLOCK)
+    lowest, last = range_of_keys(ACC_DTYPE, SHIFT)
     if WHOLE:
-        i = tl.arange(0, TILE)
+        i, first, block = tl.arange(0, TILE), lowest, 0
         pointers = row.ptr + i.to(tl.int64) * row.column
         x = tl.load(pointers, mask=i < classes, other=-float("inf")).to(ACC_DTYPE)
         capped = tl.where(i < classes, apply_softcap(x, row.softcap), -float("inf"))
@@ -510,22 +588,12 @@ def truncated_stats_kernel(
         total = tl.sum(tl.exp2(exponent(row, shift, capped)).to(tl.float64))
         tile = Tile(x, tl.full([], 1.0, ACC_DTYPE), first, last, index >= 0)
     else:
-        sample = count_sample(row, SAMPLE, BINS)
-        common = tl.sum((tl.cumsum(sample.counts, axis=0) < COMMON).to(tl.int32))
-        first = key_of_edge(sample, common, False, SHIFT)
-        first = tl.minimum(tl.maximum(first, lowest), last)
-        maximum = apply_softcap(sample.greatest, row.softcap)
-        shift, total, reads = maximum, tl.full([], 0.0, tl.float64), block
-        # The sums overflow if the greatest logit of the sample is far below that of the row.
-        while (reads < 2) & ((total >= 1.0) & (total <= 1e30) == 0):
-            shift = finite_shift(maximum)
-            bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
-            state = read_row(
-                row, shift, bracket, buffer_ptr, True, LANES, BLOCK, TILE // LANES, VECTOR
-            )
-            counts, maximum, total = state.counts, tl.max(state.maximum), tl.sum(state.mass)
-            block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
-            reads += 1
+        buffer_ptr += index * (TILE + BLOCK)
+        maximum, shift = tl.load(results.maximum + index), tl.load(results.entropy + index)
+        total = tl.load(results.sumexp + index).to(tl.float64)
+        first = tl.load(results.kept + index).to(lowest.dtype)
+        block = tl.load(results.label + index).to(tl.int32)
+        counts = tl.load(counts_ptr + index * LANES + tl.arange(0, LANES))
     of_min_p, top = lowest, last
     if not HAS_SOFTCAP:
         top = key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT)
@@ -538,7 +606,7 @@ def truncated_stats_kernel(
     valid &= (temperature > 0.0) & (temperature < float("inf")) & (total == total)
     zero = tl.full([], 0.0, tl.float64)
     above = Sums(tl.full([], 0, tl.int32), zero, zero)
-    low, high, goal, margin = lowest, top, top_k.to(ACC_DTYPE), tl.full([], 2.5, ACC_DTYPE)
+    low, high, goal, margin = lowest, top, top_k.to(ACC_DTYPE), tl.full([], 0.5 * MARGIN, ACC_DTYPE)
     # The steps: 0 finds the k-th class, 1 adds up what is left, 2 finds the threshold of its share,
     # and 3 needs the tile around the row's threshold.
     step = tl.where(valid, 0, 4)
@@ -572,17 +640,20 @@ def truncated_stats_kernel(
             step += has_key(tile, least).to(tl.int32)
         if not WHOLE:
             if step < 4:
+                margin *= tl.where(tile.complete, 2.0, 0.5)
                 if (step == 1) | (step == 3):
                     first = tl.where(step == 1, before, least)
                     last = first
-                elif tile.complete | (margin < 3.0):
+                elif margin > 0.1:
                     share = tl.full([], SAMPLE, ACC_DTYPE) / classes
                     rest = (total.to(ACC_DTYPE) - goal) * share
+                    in_bins = tl.load(sample_ptr + index * BINS + tl.arange(0, BINS))
+                    greatest = tl.load(results.threshold + index)
+                    sample = Sample(in_bins, greatest, tl.load(results.kept_sumexp + index))
                     first, last = guess_bracket(
                         row, shift, sample, goal * share, rest, margin, low, high, step == 2, SHIFT
                     )
-                    margin *= 2.0
-                else:
+                else:  # Many classes are equal, or the sample misleads.
                     first = (first | last) - ((first ^ last) >> 1)
                 bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
                 state = read_row(

@@ -21,16 +21,18 @@ from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, trun
 from .kernels import (
     truncated_stats_backward_kernel,
     truncated_stats_kernel,
+    truncated_totals_kernel,
 )
 
 WARP = 32
-TILE = 8192  # classes that are searched on chip
-WARPS = 16
-NREG = 64
+TILE = 4096  # classes that are searched on chip
+WARPS = 8
 EACH = 16  # classes that each thread reads at once
+READ_REGISTERS, SEARCH_REGISTERS = 64, 80
 SAMPLE = 4096  # classes from which thresholds are guessed
 BINS = 256
-COMMON = 64  # classes of the sample from which on the first read collects
+COMMON = 32  # classes of the sample from which on the first read collects
+MARGIN = 1.75
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -50,37 +52,44 @@ def truncated_of_rows(
     whole = classes <= TILE
     tile = max(next_power_of_2(classes), 2 * WARP) if whole else TILE
     warps = max(tile // 1024, 1) if whole else WARPS
-    lanes = WARP * warps
+    lanes, rows = WARP * warps, 0 if whole else M
+    block = tile if whole else lanes * EACH
     is_aligned = logits.stride(1) == 1 and logits.stride(0) % 16 == 0
+    options = {
+        "logits": matrix_rows(logits),
+        "temperature_ptr": rules.temperature,
+        "results": found,
+        "buffer_ptr": logits.new_empty(rows, tile + block),
+        "counts_ptr": logits.new_empty(rows, lanes, dtype=torch.int32),
+        "sample_ptr": logits.new_empty(rows, BINS, dtype=torch.int32),
+        "classes": classes,
+        "softcap": softcap,
+        "HAS_SOFTCAP": softcap != 0,
+        "SHIFT": SHARED_BITS.get(logits.dtype, 0),
+        "ACC_DTYPE": tl_acc_dtype(logits.dtype),
+        "TILE": tile,
+        "LANES": lanes,
+        "BLOCK": block,
+        "VECTOR": 16 // logits.element_size() if is_aligned else 1,
+        "SAMPLE": SAMPLE,
+        "BINS": BINS,
+        "num_warps": warps,
+    }
+    launch(truncated_totals_kernel, rows, **options, COMMON=COMMON, maxnreg=READ_REGISTERS)
     launch(
         truncated_stats_kernel,
         M,
-        logits=matrix_rows(logits),
         target_ptr=target,
         top_k_ptr=rules.top_k,
         top_p_ptr=rules.top_p,
         min_p_ptr=rules.min_p,
-        temperature_ptr=rules.temperature,
-        results=found,
-        buffer_ptr=logits.new_empty(0 if whole else (M, TILE + lanes * EACH)),
-        classes=classes,
-        softcap=softcap,
         ignore_index=ignore_index,
         MIN_P_FIRST=rules.min_p_first,
         KEEPS_TARGET=rules.keeps_target,
-        HAS_SOFTCAP=softcap != 0,
-        SHIFT=SHARED_BITS.get(logits.dtype, 0),
-        ACC_DTYPE=tl_acc_dtype(logits.dtype),
         WHOLE=whole,
-        TILE=tile,
-        LANES=lanes,
-        BLOCK=tile if whole else lanes * EACH,
-        VECTOR=16 // logits.element_size() if is_aligned else 1,
-        SAMPLE=SAMPLE,
-        BINS=BINS,
-        COMMON=COMMON,
-        num_warps=warps,
-        maxnreg=NREG,
+        MARGIN=MARGIN,
+        **options,
+        maxnreg=SEARCH_REGISTERS,
     )
 
 
