@@ -49,6 +49,7 @@ SWEEP_STEP = 128
 SWEEP_LAST = 6272
 DO_BENCH_LAST = 12672  # of the plot in Triton's tutorial
 CLASSES = 8  # of each row, whose log-probabilities are computed
+RULES: dict[str, Any] = {"top_k": 50, "top_p": 0.9}
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -74,6 +75,19 @@ def token_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy, x.argmax(-1)
 
 
+def truncated_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute statistics over what top-k and top-p keep with PyTorch's ops: a sort of the row."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    ordered, index = x.sort(-1, descending=True)
+    share = ordered.masked_fill(ordered < ordered[:, RULES["top_k"] - 1, None], -torch.inf)
+    share = share.softmax(-1)
+    dropped = (share.cumsum(-1) - share >= RULES["top_p"]) | (share == 0)
+    least = ordered.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
+    is_target = index == target.unsqueeze(-1)
+    kept = ordered.masked_fill((ordered < least) & ~is_target, -torch.inf).logsumexp(-1)
+    return x.gather(-1, target.unsqueeze(-1)).squeeze(-1) - kept, x.logsumexp(-1), kept
+
+
 def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Compute the log-probabilities of the ids of each row with PyTorch's ops."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -85,6 +99,7 @@ TORCH: dict[str, Function] = {
     "log_softmax": log_softmax,
     "cross_entropy": F.cross_entropy,
     "token_stats": token_stats,
+    "truncated_stats": truncated_stats,
     "logprobs": logprobs,
 }
 
@@ -101,6 +116,12 @@ class _SameMemory(torch.autograd.Function):
         return grads[0]
 
 
+def _truncated() -> Function:
+    from .. import truncated_stats
+
+    return lambda logits, target: truncated_stats(logits, target, **RULES)[:3]
+
+
 def _inplace() -> Function:
     from .. import cross_entropy
 
@@ -113,7 +134,7 @@ def _liger_cross_entropy() -> Function:
 
 
 PROVIDERS: Functions = {
-    "partita": {name: load("partita", name) for name in TORCH},
+    "partita": {**{n: load("partita", n) for n in TORCH}, "truncated_stats": _truncated},
     "partita-inplace": {"cross_entropy": _inplace},
     "naive": {"softmax": lambda: naive_softmax},
     "quack": {
@@ -360,6 +381,15 @@ class TokenStats(LabelledRows):
         yield ulp_error(chosen, inputs.x.amax(-1).double())
 
 
+class TruncatedStats(TokenStats):
+    """The same for the classes that top-k and top-p keep."""
+
+    def truth(self, inputs: Inputs, x: Tensor, rows: slice) -> Tensor:
+        return torch.stack(truncated_stats(x, inputs.target[rows]), -1)
+
+    result_errors = LabelledRows.result_errors
+
+
 class Logprobs(LabelledRows):
     """The results read the logits once; their gradient reads them a second time and writes."""
 
@@ -402,5 +432,6 @@ OPS = {
     "softmax": softmax_cases,
     "cross_entropy": cross_entropy_cases,
     "token_stats": cases_of({"token_stats": (TokenStats, Widths(WIDTHS, QUICK_WIDTHS))}),
+    "truncated_stats": cases_of({"truncated_stats": (TruncatedStats, Widths(WIDTHS, QUICK_WIDTHS))}),
     "logprobs": cases_of({"logprobs": (Logprobs, Widths(WIDTHS, QUICK_WIDTHS))}),
 }

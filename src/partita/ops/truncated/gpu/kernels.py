@@ -4,14 +4,14 @@ The logits that a row keeps are those of at least a threshold. The keys of the l
 in the order of the numbers, so a bisection of keys finds the greatest key whose classes, and all
 above it, reach a number or a probability. It runs over a tile of classes on chip:
 
-- `truncated_stats_kernel` reads the row once, and the maximum of each group of its classes aside. A
-  few groups hold all classes above a bound: the groups whose maximum is above it. They are the
-  tile.
-- `truncated_search_kernel` serves rows whose threshold is below that bound. A sample of the row
-  gives two logits between which the threshold probably is. One more read adds up the classes above
-  them, and collects those between them as the tile. The bracket moves until it has the threshold.
+- `truncated_totals_kernel` reads the row once. A sample of it says which logit about a thousand
+  classes reach; they are the first tile. It serves top-k, and top-p where few classes have the mass.
+- `truncated_stats_kernel` searches the tile. Where the threshold is below it, the sample and the
+  row's sum give two logits between which the threshold probably is. One more read adds up the
+  classes above them, and collects those between them as the next tile.
 
-With `slope` = log2(e) / temperature, the exponentials are 2**u, u = slope (x - maximum).
+A short row is one tile. With `slope` = log2(e) / temperature, the exponentials are 2**u,
+u = slope (x - shift).
 """
 
 from __future__ import annotations
@@ -442,7 +442,8 @@ def locate(tile, weight, goal, above, low, high, SHIFT: tl.constexpr):
         high = low
     else:
         low = tl.where(is_below, low, tile.last + 1)
-        high = tl.where(is_below & tile.complete, tile.first - 1, high)
+        end = tl.where(tile.complete, tile.first - 1, tile.last)
+        high = tl.where(is_below, tl.minimum(end, high), high)
     return found, low, high
 
 
@@ -462,9 +463,10 @@ def load_tile(buffer_ptr, counts, first, last, ACC_DTYPE: tl.constexpr, SHIFT, T
     i, complete = tl.arange(0, TILE), tl.max(counts) <= SLOTS
     exists = tl.reshape(tl.arange(0, SLOTS)[:, None] < counts[None, :], [TILE])
     x = tl.load(buffer_ptr + i, mask=exists, other=-float("inf")).to(ACC_DTYPE)
-    equal = (complete == 0) & (first == last)
-    x = tl.where(equal, tl.where(i == 0, logit_of(first, SHIFT), -float("inf")), x)
-    each = tl.where(equal, tl.sum(counts), 1).to(ACC_DTYPE)
+    equal, each = (complete == 0) & (first == last), tl.full([], 1.0, ACC_DTYPE)
+    if equal:
+        x = tl.where(i == 0, logit_of(first, SHIFT), -float("inf"))
+        each = tl.sum(counts).to(ACC_DTYPE)
     return Tile(x, each, first, last, complete | equal)
 
 
@@ -644,7 +646,7 @@ def truncated_stats_kernel(
                 if (step == 1) | (step == 3):
                     first = tl.where(step == 1, before, least)
                     last = first
-                elif margin > 0.1:
+                elif tile.complete | ((margin > 0.1) & (last - first > 16)):
                     share = tl.full([], SAMPLE, ACC_DTYPE) / classes
                     rest = (total.to(ACC_DTYPE) - goal) * share
                     in_bins = tl.load(sample_ptr + index * BINS + tl.arange(0, BINS))

@@ -75,7 +75,9 @@ def truncated_of_rows(
         "BINS": BINS,
         "num_warps": warps,
     }
-    launch(truncated_totals_kernel, rows, **options, COMMON=COMMON, maxnreg=READ_REGISTERS)
+    # Rows that are not aligned are read class by class, for which threads need more registers.
+    limits = (READ_REGISTERS, SEARCH_REGISTERS) if is_aligned else (None, None)
+    launch(truncated_totals_kernel, rows, **options, COMMON=COMMON, maxnreg=limits[0])
     launch(
         truncated_stats_kernel,
         M,
@@ -89,7 +91,7 @@ def truncated_of_rows(
         WHOLE=whole,
         MARGIN=MARGIN,
         **options,
-        maxnreg=SEARCH_REGISTERS,
+        maxnreg=None if whole else limits[1],
     )
 
 
