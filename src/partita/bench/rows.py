@@ -17,6 +17,7 @@ from torch import Tensor
 from ..runtime.dtypes import acc_dtype
 from ..testing import Error, ulp_error
 from ..testing.budget import Scale
+from ..testing.samples import in_torch
 from .case import (
     Attempt,
     Buffers,
@@ -75,17 +76,10 @@ def token_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy, x.argmax(-1)
 
 
-def truncated_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute statistics over what top-k and top-p keep with PyTorch's ops: a sort of the row."""
+def truncated_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """Compute statistics over what the rules keep with PyTorch's ops, which sort the rows."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    ordered, index = x.sort(-1, descending=True)
-    share = ordered.masked_fill(ordered < ordered[:, RULES["top_k"] - 1, None], -torch.inf)
-    share = share.softmax(-1)
-    dropped = (share.cumsum(-1) - share >= RULES["top_p"]) | (share == 0)
-    least = ordered.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
-    is_target = index == target.unsqueeze(-1)
-    kept = ordered.masked_fill((ordered < least) & ~is_target, -torch.inf).logsumexp(-1)
-    return x.gather(-1, target.unsqueeze(-1)).squeeze(-1) - kept, x.logsumexp(-1), kept
+    return in_torch.truncated_stats(x, target, **RULES)[:3]
 
 
 def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
@@ -432,6 +426,8 @@ OPS = {
     "softmax": softmax_cases,
     "cross_entropy": cross_entropy_cases,
     "token_stats": cases_of({"token_stats": (TokenStats, Widths(WIDTHS, QUICK_WIDTHS))}),
-    "truncated_stats": cases_of({"truncated_stats": (TruncatedStats, Widths(WIDTHS, QUICK_WIDTHS))}),
+    "truncated_stats": cases_of(
+        {"truncated_stats": (TruncatedStats, Widths(WIDTHS, QUICK_WIDTHS))}
+    ),
     "logprobs": cases_of({"logprobs": (Logprobs, Widths(WIDTHS, QUICK_WIDTHS))}),
 }

@@ -5,7 +5,7 @@ in the order of the numbers, so a bisection of keys finds the greatest key whose
 above it, reach a number or a probability. It runs over a tile of classes on chip:
 
 - `truncated_totals_kernel` reads the row once. A sample of it says which logit about a thousand
-  classes reach; they are the first tile. It serves top-k, and top-p where few classes have the mass.
+  classes reach. They are the first tile, which has the threshold of most rules.
 - `truncated_stats_kernel` searches the tile. Where the threshold is below it, the sample and the
   row's sum give two logits between which the threshold probably is. One more read adds up the
   classes above them, and collects those between them as the next tile.
@@ -304,8 +304,9 @@ def read_block(
     u = exponent(row, shift, x)
     if FIRST:
         inside = logit >= low
-        of_block = tl.max(x, axis=0)
-        block = tl.where(of_block > maximum, start // BLOCK, block)
+        of_block, at = tl.max(x, axis=0), start // BLOCK
+        is_first = (of_block > maximum) | ((of_block == maximum) & (at < block))
+        block = tl.where(is_first, at, block)
         maximum = tl.maximum(maximum, of_block)
         mass += tl.sum(tl.exp2(u), axis=0).to(tl.float64)
     else:
@@ -344,9 +345,9 @@ def read_row(
 ):
     """Read a row and return the state of `Lanes`; no thread waits for another meanwhile.
 
-    Classes of the bracket, two logits, are stored in the buffer, where each lane has a column of SLOTS.
-    What is too much for it overwrites the last one. The first read takes the totals and has no
-    upper end. Later ones start at the end of the row, whose logits the cache still has.
+    Classes of the bracket, two logits, are stored in the buffer, where each lane has a column of
+    SLOTS. What is too much for it is counted alone. The first read takes the totals, and its
+    bracket has no upper end. Later ones start at the end of the row.
     """
     tl.debug_barrier()  # other threads may still read the buffer
     zeros, counts = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
@@ -523,9 +524,7 @@ def truncated_totals_kernel(
     while (reads < 2) & ((total >= 1.0) & (total <= 1e30) == 0):
         shift = finite_shift(maximum)
         bracket = (logit_of(first, SHIFT), logit_of(highest, SHIFT))
-        state = read_row(
-            row, shift, bracket, buffer_ptr, True, LANES, BLOCK, TILE // LANES, VECTOR
-        )
+        state = read_row(row, shift, bracket, buffer_ptr, True, LANES, BLOCK, TILE // LANES, VECTOR)
         tl.store(counts_ptr + index * LANES + tl.arange(0, LANES), state.counts)
         maximum, total = tl.max(state.maximum), tl.sum(state.mass)
         block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))

@@ -16,7 +16,7 @@ from ....primitives.gpu.row_plan import (
     row_view,
     with_output,
 )
-from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
+from ....runtime.launch import launch, next_power_of_2, tl_acc_dtype
 from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, truncated_fake
 from .kernels import (
     truncated_stats_backward_kernel,
