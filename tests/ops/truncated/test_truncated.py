@@ -191,6 +191,69 @@ def test_rules_of_each_row(device: str) -> None:
     assert stats.logprob[2] == 0 and stats.in_set[2]
 
 
+def long_rows(values: str) -> Tensor:
+    """Return rows that a kernel reads in blocks, which end inside of the last one."""
+    x = 2.6 * torch.randn(2, 9003, generator=torch.Generator().manual_seed(1))
+    if values == "ties":
+        x[:, ::3] = 1.5
+    elif values == "sorted":
+        x = x.sort(-1).values
+    elif values == "equal":
+        x[:] = 1.5
+    elif values == "holes":
+        x[:, ::2], x[:, 1::4] = -INF, -1e30
+    elif values == "outliers":  # which no sample has
+        x[0, 7] = 300.0
+        x[1, :] = -INF
+        x[1, [7, 8001]] = torch.tensor([-200.0, -201.0])
+    return x
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [
+        ("normal", {"top_k": 50, "top_p": 0.9, "temperature": 0.7}),
+        ("normal", {"top_k": 3000, "top_p": 0.95, "min_p": 1e-4}),
+        ("normal", {"top_p": 0.98, "softcap": 5.0}),
+        ("normal", {"min_p": 1e-3, "top_p": 0.9}),
+        ("normal", {}),
+        ("ties", {"top_p": 0.9}),
+        ("sorted", {"top_p": 0.98}),
+        ("equal", {"top_p": 0.9}),
+        ("holes", {"top_p": 0.98}),
+        ("outliers", {"top_p": 0.5}),
+    ],
+)
+def test_long_rows(device: str, dtype: torch.dtype, values: str, options: dict[str, Any]) -> None:
+    logits = long_rows(values).to(device, dtype)
+    target = torch.tensor([3, 8001], device=device)
+    with partita.backend(BACKEND):
+        found = partita.truncated_stats(logits, target, **options)
+    with partita.backend("reference"):
+        expected = partita.truncated_stats(logits.double(), target, **options)
+    assert torch.equal(found.kept, expected.kept) and torch.equal(found.in_set, expected.in_set)
+    for each, true in zip(found[:4], expected[:4], strict=True):
+        torch.testing.assert_close(each.double(), true, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.interpreted
+@devices
+def test_the_arg_max_of_a_long_row_is_its_first_class(device: str) -> None:
+    logits = long_rows("normal").to(device)
+    logits[0, [5, 9001]], logits[1, [4999, 5000]] = 90.0, 90.0
+    logits.requires_grad_()
+    with partita.backend(BACKEND):
+        partita.truncated_stats(logits, top_k=2).logprob.sum().backward()
+    expected = torch.zeros_like(logits)
+    for row, (first, second) in enumerate(((5, 9001), (4999, 5000))):
+        expected[row, first], expected[row, second] = 0.5, -0.5
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, expected)
+
+
 @devices
 def test_gradients(device: str) -> None:
     logits = rows(torch.float64, 12, 3).to(device).requires_grad_()
