@@ -16,6 +16,7 @@ from ....primitives.gpu.row_plan import (
     row_view,
     with_output,
 )
+from ....primitives.gpu.target import target_of
 from ....runtime.launch import launch, next_power_of_2, tl_acc_dtype
 from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, truncated_fake
 from .kernels import (
@@ -51,8 +52,9 @@ def truncated_of_rows(
     M, classes = logits.shape
     whole = classes <= TILE
     tile = max(next_power_of_2(classes), 2 * WARP) if whole else TILE
-    warps = max(tile // 1024, 1) if whole else WARPS
-    lanes, rows = WARP * warps, 0 if whole else M
+    gpu = target_of(logits.device)
+    warps = max(tile // 1024, 1) if whole else WARPS * WARP // gpu.warp_size
+    lanes, rows = gpu.warp_size * warps, 0 if whole else M
     block = tile if whole else lanes * EACH
     is_aligned = logits.stride(1) == 1 and logits.stride(0) % 16 == 0
     options = {
@@ -76,7 +78,9 @@ def truncated_of_rows(
         "num_warps": warps,
     }
     # Rows that are not aligned are read class by class, for which threads need more registers.
-    limits = (READ_REGISTERS, SEARCH_REGISTERS) if is_aligned else (None, None)
+    limits = (READ_REGISTERS, SEARCH_REGISTERS)
+    if whole or not (is_aligned and gpu.runs_ptx):
+        limits = (None, None)
     launch(truncated_totals_kernel, rows, **options, COMMON=COMMON, maxnreg=limits[0])
     launch(
         truncated_stats_kernel,
@@ -91,7 +95,7 @@ def truncated_of_rows(
         WHOLE=whole,
         MARGIN=MARGIN,
         **options,
-        maxnreg=None if whole else limits[1],
+        maxnreg=limits[1],
     )
 
 
