@@ -266,8 +266,8 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "chess",
             "expected some of softmax, cross_entropy, token_stats, truncated_stats, logprobs,"
-            " linear_cross_entropy, divergence, chain, linear_chain, semi_markov, ctc, rnnt, decode,"
-            " got 'chess'",
+            " linear_cross_entropy, divergence, chain, linear_chain, semi_markov, ctc, rnnt,"
+            " decode, got 'chess'",
         ),
         (
             "--peers nobody",

@@ -607,7 +607,9 @@ def truncated_stats_kernel(
     valid &= (temperature > 0.0) & (temperature < float("inf")) & (total == total)
     zero = tl.full([], 0.0, tl.float64)
     above = Sums(tl.full([], 0, tl.int32), zero, zero)
-    low, high, goal, margin = lowest, top, top_k.to(ACC_DTYPE), tl.full([], 0.5 * MARGIN, ACC_DTYPE)
+    low, high, goal, margin = lowest, top, top_k.to(ACC_DTYPE), tl.full([], MARGIN, ACC_DTYPE)
+    none = last  # the lower end of the latest guess, where there is none yet
+    floor = none
     # The steps: 0 finds the k-th class, 1 adds up what is left, 2 finds the threshold of its share,
     # and 3 needs the tile around the row's threshold.
     step = tl.where(valid, 0, 4)
@@ -622,7 +624,7 @@ def truncated_stats_kernel(
                 found, low, high = locate(tile, number, goal, above_tile, low, high, SHIFT)
             if found:
                 before, step = tl.maximum(before, low), 1
-                low, high = lowest, top
+                low, high, floor = lowest, top, none
         if step == 1:
             if top_p >= 1.0:
                 least, step = tl.maximum(least, before), 3
@@ -641,11 +643,15 @@ def truncated_stats_kernel(
             step += has_key(tile, least).to(tl.int32)
         if not WHOLE:
             if step < 4:
-                margin *= tl.where(tile.complete, 2.0, 0.5)
+                # A guess whose classes are too many is cut, and its upper half is read first.
                 if (step == 1) | (step == 3):
                     first = tl.where(step == 1, before, least)
                     last = first
-                elif tile.complete | ((margin > 0.1) & (last - first > 16)):
+                elif (floor <= high) & (low <= last) & (tile.complete == 0):
+                    first = (first | last) - ((first ^ last) >> 1)
+                elif (floor <= high) & (high < first):
+                    first, last = floor, high
+                else:
                     share = tl.full([], SAMPLE, ACC_DTYPE) / classes
                     rest = (total.to(ACC_DTYPE) - goal) * share
                     in_bins = tl.load(sample_ptr + index * BINS + tl.arange(0, BINS))
@@ -654,8 +660,7 @@ def truncated_stats_kernel(
                     first, last = guess_bracket(
                         row, shift, sample, goal * share, rest, margin, low, high, step == 2, SHIFT
                     )
-                else:  # Many classes are equal, or the sample misleads.
-                    first = (first | last) - ((first ^ last) >> 1)
+                    floor, margin = first, 2.0 * margin
                 bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
                 state = read_row(
                     row, shift, bracket, buffer_ptr, False, LANES, BLOCK, TILE // LANES, VECTOR

@@ -27,13 +27,13 @@ from .kernels import (
 
 WARP = 32
 TILE = 4096  # classes that are searched on chip
-WARPS = 8
-EACH = 16  # classes that each thread reads at once
-READ_REGISTERS, SEARCH_REGISTERS = 64, 80
+WARPS = 4
+READ_BYTES = 64  # the bytes of a row that each thread reads at once
+READ_REGISTERS, SEARCH_REGISTERS = 80, 128
 SAMPLE = 4096  # classes from which thresholds are guessed
 BINS = 256
 COMMON = 32  # classes of the sample from which on the first read collects
-MARGIN = 1.75
+MARGIN = 1.5  # of guesses, in standard deviations
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -55,7 +55,7 @@ def truncated_of_rows(
     gpu = target_of(logits.device)
     warps = max(tile // 1024, 1) if whole else WARPS * WARP // gpu.warp_size
     lanes, rows = gpu.warp_size * warps, 0 if whole else M
-    block = tile if whole else lanes * EACH
+    block = tile if whole else lanes * READ_BYTES // logits.element_size()
     is_aligned = logits.stride(1) == 1 and logits.stride(0) % 16 == 0
     options = {
         "logits": matrix_rows(logits),
