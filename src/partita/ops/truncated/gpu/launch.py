@@ -78,10 +78,10 @@ def truncated_of_rows(
         "num_warps": warps,
     }
     # Rows that are not aligned are read class by class, for which threads need more registers.
-    limits = (READ_REGISTERS, SEARCH_REGISTERS)
+    read, search = {"maxnreg": READ_REGISTERS}, {"maxnreg": SEARCH_REGISTERS}
     if whole or not (is_aligned and gpu.runs_ptx):
-        limits = (None, None)
-    launch(truncated_totals_kernel, rows, **options, COMMON=COMMON, maxnreg=limits[0])
+        read, search = {}, {}
+    launch(truncated_totals_kernel, rows, **options, COMMON=COMMON, **read)
     launch(
         truncated_stats_kernel,
         M,
@@ -95,7 +95,7 @@ def truncated_of_rows(
         WHOLE=whole,
         MARGIN=MARGIN,
         **options,
-        maxnreg=limits[1],
+        **search,
     )
 
 
