@@ -3,9 +3,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 TORCH := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
-PICTURES := digits digit_lines digit_transducer language_model train_parallel alignment hmm tagger post_training basecaller
+PICTURES := digits digit_lines digit_transducer language_model train_parallel alignment hmm tagger post_training recorded_support basecaller
 
-.PHONY: help demo test test-kernels test-versions test-gpu bench docs clean
+.PHONY: help demo test test-kernels test-versions test-gpu digests bench docs clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 15
@@ -28,6 +28,9 @@ test-versions:  ## test with each supported torch and triton (VERSIONS="oldest 2
 
 test-gpu:  ## run all tests that need a GPU, with $(PYTHON) and its PyTorch (ARGS="--resume" runs what has not passed)
 	PYTHONPATH=src:tests $(PYTHON) tests/run_gpu.py $(ARGS)
+
+digests: $(READY)  ## keep the bits of all results on this machine (REASON="why they are others")
+	PYTHONPATH=src:tests $(BIN)/python -m helpers.digests "$(REASON)"
 
 bench: $(READY)  ## time the ops beside PyTorch and the installed peers (ARGS="softmax")
 	$(BIN)/python -m partita bench $(ARGS)

@@ -59,15 +59,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {number} GPU{'s' * (number > 1)}")
 
 
-@pytest.fixture(autouse=True)
-def small_softmax_by_kernels(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Let the kernels serve small inputs on a GPU, where softmax is PyTorch's otherwise."""
-    if request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr("partita.ops.softmax.api.SMALL_ELEMENTS", -1)
-
-
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls look at no values of labels and lengths."""

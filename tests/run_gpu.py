@@ -2,8 +2,9 @@
 
 One process collects the tests and forks the workers, so the imports happen once. Each worker has
 one GPU and takes tests of one file at a time, because these share kernels. Tests of several GPUs
-come first, in workers that see all GPUs. Tests that need the memory of a whole GPU have a worker of
-their own on each; the others keep to a share that leaves it room.
+come first, in workers that see all GPUs, beside the longest of the others. Tests that need the
+memory of a whole GPU have a worker of their own on each; the others keep to a share that leaves it
+room.
 
 The results are stored in `.test-gpu.json` with a digest of the sources. `--resume` runs what has
 not passed on the present sources.
@@ -217,29 +218,34 @@ class Runner:
                 self.skip([i for of in kinds.values() for i in of], "needs a GPU")
                 return True
             every = ",".join(map(str, range(self.gpus)))
-            workers = max(2, self.cores // 8)  # their tests start a process for each GPU
-            self.phase([("multigpu", every)] * workers, kinds.pop("multigpu", []))
+            few = max(2, self.cores // 4)
+            several = [("multigpu", every)] * (few if kinds.get("multigpu") else 0)
             alone = [("whole_gpu", str(gpu)) for gpu in range(self.gpus)]
-            ordinary = max(self.gpus, self.cores)
-            side_by_side = [("gpu", str(i % self.gpus)) for i in range(ordinary)]
-            self.phase([*alone, *side_by_side], kinds["whole_gpu"] + kinds["gpu"])
+            ordinary = [("gpu", str(i % self.gpus)) for i in range(max(self.gpus, self.cores))]
+            self.run(kinds, [*several, *ordinary[:few]], [*alone, *ordinary[few:]])
         finally:
             self.record.store()
         return True
 
-    def phase(self, places: list[tuple[str, str]], indices: list[int]) -> None:
-        """Run tests in a worker for each kind and GPU."""
-        self.queues: dict[str, Queue] = {}
-        for kind in dict(places):
-            of = [i for i in indices if self.session.items[i].get_closest_marker(kind)]
-            of = [i for i in of if kind != "gpu" or not self.is_whole(i)]
-            workers = sum(each == kind for each, _ in places)
-            self.queues[kind] = Queue(self.session, of, self.record.seconds, workers)
+    def run(
+        self,
+        kinds: dict[str, list[int]],
+        places: list[tuple[str, str]],
+        later: list[tuple[str, str]],
+    ) -> None:
+        """Run tests in a worker for each kind and GPU, in some of them once there are cores."""
+        workers = Counter(kind for kind, _ in (*places, *later))
+        seconds = self.record.seconds
+        self.queues = {
+            kind: Queue(self.session, of, seconds, workers[kind]) for kind, of in kinds.items()
+        }
         self.workers: list[Worker] = []
         try:
-            for kind, gpu in places:
-                self.employ(kind, gpu)
-            while self.workers:
+            for place in places:
+                self.employ(*place)
+            while self.workers or later:
+                while later and self.processes() < self.cores:
+                    self.employ(*later.pop(0))
                 connections = [worker.connection for worker in self.workers]
                 ready = multiprocessing.connection.wait(connections, 1.0)
                 for worker in list(self.workers):
@@ -252,8 +258,9 @@ class Runner:
             for worker in self.workers:
                 worker.stop()
 
-    def is_whole(self, index: int) -> bool:
-        return self.session.items[index].get_closest_marker("whole_gpu") is not None
+    def processes(self) -> int:
+        """Return how many processes run tests; a test of several GPUs starts one for each."""
+        return sum(self.gpus if worker.kind == "multigpu" else 1 for worker in self.workers)
 
     def employ(self, kind: str, gpu: str, batch: list[int] | None = None) -> None:
         """Fork a worker for a batch, or for the next one of its kind if there is one."""

@@ -28,6 +28,7 @@ from .ops.linear_heads.divergence import linear_divergence, linear_topk_divergen
 from .ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from .ops.linear_heads.plan import MemoryPlan as _MemoryPlan
 from .ops.linear_heads.plan import linear_cross_entropy_plan
+from .ops.linear_heads.support import linear_support_stats
 from .ops.linear_heads.truncated import linear_truncated_stats
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
@@ -42,10 +43,13 @@ from .ops.semi_markov.api import (
     semi_markov_chain,
 )
 from .ops.softmax.api import log_softmax, logsumexp, softmax
+from .ops.support.api import support_stats
+from .ops.support.common import SupportStats
 from .ops.truncated.api import truncated_stats
 from .ops.truncated.common import TruncatedStats
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
+from .runtime.invariance import batch_invariant
 
 __version__ = "0.1.0"
 
@@ -66,12 +70,14 @@ __all__ = [
     "SemiMarkovPath",
     "SemiMarkovSample",
     "Semiring",
+    "SupportStats",
     "TokenSpans",
     "TokenStats",
     "TopK",
     "TruncatedStats",
     "ViterbiPath",
     "backend",
+    "batch_invariant",
     "cross_entropy",
     "ctc_align",
     "ctc_beam_search",
@@ -91,6 +97,7 @@ __all__ = [
     "linear_logprobs",
     "linear_rnnt_loss",
     "linear_rnnt_plan",
+    "linear_support_stats",
     "linear_tdt_loss",
     "linear_token_stats",
     "linear_topk_divergence",
@@ -107,6 +114,7 @@ __all__ = [
     "semi_markov_chain",
     "softmax",
     "stitch",
+    "support_stats",
     "tdt_align",
     "tdt_loss",
     "testing",

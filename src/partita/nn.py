@@ -106,8 +106,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             `linear`, whose matrix is `[C * prod(out_features), H]`.
         reduction, weight, ignore_index, label_smoothing: as in
             `torch.nn.LinearCrossEntropyLoss`.
-        softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`; the budget is in
-            bytes.
+        softcap, z_loss, memory_budget, logits_dtype: as in `partita.linear_cross_entropy`; the
+            budget is in bytes.
 
     Raises:
         TypeError, ValueError: an option that no call would accept.
@@ -140,6 +140,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         softcap: float | None = None,
         z_loss: float = 0.0,
         memory_budget: int | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         ignored = -100 if ignore_index is None else ignore_index
@@ -152,6 +153,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.softcap = softcap
         self.z_loss = z_loss
         self.memory_budget = memory_budget
+        self.logits_dtype = logits_dtype
         self.linear = torch.nn.Linear(
             in_features,
             math.prod(out_features, start=num_classes),
@@ -188,6 +190,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             softcap=self.softcap,
             z_loss=self.z_loss,
             memory_budget=self.memory_budget,
+            logits_dtype=self.logits_dtype,
         )
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ from .ops.vocab_parallel.divergence import (
     linear_logprobs,
     logprobs,
 )
+from .ops.vocab_parallel.support import linear_support_stats, support_stats
 
 __all__ = [
     "balanced",
@@ -18,6 +19,8 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "linear_logprobs",
+    "linear_support_stats",
     "logprobs",
+    "support_stats",
     "token_stats",
 ]

@@ -7,10 +7,21 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers.bench import CPU, SETTINGS, bench, devices, read, run, run_as, texts_of
+from helpers.bench import (
+    CPU,
+    SETTINGS,
+    bench,
+    devices,
+    read,
+    run,
+    run_as,
+    settings_with,
+    texts_of,
+)
 from torch import Tensor
 
 from partita.bench import chain, cli, providers, rows, runner
@@ -23,7 +34,7 @@ CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,koi,seqdist,"
-    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,warprnnt,fast-ctc-decode,pyctcdecode"
+    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode"
 )
 TINY = "--elements 2048 --columns 16,33 --repetitions 2"
 SOFTMAX = f"softmax {TINY} --no-sweep --device cpu"
@@ -124,11 +135,7 @@ def test_all_ops_with_table_csv_and_picture(
             assert any(text and text.startswith(caption.format(dtype)) for text in texts)
     printed = capsys.readouterr().out
     assert "mean" not in printed
-    for title in (
-        "softmax fp32",
-        "softmax sweep fp32",
-        "viterbi bf16",
-    ):
+    for title in ("softmax fp32", "softmax sweep fp32", "viterbi bf16"):
         assert f"\n{title}\n" in printed
     assert ("cross_entropy bf16, total: percent of copy bandwidth" in printed) == (device == "cuda")
     assert ("%" in printed) == (device == "cuda")
@@ -164,6 +171,35 @@ def test_the_peers_that_are_known() -> None:
         "quack",
         "torch",
     ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("op", cli.OPS)
+def test_sizes(op: str, device: str) -> None:
+    """Quick runs are smaller, widths are those that are asked for, and logits as many as fit."""
+
+    def cases(**changes: Any) -> list[Any]:
+        settings = settings_with(dtypes=(), device=torch.device(device), **changes)
+        found: list[Any] = list(cli.OPS[op](settings))
+        assert len(set(found)) == len(found)
+        return found
+
+    def logits(cases: list[Any]) -> int:
+        return sum(math.prod(case.shape) for case in cases)
+
+    full, quick = cases(quick=False), cases()
+    assert {(case.op, case.dtype) for case in quick} == {(case.op, case.dtype) for case in full}
+    assert logits(quick) < logits(full) or quick == full
+    for case in cases(columns=(1, 50)):
+        if case.width:
+            assert getattr(case, case.width) in (case.least_width, 50)
+        elif isinstance(case, rows.RowsCase) and not isinstance(case, rows.Sweep):
+            assert case.columns in (1, 50) and case.rows == case.shape[0]
+    for limit in (5000, 1):
+        for case in cases(elements=limit):
+            sizes = case.shrinks or {"rows": 1}
+            is_least = all(getattr(case, name) <= least for name, least in sizes.items())
+            assert math.prod(case.shape) <= 1.1 * limit or is_least
 
 
 def _wrong_gradient(logits: Tensor, target: Tensor) -> Tensor:
@@ -266,13 +302,10 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "chess",
             "expected some of softmax, cross_entropy, token_stats, truncated_stats, logprobs,"
-            " linear_cross_entropy, divergence, chain, linear_chain, semi_markov, ctc, rnnt,"
-            " decode, got 'chess'",
+            " linear_cross_entropy, divergence, linear_support_stats, chain, linear_chain,"
+            " semi_markov, ctc, rnnt, decode, got 'chess'",
         ),
-        (
-            "--peers nobody",
-            f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'",
-        ),
+        ("--peers nobody", f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'"),
         ("--dtype fp8", "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
         ("--columns 8,-1", "expected positive whole numbers, got '8,-1'"),
         ("--elements 1,2", "expected one positive whole number, got '1,2'"),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.bench import (
     CPU,
-    SETTINGS,
     devices,
     installed,
     machine_with,
@@ -17,7 +16,6 @@ from helpers.bench import (
     row_of,
     run,
     run_as,
-    shapes,
     stand_in,
 )
 from torch import Tensor, nn
@@ -65,52 +63,6 @@ def test_tables() -> None:
             (16, slots),
             (CHAINS, 16),
         )
-
-
-def test_sizes() -> None:
-    def of_chains(**changes: Any) -> list[tuple[int, ...]]:
-        return shapes(chain.chain_cases, "chain", **changes)
-
-    full = [
-        (800, 64, 64, 5),
-        (800, 64, 256, 5),
-        (800, 64, 1024, 5),
-        (2000, 128, 256, 5),
-        (2000, 64, 1024, 5),
-        (500, 128, 201, 3),
-        (100_000, 1, 16, 5),
-        (1_000_000, 1, 4, 4),
-    ]
-    assert of_chains(device=GPU, quick=False) == full
-    assert of_chains(device=GPU) == full[:2]
-    assert of_chains(quick=False) == [(500, 8, 64, 5), (200, 4, 1024, 5), (500, 8, 201, 3)]
-    assert of_chains() == [(100, 4, 64, 5), (100, 4, 256, 5)]
-    assert of_chains(device=GPU, columns=(16, 100)) == [(800, 64, 16, 5), (800, 64, 100, 5)]
-    assert of_chains(elements=2 * 100 * 64 * 5) == [(100, 2, 64, 5), (50, 1, 256, 5)]
-    assert of_chains(elements=1) == [(1, 1, 64, 5), (1, 1, 256, 5)]
-    cases = list(chain.chain_cases(dataclasses.replace(SETTINGS, columns=())))
-    assert [(case.op, case.dtype) for case in cases] == [
-        (op, dtype) for dtype in SETTINGS.dtypes for op in ("chain", "viterbi") for _ in range(2)
-    ]
-
-
-def test_sizes_of_linear_and_semi_markov_chains() -> None:
-    def of_linear(**changes: Any) -> list[tuple[int, ...]]:
-        return shapes(linear_chain.linear_chain_cases, "linear_chain", **changes)
-
-    def of_segments(**changes: Any) -> list[tuple[int, ...]]:
-        return shapes(linear_chain.semi_markov_cases, "semi_markov", **changes)
-
-    assert of_linear(device=GPU, quick=False) == list(map(tuple, linear_chain.FULL_SIZES))
-    assert of_linear(device=GPU) == [(100, 64, 20), (500, 32, 50)]
-    assert of_linear(quick=False) == [(100, 64, 20), (500, 32, 50), (100_000, 1, 16)]
-    assert of_linear() == [(40, 8, 10), (300, 1, 16)]
-    assert of_linear(device=GPU, columns=(7,)) == [(100, 64, 7)]
-    assert of_linear(elements=800) == [(40, 2, 10), (50, 1, 16)]
-    assert of_linear(elements=1) == [(2, 1, 10), (2, 1, 16)]
-    assert of_segments(device=GPU, quick=False)[0] == (1000, 32, 24)
-    assert of_segments() == [(40, 4, 6)]
-    assert of_segments(elements=100) == [(16, 1, 6)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -253,10 +205,7 @@ def test_libraries_are_called_as_they_want_it(monkeypatch: pytest.MonkeyPatch) -
         stand_in(monkeypatch, name, **members)
     for name in ("koi", "seqdist"):
         called.clear()
-        rows = run(
-            [LOGZ, VITERBI],
-            installed(name),
-        )
+        rows = run([LOGZ, VITERBI], installed(name))
         assert all(row.timing for row in rows) and len(rows) == 5
         assert set(called) == {partita.Log, partita.Max}
 
@@ -283,10 +232,6 @@ def test_long_sequences_are_beyond_a_loop() -> None:
     assert linear_chain.beyond_loop(inputs) is None
     long = inputs._replace(emissions=torch.empty(10_001, 1, 2))
     assert linear_chain.beyond_loop(long) == "a loop of more than 10,000 steps"
-    assert linear_chain.beyond_torch_struct(inputs) is None
-    short, large = torch.empty(1, 3, 6), torch.empty(1, device="meta").expand(2**10, 2, 2**11)
-    for emissions, reason in ((short, "two tokens"), (large, "several times")):
-        assert reason in linear_chain.beyond_torch_struct(inputs._replace(emissions=emissions))
 
 
 class FakeCRF(nn.Module):
@@ -360,9 +305,6 @@ def test_torch_struct_gets_segments_as_potentials(monkeypatch: pytest.MonkeyPatc
     inputs = SEGMENTS.inputs(Buffers(CPU.device))
     found = linear_chain.torch_struct_segments()(*inputs)
     torch.testing.assert_close(found, linear_chain.segments_logz(*inputs))
-    assert linear_chain.beyond_torch_struct_segments(inputs) is None
-    large = inputs._replace(durations=torch.zeros(10_000, 3))
-    assert "for each step" in linear_chain.beyond_torch_struct_segments(large)
 
 
 def test_flash_semicrf_gets_prefix_sums_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,12 @@
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.bench import (
     CPU,
-    SETTINGS,
     devices,
     installed,
     machine_with,
@@ -18,8 +16,6 @@ from helpers.bench import (
     row_of,
     run,
     run_as,
-    settings_with,
-    shapes,
     stand_in,
 )
 from torch import Tensor
@@ -51,46 +47,6 @@ def off_by(factor: float, sequences: slice = slice(None)) -> object:
         return PARTITA.ops["ctc"]()(scaled, targets, *lengths)
 
     return function
-
-
-def test_sizes() -> None:
-    def sized(op: str, **changes: Any) -> list[tuple[int, ...]]:
-        settings = settings_with(**changes)
-        cases = [case for case in ctc.ctc_cases(settings) if case.op == op]
-        return [(*case.shape, case.shortest, case.longest) for case in cases]
-
-    full = sized("ctc", device=GPU, quick=False)
-    assert [shape[:3] for shape in full[:3]] == [(500, 128, 20), (1000, 64, 32), (150, 128, 5000)]
-    assert len(full) == 10 and full[5] == (30000, 1, 32, 2000, 2500)
-    assert sized("ctc", device=GPU) == [full[0], full[6]]
-    assert sized("ctc", quick=False) == [(500, 32, 20, 80, 100), (400, 4, 5000, 40, 40)]
-    assert sized("ctc") == [(60, 4, 20, 8, 12), (64, 4, 32, 16, 16)]
-    assert sized("ctc", device=GPU, columns=(1, 100)) == [
-        (500, 128, 2, 80, 100),
-        (500, 128, 100, 80, 100),
-    ]
-    assert sized("ctc", elements=2 * 60 * 20)[0] == (60, 2, 20, 8, 12)
-    assert sized("ctc", elements=200)[0] == (10, 1, 20, 5, 5)
-    assert sized("ctc_crf", device=GPU, quick=False) == [(2000, 64, 1024, 5, 300, 500)]
-    assert sized("ctc_crf", elements=320) == [(16, 1, 4, 5, 8, 8)]
-    assert sized("ctc_align", device=GPU, quick=False) == [(180000, 1, 32, 20000, 20000)]
-    cases = list(ctc.ctc_cases(dataclasses.replace(SETTINGS, columns=())))
-    assert [(case.op, case.dtype) for case in cases] == [
-        (op, dtype) for dtype in SETTINGS.dtypes for op in ("ctc", "ctc", "ctc_crf", "ctc_align")
-    ]
-
-
-def test_sizes_of_transducers() -> None:
-    def sized(op: str, **changes: Any) -> list[tuple[int, ...]]:
-        return shapes(rnnt.rnnt_cases, op, **changes)
-
-    full = sized("rnnt", device=GPU, quick=False)
-    assert full[0] == (8, 200, 41, 500) and len(full) == 4
-    assert sized("rnnt", device=GPU) == full[:2]
-    assert sized("tdt") == [(2, 20, 7, 32), (1, 12, 5, 64)]
-    assert sized("linear_rnnt", quick=False) == [(2, 60, 21, 100), (1, 150, 41, 256)]
-    assert sized("rnnt", device=GPU, columns=(1, 100)) == [(8, 200, 41, 2), (8, 200, 41, 100)]
-    assert sized("rnnt", elements=2048)[0] == (1, 9, 7, 32)
 
 
 def test_inputs() -> None:
@@ -142,13 +98,6 @@ def test_a_wrong_gradient_of_a_transducer_is_found() -> None:
         return PARTITA.ops["rnnt"]()(scaled, *others)
 
     note_of_wrong(TRANSDUCERS[0], function)
-
-
-def test_what_libraries_of_transducers_cannot_take() -> None:
-    peers = {peer.name: peer for peer in providers.PEERS}
-    inputs = TRANSDUCERS[0].inputs(Buffers(CPU.device))
-    assert peers["warprnnt"].refusal("rnnt", inputs) == "needs a GPU"
-    assert peers["torchaudio"].refusal("rnnt", inputs) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

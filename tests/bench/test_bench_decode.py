@@ -5,28 +5,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.bench import CPU, run, run_as, settings_with, stand_in
+from helpers.bench import CPU, run, run_as, stand_in
 
 import partita
 from partita.bench import decode
-from partita.bench.case import Buffers, needs_gpu
+from partita.bench.case import Buffers
 from partita.bench.providers import PARTITA
 
 GREEDY = decode.Greedy("ctc_greedy", torch.float32, 12, 2, 5, 4)
 BEAM = decode.Beam("ctc_beam", torch.float32, 12, 2, 5, 4)
 VITERBI = decode.CrfCase("ctc_crf_viterbi", torch.float32, 12, 2, 16, 4)
 CRF_BEAM = decode.CrfCase("ctc_crf_beam", torch.float32, 12, 2, 16, 4)
-
-
-def test_sizes() -> None:
-    def shapes(**changes: Any) -> list[tuple[int, ...]]:
-        settings = settings_with(dtypes=(), **changes)
-        return [case.shape for case in decode.decode_cases(settings)]
-
-    gpu = shapes(device=torch.device("cuda"), quick=False)
-    assert (1000, 64, 5) in gpu and gpu[-1] == (2000, 64, 1024, 5)
-    assert shapes() == [(30, 2, 5)] * 2 + [(20, 2, 16, 5)] * 2
-    assert shapes(elements=50)[0] == (10, 1, 5)
 
 
 def test_ours_loses_nothing() -> None:
@@ -94,18 +83,6 @@ def test_pyctcdecode_gets_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> 
     inputs = BEAM.inputs(Buffers(CPU.device))
     found = decode.pyctcdecode_beam()(inputs)
     assert decode.tokens_of(found, range(2)) == found_by_ours(inputs)
-
-
-def test_torchaudio_gets_the_batch_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our class of the same interface stands in for torchaudio's CUDA decoder."""
-    from partita.integrations.torchaudio import CUCTCDecoder
-
-    stand_in(monkeypatch, "torchaudio.models.decoder", CUCTCDecoder=CUCTCDecoder)
-    inputs = BEAM.inputs(Buffers(CPU.device))
-    found = decode.torchaudio_beam()(inputs)
-    assert decode.tokens_of(found, range(2)) == found_by_ours(inputs)
-    assert needs_gpu(inputs) == "needs a GPU"
-    assert decode.on_the_host(inputs) is None
 
 
 def test_koi_gets_moves_without_the_blank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from helpers.bench import (
     CPU,
-    SETTINGS,
     bench,
     devices,
     installed,
@@ -31,7 +30,7 @@ from helpers.bench import (
 from torch import Tensor
 
 import partita
-from partita.bench import heads, picture, providers, report, rows
+from partita.bench import heads, picture, providers, report, rows, support
 from partita.bench.case import Attempt, Buffers, Function, Provider
 from partita.bench.providers import PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH
 from partita.ops.linear_heads.plan import MemoryPlan
@@ -40,25 +39,6 @@ CASE = heads.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 3
 DIVERGENCE = heads.LinearDivergence("linear_divergence", torch.float32, 96, 16, 300, 0.5)
 PARTS = report.PARTS[:4]
 QUICK = "linear_cross_entropy --quick --repetitions 2 --device cpu"
-
-
-def test_sizes() -> None:
-    def sized(**changes: Any) -> list[tuple[int, ...]]:
-        cases = list(heads.linear_cross_entropy_cases(settings_with(dtypes=(), **changes)))
-        assert {case.dtype for case in cases} == {torch.bfloat16}
-        return [(case.tokens, case.hidden, case.vocabulary) for case in cases]
-
-    gpu = torch.device("cuda")
-    full = [(8192, 4096, 128256), (16384, 2048, 262144), (8192, 2048, 32768), (4096, 4096, 128256)]
-    assert sized(device=gpu, quick=False) == full
-    assert sized(device=gpu) == full[2:3]
-    assert sized(quick=False) == [(256, 128, 4000)]
-    assert sized() == [(128, 64, 1000)]
-    assert sized(columns=(1, 50)) == [(128, 64, 2), (128, 64, 50)]
-    assert sized(elements=5000) == [(5, 64, 1000)]
-    assert sized(elements=10) == [(1, 64, 1000)]
-    cases = heads.linear_cross_entropy_cases(dataclasses.replace(SETTINGS, columns=()))
-    assert [case.dtype for case in cases] == list(SETTINGS.dtypes)
 
 
 def test_inputs() -> None:
@@ -184,9 +164,7 @@ def bent(
     [{"loss": 1.001}, {"leaf": 0, "factor": 0.999}, {"leaf": 1, "factor": 1.001}],
     ids=str,
 )
-def test_the_bound_of_peers_is_looser_than_the_error_of_pytorch(
-    changes: dict[str, float],
-) -> None:
+def test_the_bound_of_peers_is_looser_than_the_error_of_pytorch(changes: dict[str, float]) -> None:
     assert all(row.timing for row in run_as("another", CASE, bent(**changes)))
     note_of_wrong(CASE, bent(**changes), "partita-fast")
 
@@ -483,6 +461,27 @@ def test_log_probabilities() -> None:
     )
     assert all(verdict.failed for verdict in scaled)
     assert case.moves["total"].bytes == 3 * case.bytes
+
+
+def test_recorded_supports() -> None:
+    case = support.LinearSupport("linear_support_stats", torch.float32, 150, 16, 20_000)
+    inputs = case.inputs(Buffers(CPU.device))
+    numbers = inputs.offsets.diff()
+    assert numbers.min() >= 1 and numbers.max() == 512 and len(inputs.ids) == numbers.sum()
+    own = case.standard(inputs)
+
+    def failed(function: Function, provider: Provider) -> list[bool]:
+        found = case.verdicts(Attempt(function, inputs, provider), own)
+        return [verdict.failed for verdict in found]
+
+    assert failed(support.mean_loss, providers.PARTITA) == [False] * 5
+    assert failed(support.composed_loss, providers.TORCH) == [False] * 5
+
+    def without_ids(*x: Tensor) -> Tensor:
+        return support.mean_loss(*x[:3], x[3][:0], torch.zeros_like(x[4]))
+
+    assert sum(failed(without_ids, providers.PARTITA)) >= 4
+    assert not any(failed(support.products_of_head(), PRODUCTS))
 
 
 @pytest.mark.parametrize("beta", heads.BETAS)

@@ -1,35 +1,13 @@
 """The measurements of the benchmark: sizes, steps, buffers, replays, and memory."""
 
-import dataclasses
-
 import pytest
 import torch
-from helpers.bench import CPU, SETTINGS, devices
+from helpers.bench import CPU, devices
 from torch import Tensor
 
 from partita.bench import measure, providers, rows
 from partita.bench.case import Buffers
 from partita.testing import assert_within_budget
-
-
-def test_the_sizes_of_the_report() -> None:
-    full = dataclasses.replace(
-        SETTINGS, columns=(), elements=None, quick=False, device=torch.device("cuda")
-    )
-    widths = {256 * 2**i for i in range(11)} | {781, 50257}
-    cases = list(rows.softmax_cases(full))
-    for kind in (rows.Softmax, rows.LogSoftmax):
-        assert {case.columns for case in cases if isinstance(case, kind)} == widths
-    sweep = [case for case in cases if isinstance(case, rows.Sweep)]
-    assert [case.columns for case in sweep] == list(range(256, 6273, 128))
-    assert {case.rows for case in sweep} == {4096}
-    losses = [case for case in rows.cross_entropy_cases(full) if type(case) is rows.CrossEntropy]
-    assert {case.columns for case in losses} == {8192, 16384, 32768, 131072, 262144, 50257}
-    for case in cases + losses:
-        assert (
-            isinstance(case, rows.Sweep) or 2**28 - case.columns < case.rows * case.columns <= 2**28
-        )
-    assert len(list(rows.softmax_cases(dataclasses.replace(full, quick=True)))) < len(cases) / 3
 
 
 def test_steps_are_timed_in_order() -> None:

@@ -156,7 +156,7 @@ def test_a_failed_check_is_first_and_escaped(whole: Page) -> None:
     failed, passed = rows[: len(dtypes)], rows[len(dtypes) :]
     assert failed == [["broken", d, "", "", "", "FAIL", note] for d in dtypes]
     assert "PyTorch on cpu, against fp64" in whole.text
-    assert len(passed) == 2 * len(dtypes) and {row[5] for row in passed} == {"pass"}
+    assert len(passed) == len(dtypes) and {row[5] for row in passed} == {"pass"}
     assert "<b>" not in whole.source and html.escape(NOTE) in whole.source
     assert f"check: {len(passed)} passed, {len(failed)} failed" in whole.text
     assert '<tr class="fail">' in whole.source
@@ -200,8 +200,7 @@ def test_pictures_share_a_page(tmp_path: Path) -> None:
     ]
     path = tmp_path / "report.html"
     path.write_text(
-        _report.page(_report.Report("", "", [], [], Measured(rows, machine))),
-        encoding="utf-8",
+        _report.page(_report.Report("", "", [], [], Measured(rows, machine))), encoding="utf-8"
     )
     page = Page(path)
     assert page.source.count("<figure><svg ") == 2
@@ -234,7 +233,7 @@ def test_without_matplotlib_the_tables_are_there(
 def test_without_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.html"
     assert run(path, "--no-bench") == 0
-    assert capsys.readouterr().out == f"check: 8 passed, 0 failed\nwrote {path}\n"
+    assert capsys.readouterr().out == f"check: 4 passed, 0 failed\nwrote {path}\n"
     assert "bench" not in Page(path).ids
 
 
@@ -388,10 +387,8 @@ def test_a_disk_that_is_full_leaves_what_was_there(
 
     monkeypatch.setattr(Path, "replace", full)
     assert run(path, "--force", "--no-bench") == 1
-    assert (
-        capsys.readouterr().err
-        == f"partita report: {path}: cannot be written: No space left on device\n"
-    )
+    *_, told = capsys.readouterr().err.splitlines()  # a slow machine shows its progress before
+    assert told == f"partita report: {path}: cannot be written: No space left on device"
     assert [file.name for file in tmp_path.iterdir()] == [
         "report.html"
     ] and path.read_text() == "mine"

@@ -12,16 +12,21 @@ from partita.runtime.register import LEFT_TO_PYTHON
 from partita.testing.samples import CALLS, Draw, Sample
 
 pytestmark = pytest.mark.gpu
-# Best paths of a number that the user names, samples from a generator, and the edges that leave a
-# state need the host.
-ON_THE_HOST = [name for name in CALLS if name.endswith(("nbest", "sample", "backward_scores"))]
+# Best paths of a number that the user names, samples from a generator, the edges that leave a
+# state, and the number of rows without recorded classes need the host.
+HOST_NAMES = ("nbest", "sample", "backward_scores", "linear_support_stats")
+ON_THE_HOST = [name for name in CALLS if name.endswith(HOST_NAMES)]
 CAPTURED = [name for name in CALLS if name not in ON_THE_HOST]
 
 IN_PYTORCH = "PyTorch's own functions serve it"
 # The log-probability of all other classes is computed in PyTorch.
 WITH_REST = "logprobs: it calls aten.fill_.Tensor; logprobs_backward: it calls aten.clone.default"
+# PyTorch checks the offsets of recorded supports, and sorts their ids.
+SORTED = "support_sets: it calls aten.lt.Tensor"
 # What `partita info --replay` says of the calls that are not replayed, or of which a part is not.
 EXCEPTIONS = {
+    "support_stats": SORTED,
+    "linear_support_stats": SORTED,
     "topk_divergence": WITH_REST,
     "linear_topk_divergence": WITH_REST,
     "Chain.nbest": IN_PYTORCH,

@@ -19,6 +19,7 @@ import hmm
 import language_model
 import post_training
 import pytest
+import recorded_support
 import tagger
 import torch
 import torch.distributed as dist
@@ -252,6 +253,32 @@ def test_chain_exactness_out_of_contract(
         == 1
     )
     assert "Out of contract: CTC, up to 200 labels, 50 steps." in capsys.readouterr().err
+
+
+def test_recorded_support_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new folder" / "recorded"
+    arguments = ["--steps", "1", "--out", str(out), "--quiet"]
+    assert recorded_support.main(arguments) == 1, "one batch is too few to learn"
+    printed = capsys.readouterr()
+    assert printed.err == "The policy did not learn; try more steps\n"
+    lines = printed.out.splitlines()
+    assert lines[1] == "Ratios of first updates: 0.0 from 1 at most"
+    assert lines[-2].split() == [*recorded_support.INVARIANT.split(), "0", "0", "0", "0"]
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_recorded_support_tells_the_causes_of_a_mismatch_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"steps": 2, "seed": 3, "out": tmp_path / "picture.svg", "quiet": True}
+    first, second = two_reports(recorded_support, monkeypatch, **arguments)
+    assert first == second
+    assert first.ratio_error == 0.0 and first.rewards[1] > first.rewards[0]
+    every, rounded, mixed, exact, equal_states, twice, invariant = first.mismatch.values()
+    assert every.mean > 0.1 > max(rounded.greatest, mixed.greatest)
+    assert exact.mean < mixed.mean
+    assert max(equal_states.greatest, twice.greatest) < 1e-5
+    assert invariant == (0, 0, 0, 0)
 
 
 def test_post_training_command(

@@ -5,7 +5,7 @@ import dataclasses
 import importlib.metadata
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,13 +75,6 @@ def settings_with(**changes: Any) -> Settings:
     """Return settings of a quick run of the usual sizes in fp32, with these changes."""
     usual = {"columns": (), "elements": None, "dtypes": (torch.float32,)}
     return dataclasses.replace(SETTINGS, **{**usual, **changes})
-
-
-def shapes(
-    cases: Callable[[Settings], Iterator[Case]], op: str, **changes: Any
-) -> list[tuple[int, ...]]:
-    """Return the shapes of the cases of an op."""
-    return [case.shape for case in cases(settings_with(**changes)) if case.op == op]
 
 
 def print_tables(rows: list[runner.Row]) -> None:

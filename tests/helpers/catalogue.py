@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.rows import INTERPRETING
+from helpers.shard_calls import SHARDS
 from torch import Tensor
 
 import partita
 from partita.testing import poisoned_memory
 from partita.testing.samples import CALLS, Draw, Sample
-from partita.testing.samples.shards import CALLS as SHARDS
 
 BACKEND = "triton" if INTERPRETING else "auto"
 EVERY = {**CALLS, **SHARDS}

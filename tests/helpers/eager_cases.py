@@ -51,7 +51,7 @@ def over(logits: Tensor) -> Tensor:
 
 def exact_logz(scores: Tensor, *ends: Tensor) -> Tensor:
     chain = partita.Chain(scores, SOURCE, *ends)
-    return chain._log_partitions(chain._potentials())[0]
+    return chain._ops.log_partitions(chain._potentials)[0]
 
 
 LOSS, STATS = ("cross_entropy_one_pass", "scale_"), ("token_stats", "token_stats_backward")

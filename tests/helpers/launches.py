@@ -365,10 +365,8 @@ def call_rnnt_overlap(dtype: torch.dtype) -> None:
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:
-    from partita.ops.linear_heads.gpu import packed
-
     hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
-    matrix = torch.zeros(C, 8, dtype=dtype)
+    matrix, offset = torch.zeros(C, 8, dtype=dtype), torch.zeros(C, dtype=dtype)
     target, weight = torch.zeros(3, dtype=torch.int64), torch.ones(C, dtype=dtype)
     # Without a budget so small a call takes no kernel of its own.
     budget = partita.linear_cross_entropy_plan(3, 8, C, dtype).workspace_bytes
@@ -386,9 +384,16 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(loss, hidden)
     found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
     torch.autograd.grad(found.sum(), hidden)
-    index = packed.pack_rows(target, -100, 2).index
-    packed.copy_rows(matrix[:3], index, matrix[:3], None)
-    packed.copy_rows(matrix[:3], None, matrix[:3], index)
+    offsets, wide = torch.arange(4), zeros_with_gradient((3, 4096), dtype)
+    for states, leaves, softcap in (
+        (hidden, (matrix, offset), None),
+        (wide, (torch.zeros_like(wide), None), 5.0),
+    ):
+        leaves = [t if t is None else t.detach().requires_grad_() for t in leaves]
+        head = (states, leaves[0], target, target, offsets)
+        found = partita.linear_support_stats(*head, linear_bias=leaves[1], softcap=softcap)
+        leaves = [states, *(t for t in leaves if t is not None)]
+        torch.autograd.grad((found.logprob + found.entropy).sum(), leaves)
 
 
 def call_parallel(dtype: torch.dtype) -> None:
@@ -436,6 +441,9 @@ def call_rows(x: torch.Tensor) -> None:
         *(partita.logprobs(x, target[:, None].expand(-1, 3), softcap=c) for c in (None, 5.0)),
     ]
     results += [partita.topk_logprobs(x, 3, softcap=c).logprobs for c in (None, 5.0)]
+    for softcap in (None, 5.0):
+        offsets = torch.arange(len(x) + 1)
+        results += partita.support_stats(x, target, target, offsets, softcap=softcap)[:2]
     everything = {"top_k": 3, "top_p": 0.9, "min_p": 0.1, "temperature": 0.7}
     for options in ({"top_p": 0.9}, everything, {**everything, "missing": "inf", "softcap": 5.0}):
         results += partita.truncated_stats(x, target, **options)[:4]

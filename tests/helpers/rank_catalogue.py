@@ -15,11 +15,11 @@ from helpers.rank_data import (
     local_shard,
     shard_sizes,
 )
+from helpers.shard_calls import SHARDS
 from torch import Tensor
 
 import partita
 from partita.testing.samples import CALLS, Draw, Sample
-from partita.testing.samples.shards import CALLS as SHARDS
 
 # The dimension of the classes in each input that the ranks share.
 SHARDED = {"linear_weight": 0, "linear_bias": 0, "teacher_weight": 0, "teacher_logits": 1}
@@ -81,7 +81,7 @@ def check_catalogue(device: torch.device) -> None:
                     local, dims = shard(sample, sizes)
                     results = local.run(classes=CLASSES if i == 0 else sizes)
                     for found, expected in zip(results, truth, strict=True):
-                        assert_close(found, expected, dtype)
+                        assert_close(found, expected, sample.inputs.get("logits_dtype", dtype))
                         assert_same_on_all_ranks(found.detach())
                     for part, found in local.gradients(results).items():
                         expected = gradients[part]

@@ -51,7 +51,7 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype = torch.flo
     """Compare a result in `dtype` with one in fp64."""
     tolerances = {"rtol": 2e-5, "atol": 2e-6}
     if dtype == torch.bfloat16:  # 5 units in the last place of the greatest element
-        greatest = float(expected.nan_to_num().abs().max()) if expected.numel() else 0.0
+        greatest = float(expected.double().nan_to_num().abs().max()) if expected.numel() else 0.0
         tolerances = {"rtol": 0.0, "atol": 0.02 * greatest}
     torch.testing.assert_close(found.double(), expected.double(), equal_nan=True, **tolerances)
 

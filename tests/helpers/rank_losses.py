@@ -1,6 +1,7 @@
 """Checks of vocabulary-parallel losses of plain tensors, which every rank runs."""
 
 import os
+from itertools import product
 from unittest import mock
 
 import torch
@@ -61,7 +62,7 @@ def check_sequence_parallel(device: torch.device) -> None:
         hidden = normal(tokens, HIDDEN, device=device, dtype=dtype)
         matrix = normal(CLASSES, HIDDEN, device=device, dtype=dtype)
         bias = normal(CLASSES, device=device, dtype=dtype)
-        for options in OPTIONS:
+        for options, wide in product(OPTIONS, (None, torch.float32)):
             exact = [t.double().requires_grad_() for t in (hidden, matrix, bias)]
             with partita.backend("reference"):
                 truth = partita.cross_entropy(F.linear(*exact), target, **options)
@@ -74,9 +75,10 @@ def check_sequence_parallel(device: torch.device) -> None:
                 linear_bias=leaves[2],
                 classes=sizes,
                 sequence_parallel=True,
+                logits_dtype=wide,
                 **options,
             )
-            assert_close(loss, truth, dtype)
+            assert_close(loss, truth, wide or dtype)
             assert_same_on_all_ranks(loss.detach())
             found = torch.autograd.grad(loss, leaves)
             assert_close(found[0], expected[0].chunk(world)[rank], dtype)

@@ -34,6 +34,10 @@ SPILLED = {
     "chain_gradient_kernel": 8,
     "chain_logz_kernel": 8,
     "chain_viterbi_kernel": 8,
+    # In rows whose classes are not adjacent.
+    "divergence_accumulate_kernel": 32,
+    # Statistics of the row, outside of the loop over blocks. With 64 registers, more programs run.
+    "token_stats_kernel": 16,
     # A few numbers of the row. With more registers, fewer programs would load at the same time.
     "divergence_mixture_row_kernel": 32,
     "divergence_row_kernel": 8,
@@ -43,8 +47,9 @@ SPILLED = {
     "linear_chain_sample_kernel": 32,
     "linear_chain_sample_words_kernel": 8,
     # A few numbers of nodes, around the loop over a row, and on sm_80 some addresses of the scan.
-    # With 64 registers, a multiprocessor runs as many programs as it can have.
-    "rnnt_overlap_kernel": 24,
+    # With 64 registers, a multiprocessor runs as many programs as it can have. With 144, for many
+    # kinds of arcs, it spills most where rows of 16-bit logits are read by words.
+    "rnnt_overlap_kernel": 64,
     # Rows that are not aligned, whose threads hold the address of each class; aligned ones spill
     # nothing. The other kernel spills two numbers around its loop.
     "truncated_stats_kernel": 40,

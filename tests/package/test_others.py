@@ -21,6 +21,7 @@ EXCEPTIONS = {
     ("integrations/fused_head.py", "setattr"): "the user gives the model to `fuse`",
     ("integrations/fused_head.py", "delattr"): "the user gives the model to `fuse`",
     ("cli/warm.py", "knobs.compilation.listener"): "`partita warm` counts kernels, in a scope",
+    ("cli/digest.py", "torch.set_num_threads"): "`partita check --digest`, in a block",
     ("testing/compare.py", "_settings.fill_uninitialized_memory"): "poisoned memory, in a block",
     ("testing/compare.py", "torch.use_deterministic_algorithms"): "poisoned memory, in a block",
     ("bench/parallel.py", "torch.manual_seed"): "processes that the benchmark starts",

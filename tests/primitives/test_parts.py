@@ -1,4 +1,4 @@
-"""Rows that several programs of a GPU share, also where a program takes part after part."""
+"""Rows that several programs of a GPU share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 import partita
 from partita.ops.divergence.gpu.launch import divergence_one_pass
-from partita.primitives.gpu.row_plan import patched_programs, row_plan_for, row_view
-from partita.primitives.gpu.target import MAX_SPLITS
 from partita.testing import poisoned_memory
 
 pytestmark = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
@@ -48,15 +46,6 @@ def assert_rounded(found: Tensor, exact: Tensor, terms: Tensor | None = None) ->
     largest = (exact if terms is None else terms).abs().amax(-1, keepdim=True)
     bound = 0.51 * finfo.eps * exact.abs() + finfo.tiny + 2e-6 * largest
     assert ((found.double() - exact).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-def test_a_program_takes_several_parts(dtype: torch.dtype, device: str) -> None:
-    x = torch.empty(ROWS, 50_257, dtype=dtype, device=device)
-    view = row_view(-1, x, x)
-    assert view is not None
-    plan = row_plan_for(view, patched=True)
-    assert MAX_SPLITS < patched_programs(view, plan) < ROWS * plan.splits
 
 
 @pytest.mark.parametrize("log", [False, True])

@@ -219,7 +219,7 @@ for path in PATHS:
         os._exit(1)
 """
 # Calls on a CPU look at none of these, and calls in one process at none of the second.
-OF_GPUS = ("cuda.", "_C._cuda", "_C._dynamo", "_softmax", "_log_softmax", "_C._autograd")
+OF_GPUS = ("cuda.", "_C._cuda", "_C._dynamo", "_C._autograd")
 OF_RANKS = ("distributed.", "_C._distributed")
 
 

@@ -64,6 +64,7 @@ def test_triton_launches_where_there_is_no_c_module(
         assert_same(calls[name](), expected)
 
 
+@pytest.mark.long
 @pytest.mark.multigpu
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_process_that_uses_the_second_gpu_alone(current: int) -> None:

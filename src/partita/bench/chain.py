@@ -21,16 +21,7 @@ from ..runtime.backend import backend
 from ..runtime.dtypes import acc_dtype
 from ..testing.samples.in_torch import reachable
 from ..testing.samples.in_torch import total_of_paths as loop_logz
-from .case import (
-    Buffers,
-    Function,
-    Functions,
-    Limited,
-    Load,
-    Sizes,
-    Verdict,
-    cases_of,
-)
+from .case import Buffers, Function, Functions, Limited, Load, Sizes, Verdict, cases_of
 from .paths import PEER_BOUND, BestCase, Gradient, LogZCase, SequencesCase, Truth, evenly, worst
 
 BASES = 4  # A, C, G and T

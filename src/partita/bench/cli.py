@@ -12,15 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..cli.console import (
-    Progress,
-    UsageError,
-    device_named,
-    dtypes,
-    number,
-    numbers,
-    words,
-)
+from ..cli.console import Progress, UsageError, device_named, dtypes, number, numbers, words
 from ..cli.info import no_gpu
 from . import host, picture, report
 from .case import Case, Provider, Settings

@@ -84,11 +84,9 @@ def tokens_of(found: Any, sequences: Sequence[int]) -> list[list[int]]:
         rows = zip(found.labels, found.lengths, strict=True)
     elif isinstance(found[0], str):
         return [[ord(letter) - FIRST_CHARACTER for letter in found[n]] for n in sequences]
-    elif isinstance(found[0], Tensor):  # koi: letters [N, T], qualities and moves
+    else:  # koi: letters [N, T], qualities and moves
         letters = [bytes(row[row != 0].tolist()).decode() for row in found[0].cpu()]
         return [[KOI_BASES.index(letter) for letter in letters[n]] for n in sequences]
-    else:
-        return [list(found[n][0].tokens) for n in sequences]
     each = list(rows)
     return [each[n][0][: int(each[n][1])].tolist() for n in sequences]
 
@@ -136,20 +134,6 @@ def pyctcdecode_beam() -> Decoder:
     return prepared(prepare, search)
 
 
-def torchaudio_beam() -> Decoder:
-    """Return the CUDA decoder of torchaudio up to 2.8, without skipped steps."""
-    decoder = load("torchaudio.models.decoder", "CUCTCDecoder")()
-
-    def search(log_probs: Tensor, beam_width: int) -> Any:
-        N, T, C = log_probs.shape
-        lengths = torch.full((N,), T, dtype=torch.int32, device=log_probs.device)
-        return decoder(characters(C), beam_size=beam_width, blank_skip_threshold=1.0)(
-            log_probs, lengths
-        )
-
-    return prepared(lambda scores: scores.float().transpose(0, 1).contiguous(), search)
-
-
 def koi_beam() -> Decoder:
     """Return koi's beam search over k-mers as bonito calls it, in fp16."""
     beam_search = load("koi.decode", "beam_search")()
@@ -192,7 +176,6 @@ OURS: dict[str, Decoder] = {
 PROVIDERS: Functions = {
     "partita": {op: given(function) for op, function in OURS.items()},
     "koi": {"ctc_crf_beam": Limited(koi_beam, needs_gpu)},
-    "torchaudio": {"ctc_beam": Limited(torchaudio_beam, needs_gpu)},
     "fast-ctc-decode": {
         "ctc_greedy": Limited(lambda: fast_ctc_decode("viterbi_search"), on_the_host),
         # Its cut-off leaves out labels.

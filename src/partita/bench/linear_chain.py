@@ -25,10 +25,6 @@ from .case import Buffers, Function, Functions, Limited, Sizes, cases_of, needs_
 from .chain import beyond_loop
 from .paths import BestCase, LogZCase, SequencesCase, Truth, differentiated, in_fp64
 
-# Numbers in the potentials of torch-struct, of which several copies exist; for segments it has
-# matrices of (D C)² for each step.
-MAX_POTENTIALS = 2**31
-
 FULL_SIZES = (  # steps, sequences and states
     (100, 64, 20),
     (500, 32, 50),
@@ -85,15 +81,6 @@ def loop_viterbi(emissions: Tensor, transitions: Tensor, start: Tensor, end: Ten
     for choice in reversed(choices):
         states.append(choice.gather(1, states[-1][:, None]).squeeze(1))
     return torch.stack(states[::-1])
-
-
-def beyond_torch_struct(inputs: LinearInputs) -> str | None:
-    T, N, C = inputs.emissions.shape
-    if T < 2:
-        return "takes at least two tokens"
-    if T * N * C * C > MAX_POTENTIALS:
-        return "would hold the scores of all transitions several times"
-    return None
 
 
 def _potentials(emissions: Tensor, transitions: Tensor, start: Tensor, end: Tensor) -> Tensor:
@@ -179,13 +166,6 @@ def torch_struct_segments() -> Function:
     return lambda *inputs: chain(_segment_potentials(*inputs)).partition
 
 
-def beyond_torch_struct_segments(inputs: SemiMarkovInputs) -> str | None:
-    T, N, C = inputs.emissions.shape
-    if T * N * (len(inputs.durations) * C) ** 2 > MAX_POTENTIALS:
-        return "would hold (D C)² numbers for each step"
-    return None
-
-
 def flash_semicrf_logz() -> Function:
     """Return log Z of flash-semicrf, from prefix sums of the emissions in fp64.
 
@@ -229,9 +209,9 @@ PROVIDERS: Functions = {
         "semi_markov": Limited(lambda: segments_logz, beyond_loop),
     },
     "torch-struct": {
-        "linear_chain": Limited(torch_struct_logz, beyond_torch_struct),
-        "linear_viterbi": Limited(torch_struct_viterbi, beyond_torch_struct),
-        "semi_markov": Limited(torch_struct_segments, beyond_torch_struct_segments),
+        "linear_chain": torch_struct_logz,
+        "linear_viterbi": torch_struct_viterbi,
+        "semi_markov": torch_struct_segments,
     },
     "flash-semicrf": {"semi_markov": Limited(flash_semicrf_logz, needs_gpu)},
     "pytorch-crf": {

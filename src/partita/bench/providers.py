@@ -11,14 +11,14 @@ from collections.abc import Iterable
 import torch
 
 from ..cli.console import UsageError
-from . import chain, ctc, decode, heads, linear_chain, rnnt, rows
+from . import chain, ctc, decode, heads, linear_chain, rnnt, rows, support
 from .case import Function, Load, Provider, given
 
-FAMILIES = (rows, heads, chain, linear_chain, ctc, rnnt, decode)
+FAMILIES = (rows, heads, support, chain, linear_chain, ctc, rnnt, decode)
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
 # PyTorch's functions that take few operations, so that its compiler is quick. The others have
 # PyTorch's functions too, with loops over the steps.
-COMPILED: dict[str, Function] = {**rows.TORCH, **heads.TORCH}
+COMPILED: dict[str, Function] = {**rows.TORCH, **heads.TORCH, **support.TORCH}
 
 
 def _compiled(function: Function) -> Function:
@@ -73,7 +73,6 @@ PEERS = (
     _provider("flash-semicrf", "flash-semicrf"),
     _provider("pytorch-crf", "pytorch-crf", ("torchcrf",)),
     _provider("torchaudio", "torchaudio"),
-    _provider("warprnnt", "warprnnt-numba", ("warprnnt_numba",)),
     _provider("fast-ctc-decode", "fast-ctc-decode"),
     _provider("pyctcdecode", "pyctcdecode"),
 )

@@ -15,7 +15,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,44 +45,19 @@ HEAD = """\
 """
 
 CSS = """\
-:root {
-  color-scheme: light dark; --text: light-dark(#1c1e21, #e3e5e8); --page: light-dark(#fff, #16181b);
-  --soft: light-dark(#5d636b, #9aa1aa); --card: light-dark(#f6f7f8, #1f2226);
-  --line: light-dark(#dcdfe3, #34383e); --ours: light-dark(#ad1457, #f48fb1);
-  --good: light-dark(#1b6e34, #7bd494); --bad: light-dark(#b3261e, #ff9c93);
-  --bad-card: light-dark(#fdecea, #3c1f1d);
-}
-body { margin: 0 auto; max-width: 90rem; padding: 1.5rem 1rem 4rem; background: var(--page); }
-body { color: var(--text); font: 1rem/1.5 system-ui, sans-serif; }
-h1 { margin: 0; font-size: 1.6rem; }
-h2 { margin: 3rem 0 .5rem; padding-bottom: .25rem; font-size: 1.3rem; }
-h2 { border-bottom: 1px solid var(--line); }
-h3 { margin: 2.5rem 0 .5rem; font-size: 1.1rem; }
-p, ul { margin: .5rem 0; max-width: 60rem; overflow-wrap: anywhere; }
-a { color: inherit; }
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 90rem; padding: 1rem; font: 1rem/1.5 system-ui, sans-serif; }
 nav a { margin-right: 1rem; }
-code { font: .9em ui-monospace, monospace; }
-.soft { color: var(--soft); }
-.verdict { margin: 1rem 0; padding: .5rem 1rem; background: var(--card); font-weight: 600; }
-.verdict { border-left: .3rem solid var(--good); }
-.verdict p { margin: .25rem 0; }
-.verdict.bad { border-color: var(--bad); background: var(--bad-card); }
-.bad, .fail { color: var(--bad); }
 .side { display: flex; flex-wrap: wrap; gap: 0 2.5rem; align-items: flex-start; }
-details { min-width: 0; max-width: 100%; }
-summary { margin: .8rem 0 .3rem; font-weight: 600; cursor: pointer; }
-.scroll { overflow-x: auto; }
+details { max-width: 100%; overflow-x: auto; }
 table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .6rem; text-align: left; white-space: nowrap; }
-th, td { border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: 600; }
-th.number, td.number { text-align: right; }
+tr { border-bottom: 1px solid #8886; }
+.number { text-align: right; }
 .note:not(:empty) { min-width: 20rem; white-space: normal; overflow-wrap: anywhere; }
-.ours { color: var(--ours); font-weight: 600; }
-tr.fail td { background: var(--bad-card); color: var(--bad); font-weight: 600; }
-figure { flex: 1 1 36rem; min-width: 0; margin: .5rem 0; padding: .5rem; overflow-x: auto; }
-figure { border: 1px solid var(--line); border-radius: .5rem; background: #fff; }
-figure svg { display: block; min-width: 34rem; max-width: 100%; height: auto; margin: auto; }
+.ours, .verdict { font-weight: 600; }
+.bad, .fail { color: #d33; font-weight: 600; }
+figure { flex: 1 1 36rem; margin: .5rem 0; overflow-x: auto; background: #fff; }
 """
 
 READING = """\
@@ -143,50 +118,40 @@ def _text(text: str) -> str:
     return html.escape(public(text))
 
 
-def _paragraphs(lines: Sequence[str], *, bad: bool = False) -> str:
-    return "".join(f"<p{_class(bad=bad)}>{_text(line)}</p>\n" for line in lines)
+def _lines(lines: Iterable[str], kind: str = "") -> str:
+    """Return a paragraph for each line."""
+    return "".join(f'<p class="{kind}">{_text(line)}</p>\n' for line in lines)
 
 
-def _items(lines: Sequence[str]) -> str:
-    items = "".join(f"<li>{_text(line)}</li>\n" for line in lines)
-    return f"<ul>\n{items}</ul>\n" if items else ""
+def _section(name: str, title: str, *parts: str, level: int = 2) -> str:
+    heading = f"<h{level}>{_text(title)}</h{level}>"
+    return f'<section id="{_text(name)}">{heading}\n{"".join(parts)}</section>\n'
 
 
-def _in_rows(parts: str) -> str:
-    """Return the parts in rows that fill the width of the page."""
-    return f'<div class="side">\n{parts}</div>\n' if parts else ""
-
-
-def _section(name: str, content: str) -> str:
-    return f'<section id="{name}">\n{content}</section>\n'
-
-
-def _class(**kinds: bool) -> str:
-    """Return the class attribute of the kinds that hold, or nothing."""
-    names = " ".join(kind for kind, holds in kinds.items() if holds)
-    return f' class="{names}"' if names else ""
+def _tables(tables: Iterable[Table], pictures: str = "") -> str:
+    """Return pictures and tables, side by side where there is room for them."""
+    return f'<div class="side">{pictures}\n{"".join(map(_table, tables))}</div>\n'
 
 
 def _table(table: Table) -> str:
-    """Return a table that folds under its title and scrolls where the page is too narrow."""
-    number, note = [align == ">" for align in table.aligned], [not name for name in table.header]
+    """Return a table that folds under its title."""
+    aligned = ["number" if align == ">" else "" for align in table.aligned]
+    aligned = [kind if name else "note" for name, kind in zip(table.header, aligned, strict=True)]
 
-    def cells(tag: str, row: Sequence[str]) -> str:
-        ours = [is_ours(name) or is_ours(row[0]) for name in table.header]
-        classes = [_class(number=number[i], note=note[i], ours=ours[i]) for i in range(len(row))]
-        return "".join(
-            f"<{tag}{kind}>{_text(text)}</{tag[:2]}>"
-            for kind, text in zip(classes, row, strict=True)
+    def line(row: Sequence[str], tag: str, kind: str = "") -> str:
+        ours = ["ours" * (is_ours(name) or is_ours(row[0])) for name in table.header]
+        cells = "".join(
+            f'<{tag} class="{" ".join(kinds).strip()}">{_text(text)}</{tag}>'
+            for *kinds, text in zip(aligned, ours, row, strict=True)
         )
+        return f'<tr class="{kind}">{cells}</tr>\n'
 
-    head = cells('th scope="col"', table.header)
-    body = ""
+    lines = line(table.header, "th")
     for row in table.rows:
         has_failed = "FAIL" in row or (is_ours(row[0]) and row[-1].startswith(("wrong", "refuses")))
-        body += f"<tr{_class(fail=has_failed)}>{cells('td', row)}</tr>\n"
-    content = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
-    summary = f"<summary>{_text(table.title)}</summary>"
-    return f'<details open>{summary}\n<div class="scroll">{content}</div></details>\n'
+        lines += line(row, "td", "fail" * has_failed)
+    title = f"<summary>{_text(table.title)}</summary>"
+    return f"<details open>{title}\n<table>\n{lines}</table></details>\n"
 
 
 def _picture(rows: list[Row], machine: Machine, name: str) -> str:
@@ -214,20 +179,16 @@ def verdicts(report: Report) -> list[str]:
 def _header(report: Report) -> str:
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}, {info.cpu()}{gpu}"
-    kind = _class(verdict=True, bad=report.code != 0)
-    verdict = f"<div{kind}>{_paragraphs(verdicts(report))}</div>\n"
-    date = f'<p class="soft">{_text(report.date)} · {_text(versions)}</p>\n'
-    command = f'<p class="soft"><code>{_text(report.command)}</code></p>\n'
     title = f"<h1>Partita {_text(__version__)}: report</h1>\n"
-    return f"<header>\n{title}{verdict}{date}{command}{_items(info.missing())}</header>\n"
+    verdict = _lines(verdicts(report), "bad" if report.code else "verdict")
+    about = [f"{report.date} · {versions}", report.command, *info.missing()]
+    return f"<header>\n{title}{verdict}{_lines(about)}</header>\n"
 
 
 def _machine() -> str:
     none = f"No variable is set that begins with one of {', '.join(info.VARIABLES)}."
-    variables = info.variables() or [none]
-    tables = "".join(_table(table) for table in info.tables())
-    environment = f"<h3>Environment</h3>\n{_items(variables)}"
-    return _section("machine", f"<h2>Machine</h2>\n{_in_rows(tables)}{environment}")
+    variables = _lines(info.variables() or [none])
+    return _section("machine", "Machine", _tables(info.tables()), "<h3>Environment</h3>", variables)
 
 
 def _check(report: Report) -> str:
@@ -236,12 +197,10 @@ def _check(report: Report) -> str:
         "The ops that have a gradient, forward and backward, on this machine. The bound of an error"
         " is two times that of PyTorch in the same dtype, or 2 ulp."
     )
-    failures = _paragraphs(
-        [f"{x.op} {x.dtype}, {x.backend}: {x.note}" for x in lines if not x.passed], bad=True
-    )
-    tables = "".join(_table(table) for table in check.tables(lines))
-    content = _paragraphs([intro, *report.left_out]) + tables
-    return _section("check", f"<h2>Check</h2>\n{failures}{content}")
+    failures = [f"{x.op} {x.dtype}, {x.backend}: {x.note}" for x in lines if not x.passed]
+    tables = "".join(map(_table, check.tables(lines)))
+    content = _lines(failures, "bad"), _lines([intro, *report.left_out]), tables
+    return _section("check", "Check", *content)
 
 
 def _bench(bench: Measured, absent: Sequence[str]) -> str:
@@ -256,9 +215,7 @@ def _bench(bench: Measured, absent: Sequence[str]) -> str:
         intro.append(f"No pictures: matplotlib is not installed; {brings}.")
     problems = [f"{row.case}: {row.provider} {row.note}" for row in failed(rows)]
     problems += filter(None, [bench.problem])
-    about = _paragraphs(problems, bad=True) + _paragraphs(intro)
-    content = f"{about}{_items(absent)}{ops}"
-    return _section("bench", f"<h2>Bench</h2>\n{content}")
+    return _section("bench", "Bench", _lines(problems, "bad"), _lines([*intro, *absent]), ops)
 
 
 def _ops(rows: Sequence[Row]) -> list[str]:
@@ -269,22 +226,19 @@ def _op(op: str, rows: Sequence[Row], machine: Machine) -> str:
     """Return the section of an op: pictures, the summary, and the times."""
     panels = picture.panels(rows) if importlib.util.find_spec("matplotlib") else []
     pictures = "".join(_picture(panel, machine, f"{op}-{i}") for i, panel in enumerate(panels))
-    tables = "".join(_table(table) for table in (*summary(rows, machine), *times(rows, machine)))
-    return _section(_text(op), f"<h3>{_text(op)}</h3>\n{_in_rows(pictures)}{_in_rows(tables)}")
+    tables = (*summary(rows, machine), *times(rows, machine))
+    return _section(op, op, _tables(tables, pictures), level=3)
 
 
 def page(report: Report) -> str:
     """Return the whole file."""
-    ops = _ops(report.bench.rows) if report.bench else []
-    names = ["machine", "check", *(["bench", *ops] if report.bench else [])]
+    bench = report.bench
+    names = ["machine", "check", *(["bench", *_ops(bench.rows)] if bench else [])]
     links = "\n".join(f'<a href="#{_text(name)}">{_text(name)}</a>' for name in names)
+    sections = _machine() + _check(report) + (_bench(bench, report.absent) if bench else "")
     title = f"<title>Partita report: {check.verdict(report.lines)}</title>"
-    head = f"{HEAD}{title}\n<style>\n{CSS}</style>\n</head>\n"
-    sections = _machine() + _check(report)
-    if report.bench:
-        sections += _bench(report.bench, report.absent)
     body = f"{_header(report)}<nav>\n{links}\n</nav>\n<main>\n{sections}</main>"
-    return f"{head}<body>\n{body}\n</body>\n</html>\n"
+    return f"{HEAD}{title}\n<style>\n{CSS}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
 
 
 # The quick bench on a CPU has fewer logits and repetitions than the bench itself, and one peer

@@ -17,19 +17,7 @@ from torch import Tensor
 from ..ops.rnnt.api import rnnt_loss, tdt_loss
 from ..ops.rnnt.linear import linear_rnnt_loss
 from ..runtime.backend import backend
-from .case import (
-    Buffers,
-    Case,
-    Function,
-    Functions,
-    Limited,
-    Moves,
-    Provider,
-    Settings,
-    Sizes,
-    cases_of,
-    needs_gpu,
-)
+from .case import Buffers, Case, Function, Functions, Moves, Provider, Settings, Sizes, cases_of
 from .paths import LossCase
 
 DURATIONS = (0, 1, 2, 3, 4)
@@ -118,15 +106,6 @@ def torchaudio_rnnt() -> Function:
     return function
 
 
-def warprnnt_rnnt() -> Function:
-    """Return the summed loss of warprnnt_numba, which is a loop in Python on a CPU."""
-    library: Any = importlib.import_module("warprnnt_numba")
-    loss = library.RNNTLossNumba(blank=0, reduction="sum")
-    return lambda logits, durations, targets, lengths: loss(
-        logits.float(), targets, *lengths
-    ).squeeze()
-
-
 TORCH: dict[str, Function] = {
     "rnnt": reference_rnnt,
     "tdt": reference_rnnt,
@@ -138,11 +117,7 @@ PROVIDERS: Functions = {
         "tdt": lambda: partita_rnnt,
         "linear_rnnt": lambda: partita_joint,
     },
-    "torchaudio": {
-        "rnnt": torchaudio_rnnt,
-        "linear_rnnt": lambda: with_joint(torchaudio_rnnt()),
-    },
-    "warprnnt": {"rnnt": Limited(warprnnt_rnnt, needs_gpu)},
+    "torchaudio": {"rnnt": torchaudio_rnnt, "linear_rnnt": lambda: with_joint(torchaudio_rnnt())},
 }
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from ..ops.cross_entropy.api import cross_entropy
 from ..runtime.backend import current_backend, resolve
-from ..testing import sample_labels
 from ..testing.samples import CALLS, Call, Draw, Sample
+from . import digest
 from .console import DTYPES, Progress, Table, UsageError, device_named, first_line, print_table
 from .info import BACKEND_NAMES, no_gpu
 
@@ -21,12 +22,17 @@ CPU and on the current GPU. Where a function has a counterpart in plain PyTorch,
 ulp of the result's dtype beside its bound, which is two times PyTorch's own error, or 2 ulp. A sum
 whose terms cancel can be off by many ulp of its small result: then PyTorch's own error is as large,
 and so is the bound. For the other functions the error is a share of the bound that the
-documentation states, against the reference, and integers must be equal."""
+documentation states, against the reference, and integers must be equal.
+
+With --digest, hash the bits of the results and gradients instead, on one device: the current GPU
+if there is one. Two files of digests that are equal are from the same bits."""
 
 EPILOG = """\
 examples:
   partita check                    on the CPU and on the current GPU
   partita check --device cuda:1    there alone
+  partita check --digest > here.txt         what is computed here, as hashes
+  partita check --digest there.txt          the same bits as on another machine?
 
 exit codes:
   0  all passed          1  something failed
@@ -67,65 +73,51 @@ def _compared(call: Call, draw: Draw) -> Iterator[Sample]:
                 yield call.sample(changed, sizes=sizes, name=name)
 
 
+class Comparison(NamedTuple):
+    """A result or gradient beside fp64."""
+
+    text: str  # what is compared, and where it is off the most
+    error: float
+    bound: float
+    torch_error: float | None = None  # None where the error is a share of its bound
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound
+
+
+def _comparisons(call: Call, draw: Draw) -> Iterator[Comparison]:
+    """Compare larger samples with the counterpart in PyTorch, and others with the reference."""
+    for sample in _compared(call, draw) if call.in_torch else ():
+        errors = sample.errors_beside_torch()
+        for name, parts in (("forward", errors.forward), ("backward", errors.backward)):
+            for x in parts:
+                yield Comparison(f"{sample.name}, {name}: {x}", x.ulp, x.budget, x.baseline)
+    small = call.samples(draw) if draw.dtype == torch.float32 else [call.sample(draw)]
+    for sample in (*small, *(() if call.in_torch else _compared(call, draw))):
+        for part, share in sample.errors().items():
+            yield Comparison(f"{sample.name}: {part} is beyond its bound", share, 1.0)
+
+
 def run(call: Call, device: torch.device, dtype: str) -> Line:
     """Return the line with the worst error of the samples of a call, forward and backward.
 
-    Larger samples are compared with the counterpart in PyTorch if there is one, whose error is
-    shown if no sample fails. Others are compared with the reference.
+    An error beside PyTorch's is shown rather than a share, if neither fails.
     """
-    draw = Draw(DTYPES[dtype], device=device)
     line = Line(call.name, backend_of(device, numba=call.numba), dtype)
-    # The rank of each error; the error, its bound, and PyTorch's own; and what is wrong.
-    found: list[tuple[tuple[bool, bool, float], tuple[float, float, float | None], str]] = []
-
-    def note(sample: Sample, shares: dict[str, float]) -> None:
-        for part, share in shares.items():
-            text = f"{sample.name}: {part} is beyond its bound"
-            found.append(((share > 1, False, share), (share, 1.0, None), text))
-
     try:
-        for sample in _compared(call, draw):
-            if call.in_torch is None:
-                note(sample, sample.errors())
-                continue
-            errors = sample.errors_beside_torch()
-            for name, parts in (("forward", errors.forward), ("backward", errors.backward)):
-                for x in parts:
-                    rank = (not x.passed, True, x.ulp / x.budget)
-                    text = f"{sample.name}, {name}: {x}"
-                    found.append((rank, (x.ulp, x.budget, x.baseline), text))
-        for sample in call.samples(draw) if dtype == "fp32" else [call.sample(draw)]:
-            note(sample, sample.errors())
+        found = list(_comparisons(call, Draw(DTYPES[dtype], device=device)))
     except Exception as error:
         return replace(line, note=first_line(error))
-    (failed, *_), numbers, text = max(found, key=lambda each: each[0])
-    worst, bound, own = ("" if number is None else f"{number:.2g}" for number in numbers)
-    note_of_worst = text if failed else ""
-    return Line(call.name, line.backend, dtype, worst, bound, own, not failed, note_of_worst)
-
-
-def run_bad_label(device: torch.device, dtype: str) -> Line:
-    """Check a label that is out of range.
-
-    It raises where values are checked. Elsewhere its row is NaN and the other rows are unchanged.
-    """
-    line = Line("cross_entropy, bad label", backend_of(device), dtype)
-    try:
-        x, good = sample_labels(19, 781, dtype=DTYPES[dtype], device=device)
-        bad = good.clone()
-        bad[1] = x.shape[1]
-        expected = cross_entropy(x, good, reduction="none")
-        try:
-            result = cross_entropy(x, bad, reduction="none")
-        except IndexError:
-            return replace(line, error="IndexError", passed=True)
-        wrong = result.isnan() != (torch.arange(len(x), device=x.device) == 1)
-        wrong |= (result != expected) & ~result.isnan()
-    except Exception as error:
-        return replace(line, note=first_line(error))
-    rows = wrong.nonzero().flatten().tolist()
-    note = f"wrong rows: {rows}" if rows else ""
-    return replace(line, error="NaN", passed=not rows, note=note)
+    x = max(found, key=lambda x: (not x.passed, x.torch_error is not None, x.error / x.bound))
+    return replace(
+        line,
+        error=f"{x.error:.2g}",
+        bound=f"{x.bound:.2g}",
+        torch_error="" if x.torch_error is None else f"{x.torch_error:.2g}",
+        passed=x.passed,
+        note="" if x.passed else x.text,
+    )
 
 
 def served(name: str | None) -> tuple[list[torch.device], list[str]]:
@@ -152,15 +144,13 @@ def served(name: str | None) -> tuple[list[torch.device], list[str]]:
 def run_all(devices: Sequence[torch.device]) -> list[Line]:
     """Run all checks with a progress bar and return them in the order of the table."""
     lines = []
-    with Progress(len(devices) * (len(CALLS) + 1) * len(DTYPES)) as progress:
+    with Progress(len(devices) * len(CALLS) * len(DTYPES)) as progress:
         for device in devices:
             for dtype in DTYPES:
                 for call in CALLS.values():
                     progress.say(f"{call.name} {dtype} on {device}")
                     lines.append(run(call, device, dtype))
                     progress.advance()
-                lines.append(run_bad_label(device, dtype))
-                progress.advance()
     # The sort is stable, so the dtypes stay in their order.
     return sorted(lines, key=lambda line: (line.backend, line.op))
 
@@ -189,15 +179,24 @@ def verdict(lines: Sequence[Line]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("--device", metavar="NAME", help="one device alone: cpu, cuda, cuda:1")
+    parser.add_argument(
+        "--digest",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="print hashes of all results, or compare them with those in a file",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Run and print the checks, and return the exit code."""
     chosen, left_out = served(args.device)
     for message in left_out:
-        print(message)
+        print(message, file=sys.stdout if args.digest is None else sys.stderr)
     if not chosen:
         raise UsageError("nothing is left to check")
+    if args.digest is not None:
+        return digest.main(chosen[-1], args.digest)
     lines = run_all(chosen)
     for shown in tables(lines):
         print_table(shown)

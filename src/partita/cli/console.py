@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,64 +101,52 @@ class Table(NamedTuple):
         """Return whether the last column has no name: it holds notes, which may wrap."""
         return len(self.header) > self.left and not self.header[-1]
 
-    @property
-    def widths(self) -> list[int]:
-        """Return the letters of the longest cell of each column."""
-        lines = (self.header, *self.rows)
-        return [max(len(line[i]) for line in lines) for i in range(len(self.header))]
 
-    def fitted(self, width: int) -> list[Table]:
-        """Return tables that are at most `width` wide and have all columns of this one.
-
-        Each of them starts with the leading columns, which are never cut. A table with leading
-        columns that leave too little room still has one column beside them.
-        """
-        widths = self.widths
-        if self.has_notes:
-            widths[-1] = min(widths[-1], NOTE_WIDTH)
-        leading = list(range(self.left))
-        parts, room = [leading], width - sum(widths[i] + GAP for i in leading)
-        used = 0
-        for i in range(self.left, len(self.header)):
-            if used and used + widths[i] > room:
-                parts, used = [*parts, leading], 0
-            parts[-1] = [*parts[-1], i]
-            used += widths[i] + GAP
-        return [self._part(part, continued=i > 0) for i, part in enumerate(parts)]
-
-    def _part(self, columns: Sequence[int], continued: bool) -> Table:
-        """Return the table of some columns; what goes on has no line without a cell of its own."""
-        own = columns[self.left :]
-        return Table(
-            self.title + " (continued)" * continued,
-            [self.header[i] for i in columns],
-            [
-                [row[i] for i in columns]
-                for row in self.rows
-                if not continued or any(row[i] for i in own)
-            ],
-            self.left,
-        )
+def _widths(lines: Iterable[Sequence[str]]) -> list[int]:
+    """Return the letters of the longest cell of each column."""
+    return [max(map(len, column)) for column in zip(*lines, strict=True)]
 
 
-def print_table(whole: Table) -> None:
+def _parts(table: Table, width: int) -> list[list[int]]:
+    """Return the columns of parts that are at most `width` wide.
+
+    Each part starts with the leading columns, which are never cut. A part has one column beside
+    them even where they leave too little room.
+    """
+    widths, leading = _widths((table.header, *table.rows)), list(range(table.left))
+    if table.has_notes:
+        widths[-1] = min(widths[-1], NOTE_WIDTH)
+    parts = [leading]
+    for i in range(table.left, len(widths)):
+        total = sum(widths[column] + GAP for column in (*parts[-1], i)) - GAP
+        if parts[-1] != leading and total > width:
+            parts.append(leading)
+        parts[-1] = [*parts[-1], i]
+    return parts
+
+
+def print_table(table: Table) -> None:
     """Print a table, in parts where it is wider than the terminal.
 
-    A pipe or a file counts as a terminal of 80 columns, unless COLUMNS is set.
+    A pipe or a file counts as a terminal of 80 columns, unless COLUMNS is set. A part that goes on
+    has no line without a cell of its own.
     """
     width = shutil.get_terminal_size().columns
-    for table in whole.fitted(width):
-        widths, notes = table.widths, table.has_notes
+    for part, columns in enumerate(_parts(table, width)):
+        header, *rows = (
+            [row[i] for i in columns]
+            for row in (table.header, *table.rows)
+            if part == 0 or row is table.header or any(row[i] for i in columns[table.left :])
+        )
+        widths, notes = _widths((header, *rows)), not header[-1] and table.has_notes
         if notes:
             widths[-1] = max(width - sum(each + GAP for each in widths[:-1]), NOTE_WIDTH)
-        rule = ["-" * each * bool(name) for name, each in zip(table.header, widths, strict=True)]
-        print(f"\n{table.title}")
-        for row in (table.header, rule, *table.rows):
+        rule = ["-" * each * bool(name) for name, each in zip(header, widths, strict=True)]
+        aligned = [table.aligned[i] for i in columns]
+        print(f"\n{table.title}{' (continued)' * (part > 0)}")
+        for row in (header, rule, *rows):
             for cells in _wrapped(row, widths[-1]) if notes else [row]:
-                line = (
-                    f"{cell:{align}{each}}"
-                    for cell, align, each in zip(cells, table.aligned, widths, strict=True)
-                )
+                line = (f"{c:{a}{w}}" for c, a, w in zip(cells, aligned, widths, strict=True))
                 print((" " * GAP).join(line).rstrip())
 
 

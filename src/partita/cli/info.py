@@ -15,6 +15,7 @@ import torch
 
 from ..runtime import launcher
 from ..runtime.backend import current_backend, has_triton, numba_problem, resolve
+from ..runtime.invariance import VARIABLE, is_batch_invariant
 from ..runtime.register import REPLAYED, watch
 from ..testing.samples import CALLS, Call, Draw
 from .console import Progress, Table, first_line, print_table
@@ -177,6 +178,13 @@ def notes() -> list[str]:
     return [f"The GPU is served by PyTorch, because triton is not installed: {EXTRAS['triton'][1]}"]
 
 
+def invariance() -> str:
+    """Return whether linear heads give each token bits of its own."""
+    if is_batch_invariant():
+        return "Linear heads are batch-invariant: each token has bits of its own."
+    return f"Linear heads are batch-invariant inside batch_invariant() and with {VARIABLE}=1."
+
+
 def missing() -> list[str]:
     absent = {package: about for package, about in EXTRAS.items() if not version(package)}
     return [
@@ -250,7 +258,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         for table in tables():
             print_table(table)
-        for line in notes():
+        for line in (*notes(), invariance()):
             print(f"\n{line}")
     for line in variables():
         print(f"\n{line}")

@@ -1,4 +1,4 @@
-"""How the ops of path distributions and their autograd functions are called."""
+"""Functions that the autograd functions of path distributions share."""
 
 from __future__ import annotations
 
@@ -10,29 +10,18 @@ from torch import Tensor
 
 from ..runtime.autograd import (
     apply,
+    call,
     double_backward,
     for_gradients,
     is_batched_gradient,
     is_double_backward,
     is_vmapped,
-    needs_no_derivative,
+    needs_gradient,
     requires_grad,
     skip_unused_gradients,
 )
 from ..runtime.backend import current_backend
 from ..runtime.constants import scalar
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether autograd will differentiate a function of the tensors."""
-    return torch.is_grad_enabled() and any(map(requires_grad, tensors))
-
-
-def call(op: Any, function: Any, variables: tuple[Tensor | None, ...], *args: Any) -> Any:
-    """Return what an op returns, by its autograd function where a derivative may be taken."""
-    if needs_no_derivative(*variables):
-        return op(*args)
-    return apply(function, *args)
 
 
 def ones(scores: Tensor) -> Tensor:
@@ -48,6 +37,18 @@ def refuse_kernels(name: str) -> None:
             f"backend {backend!r}: {name} has no kernel;"
             " it runs in PyTorch (backend 'auto' or 'reference')"
         )
+
+
+def log_partitions_of(op: Any, function: Any, potentials: Any) -> tuple[Tensor, Tensor]:
+    """Return log Z of each sequence, `[N]`, in fp64 and in the dtype of results.
+
+    Args:
+        op, function: the op of log Z, and its autograd function.
+        potentials: those of a `PathDistribution`.
+    """
+    args = (*potentials, needs_gradient(*potentials.variables), current_backend())
+    fp64, rounded, _ = call(op, function, potentials.variables, *args)
+    return fp64, rounded
 
 
 def save_log_partition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -34,10 +34,8 @@ from torch import Tensor
 
 from ..primitives.semiring import Log, Semiring
 from ..runtime import checks
-from ..runtime.backend import current_backend
 from ..runtime.dtypes import acc_dtype
-from .autograd import call, needs_gradient
-from .inputs import check_equal, check_semiring, full_lengths
+from .inputs import check_semiring
 
 Path = TypeVar("Path")  # the records that a family returns
 Sample = TypeVar("Sample")
@@ -46,56 +44,36 @@ Sample = TypeVar("Sample")
 class PathDistribution(Generic[Path, Sample]):
     """A distribution over the paths of each sequence of a batch.
 
-    A family gives its potentials: a NamedTuple in the order of the arguments of its ops, whose
-    first field is `[T, N, ...]`. Its field `lengths` is `[N]` or None, and its property `variables`
-    has the differentiable tensors.
+    A family gives its potentials, its records and its functions. The potentials are a NamedTuple
+    of the attributes of the same names. Its first field is `[T, N, ...]`, its field `lengths` is
+    `[N]` or None, and its property `variables` has the differentiable tensors.
+    `in_full_precision()` returns them in dtypes whose gradients are as exact as the results, and
+    `aligned_with(other)` returns two potentials in the same shapes with where their paths are the
+    same, `[N]`. The functions are those of the family's `autograd.py`, and take potentials:
+
+        log_partitions              log Z, `[N]`, in fp64 and in the dtype of results
+        mean_and_log_partition      the mean of the sum of values along a path, and log Z, in fp64;
+                                    there is a value for each of the variables, of its shape
+        best_path, draw             the fields of the records
+        partition, nbest            the sum under another semiring, the fields of the k best paths
     """
 
-    _ops: ModuleType  # the family's `autograd.py`, with its ops and autograd functions
+    _ops: ModuleType
+    _tensors: Any  # the class of the potentials
+    _path: Callable[..., Path]
+    _sample: Callable[..., Sample]
 
+    @property
     def _potentials(self) -> Any:
-        """Return the potentials as the family's ops take them."""
-        raise NotImplementedError
-
-    def _full_precision(self) -> Any:
-        """Return the potentials in dtypes whose gradients are as exact as the results."""
-        return self._potentials()
-
-    def _log_partitions(self, potentials: Any) -> tuple[Tensor, Tensor]:
-        """Return log Z, `[N]`, in fp64 and in the dtype of results; both are differentiable."""
-        args = (*potentials, needs_gradient(*potentials.variables), current_backend())
-        fp64, rounded, _ = call(self._ops.logz, self._ops.LogZ, potentials.variables, *args)
-        return fp64, rounded
-
-    def _mean(self, potentials: Any, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """Return the mean of the sum of values along a path, and log Z, `[N]` fp64.
-
-        Each of the variables has a value of its shape. Both results are differentiable.
-        """
-        raise NotImplementedError
-
-    def _aligned(self, p: Any, q: Any) -> tuple[Any, Any, Tensor]:
-        """Return two potentials in the same shapes, and where their paths are the same, `[N]`.
-
-        Other paths raise where values are checked.
-        """
-        return p, q, check_equal("lengths", *(full_lengths(x[0], x.lengths) for x in (p, q)))
-
-    def _best_path(self) -> Path:
-        """Return the best path of each sequence."""
-        raise NotImplementedError
-
-    def _draw(self, k: int, uniform: Callable[..., Tensor]) -> Sample:
-        """Return k paths, drawn by the numbers of `uniform(*shape)`."""
-        raise NotImplementedError
+        return self._tensors(*(getattr(self, name) for name in self._tensors._fields))
 
     def _rounded(self, value: Tensor) -> Tensor:
         """Return a value in the dtype of results."""
-        return value.to(acc_dtype(self._potentials()[0].dtype))
+        return value.to(acc_dtype(self._potentials[0].dtype))
 
     def _log_prob(self, score: Tensor) -> Tensor:
         """Return the log-probability of paths with these scores, `[..., N]` fp64."""
-        log_partition = self._log_partitions(self._potentials())[0]
+        log_partition = self._ops.log_partitions(self._potentials)[0]
         # A path that is given is not a path of a sequence that has none.
         return torch.where(log_partition == -torch.inf, -torch.inf, score - log_partition)
 
@@ -111,7 +89,7 @@ class PathDistribution(Generic[Path, Sample]):
             tensor([0, 0, 0])
         """
         with torch.no_grad():
-            return self._best_path()
+            return self._path(*self._ops.best_path(self._potentials))
 
     def sample(self, k: int, generator: torch.Generator | None = None) -> Sample:
         """Draw k independent paths from the posterior of each sequence.
@@ -137,7 +115,7 @@ class PathDistribution(Generic[Path, Sample]):
         checks.python_int("k", k)
         if k < 0:
             raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
-        scores = self._potentials()[0]
+        scores = self._potentials[0]
         checks.generator("generator", generator, scores.device)
 
         def uniform(*shape: int) -> Tensor:
@@ -145,7 +123,7 @@ class PathDistribution(Generic[Path, Sample]):
             return numbers.uniform_(generator=generator)
 
         with torch.no_grad():
-            return self._draw(k, uniform)
+            return self._sample(*self._ops.draw(self._potentials, k, uniform))
 
     def entropy(self) -> Tensor:
         """Return the entropy of the paths in nats, `[N]`; 0 for a sequence without a path.
@@ -156,10 +134,10 @@ class PathDistribution(Generic[Path, Sample]):
             >>> chain.entropy()  # log 16, of 16 equal paths
             tensor([2.7726])
         """
-        potentials = self._full_precision()
+        potentials = self._potentials.in_full_precision()
         # Each value is a view of its own, because Dynamo refuses a tensor that is two arguments.
         values = tuple(None if x is None else x.expand(x.shape) for x in potentials.variables)
-        mean, log_partition = self._mean(potentials, values)
+        mean, log_partition = self._ops.mean_and_log_partition(potentials, values)
         entropy = torch.where(log_partition == -torch.inf, 0.0, log_partition - mean)
         return self._rounded(entropy)
 
@@ -182,18 +160,19 @@ class PathDistribution(Generic[Path, Sample]):
             >>> chain.kl(chain)
             tensor([0.])
         """
-        p = self._full_precision()
-        q = other._full_precision() if isinstance(other, PathDistribution) else other
+        p = self._potentials
+        q = other._potentials if isinstance(other, PathDistribution) else other
         if type(q) is not type(p):
             expected = type(self).__name__
             raise TypeError(f"other: expected a {expected}, got {type(other).__name__}")
+        p, q = p.in_full_precision(), q.in_full_precision()
         name = p._fields[0]
         checks.shape(f"other.{name}", q[0], p[0].shape, "that of this chain")
         checks.device(f"other.{name}", q[0], p[0], name)
-        p, q, same = self._aligned(p, q)
+        p, q, same = p.aligned_with(q)
         differences = map(_difference, p.variables, q.variables)
-        mean, log_partition = self._mean(p, tuple(differences))
-        divergence = mean - log_partition + self._log_partitions(q)[0]
+        mean, log_partition = self._ops.mean_and_log_partition(p, tuple(differences))
+        divergence = mean - log_partition + self._ops.log_partitions(q)[0]
         divergence = torch.where(mean == torch.inf, torch.inf, divergence)
         divergence = torch.where(log_partition == -torch.inf, 0.0, divergence)
         return self._rounded(torch.where(same, divergence, torch.nan))
@@ -202,13 +181,9 @@ class PathDistribution(Generic[Path, Sample]):
 class SemiringDistribution(PathDistribution[Path, Sample]):
     """A distribution whose scan takes any semiring, and may carry the k best paths."""
 
-    def _sum(self, semiring: Semiring) -> Tensor:
-        """Return the sum over all paths under a semiring but `Log`."""
-        raise NotImplementedError
-
-    def _best_paths(self, k: int) -> Path:
-        """Return the k best paths of each sequence."""
-        raise NotImplementedError
+    def _under(self, semiring: Semiring) -> Any:
+        """Return the potentials for a semiring but `Log`."""
+        return self._potentials
 
     def logz(self, semiring: Semiring = Log) -> Tensor:
         """Return the sum over all paths, `[N]`.
@@ -230,8 +205,8 @@ class SemiringDistribution(PathDistribution[Path, Sample]):
         """
         check_semiring(semiring)
         if semiring == Log:
-            return self._log_partitions(self._potentials())[1]
-        return self._sum(semiring)
+            return self._ops.log_partitions(self._potentials)[1]
+        return self._ops.partition(self._under(semiring), semiring)
 
     def nbest(self, k: int) -> Path:
         """Return the k best paths of each sequence, from the best on.
@@ -263,7 +238,8 @@ class SemiringDistribution(PathDistribution[Path, Sample]):
         if k < 1:
             raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
         with torch.no_grad():
-            return self._best_paths(k)
+            score, *path = self._ops.nbest(self._potentials, k)
+            return self._path(self._rounded(score), *path)
 
 
 def _difference(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -134,6 +134,11 @@ def check_equal(name: str, expected: Tensor, given: Tensor) -> Tensor:
     return same
 
 
+def equal_lengths(p: Any, q: Any) -> Tensor:
+    """Return where the lengths of two potentials are equal, `[N]`, as in `check_equal`."""
+    return check_equal("lengths", *(full_lengths(x[0], x.lengths) for x in (p, q)))
+
+
 def as_values(
     name: str, values: Tensor | None, scores: Tensor, scores_name: str, device: str
 ) -> Tensor:

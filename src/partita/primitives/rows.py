@@ -103,6 +103,18 @@ def _blocks(shape: Sequence[int], classes: int) -> Iterator[tuple[slice, ...]]:
     yield from ((slice(*pair),) for pair in itertools.pairwise(bounds))
 
 
+def aligned_rows(rows: Tensor, vector: int) -> Tensor:
+    """Return rows, `[..., C]`, that start on 16 bytes if their width is a multiple of `vector`.
+
+    Triton adds up a tile in an order that follows from the alignment of its rows. So rows of
+    adjacent classes that start elsewhere are copied, and get the bits that they would have there.
+    """
+    *strides, stride = rows.stride()
+    can_be = stride == 1 and rows.shape[-1] % vector == 0
+    are = rows.data_ptr() % 16 == 0 and not any(stride % vector for stride in strides)
+    return rows.clone(memory_format=torch.contiguous_format) if can_be and not are else rows
+
+
 def inert_rows(statistics: Iterable[Tensor], grads: Iterable[Tensor | None]) -> Tensor:
     """Return which rows no result depends on although their derivatives would be NaN, `[...]`.
 

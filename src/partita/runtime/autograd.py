@@ -109,6 +109,11 @@ def requires_grad(tensor: Tensor | None) -> bool:
     return private_names.at_some_level(tensor, lambda inner: inner.requires_grad)
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return whether autograd will differentiate a function of the tensors."""
+    return torch.is_grad_enabled() and any(map(requires_grad, tensors))
+
+
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     """Return the saved tensors of an autograd function.
 
@@ -427,6 +432,13 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if not plain_eager():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def call(op: Any, function: Any, variables: tuple[Tensor | None, ...], *args: Any) -> Any:
+    """Return what an op returns, by its autograd function where a derivative may be taken."""
+    if needs_no_derivative(*variables):
+        return op(*args)
+    return apply(function, *args)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

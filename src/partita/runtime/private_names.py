@@ -194,6 +194,17 @@ def timeout_of(group: Any, device: torch.device) -> float | None:
     return None
 
 
+# ATen. Where one of these is missing, its formula serves, whose last bits are others.
+softmax_gradient = _find(
+    "_softmax_backward_data",
+    lambda grad, output, dim, dtype: output * (grad - (output * grad).sum(dim, keepdim=True)),
+)
+log_softmax_gradient = _find(
+    "_log_softmax_backward_data",
+    lambda grad, output, dim, dtype: grad - output.exp() * grad.sum(dim, keepdim=True),
+)
+
+
 # Triton. Where one of these is missing, Triton launches the kernels.
 def load_binary(*args: Any) -> Any:
     """Load a compiled kernel as Triton would, or return None."""

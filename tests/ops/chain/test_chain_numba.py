@@ -48,7 +48,7 @@ def all_ops(
     first, last = torch.randn(2, N, C, generator=g, dtype=torch.float64)
     grad_output = torch.randn(N, generator=g).double()
     uniforms = torch.rand(T + 1, 4, N, generator=g, dtype=torch.float64)
-    inputs = chain._potentials()
+    inputs = chain._potentials
     value_inputs = (values, first, last)
     results = {}
     for use_max in (False, True):
@@ -192,10 +192,7 @@ def test_ties(seed: int) -> None:
     )
     chain.initial, chain.final = ends
     for a, b in zip(
-        *(
-            _chain.viterbi(*chain._potentials(), True, backend)
-            for backend in ("numba", "reference")
-        ),
+        *(_chain.viterbi(*chain._potentials, True, backend) for backend in ("numba", "reference")),
         strict=True,
     ):
         assert torch.equal(a, b)
@@ -249,7 +246,7 @@ def test_long_chains(source: torch.Tensor) -> None:
     scores = torch.randn(2_000, 1, *source.shape, generator=torch.Generator().manual_seed(0))
     results = []
     for backend in ("numba", "reference"):
-        inputs = Chain(scores, source)._potentials()
+        inputs = Chain(scores, source)._potentials
         logz, _, saved = _chain.logz(*inputs, True, backend)
         grad = torch.ones_like(logz)
         results.append(

@@ -23,7 +23,7 @@ def stored_posteriors(
         posterior_buffers,
     )
 
-    inputs = chain._potentials()
+    inputs = chain._potentials
     buffers = posterior_buffers(chain.scores, chain.source, modulus)
     assert buffers is not None
     for buffer in buffers:

@@ -119,6 +119,18 @@ def test_arguments_of_the_methods() -> None:
             call()
 
 
+def test_a_divergence_takes_a_subclass() -> None:
+    class Tagger(LinearChain):
+        """A class of the user's own."""
+
+    emissions = torch.arange(24.0).reshape(3, 2, 4).sin()
+    chain, other = LinearChain(EMISSIONS, TRANSITIONS), Tagger(emissions, TRANSITIONS)
+    expected = chain.kl(LinearChain(emissions, TRANSITIONS))
+    assert (expected > 0.1).all()
+    assert torch.equal(chain.kl(other), expected)
+    assert (other.kl(chain) > 0.1).all()
+
+
 def sticky_chain(T: int, scale: float = 1.0) -> LinearChain:
     """Return a chain of four states that stay with a probability of 0.9999."""
     g = torch.Generator().manual_seed(0)

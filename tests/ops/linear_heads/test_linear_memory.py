@@ -32,7 +32,7 @@ def test_plans() -> None:
     assert (
         plan(2**17, 4096, 128256, torch.bfloat16, memory_budget=2**33, reduced=False).name == "lean"
     )
-    assert plan(2**20, 4096, 128256, torch.float16).name == "lean"
+    assert plan(2**17, 4096, 128256, torch.float16).name == "fast"
     one, several = (
         plan(8192, 4096, 64128, torch.bfloat16),
         plan(8192, 4096, 64128, torch.bfloat16, parallel=True),

@@ -375,10 +375,10 @@ def test_which_durations_overlap() -> None:
 
 def test_registers_leave_room_for_32_programs_where_rows_do() -> None:
     for tile, hat, registers in (
-        (plan.row_tile(1025, 4, 4, True), False, 64),
-        (plan.row_tile(1025, 2, 2, True), False, 64),
-        (plan.row_tile(1025, 2, 2, True), True, 80),
-        (plan.row_tile(5000, 4, 16, True), False, 80),
+        (plan.row_tile(1025, 4, 4), False, 64),
+        (plan.row_tile(1025, 2, 2), False, 64),
+        (plan.row_tile(1025, 2, 2), True, 80),
+        (plan.row_tile(5000, 4, 16), False, 80),
     ):
         assert plan.overlap_registers(tile, hat, KINDS["rnnt"]) == registers
 

@@ -362,7 +362,18 @@ def test_the_tiles_of_rows() -> None:
     for V in (1, 30, 1025, 5000):
         for itemsize in (2, 4, 8):
             tile = row_tile(V, itemsize, itemsize, True)
-            assert 1 <= tile.pieces * tile.vector <= 40 and tile.block <= 32 * tile.vector
+            assert 1 <= tile.pieces * tile.block <= 40 * 32 and tile.block * itemsize <= 512
+
+
+@pytest.mark.parametrize("V", [1, 30, 128, 129, 1000, 1024, 1025, 1040, 1060, 5000])
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_the_columns_of_a_sum_do_not_depend_on_the_alignment(V: int, itemsize: int) -> None:
+    tiles = [row_tile(V, itemsize, 2**i) for i in range(5) if 2**i >= itemsize]
+    assert len({tile[1:4] for tile in tiles}) == 1
+    assert [tile.vector for tile in tiles] == sorted(tile.vector for tile in tiles)
+    vector, edges, block, pieces, _ = tiles[-1]
+    columns = V // block * block if edges else V
+    assert columns % vector == 0 and V - columns <= 32 and pieces * block <= 40 * 32
 
 
 def test_the_rows_of_a_chunk_cover_the_last_block_of_both_scans() -> None:

@@ -75,21 +75,3 @@ def test_pytorch_serves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(OPS[name].ours(x, -1), OPS[name].theirs(x, -1))
         with partita.backend("reference"), pytest.raises(AssertionError, match="an op was called"):
             OPS[name].ours(x, -1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_pytorch_serves_small_inputs_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partita.ops.softmax.api.SMALL_ELEMENTS", 64)
-    for edge in EDGES:
-        x = edge_rows(edge, 4, 16, dtype=torch.float32, device="cuda")
-        check_op(OPS[name], x, -1, few=True)
-    small, large, half = (
-        sample_rows(rows, 16, device="cuda").to(dtype).requires_grad_()
-        for rows, dtype in ((4, torch.float32), (5, torch.float32), (4, torch.bfloat16))
-    )
-    assert "Function" not in OPS[name].ours(small, -1).grad_fn.name()
-    for x in (large, half, small.t()):
-        assert "RowsFunction" in OPS[name].ours(x, 0).grad_fn.name()
-    with partita.backend("triton"):
-        assert "RowsFunction" in OPS[name].ours(small, -1).grad_fn.name()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import CHECKS
+from helpers.ranks import PARTS, checks
 from helpers.rows import INTERPRETING
 
 import partita
@@ -20,8 +20,13 @@ from partita.testing import sample_rows
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this PyTorch has no torch.distributed"
 )
-WORLDS = [pytest.param("cpu", (2,) if INTERPRETING else (2, 3, 4), marks=pytest.mark.interpreted)]
-WORLDS += [pytest.param("cuda", (world,), marks=pytest.mark.multigpu) for world in (2, 4)]
+CPU_WORLDS = (2,) if INTERPRETING else (2, 3, 4)
+WORLDS = [pytest.param("cpu", CPU_WORLDS, "all", marks=pytest.mark.interpreted)]
+WORLDS += [
+    pytest.param("cuda", (world,), str(part), marks=pytest.mark.multigpu)
+    for world in (2, 4)
+    for part in range(PARTS)
+]
 
 
 def launch(kind: str, worlds: tuple[int, ...], what: str, store: Path) -> list[tuple[int, str]]:
@@ -55,15 +60,15 @@ def launch(kind: str, worlds: tuple[int, ...], what: str, store: Path) -> list[t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "worlds"), WORLDS, ids=str)
-def test_every_rank(kind: str, worlds: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "worlds", "what"), WORLDS, ids=str)
+def test_every_rank(kind: str, worlds: tuple[int, ...], what: str, tmp_path: Path) -> None:
     if kind == "cuda" and torch.cuda.device_count() < max(worlds):
         pytest.skip(f"needs {max(worlds)} GPUs")
-    ranks = launch(kind, worlds, "all", tmp_path / "store")
+    ranks = launch(kind, worlds, what, tmp_path / "store")
     assert len(ranks) == sum(worlds)
     for code, output in ranks:
         assert code == 0, output[-4000:]
-        assert output.count("passed") == len(CHECKS)
+        assert output.count("passed") == len(checks(what))
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])

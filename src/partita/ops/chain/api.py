@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...paths.distribution import SemiringDistribution
-from ...paths.inputs import as_values, check_equal, check_semiring, full_lengths
-from ...primitives.semiring import Log, Max, Semiring
+from ...paths.inputs import as_values, check_semiring, full_lengths
+from ...primitives.semiring import Log, Semiring
 from ...runtime import checks
-from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import lengths_on_device
@@ -90,6 +89,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
     """
 
     _ops = autograd
+    _path, _sample = ViterbiPath, ChainSample
 
     def __init__(
         self,
@@ -115,7 +115,12 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
             N = scores.shape[1]
             self.lengths = lengths_on_device("lengths", lengths, N, scores.device)[1]
 
-    def _potentials(self, semiring: Semiring = Log) -> ChainPotentials:
+    @property
+    def _potentials(self) -> ChainPotentials:
+        return self._under(Log)
+
+    def _under(self, semiring: Semiring) -> ChainPotentials:
+        """Return the potentials; an end that was not given is the semiring's one."""
         check_semiring(semiring)
         scores, initial, final = self.scores, self.initial, self.final
         if initial is None or final is None:
@@ -124,30 +129,6 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
             shape = scores.shape[1:3]
             initial, final = (one.expand(shape) if x is None else x for x in (initial, final))
         return ChainPotentials(scores, self.source, initial, final, self.lengths)
-
-    def _mean(self, potentials: ChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
-        return autograd.mean_of_values(potentials, *values)
-
-    def _aligned(
-        self, p: ChainPotentials, q: ChainPotentials
-    ) -> tuple[ChainPotentials, ChainPotentials, Tensor]:
-        p, q, same = super()._aligned(p, q)
-        return p, q, same & check_equal("source", p.source, q.source).all()
-
-    def _best_path(self) -> ViterbiPath:
-        return ViterbiPath(*autograd.viterbi(*self._potentials(), True, current_backend()))
-
-    def _draw(self, k: int, uniform: Callable[..., Tensor]) -> ChainSample:
-        T, N = self.scores.shape[:2]
-        chain, uniforms = self._potentials(), uniform(T + 1, k, N)
-        return ChainSample(*autograd.sample(*chain, uniforms, current_backend()))
-
-    def _sum(self, semiring: Semiring) -> Tensor:
-        return autograd.partition(self._potentials(semiring), semiring)
-
-    def _best_paths(self, k: int) -> ViterbiPath:
-        score, states, edges = autograd.nbest(self._potentials(Max), k)
-        return ViterbiPath(self._rounded(score), states, edges)
 
     def marginals(self) -> Tensor:
         """Return the posterior probability of each edge, `[T, N, C, K]`, zero past the lengths.
@@ -162,7 +143,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
                     [1.]])
         """
         with torch.no_grad():
-            return autograd.marginals(self._potentials())
+            return autograd.marginals(self._potentials)
 
     def expectation(
         self, values: Tensor, initial: Tensor | None = None, final: Tensor | None = None
@@ -191,7 +172,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
                 check_end(name, value, self.scores)
         zero = scalar(0.0, self.scores.dtype, self.scores.device)
         ends = (zero.expand(self.scores.shape[1:3]) if x is None else x for x in (initial, final))
-        mean, _ = autograd.mean_of_values(self._potentials(), edge_values, *ends)
+        mean, _ = autograd.mean_and_log_partition(self._potentials, (edge_values, *ends))
         return self._rounded(mean)
 
     def log_prob(self, edges: Tensor | None = None, *, states: Tensor | None = None) -> Tensor:
@@ -233,7 +214,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
             edges = edges_from_states(states, self.source)
         assert edges is not None
         first_state = None if states is None else states[..., 0, :].long()
-        score = path_score(self._potentials(), edges.long(), first_state)
+        score = path_score(self._potentials, edges.long(), first_state)
         log_prob = self._log_prob(score)
         if states is None:  # The path of a chain of no steps is not told by its edges.
             is_empty = full_lengths(self.scores, self.lengths) == 0
@@ -254,7 +235,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
             >>> chain.forward_scores()[:, 0, 0]
             tensor([0.0000, 0.6931, 1.3863])
         """
-        alpha = autograd.state_scores(self._potentials(semiring), semiring, reverse=False)
+        alpha = autograd.state_scores(self._under(semiring), semiring, reverse=False)
         return self._rounded(alpha)
 
     def backward_scores(self, semiring: Semiring = Log) -> Tensor:
@@ -271,7 +252,7 @@ class Chain(SemiringDistribution[ViterbiPath, ChainSample]):
             >>> chain.backward_scores()[:, 0, 0]
             tensor([1.3863, 0.6931, 0.0000])
         """
-        beta = autograd.state_scores(self._potentials(semiring), semiring, reverse=True)
+        beta = autograd.state_scores(self._under(semiring), semiring, reverse=True)
         return self._rounded(beta)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ...paths.autograd import (
-    call,
     gradients,
-    needs_gradient,
+    log_partitions_of,
     off_path,
     on_path,
     ones,
@@ -23,10 +23,12 @@ from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    call,
     double_backward,
     for_gradients,
     is_double_backward,
     needed_gradients,
+    needs_gradient,
     one_by_one,
     refuse_forward_mode,
     saved_tensors,
@@ -258,6 +260,20 @@ class Expectation(torch.autograd.Function):
         return d_scores, None, d_initial, d_final, None, *d_values, None, None
 
 
+log_partitions = partial(log_partitions_of, logz, LogZ)
+
+
+def best_path(chain: ChainPotentials) -> tuple[Tensor, ...]:
+    """Return the best score, the states and the edges of each chain."""
+    return viterbi(*chain, True, current_backend())
+
+
+def draw(chain: ChainPotentials, k: int, uniform: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    """Return the states and edges of k paths, drawn by the numbers of `uniform(*shape)`."""
+    T, N = chain.scores.shape[:2]
+    return sample(*chain, uniform(T + 1, k, N), current_backend())
+
+
 def partition(chain: ChainPotentials, semiring: Semiring) -> Tensor:
     """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
     if semiring == Max:
@@ -290,7 +306,9 @@ def state_scores(chain: ChainPotentials, semiring: Semiring, *, reverse: bool) -
     return torch.stack(scores(inputs, differentiable(semiring)))
 
 
-def mean_of_values(chain: ChainPotentials, *values: Tensor) -> tuple[Tensor, Tensor]:
+def mean_and_log_partition(
+    chain: ChainPotentials, values: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
     """Return the mean of the values along a path and log Z, `[N]` fp64.
 
     The values are those of the edges `[T, N, C, K]`, and of the first and the last states `[N, C]`.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...paths.inputs import check_equal, equal_lengths
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 
@@ -32,6 +33,17 @@ class ChainPotentials(NamedTuple):
     def variables(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the differentiable tensors."""
         return self.scores, self.initial, self.final
+
+    def in_full_precision(self) -> ChainPotentials:
+        """Return these potentials; their ops need no wider dtype."""
+        return self
+
+    def aligned_with(
+        self, other: ChainPotentials
+    ) -> tuple[ChainPotentials, ChainPotentials, Tensor]:
+        """Return both, and where their lengths and tables of sources are equal, `[N]`."""
+        same = equal_lengths(self, other)
+        return self, other, same & check_equal("source", self.source, other.source).all()
 
 
 class ChainValues(NamedTuple):

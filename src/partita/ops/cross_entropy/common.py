@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime import checks
@@ -160,6 +161,28 @@ def reduce_losses(
         divisors = mean_denominators(target, weight, classes, ignore_index)
     mean = loss.sum() / divisors[0]
     return mean if z is None else mean + z.sum() / divisors[1]
+
+
+def torch_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    options: LossOptions,
+    all_labels: Tensor,
+) -> Tensor:
+    """Return the loss by PyTorch's function; an error names the place among all labels."""
+    try:
+        return F.cross_entropy(
+            logits,
+            labels,
+            weight,
+            ignore_index=options.ignore_index,
+            reduction=options.reduction,
+            label_smoothing=options.label_smoothing,
+        )
+    except IndexError:
+        checks.labels("target", all_labels, logits.shape[1], options.ignore_index)
+        raise
 
 
 def mean_shares(

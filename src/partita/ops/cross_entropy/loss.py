@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime import checks
@@ -25,12 +24,11 @@ from .autograd import (
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
 )
-from .common import LossOptions
+from .common import LossOptions, torch_cross_entropy
 
 # The elements of logits up to which PyTorch's function is faster than one pass that computes loss
 # and gradient, which takes more calls and less memory.
 NATIVE_ELEMENTS = 2**20
-FEW_LABELS = 64
 
 
 def cross_entropy_over(
@@ -106,8 +104,8 @@ def native_cross_entropy(
     It takes less time where it serves, and there it has the same meaning.
 
     PyTorch lets the logits of an ignored row pass NaN on to the gradient, so such rows are left
-    out here. It raises for a label out of range, which the op does only where labels are checked.
-    It multiplies a class weight of 0 by an infinite loss.
+    out or replaced by zeros here. It raises for a label out of range, which the op does only where
+    labels are checked. It multiplies a class weight of 0 by an infinite loss.
     """
     ignore_index, label_smoothing, softcap, _, reduction = options
     if (
@@ -118,39 +116,28 @@ def native_cross_entropy(
         or labels.is_floating_point()
         or (logits.numel() > NATIVE_ELEMENTS and not label_smoothing and reduction != "none")
         or not labels.numel()
-        or not native_serves(logits)
         or not checks.should_check_values(logits.device)
         or (weight is not None and (label_smoothing != 0.0 or weight.dtype != logits.dtype))
     ):
         return None
+    strides = logits.stride()
+    if strides[-1] == 1 and list(strides) == sorted(strides, reverse=True):
+        logits = logits.contiguous()  # Rows that lie apart get the bits of adjacent ones.
+    if not native_serves(logits):
+        return None
     labels = labels.long()
     rows, row_labels = logits, labels
-    if ignore_index >= 0 or _lowest(labels) < 0:
+    if ignore_index >= 0 or int(labels.min()) < 0:
         not_ignored = labels != ignore_index
         if not bool(not_ignored.all()):
-            if logits.ndim != 2 or reduction == "none":
+            if logits.ndim == 1:
                 return None
-            index = not_ignored.nonzero()[:, 0]
-            rows, row_labels = logits.index_select(0, index), labels.index_select(0, index)
-    try:
-        return F.cross_entropy(
-            rows,
-            row_labels,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
-    except IndexError:  # This check names the label and its place.
-        checks.labels("target", labels, logits.shape[1], ignore_index)
-        raise
-
-
-def _lowest(labels: Tensor) -> int:
-    """Return the lowest label. Python finds it among few labels in less time than PyTorch."""
-    if labels.ndim == 1 and len(labels) <= FEW_LABELS:
-        return min(labels.tolist())
-    return int(labels.min())
+            if logits.ndim > 2 or reduction == "none":
+                rows = logits.masked_fill(~not_ignored.unsqueeze(1), 0)
+            else:
+                index = not_ignored.nonzero()[:, 0]
+                rows, row_labels = logits.index_select(0, index), labels.index_select(0, index)
+    return torch_cross_entropy(rows, row_labels, weight, options, labels)
 
 
 def loss_of_batch(

@@ -136,7 +136,9 @@ def _one_pass_of_chunk(
         terms = torch.where(weight == 0, 0.0, weight * (maximum[:, None] - x))
         terms = terms.sum(1, dtype=row_dtype)
     # On the CPU the result may replace its input.
-    p = torch.softmax(x, 1, out=x if is_copy else out) if on_cpu else torch.softmax(x, 1)
+    memory = x if is_copy else out
+    is_fit = on_cpu and memory.dtype == x.dtype
+    p = torch.softmax(x, 1, out=memory) if is_fit else torch.softmax(x, 1)
 
     label_p = p.gather(1, index)[:, 0].to(row_dtype)
     log_sumexp, label_loss = label_x, -label_p.log()  # only rows with a maximum need the former

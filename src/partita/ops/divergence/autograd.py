@@ -15,7 +15,8 @@ from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..logprobs.common import TopK
-from . import reference, reference_chunks
+from ..softmax.autograd import logsumexp
+from . import reference
 from .common import DivergenceRows, reduced, row_factors
 
 # Rounding errors of log-probabilities that the sum of their exponentials may have.
@@ -46,17 +47,15 @@ divergence_one_pass_op = define_op(
     lambda logits: (divergence_fake(logits)[0], torch.empty_like(logits)),
 )
 divergence_state_op = define_op(
-    reference_chunks.DIVERGENCE_KERNELS.divergence_state,
+    reference.DIVERGENCE_KERNELS.divergence_state,
     lambda logits: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
 )
 divergence_mixture_op = define_op(
-    reference_chunks.DIVERGENCE_KERNELS.divergence_mixture,
+    reference.DIVERGENCE_KERNELS.divergence_mixture,
     lambda logits, maximum: maximum.new_empty(2, logits.shape[0]),
 )
-
-
 divergence_local_gradient_op = define_op(
-    reference_chunks.divergence_local_gradient, lambda logits: torch.empty_like(logits)
+    reference.divergence_local_gradient, lambda logits: torch.empty_like(logits)
 )
 
 
@@ -165,6 +164,8 @@ def _rest_of_teacher(logp: Tensor, student: Tensor, resolution: float) -> Tensor
     Rounding hides small probabilities. There the teacher has that of the student, `[..., 1]` in
     log, but at most what its own numbers say.
     """
-    rest = 1.0 - logp.exp().sum(-1, keepdim=True)
+    # The order of PyTorch's own sum would follow from the number of rows.
+    total = logsumexp(logp, logp.dtype, current_backend())[0].exp()
+    rest = 1.0 - total.unsqueeze(-1)
     hidden = torch.minimum(student.detach().exp(), rest.clamp(min=resolution))
     return torch.where(rest <= ROUNDING_ERRORS * resolution, hidden, rest).log()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...paths.distribution import SemiringDistribution
 from ...paths.inputs import as_values, end_of_chains, lengths_of_chains
-from ...primitives.semiring import Semiring
 from ...runtime import checks
-from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ..chain.api import Chain
@@ -105,7 +102,8 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
 
-    _ops = autograd
+    _ops, _tensors = autograd, LinearChainPotentials
+    _path, _sample = LinearPath, LinearSample
 
     def __init__(
         self,
@@ -124,44 +122,6 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
         self.end = None if end is None else end_of_chains("end", end, emissions)
         self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "token")
 
-    def _potentials(self) -> LinearChainPotentials:
-        ends = self.start, self.end
-        return LinearChainPotentials(self.emissions, self.transitions, *ends, self.lengths)
-
-    def _full_precision(self) -> LinearChainPotentials:
-        dtype = acc_dtype(self.emissions.dtype)
-        scores = (
-            None if x is None else x.to(torch.promote_types(x.dtype, dtype))
-            for x in self._potentials().variables
-        )
-        return LinearChainPotentials._make([*scores, self.lengths])
-
-    def _mean(self, potentials: LinearChainPotentials, values: Any) -> tuple[Tensor, Tensor]:
-        return autograd.mean_of_values(potentials, *values), self._log_partitions(potentials)[0]
-
-    def _aligned(
-        self, p: LinearChainPotentials, q: LinearChainPotentials
-    ) -> tuple[LinearChainPotentials, LinearChainPotentials, Tensor]:
-        p, q, same = super()._aligned(p, q)
-        if p.transitions.ndim != q.transitions.ndim:
-            p, q = p.of_sequences(), q.of_sequences()
-        return p, q, same
-
-    def _best_path(self) -> LinearPath:
-        return LinearPath(*autograd.viterbi(*self._potentials(), current_backend()))
-
-    def _draw(self, k: int, uniform: Callable[..., Tensor]) -> LinearSample:
-        T, N, _ = self.emissions.shape
-        uniforms = uniform(T, k, N)
-        return LinearSample(autograd.sample(*self._potentials(), uniforms, current_backend()))
-
-    def _sum(self, semiring: Semiring) -> Tensor:
-        return autograd.partition(self._potentials(), semiring)
-
-    def _best_paths(self, k: int) -> LinearPath:
-        score, states = autograd.nbest(self._potentials(), k)
-        return LinearPath(self._rounded(score), states)
-
     def state_marginals(self) -> Tensor:
         """Return the posterior probability of each state, `[T, N, C]`, zero past the lengths.
 
@@ -174,7 +134,7 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
             tensor([[0.3240, 0.6760],
                     [0.1192, 0.8808]])
         """
-        chain = self._full_precision()
+        chain = self._potentials.in_full_precision()
         return autograd.marginals(chain, need_transitions=False, per_sequence=False)[0]
 
     def marginals(self) -> Tensor:
@@ -190,7 +150,7 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
             tensor([[[[0.2500, 0.2500],
                       [0.2500, 0.2500]]]])
         """
-        chain = self._full_precision().of_sequences()
+        chain = self._potentials.in_full_precision().of_sequences()
         d_transitions = autograd.marginals(chain, need_transitions=True, per_sequence=False)[1]
         return self._rounded(d_transitions.transpose(2, 3))
 
@@ -207,7 +167,7 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
             tensor([[[2., 2.],
                      [2., 2.]]])
         """
-        chain = self._full_precision().with_ends()
+        chain = self._potentials.in_full_precision().with_ends()
         if self.transitions.ndim != 2:
             chain = chain.of_sequences()
         _, counts, start, end = autograd.marginals(chain, need_transitions=True, per_sequence=True)
@@ -244,7 +204,7 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
             >>> chain.expectation(transition_values=torch.eye(2))  # transitions that stay
             tensor([3.])
         """
-        chain = self._full_precision()
+        chain = self._potentials.in_full_precision()
         ends = (
             value if value is None else end_of_chains(name, value, self.emissions)
             for name, value in (("start_values", start_values), ("end_values", end_values))
@@ -278,7 +238,7 @@ class LinearChain(SemiringDistribution[LinearPath, LinearSample]):
         checks.integer("states", states)
         checks.device("states", states, self.emissions, "emissions")
         checks.last_sizes("states", states, self.emissions.shape[:2], "T, N")
-        return self._rounded(self._log_prob(path_score(self._potentials(), states.long())))
+        return self._rounded(self._log_prob(path_score(self._potentials, states.long())))
 
     def to_chain(self) -> Chain:
         """Return the sparse `Chain` over `dense_source` with the same paths.

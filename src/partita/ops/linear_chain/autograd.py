@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...paths.autograd import (
-    call,
     gradients,
+    log_partitions_of,
     off_path,
     on_path,
     ones,
@@ -23,6 +24,7 @@ from ...paths.inputs import full_lengths
 from ...primitives.semiring import Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    call,
     double_backward,
     for_gradients,
     is_double_backward,
@@ -211,6 +213,22 @@ class BestScore(torch.autograd.Function):
         )
 
 
+log_partitions = partial(log_partitions_of, logz, LogZ)
+
+
+def best_path(chain: LinearChainPotentials) -> tuple[Tensor, ...]:
+    """Return the best score and the states of each sequence."""
+    return viterbi(*chain, current_backend())
+
+
+def draw(
+    chain: LinearChainPotentials, k: int, uniform: Callable[..., Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the states of k paths, drawn by the numbers of `uniform(*shape)`."""
+    T, N, _ = chain.emissions.shape
+    return (sample(*chain, uniform(T, k, N), current_backend()),)
+
+
 def partition(chain: LinearChainPotentials, semiring: Semiring) -> Tensor:
     """Return the sum over all paths under a semiring but Log in the dtype of results, `[N]`."""
     if semiring == Max:
@@ -256,6 +274,13 @@ def mean_of_values(chain: LinearChainPotentials, *values: Tensor | None) -> Tens
             terms = terms.transpose(0, 1) if i == 0 or (i == 1 and not constant) else terms
             means.append(terms.flatten(1).sum(1))
     return torch.stack(means).sum(0)
+
+
+def mean_and_log_partition(
+    chain: LinearChainPotentials, values: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return what `mean_of_values` returns, and log Z in fp64."""
+    return mean_of_values(chain, *values), log_partitions(chain)[0]
 
 
 def nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...paths.inputs import steps_first
+from ...paths.inputs import equal_lengths, steps_first
 from ...primitives.gpu.target import assumed
 from ...runtime import checks
 from ...runtime.constants import scalar
@@ -40,6 +40,23 @@ class LinearChainPotentials(NamedTuple):
     def variables(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return the differentiable tensors."""
         return self.emissions, self.transitions, self.start, self.end
+
+    def in_full_precision(self) -> LinearChainPotentials:
+        """Return the potentials in dtypes whose gradients are as exact as the results."""
+        dtype = acc_dtype(self.emissions.dtype)
+        scores = (
+            None if x is None else x.to(torch.promote_types(x.dtype, dtype)) for x in self.variables
+        )
+        return LinearChainPotentials._make([*scores, self.lengths])
+
+    def aligned_with(
+        self, other: LinearChainPotentials
+    ) -> tuple[LinearChainPotentials, LinearChainPotentials, Tensor]:
+        """Return both in the same shapes, and where their lengths are equal, `[N]`."""
+        p, q, same = self, other, equal_lengths(self, other)
+        if p.transitions.ndim != q.transitions.ndim:
+            p, q = p.of_sequences(), q.of_sequences()
+        return p, q, same
 
     def of_sequences(self) -> LinearChainPotentials:
         """Return the potentials with transitions `[T - 1, N, C, C]`, a view without such memory."""

@@ -5,6 +5,7 @@ The full logits are in memory for small calls only.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...runtime import checks
@@ -17,6 +18,7 @@ from .common import Head, RowOptions, RowStatistics, chunk_and_save
 from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
 from .loss import linear_loss
 from .plan import check_budget
+from .products import in_blocks, without_padding
 
 
 def linear_cross_entropy(
@@ -32,6 +34,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute cross-entropy from hidden states and the vocabulary's matrix, without the logits.
 
@@ -46,10 +49,11 @@ def linear_cross_entropy(
     Args:
         input: hidden states `[..., H]`, floating dtype; `[N, H]` or `[H]` with target
             probabilities, `[N, H]` with matrices of more dimensions.
-        linear_weight: `[C, H]` in the same dtype, or `[C, d1, ..., dK, H]`.
+        linear_weight: `[C, H]` or `[C, d1, ..., dK, H]` in the same dtype; or in fp32 beside a half
+            type. The products then take a rounded copy, and its gradient is not rounded.
         target: labels `[...]` (`[N, d1, ..., dK]`), any integer dtype; or probabilities
             `[..., C]` (`[N, C, d1, ..., dK]`).
-        linear_bias: `[C]` or `[C, d1, ..., dK]`.
+        linear_bias: `[C]` or `[C, d1, ..., dK]` in the dtype of the matrix.
         weight: `[C]`, one factor for each class.
         reduction: `none` (the shape of the labels), `mean` (over the class weights of the tokens
             that are not ignored) or `sum`.
@@ -59,6 +63,9 @@ def linear_cross_entropy(
         label_smoothing, softcap, z_loss: as in `cross_entropy`.
         memory_budget: bytes of workspace in addition to inputs and results; None for what
             `linear_cross_entropy_plan` finds sensible for these sizes.
+        logits_dtype: `torch.float32` for logits that are not rounded to a half type: they are what
+            the product adds up in fp32. Their gradient is still rounded to the dtype of `input`.
+            None for logits in the dtype of `input`.
 
     Returns:
         The loss in nats, a number or `[...]`, fp32 for half types.
@@ -84,7 +91,8 @@ def linear_cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    return linear_loss(input, linear_weight, target, linear_bias, weight, options, memory_budget)
+    numbers = (options, memory_budget, None, logits_dtype)
+    return linear_loss(input, linear_weight, target, linear_bias, weight, *numbers)
 
 
 def linear_token_stats(
@@ -97,6 +105,7 @@ def linear_token_stats(
     softcap: float | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> TokenStats:
     """Compute token statistics from hidden states, without the logits in memory.
 
@@ -105,11 +114,12 @@ def linear_token_stats(
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
-        linear_bias: `[C]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
+        linear_bias: `[C]` in the dtype of the matrix.
         target: labels `[...]`, any integer dtype; None for the arg-max, as in `token_stats`.
         temperature, softcap, ignore_index: as in `token_stats`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         `TokenStats(logprob, logsumexp, entropy, argmax)`, fields `[...]`, fp32 (fp64 for fp64) in
@@ -127,12 +137,13 @@ def linear_token_stats(
                    entropy=tensor([1.3863]), argmax=tensor([0]))
     """
     head = Head(input, linear_weight, linear_bias)
-    if target is None or not is_usual(*head, target):
-        head = cast_and_check(*head, target)
+    if target is None or not is_usual(*head[:3], target):
+        head = cast_and_check(*head[:3], target)
     check_budget(memory_budget)
+    head = head.of_call(logits_dtype)
     if takes_all_logits([head], target, memory_budget):
         return token_stats(
-            autograd.rows_linear(*head),
+            autograd.rows_linear(head),
             target,
             temperature=temperature,
             softcap=softcap,
@@ -143,11 +154,11 @@ def linear_token_stats(
     if target is None:
         ignore_index = -100  # The label of each row is its arg-max, which may be any class.
     else:
-        labels = flat_labels(input, target)
-    head = head.flat
+        labels = in_blocks(flat_labels(input, target), head.invariant, ignore_index)
+    head = head.flat.aligned
     options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
     chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), len(head.weight))
     call = (*head, labels, None, *options, chunk, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
-    return TokenStats(*(field.reshape(input.shape[:-1]) for field in fields))
+    return TokenStats(*(without_padding(each, input.shape[:-1], head.invariant) for each in fields))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...primitives.rows import inert_rows, softcapped
@@ -26,13 +25,16 @@ from ...runtime.autograd import (
     spend,
     takes,
 )
+from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
-from .chunked import empty_gradients
-from .common import RowOptions, RowStatistics, counted_rows, empty_statistics
-from .plan import padded_width
+from ..support.common import Support
+from . import reference_support
+from .chunked import empty_gradients, gradients_like
+from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
+from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
 
 
@@ -41,16 +43,25 @@ def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> N
         checks.labels("target", target, len(weight), ignore_index)
 
 
-def saved_logits_fake(input: Tensor, weight: Tensor, save_logits: bool) -> Tensor:
+def saved_logits_fake(
+    input: Tensor, weight: Tensor, invariant: bool, widens: bool, save_logits: bool
+) -> Tensor:
     """Return memory for all logits of a head, or none."""
-    return input.new_empty(input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0)
+    head = Head(input, weight, None, invariant, widens)
+    return head.buffer(input.shape[0], weight.shape[0] if save_logits else 0)
 
 
 def _rows_fake(
-    input: Tensor, weight: Tensor, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
+    input: Tensor,
+    weight: Tensor,
+    invariant: bool,
+    widens: bool,
+    needs_smoothing: bool,
+    needs_entropy: bool,
+    save_logits: bool,
 ) -> tuple[Tensor, ...]:
     statistics = empty_statistics(input, input.shape[0], needs_smoothing, needs_entropy)
-    return *statistics, saved_logits_fake(input, weight, save_logits)
+    return *statistics, saved_logits_fake(input, weight, invariant, widens, save_logits)
 
 
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -66,16 +77,18 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        return loss, *empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
+        wanted, is_fp16 = Wanted(input_grad, weight_grad, bias_grad), input.dtype == torch.float16
+        dtype = loss.dtype if is_fp16 and not has_rows else None  # see `linear_one_pass`
+        return loss, *gradients_like(Head(input, weight, bias), wanted, dtype)
 
     return fake
 
 
 def _gpu() -> tuple[Any, ...]:
-    """Import the kernels for GPUs, whose methods serve the ops, and those of packed rows."""
-    from .gpu import launch, packed
+    """Import the kernels for GPUs, whose methods serve the ops; of packed rows; of supports."""
+    from .gpu import launch, packed, support
 
-    return launch.KERNELS, packed
+    return launch.KERNELS, packed, support
 
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
@@ -90,6 +103,14 @@ packed_one_pass = define_op(
     name="linear_packed_one_pass",
     check=_check_labels,
 )
+entry_logits = define_op(
+    reference_support.linear_entries,
+    lambda input, rows: input.new_empty(rows.shape, dtype=acc_dtype(input.dtype)),
+)
+entry_sums = define_op(
+    reference_support.linear_entries_sums,
+    lambda like: like.new_empty(like.shape),
+)
 
 
 class RowsLinear(torch.autograd.Function):
@@ -102,35 +123,40 @@ class RowsLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(input, weight, bias)
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, widens: bool
+    ) -> Tensor:
+        return composed_linear(input, weight, bias, invariant, widens)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+        *tensors, ctx.invariant, _ = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (input, weight, bias) = grads, saved_tensors(ctx)
+        input, weight, bias = saved_tensors(ctx)
+        grad = grads[0].to(input.dtype)  # of logits that may be wider
         dinput = dweight = dbias = None
         of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
         if of_input:
-            dinput = grad @ weight
+            dinput = composed_linear(grad, weight.T, None, ctx.invariant, False)
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
         if of_weight:
-            dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
+            states = counted_rows(input.reshape(rows, input.shape[-1]), grad)
+            dweight = grad.T.to(weight.dtype) @ states.to(weight.dtype)
         if of_bias:
-            dbias = grad.sum(0)
-        return dinput, dweight, dbias
+            dbias = grad.sum(0, dtype=bias.dtype)
+        return dinput, dweight, dbias, None, None
 
 
-def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def rows_linear(head: Head) -> Tensor:
     """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
-    if requires_grad(weight) and torch.is_grad_enabled():
-        result: Tensor = apply(RowsLinear, input, weight, bias)
+    if torch.is_grad_enabled() and (requires_grad(head.weight) or not head.is_usual):
+        result: Tensor = apply(RowsLinear, *head)
         return result
-    return F.linear(input, weight, bias)
+    return composed_linear(*head)
 
 
 def gradients_of_rows(
@@ -164,17 +190,18 @@ def head_backward(
 
     The saved tensors are those that the op takes after the gradient, of which hidden states, matrix
     and bias are the first, and the logits of each head. `composed` computes the output from the
-    saved tensors, differentiable any number of times.
+    head and the other saved tensors, differentiable any number of times.
     """
     saved = saved_tensors(ctx)
-    tensors, logits = saved[:-heads], saved[-heads:]
-    wanted = needed_gradients(ctx, *tensors[:3])
-    if is_double_backward(grad, *tensors[:3]):
+    head, tensors, logits = saved[:3], saved[3:-heads], saved[-heads:]
+    wanted = needed_gradients(ctx, *head)
+    if is_double_backward(grad, *head):
         gradients = double_backward(
-            lambda *head: composed(*head, *tensors[3:]), tensors[:3], wanted, grad
+            lambda *x: composed(Head._make((*x, 0, ctx.products[1])), *tensors), head, wanted, grad
         )
     else:
-        gradients = gradients_of_rows(ctx, op, [grad], [grad, *tensors], logits, wanted)
+        arguments = [grad, *head, *ctx.products, *tensors]
+        gradients = gradients_of_rows(ctx, op, [grad], arguments, logits, wanted)
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
@@ -193,8 +220,9 @@ class LinearRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        head, ctx.row_options = list(inputs[:5]), inputs[5:10]
-        ctx.options, (ctx.chunk, save_logits, ctx.backend) = inputs[5:7], inputs[10:]
+        head, ctx.products, ctx.row_options = list(inputs[:3]), inputs[3:5], inputs[7:12]
+        ctx.options, (ctx.chunk, save_logits, ctx.backend) = inputs[7:9], inputs[12:]
+        head += inputs[5:7]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
         if head[3] is None:
@@ -204,7 +232,7 @@ class LinearRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grads, no_option_grads = grads[:4], (None,) * 10
+        grads, no_option_grads = grads[:4], (None,) * 12
         if all(grad is None for grad in grads):
             return None, None, None, *no_option_grads
         saved = saved_tensors(ctx)
@@ -224,7 +252,7 @@ class LinearRows(torch.autograd.Function):
             statistics.maximum.dtype,
         )
         of_rows = (target, class_weight, statistics.maximum, statistics.sumexp)
-        tensors = (*coefficients, *head, *of_rows)
+        tensors = (*coefficients, *head, *ctx.products, *of_rows)
         gradients = gradients_of_rows(ctx, rows_backward, grads, tensors, saved[-1:], wanted)
         return *gradients, *no_option_grads
 
@@ -240,8 +268,9 @@ class LinearRows(torch.autograd.Function):
             counted[0] = torch.where(target == options.ignore_index, 0, counted[0])
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
-        def used_statistics(*head: Any) -> list[Tensor]:
-            logits, numbers = torch.where(is_inert[:, None], 0, rows_linear(*head)), options[:3]
+        def used_statistics(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+            logits = rows_linear(Head(input, weight, bias, widens=ctx.products[1]))
+            logits, numbers = torch.where(is_inert[:, None], 0, logits), options[:3]
             logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
             found = [-logprob, logsumexp, logsumexp, entropy]
             if 2 in used:  # that of the smoothing loss
@@ -255,15 +284,77 @@ class LinearRows(torch.autograd.Function):
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
 
 
+class EntryLogits(torch.autograd.Function):
+    """The logits of some pairs of a row and a class, `[E]`, without a bias."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @takes(entry_logits, "offsets", "order", "starts")
+    def forward(*args: Any) -> Any:
+        return entry_logits(*args[:5])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:4], *inputs[5:])
+        ctx.backend = inputs[4]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (grad,), tensors = grads, saved_tensors(ctx)
+        input, weight, rows, classes, offsets, order, starts = tensors
+        wanted = needed_gradients(ctx, input, weight)
+        if is_double_backward(grad, input, weight):
+            found = double_backward(
+                lambda *x: reference_support.linear_entries(x[0], x[1], rows, classes),
+                (input, weight),
+                wanted,
+                grad,
+            )
+            return *found, *(None,) * 6
+        op, (dinput, dweight) = for_gradients(entry_sums, grad), (None, None)
+        if wanted[0]:
+            dinput = op(grad, rows, classes, None, offsets, weight, input, ctx.backend)
+        if wanted[1]:
+            dweight = op(grad, classes, rows, order, starts, input, weight, ctx.backend)
+        return dinput, dweight, *(None,) * 6
+
+
+def logits_of_entries(
+    input: Tensor, weight: Tensor, bias: Tensor | None, first_class: int, support: Support
+) -> Tensor:
+    """Return the logits of the entries whose classes a head has, and 0 for others, `[E]`.
+
+    The classes of the head are those from `first_class` on.
+    """
+    rows, classes, offsets, order, starts = support
+    columns = classes - first_class if first_class else classes
+    of_classes = starts[first_class : first_class + len(weight) + 1]
+    call = (rows, columns, current_backend(), offsets, order, of_classes)
+    x: Tensor = apply(EntryLogits, input, weight, *call)
+    if bias is None or len(bias) == 0:
+        return x
+    is_own = (columns >= 0) & (columns < len(bias))
+    return x + torch.where(is_own, bias.to(x.dtype)[torch.where(is_own, columns, 0)], 0)
+
+
 def _composed_loss(*args: Any) -> Tensor:
-    *head, target, class_weight, denominator, numbers = args
-    logits = rows_linear(*head).to(acc_dtype(head[0].dtype))
+    input, weight, bias, target, class_weight, denominator, (_, widens, *numbers) = args
+    logits = rows_linear(Head(input, weight, bias, widens=widens)).to(acc_dtype(input.dtype))
     options = LossOptions._make(numbers[:5])
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator
 
 
-# The tensors are a head, labels, class weights, and a denominator, `[]`, which divides a sum before
-# the gradients are rounded.
-ONE_PASS = OnePassLoss(lambda *args: one_pass(*args[:-1], *args[-1]), _composed_loss, 6)
-PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: packed_one_pass(*args[:-1], *args[-1]))
+def _run(op: register.Op, *args: Any) -> tuple[Tensor, ...]:
+    *head, target, class_weight, denominator, (invariant, widens, *numbers) = args
+    found: tuple[Tensor, ...] = op(
+        *head, invariant, widens, target, class_weight, denominator, *numbers
+    )
+    return found
+
+
+# The tensors are those of a head, labels, class weights, and a denominator, `[]`, which divides a
+# sum before the gradients are rounded. The options begin with how products are computed.
+ONE_PASS = OnePassLoss(lambda *args: _run(one_pass, *args), _composed_loss, 6)
+PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: _run(packed_one_pass, *args))

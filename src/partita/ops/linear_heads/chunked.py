@@ -33,6 +33,7 @@ from ..truncated.common import (
     TruncatedKernels,
     TruncatedRows,
     TruncatedSums,
+    part_of,
     truncated_fake,
 )
 from .common import (
@@ -47,23 +48,11 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
+from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
 Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
-    """Add `a @ b` to `total`, with sums in the dtype of `total`; the first product replaces it."""
-    widens = a.is_cuda and a.dtype != total.dtype
-    if widens and is_first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    elif widens:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif is_first:
-        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def empty_gradients(
@@ -75,15 +64,16 @@ def empty_gradients(
     bias_grad: bool,
 ) -> HeadGradients:
     """Return memory for the gradients; those that are not wanted are empty."""
-    wanted = (
-        (input, input_grad),
-        (weight, weight_grad),
-        (input if bias is None else bias, bias_grad),
-    )
+    return gradients_like(Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad))
+
+
+def gradients_like(head: Head, wanted: Wanted, dtype: torch.dtype | None = None) -> HeadGradients:
+    """Return memory for gradients in the dtypes of the head's tensors, or in another one."""
+    like = (head.input, head.weight, head.input if head.bias is None else head.bias)
     return HeadGradients(
         *(
-            torch.empty(tensor.shape if wants else (0,), dtype=tensor.dtype, device=tensor.device)
-            for tensor, wants in wanted
+            x.new_empty(x.shape if wants else (0,), dtype=dtype or x.dtype)
+            for x, wants in zip(like, wanted, strict=True)
         )
     )
 
@@ -104,6 +94,7 @@ def head_gradients(
     tokens: int,
     chunk: int,
     saved: Sequence[Tensor] = (),
+    dtype: torch.dtype | None = None,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -111,23 +102,27 @@ def head_gradients(
         heads: the heads whose logits the loss reads.
         wanted: which gradients are wanted.
         counts: returns which rows of some tokens have a gradient.
-        write_gradient: takes the tokens and the classes of a chunk and the logits of each head, and
-            overwrites those of the first head with their gradient.
-        tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all.
+        write_gradient: takes tokens and the classes of a chunk, memory for the gradient of the
+            first head's logits, which may be their own, and the logits of each head.
+        tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all, but
+            in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
+        dtype: that of the gradients, if it is not that of their tensors.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
-    buffers = list(saved)
-    saved_classes = min(len(buffers[0]) // max(M, 1), C) if buffers else 0  # without padding
+    buffers, heads = list(saved), [each.rounded for each in heads]
+    saved_classes = min(len(buffers[0]) // head.buffer_rows(max(M, 1)), C) if buffers else 0
     parts = [slice(C - saved_classes, C)] * (saved_classes > 0)
     parts += chunks(C - saved_classes, chunk)
     if not saved_classes:
-        buffers = [each.buffer(min(tokens, M), min(chunk, C)) for each in heads]
-    one_part, rounds_sum = len(parts) == 1, tokens < M and head.input.dtype != accumulator
-    result = empty_gradients(*head, input_grad, weight_grad and not rounds_sum, bias_grad)
-    dinput, dweight, dbias = result
+        sizes = min(tokens, M), min(chunk, C)
+        buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
+    rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
+    one_part, fits = len(parts) == 1, Wanted(input_grad, weight_grad and not rounds_sum, bias_grad)
+    result, of_weight = gradients_like(head, fits, dtype), head.weight.dtype
+    (dinput, dweight, dbias), head = result, heads[0]
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
             dinput = torch.empty_like(dinput, dtype=accumulator)
@@ -145,35 +140,50 @@ def head_gradients(
             memory = result.input[rows] if is_free else states[:0]
             states = counted_states(states, counts(rows), memory)
         for part in parts:
-            if saved_classes and part.stop == C:
-                logits = [buffer.view(M, -1)[:, :saved_classes] for buffer in buffers]
-            else:
-                logits = logits_of(heads, buffers, rows, part)
-            write_gradient(rows, part, *logits)
-            dlogits, is_first = logits[0], rows.start == 0
+            sizes, is_first = (len(states), part.stop - part.start), rows.start == 0
+            padded = head.rows_in(buffers[0].view(head.input.dtype), *sizes)
+            dlogits = padded[: sizes[0], : sizes[1]]
+            are_saved = saved_classes > 0 and part.stop == C
+            for some in head.parts_to_read(sizes[0], are_saved):
+                those = slice(rows.start + some.start, rows.start + some.stop)
+                if are_saved:
+                    logits = [head.rows_in(each, *sizes)[some, : sizes[1]] for each in buffers]
+                    if head.widens and some.start == 0:
+                        logits[0] = logits[0].clone()  # the only one that its gradient overlaps
+                else:
+                    offset = padded.numel() // 2 if head.widens else 0
+                    logits = logits_of(heads, [buffers[0][offset:], *buffers[1:]], those, part)
+                write_gradient(those, part, dlogits[some], *logits)
+            if head.widens and padded.device.type == "cpu":
+                padded[:, sizes[1] :].zero_()  # as in `Head.logits`
             if weight_grad:
-                add_product(dweight[part], dlogits.T, states, is_first)
-            if input_grad and one_part:
-                torch.mm(dlogits, head.weight, out=dinput[rows])
-            elif input_grad:
-                add_product(dinput, dlogits, head.weight[part])
+                multiply(dlogits.T, states, dweight[part], adds=not is_first)
+            if input_grad:
+                factors = padded[:, : sizes[1]], head.weight[part]
+                multiply_blocks(*factors, dinput[rows], head.invariant, adds=not one_part)
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums
-            del logits, dlogits
+            del logits, dlogits, padded
     if dinput is not result.input:
         result.input.copy_(dinput)
     if rounds_sum:
         result.bias.copy_(dbias)
         buffers.clear()  # the rounded gradient takes their memory
-        result = result._replace(weight=dweight.to(head.weight.dtype))
+        result = result._replace(weight=dweight.to(of_weight))
     return result
 
 
-def tokens_at_once(input: Tensor, chunk: int) -> int:
+def tokens_at_once(head: Head, chunk: int) -> int:
     """Return the tokens in a chunk, fewer on a CPU that adds up the matrix's gradient in place."""
-    in_place = not input.is_cuda and input.dtype == acc_dtype(input.dtype)
+    (input, *_), in_place = head, not head.invariant
+    in_place = in_place and not input.is_cuda and input.dtype == acc_dtype(input.dtype)
     return min(chunk, CPU_CHUNK_TOKENS) if in_place else chunk
+
+
+def tokens_of_backward(head: Head, saved: Tensor) -> int:
+    """Return the tokens in a chunk of a backward pass: all, unless blocks are computed again."""
+    return MIN_CHUNK_TOKENS if head.invariant and not saved.numel() else len(head.input)
 
 
 class HeadKernels(NamedTuple):
@@ -184,7 +194,7 @@ class HeadKernels(NamedTuple):
             chunk overwrites it.
         row_statistics: returns the `RowStatistics` of a `RowState` that has seen all classes.
         logits_gradient: writes the gradient of a chunk's logits.
-        one_pass: returns a chunk's loss and overwrites the logits with their gradient.
+        one_pass: returns a chunk's loss and writes the gradient of its logits.
         mean_shares: returns what the loss and the z-loss of a row are divided by in a mean, or in
             a sum with a denominator.
         of_ids: the functions for the logits of given classes.
@@ -252,17 +262,18 @@ class HeadKernels(NamedTuple):
         Saved logits are overwritten with their gradient. An empty `saved` means that they were not
         saved; they are then computed again, `chunk` classes at a time.
         """
-        target, options = target.contiguous(), (maximum, sumexp, temperature, softcap)
+        target, tokens = target.contiguous(), tokens_of_backward(head, saved)
 
-        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
+        def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
             weights = None if class_weight is None else class_weight[part]
-            row_factors = (target, weights, coefficients)
-            self.logits_gradient(logits, part.start, *row_factors, *options, logits)
+            row_factors = (target[rows], weights, coefficients.part(rows))
+            options = (maximum[rows], sumexp[rows], temperature, softcap)
+            self.logits_gradient(logits, part.start, *row_factors, *options, result)
 
-        def counts(_: slice) -> Tensor:
-            return coefficients.counts()
+        def counts(rows: slice) -> Tensor:
+            return coefficients.part(rows).counts()
 
-        return head_gradients([head], wanted, counts, write_gradient, len(target), chunk, [saved])
+        return head_gradients([head], wanted, counts, write_gradient, tokens, chunk, [saved])
 
     def linear_one_pass(
         self,
@@ -279,16 +290,21 @@ class HeadKernels(NamedTuple):
         Each chunk takes three matrix products: its logits, and two from their gradient. A
         denominator, `[]`, divides a sum before the gradients are rounded.
         """
-        (input, weight, _), ignore_index = head, options.ignore_index
+        (input, weight, *_), ignore_index = head, options.ignore_index
         dtype, mean, loss = acc_dtype(input.dtype), options.reduction == "mean", None
+        is_fp16 = input.dtype == torch.float16
+        if is_fp16 and not mean and denominator is None:
+            denominator = input.new_ones((), dtype=dtype)
         divides = (denominator, ignore_index, len(weight), mean, dtype)
         divisors = self.mean_shares(target, class_weight, *divides)
+        if is_fp16 and divisors is not None:
+            divisors = divisors / FP16_SCALE
         mean = mean or denominator is not None
         of_chunk = options._replace(reduction="mean" if mean else "sum")
 
-        def write_gradient(logits: Tensor, labels: Tensor) -> None:
+        def write_gradient(labels: Tensor, result: Tensor, logits: Tensor) -> None:
             nonlocal loss
-            of_part = self.one_pass(logits, labels, class_weight, of_chunk, divisors)
+            of_part = self.one_pass(logits, labels, class_weight, of_chunk, divisors, result)
             loss = of_part if loss is None else loss + of_part
 
         if self.packed_gradients is not None:
@@ -300,12 +316,16 @@ class HeadKernels(NamedTuple):
                 [head],
                 wanted,
                 lambda rows: target[rows] != ignore_index,
-                lambda rows, _, logits: write_gradient(logits, target[rows]),
-                tokens_at_once(input, chunk),
+                lambda rows, _, *memory: write_gradient(target[rows], *memory),
+                tokens_at_once(head, chunk),
                 len(weight),
+                dtype=dtype if is_fp16 else None,
             )
         if loss is None:
             loss = torch.full((), torch.nan if mean else 0.0, dtype=dtype, device=input.device)
+        if is_fp16:
+            for each in (loss, *gradients):
+                each /= FP16_SCALE
         return loss, *gradients
 
     def linear_logprobs(
@@ -381,16 +401,18 @@ class HeadKernels(NamedTuple):
         coefficients = GradientCoefficients(
             others.factor / temperature, torch.zeros_like(others.factor), None, None
         )
-        of_others = (labels.contiguous(), None, coefficients, others.maximum, others.sumexp)
-        of_entries = (on_ids, ids, totals, entries, maximum, sumexp)
-        numbers = (temperature, softcap)
+        labels, of_entries = labels.contiguous(), (on_ids, ids, totals, entries, maximum, sumexp)
+        numbers, sizes = (temperature, softcap), (tokens_of_backward(head, saved), chunk)
 
-        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
-            self.logits_gradient(logits, part.start, *of_others, *numbers, logits)
-            self.of_ids.write(logits, part.start, C, *of_entries, *numbers, ignore_index)
+        def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
+            row_factors = (labels[rows], None, coefficients.part(rows))
+            of_others = (others.maximum[rows], others.sumexp[rows], *numbers)
+            self.logits_gradient(logits, part.start, *row_factors, *of_others, result)
+            parts = (each[rows] for each in of_entries)
+            self.of_ids.write(result, part.start, C, *parts, *numbers, ignore_index)
 
-        sizes = (len(ids), chunk)
-        return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
+        of_rows = (lambda rows: counts[rows], write_gradient)
+        return head_gradients([head], wanted, *of_rows, *sizes, [saved])
 
     def linear_topk_logprobs(
         self,
@@ -406,7 +428,7 @@ class HeadKernels(NamedTuple):
         The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
         empty otherwise.
         """
-        M, C = len(head.input), len(head.weight)
+        M, C, head = len(head.input), len(head.weight), head.rounded
         found = topk_fake(head.input, k)
         buffer = head.buffer(M if save_logits else min(tokens, M), C)
         for rows in chunks(M, tokens):
@@ -443,7 +465,7 @@ class HeadKernels(NamedTuple):
 
         The arguments are those of `linear_topk_logprobs`.
         """
-        M, C = len(head.input), len(head.weight)
+        M, C, head = len(head.input), len(head.weight), head.rounded
         found = truncated_fake(head.input)
         buffer = head.buffer(M if save_logits else min(tokens, M), C)
         for rows in chunks(M, tokens):
@@ -475,13 +497,15 @@ class HeadKernels(NamedTuple):
         grad_logprob = torch.where(has_logprob, grad_logprob, 0)
         grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
         counts = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
-        options = (len(head.weight), grads, rows, keeps_target, softcap, ignore_index)
+        options = (len(head.weight), keeps_target, softcap, ignore_index)
 
-        def write_gradient(_: slice, part: slice, logits: Tensor) -> None:
-            self.truncated.gradient(logits, part.start, *options)
+        def write_gradient(tokens: slice, part: slice, result: Tensor, logits: Tensor) -> None:
+            of_rows = (part_of(grads, tokens), TruncatedSums(*part_of(rows, tokens)))
+            self.truncated.gradient(logits, part.start, *of_rows, *options, result)
 
-        sizes = (len(counts), chunk)
-        return head_gradients([head], wanted, lambda _: counts, write_gradient, *sizes, [saved])
+        sizes = (tokens_of_backward(head, saved), chunk)
+        of_tokens = (lambda tokens: counts[tokens], write_gradient)
+        return head_gradients([head], wanted, *of_tokens, *sizes, [saved])
 
     def accumulate_rows(
         self,
@@ -504,6 +528,7 @@ class HeadKernels(NamedTuple):
         saved: int,
     ) -> tuple[DivergenceState, Buffers]:
         """Return the state of all rows, and the logits of the last `saved` classes."""
+        heads = heads[0].rounded, heads[1]
         (M, _), C = heads[0].input.shape, len(heads[0].weight)
         state = self.divergence.new_state(heads[0].input)
         of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
@@ -536,7 +561,7 @@ class HeadKernels(NamedTuple):
 
         The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
         numbers = (beta, temperature, softcap)
         saved = len(head.weight) if save_logits else 0
         state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
@@ -566,17 +591,18 @@ class HeadKernels(NamedTuple):
 
         Saved logits, those of the last classes, are overwritten. Others are computed again.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
         statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
-        rows = DivergenceRows(grad, *(field.contiguous() for field in statistics))
+        of_all = DivergenceRows(grad, *(field.contiguous() for field in statistics))
         numbers = (beta, temperature, softcap)
-        grad, sizes = grad.contiguous(), (len(grad), chunk)
+        grad, sizes = grad.contiguous(), (tokens_of_backward(head, saved), chunk)
 
-        def write_gradient(_: slice, part: slice, logits: Tensor, teacher_logits: Tensor) -> None:
-            self.divergence.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
+        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
+            of_rows = DivergenceRows(*(field[rows] for field in of_all))
+            self.divergence.gradient(grad[rows], *logits, of_rows, *numbers, result)
 
-        buffers = (saved, teacher_saved)
-        return head_gradients(heads, wanted, lambda _: grad != 0, write_gradient, *sizes, buffers)
+        rest = (lambda rows: grad[rows] != 0, write_gradient, *sizes, (saved, teacher_saved))
+        return head_gradients(heads, wanted, *rest)
 
     def linear_divergence_one_pass(
         self,
@@ -601,14 +627,14 @@ class HeadKernels(NamedTuple):
                 products: its logits under both heads, and two from the gradient.
             The others: as in `linear_divergence_backward`.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias)
+        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
         numbers = (beta, temperature, softcap)
         if chunk:
             state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
             gradients = self.linear_divergence_backward(
                 factors,
                 head,
-                *heads[1],
+                *heads[1][:3],
                 *state.rows[1:],
                 *buffers,
                 *numbers,
@@ -618,13 +644,12 @@ class HeadKernels(NamedTuple):
             return state.rows.loss, *gradients
         state = self.divergence.new_state(head.input)
 
-        def write_gradient(rows: slice, _: slice, logits: Tensor, teacher_logits: Tensor) -> None:
+        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
             part = state.part(rows)
-            pair = (logits, teacher_logits)
-            self.accumulate_rows([(0, *pair)], part, numbers)
-            self.divergence.gradient(factors[rows], *pair, part.rows, *numbers, logits)
+            self.accumulate_rows([(0, *logits)], part, numbers)
+            self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-        chunk_sizes = (tokens_at_once(head.input, tokens), len(head.weight))
+        chunk_sizes = (tokens_at_once(head, tokens), len(head.weight))
         gradients = head_gradients(
             heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
         )

@@ -20,8 +20,18 @@ from ...runtime.autograd import (
     requires_grad,
 )
 from ...runtime.dtypes import acc_dtype
+from ...runtime.invariance import is_batch_invariant
 from ..cross_entropy.common import LossOptions, logsumexp_term
-from .plan import LOSS_CHUNK_TOKENS, MemoryPlan, linear_cross_entropy_plan, padded_width
+from .plan import (
+    BLOCK_TOKENS,
+    LOSS_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
+    MemoryPlan,
+    linear_cross_entropy_plan,
+    padded_width,
+    widens_logits,
+)
+from .products import aligned_columns, aligned_rows, in_blocks, multiply_blocks
 
 
 class Wanted(NamedTuple):
@@ -33,22 +43,56 @@ class Wanted(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The hidden states and the matrix of the vocabulary, whose product are the logits.
+    """The hidden states and the matrix from which logits are computed, and how.
 
     Fields:
         input: hidden states, `[M, H]`.
-        weight: matrix of the vocabulary, `[C, H]`.
-        bias: its bias, `[C]`, or None.
+        weight: matrix of the vocabulary, `[C, H]`, in their dtype, or in fp32.
+        bias: its bias, `[C]` in the dtype of the matrix, or None.
+        invariant: whether products have blocks of 1,024 tokens, so that bits depend on no batch.
+        widens: whether logits of half types are fp32, as the product adds them up.
     """
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
+    invariant: bool = False
+    widens: bool = False
+
+    def of_call(self, logits_dtype: torch.dtype | None) -> Head:
+        """Return the head whose logits are computed as a call asks for."""
+        widens = widens_logits(logits_dtype, self.input.dtype)
+        return Head(*self[:3], is_batch_invariant(), widens)
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether products need a copy of the matrix in the dtype of the hidden states."""
+        return self.weight.dtype != self.input.dtype
+
+    @property
+    def rounded(self) -> Head:
+        """The head whose tensors all have the dtype of the hidden states."""
+        dtype, bias = self.input.dtype, self.bias
+        bias = None if bias is None else bias.to(dtype)
+        return Head(self.input, self.weight.to(dtype), bias, *self[3:])
+
+    @property
+    def is_usual(self) -> bool:
+        """Return whether PyTorch's linear layer computes the same logits."""
+        return not (self.invariant or self.widens or self.rounds)
 
     @property
     def flat(self) -> Head:
         """The head with hidden states `[M, H]`, of hidden states `[..., H]`."""
         return self._replace(input=self.input[None].flatten(0, -2))
+
+    @property
+    def aligned(self) -> Head:
+        """The head with rows on 16 bytes in the batch-invariant mode."""
+        if not self.invariant:
+            return self
+        input = in_blocks(aligned_rows(self.input), self.invariant)
+        return Head(input, aligned_columns(self.weight), *self[2:])
 
     @property
     def wanted(self) -> Wanted:
@@ -72,29 +116,66 @@ class Head(NamedTuple):
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
+            batch_invariant=self.invariant,
+            logits_dtype=torch.float32 if self.widens else None,
+            weight_dtype=self.weight.dtype,
         )
 
     def part(self, tokens: slice, classes: slice) -> Head:
         """Return the head of some tokens and some classes."""
         bias = None if self.bias is None else self.bias[classes]
-        return Head(self.input[tokens], self.weight[classes], bias)
+        return Head(self.input[tokens], self.weight[classes], bias, *self[3:])
 
-    def buffer(self, tokens: int, classes: int) -> Tensor:
-        """Return memory for the logits of some tokens and classes, flat, whose rows are padded."""
-        return self.input.new_empty(tokens * padded_width(classes))
+    def rows(self, tokens: int) -> int:
+        """Return the rows that the logits of tokens have in a buffer, which fill whole blocks."""
+        return tokens + -tokens % BLOCK_TOKENS if self.invariant else tokens
+
+    def buffer_rows(self, tokens: int) -> int:
+        """Return the rows of a buffer: an even number, for gradients of half the size."""
+        rows = self.rows(tokens)
+        return rows + rows % 2 if self.widens else rows
+
+    def buffer(self, tokens: int, classes: int, for_gradient: bool = False) -> Tensor:
+        """Return memory for the logits of some tokens and classes, flat, whose rows are padded.
+
+        The gradient takes their place, or lies before logits that are wider; see `parts_to_read`.
+        """
+        rows, dtype = self.buffer_rows(tokens), self.input.dtype
+        if self.widens:
+            dtype = acc_dtype(dtype)
+            rows = rows // 2 + self.rows((tokens + 1) // 2) if for_gradient else rows
+        return self.input.new_empty(rows * padded_width(classes), dtype=dtype)
+
+    def rows_in(self, buffer: Tensor, tokens: int, classes: int) -> Tensor:
+        """Return the view of a buffer that has the rows of tokens, and their padding."""
+        rows, width = self.rows(tokens), padded_width(classes)
+        return buffer[: rows * width].view(rows, width)
+
+    def parts_to_read(self, tokens: int, are_saved: bool) -> list[slice]:
+        """Return the tokens whose logits are read, and their gradients written, one after another.
+
+        The gradient of wide logits has half their size. That of saved logits starts where they do.
+        It takes the place of logits that were read before, so that each part has as many tokens as
+        all before it. Half of the other logits exist at a time, behind the gradient.
+        """
+        if not self.widens:
+            return [slice(0, tokens)]
+        if not are_saved:
+            return list(chunks(tokens, self.rows((tokens + 1) // 2)))
+        stops = [*(2**i for i in range((tokens - 1).bit_length())), tokens]
+        return [slice(*ends) for ends in zip([0, *stops], stops, strict=False)]
 
     def logits(self, buffer: Tensor) -> Tensor:
         """Compute the logits in the buffer."""
-        (M, _), C, width = self.input.shape, len(self.weight), padded_width(len(self.weight))
-        padded = buffer[: M * width].view(M, width)
+        tokens, C = len(self.input), len(self.weight)
+        padded = self.rows_in(buffer, tokens, C)
         if padded.device.type == "cpu":
             # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized
             # memory may be NaN there, and 0 times NaN is NaN.
             padded[:, C:].zero_()
         logits = padded[:, :C]
-        if self.bias is None:
-            return torch.mm(self.input, self.weight.T, out=logits)
-        return torch.addmm(self.bias, self.input, self.weight.T, out=logits)
+        multiply_blocks(self.input, self.weight.T, logits, self.invariant, self.bias)
+        return logits[:tokens]
 
 
 def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -117,11 +198,12 @@ def checked_head(
     prefix: str = "",
     shape: str = "[C, H]",
     more_dimensions: bool = False,
+    may_round: bool = False,
 ) -> Head:
     """Return the head in the dtype of autocast; raise unless its tensors fit each other.
 
     Errors put the prefix before the names of the tensors and call the matrix's shape `shape`; it
-    may have more dimensions where the caller says so.
+    may have more dimensions, or be in fp32 beside a half type, where the caller says so.
     """
     names = (f"{prefix}input", f"{prefix or 'linear_'}weight", f"{prefix or 'linear_'}bias")
     for name, tensor in zip(names, (input, weight, bias), strict=True):
@@ -129,11 +211,12 @@ def checked_head(
             checks.floating(name, tensor)
             checks.device(name, tensor, input, names[0])  # type: ignore[arg-type]
     head = Head(*cast_to_autocast(input, weight, bias))  # type: ignore[arg-type]
-    for name, tensor in zip(names, head, strict=True):
-        if tensor is not None and tensor.dtype != head.input.dtype:
-            raise TypeError(
-                f"{name}: expected the dtype of {names[0]}, {head.input.dtype}, got {tensor.dtype}"
-            )
+    like, dtype = names[0], head.input.dtype
+    if may_round and head.weight.dtype == torch.float32 and dtype.itemsize == 2:
+        like, dtype = names[1], torch.float32
+    for name, tensor in zip(names[1:], head[1:3], strict=True):
+        if tensor is not None and tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected the dtype of {like}, {dtype}, got {tensor.dtype}")
     if weight.ndim < 2 or (weight.ndim > 2 and not more_dimensions):
         raise ValueError(f"{names[1]}: expected shape {shape}, got {list(weight.shape)}")
     if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
@@ -290,8 +373,9 @@ def accumulate_hidden(
     The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
     holds all classes; otherwise the result is empty.
     """
-    M, C, target = len(head.input), len(head.weight), target.contiguous()
-    tokens = M if save_logits else min(M, LOSS_CHUNK_TOKENS)
+    M, C, target, head = len(head.input), len(head.weight), target.contiguous(), head.rounded
+    tokens = min(M, MIN_CHUNK_TOKENS if head.invariant else LOSS_CHUNK_TOKENS)
+    tokens = M if save_logits else tokens
     buffer = head.buffer(tokens, min(chunk, C))
     for rows in chunks(M, tokens):
         part_state = state.part(rows)
@@ -359,6 +443,10 @@ class GradientCoefficients(NamedTuple):
     label_coef: Tensor
     log_coef: Tensor | None
     smoothing_coef: Tensor | None
+
+    def part(self, rows: slice) -> GradientCoefficients:
+        """Return the coefficients of some rows."""
+        return GradientCoefficients(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
     def counts(self) -> Tensor:
         """Return which rows have a gradient, `[M]`."""

@@ -34,13 +34,20 @@ from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan
+from .products import composed_linear, in_blocks, without_padding
 from .reference import KERNELS
 
 
 def _rows_fake(
-    input: Tensor, weight: Tensor, teacher_input: Tensor, save_logits: bool
+    input: Tensor,
+    weight: Tensor,
+    invariant: bool,
+    widens: bool,
+    teacher_input: Tensor,
+    save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    saved = (saved_logits_fake(each, weight, save_logits) for each in (input, teacher_input))
+    rest = (weight, invariant, widens, save_logits)
+    saved = (saved_logits_fake(each, *rest) for each in (input, teacher_input))
     return *divergence_fake(input), *saved
 
 
@@ -53,7 +60,7 @@ def composed_rows(
     head: Head, teacher: Head, beta: float, temperature: float, softcap: float
 ) -> Tensor:
     """Compute the divergence of each row from all logits at once, `[...]`."""
-    logits, teacher_logits = rows_linear(*head), torch.nn.functional.linear(*teacher)
+    logits, teacher_logits = rows_linear(head), composed_linear(*teacher)
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
     return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
@@ -71,33 +78,36 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options, (_, save_logits, ctx.backend, ctx.chunk) = inputs[6:9], inputs[9:]
+        ctx.products, ctx.options = inputs[3:5], inputs[8:11]
+        _, save_logits, ctx.backend, ctx.chunk = inputs[11:]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*inputs[:6], *output[1:])
+        ctx.save_for_backward(*inputs[:3], *inputs[5:8], *output[1:])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        def composed(*tensors: Any) -> Tensor:
-            return composed_rows(Head(*tensors[:3]), Head(*tensors[3:6]), *ctx.options)
+        def composed(head: Head, *tensors: Any) -> Tensor:
+            return composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options)
 
         return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
 
 
 def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
-    *heads, factors, mask, (reduction, *numbers) = args
-    rows, *gradients = one_pass_op(*heads, factors, *numbers)
+    *heads, factors, mask, (invariant, widens, reduction, *numbers) = args
+    rest = (*heads[3:], factors, *numbers)
+    rows, *gradients = one_pass_op(*heads[:3], invariant, widens, *rest)
     return reduced(rows, mask, reduction), *gradients
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    *heads, _, mask, (reduction, *numbers) = args
-    rows = composed_rows(Head(*heads[:3]), Head(*heads[3:]), *numbers[:3])
+    *heads, _, mask, (_, widens, reduction, *numbers) = args
+    head, teacher = (Head._make((*each, 0, widens)) for each in (heads[:3], heads[3:]))
+    rows = composed_rows(head, teacher, *numbers[:3])
     return reduced(rows, mask, reduction)
 
 
-# The tensors are both heads, the factors of the rows and the mask. The options are the reduction
-# and those of `one_pass_op`.
+# The tensors are those of both heads, the factors of the rows and the mask. The options are the
+# way in which products are computed, the reduction, and those of `one_pass_op`.
 ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 8)
 
 
@@ -115,6 +125,7 @@ def linear_divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Divergence of a student from a teacher, from the hidden states of both, without the logits.
 
@@ -127,14 +138,15 @@ def linear_divergence(
 
     Args:
         input: the student's hidden states `[..., H]`, floating dtype.
-        linear_weight: the student's matrix `[C, H]` in the same dtype.
+        linear_weight: the student's matrix `[C, H]` in the same dtype, or in fp32.
         teacher_input: the teacher's hidden states `[..., K]`; K may differ from H. They get no
             gradient, like all that is the teacher's.
-        teacher_weight: the teacher's matrix `[C, K]` in the dtype of `teacher_input`.
-        linear_bias, teacher_bias: `[C]`.
+        teacher_weight: the teacher's matrix `[C, K]` in the dtype of `teacher_input`, or in fp32.
+        linear_bias, teacher_bias: `[C]` in the dtype of the matrix.
         beta, temperature, softcap, mask, reduction: as in `divergence`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 4 GiB, or
             256 MiB without a gradient.
+        logits_dtype: as in `linear_cross_entropy`, for both heads.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for an fp64 student), differentiable
@@ -159,11 +171,16 @@ def linear_divergence(
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
+    head = head.of_call(logits_dtype)
+    teacher = Head(*teacher[:3], *head[3:])
     if takes_all_logits([head, teacher], mask, memory_budget):
         rows = composed_rows(head, teacher, *numbers)
         return reduced(rows, mask, reduction)
-    shape, head, teacher = input.shape[:-1], head.flat, teacher.flat
+    shape, head, teacher = input.shape[:-1], head.flat.aligned, teacher.flat.aligned
     mask, wanted = None if mask is None else mask.reshape(-1), head.wanted
+    if head.invariant:  # The padding does not count.
+        mask = head.input.new_ones(shape.numel(), dtype=torch.bool) if mask is None else mask
+        mask = in_blocks(mask, head.invariant, False)
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     # The gradients of fp16 would underflow before a loss scale is known.
     is_reduced = reduction != "none" and head.input.dtype != torch.float16
@@ -179,19 +196,21 @@ def linear_divergence(
         wanted.input_grad,
         wanted.weight_grad or wanted.bias_grad,
         one_pass,
+        *head[3:],
+        head.rounds,
     )
     backend, sizes = current_backend(), plan[:3]
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
-        tensors = (*head, *teacher, row_factors(mask, like, reduction), mask)
-        options = (reduction, *numbers, *sizes, *wanted, backend)
+        tensors = (*head[:3], *teacher[:3], row_factors(mask, like, reduction), mask)
+        options = (*head[3:], reduction, *numbers, *sizes, *wanted, backend)
         result: Tensor = apply(OnePass, ONE_PASS, *tensors, options)
         return result
     save_logits = plain_eager() and plan.saved > 0
     chunk = plan.chunk if any(wanted) else len(head.weight)
-    call = (*head, *teacher, *numbers, plan.tokens, save_logits, backend, chunk)
+    call = (*head, *teacher[:3], *numbers, plan.tokens, save_logits, backend, chunk)
     loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
-    return loss.reshape(shape) if reduction == "none" else loss
+    return without_padding(loss, shape, head.invariant) if reduction == "none" else loss
 
 
 def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
@@ -199,10 +218,11 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
 
     The results have no gradient.
     """
-    input, matrix, _ = head
+    input, matrix, *_ = head
     checks.floating("teacher_input", hidden)
     checks.device("teacher_input", hidden, input, "input")
-    hidden, weight, bias = checked_head(hidden, weight, bias, "teacher_", "[C, K]")
+    checked = checked_head(hidden, weight, bias, "teacher_", "[C, K]", may_round=True)
+    hidden, weight, bias, *_ = checked
     if len(weight) != len(matrix):
         shorter = "teacher_weight" if len(weight) > len(matrix) else "linear_weight"
         classes = min(len(weight), len(matrix))
@@ -212,7 +232,8 @@ def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | 
         )
     expected = (*input.shape[:-1], weight.shape[1])
     checks.shape("teacher_input", hidden, expected, "the rows of input and K of teacher_weight")
-    return Head(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+    bias = None if bias is None else bias.detach()
+    return Head(hidden.detach(), weight.detach(), bias).rounded
 
 
 def linear_topk_divergence(
@@ -227,6 +248,7 @@ def linear_topk_divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Divergence of a student's head from a teacher whose k most probable classes are known.
 
@@ -235,11 +257,12 @@ def linear_topk_divergence(
 
     Args:
         input: the student's hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
         teacher: a `TopK`, as in `topk_divergence`.
-        linear_bias: `[C]` in the same dtype.
+        linear_bias: `[C]` in the dtype of the matrix.
         beta, temperature, softcap, mask, reduction: as in `topk_divergence`.
         memory_budget: bytes of workspace, as in `linear_logprobs`.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for fp64), differentiable in hidden
@@ -261,6 +284,7 @@ def linear_topk_divergence(
     classes = len(linear_weight)
     check_teacher(teacher, input, "input", classes, beta, mask, reduction)
     needs_rest = teacher.indices.shape[-1] < classes
-    options = (linear_bias, temperature, softcap, IGNORED, memory_budget, needs_rest)
-    logp = linear_logprobs_of(input, linear_weight, ids_of_rows(teacher, mask), *options)
+    numbers = (temperature, softcap, IGNORED, memory_budget, logits_dtype, needs_rest)
+    ids = ids_of_rows(teacher, mask)
+    logp = linear_logprobs_of(input, linear_weight, ids, linear_bias, *numbers)
     return divergence_of_classes(logp, teacher, float(beta), mask, reduction)

@@ -67,7 +67,7 @@ def cast_and_check(
     more_dimensions: bool = False,
 ) -> Head:
     """Return the head in the dtype of autocast; raise unless it fits the target."""
-    head = checked_head(input, weight, bias, more_dimensions=more_dimensions)
+    head = checked_head(input, weight, bias, more_dimensions=more_dimensions, may_round=True)
     if target is not None:
         checks.tensor("target", target)
         checks.device("target", target, input, "input")
@@ -90,13 +90,15 @@ def flat_labels(input: Tensor, target: Tensor) -> Tensor:
     return target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
 
 
-def all_logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def all_logits(head: Head) -> Tensor:
     """Compute all logits.
 
     The classes are in the last dimension for a matrix `[C, H]`, in dimension 1 for one with more
     dimensions.
     """
-    logits = rows_linear(input, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    input, weight, bias, *products = head
+    flat_bias = None if bias is None else bias.flatten()
+    logits = rows_linear(Head(input, weight.flatten(0, -2), flat_bias, *products))
     return logits if weight.ndim == 2 else logits.unflatten(1, weight.shape[:-1])
 
 
@@ -110,11 +112,14 @@ def needs_logits(linear_weight: Tensor, target: Tensor | None) -> bool:
 def takes_all_logits(
     heads: Sequence[Head], target: Tensor | None, memory_budget: int | None
 ) -> bool:
-    """Return whether a call computes all logits of these heads at once."""
-    input, weight, _ = heads[0]
+    """Return whether a call computes all logits of these heads at once.
+
+    A small call does, but not in the batch-invariant mode, as the number of tokens must not decide.
+    """
+    input, weight, *_ = heads[0]
     if needs_logits(weight, None):
         return True
-    if not all(is_plain(*head, target) for head in heads):
+    if not all(is_plain(*head[:3], target) and head.is_usual for head in heads):
         return False
     tokens = len(heads) * input.shape[:-1].numel()  # which would fix a size that is traced
     return is_small(tokens, len(weight), input.dtype, memory_budget)

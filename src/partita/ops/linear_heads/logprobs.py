@@ -14,9 +14,10 @@ from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
 from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
-from .common import chunk_and_save
+from .common import Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
-from .plan import check_budget, padded_width
+from .plan import BLOCK_TOKENS, check_budget, padded_width
+from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given
@@ -27,14 +28,22 @@ def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
 
 
 def _fake(
-    input: Tensor, weight: Tensor, ids: Tensor, needs_rest: bool, save_logits: bool
+    input: Tensor,
+    weight: Tensor,
+    invariant: bool,
+    widens: bool,
+    ids: Tensor,
+    needs_rest: bool,
+    save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    saved = saved_logits_fake(input, weight, save_logits)
+    saved = saved_logits_fake(input, weight, invariant, widens, save_logits)
     return *logprobs_fake(input, ids, needs_rest), saved
 
 
-def _topk_fake(input: Tensor, weight: Tensor, k: int, save_logits: bool) -> tuple[Tensor, ...]:
-    return *topk_fake(input, k), saved_logits_fake(input, weight, save_logits)
+def _topk_fake(
+    input: Tensor, weight: Tensor, invariant: bool, widens: bool, k: int, save_logits: bool
+) -> tuple[Tensor, ...]:
+    return *topk_fake(input, k), saved_logits_fake(input, weight, invariant, widens, save_logits)
 
 
 logprobs_op = define_op(KERNELS.linear_logprobs, _fake, check=_check)
@@ -55,19 +64,20 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options, (_, ctx.chunk, save_logits, ctx.backend) = inputs[4:7], inputs[7:]
+        ctx.products, ctx.options = inputs[3:5], inputs[6:9]
+        _, ctx.chunk, save_logits, ctx.backend = inputs[9:]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*inputs[:4], *output[1:])
+        ctx.save_for_backward(*inputs[:3], inputs[5], *output[1:])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return the gradients from that of the log-probabilities of saved ids."""
 
-        def composed(input: Tensor, weight: Tensor, bias: Tensor | None, *saved: Tensor) -> Tensor:
+        def composed(head: Head, *saved: Tensor) -> Tensor:
             (ids, *_, rest), (temperature, softcap, ignore_index) = saved, ctx.options
             options = (temperature, softcap, ignore_index, rest.shape[1] > 0)
-            return logprobs_of(all_logits(input, weight, bias), ids, *options)
+            return logprobs_of(all_logits(head), ids, *options)
 
         return head_backward(ctx, logprobs_backward_op, grads[0], composed)
 
@@ -85,7 +95,8 @@ class LinearTopK(LinearLogprobs):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, _, temperature, softcap, _, save_logits, ctx.backend, ctx.chunk = inputs
+        *head, invariant, widens, _, temperature, softcap, _, save_logits = inputs[:-2]
+        (ctx.backend, ctx.chunk), ctx.products = inputs[-2:], (invariant, widens)
         ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
         ctx.mark_non_differentiable(*output[1:])
         rows = TopKRows(*output[:-1])
@@ -104,6 +115,7 @@ def linear_logprobs(
     softcap: float | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute the log-probabilities of K given classes from hidden states, without the logits.
 
@@ -112,12 +124,13 @@ def linear_logprobs(
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
         ids: classes `[..., K]`, any integer dtype. Classes may repeat.
-        linear_bias: `[C]` in the same dtype.
+        linear_bias: `[C]` in the dtype of the matrix.
         temperature, softcap: as in `logprobs`.
         ignore_index: such ids have log-probability and gradient zero.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         Log-probabilities in nats, `[..., K]`, fp32 (fp64 for fp64), differentiable in hidden
@@ -135,7 +148,7 @@ def linear_logprobs(
         >>> partita.linear_logprobs(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([[2, 0]]))
         tensor([[-1.3863, -1.3863]])
     """
-    options = (linear_bias, temperature, softcap, ignore_index, memory_budget)
+    options = (linear_bias, temperature, softcap, ignore_index, memory_budget, logits_dtype)
     return linear_logprobs_of(input, linear_weight, ids, *options)
 
 
@@ -148,6 +161,7 @@ def linear_logprobs_of(
     softcap: float | None,
     ignore_index: int,
     memory_budget: int | None,
+    logits_dtype: torch.dtype | None,
     needs_rest: bool = False,
 ) -> Tensor:
     """Return `linear_logprobs`, with the rest `[..., K + 1]`; see `reference.logprobs`."""
@@ -157,14 +171,15 @@ def linear_logprobs_of(
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
+    head = head.of_call(logits_dtype)
     if takes_all_logits([head], ids, memory_budget):
-        return logprobs_of(all_logits(*head), ids, *numbers, needs_rest)
-    flat, head = ids[None].flatten(0, -2).contiguous(), head.flat
-    plan = head.plan(memory_budget, False)
-    chunk, save_logits = chunk_and_save(plan, len(head.weight))
+        return logprobs_of(all_logits(head), ids, *numbers, needs_rest)
+    flat, head = ids[None].flatten(0, -2).contiguous(), head.flat.aligned
+    flat = in_blocks(flat, head.invariant)
+    chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), len(head.weight))
     call = (*head, flat, *numbers, needs_rest, chunk, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
-    return found.reshape(*ids.shape[:-1], found.shape[-1])
+    return without_padding(found, ids.shape[:-1], head.invariant)
 
 
 def linear_topk_logprobs(
@@ -176,6 +191,7 @@ def linear_topk_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> TopK:
     """Find the k most probable classes from hidden states, without all logits in memory.
 
@@ -184,12 +200,13 @@ def linear_topk_logprobs(
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
         k: how many classes of each row, from 1 to C.
-        linear_bias: `[C]` in the same dtype.
+        linear_bias: `[C]` in the dtype of the matrix.
         temperature, softcap: as in `topk_logprobs`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
             2 GiB with a gradient. The logits of one token are there in any case.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         `TopK(logprobs, indices, logsumexp)` in nats, as in `topk_logprobs`. The log-probabilities
@@ -211,13 +228,15 @@ def linear_topk_logprobs(
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
+    head = head.of_call(logits_dtype)
     if takes_all_logits([head], None, memory_budget):
-        return topk_of(all_logits(*head), k, *numbers)
-    head, chunk, save_logits = head.flat, classes, False
+        return topk_of(all_logits(head), k, *numbers)
+    head, chunk, save_logits = head.flat.aligned, classes, False
     if any(head.wanted):
         chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
-    room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget
-    at_once = max(1, room // (padded_width(classes) * head.input.element_size()))
+    room = DEFAULT_TOPK_BYTES if memory_budget is None else memory_budget // (1 + head.widens)
+    step = BLOCK_TOKENS if head.invariant else 1
+    at_once = max(1, room // (step * padded_width(classes) * head.input.element_size())) * step
     call = (*head, k, *numbers, at_once, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
-    return TopK(*(field.reshape(*rows, *field.shape[1:]) for field in found))
+    return TopK(*(without_padding(field, rows, head.invariant) for field in found))

@@ -14,7 +14,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.autograd import OnePass
-from ..cross_entropy.common import LossOptions, reduce_losses
+from ..cross_entropy.common import LossOptions, reduce_losses, torch_cross_entropy
 from . import autograd
 from .common import Head, chunk_and_save, loss_terms
 from .inputs import (
@@ -26,7 +26,8 @@ from .inputs import (
     needs_logits,
 )
 from .packing import packs_rows
-from .plan import check_budget, is_small
+from .plan import ALL_AT_ONCE, check_budget, is_small
+from .products import in_blocks, without_padding
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
 
@@ -51,6 +52,7 @@ def linear_loss(
     options: LossOptions,
     memory_budget: int | None,
     denominator: float | Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute `linear_cross_entropy`, or the quotient of its sum and a denominator.
 
@@ -66,20 +68,20 @@ def linear_loss(
     usual = is_usual(input, linear_weight, linear_bias, target)
     if not usual:
         checked = cast_and_check(input, linear_weight, linear_bias, target, more_dimensions=True)
-        input, linear_weight, linear_bias = checked
+        input, linear_weight, linear_bias, *_ = checked
     if memory_budget is not None:
         check_budget(memory_budget)
     weight_grad = requires_grad(weight)
+    head, labels = Head(input, linear_weight, linear_bias).of_call(logits_dtype), target
     if weight_grad or (not usual and needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
-        logits = all_logits(input, linear_weight, linear_bias).to(dtype)
+        logits = all_logits(head).to(dtype)
         if linear_weight.ndim == 2 and input.ndim > 2:
             logits = logits.movedim(-1, 1)
             target = target.movedim(-1, 1) if target.is_floating_point() else target
         loss = cross_entropy(logits, target, weight, **options.keywords())
         loss = loss.to(dtype)  # autocast may have changed the dtype
         return loss if denominator is None else loss / denominator
-    head, labels = Head(input, linear_weight, linear_bias), target
     if not usual:
         labels, head = flat_labels(input, target), head.flat
     if weight is not None:
@@ -123,8 +125,9 @@ def _loss_without_ignored(call: LossCall) -> Tensor:
 
 def _loss(call: LossCall) -> Tensor:
     """Compute the loss of a plain eager call."""
-    input, matrix, _ = call.head
-    if is_small(input.shape[0], matrix.shape[0], input.dtype, call.memory_budget):
+    input, matrix, *_ = call.head
+    sizes = input.shape[0], matrix.shape[0], input.dtype
+    if call.head.is_usual and is_small(*sizes, call.memory_budget):
         loss = _composed_cross_entropy(call.head, call.target, call.weight, call.options)
         return loss if call.denominator is None else loss / call.denominator
     return _planned_loss(call)
@@ -132,19 +135,24 @@ def _loss(call: LossCall) -> Tensor:
 
 def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
-    head, target, weight, options, memory_budget, denominator = call
+    (head, target, weight, options, memory_budget, denominator), shape = call, call.target.shape
+    head, target = head.aligned, in_blocks(target, head.invariant, options.ignore_index)
     backend, reduction, input = current_backend(), options.reduction, head.input
-    plan = head.plan(memory_budget, reduction != "none")
-    if plan.name == "fast" and reduction != "none" and input.dtype != torch.float16:
+    is_reduced, is_fp16 = reduction != "none", input.dtype == torch.float16
+    if is_fp16 and reduction == "sum" and weight is not None and denominator is None:
+        is_reduced = False  # gradients without an upstream factor that is small might overflow
+    plan = head.plan(memory_budget, is_reduced)
+    # Fp16 has saved logits, and gradients that need no scale, where the workspace holds all.
+    if plan.name == "fast" and is_reduced and not (is_fp16 and plan.reason == ALL_AT_ONCE):
         divisor = denominator
         if not (divisor is None or isinstance(divisor, Tensor)):
             dtype = acc_dtype(input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=input.device)
         if plain_eager() or torch.compiler.is_compiling():
-            packs = packs_rows(*head, reduction, backend)
+            packs = head.is_usual and packs_rows(*head[:3], reduction, backend)
             kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
-            tensors = (*head, target, weight, divisor)
-            plan_options = (*options, plan.chunk, *head.wanted, backend)
+            tensors = (*head[:3], target, weight, divisor)
+            plan_options = (*head[3:], *options, plan.chunk, *head.wanted, backend)
             result: Tensor = apply(OnePass, kind, *tensors, plan_options)
             return result
     classes = len(head.weight)
@@ -155,6 +163,7 @@ def _planned_loss(call: LossCall) -> Tensor:
     statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
     loss, z = loss_terms(statistics, target, weight, classes, options)
     loss = reduce_losses(loss, z, target, weight, classes, options.ignore_index, reduction)
+    loss = without_padding(loss, shape, head.invariant) if reduction == "none" else loss
     return loss if denominator is None else loss / denominator
 
 
@@ -172,27 +181,18 @@ def _composed_cross_entropy(
 
     The labels are `[M]`, the class weights `[C]` or None.
     """
-    input, weight, bias = head
-    ignore_index, softcap = options.ignore_index, options.softcap
+    input, matrix, bias, *_ = head
+    softcap = options.softcap
     if not input.is_cpu:  # NaN in ignored rows would reach the gradient of the matrix
-        input = input.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
-    logits = F.linear(input, weight, bias)
+        input = input.masked_fill((target == options.ignore_index).unsqueeze(1), 0.0)
+    logits = F.linear(input, matrix, bias)
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     weighs_smoothing = options.label_smoothing and class_weight is not None
     is_native = logits.is_cpu and not options.has_logz_term() and not weighs_smoothing
     if is_native and current_backend() == "auto" and checks.should_check_values(logits.device):
         refuse_forward_mode(logits)
-        try:
-            return F.cross_entropy(
-                softcap * (logits / softcap).tanh() if softcap else logits,
-                target,
-                None if class_weight is None else class_weight.to(logits.dtype),
-                ignore_index=ignore_index,
-                reduction=options.reduction,
-                label_smoothing=options.label_smoothing,
-            )
-        except IndexError:  # This check names the label and its place.
-            checks.labels("target", target, logits.shape[1], ignore_index)
-            raise
+        capped = softcap * (logits / softcap).tanh() if softcap else logits
+        weight = None if class_weight is None else class_weight.to(logits.dtype)
+        return torch_cross_entropy(capped, target, weight, options, target)
     return cross_entropy(logits, target, class_weight, **options.keywords())

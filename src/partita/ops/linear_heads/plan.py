@@ -34,6 +34,12 @@ LOSS_CHUNK_TOKENS = 8192  # more tokens at a time would not make the products fa
 CPU_CHUNK_TOKENS = 512
 ROW_WORDS = 24  # upper bound on the 4-byte words that a token needs in addition to its logits
 ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
+# What gradients of fp16 logits are multiplied by where they are computed with the loss. Otherwise
+# they would underflow, as a loss scale is not known before the backward pass.
+FP16_SCALE = 2.0**12
+# Tokens of each product in the batch-invariant mode. The library chooses a product's kernel, and so
+# the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
+BLOCK_TOKENS = 1024
 
 DIVERGENCE_BUDGET = 2**32  # bytes of workspace of a divergence if no budget is given
 DIVERGENCE_LOSS_BUDGET = 2**28  # the same without gradients, for which more is not faster
@@ -46,8 +52,8 @@ ALL_AT_ONCE = "the workspace holds all logits at once"
 CHUNKS_OF_TOKENS = "the workspace holds chunks of tokens, but not all logits"
 TOO_SMALL = "the workspace holds no chunk of 2,048 tokens beside the matrix's gradient in fp32"
 NO_CHUNKS_OF_TOKENS = (
-    "the workspace does not hold all logits, and fp16, unreduced and parallel losses cannot take"
-    " chunks of tokens"
+    "the workspace does not hold all logits, and unreduced and parallel losses, and weighted sums"
+    " in fp16, cannot take chunks of tokens"
 )
 
 
@@ -84,6 +90,9 @@ def linear_cross_entropy_plan(
     weight_grad: bool = True,
     reduced: bool = True,
     parallel: bool = False,
+    batch_invariant: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
@@ -92,8 +101,8 @@ def linear_cross_entropy_plan(
 
     Without a budget, a mean or sum holds all logits if they fit 2 GiB. Otherwise it takes chunks of
     tokens of equal length, whose logits take at most 0.5 GiB, or as many bytes as the matrix if
-    that is more, with room for at least 2,048 tokens; fp16 takes the lean plan instead. The
-    workspace depends on the arguments alone, so that results do too.
+    that is more, with room for at least 2,048 tokens. The workspace depends on the arguments alone,
+    so that results do too.
 
     With `PARTITA_PACK_ROWS=1` it is the plan of a GPU that packs rows, which needs a copy of a
     chunk's hidden states. This concerns means and sums in bf16 with `hidden` and `vocabulary` that
@@ -114,6 +123,14 @@ def linear_cross_entropy_plan(
         parallel: whether this is the plan of one rank of `partita.parallel`, which has these
             classes. Its losses are never reduced, and ranks exchange the gradient of the hidden
             states in fp32.
+        batch_invariant: whether this is the plan of a call inside `partita.batch_invariant()`. Its
+            tokens are padded to a multiple of 1,024. The classes of a product depend on no number
+            of tokens: they are all classes, unless the logits of 2,048 tokens take more than half
+            of the budget (2 GiB without one).
+        logits_dtype: as in `linear_cross_entropy`. Logits in fp32 take twice the memory of those of
+            a half type, so the numbers of bytes above are doubled.
+        weight_dtype: the dtype of the matrix, if that is another one. The workspace then has a copy
+            of the matrix in `dtype`.
 
     Returns:
         `MemoryPlan(name, chunk, workspace_bytes, flops, reason)`.
@@ -144,17 +161,29 @@ def linear_cross_entropy_plan(
     check_budget(memory_budget)
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
-    packs = reduced and not parallel and packing_wanted()
+    widens, rounds = widens_logits(logits_dtype, dtype, "dtype"), weight_dtype not in (None, dtype)
+    packs = reduced and not (parallel or widens or rounds) and packing_wanted()
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
-    half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
+    half_type, itemsize, size_ratio = dtype.itemsize == 2, dtype.itemsize, 1 + widens
+    logit_size, copy_bytes = itemsize * size_ratio, rounds * hidden * vocabulary * itemsize
+    step, unit, classes = 256, 1, vocabulary
+    if batch_invariant:
+        step, unit = BLOCK_TOKENS * size_ratio, BLOCK_TOKENS
+        tokens = larger(-(-tokens // unit), 1) * unit
+        default = DEFAULT_BUDGET * size_ratio
+        room = default if memory_budget is None else memory_budget
+        classes = invariant_classes(vocabulary, logit_size, room)
     product_flops = 2 * tokens * hidden * vocabulary
-    row_bytes = max(padded_width(vocabulary) * itemsize, 1)
+    row_bytes = max(padded_width(vocabulary) * logit_size, 1)
     # Programs that share a row exchange one byte for every 512 classes.
     token_bytes = ROW_WORDS * 4 + vocabulary // 512
-    fixed_bytes = token_bytes * tokens
+    fixed_bytes = token_bytes * tokens + copy_bytes
+    # Half of the tokens have fp32 logits at a time beside their gradient, or a row is copied.
+    fixed_bytes += widens * (1 + (tokens % (2 * unit) + 1) // 2) * row_bytes
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
-        name, chunk_tokens = "loss", smaller(tokens, LOSS_CHUNK_TOKENS)
+        name = "loss"
+        chunk_tokens = smaller(tokens, MIN_CHUNK_TOKENS if batch_invariant else LOSS_CHUNK_TOKENS)
         flops, fits = product_flops, False
     else:
         name, chunk_tokens = "lean", tokens
@@ -171,36 +200,43 @@ def linear_cross_entropy_plan(
         all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
         # The matrix's gradient is added up in fp32. It is rounded into its result, which is half as
         # large, when the logits are no longer needed.
-        dweight_bytes = hidden * vocabulary * 2 if weight_grad and half_type else 0
-        takes_chunks = reduced and not parallel and dtype != torch.float16
+        has_sum = weight_grad and half_type and not rounds
+        dweight_bytes = hidden * vocabulary * 2 if has_sum else 0
+        # In fp16, so is that of the hidden states, until its upstream factor is known.
+        takes_chunks = reduced and not parallel and classes == vocabulary
+        dinput_bytes = 6 * tokens * hidden if takes_chunks and dtype == torch.float16 else 0
         budget = memory_budget
         if budget is None:
-            budget = DEFAULT_BUDGET + tokens * packed_bytes
-        room = budget - dweight_bytes - fixed_bytes
+            budget = DEFAULT_BUDGET * size_ratio + tokens * packed_bytes + copy_bytes
+        room = budget - dweight_bytes - fixed_bytes - dinput_bytes
         if memory_budget is None and takes_chunks:
-            chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) // logits_bytes // 256 * 256
+            chunk_bytes = max(DEFAULT_CHUNK_BYTES, dweight_bytes) * size_ratio
+            chunk = chunk_bytes // logits_bytes // step * step
             room = max(max(chunk, MIN_CHUNK_TOKENS) * row_bytes, dweight_bytes)
             budget = larger(budget, room + dweight_bytes + fixed_bytes)
-        fits = all_at_once <= budget
+        fits = classes == vocabulary and all_at_once <= budget
         if decide(fits, otherwise=False):
             return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
         least_room = max(MIN_CHUNK_TOKENS * row_bytes, dweight_bytes)
         spare = 0 if memory_budget is None else memory_budget - dweight_bytes - least_room
         has_room = decide(room >= least_room, otherwise=spare >= MIN_CHUNK_TOKENS * token_bytes)
         if takes_chunks and has_room:
-            chunk = larger(room // row_bytes // 256 * 256, 256)
+            chunk = larger(room // row_bytes // step * step, step)
             chunks = larger(-(-tokens // chunk), 1)
             rows = -(-tokens // chunks)  # all chunks get about the same length
-            chunk = choose(fits, larger(tokens, 1), -(-rows // 256) * 256)
+            chunk = choose(fits, larger(tokens, 1), -(-rows // step) * step)
             logits_bytes = larger(chunk * row_bytes, dweight_bytes)
-            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
+            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes + dinput_bytes
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
         reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
         flops += product_flops
         if input_grad:  # the gradient of half types is added up in fp32, that of others in place
             fixed_bytes += tokens * hidden * 4 if half_type else states_bytes
-    chunk_width = min(padded_width(MIN_CHUNK_CLASSES), padded_width(vocabulary))
-    least = chunk_tokens * chunk_width * itemsize + fixed_bytes
+        if batch_invariant:
+            chunk_tokens = smaller(tokens, MIN_CHUNK_TOKENS)
+            fixed_bytes += 2 * dweight_bytes
+    chunk_width = padded_width(classes if batch_invariant else min(MIN_CHUNK_CLASSES, vocabulary))
+    least = chunk_tokens * chunk_width * logit_size + fixed_bytes
     if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
             f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
@@ -209,11 +245,28 @@ def linear_cross_entropy_plan(
     if memory_budget is not None:
         chunk_bytes = memory_budget - fixed_bytes
     else:
-        chunk_bytes = LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES
-    room = chunk_bytes // larger(chunk_tokens * itemsize, 1)
+        chunk_bytes = (LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES) * size_ratio
+    room = chunk_bytes // larger(chunk_tokens * logit_size, 1)
     chunk = choose(fits, vocabulary, _chunk_classes(room, vocabulary))
-    workspace_bytes = chunk_tokens * padded_width(chunk) * itemsize + fixed_bytes
+    chunk = classes if batch_invariant else chunk
+    workspace_bytes = chunk_tokens * padded_width(chunk) * logit_size + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
+
+
+def invariant_classes(vocabulary: int, itemsize: int, budget: int) -> int:
+    """Return the classes of a batch-invariant product, whose logits have this size in bytes.
+
+    Their number decides the order of a row's sums, so it depends on no number of tokens and on no
+    wanted gradient. The logits of 2,048 tokens take at most half of the budget.
+    """
+    least = min(MIN_CHUNK_CLASSES, padded_width(vocabulary))
+    width = budget // (2 * MIN_CHUNK_TOKENS * itemsize)
+    if width < least:
+        raise ValueError(
+            f"memory_budget: expected at least {2 * MIN_CHUNK_TOKENS * itemsize * least:,} bytes"
+            f" inside batch_invariant(), or None, got {budget:,}"
+        )
+    return vocabulary if width >= padded_width(vocabulary) else _equal_chunk(vocabulary, width)
 
 
 def _chunk_classes(room: int, vocabulary: int) -> int:
@@ -241,6 +294,23 @@ def check_budget(memory_budget: int | None) -> None:
         raise ValueError(
             f"memory_budget: expected a number of bytes or None, got {memory_budget!r}"
         )
+
+
+def widens_logits(
+    logits_dtype: torch.dtype | None, dtype: torch.dtype, name: str = "input"
+) -> bool:
+    """Return whether logits of this dtype are wider than the product's factors; raise if narrower.
+
+    `name` is that of the argument which has the dtype of the factors.
+    """
+    if logits_dtype is None:
+        return False
+    if logits_dtype != torch.float32 or dtype == torch.float64:
+        raise TypeError(
+            f"logits_dtype: expected None, or torch.float32 where {name} has at most 32 bits,"
+            f" got {logits_dtype!r} and {dtype}"
+        )
+    return dtype.itemsize == 2
 
 
 def padded_width(classes: int) -> int:
@@ -277,20 +347,30 @@ def divergence_plan(
     input_grad: bool,
     weight_grad: bool,
     one_pass: bool,
+    invariant: bool = False,
+    widens: bool = False,
+    rounds: bool = False,
 ) -> DivergencePlan:
     """Return the chunks of a batch; raise ValueError for too small a budget.
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
-    computed in the forward pass.
+    computed in the forward pass, `widens` whether logits are in fp32, and `rounds` whether the
+    student's matrix is copied. Chunks have all classes in the batch-invariant mode.
     """
-    itemsize = dtype.itemsize + teacher_dtype.itemsize
+    itemsize, usual_size = 0, dtype.itemsize + teacher_dtype.itemsize
+    for each in (dtype, teacher_dtype):
+        itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
-    fixed_bytes = ROW_WORDS * 4 * tokens
+    copy_bytes = rounds * hidden * vocabulary * dtype.itemsize
+    spare_rows = widens * (BLOCK_TOKENS // 2 if invariant else 2)
+    fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + spare_rows * row_bytes
     has_gradient = input_grad or weight_grad
     if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0
         fixed_bytes += tokens * hidden * dtype.itemsize
     default = DIVERGENCE_BUDGET if has_gradient else DIVERGENCE_LOSS_BUDGET
-    budget = default if memory_budget is None else memory_budget
+    budget = memory_budget
+    if budget is None:
+        budget = default * itemsize // usual_size + copy_bytes
     all_bytes = tokens * row_bytes + fixed_bytes
     saved = 0 if one_pass or not has_gradient else vocabulary
     at_once = DivergencePlan(larger(tokens, 1), saved, vocabulary if saved else 0, all_bytes)
@@ -298,7 +378,20 @@ def divergence_plan(
     if decide(fits, otherwise=False):
         return at_once
     half_type = dtype.itemsize == 2
-    dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
+    dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type and not rounds else 0
+    if invariant:
+        rows = MIN_CHUNK_TOKENS
+        if one_pass or not has_gradient:
+            blocks = (budget - dweight_bytes - fixed_bytes) // (row_bytes * BLOCK_TOKENS)
+            rows = larger(blocks, 1) * BLOCK_TOKENS
+        workspace_bytes = rows * row_bytes + dweight_bytes + fixed_bytes
+        if memory_budget is not None and decide(workspace_bytes > budget, otherwise=False):
+            raise ValueError(
+                f"memory_budget: expected at least {workspace_bytes:,} bytes for {tokens:,} tokens"
+                f" inside batch_invariant(), or None, got {memory_budget:,}"
+            )
+        by_blocks = DivergencePlan(rows, 0, vocabulary if saved else 0, workspace_bytes)
+        return _choose(fits, at_once, by_blocks)
     rows = _round((budget - dweight_bytes - fixed_bytes) // row_bytes, 256)
     by_tokens = DivergencePlan(rows, 0, 0, rows * row_bytes + dweight_bytes + fixed_bytes)
     takes_tokens = has_gradient and one_pass

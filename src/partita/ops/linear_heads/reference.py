@@ -13,7 +13,7 @@ from torch import Tensor
 from ...primitives.rows import finite_shift, row_chunks, softcap_slope, softcapped
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
-from ..divergence.reference_chunks import DIVERGENCE_KERNELS
+from ..divergence.reference import DIVERGENCE_KERNELS
 from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
 from ..truncated.reference import TRUNCATED_KERNELS
 from .chunked import HeadKernels

@@ -30,19 +30,15 @@ from ..truncated.common import (
 )
 from .autograd import define_op, gradients_of_rows, saved_logits_fake
 from .chunked import empty_gradients
-from .common import chunk_and_save
+from .common import Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, flat_labels, takes_all_logits
-from .plan import check_budget, padded_width
+from .plan import BLOCK_TOKENS, check_budget, padded_width
+from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_BYTES = 2**30  # of the workspace, if no budget is given
 SEARCH_BYTES = 40 * 2**10  # of a token beside its logits, in which thresholds are searched
-
-
-def even_chunk(tokens: int, most: int) -> int:
-    """Return the tokens of a chunk, at most `most`, if all chunks have about the same number."""
-    each = -(-tokens // max(-(-tokens // most), 1))
-    return min(-(-each // 128) * 128, most)
+TILE_TOKENS = 128  # of a product's tile
 
 
 def _check(
@@ -58,8 +54,11 @@ def _check(
     check_values(len(weight), target, rules, ignore_index)
 
 
-def _fake(input: Tensor, weight: Tensor, save_logits: bool) -> tuple[Tensor, ...]:
-    return *truncated_fake(input), saved_logits_fake(input, weight, save_logits)
+def _fake(
+    input: Tensor, weight: Tensor, invariant: bool, widens: bool, save_logits: bool
+) -> tuple[Tensor, ...]:
+    saved = saved_logits_fake(input, weight, invariant, widens, save_logits)
+    return *truncated_fake(input), saved
 
 
 truncated_op = define_op(KERNELS.linear_truncated_stats, _fake, check=_check)
@@ -81,13 +80,13 @@ class LinearTruncated(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        head, ctx.choices, ctx.numbers = inputs[:4], inputs[8:10], inputs[10:12]
+        ctx.products, ctx.choices, ctx.numbers = inputs[3:5], inputs[10:12], inputs[12:14]
         ctx.options = (ctx.choices[1], *ctx.numbers)
-        _, save_logits, ctx.backend, ctx.chunk = inputs[12:]
+        _, save_logits, ctx.backend, ctx.chunk = inputs[14:]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
-        sums = sums_of_results(TruncatedRows(*output[:-1]), inputs[7])
-        ctx.save_for_backward(*head, *inputs[4:7], *sums, output[-1])
+        sums = sums_of_results(TruncatedRows(*output[:-1]), inputs[9])
+        ctx.save_for_backward(*inputs[:3], *inputs[5:9], *sums, output[-1])
         ctx.is_spent = not save_logits
 
     @staticmethod
@@ -102,7 +101,7 @@ class LinearTruncated(torch.autograd.Function):
             first = grads[0]
             if first is None:  # An op takes its device from its first tensor.
                 first = torch.zeros_like(next(grad for grad in grads if grad is not None))
-            tensors = (first, *grads[1:], *head, *sums)
+            tensors = (first, *grads[1:], *head, *ctx.products, *sums)
             gradients = gradients_of_rows(
                 ctx, truncated_backward_op, grads, tensors, [logits], wanted
             )
@@ -110,8 +109,9 @@ class LinearTruncated(torch.autograd.Function):
         used = [i for i, grad in enumerate(grads) if grad is not None]
 
         def statistics(*head: Any) -> list[Tensor]:
-            rules = (*of_rules, *ctx.choices)
-            found = stats_of_rows(all_logits(*head), target, *rules, *ctx.numbers, ctx.backend)
+            logits = all_logits(Head._make((*head, 0, ctx.products[1])))
+            options = (*of_rules, *ctx.choices, *ctx.numbers, ctx.backend)
+            found = stats_of_rows(logits, target, *options)
             return [found[i] for i in used]
 
         given = [grads[i] for i in used]
@@ -139,6 +139,7 @@ def linear_truncated_stats(
     missing: str = "keep",
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> TruncatedStats:
     """Compute statistics over kept classes from hidden states, without all logits in memory.
 
@@ -147,13 +148,14 @@ def linear_truncated_stats(
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype.
+        linear_weight: `[C, H]` in the same dtype, or in fp32; see `linear_cross_entropy`.
         target: labels `[...]`, any integer dtype; None for the arg-max, as in `truncated_stats`.
-        linear_bias: `[C]` in the same dtype.
+        linear_bias: `[C]` in the dtype of the matrix.
         top_k, top_p, min_p, temperature, softcap, order, missing, ignore_index: as in
             `truncated_stats`; tensors have the shape of `target`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
             2 GiB with a gradient. The logits of one token are there in any case.
+        logits_dtype: as in `linear_cross_entropy`.
 
     Returns:
         `TruncatedStats`, as in `truncated_stats`. The first four fields are differentiable in
@@ -172,7 +174,7 @@ def linear_truncated_stats(
         (tensor([-0.6931]), tensor([2]))
     """
     head = cast_and_check(input, linear_weight, linear_bias, target)
-    rows, classes = head.input, len(head.weight)
+    rows, classes, head = head.input, len(head.weight), head.of_call(logits_dtype)
     labels = None if target is None else flat_labels(rows, target)
     checks.python_int("ignore_index", ignore_index)
     if softcap is not None:
@@ -182,15 +184,22 @@ def linear_truncated_stats(
     check_budget(memory_budget)
     numbers = (float(softcap or 0.0), checks.NOTHING_IGNORED if target is None else ignore_index)
     if takes_all_logits([head], target, memory_budget):
-        of_rows = (all_logits(*head), target, *rules, *numbers, current_backend())
+        of_rows = (all_logits(head), target, *rules, *numbers, current_backend())
         return TruncatedStats(*stats_of_rows(*of_rows)[:6])
-    head, chunk, save_logits = head.flat, classes, False
+    head, chunk, save_logits = head.flat.aligned, classes, False
     if any(head.wanted):
         chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
     room = DEFAULT_BYTES if memory_budget is None else memory_budget
-    bytes_of_token = padded_width(classes) * head.input.element_size() + SEARCH_BYTES
-    most = even_chunk(len(head.input), max(1, room // bytes_of_token))
-    flat = rules.map(lambda each: each.reshape(-1))
-    call = (*head, labels, *flat, *numbers, most, save_logits, current_backend(), chunk)
+    bytes_of_logit = rows.element_size() * (1 + head.widens)
+    most = room // (padded_width(classes) * bytes_of_logit + SEARCH_BYTES)
+    step = BLOCK_TOKENS if head.invariant else TILE_TOKENS if most > TILE_TOKENS else 1
+    most = max(1, most // step) * step
+
+    def flat(each: Tensor) -> Tensor:
+        return in_blocks(each.reshape(-1), head.invariant, 1)
+
+    labels = None if labels is None else in_blocks(labels, head.invariant)
+    call = (*head, labels, *rules.map(flat), *numbers, most, save_logits, current_backend(), chunk)
     found = apply(LinearTruncated, *call)[:6]
-    return TruncatedStats(*(field.reshape(rows.shape[:-1]) for field in found))
+    shape = rows.shape[:-1]
+    return TruncatedStats(*(without_padding(field, shape, head.invariant) for field in found))

@@ -20,10 +20,10 @@ from ...runtime.autograd import (
     first_derivative,
     for_gradients,
     is_double_backward,
+    needs_gradient,
     one_by_one,
     plain_eager,
     refuse_forward_mode,
-    requires_grad,
     saved_tensors,
     skip_unused_gradients,
     takes,
@@ -188,7 +188,7 @@ def losses_of(
     """
     logits: Sequence[Tensor | None] = inputs[:2]
     found: Sequence[Tensor]
-    if (torch.is_grad_enabled() and any(map(requires_grad, logits))) or not plain_eager():
+    if needs_gradient(*logits) or not plain_eager():
         found = apply(LossFunction, *inputs, *nodes, True, backend, *of_gradient)
     else:
         refuse_forward_mode(*logits)

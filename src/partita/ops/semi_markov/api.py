@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from ...paths.distribution import PathDistribution
 from ...paths.inputs import end_of_chains, lengths_of_chains, steps_first
 from ...runtime import checks
-from ...runtime.backend import current_backend
 from ...runtime.constants import scalar
 from . import autograd
 from .common import SemiMarkovPotentials
@@ -118,7 +117,8 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
         tensor([3.])
     """
 
-    _ops = autograd
+    _ops, _tensors = autograd, SemiMarkovPotentials
+    _path, _sample = SemiMarkovPath, SemiMarkovSample
 
     def __init__(
         self,
@@ -137,35 +137,9 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
         self.start, self.end = _as_end("start", start, emissions), _as_end("end", end, emissions)
         self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "step")
 
-    def _potentials(self) -> SemiMarkovPotentials:
-        scores = self.emissions, self.transitions, self.durations
-        return SemiMarkovPotentials(*scores, self.start, self.end, self.lengths)
-
-    def _full_precision(self) -> SemiMarkovPotentials:
-        chain = self._potentials()
-        return SemiMarkovPotentials._make([*(x.double() for x in chain.variables), chain.lengths])
-
-    def _mean(self, potentials: SemiMarkovPotentials, values: Any) -> tuple[Tensor, Tensor]:
-        return autograd.mean_of_values(potentials, values), self._log_partitions(potentials)[0]
-
-    def _aligned(
-        self, p: SemiMarkovPotentials, q: SemiMarkovPotentials
-    ) -> tuple[SemiMarkovPotentials, SemiMarkovPotentials, Tensor]:
-        shape = p.durations.shape
-        checks.shape("other.durations", q.durations, shape, "that of this chain")
-        return super()._aligned(p, q)
-
-    def _best_path(self) -> SemiMarkovPath:
-        return SemiMarkovPath(*autograd.viterbi(*self._potentials(), current_backend()))
-
-    def _draw(self, k: int, uniform: Callable[..., Tensor]) -> SemiMarkovSample:
-        T, N, _ = self.emissions.shape
-        chain, uniforms = self._potentials(), uniform(T, 2, k, N)
-        return SemiMarkovSample(*autograd.sample(*chain, uniforms, current_backend()))
-
     def _for_marginals(self) -> SemiMarkovPotentials:
         """Return the potentials with emissions in the dtype of results, as that of gradients."""
-        return self._potentials()._replace(emissions=self._rounded(self.emissions))
+        return self._potentials._replace(emissions=self._rounded(self.emissions))
 
     def logz(self) -> Tensor:
         """Return log Z in nats, `[N]`; -inf for a sequence without a path.
@@ -176,7 +150,7 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
             >>> partita.SemiMarkovChain(torch.zeros(3, 1, 1), torch.zeros(1, 1), durations).logz()
             tensor([1.3133])
         """
-        return self._log_partitions(self._potentials())[1]
+        return autograd.log_partitions(self._potentials)[1]
 
     def state_marginals(self) -> Tensor:
         """Return the posterior probability of each state, `[T, N, C]`, zero past the lengths.
@@ -240,7 +214,7 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
             raise TypeError(f"starts: expected dtype torch.bool, got {starts.dtype}")
         checks.shape("starts", starts, states.shape, "that of states")
         checks.device("starts", starts, self.emissions, "emissions")
-        score = path_score(self._potentials(), states.long(), starts)
+        score = path_score(self._potentials, states.long(), starts)
         return self._rounded(self._log_prob(score))
 
 

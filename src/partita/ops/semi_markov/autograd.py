@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import ones, save_log_partition
+from ...paths.autograd import log_partitions_of, ones, save_log_partition
 from ...runtime import checks, register
 from ...runtime.autograd import (
     first_derivative,
@@ -194,8 +195,27 @@ def _posterior_arguments(chain: SemiMarkovPotentials) -> tuple[Tensor | None, ..
     return *chain, fp64, saved
 
 
-def mean_of_values(chain: SemiMarkovPotentials, values: tuple[Tensor, ...]) -> Tensor:
-    """Return the mean of the sum of values along a path, `[N]` fp64; 0 times ±inf is 0."""
+log_partitions = partial(log_partitions_of, logz, LogZ)
+
+
+def best_path(chain: SemiMarkovPotentials) -> tuple[Tensor, ...]:
+    """Return the best score, the states and the starts of segments of each sequence."""
+    return viterbi(*chain, current_backend())
+
+
+def draw(chain: SemiMarkovPotentials, k: int, uniform: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    """Return the states and starts of k paths, drawn by the numbers of `uniform(*shape)`."""
+    T, N, _ = chain.emissions.shape
+    return sample(*chain, uniform(T, 2, k, N), current_backend())
+
+
+def mean_and_log_partition(
+    chain: SemiMarkovPotentials, values: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return the mean of the sum of values along a path, and log Z, `[N]` fp64.
+
+    0 times ±inf is 0.
+    """
     emissions, *counts = marginals(chain)
     posteriors = (emissions.transpose(0, 1), *counts)  # [N, ...]
     values = (values[0].transpose(0, 1), *values[1:])
@@ -203,4 +223,4 @@ def mean_of_values(chain: SemiMarkovPotentials, values: tuple[Tensor, ...]) -> T
         (posterior * torch.where(posterior == 0, 0.0, value)).flatten(1).sum(1)
         for posterior, value in zip(posteriors, values, strict=True)
     )
-    return torch.stack([*means]).sum(0)
+    return torch.stack([*means]).sum(0), log_partitions(chain)[0]

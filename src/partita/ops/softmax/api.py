@@ -12,10 +12,6 @@ from ...runtime.autograd import native_serves
 from ...runtime.backend import current_backend
 from . import autograd
 
-# Elements on a GPU up to which a kernel takes about as long as an empty one, so that the time of
-# the host decides. Autograd functions in Python cost it more than PyTorch's own.
-SMALL_ELEMENTS = 2**16
-
 
 def _result_dtype(input: Tensor) -> torch.dtype:
     """Return the dtype of the input, or fp32 under autocast on a GPU, as PyTorch does."""
@@ -43,18 +39,13 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> T
     elif dim < 0:
         dim += ndim
     backend = current_backend()
-    if backend == "auto" and _is_small_or_on_cpu(input) and native_serves(input):
+    if backend == "auto" and input.is_cpu and native_serves(input):
         # PyTorch's function has the same contract there, and less host time.
         return (torch.log_softmax if log else torch.softmax)(input, dim, dtype)
     dtype = dtype or _result_dtype(input)
     if ndim == 0:
         return autograd.softmax(input.reshape(1), 0, log, dtype, backend).reshape(())
     return autograd.softmax(input, dim, log, dtype, backend)
-
-
-def _is_small_or_on_cpu(input: Tensor) -> bool:
-    """Return whether the time of a call is that of PyTorch's kernels or that of the host."""
-    return input.is_cpu or (input.is_cuda and input.numel() <= SMALL_ELEMENTS)
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:

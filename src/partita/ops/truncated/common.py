@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -113,11 +113,16 @@ class TruncatedKernels(NamedTuple):
 
     Fields:
         of_rows: writes the `TruncatedRows`.
-        gradient: overwrites the logits of some classes with their gradient.
+        gradient: writes the gradient of the logits of some classes.
     """
 
     of_rows: Callable[..., None]
     gradient: Callable[..., None]
+
+
+def part_of(fields: Iterable[Tensor | None], rows: slice) -> tuple[Any, ...]:
+    """Return some rows of each tensor."""
+    return tuple(None if each is None else each[rows] for each in fields)
 
 
 def sums_of_results(rows: TruncatedRows, temperature: Tensor | None) -> TruncatedSums:

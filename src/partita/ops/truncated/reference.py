@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from ...primitives.rows import finite_shift, inert_rows, row_chunks, softcap_slope, softcapped
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import valid_targets
-from .common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, is_valid
+from .common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, is_valid, part_of
 
 
 def truncated_stats(
@@ -194,28 +193,30 @@ def truncated_of_rows(
 def truncated_gradient(
     logits: Tensor,
     first: int,
-    classes: int,
     grads: Sequence[Tensor | None],
     rows: TruncatedSums,
+    classes: int,
     keeps_target: bool,
     softcap: float,
     ignore_index: int,
+    result: Tensor,
 ) -> None:
-    """Overwrite the logits of some classes, `[M, width]`, with their gradient.
+    """Write the gradient of the logits of the classes from `first` on, `[M, width]`.
 
     Args:
-        logits: the logits of the classes from `first` on.
-        first, classes: the first of these classes, and the number of all.
+        logits: the logits of these classes.
+        first: the first of them.
         grads: the gradients of the first four `TruncatedStats`, `[M]`, or None for zeros.
         rows: the rows' statistics.
+        classes: the number of all classes.
         keeps_target, softcap, ignore_index: as in `truncated_stats`.
+        result: memory for the gradient, which may be the logits.
     """
     for part in row_chunks(logits):
-        fields: Any = (None if each is None else each[part] for each in rows)
-        of_rows = TruncatedSums(*fields)
+        of_rows = TruncatedSums(*part_of(rows, part))
         zeros = torch.zeros_like(of_rows.maximum)
         on_label, on_all, on_kept, on_entropy = (
-            zeros if each is None else each[part].to(zeros.dtype) for each in grads
+            zeros if each is None else each.to(zeros.dtype) for each in part_of(grads, part)
         )
         label = of_rows.label
         _, not_ignored, out_of_range = valid_targets(label, classes, ignore_index)
@@ -234,15 +235,15 @@ def truncated_gradient(
         offset = (of_rows.entropy - total.log())[:, None]
         logp_plus_entropy = torch.where(e == 0, 0, x) + offset
         of_kept = on_kept[:, None] - on_entropy[:, None] * logp_plus_entropy
-        result = torch.where(kept, e / total[:, None] * of_kept, 0)
-        result = result + e * (on_all / of_rows.sumexp)[:, None]
-        result = (result + torch.where(is_label, on_label[:, None], 0)) * slope[:, None]
+        grad = torch.where(kept, e / total[:, None] * of_kept, 0)
+        grad = grad + e * (on_all / of_rows.sumexp)[:, None]
+        grad = (grad + torch.where(is_label, on_label[:, None], 0)) * slope[:, None]
         if softcap:
-            result = result * softcap_slope(raw, softcap)
+            grad = grad * softcap_slope(raw, softcap)
         active = torch.stack([on_label, on_all, on_kept, on_entropy]).ne(0).any(0)
         invalid = out_of_range | (active & total.isnan())
-        result = torch.where(active[:, None], result, 0)
-        logits[part] = torch.where(invalid[:, None], torch.nan, result).to(logits.dtype)
+        grad = torch.where(active[:, None], grad, 0)
+        result[part] = torch.where(invalid[:, None], torch.nan, grad).to(result.dtype)
 
 
 TRUNCATED_KERNELS = TruncatedKernels(truncated_of_rows, truncated_gradient)

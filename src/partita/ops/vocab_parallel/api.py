@@ -8,6 +8,7 @@ within one kernel where they can.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -106,6 +107,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute the cross-entropy of hidden states and a matrix whose classes lie on several ranks.
 
@@ -119,8 +121,8 @@ def linear_cross_entropy(
         weight, group, classes: as in `partita.parallel.cross_entropy`.
         sequence_parallel: whether the call gathers the hidden states, and reduces and scatters
             their gradient.
-        reduction, ignore_index, label_smoothing, softcap, z_loss, memory_budget: as in
-            `partita.linear_cross_entropy`; the budget is the bytes of each rank.
+        reduction, ignore_index, label_smoothing, softcap, z_loss, memory_budget, logits_dtype: as
+            in `partita.linear_cross_entropy`; the budget is the bytes of each rank.
 
     Returns:
         The loss in nats, a number or `[...]`, fp32 for half types, with the same bits on every
@@ -150,12 +152,12 @@ def linear_cross_entropy(
             arguments,
             sequence_parallel,
             memory_budget,
+            logits_dtype,
         )
     if isinstance(input, DTensor):
         raise TypeError("linear_weight: expected a DTensor, because input is a DTensor")
-    losses = hidden_losses(
-        input, linear_weight, target, linear_bias, arguments, sequence_parallel, memory_budget
-    )
+    rest = (arguments, sequence_parallel, memory_budget, logits_dtype)
+    losses = hidden_losses(input, linear_weight, target, linear_bias, *rest)
     return _reduce(losses, target, arguments)
 
 

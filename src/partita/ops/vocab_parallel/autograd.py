@@ -20,12 +20,12 @@ from ...runtime.dtypes import acc_dtype
 from ..linear_heads import autograd as linear_heads
 from ..linear_heads.common import (
     GradientCoefficients,
+    Head,
     RowOptions,
     RowStatistics,
     counted_states,
     empty_statistics,
 )
-from ..linear_heads.plan import padded_width
 from . import reference
 from .common import packed_size
 from .shard import (
@@ -43,11 +43,14 @@ def _state_fake(
     weight: Tensor | None,
     needs_smoothing: bool,
     needs_entropy: bool,
+    widens: bool,
     save_logits: bool,
 ) -> tuple[Tensor, Tensor]:
     size = (packed_size(needs_smoothing, needs_entropy), input.shape[0])
-    saved = 0 if weight is None or not save_logits else padded_width(weight.shape[0]) * size[1]
-    return input.new_empty(size, dtype=acc_dtype(input.dtype)), input.new_empty(saved)
+    saved = input.new_empty(0)
+    if weight is not None:
+        saved = linear_heads.saved_logits_fake(input, weight, False, widens, save_logits)
+    return input.new_empty(size, dtype=acc_dtype(input.dtype)), saved
 
 
 def _coefficients_fake(
@@ -62,6 +65,10 @@ def _coefficients_fake(
     M = target.shape[0]
     log_rows, smoothing_rows = (0 if grad is None else M for grad in (grad_entropy, grad_smoothing))
     return tuple(like.new_empty(size) for size in (M, M, log_rows, smoothing_rows))
+
+
+def _gradient_fake(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def _gpu() -> ModuleType:
@@ -79,10 +86,14 @@ parallel_fields = define_op(
     ),
 )
 parallel_coefficients = define_op(reference.parallel_coefficients, _coefficients_fake)
-parallel_gradient = define_op(
-    reference.parallel_gradient,
-    lambda logits: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
-    name="parallel_gradient",
+parallel_gradient = define_op(reference.parallel_gradient, _gradient_fake, name="parallel_gradient")
+parallel_entries = define_op(
+    reference.parallel_entries,
+    lambda logits, ids: logits.new_empty(ids.shape, dtype=acc_dtype(logits.dtype)),
+    name="parallel_entries",
+)
+parallel_entries_gradient = define_op(
+    reference.parallel_entries_gradient, _gradient_fake, name="parallel_entries_gradient"
 )
 
 
@@ -113,6 +124,7 @@ class ParallelRows(torch.autograd.Function):
         shard: VocabShard,
         options: RowOptions,
         chunk: int,
+        widens: bool,
         save_logits: bool,
         scattered: bool,
         backend: str,
@@ -121,15 +133,14 @@ class ParallelRows(torch.autograd.Function):
             input = gather_ranks(input, shard).flatten(0, 1)
         of_rows = (*shard.local(target, class_weight), shard.first_class, *options)
         packed, saved_logits = parallel_state(
-            input, weight, bias, *of_rows, chunk, save_logits, backend
+            input, weight, bias, *of_rows, chunk, widens, save_logits, backend
         )
         return *merged_statistics(packed, target, shard, options, backend), saved_logits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.shard, ctx.options, ctx.chunk, save_logits, ctx.scattered, ctx.backend = (
-            inputs
-        )
+        *tensors, ctx.shard, ctx.options, ctx.chunk = inputs[:8]
+        ctx.widens, save_logits, ctx.scattered, ctx.backend = inputs[8:]
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
@@ -140,7 +151,7 @@ class ParallelRows(torch.autograd.Function):
         input, weight, _, target, class_weight, *outputs, saved_logits = ctx.saved_tensors
         refuse_second_derivative("logits" if weight is None else "matrix")
         if all(grad is None for grad in grads[:4]):  # the same on all ranks
-            return (None,) * 11
+            return (None,) * 12
         shard, options, statistics = ctx.shard, ctx.options, RowStatistics(*outputs)
         found = parallel_coefficients(
             target,
@@ -157,10 +168,10 @@ class ParallelRows(torch.autograd.Function):
         if weight is not None:
             results = _hidden_gradients(ctx, saved_logits, coefficients, statistics)
             needed = zip(results, ctx.needs_input_grad[:3], strict=True)
-            return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 8
+            return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 9
         of_rows = (*shard.local(target, class_weight), statistics.maximum, statistics.sumexp)
         dlogits = parallel_gradient(*coefficients, input, *of_rows, *options[:2], ctx.backend)
-        return dlogits, *(None,) * 10
+        return dlogits, *(None,) * 11
 
 
 def logits_statistics(
@@ -171,7 +182,7 @@ def logits_statistics(
     options: RowOptions,
 ) -> RowStatistics:
     """Return the statistics of rows of this rank's logits, `[M, C_local]`."""
-    rest = (target, class_weight, shard, options, 0, False, False, current_backend())
+    rest = (target, class_weight, shard, options, 0, False, False, False, current_backend())
     return RowStatistics(*ParallelRows.apply(logits, None, None, *rest)[:-1])
 
 
@@ -208,12 +219,10 @@ def _hidden_gradients(
     needed = to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
     if ctx.scattered:
         input = gather_ranks(input, ctx.shard).flatten(0, 1)
-    saved = spend(ctx, logits)
+    head, saved = Head(input, weight, bias, widens=ctx.widens), spend(ctx, logits)
     d_input, d_weight, d_bias = linear_heads.rows_backward(
         *coefficients,
-        input,
-        weight,
-        bias,
+        *head,
         *ctx.shard.local(target, class_weight),
         statistics.maximum,
         statistics.sumexp,
@@ -228,7 +237,8 @@ def _hidden_gradients(
         if to_input:
             d_input = start_sum(d_input.to(statistics.nll.dtype), ctx.shard)
     else:
-        dlogits = saved[0].view(len(input), padded_width(len(weight)))[:, : len(weight)]
+        sizes = len(input), len(weight)
+        dlogits = head.rows_in(saved[0].view(input.dtype), *sizes)[: sizes[0], : sizes[1]]
         if to_input:
             d_input = start_sum(matmul_in_acc_dtype(dlogits, weight), ctx.shard)
         if to_weight:  # while the ranks add up the gradient of the hidden states

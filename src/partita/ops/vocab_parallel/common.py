@@ -1,15 +1,16 @@
 """The packed state of a rank's rows, and the functions that the reference and the kernels share.
 
-The functions take the backend's `accumulate_logits` or `logits_gradient` as an argument.
+The functions take the `HeadKernels` of the backend as an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...runtime.checks import NOTHING_IGNORED
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads.common import (
     GradientCoefficients,
@@ -39,9 +40,10 @@ def pack_state(
     first_class: int,
     options: RowOptions,
     chunk: int,
+    widens: bool,
     save_logits: bool,
     *,
-    accumulate_logits: Callable[..., None],
+    kernels: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return the packed state of this rank's rows, and the logits of a head if they are saved.
 
@@ -56,7 +58,8 @@ def pack_state(
         first_class: this rank's first class among all classes.
         options: the options of the statistics.
         chunk, save_logits: as in `accumulate_hidden`.
-        accumulate_logits: the function of the backend.
+        widens: as in `Head`.
+        kernels: the `HeadKernels` of the backend.
     """
     M, classes = len(input), input.shape[1] if weight is None else len(weight)
     smoothing, entropy = options.needs_smoothing, options.needs_entropy
@@ -77,10 +80,12 @@ def pack_state(
         state.clear()
     numbers, saved = (options.temperature, options.softcap), input.new_empty(0)
     if weight is not None:
-        head, rest = Head(input, weight, bias), (*numbers, chunk, save_logits)
-        saved = accumulate_hidden(accumulate_logits, head, target, class_weight, state, *rest)
+        head, rest = Head(input, weight, bias, False, widens), (*numbers, chunk, save_logits)
+        saved = accumulate_hidden(
+            kernels.accumulate_logits, head, target, class_weight, state, *rest
+        )
     elif input.numel():
-        accumulate_logits(input, 0, target.contiguous(), class_weight, state, *numbers)
+        kernels.accumulate_logits(input, 0, target.contiguous(), class_weight, state, *numbers)
     if state.argmax is not None:
         argmax = (state.argmax + first_class).to(integer_dtype(packed.dtype))
         packed[-1] = argmax.view(packed.dtype)
@@ -97,11 +102,59 @@ def gradient_of_logits(
     temperature: float,
     softcap: float,
     *,
-    logits_gradient: Callable[..., None],
+    kernels: Any,
 ) -> Tensor:
     """Return the gradient of this rank's logits from the coefficients of its rows."""
     result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if logits.numel():
         of_rows = (target.contiguous(), class_weight, coefficients, maximum, sumexp)
-        logits_gradient(logits, 0, *of_rows, temperature, softcap, result)
+        kernels.logits_gradient(logits, 0, *of_rows, temperature, softcap, result)
+    return result
+
+
+def logits_of_ids(
+    logits: Tensor,
+    ids: Tensor,
+    first_class: int,
+    classes: int,
+    softcap: float,
+    *,
+    kernels: Any,
+) -> Tensor:
+    """Return the soft-capped logits of the ids that are classes of this rank, 0 for others.
+
+    The ids `[M, K]` count from the first of the `classes` of all ranks.
+    """
+    entries = logits.new_zeros(ids.shape, dtype=acc_dtype(logits.dtype))
+    if logits.numel() and ids.numel():
+        rest = (ids.contiguous(), entries, softcap, NOTHING_IGNORED)
+        kernels.of_ids.gather(logits, first_class, classes, *rest)
+    return entries
+
+
+def gradient_of_ids(
+    grad: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    entries: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    first_class: int,
+    classes: int,
+    temperature: float,
+    softcap: float,
+    *,
+    kernels: Any,
+) -> Tensor:
+    """Return the gradient of this rank's logits from that of the log-probabilities of the ids."""
+    grad, ids = grad.contiguous(), ids.contiguous()
+    totals, labels = kernels.of_ids.totals(grad, ids, classes, NOTHING_IGNORED)
+    coefficients = GradientCoefficients(-totals / temperature, torch.zeros_like(totals), None, None)
+    of_rows, options = (maximum, sumexp), (temperature, softcap)
+    result = gradient_of_logits(
+        coefficients, logits, labels, None, *of_rows, *options, kernels=kernels
+    )
+    if logits.numel() and ids.numel():
+        of_ids = (grad, ids, totals, entries.contiguous(), *of_rows, *options, NOTHING_IGNORED)
+        kernels.of_ids.write(result, first_class, classes, *of_ids)
     return result

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, softcap_slope, softcapped
+from ...primitives.rows import finite_shift
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
@@ -23,12 +23,15 @@ from ..divergence.autograd import (
     divergence_state_op,
 )
 from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
-from ..linear_heads.common import RowOptions, checked_head, counted_rows
+from ..linear_heads.autograd import rows_linear
+from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
+from ..linear_heads.plan import widens_logits
 from ..logprobs.common import check_ids
 from .autograd import (
     matmul_in_acc_dtype,
     merged_statistics,
-    parallel_gradient,
+    parallel_entries,
+    parallel_entries_gradient,
     parallel_state,
 )
 from .local_losses import contiguous_classes
@@ -128,12 +131,10 @@ class ParallelLogprobs(torch.autograd.Function):
         numbers = (temperature, softcap, NO_LABEL)
         options = RowOptions(*numbers, needs_smoothing=False, needs_entropy=True)
         no_label = ids.new_full((len(ids),), NO_LABEL)
-        of_rows = (no_label, None, shard.first_class, *options, 0, False, backend)
+        of_rows = (no_label, None, shard.first_class, *options, 0, False, False, backend)
         state, _ = parallel_state(logits, None, None, *of_rows)
         rows = merged_statistics(state, no_label, shard, options, backend)
-        is_local, columns = _local_columns(ids, shard)
-        entries = _entries(logits, columns, softcap)
-        local = torch.where(is_local, entries, 0.0)
+        local = parallel_entries(logits, ids, shard.first_class, shard.classes, softcap, backend)
         # One rank has the logit of an id, so the sum of the others is exactly 0.
         entries = wait_for(sum_over_ranks(local, shard))
         relative = (entries - finite_shift(rows.maximum)[:, None]) / temperature
@@ -150,46 +151,9 @@ class ParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        grad, (logits, ids, entries, maximum, sumexp) = grads[0], ctx.saved_tensors
-        temperature, softcap = ctx.numbers
-        is_class = (ids >= 0) & (ids < ctx.shard.classes)
-        total = torch.where(is_class, grad, torch.nan).sum(1)
-        no_label = ids.new_full((len(ids),), NO_LABEL)
-        coefficients = (-total / temperature, torch.zeros_like(total), None, None)
-        statistics = (no_label, None, maximum, sumexp, temperature, softcap, ctx.backend)
-        dlogits = parallel_gradient(*coefficients, logits, *statistics)
-        if not (logits.shape[1] and ids.shape[1]):
-            return dlogits, None, None, None, None, None
-        # Ids of the same class write the same number, which has the gradients of all of them.
-        on_class = ((ids[:, :, None] == ids[:, None]) * grad[:, None]).sum(2)
-        p = ((entries - finite_shift(maximum)[:, None]) / temperature).exp() / sumexp[:, None]
-        # A row without a gradient has the gradient 0, whatever its logits are.
-        on_row = total[:, None]
-        values = (on_class - torch.where(on_row == 0, 0, p * on_row)) / temperature
-        is_local, columns = _local_columns(ids, ctx.shard)
-        if softcap:
-            slope = softcap_slope(logits.gather(1, columns), softcap)
-            values = torch.where(values == 0, 0, values * slope)
-        # The ids of other ranks write what the first column gets anyway.
-        is_first = is_local & (columns == 0)
-        chosen = torch.where(is_first, values, 0.0).gather(1, is_first.int().argmax(1, True))
-        first = torch.where(is_first.any(1, keepdim=True), chosen, dlogits[:, :1].to(values.dtype))
-        dlogits.scatter_(1, columns, torch.where(is_local, values, first).to(dlogits.dtype))
-        return dlogits, None, None, None, None, None
-
-
-def _local_columns(ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Return which ids are classes of this rank, and their columns, 0 for the others."""
-    columns = ids - shard.first_class
-    is_local = (columns >= 0) & (columns < shard.sizes[shard.rank])
-    return is_local, torch.where(is_local, columns, 0)
-
-
-def _entries(logits: Tensor, columns: Tensor, softcap: float) -> Tensor:
-    """Return the soft-capped logits of the columns, 0 for a rank without classes."""
-    if not logits.shape[1]:
-        return torch.zeros(columns.shape, dtype=acc_dtype(logits.dtype), device=logits.device)
-    return softcapped(logits.gather(1, columns), softcap)
+        place = (ctx.shard.first_class, ctx.shard.classes)
+        of_ids = (grads[0], *ctx.saved_tensors, *place, *ctx.numbers, ctx.backend)
+        return parallel_entries_gradient(*of_ids), None, None, None, None, None
 
 
 class LocalLinear(torch.autograd.Function):
@@ -199,18 +163,21 @@ class LocalLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard) -> Tensor:
-        return torch.nn.functional.linear(input, weight, bias)
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard, widens: bool
+    ) -> Tensor:
+        return rows_linear(Head(input, weight, bias, widens=widens))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, ctx.shard = inputs
+        input, weight, _, ctx.shard, _ = inputs
         ctx.save_for_backward(input, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        grad, (input, weight) = grads[0], ctx.saved_tensors
+        input, weight = ctx.saved_tensors
+        grad = grads[0].to(input.dtype)  # of logits that may be wider
         dinput = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             partial = matmul_in_acc_dtype(grad, weight)
@@ -220,7 +187,7 @@ class LocalLinear(torch.autograd.Function):
             dweight = grad.T @ counted_rows(input, grad)
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0, dtype=acc_dtype(grad.dtype)).to(grad.dtype)
-        return dinput, dweight, dbias, None
+        return dinput, dweight, dbias, None, None
 
 
 def divergence(
@@ -306,6 +273,7 @@ def linear_divergence(
     softcap: float | None = None,
     mask: Tensor | None = None,
     reduction: str = "mean",
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute the divergence of two heads whose classes lie on several ranks.
 
@@ -319,6 +287,7 @@ def linear_divergence(
         linear_bias, teacher_bias: this rank's `[C_local]`.
         group, classes: as in `partita.parallel.cross_entropy`.
         beta, temperature, softcap, mask, reduction: as in `partita.parallel.divergence`.
+        logits_dtype: as in `partita.linear_divergence`.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for fp64), with the same bits on
@@ -337,7 +306,9 @@ def linear_divergence(
         tensor(0.)
         >>> dist.destroy_process_group()
     """
-    logits, shard = _local_logits(input, linear_weight, linear_bias, "", group, classes)
+    logits, shard = _local_logits(
+        input, linear_weight, linear_bias, "", group, classes, logits_dtype
+    )
     teacher_logits, _ = _local_logits(
         teacher_input.detach(),
         teacher_weight.detach(),
@@ -345,6 +316,7 @@ def linear_divergence(
         "teacher_",
         group,
         classes,
+        logits_dtype,
     )
     expected = (*input.shape[:-1], teacher_weight.shape[1])
     checks.shape("teacher_input", teacher_input, expected, "the rows of input and K")
@@ -415,6 +387,7 @@ def linear_logprobs(
     classes: Classes = None,
     temperature: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute log-probabilities of given classes, from a matrix that lies on several ranks.
 
@@ -426,6 +399,7 @@ def linear_logprobs(
         ids: as in `partita.parallel.logprobs`.
         linear_bias: this rank's `[C_local]`.
         group, classes, temperature, softcap: as in `partita.parallel.logprobs`.
+        logits_dtype: as in `partita.linear_cross_entropy`.
 
     Returns:
         Log-probabilities in nats, `[..., K]`, fp32 (fp64 for fp64), with the same bits on every
@@ -444,7 +418,9 @@ def linear_logprobs(
         tensor([[-1.3863, -1.3863]])
         >>> dist.destroy_process_group()
     """
-    logits, shard = _local_logits(input, linear_weight, linear_bias, "", group, classes)
+    logits, shard = _local_logits(
+        input, linear_weight, linear_bias, "", group, classes, logits_dtype
+    )
     return _logprobs(logits, ids, shard, temperature, softcap)
 
 
@@ -455,6 +431,7 @@ def _local_logits(
     prefix: str,
     group: dist.ProcessGroup | None,
     classes: Classes,
+    logits_dtype: torch.dtype | None,
 ) -> tuple[Tensor, VocabShard]:
     """Return the logits of this rank's classes, `[..., C_local]`, and its shard.
 
@@ -462,5 +439,6 @@ def _local_logits(
     """
     head = checked_head(input, weight, bias, prefix, "[C_local, H]")
     shard = vocab_shard(f"{prefix or 'linear_'}weight", head.weight, 0, group, classes)
-    logits = LocalLinear.apply(*head.flat, shard)
+    widens = widens_logits(logits_dtype, head.input.dtype)
+    logits = LocalLinear.apply(*head.flat[:3], shard, widens)
     return logits.reshape(*input.shape[:-1], len(weight)), shard

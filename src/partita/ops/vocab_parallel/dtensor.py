@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,75 @@ from .local_losses import (
 )
 
 
+class MeshRows(NamedTuple):
+    """Rows that are sharded over some dimensions of a mesh.
+
+    Fields:
+        mesh: the mesh.
+        dims: the dimensions of the mesh over which they are sharded.
+        shape: the shape of all rows.
+    """
+
+    mesh: DeviceMesh
+    dims: list[int]
+    shape: torch.Size
+
+    def placements(self, placement: Placement) -> list[Placement]:
+        """Return the placement in the dimensions of the rows, and Replicate in the others."""
+        return [placement if i in self.dims else Replicate() for i in range(self.mesh.ndim)]
+
+    def local(self, target: Tensor) -> Tensor:
+        """Return the labels of this rank's rows. A plain tensor has only those already."""
+        if not isinstance(target, DTensor):
+            return target
+        return target.redistribute(self.mesh, self.placements(Shard(0))).to_local()
+
+    def of_local(self, local: Tensor) -> DTensor:
+        """Return a DTensor of rows. Ranks may have unequal numbers of them; the shape is given."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements(Shard(0)),
+            run_check=False,
+            shape=self.shape,
+            stride=torch.empty(self.shape, device="meta").stride(),
+        )
+
+    def total(self, local: Tensor) -> DTensor:
+        """Return the sum of each rank's number over the ranks of the rows."""
+        partial = self.placements(Partial("sum"))
+        found = DTensor.from_local(local, self.mesh, partial, run_check=False)
+        return found.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
+
+    def reduced(
+        self, losses: RowLosses, target: Tensor, arguments: ParallelLossArguments
+    ) -> Tensor:
+        """Return the losses of all rows, or their sum or mean over all ranks."""
+        (loss, z, classes), options = losses, arguments.options
+        if options.reduction == "none":
+            return self.of_local(loss if z is None else loss + z)
+        if options.reduction == "sum":
+            return self.total(loss.sum() if z is None else (loss + z).sum())
+        count, rows = mean_denominators(target, arguments.weight, classes, options.ignore_index)
+        mean = self.total(loss.sum()) / self.total(count.to(loss.dtype))
+        if z is None:
+            return mean
+        return mean + self.total(z.sum()) / self.total(rows.to(loss.dtype))
+
+
 def cross_entropy(input: DTensor, target: Tensor, arguments: ParallelLossArguments) -> Tensor:
     """Return the cross-entropy of logits `[N, C, ...]`."""
     _refuse_arguments(group=arguments.group, classes=arguments.classes)
     local, group, classes, row_dims = _local_classes(input, 1)
-    mesh = input.device_mesh
+    shape = torch.Size([input.shape[0], *input.shape[2:]])
+    mesh, rows = input.device_mesh, MeshRows(input.device_mesh, row_dims, shape)
     arguments = arguments._replace(group=group, classes=classes)
-    target = _local_rows(target, mesh, row_dims)
+    target = rows.local(target)
     if not row_dims:
         loss = one_pass_loss(local, target, arguments)
         if loss is not None:
             return DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    losses = logits_losses(local, target, arguments)
-    shape = torch.Size([input.shape[0], *input.shape[2:]])
-    return _reduced_dtensor(losses, target, arguments, mesh, row_dims, shape)
+    return rows.reduced(logits_losses(local, target, arguments), target, arguments)
 
 
 def linear_cross_entropy(
@@ -46,21 +101,22 @@ def linear_cross_entropy(
     arguments: ParallelLossArguments,
     sequence_parallel: bool,
     memory_budget: int | None,
+    logits_dtype: torch.dtype | None,
 ) -> Tensor:
     """Return the cross-entropy of hidden states times a matrix `[C, H]`."""
     _refuse_arguments(
         group=arguments.group, classes=arguments.classes, sequence_parallel=sequence_parallel
     )
     _, group, classes, _ = _local_classes(linear_weight, 0)
-    mesh = linear_weight.device_mesh
     row_dims = _token_dims(input, linear_weight)
-    placements = _row_placements(mesh, row_dims)
+    rows = MeshRows(linear_weight.device_mesh, row_dims, input.shape[:-1])
     if isinstance(linear_bias, DTensor):
         linear_bias = _local_parameter(linear_bias, row_dims)
     hidden = input
     if isinstance(input, DTensor):
-        hidden = input.redistribute(mesh, placements).to_local(grad_placements=placements)
-    target = _local_rows(target, mesh, row_dims)
+        placements = rows.placements(Shard(0))
+        hidden = input.redistribute(rows.mesh, placements).to_local(grad_placements=placements)
+    target = rows.local(target)
     losses = hidden_losses(
         hidden,
         _local_parameter(linear_weight, row_dims),
@@ -69,8 +125,9 @@ def linear_cross_entropy(
         arguments._replace(group=group, classes=classes),
         False,
         memory_budget,
+        logits_dtype,
     )
-    return _reduced_dtensor(losses, target, arguments, mesh, row_dims, input.shape[:-1])
+    return rows.reduced(losses, target, arguments)
 
 
 def token_stats(
@@ -84,10 +141,10 @@ def token_stats(
     """Return the token statistics of logits `[..., C]`."""
     _refuse_arguments(group=group, classes=classes)
     local, group, classes, row_dims = _local_classes(logits, logits.ndim - 1)
-    mesh, shape = logits.device_mesh, logits.shape[:-1]
-    target = _local_rows(target, mesh, row_dims)
-    stats = local_token_stats(local, target, group, classes, temperature, ignore_index)
-    return TokenStats(*(_row_dtensor(field, mesh, row_dims, shape) for field in stats))
+    rows = MeshRows(logits.device_mesh, row_dims, logits.shape[:-1])
+    options = (group, classes, temperature, ignore_index)
+    stats = local_token_stats(local, rows.local(target), *options)
+    return TokenStats(*(rows.of_local(field) for field in stats))
 
 
 def _refuse_arguments(**values: Any) -> None:
@@ -129,34 +186,6 @@ def _local_parameter(parameter: DTensor, row_dims: list[int]) -> Tensor:
     return parameter.to_local(grad_placements=placements)
 
 
-def _row_placements(
-    mesh: DeviceMesh, row_dims: list[int], placement: Placement | None = None
-) -> list[Placement]:
-    """Return the placements of rows: Shard(0) or `placement` in `row_dims`, else Replicate."""
-    return [placement or Shard(0) if i in row_dims else Replicate() for i in range(mesh.ndim)]
-
-
-def _row_dtensor(
-    local: Tensor, mesh: DeviceMesh, row_dims: list[int], shape: torch.Size
-) -> DTensor:
-    """Return a DTensor of rows. Ranks may have unequal numbers of rows, so its shape is given."""
-    return DTensor.from_local(
-        local,
-        mesh,
-        _row_placements(mesh, row_dims),
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-
-
-def _local_rows(target: Tensor, mesh: DeviceMesh, row_dims: list[int]) -> Tensor:
-    """Return the labels of this rank's rows. A plain tensor has only those already."""
-    if not isinstance(target, DTensor):
-        return target
-    return target.redistribute(mesh, _row_placements(mesh, row_dims)).to_local()
-
-
 def _token_dims(input: Tensor, linear_weight: DTensor) -> list[int]:
     """Return the mesh dimensions over which the tokens are sharded and the matrix is not."""
     if not isinstance(input, DTensor):
@@ -168,32 +197,3 @@ def _token_dims(input: Tensor, linear_weight: DTensor) -> list[int]:
         and placement.dim == 0
         and isinstance(linear_weight.placements[i], Replicate)
     ]
-
-
-def _reduced_dtensor(
-    losses: RowLosses,
-    target: Tensor,
-    arguments: ParallelLossArguments,
-    mesh: DeviceMesh,
-    row_dims: list[int],
-    shape: torch.Size,
-) -> Tensor:
-    """Return the losses of all rows, `shape`, or their sum or mean over all ranks."""
-    (loss, z, classes), options = losses, arguments.options
-    if options.reduction == "none":
-        return _row_dtensor(loss if z is None else loss + z, mesh, row_dims, shape)
-
-    def sum_over_mesh(local: Tensor) -> DTensor:
-        partial = _row_placements(mesh, row_dims, Partial("sum"))
-        replicated = [Replicate()] * mesh.ndim
-        return DTensor.from_local(local, mesh, partial, run_check=False).redistribute(
-            mesh, replicated
-        )
-
-    if options.reduction == "sum":
-        return sum_over_mesh(loss.sum() if z is None else (loss + z).sum())
-    total, rows = mean_denominators(target, arguments.weight, classes, options.ignore_index)
-    mean = sum_over_mesh(loss.sum()) / sum_over_mesh(total.to(loss.dtype))
-    if z is None:
-        return mean
-    return mean + sum_over_mesh(z.sum()) / sum_over_mesh(rows.to(loss.dtype))

@@ -21,8 +21,15 @@ from ...runtime.register import PLAIN
 from ..cross_entropy.api import TokenStats
 from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..cross_entropy.common import LossOptions
-from ..linear_heads.common import RowOptions, checked_head, chunk_and_save, loss_terms
-from ..linear_heads.plan import linear_cross_entropy_plan
+from ..linear_heads.common import (
+    Head,
+    RowOptions,
+    RowStatistics,
+    checked_head,
+    chunk_and_save,
+    loss_terms,
+)
+from ..linear_heads.plan import linear_cross_entropy_plan, widens_logits
 from .autograd import ParallelRows, logits_statistics
 from .gpu.plan import slot_count
 from .shard import Classes, VocabShard, refuse_second_derivative, vocab_shard
@@ -120,10 +127,11 @@ def hidden_losses(
     arguments: ParallelLossArguments,
     sequence_parallel: bool,
     memory_budget: int | None,
+    logits_dtype: torch.dtype | None,
 ) -> RowLosses:
     """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
     head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
-    input, linear_weight, _ = head
+    input, linear_weight, *_ = head
     shard = vocab_shard("linear_weight", linear_weight, 0, arguments.group, arguments.classes)
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
     tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
@@ -131,30 +139,39 @@ def hidden_losses(
         checks.shape("target", target, [tokens], "all tokens")
     else:
         checks.shape("target", target, input.shape[:-1], "input without H")
+    of_rows = (target.reshape(-1).long(), arguments.weight, shard, arguments.row_options)
+    plan = (sequence_parallel, memory_budget, logits_dtype)
+    statistics = hidden_statistics(head.flat, *of_rows, *plan)
+    return _unreduced(statistics, target, shard, arguments)
+
+
+def hidden_statistics(
+    head: Head,
+    target: Tensor,
+    class_weight: Tensor | None,
+    shard: VocabShard,
+    options: RowOptions,
+    sequence_parallel: bool,
+    memory_budget: int | None,
+    logits_dtype: torch.dtype | None,
+) -> RowStatistics:
+    """Return the statistics of hidden states `[M, H]` times this rank's rows of the matrix."""
     input_grad, weight_grad, bias_grad = head.wanted
     plan = linear_cross_entropy_plan(
-        tokens,
-        input.shape[-1],
+        target.shape[0],
+        head.input.shape[1],
         max(shard.sizes),
-        input.dtype,
+        head.input.dtype,
         memory_budget=memory_budget,
+        logits_dtype=logits_dtype,
         input_grad=input_grad,
         weight_grad=weight_grad or bias_grad,
         parallel=True,
     )
-    chunk, save_logits = chunk_and_save(plan, max(len(linear_weight), 1))
-    statistics = ParallelRows.apply(
-        *head.flat,
-        target.reshape(-1).long(),
-        arguments.weight,
-        shard,
-        arguments.row_options,
-        chunk,
-        save_logits,
-        sequence_parallel,
-        current_backend(),
-    )
-    return _unreduced(statistics, target, shard, arguments)
+    chunk, save_logits = chunk_and_save(plan, max(len(head.weight), 1))
+    widens = widens_logits(logits_dtype, head.input.dtype)
+    of_rows = (target, class_weight, shard, options, chunk, widens, save_logits, sequence_parallel)
+    return RowStatistics(*ParallelRows.apply(*head[:3], *of_rows, current_backend())[:-1])
 
 
 def local_token_stats(

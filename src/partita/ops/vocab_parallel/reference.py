@@ -13,16 +13,13 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift
 from ..linear_heads.common import GradientCoefficients, RowOptions, RowState, RowStatistics
-from ..linear_heads.reference import (
-    accumulate_logits,
-    gradient_coefficients,
-    logits_gradient,
-    row_statistics,
-)
-from .common import gradient_of_logits, integer_dtype, pack_state
+from ..linear_heads.reference import KERNELS, gradient_coefficients, row_statistics
+from .common import gradient_of_ids, gradient_of_logits, integer_dtype, logits_of_ids, pack_state
 
-parallel_state = functools.partial(pack_state, accumulate_logits=accumulate_logits)
-parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
+parallel_state = functools.partial(pack_state, kernels=KERNELS)
+parallel_gradient = functools.partial(gradient_of_logits, kernels=KERNELS)
+parallel_entries = functools.partial(logits_of_ids, kernels=KERNELS)
+parallel_entries_gradient = functools.partial(gradient_of_ids, kernels=KERNELS)
 
 
 def parallel_fields(

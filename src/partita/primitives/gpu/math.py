@@ -151,15 +151,34 @@ def exp_for_dtype(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def sum_for_dtype(terms, axis: tl.constexpr, dtype: tl.constexpr):
-    """Return the sum along an axis in the precision that a result of `dtype` needs.
+def row_sum(terms, PARTIALS: tl.constexpr):
+    """Return the sums [ROWS] of terms [ROWS, N], whose bits do not depend on the block's layout.
 
-    For fp32 results the sum is in fp64, if a row has few terms; then bandwidth hides the cost.
+    Terms are added in halves until PARTIALS are left, and then as in `tree_sum`. In the usual
+    layout a thread has all terms of a partial sum.
     """
-    if dtype == tl.float32 and terms.shape[axis] <= 4096:
-        return tl.sum(terms.to(tl.float64), axis=axis).to(tl.float32)
-    else:
-        return tl.sum(terms, axis=axis)
+    ROWS: tl.constexpr = terms.shape[0]
+    for _ in tl.static_range(16):
+        if terms.shape[1] > PARTIALS:
+            terms = tl.sum(tl.reshape(terms, [ROWS, 2, terms.shape[1] // 2]), axis=1)
+    return tree_sum(tl.reshape(terms, [ROWS * PARTIALS]), ROWS)
+
+
+@triton.jit
+def tree_sum(terms, ROWS: tl.constexpr = 1):
+    """Return the sums [ROWS] of rows of terms [ROWS * N], added in pairs of neighbours.
+
+    A sum of two numbers has no order, so the bits do not follow from the layout of the terms. The
+    numbers of a thread come first, then those of a warp. Those of several warps are at last in the
+    lanes of each.
+    """
+    SEVERAL_WARPS: tl.constexpr = ROWS == 1 and terms.shape[0] > 256
+    for _ in tl.static_range(13):
+        if terms.shape[0] > ROWS:
+            if SEVERAL_WARPS and terms.shape[0] == 16:
+                terms = tl.gather(terms, tl.arange(0, 16), 0)
+            terms = tl.sum(tl.reshape(terms, [terms.shape[0] // 2, 2]), axis=1)
+    return terms + 0.0  # The sum of zeros is not negative.
 
 
 @triton.jit

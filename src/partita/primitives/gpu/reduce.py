@@ -1,8 +1,10 @@
 """The rows of a program, and the running statistics of rows that are read in blocks.
 
-There is one of each statistic for each lane. A lane is a thread, if `RowPlan.lanes` says that each
-thread reads its own vectors of a row. Then no thread waits for another inside the loop, and the
-lanes are merged once after it. If there is one lane, it stands for the whole row.
+The bits of a row depend on its width and dtype alone. Its classes are dealt to lanes, vector after
+vector, from the first class on. A lane has statistics of its own, so no thread waits for another
+inside the loop. They start anew in each segment of the classes, and are then added to those of the
+row, by the program that has the whole row, or, segment after segment, by the last one of those that
+share it. The lanes are merged at the end.
 
 With `slope` = log2(e) / temperature, the exponentials are 2**u, u = slope (x - maximum).
 """
@@ -15,15 +17,15 @@ import triton
 import triton.language as tl
 
 from .math import capped_logits, finite_shift
-from .memory import aligned_start, edge_columns, row_span
-from .sync import arrives_last, load_pairs, store_pair
+from .memory import load_vectors
+from .sync import arrives_last
 
-EDGE_BLOCK = tl.constexpr(0x3FFFFFFF)  # stands for the classes outside of a row's aligned vectors
+LOADED_SEGMENTS = tl.constexpr(8)  # whose loads do not wait for one another
 NOT_FOUND = tl.constexpr(0x7FFFFFFF)  # the class where no logit equals the maximum, which is NaN
 
 
 class ProgramRows(NamedTuple):
-    """The rows that a program reads, and its part of their classes.
+    """The rows that a program reads.
 
     Fields:
         index: the rows among those of all batches, [ROWS].
@@ -31,11 +33,8 @@ class ProgramRows(NamedTuple):
         batch: their batch.
         row: the rows in the batch, [ROWS].
         ptrs: the addresses of the rows, [ROWS].
-        vectors: the addresses of their aligned vectors, [ROWS, 1].
         classes: the classes of a row.
-        head, body: the number of classes before the aligned vectors, and inside them.
         split: the index of the program among those that share its rows.
-        first, last: its part of the classes, counted from `head`.
     """
 
     index: Any
@@ -43,13 +42,8 @@ class ProgramRows(NamedTuple):
     batch: Any
     row: Any
     ptrs: Any
-    vectors: Any
     classes: Any
-    head: Any
-    body: Any
     split: Any
-    first: Any
-    last: Any
 
 
 class RowTile(NamedTuple):
@@ -79,11 +73,11 @@ class RunningState(NamedTuple):
 
     Fields:
         maximum: the maximum of x.
-        total: the sum of 2**u, in fp64.
-        sum_x_exp: the sum of u 2**u, in fp64, or 0 if it is not wanted.
+        total: the sum of 2**u.
+        sum_x_exp: the sum of u 2**u, or 0 if it is not wanted.
         argmax: the first block with the maximum.
-        weight: the sum of the weights q of the classes, in fp64, or 0 without weights.
-        loss: the sum of q (maximum - x), in fp64, or 0 without weights.
+        weight: the sum of the weights q of the classes, or 0 without weights.
+        loss: the sum of q (maximum - x), or 0 without weights.
     """
 
     maximum: Any
@@ -95,23 +89,14 @@ class RunningState(NamedTuple):
 
 
 @triton.jit
-def program_rows(x, rows, classes, splits, span, VEC: tl.constexpr, ROWS: tl.constexpr):
-    """Return which part of `StridedRows` this program reads, if programs read `span` classes."""
-    split = (tl.program_id(0) % splits).to(tl.int64)
-    block = tl.program_id(0) // splits
+def program_rows(x, rows, classes, segments, ROWS: tl.constexpr):
+    """Return which rows of `StridedRows` this program reads."""
+    split = tl.program_id(0) % segments.programs
+    block = tl.program_id(0) // segments.programs
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    first_row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS
-    start = batch * x.batch + first_row * x.row
-    head, body = row_span(start, classes, VEC)
-    row = first_row + tl.arange(0, ROWS)
+    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ptrs = x.ptr + batch * x.batch + row * x.row
-    steps = tl.arange(0, ROWS).to(tl.int64)[:, None] * x.row
-    vectors = x.ptr + aligned_start(start, VEC) + steps
-    first, last = split * span, tl.minimum((split + 1) * span, classes)
-    index, mask = batch * rows + row, row < rows
-    return ProgramRows(
-        index, mask, batch, row, ptrs, vectors, classes, head, body, split, first, last
-    )
+    return ProgramRows(batch * rows + row, row < rows, batch, row, ptrs, classes, split)
 
 
 @triton.jit
@@ -145,24 +130,6 @@ def by_lane(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def broadcast_lanes(value):
-    """Reshape a value of each lane, [ROWS, LANES], to broadcast with a block of `by_lane`."""
-    if value.shape[1] == 1:
-        return value
-    else:
-        return value[:, None, :, None]
-
-
-@triton.jit
-def lane_max(x):
-    """Return the maximum of each lane, [ROWS, LANES], of a block of `by_lane`."""
-    if len(x.shape) == 2:
-        return tl.max(x, axis=1)[:, None]
-    else:
-        return tl.max(tl.max(x, axis=3), axis=1)
-
-
-@triton.jit
 def lane_sum(x, EXACT: tl.constexpr):
     """Return the sum of each lane in fp64, [ROWS, LANES], of a block of `by_lane`.
 
@@ -177,9 +144,29 @@ def lane_sum(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def empty_state(ROWS: tl.constexpr, LANES: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Return the statistics of no classes."""
-    zeros = tl.zeros([ROWS, LANES], tl.float64)
+def of_lanes(value):
+    """Reshape a value of each lane, [ROWS, LANES], to broadcast with a block of classes."""
+    return value[None, None]
+
+
+@triton.jit
+def max_of_lanes(x):
+    """Return the maximum of each lane, [ROWS, LANES], of a block [VEC, ., ROWS, LANES]."""
+    return tl.max(tl.max(x, axis=0), axis=0)
+
+
+@triton.jit
+def sum_of_lanes(x, dtype: tl.constexpr):
+    """Return the sum of each lane, [ROWS, LANES], of a block [VEC, ., ROWS, LANES]."""
+    return tl.sum(tl.sum(x, axis=0), axis=0).to(dtype)
+
+
+@triton.jit
+def empty_state(
+    ROWS: tl.constexpr, LANES: tl.constexpr, ACC_DTYPE: tl.constexpr, SUM_DTYPE: tl.constexpr
+):
+    """Return the statistics of no classes, with sums of a dtype."""
+    zeros = tl.zeros([ROWS, LANES], SUM_DTYPE)
     maximum = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE)
     return RunningState(maximum, zeros, zeros, tl.zeros([ROWS, LANES], tl.int32), zeros, zeros)
 
@@ -187,110 +174,68 @@ def empty_state(ROWS: tl.constexpr, LANES: tl.constexpr, ACC_DTYPE: tl.constexpr
 @triton.jit
 def rescaled(state, maximum, slope):
     """Return a state relative to a maximum that is at least its own."""
+    dtype: tl.constexpr = state.total.dtype
     shift, old_shift = finite_shift(maximum), finite_shift(state.maximum)
-    scale = tl.exp2((state.maximum - shift) * slope).to(tl.float64)
+    scale = tl.exp2((state.maximum - shift) * slope).to(dtype)
     moved_by = shift - old_shift
-    sum_x_exp = scale * (state.sum_x_exp - state.total * (moved_by * slope).to(tl.float64))
-    loss = state.loss + state.weight * moved_by.to(tl.float64)
+    sum_x_exp = scale * (state.sum_x_exp - state.total * (moved_by * slope).to(dtype))
+    loss = state.loss + state.weight * moved_by.to(dtype)
     return RunningState(maximum, state.total * scale, sum_x_exp, state.argmax, state.weight, loss)
 
 
 @triton.jit
-def add_block(
-    state, x, block, q, slope, ENTROPY: tl.constexpr, EXACT: tl.constexpr, VECTOR: tl.constexpr
-):
-    """Add a block of classes, [ROWS, BLOCK], and their weights q or None, to a state of lanes.
+def add_block(state, x, block, q, slope, ENTROPY: tl.constexpr):
+    """Add a block of classes, [VEC, ., ROWS, LANES], and their weights q or None, to the lanes.
 
-    No thread waits for another here, so the loads follow one another. The sums are in fp64, since
-    thousands of blocks would accumulate the rounding errors of fp32.
+    No thread waits for another here, so the loads follow one another.
     """
-    LANES: tl.constexpr = state.maximum.shape[1]
-    x = by_lane(x, LANES, VECTOR)
-    block_maximum = lane_max(x)
+    dtype: tl.constexpr = state.total.dtype
+    block_maximum = max_of_lanes(x)
     argmax = tl.where(block_maximum > state.maximum, block, state.argmax).to(tl.int32)
     moved = rescaled(state, tl.maximum(state.maximum, block_maximum), slope)
-    shift = broadcast_lanes(finite_shift(moved.maximum))
+    shift = of_lanes(finite_shift(moved.maximum))
     u = (x - shift) * slope
     e = tl.exp2(u)
-    total = moved.total + lane_sum(e, EXACT)
+    total = moved.total + sum_of_lanes(e, dtype)
     sum_x_exp, weight, loss = state.sum_x_exp, state.weight, state.loss
     if ENTROPY:  # A class of probability 0 adds 0, even if its exponent is -inf.
-        sum_x_exp = moved.sum_x_exp + lane_sum(e * tl.maximum(u, -10000.0), False)
+        sum_x_exp = moved.sum_x_exp + sum_of_lanes(e * tl.maximum(u, -10000.0), dtype)
     if q is not None:  # A class of weight 0 adds 0, even if its logit is infinite.
-        q = by_lane(q.to(x.dtype), LANES, VECTOR)
-        loss = moved.loss + lane_sum(tl.where(q == 0.0, 0.0, q * (shift - x)), EXACT)
-        weight += lane_sum(q, EXACT)
+        q = q.to(x.dtype)
+        loss = moved.loss + sum_of_lanes(tl.where(q == 0.0, 0.0, q * (shift - x)), dtype)
+        weight += sum_of_lanes(q, dtype)
     return RunningState(moved.maximum, total, sum_x_exp, argmax, weight, loss)
 
 
 @triton.jit
+def add_segment(state, found, slope):
+    """Add the statistics of later classes, in any dtype, to those of the lanes in fp64."""
+    maximum = tl.maximum(state.maximum, found.maximum)
+    moved, found_moved = rescaled(state, maximum, slope), rescaled(found, maximum, slope)
+    return RunningState(
+        maximum,
+        moved.total + found_moved.total.to(tl.float64),
+        moved.sum_x_exp + found_moved.sum_x_exp.to(tl.float64),
+        tl.where(found.maximum > state.maximum, found.argmax, state.argmax),
+        moved.weight + found_moved.weight.to(tl.float64),
+        moved.loss + found_moved.loss.to(tl.float64),
+    )
+
+
+@triton.jit
 def merge_lanes(state, slope):
-    """Return the statistics of rows, [ROWS], from those of their lanes, [ROWS, LANES]."""
+    """Return the statistics of rows, [ROWS], with sums in fp64, from those of their lanes."""
     maximum = tl.max(state.maximum, axis=1)
     moved = rescaled(state, maximum[:, None], slope)
     is_maximum = state.maximum == maximum[:, None]
     return RunningState(
         maximum,
-        tl.sum(moved.total, axis=1),
-        tl.sum(moved.sum_x_exp, axis=1),
+        tl.sum(moved.total.to(tl.float64), axis=1),
+        tl.sum(moved.sum_x_exp.to(tl.float64), axis=1),
         tl.min(tl.where(is_maximum, state.argmax, NOT_FOUND), axis=1),
-        tl.sum(moved.weight, axis=1),
-        tl.sum(moved.loss, axis=1),
+        tl.sum(moved.weight.to(tl.float64), axis=1),
+        tl.sum(moved.loss.to(tl.float64), axis=1),
     )
-
-
-@triton.jit
-def merge_programs(
-    state,
-    at,
-    slots_ptr,
-    splits,
-    slope,
-    ENTROPY: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Return the statistics of rows, and the mask of the rows that this program stores.
-
-    Where there are slots, programs share a row, and the one that arrives last merges its parts.
-    Each row has a counter and, for each program, a slot for maximum and total, one for entropy and
-    arg-max and one for the weights, if these are wanted.
-    """
-    if slots_ptr is None:
-        return state, at.mask
-    else:
-        SLOTS: tl.constexpr = 1 + ENTROPY + WEIGHTS
-        slots_ptr += tl.sum(at.index, axis=0) * (1 + SLOTS * splits)
-        counter_ptr, slots_ptr, split = slots_ptr, slots_ptr + 1, at.split
-        weights_ptr = slots_ptr + (SLOTS - 1) * splits
-        if ENTROPY:
-            argmax = tl.sum(state.argmax, axis=0).to(tl.float32, bitcast=True)
-            sum_x_exp = tl.sum(state.sum_x_exp, axis=0).to(tl.float32)
-            store_pair(slots_ptr + splits, split, sum_x_exp, argmax)
-        if WEIGHTS:
-            loss = tl.sum(state.loss, axis=0).to(tl.float32)
-            store_pair(weights_ptr, split, tl.sum(state.weight, axis=0).to(tl.float32), loss)
-        maximum, total = tl.sum(state.maximum, axis=0), tl.sum(state.total, axis=0).to(tl.float32)
-        store_pair(slots_ptr, split, maximum, total)
-        is_last = arrives_last(counter_ptr, splits)
-        # The parts are merged as lanes are, [1, BLOCK_SPLITS].
-        valid = tl.arange(0, BLOCK_SPLITS)[None, :] < splits
-        maxima, totals = load_pairs(slots_ptr, splits, BLOCK_SPLITS)
-        zeros = tl.zeros([BLOCK_SPLITS], tl.float32)
-        sums_x_exp, argmaxima, weights, losses = zeros, zeros, zeros, zeros
-        if ENTROPY:
-            sums_x_exp, argmaxima = load_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
-        if WEIGHTS:
-            weights, losses = load_pairs(weights_ptr, splits, BLOCK_SPLITS)
-        parts = RunningState(
-            tl.where(valid, maxima, -float("inf")),
-            tl.where(valid, totals, 0.0).to(tl.float64),
-            tl.where(valid, sums_x_exp, 0.0).to(tl.float64),
-            tl.where(valid, argmaxima.to(tl.int32, bitcast=True), NOT_FOUND),
-            tl.where(valid, weights, 0.0).to(tl.float64),
-            tl.where(valid, losses, 0.0).to(tl.float64),
-        )
-        return merge_lanes(parts, slope), at.mask & is_last
 
 
 @triton.jit
@@ -303,67 +248,135 @@ def load_capped(pointers, mask, softcap, ACC_DTYPE: tl.constexpr):
 @triton.jit
 def add_classes(
     state,
-    x_ptrs,
-    column,
-    mask,
-    block,
+    x,
     at,
+    first,
+    last,
+    slope,
+    softcap,
+    options,
+    weigh: tl.constexpr,
+    MASKED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Load a block of classes, with their weights, and add it to the state of the lanes."""
+    where = (at.ptrs, x.column, first, last, at.mask)
+    logits, column, mask = load_vectors(*where, MASKED, "", TILE.block, TILE)
+    logits = capped_logits(logits, mask, softcap, slope.dtype)
+    q = None if weigh is None else weigh(options, at, column, mask)
+    return add_block(state, logits, first // TILE.block, q, slope, ENTROPY)
+
+
+@triton.jit
+def scan_segment(
+    x,
+    at,
+    first,
+    last,
     slope,
     softcap,
     options,
     weigh: tl.constexpr,
     ENTROPY: tl.constexpr,
-    EXACT: tl.constexpr,
-    VECTOR: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Load a block of classes, with their weights, and add it to the state of the lanes."""
-    x = load_capped(x_ptrs, mask, softcap, state.maximum.dtype)
-    q = None if weigh is None else weigh(options, at, column, mask)
-    return add_block(state, x, block, q, slope, ENTROPY, EXACT, VECTOR)
+    """Return the statistics of the lanes of a program over one segment of the classes."""
+    # A lane that has a whole row adds up more numbers than fp32 is exact enough for.
+    SUM_DTYPE: tl.constexpr = tl.float64 if TILE.lanes == 1 else slope.dtype
+    state = empty_state(TILE.rows, TILE.lanes, slope.dtype, SUM_DTYPE)
+    args = (slope, softcap, options)
+    unmasked = first
+    if TILE.rows == 1:  # Blocks of several rows always need a mask.
+        unmasked += (last - first) // TILE.block * TILE.block
+    for start in range(first, unmasked, TILE.block):
+        state = add_classes(state, x, at, start, last, *args, weigh, False, ENTROPY, TILE)
+    if unmasked < last:
+        state = add_classes(state, x, at, unmasked, last, *args, weigh, True, ENTROPY, TILE)
+    return state
+
+
+@triton.jit
+def segment_slots(segments, row, segment, LANES: tl.constexpr, WORDS: tl.constexpr):
+    """Return the addresses of the first words of the lanes, [1, LANES], for a segment of a row."""
+    first = segments.slots + (row * segments.number + segment) * (WORDS * LANES)
+    return first + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def store_segment(values, segments, row, segment, KEPT: tl.constexpr):
+    """Store those values of the lanes, [1, LANES], over a segment of a row that are to be kept."""
+    LANES: tl.constexpr = values[0].shape[1]
+    ptrs = segment_slots(segments, row, segment, LANES, len(values))
+    for i in tl.static_range(len(values)):
+        if KEPT[i]:
+            tl.store(ptrs + i * LANES, values[i].to(ptrs.dtype.element_ty))
+
+
+@triton.jit
+def load_segment(empty, segments, row, segment, KEPT: tl.constexpr):
+    """Load what `store_segment` has stored; `empty` has the values of no classes."""
+    LANES: tl.constexpr = empty[0].shape[1]
+    ptrs = segment_slots(segments, row, segment, LANES, len(empty))
+    found = ()
+    for i in tl.static_range(len(empty)):
+        value = empty[i]
+        if KEPT[i]:
+            exists = segment < segments.number
+            loaded = tl.load(ptrs + i * LANES, mask=exists, other=0.0, cache_modifier=".cg")
+            value = tl.where(exists, loaded.to(value.dtype), value)
+        found = found + (value,)
+    return found
+
+
+@triton.jit
+def is_last_program(segments, row):
+    """Return whether all other programs of a row have stored their segments."""
+    tl.debug_barrier()
+    return arrives_last(segments.counters + row, segments.programs)
 
 
 @triton.jit
 def scan_rows(
     x,
     at,
+    segments,
     slope,
     softcap,
     options,
     weigh: tl.constexpr,
     ENTROPY: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Return the statistics of the rows of a program, [ROWS], over its part of their classes.
+    """Return the statistics of the rows of a program, [ROWS], and the mask of those that it stores.
 
-    The program of the first part also reads the classes around the aligned vectors. Where there are
-    weights, `weigh(options, at, column, mask)` returns those of a block of classes.
+    The program that arrives last at a shared row stores it. Where there are weights,
+    `weigh(options, at, column, mask)` returns those of a block of classes.
     """
-    BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
-    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // BITS
-    EXACT: tl.constexpr = LANES == 1 and x.ptr.dtype.element_ty == tl.float32
-    state = empty_state(ROWS, LANES, slope.dtype)
-    args = (at, slope, softcap, options)
-    unmasked = at.first
-    if LANES > 1:  # Blocks of several rows always need a mask.
-        whole = tl.maximum(tl.minimum(at.last, at.body) - at.first, 0) // BLOCK_V
-        unmasked += whole * BLOCK_V
-    for first in range(at.first, unmasked, BLOCK_V):
-        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        ptrs, column = at.vectors + column * x.column, at.head + column
-        mask, block = tl.full([ROWS, BLOCK_V], True, tl.int1), first // BLOCK_V
-        state = add_classes(state, ptrs, column, mask, block, *args, weigh, ENTROPY, EXACT, VECTOR)
-    for first in range(unmasked, at.last, BLOCK_V):
-        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        mask = at.mask[:, None] & (column // VEC * VEC < at.body)
-        ptrs, column = at.vectors + column * x.column, at.head + column
-        block = first // BLOCK_V
-        state = add_classes(state, ptrs, column, mask, block, *args, weigh, ENTROPY, EXACT, VECTOR)
-    if VEC > 1:
-        column, mask = edge_columns(at.head, at.body, at.classes, VEC, LANES)  # [LANES]
-        column, mask = column[None, :], (mask & (at.split == 0))[None, :]
-        ptrs, block = at.ptrs[:, None] + column, EDGE_BLOCK
-        state = add_classes(state, ptrs, column, mask, block, *args, weigh, ENTROPY, EXACT, 1)
-    return merge_lanes(state, slope)
+    args = (slope, softcap, options)
+    if not TILE.has_segments:
+        found = scan_segment(x, at, 0, at.classes, *args, weigh, ENTROPY, TILE)
+        return merge_lanes(found, slope), at.mask
+    else:
+        WEIGHTS: tl.constexpr = weigh is not None
+        KEPT: tl.constexpr = (True, True, ENTROPY, ENTROPY, WEIGHTS, WEIGHTS)
+        mask, row = at.mask, tl.sum(at.index, axis=0)
+        state = empty_state(1, TILE.lanes, slope.dtype, tl.float64)
+        first = at.split.to(tl.int64) * segments.share
+        for s in range(first, tl.minimum(first + segments.share, segments.number)):
+            start = s * segments.size
+            last = tl.minimum(start + segments.size, at.classes)
+            found = scan_segment(x, at, start, last, *args, weigh, ENTROPY, TILE)
+            if segments.slots is None:
+                state = add_segment(state, found, slope)
+            else:
+                store_segment(found, segments, row, s, KEPT)
+        if segments.slots is not None:
+            is_last = is_last_program(segments, row)
+            empty = empty_state(1, TILE.lanes, slope.dtype, slope.dtype)
+            for s in range(0, tl.where(is_last, segments.number, 0), LOADED_SEGMENTS):
+                for i in tl.static_range(LOADED_SEGMENTS):
+                    found = load_segment(empty, segments, row, s + i, KEPT)
+                    state = add_segment(state, RunningState(*found), slope)
+            mask = mask & is_last
+        return merge_lanes(state, slope), mask

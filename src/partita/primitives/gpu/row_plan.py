@@ -18,8 +18,14 @@ import torch
 from torch import Tensor
 
 from ...runtime.caches import register_cache
+from ...runtime.dtypes import acc_dtype
 from ...runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype, zeroed_words
 from .target import MAX_SPLITS, Target, target_of
+
+SEGMENT = 16384  # classes of a row, about, that lanes add up before they add them to the row
+MAX_SEGMENTS = 32  # of a row
+# So many programs, about, share fewer rows than that. More rows have a program each.
+SHARING_PROGRAMS, FEW_ROWS = 2048, 512
 
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
@@ -43,6 +49,26 @@ class RowNumbers(NamedTuple):
 
     ptr: Any
     step: Any
+
+
+class Segments(NamedTuple):
+    """The segments of the classes of a row, and the programs that have them.
+
+    Fields:
+        size: the classes of a segment, a multiple of a block.
+        number: the segments of a row.
+        share: the segments of a program.
+        programs: the programs that share a row.
+        counters: zeroed int64 words, one for each row that programs share, or None.
+        slots: memory for the statistics of the lanes over each segment of these rows, or None.
+    """
+
+    size: int
+    number: int
+    share: int
+    programs: int
+    counters: Tensor | None
+    slots: Tensor | None
 
 
 class RowView(NamedTuple):
@@ -163,6 +189,7 @@ class RowPlan:
         vector: the elements of an aligned access if rows start at any address; 1 if plain accesses
             are aligned.
         contiguous: whether the classes of a row are adjacent, and plain accesses are aligned.
+        partials: the partial sums in which kernels add up a block; see `math.row_sum`.
     """
 
     kind: str
@@ -173,6 +200,7 @@ class RowPlan:
     max_registers: int | None = None
     vector: int = 1
     contiguous: bool = True
+    partials: int = 0
 
     def lanes(self, itemsize: int) -> int:
         """Return the number of threads over which each row of a block is distributed.
@@ -187,6 +215,23 @@ class RowPlan:
             and self.block * itemsize >= 16 * threads
         )
         return threads if distributed else 1
+
+    def with_partials(self, itemsize: int, target: Target) -> RowPlan:
+        """Return the plan with the partial sums of threads that load vectors of a row."""
+        lanes = target.warp_size * self.num_warps * 16 // itemsize
+        if not self.contiguous:  # Vectors lie across rows.
+            lanes = max(1, lanes // self.rows)
+        return replace(self, partials=min(self.block, lanes))
+
+    def part(self, classes: int) -> int:
+        """Return the classes of a part of a row but for the last: a multiple of any vector."""
+        return cdiv(cdiv(classes, self.splits), 16) * 16
+
+    def for_any_start(self, shape: RowShape) -> RowPlan:
+        """Return the plan of kind `row`, with vectors, for rows that start between vectors."""
+        if shape.aligned:
+            return self
+        return replace(self, kind="row", rows=1, vector=16 // shape.itemsize)
 
     def compiled_for(self, target: Target) -> RowPlan:
         """Return the plan without a limit of registers where the compiler takes none."""
@@ -209,7 +254,6 @@ class RowShape(NamedTuple):
         contiguous: whether the classes of a row are adjacent.
         aligned: whether plain accesses serve: the rows start on 16 bytes, or the tensors differ so
             much that no common vectors serve them.
-        single: whether there is one batch.
     """
 
     rows: int
@@ -217,7 +261,6 @@ class RowShape(NamedTuple):
     itemsize: int
     contiguous: bool
     aligned: bool
-    single: bool
 
 
 def shape_of(view: RowView, operands: int = 1) -> RowShape:
@@ -236,7 +279,6 @@ def shape_of(view: RowView, operands: int = 1) -> RowShape:
         itemsize=max(sizes[:operands]),
         contiguous=view.classes <= 1 or all(stride[2] == 1 for stride in strides),
         aligned=view.batches > 1 or rows_are_aligned or not has_vectors,
-        single=view.batches == 1,
     )
 
 
@@ -244,12 +286,25 @@ def shape_of(view: RowView, operands: int = 1) -> RowShape:
 def row_plan(shape: RowShape, target: Target, operands: int = 1, patched: bool = False) -> RowPlan:
     """Return the plan of a kernel whose programs hold whole rows, or parts of one row.
 
+    The order of sums follows from block, splits and partials, and these from width and dtype.
+
     Args:
         shape: the shape of the launch.
         target: the GPU.
         operands: the number of tensors that a program holds.
         patched: whether the kernel stores one class of each row a second time.
     """
+    plan = _aligned_plan(shape, target, operands, patched).with_partials(shape.itemsize, target)
+    if plan.kind == "loop" or not plan.contiguous or shape.itemsize > 4:
+        return plan
+    # Threads load and store few numbers one by one in the same time.
+    return (
+        plan.for_any_start(shape) if plan.block >= (512 if shape.itemsize == 2 else 4096) else plan
+    )
+
+
+def _aligned_plan(shape: RowShape, target: Target, operands: int, patched: bool) -> RowPlan:
+    """Return the plan of rows that start on 16 bytes."""
     block = next_power_of_2(max(shape.classes, 1))
     is_half = shape.itemsize == 2
     if not shape.contiguous:
@@ -257,83 +312,169 @@ def row_plan(shape: RowShape, target: Target, operands: int = 1, patched: bool =
             rows = max(1, min(64, 8192 // block // operands))
             return RowPlan("tile", rows, block, 4, contiguous=False)
         return RowPlan("loop", 64, 64, 4, contiguous=False)
-    plain_access = shape.aligned or block < (512 if is_half else 4096) or shape.itemsize > 4
-    vector = 1 if plain_access else 16 // shape.itemsize
-    can_exchange = shape.single and not target.interpreted
+    can_exchange = not target.interpreted
     elements = block * operands
     fits = elements <= (32768 if shape.itemsize == 4 else 16384)
     # Programs share fp32 rows of more than 8,192 classes if they are patched.
     if fits and not (patched and can_exchange and shape.itemsize == 4 and block > 8192):
         if is_half and block > 8192 and operands == 1 and can_exchange:
-            return RowPlan("row", 1, block, 4, max_registers=96, vector=vector)
-        return _whole_row_plan(shape, block, elements, vector)
-    if is_half and block == 32768 and operands <= 2 and can_exchange and vector == 1:
+            return RowPlan("row", 1, block, 4, max_registers=96)
+        return _whole_row_plan(shape, block, operands, patched)
+    if is_half and block == 32768 and operands <= 2 and can_exchange:
         # A program that holds the whole row waits for no other.
         return RowPlan("row", 1, block, 8 * operands, max_registers=128)
-    # The edges of an fp32 row cost the registers that would hold 16,384 columns.
-    has_edges = vector > 1 and not is_half
-    part = 8192 if has_edges or (operands > 1 and not is_half) else 16384
+    part, num_warps = 16384, 4
+    splits = cdiv(shape.classes, 8192)
+    if operands > 1 and not is_half:
+        part = 8192
+    elif splits % 2 and splits <= MAX_SPLITS and (patched or not is_half):
+        part, num_warps = 8192, 2  # Half of the last block would be empty.
     splits = cdiv(shape.classes, part)
     if can_exchange and shape.itemsize <= 4 and splits <= MAX_SPLITS:
-        if is_half and patched and vector > 1 and 2 * splits <= MAX_SPLITS:
-            return RowPlan("row", 1, 8192, 2, cdiv(shape.classes, 8192), 96, vector)
-        if has_edges and operands == 1:
-            return RowPlan("row", 1, part, 2, splits, 168, vector)
         max_registers = 96 if is_half and operands == 1 else 168
-        return RowPlan("row", 1, part, 4, splits, max_registers, vector)
+        return RowPlan("row", 1, part, num_warps, splits, max_registers)
     return RowPlan("loop", 1, 4096, 4)
 
 
-def _whole_row_plan(shape: RowShape, block: int, elements: int, vector: int) -> RowPlan:
-    """Return the plan of a kernel whose programs hold whole contiguous rows, `elements` each."""
-    is_half = shape.itemsize == 2
-    num_warps = elements // (512 if is_half else 1024)
-    if vector > 1:
-        return RowPlan("row", 1, block, max(1, min(num_warps, 16)), vector=vector)
+def _whole_row_plan(shape: RowShape, block: int, operands: int, patched: bool) -> RowPlan:
+    """Return the plan of a kernel whose programs hold whole contiguous rows, `operands` of each."""
+    is_half, elements, rows = shape.itemsize == 2, block * operands, 1
     if elements <= 2048:
         # A thread holds 16 fp32 elements, or 32 of a half type. If that is one warp, it waits for
         # no other.
         rows = max(1, (1024 if is_half else 512) // elements)
         num_warps = 2 if elements > (2048 if is_half else 512) else 1
-        return RowPlan("tile", rows, block, num_warps, contiguous=shape.aligned)
-    num_warps = max(4, min(num_warps, 8 if is_half else 16))
-    return RowPlan("tile", 1, block, num_warps, contiguous=shape.aligned)
+    else:
+        num_warps = max(4, min(elements // 1024, 8 if is_half else 16))
+    # Half as many warps suffice for a row that leaves much of its block empty. They wait less.
+    most = 7 if shape.itemsize == 4 or block == 2048 else 5
+    if (
+        (operands == 1 or is_half)
+        and not patched
+        and 2048 <= block <= 8192
+        and 8 * shape.classes <= most * block
+    ):
+        num_warps = elements // 2048
+    # There is no kernel of kind `row` for fp64.
+    return RowPlan("row" if rows == 1 and shape.itemsize <= 4 else "tile", rows, block, num_warps)
+
+
+class LaneTile(NamedTuple):
+    """How a kernel takes the classes of rows that it only reads. All but `access` fixes their bits.
+
+    Fields:
+        rows: the rows of a program.
+        block: the classes of a block.
+        lanes: the threads to which a row of a block is dealt.
+        vector: the successive classes that a lane gets at a time.
+        access: how a vector is loaded: 2 at once, as all vectors start on a multiple of their size;
+            1 in parts, wherever it starts; 0 as the compiler chooses.
+        num_warps: the warps of a program.
+        has_segments: whether a row may have several segments.
+    """
+
+    rows: int
+    block: int
+    lanes: int
+    vector: int
+    access: int
+    num_warps: int
+    has_segments: bool = False
+
+
+def vector_classes(classes: int, itemsize: int) -> int:
+    """Return the successive classes of a lane: those of 16 bytes, if rows consist of such vectors.
+
+    Others start anywhere. Their lanes get 4 or 8 bytes, so that a load reads adjacent memory.
+    """
+    return max(1, 4 // itemsize) if classes * itemsize % 16 else 16 // itemsize
+
+
+def row_access(vector: int, *rows: StridedRows) -> int:
+    """Return the `access` of a `LaneTile` to rows that are read in the same way."""
+    if not target_of(rows[0].ptr.device).runs_ptx or any(x.column != 1 for x in rows):
+        return 0
+    for x in rows:
+        itemsize = x.ptr.element_size()
+        if (x.ptr.data_ptr() | itemsize * (x.batch | x.row)) % (itemsize * vector):
+            return 1
+    return 2
+
+
+def segment_size(classes: int, block: int) -> int:
+    """Return the classes of a segment of a row."""
+    # Rows of few segments have smaller ones, which more programs share if there are few rows.
+    least = SEGMENT // 2 if SEGMENT < classes <= 2 * SEGMENT else SEGMENT
+    segments = max(1, min(cdiv(classes, least), MAX_SEGMENTS))
+    return cdiv(cdiv(max(classes, 1), segments), block) * block
+
+
+def segments_of(tile: LaneTile, x: StridedRows, rows: int, classes: int, words: int) -> Segments:
+    """Return the segments of rows, with memory for as many words of each lane.
+
+    If there are few rows, several programs share the segments of each.
+    """
+    size, counters, slots = segment_size(classes, tile.block), None, None
+    number = max(1, cdiv(classes, size)) if tile.has_segments else 1
+    share = cdiv(number, cdiv(SHARING_PROGRAMS, max(rows, 1)) if rows < FEW_ROWS else 1)
+    programs = cdiv(number, share)
+    if programs > 1:
+        device, dtype = x.ptr.device, acc_dtype(x.ptr.dtype)
+        counters = zeroed_words(device, rows)[0]
+        slots = torch.empty(rows * number * words * tile.lanes, dtype=dtype, device=device)
+    return Segments(size, number, share, programs, counters, slots)
 
 
 @functools.lru_cache(maxsize=4096)
-def reduce_plan(shape: RowShape, carried: int = 2) -> RowPlan:
-    """Return the plan of a kernel that only reads.
+def _lane_tile(classes: int, largest: int, num_warps: int, vector: int, access: int) -> LaneTile:
+    """Return the tile of one row, and of blocks of at most `largest` classes for `num_warps`."""
+    block = max(min(next_power_of_2(classes), largest), vector)
+    num_warps = max(num_warps * block // largest, 1)
+    lanes = min(32 * num_warps, block // vector)
+    return LaneTile(1, block, lanes, vector, access, num_warps, classes > SEGMENT)
 
-    The kernel carries `carried` numbers from block to block. If there are few rows, several
-    programs share each row.
+
+def lane_tile(classes: int, largest: int, num_warps: int, *rows: StridedRows) -> LaneTile:
+    """Return the tile of a kernel whose programs read a row of each tensor.
+
+    Args:
+        classes: the classes of a row.
+        largest: the classes of a block of long rows.
+        num_warps: the warps for such a block; smaller blocks have fewer.
+        rows: the tensors.
     """
-    block = next_power_of_2(max(shape.classes, 1))
-    if not shape.contiguous:
-        return RowPlan("loop", 64, min(block, 64), 4, contiguous=False)
+    vector = min(vector_classes(classes, x.ptr.element_size()) for x in rows)
+    return _lane_tile(classes, largest, num_warps, vector, row_access(vector, *rows))
+
+
+@functools.lru_cache(maxsize=4096)
+def reduce_plan(
+    classes: int, itemsize: int, access: int, contiguous: bool, carried: int = 2
+) -> LaneTile:
+    """Return the tile of a kernel that only reads, and carries `carried` numbers between blocks.
+
+    It does not depend on the number of rows, so the bits of a row do not.
+    """
+    block, vector = next_power_of_2(max(classes, 1)), vector_classes(classes, itemsize)
+    if not contiguous:
+        block = min(block, 64)
+        return LaneTile(64, block, 1, 1, 0, 4)
     if block < 4096:
-        return RowPlan("loop", max(1, 1024 // block), block, 2)
-    splits = 1
-    if shape.itemsize <= 4 and shape.rows < 1024:
-        splits = min(cdiv(2048, max(shape.rows, 1)), cdiv(shape.classes, 8192), MAX_SPLITS)
-        splits = max(1, splits)
-    part = shape.classes // splits
-    vector = 1 if shape.aligned or shape.itemsize > 4 else 16 // shape.itemsize
-    if shape.itemsize == 2:
-        if part <= 8192:
-            block, num_warps = 2048, 1
-        elif carried > 2:
-            block, num_warps = 2048, 2
-        elif part <= 16384:
-            block, num_warps = 4096, 2
-        elif part <= 131072:
-            block, num_warps = 8192, 4
-        else:
-            block, num_warps = 4096, 4
-    elif shape.itemsize == 4 and part > 32768 and carried <= 2:
+        block = max(block, vector)
+        rows = max(1, min(64, 1024 // block))
+        return LaneTile(rows, block, min(64 // rows, block // vector), vector, access, 2)
+    if vector * itemsize < 16 and (itemsize == 2 or carried > 2):
+        block, num_warps = 4096 if carried <= 2 else 2048, 4
+    elif itemsize == 2 and classes > 8192 and carried > 2:
+        block, num_warps = 2048, 2
+    elif itemsize == 2:
+        num_warps = 1 if classes <= 8192 else 2 if classes <= 16384 else 4
+        block = 2048 * num_warps if classes <= 131072 else 4096
+    elif itemsize == 4 and classes > 32768 and carried <= 2:
         block, num_warps = 8192, 8
     else:
-        block, num_warps = 4096 if shape.itemsize == 4 else 2048, 4
-    return RowPlan("loop", 1, block, num_warps, splits, vector=vector)
+        block, num_warps = 4096 if itemsize == 4 else 2048, 4
+    return _lane_tile(classes, block, num_warps, vector, access)
 
 
 def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> RowPlan:
@@ -341,22 +482,6 @@ def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> Row
     target = target_of(view.tensors[0].device)
     plan = row_plan(shape_of(view, operands), target, operands, patched)
     return plan.compiled_for(target)
-
-
-def patched_programs(view: RowView, plan: RowPlan) -> int:
-    """Return how many programs a kernel that patches rows launches for a plan of kind `row`.
-
-    Programs of a half type take several parts of shared rows that start anywhere. That saves the
-    time in which a multiprocessor starts a program, and a program asks for its next part while it
-    stores the last one.
-    """
-    parts, logits, limit = view.rows * plan.splits, view.tensors[0], plan.max_registers
-    takes_several = plan.splits > 1 and plan.vector > 1 and logits.element_size() == 2
-    if not takes_several or limit is None or logits.device.type != "cuda":
-        return parts
-    target = target_of(logits.device)
-    resident = target.registers // (limit * target.warp_size * plan.num_warps)
-    return min(parts, resident * target.multiprocessors)
 
 
 def launch_elementwise(kernel: Any, view: RowView, **arguments: Any) -> None:
@@ -378,27 +503,35 @@ def launch_elementwise(kernel: Any, view: RowView, **arguments: Any) -> None:
 
 
 def launch_reduction(
-    kernel: Any, view: RowView, slots: int, carried: int = 2, **arguments: Any
+    kernel: Any,
+    view: RowView,
+    carried: int = 2,
+    max_registers: int | None = None,
+    **arguments: Any,
 ) -> None:
     """Launch a kernel that only reads, and carries `carried` numbers from block to block.
 
-    Programs that share a row get zeroed memory for a counter, and `slots` words for each of them.
+    `max_registers` limits those of a thread where wide rows start on 16 bytes.
     """
-    plan = reduce_plan(shape_of(view), carried)
-    tensor, rows = view.tensors[0], view.batches * view.rows
-    words = 0 if plan.splits == 1 else rows * (1 + slots * plan.splits)
+    options: dict[str, Any] = {}
+    tensor, rows, classes = view.tensors[0], view.batches * view.rows, view.classes
+    contiguous = classes <= 1 or all(stride[2] == 1 for stride in view.strides)
+    itemsize = tensor.element_size()
+    access = row_access(vector_classes(classes, itemsize), view.strided[0])
+    tile = reduce_plan(classes, itemsize, access, contiguous, carried)
+    segments = segments_of(tile, view.strided[0], rows, classes, 6)
+    if tile.has_segments and access and segments.slots is None and itemsize <= 4:
+        options["maxnreg"] = max_registers
     launch(
         kernel,
-        view.batches * cdiv(view.rows, plan.rows) * plan.splits,
-        slots_ptr=zeroed_words(tensor.device, words)[0],
+        view.batches * cdiv(view.rows, tile.rows) * segments.programs,
+        segments=segments,
         rows=view.rows,
-        splits=plan.splits,
-        span=cdiv(cdiv(view.classes, plan.splits), plan.block) * plan.block,
-        BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
-        VEC=plan.vector,
-        LANES=plan.lanes(tensor.element_size()),
+        TILE=tile,
+        ACC_DTYPE=tl_acc_dtype(tensor.dtype),
+        num_warps=tile.num_warps,
+        **options,
         **arguments,
-        **tile_options(plan, tensor.dtype),
     )
 
 
@@ -416,6 +549,16 @@ def vector_width(*rows: Tensor) -> int:
         if tensor.stride(1) != 1 or not (is_aligned and is_whole):
             return 1
     return vector
+
+
+def stored_tile(largest: int, num_warps: int, *rows: Tensor) -> LaneTile:
+    """Return the tile of a kernel that adds nothing up, and stores rows `[M, C]`.
+
+    Its threads have `vector_width` classes in succession.
+    """
+    vector = vector_width(*rows)
+    access = row_access(vector, *map(matrix_rows, rows)) if vector > 1 else 0
+    return _lane_tile(rows[0].shape[1], largest, num_warps, vector, access)
 
 
 def exchange_words(view: RowView, splits: int, words: int = 1) -> int:
@@ -442,18 +585,21 @@ def tile_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
+def row_options(plan: RowPlan, classes: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constexpr arguments of kernels with a plan of kind `row`."""
+    size = plan.part(classes)
     return {
         "HALF": plan.max_registers is not None and dtype.itemsize == 2,
-        "SHARED": plan.splits > 1,
-        "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
+        "BLOCK_SPLITS": next_power_of_2(plan.splits),
+        "LANES": plan.partials,
+        "SLICES": max(1, cdiv(min(size, classes) + plan.vector - 1, plan.partials)),
+        "FULL": max(0, classes - (plan.splits - 1) * size) // plan.partials,
         "VEC": plan.vector,
-        "BLOCK_V": plan.block,
         **plan.options,
     }
 
 
 register_cache("primitives.row_plan.merged_dims", _merge.cache_clear)
 register_cache("primitives.row_plan.row_plans", row_plan.cache_clear)
+register_cache("primitives.row_plan.lane_tiles", _lane_tile.cache_clear)
 register_cache("primitives.row_plan.reduce_plans", reduce_plan.cache_clear)

@@ -16,8 +16,7 @@ def next_part(counter_ptr, SHARED: tl.constexpr):
     """Return the index of a program's next part among those of all rows.
 
     The counter hands out parts of SHARED rows in order, so that every part that a waiting program
-    depends on is under way. A program that takes several parts takes the next one after it has
-    waited for the last: by then it depends on no other part.
+    depends on is under way.
     """
     if SHARED:
         return tl.atomic_add(counter_ptr, 1, sem="relaxed")

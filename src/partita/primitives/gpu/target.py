@@ -22,7 +22,6 @@ class Target(NamedTuple):
     Fields:
         vendor: `nvidia` or `amd`.
         multiprocessors: their number; AMD calls them compute units.
-        registers: the number of 32-bit registers of a multiprocessor.
         shared_memory: the bytes of shared memory that a program may use.
         warp_size: the number of threads of a warp.
         interpreted: whether Triton's interpreter stands for the GPU.
@@ -30,7 +29,6 @@ class Target(NamedTuple):
 
     vendor: str
     multiprocessors: int
-    registers: int
     shared_memory: int
     warp_size: int
     interpreted: bool = False
@@ -41,10 +39,10 @@ class Target(NamedTuple):
         return self.vendor == "nvidia" and not self.interpreted
 
 
-A100 = Target("nvidia", 108, 2**16, 166_912, 32)
-H100 = Target("nvidia", 132, 2**16, 232_448, 32)
-B200 = Target("nvidia", 148, 2**16, 232_448, 32)
-MI300 = Target("amd", 304, 2**17, 65_536, 64)
+A100 = Target("nvidia", 108, 166_912, 32)
+H100 = Target("nvidia", 132, 232_448, 32)
+B200 = Target("nvidia", 148, 232_448, 32)
+MI300 = Target("amd", 304, 65_536, 64)
 TARGETS = {"A100": A100, "H100": H100, "B200": B200, "MI300": MI300}
 
 # The GPU of tensors that are on none: the interpreter's, or one that a test compiles kernels for.
@@ -62,7 +60,6 @@ def _target_of_gpu(device: torch.device) -> Target:
     return Target(
         assumed.vendor,
         properties.multi_processor_count,
-        properties.regs_per_multiprocessor,
         getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
         properties.warp_size,
         assumed.interpreted,

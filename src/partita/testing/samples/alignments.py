@@ -304,13 +304,7 @@ ALIGN: dict[str, Any] = {
     "second_derivatives": False,
 }
 CALLS = (
-    _ctc_call(
-        "ctc_loss",
-        ctc_loss,
-        options=CTC_LOSS,
-        rows=(0,),
-        checked=CHECKED_CTC,
-    ),
+    _ctc_call("ctc_loss", ctc_loss, options=CTC_LOSS, rows=(0,), checked=CHECKED_CTC),
     _ctc_call(
         "ctc_align",
         ctc_align,
@@ -344,20 +338,12 @@ CALLS = (
         "ctc_crf_decode",
         ctc_crf_decode,
         without(_crf_scores),
-        options={
-            "posterior": {"method": "posterior"},
-            "beam": {"method": "beam", "beam_width": 4},
-        },
+        options={"posterior": {"method": "posterior"}, "beam": {"method": "beam", "beam_width": 4}},
         batch={"scores": 1, "input_lengths": 0},
         rows=(0, 0, 0, 0, 0),
         second_derivatives=False,
     ),
-    _rnnt(
-        "rnnt_loss",
-        rnnt_loss,
-        options=RNNT_LOSS,
-        checked=CHECKED_RNNT,
-    ),
+    _rnnt("rnnt_loss", rnnt_loss, options=RNNT_LOSS, checked=CHECKED_RNNT),
     _rnnt(
         "rnnt_loss, in place",
         _rnnt_inplace,

@@ -258,7 +258,7 @@ class Sample:
     def to(self, dtype: torch.dtype) -> Sample:
         """Return the sample with its floating inputs in another dtype, as leaves.
 
-        A budget in bytes is left out, because it was one for the former dtype.
+        A budget in bytes and the dtype of logits are left out, which were for the former dtype.
         """
 
         def cast(x: Tensor) -> Tensor:
@@ -266,7 +266,8 @@ class Sample:
                 return x
             return x.detach().to(dtype).requires_grad_(x.requires_grad)
 
-        inputs = {name: x for name, x in self.inputs.items() if name != "memory_budget"}
+        of_dtype = ("memory_budget", "logits_dtype")
+        inputs = {name: x for name, x in self.inputs.items() if name not in of_dtype}
         return replace(self, inputs=inputs, dtype=dtype).with_inputs(cast)
 
     def errors(self) -> dict[str, float]:
@@ -316,7 +317,8 @@ class Sample:
             return 0.0 if torch.equal(ours, truth) else torch.inf
         if not ours.numel():
             return 0.0 if ours.shape == truth.shape else torch.inf
-        dtypes = [dtype, self.dtype] if self.call.rounds else [dtype]
+        rounds = self.call.rounds and "logits_dtype" not in self.inputs
+        dtypes = [dtype, self.dtype] if rounds else [dtype]
         eps = max(torch.finfo(each).eps for each in dtypes)
         magnitude = max(1.0, float(torch.where(truth.isfinite(), truth, 0).abs().max()))
         absolute = bound.absolute * (FP64 if self.dtype == torch.float64 else 1.0)

@@ -245,13 +245,7 @@ def _sampled(chain: Any) -> Any:
 
 PATH: dict[str, Any] = {"second_derivatives": False}
 CALLS = (
-    _sparse(
-        "logz",
-        Chain.logz,
-        (0,),
-        usual=USUAL_SPARSE,
-        checked=CHECKED_SPARSE,
-    ),
+    _sparse("logz", Chain.logz, (0,), usual=USUAL_SPARSE, checked=CHECKED_SPARSE),
     _sparse("logz, Max", lambda chain: chain.logz(Max), (0,), **PATH),
     _sparse("Chain.marginals", Chain.marginals, (1,)),
     _sparse("Chain.viterbi", Chain.viterbi, (0, 1, 1), usual=USUAL_SPARSE, **PATH),
@@ -295,13 +289,7 @@ CALLS = (
         (1,),
         inputs=lambda draw, sizes: {**_chain(draw, sizes), "initial": None},
     ),
-    _dense(
-        "linear_chain",
-        LinearChain.logz,
-        (0,),
-        usual=USUAL_DENSE,
-        checked=CHECKED_DENSE,
-    ),
+    _dense("linear_chain", LinearChain.logz, (0,), usual=USUAL_DENSE, checked=CHECKED_DENSE),
     _dense("linear_chain, Max", lambda chain: chain.logz(Max), (0,), second_derivatives=False),
     _dense("LinearChain.state_marginals", LinearChain.state_marginals, (1,)),
     _dense("LinearChain.marginals", LinearChain.marginals, (1,)),

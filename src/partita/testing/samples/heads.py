@@ -11,6 +11,7 @@ from torch import Tensor
 from ...ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ...ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
 from ...ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
+from ...ops.linear_heads.support import linear_support_stats
 from ...ops.linear_heads.truncated import linear_truncated_stats
 from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes, together
@@ -24,9 +25,11 @@ from .rows import (
     best_classes,
     best_few,
     labels,
+    many_ids,
     masked_rows,
     probabilities,
     some_classes,
+    support,
 )
 
 HIDDEN = {"rows": 6, "classes": 300, "hidden": 5}
@@ -66,6 +69,15 @@ def _lean_heads(draw: Draw, sizes: Sizes) -> Inputs:
     return _lean(draw, sizes, heads=4)
 
 
+def _wide(draw: Draw, sizes: Sizes) -> Inputs:
+    """Return the dtype of logits that are wider than their factors may be."""
+    return {} if draw.dtype == torch.float64 else {"logits_dtype": torch.float32}
+
+
+def _wide_lean(draw: Draw, sizes: Sizes) -> Inputs:
+    return {**_wide(draw, sizes), **_lean(draw, sizes, heads=3)}
+
+
 FAST = {"memory_budget": 2**20}
 BUDGETS: dict[str, Any] = {"lean": _lean, "fast": FAST}
 LINEAR_CROSS_ENTROPY: dict[str, Any] = {
@@ -81,6 +93,10 @@ LINEAR_CROSS_ENTROPY: dict[str, Any] = {
     "bias, all options, lean": together(_bias, all_options, _lean),
     "bias, all options, mean, fast": together(_bias, all_options, {"reduction": "mean"}, FAST),
     "probabilities": probabilities,
+    "fp32 logits": _wide,
+    "fp32 logits, bias, all options, lean": together(_bias, all_options, _wide_lean),
+    "fp32 logits, mean": together(_wide, {"reduction": "mean"}, FAST),
+    "fp32 logits, probabilities": together(probabilities, _wide),
     "several leading dimensions": lambda draw, sizes: {
         "input": draw.scores(2, sizes["rows"], sizes["hidden"], plain=True),
         "target": draw.labels(0, sizes["classes"], 2, sizes["rows"]),
@@ -91,6 +107,21 @@ LINEAR_CROSS_ENTROPY: dict[str, Any] = {
 LINEAR: dict[str, Any] = {
     **BUDGETS,
     "all options": together(_bias, {"temperature": 0.7, "softcap": 5.0}, _lean),
+    "fp32 logits": _wide,
+    "fp32 logits, lean": _wide_lean,
+}
+
+
+SUPPORTS: dict[str, Any] = {
+    **BUDGETS,
+    "many ids": many_ids,
+    "bias, all options, lean": together(
+        _bias, {"temperature": 0.7, "softcap": 5.0}, many_ids, _lean
+    ),
+    "several leading dimensions": lambda draw, sizes: {
+        "input": draw.scores(1, sizes["rows"], sizes["hidden"], plain=True),
+        "target": labels(draw, sizes)["target"][None],
+    },
 }
 
 
@@ -130,6 +161,8 @@ SOFT_LINEAR: dict[str, Any] = {
     "lean": _lean_heads,
     "beta 0.3, mean, fast": {"beta": 0.3, "reduction": "mean", **FAST},
     "bias, beta 1, lean": together(_bias, {"beta": 1.0}, _lean_heads),
+    "fp32 logits": _wide,
+    "fp32 logits, beta 0.3, mean, fast": together(_wide, {"beta": 0.3, "reduction": "mean"}, FAST),
 }
 
 
@@ -170,6 +203,15 @@ CALLS = (
         options={**LINEAR, "no target": {"target": None}},
         batch={"input": 0, "target": 0},
         in_torch=in_torch.from_hidden(in_torch.token_stats),
+    ),
+    _from_hidden(
+        "linear_support_stats",
+        linear_support_stats,
+        together(_hidden, support),
+        options=SUPPORTS,
+        batch={"input": 0, "target": 0},
+        uncounted=_ignored_tokens,
+        in_torch=in_torch.from_hidden(in_torch.support_stats),
     ),
     _from_hidden(
         "linear_truncated_stats",

@@ -173,6 +173,40 @@ def logprobs(
     return torch.where(counts, logp.gather(-1, torch.where(counts, ids, 0)), 0)
 
 
+def members(target: Tensor, ids: Tensor, offsets: Tensor, classes: int) -> Tensor:
+    """Return which classes are in the set of each row, `[..., C]`; all of them without ids."""
+    numbers = offsets.diff().long()
+    rows = torch.arange(target.numel(), device=target.device)
+    found = torch.zeros(len(rows), classes, dtype=torch.bool, device=target.device)
+    found[rows.repeat_interleave(numbers), ids.long()] = True
+    found[rows, target.flatten().long().clamp(min=0)] = True
+    return (found | (numbers == 0).unsqueeze(-1)).reshape(*target.shape, classes)
+
+
+def support_stats(
+    logits: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    counts = target != ignore_index
+    target = torch.where(counts, target, 0)
+    is_member = members(target, ids, offsets, logits.shape[-1])
+    x = capped(torch.where(is_member & counts.unsqueeze(-1), logits, 0), softcap)
+    x = torch.where(is_member, x, -torch.inf)
+    # The maximum is subtracted before the division, which would round large logits.
+    x = (x - x.detach().amax(-1, keepdim=True)) / temperature
+    e = x.exp()
+    total = e.sum(-1)
+    picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1) - total.log()
+    entropy = total.log() - (e * torch.where(e == 0, 0, x)).sum(-1) / total
+    return torch.where(counts, picked, 0), torch.where(counts, entropy, 0)
+
+
 def topk_logprobs(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
 ) -> Tensor:

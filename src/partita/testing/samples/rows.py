@@ -13,6 +13,7 @@ from ...ops.divergence.api import divergence, topk_divergence
 from ...ops.logprobs.api import logprobs, topk_logprobs
 from ...ops.logprobs.common import TopK
 from ...ops.softmax.api import log_softmax, logsumexp, softmax
+from ...ops.support.api import support_stats
 from ...ops.truncated.api import truncated_stats
 from ...runtime.dtypes import acc_dtype
 from . import in_torch
@@ -145,6 +146,47 @@ def some_classes(draw: Draw, sizes: Sizes) -> Tensor:
     """Return four classes of each row, of which some are the same."""
     ids = draw.labels(0, sizes["classes"], sizes["rows"], 2)
     return torch.cat([ids, ids[:, :1], ids // 2], 1)
+
+
+def support(draw: Draw, sizes: Sizes, more: int = 0) -> Inputs:
+    """Return labels and recorded ids, one for most rows.
+
+    The first row has four of them, the third one none. `more` adds ids to others, in which classes
+    repeat. Of every second id the class is the label of its row.
+    """
+    rows, classes = sizes["rows"], sizes["classes"]
+    numbers = torch.ones(rows, dtype=torch.int64)
+    numbers[:1], numbers[2:3] = 4, 0
+    numbers[3:] += more
+    numbers[4::3] = 0 if more else 1
+    target = row_labels(draw, sizes)
+    offsets = torch.cat([numbers.new_zeros(1), numbers.cumsum(0)])
+    ids = draw.labels(0, classes, int(offsets[-1]))
+    of_row = target.cpu().clamp(min=0).repeat_interleave(numbers)
+    ids[::2] = of_row[::2].to(ids.device)
+    return {"target": target, "ids": ids, "offsets": offsets.to(draw.device)}
+
+
+def many_ids(draw: Draw, sizes: Sizes) -> Inputs:
+    return support(draw, sizes, more=11)
+
+
+def without_support(inputs: Inputs) -> dict[str, Tensor]:
+    """Return the logits of ignored rows, and those outside of the sets of others."""
+    target, logits = inputs["target"], inputs["logits"]
+    rest = (inputs["ids"], inputs["offsets"], logits.shape[-1])
+    is_member = in_torch.members(target, *rest)
+    return {"logits": ~is_member | (target == IGNORED).unsqueeze(-1)}
+
+
+SUPPORTS: dict[str, Any] = {
+    **STATISTICS,
+    "many ids": many_ids,
+    "several leading dimensions": lambda draw, sizes: {
+        "logits": draw.scores(1, sizes["rows"], sizes["classes"]),
+        "target": row_labels(draw, sizes)[None],
+    },
+}
 
 
 def best_few(draw: Draw, sizes: Sizes) -> Inputs:
@@ -287,6 +329,17 @@ CALLS = (
         values=FINITE,
         batch={"logits": 0, "ids": 0},
         in_torch=in_torch.logprobs,
+    ),
+    _of_rows(
+        "support_stats",
+        support_stats,
+        together(_named_logits, support),
+        options=SUPPORTS,
+        values=("offset", "wide", "equal", "masked"),
+        batch={"logits": 0, "target": 0},
+        rows=(0, 0, 0),
+        uncounted=without_support,
+        in_torch=in_torch.support_stats,
     ),
     _of_rows(
         "topk_logprobs",

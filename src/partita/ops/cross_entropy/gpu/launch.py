@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from ....primitives.gpu.row_plan import (
     flat_rows,
     launch_elementwise,
     launch_reduction,
-    patched_programs,
     row_options,
     row_plan_for,
     row_view,
@@ -98,7 +98,7 @@ def cross_entropy(
     launch_reduction(
         cross_entropy_forward_kernel,
         view,
-        1 if mode == HARD_LABELS else 2,
+        carried=2 if mode == HARD_LABELS else 4,
         logits=view.strided[0],
         targets=targets_of(view, target, weight, ignore_index),
         results=rows,
@@ -203,14 +203,15 @@ def one_pass_of_chunk(
     weight: Tensor | None,
     options: LossOptions,
     shares: Tensor | None,
+    result: Tensor,
 ) -> Tensor:
-    """Compute the loss of some of a loss's rows and write its gradient over the logits.
+    """Compute the loss of some of a loss's rows, and write its gradient to `result`.
 
     The logits are `[N, C]`, and the targets labels. `shares` are the shares of the denominators of
-    a mean over all rows.
+    a mean over all rows. `result` may be the logits.
     """
     numbers = (options, acc_dtype(logits.dtype), True, shares)
-    return _one_pass(_OnePassCall(logits, logits, target, weight, None, *numbers))
+    return _one_pass(_OnePassCall(logits, result, target, weight, None, *numbers))
 
 
 def _one_pass(call: _OnePassCall) -> Tensor:
@@ -221,11 +222,13 @@ def _one_pass(call: _OnePassCall) -> Tensor:
     mode = smoothing_mode(call.target, options.label_smoothing)
     if view is None or plan is None or plan.kind == "loop":
         return _reduced_two_passes(call)
+    # Registers hold no target probabilities beside a long row, nor the slopes of a soft-cap.
+    if plan.kind == "row" and (mode == PROBABILITIES or options.softcap):
+        if plan.splits > 1 or plan.max_registers is not None:
+            return _reduced_two_passes(call)
+        plan = replace(plan, kind="tile")
     is_row = plan.kind == "row"
-    # Registers hold no target probabilities beside a row, nor the slopes of a soft-cap.
-    if is_row and (mode == PROBABILITIES or options.softcap):
-        return _reduced_two_passes(call)
-    programs = view.rows * plan.splits if is_row else view.batches * cdiv(view.rows, plan.rows)
+    programs = view.batches * (view.rows * plan.splits if is_row else cdiv(view.rows, plan.rows))
     slots = 1 if mode == HARD_LABELS else 2
     num_words = exchange_words(view, plan.splits, slots) if is_row else 0
     block, is_plain = 0, not call.is_chunk and call.denominator is None
@@ -246,6 +249,7 @@ def _one_pass(call: _OnePassCall) -> Tensor:
         "targets": targets_of(view, call.target, call.weight, options.ignore_index),
         "losses": losses,
         "dlogits": gradient,
+        "rows": view.rows,
         "smoothing": options.label_smoothing,
         "z_loss": options.z_loss,
         "SMOOTHING_MODE": mode,
@@ -256,21 +260,22 @@ def _one_pass(call: _OnePassCall) -> Tensor:
     if is_row:
         launch(
             cross_entropy_row_kernel,
-            patched_programs(view, plan),
+            programs,
             slots_ptr=exchanged,
             parts=programs,
             splits=plan.splits,
+            size=plan.part(view.classes),
             zero=0.0,
             **arguments,
-            **row_options(plan, logits.dtype),
+            **row_options(plan, view.classes, logits.dtype),
         )
     else:
         launch(
             cross_entropy_tile_kernel,
             programs,
-            rows=view.rows,
             softcap=options.softcap,
             HAS_SOFTCAP=options.softcap != 0,
+            PARTIALS=plan.partials,
             **arguments,
             **tile_options(plan, logits.dtype),
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import capped_logits, exp_for_dtype, finite_shift, sum_for_dtype
+from ....primitives.gpu.math import capped_logits, exp_for_dtype, finite_shift, row_sum
 from ....primitives.gpu.reduce import load_capped, locate_tile
+from ....primitives.gpu.row_part import load_part, locate_part, row_offset
 from ....primitives.gpu.sync import exchange_normalizer, exchange_sums, next_part
 from .reduction import store_losses
 from .row_math import (
@@ -20,18 +21,11 @@ from .row_math import (
     load_label,
     loss_scales,
     row_loss,
-    smoothing_terms,
-    smoothing_weights,
+    smoothing_loss,
     store_label_gradient,
     store_valid_rows,
 )
-from .row_part import (
-    has_class,
-    load_part,
-    locate_part,
-    part_logits,
-    store_part_gradient,
-)
+from .row_part import has_class, part_logits, store_part_gradient
 
 
 @triton.jit
@@ -49,6 +43,7 @@ def cross_entropy_tile_kernel(
     HAS_Z_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
     FUSED_BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -75,11 +70,11 @@ def cross_entropy_tile_kernel(
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
     shift = finite_shift(tl.max(x, axis=1))
     e = exp_for_dtype(x - shift[:, None], dtype)
-    total = sum_for_dtype(e, 1, dtype)
+    total = row_sum(e, PARTIALS)
     if SMOOTHING_MODE:
-        q = smoothing_weights(options, tile, column, mask)
-        q_sum = sum_for_dtype(q, 1, dtype)
-        q_loss = sum_for_dtype(smoothing_terms(q, shift[:, None], x), 1, dtype)
+        q, factor, q_terms = smoothing_loss(options, tile, x, shift[:, None], column, mask)
+        q_loss = factor * row_sum(q_terms, PARTIALS)
+        q_sum = row_sum(tl.zeros_like(x) + q, PARTIALS)
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
     else:
         q, zeros = x, tl.zeros(shift.shape, ACC_DTYPE)
@@ -91,7 +86,7 @@ def cross_entropy_tile_kernel(
     # before any warp writes over it.
     tl.debug_barrier()
     d_ptrs = d_rows[:, None] + column * dlogits.column
-    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None], False)
+    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None])
     loss = row_loss(label, sums, shift, total, scales, options)
     program = tl.program_id(0)
     store_losses(losses, tile.index, loss, tile.row_mask, program, scales, MEAN, FUSED_BLOCK)
@@ -100,45 +95,55 @@ def cross_entropy_tile_kernel(
 
 
 @triton.jit
-def cross_entropy_of_part(
-    index,
-    logits,
-    losses,
-    slots_ptr,
-    dlogits,
-    parts,
-    splits,
-    options,
-    zero,
+def cross_entropy_row_kernel(
+    logits,  # StridedRows
+    targets,  # Targets that are labels
+    losses,  # LossSum
+    slots_ptr,  # [1 + 2 * parts] int64, zero: the counter, then two slots for each part
+    dlogits,  # StridedRows, which may be the logits
+    rows,
+    parts,  # of all rows
+    splits,  # programs that share a row
+    size,  # classes of a part
+    smoothing: tl.float64,
+    z_loss: tl.float64,
+    zero,  # 0.0, which the compiler does not know
+    SMOOTHING_MODE: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
     FUSED_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLICES: tl.constexpr,
+    FULL: tl.constexpr,
     VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
-    """Compute loss and gradient of a part of a row; the arguments are the kernel's.
+    """Compute loss and gradient of rows of any width and alignment with one read and one write.
 
-    It returns the index of the program's next part, if the program takes several.
+    Programs of a shared row exchange maxima and sums of their parts through the slots. With
+    FUSED_BLOCK the kernel also reduces the loss.
     """
-    program, targets = index, options.targets
+    smoothing = tl.full([], smoothing, tl.float32)
+    z_loss = tl.full([], z_loss, tl.float32) if HAS_Z_LOSS else None
+    spread = smoothing if SMOOTHING_MODE else None
+    options = LossOptions(targets, smoothing, None, z_loss, spread)
+    SHARED: tl.constexpr = BLOCK_SPLITS > 1
     STREAM: tl.constexpr = SHARED and VEC == 1
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
-    row = index // splits
-    split = (index % splits).to(tl.int32)
-    part = locate_part(split, row * logits.row, targets.classes, VEC, BLOCK_V)
-    row_ptr = logits.ptr + row * logits.row
-    packed = load_part(logits.ptr, row * logits.row, part, STREAM, VEC)
-    scales = loss_scales(losses, parts // splits, options, MEAN, FUSED_BLOCK)
+    index = next_part(slots_ptr, SHARED).to(tl.int32)
+    part = locate_part(logits, index, rows, targets.classes, splits, size, LANES, SLICES, FULL, VEC)
+    row, split = part.row, part.split
+    packed = load_part(logits, part, -float("inf"), zero, HALF, STREAM, FULL, VEC)
     label = tl.load(targets.labels + row).to(tl.int64)
+    scales = loss_scales(losses, parts // splits, options, MEAN, FUSED_BLOCK)
     not_ignored, in_range, weight = label_weights(label, options)
-    is_owner = has_class(part, label, in_range, BLOCK_V)
-    label_x = load_capped(row_ptr + label, in_range & is_owner, options.softcap, tl.float32)
+    is_owner = has_class(part, label, in_range, size)
+    mask = in_range & is_owner
+    x_ptr = logits.ptr + row_offset(logits, row, rows) + label
+    label_x = load_capped(x_ptr, mask, options.softcap, tl.float32)
     label = Label(label, not_ignored, in_range, weight, label_x)
-    loaded, weights, sums = part_logits(
-        packed, row_ptr, part, targets.classes, options, zero, dtype, HALF, VEC
-    )
+    loaded, sums = part_logits(packed, part, options, zero, dtype, HALF, VEC)
     shift, total = loaded.shift, loaded.total
     if SHARED:
         slot_ptr = slots_ptr + 1 + row * splits
@@ -153,60 +158,9 @@ def cross_entropy_of_part(
                 slot_ptr + parts, split, splits, q_sum, q_loss, BLOCK_SPLITS
             )
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
-    if HALF and SHARED and VEC > 1:
-        index = next_part(slots_ptr, SHARED)
     terms = gradient_terms(label, sums, shift, total, scales, options)
-    d_start = row * dlogits.row
-    store_part_gradient(
-        dlogits.ptr, d_start, loaded, weights, label, terms, options, HALF, STREAM, VEC
-    )
+    store_part_gradient(dlogits, part, loaded, label, terms, options, zero, HALF, STREAM, VEC)
     loss = row_loss(label, sums, shift, total, scales, options)
-    store_losses(losses, row, loss, is_owner, program, scales, MEAN, FUSED_BLOCK)
-    mask = label.in_range & is_owner
-    store_label_gradient(dlogits.ptr + d_start, 1, label, mask, terms, options)
-    return index
-
-
-@triton.jit
-def cross_entropy_row_kernel(
-    logits,  # StridedRows of one batch
-    targets,  # Targets that are labels
-    losses,  # LossSum
-    slots_ptr,  # [1 + 2 * parts] int64, zero: the counter, then two slots for each part
-    dlogits,  # StridedRows of one batch, which may be the logits
-    parts,  # of all rows
-    splits,  # programs that share a row
-    smoothing: tl.float64,
-    z_loss: tl.float64,
-    zero,  # 0.0, which the compiler does not know
-    SMOOTHING_MODE: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
-    MEAN: tl.constexpr,
-    FUSED_BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Compute loss and gradient of rows of any width and alignment with one read and one write.
-
-    Programs of a SHARED row exchange maxima and sums of their parts through the slots. Those of a
-    HALF type whose rows start anywhere take one part after the other. With FUSED_BLOCK the kernel
-    also reduces the loss.
-    """
-    smoothing = tl.full([], smoothing, tl.float32)
-    z_loss = tl.full([], z_loss, tl.float32) if HAS_Z_LOSS else None
-    spread = smoothing if SMOOTHING_MODE else None
-    options = LossOptions(targets, smoothing, None, z_loss, spread)
-    index = next_part(slots_ptr, SHARED)
-    args = (logits, losses, slots_ptr, dlogits, parts, splits, options, zero)
-    if HALF and SHARED and VEC > 1:  # A loop around parts in fp32 would spill registers.
-        while index < parts:
-            index = cross_entropy_of_part(
-                index, *args, MEAN, FUSED_BLOCK, HALF, SHARED, BLOCK_SPLITS, VEC, BLOCK_V
-            )
-    else:
-        cross_entropy_of_part(
-            index, *args, MEAN, FUSED_BLOCK, HALF, SHARED, BLOCK_SPLITS, VEC, BLOCK_V
-        )
+    store_losses(losses, row, loss, is_owner, index, scales, MEAN, FUSED_BLOCK)
+    d_ptr = dlogits.ptr + row_offset(dlogits, row, rows)
+    store_label_gradient(d_ptr, 1, label, mask, terms, options)

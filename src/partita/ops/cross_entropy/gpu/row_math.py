@@ -23,7 +23,6 @@ from ....primitives.gpu.math import (
     reciprocal,
     through_softcap,
 )
-from ....primitives.gpu.memory import store_streaming
 from ....primitives.gpu.reduce import load_capped
 from .reduction import load_labels, sum_label_weights, sum_of_shares
 
@@ -195,6 +194,21 @@ def smoothing_terms(q, shift, x):
 
 
 @triton.jit
+def smoothing_loss(options, at, x, shift, column, mask):
+    """Return the target weights q of classes, and terms whose sum times a factor is their loss.
+
+    The weights are one number where all classes have the same one.
+    """
+    targets = options.targets
+    if targets.labels is not None and targets.weight is None:
+        q = options.spread / targets.classes
+        return q, q, tl.where(mask, shift - x, 0.0)
+    else:
+        q = smoothing_weights(options, at, column, mask)
+        return q, 1.0, smoothing_terms(q, shift, x)
+
+
+@triton.jit
 def class_gradient(e, x, factor, scaled_q, options):
     """Return the gradient of the logits of rows that are not ignored, but for the label's weight.
 
@@ -207,13 +221,14 @@ def class_gradient(e, x, factor, scaled_q, options):
 
 
 @triton.jit
-def store_valid_rows(ptr, grad, mask, not_ignored, STREAM: tl.constexpr):
+def store_valid_rows(ptr, grad, mask, not_ignored):
     """Store the gradient of rows that are not ignored, and zeros in rows that are.
 
     Two masked stores cost less than a select for each class.
     """
-    store_streaming(ptr, grad, mask & not_ignored, STREAM)
-    store_streaming(ptr, tl.zeros_like(grad), mask & (not_ignored == 0), STREAM)
+    grad = grad.to(ptr.dtype.element_ty)
+    tl.store(ptr, grad, mask=mask & not_ignored)
+    tl.store(ptr, tl.zeros_like(grad), mask=mask & (not_ignored == 0))
 
 
 @triton.jit

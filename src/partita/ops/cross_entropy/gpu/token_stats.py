@@ -18,13 +18,9 @@ from ....primitives.gpu.math import (
     reciprocal,
     through_softcap,
 )
-from ....primitives.gpu.memory import edge_columns
 from ....primitives.gpu.reduce import (
-    NOT_FOUND,
-    RunningState,
     load_capped,
     locate_tile,
-    merge_programs,
     program_rows,
     scan_rows,
     tile_ptrs,
@@ -44,36 +40,21 @@ from .row_math import load_row_gradient
 
 
 @triton.jit
-def with_argmax(
-    x, at, found, softcap, VEC: tl.constexpr, LANES: tl.constexpr, BLOCK_V: tl.constexpr
-):
-    """Return the state of `scan_rows` with the lowest class of each row that has the maximum.
+def lowest_argmax(x, at, found, softcap, mask, BLOCK_V: tl.constexpr):
+    """Return the lowest class of each row in the mask that has the maximum which `scan_rows` found.
 
-    The first block that has it is read once more, and the classes around the vectors.
+    The first block that has it is read once more. If all logits are NaN, it is the last class.
     """
     ROWS: tl.constexpr = found.maximum.shape[0]
-    dtype: tl.constexpr = found.maximum.dtype
     block = tl.sum(found.argmax, axis=0) if ROWS == 1 else found.argmax[:, None]
     column = block.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
-    mask = at.mask[:, None] & (column // VEC * VEC < at.body)
-    block_x = load_capped(at.vectors + column * x.column, mask, softcap, dtype)
+    mask = mask[:, None] & (column < at.classes)
+    block_x = load_capped(at.ptrs[:, None] + column * x.column, mask, softcap, found.maximum.dtype)
     sought = found.maximum
     if softcap is not None:  # Another copy of the code may round a hyperbolic tangent differently.
         sought = tl.max(block_x, axis=1)
-    if VEC > 1:
-        edge, at_edge = edge_columns(at.head, at.body, at.classes, VEC, LANES)  # [LANES]
-        at_edge = (at_edge & (at.split == 0))[None, :]
-        edge_x = load_capped(at.ptrs[:, None] + edge[None, :], at_edge, softcap, dtype)
-        if softcap is not None:
-            sought = tl.maximum(sought, tl.max(edge_x, axis=1))
-    is_sought = block_x == sought[:, None]
-    argmax = tl.min(tl.where(is_sought, (at.head + column).to(tl.int32), NOT_FOUND), axis=1)
-    if VEC > 1:
-        is_sought = at_edge & (edge_x == sought[:, None])
-        edge = tl.where(is_sought, edge[None, :].to(tl.int32), NOT_FOUND)
-        argmax = tl.minimum(argmax, tl.min(edge, axis=1))
-    maximum, total, sum_x_exp, _, weight, loss = found
-    return RunningState(maximum, total, sum_x_exp, argmax, weight, loss)
+    is_sought = mask & (block_x == sought[:, None])
+    return tl.min(tl.where(is_sought, column.to(tl.int32), at.classes - 1), axis=1).to(tl.int64)
 
 
 @triton.jit
@@ -81,21 +62,15 @@ def token_stats_kernel(
     logits,  # StridedRows
     target_ptr,  # [batches, rows], or None for the arg-max
     results,  # TokenStatsRows, [batches, rows]
-    slots_ptr,  # int64, zero, or None; see `merge_programs`
+    segments,  # Segments
     rows,
     classes,
-    splits,  # programs that share a row
-    span,  # classes that each of them reads
     temperature: tl.float64,
     softcap: tl.float64,
     ignore_index,
     HAS_SOFTCAP: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # LaneTile
 ):
     """Compute the statistics of rows, each read once in blocks.
 
@@ -104,7 +79,7 @@ def token_stats_kernel(
     temperature = tl.full([], temperature, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
-    at = program_rows(logits, rows, classes, splits, span, VEC, ROWS)
+    at = program_rows(logits, rows, classes, segments, TILE.rows)
     # The label and its logit are loaded before anything waits for the row.
     index, mask = at.index, at.mask
     if target_ptr is not None:
@@ -115,9 +90,8 @@ def token_stats_kernel(
     in_range = not_ignored & (label >= 0) & (label < classes)
     label_ptrs = at.ptrs + label * logits.column
     label_x = load_capped(label_ptrs, in_range & mask, softcap, ACC_DTYPE)
-    found = scan_rows(logits, at, slope, softcap, None, None, True, VEC, LANES, ROWS, BLOCK_V)
-    found = with_argmax(logits, at, found, softcap, VEC, LANES, BLOCK_V)
-    found, mask = merge_programs(found, at, slots_ptr, splits, slope, True, False, BLOCK_SPLITS)
+    found, mask = scan_rows(logits, at, segments, slope, softcap, None, None, True, TILE)
+    argmax = lowest_argmax(logits, at, found, softcap, mask, TILE.block)
     maximum, total = found.maximum, found.total.to(ACC_DTYPE)
     # The results are NaN where the label is no class. An ignored label has log-probability 0.
     x = maximum if target_ptr is None else label_x
@@ -130,8 +104,7 @@ def token_stats_kernel(
     tl.store(results.logprob + index, logprob, mask=mask)
     tl.store(results.logsumexp + index, logsumexp, mask=mask)
     tl.store(results.entropy + index, entropy, mask=mask)
-    # The bound makes the result a class even if all logits are NaN.
-    tl.store(results.argmax + index, tl.minimum(found.argmax, classes - 1).to(tl.int64), mask=mask)
+    tl.store(results.argmax + index, argmax, mask=mask)
     tl.store(results.maximum + index, maximum, mask=mask)
     tl.store(results.sumexp + index, total, mask=mask)
 
@@ -202,8 +175,9 @@ def token_stats(
     launch_reduction(
         token_stats_kernel,
         view,
-        2,
         carried=4,
+        # With more, 1,024 programs would not run at the same time; a soft-cap would spill.
+        max_registers=64 if softcap == 0 else None,
         logits=view.strided[0],
         target_ptr=None if target is None else target.contiguous(),
         results=rows,

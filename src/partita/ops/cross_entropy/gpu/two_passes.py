@@ -13,7 +13,7 @@ from ....primitives.gpu.math import (
     finite_shift,
     log_exact,
 )
-from ....primitives.gpu.reduce import locate_tile, merge_programs, program_rows, scan_rows
+from ....primitives.gpu.reduce import locate_tile, program_rows, scan_rows
 from .reduction import clear_words
 from .row_math import (
     GradientTerms,
@@ -33,21 +33,15 @@ def cross_entropy_forward_kernel(
     logits,  # StridedRows
     targets,  # Targets
     results,  # RowLosses, [batches, rows]
-    slots_ptr,  # int64, zero, or None; see `merge_programs`
+    segments,  # Segments
     workspace,  # Words, cleared for a later kernel, or None
     rows,
-    splits,  # programs that share a row
-    span,  # classes that each of them reads
     smoothing: tl.float64,
     softcap: tl.float64,
     SMOOTHING_MODE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # LaneTile
 ):
     """Compute the loss and the statistics of rows, each read once in blocks.
 
@@ -58,16 +52,13 @@ def cross_entropy_forward_kernel(
     slope = tl.full([], LOG2E, ACC_DTYPE)
     spread = smoothing if SMOOTHING_MODE else None
     options = LossOptions(targets, smoothing, softcap, None, spread)
-    at = program_rows(logits, rows, targets.classes, splits, span, VEC, ROWS)
+    at = program_rows(logits, rows, targets.classes, segments, TILE.rows)
     # The labels are loaded before anything waits for the rows.
-    label = load_label(at.index, at.mask, at.ptrs, logits.column, None, BLOCK_V, options)
+    label = load_label(at.index, at.mask, at.ptrs, logits.column, None, TILE.block, options)
     if workspace is not None:
         clear_words(workspace, 64)
     weigh: tl.constexpr = smoothing_weights if SMOOTHING_MODE else None
-    state = scan_rows(logits, at, slope, softcap, options, weigh, False, VEC, LANES, ROWS, BLOCK_V)
-    state, mask = merge_programs(
-        state, at, slots_ptr, splits, slope, False, SMOOTHING_MODE != 0, BLOCK_SPLITS
-    )
+    state, mask = scan_rows(logits, at, segments, slope, softcap, options, weigh, False, TILE)
     index, maximum, total = at.index, state.maximum, state.total.to(ACC_DTYPE)
     shift, log_total = finite_shift(maximum), log_exact(total)
     smoothing_weight = exact_smoothing_weight(state.weight.to(ACC_DTYPE), options)
@@ -131,5 +122,5 @@ def cross_entropy_backward_kernel(
     # The gradient may replace the logits, so every warp must have read the logit at the label.
     tl.debug_barrier()
     d_ptrs = d_rows[:, None] + column * dlogits.column
-    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None], False)
+    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None])
     store_label_gradient(d_rows, dlogits.column, label, label.in_range, terms, options)

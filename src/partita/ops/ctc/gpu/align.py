@@ -311,8 +311,8 @@ def ctc_align(x: CTCInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     The carries are 0 before they are sent, so the flags and counters are zeroed together with them.
     """
-    x, logits = contiguous(x), x.logits
-    (T, N, _), device = logits.shape, logits.device
+    x = contiguous(x)
+    logits, (T, N, _), device = x.logits, x.logits.shape, x.logits.device
     num_chunks, num_blocks = x.max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
     carry_steps = num_blocks * SAVE_EVERY
     has_carries = num_chunks > 1

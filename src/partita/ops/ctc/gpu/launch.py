@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.gpu.target import target_of
+from ....primitives.rows import aligned_rows
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, launch_alongside, next_power_of_2, tl_acc_dtype
 from ..common import CTCInputs
@@ -37,11 +38,14 @@ from .plan import (
 from .posterior_scan import POSTERIOR_SCAN
 from .scores import ScoreTensors
 
+VECTOR = 4  # classes that kernels read together where rows are aligned
+
 
 def contiguous(x: CTCInputs) -> CTCInputs:
-    """Return the batch with labels and priors as kernels read them."""
+    """Return the batch with logits, labels and priors as kernels read them."""
     priors = None if x.label_priors is None else x.label_priors.contiguous()
-    return x._replace(labels=x.labels.contiguous(), label_priors=priors)
+    logits = aligned_rows(x.logits, VECTOR) if x.from_logits else x.logits
+    return x._replace(logits=logits, labels=x.labels.contiguous(), label_priors=priors)
 
 
 def target_tensors(x: CTCInputs) -> TargetTensors:
@@ -75,9 +79,9 @@ def row_tile(logits: Tensor, width: int) -> dict[str, int]:
     """
     block = min(next_power_of_2(width), 1024)
     stride_t, stride_n, stride_c = logits.stride()
-    is_aligned = stride_c == 1 and not (logits.shape[2] | stride_t | stride_n) & 3
+    is_aligned = stride_c == 1 and not (logits.shape[2] | stride_t | stride_n) % VECTOR
     return {
-        "VEC": 4 if is_aligned and logits.data_ptr() & 15 == 0 else 1,
+        "VEC": VECTOR if is_aligned and logits.data_ptr() % 16 == 0 else 1,
         "PIECES": min(cdiv(width, block), 8),
         "ROWS": max(1, 1024 // block),
         "BLOCK_V": block,
@@ -162,7 +166,8 @@ class CTCCall(NamedTuple):
 
         With `save`, states are saved before each block of steps, because a gradient follows.
         """
-        x, logits, (T, N, C) = contiguous(x), x.logits, x.logits.shape
+        x, (T, N, C) = contiguous(x), x.logits.shape
+        logits = x.logits
         shape, fp64 = (T, N, C + (x.star is not None)), logits.dtype == torch.float64
         plan = ctc_plan(shape, fp64, x.max_target_len, x.from_logits, save)
         if saved is None:
@@ -292,7 +297,7 @@ def ctc_gradient(
     if not dlogits.numel():
         return dlogits
     call = CTCCall.of(x, True, saved)
-    (T, N, C), x, plan = logits.shape, call.x, call.plan
+    (T, N, C), x, plan, logits = logits.shape, call.x, call.plan, call.x.logits
     memory = scan_memory(logits, plan)
     call.launch_posterior_scan(memory)
     arguments: dict[str, Any] = {

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ....primitives.rows import aligned_rows
 from ....runtime.constants import constant
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
@@ -15,7 +16,7 @@ from ...logprobs.gpu.launch import topk_of_rows
 from ..common import Hypotheses, empty_hypotheses
 from .beam import Memory, Sizes, SortedRows, ctc_beam_search_kernel, ctc_beam_trace_kernel
 from .greedy import ctc_best_class_kernel, ctc_collapse_kernel
-from .plan import aligned_classes, beam_plan, extension_pairs, greedy_options
+from .plan import ALIGNMENT, aligned_classes, beam_plan, extension_pairs, greedy_options
 from .select import Candidates
 
 BLOCK_T = 256
@@ -28,6 +29,8 @@ def ctc_greedy_search(
     """Decode each sequence by the most probable class of each step."""
     T, N, C = logits.shape
     dtype = acc_dtype(logits.dtype)
+    if from_logits:
+        logits = aligned_rows(logits, ALIGNMENT // logits.element_size())
     vec = aligned_classes(C, logits.element_size(), logits.stride(), logits.data_ptr())
     options = greedy_options(C, vec)
     classes = torch.empty((N, T), dtype=torch.int32, device=logits.device)

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import matrix_rows, vector_width
+from ....primitives.gpu.row_plan import (
+    LaneTile,
+    lane_tile,
+    matrix_rows,
+    segments_of,
+    stored_tile,
+    vector_width,
+)
 from ....primitives.gpu.target import target_of
 from ....primitives.rows import laid_out_like
 from ....runtime.dtypes import acc_dtype
@@ -41,23 +48,16 @@ from .rows import (
 )
 
 # Classes that a program reads at a time. It has a warp for each 512 of them, or 256 where much is
-# computed. A program has a row; few rows get more warps each, so that the device is full.
+# computed.
 BLOCK = 2048
 MIXTURE_BLOCK = 1024
 GRADIENT_BLOCK = 4096
-FEW_ROWS = 1024
 ROW_BYTES = 16  # what one thread loads of a row at once
 
 
-def _options(largest: int, warps: int, softcap: float, *rows: Tensor) -> dict[str, Any]:
+def _options(tile: LaneTile, softcap: float) -> dict[str, Any]:
     """Return the compile-time options of a kernel."""
-    block = min(next_power_of_2(rows[0].shape[1]), largest)
-    return {
-        "HAS_SOFTCAP": softcap != 0,
-        "VEC": vector_width(*rows),
-        "BLOCK": block,
-        "num_warps": max(warps * block // largest, 1),
-    }
+    return {"HAS_SOFTCAP": softcap != 0, "TILE": tile, "num_warps": tile.num_warps}
 
 
 def _kind(beta: float) -> int:
@@ -85,26 +85,25 @@ def accumulate(
     softcap: float,
 ) -> None:
     """Update the state in place with the logits of the classes from `first` on, `[M, C]` each."""
-    rows = state.rows
-    sizes = (2 * BLOCK, 8) if len(logits) <= FEW_ROWS else (BLOCK, 4)
-    options = _options(*sizes, softcap, logits, teacher_logits)
-    lanes = 32 * options["num_warps"]
-    options["LANES"] = lanes if options["BLOCK"] >= lanes * options["VEC"] else 1
+    rows, x, t = state.rows, matrix_rows(logits), matrix_rows(teacher_logits)
+    tile, classes = lane_tile(logits.shape[1], BLOCK, 4, x, t), logits.shape[1]
+    segments = segments_of(tile, x, len(logits), classes, 5)
     launch(
         divergence_accumulate_kernel,
-        len(logits),
-        logits=matrix_rows(logits),
-        teacher=matrix_rows(teacher_logits),
+        len(logits) * segments.programs,
+        logits=x,
+        teacher=t,
         kl_ptr=rows.loss,
         student_ptr=rows.student,
         statistics=PairStatistics(*rows[2:]),
         weighted_ptr=state.weighted,
-        classes=logits.shape[1],
+        segments=segments,
+        classes=classes,
         num_seen=first,
         temperature=temperature,
         softcap=softcap,
         KIND=0 if beta == 0 else 1,
-        **options,
+        **_options(tile, softcap),
     )
 
 
@@ -118,21 +117,24 @@ def accumulate_mixture(
     softcap: float,
 ) -> None:
     """Add these classes to the divergences from the mixture, of rows with known statistics."""
-    sizes = (4 * MIXTURE_BLOCK, 16) if len(logits) <= FEW_ROWS else (MIXTURE_BLOCK, 4)
+    x, t = matrix_rows(logits), matrix_rows(teacher_logits)
+    tile, classes = lane_tile(logits.shape[1], MIXTURE_BLOCK, 4, x, t), logits.shape[1]
+    segments = segments_of(tile, x, len(logits), classes, 2)
     launch(
         divergence_mixture_kernel,
-        len(logits),
-        logits=matrix_rows(logits),
-        teacher=matrix_rows(teacher_logits),
+        len(logits) * segments.programs,
+        logits=x,
+        teacher=t,
         loss_ptr=state.rows.loss,
         student_ptr=state.rows.student,
         statistics=PairStatistics(*state.rows[2:]),
-        classes=logits.shape[1],
+        segments=segments,
+        classes=classes,
         num_seen=first,
         beta=beta,
         temperature=temperature,
         softcap=softcap,
-        **_options(*sizes, softcap, logits, teacher_logits),
+        **_options(tile, softcap),
     )
 
 
@@ -148,10 +150,10 @@ def write_gradient(
 ) -> None:
     """Write the gradient of the student's logits, `[M, C]`; `result` may be the logits."""
     block = GRADIENT_BLOCK // 2 if 0 < beta < 1 else GRADIENT_BLOCK
-    options = _options(block, 4, softcap, logits, teacher_logits, result)
+    tile = stored_tile(block, 4, logits, teacher_logits, result)
     launch(
         divergence_gradient_kernel,
-        len(logits) * cdiv(logits.shape[1], options["BLOCK"]),
+        len(logits) * cdiv(logits.shape[1], tile.block),
         grad_ptr=grad,
         logits=matrix_rows(logits),
         teacher=matrix_rows(teacher_logits),
@@ -163,7 +165,7 @@ def write_gradient(
         temperature=temperature,
         softcap=softcap,
         KIND=_kind(beta),
-        **options,
+        **_options(tile, softcap),
     )
 
 
@@ -222,7 +224,7 @@ def divergence_one_pass(
     dlogits, target = x.new_empty(x.shape), target_of(x.device)
     if row_factor is not None:
         row_factor = row_factor.contiguous()
-    plan: MixturePlan | OnePassPlan | None = _mixture_plan(x, t, dlogits, beta)
+    plan: MixturePlan | OnePassPlan | None = _mixture_plan(x, t, beta)
     if plan is None and x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
         plan = one_pass_plan(x.shape[1], x.element_size(), target)
     if plan is None:
@@ -237,7 +239,10 @@ def divergence_one_pass(
         return loss, laid_out_like(dlogits.view(logits.shape), logits)
     kernel: Any = divergence_mixture_row_kernel
     block_splits = next_power_of_2(plan.splits)
+    options: dict[str, Any]
     if isinstance(plan, MixturePlan):
+        if vector_width(x, t) == 1:  # Copies start on 16 bytes.
+            x, t = (rows.clone(memory_format=torch.contiguous_format) for rows in (x, t))
         options = {
             "BLOCK_SPLITS": max(32, block_splits),
             "BLOCKS": plan.blocks,
@@ -245,15 +250,13 @@ def divergence_one_pass(
             "maxnreg": MIXTURE_REGISTERS,
         }
     else:
-        kernel, vector = divergence_row_kernel, vector_width(x, t, dlogits)
-        lanes = 32 * plan.num_warps
+        kernel, sizes = divergence_row_kernel, (plan.block, plan.num_warps)
         options = {
             "BLOCK_SPLITS": block_splits if plan.splits > 1 else 0,
             "KIND": _kind(beta),
             "FAST": target.runs_ptx and x.element_size() == 2,
-            "VEC": vector,
-            "LANES": lanes if plan.block >= lanes * vector else 1,
-            "BLOCK": plan.block,
+            "TILE": lane_tile(x.shape[1], *sizes, matrix_rows(x), matrix_rows(t)),
+            "STORED": stored_tile(*sizes, x, t, dlogits),
             "num_warps": plan.num_warps,
         }
     loss = logits.new_empty(logits.shape[:-1], dtype=acc_dtype(logits.dtype))
@@ -278,13 +281,16 @@ def divergence_one_pass(
     return loss, laid_out_like(dlogits.view(logits.shape), logits)
 
 
-def _mixture_plan(x: Tensor, t: Tensor, dlogits: Tensor, beta: float) -> MixturePlan | None:
-    """Return the plan of a divergence from a mixture whose rows stay in registers, or None."""
+def _mixture_plan(x: Tensor, t: Tensor, beta: float) -> MixturePlan | None:
+    """Return the plan of a divergence from a mixture whose rows stay in registers, or None.
+
+    It serves widths of whole vectors. Rows that do not start on one are copied.
+    """
     if not 0 < beta < 1 or not target_of(x.device).runs_ptx:
         return None
     if x.dtype != t.dtype or x.element_size() != 2:
         return None
-    if vector_width(x, t, dlogits) != ROW_BYTES // x.element_size():
+    if x.shape[1] % (ROW_BYTES // x.element_size()):
         return None
     return mixture_plan(x.shape[1])
 

@@ -19,12 +19,12 @@ from .rows import (
     READ_LAST,
     PairPart,
     PairShare,
-    add_mixture,
     divergence_of_share,
     gradient_of_block,
     load_both,
     locate_pair,
     merged_shares,
+    mixture_of_part,
     scan_part,
     unmasked_end,
 )
@@ -43,17 +43,17 @@ def store_block(
     UNMASKED: tl.constexpr,
     KIND: tl.constexpr,
     FAST: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Store the gradient of a block of the student's logits; see `gradient_of_block`."""
-    v, x, t = load_both(part, start, UNMASKED, NOTHING, FAST, READ_LAST, VEC, BLOCK)
+    v, x, t = load_both(part, start, UNMASKED, NOTHING, READ_LAST, TILE.block, TILE)
     grad = gradient_of_block(x, t, on_row, part, share, student, KIND, FAST)
     grad = grad.to(d_ptr.dtype.element_ty)
     if UNMASKED:
         tl.store(d_ptr + v, grad, cache_modifier=".cs")
     else:
-        tl.store(d_ptr + v, grad, mask=v // VEC * VEC < part.last, cache_modifier=".cs")
+        is_stored = v // TILE.vector * TILE.vector < part.last
+        tl.store(d_ptr + v, grad, mask=is_stored, cache_modifier=".cs")
 
 
 @triton.jit
@@ -73,9 +73,8 @@ def divergence_row_kernel(
     HAS_SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,  # at least `splits`, or 0 where a program has the whole row
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,  # LaneTile of the scans
+    STORED: tl.constexpr,  # LaneTile of the gradient
 ):
     """Compute divergence and gradient of one row with one read of both logits and one write.
 
@@ -94,26 +93,26 @@ def divergence_row_kernel(
     first = split * classes_per_program
     last = tl.minimum(first + classes_per_program, classes)
     cap = tl.full([], softcap, tl.float32) if HAS_SOFTCAP else None
-    pair = locate_pair(logits, teacher, row, first, last, beta, temperature, VEC, tl.float32)
+    pair = locate_pair(logits, teacher, row, first, last, beta, temperature, tl.float32)
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
-    d_ptr = dlogits.ptr + aligned_start(row * dlogits.row, VEC)
+    d_ptr = dlogits.ptr + aligned_start(row * dlogits.row, STORED.vector)
     grad = on_row * reciprocal(tl.full([], temperature, tl.float32))
     loss = 0.0
     if on_row == 0.0:
-        for start in range(part.first, part.last, BLOCK):
-            v = start + tl.arange(0, BLOCK)
-            zeros = tl.zeros([BLOCK], d_ptr.dtype.element_ty)
-            tl.store(d_ptr + v, zeros, mask=v // VEC * VEC < part.last)
+        for start in range(part.first, part.last, TILE.block):
+            v = start + tl.arange(0, TILE.block)
+            zeros = tl.full([TILE.block], 0.0, d_ptr.dtype.element_ty)
+            tl.store(d_ptr + v, zeros, mask=v // STORED.vector * STORED.vector < part.last)
     else:
         # The first scan takes the shifts from the first vector of each lane, and assumes that no
         # logit is infinite. A careful one follows where a lane has no shift, or where sums are NaN
         # or might overflow.
-        share = scan_part(part, False, KIND, FAST, VEC, LANES, BLOCK, tl.float32)
+        share = scan_part(part, False, KIND, TILE, tl.float32)
         is_plain = (share.total < LARGEST) & (share.t_total < LARGEST)
         is_plain &= (share.maximum > -float("inf")) & (share.t_maximum > -float("inf"))
         is_plain &= share.weighted == share.weighted
         if tl.min(is_plain.to(tl.int32)) == 0:
-            share = scan_part(part, True, KIND, FAST, VEC, LANES, BLOCK, tl.float32)
+            share = scan_part(part, True, KIND, TILE, tl.float32)
         share = merged_shares(share, part, KIND)
         if SHARED:
             valid = tl.arange(0, BLOCK_SPLITS) < splits
@@ -135,18 +134,9 @@ def divergence_row_kernel(
             )
             share = merged_shares(parts, part, KIND)
         of_student = 0.0
-        unmasked = unmasked_end(part, BLOCK)
+        unmasked = unmasked_end(part, TILE.block)
         if KIND == MIXTURE:
-            of_student = tl.zeros([1, BLOCK], tl.float32)
-            of_teacher = tl.zeros([1, BLOCK], tl.float32)
-            for start in range(part.first, unmasked, BLOCK):
-                of_student, of_teacher = add_mixture(
-                    of_student, of_teacher, part, share, start, True, FAST, VEC, BLOCK
-                )
-            for start in range(unmasked, part.last, BLOCK):
-                of_student, of_teacher = add_mixture(
-                    of_student, of_teacher, part, share, start, False, FAST, VEC, BLOCK
-                )
+            of_student, of_teacher = mixture_of_part(part, share, FAST, TILE)
             of_student, of_teacher = tl.sum(of_student), tl.sum(of_teacher)
             if SHARED:
                 sums_ptr = slots_ptr + 2 * splits
@@ -154,10 +144,10 @@ def divergence_row_kernel(
                     sums_ptr, split, splits, of_student, of_teacher, BLOCK_SPLITS
                 )
             loss = (part.weight * of_teacher + (1.0 - part.weight) * of_student) * LN2
-        for start in range(part.first, unmasked, BLOCK):
-            store_block(d_ptr, grad, part, share, of_student, start, True, KIND, FAST, VEC, BLOCK)
-        for start in range(unmasked, part.last, BLOCK):
-            store_block(d_ptr, grad, part, share, of_student, start, False, KIND, FAST, VEC, BLOCK)
+        for start in range(part.first, unmasked, TILE.block):
+            store_block(d_ptr, grad, part, share, of_student, start, True, KIND, FAST, STORED)
+        for start in range(unmasked, part.last, TILE.block):
+            store_block(d_ptr, grad, part, share, of_student, start, False, KIND, FAST, STORED)
         if KIND != MIXTURE:
             if split == 0:
                 loss = divergence_of_share(share, KIND).to(tl.float32)

@@ -20,8 +20,16 @@ from ....primitives.gpu.math import (
     log_exact,
     reciprocal,
 )
-from ....primitives.gpu.memory import aligned_start
-from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum
+from ....primitives.gpu.memory import aligned_start, load_vectors
+from ....primitives.gpu.reduce import (
+    LOADED_SEGMENTS,
+    is_last_program,
+    load_segment,
+    max_of_lanes,
+    of_lanes,
+    store_segment,
+    sum_of_lanes,
+)
 
 REVERSE, MIXTURE = tl.constexpr(1), tl.constexpr(2)
 NOTHING = tl.constexpr(-float("inf"))  # the logit of a class that there is not
@@ -96,13 +104,11 @@ class PairShare(NamedTuple):
 
 
 @triton.jit
-def locate_pair(
-    logits, teacher, row, first, last, beta, temperature, VEC: tl.constexpr, ACC_DTYPE: tl.constexpr
-):
+def locate_pair(logits, teacher, row, first, last, beta, temperature, ACC_DTYPE: tl.constexpr):
     """Return the first fields of a `PairPart`: a function can return no None and no constant."""
     return (
-        logits.ptr + aligned_start(row * logits.row, VEC),
-        teacher.ptr + aligned_start(row * teacher.row, VEC),
+        logits.ptr + row * logits.row,
+        teacher.ptr + row * teacher.row,
         first,
         last,
         tl.full([], beta, ACC_DTYPE),
@@ -121,55 +127,27 @@ def sum_of_pairs(a, b, c, d):
 
 
 @triton.jit
-def load_logits(
-    row_ptr,
-    stride,
-    v,
-    part,
-    UNMASKED: tl.constexpr,
-    FILL: tl.constexpr,
-    FAST: tl.constexpr,
-    POLICY: tl.constexpr,
-    VEC: tl.constexpr,
-):
-    """Load the soft-capped logits of the classes v, FILL past the last class of the part.
-
-    With FAST bf16 becomes fp32 by one instruction for each number.
-    """
-    ptrs = row_ptr + v.to(tl.int64) * stride
-    if UNMASKED:
-        x = tl.load(ptrs, eviction_policy=POLICY)
-    else:
-        is_loaded = v // VEC * VEC < part.last
-        x = tl.load(ptrs, mask=is_loaded, other=0.0, eviction_policy=POLICY)
-    if FAST and x.dtype == tl.bfloat16:
-        x = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    x = apply_softcap(x.to(part.log2_scale.dtype), part.cap)
-    return x if UNMASKED else tl.where(v < part.last, x, FILL)
-
-
-@triton.jit
 def load_both(
     part,
     start,
     UNMASKED: tl.constexpr,
     FILL: tl.constexpr,
-    FAST: tl.constexpr,
     POLICY: tl.constexpr,
-    VEC: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Return the classes of a block of the part, and the soft-capped logits of both rows."""
-    v = (start + tl.arange(0, BLOCK))[None, :]
-    x = load_logits(part.x_ptr, part.x_stride, v, part, UNMASKED, FILL, FAST, POLICY, VEC)
-    t = load_logits(part.t_ptr, part.t_stride, v, part, UNMASKED, FILL, FAST, POLICY, VEC)
+    """Return the classes of a block of the part, and the soft-capped logits of both rows.
+
+    Those past the last class of the part are FILL.
+    """
+    x_ptrs, t_ptrs = part.x_ptr + tl.arange(0, 1), part.t_ptr + tl.arange(0, 1)
+    at = (start, part.last, tl.full([1], True, tl.int1))
+    x, v, mask = load_vectors(x_ptrs, part.x_stride, *at, not UNMASKED, POLICY, BLOCK, TILE)
+    t, _, _ = load_vectors(t_ptrs, part.t_stride, *at, not UNMASKED, POLICY, BLOCK, TILE)
+    x = apply_softcap(x.to(part.log2_scale.dtype), part.cap)
+    t = apply_softcap(t.to(part.log2_scale.dtype), part.cap)
+    if not UNMASKED:
+        x, t = tl.where(mask, x, FILL), tl.where(mask, t, FILL)
     return v, x, t
 
 
@@ -223,34 +201,38 @@ def add_block(
     UNMASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
     KIND: tl.constexpr,
-    FAST: tl.constexpr,
-    VEC: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Add one block of classes to the statistics of the lanes, whose maxima CAREFUL updates."""
-    LANES: tl.constexpr = share.maximum.shape[1]
-    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
     FILL: tl.constexpr = NOTHING if CAREFUL else FINITE
-    _, x, t = load_both(part, start, UNMASKED, FILL, FAST, READ_AGAIN, VEC, BLOCK)
-    x, t = by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR)
+    _, x, t = load_both(part, start, UNMASKED, FILL, READ_AGAIN, BLOCK, TILE)
     if CAREFUL:
-        maximum = tl.maximum(share.maximum, lane_max(x))
-        t_maximum = tl.maximum(share.t_maximum, lane_max(t))
+        maximum = tl.maximum(share.maximum, max_of_lanes(x))
+        t_maximum = tl.maximum(share.t_maximum, max_of_lanes(t))
         share = moved_share(share, maximum, t_maximum, part, KIND)
-    a = exponent(x, broadcast_lanes(shift_of(share.maximum, part)), part)
-    b = exponent(t, broadcast_lanes(shift_of(share.t_maximum, part)), part)
+    a = exponent(x, of_lanes(shift_of(share.maximum, part)), part)
+    b = exponent(t, of_lanes(shift_of(share.t_maximum, part)), part)
     e, t_e = tl.exp2(a), tl.exp2(b)
     dtype: tl.constexpr = share.total.dtype
-    total = share.total + lane_sum(e, False).to(dtype)
-    t_total = share.t_total + lane_sum(t_e, False).to(dtype)
+    total = share.total + sum_of_lanes(e, dtype)
+    t_total = share.t_total + sum_of_lanes(t_e, dtype)
     weighted = share.weighted
     if KIND != MIXTURE:
         weight = e if KIND == REVERSE else t_e
         terms = weight * (a - b if KIND == REVERSE else b - a)
         if CAREFUL:  # A class of probability 0 counts as 0, even with infinite logits.
             terms = tl.where(weight == 0.0, 0.0, terms)
-        weighted += lane_sum(terms, False).to(dtype)
+        weighted += sum_of_lanes(terms, dtype)
     return PairShare(share.maximum, total, share.t_maximum, t_total, weighted)
+
+
+@triton.jit
+def no_share(TILE: tl.constexpr, ACC_DTYPE: tl.constexpr, SUM_DTYPE: tl.constexpr):
+    """Return the statistics of the lanes over no classes, with sums of a dtype."""
+    maximum = tl.full([1, TILE.lanes], -float("inf"), ACC_DTYPE)
+    zero = tl.full([1, TILE.lanes], 0.0, SUM_DTYPE)
+    return PairShare(maximum, zero, maximum, zero, zero)
 
 
 @triton.jit
@@ -258,30 +240,36 @@ def scan_part(
     part,
     CAREFUL: tl.constexpr,
     KIND: tl.constexpr,
-    FAST: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     SUM_DTYPE: tl.constexpr,
 ):
     """Return the statistics of the lanes over a part, with sums of a dtype."""
-    TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
-    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
-    zero = tl.zeros([1, LANES], SUM_DTYPE)
-    maximum = tl.full([1, LANES], -float("inf"), part.log2_scale.dtype)
-    t_maximum = maximum
+    # Blocks at the end are smaller: a vector of each lane, or the same number of small vectors.
+    TAIL: tl.constexpr = min(TILE.block, TILE.lanes * max(TILE.vector, 4))
+    share = no_share(TILE, part.log2_scale.dtype, SUM_DTYPE)
     if not CAREFUL:
-        first = part.first
-        _, x, t = load_both(part, first, False, NOTHING, FAST, READ_AGAIN, VEC, TAIL)
-        x, t = by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR)
-        maximum, t_maximum = lane_max(x), lane_max(t)
-    share = PairShare(maximum, zero, t_maximum, zero, zero)
-    unmasked = unmasked_end(part, BLOCK)
-    for start in range(part.first, unmasked, BLOCK):
-        share = add_block(share, part, start, True, CAREFUL, KIND, FAST, VEC, BLOCK)
+        first, zero = part.first, share.total
+        _, x, t = load_both(part, first, False, NOTHING, READ_AGAIN, TAIL, TILE)
+        share = PairShare(max_of_lanes(x), zero, max_of_lanes(t), zero, zero)
+    unmasked = unmasked_end(part, TILE.block)
+    for start in range(part.first, unmasked, TILE.block):
+        share = add_block(share, part, start, True, CAREFUL, KIND, TILE.block, TILE)
     for start in range(unmasked, part.last, TAIL):
-        share = add_block(share, part, start, False, CAREFUL, KIND, FAST, VEC, TAIL)
+        share = add_block(share, part, start, False, CAREFUL, KIND, TAIL, TILE)
     return share
+
+
+@triton.jit
+def joined_shares(share, found, part, KIND: tl.constexpr):
+    """Return one `PairShare` of two, of which the first has sums in fp64."""
+    maximum = tl.maximum(share.maximum, found.maximum)
+    t_maximum = tl.maximum(share.t_maximum, found.t_maximum)
+    share = moved_share(share, maximum, t_maximum, part, KIND)
+    found = moved_share(found, maximum, t_maximum, part, KIND)
+    total = share.total + found.total.to(tl.float64)
+    t_total = share.t_total + found.t_total.to(tl.float64)
+    weighted = share.weighted + found.weighted.to(tl.float64)
+    return PairShare(maximum, total, t_maximum, t_total, weighted)
 
 
 @triton.jit
@@ -343,13 +331,25 @@ def add_mixture(
     start,
     UNMASKED: tl.constexpr,
     FAST: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Add one block of classes to the divergences of both rows from their mixture."""
-    _, x, t = load_both(part, start, UNMASKED, NOTHING, FAST, READ_AGAIN, VEC, BLOCK)
+    """Add one block of classes to the lanes' divergences of both rows from their mixture."""
+    _, x, t = load_both(part, start, UNMASKED, NOTHING, READ_AGAIN, TILE.block, TILE)
     p, q, ratio, t_ratio = mixture_of_block(x, t, part, share, FAST)
-    return student + p * ratio, teacher + q * t_ratio
+    dtype: tl.constexpr = student.dtype
+    return student + sum_of_lanes(p * ratio, dtype), teacher + sum_of_lanes(q * t_ratio, dtype)
+
+
+@triton.jit
+def mixture_of_part(part, share, FAST: tl.constexpr, TILE: tl.constexpr):
+    """Return the lanes' divergences of student and teacher from their mixture over a part."""
+    student = tl.full([1, TILE.lanes], 0.0, part.log2_scale.dtype)
+    teacher, unmasked = student, unmasked_end(part, TILE.block)
+    for start in range(part.first, unmasked, TILE.block):
+        student, teacher = add_mixture(student, teacher, part, share, start, True, FAST, TILE)
+    for start in range(unmasked, part.last, TILE.block):
+        student, teacher = add_mixture(student, teacher, part, share, start, False, FAST, TILE)
+    return student, teacher
 
 
 @triton.jit
@@ -386,24 +386,48 @@ def divergence_accumulate_kernel(
     student_ptr,  # [M]: KL(student ‖ teacher) for the reverse KL, otherwise 0
     statistics,  # PairStatistics [M]
     weighted_ptr,  # [M], as in `DivergenceState`
+    segments,  # Segments
     classes,
     num_seen,  # the number of classes that the state has seen, which is not read if that is 0
     temperature: tl.float64,
     softcap: tl.float64,
     KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,  # LaneTile
 ):
     """Update the state of two rows, and their KL, with one read of these classes."""
     ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) // segments.programs).to(tl.int64)
+    split = tl.program_id(0) % segments.programs
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    pair = locate_pair(logits, teacher, row, 0, classes, 0.0, temperature, VEC, ACC_DTYPE)
+    pair = locate_pair(logits, teacher, row, 0, classes, 0.0, temperature, ACC_DTYPE)
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
-    lanes = scan_part(part, True, KIND, False, VEC, LANES, BLOCK, tl.float64)
-    share, seen = merged_shares(lanes, part, KIND), num_seen > 0
+    stores = True
+    if not TILE.has_segments:
+        share = scan_part(part, True, KIND, TILE, tl.float64)
+    else:
+        KEPT: tl.constexpr = (True, True, True, True, True)
+        share = no_share(TILE, ACC_DTYPE, tl.float64)
+        first = split.to(classes.dtype) * segments.share
+        for s in range(first, tl.minimum(first + segments.share, segments.number)):
+            start = s * segments.size
+            end = start + tl.minimum(segments.size, classes - start)
+            own = locate_pair(logits, teacher, row, start, end, 0.0, temperature, ACC_DTYPE)
+            piece = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
+            found = scan_part(piece, True, KIND, TILE, ACC_DTYPE)
+            if segments.slots is None:
+                share = joined_shares(share, found, part, KIND)
+            else:
+                store_segment(found, segments, row, s, KEPT)
+        if segments.slots is not None:
+            stores = is_last_program(segments, row)
+            empty = no_share(TILE, ACC_DTYPE, ACC_DTYPE)
+            for s in range(0, tl.where(stores, segments.number, 0), LOADED_SEGMENTS):
+                for i in tl.static_range(LOADED_SEGMENTS):
+                    found = load_segment(empty, segments, row, s + i, KEPT)
+                    share = joined_shares(share, PairShare(*found), part, KIND)
+    share = merged_shares(share, part, KIND)
+    seen = num_seen > 0
     before = PairShare(
         tl.load(statistics.maximum + row, mask=seen, other=-float("inf")),
         tl.load(statistics.total + row, mask=seen, other=0.0).to(tl.float64),
@@ -411,20 +435,16 @@ def divergence_accumulate_kernel(
         tl.load(statistics.teacher_total + row, mask=seen, other=0.0).to(tl.float64),
         tl.load(weighted_ptr + row, mask=seen, other=0.0).to(tl.float64) * part.log2_scale,
     )
-    maximum = tl.maximum(before.maximum, share.maximum)
-    t_maximum = tl.maximum(before.t_maximum, share.t_maximum)
-    before = moved_share(before, maximum, t_maximum, part, KIND)
-    share = moved_share(share, maximum, t_maximum, part, KIND)
-    total, t_total = before.total + share.total, before.t_total + share.t_total
-    share = PairShare(maximum, total, t_maximum, t_total, before.weighted + share.weighted)
+    share = joined_shares(before, share, part, KIND)
     kl = divergence_of_share(share, KIND).to(ACC_DTYPE)
-    tl.store(kl_ptr + row, kl)
-    tl.store(student_ptr + row, kl if KIND == REVERSE else tl.zeros_like(kl))
-    tl.store(statistics.maximum + row, maximum)
-    tl.store(statistics.total + row, total.to(ACC_DTYPE))
-    tl.store(statistics.teacher_maximum + row, t_maximum)
-    tl.store(statistics.teacher_total + row, t_total.to(ACC_DTYPE))
-    tl.store(weighted_ptr + row, (share.weighted / part.log2_scale).to(ACC_DTYPE))
+    weighted = (share.weighted / part.log2_scale).to(ACC_DTYPE)
+    tl.store(kl_ptr + row, kl, mask=stores)
+    tl.store(student_ptr + row, kl if KIND == REVERSE else tl.zeros_like(kl), mask=stores)
+    tl.store(statistics.maximum + row, share.maximum, mask=stores)
+    tl.store(statistics.total + row, share.total.to(ACC_DTYPE), mask=stores)
+    tl.store(statistics.teacher_maximum + row, share.t_maximum, mask=stores)
+    tl.store(statistics.teacher_total + row, share.t_total.to(ACC_DTYPE), mask=stores)
+    tl.store(weighted_ptr + row, weighted, mask=stores)
 
 
 @triton.jit
@@ -446,34 +466,59 @@ def divergence_mixture_kernel(
     loss_ptr,  # [M]
     student_ptr,  # [M]
     statistics,  # PairStatistics [M]
+    segments,  # Segments
     classes,
     num_seen,  # the number of classes that the divergences have seen
     beta: tl.float64,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,  # LaneTile
 ):
     """Add these classes to the divergences of teacher and student from their mixture."""
     ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) // segments.programs).to(tl.int64)
+    split = tl.program_id(0) % segments.programs
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, VEC, ACC_DTYPE)
+    pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, ACC_DTYPE)
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     share = load_share(statistics, row)
-    of_student, of_teacher = tl.zeros([1, BLOCK], ACC_DTYPE), tl.zeros([1, BLOCK], ACC_DTYPE)
-    for start in range(0, classes, BLOCK):
-        of_student, of_teacher = add_mixture(
-            of_student, of_teacher, part, share, start, False, False, VEC, BLOCK
-        )
+    stores = True
+    if not TILE.has_segments:
+        student_term, teacher_term = mixture_of_part(part, share, False, TILE)
+    else:
+        KEPT: tl.constexpr = (True, True)
+        zeros = tl.full([1, TILE.lanes], 0.0, ACC_DTYPE)
+        student_term = zeros.to(tl.float64)
+        teacher_term = student_term
+        first = split.to(classes.dtype) * segments.share
+        for s in range(first, tl.minimum(first + segments.share, segments.number)):
+            start = s * segments.size
+            end = start + tl.minimum(segments.size, classes - start)
+            own = locate_pair(logits, teacher, row, start, end, beta, temperature, ACC_DTYPE)
+            piece = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
+            found = mixture_of_part(piece, share, False, TILE)
+            if segments.slots is None:
+                student_term += found[0].to(tl.float64)
+                teacher_term += found[1].to(tl.float64)
+            else:
+                store_segment(found, segments, row, s, KEPT)
+        if segments.slots is not None:
+            stores = is_last_program(segments, row)
+            for s in range(0, tl.where(stores, segments.number, 0), LOADED_SEGMENTS):
+                for i in tl.static_range(LOADED_SEGMENTS):
+                    found = load_segment((zeros, zeros), segments, row, s + i, KEPT)
+                    student_term += found[0].to(tl.float64)
+                    teacher_term += found[1].to(tl.float64)
+    student_term = tl.sum(student_term).to(ACC_DTYPE)
+    teacher_term = tl.sum(teacher_term).to(ACC_DTYPE)
     seen = num_seen > 0
     loss = tl.load(loss_ptr + row, mask=seen, other=0.0)
     student = tl.load(student_ptr + row, mask=seen, other=0.0)
-    student_term, teacher_term = tl.sum(of_student) * LN2, tl.sum(of_teacher) * LN2
+    student_term, teacher_term = student_term * LN2, teacher_term * LN2
     loss += part.weight * teacher_term + (1.0 - part.weight) * student_term
-    tl.store(loss_ptr + row, loss)
-    tl.store(student_ptr + row, student + student_term)
+    tl.store(loss_ptr + row, loss, mask=stores)
+    tl.store(student_ptr + row, student + student_term, mask=stores)
 
 
 @triton.jit
@@ -490,17 +535,16 @@ def divergence_gradient_kernel(
     softcap: tl.float64,
     KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,  # LaneTile
 ):
     """Compute a block of the gradient of the student's logits with two reads and one write."""
     ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
-    blocks = tl.cdiv(classes, BLOCK)
-    row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+    blocks = tl.cdiv(classes, TILE.block)
+    row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * TILE.block
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
-    pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, VEC, ACC_DTYPE)
+    pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, ACC_DTYPE)
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
-    v, x, t = load_both(part, start, False, NOTHING, False, "", VEC, BLOCK)
+    v, x, t = load_both(part, start, False, NOTHING, "", TILE.block, TILE)
     share, student = load_share(statistics, row), tl.load(student_ptr + row)
     if KIND == REVERSE:  # what the scan has found, from the KL
         mean = student - (log_exact(share.t_total) - log_exact(share.total))
@@ -512,5 +556,6 @@ def divergence_gradient_kernel(
     grad = gradient_of_block(x, t, on_logits, part, share, student * LOG2E, KIND, False)
     # The padding of a row becomes 0, which products on some devices read.
     grad = tl.where(on_row == 0.0, 0.0, tl.where(v < classes, grad, 0.0))
-    ptrs = dlogits.ptr + aligned_start(row * dlogits.row, VEC) + v
-    tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=v // VEC * VEC < classes)
+    ptrs = dlogits.ptr + aligned_start(row * dlogits.row, TILE.vector) + v
+    is_stored = v // TILE.vector * TILE.vector < classes
+    tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=is_stored)

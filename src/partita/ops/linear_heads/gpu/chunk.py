@@ -21,12 +21,11 @@ from ....primitives.gpu.math import (
 from ....primitives.gpu.reduce import (
     RunningState,
     load_capped,
-    merge_programs,
     program_rows,
     rescaled,
     scan_rows,
 )
-from ...cross_entropy.gpu.token_stats import with_argmax
+from ...cross_entropy.gpu.token_stats import lowest_argmax
 
 
 @triton.jit
@@ -44,21 +43,15 @@ def linear_accumulate_kernel(
     target_ptr,  # [rows]
     weight_ptr,  # [classes] or None
     state,  # RowState [rows]
-    slots_ptr,  # int64, zero, or None; see `merge_programs`
+    segments,  # Segments
     rows,
     classes,
-    splits,  # programs that share a row
-    span,  # classes that each of them reads
     first,
     temperature: tl.float64,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # LaneTile
 ):
     """Update the state of rows with the classes of a chunk.
 
@@ -69,19 +62,13 @@ def linear_accumulate_kernel(
     weigh: tl.constexpr = class_weights if SMOOTHING else None
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     slope = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
-    at = program_rows(logits, rows, classes, splits, span, VEC, ROWS)
+    at = program_rows(logits, rows, classes, segments, TILE.rows)
     row, mask = at.index, at.mask
     label = tl.load(target_ptr + row, mask=mask, other=0).to(tl.int64) - first
     inside = mask & (label >= 0) & (label < classes)
     label_x = load_capped(at.ptrs + label * logits.column, inside, softcap, ACC_DTYPE)
-    chunk = scan_rows(
-        logits, at, slope, softcap, weight_ptr, weigh, ENTROPY, VEC, LANES, ROWS, BLOCK_V
-    )
-    if ENTROPY:
-        chunk = with_argmax(logits, at, chunk, softcap, VEC, LANES, BLOCK_V)
-    chunk, mask = merge_programs(
-        chunk, at, slots_ptr, splits, slope, ENTROPY, SMOOTHING, BLOCK_SPLITS
-    )
+    chunk, mask = scan_rows(logits, at, segments, slope, softcap, weight_ptr, weigh, ENTROPY, TILE)
+    ROWS: tl.constexpr = TILE.rows
     seen, zeros = mask & (first > 0), tl.zeros([ROWS], tl.float64)
     old_maximum = tl.load(state.maximum + row, mask=seen, other=-float("inf"))
     total = tl.load(state.sumexp + row, mask=seen, other=0.0).to(tl.float64)
@@ -99,8 +86,8 @@ def linear_accumulate_kernel(
         sum_x_exp = (before.sum_x_exp + moved.sum_x_exp) * LN2
         tl.store(state.sum_x_exp + row, sum_x_exp.to(ACC_DTYPE), mask=mask)
         is_higher = mask & ((first == 0) | (chunk.maximum > old_maximum))
-        argmax = first + tl.minimum(chunk.argmax, classes - 1).to(tl.int64)
-        tl.store(state.argmax + row, argmax, mask=is_higher)
+        argmax = lowest_argmax(logits, at, chunk, softcap, is_higher, TILE.block)
+        tl.store(state.argmax + row, first + argmax, mask=is_higher)
     if SMOOTHING:
         origin = finite_shift(load_capped(at.ptrs, mask, softcap, ACC_DTYPE))
         origin = tl.where(first == 0, origin, tl.load(state.origin + row, mask=seen, other=0.0))

@@ -52,11 +52,9 @@ def accumulate_logits(
 ) -> None:
     """Update the state in place with the logits of the classes from `first` on."""
     view = row_view_or_copy(1, logits)
-    slots = 1 + (state.sum_x_exp is not None) + (state.smoothing_loss is not None)
     launch_reduction(
         linear_accumulate_kernel,
         view,
-        slots,
         carried=4,
         logits=view.strided[0],
         target_ptr=target,

@@ -14,13 +14,15 @@ import triton.language as tl
 from ....primitives.gpu.math import (
     LOG2E,
     apply_softcap,
+    capped_logits,
     divide,
     exp_exact,
     finite_shift,
     log_exact,
     reciprocal,
 )
-from ....primitives.gpu.reduce import add_block, empty_state, load_capped, rescaled
+from ....primitives.gpu.memory import load_vectors
+from ....primitives.gpu.reduce import add_block, empty_state, rescaled
 
 NO_ID = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # follows the last id of a row
 
@@ -215,7 +217,7 @@ class RestRow(NamedTuple):
     """A row of logits and its ids.
 
     Fields:
-        row_ptr: the first logit.
+        ptrs: the address of the first logit, [1].
         class_stride: the stride over classes.
         first, classes: the first class, and the number of classes.
         ids_ptr: the ids of the row in ascending order.
@@ -224,7 +226,7 @@ class RestRow(NamedTuple):
         slope: the factor of logits in exponents of 2.
     """
 
-    row_ptr: Any
+    ptrs: Any
     class_stride: Any
     first: Any
     classes: Any
@@ -235,24 +237,21 @@ class RestRow(NamedTuple):
 
 
 @triton.jit
-def add_rest_block(state, k, id, row, start, UNMASKED: tl.constexpr, BLOCK: tl.constexpr):
+def add_rest_block(state, k, id, row, start, MASKED: tl.constexpr, TILE: tl.constexpr):
     """Add the classes of a block that are no ids to the statistics of the lanes.
 
     `k` is the index of the first id that is not reached yet, and `id` the id, or NO_ID.
     """
-    ACC_DTYPE: tl.constexpr = state.maximum.dtype
-    LANES: tl.constexpr = state.maximum.shape[1]
-    VECTOR: tl.constexpr = (
-        1 if LANES == 1 else 128 // row.row_ptr.dtype.element_ty.primitive_bitwidth
+    exists = tl.full([1], True, tl.int1)
+    x, v, mask = load_vectors(
+        row.ptrs, row.class_stride, start, row.classes, exists, MASKED, "", TILE.block, TILE
     )
-    v = (start + tl.arange(0, BLOCK).to(tl.int64))[None, :]  # [1, BLOCK]
-    mask = tl.full([1, BLOCK], True, tl.int1) if UNMASKED else v < row.classes
-    x = load_capped(row.row_ptr + v * row.class_stride, mask, row.softcap, ACC_DTYPE)
-    while id < row.first + start + BLOCK:
+    x = capped_logits(x, mask, row.softcap, state.maximum.dtype)
+    while id < row.first + start + TILE.block:
         x = tl.where(v == id - row.first, -float("inf"), x)
         k += 1
         id = tl.load(row.ids_ptr + k, mask=k < row.K, other=NO_ID)
-    return add_block(state, x, 0, None, row.slope, False, False, VECTOR), k, id
+    return add_block(state, x, 0, None, row.slope, False), k, id
 
 
 @triton.jit(do_not_specialize=["K", "classes", "first"])
@@ -268,8 +267,7 @@ def logprobs_rest_kernel(
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,  # LaneTile
 ):
     """Update the statistics of the classes of one row that are no ids, with one read of them.
 
@@ -278,7 +276,7 @@ def logprobs_rest_kernel(
     index = tl.program_id(0).to(tl.int64)
     slope = tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE)
     row = RestRow(
-        logits.ptr + (index // rows) * logits.batch + (index % rows) * logits.row,
+        logits.ptr + (index // rows) * logits.batch + (index % rows) * logits.row + tl.arange(0, 1),
         logits.column,
         first,
         classes,
@@ -287,13 +285,13 @@ def logprobs_rest_kernel(
         tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
         slope,
     )
-    state, k = empty_state(1, LANES, ACC_DTYPE), index * 0
+    state, k = empty_state(1, TILE.lanes, ACC_DTYPE, tl.float64), index * 0
     id = tl.load(row.ids_ptr, mask=K > 0, other=NO_ID)
-    unmasked_end = classes // BLOCK * BLOCK
-    for start in range(0, unmasked_end, BLOCK):
-        state, k, id = add_rest_block(state, k, id, row, start, True, BLOCK)
+    unmasked_end = classes // TILE.block * TILE.block
+    for start in range(0, unmasked_end, TILE.block):
+        state, k, id = add_rest_block(state, k, id, row, start, False, TILE)
     if unmasked_end < classes:
-        state, k, id = add_rest_block(state, k, id, row, unmasked_end, False, BLOCK)
+        state, k, id = add_rest_block(state, k, id, row, unmasked_end, True, TILE)
     before = tl.load(rest_ptr + 2 * index)
     maximum = tl.maximum(before, tl.max(state.maximum))
     total = tl.load(rest_ptr + 2 * index + 1).to(tl.float64)

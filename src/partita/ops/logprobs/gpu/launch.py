@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import matrix_rows, row_view_or_copy, vector_width
+from ....primitives.gpu.row_plan import lane_tile, matrix_rows, row_view_or_copy
 from ....runtime import checks
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
@@ -40,7 +40,7 @@ REST_BLOCK = 4096  # classes that a program reads together
 REST_WARPS = 8
 WARP = 32
 ROW_BLOCK = 1024  # entries of a program that sums over rows
-TOPK_VECTORS = 2  # that a lane loads at once
+TOPK_BYTES = 32  # that a lane loads at once
 LANE_BLOCK = 512  # classes of a lane that are read together
 # Classes from which on four and eight warps share a row.
 LONG_ROW, LONGEST_ROW = 4096, 32_768
@@ -108,9 +108,7 @@ def accumulate_rest(
     The arguments are those of the reference. The rest is contiguous.
     """
     view = row_view_or_copy(-1, logits)
-    block = min(next_power_of_2(view.classes), REST_BLOCK)
-    num_warps = max(REST_WARPS * block // REST_BLOCK, 1)
-    lanes = WARP * num_warps
+    tile = lane_tile(view.classes, REST_BLOCK, REST_WARPS, view.strided[0])
     launch(
         logprobs_rest_kernel,
         rest.numel() // 2,
@@ -125,9 +123,8 @@ def accumulate_rest(
         softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
-        LANES=lanes if block * logits.element_size() >= 16 * lanes else 1,
-        BLOCK=block,
-        num_warps=num_warps,
+        TILE=tile,
+        num_warps=tile.num_warps,
     )
 
 
@@ -272,14 +269,15 @@ def topk_of_rows(
     logits: Tensor, k: int, temperature: float, softcap: float, found: TopKRows
 ) -> None:
     """Write the k most probable classes of rows `[M, C]` to the results."""
-    classes, vector = logits.shape[1], vector_width(logits)
+    classes = logits.shape[1]
     warps = 8 if classes >= LONGEST_ROW else 4 if classes >= LONG_ROW else 1
-    lanes = WARP * warps
-    per_lane = cdiv(classes, lanes)
+    rows, block = matrix_rows(logits), WARP * warps * TOPK_BYTES // logits.element_size()
+    tile = lane_tile(classes, block, warps, rows)
+    per_lane = cdiv(classes, tile.lanes)
     launch(
         topk_logprobs_kernel,
         len(logits),
-        logits=matrix_rows(logits),
+        logits=rows,
         found=found,
         classes=classes,
         K=k,
@@ -287,11 +285,9 @@ def topk_of_rows(
         softcap=softcap,
         HAS_SOFTCAP=softcap != 0,
         ACC_DTYPE=tl_acc_dtype(found.maximum.dtype),
-        VEC=vector,
-        LANES=lanes,
-        BLOCK=lanes * vector * TOPK_VECTORS,
-        LANE_BLOCK=min(max(next_power_of_2(per_lane), vector), LANE_BLOCK),
-        num_warps=warps,
+        TILE=tile,
+        LANE_BLOCK=min(max(next_power_of_2(per_lane), tile.vector), LANE_BLOCK),
+        num_warps=tile.num_warps,
     )
 
 

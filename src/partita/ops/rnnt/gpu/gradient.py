@@ -143,7 +143,8 @@ def store_gradient(
         for i in tl.static_range(PIECES):
             x = tl.zeros([BLOCK_V], DTYPE)
             if FUSED:
-                x = load_piece(body_ptr, values, first + i * BLOCK_V + piece, TILE, DTYPE)
+                at = first + i * BLOCK_V + piece
+                x = load_piece(body_ptr, values.stride_v, at, values.columns, TILE.vector, DTYPE)
             pieces = pieces + (x,)
         for i in tl.static_range(PIECES):
             d = tl.zeros([BLOCK_V], DTYPE) + tl.where(node.factor == node.factor, 0.0, node.factor)

@@ -130,21 +130,22 @@ def duration_logits_of(logits: Tensor | None, lse: Tensor) -> Durations:
     return Durations(contiguous, lse if lse.numel() else None, None)
 
 
-def tile_of(*tensors: Tensor) -> RowTile:
-    """Return how a kernel reads the rows of tensors of one shape and dtype together."""
-    first = tensors[0]
-    itemsize, V, bits = first.element_size(), first.shape[-1], 16
-    # Aligned parts of rows begin at the same columns if the offsets of the rows are the same.
-    same_offsets = all(tensor.stride() == first.stride() for tensor in tensors)
-    has_edges = same_offsets and first.stride(-1) == 1
+def tile_of(logits: Tensor, dlogits: Tensor | None = None) -> RowTile:
+    """Return how a kernel adds up the rows of logits, or reads them and writes their gradient."""
+    tensors = (logits,) if dlogits is None else (logits, dlogits)
+    itemsize, V, bits = logits.element_size(), logits.shape[-1], 16
     for tensor in tensors:
         bits |= tensor.data_ptr()
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
             bits |= stride * itemsize if size > 1 else 0
-        if V > 1 and tensor.stride(-1) != 1:
-            bits |= itemsize
-        has_edges = has_edges and tensor.data_ptr() % 16 == 0
-    return row_tile(V, itemsize, bits & -bits, has_edges)
+    is_adjacent = V <= 1 or all(tensor.stride(-1) == 1 for tensor in tensors)
+    alignment = bits & -bits if is_adjacent else 0
+    if dlogits is None:
+        return row_tile(V, itemsize, alignment)
+    # Aligned parts of rows begin at the same columns if the offsets of the rows are the same.
+    has_edges = logits.stride() == dlogits.stride() and logits.stride(-1) == 1
+    has_edges &= (logits.data_ptr() | dlogits.data_ptr()) % 16 == 0
+    return row_tile(V, itemsize, alignment, has_edges)
 
 
 def node_strides(logits: Tensor, T: int) -> dict[str, int]:

@@ -30,7 +30,7 @@ from .lattice import (
     log_sum,
     node_offset,
 )
-from .rows import ROWS, is_huge, locate_row, program_nodes, row_normalizer, step_offset
+from .rows import ROWS, is_huge, program_nodes, row_normalizer, step_offset
 
 
 class NodeSource(NamedTuple):
@@ -97,8 +97,9 @@ def score_arcs(
         maxima, totals = tl.zeros([ROWS], DTYPE), tl.zeros([ROWS], tl.float64)
         for r in range(0, tl.minimum(ROWS, target_len + 1 - node.first_u)):
             row_start = origin + (node.first_u + r).to(tl.int64) * stride_u
-            row = locate_row(logits_ptr, row_start, stride_v, V, TILE)
-            maximum, total = row_normalizer(row, V, source.blank, HAT, TILE, DTYPE)
+            maximum, total = row_normalizer(
+                logits_ptr, row_start, stride_v, V, source.blank, HAT, TILE, DTYPE
+            )
             is_row = lane == r
             maxima, totals = tl.where(is_row, maximum, maxima), tl.where(is_row, total, totals)
         # What exponents are relative to is subtracted first, because it is near the scores.

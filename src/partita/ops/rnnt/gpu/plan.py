@@ -70,15 +70,18 @@ class RowTile(NamedTuple):
 
     Fields:
         vector: elements that are aligned together.
-        edges: whether the aligned part of a row begins and ends inside it.
+        edges: whether some columns are read one per lane: those around the aligned part of a row,
+            or those after the last whole block of a row that is added up.
         block: columns that a program loads at once.
         pieces: blocks of columns that are loaded together.
+        words: whether rows of 16-bit values are read by words of 4 bytes.
     """
 
     vector: int
     edges: bool
     block: int
     pieces: int
+    words: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,7 +116,7 @@ def overlap_registers(tile: RowTile, hat: bool, kinds: ArcKinds) -> int:
     """
     if kinds.number > 2:
         return 144
-    return 64 if tile.pieces * tile.vector <= 32 and not hat else 80
+    return 64 if tile.pieces * tile.block <= 1024 and not hat else 80
 
 
 def overlaps(
@@ -134,24 +137,32 @@ def overlaps(
 
 
 @functools.lru_cache(maxsize=4096)
-def row_tile(V: int, itemsize: int, alignment: int, has_edges: bool) -> RowTile:
-    """Return how a kernel reads rows of V values.
+def row_tile(V: int, itemsize: int, alignment: int, has_edges: bool | None = None) -> RowTile:
+    """Return how a kernel reads rows of V values, 16 bytes of a block in each lane.
 
-    The alignment is the greatest power of two, up to 16, that divides the byte offsets of all rows
-    and the address of the first. With `has_edges`, aligned parts of rows may be read: columns are
-    adjacent, the first row starts on 16 bytes, and all tensors have the same strides.
+    Where a kernel adds up its rows, the columns of a lane depend on V and `itemsize` alone, so that
+    a sum has the same bits wherever its row starts.
+
+    Args:
+        V: the columns.
+        itemsize: the bytes of a value.
+        alignment: the greatest power of two, up to 16, that divides the byte offsets of all rows
+            and the address of the first; 0 if columns are not adjacent.
+        has_edges: whether aligned parts of rows may be read: columns are adjacent, the first row
+            starts on 16 bytes, and all tensors have the same strides. None if rows are added up.
     """
-    vector = max(1, min(alignment // itemsize, 16 // itemsize))
-    while V % vector:
+    block = min(512 // itemsize, next_power_of_2(max(V, 1)))
+    edges = has_edges is None and V > block and 0 < V % block <= CHUNK
+    columns, vector = V // block * block if edges else V, max(alignment // itemsize, 1)
+    while columns % vector:
         vector //= 2
-    edges = has_edges and vector * itemsize < 8 and itemsize < 8 and V >= 256
-    if edges:
-        vector = 16 // itemsize
-    columns = V // vector * vector if edges else V
-    block = min(32 * vector, next_power_of_2(max(V, 1)))
+    if has_edges and vector * itemsize < 8 and itemsize < 8 and V >= 256:
+        edges, vector = True, 16 // itemsize
+        columns = V // vector * vector
     elements = MAX_LANE_ELEMENTS if itemsize < 8 else MAX_LANE_ELEMENTS // 2
-    pieces = min(cdiv(columns, block), elements // vector)
-    return RowTile(vector, edges, block, pieces)
+    pieces = min(cdiv(columns, block), 32 * elements // block)
+    words = has_edges is None and alignment in (2, 4, 8) and itemsize == 2 and block == 256
+    return RowTile(vector, edges, block, pieces, words)
 
 
 register_cache("rnnt.gpu.plan.arc_kinds", arc_kinds.cache_clear)

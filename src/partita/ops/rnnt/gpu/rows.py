@@ -1,8 +1,9 @@
 """Rows of values of the nodes in kernels, read one after another by programs of one warp.
 
 A program has some neighboring values of u at one step of one sequence. A row is read in blocks of
-columns. Where rows start at any address, aligned vectors are read, and the few columns around these
-vectors separately, one per lane.
+columns. A gradient reads and writes aligned vectors where rows start at any address, and the few
+columns around these vectors separately, one per lane. The order of a row's sum does not depend on
+where the row starts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E, UNFUSED, finite_shift
-from ....primitives.gpu.memory import edge_columns, row_span
+from ....primitives.gpu.memory import row_span
 from .plan import NODES_PER_PROGRAM
 
 ROWS = tl.constexpr(NODES_PER_PROGRAM)
@@ -115,11 +116,47 @@ def column_offset(column, stride_v):
 
 
 @triton.jit
-def load_piece(ptr, row, column, TILE: tl.constexpr, DTYPE: tl.constexpr):
-    """Load a block of columns of a row's aligned part at `ptr`, -inf outside of it."""
-    mask = column // TILE.vector * TILE.vector < row.columns
-    ptr += column_offset(column, row.stride_v)
+def load_piece(ptr, stride_v, column, columns, VECTOR: tl.constexpr, DTYPE: tl.constexpr):
+    """Load a block of columns, of which VECTOR are aligned together, -inf after the last one."""
+    mask = column // VECTOR * VECTOR < columns
+    ptr += column_offset(column, stride_v)
     return tl.load(ptr, mask=mask, other=-float("inf")).to(DTYPE)
+
+
+@triton.jit
+def interleaved(even, odd):
+    """Return the elements of two blocks by turns."""
+    return tl.reshape(tl.join(even, odd), [2 * even.shape[0]])
+
+
+@triton.jit
+def load_words(ptr, first, columns, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Load a block of 16-bit columns of a row, which may start on 2 bytes, by words of 4 bytes.
+
+    A lane reads the five words around its 16 bytes: single columns would take more requests. No
+    word is read that has none of the row's columns. Columns after the last one are -inf. With WHOLE
+    there are none in the last block.
+    """
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    MINUS_INF: tl.constexpr = 0xFC00FC00 if dtype == tl.float16 else 0xFF80FF80
+    address, column = ptr.to(tl.int64), first + tl.arange(0, BLOCK)
+    shift = (address % 4 * 8).to(tl.uint32)
+    word_ptr = (address // 4 * 4).to(tl.pointer_type(tl.uint32))
+    lane_word, words = first // 2 + tl.arange(0, BLOCK // 8) * 4, ()
+    for i in tl.static_range(5):
+        last = columns if i < 4 else columns * (shift > 0)
+        mask = (lane_word + i) * 2 - (shift > 0) < last
+        word = tl.load(word_ptr + lane_word + i, mask=mask, other=MINUS_INF)
+        words = words + (word.to(tl.uint64),)
+    shifted = ()
+    for i in tl.static_range(4):
+        word = (words[i] | (words[i + 1] << 32)) >> shift.to(tl.uint64)
+        shifted = shifted + (word.to(tl.uint32),)
+    even, odd = interleaved(shifted[0], shifted[2]), interleaved(shifted[1], shifted[3])  # type: ignore[misc]
+    word = interleaved(even, odd)
+    low, high = word.to(tl.uint16), (word >> 16).to(tl.uint16)
+    x = interleaved(low, high).to(dtype, bitcast=True).to(tl.float32)
+    return x if WHOLE else tl.where(column < columns, x, -float("inf"))
 
 
 @triton.jit
@@ -154,57 +191,75 @@ def row_exp2(x, factor, shift, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def sum_of_neighbors(x, N: tl.constexpr):
+    """Return the sum of each N columns, by pairs of columns, whichever threads have them."""
+    if N == 1:
+        return x
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+        return sum_of_neighbors(even + odd, N // 2)
+
+
+@triton.jit
+def shift_to(maximum, shift, columns, DTYPE: tl.constexpr):
+    """Return the maximum with more columns, its factor and shift, and what rescales the sums."""
+    new_maximum = tl.maximum(maximum, tl.max(columns, axis=0))
+    factor = row_factor(new_maximum, DTYPE)
+    new_shift = finite_shift(new_maximum) * factor
+    rescale = tl.exp2(tl.where(maximum == -float("inf"), 0.0, shift - new_shift))
+    return new_maximum, factor, new_shift, rescale
+
+
+@triton.jit
 def row_normalizer(
-    row,
+    ptr,
+    start,
+    stride_v,
     V,
     excluded,
     HAT: tl.constexpr,
     TILE: tl.constexpr,  # RowTile
     DTYPE: tl.constexpr,
 ):
-    """Return the maximum of a row, and the sum of 2**(factor x - shift) over it in fp64.
+    """Return the maximum of the row at `start`, and the sum of 2**(factor x - shift) in fp64.
 
     See `row_factor` for the factor. The shift is the product of factor and maximum.
-    With HAT, the column `excluded` does not count. A lane adds up its columns in DTYPE.
+    With HAT, the column `excluded` does not count. A lane adds up its columns in DTYPE. They follow
+    from V and the size of a logit, and so do the columns that share a maximum before the last one.
     """
-    VEC: tl.constexpr = TILE.vector
     BLOCK_V: tl.constexpr = TILE.block
     PIECES: tl.constexpr = TILE.pieces
-    lane = tl.arange(0, BLOCK_V)
-    body_ptr = aligned_ptr(row, TILE)
+    lane, columns = tl.arange(0, BLOCK_V), V
+    # Triton forgets `tl.multiple_of` of a scalar before it decides about the width of loads.
+    row_ptr = ptr + start // TILE.vector * TILE.vector
     shift, partial = tl.full([], 0.0, DTYPE), tl.zeros([BLOCK_V], DTYPE)
-    maximum, edge = tl.full([], -float("inf"), DTYPE), tl.zeros([32], DTYPE)
+    maximum = tl.full([], -float("inf"), DTYPE)
     if TILE.edges:
-        edge_column, edge_mask = edge_columns(row.head, row.columns, V, VEC, 32)
-        edge = tl.load(row.ptr + row.start + edge_column, mask=edge_mask, other=-float("inf"))
-        edge = edge.to(DTYPE)
+        columns = V // BLOCK_V * BLOCK_V
+        edge_column = columns + tl.arange(0, 32)
+        edge = load_piece(row_ptr, stride_v, edge_column, V, 1, DTYPE)
         if HAT:
             edge = tl.where(edge_column == excluded, -float("inf"), edge)
-    for first in range(0, row.columns, PIECES * BLOCK_V):
+    for first in range(0, columns, PIECES * BLOCK_V):
         pieces = ()
         for i in tl.static_range(PIECES):
             column = first + i * BLOCK_V + lane
-            x = load_piece(body_ptr, row, column, TILE, DTYPE)
+            if TILE.words:
+                x = load_words(row_ptr, first + i * BLOCK_V, columns, BLOCK_V, TILE.edges)
+            else:
+                x = load_piece(row_ptr, stride_v, column, columns, TILE.vector, DTYPE)
             if HAT:
-                x = tl.where(row.head + column == excluded, -float("inf"), x)
+                x = tl.where(column == excluded, -float("inf"), x)
             pieces = pieces + (x,)
         greatest = pieces[0]  # type: ignore[misc]
         for i in tl.static_range(1, PIECES):
             greatest = tl.maximum(greatest, pieces[i])
-        if VEC > 1:
-            greatest = tl.max(tl.reshape(greatest, [BLOCK_V // VEC, VEC]), axis=1)
-        if TILE.edges:
-            greatest = tl.maximum(greatest, edge)
-        new_maximum = tl.maximum(maximum, tl.max(greatest, axis=0))
-        factor = row_factor(new_maximum, DTYPE)
-        new_shift = finite_shift(new_maximum) * factor
-        partial *= tl.exp2(tl.where(maximum == -float("inf"), 0.0, shift - new_shift))
+        maximum, factor, shift, rescale = shift_to(maximum, shift, greatest, DTYPE)
+        partial *= rescale
         for i in tl.static_range(PIECES):
-            partial += row_exp2(pieces[i], factor, new_shift, DTYPE)
-        maximum, shift = new_maximum, new_shift
-    sums = partial
-    if VEC > 1:
-        sums = tl.sum(tl.reshape(partial, [BLOCK_V // VEC, VEC]), axis=1)
+            partial += row_exp2(pieces[i], factor, shift, DTYPE)
+    sums = sum_of_neighbors(partial, BLOCK_V // 32 if BLOCK_V > 32 else 1)
     if TILE.edges:
-        sums += row_exp2(edge, row_factor(maximum, DTYPE), shift, DTYPE)
+        maximum, factor, shift, rescale = shift_to(maximum, shift, edge, DTYPE)
+        sums = sums * rescale + row_exp2(edge, factor, shift, DTYPE)
     return maximum, tl.sum(sums.to(tl.float64), axis=0)

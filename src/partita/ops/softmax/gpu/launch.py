@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from ....primitives.gpu.row_plan import (
     tile_options,
     with_output,
 )
-from ....runtime.caches import register_cache
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ..common import LogSumExp
@@ -50,58 +47,33 @@ def _softmax(view: RowView, log: bool) -> None:
         statistics = _statistics(source, LogSumExp(*fields))
         _normalize(view, None, statistics.maximum, statistics.sumexp, log)
         return
-    options: dict[str, Any] = {"LOG": log}
-    if plan.kind == "tile":
-        plan, options["PARTS"] = _in_parts(plan, view.classes, dtype.itemsize)
-        options["LANES"] = plan.lanes(dtype.itemsize)
     kernel = softmax_row_kernel if plan.kind == "row" else softmax_tile_kernel
-    _launch(kernel, view, plan, input=input, output=output, **options)
+    _launch(kernel, view, plan, input=input, output=output, LOG=log)
 
 
 def _launch(kernel: Any, view: RowView, plan: RowPlan, **arguments: Any) -> None:
     """Launch the kernel of a plan on rows of the dtype of the view's first tensor."""
     dtype = view.tensors[0].dtype
+    arguments.update(rows=view.rows, classes=view.classes)
     if plan.kind == "row":
         launch(
             kernel,
-            view.rows * plan.splits,
+            view.batches * view.rows * plan.splits,
             slots_ptr=exchange_slots(view, plan.splits),
-            classes=view.classes,
             splits=plan.splits,
+            size=plan.part(view.classes),
             zero=0.0,
             **arguments,
-            **row_options(plan, dtype),
+            **row_options(plan, view.classes, dtype),
         )
         return
     launch(
         kernel,
         view.batches * cdiv(view.rows, plan.rows),
-        rows=view.rows,
-        classes=view.classes,
+        PARTIALS=plan.partials,
         **arguments,
         **tile_options(plan, dtype),
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_parts(plan: RowPlan, classes: int, itemsize: int) -> tuple[RowPlan, int]:
-    """Return a plan of kind `tile` for the forward pass, and the number of blocks of a row.
-
-    The classes of a block are a power of two. If one block is the whole row, up to half of it may
-    lie beyond the row's end, and takes time and registers all the same. Of eight blocks, those
-    beyond the end are left out. Half as many warps then suffice, which wait less for one another.
-    That costs more than it saves where rows start anywhere, and for most rows of a half type.
-    """
-    if not 2048 <= plan.block <= 8192 or itemsize > 4 or not plan.contiguous:
-        return plan, 1
-    part = plan.block // 8
-    parts = cdiv(classes, part)
-    if parts > (7 if itemsize == 4 or plan.block == 2048 else 5):
-        return plan, 1
-    return replace(plan, block=part, num_warps=plan.block // 2048), parts
-
-
-register_cache("ops.softmax.plans_in_parts", _in_parts.cache_clear)
 
 
 def softmax_backward(
@@ -141,7 +113,6 @@ def _statistics(view: RowView, results: LogSumExp) -> LogSumExp:
     launch_reduction(
         logsumexp_kernel,
         view,
-        1,
         input=view.strided[0],
         results=results,
         classes=view.classes,

@@ -6,7 +6,6 @@ import triton.language as tl
 from ....primitives.gpu.math import LOG2E, divide, exp_for_dtype, finite_shift, log_exact
 from ....primitives.gpu.reduce import (
     locate_tile,
-    merge_programs,
     program_rows,
     scan_rows,
     tile_ptrs,
@@ -17,26 +16,19 @@ from ....primitives.gpu.reduce import (
 def logsumexp_kernel(
     input,  # StridedRows
     results,  # LogSumExp, [batches, rows]
-    slots_ptr,  # int64, zero, or None; see `merge_programs`
+    segments,  # Segments
     rows,
     classes,
-    splits,  # programs that share a row
-    span,  # classes that each of them reads
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,  # LaneTile
 ):
     """Compute the log-sum-exp of rows, or of parts of a row, with one read in blocks.
 
     The last program of a row merges the parts.
     """
     slope = tl.full([], LOG2E, ACC_DTYPE)
-    at = program_rows(input, rows, classes, splits, span, VEC, ROWS)
-    state = scan_rows(input, at, slope, None, None, None, False, VEC, LANES, ROWS, BLOCK_V)
-    state, mask = merge_programs(state, at, slots_ptr, splits, slope, False, False, BLOCK_SPLITS)
+    at = program_rows(input, rows, classes, segments, TILE.rows)
+    state, mask = scan_rows(input, at, segments, slope, None, None, None, False, TILE)
     maximum, total = state.maximum, state.total.to(ACC_DTYPE)
     result = tl.where(maximum == float("inf"), maximum, maximum + log_exact(total))
     result_ptrs = results.logsumexp + at.index

@@ -741,7 +741,10 @@ def truncated_stats_backward_kernel(
     not_ignored = row_mask & (label != ignore_index)
     in_range = (label >= 0) & (label < classes)
     on_label = load_row_gradient(on_label, index, row_mask, ACC_DTYPE)
-    on_label = tl.where(not_ignored, on_label, 0.0)
+    has_logprob = not_ignored
+    if not KEEPS_TARGET:
+        has_logprob &= tl.load(found.in_set + index, mask=row_mask, other=0) != 0
+    on_label = tl.where(has_logprob, on_label, 0.0)
     on_all = load_row_gradient(on_all, index, row_mask, ACC_DTYPE)
     on_kept = load_row_gradient(on_kept, index, row_mask, ACC_DTYPE) - on_label
     on_entropy = load_row_gradient(on_entropy, index, row_mask, ACC_DTYPE)

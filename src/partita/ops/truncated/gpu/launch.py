@@ -127,36 +127,34 @@ def truncated_stats_backward(
 ) -> Tensor:
     """Compute the gradient of the logits from the rows' statistics; a gradient of None is zero."""
     grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
-    options = (grads, rows, keeps_target, softcap, ignore_index)
+    options = (grads, rows, logits.shape[-1], keeps_target, softcap, ignore_index)
 
     def run(view: RowView) -> None:
-        _write_gradient(view, 0, view.classes, *options)
+        _write_gradient(view, 0, *options)
 
     return with_output(run, -1, logits, dtype=logits.dtype)
 
 
 def truncated_gradient(logits: Tensor, *args: Any) -> None:
-    """Overwrite the logits of some classes with their gradient; see the reference."""
-    view = row_view(-1, logits, logits)
+    """Write the gradient of the logits of some classes; see the reference."""
+    *options, result = args
+    view = row_view(-1, logits, result)
     assert view is not None
-    _write_gradient(view, *args)
+    _write_gradient(view, *options)
 
 
 def _write_gradient(
     view: RowView,
     first: int,
-    classes: int,
     grads: Sequence[Tensor | None],
     rows: TruncatedSums,
+    classes: int,
     keeps_target: bool,
     softcap: float,
     ignore_index: int,
 ) -> None:
-    on_label, *others = grads
-    if not keeps_target and on_label is not None:
-        on_label = torch.where(rows.in_set, on_label, 0)
     numbers = ("on_label", "on_all", "on_kept", "on_entropy")
-    gradients = map(flat_rows, (on_label, *others))
+    gradients = map(flat_rows, grads)
     contiguous: Any = (None if each is None else each.contiguous() for each in rows)
     launch_elementwise(
         truncated_stats_backward_kernel,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import RowPlan, matrix_rows, row_options
+from ....primitives.gpu.row_plan import RowPlan, RowView, row_options, row_view, shape_of
 from ....primitives.gpu.target import target_of
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
@@ -22,14 +21,16 @@ from ...linear_heads.common import (
     RowStatistics,
     empty_statistics,
 )
-from ...linear_heads.gpu.launch import accumulate_logits, logits_gradient
-from ..common import gradient_of_logits, pack_state
+from ...linear_heads.gpu.launch import KERNELS
+from ..common import gradient_of_ids, gradient_of_logits, logits_of_ids, pack_state
 from .merge import parallel_coefficients_kernel, parallel_fields_kernel
 from .one_pass import parallel_row_kernel
 from .plan import RankMemory, row_split, slots_per_row
 
-parallel_state = functools.partial(pack_state, accumulate_logits=accumulate_logits)
-parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
+parallel_state = functools.partial(pack_state, kernels=KERNELS)
+parallel_gradient = functools.partial(gradient_of_logits, kernels=KERNELS)
+parallel_entries = functools.partial(logits_of_ids, kernels=KERNELS)
+parallel_entries_gradient = functools.partial(gradient_of_ids, kernels=KERNELS)
 
 
 def parallel_fields(
@@ -141,56 +142,45 @@ def parallel_one_pass(
         workspace.zero_()
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     losses = torch.empty(M, dtype=acc_dtype(logits.dtype), device=logits.device)
-    splits = row_split(sizes, itemsize).splits
+    view = row_view(-1, logits, dlogits)
+    assert view is not None
+    plan = _row_plan(view, sizes)
+    constants = row_options(plan, V_local, logits.dtype)
+    del constants["BLOCK_SPLITS"]  # Programs of all ranks share a row.
     launch(
         parallel_row_kernel,
-        M * splits,
-        logits=matrix_rows(logits),
+        M * plan.splits,
+        logits=view.strided[0],
         target_ptr=target,
         tile_counter_ptr=tile_counter,
         memory=memory,
         losses=LossSum(losses, shares, None),
-        dlogits=matrix_rows(dlogits),
+        dlogits=view.strided[1],
         M=M,
         V_local=V_local,
         V=sum(sizes),
         first_class=sum(sizes[:rank]),
         rank=rank,
-        splits=splits,
+        splits=plan.splits,
+        size=plan.part(V_local),
         max_polls=max_polls,
         ignore_index=options.ignore_index,
         terms=OptionalTerms(options.softcap or None, options.z_loss or None),
         zero=0.0,
         WORLD=len(sizes),
         BLOCK_SLOTS=next_power_of_2(len(sizes) + slots_per_row(sizes, itemsize)),
-        **_row_options(logits, dlogits, sizes),
+        **constants,
     )
     loss = reduce_losses(losses, workspace, acc_dtype(logits.dtype), shares=shares)
     return loss, dlogits
 
 
-def _row_options(logits: Tensor, dlogits: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Return the compile-time arguments of `parallel_row_kernel` that are not flags."""
-    V_local, itemsize = logits.shape[1], logits.element_size()
-    splits, block = row_split(sizes, itemsize)
-    same_alignment = (logits.data_ptr() | dlogits.data_ptr()) % 16 == 0 and (
-        logits.stride(0) - dlogits.stride(0)
-    ) * itemsize % 16 == 0
-    # Aligned vectors matter only where rows start anywhere: elsewhere the compiler finds them.
-    plain_accesses = (
-        not same_alignment
-        or V_local < 512
-        or (V_local % 16 == 0 and logits.stride(0) * itemsize % 16 == 0)
-    )
-    plan = RowPlan(
-        "row",
-        1,
-        block,
-        max(1, block // (4096 if itemsize == 2 else 2048)),
-        splits,
-        96 if itemsize == 2 else 168,
-        1 if plain_accesses else 16 // itemsize,
-    )
-    options = row_options(plan.compiled_for(target_of(logits.device)), logits.dtype)
-    del options["SHARED"], options["BLOCK_SPLITS"]  # Programs of all ranks share a row.
-    return options
+def _row_plan(view: RowView, sizes: tuple[int, ...]) -> RowPlan:
+    """Return the plan of `parallel_row_kernel`."""
+    shape = shape_of(view)
+    splits, block = row_split(sizes, shape.itemsize)
+    num_warps = max(1, block // (4096 if shape.itemsize == 2 else 2048))
+    registers = 96 if shape.itemsize == 2 else 168
+    target = target_of(view.tensors[0].device)
+    plan = RowPlan("row", 1, block, num_warps, splits, registers)
+    return plan.with_partials(shape.itemsize, target).for_any_start(shape).compiled_for(target)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.reduce import load_capped
+from ....primitives.gpu.row_part import load_part, locate_part, row_offset
 from ....primitives.gpu.sync import merge_normalizers, next_part, pack_pair, unpack_pair
 from ...cross_entropy.gpu.reduction import Targets
 from ...cross_entropy.gpu.row_math import (
@@ -24,10 +25,7 @@ from ...cross_entropy.gpu.row_math import (
     store_label_gradient,
 )
 from ...cross_entropy.gpu.row_part import (
-    PartWeights,
     has_class,
-    load_part,
-    locate_part,
     part_logits,
     store_part_gradient,
 )
@@ -68,6 +66,7 @@ def parallel_row_kernel(
     first_class,  # of this rank
     rank,
     splits,
+    size,  # classes of a part
     max_polls,
     ignore_index,
     terms,  # OptionalTerms
@@ -75,8 +74,10 @@ def parallel_row_kernel(
     WORLD: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLICES: tl.constexpr,
+    FULL: tl.constexpr,
     VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Compute loss and gradient of the part of a row that this program holds.
 
@@ -86,28 +87,29 @@ def parallel_row_kernel(
     smoothing = tl.full([], 0.0, tl.float32)
     targets = Targets(target_ptr, None, None, V, ignore_index)
     options = LossOptions(targets, smoothing, *terms, None)  # type: ignore[call-arg]
-    tile = next_part(tile_counter_ptr, True)
-    row, split = tile // splits, (tile % splits).to(tl.int32)
-    part = locate_part(split, row * logits.row, V_local, VEC, BLOCK_V)
-    packed = load_part(logits.ptr, row * logits.row, part, True, VEC)
+    STREAM: tl.constexpr = VEC == 1  # The hints would spill registers beside masks.
+    tile = next_part(tile_counter_ptr, True).to(tl.int32)
+    part = locate_part(logits, tile, M, V_local, splits, size, LANES, SLICES, FULL, VEC)
+    row, split = part.row, part.split
+    packed = load_part(logits, part, -float("inf"), zero, HALF, STREAM, FULL, VEC)
+    x_ptr = logits.ptr + row_offset(logits, row, M)
     scales = loss_scales(losses, M, options, losses.shares is not None, 0)
-    row_ptr = logits.ptr + row * logits.row
     # The label is counted from the first class of this rank. The program that has it alone reads
     # its logit.
     label = tl.load(target_ptr + row).to(tl.int64)
     not_ignored, valid, weight = label_weights(label, options)
     label -= first_class
     is_owner = valid & (label >= 0) & (label < V_local)
-    is_owner &= has_class(part, label, True, BLOCK_V)
-    x = load_capped(row_ptr + label, is_owner, options.softcap, tl.float32)
+    is_owner &= has_class(part, label, True, size)
+    x = load_capped(x_ptr + label, is_owner, options.softcap, tl.float32)
     label = Label(label, not_ignored, is_owner, weight, x)
     dtype: tl.constexpr = dlogits.ptr.dtype.element_ty
-    loaded, _, _ = part_logits(packed, row_ptr, part, V_local, options, zero, dtype, HALF, VEC)
+    loaded, _ = part_logits(packed, part, options, zero, dtype, HALF, VEC)
 
     # Give the statistics of the part to all ranks.
     pairs = WORLD * splits
     lane = tl.arange(0, BLOCK_SLOTS)
-    row_slot = WORLD + tile // splits * (pairs + 1)
+    row_slot = WORLD + row.to(tl.int64) * (pairs + 1)
     own_slot = row_slot + rank * splits + split
     programs = (M * splits).to(tl.float32)
     peers_ptr = memory.peers_ptr
@@ -142,13 +144,11 @@ def parallel_row_kernel(
     sumexp = tl.where(agreed, sumexp, float("nan"))
     label_x = tl.sum(tl.where((lane == WORLD + pairs) & valid, firsts, 0.0), axis=0)
 
-    sums, weights = Smoothing(0.0, 0.0), PartWeights(0.0, 0.0)
+    sums = Smoothing(0.0, 0.0)
     terms = gradient_terms(label, sums, shift, sumexp, scales, options)
-    d_start = row * dlogits.row
-    store_part_gradient(
-        dlogits.ptr, d_start, loaded, weights, label, terms, options, HALF, True, VEC
-    )
+    store_part_gradient(dlogits, part, loaded, label, terms, options, zero, HALF, STREAM, VEC)
     row_label = Label(label.index, not_ignored, valid, weight, label_x)
     loss = row_loss(row_label, sums, shift, sumexp, scales, options)
     tl.store(losses.loss + row, loss, mask=split == 0)
-    store_label_gradient(dlogits.ptr + d_start, 1, label, is_owner, terms, options)
+    d_ptr = dlogits.ptr + row_offset(dlogits, row, M)
+    store_label_gradient(d_ptr, 1, label, is_owner, terms, options)

@@ -1,34 +1,24 @@
 """Sample calls of functions over a vocabulary that a process group shares.
 
-They need a group, such as one of this process alone. `partita.testing.samples` has them apart, as
-their import loads `torch.distributed`.
-
-Example:
-    >>> import torch.distributed as dist
-    >>> from partita.testing.samples import Draw
-    >>> from partita.testing.samples.shards import CALLS
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> CALLS["parallel.cross_entropy"].sample(Draw()).run()[0].shape
-    torch.Size([6])
-    >>> dist.destroy_process_group()
+They need a group, such as one of this process alone.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
-from ... import parallel
-from . import heads, rows
-from .call import Call, Draw, Inputs, Sizes
+from partita import parallel
+from partita.testing.samples import heads, rows
+from partita.testing.samples.call import Call, Draw, Inputs, Sizes
 
 _OPTIONS = {
     "cross_entropy": ("mean", "sum", "all options", "all options, mean"),
     "token_stats": (),
+    "support_stats": ("temperature and softcap", "many ids"),
     "logprobs": ("temperature and softcap",),
     "divergence": tuple(rows.SOFT),
-    "linear_cross_entropy": ("mean", "bias, all options", "lean"),
-    "linear_logprobs": (),
-    "linear_divergence": tuple(rows.SOFT),
+    "linear_cross_entropy": ("mean", "bias, all options", "lean", "fp32 logits"),
+    "linear_support_stats": ("many ids", "bias, all options, lean"),
+    "linear_logprobs": ("fp32 logits",),
+    "linear_divergence": (*rows.SOFT, "fp32 logits"),
 }
 _WHOLE = {call.name: call for call in (*rows.CALLS, *heads.CALLS)}
 
@@ -57,5 +47,4 @@ def _parallel(name: str) -> Call:
     )
 
 
-CALLS: dict[str, Call] = {f"parallel.{name}": _parallel(name) for name in _OPTIONS}
-"""Every entry by name."""
+SHARDS: dict[str, Call] = {f"parallel.{name}": _parallel(name) for name in _OPTIONS}

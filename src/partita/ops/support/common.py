@@ -1,0 +1,143 @@
+"""The recorded supports of rows, results and checks that reference and kernels share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.dtypes import acc_dtype
+
+IGNORED = -(2**62)  # the class of a target that is ignored
+WRONG = 2**62  # offsets that do not run from 0 to the number of ids
+
+
+class SupportStats(NamedTuple):
+    """Statistics of each row over the classes that its sampler recorded as possible.
+
+    Fields:
+        logprob: log-probability of the target in nats, 0 where it is ignored, `[...]`.
+        entropy: entropy of the distribution in nats, 0 where the target is ignored, `[...]`.
+        in_set: whether the target is one of the recorded classes, `[...]` bool.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    in_set: Tensor
+
+
+class Support(NamedTuple):
+    """The E = M + K entries of M rows, which are the targets and then the recorded ids, int64.
+
+    Fields:
+        rows: the row of each entry, `[E]`.
+        classes: the class of each entry, `[E]`. Ids ascend in each row, and may repeat. Those of an
+            ignored row are -1, and its target is `IGNORED`.
+        offsets: where the ids of each row begin among all ids, and K, `[M + 1]`; or all `WRONG`.
+        order: the entries sorted by class, `[E]`.
+        starts: where the entries of each class begin in this order, `[C + 1]`.
+    """
+
+    rows: Tensor
+    classes: Tensor
+    offsets: Tensor
+    order: Tensor
+    starts: Tensor
+
+
+class SupportRows(NamedTuple):
+    """The statistics of each row, and their derivatives.
+
+    The numbers are NaN in invalid rows, in which the label, an id or the offsets are out of range.
+
+    Fields:
+        logprob, entropy: as in `SupportStats`, `[M]`.
+        status: 1 if the target was recorded, 0 if it was not, -1 in invalid rows, `[M]` int8.
+        dlogprob, dentropy: the derivatives of the first two in the logit of each entry, `[E]`.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    status: Tensor
+    dlogprob: Tensor
+    dentropy: Tensor
+
+
+def empty_rows(logits: Tensor, offsets: Tensor) -> SupportRows:
+    """Return memory for the statistics of logits of entries, `[E]`, with offsets `[M + 1]`."""
+    M, dtype = offsets.shape[0] - 1, acc_dtype(logits.dtype)
+    logprob, entropy = (logits.new_empty(M, dtype=dtype) for _ in range(2))
+    dlogprob, dentropy = (torch.empty_like(logits, dtype=dtype) for _ in range(2))
+    status = logits.new_empty(M, dtype=torch.int8)
+    return SupportRows(logprob, entropy, status, dlogprob, dentropy)
+
+
+def support_sets(
+    target: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    num_classes: int,
+    ignore_index: int,
+    is_sound: bool,
+) -> Support:
+    """Return the `Support` of labels `[M]`, ids `[K]` and offsets `[M + 1]`, all of them int64.
+
+    The ids of a row are sorted, so that those that repeat are neighbours. Nothing waits for a GPU.
+    Sound offsets are those of `sound_offsets`.
+    """
+    M, K = len(target), len(ids) if len(target) else 0
+    offsets = offsets.clone() if is_sound else sound_offsets(offsets, len(ids))
+    is_ignored = target == ignore_index
+    numbers = torch.arange(max(M, K, num_classes + 1), device=ids.device)
+    rows = torch.searchsorted(offsets[1:], numbers[:K], right=True)
+    # The rows are in order before and after the sort. Ids out of range stay so.
+    keys = torch.add(ids[:K].clamp(-1, num_classes), rows, alpha=num_classes + 2)
+    ids = torch.sub(keys.sort().values, rows, alpha=num_classes + 2)
+    ids = torch.where(is_ignored[rows], -1, ids)
+    classes = torch.cat([torch.where(is_ignored, IGNORED, target), ids])
+    ordered, order = classes.sort(stable=True)
+    return Support(
+        rows=torch.cat([numbers[:M], rows]),
+        classes=classes,
+        offsets=offsets,
+        order=order,
+        starts=torch.searchsorted(ordered, numbers[: num_classes + 1]),
+    )
+
+
+def sound_offsets(offsets: Tensor, number: int) -> Tensor:
+    """Return the offsets, or `WRONG` for all of them if they do not run from 0 to the number.
+
+    Where values are checked, wrong ones raise.
+    """
+    decreases = offsets[1:] < offsets[:-1]
+    is_wrong = torch.cat([offsets[:1] != 0, decreases])
+    is_wrong[-1:] |= offsets[-1:] != number
+    if not checks.can_check_values(offsets):
+        return torch.where(is_wrong.any(), WRONG, offsets)
+    if (index := checks.first_index(is_wrong)) is not None:
+        raise ValueError(
+            f"offsets: expected numbers from 0 to the number of ids, {number}, that do not"
+            f" decrease, got {int(offsets[index])} at [{index[0]}]"
+        )
+    return offsets.clone()
+
+
+def check_support(input: Tensor, name: str, target: Tensor, ids: Tensor, offsets: Tensor) -> None:
+    """Raise unless labels, ids and offsets fit the named tensor, which has M rows."""
+    for argument, value in (("target", target), ("ids", ids), ("offsets", offsets)):
+        checks.integer(argument, value)
+        if argument != "offsets" or not offsets.is_cpu:
+            checks.device(argument, value, input, name)
+    checks.shape("target", target, input.shape[:-1], f"{name}.shape[:-1]")
+    if ids.ndim != 1:
+        raise ValueError(f"ids: expected shape [K], got {list(ids.shape)}")
+    checks.shape("offsets", offsets, [target.numel() + 1], f"[M + 1] for the M rows of {name}")
+
+
+def check_values(target: Tensor, ids: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise for the first label or id that is no class, where values are checked."""
+    checks.labels("target", target, num_classes, ignore_index)
+    checks.labels("ids", ids, num_classes, checks.NOTHING_IGNORED)

@@ -1,0 +1,185 @@
+"""Statistics over recorded supports whose classes lie on several ranks.
+
+Each rank computes the logits of the entries whose classes it has, and 0 for others. Their sum over
+the ranks is exact, so every rank has the logits of all entries, and computes the same statistics
+from them. A rank's gradients are those of its own entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.dtypes import acc_dtype
+from ..linear_heads.autograd import logits_of_entries
+from ..linear_heads.common import Head, RowOptions, checked_head
+from ..support.autograd import stats_of_parts
+from ..support.common import Support, SupportStats
+from .autograd import logits_statistics
+from .local_losses import contiguous_classes, hidden_statistics
+from .shard import (
+    Classes,
+    VocabShard,
+    refuse_second_derivative,
+    sum_over_ranks,
+    vocab_shard,
+    wait_for,
+)
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks of a tensor, or of its gradients if it is the same on all ranks.
+
+    The gradient of the sum is the same on all ranks.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, shard: VocabShard, of_gradients: bool) -> Tensor:
+        return x.view_as(x) if of_gradients else wait_for(sum_over_ranks(x.clone(), shard))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.shard, ctx.of_gradients = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative("classes")
+        if not ctx.of_gradients:
+            return grads[0], None, None
+        return wait_for(sum_over_ranks(grads[0].clone(), ctx.shard)), None, None
+
+
+def row_options(temperature: float, softcap: float, ignore_index: int) -> RowOptions:
+    """Return the options of rows without ids."""
+    return RowOptions(temperature, softcap, ignore_index, needs_smoothing=False, needs_entropy=True)
+
+
+def support_stats(
+    logits: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    classes: Classes = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> SupportStats:
+    """Compute `partita.support_stats` of logits whose classes lie on several ranks.
+
+    Args:
+        logits: this rank's `[..., C_local]`.
+        target: labels among all classes `[...]`, the same on all ranks.
+        ids, offsets: as in `partita.support_stats`, among all classes, the same on all ranks.
+        group, classes: as in `partita.parallel.cross_entropy`.
+        temperature, softcap, ignore_index: as in `partita.support_stats`.
+
+    Returns:
+        `SupportStats(logprob, entropy, in_set)` as in `partita.support_stats`, with the same bits
+        on every rank; the first two are differentiable in this rank's logits.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `partita.support_stats`; a DTensor.
+        RuntimeError: as in `partita.parallel.cross_entropy`; a second derivative is asked for.
+
+    Source: as for `partita.support_stats`; the ranks exchange a number for each target and id.
+
+    Example:
+        >>> import torch, partita, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> target, ids, offsets = torch.tensor([2]), torch.tensor([2, 3]), torch.tensor([0, 2])
+        >>> partita.parallel.support_stats(torch.zeros(1, 4), target, ids, offsets).logprob
+        tensor([-0.6931])
+        >>> dist.destroy_process_group()
+    """
+    checks.floating("logits", logits)
+    if logits.ndim == 0:
+        raise ValueError("logits: expected shape [..., C_local], got []")
+    shard = vocab_shard("logits", logits, -1, group, classes)
+
+    def entries(x: Tensor, support: Support) -> Tensor:
+        columns, width = support.classes - shard.first_class, max(x.shape[1], 1)
+        # A rank without classes has a column of zeros.
+        x = x if x.shape[1] else x.sum(1, keepdim=True)
+        own = x[support.rows, columns.clamp(0, width - 1)].to(acc_dtype(x.dtype))
+        own = torch.where((columns >= 0) & (columns < logits.shape[-1]), own, 0)
+        total: Tensor = SumOverRanks.apply(own, shard, False)
+        return total
+
+    def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        of_rows = (contiguous_classes(x), labels, None, shard, row_options(*options))
+        found = logits_statistics(*of_rows)
+        return -found.nll, found.entropy
+
+    call = (logits, "logits", shard.classes, target, ids, offsets)
+    return stats_of_parts(entries, all_classes, False, *call, temperature, softcap, ignore_index)
+
+
+def linear_support_stats(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    classes: Classes = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> SupportStats:
+    """Compute `partita.linear_support_stats` with a matrix whose classes lie on several ranks.
+
+    Args:
+        input: hidden states `[..., H]`, the same on all ranks.
+        linear_weight: this rank's rows of the matrix, `[C_local, H]`.
+        target, ids, offsets: as in `partita.parallel.support_stats`.
+        linear_bias: this rank's `[C_local]`.
+        group, classes, temperature, softcap, ignore_index: as in `partita.parallel.support_stats`.
+        memory_budget: bytes of workspace of each rank for rows without ids.
+        logits_dtype: as in `partita.linear_cross_entropy`, for rows without ids.
+
+    Returns:
+        `SupportStats(logprob, entropy, in_set)` as in `partita.linear_support_stats`, with the same
+        bits on every rank. The gradient of the hidden states is complete on every rank.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as in `partita.parallel.support_stats`.
+
+    Source: as for `partita.linear_support_stats` and `partita.parallel.support_stats`.
+
+    Example:
+        >>> import torch, partita, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> hidden, matrix, target = torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2])
+        >>> sets = torch.tensor([2, 3]), torch.tensor([0, 2])
+        >>> partita.parallel.linear_support_stats(hidden, matrix, target, *sets).logprob
+        tensor([-0.6931])
+        >>> dist.destroy_process_group()
+    """
+    head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
+    shard = vocab_shard("linear_weight", head.weight, 0, group, classes)
+
+    def entries(x: Tensor, support: Support) -> Tensor:
+        # The gradients of hidden states are added up in the accumulator's dtype.
+        x = SumOverRanks.apply(x.to(acc_dtype(x.dtype)), shard, True)
+        own = logits_of_entries(x, head.weight, head.bias, shard.first_class, support)
+        total: Tensor = SumOverRanks.apply(own, shard, False)
+        return total
+
+    def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        part = Head(x, head.weight, head.bias)
+        of_rows = (labels, None, shard, row_options(*options), False)
+        found = hidden_statistics(part, *of_rows, memory_budget, logits_dtype)
+        return -found.nll, found.entropy
+
+    call = (head.input, "input", shard.classes, target, ids, offsets)
+    return stats_of_parts(entries, all_classes, True, *call, temperature, softcap, ignore_index)
