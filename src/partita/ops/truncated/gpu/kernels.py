@@ -44,6 +44,7 @@ from ....primitives.gpu.reduce import (
 from ...cross_entropy.gpu.row_math import load_row_gradient
 
 PARTS = tl.constexpr(8)  # of a range of keys that one read compares
+IS_LEFT = tl.constexpr(2)  # is added to the mark of rows that the second launch serves
 MARGIN = tl.constexpr(3.0)  # of a guess, in standard deviations of what the sample says
 
 
@@ -76,7 +77,7 @@ class TruncatedRow(NamedTuple):
 
     Fields:
         index: the row.
-        ptrs: the address of its first logit, [1].
+        ptr: its first logit.
         column: the stride over classes.
         classes: the number of classes.
         softcap: the soft-cap, or None.
@@ -85,7 +86,7 @@ class TruncatedRow(NamedTuple):
     """
 
     index: Any
-    ptrs: Any
+    ptr: Any
     column: Any
     classes: Any
     softcap: Any
@@ -288,7 +289,7 @@ def finish_row(
     dtype: tl.constexpr = maximum.dtype
     not_ignored = label != ignore_index
     in_range = not_ignored & (label >= 0) & (label < row.classes)
-    x = tl.load(tl.sum(row.ptrs, axis=0) + label * row.column, mask=in_range, other=-float("inf")).to(dtype)
+    x = tl.load(row.ptr + label * row.column, mask=in_range, other=-float("inf")).to(dtype)
     in_set = (x >= least) & (x > -float("inf"))
     adds = in_range & (in_set == 0) & (x > -float("inf")) & KEEPS_TARGET
     e, u = exponents(row, shift, x)
@@ -335,7 +336,7 @@ def load_temperature(rules, index, ACC_DTYPE: tl.constexpr):
 def load_block(row, start, MASKED: tl.constexpr, TILE: tl.constexpr):
     """Load a block of classes, [., LANES], -inf past the last one, and which of them exist."""
     exists = tl.full([1], True, tl.int1)
-    where = (row.ptrs, row.column, start, row.classes, exists)
+    where = (row.ptr + tl.arange(0, 1), row.column, start, row.classes, exists)
     x, _, mask = load_vectors(*where, MASKED, "", TILE.block, TILE)
     x, mask = x.to(row.slope.dtype), mask
     PER_LANE: tl.constexpr = TILE.block // TILE.lanes
@@ -363,7 +364,6 @@ def read_block(
     x = capped_logits(logit, mask, row.softcap, logit.dtype)
     u = exponent(row, shift, x)
     if TOTALS:
-        inside = logit >= low
         of_block, at = tl.max(x, axis=0), start // TILE.block
         is_first = (of_block > maximum) | ((of_block == maximum) & (at < block))
         block = tl.where(is_first, at, block)
@@ -371,25 +371,24 @@ def read_block(
         mass += tl.sum(tl.exp2(u), axis=0).to(tl.float64)
     else:
         above = logit > high
-        inside = (logit >= low) & (above == 0)
         u = tl.where(above, u, -10000.0)
         e = tl.exp2(u)
-        number += tl.sum(above.to(tl.int32), axis=0)
+        number += tl.sum(tl.where(above, 3, 0), axis=0)
         mass += tl.sum(e, axis=0).to(tl.float64)
         sum_x_exp += tl.sum(e * u, axis=0).to(tl.float64)
-    if COLLECTS:
-        # Offsets are in bytes, which saves the multiplications. Triton gives threads the last axis
-        # of a scan, and the first one of a store whose addresses it does not know.
-        dtype: tl.constexpr = buffer_ptr.dtype.element_ty
-        BYTES: tl.constexpr = TILE.lanes * dtype.primitive_bitwidth // 8
-        step = tl.where(inside, BYTES, 0)
-        used = tl.minimum(collected, SLOTS) * BYTES - BYTES
-        used += tl.arange(0, TILE.lanes) * (BYTES // TILE.lanes)
-        place = (used[None, :] + tl.cumsum(step, axis=0)).to(tl.uint32)
-        place = buffer_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + tl.trans(place)
-        place = place.to(tl.pointer_type(dtype), bitcast=True)
-        tl.store(place, tl.trans(logit.to(dtype)), mask=tl.trans(inside))
-        collected += tl.sum(step, axis=0) // BYTES
+    if COLLECTS:  # A thread stores its classes one after the other.
+        bits = logit.to(tl.int64 if logit.dtype == tl.float64 else tl.int32, bitcast=True)
+        index = tl.arange(0, logit.shape[0])[:, None]
+        first_place = tl.minimum(collected, SLOTS) * TILE.lanes + tl.arange(0, TILE.lanes)
+        place = first_place
+        for i in tl.static_range(logit.shape[0]):
+            x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
+            inside = x >= low
+            if not TOTALS:
+                inside &= x <= high
+            tl.store(buffer_ptr + place, x, mask=inside)
+            place += tl.where(inside, TILE.lanes, 0)
+        collected += (place - first_place) // TILE.lanes
     return Reading(collected, number, mass, sum_x_exp, maximum, block, 0)
 
 
@@ -428,6 +427,9 @@ def read_row(
     for start in range(0, unmasked, TILE.block):
         at = start if TOTALS else unmasked - TILE.block - start
         state = read_block(state, *args, at, False, TOTALS, COLLECTS, SLOTS, TILE)
+    maximum = tl.max(state.maximum)
+    block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
+    number, mass, sum_x_exp = tl.sum(state.number) // 3, tl.sum(state.mass), tl.sum(state.sum_x_exp)
     counts = state.collected
     collected = tl.sum(counts)
     complete = (tl.max(counts) <= SLOTS) & (collected <= CANDIDATES)
@@ -440,9 +442,6 @@ def read_row(
         place = (tl.cumsum(counts, axis=0) - counts)[None, :] + slot
         tl.store(buffer_ptr + place, x, mask=exists)
         tl.debug_barrier()
-    maximum = tl.max(state.maximum)
-    block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
-    number, mass, sum_x_exp = tl.sum(state.number), tl.sum(state.mass), tl.sum(state.sum_x_exp)
     return Reading(collected, number, mass, sum_x_exp, maximum, block, complete)
 
 
@@ -454,7 +453,7 @@ def count_sample(row, SAMPLE: tl.constexpr, BINS: tl.constexpr):
     """
     i = tl.arange(0, SAMPLE)
     column = (i // 16).to(tl.int64) * row.classes // (SAMPLE // 16) + i % 16
-    x = tl.load(tl.sum(row.ptrs, axis=0) + column * row.column).to(row.slope.dtype)
+    x = tl.load(row.ptr + column * row.column).to(row.slope.dtype)
     greatest = tl.max(x)
     least = tl.min(tl.where(x > -float("inf"), x, greatest))
     width = tl.minimum(greatest - least, 32.0 / row.slope) / (BINS - 2)
@@ -544,7 +543,8 @@ def narrow(row, shift, goal, by_mass, low, high, SHIFT: tl.constexpr, TILE: tl.c
     length = (distance // PARTS).to(low.dtype) + 1
     first = low + part.to(low.dtype) * length  # which may overflow twice, and is right then
     edges = logit_of(first, SHIFT)[:, None, None]
-    sums = tl.zeros([PARTS, TILE.lanes], tl.float64)
+    LANES: tl.constexpr = TILE.lanes
+    sums = tl.zeros([PARTS, LANES], tl.float64)
     for start in range(0, row.classes, TILE.block):
         x, _ = load_block(row, start, True, TILE)
         weight = tl.where(by_mass, exponents(row, shift, x)[0], 1.0)
@@ -568,8 +568,8 @@ def locate(tile, weight, goal, above, low, high, SHIFT: tl.constexpr):
     if found:
         first = tl.maximum(tile.first, low)
         last = tl.minimum(tl.minimum(tile.last, high), key_of(tl.max(tile.x), SHIFT))
-        goal = (goal - above).to(weight.dtype)
-        low = find_key(tile.x, weight, goal, first, tl.maximum(first, last), SHIFT)
+        missing = (goal - above).to(weight.dtype)
+        low = find_key(tile.x, weight, missing, first, tl.maximum(first, last), SHIFT)
         high = low
     else:
         low = tl.where(is_below, low, tile.last + 1)
@@ -628,7 +628,7 @@ def truncated_read_kernel(
     temperature = load_temperature(rules, index, ACC_DTYPE)
     row = TruncatedRow(
         index,
-        logits.ptr + index * logits.row + tl.arange(0, 1),
+        logits.ptr + index * logits.row,
         logits.column,
         classes,
         tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
@@ -711,13 +711,20 @@ def truncated_stats_kernel(
     LABEL_BLOCK: tl.constexpr,  # classes of a block of the first kernel
     SAMPLE: tl.constexpr,
     BINS: tl.constexpr,
+    READS: tl.constexpr,  # whether this launch is for the rows that are left
 ):
-    """Compute the statistics of one row, which is read again while no tile has its threshold."""
+    """Compute the statistics of one row, given the tile that probably has its threshold.
+
+    A row whose tile does not have it is left to a second launch, which reads it again.
+    """
     index = tl.program_id(0).to(tl.int64)
+    if READS:
+        if tl.load(memory.keys + index * 5 + 3) < IS_LEFT:
+            return
     temperature = load_temperature(rules, index, ACC_DTYPE)
     row = TruncatedRow(
         index,
-        logits.ptr + index * logits.row + tl.arange(0, 1),
+        logits.ptr + index * logits.row,
         logits.column,
         classes,
         tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
@@ -743,7 +750,7 @@ def truncated_stats_kernel(
         total, block = tl.load(sums + 1), tl.load(keys + 4).to(tl.int32)
         above = Sums(tl.load(sums + 2).to(tl.int32), tl.load(sums + 3), tl.load(sums + 4))
         first, last = tl.load(keys).to(lowest.dtype), tl.load(keys + 1).to(lowest.dtype)
-        number, complete = tl.load(keys + 2).to(tl.int32), tl.load(keys + 3) != 0
+        number, complete = tl.load(keys + 2).to(tl.int32), tl.load(keys + 3) % IS_LEFT != 0
     top = last
     if not HAS_SOFTCAP:
         top = tl.maximum(key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT), lowest)
@@ -786,7 +793,11 @@ def truncated_stats_kernel(
                 least, step = tl.maximum(least, tl.maximum(before, low)), 3
         if step == 3:
             step += has_key(tile, least).to(tl.int32)
-        if not WHOLE:
+        if not (WHOLE or READS):
+            if step < 4:
+                tl.store(keys + 3, complete.to(tl.int64) + IS_LEFT)
+                step = 4
+        if READS:
             if step < 4:
                 is_overfull = (tile.complete == 0) & (low <= last) & (first <= high)
                 tries += 1
@@ -816,7 +827,7 @@ def truncated_stats_kernel(
         label = tl.load(target_ptr + index).to(tl.int64)
     else:  # The first block that has the maximum is read again.
         column = block * LABEL_BLOCK + tl.arange(0, LABEL_BLOCK)
-        pointers = row.ptrs + column.to(tl.int64) * row.column
+        pointers = row.ptr + column.to(tl.int64) * row.column
         y = tl.load(pointers, mask=column < classes, other=-float("inf")).to(ACC_DTYPE)
         y = tl.where(column < classes, apply_softcap(y, row.softcap), -float("inf"))
         label = tl.min(tl.where(y == tl.max(y), column, NOT_FOUND))

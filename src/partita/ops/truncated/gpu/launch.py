@@ -29,7 +29,7 @@ from .kernels import (
 
 WHOLE_ROW = 4096  # classes of a row that is one tile
 LONG_ROW = 32_768  # classes from which on more warps read a row
-EACH = 8  # classes of a block for each thread
+EACH = 16  # classes of a block for each thread
 READ_REGISTERS, SEARCH_REGISTERS = 64, 128
 TOP_TILE, TILE = 2048, 4096  # classes that are searched at once at most, with and without top-k
 SAMPLE = 4096  # classes from which thresholds are guessed
@@ -64,7 +64,7 @@ def truncated_of_rows(
     read = lane_tile(classes, EACH * 32 * read_warps, read_warps, rows)
     width, lines = 2 * candidates + read.block, 0 if whole else M
     memory = SearchMemory(
-        matrix_rows(logits.new_empty(lines, width)),
+        matrix_rows(logits.new_empty(lines, width, dtype=found.maximum.dtype)),
         logits.new_empty(lines, 5, dtype=torch.int64),
         logits.new_empty(lines, 5, dtype=torch.float64),
     )
@@ -95,19 +95,21 @@ def truncated_of_rows(
             num_warps=read.num_warps,
             **limits[0],
         )
-    launch(
-        truncated_stats_kernel,
-        M,
-        target_ptr=target,
-        ignore_index=ignore_index,
-        KEEPS_TARGET=rules.keeps_target,
-        WHOLE=whole,
-        TILE=search,
-        LABEL_BLOCK=read.block,
-        num_warps=search.num_warps,
-        **options,
-        **limits[1],
-    )
+    for reads in (False,) if whole else (False, True):
+        launch(
+            truncated_stats_kernel,
+            M,
+            target_ptr=target,
+            ignore_index=ignore_index,
+            KEEPS_TARGET=rules.keeps_target,
+            WHOLE=whole,
+            TILE=search,
+            LABEL_BLOCK=read.block,
+            READS=reads,
+            num_warps=search.num_warps,
+            **options,
+            **({} if reads else limits[1]),
+        )
 
 
 def truncated_stats(
