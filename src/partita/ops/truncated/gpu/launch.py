@@ -29,6 +29,7 @@ from .kernels import (
 
 WHOLE_ROW = 4096  # classes of a row that is one tile
 LONG_ROW = 32_768  # classes from which on more warps read a row
+READ_WARPS, SEARCH_WARPS = 8, 4
 EACH = 16  # classes of a block for each thread
 READ_REGISTERS, SEARCH_REGISTERS = 64, 128
 TOP_TILE, TILE = 2048, 4096  # classes that are searched at once at most, with and without top-k
@@ -54,7 +55,7 @@ def truncated_of_rows(
     # A bracket has few classes of a short row.
     usual = max(next_power_of_2(classes // 16), 512)
     candidates = min(usual, TILE if rules.top_k is None else TOP_TILE)
-    read_warps, warps = 8 if classes >= LONG_ROW else 4, 4
+    read_warps, warps = READ_WARPS if classes >= LONG_ROW else 4, SEARCH_WARPS
     if whole:
         candidates = max(next_power_of_2(classes), 64)
         warps = max(candidates // 1024, 1)
