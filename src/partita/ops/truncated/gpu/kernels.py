@@ -536,7 +536,7 @@ def narrow(row, shift, goal, by_mass, low, high, SHIFT: tl.constexpr, TILE: tl.c
     """Return the part of [low, high] that has the threshold, after one read of the row.
 
     It is the last of PARTS parts of equal length from whose first key on the weights reach the
-    goal.
+    goal. It ends at keys that the row has, if [low, high] does.
     """
     part = tl.arange(0, PARTS)
     distance = (high.to(tl.int64) - low.to(tl.int64)).to(tl.uint64, bitcast=True)
@@ -544,15 +544,22 @@ def narrow(row, shift, goal, by_mass, low, high, SHIFT: tl.constexpr, TILE: tl.c
     first = low + part.to(low.dtype) * length  # which may overflow twice, and is right then
     edges = logit_of(first, SHIFT)[:, None, None]
     LANES: tl.constexpr = TILE.lanes
-    sums = tl.zeros([PARTS, LANES], tl.float64)
+    sums, infinity = tl.zeros([PARTS, LANES], tl.float64), float("inf")
+    least, greatest = tl.full([LANES], infinity, row.slope.dtype), tl.full([LANES], -infinity, row.slope.dtype)
     for start in range(0, row.classes, TILE.block):
         x, _ = load_block(row, start, True, TILE)
         weight = tl.where(by_mass, exponents(row, shift, x)[0], 1.0)
+        inside = (x >= logit_of(low, SHIFT)) & (x <= logit_of(high, SHIFT))
+        least = tl.minimum(least, tl.min(tl.where(inside, x, infinity), axis=0))
+        greatest = tl.maximum(greatest, tl.max(tl.where(inside, x, -infinity), axis=0))
         sums += tl.sum(tl.where(x[None] >= edges, weight[None], 0.0), axis=1).to(tl.float64)
     reaches = (tl.sum(sums, axis=1) >= goal) & (first <= high)
     index = tl.max(tl.where(reaches, part, 0)).to(low.dtype)
     low += index * length
-    return low, tl.minimum(low + (length - 1), high)
+    high = tl.minimum(low + (length - 1), high)
+    least, greatest = key_of(tl.min(least), SHIFT), key_of(tl.max(greatest), SHIFT)
+    low = tl.where(least <= high, tl.maximum(low, least), low)
+    return low, tl.where(greatest >= low, tl.minimum(high, greatest), high)
 
 
 @triton.jit
