@@ -62,9 +62,9 @@ class SearchMemory(NamedTuple):
 
     Fields:
         candidates: logits of the tile, [M, slots of all lanes and a block].
-        keys: the first and last key of the tile, its number of classes, whether it has all of them,
-            and the first block with the maximum, [M, 5] int64.
-        sums: the shift, the total, and the `Sums` of the classes above the tile, [M, 5] fp64.
+        keys: the first and last key of the tile, and of the last `Reading` the numbers `collected`,
+            `complete`, `block` and `number`, [M, 6] int64.
+        sums: the shift, the total, and `mass` and `sum_x_exp` of that reading, [M, 4] fp64.
     """
 
     candidates: Any
@@ -111,26 +111,15 @@ class Limits(NamedTuple):
     valid: Any
 
 
-class Sums(NamedTuple):
-    """Sums over some classes of a row.
-
-    Fields:
-        number: the number of the classes.
-        mass: the sum of 2**u, in fp64.
-        sum_x_exp: the sum of u 2**u, in fp64.
-    """
-
-    number: Any
-    mass: Any
-    sum_x_exp: Any
-
-
 class Reading(NamedTuple):
     """What a read of a row finds: of lanes, [LANES], or of the row.
 
     Fields:
         collected: the number of classes in the bracket.
-        number, mass, sum_x_exp: the `Sums` of the classes above it; or the mass of all classes.
+        number: for lanes three times the number of classes above it, for the row their number; in
+            the read of totals that of the classes in the bracket.
+        mass: the sum of 2**u of the classes above it, or of all classes, in fp64.
+        sum_x_exp: the sum of u 2**u of the classes above it, in fp64.
         maximum: the maximum of the soft-capped logits.
         block: the first block that has it.
         complete: of the row, whether the buffer has all classes of the bracket.
@@ -251,6 +240,15 @@ def range_of_keys(ACC_DTYPE: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def greatest_key(row, maximum, lowest, highest, SHIFT: tl.constexpr):
+    """Return the key of the maximum, or one above it if it is soft-capped."""
+    if row.softcap is not None:
+        return highest
+    else:
+        return tl.maximum(key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT), lowest)
+
+
+@triton.jit
 def load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST: tl.constexpr, SHIFT: tl.constexpr):
     """Return the `Limits` of a row, whose keys are from `lowest` to `top`."""
     top_k, top_p, least = row.index * 0, tl.full([], 1.0, tl.float64), lowest
@@ -275,17 +273,17 @@ def finish_row(
     row,
     shift,
     results,
-    sums,
+    kept,
     total,
     least,
     cut,
-    maximum,
     label,
     valid,
     ignore_index,
     KEEPS_TARGET: tl.constexpr,
 ):
-    """Store the results of a row, given the `Sums` of what its rules keep."""
+    """Store the results of a row, given the sums over what its rules keep as a `Reading`."""
+    _, number, mass, sum_x_exp, maximum, _, _ = kept
     dtype: tl.constexpr = maximum.dtype
     not_ignored = label != ignore_index
     in_range = not_ignored & (label >= 0) & (label < row.classes)
@@ -293,7 +291,6 @@ def finish_row(
     in_set = (x >= least) & (x > -float("inf"))
     adds = in_range & (in_set == 0) & (x > -float("inf")) & KEEPS_TARGET
     e, u = exponents(row, shift, x)
-    number, mass, sum_x_exp = sums
     mass += tl.where(adds, e, 0.0).to(tl.float64)
     sum_x_exp += tl.where(adds, e * u, 0.0).to(tl.float64)
     # The results are relative to the maximum of the row.
@@ -324,22 +321,13 @@ def finish_row(
 
 
 @triton.jit
-def load_temperature(rules, index, ACC_DTYPE: tl.constexpr):
-    """Return the temperature of a row."""
-    if rules.temperature is None:
-        return tl.full([], 1.0, ACC_DTYPE)
-    else:
-        return tl.load(rules.temperature + index).to(ACC_DTYPE)
-
-
-@triton.jit
 def load_block(row, start, MASKED: tl.constexpr, TILE: tl.constexpr):
     """Load a block of classes, [., LANES], -inf past the last one, and which of them exist."""
     exists = tl.full([1], True, tl.int1)
     where = (row.ptr + tl.arange(0, 1), row.column, start, row.classes, exists)
     x, _, mask = load_vectors(*where, MASKED, "", TILE.block, TILE)
-    x, mask = x.to(row.slope.dtype), mask
     PER_LANE: tl.constexpr = TILE.block // TILE.lanes
+    x = x.to(row.slope.dtype)
     return tl.reshape(x, [PER_LANE, TILE.lanes]), tl.reshape(mask, [PER_LANE, TILE.lanes])
 
 
@@ -407,14 +395,14 @@ def read_row(
 ):
     """Read a row and return the `Reading`; no thread waits for another meanwhile.
 
-    The classes of the bracket, two keys, are collected: at first by lane, each of which has a
-    column of slots, and then in succession. What is too much for the buffer is counted alone. It
-    has room for one block more than the slots.
+    The classes of the bracket, two keys, are collected by lane, each of which has a column of
+    slots. What is too much for them is counted alone. The buffer has room for one block more.
 
-    The read of TOTALS has no upper end. Others start at the end of the row, which the cache has.
+    The read of TOTALS has no upper end, and fills the slots that are left with -inf. Others start
+    at the end of the row, which the cache has, and move the classes together.
     """
     LANES: tl.constexpr = TILE.lanes
-    SLOTS: tl.constexpr = 2 * CANDIDATES // LANES
+    SLOTS: tl.constexpr = (1 if TOTALS else 2) * CANDIDATES // LANES
     bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
     zeros, counts = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
     maximum = tl.full([LANES], -float("inf"), row.slope.dtype)
@@ -433,8 +421,14 @@ def read_row(
     counts = state.collected
     collected = tl.sum(counts)
     complete = (tl.max(counts) <= SLOTS) & (collected <= CANDIDATES)
-    if COLLECTS:
-        slot = tl.arange(0, SLOTS)[:, None]
+    slot = tl.arange(0, SLOTS)[:, None]
+    if COLLECTS and TOTALS:
+        places = buffer_ptr + slot * LANES + tl.arange(0, LANES)[None, :]
+        padding = tl.full([SLOTS, LANES], -float("inf"), maximum.dtype)
+        tl.store(places, padding, mask=slot >= counts[None, :])
+        number, collected = collected, tl.where(complete, CANDIDATES, collected)
+        tl.debug_barrier()
+    elif COLLECTS:
         exists = complete & (slot < counts[None, :])
         tl.debug_barrier()  # other threads have stored what this one reads
         x = tl.load(buffer_ptr + slot * LANES + tl.arange(0, LANES)[None, :], mask=exists)
@@ -521,7 +515,7 @@ def guess_bracket(
     one = tl.sum(tl.where(is_it, weight, 0.0))
     deviation = tl.sqrt(tl.maximum(variance, one * one))
     room = 0.375 * CANDIDATES * share * one
-    reach = tl.minimum(margin * deviation, tl.maximum(room, deviation))
+    reach = margin * tl.minimum(deviation, tl.maximum(room, deviation) / MARGIN)
     edge = edge_of(weights, below, level - reach)
     first = tl.where(edge < BINS - 1, key_of_edge(sample, edge, False, SHIFT), low)
     edge = edge_of(weights, below, level + reach)
@@ -545,7 +539,10 @@ def narrow(row, shift, goal, by_mass, low, high, SHIFT: tl.constexpr, TILE: tl.c
     edges = logit_of(first, SHIFT)[:, None, None]
     LANES: tl.constexpr = TILE.lanes
     sums, infinity = tl.zeros([PARTS, LANES], tl.float64), float("inf")
-    least, greatest = tl.full([LANES], infinity, row.slope.dtype), tl.full([LANES], -infinity, row.slope.dtype)
+    least, greatest = (
+        tl.full([LANES], infinity, row.slope.dtype),
+        tl.full([LANES], -infinity, row.slope.dtype),
+    )
     for start in range(0, row.classes, TILE.block):
         x, _ = load_block(row, start, True, TILE)
         weight = tl.where(by_mass, exponents(row, shift, x)[0], 1.0)
@@ -592,25 +589,17 @@ def has_key(tile, key):
 
 
 @triton.jit
-def load_tile(
-    buffer_ptr,
-    number,
-    complete,
-    first,
-    last,
-    ACC_DTYPE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-):
+def load_tile(buffer_ptr, found, first, last, SHIFT: tl.constexpr, CANDIDATES: tl.constexpr):
     """Load the classes that a read of the row has collected between two keys.
 
     If they are too many for the buffer but all equal, one class stands for all of them.
     """
-    i, one = tl.arange(0, CANDIDATES), tl.full([], 1.0, ACC_DTYPE)
-    x = tl.load(buffer_ptr + i, mask=complete & (i < number), other=-float("inf")).to(ACC_DTYPE)
-    equal = (complete == 0) & (first == last)
+    i, number = tl.arange(0, CANDIDATES), found.collected
+    x = tl.load(buffer_ptr + i, mask=found.complete & (i < number), other=-float("inf"))
+    equal = (found.complete == 0) & (first == last)
     x = tl.where(equal & (i == 0), logit_of(first, SHIFT), x)
-    return Tile(x, tl.where(equal, number.to(ACC_DTYPE), one), first, last, complete | equal)
+    each = tl.where(equal, number, 1).to(x.dtype)
+    return Tile(x, each, first, last, found.complete | equal)
 
 
 @triton.jit
@@ -630,9 +619,14 @@ def truncated_read_kernel(
     SAMPLE: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Take the totals of one row, and collect the tile that probably has its threshold."""
+    """Take the totals of one row, and collect the tile that probably has its threshold.
+
+    With top-k that may be the greatest classes, which the first read collects.
+    """
     index = tl.program_id(0).to(tl.int64)
-    temperature = load_temperature(rules, index, ACC_DTYPE)
+    temperature = tl.full([], 1.0, ACC_DTYPE)
+    if rules.temperature is not None:
+        temperature = tl.load(rules.temperature + index).to(ACC_DTYPE)
     row = TruncatedRow(
         index,
         logits.ptr + index * logits.row,
@@ -646,54 +640,52 @@ def truncated_read_kernel(
     buffer_ptr = memory.candidates.ptr + index * memory.candidates.row
     lowest, highest = range_of_keys(ACC_DTYPE, SHIFT)
     sample = count_sample(row, SAMPLE, BINS)
-    # The classes of the sample that half of a tile has.
-    common = CANDIDATES // 2 * SAMPLE // classes
+    # The tile of top-k has an eighth of its size, so that no lane has too few slots.
+    common = CANDIDATES // 8 * SAMPLE // classes
     common = tl.sum((tl.cumsum(sample.counts, axis=0) < common).to(tl.int32)) + 1
     first = tl.where(common < BINS, key_of_edge(sample, common, False, SHIFT), lowest)
     first, last = tl.minimum(tl.maximum(first, lowest), highest), highest
     maximum = apply_softcap(sample.greatest, row.softcap)
-    shift, total = finite_shift(maximum), tl.full([], 0.0, tl.float64)
-    collected, block, complete, reads = 0, 0, index < 0, 0
+    shift, zero, reads = finite_shift(maximum), tl.full([], 0.0, tl.float64), 0
+    none = tl.full([], 0, tl.int32)
+    found = Reading(none, none, zero, zero, maximum, none, index < 0)
     # The sums overflow if the greatest logit of the sample is far below that of the row.
-    while (reads < 2) & ((total >= 1.0) & (total <= 1e30) == 0):
-        shift = finite_shift(maximum)
+    while (reads < 2) & ((found.mass >= 1.0) & (found.mass <= 1e30) == 0):
+        shift = finite_shift(found.maximum)
         args = (row, shift, first, last, buffer_ptr)
         found = read_row(*args, True, HAS_TOP_K, SHIFT, CANDIDATES, TILE)
-        maximum, total = found.maximum, found.mass
-        collected, block, complete = found.collected, found.block, found.complete
         reads += 1
-    top = highest
-    if not HAS_SOFTCAP:
-        top = tl.maximum(key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT), lowest)
-    sums = memory.sums + index * 5
+    maximum, block, total = found.maximum, found.block, found.mass
+    top = greatest_key(row, maximum, lowest, highest, SHIFT)
+    limits = load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST, SHIFT)
+    is_found, by_mass = index < 0, limits.top_k <= 0
     if HAS_TOP_K:
         first, last = tl.minimum(first, top), top
-        tl.store(sums + tl.arange(0, 4) + 1, 0.0, mask=tl.arange(0, 4) > 0)
-    else:
-        limits = load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST, SHIFT)
-        rest = total * (1.0 - limits.top_p)
-        # Without top-p, or if it follows another rule, the first sums to know are those from a key.
-        key = tl.where(limits.top_p < 1.0, limits.before, limits.least)
-        is_known = (limits.top_p >= 1.0) | (limits.before > lowest)
-        low, high = tl.where(is_known, key, lowest), tl.where(is_known, key, top)
-        bounds = (index >= 0, MARGIN, low, high)
-        first, last = guess_bracket(
-            row, shift, sample, rest, *bounds, CANDIDATES, SAMPLE, SHIFT
+        is_found = found.complete & (limits.top_k > 0) & (found.number >= limits.top_k)
+        found = Reading(found.collected, none, zero, zero, maximum, none, found.complete)
+    if is_found == 0:
+        rest = tl.where(
+            by_mass, total * (1.0 - limits.top_p), (classes - limits.top_k).to(tl.float64)
         )
+        # Without top-p, or if it follows min-p, the first sums to know are those from a key.
+        key = tl.where(limits.top_p < 1.0, limits.before, limits.least)
+        is_known = by_mass & ((limits.top_p >= 1.0) | (limits.before > lowest))
+        low, high = tl.where(is_known, key, lowest), tl.where(is_known, key, top)
+        bounds = (by_mass, MARGIN, low, high)
+        first, last = guess_bracket(row, shift, sample, rest, *bounds, CANDIDATES, SAMPLE, SHIFT)
         args = (row, shift, first, last, buffer_ptr)
         found = read_row(*args, False, True, SHIFT, CANDIDATES, TILE)
-        collected, complete = found.collected, found.complete
-        tl.store(sums + 2, found.number.to(tl.float64))
-        tl.store(sums + 3, found.mass)
-        tl.store(sums + 4, found.sum_x_exp)
-    keys = memory.keys + index * 5
-    tl.store(sums, shift.to(tl.float64))
-    tl.store(sums + 1, total)
+    keys, sums = memory.keys + index * 6, memory.sums + index * 4
     tl.store(keys, first.to(tl.int64))
     tl.store(keys + 1, last.to(tl.int64))
-    tl.store(keys + 2, collected.to(tl.int64))
-    tl.store(keys + 3, complete.to(tl.int64))
+    tl.store(keys + 2, found.collected.to(tl.int64))
+    tl.store(keys + 3, found.complete.to(tl.int64))
     tl.store(keys + 4, block.to(tl.int64))
+    tl.store(keys + 5, tl.zeros_like(index) + found.number)
+    tl.store(sums, shift.to(tl.float64))
+    tl.store(sums + 1, total)
+    tl.store(sums + 2, found.mass)
+    tl.store(sums + 3, found.sum_x_exp)
     tl.store(results.maximum + index, maximum)
 
 
@@ -715,7 +707,6 @@ def truncated_stats_kernel(
     WHOLE: tl.constexpr,  # whether the tile is the whole row
     CANDIDATES: tl.constexpr,  # classes of a tile
     TILE: tl.constexpr,  # LaneTile
-    LABEL_BLOCK: tl.constexpr,  # classes of a block of the first kernel
     SAMPLE: tl.constexpr,
     BINS: tl.constexpr,
     READS: tl.constexpr,  # whether this launch is for the rows that are left
@@ -726,9 +717,11 @@ def truncated_stats_kernel(
     """
     index = tl.program_id(0).to(tl.int64)
     if READS:
-        if tl.load(memory.keys + index * 5 + 3) < IS_LEFT:
+        if tl.load(memory.keys + index * 6 + 3) < IS_LEFT:
             return
-    temperature = load_temperature(rules, index, ACC_DTYPE)
+    temperature = tl.full([], 1.0, ACC_DTYPE)
+    if rules.temperature is not None:
+        temperature = tl.load(rules.temperature + index).to(ACC_DTYPE)
     row = TruncatedRow(
         index,
         logits.ptr + index * logits.row,
@@ -738,43 +731,44 @@ def truncated_stats_kernel(
         temperature,
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
     )
-    lowest, last = range_of_keys(ACC_DTYPE, SHIFT)
-    zero = tl.full([], 0.0, tl.float64)
-    above = Sums(tl.full([], 0, tl.int32), zero, zero)
+    lowest, highest = range_of_keys(ACC_DTYPE, SHIFT)
     if WHOLE:
         x, mask = load_block(row, 0, True, TILE)
         capped = capped_logits(x, mask, row.softcap, ACC_DTYPE)
-        maximum = tl.max(tl.max(capped, axis=0))
+        maximum, zero = tl.max(tl.max(capped, axis=0)), tl.full([], 0.0, tl.float64)
         shift = finite_shift(maximum)
-        e = tl.exp2(exponent(row, shift, capped))
-        total, block = tl.sum(tl.sum(e, axis=0).to(tl.float64)), 0
+        terms = tl.exp2(exponent(row, shift, capped))
+        total = tl.sum(tl.sum(terms, axis=0).to(tl.float64))
+        none = tl.full([], 0, tl.int32)
+        above = Reading(none, none, zero, zero, maximum, none, index >= 0)
         x, one = tl.reshape(x, [CANDIDATES]), tl.full([], 1.0, ACC_DTYPE)
-        tile = Tile(x, one, lowest, last, index >= 0)
+        tile = Tile(x, one, lowest, highest, index >= 0)
     else:
         buffer_ptr = memory.candidates.ptr + index * memory.candidates.row
-        keys, sums = memory.keys + index * 5, memory.sums + index * 5
-        maximum, shift = tl.load(results.maximum + index), tl.load(sums).to(ACC_DTYPE)
-        total, block = tl.load(sums + 1), tl.load(keys + 4).to(tl.int32)
-        above = Sums(tl.load(sums + 2).to(tl.int32), tl.load(sums + 3), tl.load(sums + 4))
+        keys, sums = memory.keys + index * 6, memory.sums + index * 4
         first, last = tl.load(keys).to(lowest.dtype), tl.load(keys + 1).to(lowest.dtype)
-        number, complete = tl.load(keys + 2).to(tl.int32), tl.load(keys + 3) % IS_LEFT != 0
-    top = last
-    if not HAS_SOFTCAP:
-        top = tl.maximum(key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT), lowest)
-    elif not WHOLE:
-        _, top = range_of_keys(ACC_DTYPE, SHIFT)
+        shift, total = tl.load(sums).to(ACC_DTYPE), tl.load(sums + 1)
+        above = Reading(
+            tl.load(keys + 2).to(tl.int32),
+            tl.load(keys + 5).to(tl.int32),
+            tl.load(sums + 2),
+            tl.load(sums + 3),
+            tl.load(results.maximum + index),
+            tl.load(keys + 4).to(tl.int32),
+            tl.load(keys + 3) % IS_LEFT != 0,
+        )
+    maximum, block = above.maximum, above.block
+    top = greatest_key(row, maximum, lowest, highest, SHIFT)
     limits = load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST, SHIFT)
     before, least, top_p = limits.before, limits.least, limits.top_p
     valid = limits.valid & (total == total)
-    low, high, goal, tries = lowest, top, limits.top_k.to(tl.float64), 0
+    low, high, goal, tries = lowest, top, limits.top_k.to(tl.float64), 1
     # The steps: 0 finds the k-th class, 1 adds up what is left, 2 finds the threshold of its share,
     # and 3 needs the tile around the row's threshold.
     step = tl.where(valid, 0, 4)
     while step < 4:
         if not WHOLE:
-            tile = load_tile(
-                buffer_ptr, number, complete, first, last, ACC_DTYPE, SHIFT, CANDIDATES
-            )
+            tile = load_tile(buffer_ptr, above, first, last, SHIFT, CANDIDATES)
         if step == 0:
             found = limits.top_k <= 0
             if limits.top_k > 0:
@@ -802,7 +796,7 @@ def truncated_stats_kernel(
             step += has_key(tile, least).to(tl.int32)
         if not (WHOLE or READS):
             if step < 4:
-                tl.store(keys + 3, complete.to(tl.int64) + IS_LEFT)
+                tl.store(keys + 3, above.complete.to(tl.int64) + IS_LEFT)
                 step = 4
         if READS:
             if step < 4:
@@ -825,15 +819,13 @@ def truncated_stats_kernel(
                         row, shift, sample, rest, *bounds, CANDIDATES, SAMPLE, SHIFT
                     )
                 args = (row, shift, first, last, buffer_ptr)
-                reading = read_row(*args, False, True, SHIFT, CANDIDATES, TILE)
-                number, complete = reading.collected, reading.complete
-                above = Sums(reading.number, reading.mass, reading.sum_x_exp)
+                above = read_row(*args, False, True, SHIFT, CANDIDATES, TILE)
     if not WHOLE:
-        tile = load_tile(buffer_ptr, number, complete, first, last, ACC_DTYPE, SHIFT, CANDIDATES)
+        tile = load_tile(buffer_ptr, above, first, last, SHIFT, CANDIDATES)
     if target_ptr is not None:
         label = tl.load(target_ptr + index).to(tl.int64)
     else:  # The first block that has the maximum is read again.
-        column = block * LABEL_BLOCK + tl.arange(0, LABEL_BLOCK)
+        column = block * TILE.block + tl.arange(0, TILE.block)
         pointers = row.ptr + column.to(tl.int64) * row.column
         y = tl.load(pointers, mask=column < classes, other=-float("inf")).to(ACC_DTYPE)
         y = tl.where(column < classes, apply_softcap(y, row.softcap), -float("inf"))
@@ -845,25 +837,17 @@ def truncated_stats_kernel(
     e, u = exponents(row, shift, tile.x)
     e = tl.where(kept, e * tile.each, 0.0)
     kept_number = tl.sum(tl.where(kept & (tile.x > -float("inf")), tile.each, 0.0)).to(tl.int32)
-    sums = Sums(
+    kept = Reading(
+        0,
         tl.where(valid, above.number + kept_number, 0),
         above.mass + tl.sum(e.to(tl.float64)),
         above.sum_x_exp + tl.sum((e * u).to(tl.float64)),
-    )
-    finish_row(
-        row,
-        shift,
-        results,
-        sums,
-        total,
-        threshold,
-        cut,
         maximum,
-        label,
+        0,
         valid,
-        ignore_index,
-        KEEPS_TARGET,
     )
+    sums = (results, kept, total, threshold, cut, label, valid, ignore_index)
+    finish_row(row, shift, *sums, KEEPS_TARGET)
 
 
 @triton.jit(do_not_specialize=["first"])
