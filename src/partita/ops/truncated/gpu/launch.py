@@ -20,12 +20,12 @@ from ....primitives.gpu.row_plan import (
 from ....runtime.launch import launch, next_power_of_2, tl_acc_dtype
 from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, truncated_fake
 from .kernels import (
-    SamplerRules,
     SearchMemory,
     truncated_read_kernel,
     truncated_stats_backward_kernel,
     truncated_stats_kernel,
 )
+from .search import SamplerRules
 
 WHOLE_ROW = 4096  # classes of a row that is one tile
 LONG_ROW = 32_768  # classes from which on more warps read a row
