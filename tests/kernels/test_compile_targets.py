@@ -53,7 +53,7 @@ SPILLED = {
     # Around the loops over a row: with 64 registers, more programs run, and with 128 those of rows
     # whose first tile has no threshold.
     "truncated_read_kernel": 184,
-    "truncated_stats_kernel": 512,
+    "truncated_stats_kernel": 640,
     # The spills stand before the loops of the fast scan (48 at most), and in the rare scan in fp64.
     # With fewer registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 168,
