@@ -28,7 +28,7 @@ from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_BYTES = 2**30  # of the workspace, if no budget is given
-SEARCH_BYTES = 40 * 2**10  # of a token beside its logits, in which thresholds are searched
+SEARCH_BYTES = 42 * 2**10  # of a token beside its logits, in which its threshold is searched
 TILE_TOKENS = 128  # of a product's tile
 
 
