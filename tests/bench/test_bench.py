@@ -32,6 +32,7 @@ from partita.bench.providers import PARTITA, TORCH
 CHAINS = ("chain", "linear_chain", "semi_markov")
 CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
+OF_CLASSES = ("linear_support_stats", "linear_truncated_stats")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,koi,seqdist,"
     "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode"
@@ -115,7 +116,8 @@ def test_all_ops_with_table_csv_and_picture(
         measured_part = row["part"] == "total" or row["op"] == "ctc_align"
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
-            and row["op"] in (*LINEAR, "cross_entropy", "divergence", *CHAINS, *CTC, *RNNT)
+            and row["op"]
+            in (*LINEAR, *OF_CLASSES, "cross_entropy", "divergence", *CHAINS, *CTC, *RNNT)
             and measured_part
         )
     sizes = {
@@ -302,8 +304,8 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "chess",
             "expected some of softmax, cross_entropy, token_stats, truncated_stats, logprobs,"
-            " linear_cross_entropy, divergence, linear_support_stats, chain, linear_chain,"
-            " semi_markov, ctc, rnnt, decode, got 'chess'",
+            " linear_cross_entropy, linear_truncated_stats, divergence, linear_support_stats,"
+            " chain, linear_chain, semi_markov, ctc, rnnt, decode, got 'chess'",
         ),
         ("--peers nobody", f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'"),
         ("--dtype fp8", "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
