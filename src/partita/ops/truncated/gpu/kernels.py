@@ -2,16 +2,18 @@
 
 The logits that a row keeps are those of at least a threshold. The keys of the logits are integers
 in the order of the numbers, so a bisection of keys finds the greatest key whose classes, and all
-above it, reach a number or a probability. It runs over a tile of classes on chip:
+above it, reach a number or a probability. It runs over a tile, the logits of a bracket of keys:
 
-- `truncated_totals_kernel` reads the row once. A sample of it says which logit about a thousand
-  classes reach. They are the first tile, which has the threshold of most rules.
-- `truncated_stats_kernel` searches the tile. Where the threshold is below it, the sample and the
-  row's sum give two logits between which the threshold probably is. One more read adds up the
-  classes above them, and collects those between them as the next tile.
+- `truncated_read_kernel` takes the totals of a row with one read. For a row with top-k, this read
+  also collects the top classes, about a thousand, as the first tile. Otherwise the share of top-p
+  and a sample of the row say between which keys the threshold probably is. A second read adds up
+  the classes above them, and collects those between them.
+- `truncated_stats_kernel` searches the tile. A tile without the threshold says on which side of it
+  the threshold is. The row is then read again, with another bracket from the sample at first. If
+  that does not help, a read cuts the keys into eight parts and finds the one of the threshold.
 
 A short row is one tile. With `slope` = log2(e) / temperature, the exponentials are 2**u,
-u = slope (x - shift).
+u = slope (x - shift). The weights of a search are ones or these exponentials.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from ....primitives.gpu.math import (
     LOG2E,
     UNFUSED,
     apply_softcap,
+    capped_logits,
     divide,
     finite_shift,
     log_exact,
     reciprocal,
     through_softcap,
 )
+from ....primitives.gpu.memory import load_vectors
 from ....primitives.gpu.reduce import (
     NOT_FOUND,
     locate_tile,
@@ -39,9 +43,37 @@ from ....primitives.gpu.reduce import (
 )
 from ...cross_entropy.gpu.row_math import load_row_gradient
 
+PARTS = tl.constexpr(8)  # of a range of keys that one read compares
+IS_LEFT = tl.constexpr(2)  # is added to the mark of rows that the second launch serves
+MARGIN = tl.constexpr(3.0)  # of a guess, in standard deviations of what the sample says
+
+
+class SamplerRules(NamedTuple):
+    """The numbers of the rules of each row, [M], or None."""
+
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    temperature: Any
+
+
+class SearchMemory(NamedTuple):
+    """What the first kernel leaves to the second one.
+
+    Fields:
+        candidates: logits of the tile, [M, slots of all lanes and a block].
+        keys: the first and last key of the tile, its number of classes, whether it has all of them,
+            and the first block with the maximum, [M, 5] int64.
+        sums: the shift, the total, and the `Sums` of the classes above the tile, [M, 5] fp64.
+    """
+
+    candidates: Any
+    keys: Any
+    sums: Any
+
 
 class TruncatedRow(NamedTuple):
-    """A row, its rules and its statistics.
+    """A row and how its logits are read.
 
     Fields:
         index: the row.
@@ -49,6 +81,7 @@ class TruncatedRow(NamedTuple):
         column: the stride over classes.
         classes: the number of classes.
         softcap: the soft-cap, or None.
+        temperature: the temperature.
         slope: log2(e) / temperature.
     """
 
@@ -57,7 +90,25 @@ class TruncatedRow(NamedTuple):
     column: Any
     classes: Any
     softcap: Any
+    temperature: Any
     slope: Any
+
+
+class Limits(NamedTuple):
+    """The rules of a row: top-k (0 for none) and top-p, and keys below which classes are dropped.
+
+    Fields:
+        top_k, top_p: the numbers.
+        before: the key below which classes are dropped before top-p.
+        least: the same after all rules but top-k and top-p.
+        valid: whether the numbers are in their ranges.
+    """
+
+    top_k: Any
+    top_p: Any
+    before: Any
+    least: Any
+    valid: Any
 
 
 class Sums(NamedTuple):
@@ -74,26 +125,31 @@ class Sums(NamedTuple):
     sum_x_exp: Any
 
 
-class Lanes(NamedTuple):
-    """What each lane knows of the classes that it has read, [LANES].
+class Reading(NamedTuple):
+    """What a read of a row finds: of lanes, [LANES], or of the row.
 
     Fields:
-        counts: the number of classes in the bracket.
-        number, mass, sum_x_exp: the `Sums` of the classes above it; mass that of all at first.
+        collected: the number of classes in the bracket.
+        number, mass, sum_x_exp: the `Sums` of the classes above it; or the mass of all classes.
         maximum: the maximum of the soft-capped logits.
         block: the first block that has it.
+        complete: of the row, whether the buffer has all classes of the bracket.
     """
 
-    counts: Any
+    collected: Any
     number: Any
     mass: Any
     sum_x_exp: Any
     maximum: Any
     block: Any
+    complete: Any
 
 
 class Sample(NamedTuple):
-    """A sample of a row: the number of logits in each bin, the greatest one, a bin's width."""
+    """A sample of a row: the number of logits in each bin, the greatest one, a bin's width.
+
+    The last bin has masked classes, and those that are too far below the greatest to matter.
+    """
 
     counts: Any
     greatest: Any
@@ -195,17 +251,23 @@ def range_of_keys(ACC_DTYPE: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr):
-    """Return the rules of a row as numbers; those without effect are 0 classes, 1 and 0."""
-    top_k, top_p, min_p = row.index * 0, tl.full([], 1.0, tl.float64), tl.full([], 0.0, tl.float64)
-    if top_k_ptr is not None:
-        top_k = tl.load(top_k_ptr + row.index)
+def load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the `Limits` of a row, whose keys are from `lowest` to `top`."""
+    top_k, top_p, least = row.index * 0, tl.full([], 1.0, tl.float64), lowest
+    valid = (row.temperature > 0.0) & (row.temperature < float("inf"))
+    if rules.top_k is not None:
+        top_k = tl.load(rules.top_k + row.index)
         top_k = tl.where(top_k < row.classes, top_k, 0)
-    if top_p_ptr is not None:
-        top_p = tl.load(top_p_ptr + row.index)
-    if min_p_ptr is not None:
-        min_p = tl.load(min_p_ptr + row.index)
-    return top_k, top_p, min_p
+    if rules.top_p is not None:
+        top_p = tl.load(rules.top_p + row.index)
+        valid &= (top_p >= 0.0) & (top_p <= 1.0)
+    if rules.min_p is not None:
+        min_p = tl.load(rules.min_p + row.index)
+        valid &= (min_p >= 0.0) & (min_p <= 1.0)
+        if min_p > 0.0:
+            ln_min_p, greatest = tl.log(min_p).to(maximum.dtype), finite_shift(maximum)
+            least = min_p_key(row, greatest, ln_min_p, row.temperature, lowest, top, SHIFT)
+    return Limits(top_k, top_p, least if MIN_P_FIRST else lowest, least, valid)
 
 
 @triton.jit
@@ -219,7 +281,6 @@ def finish_row(
     cut,
     maximum,
     label,
-    temperature,
     valid,
     ignore_index,
     KEEPS_TARGET: tl.constexpr,
@@ -243,9 +304,9 @@ def finish_row(
     shift, valid = finite_shift(maximum), valid & (in_range | (not_ignored == 0))
     nan_or_zero = tl.where(valid, 0.0, float("nan")).to(dtype)
     kept_sumexp = mass.to(dtype) + nan_or_zero
-    logprob = divide(apply_softcap(x, row.softcap) - shift, temperature)
+    logprob = divide(apply_softcap(x, row.softcap) - shift, row.temperature)
     logprob = tl.where(in_set | adds, logprob, -float("inf"))
-    log_sum, shift = log_exact(kept_sumexp), divide(shift, temperature)
+    log_sum, shift = log_exact(kept_sumexp), divide(shift, row.temperature)
     index = row.index
     logprob = tl.where(not_ignored, logprob - log_sum, 0.0) + nan_or_zero
     entropy = log_sum - divide((sum_x_exp * LN2).to(dtype), kept_sumexp)
@@ -263,163 +324,207 @@ def finish_row(
 
 
 @triton.jit
-def by_thread(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Reshape a block of classes to [., LANES], where each lane has what one thread loads.
+def load_temperature(rules, index, ACC_DTYPE: tl.constexpr):
+    """Return the temperature of a row."""
+    if rules.temperature is None:
+        return tl.full([], 1.0, ACC_DTYPE)
+    else:
+        return tl.load(rules.temperature + index).to(ACC_DTYPE)
 
-    Triton gives a lane to a thread if it is the last axis, and then a scan is one of its registers.
-    """
-    x = tl.reshape(x, [x.shape[0] // (LANES * VECTOR), LANES, VECTOR])
-    return tl.reshape(tl.permute(x, (0, 2, 1)), [x.shape[0] * VECTOR, LANES])
+
+@triton.jit
+def load_block(row, start, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Load a block of classes, [., LANES], -inf past the last one, and which of them exist."""
+    exists = tl.full([1], True, tl.int1)
+    where = (row.ptr + tl.arange(0, 1), row.column, start, row.classes, exists)
+    x, _, mask = load_vectors(*where, MASKED, "", TILE.block, TILE)
+    x, mask = x.to(row.slope.dtype), mask
+    PER_LANE: tl.constexpr = TILE.block // TILE.lanes
+    return tl.reshape(x, [PER_LANE, TILE.lanes]), tl.reshape(mask, [PER_LANE, TILE.lanes])
 
 
 @triton.jit
 def read_block(
+    state,
     row,
     shift,
-    state,
-    start,
     bracket,
     buffer_ptr,
-    FIRST: tl.constexpr,
+    start,
     MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TOTALS: tl.constexpr,
+    COLLECTS: tl.constexpr,
     SLOTS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Add a block of classes to the state of lanes, and collect its classes of the bracket."""
-    LANES: tl.constexpr = state.counts.shape[0]
-    counts, number, mass, sum_x_exp, maximum, block = state
+    collected, number, mass, sum_x_exp, maximum, block, _ = state
     low, high = bracket
-    column = start + tl.arange(0, BLOCK)
-    pointers = row.ptr + column.to(tl.int64) * row.column
-    if MASKED:
-        raw = tl.load(pointers, mask=column < row.classes, other=-float("inf"))
-    else:
-        raw = tl.load(pointers)
-    raw = by_thread(raw, LANES, VECTOR)
-    logit = raw.to(low.dtype)
-    x = apply_softcap(logit, row.softcap)
-    if MASKED and row.softcap is not None:
-        x = tl.where(by_thread(column < row.classes, LANES, VECTOR), x, -float("inf"))
+    logit, mask = load_block(row, start, MASKED, TILE)
+    x = capped_logits(logit, mask, row.softcap, logit.dtype)
     u = exponent(row, shift, x)
-    if FIRST:
-        inside = logit >= low
-        of_block, at = tl.max(x, axis=0), start // BLOCK
+    if TOTALS:
+        of_block, at = tl.max(x, axis=0), start // TILE.block
         is_first = (of_block > maximum) | ((of_block == maximum) & (at < block))
         block = tl.where(is_first, at, block)
         maximum = tl.maximum(maximum, of_block)
         mass += tl.sum(tl.exp2(u), axis=0).to(tl.float64)
     else:
         above = logit > high
-        inside = (logit >= low) & (above == 0)
         u = tl.where(above, u, -10000.0)
         e = tl.exp2(u)
-        number += tl.sum(above.to(tl.int32), axis=0)
+        number += tl.sum(tl.where(above, 3, 0), axis=0)
         mass += tl.sum(e, axis=0).to(tl.float64)
         sum_x_exp += tl.sum(e * u, axis=0).to(tl.float64)
-    # The buffer has room for one block more than its slots. Offsets are in bytes, which saves the
-    # multiplications. Triton gives threads the last axis of a scan, and the first one of a store
-    # whose addresses it does not know.
-    BYTES: tl.constexpr = LANES * raw.dtype.primitive_bitwidth // 8
-    used = tl.minimum(counts, SLOTS) * LANES + tl.arange(0, LANES)
-    used = (buffer_ptr + used).to(tl.pointer_type(tl.uint8), bitcast=True) - BYTES
-    step = tl.where(inside, BYTES, 0)
-    place = used[:, None] + tl.trans(tl.cumsum(step, axis=0)).to(tl.uint32)
-    place = place.to(tl.pointer_type(raw.dtype), bitcast=True)
-    tl.store(place, tl.trans(raw), mask=tl.trans(inside))
-    counts += tl.sum(step, axis=0) // BYTES
-    return Lanes(counts, number, mass, sum_x_exp, maximum, block)
+    if COLLECTS:  # A thread stores its classes one after the other.
+        bits = logit.to(tl.int64 if logit.dtype == tl.float64 else tl.int32, bitcast=True)
+        index = tl.arange(0, logit.shape[0])[:, None]
+        first_place = tl.minimum(collected, SLOTS) * TILE.lanes + tl.arange(0, TILE.lanes)
+        place = first_place
+        for i in tl.static_range(logit.shape[0]):
+            x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
+            inside = x >= low
+            if not TOTALS:
+                inside &= x <= high
+            tl.store(buffer_ptr + place, x, mask=inside)
+            place += tl.where(inside, TILE.lanes, 0)
+        collected += (place - first_place) // TILE.lanes
+    return Reading(collected, number, mass, sum_x_exp, maximum, block, 0)
 
 
 @triton.jit
 def read_row(
     row,
     shift,
-    bracket,
+    first,
+    last,
     buffer_ptr,
-    FIRST: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    TOTALS: tl.constexpr,
+    COLLECTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Read a row and return the state of `Lanes`; no thread waits for another meanwhile.
+    """Read a row and return the `Reading`; no thread waits for another meanwhile.
 
-    Classes of the bracket, two logits, are stored in the buffer, where each lane has a column of
-    SLOTS. What is too much for it is counted alone. The first read takes the totals, and its
-    bracket has no upper end. Later ones start at the end of the row.
+    The classes of the bracket, two keys, are collected: at first by lane, each of which has a
+    column of slots, and then in succession. What is too much for the buffer is counted alone. It
+    has room for one block more than the slots.
+
+    The read of TOTALS has no upper end. Others start at the end of the row, which the cache has.
     """
-    tl.debug_barrier()  # other threads may still read the buffer
+    LANES: tl.constexpr = TILE.lanes
+    SLOTS: tl.constexpr = 2 * CANDIDATES // LANES
+    bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
     zeros, counts = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
     maximum = tl.full([LANES], -float("inf"), row.slope.dtype)
-    state = Lanes(counts, counts, zeros, zeros, maximum, counts)
-    args = (bracket, buffer_ptr)
-    unmasked = row.classes // BLOCK * BLOCK
-    for start in range(unmasked, row.classes, BLOCK):
-        state = read_block(row, shift, state, start, *args, FIRST, True, BLOCK, SLOTS, VECTOR)
-    for start in range(0, unmasked, BLOCK):
-        at = start if FIRST else unmasked - BLOCK - start
-        state = read_block(row, shift, state, at, *args, FIRST, False, BLOCK, SLOTS, VECTOR)
-    tl.debug_barrier()  # other threads stored what this one reads
-    return state
+    state = Reading(counts, counts, zeros, zeros, maximum, counts, 0)
+    args = (row, shift, bracket, buffer_ptr)
+    unmasked = row.classes // TILE.block * TILE.block
+    tl.debug_barrier()  # other threads may still read the buffer
+    if unmasked < row.classes:
+        state = read_block(state, *args, unmasked, True, TOTALS, COLLECTS, SLOTS, TILE)
+    for start in range(0, unmasked, TILE.block):
+        at = start if TOTALS else unmasked - TILE.block - start
+        state = read_block(state, *args, at, False, TOTALS, COLLECTS, SLOTS, TILE)
+    maximum = tl.max(state.maximum)
+    block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
+    number, mass, sum_x_exp = tl.sum(state.number) // 3, tl.sum(state.mass), tl.sum(state.sum_x_exp)
+    counts = state.collected
+    collected = tl.sum(counts)
+    complete = (tl.max(counts) <= SLOTS) & (collected <= CANDIDATES)
+    if COLLECTS:
+        slot = tl.arange(0, SLOTS)[:, None]
+        exists = complete & (slot < counts[None, :])
+        tl.debug_barrier()  # other threads have stored what this one reads
+        x = tl.load(buffer_ptr + slot * LANES + tl.arange(0, LANES)[None, :], mask=exists)
+        tl.debug_barrier()
+        place = (tl.cumsum(counts, axis=0) - counts)[None, :] + slot
+        tl.store(buffer_ptr + place, x, mask=exists)
+        tl.debug_barrier()
+    return Reading(collected, number, mass, sum_x_exp, maximum, block, complete)
 
 
 @triton.jit
 def count_sample(row, SAMPLE: tl.constexpr, BINS: tl.constexpr):
     """Count a sample of the row's logits in bins of equal width below the greatest one.
 
-    The sample is cut into runs of 16 classes, which lie evenly over the row. The last bin has all
-    that is below it too.
+    The sample consists of runs of 16 classes, which lie evenly over the row.
     """
     i = tl.arange(0, SAMPLE)
-    column = i // 16 * (row.classes // SAMPLE * 16) + i % 16
-    x = tl.load(row.ptr + column.to(tl.int64) * row.column).to(row.slope.dtype)
+    column = (i // 16).to(tl.int64) * row.classes // (SAMPLE // 16) + i % 16
+    x = tl.load(row.ptr + column * row.column).to(row.slope.dtype)
     greatest = tl.max(x)
     least = tl.min(tl.where(x > -float("inf"), x, greatest))
-    width = tl.minimum(greatest - least, 32.0 / row.slope) / (BINS - 1)
+    width = tl.minimum(greatest - least, 32.0 / row.slope) / (BINS - 2)
     place = (greatest - x) / tl.maximum(width, 1e-30)
     place = tl.where(place < BINS - 1, place, BINS - 1.0)
     return Sample(tl.histogram(place.to(tl.int32), BINS), greatest, width)
 
 
 @triton.jit
-def key_of_edge(sample, bin, UP: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the greatest key that is not above the upper edge of a bin, or the least not below."""
-    edge = sample.greatest - bin * sample.width
-    key = key_of(edge, SHIFT)
+def key_of_edge(sample, edge, UP: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the greatest key that is not above an edge between bins, or the least not below it."""
+    x = sample.greatest - edge * sample.width
+    key = key_of(x, SHIFT)
     if UP:
-        return key + (logit_of(key, SHIFT) < edge)
+        return key + (logit_of(key, SHIFT) < x)
     else:
-        return key - (logit_of(key, SHIFT) > edge)
+        return key - (logit_of(key, SHIFT) > x)
 
 
 @triton.jit
-def guess_bracket(row, shift, sample, goal, rest, margin, low, high, by_mass, SHIFT: tl.constexpr):
+def edge_of(weights, below, level):
+    """Return how many bins, with a fraction, are above the place with a weight below it.
+
+    `below` has the weights below the upper edge of each bin. Inside of a bin they lie evenly.
+    """
+    BINS: tl.constexpr = weights.shape[0]
+    bin = tl.sum((below > level).to(tl.int32)) - 1
+    is_it = tl.arange(0, BINS) == bin
+    part = tl.sum(tl.where(is_it, (below - level) / tl.maximum(weights, 1e-30), 0.0))
+    return bin + tl.minimum(part, 1.0)
+
+
+@triton.jit
+def guess_bracket(
+    row,
+    shift,
+    sample,
+    rest,
+    by_mass,
+    margin,
+    low,
+    high,
+    CANDIDATES: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
     """Return two keys of [low, high] between which a threshold of the row probably is.
 
-    `goal` and `rest` are the weights of the sample from the threshold on and below it, and the
-    bracket has `margin` standard deviations of the sample's sums on both sides. Masses are compared
-    below the threshold, where they vary less.
+    `rest` is the weight of the classes below the threshold. They are many and small, so a sample
+    knows their weight well. The bracket has `margin` standard deviations on both sides, or fewer if
+    the tile had no room for its classes.
     """
     BINS: tl.constexpr = sample.counts.shape[0]
     bin = tl.arange(0, BINS)
     middle = sample.greatest - (bin.to(row.slope.dtype) + 0.5) * sample.width
-    weight = tl.where(by_mass, exponents(row, shift, middle)[0], 1.0)
+    weight = tl.where(bin < BINS - 1, exponents(row, shift, middle)[0], 0.0)
+    weight = tl.where(by_mass, weight, 1.0)
     weights = sample.counts.to(row.slope.dtype) * weight
-    from_here, squares = tl.cumsum(weights, axis=0), tl.cumsum(weights * weight, axis=0)
-    below, squares_below = tl.sum(weights) - from_here, tl.sum(weights * weight) - squares
-    spare = tl.where(by_mass, rest - below, from_here - goal)
-    variance = tl.where(by_mass, squares_below, squares)
-    margin *= tl.sqrt(tl.maximum(variance, 0.0))
-    enough = tl.min(tl.where(spare >= margin, bin, BINS - 1))
-    too_few = tl.min(tl.where(spare > -margin, bin, BINS - 1))
-    # Inside of a bin, the weights lie evenly.
-    weights = tl.maximum(weights, 1e-30)
-    part = tl.sum(tl.where(bin == enough, (spare - margin) / weights, 0.0))
-    edge = enough + 1 - tl.minimum(tl.maximum(part, 0.0), 1.0)
-    first = tl.where(enough < BINS - 1, key_of_edge(sample, edge, False, SHIFT), low)
-    part = tl.sum(tl.where(bin == too_few, (spare + margin) / weights, 0.0))
-    edge = too_few + 1 - tl.minimum(tl.maximum(part, 0.0), 1.0)
+    below = tl.cumsum(weights, axis=0, reverse=True)
+    squares = tl.cumsum(weights * weight, axis=0, reverse=True)
+    share = SAMPLE / row.classes.to(row.slope.dtype)
+    level = rest.to(row.slope.dtype) * share
+    is_it = bin == tl.maximum(tl.sum((below > level).to(tl.int32)) - 1, 0)
+    variance = tl.sum(tl.where(is_it, squares - below * below / SAMPLE, 0.0))
+    one = tl.sum(tl.where(is_it, weight, 0.0))
+    deviation = tl.sqrt(tl.maximum(variance, one * one))
+    room = 0.375 * CANDIDATES * share * one
+    reach = tl.minimum(margin * deviation, tl.maximum(room, deviation))
+    edge = edge_of(weights, below, level - reach)
+    first = tl.where(edge < BINS - 1, key_of_edge(sample, edge, False, SHIFT), low)
+    edge = edge_of(weights, below, level + reach)
     last = tl.where(edge > 0.0, key_of_edge(sample, edge, True, SHIFT), high)
     overlaps = (first <= high) & (last >= low)
     last = tl.where(overlaps, tl.minimum(last, high), high)
@@ -427,10 +532,34 @@ def guess_bracket(row, shift, sample, goal, rest, margin, low, high, by_mass, SH
 
 
 @triton.jit
+def narrow(row, shift, goal, by_mass, low, high, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """Return the part of [low, high] that has the threshold, after one read of the row.
+
+    It is the last of PARTS parts of equal length from whose first key on the weights reach the
+    goal.
+    """
+    part = tl.arange(0, PARTS)
+    distance = (high.to(tl.int64) - low.to(tl.int64)).to(tl.uint64, bitcast=True)
+    length = (distance // PARTS).to(low.dtype) + 1
+    first = low + part.to(low.dtype) * length  # which may overflow twice, and is right then
+    edges = logit_of(first, SHIFT)[:, None, None]
+    LANES: tl.constexpr = TILE.lanes
+    sums = tl.zeros([PARTS, LANES], tl.float64)
+    for start in range(0, row.classes, TILE.block):
+        x, _ = load_block(row, start, True, TILE)
+        weight = tl.where(by_mass, exponents(row, shift, x)[0], 1.0)
+        sums += tl.sum(tl.where(x[None] >= edges, weight[None], 0.0), axis=1).to(tl.float64)
+    reaches = (tl.sum(sums, axis=1) >= goal) & (first <= high)
+    index = tl.max(tl.where(reaches, part, 0)).to(low.dtype)
+    low += index * length
+    return low, tl.minimum(high - low, length - 1) + low
+
+
+@triton.jit
 def locate(tile, weight, goal, above, low, high, SHIFT: tl.constexpr):
     """Find the greatest key of [low, high] from which on the weights reach a goal.
 
-    `above` is the weight of the classes above the bracket. Return whether the tile has the key, and
+    `above` is the weight of the classes above the tile. Return whether the tile has the key, and
     the bounds of it that are known now; the key is both of them.
     """
     is_below = (above < goal) | (tile.last >= high)
@@ -439,7 +568,8 @@ def locate(tile, weight, goal, above, low, high, SHIFT: tl.constexpr):
     if found:
         first = tl.maximum(tile.first, low)
         last = tl.minimum(tl.minimum(tile.last, high), key_of(tl.max(tile.x), SHIFT))
-        low = find_key(tile.x, weight, goal - above, first, tl.maximum(first, last), SHIFT)
+        missing = (goal - above).to(weight.dtype)
+        low = find_key(tile.x, weight, missing, first, tl.maximum(first, last), SHIFT)
         high = low
     else:
         low = tl.where(is_below, low, tile.last + 1)
@@ -455,98 +585,118 @@ def has_key(tile, key):
 
 
 @triton.jit
-def load_tile(buffer_ptr, counts, first, last, ACC_DTYPE: tl.constexpr, SHIFT, TILE: tl.constexpr):
-    """Load what a read of the row has collected between two keys.
+def load_tile(
+    buffer_ptr,
+    number,
+    complete,
+    first,
+    last,
+    ACC_DTYPE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    """Load the classes that a read of the row has collected between two keys.
 
-    If it is too much for the buffer but all equal, one class stands for all of them.
+    If they are too many for the buffer but all equal, one class stands for all of them.
     """
-    SLOTS: tl.constexpr = TILE // counts.shape[0]
-    i, complete = tl.arange(0, TILE), tl.max(counts) <= SLOTS
-    exists = tl.reshape(tl.arange(0, SLOTS)[:, None] < counts[None, :], [TILE])
-    x = tl.load(buffer_ptr + i, mask=exists, other=-float("inf")).to(ACC_DTYPE)
-    equal, each = (complete == 0) & (first == last), tl.full([], 1.0, ACC_DTYPE)
-    if equal:
-        x = tl.where(i == 0, logit_of(first, SHIFT), -float("inf"))
-        each = tl.sum(counts).to(ACC_DTYPE)
-    return Tile(x, each, first, last, complete | equal)
+    i, one = tl.arange(0, CANDIDATES), tl.full([], 1.0, ACC_DTYPE)
+    x = tl.load(buffer_ptr + i, mask=complete & (i < number), other=-float("inf")).to(ACC_DTYPE)
+    equal = (complete == 0) & (first == last)
+    x = tl.where(equal & (i == 0), logit_of(first, SHIFT), x)
+    return Tile(x, tl.where(equal, number.to(ACC_DTYPE), one), first, last, complete | equal)
 
 
 @triton.jit
-def truncated_totals_kernel(
+def truncated_read_kernel(
     logits,  # StridedRows of one batch
-    temperature_ptr,  # [M] or None
-    results,  # TruncatedRows [M], for what the search starts from
-    buffer_ptr,  # [M, TILE + BLOCK], memory for the classes of a bracket
-    counts_ptr,  # [M, LANES] int32, memory for the number of them that each lane has
-    sample_ptr,  # [M, BINS] int32, memory for the counts of a sample
+    rules,  # SamplerRules
+    results,  # TruncatedRows [M], of which the maximum is stored
+    memory,  # SearchMemory
     classes,
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
+    MIN_P_FIRST: tl.constexpr,
     SHIFT: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
-    TILE: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    CANDIDATES: tl.constexpr,  # classes of a tile
+    TILE: tl.constexpr,  # LaneTile
     SAMPLE: tl.constexpr,
     BINS: tl.constexpr,
-    COMMON: tl.constexpr,  # classes of the sample from which on the read collects
 ):
-    """Read one row, take its maximum and the sum of its exponentials, and collect its top classes.
-
-    A sample says which classes these are. The results' memory has what the search starts from.
-    """
+    """Take the totals of one row, and collect the tile that probably has its threshold."""
     index = tl.program_id(0).to(tl.int64)
-    temperature = tl.full([], 1.0, ACC_DTYPE)
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + index).to(ACC_DTYPE)
+    temperature = load_temperature(rules, index, ACC_DTYPE)
     row = TruncatedRow(
         index,
         logits.ptr + index * logits.row,
         logits.column,
         classes,
         tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
+        temperature,
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
     )
-    buffer_ptr += index * (TILE + BLOCK)
+    HAS_TOP_K: tl.constexpr = rules.top_k is not None
+    buffer_ptr = memory.candidates.ptr + index * memory.candidates.row
     lowest, highest = range_of_keys(ACC_DTYPE, SHIFT)
     sample = count_sample(row, SAMPLE, BINS)
-    common = tl.sum((tl.cumsum(sample.counts, axis=0) < COMMON).to(tl.int32))
-    first = key_of_edge(sample, common + 1, False, SHIFT)
-    first = tl.minimum(tl.maximum(first, lowest), highest)
-    tl.store(sample_ptr + index * BINS + tl.arange(0, BINS), sample.counts)
-    tl.store(results.threshold + index, sample.greatest)
-    tl.store(results.kept_sumexp + index, sample.width)
-    tl.store(results.kept + index, first.to(tl.int64))
+    # The classes of the sample that half of a tile has.
+    common = CANDIDATES // 2 * SAMPLE // classes
+    common = tl.sum((tl.cumsum(sample.counts, axis=0) < common).to(tl.int32)) + 1
+    first = tl.where(common < BINS, key_of_edge(sample, common, False, SHIFT), lowest)
+    first, last = tl.minimum(tl.maximum(first, lowest), highest), highest
     maximum = apply_softcap(sample.greatest, row.softcap)
-    total, reads = tl.full([], 0.0, tl.float64), tl.full([], 0, tl.int32)
+    shift, total = finite_shift(maximum), tl.full([], 0.0, tl.float64)
+    collected, block, complete, reads = 0, 0, index < 0, 0
     # The sums overflow if the greatest logit of the sample is far below that of the row.
     while (reads < 2) & ((total >= 1.0) & (total <= 1e30) == 0):
         shift = finite_shift(maximum)
-        bracket = (logit_of(first, SHIFT), logit_of(highest, SHIFT))
-        state = read_row(row, shift, bracket, buffer_ptr, True, LANES, BLOCK, TILE // LANES, VECTOR)
-        tl.store(counts_ptr + index * LANES + tl.arange(0, LANES), state.counts)
-        maximum, total = tl.max(state.maximum), tl.sum(state.mass)
-        block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
-        tl.store(results.label + index, block.to(tl.int64))
-        tl.store(results.entropy + index, shift)
+        args = (row, shift, first, last, buffer_ptr)
+        found = read_row(*args, True, HAS_TOP_K, SHIFT, CANDIDATES, TILE)
+        maximum, total = found.maximum, found.mass
+        collected, block, complete = found.collected, found.block, found.complete
         reads += 1
+    top = highest
+    if not HAS_SOFTCAP:
+        top = tl.maximum(key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT), lowest)
+    sums = memory.sums + index * 5
+    if HAS_TOP_K:
+        first, last = tl.minimum(first, top), top
+        tl.store(sums + tl.arange(0, 4) + 1, 0.0, mask=tl.arange(0, 4) > 0)
+    else:
+        limits = load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST, SHIFT)
+        rest = total * (1.0 - limits.top_p)
+        # Without top-p, or if it follows another rule, the first sums to know are those from a key.
+        key = tl.where(limits.top_p < 1.0, limits.before, limits.least)
+        is_known = (limits.top_p >= 1.0) | (limits.before > lowest)
+        low, high = tl.where(is_known, key, lowest), tl.where(is_known, key, top)
+        bounds = (index >= 0, MARGIN, low, high)
+        first, last = guess_bracket(
+            row, shift, sample, rest, *bounds, CANDIDATES, SAMPLE, SHIFT
+        )
+        args = (row, shift, first, last, buffer_ptr)
+        found = read_row(*args, False, True, SHIFT, CANDIDATES, TILE)
+        collected, complete = found.collected, found.complete
+        tl.store(sums + 2, found.number.to(tl.float64))
+        tl.store(sums + 3, found.mass)
+        tl.store(sums + 4, found.sum_x_exp)
+    keys = memory.keys + index * 5
+    tl.store(sums, shift.to(tl.float64))
+    tl.store(sums + 1, total)
+    tl.store(keys, first.to(tl.int64))
+    tl.store(keys + 1, last.to(tl.int64))
+    tl.store(keys + 2, collected.to(tl.int64))
+    tl.store(keys + 3, complete.to(tl.int64))
+    tl.store(keys + 4, block.to(tl.int64))
     tl.store(results.maximum + index, maximum)
-    tl.store(results.sumexp + index, total.to(ACC_DTYPE))
 
 
 @triton.jit
 def truncated_stats_kernel(
     logits,  # StridedRows of one batch
     target_ptr,  # [M], or None for the arg-max
-    top_k_ptr,  # [M] or None, like the other rules
-    top_p_ptr,
-    min_p_ptr,
-    temperature_ptr,
+    rules,  # SamplerRules
     results,  # TruncatedRows [M]
-    buffer_ptr,  # as in `truncated_totals_kernel`
-    counts_ptr,
-    sample_ptr,
+    memory,  # SearchMemory
     classes,
     softcap: tl.float64,
     ignore_index,
@@ -556,123 +706,127 @@ def truncated_stats_kernel(
     SHIFT: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     WHOLE: tl.constexpr,  # whether the tile is the whole row
-    TILE: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    CANDIDATES: tl.constexpr,  # classes of a tile
+    TILE: tl.constexpr,  # LaneTile
+    LABEL_BLOCK: tl.constexpr,  # classes of a block of the first kernel
     SAMPLE: tl.constexpr,
     BINS: tl.constexpr,
-    MARGIN: tl.constexpr,  # of the first guess from the sample, in standard deviations
+    READS: tl.constexpr,  # whether this launch is for the rows that are left
 ):
-    """Compute the statistics of one row, which is read again while no tile has its threshold."""
+    """Compute the statistics of one row, given the tile that probably has its threshold.
+
+    A row whose tile does not have it is left to a second launch, which reads it again.
+    """
     index = tl.program_id(0).to(tl.int64)
-    temperature = tl.full([], 1.0, ACC_DTYPE)
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + index).to(ACC_DTYPE)
+    if READS:
+        if tl.load(memory.keys + index * 5 + 3) < IS_LEFT:
+            return
+    temperature = load_temperature(rules, index, ACC_DTYPE)
     row = TruncatedRow(
         index,
         logits.ptr + index * logits.row,
         logits.column,
         classes,
         tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
+        temperature,
         tl.full([], LOG2E, ACC_DTYPE) / temperature,
     )
-    top_k, top_p, min_p = load_rules(row, top_k_ptr, top_p_ptr, min_p_ptr)
     lowest, last = range_of_keys(ACC_DTYPE, SHIFT)
-    if WHOLE:
-        i, first, block = tl.arange(0, TILE), lowest, 0
-        pointers = row.ptr + i.to(tl.int64) * row.column
-        x = tl.load(pointers, mask=i < classes, other=-float("inf")).to(ACC_DTYPE)
-        capped = tl.where(i < classes, apply_softcap(x, row.softcap), -float("inf"))
-        maximum = tl.max(capped)
-        shift = finite_shift(maximum)
-        total = tl.sum(tl.exp2(exponent(row, shift, capped)).to(tl.float64))
-        tile = Tile(x, tl.full([], 1.0, ACC_DTYPE), first, last, index >= 0)
-    else:
-        buffer_ptr += index * (TILE + BLOCK)
-        maximum, shift = tl.load(results.maximum + index), tl.load(results.entropy + index)
-        total = tl.load(results.sumexp + index).to(tl.float64)
-        first = tl.load(results.kept + index).to(lowest.dtype)
-        block = tl.load(results.label + index).to(tl.int32)
-        counts = tl.load(counts_ptr + index * LANES + tl.arange(0, LANES))
-    of_min_p, top = lowest, last
-    if not HAS_SOFTCAP:
-        top = key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT)
-    if min_p_ptr is not None:
-        if min_p > 0.0:
-            ln_min_p, greatest = tl.log(min_p).to(ACC_DTYPE), finite_shift(maximum)
-            of_min_p = min_p_key(row, greatest, ln_min_p, temperature, lowest, top, SHIFT)
-    before, least = of_min_p if MIN_P_FIRST else lowest, of_min_p
-    valid = (top_p >= 0.0) & (top_p <= 1.0) & (min_p >= 0.0) & (min_p <= 1.0)
-    valid &= (temperature > 0.0) & (temperature < float("inf")) & (total == total)
     zero = tl.full([], 0.0, tl.float64)
     above = Sums(tl.full([], 0, tl.int32), zero, zero)
-    low, high, goal, margin = lowest, top, top_k.to(ACC_DTYPE), tl.full([], MARGIN, ACC_DTYPE)
-    none = last  # the lower end of the latest guess, where there is none yet
-    floor = none
+    if WHOLE:
+        x, mask = load_block(row, 0, True, TILE)
+        capped = capped_logits(x, mask, row.softcap, ACC_DTYPE)
+        maximum = tl.max(tl.max(capped, axis=0))
+        shift = finite_shift(maximum)
+        e = tl.exp2(exponent(row, shift, capped))
+        total, block = tl.sum(tl.sum(e, axis=0).to(tl.float64)), 0
+        x, one = tl.reshape(x, [CANDIDATES]), tl.full([], 1.0, ACC_DTYPE)
+        tile = Tile(x, one, lowest, last, index >= 0)
+    else:
+        buffer_ptr = memory.candidates.ptr + index * memory.candidates.row
+        keys, sums = memory.keys + index * 5, memory.sums + index * 5
+        maximum, shift = tl.load(results.maximum + index), tl.load(sums).to(ACC_DTYPE)
+        total, block = tl.load(sums + 1), tl.load(keys + 4).to(tl.int32)
+        above = Sums(tl.load(sums + 2).to(tl.int32), tl.load(sums + 3), tl.load(sums + 4))
+        first, last = tl.load(keys).to(lowest.dtype), tl.load(keys + 1).to(lowest.dtype)
+        number, complete = tl.load(keys + 2).to(tl.int32), tl.load(keys + 3) % IS_LEFT != 0
+    top = last
+    if not HAS_SOFTCAP:
+        top = tl.maximum(key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT), lowest)
+    elif not WHOLE:
+        _, top = range_of_keys(ACC_DTYPE, SHIFT)
+    limits = load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST, SHIFT)
+    before, least, top_p = limits.before, limits.least, limits.top_p
+    valid = limits.valid & (total == total)
+    low, high, goal, tries = lowest, top, limits.top_k.to(tl.float64), 0
     # The steps: 0 finds the k-th class, 1 adds up what is left, 2 finds the threshold of its share,
     # and 3 needs the tile around the row's threshold.
     step = tl.where(valid, 0, 4)
     while step < 4:
         if not WHOLE:
-            tile = load_tile(buffer_ptr, counts, first, last, ACC_DTYPE, SHIFT, TILE)
+            tile = load_tile(
+                buffer_ptr, number, complete, first, last, ACC_DTYPE, SHIFT, CANDIDATES
+            )
         if step == 0:
-            found = top_k <= 0
-            if top_k > 0:
-                number = tl.where(tile.x > -float("inf"), tile.each, 0.0)
-                above_tile = above.number.to(ACC_DTYPE)
-                found, low, high = locate(tile, number, goal, above_tile, low, high, SHIFT)
+            found = limits.top_k <= 0
+            if limits.top_k > 0:
+                weight = tl.where(tile.x > -float("inf"), tile.each, 0.0)
+                above_tile = above.number.to(tl.float64)
+                found, low, high = locate(tile, weight, goal, above_tile, low, high, SHIFT)
             if found:
-                before, step = tl.maximum(before, low), 1
-                low, high, floor = lowest, top, none
+                before, step, tries = tl.maximum(before, low), 1, 0
+                low, high = lowest, top
         if step == 1:
             if top_p >= 1.0:
                 least, step = tl.maximum(least, before), 3
             elif before == lowest:
-                goal, step = (top_p * total).to(ACC_DTYPE), 2
+                goal, step = top_p * total, 2
             elif has_key(tile, before):
                 e = exponents(row, shift, tile.x)[0]
                 mass = tl.sum(tl.where(tile.x >= logit_of(before, SHIFT), e, 0.0)) * tile.each
-                goal, low, step = (top_p * (above.mass + mass)).to(ACC_DTYPE), before, 2
+                goal, low, step = top_p * (above.mass + mass), before, 2
         if step == 2:
-            e, above_tile = exponents(row, shift, tile.x)[0] * tile.each, above.mass.to(ACC_DTYPE)
-            found, low, high = locate(tile, e, goal, above_tile, low, high, SHIFT)
+            weight = exponents(row, shift, tile.x)[0] * tile.each
+            found, low, high = locate(tile, weight, goal, above.mass, low, high, SHIFT)
             if found:
                 least, step = tl.maximum(least, tl.maximum(before, low)), 3
         if step == 3:
             step += has_key(tile, least).to(tl.int32)
-        if not WHOLE:
+        if not (WHOLE or READS):
             if step < 4:
-                # A guess whose classes are too many is cut, and its upper half is read first.
+                tl.store(keys + 3, complete.to(tl.int64) + IS_LEFT)
+                step = 4
+        if READS:
+            if step < 4:
+                is_overfull = (tile.complete == 0) & (low <= last) & (first <= high)
+                tries += 1
                 if (step == 1) | (step == 3):
                     first = tl.where(step == 1, before, least)
                     last = first
-                elif (floor <= high) & (low <= last) & (tile.complete == 0):
-                    first = (first | last) - ((first ^ last) >> 1)
-                elif (floor <= high) & (high < first):
-                    first, last = floor, high
+                elif is_overfull | (tries > 2):
+                    reads = 0
+                    while (reads < 3) & (low < high):
+                        low, high = narrow(row, shift, goal, step == 2, low, high, SHIFT, TILE)
+                        reads += 1
+                    first, last = low, high
                 else:
-                    share = tl.full([], SAMPLE, ACC_DTYPE) / classes
-                    rest = (total.to(ACC_DTYPE) - goal) * share
-                    in_bins = tl.load(sample_ptr + index * BINS + tl.arange(0, BINS))
-                    greatest = tl.load(results.threshold + index)
-                    sample = Sample(in_bins, greatest, tl.load(results.kept_sumexp + index))
+                    sample = count_sample(row, SAMPLE, BINS)
+                    rest = tl.where(step == 2, total, classes.to(tl.float64)) - goal
+                    bounds = (step == 2, MARGIN * tries, low, high)
                     first, last = guess_bracket(
-                        row, shift, sample, goal * share, rest, margin, low, high, step == 2, SHIFT
+                        row, shift, sample, rest, *bounds, CANDIDATES, SAMPLE, SHIFT
                     )
-                    floor, margin = first, 2.0 * margin
-                bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
-                state = read_row(
-                    row, shift, bracket, buffer_ptr, False, LANES, BLOCK, TILE // LANES, VECTOR
-                )
-                counts, mass = state.counts, tl.sum(state.mass)
-                above = Sums(tl.sum(state.number), mass, tl.sum(state.sum_x_exp))
+                args = (row, shift, first, last, buffer_ptr)
+                reading = read_row(*args, False, True, SHIFT, CANDIDATES, TILE)
+                number, complete = reading.collected, reading.complete
+                above = Sums(reading.number, reading.mass, reading.sum_x_exp)
     if not WHOLE:
-        tile = load_tile(buffer_ptr, counts, first, last, ACC_DTYPE, SHIFT, TILE)
+        tile = load_tile(buffer_ptr, number, complete, first, last, ACC_DTYPE, SHIFT, CANDIDATES)
     if target_ptr is not None:
         label = tl.load(target_ptr + index).to(tl.int64)
     else:  # The first block that has the maximum is read again.
-        column = block * BLOCK + tl.arange(0, BLOCK)
+        column = block * LABEL_BLOCK + tl.arange(0, LABEL_BLOCK)
         pointers = row.ptr + column.to(tl.int64) * row.column
         y = tl.load(pointers, mask=column < classes, other=-float("inf")).to(ACC_DTYPE)
         y = tl.where(column < classes, apply_softcap(y, row.softcap), -float("inf"))
@@ -683,9 +837,9 @@ def truncated_stats_kernel(
     cut = cut_of(tile.x, threshold)
     e, u = exponents(row, shift, tile.x)
     e = tl.where(kept, e * tile.each, 0.0)
-    number = tl.sum(tl.where(kept & (tile.x > -float("inf")), tile.each, 0.0)).to(tl.int32)
+    kept_number = tl.sum(tl.where(kept & (tile.x > -float("inf")), tile.each, 0.0)).to(tl.int32)
     sums = Sums(
-        tl.where(valid, above.number + number, 0),
+        tl.where(valid, above.number + kept_number, 0),
         above.mass + tl.sum(e.to(tl.float64)),
         above.sum_x_exp + tl.sum((e * u).to(tl.float64)),
     )
@@ -699,7 +853,6 @@ def truncated_stats_kernel(
         cut,
         maximum,
         label,
-        temperature,
         valid,
         ignore_index,
         KEEPS_TARGET,

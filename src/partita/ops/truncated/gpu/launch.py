@@ -11,29 +11,30 @@ from torch import Tensor
 from ....primitives.gpu.row_plan import (
     RowView,
     flat_rows,
+    lane_tile,
     launch_elementwise,
     matrix_rows,
     row_view,
     with_output,
 )
-from ....primitives.gpu.target import target_of
 from ....runtime.launch import launch, next_power_of_2, tl_acc_dtype
 from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, truncated_fake
 from .kernels import (
+    SamplerRules,
+    SearchMemory,
+    truncated_read_kernel,
     truncated_stats_backward_kernel,
     truncated_stats_kernel,
-    truncated_totals_kernel,
 )
 
-WARP = 32
-TILE = 4096  # classes that are searched on chip
-WARPS = 4
-READ_BYTES = 64  # the bytes of a row that each thread reads at once
-READ_REGISTERS, SEARCH_REGISTERS = 80, 128
+WHOLE_ROW = 4096  # classes of a row that is one tile
+LONG_ROW = 32_768  # classes from which on more warps read a row
+READ_WARPS, SEARCH_WARPS = 8, 4
+EACH = 16  # classes of a block for each thread
+READ_REGISTERS, SEARCH_REGISTERS = 64, 128
+TOP_TILE, TILE = 2048, 4096  # classes that are searched at once at most, with and without top-k
 SAMPLE = 4096  # classes from which thresholds are guessed
 BINS = 256
-COMMON = 32  # classes of the sample from which on the first read collects
-MARGIN = 1.5  # of guesses, in standard deviations
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -49,54 +50,67 @@ def truncated_of_rows(
     """Write the statistics of rows `[M, C]` to the results."""
     target = None if target is None else target.contiguous()
     rules = rules.map(Tensor.contiguous)
-    M, classes = logits.shape
-    whole = classes <= TILE
-    tile = max(next_power_of_2(classes), 2 * WARP) if whole else TILE
-    gpu = target_of(logits.device)
-    warps = max(tile // 1024, 1) if whole else WARPS * WARP // gpu.warp_size
-    lanes, rows = gpu.warp_size * warps, 0 if whole else M
-    block = tile if whole else lanes * READ_BYTES // logits.element_size()
-    is_aligned = logits.stride(1) == 1 and logits.stride(0) % 16 == 0
+    (M, classes), rows = logits.shape, matrix_rows(logits)
+    whole = classes <= WHOLE_ROW
+    # A bracket has few classes of a short row.
+    usual = max(next_power_of_2(classes // 16), 512)
+    candidates = min(usual, TILE if rules.top_k is None else TOP_TILE)
+    read_warps, warps = READ_WARPS if classes >= LONG_ROW else 4, SEARCH_WARPS
+    if whole:
+        candidates = max(next_power_of_2(classes), 64)
+        warps = max(candidates // 1024, 1)
+        search = lane_tile(candidates, candidates, warps, rows)
+    else:
+        search = lane_tile(classes, EACH * 32 * warps, warps, rows)
+    read = lane_tile(classes, EACH * 32 * read_warps, read_warps, rows)
+    width, lines = 2 * candidates + read.block, 0 if whole else M
+    memory = SearchMemory(
+        matrix_rows(logits.new_empty(lines, width, dtype=found.maximum.dtype)),
+        logits.new_empty(lines, 5, dtype=torch.int64),
+        logits.new_empty(lines, 5, dtype=torch.float64),
+    )
     options = {
-        "logits": matrix_rows(logits),
-        "temperature_ptr": rules.temperature,
+        "logits": rows,
+        "rules": SamplerRules(*rules[:4]),
         "results": found,
-        "buffer_ptr": logits.new_empty(rows, tile + block),
-        "counts_ptr": logits.new_empty(rows, lanes, dtype=torch.int32),
-        "sample_ptr": logits.new_empty(rows, BINS, dtype=torch.int32),
+        "memory": memory,
         "classes": classes,
         "softcap": softcap,
         "HAS_SOFTCAP": softcap != 0,
+        "MIN_P_FIRST": rules.min_p_first,
         "SHIFT": SHARED_BITS.get(logits.dtype, 0),
         "ACC_DTYPE": tl_acc_dtype(logits.dtype),
-        "TILE": tile,
-        "LANES": lanes,
-        "BLOCK": block,
-        "VECTOR": 16 // logits.element_size() if is_aligned else 1,
+        "CANDIDATES": candidates,
         "SAMPLE": SAMPLE,
         "BINS": BINS,
-        "num_warps": warps,
     }
-    # Rows that are not aligned are read class by class, for which threads need more registers.
-    read, search = {"maxnreg": READ_REGISTERS}, {"maxnreg": SEARCH_REGISTERS}
-    if whole or not (is_aligned and gpu.runs_ptx):
-        read, search = {}, {}
-    launch(truncated_totals_kernel, rows, **options, COMMON=COMMON, **read)
-    launch(
-        truncated_stats_kernel,
-        M,
-        target_ptr=target,
-        top_k_ptr=rules.top_k,
-        top_p_ptr=rules.top_p,
-        min_p_ptr=rules.min_p,
-        ignore_index=ignore_index,
-        MIN_P_FIRST=rules.min_p_first,
-        KEEPS_TARGET=rules.keeps_target,
-        WHOLE=whole,
-        MARGIN=MARGIN,
-        **options,
-        **search,
-    )
+    limits: tuple[dict[str, int], ...] = ({}, {})
+    if not whole and read.access and logits.element_size() <= 4:
+        limits = {"maxnreg": READ_REGISTERS}, {"maxnreg": SEARCH_REGISTERS}
+    if not whole:
+        launch(
+            truncated_read_kernel,
+            M,
+            **options,
+            TILE=read,
+            num_warps=read.num_warps,
+            **limits[0],
+        )
+    for reads in (False,) if whole else (False, True):
+        launch(
+            truncated_stats_kernel,
+            M,
+            target_ptr=target,
+            ignore_index=ignore_index,
+            KEEPS_TARGET=rules.keeps_target,
+            WHOLE=whole,
+            TILE=search,
+            LABEL_BLOCK=read.block,
+            READS=reads,
+            num_warps=search.num_warps,
+            **options,
+            **({} if reads else limits[1]),
+        )
 
 
 def truncated_stats(
