@@ -552,7 +552,7 @@ def narrow(row, shift, goal, by_mass, low, high, SHIFT: tl.constexpr, TILE: tl.c
     reaches = (tl.sum(sums, axis=1) >= goal) & (first <= high)
     index = tl.max(tl.where(reaches, part, 0)).to(low.dtype)
     low += index * length
-    return low, tl.minimum(high - low, length - 1) + low
+    return low, tl.minimum(low + (length - 1), high)
 
 
 @triton.jit

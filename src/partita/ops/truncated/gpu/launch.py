@@ -53,7 +53,7 @@ def truncated_of_rows(
     (M, classes), rows = logits.shape, matrix_rows(logits)
     whole = classes <= WHOLE_ROW
     # A bracket has few classes of a short row.
-    usual = max(next_power_of_2(classes // 16), 512)
+    usual = max(next_power_of_2(classes // 16), 1024)
     candidates = min(usual, TILE if rules.top_k is None else TOP_TILE)
     read_warps, warps = READ_WARPS if classes >= LONG_ROW else 4, SEARCH_WARPS
     if whole:
