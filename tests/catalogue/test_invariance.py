@@ -29,15 +29,7 @@ PRODUCTS = "the kernel of a product depends on the number of its rows"
 BROKEN = {
     "cpu": dict.fromkeys(("softmax", "log_softmax"), ATEN),
     "interpreted": dict.fromkeys(("softmax",), ALIGNMENT),
-    "cuda": dict.fromkeys(
-        (
-            *("softmax", "log_softmax", "logsumexp", "cross_entropy", "cross_entropy, in place"),
-            *("token_stats", "token_stats, logprob", "logprobs", "divergence", "ctc_beam_search"),
-            "support_stats",  # of rows without ids
-        ),
-        ALIGNMENT,
-    )
-    | {"linear_tdt_loss": PRODUCTS},
+    "cuda": {"softmax": ALIGNMENT, "linear_tdt_loss": PRODUCTS},
 }
 
 

@@ -33,6 +33,7 @@ from ..truncated.common import (
     TruncatedKernels,
     TruncatedRows,
     TruncatedSums,
+    counted_gradients,
     part_of,
     truncated_fake,
 )
@@ -184,6 +185,22 @@ def tokens_at_once(head: Head, chunk: int) -> int:
 def tokens_of_backward(head: Head, saved: Tensor) -> int:
     """Return the tokens in a chunk of a backward pass: all, unless blocks are computed again."""
     return MIN_CHUNK_TOKENS if head.invariant and not saved.numel() else len(head.input)
+
+
+def read_logits(
+    head: Head, tokens: int, save_logits: bool, read: Callable[[slice, Tensor], None]
+) -> Tensor:
+    """Compute the logits of a head for `read`, and return them if they are saved.
+
+    The logits of `tokens` tokens exist at once, or of all if they are saved. The result is empty
+    otherwise. `read` takes which tokens these are, and their logits.
+    """
+    M, C, head = len(head.input), len(head.weight), head.rounded
+    buffer = head.buffer(M if save_logits else min(tokens, M), C)
+    for rows in chunks(M, tokens):
+        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
+        read(rows, head.part(rows, slice(C)).logits(memory))
+    return buffer if save_logits else buffer.new_empty(0)
 
 
 class HeadKernels(NamedTuple):
@@ -423,20 +440,14 @@ class HeadKernels(NamedTuple):
         tokens: int,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the `TopKRows` of a head, and its logits if they are saved.
-
-        The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
-        empty otherwise.
-        """
-        M, C, head = len(head.input), len(head.weight), head.rounded
+        """Return the `TopKRows` of a head, and what `read_logits` returns."""
         found = topk_fake(head.input, k)
-        buffer = head.buffer(M if save_logits else min(tokens, M), C)
-        for rows in chunks(M, tokens):
-            memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory)
+
+        def read(rows: slice, logits: Tensor) -> None:
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
-        return *found, buffer if save_logits else buffer.new_empty(0)
+
+        return *found, read_logits(head, tokens, save_logits, read)
 
     def linear_truncated_stats(
         self,
@@ -461,21 +472,15 @@ class HeadKernels(NamedTuple):
         Tensor,
         Tensor,
     ]:
-        """Return the `TruncatedRows` of a head, and its logits if they are saved.
-
-        The arguments are those of `linear_topk_logprobs`.
-        """
-        M, C, head = len(head.input), len(head.weight), head.rounded
+        """Return the `TruncatedRows` of a head, and what `read_logits` returns."""
         found = truncated_fake(head.input)
-        buffer = head.buffer(M if save_logits else min(tokens, M), C)
-        for rows in chunks(M, tokens):
-            memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory)
+
+        def read(rows: slice, logits: Tensor) -> None:
             labels = None if target is None else target[rows]
-            of_rows = rules.map(itemgetter(rows))
-            part = TruncatedRows(*(field[rows] for field in found))
+            of_rows, part = rules.map(itemgetter(rows)), TruncatedRows(*part_of(found, rows))
             self.truncated.of_rows(logits, labels, of_rows, softcap, ignore_index, part)
-        return *found, buffer if save_logits else buffer.new_empty(0)
+
+        return *found, read_logits(head, tokens, save_logits, read)
 
     def linear_truncated_stats_backward(
         self,
@@ -493,9 +498,8 @@ class HeadKernels(NamedTuple):
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradients of the statistics."""
-        has_logprob = (rows.label != ignore_index) & (rows.in_set | keeps_target)
-        grad_logprob = torch.where(has_logprob, grad_logprob, 0)
         grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
+        grads = counted_gradients(grads, rows, keeps_target, ignore_index)
         counts = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
         options = (len(head.weight), keeps_target, softcap, ignore_index)
 

@@ -86,10 +86,10 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        def composed(head: Head, *tensors: Any) -> Tensor:
-            return composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options)
+        def composed(head: Head, *tensors: Any) -> tuple[Tensor]:
+            return (composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options),)
 
-        return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
+        return head_backward(ctx, divergence_backward_op, grads[:1], composed, heads=2)
 
 
 def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:

@@ -74,12 +74,12 @@ class LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return the gradients from that of the log-probabilities of saved ids."""
 
-        def composed(head: Head, *saved: Tensor) -> Tensor:
+        def composed(head: Head, *saved: Tensor) -> tuple[Tensor]:
             (ids, *_, rest), (temperature, softcap, ignore_index) = saved, ctx.options
             options = (temperature, softcap, ignore_index, rest.shape[1] > 0)
-            return logprobs_of(all_logits(head), ids, *options)
+            return (logprobs_of(all_logits(head), ids, *options),)
 
-        return head_backward(ctx, logprobs_backward_op, grads[0], composed)
+        return head_backward(ctx, logprobs_backward_op, grads[:1], composed)
 
 
 class LinearTopK(LinearLogprobs):

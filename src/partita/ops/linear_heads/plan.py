@@ -178,8 +178,8 @@ def linear_cross_entropy_plan(
     # Programs that share a row exchange one byte for every 512 classes.
     token_bytes = ROW_WORDS * 4 + vocabulary // 512
     fixed_bytes = token_bytes * tokens + copy_bytes
-    # Half of the tokens have fp32 logits at a time beside their gradient, or a row is copied.
-    fixed_bytes += widens * (1 + (tokens % (2 * unit) + 1) // 2) * row_bytes
+    if widens:  # Half of the tokens have fp32 logits at a time beside their gradient, or one row.
+        fixed_bytes += (1 + (tokens % (2 * unit) + 1) // 2) * row_bytes
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
         name = "loss"

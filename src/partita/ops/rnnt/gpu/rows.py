@@ -205,7 +205,8 @@ def shift_to(maximum, shift, columns, DTYPE: tl.constexpr):
     """Return the maximum with more columns, its factor and shift, and what rescales the sums."""
     new_maximum = tl.maximum(maximum, tl.max(columns, axis=0))
     factor = row_factor(new_maximum, DTYPE)
-    new_shift = finite_shift(new_maximum) * factor
+    # A plain product would not be rounded in the difference of shifts.
+    new_shift = tl.fma(finite_shift(new_maximum), factor, 0.0)
     rescale = tl.exp2(tl.where(maximum == -float("inf"), 0.0, shift - new_shift))
     return new_maximum, factor, new_shift, rescale
 
