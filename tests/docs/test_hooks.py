@@ -138,13 +138,19 @@ def test_heads_of_trl(hooks: dict[str, Any]) -> None:
         assert found[2:] == (None, None, None)
 
 
-def test_head_of_verl(hooks: dict[str, Any]) -> None:
+def test_heads_of_verl(hooks: dict[str, Any]) -> None:
     states, labels = torch.randn(2, 5, WIDTH), torch.randint(CLASSES, (2, 5))
-    found = hooks["Fp32Head"](impl_backend="torch").forward(
-        hidden_states=states, vocab_weights=MATRIX, input_ids=labels, temperature=TEMPERATURE
-    )
-    stats = partita.token_stats(states @ MATRIX.T, labels, temperature=TEMPERATURE)
-    torch.testing.assert_close(found, (stats.logprob, stats.entropy))
+    plain, truncated = hooks["Fp32Head"], hooks["TruncatedFp32Head"]
+    logits, options = states @ MATRIX.T, {"temperature": TEMPERATURE}
+    expected = {
+        plain: partita.token_stats(logits, labels, **options),
+        truncated: partita.truncated_stats(logits, labels, **truncated.rules, **options),
+    }
+    for head, stats in expected.items():
+        found = head(impl_backend="torch").forward(
+            hidden_states=states, vocab_weights=MATRIX, input_ids=labels, temperature=TEMPERATURE
+        )
+        torch.testing.assert_close(found, (stats.logprob, stats.entropy))
 
 
 @pytest.mark.parametrize(
