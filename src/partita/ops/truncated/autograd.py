@@ -13,7 +13,7 @@ from ...primitives.rows import by_rows
 from ...runtime import register
 from ...runtime.autograd import DifferentiableOp, all_at_once
 from . import reference
-from .common import TruncatedRows, TruncatedSums, check_values, sums_of_results, truncated_fake
+from .common import TruncatedRows, check_values, sums_of_results, truncated_fake
 
 
 def _check(
@@ -47,12 +47,10 @@ def _saved(args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Any, Any]
     return (logits, *sums_of_results(TruncatedRows(*output), temperature)), options
 
 
-def _gradient(*args: Any) -> Tensor:
-    grads, logits, sums, options = args[:4], args[4], args[5:13], args[13:]
-    found: Any = (*grads, logits, TruncatedSums(*sums), *options)
-    return reference.truncated_stats_gradient(*found)
-
-
 truncated_stats = DifferentiableOp(
-    truncated_stats_op, truncated_stats_backward_op, _gradient, _saved, results=4
+    truncated_stats_op,
+    truncated_stats_backward_op,
+    reference.differentiable_gradient,
+    _saved,
+    results=4,
 )

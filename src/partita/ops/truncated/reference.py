@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ def truncated_stats(
     of_label = labels.unsqueeze(-1)
     of_target = logits.gather(-1, of_label).squeeze(-1)
     in_set = (of_target >= threshold) & (of_target > -torch.inf)
-    kept = kept_classes(logits, 0, threshold, labels, not_ignored & rules.keeps_target)
+    adds = is_class(labels, logits) & (not_ignored & rules.keeps_target).unsqueeze(-1)
+    kept = kept_classes(logits, threshold, adds)
     invalid = out_of_range
     for rule in ("top_p", "min_p", "temperature"):
         if (value := getattr(rules, rule)) is not None:
@@ -74,12 +76,14 @@ def scaled(x: Tensor, maximum: Tensor, temperature: Tensor | None) -> Tensor:
     return x if temperature is None else x / temperature.to(x.dtype).unsqueeze(-1)
 
 
-def kept_classes(
-    logits: Tensor, first: int, threshold: Tensor, label: Tensor, adds_label: Tensor
-) -> Tensor:
-    """Return which of the classes from `first` on are kept: no masked ones, but some labels."""
+def is_class(label: Tensor, logits: Tensor, first: int = 0) -> Tensor:
+    """Return which of the classes from `first` on is the label, `[..., C]`."""
     column = torch.arange(first, first + logits.shape[-1], device=logits.device)
-    adds = (column == label.unsqueeze(-1)) & adds_label.unsqueeze(-1)
+    return column == label.unsqueeze(-1)
+
+
+def kept_classes(logits: Tensor, threshold: Tensor, adds: Tensor) -> Tensor:
+    """Return which classes reach the threshold or are added, without masked ones, `[..., C]`."""
     return ((logits >= threshold.unsqueeze(-1)) | adds) & (logits > -torch.inf)
 
 
@@ -137,55 +141,25 @@ def truncated_stats_gradient(
     keeps_target: bool,
     softcap: float,
     ignore_index: int,
+    *,
+    first: int = 0,
+    classes: int | None = None,
 ) -> Tensor:
-    """Compute the gradient of the logits, differentiable in the first five arguments.
+    """Compute the gradient of the logits from the rows' statistics.
 
-    A gradient of None is zero. The kept classes are those that the forward pass has found.
-    """
-    grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
-    grads = counted_gradients(grads, rows, keeps_target, ignore_index)
-    labels, not_ignored, _ = valid_targets(rows.label, logits.shape[-1], ignore_index)
-    is_inert = inert_rows((rows.maximum, rows.sumexp, rows.kept_sumexp), grads)
-    adds = not_ignored & keeps_target
-    kept = kept_classes(logits, 0, rows.threshold, labels, adds) | is_inert.unsqueeze(-1)
-    logits = torch.where(is_inert.unsqueeze(-1), 0, logits)
-    # The sums are computed again, so that they are differentiable.
-    x = softcapped(logits, softcap)
-    maximum = x.detach().amax(-1)
-    sumexp, kept_sumexp, entropy = sums_of(scaled(x, maximum, rows.temperature), kept)
-    kept_sumexp = torch.where(is_inert | ~rows.kept_sumexp.isnan(), kept_sumexp, torch.nan)
-    rows = TruncatedSums(*rows[:4], maximum, sumexp, kept_sumexp, entropy)
-    options = (logits.shape[-1], keeps_target, softcap, ignore_index)
-    return gradient_of_classes(logits, 0, *grads, rows, *options)
-
-
-def gradient_of_classes(
-    logits: Tensor,
-    first: int,
-    grad_logprob: Tensor,
-    grad_logsumexp: Tensor | None,
-    grad_kept: Tensor | None,
-    grad_entropy: Tensor | None,
-    rows: TruncatedSums,
-    classes: int,
-    keeps_target: bool,
-    softcap: float,
-    ignore_index: int,
-) -> Tensor:
-    """Return the gradient of the logits of the classes from `first` on, out of all `classes`.
-
-    It is differentiable in the logits, in the gradients of the statistics, of which that of the
-    log-probability is 0 where it is constant, and in the sums of the rows.
+    A gradient of None is zero. The kept classes are those that the forward pass has found. The
+    logits may be those of some classes alone, from `first` on and out of `classes`.
     """
     label, _, temperature, threshold, maximum, total, kept_total, entropy = rows
-    _, not_ignored, out_of_range = valid_targets(label, classes, ignore_index)
+    _, not_ignored, out_of_range = valid_targets(label, classes or logits.shape[-1], ignore_index)
     grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
+    grads = counted_gradients(grads, rows, keeps_target, ignore_index)
     on_label, on_all, on_kept, on_entropy = (
         torch.zeros_like(maximum) if grad is None else grad.to(maximum.dtype) for grad in grads
     )
-    column = torch.arange(first, first + logits.shape[-1], device=logits.device)
-    is_label = column == label.unsqueeze(-1)
-    kept = kept_classes(logits.detach(), first, threshold, label, not_ignored & keeps_target)
+    is_label = is_class(label, logits, first)
+    adds = is_label & (not_ignored & keeps_target).unsqueeze(-1)
+    kept = kept_classes(logits.detach(), threshold, adds)
     x = scaled(softcapped(logits, softcap), maximum, temperature)
     e = x.exp()
     logp_plus_entropy = torch.where(e == 0, 0, x) + (entropy - kept_total.log()).unsqueeze(-1)
@@ -203,6 +177,27 @@ def gradient_of_classes(
     return torch.where(invalid.unsqueeze(-1), torch.nan, grad).to(logits.dtype)
 
 
+def differentiable_gradient(*args: Any) -> Tensor:
+    """Return the same, differentiable in the gradients and in the logits of all classes.
+
+    The arguments are those of `truncated_stats_gradient`, the fields of the rows one by one.
+    """
+    grads, logits, rows = args[:4], args[4], TruncatedSums(*args[5:13])
+    keeps_target, softcap, ignore_index = args[13:]
+    grads = counted_gradients(grads, rows, keeps_target, ignore_index)
+    is_inert = inert_rows((rows.maximum, rows.sumexp, rows.kept_sumexp), grads)
+    adds_label = (rows.label != ignore_index) & keeps_target
+    adds = (is_class(rows.label, logits) & adds_label.unsqueeze(-1)) | is_inert.unsqueeze(-1)
+    logits = torch.where(is_inert.unsqueeze(-1), 0, logits)
+    kept, x = kept_classes(logits.detach(), rows.threshold, adds), softcapped(logits, softcap)
+    maximum = x.detach().amax(-1)
+    sumexp, kept_sumexp, entropy = sums_of(scaled(x, maximum, rows.temperature), kept)
+    kept_sumexp = torch.where(is_inert | ~rows.kept_sumexp.isnan(), kept_sumexp, torch.nan)
+    rows = TruncatedSums(*rows[:4], maximum, sumexp, kept_sumexp, entropy)
+    same: Any = (*grads, logits, rows, *args[13:])
+    return truncated_stats_gradient(*same)
+
+
 def truncated_of_rows(logits: Tensor, *args: Any) -> None:
     """Write the statistics of rows `[M, C]` to the results, the last argument."""
     *options, found = args
@@ -211,14 +206,12 @@ def truncated_of_rows(logits: Tensor, *args: Any) -> None:
 
 
 def truncated_gradient(
-    logits: Tensor, first: int, grads: Sequence[Tensor | None], *args: Any
+    logits: Tensor, first: int, grads: Sequence[Any], rows: TruncatedSums, classes: int, *args: Any
 ) -> None:
-    """Write the gradient of the logits of some classes, `[M, width]`, to the last argument.
-
-    `grads` has those of the first four results. The result may be the logits.
-    """
+    """Write the gradient of the logits of some classes, `[M, width]`, to the last argument."""
     *options, result = args
-    result.copy_(by_rows(gradient_of_classes)(logits, first, *grads, *options))
+    gradient = functools.partial(truncated_stats_gradient, first=first, classes=classes)
+    result.copy_(by_rows(gradient, logits=4)(*grads, logits, rows, *options))
 
 
 TRUNCATED_KERNELS = TruncatedKernels(truncated_of_rows, truncated_gradient)
