@@ -74,7 +74,7 @@ def test_a_class_counts_once_and_the_target_always(device: str) -> None:
 def test_rows_without_ids_have_the_bits_of_token_stats(
     classes: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Some rows have ids, and NaN outside of their sets, or all but one, or none."""
+    """Some rows have ids and NaN outside of their sets, or all rows but one have, or none has."""
     rows = 5 if INTERPRETING and classes > 300 else ROWS
     x = sample_rows(rows, classes, device=device).to(dtype).requires_grad_()
     target = torch.arange(rows, device=device)

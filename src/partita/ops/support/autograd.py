@@ -140,9 +140,9 @@ def stats_of_parts(
 ) -> SupportStats:
     """Return the statistics of rows with ids from the logits of their entries, and of the others.
 
-    If every row has ids, offsets on the CPU tell so. Else the host waits for the number of rows
-    without ids, or all rows count as such: where it must not wait, in compiled code, under
-    transforms, and in a captured graph.
+    With all logits nothing waits. Else, unless offsets on the CPU tell that every row has ids, the
+    host waits for the number of rows without ids. Where it must not wait, in compiled code, under
+    transforms, and in a captured graph, all rows count as such.
 
     Args:
         entries: takes the input as rows `[M, ...]` and a `Support`, and returns the logits of the
