@@ -10,6 +10,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import apply, skip_unused_gradients, takes
 from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
 from ..truncated.autograd import truncated_stats as stats_of_rows
 from ..truncated.common import (
     TruncatedRows,
@@ -28,7 +29,7 @@ from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_BYTES = 2**30  # of the workspace, if no budget is given
-SEARCH_BYTES = 50 * 2**10  # of a token beside its logits, in which its threshold is searched
+SEARCH_NUMBERS = 12_800  # of a token beside its logits, among which its threshold is searched
 TILE_TOKENS = 128  # of a product's tile
 
 
@@ -157,7 +158,8 @@ def linear_truncated_stats(
         chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
     room = DEFAULT_BYTES if memory_budget is None else memory_budget
     bytes_of_logit = rows.element_size() * (1 + head.widens)
-    most = room // (padded_width(classes) * bytes_of_logit + SEARCH_BYTES)
+    search_bytes = SEARCH_NUMBERS * acc_dtype(rows.dtype).itemsize
+    most = room // (padded_width(classes) * bytes_of_logit + search_bytes)
     step = BLOCK_TOKENS if head.invariant else TILE_TOKENS if most > TILE_TOKENS else 1
     most = max(1, most // step) * step
 
