@@ -8,6 +8,7 @@ from helpers.rows import devices
 from torch import Tensor
 
 import partita
+from partita.ops.linear_heads.truncated import SEARCH_NUMBERS
 
 CLASSES, ROWS = 700, (2, 19)
 RULES: dict[str, dict[str, Any]] = {
@@ -132,3 +133,16 @@ def test_rules_of_each_row_in_the_batch_invariant_mode(
     torch.testing.assert_close(both.logsumexp, expected.logsumexp, rtol=0, atol=2e-2)
     if logits_dtype is not None:
         assert torch.equal(both.kept, expected.kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_search_is_part_of_the_budget(dtype: torch.dtype) -> None:
+    x = torch.randn(1024, 64, device="cuda", dtype=dtype)
+    w = torch.randn(40_000, 64, device="cuda", dtype=dtype)
+    budget = 512 * (40_000 * dtype.itemsize + 4 * SEARCH_NUMBERS)  # four tiles of tokens
+    for _ in range(2):  # the first call allocates what the library keeps
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        partita.linear_truncated_stats(x, w, top_p=0.9, memory_budget=budget)
+    assert torch.cuda.max_memory_allocated() - before <= budget + 2**20  # for the results

@@ -186,7 +186,7 @@ def gradients_of_rows(
 def head_backward(
     ctx: Any,
     op: register.Op,
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
     composed: Callable[..., Sequence[Tensor]],
     heads: int = 1,
     others: int = 0,
@@ -196,7 +196,12 @@ def head_backward(
     The saved tensors are those that the op takes after the gradients, of which hidden states,
     matrix and bias are the first, the logits of each head, and some others. `composed` computes the
     outputs from the head and the saved tensors but logits, differentiable any number of times.
+    Gradients of unused outputs are to be skipped: zeros for saved logits would take their memory.
     """
+    given = [grad for grad in grads if grad is not None]
+    if not given:
+        return (None,) * len(ctx.needs_input_grad)
+    grads = [torch.zeros_like(given[0]) if grad is None else grad for grad in grads]
     saved = saved_tensors(ctx)
     end = len(saved) - others
     head, tensors, logits = saved[:3], saved[3 : end - heads], saved[end - heads : end]

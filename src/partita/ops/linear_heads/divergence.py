@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager, takes
+from ...runtime.autograd import apply, plain_eager, skip_unused_gradients, takes
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import OnePass, OnePassLoss
@@ -81,6 +81,7 @@ class LinearDivergence(torch.autograd.Function):
         ctx.products, ctx.options = inputs[3:5], inputs[8:11]
         _, save_logits, ctx.backend, ctx.chunk = inputs[11:]
         ctx.mark_non_differentiable(*output[1:])
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(*inputs[:3], *inputs[5:8], *output[1:])
         ctx.is_spent = not save_logits
 

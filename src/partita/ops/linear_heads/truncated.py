@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, takes
+from ...runtime.autograd import apply, skip_unused_gradients, takes
 from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
 from ..truncated.autograd import truncated_stats as stats_of_rows
 from ..truncated.common import (
     TruncatedRows,
@@ -28,7 +29,7 @@ from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_BYTES = 2**30  # of the workspace, if no budget is given
-SEARCH_BYTES = 42 * 2**10  # of a token beside its logits, in which its threshold is searched
+SEARCH_NUMBERS = 12_800  # of a token beside its logits, among which its threshold is searched
 TILE_TOKENS = 128  # of a product's tile
 
 
@@ -72,12 +73,13 @@ class LinearTruncated(torch.autograd.Function):
         ctx.products, ctx.min_p_first, ctx.options = inputs[3:5], inputs[10], inputs[11:14]
         _, save_logits, ctx.backend, ctx.chunk = inputs[14:]
         ctx.mark_non_differentiable(*output[4:])
+        skip_unused_gradients(ctx)
         sums = sums_of_results(TruncatedRows(*output[:-1]), inputs[9])
         ctx.save_for_backward(*inputs[:3], *sums, output[-1], *inputs[6:9])
         ctx.is_spent = not save_logits
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients from those of the first four results."""
 
         def composed(head: Head, *saved: Any) -> tuple[Tensor, ...]:
@@ -156,7 +158,8 @@ def linear_truncated_stats(
         chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
     room = DEFAULT_BYTES if memory_budget is None else memory_budget
     bytes_of_logit = rows.element_size() * (1 + head.widens)
-    most = room // (padded_width(classes) * bytes_of_logit + SEARCH_BYTES)
+    search_bytes = SEARCH_NUMBERS * acc_dtype(rows.dtype).itemsize
+    most = room // (padded_width(classes) * bytes_of_logit + search_bytes)
     step = BLOCK_TOKENS if head.invariant else TILE_TOKENS if most > TILE_TOKENS else 1
     most = max(1, most // step) * step
 
