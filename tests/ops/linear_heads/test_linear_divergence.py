@@ -143,13 +143,14 @@ def test_small_batches_follow_the_plans(dtype: torch.dtype) -> None:
 
 @devices
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", FEW_BETAS)
 def test_gradients_of_fp16_in_chunks_of_tokens(beta: float, reduction: str, device: str) -> None:
     """They underflow in no mean over many rows and overflow for no teacher that is far away."""
     heads = heads_of(torch.float16, device, bias=True)
-    heads[0], heads[3] = (heads[i].repeat(100, 1) for i in (0, 3))
+    times = 2 if INTERPRETING else 50
+    heads[0], heads[3] = (heads[i].repeat(times, 1) for i in (0, 3))
     heads[5][::2] += 4  # the teacher's bias
-    mask = torch.arange(100 * TOKENS, device=device) % 3 != 0
+    mask = torch.arange(times * TOKENS, device=device) % 3 != 0
     heads, options = leaves_of(heads), {"beta": beta, "reduction": reduction, "mask": mask}
     options["temperature"], wide = 0.1, {"logits_dtype": torch.float32}
     with poisoned_memory():
