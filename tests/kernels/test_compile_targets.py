@@ -50,10 +50,10 @@ SPILLED = {
     # With 64 registers, a multiprocessor runs as many programs as it can have. With 144, for many
     # kinds of arcs, it spills most where rows of 16-bit logits are read by words.
     "rnnt_overlap_kernel": 64,
-    # Where the classes of all lanes are moved together, once in a read of the row; and in the launch
-    # for the few rows whose first tile does not have the threshold.
-    "truncated_read_kernel": 160,
-    "truncated_stats_kernel": 80,
+    # Around the loops over a row: with 64 registers, more programs run, and with 128 those of rows
+    # whose first tile has no threshold.
+    "truncated_read_kernel": 184,
+    "truncated_stats_kernel": 512,
     # The spills stand before the loops of the fast scan (48 at most), and in the rare scan in fp64.
     # With fewer registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 168,

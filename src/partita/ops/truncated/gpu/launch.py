@@ -20,19 +20,19 @@ from ....primitives.gpu.row_plan import (
 from ....runtime.launch import launch, next_power_of_2, tl_acc_dtype
 from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, truncated_fake
 from .kernels import (
-    SamplerRules,
     SearchMemory,
     truncated_read_kernel,
     truncated_stats_backward_kernel,
     truncated_stats_kernel,
 )
+from .search import SamplerRules
 
 WHOLE_ROW = 4096  # classes of a row that is one tile
 LONG_ROW = 32_768  # classes from which on more warps read a row
 READ_WARPS, SEARCH_WARPS = 8, 4
 EACH = 16  # classes of a block for each thread
 READ_REGISTERS, SEARCH_REGISTERS = 64, 128
-TOP_TILE, TILE = 2048, 4096  # classes that are searched at once at most, with and without top-k
+TILE = 4096  # classes that are searched at once at most
 SAMPLE = 4096  # classes from which thresholds are guessed
 BINS = 256
 # The low bits of the key of a number in fp32 that all keys of a half type share.
@@ -53,21 +53,21 @@ def truncated_of_rows(
     (M, classes), rows = logits.shape, matrix_rows(logits)
     whole = classes <= WHOLE_ROW
     # A bracket has few classes of a short row.
-    usual = max(next_power_of_2(classes // 16), 1024)
-    candidates = min(usual, TILE if rules.top_k is None else TOP_TILE)
-    read_warps, warps = READ_WARPS if classes >= LONG_ROW else 4, SEARCH_WARPS
+    candidates = min(max(next_power_of_2(classes // 16), 1024), TILE)
     if whole:
         candidates = max(next_power_of_2(classes), 64)
         warps = max(candidates // 1024, 1)
-        search = lane_tile(candidates, candidates, warps, rows)
+        tile = lane_tile(candidates, candidates, warps, rows)
     else:
-        search = lane_tile(classes, EACH * 32 * warps, warps, rows)
-    read = lane_tile(classes, EACH * 32 * read_warps, read_warps, rows)
-    width, lines = 2 * candidates + read.block, 0 if whole else M
+        warps = READ_WARPS if classes >= LONG_ROW else SEARCH_WARPS
+        tile = lane_tile(classes, EACH * 32 * warps, warps, rows)
+    lines = 0 if whole else M
     memory = SearchMemory(
-        matrix_rows(logits.new_empty(lines, width, dtype=found.maximum.dtype)),
-        logits.new_empty(lines, 5, dtype=torch.int64),
-        logits.new_empty(lines, 5, dtype=torch.float64),
+        matrix_rows(
+            logits.new_empty(lines, 2 * candidates + tile.block, dtype=found.maximum.dtype)
+        ),
+        logits.new_empty(lines, 6, dtype=torch.int64),
+        logits.new_empty(lines, 4, dtype=torch.float64),
     )
     options = {
         "logits": rows,
@@ -83,19 +83,13 @@ def truncated_of_rows(
         "CANDIDATES": candidates,
         "SAMPLE": SAMPLE,
         "BINS": BINS,
+        "TILE": tile,
     }
-    limits: tuple[dict[str, int], ...] = ({}, {})
-    if not whole and read.access and logits.element_size() <= 4:
-        limits = {"maxnreg": READ_REGISTERS}, {"maxnreg": SEARCH_REGISTERS}
+    read_limit, search_limit = {}, {}
+    if not whole and tile.access and logits.element_size() <= 4:
+        read_limit, search_limit = {"maxnreg": READ_REGISTERS}, {"maxnreg": SEARCH_REGISTERS}
     if not whole:
-        launch(
-            truncated_read_kernel,
-            M,
-            **options,
-            TILE=read,
-            num_warps=read.num_warps,
-            **limits[0],
-        )
+        launch(truncated_read_kernel, M, **options, num_warps=tile.num_warps, **read_limit)
     for reads in (False,) if whole else (False, True):
         launch(
             truncated_stats_kernel,
@@ -104,12 +98,10 @@ def truncated_of_rows(
             ignore_index=ignore_index,
             KEEPS_TARGET=rules.keeps_target,
             WHOLE=whole,
-            TILE=search,
-            LABEL_BLOCK=read.block,
             READS=reads,
-            num_warps=search.num_warps,
+            num_warps=tile.num_warps if whole or reads else SEARCH_WARPS,
             **options,
-            **({} if reads else limits[1]),
+            **search_limit,
         )
 
 

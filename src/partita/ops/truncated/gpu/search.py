@@ -1,0 +1,516 @@
+"""Reads of a row for the thresholds of its rules: totals, samples, brackets of keys and tiles.
+
+The keys of logits are integers in the order of the numbers, so a bisection of keys finds the
+greatest key whose classes, and all above it, reach a number or a probability. It runs over a tile,
+which is the logits of a bracket of keys.
+
+With `slope` = log2(e) / temperature, the exponentials are 2**u, u = slope (x - shift). The weights
+of a search are ones or these exponentials.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import (
+    UNFUSED,
+    apply_softcap,
+    capped_logits,
+    divide,
+    finite_shift,
+)
+from ....primitives.gpu.memory import load_vectors
+from ....primitives.gpu.reduce import NOT_FOUND
+
+PARTS = tl.constexpr(8)  # of a range of keys that one read compares
+MARGIN = tl.constexpr(3.0)  # of a guess, in standard deviations of what the sample says
+
+
+class SamplerRules(NamedTuple):
+    """The numbers of the rules of each row, [M], or None."""
+
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    temperature: Any
+
+
+class TruncatedRow(NamedTuple):
+    """A row and how its logits are read.
+
+    Fields:
+        index: the row.
+        ptr: its first logit.
+        column: the stride over classes.
+        classes: the number of classes.
+        softcap: the soft-cap, or None.
+        temperature: the temperature.
+        slope: log2(e) / temperature.
+    """
+
+    index: Any
+    ptr: Any
+    column: Any
+    classes: Any
+    softcap: Any
+    temperature: Any
+    slope: Any
+
+
+class Limits(NamedTuple):
+    """The rules of a row: top-k (0 for none) and top-p, and keys below which classes are dropped.
+
+    Fields:
+        top_k, top_p: the numbers.
+        before: the key below which classes are dropped before top-p.
+        least: the same after all rules but top-k and top-p.
+        valid: whether the numbers are in their ranges.
+    """
+
+    top_k: Any
+    top_p: Any
+    before: Any
+    least: Any
+    valid: Any
+
+
+class Reading(NamedTuple):
+    """What a read of a row finds: of lanes, [LANES], or of the row.
+
+    Fields:
+        collected: the number of classes in the bracket.
+        number: for lanes three times the number of classes above it, for the row their number; in
+            the read of totals that of the classes in the bracket.
+        mass: the sum of 2**u of the classes above it, or of all classes, in fp64.
+        sum_x_exp: the sum of u 2**u of the classes above it, in fp64.
+        maximum: the maximum of the soft-capped logits.
+        block: the first block that has it.
+        complete: of the row, whether the buffer has all classes of the bracket.
+    """
+
+    collected: Any
+    number: Any
+    mass: Any
+    sum_x_exp: Any
+    maximum: Any
+    block: Any
+    complete: Any
+
+
+class Sample(NamedTuple):
+    """A sample of a row: the number of logits in each bin, the greatest one, a bin's width.
+
+    The last bin has masked classes, and those that are too far below the greatest to matter.
+    """
+
+    counts: Any
+    greatest: Any
+    width: Any
+
+
+class Tile(NamedTuple):
+    """Logits on chip, which are those of the keys from `first` to `last` if it is complete.
+
+    Each of them stands for `each` classes.
+    """
+
+    x: Any
+    each: Any
+    first: Any
+    last: Any
+    complete: Any
+
+
+@triton.jit
+def key_of(x, SHIFT: tl.constexpr):
+    """Return the key of a number, which has its sign and magnitude.
+
+    SHIFT is the number of low bits that a half type does not have.
+    """
+    dtype: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
+    magnitude = tl.abs(x).to(dtype, bitcast=True) >> SHIFT
+    return tl.where(x < 0.0, -magnitude, magnitude)
+
+
+@triton.jit
+def logit_of(key, SHIFT: tl.constexpr):
+    """Return the number of a key."""
+    dtype: tl.constexpr = tl.float64 if key.dtype == tl.int64 else tl.float32
+    magnitude = (tl.abs(key) << SHIFT).to(dtype, bitcast=True)
+    return tl.where(key < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def find_key(x, weight, goal, low, high, SHIFT: tl.constexpr):
+    """Return the greatest key from `low` to `high` from which on the weights reach the goal.
+
+    It is `low` if none does.
+    """
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # the upper one of two
+        reaches = tl.sum(tl.where(x >= logit_of(middle, SHIFT), weight, 0.0)) >= goal
+        low, high = tl.where(reaches, middle, low), tl.where(reaches, high, middle - 1)
+    return low
+
+
+@triton.jit
+def min_p_key(row, shift, ln_min_p, temperature, low, high, SHIFT: tl.constexpr):
+    """Return the least key whose probability is at least min-p times the greatest."""
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1)
+        x = apply_softcap(logit_of(middle, SHIFT), row.softcap)
+        passes = divide(x - shift, temperature) >= ln_min_p
+        low, high = tl.where(passes, low, middle + 1), tl.where(passes, middle, high)
+    return low
+
+
+@triton.jit
+def exponent(row, shift, x):
+    """Return u of soft-capped logits, up to a constant; u of the maximum is the constant.
+
+    One multiply-add is half of the work of a difference and a product.
+    """
+    if UNFUSED:
+        return (x - shift) * row.slope
+    else:
+        return tl.fma(x, row.slope, -shift * row.slope)
+
+
+@triton.jit
+def exponents(row, shift, x):
+    """Return 2**u and u of logits before soft-capping; 0 and a finite number for -inf."""
+    u = exponent(row, shift, apply_softcap(x, row.softcap))
+    return tl.where(x > -float("inf"), tl.exp2(u), 0.0), tl.maximum(u, -10000.0)
+
+
+@triton.jit
+def cut_of(x, threshold):
+    """Return a number between the least logit of a tile that is kept and the greatest dropped one.
+
+    It is the threshold where the tile does not have both, or nothing is between them.
+    """
+    dropped = tl.max(tl.where(x < threshold, x, -float("inf")))
+    kept = tl.min(tl.where((x >= threshold) & (x > -float("inf")), x, float("inf")))
+    cut = 0.5 * kept + 0.5 * dropped
+    return tl.where((kept < float("inf")) & (cut > dropped), cut, threshold)
+
+
+@triton.jit
+def range_of_keys(ACC_DTYPE: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the keys of the least finite number and of infinity."""
+    infinity = tl.full([], float("inf"), ACC_DTYPE)
+    return key_of(-infinity, SHIFT) + 1, key_of(infinity, SHIFT)
+
+
+@triton.jit
+def greatest_key(row, maximum, lowest, highest, SHIFT: tl.constexpr):
+    """Return the key of the maximum, or one above it if it is soft-capped."""
+    if row.softcap is not None:
+        return highest
+    else:
+        return tl.maximum(key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT), lowest)
+
+
+@triton.jit
+def load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the `Limits` of a row, whose keys are from `lowest` to `top`."""
+    top_k, top_p, least = row.index * 0, tl.full([], 1.0, tl.float64), lowest
+    valid = (row.temperature > 0.0) & (row.temperature < float("inf"))
+    if rules.top_k is not None:
+        top_k = tl.load(rules.top_k + row.index)
+        top_k = tl.where(top_k < row.classes, top_k, 0)
+    if rules.top_p is not None:
+        top_p = tl.load(rules.top_p + row.index)
+        valid &= (top_p >= 0.0) & (top_p <= 1.0)
+    if rules.min_p is not None:
+        min_p = tl.load(rules.min_p + row.index)
+        valid &= (min_p >= 0.0) & (min_p <= 1.0)
+        if min_p > 0.0:
+            ln_min_p, greatest = tl.log(min_p).to(maximum.dtype), finite_shift(maximum)
+            least = min_p_key(row, greatest, ln_min_p, row.temperature, lowest, top, SHIFT)
+    return Limits(top_k, top_p, least if MIN_P_FIRST else lowest, least, valid)
+
+
+@triton.jit
+def load_block(row, start, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Load a block of classes, [., LANES], -inf past the last one, and which of them exist."""
+    exists = tl.full([1], True, tl.int1)
+    where = (row.ptr + tl.arange(0, 1), row.column, start, row.classes, exists)
+    x, _, mask = load_vectors(*where, MASKED, "", TILE.block, TILE)
+    PER_LANE: tl.constexpr = TILE.block // TILE.lanes
+    x = x.to(row.slope.dtype)
+    return tl.reshape(x, [PER_LANE, TILE.lanes]), tl.reshape(mask, [PER_LANE, TILE.lanes])
+
+
+@triton.jit
+def read_block(
+    state,
+    row,
+    shift,
+    bracket,
+    buffer_ptr,
+    start,
+    MASKED: tl.constexpr,
+    TOTALS: tl.constexpr,
+    COLLECTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Add a block of classes to the state of lanes, and collect its classes of the bracket."""
+    collected, number, mass, sum_x_exp, maximum, block, _ = state
+    low, high = bracket
+    logit, mask = load_block(row, start, MASKED, TILE)
+    x = capped_logits(logit, mask, row.softcap, logit.dtype)
+    u = exponent(row, shift, x)
+    if TOTALS:
+        of_block, at = tl.max(x, axis=0), start // TILE.block
+        is_first = (of_block > maximum) | ((of_block == maximum) & (at < block))
+        block = tl.where(is_first, at, block)
+        maximum = tl.maximum(maximum, of_block)
+        mass += tl.sum(tl.exp2(u), axis=0).to(tl.float64)
+    else:
+        above = logit > high
+        u = tl.where(above, u, -10000.0)
+        e = tl.exp2(u)
+        number += tl.sum(tl.where(above, 3, 0), axis=0)
+        mass += tl.sum(e, axis=0).to(tl.float64)
+        sum_x_exp += tl.sum(e * u, axis=0).to(tl.float64)
+    if COLLECTS:  # A thread stores its classes one after the other.
+        bits = logit.to(tl.int64 if logit.dtype == tl.float64 else tl.int32, bitcast=True)
+        index = tl.arange(0, logit.shape[0])[:, None]
+        first_place = tl.minimum(collected, SLOTS) * TILE.lanes + tl.arange(0, TILE.lanes)
+        place = first_place
+        for i in tl.static_range(logit.shape[0]):
+            x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
+            inside = x >= low
+            if not TOTALS:
+                inside &= x <= high
+            tl.store(buffer_ptr + place, x, mask=inside)
+            place += tl.where(inside, TILE.lanes, 0)
+        collected += (place - first_place) // TILE.lanes
+    return Reading(collected, number, mass, sum_x_exp, maximum, block, 0)
+
+
+@triton.jit
+def read_row(
+    row,
+    shift,
+    first,
+    last,
+    buffer_ptr,
+    TOTALS: tl.constexpr,
+    COLLECTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Read a row and return the `Reading`; no thread waits for another meanwhile.
+
+    The classes of the bracket, two keys, are collected by lane, each of which has a column of
+    slots. What is too much for them is counted alone. The buffer has room for one block more.
+
+    The read of TOTALS has no upper end, and fills the slots that are left with -inf. Others start
+    at the end of the row, which the cache has, and move the classes together.
+    """
+    LANES: tl.constexpr = TILE.lanes
+    SLOTS: tl.constexpr = (1 if TOTALS else 2) * CANDIDATES // LANES
+    bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
+    zeros, counts = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
+    maximum = tl.full([LANES], -float("inf"), row.slope.dtype)
+    state = Reading(counts, counts, zeros, zeros, maximum, counts, 0)
+    args = (row, shift, bracket, buffer_ptr)
+    unmasked = row.classes // TILE.block * TILE.block
+    tl.debug_barrier()  # other threads may still read the buffer
+    if unmasked < row.classes:
+        state = read_block(state, *args, unmasked, True, TOTALS, COLLECTS, SLOTS, TILE)
+    for start in range(0, unmasked, TILE.block):
+        at = start if TOTALS else unmasked - TILE.block - start
+        state = read_block(state, *args, at, False, TOTALS, COLLECTS, SLOTS, TILE)
+    maximum = tl.max(state.maximum)
+    block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
+    number, mass, sum_x_exp = tl.sum(state.number) // 3, tl.sum(state.mass), tl.sum(state.sum_x_exp)
+    counts = state.collected
+    collected = tl.sum(counts)
+    complete = (tl.max(counts) <= SLOTS) & (collected <= CANDIDATES)
+    slot = tl.arange(0, SLOTS)[:, None]
+    if COLLECTS and TOTALS:
+        places = buffer_ptr + slot * LANES + tl.arange(0, LANES)[None, :]
+        padding = tl.full([SLOTS, LANES], -float("inf"), maximum.dtype)
+        tl.store(places, padding, mask=slot >= counts[None, :])
+        number, collected = collected, tl.where(complete, CANDIDATES, collected)
+        tl.debug_barrier()
+    elif COLLECTS:
+        exists = complete & (slot < counts[None, :])
+        tl.debug_barrier()  # other threads have stored what this one reads
+        x = tl.load(buffer_ptr + slot * LANES + tl.arange(0, LANES)[None, :], mask=exists)
+        tl.debug_barrier()
+        place = (tl.cumsum(counts, axis=0) - counts)[None, :] + slot
+        tl.store(buffer_ptr + place, x, mask=exists)
+        tl.debug_barrier()
+    return Reading(collected, number, mass, sum_x_exp, maximum, block, complete)
+
+
+@triton.jit
+def count_sample(row, SAMPLE: tl.constexpr, BINS: tl.constexpr):
+    """Count a sample of the row's logits in bins of equal width below the greatest one.
+
+    The sample consists of runs of 16 classes, which lie evenly over the row.
+    """
+    i = tl.arange(0, SAMPLE)
+    column = (i // 16).to(tl.int64) * row.classes // (SAMPLE // 16) + i % 16
+    x = tl.load(row.ptr + column * row.column).to(row.slope.dtype)
+    greatest = tl.max(x)
+    least = tl.min(tl.where(x > -float("inf"), x, greatest))
+    width = tl.minimum(greatest - least, 32.0 / row.slope) / (BINS - 2)
+    place = (greatest - x) / tl.maximum(width, 1e-30)
+    place = tl.where(place < BINS - 1, place, BINS - 1.0)
+    return Sample(tl.histogram(place.to(tl.int32), BINS), greatest, width)
+
+
+@triton.jit
+def key_of_edge(sample, edge, UP: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the greatest key that is not above an edge between bins, or the least not below it."""
+    x = sample.greatest - edge * sample.width
+    key = key_of(x, SHIFT)
+    if UP:
+        return key + (logit_of(key, SHIFT) < x)
+    else:
+        return key - (logit_of(key, SHIFT) > x)
+
+
+@triton.jit
+def edge_of(weights, below, level):
+    """Return how many bins, with a fraction, are above the place with a weight below it.
+
+    `below` has the weights below the upper edge of each bin. Inside of a bin they lie evenly.
+    """
+    BINS: tl.constexpr = weights.shape[0]
+    bin = tl.sum((below > level).to(tl.int32)) - 1
+    is_it = tl.arange(0, BINS) == bin
+    part = tl.sum(tl.where(is_it, (below - level) / tl.maximum(weights, 1e-30), 0.0))
+    return bin + tl.minimum(part, 1.0)
+
+
+@triton.jit
+def guess_bracket(
+    row,
+    shift,
+    sample,
+    rest,
+    by_mass,
+    margin,
+    low,
+    high,
+    CANDIDATES: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Return two keys of [low, high] between which a threshold of the row probably is.
+
+    `rest` is the weight of the classes below the threshold. They are many and small, so a sample
+    knows their weight well. The bracket has `margin` standard deviations on both sides, or fewer if
+    the tile had no room for its classes.
+    """
+    BINS: tl.constexpr = sample.counts.shape[0]
+    bin = tl.arange(0, BINS)
+    middle = sample.greatest - (bin.to(row.slope.dtype) + 0.5) * sample.width
+    weight = tl.where(bin < BINS - 1, exponents(row, shift, middle)[0], 0.0)
+    weight = tl.where(by_mass, weight, 1.0)
+    weights = sample.counts.to(row.slope.dtype) * weight
+    below = tl.cumsum(weights, axis=0, reverse=True)
+    squares = tl.cumsum(weights * weight, axis=0, reverse=True)
+    share = SAMPLE / row.classes.to(row.slope.dtype)
+    level = rest.to(row.slope.dtype) * share
+    is_it = bin == tl.maximum(tl.sum((below > level).to(tl.int32)) - 1, 0)
+    variance = tl.sum(tl.where(is_it, squares - below * below / SAMPLE, 0.0))
+    one = tl.sum(tl.where(is_it, weight, 0.0))
+    deviation = tl.sqrt(tl.maximum(variance, one * one))
+    room = 0.375 * CANDIDATES * share * one
+    reach = margin * tl.minimum(deviation, tl.maximum(room, deviation) / MARGIN)
+    edge = edge_of(weights, below, level - reach)
+    first = tl.where(edge < BINS - 1, key_of_edge(sample, edge, False, SHIFT), low)
+    edge = edge_of(weights, below, level + reach)
+    last = tl.where(edge > 0.0, key_of_edge(sample, edge, True, SHIFT), high)
+    overlaps = (first <= high) & (last >= low)
+    last = tl.where(overlaps, tl.minimum(last, high), high)
+    return tl.minimum(tl.where(overlaps, tl.maximum(first, low), low), last), last
+
+
+@triton.jit
+def narrow(row, shift, goal, by_mass, low, high, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """Return the part of [low, high] that has the threshold, after one read of the row.
+
+    It is the last of PARTS parts of equal length from whose first key on the weights reach the
+    goal. It ends at keys that the row has, if [low, high] does.
+    """
+    part = tl.arange(0, PARTS)
+    distance = (high.to(tl.int64) - low.to(tl.int64)).to(tl.uint64, bitcast=True)
+    length = (distance // PARTS).to(low.dtype) + 1
+    first = low + part.to(low.dtype) * length  # which may overflow twice, and is right then
+    edges = logit_of(first, SHIFT)[:, None, None]
+    LANES: tl.constexpr = TILE.lanes
+    sums, infinity = tl.zeros([PARTS, LANES], tl.float64), float("inf")
+    least, greatest = (
+        tl.full([LANES], infinity, row.slope.dtype),
+        tl.full([LANES], -infinity, row.slope.dtype),
+    )
+    for start in range(0, row.classes, TILE.block):
+        x, _ = load_block(row, start, True, TILE)
+        weight = tl.where(by_mass, exponents(row, shift, x)[0], 1.0)
+        inside = (x >= logit_of(low, SHIFT)) & (x <= logit_of(high, SHIFT))
+        least = tl.minimum(least, tl.min(tl.where(inside, x, infinity), axis=0))
+        greatest = tl.maximum(greatest, tl.max(tl.where(inside, x, -infinity), axis=0))
+        sums += tl.sum(tl.where(x[None] >= edges, weight[None], 0.0), axis=1).to(tl.float64)
+    reaches = (tl.sum(sums, axis=1) >= goal) & (first <= high)
+    index = tl.max(tl.where(reaches, part, 0)).to(low.dtype)
+    low += index * length
+    high = tl.minimum(low + (length - 1), high)
+    least, greatest = key_of(tl.min(least), SHIFT), key_of(tl.max(greatest), SHIFT)
+    low = tl.where(least <= high, tl.maximum(low, least), low)
+    return low, tl.where(greatest >= low, tl.minimum(high, greatest), high)
+
+
+@triton.jit
+def locate(tile, weight, goal, above, low, high, SHIFT: tl.constexpr):
+    """Find the greatest key of [low, high] from which on the weights reach a goal.
+
+    `above` is the weight of the classes above the tile. Return whether the tile has the key, and
+    the bounds of it that are known now; the key is both of them.
+    """
+    is_below = (above < goal) | (tile.last >= high)
+    reaches = (above + tl.sum(weight) >= goal) | (tile.first <= low)
+    found = is_below & tile.complete & reaches
+    if found:
+        first = tl.maximum(tile.first, low)
+        last = tl.minimum(tl.minimum(tile.last, high), key_of(tl.max(tile.x), SHIFT))
+        missing = (goal - above).to(weight.dtype)
+        low = find_key(tile.x, weight, missing, first, tl.maximum(first, last), SHIFT)
+        high = low
+    else:
+        low = tl.where(is_below, low, tile.last + 1)
+        end = tl.where(tile.complete, tile.first - 1, tile.last)
+        high = tl.where(is_below, tl.minimum(end, high), high)
+    return found, low, high
+
+
+@triton.jit
+def has_key(tile, key):
+    """Return whether a tile has all classes of a key, and of those between it and its end."""
+    return tile.complete & (key >= tile.first) & (key <= tile.last)
+
+
+@triton.jit
+def load_tile(buffer_ptr, found, first, last, SHIFT: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Load the classes that a read of the row has collected between two keys.
+
+    If they are too many for the buffer but all equal, one class stands for all of them.
+    """
+    i, number = tl.arange(0, CANDIDATES), found.collected
+    x = tl.load(buffer_ptr + i, mask=found.complete & (i < number), other=-float("inf"))
+    equal = (found.complete == 0) & (first == last)
+    x = tl.where(equal & (i == 0), logit_of(first, SHIFT), x)
+    each = tl.where(equal, number, 1).to(x.dtype)
+    return Tile(x, each, first, last, found.complete | equal)
