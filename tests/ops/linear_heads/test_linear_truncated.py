@@ -8,6 +8,7 @@ from helpers.rows import devices
 from torch import Tensor
 
 import partita
+from partita.ops.linear_heads.truncated import SEARCH_NUMBERS
 
 CLASSES, ROWS = 700, (2, 19)
 RULES: dict[str, dict[str, Any]] = {
@@ -106,3 +107,42 @@ def test_padding_may_hold_nan(device: str) -> None:
     assert stats.logprob[0, 3] == 0
     assert x.grad is not None and w.grad is not None
     assert x.grad[0, 3].eq(0).all() and x.grad.isfinite().all() and w.grad.isfinite().all()
+
+
+@devices
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+def test_rules_of_each_row_in_the_batch_invariant_mode(
+    logits_dtype: torch.dtype | None, device: str
+) -> None:
+    """Blocks of tokens are filled with rows whose rules are valid and do not count."""
+    x, w, _, target = (each.detach() for each in head(torch.bfloat16, device))
+    rules = {"top_k": torch.arange(38, device=device).view(ROWS), "temperature": 0.7}
+    rules["top_p"] = torch.linspace(0.0, 1.0, 38, device=device).view(ROWS)
+
+    def statistics(index: int | slice) -> partita.TruncatedStats:
+        of_rows = {k: v[index] if isinstance(v, Tensor) else v for k, v in rules.items()}
+        with partita.batch_invariant():
+            return partita.linear_truncated_stats(
+                x[index], w, target[index], logits_dtype=logits_dtype, **of_rows
+            )
+
+    both, alone = statistics(slice(None)), statistics(1)
+    logits = x.float() @ w.float().T
+    expected = partita.truncated_stats(logits, target, **rules)
+    assert all(torch.equal(a[1], b) for a, b in zip(both, alone, strict=True))
+    torch.testing.assert_close(both.logsumexp, expected.logsumexp, rtol=0, atol=2e-2)
+    if logits_dtype is not None:
+        assert torch.equal(both.kept, expected.kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_search_is_part_of_the_budget(dtype: torch.dtype) -> None:
+    x = torch.randn(1024, 64, device="cuda", dtype=dtype)
+    w = torch.randn(40_000, 64, device="cuda", dtype=dtype)
+    budget = 512 * (40_000 * dtype.itemsize + 4 * SEARCH_NUMBERS)  # four tiles of tokens
+    for _ in range(2):  # the first call allocates what the library keeps
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        partita.linear_truncated_stats(x, w, top_p=0.9, memory_budget=budget)
+    assert torch.cuda.max_memory_allocated() - before <= budget + 2**20  # for the results

@@ -33,6 +33,7 @@ from ..truncated.common import (
     TruncatedKernels,
     TruncatedRows,
     TruncatedSums,
+    counted_gradients,
     part_of,
     truncated_fake,
 )
@@ -48,7 +49,7 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, FP16_FACTOR, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
 from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
@@ -67,13 +68,21 @@ def empty_gradients(
     return gradients_like(Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad))
 
 
-def gradients_like(head: Head, wanted: Wanted, dtype: torch.dtype | None = None) -> HeadGradients:
-    """Return memory for gradients in the dtypes of the head's tensors, or in another one."""
+def gradients_like(
+    head: Head, wanted: Wanted, dtype: torch.dtype | None = None, adds_ranks: bool = False
+) -> HeadGradients:
+    """Return memory for gradients in the dtypes of the head's tensors, or in another one.
+
+    That of the hidden states is in the accumulator's dtype where ranks add it up.
+    """
     like = (head.input, head.weight, head.input if head.bias is None else head.bias)
+    dtypes = [dtype or x.dtype for x in like]
+    if adds_ranks:
+        dtypes[0] = acc_dtype(dtypes[0])
     return HeadGradients(
         *(
-            x.new_empty(x.shape if wants else (0,), dtype=dtype or x.dtype)
-            for x, wants in zip(like, wanted, strict=True)
+            x.new_empty(x.shape if wants else (0,), dtype=of_x)
+            for x, wants, of_x in zip(like, wanted, dtypes, strict=True)
         )
     )
 
@@ -95,6 +104,7 @@ def head_gradients(
     chunk: int,
     saved: Sequence[Tensor] = (),
     dtype: torch.dtype | None = None,
+    adds_ranks: bool = False,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -108,7 +118,7 @@ def head_gradients(
             in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
-        dtype: that of the gradients, if it is not that of their tensors.
+        dtype, adds_ranks: as in `gradients_like`.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
@@ -121,7 +131,7 @@ def head_gradients(
         buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
     rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
     one_part, fits = len(parts) == 1, Wanted(input_grad, weight_grad and not rounds_sum, bias_grad)
-    result, of_weight = gradients_like(head, fits, dtype), head.weight.dtype
+    result, of_weight = gradients_like(head, fits, dtype, adds_ranks), head.weight.dtype
     (dinput, dweight, dbias), head = result, heads[0]
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
@@ -143,10 +153,13 @@ def head_gradients(
             sizes, is_first = (len(states), part.stop - part.start), rows.start == 0
             padded = head.rows_in(buffers[0].view(head.input.dtype), *sizes)
             dlogits = padded[: sizes[0], : sizes[1]]
-            are_saved = saved_classes > 0 and part.stop == C
-            for some in head.parts_to_read(sizes[0], are_saved):
+            in_place = saved_classes > 0 and part.stop == C
+            if not in_place and head.is_read_in_place(sizes[0]):
+                logits_of(heads, buffers, rows, part)
+                in_place = True
+            for some in head.parts_to_read(sizes[0], in_place):
                 those = slice(rows.start + some.start, rows.start + some.stop)
-                if are_saved:
+                if in_place:
                     logits = [head.rows_in(each, *sizes)[some, : sizes[1]] for each in buffers]
                     if head.widens and some.start == 0:
                         logits[0] = logits[0].clone()  # the only one that its gradient overlaps
@@ -184,6 +197,22 @@ def tokens_at_once(head: Head, chunk: int) -> int:
 def tokens_of_backward(head: Head, saved: Tensor) -> int:
     """Return the tokens in a chunk of a backward pass: all, unless blocks are computed again."""
     return MIN_CHUNK_TOKENS if head.invariant and not saved.numel() else len(head.input)
+
+
+def read_logits(
+    head: Head, tokens: int, save_logits: bool, read: Callable[[slice, Tensor], None]
+) -> Tensor:
+    """Compute the logits of a head for `read`, and return them if they are saved.
+
+    The logits of `tokens` tokens exist at once, or of all if they are saved. The result is empty
+    otherwise. `read` takes which tokens these are, and their logits.
+    """
+    M, C, head = len(head.input), len(head.weight), head.rounded
+    buffer = head.buffer(M if save_logits else min(tokens, M), C)
+    for rows in chunks(M, tokens):
+        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
+        read(rows, head.part(rows, slice(C)).logits(memory))
+    return buffer if save_logits else buffer.new_empty(0)
 
 
 class HeadKernels(NamedTuple):
@@ -254,13 +283,15 @@ class HeadKernels(NamedTuple):
         saved: Tensor,
         temperature: float,
         softcap: float,
+        adds_ranks: bool,
         chunk: int,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the coefficients of the rows.
 
         Saved logits are overwritten with their gradient. An empty `saved` means that they were not
-        saved; they are then computed again, `chunk` classes at a time.
+        saved; they are then computed again, `chunk` classes at a time. With `adds_ranks` the
+        gradient of the hidden states is one rank's part, which is not rounded.
         """
         target, tokens = target.contiguous(), tokens_of_backward(head, saved)
 
@@ -273,7 +304,8 @@ class HeadKernels(NamedTuple):
         def counts(rows: slice) -> Tensor:
             return coefficients.part(rows).counts()
 
-        return head_gradients([head], wanted, counts, write_gradient, tokens, chunk, [saved])
+        rest = (counts, write_gradient, tokens, chunk, [saved])
+        return head_gradients([head], wanted, *rest, adds_ranks=adds_ranks)
 
     def linear_one_pass(
         self,
@@ -423,20 +455,14 @@ class HeadKernels(NamedTuple):
         tokens: int,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the `TopKRows` of a head, and its logits if they are saved.
-
-        The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
-        empty otherwise.
-        """
-        M, C, head = len(head.input), len(head.weight), head.rounded
+        """Return the `TopKRows` of a head, and what `read_logits` returns."""
         found = topk_fake(head.input, k)
-        buffer = head.buffer(M if save_logits else min(tokens, M), C)
-        for rows in chunks(M, tokens):
-            memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory)
+
+        def read(rows: slice, logits: Tensor) -> None:
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
-        return *found, buffer if save_logits else buffer.new_empty(0)
+
+        return *found, read_logits(head, tokens, save_logits, read)
 
     def linear_truncated_stats(
         self,
@@ -461,21 +487,15 @@ class HeadKernels(NamedTuple):
         Tensor,
         Tensor,
     ]:
-        """Return the `TruncatedRows` of a head, and its logits if they are saved.
-
-        The arguments are those of `linear_topk_logprobs`.
-        """
-        M, C, head = len(head.input), len(head.weight), head.rounded
+        """Return the `TruncatedRows` of a head, and what `read_logits` returns."""
         found = truncated_fake(head.input)
-        buffer = head.buffer(M if save_logits else min(tokens, M), C)
-        for rows in chunks(M, tokens):
-            memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory)
+
+        def read(rows: slice, logits: Tensor) -> None:
             labels = None if target is None else target[rows]
-            of_rows = rules.map(itemgetter(rows))
-            part = TruncatedRows(*(field[rows] for field in found))
+            of_rows, part = rules.map(itemgetter(rows)), TruncatedRows(*part_of(found, rows))
             self.truncated.of_rows(logits, labels, of_rows, softcap, ignore_index, part)
-        return *found, buffer if save_logits else buffer.new_empty(0)
+
+        return *found, read_logits(head, tokens, save_logits, read)
 
     def linear_truncated_stats_backward(
         self,
@@ -493,9 +513,8 @@ class HeadKernels(NamedTuple):
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradients of the statistics."""
-        has_logprob = (rows.label != ignore_index) & (rows.in_set | keeps_target)
-        grad_logprob = torch.where(has_logprob, grad_logprob, 0)
         grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
+        grads = counted_gradients(grads, rows, keeps_target, ignore_index)
         counts = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
         options = (len(head.weight), keeps_target, softcap, ignore_index)
 
@@ -628,7 +647,11 @@ class HeadKernels(NamedTuple):
             The others: as in `linear_divergence_backward`.
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
-        numbers = (beta, temperature, softcap)
+        numbers, is_fp16 = (beta, temperature, softcap), head.input.dtype == torch.float16
+        if is_fp16:
+            largest = factors.amax() if len(factors) else factors.new_ones(())
+            scale = FP16_FACTOR / largest.clamp(min=1e-30)
+            factors = factors * scale
         if chunk:
             state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
             gradients = self.linear_divergence_backward(
@@ -641,16 +664,23 @@ class HeadKernels(NamedTuple):
                 chunk,
                 wanted,
             )
-            return state.rows.loss, *gradients
-        state = self.divergence.new_state(head.input)
+        else:
+            state = self.divergence.new_state(head.input)
 
-        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-            part = state.part(rows)
-            self.accumulate_rows([(0, *logits)], part, numbers)
-            self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
+            def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
+                part = state.part(rows)
+                self.accumulate_rows([(0, *logits)], part, numbers)
+                self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-        chunk_sizes = (tokens_at_once(head, tokens), len(head.weight))
-        gradients = head_gradients(
-            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
-        )
+            gradients = head_gradients(
+                heads,
+                wanted,
+                lambda rows: factors[rows] != 0,
+                write_gradient,
+                tokens_at_once(head, tokens),
+                len(head.weight),
+                dtype=factors.dtype if is_fp16 else None,
+            )
+        if is_fp16:
+            gradients = HeadGradients(*(each.to(scale.dtype).div_(scale) for each in gradients))
         return state.rows.loss, *gradients

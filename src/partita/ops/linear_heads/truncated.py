@@ -8,19 +8,11 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import (
-    apply,
-    double_backward,
-    is_double_backward,
-    needed_gradients,
-    saved_tensors,
-    skip_unused_gradients,
-    takes,
-)
+from ...runtime.autograd import apply, skip_unused_gradients, takes
 from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
 from ..truncated.autograd import truncated_stats as stats_of_rows
 from ..truncated.common import (
-    Rules,
     TruncatedRows,
     TruncatedStats,
     check_values,
@@ -28,7 +20,7 @@ from ..truncated.common import (
     sums_of_results,
     truncated_fake,
 )
-from .autograd import define_op, gradients_of_rows, saved_logits_fake
+from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
 from .common import Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, flat_labels, takes_all_logits
@@ -37,21 +29,19 @@ from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_BYTES = 2**30  # of the workspace, if no budget is given
-SEARCH_BYTES = 40 * 2**10  # of a token beside its logits, in which thresholds are searched
+SEARCH_NUMBERS = 12_800  # of a token beside its logits, among which its threshold is searched
 TILE_TOKENS = 128  # of a product's tile
 
 
 def _check(
     weight: Tensor,
     target: Tensor | None,
-    top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
     temperature: Tensor | None,
     ignore_index: int,
 ) -> None:
-    rules = Rules(top_k, top_p, min_p, temperature, False, False)
-    check_values(len(weight), target, rules, ignore_index)
+    check_values(len(weight), target, top_p, min_p, temperature, ignore_index)
 
 
 def _fake(
@@ -80,48 +70,25 @@ class LinearTruncated(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.products, ctx.choices, ctx.numbers = inputs[3:5], inputs[10:12], inputs[12:14]
-        ctx.options = (ctx.choices[1], *ctx.numbers)
+        ctx.products, ctx.min_p_first, ctx.options = inputs[3:5], inputs[10], inputs[11:14]
         _, save_logits, ctx.backend, ctx.chunk = inputs[14:]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
         sums = sums_of_results(TruncatedRows(*output[:-1]), inputs[9])
-        ctx.save_for_backward(*inputs[:3], *inputs[5:9], *sums, output[-1])
+        ctx.save_for_backward(*inputs[:3], *sums, output[-1], *inputs[6:9])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of hidden states, matrix and bias."""
-        grads, nothing = grads[:4], (None,) * (len(ctx.needs_input_grad) - 3)
-        if all(grad is None for grad in grads):
-            return None, None, None, *nothing
-        head, (target, *of_rules), sums, logits = _grouped(saved_tensors(ctx))
-        wanted = needed_gradients(ctx, *head)
-        if not is_double_backward(*grads, *head):
-            first = grads[0]
-            if first is None:  # An op takes its device from its first tensor.
-                first = torch.zeros_like(next(grad for grad in grads if grad is not None))
-            tensors = (first, *grads[1:], *head, *ctx.products, *sums)
-            gradients = gradients_of_rows(
-                ctx, truncated_backward_op, grads, tensors, [logits], wanted
-            )
-            return *gradients, *nothing
-        used = [i for i, grad in enumerate(grads) if grad is not None]
+        """Return the gradients from those of the first four results."""
 
-        def statistics(*head: Any) -> list[Tensor]:
-            logits = all_logits(Head._make((*head, 0, ctx.products[1])))
-            options = (*of_rules, *ctx.choices, *ctx.numbers, ctx.backend)
-            found = stats_of_rows(logits, target, *options)
-            return [found[i] for i in used]
+        def composed(head: Head, *saved: Any) -> tuple[Tensor, ...]:
+            (label, _, temperature), rules = saved[:3], saved[-3:]
+            options = (*rules, temperature, ctx.min_p_first, *ctx.options, ctx.backend)
+            found: tuple[Tensor, ...] = stats_of_rows(all_logits(head), label, *options)
+            return found[:4]
 
-        given = [grads[i] for i in used]
-        return *double_backward(statistics, head, wanted, given), *nothing
-
-
-def _grouped(saved: tuple[Any, ...]) -> tuple[Any, Any, Any, Tensor]:
-    """Return the head, target and rules, the statistics of rows and the logits that are saved."""
-    head, (target, *rules), sums = saved[:3], saved[3:7], saved[7:-1]
-    return head, (target, *rules, sums[2]), sums, saved[-1]
+        return head_backward(ctx, truncated_backward_op, grads[:4], composed, others=3)
 
 
 def linear_truncated_stats(
@@ -191,7 +158,8 @@ def linear_truncated_stats(
         chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), classes)
     room = DEFAULT_BYTES if memory_budget is None else memory_budget
     bytes_of_logit = rows.element_size() * (1 + head.widens)
-    most = room // (padded_width(classes) * bytes_of_logit + SEARCH_BYTES)
+    search_bytes = SEARCH_NUMBERS * acc_dtype(rows.dtype).itemsize
+    most = room // (padded_width(classes) * bytes_of_logit + search_bytes)
     step = BLOCK_TOKENS if head.invariant else TILE_TOKENS if most > TILE_TOKENS else 1
     most = max(1, most // step) * step
 

@@ -13,29 +13,18 @@ from ...primitives.rows import by_rows
 from ...runtime import register
 from ...runtime.autograd import DifferentiableOp, all_at_once
 from . import reference
-from .common import (
-    Rules,
-    TruncatedRows,
-    TruncatedSums,
-    check_values,
-    sums_of_results,
-    truncated_fake,
-)
+from .common import TruncatedRows, check_values, sums_of_results, truncated_fake
 
 
 def _check(
     logits: Tensor,
     target: Tensor | None,
-    top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
     temperature: Tensor | None,
-    min_p_first: bool,
-    keeps_target: bool,
     ignore_index: int,
 ) -> None:
-    rules = Rules(top_k, top_p, min_p, temperature, min_p_first, keeps_target)
-    check_values(logits.shape[-1], target, rules, ignore_index)
+    check_values(logits.shape[-1], target, top_p, min_p, temperature, ignore_index)
 
 
 def _gpu() -> ModuleType:
@@ -50,22 +39,18 @@ truncated_stats_backward_op = define_op(
     by_rows(reference.truncated_stats_gradient, logits=4),
     lambda logits: torch.empty_like(logits),
     name="truncated_stats_backward",
-    vmap=all_at_once,
 )
 
 
 def _saved(args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Any, Any]:
-    (logits, _, *rules), options = args[:8], args[7:-1]
-    temperature = Rules(*rules).temperature
+    logits, temperature, options = args[0], args[5], args[7:-1]
     return (logits, *sums_of_results(TruncatedRows(*output), temperature)), options
 
 
-def _gradient(*args: Any) -> Tensor:
-    grads, logits, sums, options = args[:4], args[4], args[5:13], args[13:]
-    found: Any = (*grads, logits, TruncatedSums(*sums), *options)
-    return reference.truncated_stats_gradient(*found)
-
-
 truncated_stats = DifferentiableOp(
-    truncated_stats_op, truncated_stats_backward_op, _gradient, _saved, results=4
+    truncated_stats_op,
+    truncated_stats_backward_op,
+    reference.differentiable_gradient,
+    _saved,
+    results=4,
 )

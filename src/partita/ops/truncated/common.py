@@ -84,11 +84,6 @@ class Rules(NamedTuple):
         fields: Any = (change(x) if isinstance(x, Tensor) else x for x in self)
         return Rules(*fields)
 
-    def checked(self) -> list[tuple[str, Tensor]]:
-        """Return the names and the numbers of the rules that have a range."""
-        values = (("top_p", self.top_p), ("min_p", self.min_p), ("temperature", self.temperature))
-        return [(rule, value) for rule, value in values if value is not None]
-
 
 class TruncatedSums(NamedTuple):
     """What the gradient of rows needs beside their logits, `[...]`.
@@ -125,6 +120,14 @@ def part_of(fields: Iterable[Tensor | None], rows: slice) -> tuple[Any, ...]:
     return tuple(None if each is None else each[rows] for each in fields)
 
 
+def counted_gradients(
+    grads: tuple[Any, ...], rows: TruncatedSums, keeps_target: bool, ignore_index: int
+) -> tuple[Any, ...]:
+    """Return the gradients of results, with that of the log-probability 0 where it is constant."""
+    has_logprob = (rows.label != ignore_index) & (rows.in_set | keeps_target)
+    return torch.where(has_logprob, grads[0], 0), *grads[1:]
+
+
 def sums_of_results(rows: TruncatedRows, temperature: Tensor | None) -> TruncatedSums:
     """Return what the gradient needs of the results of rows."""
     sums = (rows.maximum, rows.sumexp, rows.kept_sumexp, rows.entropy)
@@ -154,29 +157,30 @@ def checked_rules(
 
     A number becomes a tensor with one number for each row; bad ones raise.
     """
-    checks.choice("order", order, ORDERS)
-    checks.choice("missing", missing, MISSING)
 
     def of_rows(rule: str, value: Any, without_effect: float, dtype: torch.dtype) -> Tensor | None:
         if isinstance(value, Tensor):
-            (checks.integer if dtype == torch.int64 else checks.floating)(rule, value)
+            (checks.integer if rule == "top_k" else checks.floating)(rule, value)
             checks.shape(rule, value, rows.shape[:-1], f"{name}.shape[:-1]")
             checks.device(rule, value, rows, name)
             if value.requires_grad:
                 raise ValueError(f"{rule}: expected a tensor without a gradient, got one with it")
             return value.to(dtype)
-        if value is None or value == without_effect:
+        if value is None:
+            return None
+        if rule == "top_k":
+            checks.python_int(rule, value)
+            value = value if 0 < value < classes else without_effect
+        elif rule == "temperature":
+            checks.number(rule, value, low=0.0, open_low=True)
+        else:
+            checks.number(rule, value, low=0.0, high=1.0)
+        if value == without_effect:
             return None
         return torch.full(rows.shape[:-1], value, dtype=dtype, device=rows.device)
 
-    if top_k is not None and not isinstance(top_k, Tensor):
-        checks.python_int("top_k", top_k)
-        top_k = top_k if 0 < top_k < classes else None
-    for rule, value in (("top_p", top_p), ("min_p", min_p)):
-        if value is not None and not isinstance(value, Tensor):
-            checks.number(rule, value, low=0.0, high=1.0)
-    if not isinstance(temperature, Tensor):
-        checks.number("temperature", temperature, low=0.0, open_low=True)
+    checks.choice("order", order, ORDERS)
+    checks.choice("missing", missing, MISSING)
     return Rules(
         of_rows("top_k", top_k, 0, torch.int64),
         of_rows("top_p", top_p, 1.0, torch.float64),
@@ -187,18 +191,24 @@ def checked_rules(
     )
 
 
-def check_values(classes: int, target: Tensor | None, rules: Rules, ignore_index: int) -> None:
+def check_values(
+    classes: int,
+    target: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+) -> None:
     """Raise for the first label or number of a rule that is out of range, if they are checked."""
     if target is not None:
         checks.labels("target", target, classes, ignore_index)
-    for rule, value in rules.checked():
-        if not checks.can_check_values(value):
+    for rule, value in (("top_p", top_p), ("min_p", min_p), ("temperature", temperature)):
+        if value is None or not checks.can_check_values(value):
             continue
         if (index := checks.first_index(~is_valid(rule, value))) is not None:
             bounds = "above 0" if rule == "temperature" else "from 0 to 1"
-            raise ValueError(
-                f"{rule}: expected numbers {bounds}, got {float(value[index])} at {list(index)}"
-            )
+            given = float(value[index])
+            raise ValueError(f"{rule}: expected numbers {bounds}, got {given} at {list(index)}")
 
 
 def is_valid(rule: str, value: Tensor) -> Tensor:

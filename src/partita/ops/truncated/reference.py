@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, inert_rows, row_chunks, softcap_slope, softcapped
-from ...runtime.dtypes import acc_dtype
+from ...primitives.rows import by_rows, finite_shift, inert_rows, softcap_slope, softcapped
 from ..cross_entropy.common import valid_targets
-from .common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, is_valid, part_of
+from .common import (
+    Rules,
+    TruncatedKernels,
+    TruncatedRows,
+    TruncatedSums,
+    counted_gradients,
+    is_valid,
+)
 
 
 def truncated_stats(
@@ -25,81 +32,77 @@ def truncated_stats(
 
     A soft-cap of 0 is none. Without a target, the label of a row is its arg-max.
     """
-    temperature, keeps_target = rules.temperature, rules.keeps_target
-    x, maximum = scaled_rows(logits, temperature, softcap)
-    e = x.exp()
-    sumexp, raw = e.sum(-1), logits.to(x.dtype)
-    least = threshold_of(raw, x, e, rules)
+    temperature, x = rules.temperature, softcapped(logits, softcap)
+    maximum = x.amax(-1)
+    x = scaled(x, maximum, temperature)
+    threshold = threshold_of(logits.to(x.dtype), x, rules)
     label = x.argmax(-1) if target is None else target.to(torch.int64, copy=True)
     labels, not_ignored, out_of_range = valid_targets(label, x.shape[-1], ignore_index)
     of_label = labels.unsqueeze(-1)
-    kept, label_kept = kept_classes(raw, least, labels, not_ignored & keeps_target)
+    of_target = logits.gather(-1, of_label).squeeze(-1)
+    in_set = (of_target >= threshold) & (of_target > -torch.inf)
+    adds = is_class(labels, logits) & (not_ignored & rules.keeps_target).unsqueeze(-1)
+    kept = kept_classes(logits, threshold, adds)
     invalid = out_of_range
-    for rule, value in rules.checked():
-        invalid = invalid | ~is_valid(rule, value)
+    for rule in ("top_p", "min_p", "temperature"):
+        if (value := getattr(rules, rule)) is not None:
+            invalid = invalid | ~is_valid(rule, value)
     nan_or_zero = torch.where(invalid, torch.nan, 0.0).to(x.dtype)
-    kept_sumexp = torch.where(kept, e, 0).sum(-1) + nan_or_zero
+    sumexp, kept_sumexp, entropy = sums_of(x, kept)
     log_sum, shift = kept_sumexp.log(), finite_shift(maximum)
     if temperature is not None:
         shift = shift / temperature.to(x.dtype)
     logprob = x.gather(-1, of_label).squeeze(-1) - log_sum
     has_logprob = kept.gather(-1, of_label).squeeze(-1) | (logprob != logprob)
     logprob = torch.where(has_logprob, logprob, -torch.inf)
-    terms = torch.where(kept & (e != 0), e * x, 0)
     return TruncatedRows(
         logprob=torch.where(not_ignored, logprob, 0) + nan_or_zero,
         logsumexp=shift + sumexp.log() + nan_or_zero,
-        kept_logsumexp=shift + log_sum,
-        entropy=log_sum - terms.sum(-1) / kept_sumexp,
+        kept_logsumexp=shift + log_sum + nan_or_zero,
+        entropy=entropy + nan_or_zero,
         kept=kept.sum(-1),
-        in_set=(label_kept | ~not_ignored) & ~invalid,
-        threshold=between(raw, least),
+        in_set=(in_set | ~not_ignored) & ~invalid,
+        threshold=threshold,
         label=label,
         maximum=maximum,
         sumexp=sumexp,
-        kept_sumexp=kept_sumexp,
+        kept_sumexp=kept_sumexp + nan_or_zero,
     )
 
 
-def scaled_rows(
-    logits: Tensor, temperature: Tensor | None, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Return (x - maximum) / temperature with soft-capped logits x, and the maximum of each row."""
-    x = softcapped(logits, softcap)
-    maximum = x.detach().amax(-1)
+def scaled(x: Tensor, maximum: Tensor, temperature: Tensor | None) -> Tensor:
+    """Return (x - maximum) / temperature of rows, `[..., C]`."""
     x = x - finite_shift(maximum).unsqueeze(-1)
-    return x if temperature is None else x / temperature.to(x.dtype).unsqueeze(-1), maximum
+    return x if temperature is None else x / temperature.to(x.dtype).unsqueeze(-1)
 
 
-def kept_classes(
-    raw: Tensor, threshold: Tensor, labels: Tensor, adds_label: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return which classes are kept, and whether the rules keep the label.
-
-    A label that they drop is kept where `adds_label` is true. Masked classes are never kept.
-    """
-    exists, of_label = raw > -torch.inf, labels.unsqueeze(-1)
-    kept = (raw >= threshold.unsqueeze(-1)) & exists
-    is_label = torch.arange(raw.shape[-1], device=raw.device) == of_label
-    adds = is_label & adds_label.unsqueeze(-1) & exists
-    return kept | adds, kept.gather(-1, of_label).squeeze(-1)
+def is_class(label: Tensor, logits: Tensor, first: int = 0) -> Tensor:
+    """Return which of the classes from `first` on is the label, `[..., C]`."""
+    column = torch.arange(first, first + logits.shape[-1], device=logits.device)
+    return column == label.unsqueeze(-1)
 
 
-def between(raw: Tensor, least: Tensor) -> Tensor:
-    """Return a number between the logits from `least` on and those below it, `[...]`."""
-    is_kept = (raw >= least.unsqueeze(-1)) & (raw > -torch.inf)
-    dropped = raw.masked_fill(is_kept, -torch.inf).amax(-1)
-    middle = raw.masked_fill(~is_kept, torch.inf).amin(-1) / 2 + dropped / 2
-    return torch.where((middle > dropped) & (middle < torch.inf), middle, least)
+def kept_classes(logits: Tensor, threshold: Tensor, adds: Tensor) -> Tensor:
+    """Return which classes reach the threshold or are added, without masked ones, `[..., C]`."""
+    return ((logits >= threshold.unsqueeze(-1)) | adds) & (logits > -torch.inf)
 
 
-def threshold_of(raw: Tensor, x: Tensor, e: Tensor, rules: Rules) -> Tensor:
-    """Return the least logit of each row that the rules keep; -inf if they keep all.
+def sums_of(x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of exp(x) over all and over the kept classes, and the entropy of these."""
+    e = x.exp()
+    kept_sumexp = torch.where(kept, e, 0).sum(-1)
+    sum_x_exp = (e * torch.where(kept & (e != 0), x, 0)).sum(-1)
+    return e.sum(-1), kept_sumexp, kept_sumexp.log() - sum_x_exp / kept_sumexp
+
+
+def threshold_of(raw: Tensor, x: Tensor, rules: Rules) -> Tensor:
+    """Return a number of each row which the logits that the rules keep reach; -inf for all.
+
+    It lies between the least kept and the greatest dropped logit.
 
     Args:
         raw: the logits, `[..., C]`.
         x: the same, soft-capped, relative to the maximum and over the temperature.
-        e: exp(x).
         rules: the rules.
     """
     top_k, top_p, min_p = rules[:3]
@@ -119,11 +122,13 @@ def threshold_of(raw: Tensor, x: Tensor, e: Tensor, rules: Rules) -> Tensor:
         before = torch.maximum(before, torch.where(is_active, at(top_k - 1), nothing))
     least = torch.maximum(before, of_min_p)
     if top_p is not None:
-        mass = torch.where(ordered >= before.unsqueeze(-1), e.gather(-1, index), 0)
+        mass = torch.where(ordered >= before.unsqueeze(-1), x.exp().gather(-1, index), 0)
         mass = mass.double().cumsum(-1)
         below = (mass < top_p.unsqueeze(-1) * mass[..., -1:]).sum(-1)
         least = torch.maximum(least, torch.where(top_p < 1, at(below), nothing))
-    return least
+    number = (ordered >= least.unsqueeze(-1)).sum(-1)
+    middle = at(number - 1) / 2 + at(number) / 2
+    return torch.where((middle > at(number)) & (middle < torch.inf), middle, least)
 
 
 def truncated_stats_gradient(
@@ -136,114 +141,77 @@ def truncated_stats_gradient(
     keeps_target: bool,
     softcap: float,
     ignore_index: int,
+    *,
+    first: int = 0,
+    classes: int | None = None,
 ) -> Tensor:
-    """Compute the gradient of the logits, differentiable in the first five arguments.
+    """Compute the gradient of the logits from the rows' statistics.
 
-    A gradient of None is zero. The kept classes are those that the forward pass has found.
+    A gradient of None is zero. The kept classes are those that the forward pass has found. The
+    logits may be those of some classes alone, from `first` on and out of `classes`.
     """
-    labels, not_ignored, out_of_range = valid_targets(rows.label, logits.shape[-1], ignore_index)
-    raw = logits.detach().to(acc_dtype(logits.dtype))
-    kept, _ = kept_classes(raw, rows.threshold, labels, not_ignored & keeps_target)
-    # The derivative of a log-probability of -inf is 0.
-    on_label = torch.where(not_ignored & (rows.in_set | keeps_target), grad_logprob, 0)
-    grads = (on_label, grad_logsumexp, grad_kept, grad_entropy)
-    is_inert = inert_rows((rows.maximum, rows.sumexp, rows.kept_sumexp), grads).unsqueeze(-1)
-    logits, kept = torch.where(is_inert, 0, logits), kept | is_inert
-    x, _ = scaled_rows(logits, rows.temperature, softcap)
-    logp = x.masked_fill(~kept, -torch.inf).log_softmax(-1)
-    p = logp.exp()
-    one_hot = (torch.arange(x.shape[-1], device=x.device) == labels.unsqueeze(-1)).to(x.dtype)
-    result = on_label.to(x.dtype).unsqueeze(-1) * (one_hot - p)
-    if grad_logsumexp is not None:
-        result = result + grad_logsumexp.to(x.dtype).unsqueeze(-1) * x.softmax(-1)
-    if grad_kept is not None:
-        result = result + grad_kept.to(x.dtype).unsqueeze(-1) * p
-    if grad_entropy is not None:
-        # The select comes before the product, so that the second derivative is finite too.
-        p_logp = p * torch.where(p == 0, 0, logp)
-        result = result - grad_entropy.to(x.dtype).unsqueeze(-1) * (
-            p_logp - p * p_logp.sum(-1, keepdim=True)
-        )
-    if rows.temperature is not None:
-        result = result / rows.temperature.to(x.dtype).unsqueeze(-1)
+    label, _, temperature, threshold, maximum, total, kept_total, entropy = rows
+    _, not_ignored, out_of_range = valid_targets(label, classes or logits.shape[-1], ignore_index)
+    grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
+    grads = counted_gradients(grads, rows, keeps_target, ignore_index)
+    on_label, on_all, on_kept, on_entropy = (
+        torch.zeros_like(maximum) if grad is None else grad.to(maximum.dtype) for grad in grads
+    )
+    is_label = is_class(label, logits, first)
+    adds = is_label & (not_ignored & keeps_target).unsqueeze(-1)
+    kept = kept_classes(logits.detach(), threshold, adds)
+    x = scaled(softcapped(logits, softcap), maximum, temperature)
+    e = x.exp()
+    logp_plus_entropy = torch.where(e == 0, 0, x) + (entropy - kept_total.log()).unsqueeze(-1)
+    of_kept = (on_kept - on_label).unsqueeze(-1) - on_entropy.unsqueeze(-1) * logp_plus_entropy
+    grad = torch.where(kept, e / kept_total.unsqueeze(-1) * of_kept, 0)
+    grad = grad + e * (on_all / total).unsqueeze(-1)
+    grad = grad + torch.where(is_label, on_label.unsqueeze(-1), 0)
+    if temperature is not None:
+        grad = grad / temperature.to(grad.dtype).unsqueeze(-1)
     if softcap:
-        result = result * softcap_slope(logits, softcap)
-    is_active = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
-    invalid = out_of_range | (is_active & rows.kept_sumexp.isnan())
-    return torch.where(invalid.unsqueeze(-1), torch.nan, result).to(logits.dtype)
+        grad = grad * softcap_slope(logits, softcap)
+    active = torch.stack([each != 0 for each in grads if each is not None]).any(0)
+    invalid = out_of_range | (active & kept_total.isnan())
+    grad = torch.where(active.unsqueeze(-1), grad, 0)
+    return torch.where(invalid.unsqueeze(-1), torch.nan, grad).to(logits.dtype)
 
 
-def truncated_of_rows(
-    logits: Tensor,
-    target: Tensor | None,
-    rules: Rules,
-    softcap: float,
-    ignore_index: int,
-    found: TruncatedRows,
-) -> None:
-    """Write the statistics of rows `[M, C]` to the results."""
-    for rows in row_chunks(logits):
-        of_rows = rules.map(itemgetter(rows))
-        labels = None if target is None else target[rows]
-        part = truncated_stats(logits[rows], labels, of_rows, softcap, ignore_index)
-        for field, value in zip(found, part, strict=True):
-            field[rows] = value
+def differentiable_gradient(*args: Any) -> Tensor:
+    """Return the same, differentiable in the gradients and in the logits of all classes.
+
+    The arguments are those of `truncated_stats_gradient`, the fields of the rows one by one.
+    """
+    grads, logits, rows = args[:4], args[4], TruncatedSums(*args[5:13])
+    keeps_target, softcap, ignore_index = args[13:]
+    grads = counted_gradients(grads, rows, keeps_target, ignore_index)
+    is_inert = inert_rows((rows.maximum, rows.sumexp, rows.kept_sumexp), grads)
+    adds_label = (rows.label != ignore_index) & keeps_target
+    adds = (is_class(rows.label, logits) & adds_label.unsqueeze(-1)) | is_inert.unsqueeze(-1)
+    logits = torch.where(is_inert.unsqueeze(-1), 0, logits)
+    kept, x = kept_classes(logits.detach(), rows.threshold, adds), softcapped(logits, softcap)
+    maximum = x.detach().amax(-1)
+    sumexp, kept_sumexp, entropy = sums_of(scaled(x, maximum, rows.temperature), kept)
+    kept_sumexp = torch.where(is_inert | ~rows.kept_sumexp.isnan(), kept_sumexp, torch.nan)
+    rows = TruncatedSums(*rows[:4], maximum, sumexp, kept_sumexp, entropy)
+    same: Any = (*grads, logits, rows, *args[13:])
+    return truncated_stats_gradient(*same)
+
+
+def truncated_of_rows(logits: Tensor, *args: Any) -> None:
+    """Write the statistics of rows `[M, C]` to the results, the last argument."""
+    *options, found = args
+    for field, value in zip(found, by_rows(truncated_stats)(logits, *options), strict=True):
+        field.copy_(value)
 
 
 def truncated_gradient(
-    logits: Tensor,
-    first: int,
-    grads: Sequence[Tensor | None],
-    rows: TruncatedSums,
-    classes: int,
-    keeps_target: bool,
-    softcap: float,
-    ignore_index: int,
-    result: Tensor,
+    logits: Tensor, first: int, grads: Sequence[Any], rows: TruncatedSums, classes: int, *args: Any
 ) -> None:
-    """Write the gradient of the logits of the classes from `first` on, `[M, width]`.
-
-    Args:
-        logits: the logits of these classes.
-        first: the first of them.
-        grads: the gradients of the first four `TruncatedStats`, `[M]`, or None for zeros.
-        rows: the rows' statistics.
-        classes: the number of all classes.
-        keeps_target, softcap, ignore_index: as in `truncated_stats`.
-        result: memory for the gradient, which may be the logits.
-    """
-    for part in row_chunks(logits):
-        of_rows = TruncatedSums(*part_of(rows, part))
-        zeros = torch.zeros_like(of_rows.maximum)
-        on_label, on_all, on_kept, on_entropy = (
-            zeros if each is None else each.to(zeros.dtype) for each in part_of(grads, part)
-        )
-        label = of_rows.label
-        _, not_ignored, out_of_range = valid_targets(label, classes, ignore_index)
-        on_label = torch.where(not_ignored & (of_rows.in_set | keeps_target), on_label, 0)
-        on_kept = on_kept - on_label
-        raw = logits[part].to(zeros.dtype)
-        column = torch.arange(first, first + raw.shape[1], device=raw.device)
-        is_label = column == label[:, None]
-        kept = raw >= of_rows.threshold[:, None]
-        kept = (kept | (is_label & (not_ignored & keeps_target)[:, None])) & (raw > -torch.inf)
-        x = softcapped(raw, softcap) - finite_shift(of_rows.maximum)[:, None]
-        temperature = of_rows.temperature
-        slope = zeros + 1 if temperature is None else 1 / temperature.to(zeros.dtype)
-        x = x * slope[:, None]
-        e, total = x.exp(), of_rows.kept_sumexp
-        offset = (of_rows.entropy - total.log())[:, None]
-        logp_plus_entropy = torch.where(e == 0, 0, x) + offset
-        of_kept = on_kept[:, None] - on_entropy[:, None] * logp_plus_entropy
-        grad = torch.where(kept, e / total[:, None] * of_kept, 0)
-        grad = grad + e * (on_all / of_rows.sumexp)[:, None]
-        grad = (grad + torch.where(is_label, on_label[:, None], 0)) * slope[:, None]
-        if softcap:
-            grad = grad * softcap_slope(raw, softcap)
-        active = torch.stack([on_label, on_all, on_kept, on_entropy]).ne(0).any(0)
-        invalid = out_of_range | (active & total.isnan())
-        grad = torch.where(active[:, None], grad, 0)
-        result[part] = torch.where(invalid[:, None], torch.nan, grad).to(result.dtype)
+    """Write the gradient of the logits of some classes, `[M, width]`, to the last argument."""
+    *options, result = args
+    gradient = functools.partial(truncated_stats_gradient, first=first, classes=classes)
+    result.copy_(by_rows(gradient, logits=4)(*grads, logits, rows, *options))
 
 
 TRUNCATED_KERNELS = TruncatedKernels(truncated_of_rows, truncated_gradient)

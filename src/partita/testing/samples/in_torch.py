@@ -5,7 +5,7 @@ They compute in the dtype of their inputs, in fp32 at least, and PyTorch differe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def token_stats(
     logits: Tensor,
     target: Tensor | None = None,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,72 +92,59 @@ def token_stats(
     if target is None:
         target, ignore_index = x.argmax(-1), -100
     # The maximum is subtracted before the division, which would round large logits.
-    maximum = x.detach().amax(-1)
+    maximum = x.detach().amax(-1, keepdim=True)
     maximum = torch.where(maximum.isinf(), 0, maximum)
-    x = (x - maximum.unsqueeze(-1)) / temperature
+    x = (x - maximum) / temperature
     logp = x.log_softmax(-1)
     p = logp.exp()
     counts = target != ignore_index
     picked = logp.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1)).squeeze(-1)
     entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
-    return torch.where(counts, picked, 0), maximum / temperature + logsumexp(x, -1), entropy
+    shift = (maximum / temperature).squeeze(-1)
+    return torch.where(counts, picked, 0), shift + logsumexp(x, -1), entropy
 
 
 def truncated_stats(
     logits: Tensor,
     target: Tensor | None = None,
     *,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    temperature: float | Tensor = 1.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    temperature: Any = 1.0,
     softcap: float | None = None,
     order: str = "vllm",
-    missing: str = "keep",
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the statistics of the classes that the formulas of vLLM's sampler keep."""
-    kept = torch.ones_like(logits, dtype=torch.bool)
+    rules: Iterable[Any] = (top_k, top_p, min_p, temperature)
+    rules = (x.unsqueeze(-1) if isinstance(x, Tensor) else x for x in rules)
+    top_k, top_p, min_p, temperature = rules
+    x, kept = capped(logits, softcap), torch.ones_like(logits, dtype=torch.bool)
     with torch.no_grad():
-        p = capped(logits, softcap)
-        p = p / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
-        p = p.softmax(-1)
-        if min_p and order == "vllm":
-            kept &= p >= min_p * p.amax(-1, keepdim=True)
-        if top_k:
-            kept &= logits >= logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
+        p = (x / temperature).softmax(-1)
+        ordered, index = logits.sort(-1, descending=True)
+        by_min_p = kept if min_p is None else p >= min_p * p.amax(-1, keepdim=True)
+        if order == "vllm":
+            kept = by_min_p
+        if top_k is not None:
+            rank = torch.as_tensor(top_k, device=x.device).expand_as(x[..., :1])
+            rank = torch.where(rank > 0, rank, x.shape[-1]).clamp(max=x.shape[-1])
+            kept = kept & (logits >= ordered.gather(-1, rank - 1))
         if top_p is not None:
-            ordered, index = logits.sort(-1, descending=True)
             share = torch.where(kept, p, 0).gather(-1, index)
             before = share.cumsum(-1) - share
             last = (before < top_p * share.sum(-1, keepdim=True)).sum(-1, keepdim=True) - 1
-            kept &= logits >= ordered.gather(-1, last.clamp(min=0))
-        if min_p and order != "vllm":
-            kept &= p >= min_p * p.amax(-1, keepdim=True)
+            kept = kept & (logits >= ordered.gather(-1, last.clamp(min=0)))
+        kept = kept & by_min_p
         if target is None:
             target, ignore_index = logits.argmax(-1), -100
-        counts = target != ignore_index
-        label = torch.where(counts, target, 0).long().unsqueeze(-1)
-        in_set = kept.gather(-1, label).squeeze(-1)
-        if missing == "keep":
-            kept = kept | (torch.zeros_like(kept).scatter(-1, label, True) & counts.unsqueeze(-1))
-    x = capped(logits, softcap)
-    maximum = x.detach().amax(-1)
-    maximum = torch.where(maximum.isinf(), 0, maximum)
-    x = x - maximum.unsqueeze(-1)
-    x = x / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
-    logp = x.masked_fill(~kept, -torch.inf).log_softmax(-1)
-    p = logp.exp()
-    picked = logp.gather(-1, label).squeeze(-1)
-    if missing == "inf":
-        picked = torch.where(in_set, picked, -torch.inf)
-    shift = maximum / temperature
-    return (
-        torch.where(counts, picked, 0),
-        shift + logsumexp(x, -1),
-        shift + logsumexp(x.masked_fill(~kept, -torch.inf), -1),
-        -(p * logp.masked_fill(p == 0, 0)).sum(-1),
-    )
+        counts = (target != ignore_index).unsqueeze(-1)
+        label = torch.where(counts, target.long().unsqueeze(-1), 0)
+        kept = kept | (torch.zeros_like(kept).scatter(-1, label, True) & counts)
+    call: dict[str, Any] = {"temperature": temperature, "ignore_index": ignore_index}
+    logprob, kept_logsumexp, entropy = token_stats(x.masked_fill(~kept, -torch.inf), target, **call)
+    return logprob, token_stats(x, target, **call)[1], kept_logsumexp, entropy
 
 
 def logprobs(
