@@ -55,9 +55,9 @@ def truncated_of_rows(
     # A bracket has few classes of a short row.
     candidates = min(max(next_power_of_2(classes // 16), 1024), TILE)
     if whole:
-        candidates = max(next_power_of_2(classes), 64)
-        warps = max(candidates // 1024, 1)
-        tile = lane_tile(candidates, candidates, warps, rows)
+        candidates = next_power_of_2(classes)
+        tile = lane_tile(classes, candidates, max(candidates // 1024, 1), rows)
+        candidates = tile.block
     else:
         warps = READ_WARPS if classes >= LONG_ROW else SEARCH_WARPS
         tile = lane_tile(classes, EACH * 32 * warps, warps, rows)
