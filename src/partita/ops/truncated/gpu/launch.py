@@ -19,19 +19,13 @@ from ....primitives.gpu.row_plan import (
 )
 from ....runtime.launch import launch, next_power_of_2, tl_acc_dtype
 from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, truncated_fake
-from .kernels import (
-    SearchMemory,
-    truncated_read_kernel,
-    truncated_stats_backward_kernel,
-    truncated_stats_kernel,
-)
-from .search import SamplerRules
+from .kernels import SamplerRules, truncated_stats_backward_kernel, truncated_stats_kernel
 
 WHOLE_ROW = 4096  # classes of a row that is one tile
 LONG_ROW = 32_768  # classes from which on more warps read a row
-READ_WARPS, SEARCH_WARPS = 8, 4
+WARPS, SHORT_WARPS = 8, 4
 EACH = 16  # classes of a block for each thread
-READ_REGISTERS, SEARCH_REGISTERS = 64, 128
+REGISTERS = 64
 TILE = 4096  # classes that are searched at once at most
 SAMPLE = 4096  # classes from which thresholds are guessed
 BINS = 256
@@ -59,50 +53,36 @@ def truncated_of_rows(
         tile = lane_tile(classes, candidates, max(candidates // 1024, 1), rows)
         candidates = tile.block
     else:
-        warps = READ_WARPS if classes >= LONG_ROW else SEARCH_WARPS
+        warps = WARPS if classes >= LONG_ROW else SHORT_WARPS
         tile = lane_tile(classes, EACH * 32 * warps, warps, rows)
-    lines = 0 if whole else M
-    memory = SearchMemory(
-        matrix_rows(
-            logits.new_empty(lines, 2 * candidates + tile.block, dtype=found.maximum.dtype)
-        ),
-        logits.new_empty(lines, 6, dtype=torch.int64),
-        logits.new_empty(lines, 4, dtype=torch.float64),
-    )
-    options = {
-        "logits": rows,
-        "rules": SamplerRules(*rules[:4]),
-        "results": found,
-        "memory": memory,
-        "classes": classes,
-        "softcap": softcap,
-        "HAS_SOFTCAP": softcap != 0,
-        "MIN_P_FIRST": rules.min_p_first,
-        "SHIFT": SHARED_BITS.get(logits.dtype, 0),
-        "ACC_DTYPE": tl_acc_dtype(logits.dtype),
-        "CANDIDATES": candidates,
-        "SAMPLE": SAMPLE,
-        "BINS": BINS,
-        "TILE": tile,
-    }
-    read_limit, search_limit = {}, {}
+    slots = (0, 0) if whole else (M, 3 * candidates + tile.block)
+    limit = {}
     if not whole and tile.access and logits.element_size() <= 4:
-        read_limit, search_limit = {"maxnreg": READ_REGISTERS}, {"maxnreg": SEARCH_REGISTERS}
-    if not whole:
-        launch(truncated_read_kernel, M, **options, num_warps=tile.num_warps, **read_limit)
-    for reads in (False,) if whole else (False, True):
-        launch(
-            truncated_stats_kernel,
-            M,
-            target_ptr=target,
-            ignore_index=ignore_index,
-            KEEPS_TARGET=rules.keeps_target,
-            WHOLE=whole,
-            READS=reads,
-            num_warps=tile.num_warps if whole or reads else SEARCH_WARPS,
-            **options,
-            **search_limit,
-        )
+        limit = {"maxnreg": REGISTERS}
+    launch(
+        truncated_stats_kernel,
+        M,
+        logits=rows,
+        target_ptr=target,
+        rules=SamplerRules(*rules[:4]),
+        results=found,
+        buffer=matrix_rows(logits.new_empty(slots, dtype=found.maximum.dtype)),
+        classes=classes,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        MIN_P_FIRST=rules.min_p_first,
+        KEEPS_TARGET=rules.keeps_target,
+        HAS_SOFTCAP=softcap != 0,
+        SHIFT=SHARED_BITS.get(logits.dtype, 0),
+        ACC_DTYPE=tl_acc_dtype(logits.dtype),
+        WHOLE=whole,
+        CANDIDATES=candidates,
+        SAMPLE=SAMPLE,
+        BINS=BINS,
+        TILE=tile,
+        num_warps=tile.num_warps,
+        **limit,
+    )
 
 
 def truncated_stats(
