@@ -11,6 +11,7 @@ from helpers.rows import INTERPRETING, devices
 from torch import Tensor
 
 import partita
+from partita.testing import poisoned_memory
 
 INF = math.inf
 orders = pytest.mark.parametrize("order", ["vllm", "transformers"])
@@ -120,8 +121,23 @@ def long_rows(values: str) -> Tensor:
 )
 def test_long_rows(device: str, dtype: torch.dtype, values: str, options: dict[str, Any]) -> None:
     logits = long_rows(values).to(device, dtype)
-    target = torch.tensor([3, 8001], device=device)
-    with partita.backend(BACKEND):
+    compare(logits, torch.tensor([3, 8001], device=device), options)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("classes", [1, 7, 300, 781, 5003])
+def test_rows_of_any_width(device: str, dtype: torch.dtype, classes: int) -> None:
+    """Nothing past the last class of a row counts, where each class of it is far below 0."""
+    logits = rows(dtype, classes, 3).to(device) - 30
+    for options in ({"top_p": 0.9}, {"top_k": 5, "top_p": 0.8, "min_p": 0.01}):
+        compare(logits, torch.tensor([0, classes - 1, -100], device=device), options)
+
+
+def compare(logits: Tensor, target: Tensor, options: dict[str, Any]) -> None:
+    """Compare the statistics with those of the reference in fp64."""
+    with partita.backend(BACKEND), poisoned_memory():
         found = partita.truncated_stats(logits, target, **options)
     with partita.backend("reference"):
         expected = partita.truncated_stats(logits.double(), target, **options)
@@ -161,14 +177,16 @@ def test_gradients(device: str) -> None:
         assert torch.autograd.gradgradcheck(statistics, logits)
 
 
+@pytest.mark.interpreted
 @devices
 def test_rows_that_nothing_depends_on_may_hold_anything(device: str) -> None:
     logits = rows(classes=50, number=4)
     logits[1], logits[2, :3], logits[3] = math.nan, INF, -INF
     logits = logits.to(device).requires_grad_()
     target = torch.tensor([3, -100, -100, -100], device=device)
-    stats = partita.truncated_stats(logits, target, top_k=4, top_p=0.9)
-    stats.logprob.sum().backward()
+    with partita.backend(BACKEND):
+        stats = partita.truncated_stats(logits, target, top_k=4, top_p=0.9)
+        stats.logprob.sum().backward()
     assert logits.grad is not None
     assert stats.logprob[1:].eq(0).all() and logits.grad[1:].eq(0).all()
     assert logits.grad[0].isfinite().all() and stats.entropy[1:3].isnan().all()

@@ -29,7 +29,7 @@ from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_BYTES = 2**30  # of the workspace, if no budget is given
-SEARCH_NUMBERS = 12_800  # of a token beside its logits, among which its threshold is searched
+SEARCH_NUMBERS = 16_896  # of a token beside its logits, among which its threshold is searched
 TILE_TOKENS = 128  # of a product's tile
 
 

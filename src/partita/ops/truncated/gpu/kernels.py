@@ -7,9 +7,10 @@ it, reach a number or a probability. It runs over a tile, the logits of a bracke
 A program reads its row to take the totals, and collects the greatest classes, about a thousand, as
 the first tile. A tile without the threshold says on which side of it the threshold is, and the row
 is read again for another bracket: the rule and a sample of the row say where the threshold probably
-is. If that does not help, a read cuts the keys into parts and finds the one with the threshold.
+is. If that does not help, a read cuts the keys into parts and finds the one with the threshold. A
+short row is one tile.
 
-A short row is one tile. With `slope` = log2(e) / temperature, the exponentials are 2**u,
+With `slope` = log2(e) / temperature, the exponentials are 2**u,
 u = slope (x - shift). The weights of a search are ones or these exponentials.
 """
 
@@ -106,7 +107,7 @@ class Sample(NamedTuple):
 class Tile(NamedTuple):
     """Logits on chip, which are those of the keys from `first` to `last` if it is complete.
 
-    Each of them stands for `each` classes.
+    Each of them stands for `each` classes. Otherwise no sum over them is too great.
     """
 
     x: Any
@@ -200,10 +201,8 @@ def range_of_keys(ACC_DTYPE: tl.constexpr, SHIFT: tl.constexpr):
 @triton.jit
 def greatest_key(row, maximum, lowest, highest, SHIFT: tl.constexpr):
     """Return the key of the maximum, or one above it if it is soft-capped."""
-    if row.softcap is not None:
-        return highest
-    else:
-        return tl.maximum(key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT), lowest)
+    of_maximum = key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT)
+    return highest if row.softcap is not None else tl.maximum(of_maximum, lowest)
 
 
 @triton.jit
@@ -280,9 +279,7 @@ def read_block(
     place = first_place
     for i in tl.static_range(logit.shape[0]):
         x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
-        inside = x >= low
-        if not TOTALS:
-            inside &= x <= high
+        inside = x >= low if TOTALS else (x >= low) & (x <= high)
         tl.store(buffer_ptr + place, x, mask=inside)
         place += tl.where(inside, TILE.lanes, 0)
     collected += (place - first_place) // TILE.lanes
@@ -371,10 +368,8 @@ def key_of_edge(sample, edge, UP: tl.constexpr, SHIFT: tl.constexpr):
     """Return the greatest key that is not above an edge between bins, or the least not below it."""
     x = sample.greatest - edge * sample.width
     key = key_of(x, SHIFT)
-    if UP:
-        return key + (logit_of(key, SHIFT) < x)
-    else:
-        return key - (logit_of(key, SHIFT) > x)
+    number = logit_of(key, SHIFT)
+    return key + (number < x) if UP else key - (number > x)
 
 
 @triton.jit
@@ -383,9 +378,8 @@ def edge_of(weights, below, level):
 
     `below` has the weights below the upper edge of each bin. Inside of a bin they lie evenly.
     """
-    BINS: tl.constexpr = weights.shape[0]
     bin = tl.sum((below > level).to(tl.int32)) - 1
-    is_it = tl.arange(0, BINS) == bin
+    is_it = tl.arange(0, weights.shape[0]) == bin
     part = tl.sum(tl.where(is_it, (below - level) / tl.maximum(weights, 1e-30), 0.0))
     return bin + tl.minimum(part, 1.0)
 
@@ -401,7 +395,6 @@ def guess_bracket(
     low,
     high,
     CANDIDATES: tl.constexpr,
-    SAMPLE: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
     """Return two keys of [low, high] between which a threshold of the row probably is.
@@ -418,10 +411,11 @@ def guess_bracket(
     weights = sample.counts.to(row.slope.dtype) * weight
     below = tl.cumsum(weights, axis=0, reverse=True)
     squares = tl.cumsum(weights * weight, axis=0, reverse=True)
-    share = SAMPLE / row.classes.to(row.slope.dtype)
+    size = tl.sum(sample.counts).to(row.slope.dtype)
+    share = size / row.classes.to(row.slope.dtype)
     level = rest.to(row.slope.dtype) * share
     is_it = bin == tl.maximum(tl.sum((below > level).to(tl.int32)) - 1, 0)
-    variance = tl.sum(tl.where(is_it, squares - below * below / SAMPLE, 0.0))
+    variance = tl.sum(tl.where(is_it, squares - below * below / size, 0.0))
     one = tl.sum(tl.where(is_it, weight, 0.0))
     deviation = tl.sqrt(tl.maximum(variance, one * one))
     room = 0.375 * CANDIDATES * share * one
@@ -484,7 +478,7 @@ def locate(tile, weight, goal, above, low, high, SHIFT: tl.constexpr):
         low = find_key(tile.x, weight, missing, first, tl.maximum(first, last), SHIFT)
         high = low
     else:
-        low = tl.where(is_below, low, tile.last + 1)
+        low = tl.where(is_below, tl.where(reaches, tl.maximum(tile.first, low), low), tile.last + 1)
         end = tl.where(tile.complete, tile.first - 1, tile.last)
         high = tl.where(is_below, tl.minimum(end, high), high)
     return found, low, high
@@ -500,14 +494,13 @@ def has_key(tile, key):
 def load_tile(buffer_ptr, found, first, last, SHIFT: tl.constexpr, CANDIDATES: tl.constexpr):
     """Load the classes that a read of the row has collected between two keys.
 
-    If they are too many for the buffer but all equal, one class stands for all of them.
+    If they are too many for the buffer, the least key stands for all of them.
     """
-    i, number = tl.arange(0, CANDIDATES), found.collected
-    x = tl.load(buffer_ptr + i, mask=found.complete & (i < number), other=-float("inf"))
-    equal = (found.complete == 0) & (first == last)
-    x = tl.where(equal & (i == 0), logit_of(first, SHIFT), x)
-    each = tl.where(equal, number, 1).to(x.dtype)
-    return Tile(x, each, first, last, found.complete | equal)
+    i, complete = tl.arange(0, CANDIDATES), found.complete
+    x = tl.load(buffer_ptr + i, mask=complete & (i < found.collected), other=-float("inf"))
+    x = tl.where((complete == 0) & (i == 0), logit_of(first, SHIFT), x)
+    each = tl.where(complete, 1, found.collected).to(x.dtype)
+    return Tile(x, each, first, last, complete | (first == last))
 
 
 @triton.jit
@@ -555,8 +548,8 @@ def finish_row(
     tl.store(results.kept_logsumexp + index, shift + log_sum)
     tl.store(results.entropy + index, entropy)
     tl.store(results.kept + index, (number + adds).to(tl.int64))
-    in_set &= total == total
-    tl.store(results.in_set + index, valid & (in_set | (not_ignored == 0)))
+    in_set = (in_set & (total == total)) | (not_ignored == 0)
+    tl.store(results.in_set + index, valid & in_set)
     tl.store(results.threshold + index, cut)
     tl.store(results.label + index, label)
     tl.store(results.maximum + index, maximum)
@@ -570,7 +563,7 @@ def truncated_stats_kernel(
     target_ptr,  # [M], or None for the arg-max
     rules,  # SamplerRules
     results,  # TruncatedRows [M]
-    buffer,  # StridedRows of one batch, memory for the slots of all lanes and a block
+    buffer,  # StridedRows of one batch, memory for a tile, two of slots and a block
     classes,
     softcap: tl.float64,
     ignore_index,
@@ -615,20 +608,20 @@ def truncated_stats_kernel(
     else:
         sample = count_sample(row, SAMPLE, BINS)
         # The first tile has a quarter of its size, so that no lane has too few slots.
-        common = CANDIDATES // 4 * SAMPLE // classes
-        common = tl.sum((tl.cumsum(sample.counts, axis=0) < common).to(tl.int32)) + 1
-        first = tl.where(common < BINS, key_of_edge(sample, common, False, SHIFT), lowest)
-        first, last = tl.minimum(tl.maximum(first, lowest), highest), highest
-        maximum, total, reads = apply_softcap(sample.greatest, row.softcap), zero, 0
-        shift = finite_shift(maximum)
+        common = tl.cumsum(sample.counts, axis=0) < CANDIDATES // 4 * SAMPLE // classes
+        edge = tl.minimum(tl.sum(common.to(tl.int32)) + 1, BINS - 1)
+        first, last = key_of_edge(sample, edge, False, SHIFT), highest
+        first = tl.minimum(tl.maximum(first, lowest), highest)
+        maximum = apply_softcap(sample.greatest, row.softcap)
         above = Reading(none, none, zero, zero, maximum, none, index < 0)
+        shift, reads = finite_shift(maximum), 0
         # The sums overflow if the greatest logit of the sample is far below that of the row.
-        while (reads < 2) & ((total >= 1.0) & (total <= 1e30) == 0):
+        while (reads < 2) & ((above.mass >= 1.0) & (above.mass <= 1e30) == 0):
             shift = finite_shift(above.maximum)
             args = (row, shift, first, last, buffer_ptr)
             above = read_row(*args, True, SHIFT, CANDIDATES, TILE)
-            total, reads = above.mass, reads + 1
-        maximum, block = above.maximum, above.block
+            reads += 1
+        maximum, block, total = above.maximum, above.block, above.mass
         above = Reading(above.collected, none, zero, zero, maximum, block, above.complete)
     top = greatest_key(row, maximum, lowest, highest, SHIFT)
     limits = load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST, SHIFT)
@@ -680,10 +673,8 @@ def truncated_stats_kernel(
                     first, last = low, high
                 else:
                     rest = tl.where(step == 2, total, classes.to(tl.float64)) - goal
-                    bounds = (step == 2, MARGIN * tries, low, high)
-                    first, last = guess_bracket(
-                        row, shift, sample, rest, *bounds, CANDIDATES, SAMPLE, SHIFT
-                    )
+                    rule = (rest, step == 2, MARGIN * tries, low, high)
+                    first, last = guess_bracket(row, shift, sample, *rule, CANDIDATES, SHIFT)
                 args = (row, shift, first, last, buffer_ptr)
                 above = read_row(*args, False, SHIFT, CANDIDATES, TILE)
     if not WHOLE:

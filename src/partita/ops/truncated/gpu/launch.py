@@ -25,7 +25,7 @@ WHOLE_ROW = 4096  # classes of a row that is one tile
 LONG_ROW = 32_768  # classes from which on more warps read a row
 WARPS, SHORT_WARPS = 8, 4
 EACH = 16  # classes of a block for each thread
-REGISTERS = 64
+REGISTERS = 512  # of a thread, times the warps of its program
 TILE = 4096  # classes that are searched at once at most
 SAMPLE = 4096  # classes from which thresholds are guessed
 BINS = 256
@@ -44,8 +44,11 @@ def truncated_of_rows(
     """Write the statistics of rows `[M, C]` to the results."""
     target = None if target is None else target.contiguous()
     rules = rules.map(Tensor.contiguous)
-    (M, classes), rows = logits.shape, matrix_rows(logits)
+    M, classes = logits.shape
     whole = classes <= WHOLE_ROW
+    if not whole and logits.stride(1) != 1:  # each read would load a sector for each class
+        logits = logits.contiguous()
+    rows = matrix_rows(logits)
     # A bracket has few classes of a short row.
     candidates = min(max(next_power_of_2(classes // 16), 1024), TILE)
     if whole:
@@ -58,7 +61,7 @@ def truncated_of_rows(
     slots = (0, 0) if whole else (M, 3 * candidates + tile.block)
     limit = {}
     if not whole and tile.access and logits.element_size() <= 4:
-        limit = {"maxnreg": REGISTERS}
+        limit = {"maxnreg": REGISTERS // tile.num_warps}
     launch(
         truncated_stats_kernel,
         M,
