@@ -197,24 +197,37 @@ def gradients_of_rows(
 
 
 def head_backward(
-    ctx: Any, op: register.Op, grad: Tensor, composed: Callable[..., Tensor], heads: int = 1
+    ctx: Any,
+    op: register.Op,
+    grads: Sequence[Tensor | None],
+    composed: Callable[..., Sequence[Tensor]],
+    heads: int = 1,
+    others: int = 0,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the arguments of a function whose first output is differentiable.
+    """Return the gradients of the arguments of a function whose first outputs are differentiable.
 
-    The saved tensors are those that the op takes after the gradient, of which hidden states, matrix
-    and bias are the first, and the logits of each head. `composed` computes the output from the
-    head and the other saved tensors, differentiable any number of times.
+    The saved tensors are those that the op takes after the gradients, of which hidden states,
+    matrix and bias are the first, the logits of each head, and some others. `composed` computes the
+    outputs from the head and the saved tensors but logits, differentiable any number of times.
+    Gradients of unused outputs are to be skipped: zeros for saved logits would take their memory.
     """
+    given = [grad for grad in grads if grad is not None]
+    if not given:
+        return (None,) * len(ctx.needs_input_grad)
+    grads = [torch.zeros_like(given[0]) if grad is None else grad for grad in grads]
     saved = saved_tensors(ctx)
-    head, tensors, logits = saved[:3], saved[3:-heads], saved[-heads:]
+    end = len(saved) - others
+    head, tensors, logits = saved[:3], saved[3 : end - heads], saved[end - heads : end]
     wanted = needed_gradients(ctx, *head)
-    if is_double_backward(grad, *head):
-        gradients = double_backward(
-            lambda *x: composed(Head._make((*x, 0, ctx.products[1])), *tensors), head, wanted, grad
-        )
+    if is_double_backward(*grads, *head):
+
+        def outputs(*x: Any) -> Sequence[Tensor]:
+            return composed(Head._make((*x, 0, ctx.products[1])), *tensors, *saved[end:])
+
+        gradients = double_backward(outputs, head, wanted, grads)
     else:
-        arguments = [grad, *head, *ctx.products, *tensors]
-        gradients = gradients_of_rows(ctx, op, [grad], arguments, logits, wanted)
+        arguments = [*grads, *head, *ctx.products, *tensors]
+        gradients = gradients_of_rows(ctx, op, grads, arguments, logits, wanted)
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 

@@ -9,6 +9,7 @@ with their gradient; a backend supplies the functions that do this as `HeadKerne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,15 @@ from ..logprobs.common import (
     topk_fake,
     with_ids,
     with_rest,
+)
+from ..truncated.common import (
+    Rules,
+    TruncatedKernels,
+    TruncatedRows,
+    TruncatedSums,
+    counted_gradients,
+    part_of,
+    truncated_fake,
 )
 from .common import (
     GradientCoefficients,
@@ -189,6 +199,22 @@ def tokens_of_backward(head: Head, saved: Tensor) -> int:
     return MIN_CHUNK_TOKENS if head.invariant and not saved.numel() else len(head.input)
 
 
+def read_logits(
+    head: Head, tokens: int, save_logits: bool, read: Callable[[slice, Tensor], None]
+) -> Tensor:
+    """Compute the logits of a head for `read`, and return them if they are saved.
+
+    The logits of `tokens` tokens exist at once, or of all if they are saved. The result is empty
+    otherwise. `read` takes which tokens these are, and their logits.
+    """
+    M, C, head = len(head.input), len(head.weight), head.rounded
+    buffer = head.buffer(M if save_logits else min(tokens, M), C)
+    for rows in chunks(M, tokens):
+        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
+        read(rows, head.part(rows, slice(C)).logits(memory))
+    return buffer if save_logits else buffer.new_empty(0)
+
+
 class HeadKernels(NamedTuple):
     """The functions of one backend that work on a chunk of logits; the methods are its ops.
 
@@ -202,6 +228,7 @@ class HeadKernels(NamedTuple):
             a sum with a denominator.
         of_ids: the functions for the logits of given classes.
         topk_of_rows: writes the `TopKRows` of a chunk.
+        truncated: the functions for the classes that a sampler keeps.
         divergence: the functions for the logits of two heads.
         packed_gradients: takes the place of `head_gradients` for packed rows, or None.
     """
@@ -213,6 +240,7 @@ class HeadKernels(NamedTuple):
     mean_shares: Callable[..., Tensor | None]
     of_ids: EntryKernels
     topk_of_rows: Callable[..., None]
+    truncated: TruncatedKernels
     divergence: DivergenceKernels
     packed_gradients: Callable[..., HeadGradients] | None = None
 
@@ -427,20 +455,76 @@ class HeadKernels(NamedTuple):
         tokens: int,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the `TopKRows` of a head, and its logits if they are saved.
-
-        The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
-        empty otherwise.
-        """
-        M, C, head = len(head.input), len(head.weight), head.rounded
+        """Return the `TopKRows` of a head, and what `read_logits` returns."""
         found = topk_fake(head.input, k)
-        buffer = head.buffer(M if save_logits else min(tokens, M), C)
-        for rows in chunks(M, tokens):
-            memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory)
+
+        def read(rows: slice, logits: Tensor) -> None:
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
-        return *found, buffer if save_logits else buffer.new_empty(0)
+
+        return *found, read_logits(head, tokens, save_logits, read)
+
+    def linear_truncated_stats(
+        self,
+        head: Head,
+        target: Tensor | None,
+        rules: Rules,
+        softcap: float,
+        ignore_index: int,
+        tokens: int,
+        save_logits: bool,
+    ) -> tuple[
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+    ]:
+        """Return the `TruncatedRows` of a head, and what `read_logits` returns."""
+        found = truncated_fake(head.input)
+
+        def read(rows: slice, logits: Tensor) -> None:
+            labels = None if target is None else target[rows]
+            of_rows, part = rules.map(itemgetter(rows)), TruncatedRows(*part_of(found, rows))
+            self.truncated.of_rows(logits, labels, of_rows, softcap, ignore_index, part)
+
+        return *found, read_logits(head, tokens, save_logits, read)
+
+    def linear_truncated_stats_backward(
+        self,
+        grad_logprob: Tensor,
+        grad_logsumexp: Tensor | None,
+        grad_kept: Tensor | None,
+        grad_entropy: Tensor | None,
+        head: Head,
+        rows: TruncatedSums,
+        saved: Tensor,
+        keeps_target: bool,
+        softcap: float,
+        ignore_index: int,
+        chunk: int,
+        wanted: Wanted,
+    ) -> HeadGradients:
+        """Compute the `HeadGradients` from the gradients of the statistics."""
+        grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
+        grads = counted_gradients(grads, rows, keeps_target, ignore_index)
+        counts = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
+        options = (len(head.weight), keeps_target, softcap, ignore_index)
+
+        def write_gradient(tokens: slice, part: slice, result: Tensor, logits: Tensor) -> None:
+            of_rows = (part_of(grads, tokens), TruncatedSums(*part_of(rows, tokens)))
+            self.truncated.gradient(logits, part.start, *of_rows, *options, result)
+
+        sizes = (tokens_of_backward(head, saved), chunk)
+        of_tokens = (lambda tokens: counts[tokens], write_gradient)
+        return head_gradients([head], wanted, *of_tokens, *sizes, [saved])
 
     def accumulate_rows(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager, takes
+from ...runtime.autograd import apply, plain_eager, skip_unused_gradients, takes
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import decide
@@ -82,15 +82,16 @@ class LinearDivergence(torch.autograd.Function):
         ctx.products, ctx.options = inputs[3:5], inputs[8:11]
         _, save_logits, ctx.backend, ctx.chunk = inputs[11:]
         ctx.mark_non_differentiable(*output[1:])
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(*inputs[:3], *inputs[5:8], *output[1:])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        def composed(head: Head, *tensors: Any) -> Tensor:
-            return composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options)
+        def composed(head: Head, *tensors: Any) -> tuple[Tensor]:
+            return (composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options),)
 
-        return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
+        return head_backward(ctx, divergence_backward_op, grads[:1], composed, heads=2)
 
 
 def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
