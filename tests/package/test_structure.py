@@ -38,7 +38,11 @@ ARROWS = {
     ("decode", "chain"),
 }
 BACKEND_LAYERS = ("reference", "gpu", "cpu")
-SHARED = ("common", "plan")  # what all layers of a family, and other families, may import
+SHARED = (
+    "common",
+    "plan",
+    "products",
+)  # what all layers of a family, and other families, may import
 PUBLISHED = ("api", "autograd", "edges")  # what the host code of other families may import too
 
 

@@ -349,7 +349,7 @@ def linear(
     if name == "rnnt":
         inputs, options = [*inputs[:4], None, None, *inputs[4:]], ([], True, False, 0.0, 0.1, 0.2)
     wanted = [each is not None for each in inputs[:6]]
-    rest = (activation, 0, *options, chunk, keep_logits, wanted, backend)
+    rest = (activation, 0, *options, chunk, keep_logits, False, wanted, backend)
     return linear_rnnt(*inputs, factor, *rest)
 
 

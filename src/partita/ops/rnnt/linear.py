@@ -11,6 +11,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import apply, needs_gradient, refuse_forward_mode, top_transform
 from ...runtime.backend import current_backend
+from ...runtime.invariance import is_batch_invariant
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
 from ..ctc.common import reduce_losses
@@ -93,15 +94,17 @@ def _loss(
         reduction = "mean_batch"
     backend, tensors = current_backend(), (*cast, *(None,) * (TENSORS - len(cast)))
     refuse_forward_mode(*tensors)
+    invariant = is_batch_invariant()
     if top_transform() is not None:
-        losses = losses_of_joint(tensors, (*sequences, *options, backend))
+        losses = losses_of_joint(tensors, (*sequences, *options, backend), invariant)
         return reduce_losses(losses, sequences[2], reduction)
     wanted = [needs_gradient(x) for x in tensors]
     is_reduced = reduction != "none" and encoder.dtype != torch.float16
     sizes = (B, T, U1 - 1, D, V, encoder.dtype, len(chosen))
-    chunk, keeps_logits, _ = joint_chunks(*sizes, memory_budget, any(wanted), is_reduced)
+    rest = (memory_budget, any(wanted), is_reduced, invariant)
+    chunk, keeps_logits, _ = joint_chunks(*sizes, *rest)
     inside, after = (reduction, "none") if is_reduced and any(wanted) else ("none", reduction)
-    chunks = (chunk, keeps_logits, wanted)
+    chunks = (chunk, keeps_logits, invariant, wanted)
     losses = apply(LinearLoss, *tensors, *sequences, *options, *chunks, inside, backend)[0]
     return reduce_losses(losses, sequences[2], after)
 

@@ -20,7 +20,9 @@ from torch.nn.functional import pad
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
 from ...linear_heads.plan import padded_width
+from ...linear_heads.products import multiply_blocks
 from ..common import ACTIVATIONS, JointInputs, NodeOptions, chunk_ranges
+from ..plan import PARTIAL_STEPS
 from .joint import (
     JointInput,
     rnnt_joint_gradient_kernel,
@@ -37,9 +39,9 @@ from .launch import (
     scan_lattice,
 )
 
-# Steps of a program of the joint's gradient, and of one of a chunk that makes few programs. More
-# steps mean fewer partial sums.
-GRADIENT_STEPS, FEW_STEPS = 16, 4
+# Steps of a program of the joint's gradient: more of them than `PARTIAL_STEPS` mean fewer partial
+# sums. A chunk that makes few programs has the latter.
+GRADIENT_STEPS = 16
 FEW_PROGRAMS = 1024
 JOINT_ROWS = 32  # values of u of a program of the joint
 
@@ -51,6 +53,7 @@ class JointCall(NamedTuple):
         encoder, predictor: `[B, T, D]` and `[B, U1, D]`.
         weight, bias: `[X, D]`, and `[X]` or None: tokens, then durations, then zeros.
         activation: the index of the activation.
+        invariant: whether products have whole blocks of nodes, so that bits depend on no batch.
         lattice: the batch of lattices, whose nodes have hidden states.
     """
 
@@ -59,6 +62,7 @@ class JointCall(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     activation: int
+    invariant: bool
     lattice: LatticeCall
 
 
@@ -136,10 +140,7 @@ def compute_chunks(
         size = nodes.stop - nodes.start
         states, rows = hidden[:size], logits[nodes if len(logits) == B * T * U1 else slice(size)]
         if not are_kept:
-            if call.bias is None:
-                torch.mm(states, call.weight.T, out=rows)
-            else:
-                torch.addmm(call.bias, states, call.weight.T, out=rows)
+            multiply_blocks(states, call.weight.T, rows, call.invariant, call.bias)
         tokens = rows.view(1, -1, U1, len(call.weight))[..., :V]
         yield Chunk(first, number, length, nodes, states, rows, tokens)
 
@@ -162,10 +163,11 @@ def add_gradients(
     if dencoder is None and dpredictor is None:
         return
     dhidden = dhidden[: len(rows)]
-    torch.mm(rows, call.weight, out=dhidden)
+    multiply_blocks(rows, call.weight, dhidden, call.invariant)
     T, U1, D = call.lattice.T, call.lattice.U1, call.encoder.shape[2]
-    few = chunk.sequences * cdiv(chunk.steps, GRADIENT_STEPS) * cdiv(D, 128) < FEW_PROGRAMS
-    block_steps = FEW_STEPS if few else GRADIENT_STEPS
+    programs = chunk.sequences * cdiv(chunk.steps, GRADIENT_STEPS) * cdiv(D, 128)
+    few = call.invariant or programs < FEW_PROGRAMS
+    block_steps = PARTIAL_STEPS if few else GRADIENT_STEPS
     blocks = cdiv(chunk.steps, block_steps)
     partials = None
     if dpredictor is not None:
@@ -213,6 +215,7 @@ def linear_rnnt(
     fastemit_lambda: float,
     chunk: int,
     keep_logits: bool,
+    invariant: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """Return the losses, and the gradients of the sum of factor * loss in the inputs.
@@ -228,7 +231,7 @@ def linear_rnnt(
     keep_logits = keep_logits and needs_gradient
     lattice = LatticeCall(targets, B, T, U1, V, encoder.dtype, needs_gradient, options)
     index = ACTIVATIONS.index(activation)
-    call = JointCall(encoder, predictor, matrix, biases, index, lattice)
+    call = JointCall(encoder, predictor, matrix, biases, index, invariant, lattice)
     ranges = chunk_ranges(B, T, chunk)
     most_nodes = max((n.stop - n.start) * (t.stop - t.start) for n, t in ranges) * U1
     hidden = encoder.new_empty((most_nodes, D))
