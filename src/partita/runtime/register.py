@@ -286,8 +286,12 @@ def define(
 
 
 def of_named(function: Callable[..., Any], names: list[str], op: str) -> Callable[..., Any]:
-    """Return a function of arguments with these names that passes on those that another names."""
-    parameters = inspect.signature(function).parameters.values()
+    """Return a function of arguments with these names that passes on those that another names.
+
+    Its last parameters may have defaults, and other names.
+    """
+    declared = inspect.signature(function).parameters.values()
+    parameters = [each for each in declared if each.name in names or each.default is each.empty]
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return function
     for each in parameters:

@@ -32,7 +32,7 @@ from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from ..support.common import Support
 from . import reference_support
-from .chunked import gradients_like
+from .chunked import empty_gradients, gradients_like
 from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
 from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
@@ -64,19 +64,6 @@ def _rows_fake(
     return *statistics, saved_logits_fake(input, weight, invariant, widens, save_logits)
 
 
-def _rows_backward_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    adds_ranks: bool,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, ...]:
-    head, wanted = Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad)
-    return gradients_like(head, wanted, adds_ranks=adds_ranks)
-
-
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     """Return the fake of an op that returns a loss, of all rows or of each, and its gradients."""
 
@@ -106,7 +93,7 @@ def _gpu() -> tuple[Any, ...]:
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
 rows = define_op(KERNELS.linear_rows, _rows_fake, check=_check_labels)
-rows_backward = define_op(KERNELS.linear_rows_backward, _rows_backward_fake)
+rows_backward = define_op(KERNELS.linear_rows_backward, empty_gradients)
 one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake(has_rows=False), check=_check_labels)
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
 # `packing.packs_rows` names.

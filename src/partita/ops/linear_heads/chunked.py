@@ -63,9 +63,11 @@ def empty_gradients(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
+    adds_ranks: bool = False,
 ) -> HeadGradients:
-    """Return memory for the gradients; those that are not wanted are empty."""
-    return gradients_like(Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad))
+    """Return memory for the gradients of a head, as `gradients_like` does."""
+    wanted = Wanted(input_grad, weight_grad, bias_grad)
+    return gradients_like(Head(input, weight, bias), wanted, adds_ranks=adds_ranks)
 
 
 def gradients_like(
@@ -73,7 +75,8 @@ def gradients_like(
 ) -> HeadGradients:
     """Return memory for gradients in the dtypes of the head's tensors, or in another one.
 
-    That of the hidden states is in the accumulator's dtype where ranks add it up.
+    That of the hidden states is in the accumulator's dtype where ranks add it up. Gradients that
+    are not wanted are empty.
     """
     like = (head.input, head.weight, head.input if head.bias is None else head.bias)
     dtypes = [dtype or x.dtype for x in like]
