@@ -18,7 +18,6 @@ from .common import Head, RowOptions, RowStatistics, chunk_and_save
 from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
 from .loss import linear_loss
 from .plan import check_budget
-from .products import in_blocks, without_padding
 
 
 def linear_cross_entropy(
@@ -154,11 +153,11 @@ def linear_token_stats(
     if target is None:
         ignore_index = -100  # The label of each row is its arg-max, which may be any class.
     else:
-        labels = in_blocks(flat_labels(input, target), head.invariant, ignore_index)
+        labels = head.in_blocks(flat_labels(input, target), ignore_index)
     head = head.flat.aligned
     options = RowOptions(*numbers, ignore_index, needs_smoothing=False, needs_entropy=True)
     chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), len(head.weight))
     call = (*head, labels, None, *options, chunk, save_logits, current_backend())
     found = RowStatistics(*apply(autograd.LinearRows, *call)[:-1])
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
-    return TokenStats(*(without_padding(each, input.shape[:-1], head.invariant) for each in fields))
+    return TokenStats(*(head.of_tokens(each, input.shape[:-1]) for each in fields))

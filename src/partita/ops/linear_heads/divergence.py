@@ -35,7 +35,7 @@ from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan
-from .products import composed_linear, in_blocks, without_padding
+from .products import composed_linear
 from .reference import KERNELS
 
 
@@ -182,7 +182,7 @@ def linear_divergence(
     mask, wanted = None if mask is None else mask.reshape(-1), head.wanted
     if head.invariant:  # The padding does not count.
         mask = head.input.new_ones(shape.numel(), dtype=torch.bool) if mask is None else mask
-        mask = in_blocks(mask, head.invariant, False)
+        mask = head.in_blocks(mask, False)
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     one_pass = any(wanted) and has_one_pass and reduction != "none"
     (tokens, hidden), dtype = head.input.shape, head.input.dtype
@@ -208,7 +208,7 @@ def linear_divergence(
     chunk = plan.chunk if any(wanted) else len(head.weight)
     call = (*head, *teacher[:3], *numbers, plan.tokens, save_logits, backend, chunk)
     loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
-    return without_padding(loss, shape, head.invariant) if reduction == "none" else loss
+    return head.of_tokens(loss, shape) if reduction == "none" else loss
 
 
 def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:

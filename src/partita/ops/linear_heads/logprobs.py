@@ -17,7 +17,6 @@ from .chunked import empty_gradients
 from .common import Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
 from .plan import BLOCK_TOKENS, check_budget, padded_width
-from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_TOPK_BYTES = 2**30  # of the logits of some tokens, if no budget is given
@@ -177,11 +176,11 @@ def linear_logprobs_of(
     if takes_all_logits([head], ids, memory_budget):
         return logprobs_of(all_logits(head), ids, *numbers, needs_rest)
     flat, head = ids[None].flatten(0, -2).contiguous(), head.flat.aligned
-    flat = in_blocks(flat, head.invariant)
+    flat = head.in_blocks(flat)
     chunk, save_logits = chunk_and_save(head.plan(memory_budget, False), len(head.weight))
     call = (*head, flat, *numbers, needs_rest, chunk, save_logits, current_backend())
     found = apply(LinearLogprobs, *call)[0]
-    return without_padding(found, ids.shape[:-1], head.invariant)
+    return head.of_tokens(found, ids.shape[:-1])
 
 
 def linear_topk_logprobs(
@@ -241,4 +240,4 @@ def linear_topk_logprobs(
     at_once = max(1, room // (step * padded_width(classes) * head.input.element_size())) * step
     call = (*head, k, *numbers, at_once, save_logits, current_backend(), chunk)
     found = TopK(*apply(LinearTopK, *call)[:3])
-    return TopK(*(without_padding(field, rows, head.invariant) for field in found))
+    return TopK(*(head.of_tokens(field, rows) for field in found))

@@ -27,7 +27,6 @@ from .inputs import (
 )
 from .packing import packs_rows
 from .plan import ALL_AT_ONCE, check_budget, is_small
-from .products import in_blocks, without_padding
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
 
@@ -136,7 +135,7 @@ def _loss(call: LossCall) -> Tensor:
 def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
     (head, target, weight, options, memory_budget, denominator), shape = call, call.target.shape
-    head, target = head.aligned, in_blocks(target, head.invariant, options.ignore_index)
+    head, target = head.aligned, head.in_blocks(target, options.ignore_index)
     backend, reduction, input = current_backend(), options.reduction, head.input
     is_reduced, is_fp16 = reduction != "none", input.dtype == torch.float16
     if is_fp16 and reduction == "sum" and weight is not None and denominator is None:
@@ -163,7 +162,7 @@ def _planned_loss(call: LossCall) -> Tensor:
     statistics = apply(autograd.LinearRows, *head, target, weight, *numbers)
     loss, z = loss_terms(statistics, target, weight, classes, options)
     loss = reduce_losses(loss, z, target, weight, classes, options.ignore_index, reduction)
-    loss = without_padding(loss, shape, head.invariant) if reduction == "none" else loss
+    loss = head.of_tokens(loss, shape) if reduction == "none" else loss
     return loss if denominator is None else loss / denominator
 
 

@@ -25,7 +25,6 @@ from .chunked import empty_gradients
 from .common import Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, flat_labels, takes_all_logits
 from .plan import BLOCK_TOKENS, check_budget, padded_width
-from .products import in_blocks, without_padding
 from .reference import KERNELS
 
 DEFAULT_BYTES = 2**30  # of the workspace, if no budget is given
@@ -162,12 +161,8 @@ def linear_truncated_stats(
     most = room // (padded_width(classes) * bytes_of_logit + search_bytes)
     step = BLOCK_TOKENS if head.invariant else TILE_TOKENS if most > TILE_TOKENS else 1
     most = max(1, most // step) * step
-
-    def flat(each: Tensor) -> Tensor:
-        return in_blocks(each.reshape(-1), head.invariant, 1)
-
-    labels = None if labels is None else in_blocks(labels, head.invariant)
-    call = (*head, labels, *rules.map(flat), *numbers, most, save_logits, current_backend(), chunk)
+    labels = None if labels is None else head.in_blocks(labels)
+    rules = rules.map(lambda each: head.in_blocks(each.reshape(-1), 1))
+    call = (*head, labels, *rules, *numbers, most, save_logits, current_backend(), chunk)
     found = apply(LinearTruncated, *call)[:6]
-    shape = rows.shape[:-1]
-    return TruncatedStats(*(without_padding(field, shape, head.invariant) for field in found))
+    return TruncatedStats(*(head.of_tokens(field, rows.shape[:-1]) for field in found))
