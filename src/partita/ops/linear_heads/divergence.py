@@ -186,17 +186,11 @@ def linear_divergence(
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     one_pass = any(wanted) and has_one_pass and reduction != "none"
     (tokens, hidden), dtype = head.input.shape, head.input.dtype
-    if head.invariant and dtype == torch.float16:  # the number of tokens must not decide
-        one_pass = False
     sizes = (tokens, hidden, len(head.weight), dtype, teacher.input.dtype, memory_budget)
     grads, rest = (wanted.input_grad, wanted.weight_grad or wanted.bias_grad), head[3:]
     plan = divergence_plan(*sizes, *grads, one_pass, *rest, head.rounds)
-    if one_pass and dtype == torch.float16:
-        # Fp16 has chunks of tokens, whose gradients are scaled as no loss scale is known, or else
-        # gradients that need no scale, in the backward pass.
-        one_pass = decide(plan.chunk == 0, otherwise=False)
-        one_pass = one_pass and decide(plan.tokens < tokens, otherwise=False)
-        plan = plan if one_pass else divergence_plan(*sizes, *grads, False, *rest, head.rounds)
+    if dtype == torch.float16:
+        one_pass = one_pass and decide(plan.chunk == 0, otherwise=False)
     backend = current_backend()
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))

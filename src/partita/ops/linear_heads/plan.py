@@ -360,7 +360,9 @@ def divergence_plan(
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
     computed in the forward pass, `widens` whether logits are in fp32, and `rounds` whether the
-    student's matrix is copied. Chunks have all classes in the batch-invariant mode.
+    student's matrix is copied. Chunks have all classes in the batch-invariant mode. Fp16 computes
+    gradients in the forward pass in chunks of tokens alone, which scale them as no loss scale is
+    known, and in that mode never, as the number of tokens must not decide.
     """
     itemsize, usual_size = 0, dtype.itemsize + teacher_dtype.itemsize
     for each in (dtype, teacher_dtype):
@@ -376,13 +378,19 @@ def divergence_plan(
     if budget is None:
         budget = default * itemsize // usual_size + copy_bytes
     all_bytes = tokens * row_bytes + fixed_bytes
+    fits, half_type = all_bytes <= budget, dtype.itemsize == 2
+    dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type and not rounds else 0
+    by_tokens_bytes = dweight_bytes + fixed_bytes
+    if input_grad and dtype == torch.float16:  # in fp32 until it has its upstream factor
+        by_tokens_bytes += 6 * tokens * hidden
+    rows = _round((budget - by_tokens_bytes) // row_bytes, 256)
+    has_room = decide(rows >= MIN_CHUNK_TOKENS, otherwise=False)
+    if dtype == torch.float16 and (invariant or not has_room or decide(fits, otherwise=True)):
+        one_pass = False
     saved = 0 if one_pass or not has_gradient else vocabulary
     at_once = DivergencePlan(larger(tokens, 1), saved, vocabulary if saved else 0, all_bytes)
-    fits = all_bytes <= budget
     if decide(fits, otherwise=False):
         return at_once
-    half_type = dtype.itemsize == 2
-    dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type and not rounds else 0
     if invariant:
         rows = MIN_CHUNK_TOKENS
         if one_pass or not has_gradient:
@@ -396,13 +404,9 @@ def divergence_plan(
             )
         by_blocks = DivergencePlan(rows, 0, vocabulary if saved else 0, workspace_bytes)
         return _choose(fits, at_once, by_blocks)
-    by_tokens_bytes = dweight_bytes + fixed_bytes
-    if input_grad and dtype == torch.float16:  # in fp32 until it has its upstream factor
-        by_tokens_bytes += 6 * tokens * hidden
-    rows = _round((budget - by_tokens_bytes) // row_bytes, 256)
     by_tokens = DivergencePlan(rows, 0, 0, rows * row_bytes + by_tokens_bytes)
     takes_tokens = has_gradient and one_pass
-    if takes_tokens and decide(rows >= MIN_CHUNK_TOKENS, otherwise=False):
+    if takes_tokens and has_room:
         return _choose(fits, at_once, by_tokens)
     least_tokens, class_bytes = smaller(tokens, MIN_FORWARD_TOKENS), tokens * itemsize
     dinput_bytes, chunk_bytes = 0, 0
