@@ -73,6 +73,35 @@ def peaks_of(functions: Iterable[Callable[[], Any]]) -> list[int]:
     return peaks
 
 
+def test_a_wide_row_alone_has_the_bits_that_it_has_among_others() -> None:
+    """PyTorch's threads share the sum of a single row, in another order."""
+    g, classes = torch.Generator().manual_seed(0), 128_256
+    x, teacher = (torch.randn(3, classes, generator=g) for _ in range(2))
+    target = torch.randint(classes, (3,), generator=g)
+
+    def outcome(*rows: Tensor) -> list[Tensor]:
+        x, teacher, target = rows
+        found = []
+        for f in (
+            lambda x: torch.stack(partita.token_stats(x, target, temperature=0.7)[:3]).sum(0),
+            lambda x: partita.divergence(x, teacher, beta=0.3, reduction="none"),
+            lambda x: partita.divergence(x, teacher, reduction="none"),
+        ):
+            found += train(f, x)
+        return found
+
+    threads, sums = torch.get_num_threads(), x.sum(-1)
+    torch.set_num_threads(2)
+    together = outcome(x, teacher, target)
+    for i in range(3):
+        for some in (slice(i, i + 1), i):  # a batch of one row, and a row without a batch
+            found = outcome(*(each[some] for each in (x, teacher, target)))
+            assert all(map(torch.equal, found, (each[some] for each in together)))
+    # Otherwise the test proves nothing.
+    assert any(not torch.equal(x[i].sum(), sums[i]) for i in range(3))
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_memory_is_that_of_a_few_rows(dtype: torch.dtype, monkeypatch) -> None:
     """No half-precision input is copied to fp32 as a whole, neither for a result nor a gradient."""

@@ -15,6 +15,8 @@ from ..runtime.dtypes import acc_dtype
 
 # The elements of rows that are computed together on a CPU: their temporaries fit in a cache.
 ELEMENTS = 2**20
+# From this width on PyTorch's threads share the sum of a row that is alone, in another order.
+SHARED_WIDTH = 2**15
 
 
 def finite_shift(maximum: Tensor) -> Tensor:
@@ -50,12 +52,34 @@ def by_rows(
         shared: the positions of the tensors that all rows have in common.
     """
 
+    def of_some(*args: Any) -> Any:
+        """Return the function's results for some rows; one that is wide gets a copy beside it."""
+        rows: Tensor = args[logits]
+        if rows.device.type != "cpu" or not rows.numel() == rows.shape[classes] >= SHARED_WIDTH:
+            return function(*args)
+        join = torch.cat if rows.ndim > 1 else torch.stack
+
+        def twice(value: Any, position: int) -> Any:
+            if hasattr(value, "_make"):
+                return value._make(twice(field, position) for field in value)
+            is_shared = not isinstance(value, Tensor) or position in shared
+            return value if is_shared else join([value, value.detach()])
+
+        def first(found: Tensor) -> Tensor:
+            return found[:1] if rows.ndim > 1 else found[0]
+
+        found = function(*map(twice, args, range(len(args))))
+        if isinstance(found, Tensor):
+            return first(found)
+        fields = map(first, found)
+        return found._make(fields) if hasattr(found, "_make") else tuple(fields)
+
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         rows: Tensor = args[logits]
         is_small = rows.numel() <= ELEMENTS and rows.movedim(classes, -1).is_contiguous()
         if rows.device.type != "cpu" or rows.ndim == 1 or not rows.numel() or is_small:
-            found = function(*args)
+            found = of_some(*args)
             return laid_out_like(found, rows) if isinstance(found, Tensor) else found
         rows_shape, results = rows.select(classes, 0).shape, list[Tensor]()
 
@@ -76,7 +100,7 @@ def by_rows(
             return found.new_empty(rows_shape + found.shape[len(rows_shape) :])
 
         for index in _blocks(rows_shape, rows.shape[classes]):
-            found = function(*(argument(arg, i, index) for i, arg in enumerate(args)))
+            found = of_some(*(argument(arg, i, index) for i, arg in enumerate(args)))
             fields = (found,) if isinstance(found, Tensor) else found
             results = results or list(map(memory, fields))
             for result, field in zip(results, fields, strict=True):
@@ -89,9 +113,9 @@ def by_rows(
 
 
 def _blocks(shape: Sequence[int], classes: int) -> Iterator[tuple[slice, ...]]:
-    """Return indices of rows, `shape`, with about `ELEMENTS` elements each.
+    """Return indices of rows, `shape`, with about `ELEMENTS` elements each, and two rows at least.
 
-    Two rows are the least, because PyTorch adds up a single row in another order.
+    A single row would be computed twice; see `by_rows`.
     """
     total, elements = shape[0], torch.Size(shape[1:]).numel() * classes
     if elements > ELEMENTS and len(shape) > 1:

@@ -180,8 +180,6 @@ def of_read_rows(function: Callable[..., Any], logits: int = 0) -> Callable[...,
             return function(*args)
         labels = args[logits + 1]
         rows = (labels != NOT_READ).nonzero(as_tuple=True)
-        if len(rows[0]) == 1:  # PyTorch adds up a single row in another order.
-            rows = tuple(each.repeat(2) for each in rows)
         found = function(*(arg[rows] if isinstance(arg, Tensor) else arg for arg in args))
 
         def spread(x: Tensor) -> Tensor:
