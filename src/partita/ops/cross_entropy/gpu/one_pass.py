@@ -75,6 +75,11 @@ def cross_entropy_tile_kernel(
         q, factor, q_terms = smoothing_loss(options, tile, x, shift[:, None], column, mask)
         q_loss = factor * row_sum(q_terms, PARTIALS)
         q_sum = row_sum(tl.zeros_like(x) + q, PARTIALS)
+        if HAS_SOFTCAP and packed.dtype.primitive_bitwidth == 16:
+            # A gather has any layout. That of the sums would move above the conversion to fp32, so
+            # that each thread soft-caps a whole tile, in code that takes minutes to compile.
+            q_loss = tl.gather(q_loss, tl.arange(0, ROWS), 0)
+            q_sum = tl.gather(q_sum, tl.arange(0, ROWS), 0)
         sums = Smoothing(exact_smoothing_weight(q_sum, options), q_loss)
     else:
         q, zeros = x, tl.zeros(shift.shape, ACC_DTYPE)
