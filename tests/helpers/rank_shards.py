@@ -38,6 +38,7 @@ def batches(rank: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the tokens and labels of each step of a rank: 20 with two ranks, and else few."""
     for step in range(2 if INTERPRETING or dist.get_world_size() > 2 else 20):
         input_ids, labels = tokens(100 * rank + step)
+        labels[0, 4:] = -100  # sequences have unequal numbers of labels
         yield input_ids.to(device), labels.to(device)
 
 
@@ -179,8 +180,8 @@ class LastStage(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        output = self.model(hidden_states, labels=labels)
+    def forward(self, hidden_states: Tensor, labels: Tensor, items: int) -> Tensor:
+        output = self.model(hidden_states, labels=labels, num_items_in_batch=items)
         assert output.logits is None
         return output.loss[None]
 
@@ -192,7 +193,7 @@ class FirstStage(nn.Module):
         super().__init__()
         self.embedding = embedding
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor, items: int) -> Tensor:
         return self.embedding(input_ids)
 
 
@@ -211,18 +212,19 @@ def check_pipeline(device: torch.device) -> None:
         PipelineStage(stage, rank, world, device),
         n_microbatches=3,
         loss_fn=lambda losses, target: losses.sum(),
+        scale_grads=False,
     )
     optimizer = torch.optim.SGD(stage.parameters(), RATE)
     for input_ids, labels in batches(0, device):
         optimizer.zero_grad()
+        arguments = {"labels": labels, "items": int((labels[:, 1:] >= 0).sum())}
         if rank == 0:
-            schedule.step(input_ids, labels=labels)
+            schedule.step(input_ids, **arguments)
         else:
             losses: list[Tensor] = []
-            schedule.step(target=labels, losses=losses, labels=labels)
-            found.append((torch.stack(losses).mean().detach(), gradients(whole_model)))
+            schedule.step(target=labels, losses=losses, **arguments)
+            found.append((torch.stack(losses).sum().detach(), gradients(whole_model)))
         optimizer.step()
-    # Every sequence has as many labels, so the mean of the microbatches is that of the batch.
     if rank == 1:
         expected = [
             (loss, {name: grads[name] for name in found[0][1]})

@@ -3,7 +3,7 @@
 Three parts of the model work together. Its forward pass notes the labels. The head, which the model
 calls with its hidden states, computes the loss from them. The model's loss function returns that
 loss. The head reads its matrix inside of its own forward pass, where FSDP2 and ZeRO-3 have gathered
-it.
+it and tensor parallelism has made a DTensor of the hidden states.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def fuse(
     When the model is in training mode and is given `labels` or `shift_labels`, its output has the
     loss, and None for `logits`. `skip_logits=True` or `False` in a call decides otherwise.
     Evaluation and generation return logits as before. The soft cap and the scale of the logits are
-    taken from the model's configuration.
+    taken from the model's configuration. The model may be wrapped or sharded.
 
     Args:
         model: a causal language model of transformers with a linear head, which may share its
@@ -220,7 +220,8 @@ def fuse(
             PEFT adapters on the head.
         ValueError: the loss of the model is not `ForCausalLMLoss`, or its forward pass does not
             call it; or the model is an encoder with a decoder. The forward pass raises it for a
-            model that computes something else from its logits.
+            model that computes something else from its logits, and for a head that is sharded
+            otherwise than over its classes.
 
     Source: `linear_causal_lm_loss`; the argument `skip_logits` is that of Liger Kernel 0.6.
 
