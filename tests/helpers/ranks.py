@@ -18,6 +18,7 @@ from helpers.rank_dtensors import (
     check_uneven_batch,
     check_wrappers,
 )
+from helpers.rank_engines import check_deepspeed, check_plan_of_transformers
 from helpers.rank_invariance import check_invariance, check_invariance_of_plans
 from helpers.rank_losses import (
     check_bad_arguments,
@@ -29,7 +30,13 @@ from helpers.rank_losses import (
     check_symmetric_memory,
     check_unfinished_collective,
 )
-from helpers.rank_models import check_fused_models, check_transducers
+from helpers.rank_models import check_transducers
+from helpers.rank_shards import (
+    check_fused_models,
+    check_pipeline,
+    check_refused_shards,
+    check_tensor_parallel_heads,
+)
 from helpers.rank_supports import check_bits_of_supports, check_invalid_supports
 from helpers.rows import INTERPRETING
 
@@ -54,17 +61,26 @@ CHECKS = (
     check_invariance_of_plans,
     check_transducers,
     check_fused_models,
+    check_tensor_parallel_heads,
+    check_refused_shards,
+    check_pipeline,
     check_invalid_supports,
     check_bits_of_supports,
 )
 
+
+# The checks of models that another library wraps or shards.
+LIBRARIES = {"deepspeed": check_deepspeed, "transformers": check_plan_of_transformers}
 
 # The checks are parted on GPUs, where most of the time goes into the compilation of kernels.
 PARTS = 3
 
 
 def checks(what: str) -> tuple[Callable[[torch.device], None], ...]:
-    """Return the checks that the ranks run: "all", those of one of the PARTS, or "fail"."""
+    """Return the checks that the ranks run: "all", those of one of the PARTS, of a library, or
+    "fail"."""
+    if what in LIBRARIES:
+        return (LIBRARIES[what],)
     if what == "fail":
         return (fail_alone,)
     return CHECKS if what == "all" else CHECKS[int(what) :: PARTS]

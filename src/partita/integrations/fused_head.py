@@ -3,14 +3,13 @@
 Three parts of the model work together. Its forward pass notes the labels. The head, which the model
 calls with its hidden states, computes the loss from them. The model's loss function returns that
 loss. The head reads its matrix inside of its own forward pass, where FSDP2 and ZeRO-3 have gathered
-it.
+it and tensor parallelism has made a DTensor of the hidden states.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature, signature, unwrap
 from typing import Any, NamedTuple
 
@@ -18,34 +17,55 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime import private_names
+from .shards import is_sharded, replicated
 
 STATE = "_partita_fused_head"  # the attribute of the model and of its head
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = {"logit_scale": "*", "logits_scaling": "/"}  # Cohere multiplies, and Granite divides
+# Its layers get a forward of their own, which makes DTensors of hidden states and logits.
+PLAN = "transformers.distributed.tensor_parallel"
 LOSSES = ("ForCausalLMLoss", "causal_lm_loss")
 
 
-class Request(NamedTuple):
-    """The arguments of a forward pass that its loss needs."""
+class Request:
+    """The arguments of a forward pass that its loss needs.
 
-    labels: Tensor | None  # [..., T]
-    shift_labels: Tensor | None  # [..., T]
-    num_items_in_batch: int | Tensor | None  # divides the sum of the losses; None for a mean
-    ignore_index: int  # the label of positions without a loss
+    Args:
+        labels, shift_labels: `[..., T]`, or None.
+        num_items_in_batch: what divides the sum of the losses; None for a mean.
+        ignore_index: the label of positions without a loss.
 
-
-@dataclass(eq=False)
-class SkippedLogits:
-    """The result of the head, which stands for the logits.
-
-    It notes the steps of a scale and a soft cap, and refuses all else that a model computes from
-    logits. FSDP2 waits for the gradient of the tensors that it finds in a dataclass.
+    This is no tuple and no dataclass: the hooks of a sharded head replace the tensors that they
+    find in its result, and the loss function has to recognise these.
     """
 
-    loss: Tensor  # [], computed by the head
+    def __init__(
+        self,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: int | Tensor | None,
+        ignore_index: int,
+    ) -> None:
+        self.labels, self.shift_labels = labels, shift_labels
+        self.num_items_in_batch, self.ignore_index = num_items_in_batch, ignore_index
+
+
+class HeadResult(NamedTuple):
+    """What the head has computed, and for what."""
+
+    loss: Tensor  # []
     request: Request  # what it was computed for
     shape: torch.Size  # of the logits
     steps: tuple[Any, ...] = ()  # the arithmetic of the model after the head
+
+
+class SkippedLogits(HeadResult):
+    """The result of the head, which stands for the logits.
+
+    It notes the steps of a scale and a soft cap, and refuses all else that a model computes from
+    logits. It is a tuple because FSDP2 and ZeRO-3 look for tensors in tuples: when the gradient of
+    one that they have found arrives, they gather the matrix for the backward pass.
+    """
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: {REFUSED}")
@@ -70,11 +90,13 @@ class SkippedLogits:
     def tanh(self) -> SkippedLogits:
         return self.after("tanh")
 
-    def float(self) -> SkippedLogits:
+    def itself(self, *args: Any, **kwargs: Any) -> SkippedLogits:
         return self
 
-    def contiguous(self) -> SkippedLogits:
-        return self
+    float = contiguous = itself
+    # What tensor parallelism does with the logits, which it expects to be a DTensor.
+    redistribute = to_local = full_tensor = itself
+    placements = None
 
     @classmethod
     def __torch_function__(
@@ -89,18 +111,6 @@ REFUSED = (
     "a fused model has no logits in training, from which this model or its head computes something"
     " other than a loss; call it with skip_logits=False, or undo partita's fuse with unfuse(model)"
 )
-
-
-def _leaf(skipped: SkippedLogits) -> tuple[list[Any], Any]:
-    return [skipped.loss], (skipped.request, skipped.shape, skipped.steps)
-
-
-def _with_leaf(leaves: Iterable[Any], context: Any) -> SkippedLogits:
-    return SkippedLogits(*leaves, *context)
-
-
-# Earlier versions of FSDP2 find tensors in the nodes that are registered here.
-private_names.register_pytree_node(SkippedLogits, _leaf, _with_leaf)
 
 
 class Arithmetic(NamedTuple):
@@ -146,6 +156,7 @@ class FusedHead:
             raise ValueError(f"model: expected one whose loss is {LOSSES[0]}, got {name}")
         self.own_loss = vars(model).get("_loss_function")
         self.own_forward = vars(model).get("forward")
+        self.own_head_forward = vars(self.head).get("forward")
         self.hook = model.register_forward_pre_hook(_refuse_replicas)
         names = list(signature(model.forward).parameters)
         self.position = names.index("labels") if "labels" in names else len(names)
@@ -158,12 +169,15 @@ class FusedHead:
     def remove(self, model: nn.Module) -> None:
         """Give the model its own parts back."""
         self.hook.remove()
-        for name, own in (("_loss_function", self.own_loss), ("forward", self.own_forward)):
+        for module, name, own in (
+            (model, "_loss_function", self.own_loss),
+            (model, "forward", self.own_forward),
+            (self.head, "forward", self.own_head_forward),
+        ):
             if own is None:
-                delattr(model, name)
+                delattr(module, name)
             else:
-                setattr(model, name, own)
-        del self.head.forward
+                setattr(module, name, own)
         for module in (model, self.head):
             delattr(module, STATE)
 
@@ -175,7 +189,12 @@ class FusedHead:
     def head_forward(self, hidden_states: Tensor) -> Any:
         """Compute the loss if a forward pass of the model has requested it, and else logits."""
         if self.request is None:
-            return type(self.head).forward(self.head, hidden_states)
+            own = self.own_head_forward
+            return (
+                type(self.head).forward(self.head, hidden_states)
+                if own is None
+                else own(hidden_states)
+            )
         return self.compute(hidden_states)
 
     def run(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,16 +232,16 @@ class FusedHead:
         """Return the loss of the requested labels, from the input of the head."""
         head, request, self.request = self.head, self.request, None
         assert request is not None
-        if hasattr(head.weight, "device_mesh"):
-            raise TypeError(
-                "lm_head: expected its whole matrix on each rank, got a DTensor;"
-                " partita.parallel.linear_cross_entropy takes a sharded vocabulary"
-            )
+        if self.own_head_forward is not None:
+            hidden_states = replicated(hidden_states, head.weight)
         scale = self.arithmetic.scale
         loss = self.loss(
             hidden_states if scale == 1 else hidden_states * scale,
             head.weight,
-            **request._asdict(),
+            labels=request.labels,
+            num_items_in_batch=request.num_items_in_batch,
+            ignore_index=request.ignore_index,
+            shift_labels=request.shift_labels,
             linear_bias=head.bias if scale == 1 or head.bias is None else head.bias * scale,
             softcap=self.arithmetic.softcap,
             **self.options,
@@ -313,7 +332,8 @@ def _head_of(model: nn.Module) -> nn.Linear:
             "model: expected a head that is a torch.nn.Linear, without adapters of PEFT or"
             f" quantization, got {type(head).__module__}.{type(head).__qualname__}"
         )
-    if "forward" in vars(head):
+    own = vars(head).get("forward")
+    if own is not None and not (own.__module__ == PLAN and is_sharded(head.weight)):
         raise TypeError("model: expected a head with its own forward, got one that is replaced")
     return head
 

@@ -22,6 +22,7 @@ from ..runtime.autograd import plain_eager
 from ..runtime.dtypes import acc_dtype, fp32_result
 from .fused_head import STATE, FusedHead
 from .naming import Labels, Renamed, labels_read
+from .shards import check_shards, is_sharded, sharded_loss
 
 __all__ = [
     "ParakeetForTDTLoss",
@@ -126,7 +127,8 @@ def linear_causal_lm_loss(
 
     Args:
         hidden_states: `[..., T, H]`, floating dtype; the input of the model's last layer.
-        lm_head_weight: `[vocab_size, H]` in the same dtype.
+        lm_head_weight: `[vocab_size, H]` in the same dtype. Under tensor parallelism both are
+            DTensors, the matrix with Shard(0), and so is the bias.
         labels, num_items_in_batch, ignore_index, shift_labels: as in `causal_lm_loss`.
         linear_bias: `[vocab_size]`.
         memory_budget: bytes of workspace, as in `partita.linear_cross_entropy`.
@@ -152,8 +154,13 @@ def linear_causal_lm_loss(
         >>> linear_causal_lm_loss(hidden_states, lm_head_weight, labels)
         tensor(2.0794)
     """
-    checks.floating("hidden_states", hidden_states)
-    checks.floating("lm_head_weight", lm_head_weight)
+    loss_of_head: Callable[..., Tensor] = linear_loss
+    if any(map(is_sharded, (hidden_states, lm_head_weight, linear_bias))):
+        check_shards(hidden_states, lm_head_weight, linear_bias)
+        loss_of_head = sharded_loss
+    else:
+        checks.floating("hidden_states", hidden_states)
+        checks.floating("lm_head_weight", lm_head_weight)
     if lm_head_weight.ndim != 2:
         raise ValueError(
             f"lm_head_weight: expected shape [vocab_size, H], got {list(lm_head_weight.shape)}"
@@ -169,7 +176,7 @@ def linear_causal_lm_loss(
     target = _targets(given, ignore_index, shape.numel(), hidden_states.device)
 
     def loss_of(reduction: str, denominator: float | Tensor | None) -> Tensor:
-        return linear_loss(
+        return loss_of_head(
             hidden_states,
             lm_head_weight,
             target.view(shape),
@@ -197,7 +204,7 @@ def fuse(
     When the model is in training mode and is given `labels` or `shift_labels`, its output has the
     loss, and None for `logits`. `skip_logits=True` or `False` in a call decides otherwise.
     Evaluation and generation return logits as before. The soft cap and the scale of the logits are
-    taken from the model's configuration.
+    taken from the model's configuration. The model may be wrapped or sharded.
 
     Args:
         model: a causal language model of transformers with a linear head, which may share its
@@ -213,7 +220,8 @@ def fuse(
             PEFT adapters on the head.
         ValueError: the loss of the model is not `ForCausalLMLoss`, or its forward pass does not
             call it; or the model is an encoder with a decoder. The forward pass raises it for a
-            model that computes something else from its logits.
+            model that computes something else from its logits, and for a head that is sharded
+            otherwise than over its classes.
 
     Source: `linear_causal_lm_loss`; the argument `skip_logits` is that of Liger Kernel 0.6.
 

@@ -135,8 +135,6 @@ def _has_no_memory(tensor: Tensor) -> bool:
 
 
 is_zerotensor = _find("Tensor._is_zerotensor", _has_no_memory)
-# Without this, early versions of FSDP2 find no tensors in the result of a fused model.
-register_pytree_node = _find("utils._pytree.register_pytree_node", lambda *args: None)
 
 
 def is_replica(model: torch.nn.Module) -> bool:
