@@ -50,17 +50,23 @@ def empty_gradients(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None,
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
+    low_rank_input_grad: bool,
+    low_rank_weight_grad: bool,
 ) -> HeadGradients:
     """Return memory for the gradients; those that are not wanted are empty."""
-    return gradients_like(Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad))
+    head = Head(input, weight, bias, low_rank_input, low_rank_weight)
+    of_low_rank = (low_rank_input_grad, low_rank_weight_grad)
+    return gradients_like(head, Wanted(input_grad, weight_grad, bias_grad, *of_low_rank))
 
 
 def gradients_like(head: Head, wanted: Wanted, dtype: torch.dtype | None = None) -> HeadGradients:
     """Return memory for gradients in the dtypes of the head's tensors, or in another one."""
-    like = (head.input, head.weight, head.input if head.bias is None else head.bias)
+    like = (head.input if each is None else each for each in head.tensors)
     return HeadGradients(
         *(
             x.new_empty(x.shape if wants else (0,), dtype=dtype or x.dtype)
@@ -101,7 +107,7 @@ def head_gradients(
             They are used first, and their memory serves the other chunks.
         dtype: that of the gradients, if it is not that of their tensors.
     """
-    head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
+    head, (input_grad, weight_grad, bias_grad, *of_low_rank) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
     buffers, heads = list(saved), [each.rounded for each in heads]
     saved_classes = min(len(buffers[0]) // head.buffer_rows(max(M, 1)), C) if buffers else 0
@@ -111,9 +117,11 @@ def head_gradients(
         sizes = min(tokens, M), min(chunk, C)
         buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
     rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
-    one_part, fits = len(parts) == 1, Wanted(input_grad, weight_grad and not rounds_sum, bias_grad)
+    one_part = len(parts) == 1
+    fits = Wanted(input_grad, weight_grad and not rounds_sum, bias_grad, *of_low_rank)
     result, of_weight = gradients_like(head, fits, dtype), head.weight.dtype
-    (dinput, dweight, dbias), head = result, heads[0]
+    (dinput, dweight, dbias, *_), head = result, heads[0]
+    low_rank = LowRankGradients(head, Wanted(*wanted))
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
             dinput = torch.empty_like(dinput, dtype=accumulator)
@@ -130,6 +138,7 @@ def head_gradients(
             is_free = one_part or dinput is not result.input
             memory = result.input[rows] if is_free else states[:0]
             states = counted_states(states, counts(rows), memory)
+        low_rank.start(rows, counts)
         for part in parts:
             sizes, is_first = (len(states), part.stop - part.start), rows.start == 0
             padded = head.rows_in(buffers[0].view(head.input.dtype), *sizes)
@@ -152,10 +161,12 @@ def head_gradients(
             if input_grad:
                 factors = padded[:, : sizes[1]], head.weight[part]
                 multiply_blocks(*factors, dinput[rows], head.invariant, adds=not one_part)
+            low_rank.add(padded, rows, part)
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums
             del logits, dlogits, padded
+    low_rank.write(result)
     if dinput is not result.input:
         result.input.copy_(dinput)
     if rounds_sum:
@@ -163,6 +174,42 @@ def head_gradients(
         buffers.clear()  # the rounded gradient takes their memory
         result = result._replace(weight=dweight.to(of_weight))
     return result
+
+
+class LowRankGradients:
+    """The sums of the gradients of the factors of low rank, over chunks of logits, in fp32.
+
+    `head` has the factors in the dtype of the logits' gradient.
+    """
+
+    def __init__(self, head: Head, wanted: Wanted) -> None:
+        self.head, accumulator = head, acc_dtype(head.input.dtype)
+        self.dinput = self.dweight = None
+        if wanted.low_rank_input_grad:
+            self.dinput = torch.zeros_like(head.low_rank_input, dtype=accumulator)
+        if wanted.low_rank_weight_grad:
+            self.dweight = torch.zeros_like(head.low_rank_weight, dtype=accumulator)
+
+    def start(self, rows: slice, counts: Callable[[slice], Tensor]) -> None:
+        """Take the rows of a chunk of tokens, with zeros where a row has no gradient."""
+        if self.dweight is not None and self.head.low_rank_input is not None:
+            states = self.head.low_rank_input[rows]
+            self.states = torch.where(counts(rows)[:, None], states, 0)
+
+    def add(self, padded: Tensor, rows: slice, part: slice) -> None:
+        """Add what the gradient of the logits of a chunk gives; see `Head.rows_in`."""
+        padded = padded[:, : part.stop - part.start]
+        if self.dinput is not None and self.head.low_rank_weight is not None:
+            factors = padded, self.head.low_rank_weight[part]
+            multiply_blocks(*factors, self.dinput[rows], self.head.invariant, adds=True)
+        if self.dweight is not None:
+            multiply(padded[: len(self.states)].T, self.states, self.dweight[part], adds=True)
+
+    def write(self, result: HeadGradients) -> None:
+        """Round the sums to the result."""
+        for total, gradient in zip((self.dinput, self.dweight), result[3:], strict=True):
+            if total is not None:
+                gradient.copy_(total)
 
 
 def tokens_at_once(head: Head, chunk: int) -> int:
@@ -273,7 +320,7 @@ class HeadKernels(NamedTuple):
         options: LossOptions,
         chunk: int,
         wanted: Wanted,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
 
         Each chunk takes three matrix products: its logits, and two from their gradient. A
@@ -481,7 +528,7 @@ class HeadKernels(NamedTuple):
 
         The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
+        heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
         numbers = (beta, temperature, softcap)
         saved = len(head.weight) if save_logits else 0
         state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
@@ -511,7 +558,7 @@ class HeadKernels(NamedTuple):
 
         Saved logits, those of the last classes, are overwritten. Others are computed again.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
+        heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
         statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
         of_all = DivergenceRows(grad, *(field.contiguous() for field in statistics))
         numbers = (beta, temperature, softcap)
@@ -538,7 +585,7 @@ class HeadKernels(NamedTuple):
         saved: int,
         chunk: int,
         wanted: Wanted,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
 
         Args:
@@ -547,7 +594,7 @@ class HeadKernels(NamedTuple):
                 products: its logits under both heads, and two from the gradient.
             The others: as in `linear_divergence_backward`.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
+        heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
         numbers = (beta, temperature, softcap)
         if chunk:
             state, buffers = self.accumulate_all(heads, numbers, tokens, saved)

@@ -35,11 +35,16 @@ from .products import aligned_columns, aligned_rows, in_blocks, multiply_blocks
 
 
 class Wanted(NamedTuple):
-    """Which gradients of a head are wanted: those of hidden states, matrix and bias."""
+    """Which gradients of the tensors of a head are wanted."""
 
     input_grad: bool
     weight_grad: bool
     bias_grad: bool
+    low_rank_input_grad: bool = False
+    low_rank_weight_grad: bool = False
+
+
+TENSORS = len(Wanted._fields)  # the first fields of a head
 
 
 class Head(NamedTuple):
@@ -49,6 +54,8 @@ class Head(NamedTuple):
         input: hidden states, `[M, H]`.
         weight: matrix of the vocabulary, `[C, H]`, in their dtype, or in fp32.
         bias: its bias, `[C]` in the dtype of the matrix, or None.
+        low_rank_input, low_rank_weight: `[M, r]` and `[C, r]`, whose product is added to the
+            logits, in any floating dtypes; or None.
         invariant: whether products have blocks of 1,024 tokens, so that bits depend on no batch.
         widens: whether logits of half types are fp32, as the product adds them up.
     """
@@ -56,13 +63,34 @@ class Head(NamedTuple):
     input: Tensor
     weight: Tensor
     bias: Tensor | None
+    low_rank_input: Tensor | None = None
+    low_rank_weight: Tensor | None = None
     invariant: bool = False
     widens: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields that are tensors."""
+        return self[:TENSORS]
+
+    @property
+    def products(self) -> tuple[bool, bool]:
+        """The fields that say how products are computed."""
+        return self.invariant, self.widens
+
+    @property
+    def rank(self) -> int:
+        """The columns of the factors of low rank, 0 without them."""
+        return 0 if self.low_rank_weight is None else self.low_rank_weight.shape[-1]
+
+    def beside(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
+        """Return another head whose products are computed like those of this one."""
+        return Head(input, weight, bias, None, None, *self.products)
 
     def of_call(self, logits_dtype: torch.dtype | None) -> Head:
         """Return the head whose logits are computed as a call asks for."""
         widens = widens_logits(logits_dtype, self.input.dtype)
-        return Head(*self[:3], is_batch_invariant(), widens)
+        return Head(*self.tensors, is_batch_invariant(), widens)  # type: ignore[arg-type]
 
     @property
     def rounds(self) -> bool:
@@ -72,40 +100,46 @@ class Head(NamedTuple):
     @property
     def rounded(self) -> Head:
         """The head whose tensors all have the dtype of the hidden states."""
-        dtype, bias = self.input.dtype, self.bias
-        bias = None if bias is None else bias.to(dtype)
-        return Head(self.input, self.weight.to(dtype), bias, *self[3:])
+        dtype = self.input.dtype
+        rounded = (None if each is None else each.to(dtype) for each in self.tensors)
+        return Head(*rounded, *self.products)  # type: ignore[arg-type]
 
     @property
     def is_usual(self) -> bool:
         """Return whether PyTorch's linear layer computes the same logits."""
-        return not (self.invariant or self.widens or self.rounds)
+        has_low_rank = self.low_rank_input is not None
+        return not (self.invariant or self.widens or self.rounds or has_low_rank)
 
     @property
     def flat(self) -> Head:
         """The head with hidden states `[M, H]`, of hidden states `[..., H]`."""
-        return self._replace(input=self.input[None].flatten(0, -2))
+        return self.with_rows(lambda rows: rows[None].flatten(0, -2))
 
     @property
     def aligned(self) -> Head:
         """The head with rows on 16 bytes in the batch-invariant mode."""
         if not self.invariant:
             return self
-        input = in_blocks(aligned_rows(self.input), self.invariant)
-        return Head(input, aligned_columns(self.weight), *self[2:])
+        head = self.with_rows(lambda rows: in_blocks(aligned_rows(rows), self.invariant))
+        return Head(head.input, aligned_columns(self.weight), *head[2:])
+
+    def with_rows(self, function: Callable[[Tensor], Tensor]) -> Head:
+        """Return the head with a function of all that has the rows of the hidden states."""
+        states = self.low_rank_input
+        states = None if states is None else function(states)
+        low_rank = (states, self.low_rank_weight)
+        return Head(function(self.input), self.weight, self.bias, *low_rank, *self.products)
 
     @property
     def wanted(self) -> Wanted:
         """Return which gradients are needed."""
         if not torch.is_grad_enabled():
             return Wanted(False, False, False)
-        return Wanted(
-            requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
-        )
+        return Wanted(*(requires_grad(each) for each in self.tensors))
 
     def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
         """Return the plan of this head."""
-        input_grad, weight_grad, bias_grad = self.wanted
+        input_grad, weight_grad, bias_grad, *of_low_rank = self.wanted
         tokens, hidden = self.input.shape
         return linear_cross_entropy_plan(
             tokens,
@@ -113,18 +147,21 @@ class Head(NamedTuple):
             len(self.weight),
             self.input.dtype,
             memory_budget=memory_budget,
-            input_grad=input_grad,
+            input_grad=input_grad or any(of_low_rank),
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
             batch_invariant=self.invariant,
             logits_dtype=torch.float32 if self.widens else None,
             weight_dtype=self.weight.dtype,
+            low_rank=self.rank,
         )
 
     def part(self, tokens: slice, classes: slice) -> Head:
         """Return the head of some tokens and some classes."""
-        bias = None if self.bias is None else self.bias[classes]
-        return Head(self.input[tokens], self.weight[classes], bias, *self[3:])
+        head = self.with_rows(lambda rows: rows[tokens])
+        of_classes = (self.weight, self.bias, self.low_rank_weight)
+        weight, bias, factor = (None if each is None else each[classes] for each in of_classes)
+        return Head(head.input, weight, bias, head.low_rank_input, factor, *self.products)  # type: ignore[arg-type]
 
     def rows(self, tokens: int) -> int:
         """Return the rows that the logits of tokens have in a buffer, which fill whole blocks."""
@@ -173,8 +210,12 @@ class Head(NamedTuple):
             # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized
             # memory may be NaN there, and 0 times NaN is NaN.
             padded[:, C:].zero_()
-        logits = padded[:, :C]
-        multiply_blocks(self.input, self.weight.T, logits, self.invariant, self.bias)
+        logits, invariant, bias = padded[:, :C], self.invariant, self.bias
+        has_low_rank = self.low_rank_input is not None and self.low_rank_weight is not None
+        if has_low_rank:  # The wide product adds to the thin one, which costs less than after it.
+            multiply_blocks(self.low_rank_input, self.low_rank_weight.T, logits, invariant, bias)
+            bias = None
+        multiply_blocks(self.input, self.weight.T, logits, invariant, bias, adds=has_low_rank)
         return logits[:tokens]
 
 
@@ -459,3 +500,5 @@ class HeadGradients(NamedTuple):
     input: Tensor
     weight: Tensor
     bias: Tensor
+    low_rank_input: Tensor
+    low_rank_weight: Tensor

@@ -93,6 +93,7 @@ def linear_cross_entropy_plan(
     batch_invariant: bool = False,
     logits_dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
+    low_rank: int = 0,
 ) -> MemoryPlan:
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
@@ -131,6 +132,8 @@ def linear_cross_entropy_plan(
             a half type, so the numbers of bytes above are doubled.
         weight_dtype: the dtype of the matrix, if that is another one. The workspace then has a copy
             of the matrix in `dtype`.
+        low_rank: the columns of the factors of low rank, 0 without them. The workspace then has
+            copies of both and their gradients in fp32. `input_grad` is true for them too.
 
     Returns:
         `MemoryPlan(name, chunk, workspace_bytes, flops, reason)`.
@@ -166,6 +169,7 @@ def linear_cross_entropy_plan(
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize, size_ratio = dtype.itemsize == 2, dtype.itemsize, 1 + widens
     logit_size, copy_bytes = itemsize * size_ratio, rounds * hidden * vocabulary * itemsize
+    copy_bytes += low_rank_bytes(low_rank, tokens, vocabulary, dtype)
     step, unit, classes = 256, 1, vocabulary
     if batch_invariant:
         step, unit = BLOCK_TOKENS * size_ratio, BLOCK_TOKENS
@@ -251,6 +255,15 @@ def linear_cross_entropy_plan(
     chunk = classes if batch_invariant else chunk
     workspace_bytes = chunk_tokens * padded_width(chunk) * logit_size + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
+
+
+def low_rank_bytes(rank: int, tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """Return the bytes of copies of the factors of low rank, and of their gradients' sums.
+
+    The factor of the rows is copied once to be rounded, and once more without ignored rows.
+    """
+    width = padded_width(rank) * (2 * dtype.itemsize + acc_dtype(dtype).itemsize)
+    return width * (tokens + vocabulary)
 
 
 def invariant_classes(vocabulary: int, itemsize: int, budget: int) -> int:
@@ -350,18 +363,20 @@ def divergence_plan(
     invariant: bool = False,
     widens: bool = False,
     rounds: bool = False,
+    rank: int = 0,
 ) -> DivergencePlan:
     """Return the chunks of a batch; raise ValueError for too small a budget.
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
-    computed in the forward pass, `widens` whether logits are in fp32, and `rounds` whether the
-    student's matrix is copied. Chunks have all classes in the batch-invariant mode.
+    computed in the forward pass, `widens` whether logits are in fp32, `rounds` whether the
+    student's matrix is copied, and `rank` the columns of its factors of low rank. Chunks have all classes in the batch-invariant mode.
     """
     itemsize, usual_size = 0, dtype.itemsize + teacher_dtype.itemsize
     for each in (dtype, teacher_dtype):
         itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
     copy_bytes = rounds * hidden * vocabulary * dtype.itemsize
+    copy_bytes += low_rank_bytes(rank, tokens, vocabulary, dtype)
     spare_rows = widens * (BLOCK_TOKENS // 2 if invariant else 2)
     fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + spare_rows * row_bytes
     has_gradient = input_grad or weight_grad

@@ -23,6 +23,7 @@ from ..linear_heads.common import (
     Head,
     RowOptions,
     RowStatistics,
+    Wanted,
     counted_states,
     empty_statistics,
 )
@@ -220,7 +221,7 @@ def _hidden_gradients(
     if ctx.scattered:
         input = gather_ranks(input, ctx.shard).flatten(0, 1)
     head, saved = Head(input, weight, bias, widens=ctx.widens), spend(ctx, logits)
-    d_input, d_weight, d_bias = linear_heads.rows_backward(
+    d_input, d_weight, d_bias, *_ = linear_heads.rows_backward(
         *coefficients,
         *head,
         *ctx.shard.local(target, class_weight),
@@ -229,7 +230,7 @@ def _hidden_gradients(
         input.new_empty(0) if saved is None else saved[0],
         *ctx.options[:2],
         ctx.chunk,
-        *(needed if saved is None else (False, False, False)),
+        *Wanted(*(needed if saved is None else (False, False, False))),
         ctx.backend,
     )
     start_sum = sum_and_scatter if ctx.scattered else sum_over_ranks

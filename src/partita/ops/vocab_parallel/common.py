@@ -80,7 +80,7 @@ def pack_state(
         state.clear()
     numbers, saved = (options.temperature, options.softcap), input.new_empty(0)
     if weight is not None:
-        head, rest = Head(input, weight, bias, False, widens), (*numbers, chunk, save_logits)
+        head, rest = Head(input, weight, bias, widens=widens), (*numbers, chunk, save_logits)
         saved = accumulate_hidden(
             kernels.accumulate_logits, head, target, class_weight, state, *rest
         )

@@ -156,7 +156,7 @@ def hidden_statistics(
     logits_dtype: torch.dtype | None,
 ) -> RowStatistics:
     """Return the statistics of hidden states `[M, H]` times this rank's rows of the matrix."""
-    input_grad, weight_grad, bias_grad = head.wanted
+    input_grad, weight_grad, bias_grad, *_ = head.wanted
     plan = linear_cross_entropy_plan(
         target.shape[0],
         head.input.shape[1],
