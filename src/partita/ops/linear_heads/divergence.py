@@ -61,7 +61,10 @@ def composed_rows(
     head: Head, teacher: Head, beta: float, temperature: float, softcap: float
 ) -> Tensor:
     """Compute the divergence of each row from all logits at once, `[...]`."""
-    logits, teacher_logits = rows_linear(head), composed_linear(*teacher)
+    logits, teacher_logits = (
+        rows_linear(head),
+        composed_linear(*teacher[:3], *teacher.products),
+    )
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
     return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
