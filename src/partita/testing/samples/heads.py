@@ -103,8 +103,8 @@ def _low_rank(draw: Draw, sizes: Sizes) -> Inputs:
     }
 
 
-def _low_rank_lean(draw: Draw, sizes: Sizes) -> Inputs:
-    budget = _lean(draw, sizes, heads=4)["memory_budget"]
+def _low_rank_lean(draw: Draw, sizes: Sizes, heads: int = 1) -> Inputs:
+    budget = _lean(draw, sizes, heads)["memory_budget"]
     budget += low_rank_bytes(3, sizes["rows"], sizes["classes"], draw.dtype)
     return {**_low_rank(draw, sizes), "memory_budget": budget}
 
@@ -112,7 +112,7 @@ def _low_rank_lean(draw: Draw, sizes: Sizes) -> Inputs:
 FAST = {"memory_budget": 2**20}
 LOW_RANK: dict[str, Any] = {
     "low rank": _low_rank,
-    "low rank, bias, lean": together(_bias, _low_rank_lean),
+    "low rank, lean": _low_rank_lean,
     "low rank, fp32 logits": together(_wide, _low_rank),
 }
 BUDGETS: dict[str, Any] = {"lean": _lean, "fast": FAST}
@@ -199,6 +199,7 @@ SOFT_LINEAR: dict[str, Any] = {
     "fp32 logits": _wide,
     "fp32 logits, beta 0.3, mean, fast": together(_wide, {"beta": 0.3, "reduction": "mean"}, FAST),
     **LOW_RANK,
+    "low rank, lean": partial(_low_rank_lean, heads=4),
     "low rank, beta 0.3, mean": together(_low_rank, {"beta": 0.3, "reduction": "mean"}),
 }
 
