@@ -89,7 +89,8 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        of_low_rank, is_fp16 = (low_rank_input_grad, low_rank_weight_grad), input.dtype == torch.float16
+        of_low_rank = (low_rank_input_grad, low_rank_weight_grad)
+        is_fp16 = input.dtype == torch.float16
         wanted = Wanted(input_grad, weight_grad, bias_grad, *of_low_rank)
         dtype = loss.dtype if is_fp16 and not has_rows else None  # see `linear_one_pass`
         head = Head(input, weight, bias, low_rank_input, low_rank_weight)
@@ -289,7 +290,7 @@ class LinearRows(torch.autograd.Function):
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
         def used_statistics(*tensors: Any) -> list[Tensor]:
-            logits = rows_linear(Head(*tensors, widens=ctx.products[1]))
+            logits = rows_linear(Head._make((*tensors, False, ctx.products[1])))
             logits, numbers = torch.where(is_inert[:, None], 0, logits), options[:3]
             logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
             found = [-logprob, logsumexp, logsumexp, entropy]
@@ -360,7 +361,7 @@ def logits_of_entries(
 
 def _composed_loss(*args: Any) -> Tensor:
     *tensors, target, class_weight, denominator, (_, widens, *numbers) = args
-    logits = rows_linear(Head(*tensors, widens=widens)).to(acc_dtype(tensors[0].dtype))
+    logits = rows_linear(Head._make((*tensors, False, widens))).to(acc_dtype(tensors[0].dtype))
     options = LossOptions._make(numbers[:5])
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator

@@ -184,11 +184,10 @@ class LowRankGradients:
 
     def __init__(self, head: Head, wanted: Wanted) -> None:
         self.head, accumulator = head, acc_dtype(head.input.dtype)
-        self.dinput = self.dweight = None
-        if wanted.low_rank_input_grad:
-            self.dinput = torch.zeros_like(head.low_rank_input, dtype=accumulator)
-        if wanted.low_rank_weight_grad:
-            self.dweight = torch.zeros_like(head.low_rank_weight, dtype=accumulator)
+        self.dinput, self.dweight = (
+            torch.zeros_like(each, dtype=accumulator) if wants and each is not None else None
+            for each, wants in zip(head.tensors[3:], wanted[3:], strict=True)
+        )
 
     def start(self, rows: slice, counts: Callable[[slice], Tensor]) -> None:
         """Take the rows of a chunk of tokens, with zeros where a row has no gradient."""

@@ -69,9 +69,9 @@ class Head(NamedTuple):
     widens: bool = False
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The fields that are tensors."""
-        return self[:TENSORS]
+        return self[:5]
 
     @property
     def products(self) -> tuple[bool, bool]:
@@ -90,7 +90,7 @@ class Head(NamedTuple):
     def of_call(self, logits_dtype: torch.dtype | None) -> Head:
         """Return the head whose logits are computed as a call asks for."""
         widens = widens_logits(logits_dtype, self.input.dtype)
-        return Head(*self.tensors, is_batch_invariant(), widens)  # type: ignore[arg-type]
+        return Head(*self.tensors, is_batch_invariant(), widens)
 
     @property
     def rounds(self) -> bool:
@@ -102,7 +102,7 @@ class Head(NamedTuple):
         """The head whose tensors all have the dtype of the hidden states."""
         dtype = self.input.dtype
         rounded = (None if each is None else each.to(dtype) for each in self.tensors)
-        return Head(*rounded, *self.products)  # type: ignore[arg-type]
+        return Head._make((*rounded, *self.products))
 
     @property
     def is_usual(self) -> bool:
@@ -211,11 +211,13 @@ class Head(NamedTuple):
             # memory may be NaN there, and 0 times NaN is NaN.
             padded[:, C:].zero_()
         logits, invariant, bias = padded[:, :C], self.invariant, self.bias
-        has_low_rank = self.low_rank_input is not None and self.low_rank_weight is not None
-        if has_low_rank:  # The wide product adds to the thin one, which costs less than after it.
-            multiply_blocks(self.low_rank_input, self.low_rank_weight.T, logits, invariant, bias)
+        states, factor = self.low_rank_input, self.low_rank_weight
+        adds = states is not None and factor is not None
+        if states is not None and factor is not None:
+            # The wide product adds to the thin one, which costs less than to add the thin one last.
+            multiply_blocks(states, factor.T, logits, invariant, bias)
             bias = None
-        multiply_blocks(self.input, self.weight.T, logits, invariant, bias, adds=has_low_rank)
+        multiply_blocks(self.input, self.weight.T, logits, invariant, bias, adds)
         return logits[:tokens]
 
 

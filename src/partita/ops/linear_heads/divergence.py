@@ -105,7 +105,7 @@ def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
 
 def _composed_loss(*args: Any) -> Tensor:
     *heads, _, mask, (_, widens, reduction, *numbers) = args
-    head = Head(*heads[:TENSORS], widens=widens)
+    head = Head._make((*heads[:TENSORS], False, widens))
     rows = composed_rows(head, head.beside(*heads[TENSORS:]), *numbers[:3])
     return reduced(rows, mask, reduction)
 

@@ -158,7 +158,8 @@ def linear_cross_entropy_plan(
     """
     # A compiler may not know the number of tokens. Then the chunk is an expression in it, and the
     # name is that of a plan for every number: `fast` if that is the plan of 2,048 tokens.
-    for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
+    sizes = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "low_rank": low_rank}
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
     check_budget(memory_budget)
@@ -369,7 +370,8 @@ def divergence_plan(
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
     computed in the forward pass, `widens` whether logits are in fp32, `rounds` whether the
-    student's matrix is copied, and `rank` the columns of its factors of low rank. Chunks have all classes in the batch-invariant mode.
+    student's matrix is copied, and `rank` how many columns its factors of low rank have. Chunks
+    have all classes in the batch-invariant mode.
     """
     itemsize, usual_size = 0, dtype.itemsize + teacher_dtype.itemsize
     for each in (dtype, teacher_dtype):

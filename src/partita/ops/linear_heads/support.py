@@ -54,8 +54,8 @@ def linear_support_stats(
 
     Returns:
         `SupportStats(logprob, entropy, in_set)` as in `support_stats`. The first two are
-        differentiable in hidden states, matrix, bias and `low_rank`. The sums are in fp32, and the logits of
-        rows with ids are not rounded to a half type.
+        differentiable in hidden states, matrix, bias and `low_rank`. The sums are in fp32, and
+        the logits of rows with ids are not rounded to a half type.
 
     Raises:
         TypeError, ValueError, IndexError: as in `support_stats` and `linear_cross_entropy`.

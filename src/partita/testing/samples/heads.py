@@ -87,7 +87,10 @@ def _with_low_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(
-        *, low_rank_input: Tensor | None = None, low_rank_weight: Tensor | None = None, **inputs: Any
+        *,
+        low_rank_input: Tensor | None = None,
+        low_rank_weight: Tensor | None = None,
+        **inputs: Any,
     ) -> Any:
         if low_rank_input is not None:
             inputs["low_rank"] = (low_rank_input, low_rank_weight)
