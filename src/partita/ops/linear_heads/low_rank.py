@@ -19,7 +19,7 @@ class LoRA(NamedTuple):
     Pass it as `low_rank` to a function whose name begins with `linear_`. It is differentiable in A
     and B. A frozen matrix gets no gradient, and no sum of the matrix and B A is formed.
 
-    Args:
+    Fields:
         A: `[r, H]`, floating dtype.
         B: `[C, r]`, floating dtype.
         scale: a number; LoRA takes `alpha / r`.
