@@ -214,7 +214,7 @@ class Head(NamedTuple):
         states, factor = self.low_rank_input, self.low_rank_weight
         adds = states is not None and factor is not None
         if states is not None and factor is not None:
-            # The wide product adds to the thin one, which costs less than to add the thin one last.
+            # The wide product is bound by its arithmetic, so that it is the one that reads the chunk.
             multiply_blocks(states, factor.T, logits, invariant, bias)
             bias = None
         multiply_blocks(self.input, self.weight.T, logits, invariant, bias, adds)
