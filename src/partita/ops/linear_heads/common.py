@@ -212,11 +212,11 @@ class Head(NamedTuple):
             padded[:, C:].zero_()
         logits, invariant, bias = padded[:, :C], self.invariant, self.bias
         states, factor = self.low_rank_input, self.low_rank_weight
-        adds = states is not None and factor is not None
+        adds = False
         if states is not None and factor is not None:
-            # The wide product is bound by its arithmetic, so that it is the one that reads the chunk.
+            # The wide product reads what it adds to, since its arithmetic takes longer than that.
             multiply_blocks(states, factor.T, logits, invariant, bias)
-            bias = None
+            bias, adds = None, True
         multiply_blocks(self.input, self.weight.T, logits, invariant, bias, adds)
         return logits[:tokens]
 
