@@ -257,6 +257,7 @@ def functions() -> list[tuple[str, Callable[..., Any]]]:
             "support_stats",
             lambda *head, **k: partita.linear_support_stats(*head, target, *support, **k),
         ),
+        ("truncated", lambda *head, **k: partita.linear_truncated_stats(*head, target, **k)),
         ("logprobs", lambda *head, **k: partita.linear_logprobs(*head, ids, **k)),
         ("topk_logprobs", lambda *head, **k: partita.linear_topk_logprobs(*head, 2, **k)),
         ("divergence", lambda *head, **k: partita.linear_divergence(*head, *head, **k)),

@@ -98,4 +98,4 @@ def linear_support_stats(
         return found.logprob, found.entropy
 
     call = (states, "input", len(weight), target, ids, offsets)
-    return stats_of_parts(entries, all_classes, True, *call, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)
