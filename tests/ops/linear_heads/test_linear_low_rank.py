@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.rows import devices
+from helpers.rows import devices, kernel_devices
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,6 +101,30 @@ def test_a_pair_is_what_it_says() -> None:
     logits = x @ matrix.T + y @ z.T
     truth = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels()), [x, y, z])
     torch.testing.assert_close(found, truth)
+
+
+@kernel_devices
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("C", "r"), [(2**16, 16), (2**16 + 16, 16), (2**16 + 512, 32)])
+def test_both_gradients_in_one_read(C: int, r: int, dtype: torch.dtype, device: str) -> None:
+    """The last program has some of the classes of the others, and partial sums find room there."""
+    from partita.ops.linear_heads.gpu.launch import low_rank_gradients
+
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter has no products in bf16")
+    memory = numbers(70, C + 16, device=device).detach().to(dtype)
+    memory[:, C:] = memory[69] = torch.nan  # padding, and a row of another chunk
+    states, factor = (numbers(n, r, device=device).detach().to(dtype) for n in (69, C))
+    sums = [numbers(n, r, dtype=fp32, device=device).detach() for n in (69, C)]
+    gradient = memory[:69, :C].double()
+    products = gradient @ factor.double(), gradient.T @ states.double()
+    expected = [each + product for each, product in zip(sums, products, strict=True)]
+    found = [[each[:n].clone() for each, n in zip(sums, (m, C), strict=True)] for m in (69, 1)]
+    for m, each in zip((69, 1), found, strict=True):
+        assert low_rank_gradients(memory.clone()[:m, :C], states[:m], factor, *each)
+    for ours, right in zip(found[0], expected, strict=True):
+        assert (ours - right).abs().max() <= 3e-6 * right.abs().max()
+    assert torch.equal(found[0][0][:1], found[1][0])  # whatever the other tokens are
 
 
 class Sizes(TorchDispatchMode):

@@ -101,6 +101,10 @@ def logits_of(
     return [head.part(tokens, classes).logits(buffer) for head, buffer in pairs]
 
 
+def never(*_: Tensor) -> bool:
+    return False
+
+
 def head_gradients(
     heads: Sequence[Head],
     wanted: Wanted,
@@ -111,6 +115,8 @@ def head_gradients(
     saved: Sequence[Tensor] = (),
     dtype: torch.dtype | None = None,
     adds_ranks: bool = False,
+    *,
+    of_low_rank: Callable[..., bool] = never,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -125,8 +131,9 @@ def head_gradients(
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
         dtype, adds_ranks: as in `gradients_like`.
+        of_low_rank: `HeadKernels.low_rank_gradients`.
     """
-    head, (input_grad, weight_grad, bias_grad, *of_low_rank) = heads[0], wanted
+    head, (input_grad, weight_grad, bias_grad, *_) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
     buffers, heads = list(saved), [each.rounded for each in heads]
     saved_classes = min(len(buffers[0]) // head.buffer_rows(max(M, 1)), C) if buffers else 0
@@ -137,10 +144,10 @@ def head_gradients(
         buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
     rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
     one_part = len(parts) == 1
-    fits = Wanted(input_grad, weight_grad and not rounds_sum, bias_grad, *of_low_rank)
+    fits = Wanted(*wanted)._replace(weight_grad=weight_grad and not rounds_sum)
     result, of_weight = gradients_like(head, fits, dtype, adds_ranks), head.weight.dtype
     (dinput, dweight, dbias, *_), head = result, heads[0]
-    low_rank = LowRankGradients(head, Wanted(*wanted))
+    low_rank = LowRankGradients(head, Wanted(*wanted), of_low_rank)
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
             dinput = torch.empty_like(dinput, dtype=accumulator)
@@ -183,10 +190,10 @@ def head_gradients(
             if input_grad:
                 factors = padded[:, : sizes[1]], head.weight[part]
                 multiply_blocks(*factors, dinput[rows], head.invariant, adds=not one_part)
-            low_rank.add(padded, rows, part)
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums
+            low_rank.add(padded, rows, part)
             del logits, dlogits, padded
     low_rank.write(result)
     if dinput is not result.input:
@@ -201,13 +208,14 @@ def head_gradients(
 class LowRankGradients:
     """The sums of the gradients of the factors of low rank, over chunks of logits, in fp32.
 
-    `head` has the factors in the dtype of the logits' gradient.
+    `head` has the factors in the dtype of the logits' gradient. `of_both` may serve where both are
+    wanted; see `HeadKernels.low_rank_gradients`.
     """
 
-    def __init__(self, head: Head, wanted: Wanted) -> None:
-        self.head, accumulator = head, acc_dtype(head.input.dtype)
+    def __init__(self, head: Head, wanted: Wanted, of_both: Callable[..., bool]) -> None:
+        self.head, self.of_both, accumulator = head, of_both, acc_dtype(head.input.dtype)
         self.dinput, self.dweight = (
-            torch.zeros_like(each, dtype=accumulator) if wants and each is not None else None
+            each.new_zeros(each.shape, dtype=accumulator) if wants and each is not None else None
             for each, wants in zip(head.tensors[3:], wanted[3:], strict=True)
         )
 
@@ -218,11 +226,20 @@ class LowRankGradients:
             self.states = torch.where(counts(rows)[:, None], states, 0)
 
     def add(self, padded: Tensor, rows: slice, part: slice) -> None:
-        """Add what the gradient of the logits of a chunk gives; see `Head.rows_in`."""
-        padded = padded[:, : part.stop - part.start]
-        if self.dinput is not None and self.head.low_rank_weight is not None:
-            factors = padded, self.head.low_rank_weight[part]
-            multiply_blocks(*factors, self.dinput[rows], self.head.invariant, adds=True)
+        """Add what the gradient of the logits of a chunk gives, which may be overwritten.
+
+        It may have more rows than the chunk; see `Head.rows_in`.
+        """
+        factor, padded = self.head.low_rank_weight, padded[:, : part.stop - part.start]
+        if factor is None:
+            return
+        dinput = None if self.dinput is None else self.dinput[rows]
+        if dinput is not None and self.dweight is not None:
+            tensors = (self.states, factor[part], dinput, self.dweight[part])
+            if self.of_both(padded[: len(self.states)], *tensors):
+                return
+        if dinput is not None:
+            multiply_blocks(padded, factor[part], dinput, self.head.invariant, adds=True)
         if self.dweight is not None:
             multiply(padded[: len(self.states)].T, self.states, self.dweight[part], adds=True)
 
@@ -276,6 +293,8 @@ class HeadKernels(NamedTuple):
         topk_of_rows: writes the `TopKRows` of a chunk.
         truncated: the functions for the classes that a sampler keeps.
         divergence: the functions for the logits of two heads.
+        low_rank_gradients: adds the gradients of both factors of low rank; returns False where
+            two products do, and else overwrites the gradient of the logits.
         packed_gradients: takes the place of `head_gradients` for packed rows, or None.
     """
 
@@ -288,7 +307,12 @@ class HeadKernels(NamedTuple):
     topk_of_rows: Callable[..., None]
     truncated: TruncatedKernels
     divergence: DivergenceKernels
+    low_rank_gradients: Callable[..., bool] = never
     packed_gradients: Callable[..., HeadGradients] | None = None
+
+    def gradients(self, *args: Any, **options: Any) -> HeadGradients:
+        """Return `head_gradients` by this backend."""
+        return head_gradients(*args, **options, of_low_rank=self.low_rank_gradients)
 
     def linear_rows(
         self,
@@ -351,7 +375,7 @@ class HeadKernels(NamedTuple):
             return coefficients.part(rows).counts()
 
         rest = (counts, write_gradient, tokens, chunk, [saved])
-        return head_gradients([head], wanted, *rest, adds_ranks=adds_ranks)
+        return self.gradients([head], wanted, *rest, adds_ranks=adds_ranks)
 
     def linear_one_pass(
         self,
@@ -390,7 +414,7 @@ class HeadKernels(NamedTuple):
                 head, wanted, target, ignore_index, write_gradient, chunk
             )
         else:
-            gradients = head_gradients(
+            gradients = self.gradients(
                 [head],
                 wanted,
                 lambda rows: target[rows] != ignore_index,
@@ -490,7 +514,7 @@ class HeadKernels(NamedTuple):
             self.of_ids.write(result, part.start, C, *parts, *numbers, ignore_index)
 
         of_rows = (lambda rows: counts[rows], write_gradient)
-        return head_gradients([head], wanted, *of_rows, *sizes, [saved])
+        return self.gradients([head], wanted, *of_rows, *sizes, [saved])
 
     def linear_topk_logprobs(
         self,
@@ -570,7 +594,7 @@ class HeadKernels(NamedTuple):
 
         sizes = (tokens_of_backward(head, saved), chunk)
         of_tokens = (lambda tokens: counts[tokens], write_gradient)
-        return head_gradients([head], wanted, *of_tokens, *sizes, [saved])
+        return self.gradients([head], wanted, *of_tokens, *sizes, [saved])
 
     def accumulate_rows(
         self,
@@ -667,7 +691,7 @@ class HeadKernels(NamedTuple):
             self.divergence.gradient(grad[rows], *logits, of_rows, *numbers, result)
 
         rest = (lambda rows: grad[rows] != 0, write_gradient, *sizes, (saved, teacher_saved))
-        return head_gradients(heads, wanted, *rest)
+        return self.gradients(heads, wanted, *rest)
 
     def linear_divergence_one_pass(
         self,
@@ -718,7 +742,7 @@ class HeadKernels(NamedTuple):
                 self.accumulate_rows([(0, *logits)], part, numbers)
                 self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-            gradients = head_gradients(
+            gradients = self.gradients(
                 heads,
                 wanted,
                 lambda rows: factors[rows] != 0,
