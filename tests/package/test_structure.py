@@ -39,7 +39,12 @@ ARROWS = {
 }
 BACKEND_LAYERS = ("reference", "gpu", "cpu")
 SHARED = ("common", "plan")  # what all layers of a family, and other families, may import
-PUBLISHED = ("api", "autograd", "edges")  # what the host code of other families may import too
+PUBLISHED = (
+    "api",
+    "autograd",
+    "edges",
+    "low_rank",
+)  # what the host code of other families may import too
 
 
 class Import(NamedTuple):

@@ -41,12 +41,14 @@ from .common import (
     GradientCoefficients,
     Head,
     HeadGradients,
+    LowRankGradients,
     RowOptions,
     RowState,
     RowStatistics,
     Wanted,
     accumulate_hidden,
     counted_states,
+    never,
     new_state,
 )
 from .plan import CPU_CHUNK_TOKENS, FP16_FACTOR, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
@@ -79,12 +81,13 @@ def gradients_like(
 ) -> HeadGradients:
     """Return memory for gradients in the dtypes of the head's tensors, or in another one.
 
-    That of the hidden states is in the accumulator's dtype where ranks add it up.
+    Those of the hidden states and of the factor beside them are in the accumulator's dtype where
+    ranks add them up.
     """
     like = [head.input if each is None else each for each in head.tensors]
     dtypes = [dtype or x.dtype for x in like]
     if adds_ranks:
-        dtypes[0] = acc_dtype(dtypes[0])
+        dtypes[0] = dtypes[3] = acc_dtype(head.input.dtype)
     return HeadGradients(
         *(
             x.new_empty(x.shape if wants else (0,), dtype=of_x)
@@ -99,10 +102,6 @@ def logits_of(
     """Compute the logits of some tokens and classes under each head, in its buffer."""
     pairs = zip(heads, buffers, strict=True)
     return [head.part(tokens, classes).logits(buffer) for head, buffer in pairs]
-
-
-def never(*_: Tensor) -> bool:
-    return False
 
 
 def head_gradients(
@@ -203,51 +202,6 @@ def head_gradients(
         buffers.clear()  # the rounded gradient takes their memory
         result = result._replace(weight=dweight.to(of_weight))
     return result
-
-
-class LowRankGradients:
-    """The sums of the gradients of the factors of low rank, over chunks of logits, in fp32.
-
-    `head` has the factors in the dtype of the logits' gradient. `of_both` may serve where both are
-    wanted; see `HeadKernels.low_rank_gradients`.
-    """
-
-    def __init__(self, head: Head, wanted: Wanted, of_both: Callable[..., bool]) -> None:
-        self.head, self.of_both, accumulator = head, of_both, acc_dtype(head.input.dtype)
-        self.dinput, self.dweight = (
-            each.new_zeros(each.shape, dtype=accumulator) if wants and each is not None else None
-            for each, wants in zip(head.tensors[3:], wanted[3:], strict=True)
-        )
-
-    def start(self, rows: slice, counts: Callable[[slice], Tensor]) -> None:
-        """Take the rows of a chunk of tokens, with zeros where a row has no gradient."""
-        if self.dweight is not None and self.head.low_rank_input is not None:
-            states = self.head.low_rank_input[rows]
-            self.states = torch.where(counts(rows)[:, None], states, 0)
-
-    def add(self, padded: Tensor, rows: slice, part: slice) -> None:
-        """Add what the gradient of the logits of a chunk gives, which may be overwritten.
-
-        It may have more rows than the chunk; see `Head.rows_in`.
-        """
-        factor, padded = self.head.low_rank_weight, padded[:, : part.stop - part.start]
-        if factor is None:
-            return
-        dinput = None if self.dinput is None else self.dinput[rows]
-        if dinput is not None and self.dweight is not None:
-            tensors = (self.states, factor[part], dinput, self.dweight[part])
-            if self.of_both(padded[: len(self.states)], *tensors):
-                return
-        if dinput is not None:
-            multiply_blocks(padded, factor[part], dinput, self.head.invariant, adds=True)
-        if self.dweight is not None:
-            multiply(padded[: len(self.states)].T, self.states, self.dweight[part], adds=True)
-
-    def write(self, result: HeadGradients) -> None:
-        """Round the sums to the result."""
-        for total, gradient in zip((self.dinput, self.dweight), result[3:], strict=True):
-            if total is not None:
-                gradient.copy_(total)
 
 
 def tokens_at_once(head: Head, chunk: int) -> int:

@@ -35,6 +35,7 @@ from .products import (
     aligned_columns,
     aligned_rows,
     in_blocks,
+    multiply,
     multiply_blocks,
     without_padding,
 )
@@ -542,3 +543,52 @@ class HeadGradients(NamedTuple):
     bias: Tensor
     low_rank_input: Tensor
     low_rank_weight: Tensor
+
+
+def never(*_: Tensor) -> bool:
+    return False
+
+
+class LowRankGradients:
+    """The sums of the gradients of the factors of low rank, over chunks of logits, in fp32.
+
+    `head` has the factors in the dtype of the logits' gradient. `of_both` may serve where both are
+    wanted; see `HeadKernels.low_rank_gradients`.
+    """
+
+    def __init__(self, head: Head, wanted: Wanted, of_both: Callable[..., bool] = never) -> None:
+        self.head, self.of_both, accumulator = head, of_both, acc_dtype(head.input.dtype)
+        self.dinput, self.dweight = (
+            each.new_zeros(each.shape, dtype=accumulator) if wants and each is not None else None
+            for each, wants in zip(head.tensors[3:], wanted[3:], strict=True)
+        )
+
+    def start(self, rows: slice, counts: Callable[[slice], Tensor]) -> None:
+        """Take the rows of a chunk of tokens, with zeros where a row has no gradient."""
+        if self.dweight is not None and self.head.low_rank_input is not None:
+            states = self.head.low_rank_input[rows]
+            self.states = torch.where(counts(rows)[:, None], states, 0)
+
+    def add(self, padded: Tensor, rows: slice, part: slice) -> None:
+        """Add what the gradient of the logits of a chunk gives, which may be overwritten.
+
+        It may have more rows than the chunk; see `Head.rows_in`.
+        """
+        factor, padded = self.head.low_rank_weight, padded[:, : part.stop - part.start]
+        if factor is None:
+            return
+        dinput = None if self.dinput is None else self.dinput[rows]
+        if dinput is not None and self.dweight is not None:
+            tensors = (self.states, factor[part], dinput, self.dweight[part])
+            if self.of_both(padded[: len(self.states)], *tensors):
+                return
+        if dinput is not None:
+            multiply_blocks(padded, factor[part], dinput, self.head.invariant, adds=True)
+        if self.dweight is not None:
+            multiply(padded[: len(self.states)].T, self.states, self.dweight[part], adds=True)
+
+    def write(self, result: HeadGradients) -> None:
+        """Round the sums to the result."""
+        for total, gradient in zip((self.dinput, self.dweight), result[3:], strict=True):
+            if total is not None:
+                gradient.copy_(total)

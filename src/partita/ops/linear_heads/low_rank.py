@@ -76,6 +76,13 @@ def with_low_rank(head: Head, low_rank: LowRank | None, invariant: bool) -> Head
     return Head(*head[:3], states, factor, *head.products)
 
 
+def with_states(input: Tensor, low_rank_input: Tensor | None) -> Tensor:
+    """Return hidden states and the factor beside them in one tensor, to choose rows of both."""
+    if low_rank_input is None:
+        return input
+    return torch.cat((input, low_rank_input.to(input.dtype)), -1)
+
+
 def _pair(low_rank: Any) -> tuple[Any, Any]:
     if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
         raise TypeError(f"low_rank: expected (H, B), a LoRA or None, got {low_rank!r}")

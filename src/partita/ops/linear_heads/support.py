@@ -13,7 +13,7 @@ from ..support.common import Support, SupportStats
 from .api import linear_token_stats
 from .autograd import logits_of_entries
 from .inputs import cast_and_check
-from .low_rank import LowRank
+from .low_rank import LowRank, with_states
 from .plan import check_budget
 
 
@@ -72,9 +72,8 @@ def linear_support_stats(
     """
     head = cast_and_check(input, linear_weight, linear_bias, target, low_rank=low_rank)
     check_budget(memory_budget)
-    hidden, (states, weight, bias, low_rank_input, factor) = input.shape[-1], head.tensors
-    if low_rank_input is not None:  # The rows of both are chosen together.
-        states = torch.cat((states, low_rank_input.to(states.dtype)), -1)
+    hidden, (_, weight, bias, low_rank_input, factor) = input.shape[-1], head.tensors
+    states = with_states(head.input, low_rank_input)
 
     def entries(x: Tensor, support: Support) -> Tensor:
         logits = logits_of_entries(x[:, :hidden], weight, bias, 0, support)

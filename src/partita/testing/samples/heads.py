@@ -84,7 +84,7 @@ def _wide_lean(draw: Draw, sizes: Sizes) -> Inputs:
     return {**_wide(draw, sizes), **_lean(draw, sizes, heads=3)}
 
 
-def _with_low_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_low_rank(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that takes the factors of low rank as inputs of their own."""
 
     @wraps(function)
@@ -239,7 +239,7 @@ _divergences = partial(
 CALLS = (
     _from_hidden(
         "linear_cross_entropy",
-        _with_low_rank(linear_cross_entropy),
+        with_low_rank(linear_cross_entropy),
         _linear_cross_entropy,
         options=LINEAR_CROSS_ENTROPY,
         batch={"input": 0, "low_rank_input": 0, "target": 0},
@@ -248,7 +248,7 @@ CALLS = (
     ),
     _from_hidden(
         "linear_token_stats",
-        _with_low_rank(linear_token_stats),
+        with_low_rank(linear_token_stats),
         together(_hidden, labels),
         options={**LINEAR, "no target": {"target": None}},
         batch={"input": 0, "low_rank_input": 0, "target": 0},
@@ -256,7 +256,7 @@ CALLS = (
     ),
     _from_hidden(
         "linear_support_stats",
-        _with_low_rank(linear_support_stats),
+        with_low_rank(linear_support_stats),
         together(_hidden, support),
         options=SUPPORTS,
         batch={"input": 0, "low_rank_input": 0, "target": 0},
@@ -265,7 +265,7 @@ CALLS = (
     ),
     _from_hidden(
         "linear_truncated_stats",
-        _with_low_rank(linear_truncated_stats),
+        with_low_rank(linear_truncated_stats),
         together(_hidden, labels, _rules),
         options={**LINEAR, "all rules, lean": together(_bias, RULES, _rules, _lean)},
         batch={"input": 0, "low_rank_input": 0, "target": 0},
@@ -273,7 +273,7 @@ CALLS = (
     ),
     _from_hidden(
         "linear_logprobs",
-        _with_low_rank(linear_logprobs),
+        with_low_rank(linear_logprobs),
         _linear_logprobs,
         options=LINEAR,
         batch={"input": 0, "low_rank_input": 0, "ids": 0},
@@ -282,7 +282,7 @@ CALLS = (
     ),
     _from_hidden(
         "linear_topk_logprobs",
-        _with_low_rank(linear_topk_logprobs),
+        with_low_rank(linear_topk_logprobs),
         together(_hidden, best_few),
         options=LINEAR,
         batch={"input": 0, "low_rank_input": 0},
@@ -290,7 +290,7 @@ CALLS = (
     ),
     _divergences(
         "linear_divergence",
-        _with_low_rank(linear_divergence),
+        with_low_rank(linear_divergence),
         _heads,
         batch={"input": 0, "low_rank_input": 0, "teacher_input": 0, "mask": 0},
         uncounted=lambda inputs: masked_rows(inputs, "input", "low_rank_input", "teacher_input"),
@@ -298,7 +298,7 @@ CALLS = (
     ),
     _divergences(
         "linear_topk_divergence",
-        _with_low_rank(linear_topk_divergence),
+        with_low_rank(linear_topk_divergence),
         _linear_topk_divergence,
         batch={"input": 0, "low_rank_input": 0, "teacher": 0, "mask": 0},
         uncounted=lambda inputs: masked_rows(inputs, "input", "low_rank_input"),
