@@ -167,6 +167,8 @@ class Quantized(nn.Linear):
 def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match=r"without variants \(DoRA\) and quantization, got \['Dora"):
         fuse(adapted(stock_model(), **HEAD, use_dora=True))
+    with pytest.raises(TypeError, match=r"without variants .*, got \['ALora"):
+        fuse(adapted(stock_model(), **HEAD, alora_invocation_tokens=[1, 2]))
     rows = {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [1, 2]}}
     with pytest.raises(TypeError, match=r"and other adapters, got peft\..*Tok"):
         fuse(adapted(stock_model(), **rows))

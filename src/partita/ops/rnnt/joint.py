@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
@@ -59,10 +60,15 @@ def joint_hidden(encoder: Tensor, predictor: Tensor, activation: str, mask: Tens
 
 def chunk_logits(inputs: JointInputs, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the logits of tokens, and those of durations."""
-    tokens = torch.nn.functional.linear(hidden, inputs.weight, inputs.bias)
-    if inputs.duration_weight is None:
-        return tokens, None
-    return tokens, torch.nn.functional.linear(hidden, inputs.duration_weight, inputs.duration_bias)
+    tokens, durations = F.linear(hidden, inputs.weight, inputs.bias), None
+    if inputs.duration_weight is not None:
+        durations = F.linear(hidden, inputs.duration_weight, inputs.duration_bias)
+    if inputs.lora_A is not None and inputs.lora_B is not None:
+        V, states = len(inputs.weight), F.linear(hidden, inputs.lora_A)
+        tokens = tokens + F.linear(states, inputs.lora_B[:V])
+        if durations is not None:
+            durations = durations + F.linear(states, inputs.lora_B[V:])
+    return tokens, durations
 
 
 def _add_chunk(
@@ -77,7 +83,7 @@ def _add_chunk(
     """Add what a chunk contributes to the gradients, each of which is None if it is not wanted."""
     flat_hidden = hidden.flatten(0, 2)
     dhidden: Tensor | None = None
-    d_encoder, d_predictor, *d_heads = sums
+    d_encoder, d_predictor, *d_heads, d_A, d_B = sums
     weights = (inputs.weight, inputs.duration_weight)
     for weight, dweight, dbias, each in zip(
         weights, d_heads[::2], d_heads[1::2], dlogits, strict=True
@@ -92,6 +98,13 @@ def _add_chunk(
         if d_encoder is not None or d_predictor is not None:
             part = flat @ weight
             dhidden = part if dhidden is None else dhidden + part
+    if inputs.lora_A is not None and inputs.lora_B is not None:
+        flat = torch.cat([each.flatten(0, 2) for each in dlogits if each.numel()], 1)
+        dstates, states = flat @ inputs.lora_B, flat_hidden @ inputs.lora_A.T
+        for total, a, b in ((d_A, dstates, flat_hidden), (d_B, flat, states)):
+            if total is not None:
+                total.addmm_(a.T.to(total.dtype), b.to(total.dtype))
+        dhidden = None if dhidden is None else dhidden + dstates @ inputs.lora_A
     if dhidden is None:
         return
     dtype = acc_dtype(hidden.dtype)
@@ -137,11 +150,11 @@ def linear_rnnt(
     chunk: int,
     keep_logits: int,
     wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the losses `[B]`, and the gradients of the sum of factor * loss.
 
-    These are the gradients of encoder, predictor, and matrix and bias of tokens and of
-    durations. Each is empty if it is not `wanted`, and all of them are without a factor.
+    These are the gradients of encoder, predictor, matrix and bias of tokens and of durations, and
+    the factors of LoRA. Each is empty if it is not `wanted`, and all of them are without a factor.
     """
     encoder, predictor = inputs[:2]
     (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(inputs.weight)
@@ -174,7 +187,7 @@ def linear_rnnt(
         encoder.new_zeros(tensor.shape, dtype=dtype)
         if tensor is not None and wants and needs_gradient
         else None
-        for tensor, wants in zip(inputs[:6], wanted, strict=True)
+        for tensor, wants in zip(inputs[:8], wanted, strict=True)
     ]
     if factor is not None and needs_gradient:
         for i, (rows, steps) in enumerate(ranges):
