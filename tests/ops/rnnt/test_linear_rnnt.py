@@ -161,6 +161,59 @@ def test_chunks_are_those_of_the_plan() -> None:
         partita.linear_rnnt_plan(4, 4, 2, D, 5, torch.int64)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["rnnt", "tdt"])
+def test_batch_invariant_products_have_blocks(
+    name: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product whose bits depend on the number of its rows changes no sequence's results."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        result = x @ weight.T * (1 + 1e-3 * len(x) + 1e-9 * len(x.shape))
+        return result if bias is None else result + bias
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    g, (B, T, U, V, D, K) = torch.Generator().manual_seed(2), (3, 90, 6, 5, 17, len(DURATIONS))
+    shapes = [(B, T, D), (B, U + 1, D), (V, D), (V,), (K, D), (K,)]
+    tensors = [torch.randn(shape, generator=g).requires_grad_() for shape in shapes]
+    sequences = (
+        torch.randint(1, V, (B, U), generator=g),
+        torch.tensor([T, 70, 9]),
+        torch.full((B,), U),
+    )
+
+    def found(rows: slice, budget: int | None) -> list[Tensor]:
+        encoder, predictor, weight, bias, *durations = (
+            x.detach()[rows] if i < 2 else x.detach() for i, x in enumerate(tensors)
+        )
+        encoder.requires_grad_()
+        predictor.requires_grad_()
+        options = {"linear_bias": bias, "activation": activation, "memory_budget": budget}
+        rest = (*(each[rows] for each in sequences), 0)
+        if name == "rnnt":
+            loss = partita.linear_rnnt_loss(
+                encoder, predictor, weight, *rest[:3], blank=0, reduction="sum", **options
+            )
+        else:
+            loss = partita.linear_tdt_loss(
+                *(encoder, predictor, weight, durations[0], *rest, DURATIONS, 0.05, "sum"),
+                duration_bias=durations[1],
+                **options,
+            )
+        return [loss.detach(), *torch.autograd.grad(loss, (encoder, predictor))]
+
+    def differ(budgets: tuple[int | None, int | None]) -> bool:
+        together = found(slice(B), budgets[0])
+        alone = [found(slice(b, b + 1), budgets[1]) for b in range(B)]
+        gradients = (torch.cat(each) for each in list(zip(*alone, strict=True))[1:])
+        return not all(map(torch.equal, together[1:], gradients))
+
+    assert differ((None, None))
+    with partita.batch_invariant():
+        for budgets in ((None, None), (400_000, None), (300_000, 110_000)):
+            assert not differ(budgets)
+
+
 def test_autocast_and_unused_gradients() -> None:
     tensors = joint_tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -350,7 +350,7 @@ def linear(
         inputs, options = [*inputs[:4], None, None, *inputs[4:]], ([], True, False, 0.0, 0.1, 0.2)
     inputs = [*inputs[:6], None, None, *inputs[6:]]
     wanted = [each is not None for each in inputs[:8]]
-    rest = (activation, 0, *options, chunk, keep_logits, wanted, backend)
+    rest = (activation, 0, *options, chunk, keep_logits, False, wanted, backend)
     return linear_rnnt(*inputs, factor, *rest)
 
 

@@ -31,9 +31,14 @@ from .plan import (
     padded_width,
     widens_logits,
 )
-from .products import aligned_columns as aligned_columns
-from .products import aligned_rows, in_blocks, multiply_blocks, without_padding
-from .products import multiply as multiply
+from .products import (
+    aligned_columns,
+    aligned_rows,
+    in_blocks,
+    multiply,
+    multiply_blocks,
+    without_padding,
+)
 
 
 class Wanted(NamedTuple):

@@ -198,12 +198,12 @@ def losses_of(
 
 # The arguments of `LinearLoss`, in their order: 8 tensors that may need a gradient (encoder,
 # predictor, matrix and bias of tokens and of durations, A and B), 3 of targets and lengths, options
-# of the nodes, chunk and whether all logits are saved, which gradients are wanted, the reduction
-# and the backend.
+# of the nodes, chunk, whether all logits are saved and whether products have whole blocks, which
+# gradients are wanted, the reduction and the backend.
 TENSORS, INPUTS = 8, 11
 
 
-def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
+def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any], invariant: bool = False) -> Tensor:
     """Return the losses `[B]` by way of all logits, differentiable any number of times.
 
     The tensors are the first `TENSORS` of `JointInputs`. The rest are targets,
@@ -215,7 +215,8 @@ def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any]) -> Tensor:
     encoder, predictor = inputs[:2]
     lengths = (inputs.logit_lengths, inputs.target_lengths)
     mask = node_mask(*lengths, 0, encoder.shape[1], predictor.shape[1])
-    logits = chunk_logits(inputs, joint_hidden(encoder, predictor, activation, mask))
+    hidden = joint_hidden(encoder, predictor, activation, mask, invariant)
+    logits = chunk_logits(inputs, hidden, mask.shape, invariant)
     args = (*logits, *sequences, *nodes, True, backend, 0.0, fastemit_lambda, False)
     losses: Tensor = LossFunction.apply(*args)[0]
     return losses
@@ -256,7 +257,7 @@ class LinearLoss(torch.autograd.Function):
             return (None,) * TENSORS + rest
 
         def loss(*variables: Any) -> Tensor:
-            options = (*sequences, *ctx.options[:-2], ctx.backend)
+            options = (*sequences, *ctx.options[:-3], ctx.backend)
             return reduce_losses(losses_of_joint(variables, options), sequences[2], ctx.reduction)
 
         if is_double_backward():

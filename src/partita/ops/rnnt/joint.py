@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
+from ..linear_heads.products import composed_linear, in_blocks, without_padding
 from .common import JointInputs, NodeInputs, NodeOptions, chunk_ranges, node_mask, valid_lengths
+from .plan import PARTIAL_STEPS
 
 
 class Kernels(NamedTuple):
@@ -51,24 +52,37 @@ def activation_gradient(hidden: Tensor, activation: str) -> Tensor:
     return 1 - hidden * hidden if activation == "tanh" else hidden * (1 - hidden)
 
 
-def joint_hidden(encoder: Tensor, predictor: Tensor, activation: str, mask: Tensor) -> Tensor:
-    """Return the hidden states of the joint, `[B, T, U + 1, D]`; NaN at padding is not read."""
+def joint_hidden(
+    encoder: Tensor, predictor: Tensor, activation: str, mask: Tensor, invariant: bool
+) -> Tensor:
+    """Return the hidden states of the joint, `[nodes, D]`, in whole blocks if `invariant`.
+
+    NaN at padding is not read.
+    """
     x = encoder[:, :, None] + predictor[:, None]
     # A padding row has the gradient 0, and 0 times NaN would be NaN in the gradient of a matrix.
-    return activate(torch.where(mask[..., None], x, 0.0), activation)
+    x = torch.where(mask[..., None], x, 0.0).flatten(0, 2)
+    return activate(in_blocks(x, invariant), activation)
 
 
-def chunk_logits(inputs: JointInputs, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of tokens, and those of durations."""
-    tokens, durations = F.linear(hidden, inputs.weight, inputs.bias), None
-    if inputs.duration_weight is not None:
-        durations = F.linear(hidden, inputs.duration_weight, inputs.duration_bias)
-    if inputs.lora_A is not None and inputs.lora_B is not None:
-        V, states = len(inputs.weight), F.linear(hidden, inputs.lora_A)
-        tokens = tokens + F.linear(states, inputs.lora_B[:V])
-        if durations is not None:
-            durations = durations + F.linear(states, inputs.lora_B[V:])
-    return tokens, durations
+def chunk_logits(
+    inputs: JointInputs, hidden: Tensor, nodes: torch.Size, invariant: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of tokens, and those of durations, in the shape of the nodes."""
+    A, B, V, states = inputs.lora_A, inputs.lora_B, len(inputs.weight), hidden
+    if A is not None:
+        states = composed_linear(hidden, A, None, invariant, False)
+
+    def logits(weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+        found = composed_linear(hidden, weight, bias, invariant, False)
+        if B is not None:
+            found = found + composed_linear(states, B[rows], None, invariant, False)
+        return without_padding(found, nodes, invariant)
+
+    tokens = logits(inputs.weight, inputs.bias, slice(0, V))
+    if inputs.duration_weight is None:
+        return tokens, None
+    return tokens, logits(inputs.duration_weight, inputs.duration_bias, slice(V, None))
 
 
 def _add_chunk(
@@ -79,9 +93,11 @@ def _add_chunk(
     dlogits: Sequence[Tensor],
     rows: slice,
     steps: slice,
+    invariant: bool,
 ) -> None:
     """Add what a chunk contributes to the gradients, each of which is None if it is not wanted."""
-    flat_hidden = hidden.flatten(0, 2)
+    nodes = dlogits[0].shape[:3]
+    hidden = hidden[: nodes.numel()]
     dhidden: Tensor | None = None
     d_encoder, d_predictor, *d_heads, d_A, d_B = sums
     weights = (inputs.weight, inputs.duration_weight)
@@ -92,28 +108,30 @@ def _add_chunk(
             continue
         flat = each.flatten(0, 2)
         if dweight is not None:
-            dweight.addmm_(flat.T.to(dweight.dtype), flat_hidden.to(dweight.dtype))
+            dweight.addmm_(flat.T.to(dweight.dtype), hidden.to(dweight.dtype))
         if dbias is not None:
             dbias += flat.sum(0, dtype=dbias.dtype)
         if d_encoder is not None or d_predictor is not None:
-            part = flat @ weight
+            part = composed_linear(flat, weight.T, None, invariant, False)
             dhidden = part if dhidden is None else dhidden + part
     if inputs.lora_A is not None and inputs.lora_B is not None:
         flat = torch.cat([each.flatten(0, 2) for each in dlogits if each.numel()], 1)
-        dstates, states = flat @ inputs.lora_B, flat_hidden @ inputs.lora_A.T
-        for total, a, b in ((d_A, dstates, flat_hidden), (d_B, flat, states)):
+        dstates = composed_linear(flat, inputs.lora_B.T, None, invariant, False)
+        for total, a, b in ((d_A, dstates, hidden), (d_B, flat, hidden @ inputs.lora_A.T)):
             if total is not None:
                 total.addmm_(a.T.to(total.dtype), b.to(total.dtype))
-        dhidden = None if dhidden is None else dhidden + dstates @ inputs.lora_A
+        if dhidden is not None:
+            dhidden = dhidden + composed_linear(dstates, inputs.lora_A.T, None, invariant, False)
     if dhidden is None:
         return
     dtype = acc_dtype(hidden.dtype)
-    dx = dhidden.view(hidden.shape).to(dtype)
-    dx = dx * activation_gradient(hidden.to(dtype), activation)
+    dx = dhidden.to(dtype) * activation_gradient(hidden.to(dtype), activation)
+    dx = dx.view(*nodes, hidden.shape[1])
     if d_encoder is not None:
         d_encoder[rows, steps] += dx.sum(2)
     if d_predictor is not None:
-        d_predictor[rows] += dx.sum(1)
+        for some in dx.split(PARTIAL_STEPS if invariant else dx.shape[1], 1):
+            d_predictor[rows] += some.sum(1)
 
 
 def rnnt_forward(
@@ -149,12 +167,14 @@ def linear_rnnt(
     fastemit_lambda: float,
     chunk: int,
     keep_logits: int,
+    invariant: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the losses `[B]`, and the gradients of the sum of factor * loss.
 
     These are the gradients of encoder, predictor, matrix and bias of tokens and of durations, and
     the factors of LoRA. Each is empty if it is not `wanted`, and all of them are without a factor.
+    If `invariant`, products have whole blocks of nodes.
     """
     encoder, predictor = inputs[:2]
     (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(inputs.weight)
@@ -165,13 +185,13 @@ def linear_rnnt(
     arcs = encoder.new_empty((num_arcs, B, T, U1), dtype=torch.float64)
     lses = arcs.new_empty((2, B, T, U1))
 
-    def hidden_states(rows: slice, steps: slice) -> Tensor:
+    def hidden_states(rows: slice, steps: slice) -> tuple[Tensor, torch.Size]:
         own, first = encoder[rows, steps], steps.start
         mask = node_mask(lengths.steps[rows], lengths.labels[rows], first, own.shape[1], U1)
-        return joint_hidden(own, predictor[rows], activation, mask)
+        return joint_hidden(own, predictor[rows], activation, mask, invariant), mask.shape
 
     for rows, steps in ranges:
-        logits = chunk_logits(inputs, hidden_states(rows, steps))
+        logits = chunk_logits(inputs, *hidden_states(rows, steps), invariant)
         within = (lengths.steps[rows] - steps.start).clamp(0, steps.stop - steps.start)
         nodes = NodeInputs(*logits, inputs.targets[rows], within, lengths.labels[rows])
         arcs[:, rows, steps], *chunk_lses = kernels.score_arcs(nodes, options)
@@ -192,13 +212,13 @@ def linear_rnnt(
     if factor is not None and needs_gradient:
         for i, (rows, steps) in enumerate(ranges):
             hidden = hidden_states(rows, steps)
-            logits = saved[i] if keep_logits else chunk_logits(inputs, hidden)
+            logits = saved[i] if keep_logits else chunk_logits(inputs, *hidden, invariant)
             sizes = (lengths.steps[rows], lengths.labels[rows])
             nodes = NodeInputs(*logits, inputs.targets[rows], *sizes)
             of_nodes = (*lses[:, rows, steps], posteriors[:, rows, steps])
             numbers = (options, 0.0, fastemit_lambda)
             dlogits = kernels.gradient(factor[rows], nodes, *of_nodes, *numbers)
-            _add_chunk(sums, inputs, activation, hidden, dlogits, rows, steps)
+            _add_chunk(sums, inputs, activation, hidden[0], dlogits, rows, steps, invariant)
     # Gradients have the dtype of the inputs; those that are not wanted are empty.
     found: Any = (encoder.new_empty(0) if each is None else each.to(encoder.dtype) for each in sums)
     return losses, *found

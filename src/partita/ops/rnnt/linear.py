@@ -11,12 +11,14 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import apply, needs_gradient, refuse_forward_mode, top_transform
 from ...runtime.backend import current_backend
+from ...runtime.invariance import is_batch_invariant
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
 from ..ctc.common import reduce_losses
-from ..linear_heads.common import aligned_columns, cast_to_autocast
+from ..linear_heads.common import cast_to_autocast
 from ..linear_heads.low_rank import LoRA
 from ..linear_heads.plan import check_budget
+from ..linear_heads.products import aligned_columns
 from .arguments import checked_durations, class_index, node_options, sequences_of
 from .autograd import TENSORS, LinearLoss, losses_of_joint
 from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS
@@ -97,16 +99,18 @@ def _loss(
     heads = (*cast, *(None,) * (TENSORS - len(factors) - len(cast)))
     backend, tensors = current_backend(), (*heads, *factors)
     refuse_forward_mode(*tensors)
+    invariant = is_batch_invariant()
     if top_transform() is not None:
-        losses = losses_of_joint(tensors, (*sequences, *options, backend))
+        losses = losses_of_joint(tensors, (*sequences, *options, backend), invariant)
         return reduce_losses(losses, sequences[2], reduction)
     wanted = [needs_gradient(x) for x in tensors]
     is_reduced = reduction != "none" and encoder.dtype != torch.float16
     sizes = (B, T, U1 - 1, D, V, encoder.dtype, len(chosen))
+    rest = (memory_budget, any(wanted), is_reduced, invariant)
     rank = 0 if factors[0] is None else len(factors[0])
-    chunk, keeps_logits, _ = joint_chunks(*sizes, memory_budget, any(wanted), is_reduced, rank)
+    chunk, keeps_logits, _ = joint_chunks(*sizes, *rest, rank)
     inside, after = (reduction, "none") if is_reduced and any(wanted) else ("none", reduction)
-    chunks = (chunk, keeps_logits, wanted)
+    chunks = (chunk, keeps_logits, invariant, wanted)
     losses = apply(LinearLoss, *tensors, *sequences, *options, *chunks, inside, backend)[0]
     return reduce_losses(losses, sequences[2], after)
 

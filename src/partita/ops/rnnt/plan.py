@@ -110,7 +110,7 @@ def linear_rnnt_plan(
     product = 2 * rows * (hidden * columns + low_rank * (hidden + columns))
     inputs = (batch, steps, labels, hidden, vocabulary, dtype)
     options = (durations, memory_budget, gradient, reduced)
-    chunk, keeps_logits, workspace_bytes = joint_chunks(*inputs, *options, low_rank)
+    chunk, keeps_logits, workspace_bytes = joint_chunks(*inputs, *options, rank=low_rank)
     if keeps_logits:
         name, products, reason = "fast", 3, ALL_AT_ONCE
     elif not gradient:
@@ -131,11 +131,14 @@ def joint_chunks(
     memory_budget: int | None,
     gradient: bool,
     reduced: bool,
+    invariant: bool = False,
     rank: int = 0,
 ) -> tuple[int, int, int]:
     """Return the chunk, whether all logits stay in memory, 1 or 0, and the bytes of the workspace.
 
-    The arguments are those of `linear_rnnt_plan`, and a compiler may not know the sizes.
+    The arguments are those of `linear_rnnt_plan`, and a compiler may not know the sizes. In the
+    batch-invariant mode chunks have whole partial sums, and no logits stay in memory, since those
+    of a chunk would start anywhere.
     """
     itemsize, positions, rows = dtype.itemsize, labels + 1, batch * steps * (labels + 1)
     columns = padded_width(vocabulary) + (padded_width(durations) if durations else 0)
@@ -155,9 +158,10 @@ def joint_chunks(
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
     all_logits = total_steps * step_logits
     keeps_logits = 0
-    if gradient and reduced:
+    if gradient and reduced and not invariant:
         keeps_logits = choose(fixed + all_logits + step_hidden <= budget, 1, 0)
-    least = fixed + step_logits + step_hidden
+    step = PARTIAL_STEPS if invariant else 1
+    least = fixed + step * (step_logits + step_hidden)
     if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
             f"memory_budget: expected at least {least:,} bytes for {rows:,} nodes, or None,"
@@ -166,5 +170,5 @@ def joint_chunks(
     fixed += keeps_logits * all_logits
     step_bytes = step_hidden + (1 - keeps_logits) * step_logits
     room = (budget - fixed) // larger(step_bytes, 1)
-    chunk = smaller(smaller(larger(room, 1), limit), total_steps)
+    chunk = larger(smaller(smaller(larger(room, 1), limit), total_steps) // step * step, step)
     return chunk, keeps_logits, fixed + chunk * step_bytes

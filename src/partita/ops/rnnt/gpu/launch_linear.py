@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
-from ...linear_heads.common import multiply
 from ...linear_heads.plan import padded_width
+from ...linear_heads.products import multiply, multiply_blocks
 from ..common import ACTIVATIONS, JointInputs, NodeOptions, chunk_ranges
+from ..plan import PARTIAL_STEPS
 from .joint import (
     JointInput,
     rnnt_joint_gradient_kernel,
@@ -38,9 +39,9 @@ from .launch import (
     scan_lattice,
 )
 
-# Steps of a program of the joint's gradient, and of one of a chunk that makes few programs. More
-# steps mean fewer partial sums.
-GRADIENT_STEPS, FEW_STEPS = 16, 4
+# Steps of a program of the joint's gradient: more of them than `PARTIAL_STEPS` mean fewer partial
+# sums. A chunk that makes few programs has the latter.
+GRADIENT_STEPS = 16
 FEW_PROGRAMS = 1024
 JOINT_ROWS = 32  # values of u of a program of the joint
 
@@ -53,6 +54,7 @@ class JointCall(NamedTuple):
         weight, bias: `[X, D]`, and `[X]` or None: tokens, then durations, then zeros.
         lora_A, lora_B: as in `JointInputs`, the second with zeros as the matrix has; or None.
         activation: the index of the activation.
+        invariant: whether products have whole blocks of nodes, so that bits depend on no batch.
         lattice: the batch of lattices, whose nodes have hidden states.
     """
 
@@ -63,6 +65,7 @@ class JointCall(NamedTuple):
     lora_A: Tensor | None
     lora_B: Tensor | None
     activation: int
+    invariant: bool
     lattice: LatticeCall
 
 
@@ -140,14 +143,13 @@ def compute_chunks(
         size = nodes.stop - nodes.start
         states, rows = hidden[:size], logits[nodes if len(logits) == B * T * U1 else slice(size)]
         if not are_kept:
-            added = call.bias
+            bias, adds = call.bias, False
             if call.lora_A is not None and call.lora_B is not None:
-                multiply(states @ call.lora_A.T, call.lora_B.T, rows, added)
-                added = rows
-            if added is None:
-                torch.mm(states, call.weight.T, out=rows)
-            else:
-                torch.addmm(added, states, call.weight.T, out=rows)
+                low = states.new_empty((size, len(call.lora_A)))
+                multiply_blocks(states, call.lora_A.T, low, call.invariant)
+                multiply_blocks(low, call.lora_B.T, rows, call.invariant, bias)
+                bias, adds = None, True
+            multiply_blocks(states, call.weight.T, rows, call.invariant, bias, adds)
         tokens = rows.view(1, -1, U1, len(call.weight))[..., :V]
         yield Chunk(first, number, length, nodes, states, rows, tokens)
 
@@ -163,7 +165,10 @@ def add_gradients(
     rows, (dencoder, dpredictor, total, dbias, dA, dB) = chunk.rows, found
     if total is not None:
         multiply(rows.T, chunk.hidden, total, adds=True)
-    dstates = None if call.lora_B is None else rows @ call.lora_B
+    dstates = None
+    if call.lora_B is not None:
+        dstates = rows.new_empty((len(rows), call.lora_B.shape[1]))
+        multiply_blocks(rows, call.lora_B, dstates, call.invariant)
     if dA is not None and dstates is not None:
         multiply(dstates.T, chunk.hidden, dA, adds=True)
     if dB is not None and call.lora_A is not None:
@@ -173,12 +178,13 @@ def add_gradients(
     if dencoder is None and dpredictor is None:
         return
     dhidden = dhidden[: len(rows)]
-    torch.mm(rows, call.weight, out=dhidden)
+    multiply_blocks(rows, call.weight, dhidden, call.invariant)
     if dstates is not None and call.lora_A is not None:
-        dhidden.addmm_(dstates, call.lora_A)
+        multiply_blocks(dstates, call.lora_A, dhidden, call.invariant, adds=True)
     T, U1, D = call.lattice.T, call.lattice.U1, call.encoder.shape[2]
-    few = chunk.sequences * cdiv(chunk.steps, GRADIENT_STEPS) * cdiv(D, 128) < FEW_PROGRAMS
-    block_steps = FEW_STEPS if few else GRADIENT_STEPS
+    programs = chunk.sequences * cdiv(chunk.steps, GRADIENT_STEPS) * cdiv(D, 128)
+    few = call.invariant or programs < FEW_PROGRAMS
+    block_steps = PARTIAL_STEPS if few else GRADIENT_STEPS
     blocks = cdiv(chunk.steps, block_steps)
     partials = None
     if dpredictor is not None:
@@ -226,6 +232,7 @@ def linear_rnnt(
     fastemit_lambda: float,
     chunk: int,
     keep_logits: bool,
+    invariant: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """Return the losses, and the gradients of the sum of factor * loss in the inputs.
@@ -244,7 +251,7 @@ def linear_rnnt(
     A, B_padded = inputs.lora_A, inputs.lora_B
     if B_padded is not None:
         B_padded = pad(B_padded, (0, 0, 0, len(matrix) - len(B_padded)))
-    call = JointCall(encoder, predictor, matrix, biases, A, B_padded, index, lattice)
+    call = JointCall(encoder, predictor, matrix, biases, A, B_padded, index, invariant, lattice)
     ranges = chunk_ranges(B, T, chunk)
     most_nodes = max((n.stop - n.start) * (t.stop - t.start) for n, t in ranges) * U1
     hidden = encoder.new_empty((most_nodes, D))
