@@ -16,9 +16,9 @@ from .products import aligned_columns
 class LoRA(NamedTuple):
     """Factors of low rank that add `scale * input @ A.T @ B.T` to the logits of a linear head.
 
-    Pass it as `low_rank` to `linear_cross_entropy` or another function of a linear head over
-    classes, but not to the losses of transducers. It is differentiable in A and B. A frozen matrix
-    gets no gradient, and no sum of the matrix and B A is formed.
+    Pass it as `low_rank` to `linear_cross_entropy` or another function of a linear head. It is
+    differentiable in A and B. A frozen matrix gets no gradient, and no sum of the matrix and B A is
+    formed.
 
     Fields:
         A: `[r, H]`, floating dtype.
