@@ -1,4 +1,4 @@
-"""Adapt the frozen head of a model to other labels with LoRA, without the logits and a merged matrix.
+"""Adapt the frozen head of a model to other labels with LoRA, without logits or a merged matrix.
 
     python examples/lora.py --steps 200
 
