@@ -127,6 +127,26 @@ def test_both_gradients_in_one_read(C: int, r: int, dtype: torch.dtype, device: 
     assert torch.equal(found[0][0][:1], found[1][0])  # whatever the other tokens are
 
 
+@kernel_devices
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_one_read_overwrites_what_no_other_gradient_needs(reduction: str, device: str) -> None:
+    C, r, dtype = 2**16, 16, torch.float16
+    shapes = ((5, 8), (C, 8), (C,), (5, r), (C, r))
+    leaves = [numbers(*shape, device=device).detach().to(dtype) for shape in shapes]
+    hidden, matrix, bias, *low_rank = (each.requires_grad_() for each in leaves)
+    target = torch.tensor([0, C - 1, 700, -100, 40_000], device=device)
+    found = []
+    for backend in ("triton", "reference"):
+        with partita.backend(backend):
+            options: dict[str, Any] = {"low_rank": low_rank, "reduction": reduction}
+            loss = partita.linear_cross_entropy(
+                hidden, matrix, target, linear_bias=bias, memory_budget=2**24, **options
+            )
+            found.append(gradients(loss.sum(), leaves))
+    for ours, right in zip(*found, strict=True):
+        assert (ours.double() - right.double()).norm() <= 2e-3 * right.double().norm()
+
+
 class Sizes(TorchDispatchMode):
     """Notes the most elements of a tensor that an op returns."""
 
