@@ -26,6 +26,7 @@ from .ops.linear_chain.api import (
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from .ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
 from .ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
+from .ops.linear_heads.low_rank import LoRA
 from .ops.linear_heads.plan import MemoryPlan as _MemoryPlan
 from .ops.linear_heads.plan import linear_cross_entropy_plan
 from .ops.linear_heads.support import linear_support_stats
@@ -63,6 +64,7 @@ __all__ = [
     "LinearChain",
     "LinearPath",
     "LinearSample",
+    "LoRA",
     "Log",
     "Max",
     "RNNTAlignment",

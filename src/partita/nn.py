@@ -12,6 +12,7 @@ from .ops.cross_entropy.common import checked_options
 from .ops.ctc.api import ctc_loss
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_heads.api import linear_cross_entropy
+from .ops.linear_heads.low_rank import LowRank
 from .ops.rnnt.module import RNNTLoss as RNNTLoss
 from .runtime import checks
 from .runtime.lengths import Lengths
@@ -163,13 +164,14 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         )
         self.register_buffer("weight", weight)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor, low_rank: LowRank | None = None) -> Tensor:
         """Compute `partita.linear_cross_entropy`, in nats, with the options of the module.
 
         Args:
             input: hidden states `[..., H]`, H = in_features.
             target: labels `[...]` (`[N, *out_features]`), or probabilities `[..., C]`
                 (`[N, C, *out_features]`).
+            low_rank: as in `partita.linear_cross_entropy`.
 
         Returns:
             A number, or the shape of the labels, `[...]`, with `reduction="none"`.
@@ -191,6 +193,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             z_loss=self.z_loss,
             memory_budget=self.memory_budget,
             logits_dtype=self.logits_dtype,
+            low_rank=low_rank,
         )
 
     def extra_repr(self) -> str:

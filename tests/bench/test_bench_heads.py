@@ -499,6 +499,26 @@ def test_kept_classes(dtype: torch.dtype) -> None:
     assert any(failed(heads.composed_loss, providers.PARTITA))  # of all classes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_beside_a_frozen_matrix(dtype: torch.dtype) -> None:
+    case = heads.LinearLoRA("linear_cross_entropy_lora", dtype, 96, 64, 2000)
+    inputs = case.inputs(Buffers(CPU.device))
+    own = case.standard(inputs)
+
+    def failed(function: Function, provider: Provider) -> list[bool]:
+        found = case.verdicts(Attempt(function, inputs, provider), own)
+        return [verdict.failed for verdict in found]
+
+    assert failed(heads.lora_loss, providers.PARTITA) == [False] * 6
+    assert failed(heads.composed_lora_loss, providers.TORCH) == [False] * 6
+    assert not any(failed(heads.frozen_products(), PRODUCTS))
+
+    def without_lora(hidden: Tensor, A: Tensor, B: Tensor, *others: Tensor) -> Tensor:
+        return heads.composed_loss(hidden, *others) + 0 * (A.sum() + B.sum())
+
+    assert any(failed(without_lora, providers.PARTITA))
+
+
 @pytest.mark.parametrize("beta", heads.BETAS)
 def test_divergences_of_logits(beta: float) -> None:
     case = heads.DivergenceRows("divergence", torch.float32, 5, 60, beta)

@@ -17,6 +17,7 @@ import digit_transducer
 import digits
 import hmm
 import language_model
+import lora
 import post_training
 import pytest
 import recorded_support
@@ -131,6 +132,12 @@ def test_language_model_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert float(lines["Loss diff"]) <= limit and float(lines["Grad diff (max)"]) <= limit
     assert all(re.fullmatch(r"[\d,]+ MiB, [\d,]+ ms", lines[step]) for step in steps)
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_lora_learns_the_difference_of_two_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lora.main(["--steps", "200"]) == 0
+    assert capsys.readouterr().out.startswith("Held-out loss: ")
+    assert lora.run(steps=1).learned < 0.2
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")

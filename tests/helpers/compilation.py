@@ -38,6 +38,8 @@ TARGETS = {
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * KIB),
 }
 
+# A prefix of kernels whose tiles need more shared memory than others have.
+HOPPER_ONLY = "low_rank"
 # The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
 # matrices, and of those whose programs wait for others that compute.
 NVIDIA_ONLY = (
@@ -45,6 +47,7 @@ NVIDIA_ONLY = (
     "ctc_crf_base_sums",
     "divergence_mixture",
     "linear_chain_",
+    HOPPER_ONLY,
     "rnnt_overlap",
 )
 

@@ -396,6 +396,15 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad((found.logprob + found.entropy).sum(), leaves)
 
 
+def call_low_rank(dtype: torch.dtype) -> None:
+    """Call a head of many classes with factors of low rank, in the ranks that differ in tiles."""
+    hidden, matrix = torch.zeros(3, 8, dtype=dtype), torch.zeros(2**16, 8, dtype=dtype)
+    for rank in (16, 32):
+        factors = [zeros_with_gradient((n, rank), dtype) for n in (3, 2**16)]
+        loss = partita.linear_cross_entropy(hidden, matrix, torch.arange(3), low_rank=factors)
+        torch.autograd.grad(loss, factors)
+
+
 def call_parallel(dtype: torch.dtype) -> None:
     """Merge the statistics of two ranks, and call the kernel in which ranks wait."""
     from partita.ops.vocab_parallel import autograd
@@ -492,6 +501,7 @@ def call_all(dtype: torch.dtype) -> None:
         call_crf(dtype, T)
     for C in (100, 5000, 50_257):
         call_linear(dtype, C)
+    call_low_rank(dtype)
     call_parallel(dtype)
     call_decode(dtype)
     batches = ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10), (2, 500, 300))

@@ -19,10 +19,12 @@ from helpers.shard_calls import SHARDS
 from torch import Tensor
 
 import partita
+from partita.ops.linear_heads.plan import low_rank_bytes
 from partita.testing.samples import CALLS, Draw, Sample
 
 # The dimension of the classes in each input that the ranks share.
 SHARDED = {"linear_weight": 0, "linear_bias": 0, "teacher_weight": 0, "teacher_logits": 1}
+SHARDED |= {"low_rank_weight": 0}
 
 
 def samples(name: str, draw: Draw) -> Iterator[Sample]:
@@ -32,6 +34,8 @@ def samples(name: str, draw: Draw) -> Iterator[Sample]:
         sample = SHARDS[name].sample(draw, option, sizes)
         if "memory_budget" in sample.inputs:
             sample.inputs["memory_budget"] = 800 * TOKENS
+            if "low rank" in option:
+                sample.inputs["memory_budget"] += low_rank_bytes(3, TOKENS, CLASSES, draw.dtype)
         if "linear_weight" in sample.inputs:
             sample.inputs.setdefault("linear_bias", draw.scores(CLASSES, plain=True))
         if "teacher_logits" in sample.inputs:

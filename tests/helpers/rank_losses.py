@@ -62,17 +62,29 @@ def check_sequence_parallel(device: torch.device) -> None:
         hidden = normal(tokens, HIDDEN, device=device, dtype=dtype)
         matrix = normal(CLASSES, HIDDEN, device=device, dtype=dtype)
         bias = normal(CLASSES, device=device, dtype=dtype)
-        for options, wide in product(OPTIONS, (None, torch.float32)):
-            exact = [t.double().requires_grad_() for t in (hidden, matrix, bias)]
+        factors = [normal(n, 3, device=device, dtype=dtype) for n in (tokens, CLASSES)]
+        for options, wide, low in product(OPTIONS, (None, torch.float32), ([], factors)):
+            of_tokens, of_classes = (hidden, *low[:1]), (matrix, bias, *low[1:])
+            exact = [t.double().requires_grad_() for t in (*of_tokens, *of_classes)]
+            logits = F.linear(exact[0], *exact[-len(of_classes) :][:2])
+            if low:
+                logits = logits + exact[1] @ exact[-1].T
             with partita.backend("reference"):
-                truth = partita.cross_entropy(F.linear(*exact), target, **options)
+                truth = partita.cross_entropy(logits, target, **options)
             expected = torch.autograd.grad(truth, exact)
-            shards = (local_shard(t, sizes, 0) for t in (matrix, bias))
-            leaves = [t.clone().requires_grad_() for t in (hidden.chunk(world)[rank], *shards)]
+            shards = [t.chunk(world)[rank] for t in of_tokens]
+            shards += [local_shard(t, sizes, 0) for t in of_classes]
+            leaves = [t.clone().requires_grad_() for t in shards]
+            (states, *low_states), (rows, row_bias, *low_rows) = (
+                leaves[: len(of_tokens)],
+                leaves[len(of_tokens) :],
+            )
             loss = parallel.linear_cross_entropy(
-                *leaves[:2],
+                states,
+                rows,
                 target,
-                linear_bias=leaves[2],
+                linear_bias=row_bias,
+                low_rank=(*low_states, *low_rows) if low else None,
                 classes=sizes,
                 sequence_parallel=True,
                 logits_dtype=wide,
@@ -81,9 +93,10 @@ def check_sequence_parallel(device: torch.device) -> None:
             assert_close(loss, truth, wide or dtype)
             assert_same_on_all_ranks(loss.detach())
             found = torch.autograd.grad(loss, leaves)
-            assert_close(found[0], expected[0].chunk(world)[rank], dtype)
-            for a, b in zip(found[1:], expected[1:], strict=True):
-                assert_close(a, local_shard(b, sizes, 0), dtype)
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                is_of_tokens = i < len(of_tokens)
+                part = b.chunk(world)[rank] if is_of_tokens else local_shard(b, sizes, 0)
+                assert_close(a, part, dtype)
 
 
 def check_corners(device: torch.device) -> None:

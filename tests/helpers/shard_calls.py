@@ -9,23 +9,26 @@ from partita import parallel
 from partita.testing.samples import heads, rows
 from partita.testing.samples.call import Call, Draw, Inputs, Sizes
 
+LOW_RANK = ("low rank", "low rank, lean")
 _OPTIONS = {
     "cross_entropy": ("mean", "sum", "all options", "all options, mean"),
     "token_stats": (),
     "support_stats": ("temperature and softcap", "many ids"),
     "logprobs": ("temperature and softcap",),
     "divergence": tuple(rows.SOFT),
-    "linear_cross_entropy": ("mean", "bias, all options", "lean", "fp32 logits"),
-    "linear_support_stats": ("many ids", "bias, all options, lean"),
-    "linear_logprobs": ("fp32 logits",),
-    "linear_divergence": (*rows.SOFT, "fp32 logits"),
+    "linear_cross_entropy": ("mean", "bias, all options", "lean", "fp32 logits", *LOW_RANK),
+    "linear_support_stats": ("many ids", "bias, all options, lean", *LOW_RANK),
+    "linear_logprobs": ("fp32 logits", "low rank"),
+    "linear_divergence": (*rows.SOFT, "fp32 logits", "low rank"),
 }
 _WHOLE = {call.name: call for call in (*rows.CALLS, *heads.CALLS)}
 
 
 def _parallel(name: str) -> Call:
     """Return the entry of the function over shards from the entry of the one with all classes."""
-    call = _WHOLE[name]
+    call, function = _WHOLE[name], getattr(parallel, name)
+    if name.startswith("linear_"):
+        function = heads.with_low_rank(function)
 
     def inputs(draw: Draw, sizes: Sizes) -> Inputs:
         inputs = call.inputs(draw, sizes)
@@ -37,7 +40,7 @@ def _parallel(name: str) -> Call:
     return replace(
         call,
         name=f"parallel.{name}",
-        function=getattr(parallel, name),
+        function=function,
         inputs=inputs,
         usual={},
         options={option: call.options[option] for option in _OPTIONS[name]},

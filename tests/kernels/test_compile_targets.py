@@ -14,7 +14,7 @@ from helpers.rows import INTERPRETING
 
 pytest.importorskip("triton")
 import triton
-from helpers.compilation import NVIDIA_ONLY, TARGETS, chosen, compiled, spilled
+from helpers.compilation import HOPPER_ONLY, NVIDIA_ONLY, TARGETS, chosen, compiled, spilled
 from helpers.launches import (
     NAMES,
     Launch,
@@ -104,6 +104,9 @@ def test_every_kernel_is_launched_by_calls_in_every_dtype() -> None:
     assert few == {
         "divergence_mixture_row_kernel": {torch.bfloat16},  # which serves 16-bit logits alone
         "linear_chain_best_ties_kernel": {torch.float32},  # half types are scanned one way
+        # These serve half types alone.
+        "low_rank_gradients_kernel": {torch.bfloat16},
+        "low_rank_sums_kernel": {torch.bfloat16},
     }
 
 
@@ -127,6 +130,7 @@ SLOWEST = ("ctc_posterior_scan_kernel", "gfx942")
             for kernel in NAMES
             for name in CHOSEN_TARGETS
             if name != "gfx942" or not kernel.startswith(NVIDIA_ONLY)
+            if name != "sm_80" or not kernel.startswith(HOPPER_ONLY)
         ),
         key=lambda pair: pair != SLOWEST,
     ),

@@ -38,12 +38,10 @@ ARROWS = {
     ("decode", "chain"),
 }
 BACKEND_LAYERS = ("reference", "gpu", "cpu")
-SHARED = (
-    "common",
-    "plan",
-    "products",
-)  # what all layers of a family, and other families, may import
-PUBLISHED = ("api", "autograd", "edges")  # what the host code of other families may import too
+# What all layers of a family, and other families, may import.
+SHARED = ("common", "plan", "products")
+# What the host code of other families may import too.
+PUBLISHED = ("api", "autograd", "edges", "low_rank")
 
 
 class Import(NamedTuple):

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from ..ops.divergence.api import divergence
 from ..ops.linear_heads.api import linear_cross_entropy
 from ..ops.linear_heads.divergence import linear_divergence
+from ..ops.linear_heads.low_rank import LoRA
 from ..ops.linear_heads.plan import linear_cross_entropy_plan
 from ..ops.linear_heads.truncated import linear_truncated_stats
 from ..runtime.caches import register_cache
@@ -61,6 +62,7 @@ ALL_LOGITS = 2**62  # bytes, which hold any logits
 LEAN = 7 * 2**26  # bytes
 CHUNK_TOKENS = 1024  # tokens of a chunk of the recomputed loop
 BETAS = (0.0, 0.5, 1.0)
+RANK, SCALE = 16, 2.0  # of LoRA
 DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS = (32768, 128256), (128256,)
 
 FULL_SIZES = (  # tokens, hidden numbers and classes
@@ -75,6 +77,14 @@ SIZES = Sizes(FULL_SIZES, FULL_SIZES[2:3], [(256, 128, 4000)], [(128, 64, 1000)]
 class LinearInputs(NamedTuple):
     hidden: Tensor  # [tokens, hidden]
     matrix: Tensor  # [vocabulary, hidden]
+    target: Tensor  # [tokens]
+
+
+class LoRAInputs(NamedTuple):
+    hidden: Tensor  # [tokens, hidden]
+    A: Tensor  # [RANK, hidden]
+    B: Tensor  # [vocabulary, RANK]
+    matrix: Tensor  # [vocabulary, hidden], frozen
     target: Tensor  # [tokens]
 
 
@@ -95,6 +105,18 @@ class RowInputs(NamedTuple):
 def composed_loss(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
     """Compute all logits and then their loss with PyTorch's ops."""
     return F.cross_entropy(F.linear(hidden, matrix), target)
+
+
+def lora_loss(hidden: Tensor, A: Tensor, B: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+    return linear_cross_entropy(hidden, matrix, target, low_rank=LoRA(A, B, SCALE))
+
+
+def composed_lora_loss(
+    hidden: Tensor, A: Tensor, B: Tensor, matrix: Tensor, target: Tensor
+) -> Tensor:
+    """Compute all logits as a layer of PEFT does, and then their loss."""
+    of_adapter = F.linear(F.linear(hidden, A), B) * SCALE
+    return F.cross_entropy(F.linear(hidden, matrix) + of_adapter, target)
 
 
 def rows_of_logits(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
@@ -153,6 +175,7 @@ def torch_linear() -> Function:
 
 TORCH: dict[str, Function] = {
     "linear_cross_entropy": composed_loss,
+    "linear_cross_entropy_lora": composed_lora_loss,
     "divergence": mean_of_logits,
     "linear_divergence": composed_divergence,
     "linear_truncated_stats": composed_truncated_loss,
@@ -163,7 +186,7 @@ TORCH: dict[str, Function] = {
 
 
 class _Products(torch.autograd.Function):
-    """The logits of a head and both gradients, after the logits of a teacher where there is one.
+    """The logits of a head and its gradients, after the logits of a teacher where there is one.
 
     The logits are computed into existing memory, and count as their own gradient.
     """
@@ -180,7 +203,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, matrix = ctx.saved_tensors
-        return torch.mm(ctx.logits, matrix), torch.mm(ctx.logits.T, hidden), *ctx.others
+        of_matrix = torch.mm(ctx.logits.T, hidden) if ctx.needs_input_grad[1] else None
+        return torch.mm(ctx.logits, matrix), of_matrix, *ctx.others
 
 
 def products() -> Function:
@@ -191,6 +215,16 @@ def products() -> Function:
             buffer.append(hidden.new_empty(len(hidden), len(matrix)))
         teacher = others[:2] if len(others) > 1 else ()
         return _Products.apply(hidden, matrix, buffer[0], *teacher)
+
+    return function
+
+
+def frozen_products() -> Function:
+    """Return the two products of a frozen matrix, and gradients 0 of the factors of low rank."""
+    bare = products()
+
+    def function(hidden: Tensor, A: Tensor, B: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+        return bare(hidden, matrix, target) + 0 * (A.sum() + B.sum())
 
     return function
 
@@ -320,6 +354,7 @@ PROVIDERS: Functions = {
             lambda logits, teacher_logits, beta: divergence(logits, teacher_logits, beta=beta)
         ),
         "linear_truncated_stats": given(truncated_loss),
+        "linear_cross_entropy_lora": given(lora_loss),
     },
     "partita-fast": {
         "linear_cross_entropy": lambda: partita_linear(fast_budget),
@@ -329,9 +364,12 @@ PROVIDERS: Functions = {
         "linear_cross_entropy": lambda: partita_linear(lean_budget),
         "linear_divergence": lambda: partita_divergence(lean_divergence_budget),
     },
-    "products": dict.fromkeys(
-        ("linear_cross_entropy", "linear_divergence", "linear_truncated_stats"), products
-    ),
+    "products": {
+        **dict.fromkeys(
+            ("linear_cross_entropy", "linear_divergence", "linear_truncated_stats"), products
+        ),
+        "linear_cross_entropy_lora": frozen_products,
+    },
     "torch-linear": {"linear_cross_entropy": torch_linear},
     "chunked": {"linear_divergence": lambda: chunked_divergence},
     "quack": {"linear_cross_entropy": Limited(quack, beyond_quack)},
@@ -420,7 +458,7 @@ class LinearCrossEntropy(HeadCase):
     """The mean loss, which is bounded by three matrix products, one of them in the forward pass."""
 
     caption = "Cross-entropy from hidden states and its gradients"
-    dims = (0, None, 0)
+    dims: ClassVar[tuple[int | None, ...]] = (0, None, 0)
     judged = 2
 
     def inputs(self, buffers: Buffers) -> LinearInputs:
@@ -445,6 +483,28 @@ class LinearCrossEntropy(HeadCase):
                 which = candidates[evenly(CLASSES_JUDGED, len(candidates), target.device)]
                 samples.append(sample(1, which, matrix[which], peer_bound))
         return samples
+
+
+class LinearLoRA(LinearCrossEntropy):
+    """The mean loss of a frozen matrix with LoRA beside it: two products, and some thin ones."""
+
+    caption = "Cross-entropy from hidden states, a frozen matrix and LoRA, and its gradients"
+    dims = (0, None, None, None, 0)
+    judged = learned = 3
+
+    def inputs(self, buffers: Buffers) -> LoRAInputs:  # type: ignore[override]
+        hidden, matrix = self.head(buffers)
+        A = buffers.normal("A", (RANK, self.hidden), self.dtype) * self.hidden**-0.5
+        B = buffers.normal("B", (self.vocabulary, RANK), self.dtype) * (0.5 / RANK)
+        target = buffers.labels(self.tokens, self.vocabulary)
+        return LoRAInputs(hidden, A, B, matrix, target)
+
+    def samples(self, inputs: Any, gradients: Sequence[Tensor]) -> list[Gradient]:
+        """Judge some tokens, the factor of the hidden states, and some classes of the other."""
+        hidden, A, B = gradients
+        of_hidden, *of_classes = super().samples(inputs, (hidden, B))
+        everything = torch.arange(RANK, device=A.device)
+        return [of_hidden, sample(1, everything, A), *(x._replace(leaf=2) for x in of_classes)]
 
 
 class LinearTruncated(LinearCrossEntropy):
@@ -510,6 +570,9 @@ def divergence_cases(settings: Settings) -> Iterator[Case]:
 
 OPS = {
     "linear_cross_entropy": linear_cross_entropy_cases,
+    "linear_cross_entropy_lora": cases_of(
+        {"linear_cross_entropy_lora": (LinearLoRA, SIZES)}, torch.bfloat16
+    ),
     "linear_truncated_stats": cases_of(
         {"linear_truncated_stats": (LinearTruncated, SIZES)}, torch.bfloat16
     ),

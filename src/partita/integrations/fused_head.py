@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime import private_names
-from .shards import is_sharded, replicated
+from .adapters import check_head, head_parts
+from .shards import replicated
 
 STATE = "_partita_fused_head"  # the attribute of the model and of its head
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = {"logit_scale": "*", "logits_scaling": "/"}  # Cohere multiplies, and Granite divides
-# Its layers get a forward of their own, which makes DTensors of hidden states and logits.
-PLAN = "transformers.distributed.tensor_parallel"
 LOSSES = ("ForCausalLMLoss", "causal_lm_loss")
 
 
@@ -149,7 +148,8 @@ class FusedHead:
         self.loss, self.options = loss, dict(options)
         self.request: Request | None = None
         self.arithmetic = arithmetic_of(getattr(model, "config", None))
-        self.head = _head_of(model)
+        self.head = model.get_output_embeddings()  # type: ignore[operator]
+        check_head(self.head)
         _refuse_other_losses(model)
         self.stock_loss: Callable[..., Any] = model.loss_function  # type: ignore[assignment]
         if (name := getattr(self.stock_loss, "__name__", str(self.stock_loss))) not in LOSSES:
@@ -162,7 +162,7 @@ class FusedHead:
         self.position = names.index("labels") if "labels" in names else len(names)
         for module in (model, self.head):
             setattr(module, STATE, self)
-        self.head.forward = self.head_forward  # type: ignore[method-assign, assignment]
+        self.head.forward = self.head_forward
         model.forward = FusedForward(model)
         model.loss_function = self.loss_function  # type: ignore[assignment]
 
@@ -186,15 +186,15 @@ class FusedHead:
         own = self.own_forward
         return functools.partial(type(model).forward, model) if own is None else own
 
-    def head_forward(self, hidden_states: Tensor) -> Any:
+    def head_forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """Compute the loss if a forward pass of the model has requested it, and else logits."""
         if self.request is None:
             own = self.own_head_forward
-            return (
-                type(self.head).forward(self.head, hidden_states)
-                if own is None
-                else own(hidden_states)
-            )
+            if own is None:
+                own = functools.partial(type(self.head).forward, self.head)
+            return own(hidden_states, **kwargs)
+        if kwargs:  # such as `adapter_names` of PEFT
+            raise TypeError(f"lm_head: expected hidden states alone, got {', '.join(kwargs)} too")
         return self.compute(hidden_states)
 
     def run(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,7 +213,8 @@ class FusedHead:
         if model.get_output_embeddings() is not self.head:
             raise RuntimeError(
                 "model: expected the head that fuse(model) was given, got another, as by resizing"
-                " the vocabulary or by PEFT adapters on the head; call fuse(model) again"
+                " the vocabulary or by PEFT adapters on the head, added or unloaded; call"
+                " fuse(model) again"
             )
         self.request = Request(
             labels,
@@ -230,23 +231,25 @@ class FusedHead:
 
     def compute(self, hidden_states: Tensor) -> SkippedLogits:
         """Return the loss of the requested labels, from the input of the head."""
-        head, request, self.request = self.head, self.request, None
+        request, self.request, scale = self.request, None, self.arithmetic.scale
         assert request is not None
+        scaled = hidden_states if scale == 1 else hidden_states * scale
+        weight, bias, low_rank = head_parts(self.head, scaled)
         if self.own_head_forward is not None:
-            hidden_states = replicated(hidden_states, head.weight)
-        scale = self.arithmetic.scale
+            scaled = replicated(scaled, weight)
         loss = self.loss(
-            hidden_states if scale == 1 else hidden_states * scale,
-            head.weight,
+            scaled,
+            weight,
             labels=request.labels,
             num_items_in_batch=request.num_items_in_batch,
             ignore_index=request.ignore_index,
             shift_labels=request.shift_labels,
-            linear_bias=head.bias if scale == 1 or head.bias is None else head.bias * scale,
+            linear_bias=bias if scale == 1 or bias is None else bias * scale,
+            low_rank=low_rank,
             softcap=self.arithmetic.softcap,
             **self.options,
         )
-        shape = torch.Size((*hidden_states.shape[:-1], head.weight.shape[0]))
+        shape = torch.Size((*hidden_states.shape[:-1], weight.shape[0]))
         return SkippedLogits(loss, request, shape)
 
     def loss_function(
@@ -322,20 +325,6 @@ def _refuse_replicas(model: nn.Module, args: Any) -> None:
             "model: expected one process for each GPU, as with DistributedDataParallel,"
             " got a replica of nn.DataParallel"
         )
-
-
-def _head_of(model: nn.Module) -> nn.Linear:
-    """Return the head of the model, which has to be a plain linear layer."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise TypeError(
-            "model: expected a head that is a torch.nn.Linear, without adapters of PEFT or"
-            f" quantization, got {type(head).__module__}.{type(head).__qualname__}"
-        )
-    own = vars(head).get("forward")
-    if own is not None and not (own.__module__ == PLAN and is_sharded(head.weight)):
-        raise TypeError("model: expected a head with its own forward, got one that is replaced")
-    return head
 
 
 def _refuse_other_losses(model: nn.Module) -> None:

@@ -7,6 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.cross_entropy.common import LossOptions
+from ..ops.linear_heads.low_rank import LowRank
+
+# Its layers get a forward of their own, which makes DTensors of hidden states and logits.
+PLAN = "transformers.distributed.tensor_parallel"
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -65,6 +69,8 @@ def sharded_loss(
     options: LossOptions,
     memory_budget: int | None,
     denominator: float | Tensor | None = None,
+    *,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Compute `linear_loss` over the ranks that have the classes. All get the same loss."""
     from torch.distributed.tensor import DTensor
@@ -77,6 +83,7 @@ def sharded_loss(
         target,
         linear_bias=linear_bias,
         weight=weight,
+        low_rank=low_rank,
         memory_budget=memory_budget,
         **options.keywords(),
     )

@@ -16,6 +16,7 @@ from ..ops.cross_entropy.api import cross_entropy
 from ..ops.cross_entropy.common import checked_options
 from ..ops.cross_entropy.loss import cross_entropy_over
 from ..ops.linear_heads.loss import linear_loss
+from ..ops.linear_heads.low_rank import LowRank
 from ..ops.rnnt.api import tdt_loss
 from ..runtime import checks
 from ..runtime.autograd import plain_eager
@@ -116,6 +117,7 @@ def linear_causal_lm_loss(
     shift_labels: Tensor | None = None,
     *,
     linear_bias: Tensor | None = None,
+    low_rank: LowRank | None = None,
     memory_budget: int | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -131,13 +133,14 @@ def linear_causal_lm_loss(
             DTensors, the matrix with Shard(0), and so is the bias.
         labels, num_items_in_batch, ignore_index, shift_labels: as in `causal_lm_loss`.
         linear_bias: `[vocab_size]`.
+        low_rank: as in `partita.linear_cross_entropy`.
         memory_budget: bytes of workspace, as in `partita.linear_cross_entropy`.
         label_smoothing, softcap, z_loss, kw: as in `causal_lm_loss`.
         final_logit_softcapping: the name of `softcap` in the configurations of models.
 
     Returns:
-        The loss in nats, a number, fp32 (fp64 for fp64), differentiable in hidden states, matrix
-        and bias.
+        The loss in nats, a number, fp32 (fp64 for fp64), differentiable in hidden states, matrix,
+        bias and `low_rank`.
 
     Raises:
         TypeError, ValueError, IndexError: as in `causal_lm_loss` and
@@ -155,7 +158,7 @@ def linear_causal_lm_loss(
         tensor(2.0794)
     """
     loss_of_head: Callable[..., Tensor] = linear_loss
-    if any(map(is_sharded, (hidden_states, lm_head_weight, linear_bias))):
+    if any(map(is_sharded, (hidden_states, lm_head_weight, linear_bias, *(low_rank or ())))):
         check_shards(hidden_states, lm_head_weight, linear_bias)
         loss_of_head = sharded_loss
     else:
@@ -185,6 +188,7 @@ def linear_causal_lm_loss(
             checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction),
             memory_budget,
             denominator,
+            low_rank=low_rank,
         )
 
     names = {"input": "hidden_states", "linear_weight": "lm_head_weight"}
@@ -208,7 +212,8 @@ def fuse(
 
     Args:
         model: a causal language model of transformers with a linear head, which may share its
-            matrix with the embedding; or such a model with PEFT adapters, except on the head.
+            matrix with the embedding; or such a model with PEFT adapters. On the head they may be
+            LoRA, without variants, or a copy that PEFT trains and saves.
         label_smoothing, z_loss: as in `partita.cross_entropy`.
         memory_budget: bytes of workspace, as in `partita.linear_cross_entropy`.
 
@@ -216,8 +221,9 @@ def fuse(
         The model, which has changed. Its loss is in nats.
 
     Raises:
-        TypeError: the model is none of transformers, or its head is no plain linear layer, as with
-            PEFT adapters on the head.
+        TypeError: the model is none of transformers, or its head is neither a plain linear layer
+            nor LoRA or `modules_to_save` of PEFT around one; DoRA, trainable tokens and quantized
+            matrices are refused.
         ValueError: the loss of the model is not `ForCausalLMLoss`, or its forward pass does not
             call it; or the model is an encoder with a decoder. The forward pass raises it for a
             model that computes something else from its logits, and for a head that is sharded

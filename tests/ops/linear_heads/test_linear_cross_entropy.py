@@ -275,6 +275,12 @@ def test_module() -> None:
         module.linear(hidden), target, label_smoothing=0.1, softcap=5.0
     )
     torch.testing.assert_close(module(hidden, target), expected)
+    states, factor = torch.randn(6, 3), torch.randn(20, 3)
+    expected = partita.cross_entropy(
+        module.linear(hidden) + states @ factor.T, target, label_smoothing=0.1, softcap=5.0
+    )
+    found = module(hidden, target, low_rank=(states, factor))
+    torch.testing.assert_close(found, expected)
     stacked = partita.nn.LinearCrossEntropyLoss(8, 20, out_features=(2, 3), reduction="none")
     assert stacked(hidden, torch.randint(20, (6, 2, 3))).shape == (6, 2, 3)
     if hasattr(torch.nn, "LinearCrossEntropyLoss"):

@@ -108,7 +108,7 @@ def test_gradients_overwrite_no_logits_that_are_read_later(
 ) -> None:
     """Rows of gradients have half the size of those of logits, and begin where saved logits do."""
     input = torch.empty(tokens, 1, dtype=torch.bfloat16, device=device)
-    head = Head(input, torch.empty(5, 1), None, invariant, True)
+    head = Head(input, torch.empty(5, 1), None, invariant=invariant, widens=True)
     in_place = are_saved or head.is_read_in_place(tokens)
     parts = head.parts_to_read(tokens, in_place)
     assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]

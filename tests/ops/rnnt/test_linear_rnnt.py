@@ -75,6 +75,53 @@ def test_all_chunks_give_the_loss_of_all_logits(reduction: str, name: str, backe
 
 
 @backends
+@pytest.mark.parametrize("name", ["rnnt", "tdt"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_lora_gives_the_loss_of_the_sum_of_matrices(
+    dtype: torch.dtype, name: str, backend: str
+) -> None:
+    tensors, V = joint_tensors(dtype), sample()[0].shape[-1]
+    rows = V + len(DURATIONS) * (name == "tdt")
+    g = torch.Generator().manual_seed(2)
+    factors = [torch.randn(s, generator=g, dtype=torch.float32) for s in ((2, D), (rows, 2))]
+    A, B = (each.to(dtype).float().requires_grad_() for each in factors)
+    leaves = [*tensors[: 4 if name == "rnnt" else 6], A, B]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    *heads, exact_A, exact_B = exact
+    for i, part in ((2, slice(0, V)), (4, slice(V, rows)))[: 1 + (name == "tdt")]:
+        heads[i] = heads[i] + 0.5 * exact_B[part] @ exact_A
+    padding = [each.detach().double() for each in tensors[len(heads) :]]
+    truth = loss_of_logits(name, [*heads, *padding], "tanh")
+    expected = torch.autograd.grad(truth, exact)
+    options = {"low_rank": partita.LoRA(A, B, 0.5), "activation": "tanh"}
+    close = {"rtol": 1e-7, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-3}
+    for budget in (
+        None,
+        {"rnnt": 12_600, "tdt": 18_000}[name],
+    ):  # all logits, and a few steps at a time
+        with partita.backend(backend):
+            loss = linear_loss(name, tensors, memory_budget=budget, **options)
+            found = torch.autograd.grad(loss, leaves)
+        torch.testing.assert_close(loss.double(), truth, **close)
+        assert [each.dtype for each in found] == [each.dtype for each in leaves]
+        for ours, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.double(), right, **close)
+
+
+def test_bad_lora() -> None:
+    encoder, _, weight, *_ = tensors = joint_tensors(torch.float32)[:4]
+    A, B = torch.zeros(2, D), torch.zeros(len(weight), 2)
+    for low_rank, error, message in (
+        ((encoder, B), TypeError, "low_rank: expected a LoRA or None, got"),
+        (partita.LoRA(A[:, :2], B), ValueError, r"low_rank.A: expected shape \[r, D\] = \[2, 3\]"),
+        (partita.LoRA(A, B[1:]), ValueError, r"low_rank.B: expected shape \[rows of all matrices"),
+        (partita.LoRA(A.long(), B), TypeError, "low_rank.A: expected a floating dtype"),
+    ):
+        with pytest.raises(error, match=message):
+            linear_loss("rnnt", tensors, low_rank=low_rank)
+
+
+@backends
 def test_fastemit_scales_the_gradient_of_labels(backend: str) -> None:
     tensors = joint_tensors()[:4]
     encoder, predictor, weight, bias = tensors

@@ -348,7 +348,8 @@ def linear(
     options: tuple[Any, ...] = ([0, 1, 2], True, False, 0.05, 0.0, 0.0)
     if name == "rnnt":
         inputs, options = [*inputs[:4], None, None, *inputs[4:]], ([], True, False, 0.0, 0.1, 0.2)
-    wanted = [each is not None for each in inputs[:6]]
+    inputs = [*inputs[:6], None, None, *inputs[6:]]
+    wanted = [each is not None for each in inputs[:8]]
     rest = (activation, 0, *options, chunk, keep_logits, False, wanted, backend)
     return linear_rnnt(*inputs, factor, *rest)
 

@@ -17,6 +17,7 @@ from . import autograd
 from .common import Head, RowOptions, RowStatistics, chunk_and_save
 from .inputs import cast_and_check, flat_labels, is_usual, takes_all_logits
 from .loss import linear_loss
+from .low_rank import LowRank
 from .plan import check_budget
 
 
@@ -34,6 +35,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Compute cross-entropy from hidden states and the vocabulary's matrix, without the logits.
 
@@ -65,6 +67,9 @@ def linear_cross_entropy(
         logits_dtype: `torch.float32` for logits that are not rounded to a half type: they are what
             the product adds up in fp32. Their gradient is still rounded to the dtype of `input`.
             None for logits in the dtype of `input`.
+        low_rank: `(H, B)` adds `H @ B.T` to the logits, with H `[..., r]` and B `[C, r]`, and
+            `LoRA(A, B, scale)` adds `scale * input @ A.T @ B.T`, in any floating dtypes. The
+            products take copies in the dtype of `input`. All of them are differentiable.
 
     Returns:
         The loss in nats, a number or `[...]`, fp32 for half types.
@@ -90,7 +95,7 @@ def linear_cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    numbers = (options, memory_budget, None, logits_dtype)
+    numbers = (options, memory_budget, None, logits_dtype, low_rank)
     return linear_loss(input, linear_weight, target, linear_bias, weight, *numbers)
 
 
@@ -105,6 +110,7 @@ def linear_token_stats(
     ignore_index: int = -100,
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> TokenStats:
     """Compute token statistics from hidden states, without the logits in memory.
 
@@ -118,11 +124,11 @@ def linear_token_stats(
         target: labels `[...]`, any integer dtype; None for the arg-max, as in `token_stats`.
         temperature, softcap, ignore_index: as in `token_stats`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
-        logits_dtype: as in `linear_cross_entropy`.
+        logits_dtype, low_rank: as in `linear_cross_entropy`.
 
     Returns:
         `TokenStats(logprob, logsumexp, entropy, argmax)`, fields `[...]`, fp32 (fp64 for fp64) in
-        nats. The first three are differentiable in hidden states, matrix and bias.
+        nats. The first three are differentiable in hidden states, matrix, bias and `low_rank`.
 
     Raises:
         TypeError, ValueError, IndexError: as in `token_stats` and `linear_cross_entropy`.
@@ -136,8 +142,8 @@ def linear_token_stats(
                    entropy=tensor([1.3863]), argmax=tensor([0]))
     """
     head = Head(input, linear_weight, linear_bias)
-    if target is None or not is_usual(*head[:3], target):
-        head = cast_and_check(*head[:3], target)
+    if target is None or low_rank is not None or not is_usual(*head[:3], target):
+        head = cast_and_check(*head[:3], target, low_rank=low_rank)
     check_budget(memory_budget)
     head = head.of_call(logits_dtype)
     if takes_all_logits([head], target, memory_budget):

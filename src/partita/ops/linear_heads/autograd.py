@@ -33,7 +33,15 @@ from ..cross_entropy.common import LossOptions
 from ..support.common import Support
 from . import reference_support
 from .chunked import empty_gradients, gradients_like
-from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
+from .common import (
+    TENSORS,
+    Head,
+    RowOptions,
+    RowStatistics,
+    Wanted,
+    counted_rows,
+    empty_statistics,
+)
 from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
 
@@ -47,7 +55,7 @@ def saved_logits_fake(
     input: Tensor, weight: Tensor, invariant: bool, widens: bool, save_logits: bool
 ) -> Tensor:
     """Return memory for all logits of a head, or none."""
-    head = Head(input, weight, None, invariant, widens)
+    head = Head(input, weight, None, invariant=invariant, widens=widens)
     return head.buffer(input.shape[0], weight.shape[0] if save_logits else 0)
 
 
@@ -71,15 +79,21 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low_rank_input: Tensor | None,
+        low_rank_weight: Tensor | None,
         input_grad: bool,
         weight_grad: bool,
         bias_grad: bool,
+        low_rank_input_grad: bool,
+        low_rank_weight_grad: bool,
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        wanted = Wanted(input_grad, weight_grad, bias_grad)
+        of_low_rank = (low_rank_input_grad, low_rank_weight_grad)
+        wanted = Wanted(input_grad, weight_grad, bias_grad, *of_low_rank)
         dtype = loss.dtype if input.dtype == torch.float16 else None  # see `linear_one_pass`
-        return loss, *gradients_like(Head(input, weight, bias), wanted, dtype)
+        head = Head(input, weight, bias, low_rank_input, low_rank_weight)
+        return loss, *gradients_like(head, wanted, dtype)
 
     return fake
 
@@ -152,11 +166,16 @@ class RowsLinear(torch.autograd.Function):
 
 
 def rows_linear(head: Head) -> Tensor:
-    """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
-    if torch.is_grad_enabled() and (requires_grad(head.weight) or not head.is_usual):
-        result: Tensor = apply(RowsLinear, *head)
+    """Return the logits of a head with hidden states `[..., H]` and a matrix `[C, H]`."""
+    (input, weight, bias, states, factor), products = head.tensors, head.products
+    if states is not None and factor is not None:
+        states, factor = states.to(input.dtype), factor.to(input.dtype)
+        of_low_rank = rows_linear(Head(states, factor, None, None, None, *products))
+        return rows_linear(Head(input, weight, bias, None, None, *products)) + of_low_rank
+    if torch.is_grad_enabled() and (requires_grad(weight) or not head.is_usual):
+        result: Tensor = apply(RowsLinear, input, weight, bias, *products)
         return result
-    return composed_linear(*head)
+    return composed_linear(input, weight, bias, *products)
 
 
 def gradients_of_rows(
@@ -193,10 +212,10 @@ def head_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the arguments of a function whose first outputs are differentiable.
 
-    The saved tensors are those that the op takes after the gradients, of which hidden states,
-    matrix and bias are the first, the logits of each head, and some others. `composed` computes the
-    outputs from the head and the saved tensors but logits, differentiable any number of times.
-    Gradients of unused outputs are to be skipped: zeros for saved logits would take their memory.
+    The saved tensors are those that the op takes after the gradients, of which those of the head
+    are the first, the logits of each head, and some others. `composed` computes the outputs from
+    the head and the saved tensors but logits, differentiable any number of times. Gradients of
+    unused outputs are to be skipped: zeros for saved logits would take their memory.
     """
     given = [grad for grad in grads if grad is not None]
     if not given:
@@ -204,7 +223,8 @@ def head_backward(
     grads = [torch.zeros_like(given[0]) if grad is None else grad for grad in grads]
     saved = saved_tensors(ctx)
     end = len(saved) - others
-    head, tensors, logits = saved[:3], saved[3 : end - heads], saved[end - heads : end]
+    head, tensors = saved[:TENSORS], saved[TENSORS : end - heads]
+    logits = saved[end - heads : end]
     wanted = needed_gradients(ctx, *head)
     if is_double_backward(*grads, *head):
 
@@ -215,7 +235,7 @@ def head_backward(
     else:
         arguments = [*grads, *head, *ctx.products, *tensors]
         gradients = gradients_of_rows(ctx, op, grads, arguments, logits, wanted)
-    return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
+    return *gradients, *(None,) * (len(ctx.needs_input_grad) - TENSORS)
 
 
 class LinearRows(torch.autograd.Function):
@@ -233,24 +253,24 @@ class LinearRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        head, ctx.products, ctx.row_options = list(inputs[:3]), inputs[3:5], inputs[7:12]
-        ctx.options = (*inputs[7:9], False)  # one rank has all classes
-        ctx.chunk, save_logits, ctx.backend = inputs[12:]
-        head += inputs[5:7]
+        head, ctx.products, (target, class_weight) = inputs[:5], inputs[5:7], inputs[7:9]
+        ctx.row_options = inputs[9:14]
+        ctx.options = (*inputs[9:11], False)  # one rank has all classes
+        ctx.chunk, save_logits, ctx.backend = inputs[14:]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
-        if head[3] is None:
-            head[3] = RowStatistics(*output[:-1]).argmax
-        ctx.save_for_backward(*head, *output)
+        if target is None:
+            target = RowStatistics(*output[:-1]).argmax
+        ctx.save_for_backward(*head, target, class_weight, *output)
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grads, no_option_grads = grads[:4], (None,) * 12
         if all(grad is None for grad in grads):
-            return None, None, None, *no_option_grads
+            return *(None,) * TENSORS, *no_option_grads
         saved = saved_tensors(ctx)
-        head, (target, class_weight), outputs = saved[:3], saved[3:5], saved[5:-1]
+        head, (target, class_weight), outputs = saved[:5], saved[5:7], saved[7:-1]
         wanted = needed_gradients(ctx, *head)
         if is_double_backward(*grads, *head):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
@@ -274,7 +294,8 @@ class LinearRows(torch.autograd.Function):
     def _differentiable_gradients(
         ctx: Any, grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
-        input, weight, bias, target, class_weight, *outputs, _ = saved_tensors(ctx)
+        *head, target, class_weight = (saved := saved_tensors(ctx))[:7]
+        outputs = saved[7:-1]
         statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
         used = {i: grad for i, grad in enumerate(options.used(grads)) if grad is not None}
         counted = dict(used)
@@ -282,8 +303,8 @@ class LinearRows(torch.autograd.Function):
             counted[0] = torch.where(target == options.ignore_index, 0, counted[0])
         is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
-        def used_statistics(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-            logits = rows_linear(Head(input, weight, bias, widens=ctx.products[1]))
+        def used_statistics(*tensors: Any) -> list[Tensor]:
+            logits = rows_linear(Head._make((*tensors, False, ctx.products[1])))
             logits, numbers = torch.where(is_inert[:, None], 0, logits), options[:3]
             logprob, logsumexp, entropy, *_ = token_stats(logits, target, *numbers, ctx.backend)
             found = [-logprob, logsumexp, logsumexp, entropy]
@@ -295,7 +316,7 @@ class LinearRows(torch.autograd.Function):
                 found[2] = terms.sum(1)
             return [found[i] for i in used]
 
-        return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
+        return double_backward(used_statistics, head, wanted, list(used.values()))
 
 
 class EntryLogits(torch.autograd.Function):
@@ -354,8 +375,8 @@ def logits_of_entries(
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    input, weight, bias, target, class_weight, denominator, (_, widens, *numbers) = args
-    logits = rows_linear(Head(input, weight, bias, widens=widens)).to(acc_dtype(input.dtype))
+    *tensors, target, class_weight, denominator, (_, widens, *numbers) = args
+    logits = rows_linear(Head._make((*tensors, False, widens))).to(acc_dtype(tensors[0].dtype))
     options = LossOptions._make(numbers[:5])
     loss = cross_entropy(logits, target, class_weight, **options.keywords())
     return loss if denominator is None else loss / denominator
@@ -371,5 +392,5 @@ def _run(op: register.Op, *args: Any) -> tuple[Tensor, ...]:
 
 # The tensors are those of a head, labels, class weights, and a denominator, `[]`, which divides a
 # sum before the gradients are rounded. The options begin with how products are computed.
-ONE_PASS = OnePassLoss(lambda *args: _run(one_pass, *args), _composed_loss, 6)
+ONE_PASS = OnePassLoss(lambda *args: _run(one_pass, *args), _composed_loss, TENSORS + 3)
 PACKED_ONE_PASS = ONE_PASS._replace(run=lambda *args: _run(packed_one_pass, *args))

@@ -41,12 +41,14 @@ from .common import (
     GradientCoefficients,
     Head,
     HeadGradients,
+    LowRankGradients,
     RowOptions,
     RowState,
     RowStatistics,
     Wanted,
     accumulate_hidden,
     counted_states,
+    never,
     new_state,
 )
 from .plan import CPU_CHUNK_TOKENS, FP16_FACTOR, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
@@ -60,14 +62,20 @@ def empty_gradients(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None,
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
+    low_rank_input_grad: bool,
+    low_rank_weight_grad: bool,
     adds_ranks: bool = False,
 ) -> HeadGradients:
     """Return memory for the gradients of a head, as `gradients_like` does."""
-    wanted = Wanted(input_grad, weight_grad, bias_grad)
-    return gradients_like(Head(input, weight, bias), wanted, adds_ranks=adds_ranks)
+    head = Head(input, weight, bias, low_rank_input, low_rank_weight)
+    of_low_rank = (low_rank_input_grad, low_rank_weight_grad)
+    wanted = Wanted(input_grad, weight_grad, bias_grad, *of_low_rank)
+    return gradients_like(head, wanted, adds_ranks=adds_ranks)
 
 
 def gradients_like(
@@ -75,13 +83,13 @@ def gradients_like(
 ) -> HeadGradients:
     """Return memory for gradients in the dtypes of the head's tensors, or in another one.
 
-    That of the hidden states is in the accumulator's dtype where ranks add it up. Gradients that
-    are not wanted are empty.
+    Those of the hidden states and of the factor beside them are in the accumulator's dtype where
+    ranks add them up. Gradients that are not wanted are empty.
     """
-    like = (head.input, head.weight, head.input if head.bias is None else head.bias)
+    like = [head.input if each is None else each for each in head.tensors]
     dtypes = [dtype or x.dtype for x in like]
     if adds_ranks:
-        dtypes[0] = acc_dtype(dtypes[0])
+        dtypes[0] = dtypes[3] = acc_dtype(head.input.dtype)
     return HeadGradients(
         *(
             x.new_empty(x.shape if wants else (0,), dtype=of_x)
@@ -108,6 +116,8 @@ def head_gradients(
     saved: Sequence[Tensor] = (),
     dtype: torch.dtype | None = None,
     adds_ranks: bool = False,
+    *,
+    of_low_rank: Callable[..., bool] = never,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -122,8 +132,9 @@ def head_gradients(
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
         dtype, adds_ranks: as in `gradients_like`.
+        of_low_rank: `HeadKernels.low_rank_gradients`.
     """
-    head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
+    head, (input_grad, weight_grad, bias_grad, *_) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
     buffers, heads = list(saved), [each.rounded for each in heads]
     saved_classes = min(len(buffers[0]) // head.buffer_rows(max(M, 1)), C) if buffers else 0
@@ -133,9 +144,11 @@ def head_gradients(
         sizes = min(tokens, M), min(chunk, C)
         buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
     rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
-    one_part, fits = len(parts) == 1, Wanted(input_grad, weight_grad and not rounds_sum, bias_grad)
+    one_part = len(parts) == 1
+    fits = Wanted(*wanted)._replace(weight_grad=weight_grad and not rounds_sum)
     result, of_weight = gradients_like(head, fits, dtype, adds_ranks), head.weight.dtype
-    (dinput, dweight, dbias), head = result, heads[0]
+    (dinput, dweight, dbias, *_), head = result, heads[0]
+    low_rank = LowRankGradients(head, Wanted(*wanted), of_low_rank)
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
             dinput = torch.empty_like(dinput, dtype=accumulator)
@@ -152,6 +165,7 @@ def head_gradients(
             is_free = one_part or dinput is not result.input
             memory = result.input[rows] if is_free else states[:0]
             states = counted_states(states, counts(rows), memory)
+        low_rank.start(rows, counts)
         for part in parts:
             sizes, is_first = (len(states), part.stop - part.start), rows.start == 0
             padded = head.rows_in(buffers[0].view(head.input.dtype), *sizes)
@@ -180,7 +194,9 @@ def head_gradients(
             if bias_grad:
                 sums = dlogits.sum(0, dtype=accumulator)
                 dbias[part] = sums if is_first else dbias[part] + sums
+            low_rank.add(padded, rows, part)
             del logits, dlogits, padded
+    low_rank.write(result)
     if dinput is not result.input:
         result.input.copy_(dinput)
     if rounds_sum:
@@ -233,6 +249,8 @@ class HeadKernels(NamedTuple):
         topk_of_rows: writes the `TopKRows` of a chunk.
         truncated: the functions for the classes that a sampler keeps.
         divergence: the functions for the logits of two heads.
+        low_rank_gradients: adds the gradients of both factors of low rank; returns False where
+            two products do, and else overwrites the gradient of the logits.
         packed_gradients: takes the place of `head_gradients` for packed rows, or None.
     """
 
@@ -245,7 +263,12 @@ class HeadKernels(NamedTuple):
     topk_of_rows: Callable[..., None]
     truncated: TruncatedKernels
     divergence: DivergenceKernels
+    low_rank_gradients: Callable[..., bool] = never
     packed_gradients: Callable[..., HeadGradients] | None = None
+
+    def gradients(self, *args: Any, **options: Any) -> HeadGradients:
+        """Return `head_gradients` by this backend."""
+        return head_gradients(*args, **options, of_low_rank=self.low_rank_gradients)
 
     def linear_rows(
         self,
@@ -308,7 +331,7 @@ class HeadKernels(NamedTuple):
             return coefficients.part(rows).counts()
 
         rest = (counts, write_gradient, tokens, chunk, [saved])
-        return head_gradients([head], wanted, *rest, adds_ranks=adds_ranks)
+        return self.gradients([head], wanted, *rest, adds_ranks=adds_ranks)
 
     def linear_one_pass(
         self,
@@ -319,7 +342,7 @@ class HeadKernels(NamedTuple):
         options: LossOptions,
         chunk: int,
         wanted: Wanted,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
 
         Each chunk takes three matrix products: its logits, and two from their gradient. A
@@ -347,7 +370,7 @@ class HeadKernels(NamedTuple):
                 head, wanted, target, ignore_index, write_gradient, chunk
             )
         else:
-            gradients = head_gradients(
+            gradients = self.gradients(
                 [head],
                 wanted,
                 lambda rows: target[rows] != ignore_index,
@@ -447,7 +470,7 @@ class HeadKernels(NamedTuple):
             self.of_ids.write(result, part.start, C, *parts, *numbers, ignore_index)
 
         of_rows = (lambda rows: counts[rows], write_gradient)
-        return head_gradients([head], wanted, *of_rows, *sizes, [saved])
+        return self.gradients([head], wanted, *of_rows, *sizes, [saved])
 
     def linear_topk_logprobs(
         self,
@@ -527,7 +550,7 @@ class HeadKernels(NamedTuple):
 
         sizes = (tokens_of_backward(head, saved), chunk)
         of_tokens = (lambda tokens: counts[tokens], write_gradient)
-        return head_gradients([head], wanted, *of_tokens, *sizes, [saved])
+        return self.gradients([head], wanted, *of_tokens, *sizes, [saved])
 
     def accumulate_rows(
         self,
@@ -583,7 +606,7 @@ class HeadKernels(NamedTuple):
 
         The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
+        heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
         numbers = (beta, temperature, softcap)
         saved = len(head.weight) if save_logits else 0
         state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
@@ -613,7 +636,7 @@ class HeadKernels(NamedTuple):
 
         Saved logits, those of the last classes, are overwritten. Others are computed again.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
+        heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
         statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
         of_all = DivergenceRows(grad, *(field.contiguous() for field in statistics))
         numbers = (beta, temperature, softcap)
@@ -624,7 +647,7 @@ class HeadKernels(NamedTuple):
             self.divergence.gradient(grad[rows], *logits, of_rows, *numbers, result)
 
         rest = (lambda rows: grad[rows] != 0, write_gradient, *sizes, (saved, teacher_saved))
-        return head_gradients(heads, wanted, *rest)
+        return self.gradients(heads, wanted, *rest)
 
     def linear_divergence_one_pass(
         self,
@@ -640,7 +663,7 @@ class HeadKernels(NamedTuple):
         saved: int,
         chunk: int,
         wanted: Wanted,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
 
         Args:
@@ -649,7 +672,7 @@ class HeadKernels(NamedTuple):
                 products: its logits under both heads, and two from the gradient.
             The others: as in `linear_divergence_backward`.
         """
-        heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
+        heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
         numbers, is_fp16 = (beta, temperature, softcap), head.input.dtype == torch.float16
         if is_fp16:
             largest = factors.amax() if len(factors) else factors.new_ones(())
@@ -675,7 +698,7 @@ class HeadKernels(NamedTuple):
                 self.accumulate_rows([(0, *logits)], part, numbers)
                 self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-            gradients = head_gradients(
+            gradients = self.gradients(
                 heads,
                 wanted,
                 lambda rows: factors[rows] != 0,

@@ -35,17 +35,23 @@ from .products import (
     aligned_columns,
     aligned_rows,
     in_blocks,
+    multiply,
     multiply_blocks,
     without_padding,
 )
 
 
 class Wanted(NamedTuple):
-    """Which gradients of a head are wanted: those of hidden states, matrix and bias."""
+    """Which gradients of the tensors of a head are wanted."""
 
     input_grad: bool
     weight_grad: bool
     bias_grad: bool
+    low_rank_input_grad: bool = False
+    low_rank_weight_grad: bool = False
+
+
+TENSORS = len(Wanted._fields)  # the first fields of a head
 
 
 class Head(NamedTuple):
@@ -55,6 +61,8 @@ class Head(NamedTuple):
         input: hidden states, `[M, H]`.
         weight: matrix of the vocabulary, `[C, H]`, in their dtype, or in fp32.
         bias: its bias, `[C]` in the dtype of the matrix, or None.
+        low_rank_input, low_rank_weight: `[M, r]` and `[C, r]`, whose product is added to the
+            logits, in any floating dtypes; or None.
         invariant: whether products have blocks of 1,024 tokens, so that bits depend on no batch.
         widens: whether logits of half types are fp32, as the product adds them up.
     """
@@ -62,13 +70,34 @@ class Head(NamedTuple):
     input: Tensor
     weight: Tensor
     bias: Tensor | None
+    low_rank_input: Tensor | None = None
+    low_rank_weight: Tensor | None = None
     invariant: bool = False
     widens: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The fields that are tensors."""
+        return self[:5]
+
+    @property
+    def products(self) -> tuple[bool, bool]:
+        """The fields that say how products are computed."""
+        return self.invariant, self.widens
+
+    @property
+    def rank(self) -> int:
+        """The columns of the factors of low rank, 0 without them."""
+        return 0 if self.low_rank_weight is None else self.low_rank_weight.shape[-1]
+
+    def beside(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
+        """Return another head whose products are computed like those of this one."""
+        return Head(input, weight, bias, None, None, *self.products)
 
     def of_call(self, logits_dtype: torch.dtype | None) -> Head:
         """Return the head whose logits are computed as a call asks for."""
         widens = widens_logits(logits_dtype, self.input.dtype)
-        return Head(*self[:3], is_batch_invariant(), widens)
+        return Head(*self.tensors, is_batch_invariant(), widens)
 
     @property
     def rounds(self) -> bool:
@@ -78,45 +107,51 @@ class Head(NamedTuple):
     @property
     def rounded(self) -> Head:
         """The head whose tensors all have the dtype of the hidden states."""
-        dtype, bias = self.input.dtype, self.bias
-        bias = None if bias is None else bias.to(dtype)
-        return Head(self.input, self.weight.to(dtype), bias, *self[3:])
+        dtype = self.input.dtype
+        rounded = (None if each is None else each.to(dtype) for each in self.tensors)
+        return Head._make((*rounded, *self.products))
 
     @property
     def is_usual(self) -> bool:
         """Return whether PyTorch's linear layer computes the same logits."""
-        return not (self.invariant or self.widens or self.rounds)
+        has_low_rank = self.low_rank_input is not None
+        return not (self.invariant or self.widens or self.rounds or has_low_rank)
 
     @property
     def flat(self) -> Head:
         """The head with hidden states `[M, H]`, of hidden states `[..., H]`."""
-        return self._replace(input=self.input[None].flatten(0, -2))
+        return self.with_rows(lambda rows: rows[None].flatten(0, -2))
 
     @property
     def aligned(self) -> Head:
         """The head with rows on 16 bytes, in whole blocks, in the batch-invariant mode."""
-        head = self.with_aligned_rows
-        return Head(in_blocks(head.input, head.invariant), *head[1:])
+        return self.with_aligned_rows.with_rows(self.in_blocks)
 
     @property
     def with_aligned_rows(self) -> Head:
         """The head with rows on 16 bytes in the batch-invariant mode."""
         if not self.invariant:
             return self
-        return Head(aligned_rows(self.input), aligned_columns(self.weight), *self[2:])
+        head = self.with_rows(aligned_rows)
+        return Head(head.input, aligned_columns(self.weight), *head[2:])
+
+    def with_rows(self, function: Callable[[Tensor], Tensor]) -> Head:
+        """Return the head with a function of all that has the rows of the hidden states."""
+        states = self.low_rank_input
+        states = None if states is None else function(states)
+        low_rank = (states, self.low_rank_weight)
+        return Head(function(self.input), self.weight, self.bias, *low_rank, *self.products)
 
     @property
     def wanted(self) -> Wanted:
         """Return which gradients are needed."""
         if not torch.is_grad_enabled():
             return Wanted(False, False, False)
-        return Wanted(
-            requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
-        )
+        return Wanted(*(requires_grad(each) for each in self.tensors))
 
     def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
         """Return the plan of this head."""
-        input_grad, weight_grad, bias_grad = self.wanted
+        input_grad, weight_grad, bias_grad, *of_low_rank = self.wanted
         tokens, hidden = self.input.shape
         return linear_cross_entropy_plan(
             tokens,
@@ -124,18 +159,21 @@ class Head(NamedTuple):
             len(self.weight),
             self.input.dtype,
             memory_budget=memory_budget,
-            input_grad=input_grad,
+            input_grad=input_grad or any(of_low_rank),
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
             batch_invariant=self.invariant,
             logits_dtype=torch.float32 if self.widens else None,
             weight_dtype=self.weight.dtype,
+            low_rank=self.rank,
         )
 
     def part(self, tokens: slice, classes: slice) -> Head:
         """Return the head of some tokens and some classes."""
-        bias = None if self.bias is None else self.bias[classes]
-        return Head(self.input[tokens], self.weight[classes], bias, *self[3:])
+        head = self.with_rows(lambda rows: rows[tokens])
+        of_classes = (self.weight, self.bias, self.low_rank_weight)
+        weight, bias, factor = (None if each is None else each[classes] for each in of_classes)
+        return Head(head.input, weight, bias, head.low_rank_input, factor, *self.products)  # type: ignore[arg-type]
 
     def rows(self, tokens: int) -> int:
         """Return the rows that the logits of tokens have in a buffer, which fill whole blocks."""
@@ -199,8 +237,14 @@ class Head(NamedTuple):
             # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized
             # memory may be NaN there, and 0 times NaN is NaN.
             padded[:, C:].zero_()
-        logits = padded[:, :C]
-        multiply_blocks(self.input, self.weight.T, logits, self.invariant, self.bias)
+        logits, invariant, bias = padded[:, :C], self.invariant, self.bias
+        states, factor = self.low_rank_input, self.low_rank_weight
+        adds = False
+        if states is not None and factor is not None:
+            # The wide product reads what it adds to, since its arithmetic takes longer than that.
+            multiply_blocks(states, factor.T, logits, invariant, bias)
+            bias, adds = None, True
+        multiply_blocks(self.input, self.weight.T, logits, invariant, bias, adds)
         return logits[:tokens]
 
     def input_gradient(self, dlogits: Tensor, out: Tensor) -> None:
@@ -497,3 +541,54 @@ class HeadGradients(NamedTuple):
     input: Tensor
     weight: Tensor
     bias: Tensor
+    low_rank_input: Tensor
+    low_rank_weight: Tensor
+
+
+def never(*_: Tensor) -> bool:
+    return False
+
+
+class LowRankGradients:
+    """The sums of the gradients of the factors of low rank, over chunks of logits, in fp32.
+
+    `head` has the factors in the dtype of the logits' gradient. `of_both` may serve where both are
+    wanted; see `HeadKernels.low_rank_gradients`.
+    """
+
+    def __init__(self, head: Head, wanted: Wanted, of_both: Callable[..., bool] = never) -> None:
+        self.head, self.of_both, accumulator = head, of_both, acc_dtype(head.input.dtype)
+        self.dinput, self.dweight = (
+            each.new_zeros(each.shape, dtype=accumulator) if wants and each is not None else None
+            for each, wants in zip(head.tensors[3:], wanted[3:], strict=True)
+        )
+
+    def start(self, rows: slice, counts: Callable[[slice], Tensor]) -> None:
+        """Take the rows of a chunk of tokens, with zeros where a row has no gradient."""
+        if self.dweight is not None and self.head.low_rank_input is not None:
+            states = self.head.low_rank_input[rows]
+            self.states = torch.where(counts(rows)[:, None], states, 0)
+
+    def add(self, padded: Tensor, rows: slice, part: slice) -> None:
+        """Add what the gradient of the logits of a chunk gives, which may be overwritten.
+
+        It may have more rows than the chunk; see `Head.rows_in`.
+        """
+        factor, padded = self.head.low_rank_weight, padded[:, : part.stop - part.start]
+        if factor is None:
+            return
+        dinput = None if self.dinput is None else self.dinput[rows]
+        if dinput is not None and self.dweight is not None:
+            tensors = (self.states, factor[part], dinput, self.dweight[part])
+            if self.of_both(padded[: len(self.states)], *tensors):
+                return
+        if dinput is not None:
+            multiply_blocks(padded, factor[part], dinput, self.head.invariant, adds=True)
+        if self.dweight is not None:
+            multiply(padded[: len(self.states)].T, self.states, self.dweight[part], adds=True)
+
+    def write(self, result: HeadGradients) -> None:
+        """Round the sums to the result."""
+        for total, gradient in zip((self.dinput, self.dweight), result[3:], strict=True):
+            if total is not None:
+                gradient.copy_(total)

@@ -31,9 +31,10 @@ from .autograd import (
     saved_logits_fake,
 )
 from .chunked import empty_gradients
-from .common import Head, checked_head
+from .common import TENSORS, Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
+from .low_rank import LowRank
 from .plan import check_budget, divergence_plan
 from .products import composed_linear
 from .reference import KERNELS
@@ -61,7 +62,10 @@ def composed_rows(
     head: Head, teacher: Head, beta: float, temperature: float, softcap: float
 ) -> Tensor:
     """Compute the divergence of each row from all logits at once, `[...]`."""
-    logits, teacher_logits = rows_linear(head), composed_linear(*teacher)
+    logits, teacher_logits = (
+        rows_linear(head),
+        composed_linear(*teacher[:3], *teacher.products),
+    )
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
     return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
@@ -79,38 +83,38 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.products, ctx.options = inputs[3:5], inputs[8:11]
-        _, save_logits, ctx.backend, ctx.chunk = inputs[11:]
+        ctx.products, ctx.options = inputs[5:7], inputs[10:13]
+        _, save_logits, ctx.backend, ctx.chunk = inputs[13:]
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*inputs[:3], *inputs[5:8], *output[1:])
+        ctx.save_for_backward(*inputs[:TENSORS], *inputs[7:10], *output[1:])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         def composed(head: Head, *tensors: Any) -> tuple[Tensor]:
-            return (composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options),)
+            return (composed_rows(head, head.beside(*tensors[:3]), *ctx.options),)
 
         return head_backward(ctx, divergence_backward_op, grads[:1], composed, heads=2)
 
 
 def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
     *heads, factors, mask, (invariant, widens, reduction, *numbers) = args
-    rest = (*heads[3:], factors, *numbers)
-    rows, *gradients = one_pass_op(*heads[:3], invariant, widens, *rest)
+    rest = (*heads[TENSORS:], factors, *numbers)
+    rows, *gradients = one_pass_op(*heads[:TENSORS], invariant, widens, *rest)
     return reduced(rows, mask, reduction), *gradients
 
 
 def _composed_loss(*args: Any) -> Tensor:
     *heads, _, mask, (_, widens, reduction, *numbers) = args
-    head, teacher = (Head._make((*each, 0, widens)) for each in (heads[:3], heads[3:]))
-    rows = composed_rows(head, teacher, *numbers[:3])
+    head = Head._make((*heads[:TENSORS], False, widens))
+    rows = composed_rows(head, head.beside(*heads[TENSORS:]), *numbers[:3])
     return reduced(rows, mask, reduction)
 
 
 # The tensors are those of both heads, the factors of the rows and the mask. The options are the
 # way in which products are computed, the reduction, and those of `one_pass_op`.
-ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 8)
+ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, TENSORS + 5)
 
 
 def linear_divergence(
@@ -128,6 +132,7 @@ def linear_divergence(
     reduction: str = "mean",
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Divergence of a student from a teacher, from the hidden states of both, without the logits.
 
@@ -149,10 +154,11 @@ def linear_divergence(
         memory_budget: bytes of workspace in addition to inputs and results; None for 4 GiB, or
             256 MiB without a gradient.
         logits_dtype: as in `linear_cross_entropy`, for both heads.
+        low_rank: as in `linear_cross_entropy`, for the student's head.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for an fp64 student), differentiable
-        in the student's hidden states, matrix and bias. A mean over no rows is NaN.
+        in the student's hidden states, matrix, bias and `low_rank`. A mean over no rows is NaN.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected;
@@ -168,13 +174,13 @@ def linear_divergence(
         >>> loss
         tensor(0.1233, grad_fn=<...>)
     """
-    head = cast_and_check(input, linear_weight, linear_bias)
+    head = cast_and_check(input, linear_weight, linear_bias, low_rank=low_rank)
     teacher = _checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
     head = head.of_call(logits_dtype)
-    teacher = Head(*teacher[:3], *head[3:])
+    teacher = head.beside(*teacher[:3])
     if takes_all_logits([head, teacher], mask, memory_budget):
         rows = composed_rows(head, teacher, *numbers)
         return reduced(rows, mask, reduction)
@@ -187,15 +193,17 @@ def linear_divergence(
     one_pass = any(wanted) and has_one_pass and reduction != "none"
     (tokens, hidden), dtype = head.input.shape, head.input.dtype
     sizes = (tokens, hidden, len(head.weight), dtype, teacher.input.dtype, memory_budget)
-    grads, rest = (wanted.input_grad, wanted.weight_grad or wanted.bias_grad), head[3:]
-    plan = divergence_plan(*sizes, *grads, one_pass, *rest, head.rounds)
+    input_grad, weight_grad, bias_grad, *of_low_rank = wanted
+    grads = (input_grad or any(of_low_rank), weight_grad or bias_grad)
+    rest = (*head.products, head.rounds)
+    plan = divergence_plan(*sizes, *grads, one_pass, *rest, rank=head.rank)
     if dtype == torch.float16:
         one_pass = one_pass and decide(plan.chunk == 0, otherwise=False)
     backend = current_backend()
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
-        tensors = (*head[:3], *teacher[:3], row_factors(mask, like, reduction), mask)
-        options = (*head[3:], reduction, *numbers, *plan[:3], *wanted, backend)
+        tensors = (*head.tensors, *teacher[:3], row_factors(mask, like, reduction), mask)
+        options = (*head.products, reduction, *numbers, *plan[:3], *wanted, backend)
         result: Tensor = apply(OnePass, ONE_PASS, *tensors, options)
         return result
     save_logits = plain_eager() and plan.saved > 0
@@ -241,6 +249,7 @@ def linear_topk_divergence(
     reduction: str = "mean",
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Divergence of a student's head from a teacher whose k most probable classes are known.
 
@@ -254,11 +263,11 @@ def linear_topk_divergence(
         linear_bias: `[C]` in the dtype of the matrix.
         beta, temperature, softcap, mask, reduction: as in `topk_divergence`.
         memory_budget: bytes of workspace, as in `linear_logprobs`.
-        logits_dtype: as in `linear_cross_entropy`.
+        logits_dtype, low_rank: as in `linear_cross_entropy`.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for fp64), differentiable in hidden
-        states, matrix and bias. A mean over no rows is NaN.
+        states, matrix, bias and `low_rank`. A mean over no rows is NaN.
 
     Raises:
         TypeError, ValueError, IndexError: as in `topk_divergence` and `linear_logprobs`.
@@ -276,7 +285,7 @@ def linear_topk_divergence(
     classes = len(linear_weight)
     check_teacher(teacher, input, "input", classes, beta, mask, reduction)
     needs_rest = teacher.indices.shape[-1] < classes
-    numbers = (temperature, softcap, IGNORED, memory_budget, logits_dtype, needs_rest)
+    numbers = (temperature, softcap, IGNORED, memory_budget, logits_dtype, needs_rest, low_rank)
     ids = ids_of_rows(teacher, mask)
     logp = linear_logprobs_of(input, linear_weight, ids, linear_bias, *numbers)
     return divergence_of_classes(logp, teacher, float(beta), mask, reduction)

@@ -10,9 +10,11 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import autocast_dtype, plain_eager, top_transform
 from ...runtime.checks import FLOATING
+from ...runtime.invariance import is_batch_invariant
 from ...runtime.register import PLAIN
 from .autograd import rows_linear
 from .common import Head, checked_head
+from .low_rank import LowRank, with_low_rank
 from .plan import is_small
 
 
@@ -65,6 +67,7 @@ def cast_and_check(
     bias: Tensor | None,
     target: Tensor | None = None,
     more_dimensions: bool = False,
+    low_rank: LowRank | None = None,
 ) -> Head:
     """Return the head in the dtype of autocast; raise unless it fits the target."""
     head = checked_head(input, weight, bias, more_dimensions=more_dimensions, may_round=True)
@@ -80,7 +83,7 @@ def cast_and_check(
             f"input: expected shape [N, H] with a matrix of {weight.ndim} dimensions,"
             f" got {list(input.shape)}"
         )
-    return head
+    return with_low_rank(head, low_rank, is_batch_invariant())
 
 
 def flat_labels(input: Tensor, target: Tensor) -> Tensor:
@@ -96,9 +99,11 @@ def all_logits(head: Head) -> Tensor:
     The classes are in the last dimension for a matrix `[C, H]`, in dimension 1 for one with more
     dimensions.
     """
-    input, weight, bias, *products = head
+    input, weight, bias, states, factor = head.tensors
     flat_bias = None if bias is None else bias.flatten()
-    logits = rows_linear(Head(input, weight.flatten(0, -2), flat_bias, *products))
+    flat_factor = None if factor is None else factor.flatten(0, -2)
+    flat = Head(input, weight.flatten(0, -2), flat_bias, states, flat_factor, *head.products)
+    logits = rows_linear(flat)
     return logits if weight.ndim == 2 else logits.unflatten(1, weight.shape[:-1])
 
 

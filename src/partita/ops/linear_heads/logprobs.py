@@ -14,8 +14,9 @@ from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
 from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
-from .common import Head, chunk_and_save
+from .common import TENSORS, Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
+from .low_rank import LowRank
 from .plan import BLOCK_TOKENS, check_budget, padded_width
 from .reference import KERNELS
 
@@ -63,11 +64,11 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.products, ctx.options = inputs[3:5], inputs[6:9]
-        _, ctx.chunk, save_logits, ctx.backend = inputs[9:]
+        ctx.products, ctx.options = inputs[5:7], inputs[8:11]
+        _, ctx.chunk, save_logits, ctx.backend = inputs[11:]
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*inputs[:3], inputs[5], *output[1:])
+        ctx.save_for_backward(*inputs[:TENSORS], inputs[7], *output[1:])
         ctx.is_spent = not save_logits
 
     @staticmethod
@@ -117,6 +118,7 @@ def linear_logprobs(
     ignore_index: int = -100,
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Compute the log-probabilities of K given classes from hidden states, without the logits.
 
@@ -131,11 +133,11 @@ def linear_logprobs(
         temperature, softcap: as in `logprobs`.
         ignore_index: such ids have log-probability and gradient zero.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
-        logits_dtype: as in `linear_cross_entropy`.
+        logits_dtype, low_rank: as in `linear_cross_entropy`.
 
     Returns:
         Log-probabilities in nats, `[..., K]`, fp32 (fp64 for fp64), differentiable in hidden
-        states, matrix and bias.
+        states, matrix, bias and `low_rank`.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
@@ -150,7 +152,7 @@ def linear_logprobs(
         tensor([[-1.3863, -1.3863]])
     """
     options = (linear_bias, temperature, softcap, ignore_index, memory_budget, logits_dtype)
-    return linear_logprobs_of(input, linear_weight, ids, *options)
+    return linear_logprobs_of(input, linear_weight, ids, *options, low_rank=low_rank)
 
 
 def linear_logprobs_of(
@@ -164,9 +166,10 @@ def linear_logprobs_of(
     memory_budget: int | None,
     logits_dtype: torch.dtype | None,
     needs_rest: bool = False,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Return `linear_logprobs`, with the rest `[..., K + 1]`; see `reference.logprobs`."""
-    head = cast_and_check(input, linear_weight, linear_bias)
+    head = cast_and_check(input, linear_weight, linear_bias, low_rank=low_rank)
     check_ids(ids, input, "input")
     checks.python_int("ignore_index", ignore_index)
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
@@ -193,6 +196,7 @@ def linear_topk_logprobs(
     softcap: float | None = None,
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> TopK:
     """Find the k most probable classes from hidden states, without all logits in memory.
 
@@ -207,11 +211,11 @@ def linear_topk_logprobs(
         temperature, softcap: as in `topk_logprobs`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
             2 GiB with a gradient. The logits of one token are there in any case.
-        logits_dtype: as in `linear_cross_entropy`.
+        logits_dtype, low_rank: as in `linear_cross_entropy`.
 
     Returns:
         `TopK(logprobs, indices, logsumexp)` in nats, as in `topk_logprobs`. The log-probabilities
-        are differentiable in hidden states, matrix and bias.
+        are differentiable in hidden states, matrix, bias and `low_rank`.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
@@ -224,7 +228,7 @@ def linear_topk_logprobs(
         >>> found.logprobs, found.indices
         (tensor([[-0.8620, -0.8620]]), tensor([[0, 1]]))
     """
-    head = cast_and_check(input, linear_weight, linear_bias)
+    head = cast_and_check(input, linear_weight, linear_bias, low_rank=low_rank)
     rows, classes = head.input.shape[:-1], len(head.weight)
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)

@@ -25,6 +25,7 @@ from .inputs import (
     is_usual,
     needs_logits,
 )
+from .low_rank import LowRank
 from .packing import packs_rows
 from .plan import ALL_AT_ONCE, check_budget, is_small
 
@@ -52,6 +53,7 @@ def linear_loss(
     memory_budget: int | None,
     denominator: float | Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Compute `linear_cross_entropy`, or the quotient of its sum and a denominator.
 
@@ -64,14 +66,15 @@ def linear_loss(
             gradient; the reduction is then a sum.
         The others: as in `linear_cross_entropy`.
     """
-    usual = is_usual(input, linear_weight, linear_bias, target)
+    usual = low_rank is None and is_usual(input, linear_weight, linear_bias, target)
+    head = Head(input, linear_weight, linear_bias)
     if not usual:
-        checked = cast_and_check(input, linear_weight, linear_bias, target, more_dimensions=True)
-        input, linear_weight, linear_bias, *_ = checked
+        head = cast_and_check(*head[:3], target, more_dimensions=True, low_rank=low_rank)
+        input, linear_weight, linear_bias, *_ = head
     if memory_budget is not None:
         check_budget(memory_budget)
     weight_grad = requires_grad(weight)
-    head, labels = Head(input, linear_weight, linear_bias).of_call(logits_dtype), target
+    head, labels = head.of_call(logits_dtype), target
     if weight_grad or (not usual and needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
         logits = all_logits(head).to(dtype)
@@ -111,7 +114,7 @@ def _loss_without_ignored(call: LossCall) -> Tensor:
     if not has_ignored:
         return _loss(call)
     valid = (labels != ignore_index).nonzero()[:, 0]
-    valid_head = head._replace(input=head.input.index_select(0, valid))
+    valid_head = head.with_rows(lambda rows: rows.index_select(0, valid))
     try:
         loss = _loss(call._replace(head=valid_head, target=labels.index_select(0, valid)))
     except IndexError:  # This check finds the place of the label among all tokens.
@@ -150,8 +153,8 @@ def _planned_loss(call: LossCall) -> Tensor:
         if plain_eager() or torch.compiler.is_compiling():
             packs = head.is_usual and packs_rows(*head[:3], reduction, backend)
             kind = autograd.PACKED_ONE_PASS if packs else autograd.ONE_PASS
-            tensors = (*head[:3], target, weight, divisor)
-            plan_options = (*head[3:], *options, plan.chunk, *head.wanted, backend)
+            tensors = (*head.tensors, target, weight, divisor)
+            plan_options = (*head.products, *options, plan.chunk, *head.wanted, backend)
             result: Tensor = apply(OnePass, kind, *tensors, plan_options)
             return result
     classes = len(head.weight)

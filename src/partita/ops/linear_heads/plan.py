@@ -96,6 +96,7 @@ def linear_cross_entropy_plan(
     batch_invariant: bool = False,
     logits_dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
+    low_rank: int = 0,
 ) -> MemoryPlan:
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
@@ -134,6 +135,8 @@ def linear_cross_entropy_plan(
             a half type, so the numbers of bytes above are doubled.
         weight_dtype: the dtype of the matrix, if that is another one. The workspace then has a copy
             of the matrix in `dtype`.
+        low_rank: the columns of the factors of low rank, 0 without them. The workspace then has
+            copies of both and their gradients in fp32. `input_grad` is true for them too.
 
     Returns:
         `MemoryPlan(name, chunk, workspace_bytes, flops, reason)`.
@@ -158,7 +161,8 @@ def linear_cross_entropy_plan(
     """
     # A compiler may not know the number of tokens. Then the chunk is an expression in it, and the
     # name is that of a plan for every number: `fast` if that is the plan of 2,048 tokens.
-    for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
+    sizes = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "low_rank": low_rank}
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
     check_budget(memory_budget)
@@ -169,6 +173,7 @@ def linear_cross_entropy_plan(
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize, size_ratio = dtype.itemsize == 2, dtype.itemsize, 1 + widens
     logit_size, copy_bytes = itemsize * size_ratio, rounds * hidden * vocabulary * itemsize
+    copy_bytes += low_rank_bytes(low_rank, tokens, vocabulary, dtype)
     step, classes = 256, vocabulary
     if batch_invariant:
         step = BLOCK_TOKENS * size_ratio
@@ -256,6 +261,15 @@ def linear_cross_entropy_plan(
     chunk = classes if batch_invariant else chunk
     workspace_bytes = chunk_tokens * padded_width(chunk) * logit_size + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
+
+
+def low_rank_bytes(rank: int, tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """Return the bytes of copies of the factors of low rank, and of their gradients' sums.
+
+    The factor of the rows is copied once to be rounded, and once more without ignored rows.
+    """
+    width = padded_width(rank) * (2 * dtype.itemsize + acc_dtype(dtype).itemsize)
+    return width * (tokens + vocabulary)
 
 
 def invariant_classes(vocabulary: int, itemsize: int, budget: int) -> int:
@@ -355,20 +369,23 @@ def divergence_plan(
     invariant: bool = False,
     widens: bool = False,
     rounds: bool = False,
+    rank: int = 0,
 ) -> DivergencePlan:
     """Return the chunks of a batch; raise ValueError for too small a budget.
 
     Sizes and dtype are those of the student's head. `one_pass` says whether the gradients may be
-    computed in the forward pass, `widens` whether logits are in fp32, and `rounds` whether the
-    student's matrix is copied. Chunks have all classes in the batch-invariant mode. Fp16 computes
-    gradients in the forward pass in chunks of tokens alone, which scale them as no loss scale is
-    known, and in that mode never, as the number of tokens must not decide.
+    computed in the forward pass, `widens` whether logits are in fp32, `rounds` whether the
+    student's matrix is copied, and `rank` how many columns its factors of low rank have. Chunks
+    have all classes in the batch-invariant mode. Fp16 computes gradients in the forward pass in
+    chunks of tokens alone, which scale them as no loss scale is known, and in that mode never, as
+    the number of tokens must not decide.
     """
     itemsize, usual_size = 0, dtype.itemsize + teacher_dtype.itemsize
     for each in (dtype, teacher_dtype):
         itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
     copy_bytes = rounds * hidden * vocabulary * dtype.itemsize
+    copy_bytes += low_rank_bytes(rank, tokens, vocabulary, dtype)
     fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + 2 * widens * row_bytes
     has_gradient = input_grad or weight_grad
     if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0

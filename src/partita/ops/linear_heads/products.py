@@ -143,8 +143,8 @@ def aligned_rows(rows: Tensor) -> Tensor:
 
 
 def aligned_columns(matrix: Tensor) -> Tensor:
-    """Return a matrix with zeros for columns up to a multiple of 16."""
-    missing = -matrix.shape[1] % ROW_ALIGNMENT
+    """Return rows `[..., H]` with zeros for columns up to a multiple of 16."""
+    missing = -matrix.shape[-1] % ROW_ALIGNMENT
     return F.pad(matrix, (0, missing)) if missing else matrix
 
 

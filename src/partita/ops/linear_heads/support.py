@@ -13,6 +13,7 @@ from ..support.common import Support, SupportStats
 from .api import linear_token_stats
 from .autograd import logits_of_entries
 from .inputs import cast_and_check
+from .low_rank import LowRank, with_states
 from .plan import check_budget
 
 
@@ -29,6 +30,7 @@ def linear_support_stats(
     ignore_index: int = -100,
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> SupportStats:
     """Compute statistics over recorded supports from hidden states, without the other logits.
 
@@ -48,11 +50,12 @@ def linear_support_stats(
         temperature, softcap, ignore_index: as in `support_stats`.
         memory_budget: bytes of workspace for rows without ids; None for 2 GiB.
         logits_dtype: as in `linear_cross_entropy`, for rows without ids.
+        low_rank: as in `linear_cross_entropy`.
 
     Returns:
         `SupportStats(logprob, entropy, in_set)` as in `support_stats`. The first two are
-        differentiable in hidden states, matrix and bias. The sums are in fp32, and the logits of
-        rows with ids are not rounded to a half type.
+        differentiable in hidden states, matrix, bias and `low_rank`. The sums are in fp32, and
+        the logits of rows with ids are not rounded to a half type.
 
     Raises:
         TypeError, ValueError, IndexError: as in `support_stats` and `linear_cross_entropy`.
@@ -67,16 +70,20 @@ def linear_support_stats(
         >>> partita.linear_support_stats(torch.zeros(1, 3), torch.zeros(4, 3), target, ids, offsets)
         SupportStats(logprob=tensor([-0.6931]), entropy=tensor([0.6931]), in_set=tensor([True]))
     """
-    head = cast_and_check(input, linear_weight, linear_bias, target)
+    head = cast_and_check(input, linear_weight, linear_bias, target, low_rank=low_rank)
     check_budget(memory_budget)
-    weight, bias = head.weight, head.bias
+    hidden, (_, weight, bias, low_rank_input, factor) = input.shape[-1], head.tensors
+    states = with_states(head.input, low_rank_input)
 
     def entries(x: Tensor, support: Support) -> Tensor:
-        return logits_of_entries(x, weight, bias, 0, support)
+        logits = logits_of_entries(x[:, :hidden], weight, bias, 0, support)
+        if factor is None:
+            return logits
+        return logits + logits_of_entries(x[:, hidden:], factor, None, 0, support)
 
     def all_classes(x: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         found = linear_token_stats(
-            x,
+            x[:, :hidden],
             weight,
             labels,
             linear_bias=bias,
@@ -85,8 +92,9 @@ def linear_support_stats(
             ignore_index=NOTHING_IGNORED,
             memory_budget=memory_budget,
             logits_dtype=logits_dtype,
+            low_rank=None if factor is None else (x[:, hidden:], factor),
         )
         return found.logprob, found.entropy
 
-    call = (head.input, "input", len(weight), target, ids, offsets)
+    call = (states, "input", len(weight), target, ids, offsets)
     return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)

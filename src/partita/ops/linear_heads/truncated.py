@@ -22,8 +22,9 @@ from ..truncated.common import (
 )
 from .autograd import define_op, head_backward, saved_logits_fake
 from .chunked import empty_gradients
-from .common import Head, chunk_and_save
+from .common import TENSORS, Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, flat_labels, takes_all_logits
+from .low_rank import LowRank
 from .plan import BLOCK_TOKENS, check_budget, padded_width
 from .reference import KERNELS
 
@@ -69,12 +70,12 @@ class LinearTruncated(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.products, ctx.min_p_first, ctx.options = inputs[3:5], inputs[10], inputs[11:14]
-        _, save_logits, ctx.backend, ctx.chunk = inputs[14:]
+        ctx.products, ctx.min_p_first, ctx.options = inputs[5:7], inputs[12], inputs[13:16]
+        _, save_logits, ctx.backend, ctx.chunk = inputs[16:]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
-        sums = sums_of_results(TruncatedRows(*output[:-1]), inputs[9])
-        ctx.save_for_backward(*inputs[:3], *sums, output[-1], *inputs[6:9])
+        sums = sums_of_results(TruncatedRows(*output[:-1]), inputs[11])
+        ctx.save_for_backward(*inputs[:TENSORS], *sums, output[-1], *inputs[8:11])
         ctx.is_spent = not save_logits
 
     @staticmethod
@@ -106,6 +107,7 @@ def linear_truncated_stats(
     ignore_index: int = -100,
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> TruncatedStats:
     """Compute statistics over kept classes from hidden states, without all logits in memory.
 
@@ -121,11 +123,11 @@ def linear_truncated_stats(
             `truncated_stats`; tensors have the shape of `target`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
             2 GiB with a gradient. The logits of one token are there in any case.
-        logits_dtype: as in `linear_cross_entropy`.
+        logits_dtype, low_rank: as in `linear_cross_entropy`.
 
     Returns:
         `TruncatedStats`, as in `truncated_stats`. The first four fields are differentiable in
-        hidden states, matrix and bias.
+        hidden states, matrix, bias and `low_rank`.
 
     Raises:
         TypeError, ValueError, IndexError: as in `truncated_stats` and `linear_cross_entropy`.
@@ -139,7 +141,7 @@ def linear_truncated_stats(
         >>> stats.logprob, stats.kept
         (tensor([-0.6931]), tensor([2]))
     """
-    head = cast_and_check(input, linear_weight, linear_bias, target)
+    head = cast_and_check(input, linear_weight, linear_bias, target, low_rank=low_rank)
     rows, classes, head = head.input, len(head.weight), head.of_call(logits_dtype)
     labels = None if target is None else flat_labels(rows, target)
     checks.python_int("ignore_index", ignore_index)

@@ -90,11 +90,11 @@ def _gradient_fake(logits: Tensor, duration_logits: Tensor | None) -> tuple[Tens
 
 
 def _joint_fake(*args: Any) -> tuple[Tensor, ...]:
-    inputs, factor, wanted = JointInputs(*args[:9]), args[9], args[-1]
+    inputs, factor, wanted = JointInputs(*args[:INPUTS]), args[INPUTS], args[-1]
     encoder = inputs.encoder
     shapes = (
         tensor.shape if tensor is not None and wants and factor is not None else (0,)
-        for tensor, wants in zip(inputs[:6], wanted, strict=True)
+        for tensor, wants in zip(inputs[:TENSORS], wanted, strict=True)
     )
     losses = encoder.new_empty(encoder.shape[0], dtype=acc_dtype(encoder.dtype))
     return losses, *(encoder.new_empty(shape) for shape in shapes)
@@ -196,17 +196,17 @@ def losses_of(
     return found[0]
 
 
-# The arguments of `LinearLoss`, in their order: 6 tensors that may need a gradient (encoder,
-# predictor, matrix and bias of tokens and of durations), 3 of targets and lengths, options of the
-# nodes, chunk, whether all logits are saved and whether products have whole blocks, which gradients
-# are wanted, the reduction and the backend.
-TENSORS, INPUTS = 6, 9
+# The arguments of `LinearLoss`, in their order: 8 tensors that may need a gradient (encoder,
+# predictor, matrix and bias of tokens and of durations, A and B), 3 of targets and lengths, options
+# of the nodes, chunk, whether all logits are saved and whether products have whole blocks, which
+# gradients are wanted, the reduction and the backend.
+TENSORS, INPUTS = 8, 11
 
 
 def losses_of_joint(tensors: Sequence[Any], rest: Sequence[Any], invariant: bool = False) -> Tensor:
     """Return the losses `[B]` by way of all logits, differentiable any number of times.
 
-    The tensors are encoder, predictor, and matrix and bias of each head. The rest are targets,
+    The tensors are the first `TENSORS` of `JointInputs`. The rest are targets,
     lengths and options as the op takes them, and the backend.
     """
     *sequences, activation = rest[:4]

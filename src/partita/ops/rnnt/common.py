@@ -58,6 +58,8 @@ class JointInputs(NamedTuple):
         predictor: `[B, U + 1, D]`.
         weight, bias: the matrix `[V, D]` and the bias `[V]` or None of tokens.
         duration_weight, duration_bias: those of durations, `[K, D]` and `[K]`; None for RNN-T.
+        lora_A, lora_B: factors `[r, D]` and `[V + K, r]` whose product is added to both matrices
+            without being formed; or None.
         targets, logit_lengths, target_lengths: as in `NodeInputs`.
     """
 
@@ -67,6 +69,8 @@ class JointInputs(NamedTuple):
     bias: Tensor | None
     duration_weight: Tensor | None
     duration_bias: Tensor | None
+    lora_A: Tensor | None
+    lora_B: Tensor | None
     targets: Tensor
     logit_lengths: Tensor
     target_lengths: Tensor

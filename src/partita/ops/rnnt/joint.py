@@ -69,16 +69,20 @@ def chunk_logits(
     inputs: JointInputs, hidden: Tensor, nodes: torch.Size, invariant: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the logits of tokens, and those of durations, in the shape of the nodes."""
+    A, B, V, states = inputs.lora_A, inputs.lora_B, len(inputs.weight), hidden
+    if A is not None:
+        states = composed_linear(hidden, A, None, invariant, False)
 
-    def logits(weight: Tensor, bias: Tensor | None) -> Tensor:
-        return without_padding(
-            composed_linear(hidden, weight, bias, invariant, False), nodes, invariant
-        )
+    def logits(weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+        found = composed_linear(hidden, weight, bias, invariant, False)
+        if B is not None:
+            found = found + composed_linear(states, B[rows], None, invariant, False)
+        return without_padding(found, nodes, invariant)
 
-    tokens = logits(inputs.weight, inputs.bias)
+    tokens = logits(inputs.weight, inputs.bias, slice(0, V))
     if inputs.duration_weight is None:
         return tokens, None
-    return tokens, logits(inputs.duration_weight, inputs.duration_bias)
+    return tokens, logits(inputs.duration_weight, inputs.duration_bias, slice(V, None))
 
 
 def _add_chunk(
@@ -95,7 +99,7 @@ def _add_chunk(
     nodes = dlogits[0].shape[:3]
     hidden = hidden[: nodes.numel()]
     dhidden: Tensor | None = None
-    d_encoder, d_predictor, *d_heads = sums
+    d_encoder, d_predictor, *d_heads, d_A, d_B = sums
     weights = (inputs.weight, inputs.duration_weight)
     for weight, dweight, dbias, each in zip(
         weights, d_heads[::2], d_heads[1::2], dlogits, strict=True
@@ -110,6 +114,14 @@ def _add_chunk(
         if d_encoder is not None or d_predictor is not None:
             part = composed_linear(flat, weight.T, None, invariant, False)
             dhidden = part if dhidden is None else dhidden + part
+    if inputs.lora_A is not None and inputs.lora_B is not None:
+        flat = torch.cat([each.flatten(0, 2) for each in dlogits if each.numel()], 1)
+        dstates = composed_linear(flat, inputs.lora_B.T, None, invariant, False)
+        for total, a, b in ((d_A, dstates, hidden), (d_B, flat, hidden @ inputs.lora_A.T)):
+            if total is not None:
+                total.addmm_(a.T.to(total.dtype), b.to(total.dtype))
+        if dhidden is not None:
+            dhidden = dhidden + composed_linear(dstates, inputs.lora_A.T, None, invariant, False)
     if dhidden is None:
         return
     dtype = acc_dtype(hidden.dtype)
@@ -157,12 +169,12 @@ def linear_rnnt(
     keep_logits: int,
     invariant: bool,
     wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the losses `[B]`, and the gradients of the sum of factor * loss.
 
-    These are the gradients of encoder, predictor, and matrix and bias of tokens and of
-    durations. Each is empty if it is not `wanted`, and all of them are without a factor. If
-    `invariant`, products have whole blocks of nodes.
+    These are the gradients of encoder, predictor, matrix and bias of tokens and of durations, and
+    the factors of LoRA. Each is empty if it is not `wanted`, and all of them are without a factor.
+    If `invariant`, products have whole blocks of nodes.
     """
     encoder, predictor = inputs[:2]
     (B, T, _), U1, V = encoder.shape, predictor.shape[1], len(inputs.weight)
@@ -195,7 +207,7 @@ def linear_rnnt(
         encoder.new_zeros(tensor.shape, dtype=dtype)
         if tensor is not None and wants and needs_gradient
         else None
-        for tensor, wants in zip(inputs[:6], wanted, strict=True)
+        for tensor, wants in zip(inputs[:8], wanted, strict=True)
     ]
     if factor is not None and needs_gradient:
         for i, (rows, steps) in enumerate(ranges):

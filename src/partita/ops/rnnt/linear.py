@@ -16,7 +16,9 @@ from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
 from ..ctc.common import reduce_losses
 from ..linear_heads.common import cast_to_autocast
+from ..linear_heads.low_rank import LoRA
 from ..linear_heads.plan import check_budget
+from ..linear_heads.products import aligned_columns
 from .arguments import checked_durations, class_index, node_options, sequences_of
 from .autograd import TENSORS, LinearLoss, losses_of_joint
 from .common import ACTIVATIONS, NO_DURATIONS, REDUCTIONS
@@ -68,6 +70,7 @@ def _loss(
     numbers: tuple[bool, float, float, float],
     reduction: str,
     memory_budget: int | None,
+    low_rank: LoRA | None,
 ) -> Tensor:
     """Check the arguments, and return the reduced loss by the path that suits the call.
 
@@ -92,7 +95,9 @@ def _loss(
     options = (activation, class_index(*blank, V), chosen, True, *numbers)
     if reduction == "mean" and durations is None:
         reduction = "mean_batch"
-    backend, tensors = current_backend(), (*cast, *(None,) * (TENSORS - len(cast)))
+    factors = _factors(low_rank, encoder, V + len(chosen))
+    heads = (*cast, *(None,) * (TENSORS - len(factors) - len(cast)))
+    backend, tensors = current_backend(), (*heads, *factors)
     refuse_forward_mode(*tensors)
     invariant = is_batch_invariant()
     if top_transform() is not None:
@@ -102,11 +107,31 @@ def _loss(
     is_reduced = reduction != "none" and encoder.dtype != torch.float16
     sizes = (B, T, U1 - 1, D, V, encoder.dtype, len(chosen))
     rest = (memory_budget, any(wanted), is_reduced, invariant)
-    chunk, keeps_logits, _ = joint_chunks(*sizes, *rest)
+    rank = 0 if factors[0] is None else len(factors[0])
+    chunk, keeps_logits, _ = joint_chunks(*sizes, *rest, rank)
     inside, after = (reduction, "none") if is_reduced and any(wanted) else ("none", reduction)
     chunks = (chunk, keeps_logits, invariant, wanted)
     losses = apply(LinearLoss, *tensors, *sequences, *options, *chunks, inside, backend)[0]
     return reduce_losses(losses, sequences[2], after)
+
+
+def _factors(
+    low_rank: LoRA | None, encoder: Tensor, rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return scale * A and B in the dtype of the encoder, with zeros up to an aligned rank."""
+    if low_rank is None:
+        return None, None
+    if not isinstance(low_rank, LoRA):
+        raise TypeError(f"low_rank: expected a LoRA or None, got {low_rank!r}")
+    A, B, scale = low_rank
+    for name, factor in (("low_rank.A", A), ("low_rank.B", B)):
+        checks.floating(name, factor)
+        checks.device(name, factor, encoder, "encoder")
+    checks.number("low_rank.scale", scale, low=-torch.inf)
+    checks.shape("low_rank.A", A, (*A.shape[:1], encoder.shape[2]), "[r, D]")
+    checks.shape("low_rank.B", B, (rows, len(A)), "[rows of all matrices, r]")
+    A, B = aligned_columns(A.T * scale).T, aligned_columns(B)
+    return A.to(encoder.dtype).contiguous(), B.to(encoder.dtype)
 
 
 def linear_rnnt_loss(
@@ -125,6 +150,7 @@ def linear_rnnt_loss(
     fastemit_lambda: float = 0.0,
     delay_penalty: float = 0.0,
     memory_budget: int | None = None,
+    low_rank: LoRA | None = None,
 ) -> Tensor:
     """Return `rnnt_loss` of a joint network whose output is never in memory.
 
@@ -141,6 +167,9 @@ def linear_rnnt_loss(
         activation: `relu`, `tanh` or `sigmoid`.
         blank, reduction, hat, fastemit_lambda, delay_penalty: as in `rnnt_loss`.
         memory_budget: bytes of workspace; see `linear_rnnt_plan`.
+        low_rank: `LoRA(A, B, scale)` with A `[r, D]` and B `[V, r]` in any floating dtypes, which
+            adds `scale * B @ A` to the matrix without forming it. The products take copies in the
+            dtype of the others.
 
     Returns:
         A number, or `[B]`, in nats; fp32 for half types. Under autocast the inputs are cast as
@@ -168,7 +197,7 @@ def linear_rnnt_loss(
     sequences = (targets, logit_lengths, target_lengths)
     hat, fastemit, delay = node_options(True, hat, fastemit_lambda, delay_penalty)
     options = (activation, ("blank", blank), None, (hat, 0.0, delay, fastemit))
-    return _loss(named, sequences, *options, reduction, memory_budget)
+    return _loss(named, sequences, *options, reduction, memory_budget, low_rank)
 
 
 def linear_tdt_loss(
@@ -188,6 +217,7 @@ def linear_tdt_loss(
     duration_bias: Tensor | None = None,
     activation: str = "relu",
     memory_budget: int | None = None,
+    low_rank: LoRA | None = None,
 ) -> Tensor:
     """Return `tdt_loss` of a joint network whose output is never in memory.
 
@@ -204,6 +234,7 @@ def linear_tdt_loss(
         blank_token_id, durations, sigma, reduction: as in `tdt_loss`.
         activation: `relu`, `tanh` or `sigmoid`.
         memory_budget: bytes of workspace; see `linear_rnnt_plan`.
+        low_rank: as in `linear_rnnt_loss`, with B `[V + K, r]`: tokens, then durations.
 
     Returns:
         A number, or `[B]`, in nats; fp32 for half types. Under autocast the inputs are cast as
@@ -239,4 +270,4 @@ def linear_tdt_loss(
     checks.number("sigma", sigma, low=0.0)
     numbers = (False, float(sigma), 0.0, 0.0)
     options = (activation, ("blank_token_id", blank_token_id), durations, numbers)
-    return _loss(named, sequences, *options, reduction, memory_budget)
+    return _loss(named, sequences, *options, reduction, memory_budget, low_rank)

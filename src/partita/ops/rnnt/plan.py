@@ -57,6 +57,7 @@ def linear_rnnt_plan(
     dtype: torch.dtype,
     *,
     durations: int = 0,
+    low_rank: int = 0,
     memory_budget: int | None = None,
     gradient: bool = True,
     reduced: bool = True,
@@ -72,6 +73,7 @@ def linear_rnnt_plan(
         hidden, vocabulary: sizes D and V of `linear_weight` `[V, D]`.
         dtype: the dtype of all of these.
         durations: the number of durations, for `linear_tdt_loss`.
+        low_rank: the rank of LoRA, 0 without it.
         memory_budget: bytes of workspace; None for the rule above.
         gradient: whether any input needs a gradient.
         reduced: whether the losses are reduced, and their dtype is not fp16. Otherwise the
@@ -96,17 +98,19 @@ def linear_rnnt_plan(
         ('lean', 1277, False)
     """
     sizes = {"batch": batch, "steps": steps, "labels": labels, "hidden": hidden}
-    for name, value in {**sizes, "vocabulary": vocabulary, "durations": durations}.items():
+    sizes |= {"vocabulary": vocabulary, "durations": durations, "low_rank": low_rank}
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
     check_budget(memory_budget)
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
     rows = batch * steps * (labels + 1)
-    product = 2 * rows * hidden * (vocabulary + durations)
+    columns = vocabulary + durations
+    product = 2 * rows * (hidden * columns + low_rank * (hidden + columns))
     inputs = (batch, steps, labels, hidden, vocabulary, dtype)
     options = (durations, memory_budget, gradient, reduced)
-    chunk, keeps_logits, workspace_bytes = joint_chunks(*inputs, *options)
+    chunk, keeps_logits, workspace_bytes = joint_chunks(*inputs, *options, rank=low_rank)
     if keeps_logits:
         name, products, reason = "fast", 3, ALL_AT_ONCE
     elif not gradient:
@@ -128,6 +132,7 @@ def joint_chunks(
     gradient: bool,
     reduced: bool,
     invariant: bool = False,
+    rank: int = 0,
 ) -> tuple[int, int, int]:
     """Return the chunk, whether all logits stay in memory, 1 or 0, and the bytes of the workspace.
 
@@ -138,7 +143,7 @@ def joint_chunks(
     itemsize, positions, rows = dtype.itemsize, labels + 1, batch * steps * (labels + 1)
     columns = padded_width(vocabulary) + (padded_width(durations) if durations else 0)
     step_logits = positions * columns * itemsize
-    step_hidden = positions * hidden * itemsize * (2 if gradient else 1)
+    step_hidden = positions * (hidden + padded_width(rank)) * itemsize * (2 if gradient else 1)
     if gradient:
         step_hidden += positions * hidden * acc_dtype(dtype).itemsize // PARTIAL_STEPS
     fixed = rows * (NODE_BYTES + durations * DURATION_BYTES)
@@ -146,6 +151,8 @@ def joint_chunks(
         # Sums over chunks are in fp32.
         sums = (vocabulary + durations) * (hidden + 1) + batch * (steps + positions) * hidden
         fixed += sums * acc_dtype(dtype).itemsize
+    factor_bytes = itemsize + (acc_dtype(dtype).itemsize if gradient else 0)
+    fixed += padded_width(rank) * (hidden + columns) * factor_bytes
     total_steps = larger(batch * steps, 1)
     limit = larger(CHUNK_BYTES // larger(step_logits, 1), 1)
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget

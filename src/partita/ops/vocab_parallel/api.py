@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..cross_entropy.api import TokenStats
 from ..cross_entropy.common import checked_options, reduce_losses
+from ..linear_heads.low_rank import LowRank
 from . import dtensor
 from .local_losses import (
     ParallelLossArguments,
@@ -108,6 +109,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Compute the cross-entropy of hidden states and a matrix whose classes lie on several ranks.
 
@@ -123,10 +125,14 @@ def linear_cross_entropy(
             their gradient.
         reduction, ignore_index, label_smoothing, softcap, z_loss, memory_budget, logits_dtype: as
             in `partita.linear_cross_entropy`; the budget is the bytes of each rank.
+        low_rank: `(H, B)` or `LoRA(A, B, scale)` as in `partita.linear_cross_entropy`, with H
+            beside the hidden states, A the same on all ranks, and this rank's rows of B,
+            `[C_local, r]`. Not with DTensors.
 
     Returns:
         The loss in nats, a number or `[...]`, fp32 for half types, with the same bits on every
-        rank. The gradient of the hidden states is complete on every rank.
+        rank. The gradients of the hidden states, of H and of A are complete on every rank, but with
+        `sequence_parallel` they are those of this rank's tokens.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as in `partita.parallel.cross_entropy`.
@@ -144,6 +150,8 @@ def linear_cross_entropy(
     options = checked_options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     arguments = ParallelLossArguments(weight, group, classes, options)
     if isinstance(linear_weight, DTensor):
+        if low_rank is not None:
+            raise TypeError("low_rank: expected None with a DTensor; pass local tensors and group")
         return dtensor.linear_cross_entropy(
             input,
             linear_weight,
@@ -157,7 +165,7 @@ def linear_cross_entropy(
     if isinstance(input, DTensor):
         raise TypeError("linear_weight: expected a DTensor, because input is a DTensor")
     rest = (arguments, sequence_parallel, memory_budget, logits_dtype)
-    losses = hidden_losses(input, linear_weight, target, linear_bias, *rest)
+    losses = hidden_losses(input, linear_weight, target, linear_bias, *rest, low_rank)
     return _reduce(losses, target, arguments)
 
 

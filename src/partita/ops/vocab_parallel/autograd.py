@@ -20,10 +20,13 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads import autograd as linear_heads
 from ..linear_heads.common import (
+    TENSORS,
     GradientCoefficients,
     Head,
+    LowRankGradients,
     RowOptions,
     RowStatistics,
+    Wanted,
     counted_states,
     empty_statistics,
 )
@@ -109,9 +112,9 @@ class ParallelRows(torch.autograd.Function):
     """The `RowStatistics` of rows from the classes of all ranks, and the saved logits of a head.
 
     Without a matrix the input is this rank's logits. The first four results are differentiable in
-    the input and in this rank's rows of the matrix. The gradient of hidden states is complete on
-    every rank. With `scattered` each rank has some of the tokens, and its gradient is that of its
-    own tokens.
+    the input and in this rank's rows of the matrix. The gradients of hidden states and of the
+    factor beside them are complete on every rank. With `scattered` each rank has some of the
+    tokens, and these gradients are those of its own tokens.
     """
 
     @staticmethod
@@ -119,6 +122,8 @@ class ParallelRows(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        low_rank_input: Tensor | None,
+        low_rank_weight: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
         shard: VocabShard,
@@ -132,16 +137,19 @@ class ParallelRows(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if weight is not None:
             input = _all_tokens(input, target, shard, scattered)
+        if low_rank_input is not None:
+            low_rank_input = _all_tokens(low_rank_input, target, shard, scattered)
+        low_rank = (low_rank_input, low_rank_weight)
         of_rows = (*shard.local(target, class_weight), shard.first_class, *options)
         packed, saved_logits = parallel_state(
-            input, weight, bias, *of_rows, chunk, invariant, widens, save_logits, backend
+            input, weight, bias, *low_rank, *of_rows, chunk, invariant, widens, save_logits, backend
         )
         return *merged_statistics(packed, target, shard, options, backend), saved_logits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.shard, ctx.options, ctx.chunk = inputs[:8]
-        *ctx.products, save_logits, ctx.scattered, ctx.backend = inputs[8:]
+        *tensors, ctx.shard, ctx.options, ctx.chunk = inputs[:10]
+        *ctx.products, save_logits, ctx.scattered, ctx.backend = inputs[10:]
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
@@ -149,10 +157,13 @@ class ParallelRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        input, weight, _, target, class_weight, *outputs, saved_logits = ctx.saved_tensors
+        (input, weight, *_), (target, class_weight, *outputs, saved_logits) = (
+            ctx.saved_tensors[:TENSORS],
+            ctx.saved_tensors[TENSORS:],
+        )
         refuse_second_derivative("logits" if weight is None else "matrix")
         if all(grad is None for grad in grads[:4]):  # the same on all ranks
-            return (None,) * 13
+            return (None,) * 15
         shard, options, statistics = ctx.shard, ctx.options, RowStatistics(*outputs)
         found = parallel_coefficients(
             target,
@@ -168,11 +179,11 @@ class ParallelRows(torch.autograd.Function):
         coefficients = GradientCoefficients(*found[:2], *optional)
         if weight is not None:
             results = _hidden_gradients(ctx, saved_logits, coefficients, statistics)
-            needed = zip(results, ctx.needs_input_grad[:3], strict=True)
+            needed = zip(results, ctx.needs_input_grad[:TENSORS], strict=True)
             return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 10
         of_rows = (*shard.local(target, class_weight), statistics.maximum, statistics.sumexp)
         dlogits = parallel_gradient(*coefficients, input, *of_rows, *options[:2], ctx.backend)
-        return dlogits, *(None,) * 12
+        return dlogits, *(None,) * 14
 
 
 def logits_statistics(
@@ -184,7 +195,9 @@ def logits_statistics(
 ) -> RowStatistics:
     """Return the statistics of rows of this rank's logits, `[M, C_local]`."""
     of_rows, unused = (target, class_weight, shard, options), (0, False, False, False, False)
-    found = ParallelRows.apply(logits, None, None, *of_rows, *unused, current_backend())
+    found = ParallelRows.apply(
+        logits, *(None,) * (TENSORS - 1), *of_rows, *unused, current_backend()
+    )
     return RowStatistics(*found[:-1])
 
 
@@ -212,17 +225,21 @@ def matmul_during_collective(a: Tensor, b: Tensor) -> Tensor:
 def _hidden_gradients(
     ctx: Any, logits: Tensor, coefficients: GradientCoefficients, statistics: RowStatistics
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of hidden states, matrix and bias.
+    """Return the gradients of the tensors of the head.
 
     The first backward pass overwrites saved logits by their gradient, and its products follow here.
     Later passes and those without saved logits compute the logits again, chunk by chunk.
     """
-    input, weight, bias, target, class_weight = ctx.saved_tensors[:5]
-    needed = to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
+    input, weight, bias, states, factor, target, class_weight = ctx.saved_tensors[: TENSORS + 2]
+    needed = Wanted(*ctx.needs_input_grad[:TENSORS])
+    to_input, to_weight, to_bias, to_states, _ = needed
     tokens = len(input) * (len(ctx.shard.sizes) if ctx.scattered else 1)
     input = _all_tokens(input, target, ctx.shard, ctx.scattered)
-    head, saved = Head(input, weight, bias, *ctx.products), spend(ctx, logits)
-    d_input, d_weight, d_bias = linear_heads.rows_backward(
+    if states is not None:
+        states = _all_tokens(states, target, ctx.shard, ctx.scattered)
+    head = Head(input, weight, bias, states, factor, *ctx.products)
+    saved = spend(ctx, logits)
+    d_input, d_weight, d_bias, d_states, d_factor = linear_heads.rows_backward(
         *coefficients,
         *head,
         *ctx.shard.local(target, class_weight),
@@ -232,7 +249,7 @@ def _hidden_gradients(
         *ctx.options[:2],
         True,
         ctx.chunk,
-        *(needed if saved is None else (False, False, False)),
+        *(needed if saved is None else (False,) * TENSORS),
         ctx.backend,
     )
     if saved is not None:
@@ -250,6 +267,16 @@ def _hidden_gradients(
             d_weight = multiply(dlogits.T, counted_states(input, coefficients.counts(), d_weight))
         if to_bias and bias is not None:
             d_bias = dlogits.sum(0, dtype=statistics.nll.dtype).to(bias.dtype)
+        low_rank = LowRankGradients(head.rounded, needed)
+        everything = slice(0, len(input)), slice(0, len(weight))
+        low_rank.start(everything[0], lambda _: coefficients.counts())
+        low_rank.add(rows, *everything)
+        if factor is not None and low_rank.dweight is not None:
+            d_factor = low_rank.dweight.to(factor.dtype)
+        d_states = d_states if low_rank.dinput is None else low_rank.dinput
     if to_input:
         d_input = sum_of_ranks()
-    return d_input, d_weight, d_bias
+    if to_states and states is not None:
+        rest = (ctx.shard, states.dtype, head.invariant, ctx.scattered)
+        d_states = sum_of_rows(d_states[:tokens], *rest)()
+    return d_input, d_weight, d_bias, d_states, d_factor

@@ -35,6 +35,8 @@ def pack_state(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
     first_class: int,
@@ -55,6 +57,7 @@ def pack_state(
     Args:
         input: this rank's logits, `[M, C_local]`, or the hidden states, `[M, H]`.
         weight, bias: this rank's rows of the matrix, and of the bias; None with logits.
+        low_rank_input, low_rank_weight: as in `Head`, the second with this rank's rows.
         target, class_weight: relative to this rank's classes.
         first_class: this rank's first class among all classes.
         options: the options of the statistics.
@@ -81,7 +84,7 @@ def pack_state(
         state.clear()
     numbers, saved = (options.temperature, options.softcap), input.new_empty(0)
     if weight is not None:
-        head = Head(input, weight, bias, invariant, widens)
+        head = Head(input, weight, bias, low_rank_input, low_rank_weight, invariant, widens)
         rest = (*numbers, chunk, save_logits)
         saved = accumulate_hidden(
             kernels.accumulate_logits, head, target, class_weight, state, *rest

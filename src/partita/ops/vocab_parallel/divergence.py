@@ -17,6 +17,7 @@ from ...primitives.rows import finite_shift
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
+from ...runtime.invariance import is_batch_invariant
 from ..divergence.autograd import (
     divergence_local_gradient_op,
     divergence_mixture_op,
@@ -25,6 +26,7 @@ from ..divergence.autograd import (
 from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
 from ..linear_heads.autograd import rows_linear
 from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
+from ..linear_heads.low_rank import LowRank, with_low_rank
 from ..logprobs.common import check_ids
 from .autograd import (
     merged_statistics,
@@ -132,7 +134,7 @@ class ParallelLogprobs(torch.autograd.Function):
         options = RowOptions(*numbers, needs_smoothing=False, needs_entropy=True)
         no_label = ids.new_full((len(ids),), NO_LABEL)
         of_rows = (no_label, None, shard.first_class, *options, 0, False, False, False, backend)
-        state, _ = parallel_state(logits, None, None, *of_rows)
+        state, _ = parallel_state(logits, None, None, None, None, *of_rows)
         rows = merged_statistics(state, no_label, shard, options, backend)
         local = parallel_entries(logits, ids, shard.first_class, shard.classes, softcap, backend)
         # One rank has the logit of an id, so the sum of the others is exactly 0.
@@ -159,7 +161,8 @@ class ParallelLogprobs(torch.autograd.Function):
 class LocalLinear(torch.autograd.Function):
     """The logits of this rank's classes, `[M, C_local]`.
 
-    The gradient of the hidden states is summed over the ranks in the accumulator's dtype.
+    The gradients of the hidden states and of the factor beside them are summed over the ranks in
+    the accumulator's dtype.
     """
 
     @staticmethod
@@ -167,31 +170,37 @@ class LocalLinear(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low_rank_input: Tensor | None,
+        low_rank_weight: Tensor | None,
         invariant: bool,
         widens: bool,
         shard: VocabShard,
     ) -> Tensor:
-        return rows_linear(Head(input, weight, bias, invariant, widens))
+        low_rank = (low_rank_input, low_rank_weight)
+        return rows_linear(Head(input, weight, bias, *low_rank, invariant, widens))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, ctx.invariant, _, ctx.shard = inputs
-        ctx.save_for_backward(input, weight)
+        input, weight, _, *low_rank, ctx.invariant, _, ctx.shard = inputs
+        ctx.save_for_backward(input, weight, *low_rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        input, weight = ctx.saved_tensors
+        input, weight, *low_rank = ctx.saved_tensors
         grad = grads[0].to(input.dtype)  # of logits that may be wider
-        dinput = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            partial = rows_linear(Head(grad, weight.T, None, ctx.invariant, widens=True))
-            dinput = sum_of_rows(partial, ctx.shard, input.dtype, ctx.invariant)()
-        if ctx.needs_input_grad[1]:
-            dweight = grad.T @ counted_rows(input, grad)
+        found: list[Tensor | None] = [None] * 8
+        for i, (rows, factor) in zip((0, 3), ((input, weight), low_rank), strict=True):
+            if ctx.needs_input_grad[i]:
+                columns = factor.T.to(grad.dtype)
+                part = rows_linear(Head(grad, columns, None, invariant=ctx.invariant, widens=True))
+                found[i] = sum_of_rows(part, ctx.shard, rows.dtype, ctx.invariant)()
+            if ctx.needs_input_grad[i + 1]:
+                product = grad.T @ counted_rows(rows.to(grad.dtype), grad)
+                found[i + 1] = product.to(factor.dtype)
         if ctx.needs_input_grad[2]:
-            dbias = grad.sum(0, dtype=acc_dtype(grad.dtype)).to(grad.dtype)
-        return dinput, dweight, dbias, None, None, None
+            found[2] = grad.sum(0, dtype=acc_dtype(grad.dtype)).to(grad.dtype)
+        return tuple(found)
 
 
 def divergence(
@@ -278,6 +287,7 @@ def linear_divergence(
     mask: Tensor | None = None,
     reduction: str = "mean",
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Compute the divergence of two heads whose classes lie on several ranks.
 
@@ -292,6 +302,7 @@ def linear_divergence(
         group, classes: as in `partita.parallel.cross_entropy`.
         beta, temperature, softcap, mask, reduction: as in `partita.parallel.divergence`.
         logits_dtype: as in `partita.linear_divergence`.
+        low_rank: as in `partita.parallel.linear_cross_entropy`, for the student's head.
 
     Returns:
         The divergence in nats, a number or `[...]`, fp32 (fp64 for fp64), with the same bits on
@@ -311,7 +322,7 @@ def linear_divergence(
         >>> dist.destroy_process_group()
     """
     logits, shard, head = _local_logits(
-        input, linear_weight, linear_bias, "", group, classes, logits_dtype
+        input, linear_weight, linear_bias, "", group, classes, logits_dtype, low_rank
     )
     teacher_logits, *_ = _local_logits(
         teacher_input.detach(),
@@ -398,6 +409,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Compute log-probabilities of given classes, from a matrix that lies on several ranks.
 
@@ -410,6 +422,7 @@ def linear_logprobs(
         linear_bias: this rank's `[C_local]`.
         group, classes, temperature, softcap: as in `partita.parallel.logprobs`.
         logits_dtype: as in `partita.linear_cross_entropy`.
+        low_rank: as in `partita.parallel.linear_cross_entropy`.
 
     Returns:
         Log-probabilities in nats, `[..., K]`, fp32 (fp64 for fp64), with the same bits on every
@@ -429,7 +442,7 @@ def linear_logprobs(
         >>> dist.destroy_process_group()
     """
     logits, shard, head = _local_logits(
-        input, linear_weight, linear_bias, "", group, classes, logits_dtype
+        input, linear_weight, linear_bias, "", group, classes, logits_dtype, low_rank
     )
     check_ids(ids, input, "input")
     flat = head.in_blocks(ids.long()[None].flatten(0, -2))
@@ -444,6 +457,7 @@ def _local_logits(
     group: dist.ProcessGroup | None,
     classes: Classes,
     logits_dtype: torch.dtype | None,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, VocabShard, Head]:
     """Return the logits of this rank's classes, its shard, and the head that has computed them.
 
@@ -451,6 +465,7 @@ def _local_logits(
     stands before the names of the tensors in errors.
     """
     head = checked_head(input, weight, bias, prefix, "[C_local, H]")
+    head = with_low_rank(head, low_rank, is_batch_invariant())
     shard = vocab_shard(f"{prefix or 'linear_'}weight", head.weight, 0, group, classes)
     head = head.of_call(logits_dtype).flat.aligned
     return LocalLinear.apply(*head, shard), shard, head

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...runtime import checks, private_names
 from ...runtime.autograd import apply
 from ...runtime.backend import current_backend, resolve
+from ...runtime.invariance import is_batch_invariant
 from ...runtime.register import PLAIN
 from ..cross_entropy.api import TokenStats
 from ..cross_entropy.autograd import OnePass, OnePassLoss
@@ -29,6 +30,7 @@ from ..linear_heads.common import (
     chunk_and_save,
     loss_terms,
 )
+from ..linear_heads.low_rank import LowRank, with_low_rank
 from ..linear_heads.plan import linear_cross_entropy_plan
 from .autograd import ParallelRows, logits_statistics
 from .gpu.plan import slot_count
@@ -128,9 +130,11 @@ def hidden_losses(
     sequence_parallel: bool,
     memory_budget: int | None,
     logits_dtype: torch.dtype | None,
+    low_rank: LowRank | None = None,
 ) -> RowLosses:
     """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
     head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
+    head = with_low_rank(head, low_rank, is_batch_invariant())
     input, linear_weight, *_ = head
     shard = vocab_shard("linear_weight", linear_weight, 0, arguments.group, arguments.classes)
     check_labels(input, target, arguments.weight, shard, arguments.options.ignore_index)
@@ -156,7 +160,7 @@ def hidden_statistics(
     logits_dtype: torch.dtype | None,
 ) -> RowStatistics:
     """Return the statistics of hidden states `[M, H]` times this rank's rows of the matrix."""
-    input_grad, weight_grad, bias_grad = head.wanted
+    input_grad, weight_grad, bias_grad, *of_low_rank = head.wanted
     head, tokens = head.of_call(logits_dtype).with_aligned_rows, target.shape[0]
     plan = linear_cross_entropy_plan(
         tokens,
@@ -165,15 +169,16 @@ def hidden_statistics(
         head.input.dtype,
         memory_budget=memory_budget,
         logits_dtype=logits_dtype,
-        input_grad=input_grad,
+        input_grad=input_grad or any(of_low_rank),
         weight_grad=weight_grad or bias_grad,
         parallel=True,
         batch_invariant=head.invariant,
+        low_rank=head.rank,
     )
     chunk, save_logits = chunk_and_save(plan, max(len(head.weight), 1))
     of_rows = (head.in_blocks(target, options.ignore_index), class_weight, shard)
-    rest = (options, chunk, *head[3:], save_logits, sequence_parallel, current_backend())
-    found = RowStatistics(*ParallelRows.apply(*head[:3], *of_rows, *rest)[:-1])
+    rest = (options, chunk, *head.products, save_logits, sequence_parallel, current_backend())
+    found = RowStatistics(*ParallelRows.apply(*head.tensors, *of_rows, *rest)[:-1])
     return RowStatistics(*(field[:tokens] for field in found)) if head.invariant else found
 
 

@@ -18,6 +18,7 @@ from ...runtime.dtypes import acc_dtype
 from ...runtime.invariance import is_batch_invariant
 from ..linear_heads.autograd import logits_of_entries
 from ..linear_heads.common import Head, RowOptions, checked_head
+from ..linear_heads.low_rank import LowRank, with_low_rank, with_states
 from ..support.autograd import stats_of_parts
 from ..support.common import Support, SupportStats
 from .autograd import logits_statistics
@@ -168,6 +169,7 @@ def linear_support_stats(
     ignore_index: int = -100,
     memory_budget: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
 ) -> SupportStats:
     """Compute `partita.linear_support_stats` with a matrix whose classes lie on several ranks.
 
@@ -179,6 +181,7 @@ def linear_support_stats(
         group, classes, temperature, softcap, ignore_index: as in `partita.parallel.support_stats`.
         memory_budget: bytes of workspace of each rank for rows without ids.
         logits_dtype: as in `partita.linear_cross_entropy`, for rows without ids.
+        low_rank: as in `partita.parallel.linear_cross_entropy`.
 
     Returns:
         `SupportStats(logprob, entropy, in_set)` as in `partita.linear_support_stats`, with the same
@@ -199,20 +202,26 @@ def linear_support_stats(
         >>> dist.destroy_process_group()
     """
     head = checked_head(input, linear_weight, linear_bias, shape="[C_local, H]")
+    head = with_low_rank(head, low_rank, is_batch_invariant())
     shard = vocab_shard("linear_weight", head.weight, 0, group, classes)
+    hidden, (_, weight, bias, low_rank_input, factor) = input.shape[-1], head.tensors
+    states = with_states(head.input, low_rank_input)
 
     def entries(x: Tensor, support: Support) -> Tensor:
         # The gradients of hidden states are added up in the accumulator's dtype.
         x = SumOverRanks.apply(x.to(acc_dtype(x.dtype)), shard, True, is_batch_invariant())
-        own = logits_of_entries(x, head.weight, head.bias, shard.first_class, support)
+        own = logits_of_entries(x[:, :hidden], weight, bias, shard.first_class, support)
+        if factor is not None:
+            own = own + logits_of_entries(x[:, hidden:], factor, None, shard.first_class, support)
         total: Tensor = SumOverRanks.apply(own, shard, False, False)
         return total
 
     def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        part = Head(x, head.weight, head.bias)
+        low_rank = (None if factor is None else x[:, hidden:], factor)
+        part = Head(x[:, :hidden], weight, bias, *low_rank)
         of_rows = (labels, None, shard, row_options(*options), False)
         found = hidden_statistics(part, *of_rows, memory_budget, logits_dtype)
         return -found.nll, found.entropy
 
-    call = (head.input, "input", shard.classes, target, ids, offsets)
+    call = (states, "input", shard.classes, target, ids, offsets)
     return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)

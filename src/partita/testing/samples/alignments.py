@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from ...ops.ctc.api import ctc_align, ctc_loss
 from ...ops.ctc_crf.api import ctc_crf_loss
 from ...ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
+from ...ops.linear_heads.low_rank import LoRA
 from ...ops.rnnt.api import rnnt_align, rnnt_loss, tdt_align, tdt_loss
 from ...ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
 from .call import Bound, Call, Draw, Inputs, Sizes, past_lengths, together, without
@@ -245,6 +247,22 @@ def _joint_tdt(draw: Draw, sizes: Sizes) -> Inputs:
     return {**inputs, "duration_weight": weight, **TDT}
 
 
+def _lora(draw: Draw, sizes: Sizes, rows: int) -> Inputs:
+    return {"A": draw.matrix(3, sizes["hidden"]), "B": draw.matrix(rows, 3)}
+
+
+def _with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes the factors of LoRA as inputs of their own."""
+
+    @wraps(function)
+    def call(*, A: Tensor | None = None, B: Tensor | None = None, **inputs: Any) -> Any:
+        if A is not None and B is not None:
+            inputs["low_rank"] = LoRA(A, B, 0.5)
+        return function(**inputs)
+
+    return call
+
+
 def _past_states(inputs: Inputs) -> dict[str, Tensor]:
     found = {}
     for name, length, more in (("encoder", "logit_lengths", 0), ("predictor", "target_lengths", 1)):
@@ -261,6 +279,11 @@ JOINT: dict[str, Any] = {
         "linear_bias": draw.scores(sizes["classes"], plain=True),
     },
     "small budget": lambda draw, sizes: {"memory_budget": 4000 + 1000 * draw.dtype.itemsize},
+    "low rank": lambda draw, sizes: _lora(draw, sizes, sizes["classes"]),
+}
+JOINT_TDT: dict[str, Any] = {
+    **JOINT,
+    "low rank": lambda draw, sizes: _lora(draw, sizes, sizes["classes"] + len(DURATIONS)),
 }
 SEQUENCES = {"targets": 0, "logit_lengths": 0, "target_lengths": 0}
 
@@ -288,7 +311,6 @@ _from_hidden = partial(
     of_paths,
     small=HIDDEN,
     usual=USUAL_HIDDEN,
-    options=JOINT,
     empty=("batch",),
     values=(),
     batch={"encoder": 0, "predictor": 0, **SEQUENCES},
@@ -360,6 +382,6 @@ CALLS = (
     ),
     _durations("tdt_loss", tdt_loss, options=MEAN, checked=CHECKED_RNNT),
     _durations("tdt_align", tdt_align, inputs=without(_tdt, "reduction"), **ALIGN),
-    _from_hidden("linear_rnnt_loss", linear_rnnt_loss, _joint),
-    _from_hidden("linear_tdt_loss", linear_tdt_loss, _joint_tdt),
+    _from_hidden("linear_rnnt_loss", _with_lora(linear_rnnt_loss), _joint, options=JOINT),
+    _from_hidden("linear_tdt_loss", _with_lora(linear_tdt_loss), _joint_tdt, options=JOINT_TDT),
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ...ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
 from ...ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
+from ...ops.linear_heads.plan import low_rank_bytes
 from ...ops.linear_heads.support import linear_support_stats
 from ...ops.linear_heads.truncated import linear_truncated_stats
 from . import in_torch
@@ -51,11 +53,15 @@ def _bias(draw: Draw, sizes: Sizes) -> Inputs:
 _linear_cross_entropy = together(_hidden, labels, {"reduction": "none"})
 
 
+def _of_states(ignored: Tensor, inputs: Inputs) -> dict[str, Tensor]:
+    """Return the elements of rows `[...]` of hidden states, and of the factor beside them."""
+    names = [name for name in ("input", "low_rank_input") if name in inputs]
+    return {name: ignored.unsqueeze(-1).expand_as(inputs[name]) for name in names}
+
+
 def _ignored_tokens(inputs: Inputs) -> dict[str, Tensor]:
     target = inputs["target"]
-    if target.is_floating_point():
-        return {}
-    return {"input": (target == IGNORED).unsqueeze(-1).expand_as(inputs["input"])}
+    return {} if target.is_floating_point() else _of_states(target == IGNORED, inputs)
 
 
 def _lean(draw: Draw, sizes: Sizes, heads: int = 1) -> Inputs:
@@ -78,7 +84,42 @@ def _wide_lean(draw: Draw, sizes: Sizes) -> Inputs:
     return {**_wide(draw, sizes), **_lean(draw, sizes, heads=3)}
 
 
+def with_low_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes the factors of low rank as inputs of their own."""
+
+    @wraps(function)
+    def call(
+        *,
+        low_rank_input: Tensor | None = None,
+        low_rank_weight: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        if low_rank_input is not None:
+            inputs["low_rank"] = (low_rank_input, low_rank_weight)
+        return function(**inputs)
+
+    return call
+
+
+def _low_rank(draw: Draw, sizes: Sizes) -> Inputs:
+    return {
+        "low_rank_input": draw.scores(sizes["rows"], 3, plain=True),
+        "low_rank_weight": draw.matrix(sizes["classes"], 3),
+    }
+
+
+def _low_rank_lean(draw: Draw, sizes: Sizes, heads: int = 1) -> Inputs:
+    budget = _lean(draw, sizes, heads)["memory_budget"]
+    budget += low_rank_bytes(3, sizes["rows"], sizes["classes"], draw.dtype)
+    return {**_low_rank(draw, sizes), "memory_budget": budget}
+
+
 FAST = {"memory_budget": 2**20}
+LOW_RANK: dict[str, Any] = {
+    "low rank": _low_rank,
+    "low rank, lean": _low_rank_lean,
+    "low rank, fp32 logits": together(_wide, _low_rank),
+}
 BUDGETS: dict[str, Any] = {"lean": _lean, "fast": FAST}
 LINEAR_CROSS_ENTROPY: dict[str, Any] = {
     **BUDGETS,
@@ -97,6 +138,11 @@ LINEAR_CROSS_ENTROPY: dict[str, Any] = {
     "fp32 logits, bias, all options, lean": together(_bias, all_options, _wide_lean),
     "fp32 logits, mean": together(_wide, {"reduction": "mean"}, FAST),
     "fp32 logits, probabilities": together(probabilities, _wide),
+    **LOW_RANK,
+    "low rank, probabilities": together(probabilities, _low_rank),
+    "low rank, bias, all options, mean": together(
+        _bias, all_options, _low_rank, {"reduction": "mean"}
+    ),
     "several leading dimensions": lambda draw, sizes: {
         "input": draw.scores(2, sizes["rows"], sizes["hidden"], plain=True),
         "target": draw.labels(0, sizes["classes"], 2, sizes["rows"]),
@@ -109,11 +155,13 @@ LINEAR: dict[str, Any] = {
     "all options": together(_bias, {"temperature": 0.7, "softcap": 5.0}, _lean),
     "fp32 logits": _wide,
     "fp32 logits, lean": _wide_lean,
+    **LOW_RANK,
 }
 
 
 SUPPORTS: dict[str, Any] = {
     **BUDGETS,
+    **LOW_RANK,
     "many ids": many_ids,
     "bias, all options, lean": together(
         _bias, {"temperature": 0.7, "softcap": 5.0}, many_ids, _lean
@@ -140,8 +188,7 @@ def _linear_logprobs(draw: Draw, sizes: Sizes) -> Inputs:
 
 
 def _ignored_rows(inputs: Inputs) -> dict[str, Tensor]:
-    ignored = (inputs["ids"] == IGNORED).all(-1, keepdim=True)
-    return {"input": ignored.expand_as(inputs["input"])}
+    return _of_states((inputs["ids"] == IGNORED).all(-1), inputs)
 
 
 def _heads(draw: Draw, sizes: Sizes) -> Inputs:
@@ -163,6 +210,9 @@ SOFT_LINEAR: dict[str, Any] = {
     "bias, beta 1, lean": together(_bias, {"beta": 1.0}, _lean_heads),
     "fp32 logits": _wide,
     "fp32 logits, beta 0.3, mean, fast": together(_wide, {"beta": 0.3, "reduction": "mean"}, FAST),
+    **LOW_RANK,
+    "low rank, lean": partial(_low_rank_lean, heads=4),
+    "low rank, beta 0.3, mean": together(_low_rank, {"beta": 0.3, "reduction": "mean"}),
 }
 
 
@@ -189,69 +239,69 @@ _divergences = partial(
 CALLS = (
     _from_hidden(
         "linear_cross_entropy",
-        linear_cross_entropy,
+        with_low_rank(linear_cross_entropy),
         _linear_cross_entropy,
         options=LINEAR_CROSS_ENTROPY,
-        batch={"input": 0, "target": 0},
+        batch={"input": 0, "low_rank_input": 0, "target": 0},
         uncounted=_ignored_tokens,
         in_torch=in_torch.from_hidden(in_torch.cross_entropy),
     ),
     _from_hidden(
         "linear_token_stats",
-        linear_token_stats,
+        with_low_rank(linear_token_stats),
         together(_hidden, labels),
         options={**LINEAR, "no target": {"target": None}},
-        batch={"input": 0, "target": 0},
+        batch={"input": 0, "low_rank_input": 0, "target": 0},
         in_torch=in_torch.from_hidden(in_torch.token_stats),
     ),
     _from_hidden(
         "linear_support_stats",
-        linear_support_stats,
+        with_low_rank(linear_support_stats),
         together(_hidden, support),
         options=SUPPORTS,
-        batch={"input": 0, "target": 0},
+        batch={"input": 0, "low_rank_input": 0, "target": 0},
         uncounted=_ignored_tokens,
         in_torch=in_torch.from_hidden(in_torch.support_stats),
     ),
     _from_hidden(
         "linear_truncated_stats",
-        linear_truncated_stats,
+        with_low_rank(linear_truncated_stats),
         together(_hidden, labels, _rules),
         options={**LINEAR, "all rules, lean": together(_bias, RULES, _rules, _lean)},
-        batch={"input": 0, "target": 0},
+        batch={"input": 0, "low_rank_input": 0, "target": 0},
         in_torch=in_torch.from_hidden(in_torch.truncated_stats),
     ),
     _from_hidden(
         "linear_logprobs",
-        linear_logprobs,
+        with_low_rank(linear_logprobs),
         _linear_logprobs,
         options=LINEAR,
-        batch={"input": 0, "ids": 0},
+        batch={"input": 0, "low_rank_input": 0, "ids": 0},
         uncounted=_ignored_rows,
         in_torch=in_torch.from_hidden(in_torch.logprobs),
     ),
     _from_hidden(
         "linear_topk_logprobs",
-        linear_topk_logprobs,
+        with_low_rank(linear_topk_logprobs),
         together(_hidden, best_few),
         options=LINEAR,
-        batch={"input": 0},
+        batch={"input": 0, "low_rank_input": 0},
         in_torch=in_torch.from_hidden(in_torch.topk_logprobs),
     ),
     _divergences(
         "linear_divergence",
-        linear_divergence,
+        with_low_rank(linear_divergence),
         _heads,
-        batch={"input": 0, "teacher_input": 0, "mask": 0},
-        uncounted=lambda inputs: masked_rows(inputs, "input", "teacher_input"),
+        batch={"input": 0, "low_rank_input": 0, "teacher_input": 0, "mask": 0},
+        uncounted=lambda inputs: masked_rows(inputs, "input", "low_rank_input", "teacher_input"),
         in_torch=in_torch.linear_divergence,
     ),
     _divergences(
         "linear_topk_divergence",
-        linear_topk_divergence,
+        with_low_rank(linear_topk_divergence),
         _linear_topk_divergence,
-        batch={"input": 0, "teacher": 0, "mask": 0},
-        uncounted=lambda inputs: masked_rows(inputs, "input"),
+        batch={"input": 0, "low_rank_input": 0, "teacher": 0, "mask": 0},
+        uncounted=lambda inputs: masked_rows(inputs, "input", "low_rank_input"),
         in_torch=in_torch.from_hidden(in_torch.topk_divergence),
     ),
 )

@@ -266,10 +266,15 @@ def from_hidden(function: Callable[..., Any]) -> Callable[..., Any]:
         linear_weight: Tensor,
         *,
         linear_bias: Tensor | None = None,
+        low_rank_input: Tensor | None = None,
+        low_rank_weight: Tensor | None = None,
         memory_budget: int | None = None,
         **others: Any,
     ) -> Any:
-        return function(F.linear(input, linear_weight, linear_bias), **others)
+        logits = F.linear(input, linear_weight, linear_bias)
+        if low_rank_input is not None and low_rank_weight is not None:
+            logits = logits + F.linear(low_rank_input, low_rank_weight)
+        return function(logits, **others)
 
     return call
 

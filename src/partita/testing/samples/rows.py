@@ -209,7 +209,7 @@ def masked_rows(inputs: Inputs, *names: str) -> dict[str, Tensor]:
     mask = inputs["mask"]
     if mask is None:
         return {}
-    return {name: ~mask.unsqueeze(-1).expand_as(inputs[name]) for name in names}
+    return {name: ~mask.unsqueeze(-1).expand_as(inputs[name]) for name in names if name in inputs}
 
 
 def _divergence(draw: Draw, sizes: Sizes) -> Inputs:

@@ -13,6 +13,7 @@ from ....primitives.gpu.row_plan import (
     row_view_or_copy,
     vector_width,
 )
+from ....primitives.gpu.target import target_of
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
 from ...cross_entropy.gpu.plan import SUM_WORDS
@@ -23,6 +24,12 @@ from ...truncated.gpu.launch import TRUNCATED_KERNELS
 from ..chunked import HeadKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from .chunk import linear_accumulate_kernel, linear_gradient_kernel, linear_statistics_kernel
+from .low_rank import low_rank_gradients_kernel, low_rank_sums_kernel
+
+# A tile of the logits' gradient in `low_rank_gradients_kernel`.
+TILE_TOKENS, TILE_CLASSES = 64, 512
+# With fewer classes too few programs read, and with a greater rank the partial sums are too many.
+MIN_CLASSES, MAX_RANK = 2**16, 32
 
 
 def chunk_options(
@@ -158,6 +165,61 @@ def mean_shares(
     )
 
 
+def low_rank_gradients(
+    dlogits: Tensor, states: Tensor, factor: Tensor, dstates: Tensor, dfactor: Tensor
+) -> bool:
+    """Add the gradients of the factors `[M, r]` and `[C, r]` to fp32 sums, in one read.
+
+    Return False where that takes a product for each. Otherwise the gradient of the logits,
+    `[M, C]`, is overwritten. The bits of a row of `dstates` depend on that row alone.
+    """
+    (tokens, classes), rank = dlogits.shape, factor.shape[1]
+    if dlogits.dtype.itemsize != 2 or classes % 16 or classes < MIN_CLASSES or rank > MAX_RANK:
+        return False
+    block, target = next_power_of_2(rank), target_of(dlogits.device)
+    tiles = 3 if block <= 16 else 2  # in shared memory
+    shared = tiles * TILE_TOKENS * (TILE_CLASSES + block) + TILE_CLASSES * block
+    if target.vendor != "nvidia" or shared * dlogits.itemsize > target.shared_memory:
+        return False
+    # The last program has room for the partial sums too.
+    step = next(n for n in range(TILE_CLASSES, 0, -16) if not 0 < classes % n < 2 * rank)
+    programs, partials = cdiv(classes, step), dlogits.view(torch.float32)
+    launch(
+        low_rank_gradients_kernel,
+        programs,
+        dlogits=dlogits,
+        dlogits_stride=dlogits.stride(0),
+        partials=partials,
+        partials_stride=partials.stride(0),
+        states=states.contiguous(),
+        factor=factor.contiguous(),
+        dfactor=dfactor,
+        tokens=tokens,
+        classes=classes,
+        rank=rank,
+        step=step,
+        BLOCK_M=TILE_TOKENS,
+        BLOCK_C=TILE_CLASSES,
+        RANK=block,
+        num_warps=8,
+        num_stages=tiles,
+    )
+    launch(
+        low_rank_sums_kernel,
+        tokens,
+        partials=partials,
+        partials_stride=partials.stride(0),
+        dstates=dstates,
+        parts=programs,
+        rank=rank,
+        step=step // 2,
+        PARTS=next_power_of_2(programs),
+        RANK=block,
+        num_warps=4,
+    )
+    return True
+
+
 KERNELS = HeadKernels(
     accumulate_logits,
     row_statistics,
@@ -168,4 +230,5 @@ KERNELS = HeadKernels(
     topk_of_rows,
     TRUNCATED_KERNELS,
     DIVERGENCE_KERNELS,
+    low_rank_gradients,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....primitives.rows import chunks
 from ....runtime.dtypes import acc_dtype
-from ..chunked import empty_gradients
+from ..chunked import gradients_like
 from ..common import Head, HeadGradients, Wanted
 from ..products import multiply
 from .launch import KERNELS
@@ -37,7 +37,7 @@ def packed_gradients(
     """
     input, weight, bias, *_ = head
     assert bias is None and len(input) > 0
-    (M, _), (input_grad, weight_grad, _) = input.shape, wanted
+    (M, _), (input_grad, weight_grad, *_) = input.shape, wanted
     one_chunk = chunk >= M
     # The rows whose labels are not ignored come first, in their order.
     is_ignored, order = (target == ignore_index).byte().sort(stable=True)
@@ -45,7 +45,7 @@ def packed_gradients(
     firsts = torch.arange(0, M, min(chunk, M), device=target.device)
     # Products take no empty group. A chunk without packed rows has one row, whose label is ignored.
     limits = ((~is_ignored).sum() - firsts).clamp(1, min(chunk, M)).int()
-    result = empty_gradients(input, weight, None, input_grad, False, False)
+    result = gradients_like(Head(input, weight, None), Wanted(input_grad, False, False))
     dweight = result.weight
     if weight_grad and not one_chunk:
         dweight = torch.empty(weight.shape, dtype=acc_dtype(input.dtype), device=weight.device)

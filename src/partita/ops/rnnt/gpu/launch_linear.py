@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
 from ...linear_heads.plan import padded_width
-from ...linear_heads.products import multiply_blocks
+from ...linear_heads.products import multiply, multiply_blocks
 from ..common import ACTIVATIONS, JointInputs, NodeOptions, chunk_ranges
 from ..plan import PARTIAL_STEPS
 from .joint import (
@@ -52,6 +52,7 @@ class JointCall(NamedTuple):
     Fields:
         encoder, predictor: `[B, T, D]` and `[B, U1, D]`.
         weight, bias: `[X, D]`, and `[X]` or None: tokens, then durations, then zeros.
+        lora_A, lora_B: as in `JointInputs`, the second with zeros as the matrix has; or None.
         activation: the index of the activation.
         invariant: whether products have whole blocks of nodes, so that bits depend on no batch.
         lattice: the batch of lattices, whose nodes have hidden states.
@@ -61,6 +62,8 @@ class JointCall(NamedTuple):
     predictor: Tensor
     weight: Tensor
     bias: Tensor | None
+    lora_A: Tensor | None
+    lora_B: Tensor | None
     activation: int
     invariant: bool
     lattice: LatticeCall
@@ -140,7 +143,13 @@ def compute_chunks(
         size = nodes.stop - nodes.start
         states, rows = hidden[:size], logits[nodes if len(logits) == B * T * U1 else slice(size)]
         if not are_kept:
-            multiply_blocks(states, call.weight.T, rows, call.invariant, call.bias)
+            bias, adds = call.bias, False
+            if call.lora_A is not None and call.lora_B is not None:
+                low = states.new_empty((size, len(call.lora_A)))
+                multiply_blocks(states, call.lora_A.T, low, call.invariant)
+                multiply_blocks(low, call.lora_B.T, rows, call.invariant, bias)
+                bias, adds = None, True
+            multiply_blocks(states, call.weight.T, rows, call.invariant, bias, adds)
         tokens = rows.view(1, -1, U1, len(call.weight))[..., :V]
         yield Chunk(first, number, length, nodes, states, rows, tokens)
 
@@ -151,19 +160,27 @@ def add_gradients(
     """Add what a chunk gives to the gradients, when its logits have become their gradient.
 
     `dhidden` has room for the gradient of the hidden states of a chunk. The gradients are those of
-    encoder, predictor, matrix and bias; None where one is not wanted.
+    encoder, predictor, matrix, bias and the factors of LoRA; None where one is not wanted.
     """
-    rows, (dencoder, dpredictor, total, dbias) = chunk.rows, found
-    if total is not None and rows.is_cuda and rows.dtype != total.dtype:
-        torch.addmm(total, rows.T, chunk.hidden, out_dtype=total.dtype, out=total)
-    elif total is not None:
-        total.addmm_(rows.T.to(total.dtype), chunk.hidden.to(total.dtype))
+    rows, (dencoder, dpredictor, total, dbias, dA, dB) = chunk.rows, found
+    if total is not None:
+        multiply(rows.T, chunk.hidden, total, adds=True)
+    dstates = None
+    if call.lora_B is not None:
+        dstates = rows.new_empty((len(rows), call.lora_B.shape[1]))
+        multiply_blocks(rows, call.lora_B, dstates, call.invariant)
+    if dA is not None and dstates is not None:
+        multiply(dstates.T, chunk.hidden, dA, adds=True)
+    if dB is not None and call.lora_A is not None:
+        multiply(rows.T, chunk.hidden @ call.lora_A.T, dB, adds=True)
     if dbias is not None:
         dbias.add_(rows.sum(0, dtype=dbias.dtype))
     if dencoder is None and dpredictor is None:
         return
     dhidden = dhidden[: len(rows)]
     multiply_blocks(rows, call.weight, dhidden, call.invariant)
+    if dstates is not None and call.lora_A is not None:
+        multiply_blocks(dstates, call.lora_A, dhidden, call.invariant, adds=True)
     T, U1, D = call.lattice.T, call.lattice.U1, call.encoder.shape[2]
     programs = chunk.sequences * cdiv(chunk.steps, GRADIENT_STEPS) * cdiv(D, 128)
     few = call.invariant or programs < FEW_PROGRAMS
@@ -220,18 +237,21 @@ def linear_rnnt(
 ) -> tuple[Tensor, ...]:
     """Return the losses, and the gradients of the sum of factor * loss in the inputs.
 
-    These are encoder, predictor, and matrix and bias of tokens and of durations. Gradients that are
-    not wanted are empty, and so are all without a factor.
+    These are encoder, predictor, matrix and bias of tokens and of durations, and the factors of
+    LoRA. Gradients that are not wanted are empty, and so are all without a factor.
     """
     encoder, predictor = inputs[:2]
     matrix, biases = joint_head(inputs)
-    targets, K = as_targets(*inputs[6:]), len(options.durations)
+    targets, K = as_targets(*inputs[8:]), len(options.durations)
     (B, T, D), U1, V = encoder.shape, predictor.shape[1], len(inputs.weight)
     needs_gradient = factor is not None and any(wanted)
     keep_logits = keep_logits and needs_gradient
     lattice = LatticeCall(targets, B, T, U1, V, encoder.dtype, needs_gradient, options)
     index = ACTIVATIONS.index(activation)
-    call = JointCall(encoder, predictor, matrix, biases, index, invariant, lattice)
+    A, B_padded = inputs.lora_A, inputs.lora_B
+    if B_padded is not None:
+        B_padded = pad(B_padded, (0, 0, 0, len(matrix) - len(B_padded)))
+    call = JointCall(encoder, predictor, matrix, biases, A, B_padded, index, invariant, lattice)
     ranges = chunk_ranges(B, T, chunk)
     most_nodes = max((n.stop - n.start) * (t.stop - t.start) for n, t in ranges) * U1
     hidden = encoder.new_empty((most_nodes, D))
@@ -246,15 +266,16 @@ def linear_rnnt(
         if duration_logits is not None:
             duration_logits.flatten(0, 2)[part.nodes] = part.rows[:, columns]
     nll, duration_lse, posteriors = scan_lattice(lattice, arcs, duration_logits)
-    found: list[Tensor | None] = [None] * 4
+    found: list[Tensor | None] = [None] * 6
     if factor is not None and needs_gradient:
         # The gradient of the encoder is written. The others are sums over chunks.
         if wanted[0]:
             found[0] = encoder.new_empty(encoder.shape)
-        shapes = (predictor.shape, matrix.shape, matrix.shape[:1])
-        of_sums = (wanted[1], any(wanted[2::2]), any(wanted[3::2]))
+        of_factors = (None if x is None else x.shape for x in (A, B_padded))
+        shapes = (predictor.shape, matrix.shape, matrix.shape[:1], *of_factors)
+        of_sums = (wanted[1], any(wanted[2:6:2]), any(wanted[3:6:2]), *wanted[6:])
         for i, (shape, wants) in enumerate(zip(shapes, of_sums, strict=True)):
-            if wants:
+            if wants and shape is not None:
                 found[1 + i] = encoder.new_zeros(shape, dtype=acc_dtype(encoder.dtype))
         dhidden, of_durations = torch.empty_like(hidden), NO_DURATIONS
         if duration_logits is not None:
@@ -268,7 +289,8 @@ def linear_rnnt(
                 part.rows[:, columns] = d_durations.flatten(0, 2)[part.nodes]
             add_gradients(call, part, dhidden, found)
     whole, tokens = slice(None), slice(0, V)
-    parts = zip((*found, *found[2:]), (whole, whole, tokens, tokens, columns, columns), strict=True)
+    rows_of = (whole, whole, tokens, tokens, columns, columns, whole, slice(0, V + K))
+    parts = zip((*found[:4], *found[2:]), rows_of, strict=True)
     # Rows after others are copied, because two results of an op may not share memory.
     return nll, *(
         encoder.new_empty(0)
