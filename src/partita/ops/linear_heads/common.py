@@ -406,22 +406,37 @@ def accumulate_hidden(
     chunk: int,
     save_logits: bool,
 ) -> Tensor:
-    """Update the state in place with the logits of a head, and return them if they are saved.
+    """Update the state in place with the logits of a head, and return what `read_logits` does."""
+    target, tokens = target.contiguous(), MIN_CHUNK_TOKENS if head.invariant else LOSS_CHUNK_TOKENS
 
-    The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
-    holds all classes; otherwise the result is empty.
+    def read(rows: slice, part: slice, logits: Tensor) -> None:
+        weights = None if class_weight is None else class_weight[part]
+        options = (weights, state.part(rows), temperature, softcap)
+        accumulate_logits(logits, part.start, target[rows], *options)
+
+    tokens = len(head.input) if save_logits else tokens
+    return read_logits(head, tokens, chunk, save_logits, read)
+
+
+def read_logits(
+    head: Head,
+    tokens: int,
+    chunk: int,
+    save_logits: bool,
+    read: Callable[[slice, slice, Tensor], None],
+) -> Tensor:
+    """Compute the logits of a head for `read`, and return them if they are saved.
+
+    The logits of `tokens` tokens and `chunk` classes exist at once, or all if they are saved, for
+    which one chunk has to hold all classes. The result is empty otherwise. `read` takes which
+    tokens and classes these are, and their logits.
     """
-    M, C, target, head = len(head.input), len(head.weight), target.contiguous(), head.rounded
-    tokens = min(M, MIN_CHUNK_TOKENS if head.invariant else LOSS_CHUNK_TOKENS)
-    tokens = M if save_logits else tokens
-    buffer = head.buffer(tokens, min(chunk, C))
+    M, C, head = len(head.input), len(head.weight), head.rounded
+    buffer = head.buffer(M if save_logits else min(tokens, M), min(chunk, C))
     for rows in chunks(M, tokens):
-        part_state = state.part(rows)
+        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
         for part in chunks(C, chunk):
-            weights = None if class_weight is None else class_weight[part]
-            options = (weights, part_state, temperature, softcap)
-            logits = head.part(rows, part).logits(buffer)
-            accumulate_logits(logits, part.start, target[rows], *options)
+            read(rows, part, head.part(rows, part).logits(memory))
     return buffer if save_logits else buffer.new_empty(0)
 
 

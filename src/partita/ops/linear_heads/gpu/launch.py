@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,22 +21,6 @@ from ...truncated.gpu.launch import TRUNCATED_KERNELS
 from ..chunked import HeadKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from .chunk import linear_accumulate_kernel, linear_gradient_kernel, linear_statistics_kernel
-
-
-def chunk_options(
-    logits: Tensor, softcap: float, block: int, warps: int, *others: Tensor
-) -> dict[str, Any]:
-    """Return the compile-time options of a kernel that reads the logits, `[M, C]`.
-
-    `others` are the other tensors of this shape that it reads or writes.
-    """
-    block = min(next_power_of_2(logits.shape[1]), block)
-    return {
-        "HAS_SOFTCAP": softcap != 0,
-        "VEC": vector_width(logits, *others),
-        "BLOCK_V": block,
-        "num_warps": warps if block > 1024 else 1,
-    }
 
 
 def accumulate_logits(
@@ -121,10 +103,11 @@ def logits_gradient(
 
     `result` may be the logits themselves.
     """
-    options = chunk_options(logits, softcap, 4096, 4, result)
+    classes = logits.shape[1]
+    block = min(next_power_of_2(classes), 4096)
     launch(
         linear_gradient_kernel,
-        len(logits) * cdiv(logits.shape[1], options["BLOCK_V"]),
+        len(logits) * cdiv(classes, block),
         logits=matrix_rows(logits),
         target_ptr=target,
         weight_ptr=class_weight,
@@ -132,11 +115,14 @@ def logits_gradient(
         maximum_ptr=maximum,
         sumexp_ptr=sumexp,
         result=matrix_rows(result),
-        classes=logits.shape[1],
+        classes=classes,
         first=first,
         temperature=temperature,
         softcap=softcap,
-        **options,
+        HAS_SOFTCAP=softcap != 0,
+        VEC=vector_width(logits, result),
+        BLOCK_V=block,
+        num_warps=4 if block > 1024 else 1,
     )
 
 
