@@ -114,19 +114,22 @@ class Head(NamedTuple):
             requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
         )
 
-    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
-        """Return the plan of this head."""
+    def plan(
+        self, memory_budget: int | None, reduced: bool, of_rank: tuple[int, int] | None = None
+    ) -> MemoryPlan:
+        """Return the plan of this head, or that of a rank with these tokens and classes."""
         input_grad, weight_grad, bias_grad = self.wanted
-        tokens, hidden = self.input.shape
+        tokens, classes = of_rank or (self.input.shape[0], len(self.weight))
         return linear_cross_entropy_plan(
             tokens,
-            hidden,
-            len(self.weight),
+            self.input.shape[1],
+            classes,
             self.input.dtype,
             memory_budget=memory_budget,
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
+            parallel=of_rank is not None,
             batch_invariant=self.invariant,
             logits_dtype=torch.float32 if self.widens else None,
             weight_dtype=self.weight.dtype,
