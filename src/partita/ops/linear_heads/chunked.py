@@ -50,12 +50,12 @@ from .common import (
     counted_states,
     never,
     new_state,
+    read_logits,
 )
 from .plan import CPU_CHUNK_TOKENS, FP16_FACTOR, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
 from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
-Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
 
 
 def empty_gradients(
@@ -216,22 +216,6 @@ def tokens_at_once(head: Head, chunk: int) -> int:
 def tokens_of_backward(head: Head, saved: Tensor) -> int:
     """Return the tokens in a chunk of a backward pass: all, unless blocks are computed again."""
     return MIN_CHUNK_TOKENS if head.invariant and not saved.numel() else len(head.input)
-
-
-def read_logits(
-    head: Head, tokens: int, save_logits: bool, read: Callable[[slice, Tensor], None]
-) -> Tensor:
-    """Compute the logits of a head for `read`, and return them if they are saved.
-
-    The logits of `tokens` tokens exist at once, or of all if they are saved. The result is empty
-    otherwise. `read` takes which tokens these are, and their logits.
-    """
-    M, C, head = len(head.input), len(head.weight), head.rounded
-    buffer = head.buffer(M if save_logits else min(tokens, M), C)
-    for rows in chunks(M, tokens):
-        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-        read(rows, head.part(rows, slice(C)).logits(memory))
-    return buffer if save_logits else buffer.new_empty(0)
 
 
 class HeadKernels(NamedTuple):
@@ -484,11 +468,11 @@ class HeadKernels(NamedTuple):
         """Return the `TopKRows` of a head, and what `read_logits` returns."""
         found = topk_fake(head.input, k)
 
-        def read(rows: slice, logits: Tensor) -> None:
+        def read(rows: slice, _: slice, logits: Tensor) -> None:
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
 
-        return *found, read_logits(head, tokens, save_logits, read)
+        return *found, read_logits(head, tokens, len(head.weight), save_logits, read)
 
     def linear_truncated_stats(
         self,
@@ -516,12 +500,12 @@ class HeadKernels(NamedTuple):
         """Return the `TruncatedRows` of a head, and what `read_logits` returns."""
         found = truncated_fake(head.input)
 
-        def read(rows: slice, logits: Tensor) -> None:
+        def read(rows: slice, _: slice, logits: Tensor) -> None:
             labels = None if target is None else target[rows]
             of_rows, part = rules.map(itemgetter(rows)), TruncatedRows(*part_of(found, rows))
             self.truncated.of_rows(logits, labels, of_rows, softcap, ignore_index, part)
 
-        return *found, read_logits(head, tokens, save_logits, read)
+        return *found, read_logits(head, tokens, len(head.weight), save_logits, read)
 
     def linear_truncated_stats_backward(
         self,
@@ -571,7 +555,7 @@ class HeadKernels(NamedTuple):
         numbers: Numbers,
         tokens: int,
         saved: int,
-    ) -> tuple[DivergenceState, Buffers]:
+    ) -> tuple[DivergenceState, tuple[Tensor, Tensor]]:
         """Return the state of all rows, and the logits of the last `saved` classes."""
         heads = heads[0].rounded, heads[1]
         (M, _), C = heads[0].input.shape, len(heads[0].weight)
@@ -680,16 +664,8 @@ class HeadKernels(NamedTuple):
             factors = factors * scale
         if chunk:
             state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
-            gradients = self.linear_divergence_backward(
-                factors,
-                head,
-                *heads[1][:3],
-                *state.rows[1:],
-                *buffers,
-                *numbers,
-                chunk,
-                wanted,
-            )
+            tensors = (factors, head, *heads[1][:3], *state.rows[1:], *buffers)
+            gradients = self.linear_divergence_backward(*tensors, *numbers, chunk, wanted)
         else:
             state = self.divergence.new_state(head.input)
 

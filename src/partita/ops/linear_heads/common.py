@@ -149,19 +149,22 @@ class Head(NamedTuple):
             return Wanted(False, False, False)
         return Wanted(*(requires_grad(each) for each in self.tensors))
 
-    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
-        """Return the plan of this head."""
+    def plan(
+        self, memory_budget: int | None, reduced: bool, of_rank: tuple[int, int] | None = None
+    ) -> MemoryPlan:
+        """Return the plan of this head, or that of a rank with these tokens and classes."""
         input_grad, weight_grad, bias_grad, *of_low_rank = self.wanted
-        tokens, hidden = self.input.shape
+        tokens, classes = of_rank or (self.input.shape[0], len(self.weight))
         return linear_cross_entropy_plan(
             tokens,
-            hidden,
-            len(self.weight),
+            self.input.shape[1],
+            classes,
             self.input.dtype,
             memory_budget=memory_budget,
             input_grad=input_grad or any(of_low_rank),
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
+            parallel=of_rank is not None,
             batch_invariant=self.invariant,
             logits_dtype=torch.float32 if self.widens else None,
             weight_dtype=self.weight.dtype,
@@ -450,22 +453,37 @@ def accumulate_hidden(
     chunk: int,
     save_logits: bool,
 ) -> Tensor:
-    """Update the state in place with the logits of a head, and return them if they are saved.
+    """Update the state in place with the logits of a head, and return what `read_logits` does."""
+    target, tokens = target.contiguous(), MIN_CHUNK_TOKENS if head.invariant else LOSS_CHUNK_TOKENS
 
-    The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
-    holds all classes; otherwise the result is empty.
+    def read(rows: slice, part: slice, logits: Tensor) -> None:
+        weights = None if class_weight is None else class_weight[part]
+        options = (weights, state.part(rows), temperature, softcap)
+        accumulate_logits(logits, part.start, target[rows], *options)
+
+    tokens = len(head.input) if save_logits else tokens
+    return read_logits(head, tokens, chunk, save_logits, read)
+
+
+def read_logits(
+    head: Head,
+    tokens: int,
+    chunk: int,
+    save_logits: bool,
+    read: Callable[[slice, slice, Tensor], None],
+) -> Tensor:
+    """Compute the logits of a head for `read`, and return them if they are saved.
+
+    The logits of `tokens` tokens and `chunk` classes exist at once, or all if they are saved, for
+    which one chunk has to hold all classes. The result is empty otherwise. `read` takes which
+    tokens and classes these are, and their logits.
     """
-    M, C, target, head = len(head.input), len(head.weight), target.contiguous(), head.rounded
-    tokens = min(M, MIN_CHUNK_TOKENS if head.invariant else LOSS_CHUNK_TOKENS)
-    tokens = M if save_logits else tokens
-    buffer = head.buffer(tokens, min(chunk, C))
+    M, C, head = len(head.input), len(head.weight), head.rounded
+    buffer = head.buffer(M if save_logits else min(tokens, M), min(chunk, C))
     for rows in chunks(M, tokens):
-        part_state = state.part(rows)
+        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
         for part in chunks(C, chunk):
-            weights = None if class_weight is None else class_weight[part]
-            options = (weights, part_state, temperature, softcap)
-            logits = head.part(rows, part).logits(buffer)
-            accumulate_logits(logits, part.start, target[rows], *options)
+            read(rows, part, head.part(rows, part).logits(memory))
     return buffer if save_logits else buffer.new_empty(0)
 
 

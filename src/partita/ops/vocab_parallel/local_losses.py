@@ -31,7 +31,6 @@ from ..linear_heads.common import (
     loss_terms,
 )
 from ..linear_heads.low_rank import LowRank, with_low_rank
-from ..linear_heads.plan import linear_cross_entropy_plan
 from .autograd import ParallelRows, logits_statistics
 from .gpu.plan import slot_count
 from .shard import Classes, VocabShard, refuse_second_derivative, vocab_shard
@@ -160,21 +159,8 @@ def hidden_statistics(
     logits_dtype: torch.dtype | None,
 ) -> RowStatistics:
     """Return the statistics of hidden states `[M, H]` times this rank's rows of the matrix."""
-    input_grad, weight_grad, bias_grad, *of_low_rank = head.wanted
     head, tokens = head.of_call(logits_dtype).with_aligned_rows, target.shape[0]
-    plan = linear_cross_entropy_plan(
-        tokens,
-        head.input.shape[1],
-        max(shard.sizes),
-        head.input.dtype,
-        memory_budget=memory_budget,
-        logits_dtype=logits_dtype,
-        input_grad=input_grad or any(of_low_rank),
-        weight_grad=weight_grad or bias_grad,
-        parallel=True,
-        batch_invariant=head.invariant,
-        low_rank=head.rank,
-    )
+    plan = head.plan(memory_budget, reduced=False, of_rank=(tokens, max(shard.sizes)))
     chunk, save_logits = chunk_and_save(plan, max(len(head.weight), 1))
     of_rows = (head.in_blocks(target, options.ignore_index), class_weight, shard)
     rest = (options, chunk, *head.products, save_logits, sequence_parallel, current_backend())

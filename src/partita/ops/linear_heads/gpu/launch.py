@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -30,22 +28,6 @@ from .low_rank import low_rank_gradients_kernel, low_rank_sums_kernel
 TILE_TOKENS, TILE_CLASSES = 64, 512
 # With fewer classes too few programs read, and with a greater rank the partial sums are too many.
 MIN_CLASSES, MAX_RANK = 2**16, 32
-
-
-def chunk_options(
-    logits: Tensor, softcap: float, block: int, warps: int, *others: Tensor
-) -> dict[str, Any]:
-    """Return the compile-time options of a kernel that reads the logits, `[M, C]`.
-
-    `others` are the other tensors of this shape that it reads or writes.
-    """
-    block = min(next_power_of_2(logits.shape[1]), block)
-    return {
-        "HAS_SOFTCAP": softcap != 0,
-        "VEC": vector_width(logits, *others),
-        "BLOCK_V": block,
-        "num_warps": warps if block > 1024 else 1,
-    }
 
 
 def accumulate_logits(
@@ -128,10 +110,11 @@ def logits_gradient(
 
     `result` may be the logits themselves.
     """
-    options = chunk_options(logits, softcap, 4096, 4, result)
+    classes = logits.shape[1]
+    block = min(next_power_of_2(classes), 4096)
     launch(
         linear_gradient_kernel,
-        len(logits) * cdiv(logits.shape[1], options["BLOCK_V"]),
+        len(logits) * cdiv(classes, block),
         logits=matrix_rows(logits),
         target_ptr=target,
         weight_ptr=class_weight,
@@ -139,11 +122,14 @@ def logits_gradient(
         maximum_ptr=maximum,
         sumexp_ptr=sumexp,
         result=matrix_rows(result),
-        classes=logits.shape[1],
+        classes=classes,
         first=first,
         temperature=temperature,
         softcap=softcap,
-        **options,
+        HAS_SOFTCAP=softcap != 0,
+        VEC=vector_width(logits, result),
+        BLOCK_V=block,
+        num_warps=4 if block > 1024 else 1,
     )
 
 
