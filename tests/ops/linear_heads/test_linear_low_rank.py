@@ -125,6 +125,8 @@ def test_both_gradients_in_one_read(C: int, r: int, dtype: torch.dtype, device: 
     for ours, right in zip(found[0], expected, strict=True):
         assert (ours - right).abs().max() <= 3e-6 * right.abs().max()
     assert torch.equal(found[0][0][:1], found[1][0])  # whatever the other tokens are
+    for few in (states[:, :0], factor[:, :0]), (states.float(), factor.float()):
+        assert not low_rank_gradients(memory[:69, :C].to(few[0].dtype), *few, *sums)
 
 
 @kernel_devices

@@ -115,7 +115,8 @@ def _add_chunk(
             part = composed_linear(flat, weight.T, None, invariant, False)
             dhidden = part if dhidden is None else dhidden + part
     if inputs.lora_A is not None and inputs.lora_B is not None:
-        flat = torch.cat([each.flatten(0, 2) for each in dlogits if each.numel()], 1)
+        heads = dlogits if inputs.duration_weight is not None else dlogits[:1]
+        flat = torch.cat([each.flatten(0, 2) for each in heads], 1)
         dstates = composed_linear(flat, inputs.lora_B.T, None, invariant, False)
         for total, a, b in ((d_A, dstates, hidden), (d_B, flat, hidden @ inputs.lora_A.T)):
             if total is not None:

@@ -26,8 +26,8 @@ from .low_rank import low_rank_gradients_kernel, low_rank_sums_kernel
 
 # A tile of the logits' gradient in `low_rank_gradients_kernel`.
 TILE_TOKENS, TILE_CLASSES = 64, 512
-# With fewer classes too few programs read, and with a greater rank the partial sums are too many.
-MIN_CLASSES, MAX_RANK = 2**16, 32
+# With fewer classes too few programs read. With more, or a greater rank, partial sums are too many.
+MIN_CLASSES, MAX_CLASSES, MAX_RANK = 2**16, 2**19, 32
 
 
 def accumulate_logits(
@@ -160,7 +160,8 @@ def low_rank_gradients(
     `[M, C]`, is overwritten. The bits of a row of `dstates` depend on that row alone.
     """
     (tokens, classes), rank = dlogits.shape, factor.shape[1]
-    if dlogits.dtype.itemsize != 2 or classes % 16 or classes < MIN_CLASSES or rank > MAX_RANK:
+    fits = classes % 16 == 0 and MIN_CLASSES <= classes <= MAX_CLASSES and 0 < rank <= MAX_RANK
+    if dlogits.dtype.itemsize != 2 or not fits:
         return False
     block, target = next_power_of_2(rank), target_of(dlogits.device)
     tiles = 3 if block <= 16 else 2  # in shared memory
