@@ -22,7 +22,7 @@ from .shards import is_sharded, replicated
 STATE = "_partita_fused_head"  # the attribute of the model and of its head
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = {"logit_scale": "*", "logits_scaling": "/"}  # Cohere multiplies, and Granite divides
-# Its layers get a forward of their own, which makes DTensors of hidden states and logits.
+# A tp_plan gives layers a forward of this module, which makes DTensors of hidden states and logits.
 PLAN = "transformers.distributed.tensor_parallel"
 LOSSES = ("ForCausalLMLoss", "causal_lm_loss")
 
@@ -189,12 +189,9 @@ class FusedHead:
     def head_forward(self, hidden_states: Tensor) -> Any:
         """Compute the loss if a forward pass of the model has requested it, and else logits."""
         if self.request is None:
-            own = self.own_head_forward
-            return (
-                type(self.head).forward(self.head, hidden_states)
-                if own is None
-                else own(hidden_states)
-            )
+            if self.own_head_forward is not None:
+                return self.own_head_forward(hidden_states)
+            return type(self.head).forward(self.head, hidden_states)
         return self.compute(hidden_states)
 
     def run(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
