@@ -77,8 +77,10 @@ PARTS = 3
 
 
 def checks(what: str) -> tuple[Callable[[torch.device], None], ...]:
-    """Return the checks that the ranks run: "all", those of one of the PARTS, of a library, or
-    "fail"."""
+    """Return the checks that the ranks run.
+
+    They are "all", those of one of the PARTS, the one of a library, or "fail".
+    """
     if what in LIBRARIES:
         return (LIBRARIES[what],)
     if what == "fail":

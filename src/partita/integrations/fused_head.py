@@ -189,10 +189,9 @@ class FusedHead:
     def head_forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """Compute the loss if a forward pass of the model has requested it, and else logits."""
         if self.request is None:
-            own = self.own_head_forward
-            if own is None:
-                own = functools.partial(type(self.head).forward, self.head)
-            return own(hidden_states, **kwargs)
+            if self.own_head_forward is not None:
+                return self.own_head_forward(hidden_states, **kwargs)
+            return type(self.head).forward(self.head, hidden_states, **kwargs)
         if kwargs:  # such as `adapter_names` of PEFT
             raise TypeError(f"lm_head: expected hidden states alone, got {', '.join(kwargs)} too")
         return self.compute(hidden_states)

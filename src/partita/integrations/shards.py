@@ -9,7 +9,7 @@ from torch import Tensor
 from ..ops.cross_entropy.common import LossOptions
 from ..ops.linear_heads.low_rank import LowRank
 
-# Its layers get a forward of their own, which makes DTensors of hidden states and logits.
+# A tp_plan gives layers a forward of this module, which makes DTensors of hidden states and logits.
 PLAN = "transformers.distributed.tensor_parallel"
 
 
