@@ -7,19 +7,25 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.serialization import add_safe_globals
 
 
 class FusedReport(NamedTuple):
     """How often the head of a fused model has computed the loss without logits, and how often not.
 
-    Passes of a compiled model are not counted.
+    Fields:
+        model: the name of its class.
+        head: the head's name in the model, and its class.
+        fused: the number of forward passes without logits.
+        unfused: the number of forward passes with logits, for each reason.
+        is_compiled: whether `torch.compile` has traced forward passes, which are not counted.
     """
 
-    model: str  # the name of its class
-    head: str  # the head's name in the model, and its class
-    fused: int  # forward passes without logits
-    unfused: dict[str, int]  # forward passes with logits, for each reason
-    is_compiled: bool  # whether torch.compile has traced forward passes
+    model: str
+    head: str
+    fused: int
+    unfused: dict[str, int]
+    is_compiled: bool
 
     def __repr__(self) -> str:
         whys = ", ".join(f"{number} × {why}" for why, number in self.unfused.items())
@@ -27,6 +33,9 @@ class FusedReport(NamedTuple):
         compiled = "; those of torch.compile are not counted" if self.is_compiled else ""
         passes = f"{self.fused} forward passes without logits, {unfused}{compiled}"
         return f"FusedReport({self.model}, head {self.head}: {passes})"
+
+
+add_safe_globals([FusedReport])  # `torch.load` reads them by default
 
 
 class HeadRuns:

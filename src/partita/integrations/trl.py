@@ -240,10 +240,10 @@ def patch(*, memory_budget: int | None = 2**30) -> None:
             )
     for replaced in REPLACED:
         found = getattr(sys.modules[replaced.module], replaced.name)
-        replaced.ours.memory_budget = memory_budget
-        if found is not replaced.ours:
-            replaced.ours.own = found
-            _replace_everywhere(found, replaced.ours)
+        if found is replaced.ours:
+            found = found.own
+        replaced.ours.stand_for(found, memory_budget)
+        _replace_everywhere(found, replaced.ours)
 
 
 def unpatch() -> None:
@@ -258,7 +258,7 @@ def unpatch() -> None:
     for replaced in REPLACED:
         if (own := replaced.ours.own) is not None:
             _replace_everywhere(replaced.ours, own)
-            replaced.ours.own = None
+            replaced.ours.stand_for(None)
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
@@ -275,6 +275,10 @@ class Ours:
 
     own: Any = None  # the function of TRL
     memory_budget: int | None = None
+
+    @classmethod
+    def stand_for(cls, own: Any, memory_budget: int | None = None) -> None:
+        cls.own, cls.memory_budget = own, memory_budget
 
 
 class TokenStatistics(Ours):
@@ -378,7 +382,7 @@ class Replaced(NamedTuple):
 
     module: str  # of TRL, which looks the name up at each call
     name: str
-    ours: Any
+    ours: type[Ours]
 
 
 REPLACED = (
