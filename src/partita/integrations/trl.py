@@ -240,10 +240,10 @@ def patch(*, memory_budget: int | None = 2**30) -> None:
             )
     for replaced in REPLACED:
         found = getattr(sys.modules[replaced.module], replaced.name)
-        if found is replaced.ours:
-            found = found.own
-        replaced.ours.stand_for(found, memory_budget)
-        _replace_everywhere(found, replaced.ours)
+        if found is not replaced.ours:
+            _own[replaced.name] = found
+            _replace_everywhere(found, replaced.ours)
+    _options["memory_budget"] = memory_budget
 
 
 def unpatch() -> None:
@@ -256,9 +256,8 @@ def unpatch() -> None:
         >>> unpatch()
     """
     for replaced in REPLACED:
-        if (own := replaced.ours.own) is not None:
-            _replace_everywhere(replaced.ours, own)
-            replaced.ours.stand_for(None)
+        if replaced.name in _own:
+            _replace_everywhere(replaced.ours, _own.pop(replaced.name))
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
@@ -270,23 +269,15 @@ def _replace_everywhere(old: Any, new: Any) -> None:
                     setattr(module, attribute, new)
 
 
-class Ours:
-    """What takes the place of an autograd function of TRL, which calls its `apply` alone."""
-
-    own: Any = None  # the function of TRL
-    memory_budget: int | None = None
-
-    @classmethod
-    def stand_for(cls, own: Any, memory_budget: int | None = None) -> None:
-        cls.own, cls.memory_budget = own, memory_budget
+_own: dict[str, Any] = {}  # what `patch` has replaced, by the names of TRL
+_options: dict[str, Any] = {"memory_budget": None}  # those of `patch`
 
 
-class TokenStatistics(Ours):
-    """`ChunkedLogProbFunction` of TRL."""
+class TokenStatistics:
+    """`ChunkedLogProbFunction` of TRL, which calls its `apply` alone."""
 
-    @classmethod
+    @staticmethod
     def apply(
-        cls,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [C, H]
         bias: Tensor | None,  # [C]
@@ -303,19 +294,19 @@ class TokenStatistics(Ours):
         """
         if _is_partitioned(weight):
             arguments = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
-            return cls.own.apply(hidden, weight, bias, targets, *arguments)
+            own = _own["_ChunkedLogProbFunction"]
+            return own.apply(hidden, weight, bias, targets, *arguments)
         head = _in_one_dtype(hidden, weight, bias)
         numbers = _numbers(temperature, logit_scale, final_logit_softcapping)
         # TRL leaves tokens out by a mask, so no label is ignored.
-        options: dict[str, Any] = {"memory_budget": cls.memory_budget}
-        stats = head.stats(targets, numbers, **options, ignore_index=checks.NOTHING_IGNORED)
+        stats = head.stats(targets, numbers, **_options, ignore_index=checks.NOTHING_IGNORED)
         entropy = stats.entropy if "entropy" in outputs else None
         log_sum_sq_probs = mean_logits = is_top1 = None
         with torch.no_grad():
             if "log_sum_sq_probs" in outputs:
                 # log Σ p² is log Σ exp(2 z) - 2 log Z, a log Z at half the temperature.
                 halved = numbers._replace(temperature=numbers.temperature / 2)
-                squared = head.stats(None, halved, **options)
+                squared = head.stats(None, halved, **_options)
                 log_sum_sq_probs = squared.logsumexp - 2 * stats.logsumexp
             if "mean_logits" in outputs:
                 mean_logits = head.mean_logits(numbers)
@@ -324,12 +315,11 @@ class TokenStatistics(Ours):
         return stats.logprob, entropy, log_sum_sq_probs, mean_logits, is_top1
 
 
-class Divergences(Ours):
-    """`ChunkedDivergenceFunction` of TRL."""
+class Divergences:
+    """`ChunkedDivergenceFunction` of TRL, which calls its `apply` alone."""
 
-    @classmethod
+    @staticmethod
     def apply(
-        cls,
         student_hidden: Tensor,  # [N, H]
         student_weight: Tensor,  # [C, H]
         student_bias: Tensor | None,  # [C]
@@ -352,14 +342,14 @@ class Divergences(Ours):
             _warn_of_own("student and teacher have different soft caps")
         if caps[0] != caps[1] or _is_partitioned(student_weight) or _is_partitioned(teacher_weight):
             arguments = (beta, temperature, scales[0], caps[0], scales[1], caps[1])
-            return cls.own.apply(*student, *teacher, *arguments)
+            return _own["ChunkedDivergenceFunction"].apply(*student, *teacher, *arguments)
         student, teacher = _in_one_dtype(*student), _in_one_dtype(*teacher)
         if scales[0] != scales[1]:  # Their numbers are the same.
             student, teacher = student.scaled(scales[0]), teacher.scaled(scales[1])
             scales = 1.0, 1.0
         numbers = _numbers(temperature, scales[0], caps[0])
         dtype = torch.float32 if student_hidden.dtype != torch.float64 else None
-        options: dict[str, Any] = {"memory_budget": cls.memory_budget, "logits_dtype": dtype}
+        options = _options | {"logits_dtype": dtype}
         divergences = linear_divergence(
             student.hidden,
             student.weight,
@@ -382,7 +372,7 @@ class Replaced(NamedTuple):
 
     module: str  # of TRL, which looks the name up at each call
     name: str
-    ours: type[Ours]
+    ours: Any
 
 
 REPLACED = (
