@@ -394,7 +394,7 @@ def _refuse_other_heads(model: nn.Module, head: nn.Module) -> None:
         is_model = part is not model and hasattr(part, "get_output_embeddings")
         if not is_model or "labels" not in signature(part.forward).parameters:
             continue
-        if part.get_output_embeddings() is not head:  # type: ignore[operator]
+        if part.get_output_embeddings() is not head:
             raise ValueError(
                 f"model: expected one head that has labels, got {type(model).__name__}, whose"
                 f" {name}, {type(part).__name__}, has a head of its own"
