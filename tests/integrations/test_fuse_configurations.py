@@ -3,7 +3,6 @@
 import copy
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from partita.integrations.transformers import fuse, fused, unfuse
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 INPUT_IDS, LABELS = tokens()
-PAGE = Path(__file__).parents[2] / "docs" / "linear_cross_entropy.md"
 
 
 def step(model: Any, **arguments: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -48,25 +46,6 @@ def test_refused(case: Refused) -> None:
         step(model) if case.at_step else fuse(model)
     if not case.at_step:
         assert fused(model) is None and "forward" not in vars(model)
-
-
-def test_the_table_of_the_documentation() -> None:
-    rows = re.findall(
-        r"^\| (served|`fuse` refuses|refused at the first step) \| (.*) \|$",
-        *[PAGE.read_text(encoding="utf-8"), re.MULTILINE],
-    )
-    found = {kind: re.sub(r"`", "", text) for kind, text in rows}
-    refused = {
-        at_step: "; ".join(
-            f"{case.model} ({case.reason})" for case in REFUSED if case.at_step is at_step
-        )
-        for at_step in (False, True)
-    }
-    assert found == {
-        "served": ", ".join(case.model for case in SERVED),
-        "`fuse` refuses": refused[False],
-        "refused at the first step": refused[True],
-    }
 
 
 def llama() -> Any:
