@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import small_llama
+from helpers import configurations, small_llama
 from helpers.docstrings import MODULES, names_of
 
 from partita.__main__ import main
@@ -53,6 +53,28 @@ def test_a_tutorial_ends_in_a_short_script(page: Path) -> None:
     script = CODE.findall(text.partition("\n## The whole script\n")[2])
     assert len(script) == 1
     assert len(script[0].splitlines()) <= 40
+
+
+def test_the_table_of_fused_models_is_what_the_tests_try() -> None:
+    rows = re.findall(
+        r"^\| (served|`fuse` refuses|refused at the first step) \| (.*) \|$",
+        (DOCS / "linear_cross_entropy.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    found = {kind: re.sub(r"`", "", text) for kind, text in rows}
+    refused = {
+        at_step: "; ".join(
+            f"{case.model} ({case.reason})"
+            for case in configurations.REFUSED
+            if case.at_step is at_step
+        )
+        for at_step in (False, True)
+    }
+    assert found == {
+        "served": ", ".join(case.model for case in configurations.SERVED),
+        "`fuse` refuses": refused[False],
+        "refused at the first step": refused[True],
+    }
 
 
 def test_code_of_the_pages_is_narrow() -> None:

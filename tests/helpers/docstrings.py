@@ -44,7 +44,9 @@ CONSTANTS = {
 # Examples that need a package which the tests have only where a user has installed it.
 NEEDS = {
     "partita.integrations.transformers.fuse": "transformers",
+    "partita.integrations.transformers.fused": "transformers",
     "partita.integrations.transformers.unfuse": "transformers",
+    "partita.integrations.trl.patch": "trl",
 }
 TENSOR = re.compile(r"\b(Tensor|Lengths)\b")
 SHAPE = re.compile(r"`\[[^`]*\]`|[Aa] number\b|as in `|\bas `")

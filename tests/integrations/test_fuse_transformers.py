@@ -8,7 +8,7 @@ import torch
 from helpers.causal_lm import CLASSES, tokens
 from torch import Tensor, nn
 
-from partita.integrations.transformers import fuse, unfuse
+from partita.integrations.transformers import fuse, fused, unfuse
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
@@ -156,10 +156,12 @@ def test_adapters() -> None:
     assert unfuse(model)(INPUT_IDS, labels=LABELS).logits is not None
 
 
-def train(folder: Path, fused: bool, **arguments: Any) -> tuple[Any, list[float]]:
+def train(
+    folder: Path, is_fused: bool, batch: int = 3, **arguments: Any
+) -> tuple[Any, list[float]]:
     """Train a model with the Trainer, and return it with its losses."""
     model = model_of("gemma")
-    if fused:
+    if is_fused:
         fuse(model)
     rows = [tokens(seed) for seed in range(4)]
     examples = [
@@ -167,9 +169,11 @@ def train(folder: Path, fused: bool, **arguments: Any) -> tuple[Any, list[float]
         for batch in rows
         for ids, labels in zip(*batch, strict=True)
     ]
+    for i, example in enumerate(examples):  # another number of labels in each
+        example["labels"] = example["labels"].masked_fill(torch.arange(7) < i % 6, -100)
     settings = transformers.TrainingArguments(
         str(folder),
-        per_device_train_batch_size=3,
+        per_device_train_batch_size=batch,
         per_device_eval_batch_size=3,
         max_steps=3,
         logging_steps=1,
@@ -203,14 +207,25 @@ def test_trainer(tmp_path: Path, arguments: dict[str, Any]) -> None:
     pytest.importorskip("accelerate", exc_type=ImportError)
     torch._dynamo.reset()
     stock, expected = train(tmp_path, False, **arguments)
-    fused, found = train(tmp_path, True, **arguments)
+    model, found = train(tmp_path, True, **arguments)
     half = "bf16" in arguments
     assert found == pytest.approx(expected, rel=2e-2 if half else 1e-3)
     if not half:
-        for a, b in zip(fused.parameters(), stock.parameters(), strict=True):
+        for a, b in zip(model.parameters(), stock.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    fused.train()
-    assert fused(INPUT_IDS, labels=LABELS).logits is None, "the Trainer leaves the model fused"
+    model.train()
+    assert model(INPUT_IDS, labels=LABELS).logits is None, "the Trainer leaves the model fused"
+
+
+def test_the_loss_of_a_trainer_does_not_depend_on_accumulation(tmp_path: Path) -> None:
+    """The Trainer gives the number of labels of all parts, so that their sums are one mean."""
+    pytest.importorskip("accelerate", exc_type=ImportError)
+    whole, expected = train(tmp_path, True, batch=6)
+    parts, found = train(tmp_path, True, batch=3, gradient_accumulation_steps=2)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert fused(whole).fused == 3 and fused(parts).fused == 6
+    for a, b in zip(parts.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_the_smoothing_of_the_trainer_is_ours() -> None:

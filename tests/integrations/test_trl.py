@@ -10,7 +10,6 @@ from helpers.rows import devices
 from torch import Tensor
 
 from partita.integrations.trl import (
-    chunked_cross_entropy_loss,
     entropy_from_logits,
     generalized_jsd_loss,
     selective_log_softmax,
@@ -192,44 +191,6 @@ def test_generalized_jsd_loss(labelled: bool, beta: float, device: str) -> None:
     torch.testing.assert_close(found, each.sum().float(), rtol=1e-4, atol=1e-5)
 
 
-@devices
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("items", [None, 5, "tensor"])
-def test_chunked_cross_entropy_loss(
-    items: int | str | None, scale: float, softcap: float | None, device: str
-) -> None:
-    g = torch.Generator().manual_seed(0)
-    hidden, matrix, bias = (
-        torch.randn(*shape, generator=g).to(device).requires_grad_()
-        for shape in ((2, 7, 16), (40, 16), (40,))
-    )
-    labels = torch.randint(40, (2, 7), generator=g).to(device)
-    labels[:, 2] = -100
-    number = torch.tensor(5, device=device) if items == "tensor" else items
-    logits = (hidden @ matrix.T + bias) * scale
-    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    logits, target = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    keep = target != -100
-    total = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
-    expected = total / (keep.sum() if number is None else number)
-    rest = scale, softcap, bias
-    loss, correct, entropy, valid = chunked_cross_entropy_loss(
-        hidden, matrix, 4, labels, None, number, *rest
-    )
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    found, exact = (torch.autograd.grad(x, (hidden, matrix, bias)) for x in (loss, expected))
-    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
-    assert valid == keep.sum() and not entropy.requires_grad
-    assert correct == ((logits.argmax(-1) == target) & keep).sum()
-    logp = logits.log_softmax(-1)
-    true = -(logp.exp() * logp).sum(-1)[keep].sum()
-    torch.testing.assert_close(entropy, true, rtol=1e-5, atol=1e-4)
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    of_shifted = chunked_cross_entropy_loss(hidden, matrix, 4, None, shifted, number, *rest)
-    torch.testing.assert_close(of_shifted[0], loss, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("items", [None, 3])
 def test_a_batch_without_labels_has_no_divergence(items: int | None) -> None:
     student, labels = torch.randn(2, 3, 4, requires_grad=True), torch.full((2, 3), -100)
@@ -241,21 +202,7 @@ def test_a_batch_without_labels_has_no_divergence(items: int | None) -> None:
     assert generalized_jsd_loss(student, teacher, labels, reduction="mean").isnan()
 
 
-def test_a_batch_without_labels_has_no_loss() -> None:
-    hidden, matrix = torch.randn(1, 3, 4, requires_grad=True), torch.randn(8, 4)
-    loss, *numbers = chunked_cross_entropy_loss(hidden, matrix, 4, torch.full((1, 3), -100))
-    loss.backward()
-    assert loss == 0 and not hidden.grad.any() and not any(numbers)
-
-
 def test_bad_input_of_losses() -> None:
-    with pytest.raises(ValueError, match="labels: expected labels or shift_labels"):
-        chunked_cross_entropy_loss(torch.zeros(1, 3, 4), torch.zeros(8, 4), 4)
-    with pytest.raises(ValueError, match="logit_scale: expected a number above"):
-        labels = torch.zeros(1, 3, dtype=torch.int64)
-        chunked_cross_entropy_loss(
-            torch.zeros(1, 3, 4), torch.zeros(8, 4), 4, labels, logit_scale=0.0
-        )
     with pytest.raises(ValueError, match="reduction: expected"):
         generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), reduction="none")
     with pytest.raises(TypeError, match="labels: expected an integer dtype"):
@@ -264,11 +211,3 @@ def test_bad_input_of_losses() -> None:
         generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"labels: expected shape student_logits\.shape\[:-1\]"):
         generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(2).long())
-    with pytest.raises(TypeError, match="lm_head_weight: expected the dtype of hidden_states"):
-        chunked_cross_entropy_loss(
-            torch.zeros(1, 3, 4), torch.zeros(8, 4).double(), 4, torch.zeros(1, 3).long()
-        )
-    with pytest.raises(IndexError, match=r"^labels: .*to 7.* got 9 at \[0, 2\]"):
-        chunked_cross_entropy_loss(
-            torch.zeros(1, 3, 4), torch.zeros(8, 4), 4, torch.tensor([[9, 1, 9]])
-        )

@@ -20,6 +20,7 @@ EXCEPTIONS = {
     ("integrations/fused_head.py", "model.loss_function"): "the user gives the model to `fuse`",
     ("integrations/fused_head.py", "setattr"): "the user gives the model to `fuse`",
     ("integrations/fused_head.py", "delattr"): "the user gives the model to `fuse`",
+    ("integrations/trl.py", "setattr"): "the user calls `patch`, and `unpatch` restores it",
     ("cli/warm.py", "knobs.compilation.listener"): "`partita warm` counts kernels, in a scope",
     ("cli/digest.py", "torch.set_num_threads"): "`partita check --digest`, in a block",
     ("testing/compare.py", "_settings.fill_uninitialized_memory"): "poisoned memory, in a block",

@@ -18,11 +18,14 @@ from torch import Tensor, nn
 
 from ..runtime import private_names
 from .adapters import check_head, head_parts
+from .fuse_report import HeadRuns
 from .shards import replicated
 
 STATE = "_partita_fused_head"  # the attribute of the model and of its head
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-SCALES = {"logit_scale": "*", "logits_scaling": "/"}  # Cohere multiplies, and Granite divides
+# Cohere and Falcon-H1 multiply, and Granite divides.
+SCALES = {"logit_scale": "*", "lm_head_multiplier": "*", "logits_scaling": "/"}
+LAST = "call fuse(model) last"
 LOSSES = ("ForCausalLMLoss", "causal_lm_loss")
 
 
@@ -157,18 +160,24 @@ class FusedHead:
         self.own_loss = vars(model).get("_loss_function")
         self.own_forward = vars(model).get("forward")
         self.own_head_forward = vars(self.head).get("forward")
-        self.hook = model.register_forward_pre_hook(_refuse_replicas)
+        _refuse_other_heads(model, self.head)
+        self.runs, forward = HeadRuns(), FusedForward(model)
+        body: nn.Module = getattr(model, "base_model", model)
+        self.hooks = [model.register_forward_pre_hook(_refuse_replicas)]
+        if body is not model:
+            self.hooks.append(body.register_forward_pre_hook(forward.warn_if_replaced))
         names = list(signature(model.forward).parameters)
         self.position = names.index("labels") if "labels" in names else len(names)
         for module in (model, self.head):
             setattr(module, STATE, self)
         self.head.forward = self.head_forward
-        model.forward = FusedForward(model)
+        model.forward = forward
         model.loss_function = self.loss_function  # type: ignore[assignment]
 
     def remove(self, model: nn.Module) -> None:
         """Give the model its own parts back."""
-        self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
         for module, name, own in (
             (model, "_loss_function", self.own_loss),
             (model, "forward", self.own_forward),
@@ -198,6 +207,13 @@ class FusedHead:
 
     def run(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of the model, without logits if they are not needed."""
+        self.runs.is_running = True
+        try:
+            return self.run_pass(model, args, kwargs)
+        finally:
+            self.runs.is_running = False
+
+    def run_pass(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = self.forward_of(model)
         skip = kwargs.pop("skip_logits", None)
         by_position = self.position < len(args)
@@ -208,6 +224,8 @@ class FusedHead:
             raise ValueError("skip_logits: expected labels or shift_labels with it, got neither")
         self.request = None  # that of a forward pass that failed
         if not (model.training and has_labels if skip is None else skip):
+            why = "skip_logits=False" if skip is not None else "evaluation"
+            self.runs.count(why if has_labels else "no labels")
             return own(*args, **kwargs)
         if model.get_output_embeddings() is not self.head:
             raise RuntimeError(
@@ -226,7 +244,19 @@ class FusedHead:
                 args = (*args[: self.position], shift_labels, *args[self.position + 1 :])
             else:
                 kwargs["labels"] = shift_labels
-        return without_logits(own(*args, **kwargs))
+        output = own(*args, **kwargs)
+        if self.request is not None:
+            self.request = None
+            is_replaced = vars(self.head).get("forward") != self.head_forward
+            self.runs.warn(
+                "the forward pass of its head was replaced"
+                if is_replaced
+                else "its forward pass did not call its head",
+                LAST,
+            )
+            return output
+        self.runs.count(None)
+        return without_logits(output)
 
     def compute(self, hidden_states: Tensor) -> SkippedLogits:
         """Return the loss of the requested labels, from the input of the head."""
@@ -299,6 +329,24 @@ class FusedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.model, STATE).run(self.model, args, kwargs)
 
+    def warn_if_replaced(self, body: nn.Module, args: Any) -> None:
+        """Warn if the body of the model runs in training under another forward pass of the model.
+
+        TRL's fused head is one, which calls the body and reads the matrix of the head.
+        """
+        is_training = body.training and torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or not is_training:
+            return
+        runs, forward = getattr(self.model, STATE).runs, vars(self.model).get("forward")
+        if not runs.is_running and not isinstance(forward, FusedForward):
+            # The names of a wrapped function may be those of the model's own forward pass.
+            name = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
+            is_trl = name.partition(".")[0] == "trl"
+            runs.warn(
+                f"its forward pass was replaced by one of {name}",
+                "call partita.integrations.trl.patch() instead" if is_trl else LAST,
+            )
+
     @property
     def __signature__(self) -> Signature:
         """The signature of the model's own forward pass, at which trainers look."""
@@ -346,3 +394,16 @@ def _refuse_other_losses(model: nn.Module) -> None:
         "model: expected one whose forward pass gives the logits of its head to its loss_function,"
         f" got {name}, which computes its loss itself"
     )
+
+
+def _refuse_other_heads(model: nn.Module, head: nn.Module) -> None:
+    """Raise if a part of the model takes labels for another head, whose loss belongs to the sum."""
+    for name, part in model.named_modules():
+        is_model = part is not model and hasattr(part, "get_output_embeddings")
+        if not is_model or "labels" not in signature(part.forward).parameters:
+            continue
+        if part.get_output_embeddings() is not head:
+            raise ValueError(
+                f"model: expected one head that has labels, got {type(model).__name__}, whose"
+                f" {name}, {type(part).__name__}, has a head of its own"
+            )

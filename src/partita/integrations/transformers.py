@@ -21,14 +21,17 @@ from ..ops.rnnt.api import tdt_loss
 from ..runtime import checks
 from ..runtime.autograd import plain_eager
 from ..runtime.dtypes import acc_dtype, fp32_result
+from .fuse_report import FusedReport
 from .fused_head import STATE, FusedHead
 from .naming import Labels, Renamed, labels_read
 from .shards import check_shards, is_sharded, sharded_loss
 
 __all__ = [
+    "FusedReport",
     "ParakeetForTDTLoss",
     "causal_lm_loss",
     "fuse",
+    "fused",
     "linear_causal_lm_loss",
     "unfuse",
 ]
@@ -208,7 +211,9 @@ def fuse(
     When the model is in training mode and is given `labels` or `shift_labels`, its output has the
     loss, and None for `logits`. `skip_logits=True` or `False` in a call decides otherwise.
     Evaluation and generation return logits as before. The soft cap and the scale of the logits are
-    taken from the model's configuration. The model may be wrapped or sharded.
+    taken from the model's configuration. A warning says once if the head does not get the labels of
+    a training step, as under a forward pass that replaces that of the model later. The
+    model may be wrapped or sharded.
 
     Args:
         model: a causal language model of transformers with a linear head, which may share its
@@ -225,9 +230,9 @@ def fuse(
             nor LoRA or `modules_to_save` of PEFT around one; DoRA, trainable tokens and quantized
             matrices are refused.
         ValueError: the loss of the model is not `ForCausalLMLoss`, or its forward pass does not
-            call it; or the model is an encoder with a decoder. The forward pass raises it for a
-            model that computes something else from its logits, and for a head that is sharded
-            otherwise than over its classes.
+            call it; or the model is an encoder with a decoder, or has several heads with labels.
+            The forward pass raises it for a model that computes something else from its logits,
+            and for a head that is sharded otherwise than over its classes.
 
     Source: `linear_causal_lm_loss`; the argument `skip_logits` is that of Liger Kernel 0.6.
 
@@ -286,6 +291,37 @@ def unfuse(model: Model) -> Model:
     if fused is not None:
         fused.remove(base)
     return model
+
+
+def fused(model: nn.Module) -> FusedReport | None:
+    """Tell how often the head of a fused model has computed its loss without logits.
+
+    Args:
+        model: a causal language model of transformers, or one with PEFT adapters.
+
+    Returns:
+        The forward passes since `fuse` that computed the loss without logits, and those that made
+        logits, with the reasons; None for a model that is not fused.
+
+    Raises:
+        TypeError: the model is none of transformers.
+
+    Source: a counterpart of `fuse`.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from partita.integrations.transformers import fuse, fused
+        >>> config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)
+        >>> model, input_ids = fuse(GPT2LMHeadModel(config)), torch.tensor([[3, 14, 15, 9]])
+        >>> output = model.train()(input_ids, labels=input_ids), model.eval()(input_ids)
+        >>> fused(model)
+        FusedReport(GPT2LMHeadModel, head lm_head, Linear: 1 forward passes without logits, 1 with
+                    logits (1 × no labels))
+    """
+    base = _base_model("fused", model)
+    state = vars(base).get(STATE)
+    return None if state is None else state.runs.report(base, state.head)
 
 
 def _base_model(function: str, model: Any) -> Any:

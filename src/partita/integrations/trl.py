@@ -1,6 +1,11 @@
-"""The row statistics and losses of TRL's trainers, under its names."""
+"""The row statistics and losses of TRL's trainers by their names, and a patch of its trainers."""
 
 from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,17 +13,20 @@ from torch import Tensor
 from ..ops.cross_entropy.api import TokenStats, token_stats
 from ..ops.divergence.api import divergence
 from ..ops.linear_heads.api import linear_token_stats
+from ..ops.linear_heads.divergence import linear_divergence
+from ..ops.linear_heads.plan import check_budget
 from ..ops.logprobs.autograd import logprobs_of
 from ..ops.logprobs.common import check_ids
 from ..runtime import checks
-from .naming import Renamed, labels_read
+from .naming import Renamed
 
 __all__ = [
-    "chunked_cross_entropy_loss",
     "entropy_from_logits",
     "generalized_jsd_loss",
+    "patch",
     "selective_log_softmax",
     "selective_log_softmax_and_entropy",
+    "unpatch",
 ]
 
 IGNORED = -100  # the label of positions without a loss
@@ -199,79 +207,244 @@ def generalized_jsd_loss(
     return loss.masked_fill(~mask.any(), 0.0)
 
 
-def chunked_cross_entropy_loss(
-    hidden_states: Tensor,
-    lm_head_weight: Tensor,
-    chunk_size: int,
-    labels: Tensor | None = None,
-    shift_labels: Tensor | None = None,
-    num_items_in_batch: Tensor | int | None = None,
-    logit_scale: float = 1.0,
-    final_logit_softcapping: float | None = None,
-    lm_head_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss of a causal language model from hidden states, with the numbers that `SFTTrainer` logs.
+def patch(*, memory_budget: int | None = 2**30) -> None:
+    """Put Partita's statistics of linear heads into the trainers of TRL, until `unpatch`.
+
+    `add_fused_lm_head` gives a model a fused head, in SFT, DPO, KTO, GRPO and RLOO. Its
+    log-probabilities, and the entropy, log Σ p², mean logits and hits beside them, then come from
+    `partita.linear_token_stats`, also in models that have got their head before. The loss of
+    `DistillationTrainer` comes from `partita.linear_divergence`. Everything else is TRL's. A second
+    call changes the budget alone.
 
     Args:
-        hidden_states: `[N, T, H]`, floating dtype; the input of the model's last layer.
-        lm_head_weight: `[C, H]` in the same dtype.
-        chunk_size: taken for TRL's signature, and not used: the chunks follow the sizes.
-        labels: `[N, T]`, the tokens themselves, which this function shifts; -100 for positions
-            without a loss. They are not read if `shift_labels` is given.
-        shift_labels: `[N, T]`, the label of each position.
-        num_items_in_batch: what the sum is divided by, a number; None for the number of labels.
-        logit_scale: positive; a factor of the logits.
-        final_logit_softcapping: the soft-cap of the logits, after the factor.
-        lm_head_bias: `[C]`.
-
-    Returns:
-        The loss in nats, differentiable in hidden states, matrix and bias; how many labels are the
-        most probable class; the sum of the entropies of their rows in nats; and the number of
-        labels. Each is a number. Without any label the loss is 0.
+        memory_budget: bytes of workspace, as in `partita.linear_token_stats`. With the default a
+            training step takes about as much memory as with TRL's own head.
 
     Raises:
-        TypeError, ValueError, IndexError: as in `partita.linear_token_stats`.
+        ImportError: this version of TRL has no such functions.
 
-    Source: `trl.trainer.sft_trainer._chunked_cross_entropy_loss` of TRL 1.12 to 1.14, 2026.
+    Source: `trl.kernels.ChunkedLogProbFunction` and `ChunkedDivergenceFunction` of TRL 1.16, 2026.
 
     Example:
-        >>> import torch
-        >>> from partita.integrations.trl import chunked_cross_entropy_loss
-        >>> hidden_states, labels = torch.zeros(1, 3, 4), torch.tensor([[5, -100, 0]])
-        >>> chunked_cross_entropy_loss(hidden_states, torch.ones(8, 4), 256, labels)
-        (tensor(2.0794), tensor(1.), tensor(2.0794), tensor(1))
+        >>> from partita.integrations.trl import patch, unpatch
+        >>> patch()  # before trainer.train()
+        >>> unpatch()
     """
-    if labels is None and shift_labels is None:
-        raise ValueError("labels: expected labels or shift_labels, got None for both")
-    checks.number("logit_scale", logit_scale, low=0.0, open_low=True)
-    checks.floating("hidden_states", hidden_states)
-    given = labels_read(labels, shift_labels)
-    if shift_labels is None:
-        hidden_states, shift_labels = hidden_states[..., :-1, :], given.tensor[..., 1:]
-    temperature = 1.0 / logit_scale
-    if logit_scale != 1.0 and final_logit_softcapping is not None:
-        # The cap comes after the factor, so the temperature, which comes last, cannot serve.
-        temperature = 1.0
-        hidden_states = hidden_states * logit_scale
-        lm_head_bias = None if lm_head_bias is None else lm_head_bias * logit_scale
-    names = {"input": "hidden_states", "linear_weight": "lm_head_weight", "target": given.name}
-    names |= {"linear_bias": "lm_head_bias", "softcap": "final_logit_softcapping"}
-    with Renamed(names, given, lm_head_weight.shape[0], IGNORED):
-        stats = linear_token_stats(
-            hidden_states,
-            lm_head_weight,
-            shift_labels,
-            linear_bias=lm_head_bias,
-            temperature=temperature,
-            softcap=final_logit_softcapping,
+    check_budget(memory_budget)
+    for replaced in REPLACED:
+        module = importlib.import_module(replaced.module)
+        if not hasattr(module, replaced.name):
+            version = getattr(sys.modules["trl"], "__version__", "unknown")
+            raise ImportError(
+                f"trl: expected TRL 1.16, with {replaced.module}.{replaced.name}, got {version}"
+            )
+    for replaced in REPLACED:
+        found = getattr(sys.modules[replaced.module], replaced.name)
+        if found is not replaced.ours:
+            _own[replaced.name] = found
+            _replace_everywhere(found, replaced.ours)
+    _options["memory_budget"] = memory_budget
+
+
+def unpatch() -> None:
+    """Undo `patch`; without it, do nothing.
+
+    Source: the counterpart of `patch`.
+
+    Example:
+        >>> from partita.integrations.trl import unpatch
+        >>> unpatch()
+    """
+    for replaced in REPLACED:
+        if replaced.name in _own:
+            _replace_everywhere(replaced.ours, _own.pop(replaced.name))
+
+
+def _replace_everywhere(old: Any, new: Any) -> None:
+    """Set the names that lead to one object, in all modules of TRL, to another."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trl":
+            for attribute, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, attribute, new)
+
+
+_own: dict[str, Any] = {}  # what `patch` has replaced, by the names of TRL
+_options: dict[str, Any] = {"memory_budget": None}  # those of `patch`
+
+
+class TokenStatistics:
+    """`ChunkedLogProbFunction` of TRL, which calls its `apply` alone."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [C, H]
+        bias: Tensor | None,  # [C]
+        targets: Tensor,  # [N]
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    ) -> tuple[Tensor | None, ...]:
+        """Return log-probabilities, entropies, log Σ p², mean logits and hits, each `[N]` or None.
+
+        The first two are differentiable. None stands for what is not among the outputs.
+        """
+        if _is_partitioned(weight):
+            arguments = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
+            own = _own["_ChunkedLogProbFunction"]
+            return own.apply(hidden, weight, bias, targets, *arguments)
+        head = _in_one_dtype(hidden, weight, bias)
+        numbers = _numbers(temperature, logit_scale, final_logit_softcapping)
+        # TRL leaves tokens out by a mask, so no label is ignored.
+        stats = head.stats(targets, numbers, **_options, ignore_index=checks.NOTHING_IGNORED)
+        entropy = stats.entropy if "entropy" in outputs else None
+        log_sum_sq_probs = mean_logits = is_top1 = None
+        with torch.no_grad():
+            if "log_sum_sq_probs" in outputs:
+                # log Σ p² is log Σ exp(2 z) - 2 log Z, a log Z at half the temperature.
+                halved = numbers._replace(temperature=numbers.temperature / 2)
+                squared = head.stats(None, halved, **_options)
+                log_sum_sq_probs = squared.logsumexp - 2 * stats.logsumexp
+            if "mean_logits" in outputs:
+                mean_logits = head.mean_logits(numbers)
+            if "is_top1" in outputs:
+                is_top1 = stats.argmax == targets
+        return stats.logprob, entropy, log_sum_sq_probs, mean_logits, is_top1
+
+
+class Divergences:
+    """`ChunkedDivergenceFunction` of TRL, which calls its `apply` alone."""
+
+    @staticmethod
+    def apply(
+        student_hidden: Tensor,  # [N, H]
+        student_weight: Tensor,  # [C, H]
+        student_bias: Tensor | None,  # [C]
+        teacher_hidden: Tensor,  # [N, K]
+        teacher_weight: Tensor,  # [C, K]
+        teacher_bias: Tensor | None,  # [C]
+        beta: float,
+        temperature: float = 1.0,
+        student_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the divergences, and the student's entropies without a gradient, both `[N]`."""
+        student = _Head(student_hidden, student_weight, student_bias)
+        teacher = _Head(teacher_hidden, teacher_weight, teacher_bias)
+        caps = student_final_logit_softcapping, teacher_final_logit_softcapping
+        scales = student_logit_scale, teacher_logit_scale
+        if caps[0] != caps[1]:
+            _warn_of_own("student and teacher have different soft caps")
+        if caps[0] != caps[1] or _is_partitioned(student_weight) or _is_partitioned(teacher_weight):
+            arguments = (beta, temperature, scales[0], caps[0], scales[1], caps[1])
+            return _own["ChunkedDivergenceFunction"].apply(*student, *teacher, *arguments)
+        student, teacher = _in_one_dtype(*student), _in_one_dtype(*teacher)
+        if scales[0] != scales[1]:  # Their numbers are the same.
+            student, teacher = student.scaled(scales[0]), teacher.scaled(scales[1])
+            scales = 1.0, 1.0
+        numbers = _numbers(temperature, scales[0], caps[0])
+        dtype = torch.float32 if student_hidden.dtype != torch.float64 else None
+        options = _options | {"logits_dtype": dtype}
+        divergences = linear_divergence(
+            student.hidden,
+            student.weight,
+            teacher.hidden,
+            teacher.weight,
+            linear_bias=student.bias,
+            teacher_bias=teacher.bias,
+            beta=beta,
+            **numbers._asdict(),
+            reduction="none",
+            **options,
         )
-    is_valid = shift_labels != IGNORED
-    number = is_valid.sum()
-    correct = ((stats.argmax == shift_labels) & is_valid).sum().float()
-    entropy = torch.where(is_valid, stats.entropy.detach(), 0.0).sum()
-    total = -stats.logprob.sum()
-    denominator = number.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return total / _on_device(denominator, total), correct, entropy, number
+        with torch.no_grad():
+            entropies = student.stats(None, numbers, **options).entropy
+        return divergences, entropies
+
+
+class Replaced(NamedTuple):
+    """What `patch` replaces."""
+
+    module: str  # of TRL, which looks the name up at each call
+    name: str
+    ours: Any
+
+
+REPLACED = (
+    Replaced("trl.trainer.utils", "_ChunkedLogProbFunction", TokenStatistics),
+    Replaced("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", Divergences),
+)
+
+
+class _Numbers(NamedTuple):
+    temperature: float
+    softcap: float | None
+
+
+def _numbers(temperature: float, scale: float, softcap: float | None) -> _Numbers:
+    """Return a temperature and a soft cap of the logits before the factor of a model.
+
+    The cap c comes after the factor s, and s is divided out of both: c tanh(s y / c) / T is
+    (c / s) tanh(y / (c / s)) / (T / s).
+    """
+    checks.number("logit_scale", scale, low=0.0, open_low=True)
+    return _Numbers(temperature / scale, None if softcap is None else softcap / scale)
+
+
+class _Head(NamedTuple):
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [C, H]
+    bias: Tensor | None  # [C]
+
+    def scaled(self, scale: float) -> _Head:
+        bias = None if self.bias is None else self.bias * scale
+        return _Head(self.hidden * scale, self.weight, bias)
+
+    def stats(self, targets: Tensor | None, numbers: _Numbers, **options: Any) -> TokenStats:
+        options |= numbers._asdict()
+        return linear_token_stats(
+            self.hidden, self.weight, targets, linear_bias=self.bias, **options
+        )
+
+    def mean_logits(self, numbers: _Numbers) -> Tensor:
+        """Return the mean over the classes of the logits over the temperature, `[N]`."""
+        if numbers.softcap is None:  # A mean of products is a product with the mean.
+            with torch.autocast(self.hidden.device.type, enabled=False):
+                found = self.hidden.float() @ self.weight.mean(0, dtype=torch.float32)
+            return (found if self.bias is None else found + self.bias.mean()) / numbers.temperature
+        means = []
+        for part in self.hidden.split(max(1, LOGITS_AT_ONCE // len(self.weight))):
+            logits = torch.nn.functional.linear(part, self.weight, self.bias).float()
+            means.append(logits.div_(numbers.softcap).tanh_().mean(-1))
+        return torch.cat(means) * (numbers.softcap / numbers.temperature)
+
+
+LOGITS_AT_ONCE = 2**26  # where the mean needs each of them
+
+
+def _in_one_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Head:
+    """Return the tensors of a head in the dtype of the hidden states, unless autocast has one."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
+    return _Head(hidden, weight, bias)
+
+
+def _is_partitioned(weight: Tensor) -> bool:
+    """Tell whether ZeRO-3 shares a matrix out, which TRL's own functions gather in both passes."""
+    if hasattr(weight, "ds_id"):
+        _warn_of_own("ZeRO-3 has partitioned the head")
+        return True
+    return False
+
+
+def _warn_of_own(reason: str) -> None:
+    warnings.warn(f"partita.integrations.trl: TRL's own function runs, as {reason}", stacklevel=3)
 
 
 def _on_device(number: Tensor | int, like: Tensor) -> Tensor | int:
