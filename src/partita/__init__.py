@@ -15,6 +15,8 @@ from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
+from .ops.distillation.api import distillation_loss
+from .ops.distillation.common import Distillation
 from .ops.divergence.api import divergence, topk_divergence
 from .ops.linear_chain.api import (
     ExpectedCounts,
@@ -24,6 +26,7 @@ from .ops.linear_chain.api import (
     linear_chain,
 )
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
+from .ops.linear_heads.distillation import linear_distillation_loss
 from .ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
 from .ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from .ops.linear_heads.plan import MemoryPlan as _MemoryPlan
@@ -55,6 +58,7 @@ __all__ = [
     "CTCAlignment",
     "Chain",
     "ChainSample",
+    "Distillation",
     "ExpectedCounts",
     "Hypotheses",
     "LinearChain",
@@ -83,12 +87,14 @@ __all__ = [
     "ctc_loss",
     "debruijn_source",
     "dense_source",
+    "distillation_loss",
     "divergence",
     "edges_from_states",
     "integrations",
     "linear_chain",
     "linear_cross_entropy",
     "linear_cross_entropy_plan",
+    "linear_distillation_loss",
     "linear_divergence",
     "linear_logprobs",
     "linear_rnnt_loss",

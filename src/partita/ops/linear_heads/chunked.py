@@ -77,6 +77,31 @@ def logits_of(
     return [head.part(tokens, classes).logits(buffer) for head, buffer in pairs]
 
 
+def accumulate_pairs(
+    heads: tuple[Head, Head], accumulate: Callable[..., None], tokens: int, saved: int
+) -> Buffers:
+    """Compute the logits of two heads, and return those of the last `saved` classes.
+
+    `accumulate` takes some tokens, and a list of the first class of some classes with the logits of
+    both heads.
+    """
+    heads = heads[0].rounded, heads[1]
+    (M, _), C = heads[0].input.shape, len(heads[0].weight)
+    of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
+    of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
+    for rows in chunks(M, tokens):
+        offset = rows.start * padded_width(saved)
+        memory = [buffer[offset:] for buffer in of_saved]
+        parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
+        pairs = [
+            (part.start, *logits_of(heads, buffers, rows, part))
+            for part, buffers in parts
+            if part.start < part.stop
+        ]
+        accumulate(rows, pairs)
+    return of_saved
+
+
 def head_gradients(
     heads: Sequence[Head],
     wanted: Wanted,
@@ -448,22 +473,12 @@ class HeadKernels(NamedTuple):
         saved: int,
     ) -> tuple[DivergenceState, Buffers]:
         """Return the state of all rows, and the logits of the last `saved` classes."""
-        heads = heads[0].rounded, heads[1]
-        (M, _), C = heads[0].input.shape, len(heads[0].weight)
         state = self.divergence.new_state(heads[0].input)
-        of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
-        of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
-        for rows in chunks(M, tokens):
-            offset = rows.start * padded_width(saved)
-            memory = [buffer[offset:] for buffer in of_saved]
-            parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
-            pairs = [
-                (part.start, *logits_of(heads, buffers, rows, part))
-                for part, buffers in parts
-                if part.start < part.stop
-            ]
+
+        def accumulate(rows: slice, pairs: Sequence[tuple[Any, ...]]) -> None:
             self.accumulate_rows(pairs, state.part(rows), numbers)
-        return state, of_saved
+
+        return state, accumulate_pairs(heads, accumulate, tokens, saved)
 
     def linear_divergence(
         self,

@@ -167,7 +167,7 @@ def linear_divergence(
         tensor(0.1233, grad_fn=<...>)
     """
     head = cast_and_check(input, linear_weight, linear_bias)
-    teacher = _checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
+    teacher = checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
@@ -213,17 +213,19 @@ def linear_divergence(
     return without_padding(loss, shape, head.invariant) if reduction == "none" else loss
 
 
-def _checked_teacher(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
+def checked_teacher(
+    head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, same_classes: bool = True
+) -> Head:
     """Return the teacher's tensors in the dtype of autocast; raise unless they fit the student's.
 
-    The results have no gradient.
+    The results have no gradient. The vocabularies are the same unless the caller maps them.
     """
     input, matrix, *_ = head
     checks.floating("teacher_input", hidden)
     checks.device("teacher_input", hidden, input, "input")
     checked = checked_head(hidden, weight, bias, "teacher_", "[C, K]", may_round=True)
     hidden, weight, bias, *_ = checked
-    if len(weight) != len(matrix):
+    if same_classes and len(weight) != len(matrix):
         shorter = "teacher_weight" if len(weight) > len(matrix) else "linear_weight"
         classes = min(len(weight), len(matrix))
         raise ValueError(
