@@ -195,6 +195,53 @@ def divergence(
     return counted(mixed(logq, logp, beta), mask, reduction)
 
 
+def distillation(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor | None = None,
+    *,
+    weights: dict[str, Any],
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    softcap: float | None = None,
+    teacher_classes: Tensor | None = None,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> list[Tensor]:
+    """Return the loss, and under `none` the terms that have a weight."""
+    dtype = torch.promote_types(logits.dtype, teacher_logits.dtype)
+    teacher = teacher_logits.detach().to(dtype)
+    if teacher_classes is not None:
+        teacher = teacher[..., teacher_classes]
+    x, t = capped(logits.to(dtype), softcap), capped(teacher, softcap)
+    counts = None if target is None else target != ignore_index
+    soft_counts = counts if mask is None else mask
+    logp, logq = ((each / temperature).log_softmax(-1) for each in (x, t))
+    found = {
+        "kl": lambda: kl(logq, logp),
+        "reverse_kl": lambda: kl(logp, logq),
+        "jsd": lambda: mixed(logq, logp, beta),
+        "tv": lambda: (logp.exp() - logq.exp()).abs().sum(-1) / 2,
+    }
+    loss: Any = 0
+    terms = []
+    for name in ("hard", *found):
+        if name not in weights:
+            continue
+        if name == "hard":
+            assert target is not None and counts is not None
+            picked = x.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1))
+            rows, of_term = logsumexp(x, -1) - picked.squeeze(-1), counts
+        else:
+            scale = temperature**2 if scale_by_temperature_squared else 1.0
+            rows, of_term = found[name]() * scale, soft_counts
+        loss = loss + counted(weights[name] * rows, of_term, reduction)
+        terms.append(counted(rows, of_term, reduction))
+    return [loss, *terms] if reduction == "none" else [loss]
+
+
 def topk_divergence(
     logits: Tensor,
     teacher: TopK,
@@ -239,6 +286,18 @@ def linear_divergence(
 ) -> Tensor:
     teacher = F.linear(teacher_input, teacher_weight, teacher_bias)
     found: Tensor = from_hidden(divergence)(teacher_logits=teacher, **student)
+    return found
+
+
+def linear_distillation(
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    teacher_bias: Tensor | None = None,
+    **student: Any,
+) -> list[Tensor]:
+    teacher = F.linear(teacher_input, teacher_weight, teacher_bias)
+    found: list[Tensor] = from_hidden(distillation)(teacher_logits=teacher, **student)
     return found
 
 
