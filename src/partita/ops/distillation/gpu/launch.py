@@ -6,7 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import lane_tile, matrix_rows, segments_of, stored_tile
+from ....primitives.gpu.row_plan import (
+    LaneTile,
+    StridedRows,
+    lane_tile,
+    matrix_rows,
+    segments_of,
+    stored_tile,
+)
 from ....primitives.rows import laid_out_like
 from ....runtime.launch import cdiv, launch
 from ..common import (
@@ -28,6 +35,15 @@ MIXTURE_BLOCK = 1024
 GRADIENT_BLOCK = 4096
 
 
+def _scan_tile(x: StridedRows, t: StridedRows, classes: int, block: int) -> LaneTile:
+    """Return the tile of a scan of both rows.
+
+    Where the compiler loads the vectors, their addresses take the registers of half of a block.
+    """
+    tile = lane_tile(classes, block, 4, x, t)
+    return tile if tile.access else lane_tile(classes, block // 2, 4, x, t)
+
+
 def _needs_plain(options: TermOptions) -> bool:
     """Return whether the cross-entropy needs a sum of exponentials of its own."""
     return options.hard and options.temperature != 1
@@ -44,7 +60,7 @@ def accumulate(
 ) -> None:
     """Update the results in place with the classes from `first` on, of `classes` in all."""
     x, t = matrix_rows(logits), matrix_rows(teacher_logits)
-    tile = lane_tile(logits.shape[1], BLOCK, 4, x, t)
+    tile = _scan_tile(x, t, logits.shape[1], BLOCK)
     launch(
         distillation_accumulate_kernel,
         len(logits) * (segments := segments_of(tile, x, *logits.shape, 8)).programs,
@@ -78,7 +94,7 @@ def accumulate_mixture(
 ) -> None:
     """Add these classes to what needs the normalisers of both rows."""
     x, t = matrix_rows(logits), matrix_rows(teacher_logits)
-    tile = lane_tile(logits.shape[1], MIXTURE_BLOCK, 4, x, t)
+    tile = _scan_tile(x, t, logits.shape[1], MIXTURE_BLOCK)
     launch(
         distillation_mixture_kernel,
         len(logits) * (segments := segments_of(tile, x, *logits.shape, 4)).programs,
