@@ -41,8 +41,8 @@ def distillation_loss(
             floating dtype. They get no gradient.
         target: integer labels `[...]`, which the term `hard` needs.
         weights: the weight of each term that is wanted, by name: a number of at least 0, or a
-            tensor `[...]` with one for each row, which gets no gradient. There is no default: beside
-            a weight of 0.5 for `hard`, one of 0.5 for `kl` halves a soft objective.
+            tensor `[...]` with one for each row, which gets no gradient. There is no default: a
+            weight of 0.5 halves a soft objective that stands alone.
         beta: the teacher's weight in the mixture of `jsd`, between 0 and 1.
         temperature: positive; what both logits are divided by in all terms but `hard`.
         scale_by_temperature_squared: multiply these terms by the square of the temperature.

@@ -300,13 +300,13 @@ def term_options(
     numbers = checks.temperature_and_softcap(temperature, softcap)
     checks.number("beta", beta, low=0.0, high=1.0)
     checks.python_int("ignore_index", ignore_index)
-    named = [weight is not None for weight in objective.weights]
+    named = Terms(*(weight is not None for weight in objective.weights))
     if objective.weights.jsd is not None and beta in (0.0, 1.0):
         raise ValueError(
             f"beta: expected a number between 0 and 1 for the term 'jsd', got {beta}; the terms"
             " 'kl' and 'reverse_kl' are the divergences at the ends"
         )
-    return TermOptions(*named, float(beta), *numbers, ignore_index)
+    return TermOptions._make((*named, float(beta), *numbers, ignore_index))
 
 
 def check_mapped_classes(
@@ -329,9 +329,7 @@ def mapped_classes(
     return safe, torch.where((ids == safe).all(), 1.0, torch.nan).to(dtype)
 
 
-def mass_of_classes(
-    state: RowState, maximum: Tensor, sumexp: Tensor, temperature: float
-) -> Tensor:
+def mass_of_classes(state: RowState, maximum: Tensor, sumexp: Tensor, temperature: float) -> Tensor:
     """Return the teacher's probability of the classes of the state, `[...]`.
 
     `maximum` and `sumexp` are those of all its classes, as `RowState` has them.

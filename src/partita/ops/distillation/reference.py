@@ -32,7 +32,7 @@ from ...primitives.rows import (
 )
 from ..cross_entropy.common import valid_targets
 from ..divergence.reference import expected
-from .common import DistillationKernels, DistillationRows, RowState, Terms, TermOptions
+from .common import DistillationKernels, DistillationRows, RowState, TermOptions, Terms
 
 NO_LOG = -1000.0  # the logarithm of a probability of 0
 
@@ -94,9 +94,7 @@ def statistics(
     return state, first + argmax
 
 
-def pair_of(
-    logits: Tensor, teacher_logits: Tensor, state: RowState, options: TermOptions
-) -> Pair:
+def pair_of(logits: Tensor, teacher_logits: Tensor, state: RowState, options: TermOptions) -> Pair:
     """Return some classes of both rows, normalised by the statistics of all classes."""
     x = softcapped(logits, options.softcap)
     t = softcapped(teacher_logits.to(x.dtype), options.softcap)
@@ -130,9 +128,7 @@ def mixture_statistics(
     return RowState(*found)
 
 
-def terms_of(
-    state: RowState, target: Tensor | None, classes: int, options: TermOptions
-) -> Tensor:
+def terms_of(state: RowState, target: Tensor | None, classes: int, options: TermOptions) -> Tensor:
     """Return the terms of rows from the statistics of all classes, `[..., 5]`."""
     zero = torch.zeros_like(state.maximum)
     found = Terms(zero, zero, zero, zero, zero)._asdict()
@@ -298,9 +294,8 @@ def accumulate(
                 )
             ]
             label = torch.maximum(before.label, state.label)
-            state = RowState(
-                maxima[0], *sums[:2], maxima[1], *sums[2:], label, *before[8:]
-            )
+            fields = (maxima[0], *sums[:2], maxima[1], *sums[2:], label, *before[8:])
+            state = RowState._make(fields)
         part.terms.copy_(terms_of(state, labels, classes, options))
         part.state.copy_(torch.stack(state, -1))
         part.argmax.copy_(argmax)
@@ -318,7 +313,9 @@ def accumulate_mixture(
         part = found.part(rows)
         before = RowState(*part.state.unbind(-1))
         state = mixture_statistics(logits[rows], teacher_logits[rows], before, options)
-        last = [one + other if first else one for one, other in zip(state[8:], before[8:], strict=True)]
+        last = [
+            one + other if first else one for one, other in zip(state[8:], before[8:], strict=True)
+        ]
         part.state[:, 8:].copy_(torch.stack(last, -1))
         part.terms[:, 3].copy_(options.beta * last[1] + (1 - options.beta) * last[0])
         part.terms[:, 4].copy_(last[2] / 2)

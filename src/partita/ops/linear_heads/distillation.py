@@ -84,12 +84,8 @@ def _check(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
 distillation_op = define_op(REFERENCE.linear_distillation, _rows_fake, check=_check)
-distillation_backward_op = define_op(
-    REFERENCE.linear_distillation_backward, empty_gradients
-)
-one_pass_op = define_op(
-    REFERENCE.linear_distillation_one_pass, _one_pass_fake, check=_check
-)
+distillation_backward_op = define_op(REFERENCE.linear_distillation_backward, empty_gradients)
+one_pass_op = define_op(REFERENCE.linear_distillation_one_pass, _one_pass_fake, check=_check)
 
 
 def composed_terms(
@@ -288,7 +284,7 @@ def linear_distillation_loss(
 
     def mass_of(state: Tensor) -> Tensor | None:
         """Return the teacher's mass from the columns of `RowState`."""
-        if stats is None:
+        if stats is None or on_all is None:
             return None
         rows = RowState(*state.detach().unbind(-1))
         mass = mass_of_classes(rows, stats.maximum, stats.sumexp, options.temperature)
@@ -340,4 +336,4 @@ def _of_flat_rows(objective: Objective, tokens: int, invariant: bool, like: Tens
     if soft is None and invariant:  # The padding does not count.
         soft = like.new_ones(tokens, dtype=torch.bool)
     counts = (None if each is None else flat(each) for each in (hard, soft))
-    return Objective(Terms(*weights), *counts, *objective[3:])
+    return Objective._make((Terms(*weights), *counts, *objective[3:]))

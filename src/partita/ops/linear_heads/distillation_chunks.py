@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -136,8 +136,10 @@ class DistillationHeads(NamedTuple):
         heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
         if chunk:
             found, buffers = self.accumulate_all(heads, target, options, tokens, saved)
+            teacher = heads[1][:3]
             rest = (target, found.state, *buffers, options, chunk, wanted)
-            gradients = self.linear_distillation_backward(factors, head, *heads[1][:3], *rest)
+            backward: Callable[..., HeadGradients] = self.linear_distillation_backward
+            gradients = backward(factors, head, *teacher, *rest)
             return *found, *gradients
         found, classes = empty_rows(head.input), len(head.weight)
 

@@ -24,6 +24,7 @@ from ..common import (
     empty_rows,
 )
 from .rows import (
+    Share,
     distillation_accumulate_kernel,
     distillation_gradient_kernel,
     distillation_mixture_kernel,
@@ -60,10 +61,11 @@ def accumulate(
 ) -> None:
     """Update the results in place with the classes from `first` on, of `classes` in all."""
     x, t = matrix_rows(logits), matrix_rows(teacher_logits)
-    tile = _scan_tile(x, t, logits.shape[1], BLOCK)
+    tile, (rows, width) = _scan_tile(x, t, logits.shape[1], BLOCK), logits.shape
+    segments = segments_of(tile, x, rows, width, len(Share._fields))
     launch(
         distillation_accumulate_kernel,
-        len(logits) * (segments := segments_of(tile, x, *logits.shape, 8)).programs,
+        rows * segments.programs,
         logits=x,
         teacher=t,
         target_ptr=target,
@@ -71,7 +73,7 @@ def accumulate(
         state=RowState(*found.state.unbind(-1)),
         argmax_ptr=found.argmax,
         segments=segments,
-        classes=logits.shape[1],
+        classes=width,
         first=first,
         vocabulary=classes,
         temperature=options.temperature,
@@ -94,16 +96,17 @@ def accumulate_mixture(
 ) -> None:
     """Add these classes to what needs the normalisers of both rows."""
     x, t = matrix_rows(logits), matrix_rows(teacher_logits)
-    tile = _scan_tile(x, t, logits.shape[1], MIXTURE_BLOCK)
+    tile, (rows, width) = _scan_tile(x, t, logits.shape[1], MIXTURE_BLOCK), logits.shape
+    segments = segments_of(tile, x, rows, width, 4)
     launch(
         distillation_mixture_kernel,
-        len(logits) * (segments := segments_of(tile, x, *logits.shape, 4)).programs,
+        rows * segments.programs,
         logits=x,
         teacher=t,
         terms_ptr=found.terms,
         state=RowState(*found.state.unbind(-1)),
         segments=segments,
-        classes=logits.shape[1],
+        classes=width,
         first=first,
         beta=options.beta,
         temperature=options.temperature,

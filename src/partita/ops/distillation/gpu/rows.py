@@ -132,7 +132,10 @@ def scan_part(
     """Return the statistics of the lanes over a part, with sums of a dtype."""
     # Blocks at the end are smaller: a vector of each lane, or the same number of small vectors.
     TAIL: tl.constexpr = min(TILE.block, TILE.lanes * max(TILE.vector, 4))
-    share, unmasked = no_share(TILE, part.log2_scale.dtype, SUM_DTYPE), unmasked_end(part, TILE.block)
+    share, unmasked = (
+        no_share(TILE, part.log2_scale.dtype, SUM_DTYPE),
+        unmasked_end(part, TILE.block),
+    )
     for start in range(part.first, unmasked, TILE.block):
         share = add_block(share, part, start, True, PLAIN, NAMED, TILE.block, TILE)
     for start in range(unmasked, part.last, TAIL):
