@@ -16,6 +16,7 @@ LEADING = (
     *("divergence", "topk_divergence", "linear_cross_entropy", "linear_token_stats"),
     *("linear_logprobs", "linear_topk_logprobs", "linear_divergence", "linear_topk_divergence"),
     *("support_stats", "linear_support_stats"),
+    *("distillation_loss", "linear_distillation_loss"),
 )
 # The numbers that a sample is drawn from are drawn for the whole batch.
 DRAWN = ("Chain.sample", "LinearChain.sample", "SemiMarkovChain.sample")

@@ -217,7 +217,6 @@ DISTILLATION: dict[str, Any] = {
         "softcap": 5.0,
     },
     "sum": {"reduction": "sum"},
-    "rows' weights": weights_of_rows,
     "rows' weights, mean": together(weights_of_rows, {"reduction": "mean"}),
     "no target": {"target": None, "weights": {"reverse_kl": 1.0, "tv": 1.0}},
 }
@@ -378,6 +377,7 @@ CALLS = (
         options={**DISTILLATION, "teacher's classes": teacher_classes},
         mixtures=(*BESIDE, (torch.float64, torch.float32)),
         batch={"logits": 0, "teacher_logits": 0, "target": 0, "mask": 0},
+        rows=(),  # as many results as there are terms
         uncounted=lambda inputs: without_terms(inputs, "logits"),
         in_torch=in_torch.distillation,
     ),
