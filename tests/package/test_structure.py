@@ -23,6 +23,8 @@ ARROWS = {
     ("linear_heads", "cross_entropy"),
     ("logprobs", "cross_entropy"),
     ("divergence", "cross_entropy"),
+    ("distillation", "divergence"),
+    ("linear_heads", "distillation"),
     ("linear_heads", "logprobs"),
     ("linear_heads", "divergence"),
     ("vocab_parallel", "cross_entropy"),

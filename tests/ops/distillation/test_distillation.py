@@ -209,29 +209,45 @@ def test_no_rows(device: str) -> None:
     assert found.loss.isnan() and not torch.autograd.grad(found.loss, x)[0].any()
 
 
-def test_errors() -> None:
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"target": None}, "ValueError: target: expected the labels of the term 'hard', got None"),
+        ({"weights": {}}, "TypeError: weights: expected a dict .* got {}"),
+        (
+            {"weights": {"ce": 1.0}},
+            "ValueError: weights: expected one of 'hard', .* got 'ce'",
+        ),
+        (
+            {"weights": {"kl": -1.0}},
+            r"ValueError: weights\['kl'\]: expected a number of at least 0.0, got -1.0",
+        ),
+        (
+            {"weights": {"kl": torch.ones(3)}},
+            r"ValueError: weights\['kl'\]: expected shape .* = \[4\], got \[3\]",
+        ),
+        (
+            {"weights": {"jsd": 1.0}, "beta": 1.0},
+            "ValueError: beta: expected a number between 0 and 1 for the term 'jsd', got 1.0",
+        ),
+        (
+            {"teacher_logits": torch.zeros(4, 29)},
+            "ValueError: teacher_logits: expected the shape .* teacher_classes",
+        ),
+        (
+            {"target": torch.tensor([0, 30, 0, 0])},
+            r"IndexError: target: expected labels from 0 to 29 .* got 30 at \[1\]",
+        ),
+        (
+            {"teacher_classes": torch.arange(30, 0, -1)},
+            r"IndexError: teacher_classes: expected classes from 0 to 29, got 30 at \[0\]",
+        ),
+    ],
+    ids=lambda value: value.partition(":")[2][:30] if isinstance(value, str) else "",
+)
+def test_errors(changes: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "1")
     x, t, target = sample(4, 30)
-    half = {"weights": {"hard": 0.5, "kl": 0.5}}
-
-    def call(*args: Any, **options: Any) -> Any:
-        return lambda: partita.distillation_loss(*args, **{**half, **options})
-
-    raises(call(x, t), "target: expected the labels of the term 'hard', got None", ValueError)
-    with pytest.raises(TypeError, match=r"weights: expected a dict .* got \{\}"):
-        call(x, t, target, weights={})()
-    with pytest.raises(ValueError, match=r"weights: expected one of 'hard', 'kl', .* got 'ce'"):
-        call(x, t, target, weights={"ce": 1.0})()
-    with pytest.raises(ValueError, match=r"weights\['kl'\]: expected a number of at least 0"):
-        call(x, t, target, weights={"kl": -1.0})()
-    with pytest.raises(ValueError, match=r"weights\['kl'\]: expected shape .* = \[4\], got \[3\]"):
-        call(x, t, target, weights={"kl": torch.ones(3)})()
-    with pytest.raises(ValueError, match="between 0 and 1 for the term 'jsd'"):
-        call(x, t, target, weights={"jsd": 1.0}, beta=1.0)()
-    with pytest.raises(ValueError, match=r"teacher_logits: expected the shape .* teacher_classes"):
-        call(x, t[:, 1:], target)()
-    with pytest.raises(
-        IndexError, match=r"target: expected labels from 0 to 29 .* got 30 at \[1\]"
-    ):
-        call(x, t, torch.tensor([0, 30, 0, 0]))()
-    with pytest.raises(IndexError, match=r"teacher_classes: .* from 0 to 29, got 30 at \[0\]"):
-        call(x, t, target, teacher_classes=torch.arange(30, 0, -1))()
+    call = {"logits": x, "teacher_logits": t, "target": target, "weights": {"hard": 1, "kl": 1}}
+    with raises(error):
+        partita.distillation_loss(**{**call, **changes})
