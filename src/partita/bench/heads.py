@@ -6,7 +6,8 @@ error is bounded by that of PyTorch's composition in the same dtype, and the err
 
 Divergences of two heads: the same, for beta 0, 0.5 and 1, beside a loop over chunks of tokens whose
 logits are computed again (chunked). Four products are the unit, and partita-lean has two fifths of
-the memory of the logits. Divergences of rows of logits have the same bounds.
+the memory of the logits. Divergences of rows of logits have the same bounds. So have distillation
+losses of two heads, of 2 terms (hard, kl) and of 4 (jsd and tv too).
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ..ops.divergence.api import divergence
 from ..ops.linear_heads.api import linear_cross_entropy
+from ..ops.linear_heads.distillation import linear_distillation_loss
 from ..ops.linear_heads.divergence import linear_divergence
 from ..ops.linear_heads.plan import linear_cross_entropy_plan
 from ..runtime.caches import register_cache
 from ..runtime.dtypes import acc_dtype
+from ..testing.samples import in_torch
 from .case import (
     Attempt,
     Buffers,
@@ -57,6 +60,7 @@ ALL_LOGITS = 2**62  # bytes, which hold any logits
 LEAN = 7 * 2**26  # bytes
 CHUNK_TOKENS = 1024  # tokens of a chunk of the recomputed loop
 BETAS = (0.0, 0.5, 1.0)
+TERMS = {"hard": 0.4, "kl": 0.3, "jsd": 0.2, "tv": 0.1}
 DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS = (32768, 128256), (128256,)
 
 FULL_SIZES = (  # tokens, hidden numbers and classes
@@ -80,6 +84,15 @@ class DivergenceInputs(NamedTuple):
     teacher_hidden: Tensor  # [tokens, hidden]
     teacher_matrix: Tensor  # [vocabulary, hidden]
     beta: float
+
+
+class DistillationInputs(NamedTuple):
+    hidden: Tensor  # [tokens, hidden]
+    matrix: Tensor  # [vocabulary, hidden]
+    teacher_hidden: Tensor  # [tokens, hidden]
+    teacher_matrix: Tensor  # [vocabulary, hidden]
+    target: Tensor  # [tokens]
+    terms: int
 
 
 class RowInputs(NamedTuple):
@@ -120,6 +133,18 @@ def composed_divergence(*inputs: Any) -> Tensor:
     return mean_of_logits(logits, teacher_logits, beta)
 
 
+def first_terms(number: int) -> dict[str, float]:
+    """Return the weights of the first terms."""
+    return dict([*TERMS.items()][:number])
+
+
+def composed_distillation(*inputs: Any) -> Tensor:
+    """Compute all logits and then their distillation loss with PyTorch's ops."""
+    hidden, matrix, teacher_hidden, teacher_matrix, target, terms = inputs
+    heads = F.linear(hidden, matrix), F.linear(teacher_hidden, teacher_matrix)
+    return in_torch.distillation(*heads, target, weights=first_terms(terms))[0]
+
+
 def chunked_divergence(*inputs: Any) -> Tensor:
     """Compute the mean over chunks of tokens, whose logits are computed again for the gradient."""
     hidden, matrix, teacher_hidden, teacher_matrix, beta = inputs
@@ -142,6 +167,7 @@ TORCH: dict[str, Function] = {
     "linear_cross_entropy": composed_loss,
     "divergence": mean_of_logits,
     "linear_divergence": composed_divergence,
+    "linear_distillation_loss": composed_distillation,
 }
 
 
@@ -191,6 +217,14 @@ def partita_linear(budget: Callable[..., int]) -> Function:
 def partita_divergence(budget: Callable[..., int]) -> Function:
     return lambda *inputs: linear_divergence(
         *inputs[:4], beta=inputs[4], memory_budget=budget(*inputs)
+    )
+
+
+def partita_distillation(budget: Callable[..., int]) -> Function:
+    return lambda *inputs: (
+        linear_distillation_loss(
+            *inputs[:5], weights=first_terms(inputs[5]), memory_budget=budget(*inputs)
+        ).loss
     )
 
 
@@ -309,12 +343,18 @@ PROVIDERS: Functions = {
     "partita-fast": {
         "linear_cross_entropy": lambda: partita_linear(fast_budget),
         "linear_divergence": lambda: partita_divergence(fast_budget),
+        "linear_distillation_loss": lambda: partita_distillation(fast_budget),
     },
     "partita-lean": {
         "linear_cross_entropy": lambda: partita_linear(lean_budget),
         "linear_divergence": lambda: partita_divergence(lean_divergence_budget),
+        "linear_distillation_loss": lambda: partita_distillation(lean_divergence_budget),
     },
-    "products": {"linear_cross_entropy": products, "linear_divergence": products},
+    "products": {
+        "linear_cross_entropy": products,
+        "linear_divergence": products,
+        "linear_distillation_loss": products,
+    },
     "torch-linear": {"linear_cross_entropy": torch_linear},
     "chunked": {"linear_divergence": lambda: chunked_divergence},
     "quack": {"linear_cross_entropy": Limited(quack, beyond_quack)},
@@ -444,6 +484,21 @@ class LinearDivergence(HeadCase):
 
 
 @dataclass(frozen=True)
+class LinearDistillation(HeadCase):
+    """The mean distillation loss of two heads, which is bounded by four matrix products."""
+
+    terms: int = 2
+
+    sizes = ("tokens", "hidden", "vocabulary", "terms")
+    dims = (0, None, 0, None, 0, None)
+
+    def inputs(self, buffers: Buffers) -> DistillationInputs:
+        heads = *self.head(buffers), *self.head(buffers, "teacher ")
+        target = buffers.labels(self.tokens, self.vocabulary)
+        return DistillationInputs(*heads, target, self.terms)
+
+
+@dataclass(frozen=True)
 class DivergenceRows(MeanCase):
     """The mean divergence of logits, which reads both once and writes the gradient."""
 
@@ -476,6 +531,7 @@ linear_cross_entropy_cases = cases_of(
 _widths = Widths(DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS, [(beta,) for beta in BETAS])
 of_logits = cases_of({"divergence": (DivergenceRows, _widths)}, torch.bfloat16)
 of_two_heads = cases_of({"linear_divergence": (LinearDivergence, SIZES)}, torch.bfloat16)
+of_terms = cases_of({"linear_distillation_loss": (LinearDistillation, SIZES)}, torch.bfloat16)
 
 
 def divergence_cases(settings: Settings) -> Iterator[Case]:
@@ -483,6 +539,8 @@ def divergence_cases(settings: Settings) -> Iterator[Case]:
     yield from of_logits(settings)
     cases: Iterator[Any] = of_two_heads(settings)
     yield from (replace(case, beta=beta) for case in cases for beta in BETAS)
+    cases = of_terms(settings)
+    yield from (replace(case, terms=terms) for case in cases for terms in (2, 4))
 
 
 OPS = {"linear_cross_entropy": linear_cross_entropy_cases, "divergence": divergence_cases}
