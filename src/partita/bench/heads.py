@@ -539,8 +539,8 @@ def divergence_cases(settings: Settings) -> Iterator[Case]:
     yield from of_logits(settings)
     cases: Iterator[Any] = of_two_heads(settings)
     yield from (replace(case, beta=beta) for case in cases for beta in BETAS)
-    cases = of_terms(settings)
-    yield from (replace(case, terms=terms) for case in cases for terms in (2, 4))
+    distillation: Iterator[Any] = of_terms(settings)
+    yield from (replace(case, terms=terms) for case in distillation for terms in (2, 4))
 
 
 OPS = {"linear_cross_entropy": linear_cross_entropy_cases, "divergence": divergence_cases}

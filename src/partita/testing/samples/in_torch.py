@@ -233,10 +233,10 @@ def distillation(
         if name == "hard":
             assert target is not None and counts is not None
             picked = x.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1))
-            rows, of_term = logsumexp(x, -1) - picked.squeeze(-1), counts
+            rows = logsumexp(x, -1) - picked.squeeze(-1)
         else:
-            scale = temperature**2 if scale_by_temperature_squared else 1.0
-            rows, of_term = found[name]() * scale, soft_counts
+            rows = found[name]() * (temperature**2 if scale_by_temperature_squared else 1.0)
+        of_term = counts if name == "hard" else soft_counts
         loss = loss + counted(weights[name] * rows, of_term, reduction)
         terms.append(counted(rows, of_term, reduction))
     return [loss, *terms] if reduction == "none" else [loss]

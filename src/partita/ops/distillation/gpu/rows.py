@@ -189,17 +189,20 @@ def lowest_argmax(part, share, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_share(state, row, seen):
-    """Load the statistics of a row, whose sums become fp64; those of no classes if not `seen`."""
+def load_share(state, row, seen, UNIT: tl.constexpr, SUM_DTYPE: tl.constexpr):
+    """Load the statistics of a row, with sums of a dtype; those of no classes if not `seen`.
+
+    The sums of exponents are to base 2 for the unit log2(e), and natural for 1.
+    """
     at = row * WORDS
     return Share(
         tl.load(state.maximum + at, mask=seen, other=-float("inf")),
-        tl.load(state.sumexp + at, mask=seen, other=0.0).to(tl.float64),
-        tl.load(state.plain_sumexp + at, mask=seen, other=0.0).to(tl.float64),
+        tl.load(state.sumexp + at, mask=seen, other=0.0).to(SUM_DTYPE),
+        tl.load(state.plain_sumexp + at, mask=seen, other=0.0).to(SUM_DTYPE),
         tl.load(state.teacher_maximum + at, mask=seen, other=-float("inf")),
-        tl.load(state.teacher_sumexp + at, mask=seen, other=0.0).to(tl.float64),
-        tl.load(state.forward + at, mask=seen, other=0.0).to(tl.float64) * LOG2E,
-        tl.load(state.reverse + at, mask=seen, other=0.0).to(tl.float64) * LOG2E,
+        tl.load(state.teacher_sumexp + at, mask=seen, other=0.0).to(SUM_DTYPE),
+        tl.load(state.forward + at, mask=seen, other=0.0).to(SUM_DTYPE) * UNIT,
+        tl.load(state.reverse + at, mask=seen, other=0.0).to(SUM_DTYPE) * UNIT,
         0,
     )
 
@@ -281,7 +284,7 @@ def distillation_accumulate_kernel(
                     found = load_segment(empty, segments, row, s + i, KEPT)
                     share = joined(share, Share(*found), part, PLAIN, NAMED)
     share = merged(share, part, PLAIN, NAMED)
-    before = load_share(state, row, first > 0)
+    before = load_share(state, row, first > 0, LOG2E, tl.float64)
     is_higher = (first == 0) | (share.t_maximum > before.t_maximum)
     argmax = first + lowest_argmax(part, share, TILE.block)
     tl.store(argmax_ptr + row, argmax, mask=is_higher & stores)
@@ -376,19 +379,12 @@ def mixture_of_part(part, share, NAMED: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_statistics(state, row):
-    """Load the statistics of a row that has seen all classes, in the dtype of the state."""
-    at = row * WORDS
-    return Share(
-        tl.load(state.maximum + at),
-        tl.load(state.sumexp + at),
-        tl.load(state.plain_sumexp + at),
-        tl.load(state.teacher_maximum + at),
-        tl.load(state.teacher_sumexp + at),
-        tl.load(state.forward + at),
-        tl.load(state.reverse + at),
-        0,
-    )
+def added(sums, found):
+    """Return four sums in fp64 with others of the same lanes added."""
+    a, b, c, d = sums
+    e, f, g, h = found
+    a, b = a + e.to(tl.float64), b + f.to(tl.float64)
+    return a, b, c + g.to(tl.float64), d + h.to(tl.float64)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -414,16 +410,12 @@ def distillation_mixture_kernel(
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, ACC_DTYPE)
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
-    share = load_statistics(state, row)
+    share = load_share(state, row, True, 1.0, ACC_DTYPE)
     zeros, stores = tl.full([1, TILE.lanes], 0.0, ACC_DTYPE), True
-    student = zeros.to(tl.float64)
-    teacher_sum, distance, sign = student, student, student
+    zero = zeros.to(tl.float64)
+    sums = (zero, zero, zero, zero)
     if not TILE.has_segments:
-        found = mixture_of_part(part, share, NAMED, TILE)
-        student += found[0].to(tl.float64)
-        teacher_sum += found[1].to(tl.float64)
-        distance += found[2].to(tl.float64)
-        sign += found[3].to(tl.float64)
+        sums = added(sums, mixture_of_part(part, share, NAMED, TILE))
     else:
         KEPT: tl.constexpr = (NAMED.jsd, NAMED.jsd, NAMED.tv, NAMED.tv)
         start_of_share = split.to(classes.dtype) * segments.share
@@ -435,10 +427,7 @@ def distillation_mixture_kernel(
             piece = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
             found = mixture_of_part(piece, share, NAMED, TILE)
             if segments.slots is None:
-                student += found[0].to(tl.float64)
-                teacher_sum += found[1].to(tl.float64)
-                distance += found[2].to(tl.float64)
-                sign += found[3].to(tl.float64)
+                sums = added(sums, found)
             else:
                 store_segment(found, segments, row, s, KEPT)
         if segments.slots is not None:
@@ -447,11 +436,9 @@ def distillation_mixture_kernel(
                 for i in tl.static_range(LOADED_SEGMENTS):
                     empty = (zeros, zeros, zeros, zeros)
                     found = load_segment(empty, segments, row, s + i, KEPT)
-                    student += found[0].to(tl.float64)
-                    teacher_sum += found[1].to(tl.float64)
-                    distance += found[2].to(tl.float64)
-                    sign += found[3].to(tl.float64)
+                    sums = added(sums, found)
     at, seen = row * WORDS, first > 0
+    student, teacher_sum, distance, sign = sums
     of_student = (tl.sum(student) * LN2).to(ACC_DTYPE)
     of_teacher = (tl.sum(teacher_sum) * LN2).to(ACC_DTYPE)
     of_student += tl.load(state.student + at, mask=seen, other=0.0)
@@ -502,7 +489,7 @@ def distillation_gradient_kernel(
     pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, ACC_DTYPE)
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     v, x, t = load_both(part, start, False, NOTHING, "", TILE.block, TILE)
-    share, at = load_statistics(state, row), row * WORDS
+    share, at = load_share(state, row, True, 1.0, ACC_DTYPE), row * WORDS
     of, active = normalized(x, t, part, share), tl.zeros([], ACC_DTYPE)
     grad, grad_ptr = tl.zeros_like(x), grad_ptr + row * TERMS
     inverse = reciprocal(tl.full([], temperature, ACC_DTYPE))
