@@ -189,9 +189,8 @@ class Objective(NamedTuple):
         counts = self.counts(name)
         if self.reduction != "mean":
             return rows.new_ones(())
-        if counts is None:
-            return rows.new_full((), rows.numel())
-        return counts.sum().to(rows.dtype)
+        # A compiler would take the number of rows of a tensor for a constant.
+        return (torch.ones_like(rows) if counts is None else counts).sum().to(rows.dtype)
 
     def factors(self, rows: Tensor) -> Tensor:
         """Return the derivative of the loss in each term of each row, `[..., 5]`.

@@ -250,7 +250,7 @@ def linear_distillation_loss(
         rest = (target, teacher_classes, objective, options)
         return loss_of_logits(logits, teacher_logits, *rest)
     shape, head, teacher = input.shape[:-1], head.flat.aligned, teacher.flat.aligned
-    tokens, wanted, on_all, stats = len(head.input), head.wanted, None, None
+    tokens, wanted, on_all, stats = head.input.shape[0], head.wanted, None, None
     if teacher_classes is not None:
         dtype = acc_dtype(head.input.dtype)
         ids, on_all = mapped_classes(teacher_classes, len(teacher.weight), dtype)
@@ -292,7 +292,7 @@ def linear_distillation_loss(
 
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(head.input.dtype))
-        factors = _of_flat_rows(objective, shape.numel(), head.invariant, like).factors(like)
+        factors = _of_flat_rows(objective, shape, head.invariant, like).factors(like)
         factors = factors if on_all is None else factors * on_all
         tensors = (*head[:3], *teacher[:3], labels, factors)
         call = (*head[3:], *options, *plan[:3], *wanted, backend)
@@ -322,7 +322,7 @@ def _statistics_of_teacher(
     return RowStatistics(*rows_op(*call)[:-1])
 
 
-def _of_flat_rows(objective: Objective, tokens: int, invariant: bool, like: Tensor) -> Objective:
+def _of_flat_rows(objective: Objective, shape: torch.Size, invariant: bool, like: Tensor) -> Objective:
     """Return the objective of hidden states `[M, H]` with their padding, of those `[..., H]`."""
 
     def flat(rows: Tensor) -> Tensor:
@@ -334,6 +334,6 @@ def _of_flat_rows(objective: Objective, tokens: int, invariant: bool, like: Tens
     )
     hard, soft = objective.hard_counts, objective.soft_counts
     if soft is None and invariant:  # The padding does not count.
-        soft = like.new_ones(tokens, dtype=torch.bool)
+        soft = like.new_ones(shape.numel(), dtype=torch.bool)
     counts = (None if each is None else flat(each) for each in (hard, soft))
     return Objective._make((Terms(*weights), *counts, *objective[3:]))
