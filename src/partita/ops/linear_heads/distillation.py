@@ -45,10 +45,10 @@ REFERENCE = DistillationHeads(DISTILLATION_KERNELS)
 NUM_OPTIONS = len(TermOptions._fields)
 
 
-def _gpu() -> Any:
+def _gpu() -> tuple[Any, ...]:
     from .gpu import distillation
 
-    return distillation.KERNELS
+    return (distillation.KERNELS,)  # which is a tuple itself
 
 
 def _rows_fake(
@@ -322,7 +322,9 @@ def _statistics_of_teacher(
     return RowStatistics(*rows_op(*call)[:-1])
 
 
-def _of_flat_rows(objective: Objective, shape: torch.Size, invariant: bool, like: Tensor) -> Objective:
+def _of_flat_rows(
+    objective: Objective, shape: torch.Size, invariant: bool, like: Tensor
+) -> Objective:
     """Return the objective of hidden states `[M, H]` with their padding, of those `[..., H]`."""
 
     def flat(rows: Tensor) -> Tensor:
